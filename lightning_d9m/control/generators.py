@@ -10,14 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from lightning_d9m.control.object_walk import GENERATOR, ObjectWalk, Parts, name_path
 from lightning_d9m.control.seeding import RngState
+from lightning_d9m.state.search import find_generators
 
-# How deep objects are searched for generators: dataset -> transform -> its list -> a transform ->
-# its list -> a transform -> generator, in a loader that replaces the dataset by a proxy.
-_DEPTH = 8
-_MOST_VISITED = 20_000
-_MOST_DEEP = 2000
 # The state of a device's generator: the seed, and then the number of values that were drawn.
 _SEED_BYTES, _PHILOX_BYTES = 8, 16
 
@@ -108,36 +103,6 @@ def restore_generators(owners: Mapping[str, object], encoded: Mapping[str, Any])
     for path in encoded.keys() & found.keys():
         _restore(found[path], encoded[path])
     return sorted(encoded.keys() ^ found.keys())
-
-
-def find_generators(owners: Mapping[str, object]) -> dict[str, Any]:
-    """Return the generators in attributes, lists and dicts of objects, by path.
-
-    The search goes from the outside in, eight levels deep. It leaves out lists that are too long to
-    hold anything but data, and ends when it has visited 20,000 objects, and 2,000 below the fourth
-    level. A list of more than 50 objects, none of which is a generator, is searched only if one of
-    the first five of a type holds one.
-    """
-    steps = _Search().visit(owners.items())
-    return {name_path(step): step[2] for step in steps if step[3] == GENERATOR}
-
-
-class _Search(ObjectWalk):
-    """One search for generators."""
-
-    def __init__(self) -> None:
-        super().__init__(
-            depth=_DEPTH, most_visited=_MOST_VISITED, most_deep=_MOST_DEEP, ends=[GENERATOR]
-        )
-
-    def choose(self, parts: Parts, sample: Parts, depth: int) -> Parts:
-        """Return all parts if one of the sample holds a generator, otherwise none.
-
-        A dataset of a thousand objects would otherwise be searched before each validation, which
-        took 10% of small trainings.
-        """
-        found = any(step[3] == GENERATOR for step in self.visit(sample, depth))
-        return parts if found else ()
 
 
 def _encode(generator: Any) -> dict[str, Any]:

@@ -125,6 +125,16 @@ class ModelTensors:
         self.look()
         return self._listed
 
+    def list_saved(self) -> list[tuple[str, Tensor]]:
+        """Return the names and tensors of all parameters, and of the buffers in a state dict."""
+        parameters, buffers = self.listed
+        fleeting = {
+            f"{path}.{name}" if path else name
+            for path, module in self.modules.items()
+            for name in module._non_persistent_buffers_set  # noqa: SLF001 - torch has no public list
+        }
+        return [*parameters, *((name, own) for name, own in buffers if name not in fleeting)]
+
     def _walk(self) -> None:
         self._modules = dict(self._model.named_modules())
         modules = self._modules.values()

@@ -8,8 +8,6 @@ from dataclasses import fields, is_dataclass
 import torch
 from torch import nn
 
-from lightning_d9m.hashing.nested_values import list_leaves
-
 _SCALARS = (str, bytes, int, float, complex, type(None))
 # Deeper than any batch.
 _MAX_DEPTH = 32
@@ -29,7 +27,21 @@ def list_pytree_leaves(value: object) -> list[tuple[str, object]]:
     >>> list_pytree_leaves(7)
     [('', 7)]
     """
-    return list_leaves(value, entries=_pytree_entries)
+    leaves: list[tuple[str, object]] = []
+    _collect(value, "", (), leaves)
+    return leaves
+
+
+def _collect(
+    value: object, path: str, above: tuple[int, ...], out: list[tuple[str, object]]
+) -> None:
+    # A container that holds itself is a leaf where it occurs again.
+    entries = None if id(value) in above else _pytree_entries(value, len(above))
+    if entries is None:
+        out.append((path, value))
+        return
+    for key, entry in entries:
+        _collect(entry, f"{path}.{key}" if path else key, (*above, id(value)), out)
 
 
 def _pytree_entries(value: object, depth: int) -> list[tuple[str, object]] | None:

@@ -71,6 +71,10 @@ _EXACT: dict[type, Callable[[Any], bytes]] = {
 }
 
 
+PLAIN_TYPES = frozenset(_EXACT)
+"""The exact types of most leaves. A subclass may be a member of an enumeration."""
+
+
 def encode_exact(value: Any) -> bytes:
     """Encode a value whose type is one of ``PLAIN_TYPES``."""
     return _EXACT[type(value)](value)

@@ -196,11 +196,6 @@ def saves_between_batches(callback: object) -> bool:
     )
 
 
-def drops_pruning_masks(callback: object) -> bool:
-    """Return whether a callback prunes weights, and saves them without their masks."""
-    return bool(getattr(callback, "_make_pruning_permanent", False))
-
-
 def update_callback_metrics(trainer: "Trainer", metrics: dict[str, Any]) -> None:
     """Update the metrics for callbacks.
 

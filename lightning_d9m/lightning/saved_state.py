@@ -22,7 +22,7 @@ KEY = "lightning_d9m"
 CALLBACKS = "callbacks"
 """Lightning's key of the callbacks' states in a checkpoint."""
 
-FORMAT = 3
+FORMAT = 4
 
 MANIFEST_KEY = "manifest"
 """The key within the state that is added last, when the checkpoint is written."""
@@ -123,21 +123,6 @@ class LoopPosition(_Stored):
 
 
 @dataclass(frozen=True)
-class SavedMetrics(_Stored):
-    """The states of metrics.
-
-    Attributes:
-        paths: The path of every metric, also of those without a saved state.
-        states: The attributes of each metric, by its path and their name.
-        reset: The metrics of the module that Lightning resets right after the save.
-    """
-
-    paths: list[str] = field(default_factory=list)
-    states: dict[str, dict[str, Any]] = field(default_factory=dict)
-    reset: list[str] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
 class SavedResult(_Stored):
     """A value that a step has logged, and how it is reduced over the epoch.
 
@@ -196,8 +181,9 @@ class SavedRank(_Stored):
 
     Attributes:
         rng: The generators of training, encoded; None restores none.
-        generators: The state of each of the user's generators, by path.
-        metrics: The states of metrics.
+        generators: The states of the generators that datasets of loaders hold, by path.
+        program: What the fit has changed in the program's objects, encoded, by path.
+        reset: The metrics of the module that Lightning resets right after the save.
         callback_metrics: The metrics for callbacks and schedulers, by name.
         results: The results that the epoch has logged so far.
         gradients: The gradients to which later batches are added, by parameter, with logical ranks
@@ -213,7 +199,6 @@ class SavedRank(_Stored):
     """
 
     _nested = {  # noqa: RUF012 - a ClassVar of the base class
-        "metrics": SavedMetrics,
         "results": [SavedResult],
         "ledger": SavedLedger,
         "pending": PendingRecords,
@@ -221,7 +206,8 @@ class SavedRank(_Stored):
 
     rng: dict[str, Any] | None = None
     generators: dict[str, Any] = field(default_factory=dict)
-    metrics: SavedMetrics = field(default_factory=SavedMetrics)
+    program: dict[str, Tensor] = field(default_factory=dict)
+    reset: list[str] = field(default_factory=list)
     callback_metrics: dict[str, Any] = field(default_factory=dict)
     results: list[SavedResult] = field(default_factory=list)
     gradients: dict[str, Any] = field(default_factory=dict)

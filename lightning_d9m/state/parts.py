@@ -17,7 +17,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import is_dataclass
-from functools import cache
+from functools import lru_cache
 from pathlib import PurePath
 from typing import Any, NamedTuple
 
@@ -28,6 +28,7 @@ from torch import Tensor, nn
 _VALUES = (
     *(type(None), bool, int, float, complex, str, bytes, range, slice, type(...), enum.Enum),
     *(type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType),
+    types.CodeType,
     *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, PurePath),
     *(np.generic, np.dtype, weakref.ref, re.Pattern, frozenset),
 )
@@ -184,8 +185,71 @@ class Attributes(Table):
         """See `Kind`."""
         if _list_slots(owner.__class__):
             return None
-        own = vars(owner)
+        own = owner.__dict__
         return tuple(own), tuple(map(id, own.values()))
+
+
+class _Closure(Table):
+    """The variables of a function of the program that enclosing functions define."""
+
+    def read(self, owner: Any) -> Content:
+        """See `Kind`."""
+        cells = zip(owner.__code__.co_freevars, owner.__closure__, strict=True)
+        found = {"__code__": owner.__code__}
+        found |= {name: cell.cell_contents for name, cell in cells if cell != _EMPTY}
+        return Content(tuple(found), tuple(found.values()))
+
+    def write(self, owner: Any, content: Content) -> None:
+        """See `Kind`."""
+        for name, part in zip(content.keys or (), content.parts, strict=True):
+            self.set_part(owner, name, part)
+
+    def set_part(self, owner: Any, key: Any, value: Any) -> None:
+        """See `Dict`."""
+        if key != "__code__" and value is not MISSING:
+            owner.__closure__[owner.__code__.co_freevars.index(key)].cell_contents = value
+
+    def sign(self, owner: Any) -> object:
+        """See `Kind`."""
+        return tuple(map(id, self.read(owner).parts))
+
+
+class Namespace:
+    """The variables of a source file or a class, as an object whose attributes they are."""
+
+    def __init__(self, owner: Any) -> None:
+        self.owner = owner
+
+
+class _Variables(Table):
+    """The data among the variables of a namespace: no code, and no objects of libraries."""
+
+    def read(self, owner: Namespace) -> Content:
+        """See `Kind`."""
+        found = {
+            name: value
+            for name, value in vars(owner.owner).items()
+            if not name.startswith("__") and _is_data(value)
+        }
+        return Content(tuple(found), tuple(found.values()))
+
+    def set_part(self, owner: Namespace, key: Any, value: Any) -> None:
+        """See `Dict`."""
+        if value is MISSING:
+            delattr(owner.owner, key)
+        else:
+            setattr(owner.owner, key, value)
+
+    def write(self, owner: Namespace, content: Content) -> None:
+        """See `Kind`."""
+        for name in set(self.read(owner).keys or ()).difference(content.keys or ()):
+            self.set_part(owner, name, MISSING)
+        for name, part in zip(content.keys or (), content.parts, strict=True):
+            self.set_part(owner, name, part)
+
+    def sign(self, owner: Namespace) -> object:
+        """See `Kind`."""
+        return tuple(vars(owner.owner)), tuple(map(id, vars(owner.owner).values()))
 
 
 class _Set(Kind):
@@ -301,11 +365,16 @@ class _Opaque(Kind):
 
 ATTRIBUTES, ITEMS, DICT, TABLE, SET = Attributes(), Holder(), Dict(), Table(), _Set()
 TENSOR, ARRAY, GENERATOR, OPAQUE = _Tensor(), _Array(), _Generator(), _Opaque()
+CLOSURE, VARIABLES = _Closure(), _Variables()
+_EMPTY = types.CellType()
+_CODE = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType)
 
 
 def find_kind(value: Any) -> Kind | None:
     """Return the kind of an object; None for a value that is only replaced as a whole."""
     kind = _find_kind_of_type(value.__class__)
+    if isinstance(value, types.FunctionType):
+        return CLOSURE if value.__closure__ and is_of_program(value) else None
     if kind in (ITEMS, DICT, SET) and len(value) > _MOST_ITEMS:
         return OPAQUE
     if kind is SET and any(find_kind(item) is not None for item in value):
@@ -315,7 +384,7 @@ def find_kind(value: Any) -> Kind | None:
     return kind
 
 
-@cache
+@lru_cache(maxsize=10_000)
 def _find_kind_of_type(kind: Any) -> Kind | None:  # noqa: PLR0911 - one case for each kind
     if issubclass(kind, Tensor):
         return TENSOR
@@ -327,6 +396,8 @@ def _find_kind_of_type(kind: Any) -> Kind | None:  # noqa: PLR0911 - one case fo
         return GENERATOR
     if issubclass(kind, _VALUES):
         return None
+    if issubclass(kind, Namespace):
+        return VARIABLES
     if issubclass(kind, dict):
         return DICT
     if issubclass(kind, list | deque | tuple):
@@ -337,19 +408,25 @@ def _find_kind_of_type(kind: Any) -> Kind | None:  # noqa: PLR0911 - one case fo
     return ATTRIBUTES if entered or is_of_program(kind) else OPAQUE
 
 
-@cache
 def is_of_program(kind: Any) -> bool:
-    """Return whether the program defines a class and all its bases."""
-    for base in kind.__mro__[:-1]:
-        name = base.__module__
-        file = getattr(sys.modules.get(name), "__file__", None)
-        outside = file is not None and not file.startswith(_LIBRARY_FOLDERS)
-        if name.partition(".")[0] in _LIBRARIES or not (name == "__main__" or outside):
-            return False
-    return True
+    """Return whether the program defines a class or a function."""
+    return _is_source_of_program(str(getattr(kind, "__module__", None)))
 
 
-@cache
+@lru_cache(maxsize=10_000)
+def _is_source_of_program(name: str) -> bool:
+    file = getattr(sys.modules.get(name), "__file__", None)
+    outside = file is not None and not file.startswith(_LIBRARY_FOLDERS)
+    return name.partition(".")[0] not in _LIBRARIES and (name == "__main__" or outside)
+
+
+def _is_data(value: object) -> bool:
+    if isinstance(value, _CODE):
+        return False
+    return find_kind(value) is not OPAQUE and not hasattr(value.__class__, "__get__")
+
+
+@lru_cache(maxsize=10_000)
 def _list_slots(kind: Any) -> tuple[str, ...]:
     named = [vars(base).get("__slots__", ()) for base in kind.__mro__]
     every = [name for names in named for name in ((names,) if isinstance(names, str) else names)]

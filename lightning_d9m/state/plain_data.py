@@ -7,6 +7,7 @@ that JSON lacks is an object with one key, the name of the type.
 
 import io
 import json
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path, PurePath
 from typing import Any
@@ -23,8 +24,8 @@ _SIZE_BYTES = 8
 def encode_plain(value: object) -> bytes:
     """Encode None, numbers, strings, bytes, paths, tensors, arrays, and containers of these.
 
-    A subclass (``np.float64``, a named tuple) arrives as its base class; a tensor arrives on the
-    CPU and without its graph.
+    A subclass (a named tuple, say) arrives as its base class; a tensor arrives without its graph,
+    and on the CPU unless ``decode_plain`` is given a device.
 
     Raises:
         SettingError: The value contains an object of another type.
@@ -34,13 +35,15 @@ def encode_plain(value: object) -> bytes:
     return b"".join((len(text).to_bytes(_SIZE_BYTES, "little"), text, *contents))
 
 
-def decode_plain(data: bytes) -> Any:
+def decode_plain(data: bytes, device: torch.device | None = None) -> Any:
     """Return the value that `encode_plain` encoded.
+
+    Tensors that were not on the CPU are moved to the device, if there is one.
 
     Raises:
         RanksDisagreeError: The bytes are not the output of `encode_plain`.
     """
-    contents = io.BytesIO(data)
+    contents = _Contents(data, device)
     try:
         text = _read_exactly(
             contents, int.from_bytes(_read_exactly(contents, _SIZE_BYTES), "little")
@@ -54,8 +57,17 @@ def decode_plain(data: bytes) -> Any:
         ) from error
 
 
+class _Contents(io.BytesIO):
+    """The encoded bytes, with the device of tensors that were not on the CPU."""
+
+    def __init__(self, data: bytes, device: torch.device | None) -> None:
+        super().__init__(data)
+        self.device = device
+
+
 def _to_json(value: object, contents: list[bytes]) -> object:
-    if value is None or isinstance(value, bool | int | float | str):
+    number = isinstance(value, bool | int | float | str) and not isinstance(value, np.generic)
+    if value is None or number:
         return value
     if isinstance(value, list):
         return [_to_json(item, contents) for item in value]
@@ -70,7 +82,7 @@ def _to_json(value: object, contents: list[bytes]) -> object:
     )
 
 
-def _from_json(value: Any, contents: io.BytesIO) -> Any:
+def _from_json(value: Any, contents: _Contents) -> Any:
     if isinstance(value, list):
         return [_from_json(item, contents) for item in value]
     if not isinstance(value, dict):
@@ -79,7 +91,7 @@ def _from_json(value: Any, contents: io.BytesIO) -> Any:
     return _FORMATS[kind][2](content, contents)
 
 
-def _read_exactly(contents: io.BytesIO, size: int) -> bytes:
+def _read_exactly(contents: _Contents, size: int) -> bytes:
     found = contents.read(size)
     if len(found) != size:
         raise ValueError(size)
@@ -87,10 +99,15 @@ def _read_exactly(contents: io.BytesIO, size: int) -> bytes:
 
 
 def _dict_to_json(value: dict[Any, Any], contents: list[bytes]) -> object:
+    if any(isinstance(key, Tensor) for key in value):
+        raise SettingError(
+            "A tensor is a key of a dict, and as a key it is equal only to itself, so the dict "
+            "cannot be sent to another rank: use the name of the tensor as the key."
+        )
     return [[_to_json(key, contents), _to_json(item, contents)] for key, item in value.items()]
 
 
-def _dict_from_json(content: Any, contents: io.BytesIO) -> dict[Any, Any]:
+def _dict_from_json(content: Any, contents: _Contents) -> dict[Any, Any]:
     return {_from_json(key, contents): _from_json(item, contents) for key, item in content}
 
 
@@ -110,7 +127,8 @@ def _tensor_to_json(tensor: Tensor, contents: list[bytes]) -> object:
         )
     plain = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     size = _bytes_to_json(plain.numpy().tobytes(), contents)
-    return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), size]
+    name = str(tensor.dtype).removeprefix("torch.")
+    return [name, list(tensor.shape), size, *([] if tensor.is_cpu else [1])]
 
 
 def _array_to_json(array: np.ndarray | np.generic, contents: list[bytes]) -> object:
@@ -122,7 +140,7 @@ def _array_to_json(array: np.ndarray | np.generic, contents: list[bytes]) -> obj
     return [array.dtype.str, list(array.shape), _bytes_to_json(array.tobytes(), contents)]
 
 
-def _array_from_json(content: Any, contents: io.BytesIO) -> Any:
+def _array_from_json(content: Any, contents: _Contents) -> Any:
     kind, shape, size = content
     raw = bytearray(_read_exactly(contents, size))
     return np.frombuffer(raw, dtype=np.dtype(kind)).reshape(shape)
@@ -133,28 +151,29 @@ def _set_to_json(value: Any, contents: list[bytes]) -> object:
     return [_bytes_to_json(item, contents) for item in sorted(map(encode_plain, value))]
 
 
-def _set_from_json(content: Any, contents: io.BytesIO) -> set[Any]:
+def _set_from_json(content: Any, contents: _Contents) -> set[Any]:
     return {decode_plain(_read_exactly(contents, size)) for size in content}
 
 
-def _tensor_from_json(content: Any, contents: io.BytesIO) -> Tensor:
-    if len(content) == 4:  # noqa: PLR2004 - the parts of a sparse tensor
+def _tensor_from_json(content: Any, contents: _Contents) -> Tensor:
+    if not isinstance(content[0], str):  # the parts of a sparse tensor
         indices, values, shape, coalesced = _from_json(content, contents)
         return torch.sparse_coo_tensor(
             indices, values, shape, check_invariants=True, is_coalesced=coalesced
         )
-    name, shape, size = content
+    name, shape, size, *elsewhere = content
     dtype = getattr(torch, name)
     if not isinstance(dtype, torch.dtype):
         raise TypeError(name)
     raw = bytearray(_read_exactly(contents, size))
     flat = torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)
-    return flat.reshape(shape)
+    found = flat.reshape(shape)
+    return found.to(contents.device) if elsewhere and contents.device else found
 
 
 # The types that JSON lacks: the type, the function to JSON, and the function back.
 _Encode = Callable[[Any, list[bytes]], object]
-_Decode = Callable[[Any, io.BytesIO], Any]
+_Decode = Callable[[Any, _Contents], Any]
 _FORMATS: dict[str, tuple[Any, _Encode, _Decode]] = {
     "tuple": (
         tuple,
@@ -164,6 +183,11 @@ _FORMATS: dict[str, tuple[Any, _Encode, _Decode]] = {
     "dict": (dict, _dict_to_json, _dict_from_json),
     "bytes": (bytes, _bytes_to_json, lambda size, contents: _read_exactly(contents, size)),
     "path": (PurePath, lambda path, _: str(path), lambda text, _: Path(text)),
+    "deque": (
+        deque,
+        lambda value, contents: [value.maxlen, *(_to_json(item, contents) for item in value)],
+        lambda content, contents: deque(_from_json(content[1:], contents), content[0]),
+    ),
     "set": (set | frozenset, _set_to_json, _set_from_json),
     "complex": (
         complex,

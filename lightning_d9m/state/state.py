@@ -11,6 +11,7 @@ from xxhash import xxh3_128
 
 from lightning_d9m.errors import SettingError
 from lightning_d9m.state.parts import (
+    ATTRIBUTES,
     OPAQUE,
     TABLE,
     TABLES,
@@ -60,6 +61,7 @@ def walk(
     leave_out: Callable[[str, object], bool] | None = None,
     gradients: bool = False,
     known: Container[int] = (),
+    enter_owners: bool = False,
 ) -> Iterator[tuple[str, object, Kind | None]]:
     """Yield every object that can be reached from the owners: its path, itself and its kind.
 
@@ -72,11 +74,13 @@ def walk(
         leave_out: Called with the path and each object that can change.
         gradients: Enter the gradients of tensors, too.
         known: The identities of objects that are not entered again.
+        enter_owners: Enter the owners themselves whatever their type.
     """
     seen: set[int] = set()
     kept = []  # the id of a freed object may become that of another
     stack: list[tuple[str, Any, Kind | None]] = [
-        (name, owner, None) for name, owner in reversed(list(owners.items()))
+        (name, owner, ATTRIBUTES if enter_owners and find_kind(owner) is OPAQUE else None)
+        for name, owner in reversed(list(owners.items()))
     ]
     while stack:
         path, value, kind = stack.pop()

@@ -45,6 +45,7 @@ class Watch:
         owners: Objects by name.
         leave_out: See ``walk``.
         choose: Called with the path, each object and its kind; returns the kind to use.
+        enter_owners: See ``walk``.
 
     Attributes:
         nodes: Each object that can change, and what it held, by its identity.
@@ -57,12 +58,14 @@ class Watch:
         *,
         leave_out: LeaveOut | None = None,
         choose: Callable[[str, Any, Kind], Kind] = lambda _path, _value, kind: kind,
+        enter_owners: bool = False,
     ) -> None:
         self.nodes: dict[int, Node] = {}
         self.paths: dict[str, Node] = {}
         self._owners = owners
         self._leave_out = leave_out
         self._choose = choose
+        self._enter_owners = enter_owners
         self._signs: dict[int, object] = {}
         self._walked = 0
         self._walk_all()
@@ -93,6 +96,17 @@ class Watch:
                 changed.append(node)
         return changed
 
+    def add(self, path: str, value: object) -> None:
+        """Watch another object, and what it holds."""
+        self._add({path: value})
+
+    def set_content(self, node: Node, content: Any) -> None:
+        """Set what counts as held by an object, and enter what is new in it."""
+        node.content = content
+        self._signs[id(node.owner)] = None
+        if isinstance(node.kind, Holder):
+            self._enter(node)
+
     def _read(self, node: Node) -> None:
         node.content = node.kind.read(node.owner)
         self._signs[id(node.owner)] = node.kind.sign(node.owner)
@@ -101,7 +115,7 @@ class Watch:
         self.nodes.clear()
         self.paths.clear()
         self._signs.clear()
-        self._add(self._owners)
+        self._add(self._owners, enter_owners=self._enter_owners)
         self._walked = len(self.nodes)
 
     def _enter(self, holder: Node) -> None:
@@ -112,8 +126,9 @@ class Watch:
             if id(part) not in self.nodes and find_kind(part) is not None:
                 self._add({name_part(holder.path, kind, content, place): part})
 
-    def _add(self, owners: Mapping[str, object]) -> None:
-        for path, value, kind in walk(owners, leave_out=self._leave_out, known=self.nodes):
+    def _add(self, owners: Mapping[str, object], *, enter_owners: bool = False) -> None:
+        words: dict[str, Any] = {"leave_out": self._leave_out, "known": self.nodes}
+        for path, value, kind in walk(owners, **words, enter_owners=enter_owners):
             if kind is not None:
                 chosen = self._choose(path, value, kind)
                 node = self.nodes[id(value)] = Node(path, value, chosen, None)

@@ -2,7 +2,6 @@
 
 import enum
 import functools
-import gc
 import io
 import random
 import weakref
@@ -16,17 +15,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_d9m.control import object_walk
 from lightning_d9m.control.generators import (
     capture_generators,
     decode_rng,
     encode_rng,
-    find_generators,
     find_lost_devices,
     restore_generators,
 )
-from lightning_d9m.control.object_walk import ObjectWalk
 from lightning_d9m.control.seeding import capture_rng, restore_rng, rng_restored, seed_all
+from lightning_d9m.state import search as state_search
+from lightning_d9m.state.search import find_generators
 
 
 def through_a_file(value):
@@ -150,14 +148,14 @@ class Item:
 def count_visited(monkeypatch):
     """Return a list that gets how many objects each search visits, and each search of a sample."""
     visited = []
-    visit = ObjectWalk.visit
+    search = state_search.search
 
-    def count(self, *words):
-        steps = visit(self, *words)
+    def count(*words, **options):
+        steps = list(search(*words, **options))
         visited.append(len(steps))
-        return steps
+        return iter(steps)
 
-    monkeypatch.setattr(ObjectWalk, "visit", count)
+    monkeypatch.setattr(state_search, "search", count)
     return visited
 
 
@@ -307,6 +305,7 @@ HOLDERS = {
     "key": (lambda held: OrderedDict({Key.first: held}), "Key.first"),
     "own dict": (type("Dict", (dict,), {"__init__": lambda own, held: own.update(a=held)}), "a"),
     "list": (lambda held: [None, held], "1"),
+    "deque": (lambda held: deque([held]), "0"),
     "own list": (type("List", (list,), {"__init__": lambda own, held: own.append(held)}), "0"),
     "named tuple": (lambda held: Pair(1, held), "1"),
     "module": (Noise, "held"),
@@ -321,7 +320,6 @@ HOLDERS = {
 KEPT = {}
 NOT_SEARCHED = {
     "slots": Slots,
-    "deque": lambda held: deque([held]),
     "class": lambda held: type("Class", (), {"held": held}),
     "freed": lambda held: weakref.proxy(Holder(held)),
     "callback of Lightning": Lightnings,
@@ -349,15 +347,3 @@ def test_what_cannot_hold_a_generator_of_the_training_is_not_searched(name):
 def test_an_owner_of_lightning_is_searched():
     generator = random.Random(1)
     assert find_generators({"owner": Lightnings(generator)}) == {"owner.held": generator}
-
-
-def test_classes_that_a_program_makes_again_and_again_are_not_kept(monkeypatch):
-    monkeypatch.setattr(object_walk, "_MOST_TYPES", 20)
-    generator = random.Random(1)
-    made = weakref.WeakSet()
-    for _ in range(100):
-        made.add(own := type("Own", (Holder,), {}))
-        assert find_generators({"owner": [own(generator)]}) == {"owner.0.held": generator}
-    del own
-    gc.collect()
-    assert len(made) <= 20

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from lightning_d9m.errors import CheckpointError
-from lightning_d9m.hashing import checkpoint_manifest
 from lightning_d9m.hashing.checkpoint_manifest import (
     ManifestMaker,
     check_manifest,
@@ -187,29 +186,6 @@ def test_a_maker_sees_what_changed_in_place():
         assert made == as_text(make_manifest(changing))
         assert made != before
         before = made
-
-
-def test_of_the_second_checkpoint_only_what_has_other_keys_is_named(monkeypatch):
-    """As the state of ModelCheckpoint, which has the path of the best checkpoint as a key."""
-    named = []
-    layout_of = checkpoint_manifest.Layout.of
-    monkeypatch.setattr(
-        checkpoint_manifest.Layout,
-        "of",
-        lambda value, *words: [named.append(list(value)), layout_of(value, *words)][1],
-    )
-    maker = ManifestMaker()
-    for number in (1.0, 2.0):
-        changed = content()
-        changed["states"][0]["lr"] = number
-        changed["callbacks"] = {"best": {"paths": {str(number): 1}}, "stopping": {"wait": 1}}
-        changed["mixed"] = {str(number): {}, "plain": 1}
-        made = maker.make(changed)
-        walked = [*named]
-        named.clear()
-        assert not check_manifest(changed, made)
-        named.clear()
-    assert walked == [["best"], ["mixed"]]
 
 
 # Made by the first version for `content()`.

@@ -17,7 +17,6 @@ from lightning_d9m.lightning.saved_state import (
     LoopPosition,
     PendingRecords,
     SavedLedger,
-    SavedMetrics,
     SavedRank,
     SavedResult,
     SavedState,
@@ -39,7 +38,8 @@ RESULT = SavedResult(
 RANK = SavedRank(
     rng={"torch": torch.arange(4, dtype=torch.uint8)},
     generators={"model.rng": {"state": 7}},
-    metrics=SavedMetrics(["model.mean"], {"model.mean": {"value": torch.ones(2)}}, []),
+    program={"model.mean": torch.ones(2, dtype=torch.uint8)},
+    reset=["mean"],
     callback_metrics={"loss": torch.tensor(0.5)},
     results=[RESULT],
     gradients={"weight": torch.zeros(3)},
@@ -97,7 +97,7 @@ def test_untrained():
         (None, "has no lightning_d9m state"),
         ([1], "has no lightning_d9m state"),
         ({}, f"has format None; this version reads {FORMAT}. Resume with the version of"),
-        ({"format": 2, "place": {}}, f"has format 2; this version reads {FORMAT}."),
+        ({"format": 3, "place": {}}, f"has format 3; this version reads {FORMAT}."),
     ],
 )
 def test_a_state_of_another_version_is_refused(state, message):

@@ -65,7 +65,7 @@ def test_sets_arrays_and_sparse_tensors_arrive(value):
 
 
 def test_subclasses_arrive_as_their_base_class():
-    decoded = decode_plain(encode_plain(np.float64(0.1)))
+    decoded = decode_plain(encode_plain(type("Own", (float,), {})(0.1)))
     assert type(decoded) is float
     assert decoded == 0.1
 

@@ -1,5 +1,6 @@
 """A state of arbitrary objects is put back to the bit, and its differences are named."""
 
+import copy
 import random
 from collections import Counter, OrderedDict, deque
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from lightning_d9m.state.changes import Changes
 from lightning_d9m.state.state import State
 
 
@@ -154,6 +156,45 @@ def test_a_difference_has_exactly_the_disturbed_path(graph, value, name):
     del vars(owner["table"]["x"][0])[name]
     expected = [(path, "removed"), ("owner['table']['x'][0].z", "changed")]
     assert before.difference(State({"owner": owner})) == sorted(expected)
+
+
+@settings(max_examples=150, deadline=None)
+@given(graph=GRAPHS, data=st.data())
+def test_what_was_disturbed_is_written_into_objects_that_were_made_alike(graph, data):
+    """As a run that resumes has them; what cannot be written is named."""
+    owner = Thing(graph=graph, again=graph)
+    other = copy.deepcopy(owner)
+    here, there = (Changes({"owner": one}, leave_out=lambda *_: False) for one in (owner, other))
+    assert here.capture() == ({}, [])
+    before = State({"owner": owner})
+    for node in data.draw(st.lists(st.sampled_from(before.nodes), min_size=1, max_size=4)):
+        disturb(node.owner, lambda ways: data.draw(st.sampled_from(ways)))
+    captured, unknown = here.capture()
+    changed = {path for path, _ in before.difference(State({"owner": owner}))}
+    assert bool(captured or unknown) == bool(changed)
+    assert there.restore(captured, torch.device("cpu")) == []
+    left = {path for path, _ in State({"owner": owner}).difference(State({"owner": other}))}
+    assert all(any(path.startswith(name) for name in unknown) for path in left)
+
+
+def test_new_objects_are_kept_if_they_are_plain_or_known_and_named_otherwise():
+    def make():
+        own = Thing(first=Thing(x=1), table={}, items=[Thing(x=2)], none=None)
+        return own, Changes({"own": own}, leave_out=lambda *_: False)
+
+    (own, here), (other, there) = make(), make()
+    own.noise = np.random.Generator(np.random.MT19937(3))
+    own.second, own.table["it"] = own.first, {"deep": (own.items[0], 1.5)}
+    own.items += [own.first, torch.ones(2)]
+    own.late, own.file, own.none = Thing(), open, [1]
+    captured, unknown = here.capture()
+    assert unknown == ["own.late", "own.file"]
+    assert there.restore(captured, torch.device("cpu")) == []
+    assert other.second is other.first is other.items[1]
+    assert other.table["it"]["deep"] == (other.items[0], 1.5)
+    assert (other.noise.random(), other.none) == (own.noise.random(), [1])
+    here.settle()
+    assert here.capture()[1] == []
 
 
 def test_paths_are_those_of_the_program_and_nothing_is_skipped_silently(tmp_path):

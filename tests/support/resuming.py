@@ -2,6 +2,7 @@
 
 import copy
 import importlib
+import queue
 import random
 
 import numpy as np
@@ -97,14 +98,14 @@ def make_saver(path, *, epoch=1, batch=2, hook="on_train_batch_end", stop=True):
     base = importlib.import_module("lightning.pytorch.callbacks").Checkpoint
 
     class Saver(base):
-        saved = False
+        saved = queue.SimpleQueue()  # nothing of which a checkpoint holds
 
     def save(self, trainer, *arguments, **_):
         place = trainer.fit_loop.epoch_progress.current.started - 1
         batches = trainer.fit_loop.epoch_loop.batch_progress.current.ready
-        if trainer.sanity_checking or self.saved or place < epoch or batches < batch:
+        if trainer.sanity_checking or not self.saved.empty() or place < epoch or batches < batch:
             return
-        self.saved = True
+        self.saved.put(None)
         trainer.save_checkpoint(path)
         if stop:
             raise Interrupted

@@ -5,15 +5,12 @@ run starts with a new dataset, which has the first values.
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from types import ModuleType
 from typing import Any
 
-from lightning_d9m.control.object_walk import (
-    GENERATOR,
-    IMPORTED,
-    MODULE,
-    ObjectWalk,
-    Parts,
-)
+from torch import nn
+
+from lightning_d9m.state.search import search
 
 Numbers = dict[str, dict[str, float]]
 """Numbers by the name of the attribute, by the path of the object that has it."""
@@ -34,7 +31,7 @@ def read_first_numbers(dataset: object) -> Numbers:
     """
     found: Numbers = {}
     of_classes: dict[type, dict[str, float]] = {}
-    for path, owner in _Walk().find_owners(dataset).items():
+    for path, owner in _find_owners(dataset).items():
         kind, own = type(owner), vars(owner)
         if kind not in of_classes:
             merged = {name: v for base in reversed(kind.__mro__) for name, v in vars(base).items()}
@@ -55,7 +52,7 @@ def _is_number(value: Any) -> bool:
 def find_changed_numbers(first: Numbers, dataset: object) -> Numbers:
     """Return the numbers that are not as they were first, and not of another type."""
     found: Numbers = {}
-    for path, owner in _Walk().find_owners(dataset).items():
+    for path, owner in _find_owners(dataset).items():
         own = vars(owner)
         for name, old in first.get(path, {}).items():
             value = own.get(name)
@@ -66,7 +63,7 @@ def find_changed_numbers(first: Numbers, dataset: object) -> Numbers:
 
 def write_numbers(dataset: object, numbers: Mapping[str, Mapping[str, float]]) -> None:
     """Set attributes of a dataset and of the objects in it, if they or their classes have them."""
-    owners = _Walk().find_owners(dataset) if numbers else {}
+    owners = _find_owners(dataset) if numbers else {}
     for path, values in numbers.items():
         if (owner := owners.get(path)) is not None:
             own, kind = vars(owner), type(owner)
@@ -114,29 +111,11 @@ class WatchedIterator:
             report()
 
 
-class _Walk(ObjectWalk):
-    """A walk from a dataset to the objects in its attributes, lists and dicts."""
-
-    def __init__(self) -> None:
-        super().__init__(
-            depth=_DEPTH,
-            most_visited=_MOST_VISITED,
-            most_deep=_MOST_VISITED,
-            ends=(GENERATOR, MODULE, IMPORTED),
-        )
-
-    def find_owners(self, dataset: object) -> dict[str, object]:
-        """Return the objects with attributes by path."""
-        found: dict[str, object] = {}
-        # `name_path` would walk back to the dataset from each object, and nearly all are named.
-        paths: dict[int, str] = {}
-        for step in self.visit([("dataset", dataset)]):
-            holder, name, value, kind, *_ = step
-            path = paths[id(step)] = f"{name}" if holder is None else f"{paths[id(holder)]}.{name}"
-            if kind not in (MODULE, IMPORTED) and getattr(value, "__dict__", None):
-                found[path] = value
-        return found
-
-    def choose(self, parts: Parts, _sample: Parts, _depth: int) -> Parts:
-        """Return all parts: each item of a list may count for itself."""
-        return parts
+def _find_owners(dataset: object) -> dict[str, Any]:
+    """Return the dataset and the objects in it that have attributes, by path."""
+    found = search({"dataset": dataset}, depth=_DEPTH, most=_MOST_VISITED)
+    return {
+        path: value
+        for path, value in found
+        if getattr(value, "__dict__", None) and not isinstance(value, nn.Module | ModuleType)
+    }

@@ -21,9 +21,9 @@ from torch.utils.data import (
 )
 
 from lightning_d9m.control.data.micro_batches import MicroBatchIndices
-from lightning_d9m.control.generators import find_generators
 from lightning_d9m.control.random_streams import RandomStreams
 from lightning_d9m.control.seeding import HostState, load_host, save_host, seed_host
+from lightning_d9m.state.search import find_generators
 
 # Samplers of these packages draw only from the generator that they are given.
 _LIBRARIES = {

@@ -15,6 +15,7 @@ from lightning_d9m.lightning.lightning_private import (
     set_logged_batch,
     skips_backward,
 )
+from lightning_d9m.lightning.logical_ranks.batch_hooks import BatchHooks
 from lightning_d9m.lightning.logical_ranks.logged_values import LoggedValues
 from lightning_d9m.lightning.logical_ranks.metric_states import MetricStates
 from lightning_d9m.lightning.logical_ranks.random_draws import MicroBatchSeeds
@@ -43,6 +44,7 @@ class LogicalSteps:
         block: The logical ranks of this process.
         metrics: The states of metrics by logical rank.
         logged: The values that logical ranks log.
+        hooks: The hooks of the program that get a batch.
         kept: The gradients of earlier batches, to which later ones are added.
     """
 
@@ -67,6 +69,7 @@ class LogicalSteps:
 
         self.metrics = MetricStates(trainer, block, lambda: self.logical_rank, gather_bytes)
         self.logged = LoggedValues(trainer, block, lambda: self.logical_rank, gather)
+        self.hooks = BatchHooks(trainer, gather)
         self._trainer = trainer
         self._seeds = seeds
         self._to_device = to_device

@@ -162,6 +162,7 @@ class LogicalRanksMixin(_Base):
         self._patches.replace(optimization, "run", partial(self._run_batch, optimization.run))
         steps.logged.attach(self._patches)
         steps.metrics.attach(self._patches)
+        steps.hooks.attach(self._patches)
         self.watch_collectives(self._patches, lambda: steps.step_rank)
 
     def _end_logical_ranks(self) -> None:

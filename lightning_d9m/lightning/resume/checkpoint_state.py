@@ -1,13 +1,17 @@
 """The state for an exact resume beyond Lightning's own, in checkpoints; see ``saved_state``."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from functools import wraps
 from typing import TYPE_CHECKING, Any
 
+from lightning_d9m.control.method_wrapping import replace_method
 from lightning_d9m.lightning.checkpoint_io import add_manifests
 from lightning_d9m.lightning.recording.trainer_recorder import TrainerRecorder
 from lightning_d9m.lightning.resume import run_state
 from lightning_d9m.lightning.resume.resumable_fit import InexactResumeAction, ResumableFit
 from lightning_d9m.lightning.saved_state import CALLBACKS, KEY, SavedState
+from lightning_d9m.lightning.strategies import is_sharded
 from lightning_d9m.lightning.trainer_session import TrainerSession
 
 if TYPE_CHECKING:
@@ -28,6 +32,8 @@ class CheckpointState:
         # The state of a run that has ended, for later checkpoints; whether it has all ranks.
         self._ended: SavedState | None = None
         self._ended_on_all_ranks = False
+        self._find_lost: Callable[[Mapping[str, Any]], list[str]] | None = None
+        self._written = ExitStack()
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(CheckpointState(self._on_inexact))
@@ -39,6 +45,7 @@ class CheckpointState:
         self._ended = None
         if session.stage == "fit":
             fit = self._fit = ResumableFit(trainer, session, recorder, self._on_inexact)
+            self._find_lost = fit.find_lost
             session.resume(fit.resume_loader, self._detach)
             fit.wrap_loops()
 
@@ -63,8 +70,9 @@ class CheckpointState:
 
     def save(self, trainer: "Trainer", checkpoint: dict[str, Any]) -> None:
         """Add the state to a checkpoint. Every rank calls this, unless the run has ended."""
+        self._written.close()  # of a save that failed before it wrote
         if self._fit is not None:
-            state = run_state.gather_ranks(trainer, self._fit.save())
+            state = run_state.gather_ranks(trainer, self._fit.save(checkpoint))
         elif self._ended is not None:
             state = self._ended
             if not self._ended_on_all_ranks:
@@ -72,7 +80,29 @@ class CheckpointState:
             add_manifests(trainer, once=True)  # no session is open that does so
         else:  # a Trainer that has not trained
             return
-        checkpoint.setdefault(CALLBACKS, {})[KEY] = state.as_plain()
+        plain = checkpoint.setdefault(CALLBACKS, {})[KEY] = state.as_plain()
+        if self._find_lost is not None and not is_sharded(trainer.strategy):
+            self._check_next_write(trainer, plain, self._find_lost)
+
+    def _check_next_write(
+        self,
+        trainer: "Trainer",
+        plain: dict[str, Any],
+        find_lost: Callable[[Mapping[str, Any]], list[str]],
+    ) -> None:
+        """Note in the state of a checkpoint which weights it lacks when it is written.
+
+        Until then other callbacks, and the module, may have taken some out.
+        """
+        save = trainer.strategy.save_checkpoint
+
+        @wraps(save)
+        def save_checkpoint(checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+            self._written.close()
+            plain["ranks"][0]["inexact"] += find_lost(checkpoint)
+            return save(checkpoint, *args, **kwargs)
+
+        replace_method(self._written, trainer.strategy, "save_checkpoint", save_checkpoint)
 
     def load(self, checkpoint: Mapping[str, Any]) -> None:
         """Read the state of the checkpoint from which a fit resumes.

@@ -17,9 +17,9 @@ from lightning_d9m.errors import InexactResumeError
 from lightning_d9m.hashing.flat_parameters import find_hybrid_sharding
 from lightning_d9m.hashing.shards import has_base
 from lightning_d9m.lightning import lightning_private
-from lightning_d9m.lightning.packages import is_of_program, rank_zero
+from lightning_d9m.lightning.packages import rank_zero
 from lightning_d9m.lightning.saved_state import LOGICAL_RANKS_KEY, LoopPosition, SavedState
-from lightning_d9m.lightning.trainer_attributes import get_logical_ranks, list_callbacks
+from lightning_d9m.lightning.trainer_attributes import get_logical_ranks
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -29,27 +29,11 @@ if TYPE_CHECKING:
 # The settings that select the random streams. (The others change speed, or are in the ledger.)
 _RNG_SETTINGS = ("seed", "per_sample_rng")
 
-_ACTS_AT_EPOCH_END = (
-    *("EarlyStopping", "LambdaCallback", "ModelPruning", "StochasticWeightAveraging"),
-    "WeightAveraging",
-)
 
-
-def find_missing_state(
-    trainer: "Trainer", position: LoopPosition, metrics_left_out: Mapping[str, str]
-) -> list[str]:
-    """Return why a checkpoint that is being saved cannot be resumed exactly.
-
-    ``metrics_left_out`` has the reason why the states of a metric are not saved, by path.
-    """
-    found = [
-        f"The checkpoint holds no states of the metric {path}, {why}. Save checkpoints at the end "
-        "of an epoch, or let the metric keep less."
-        for path, why in metrics_left_out.items()
-    ]
-    found += _find_lost_masks(trainer)
+def find_missing_state(trainer: "Trainer", position: LoopPosition) -> list[str]:
+    """Return why a checkpoint that is being saved cannot be resumed exactly."""
     fit = trainer.fit_loop
-    found += _listed(_find_unfinished_epoch(trainer, position))
+    found = _listed(_find_unfinished_epoch(trainer, position))
     within = position.phase != "epoch" and not is_at_end(trainer)
     for loader in lightning_private.list_loaders(fit):
         problem = find_position_problem(loader) if within else find_unsaved_loader_state(loader)
@@ -60,15 +44,6 @@ def find_missing_state(
     for loader in lightning_private.list_loaders(fit.epoch_loop.val_loop):
         found += _listed(find_unsaved_loader_state(loader))
     return found
-
-
-def _find_lost_masks(trainer: "Trainer") -> list[str]:
-    return [
-        f"{type(callback).__name__} leaves the masks of pruned weights out of checkpoints, so that "
-        "they would be trained again. Start the training again."
-        for callback in list_callbacks(trainer)
-        if lightning_private.drops_pruning_masks(callback)
-    ]
 
 
 def is_cut_by_max_steps(trainer: "Trainer") -> bool:
@@ -85,19 +60,21 @@ def _has_batches_left(trainer: "Trainer") -> bool:
 
 
 def _find_unfinished_epoch(trainer: "Trainer", position: LoopPosition) -> str | None:
-    """Return why an epoch that the end of the fit cut short cannot go on, or None."""
-    trained = trainer.fit_loop.epoch_loop.batch_progress.current.completed
-    if position.phase == "cut":
-        hooks = ", ".join(_find_epoch_end_hooks(trainer))
-        if not hooks:
-            return None
-        epoch, cause = position.epoch, "max_steps"
-        then = f"{hooks} ran then, where a longer fit"
-    elif position.phase == "epoch" and trainer.should_stop and _has_batches_left(trainer):
-        epoch, cause = position.epoch - 1, "trainer.should_stop"
-        then = "Lightning begins the next epoch when it resumes; a longer fit"
-    else:
+    """Return why an epoch that ``trainer.should_stop`` cut short cannot go on, or None."""
+    if position.phase != "epoch" or not trainer.should_stop or not _has_batches_left(trainer):
         return None
+    then = "Lightning begins the next epoch when it resumes; a longer fit"
+    return _describe_unfinished(trainer, position.epoch - 1, "trainer.should_stop", then)
+
+
+def describe_cut(trainer: "Trainer", epoch: int, names: list[str]) -> str:
+    """Return why an epoch that ``max_steps`` cut short cannot go on, given what hooks changed."""
+    then = f"hooks at the end of the epoch or the fit changed {names[0]}, where a longer fit"
+    return _describe_unfinished(trainer, epoch, "max_steps", then)
+
+
+def _describe_unfinished(trainer: "Trainer", epoch: int, cause: str, then: str) -> str:
+    trained = trainer.fit_loop.epoch_loop.batch_progress.current.completed
     return (
         f"Its fit ended after {trained} batches of epoch {epoch}, by {cause}, and {then} would "
         "train the rest. Resume from a checkpoint within the epoch: "
@@ -105,20 +82,13 @@ def _find_unfinished_epoch(trainer: "Trainer", position: LoopPosition) -> str | 
     )
 
 
-def _find_epoch_end_hooks(trainer: "Trainer") -> list[str]:
-    """Return the hooks that may change the training at the end of an epoch.
-
-    Lightning's own callbacks do not, but for those that ``_ACTS_AT_EPOCH_END`` names.
-    """
-    found = []
-    for owner in (trainer.lightning_module, *list_callbacks(trainer)):
-        hook = getattr(owner, "on_train_epoch_end", None)
-        of_program = is_of_program(hook)
-        if has_base(owner, *_ACTS_AT_EPOCH_END) or (
-            of_program and not has_base(owner, "Checkpoint")
-        ):
-            found.append(f"{type(owner).__name__}.on_train_epoch_end")
-    return found
+def describe_lost_tensor(name: str) -> str:
+    """Return why a checkpoint that lacks a tensor of the model cannot be resumed exactly."""
+    return (
+        f"The checkpoint lacks {name!r}, which changes in the fit, as that of ModelPruning lacks "
+        "the masks of pruned weights, which would be trained again. Save all weights and buffers "
+        "that change."
+    )
 
 
 def find_unsaved_loader_state(loader: Any) -> str | None:
@@ -234,13 +204,25 @@ def find_resume_problems(
 
 
 def describe_unmatched_state(paths: Iterable[str]) -> list[str]:
-    """Return why generators and metrics at these paths cannot be restored."""
+    """Return why generators at these paths cannot be restored."""
     named = ", ".join(paths)
     if not named:
         return []
     problem = (
-        f"These generators or metrics are only in the checkpoint, or only in this run: {named}. "
+        f"These generators are only in the checkpoint, or only in this run: {named}. "
         "Create them before training starts, as in the run that saved the checkpoint."
+    )
+    return [problem]
+
+
+def describe_missing_objects(paths: Iterable[str]) -> list[str]:
+    """Return why what a checkpoint holds of the program's objects cannot be restored."""
+    named = ", ".join(paths)
+    if not named:
+        return []
+    problem = (
+        f"The checkpoint holds values of objects that this run lacks, or that take others: {named}."
+        " Create them before training starts, as in the run that saved the checkpoint."
     )
     return [problem]
 

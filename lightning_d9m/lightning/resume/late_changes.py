@@ -4,39 +4,103 @@ Lightning calls the hook of the module after those of callbacks, where checkpoin
 validation that was interrupted is run again, from weights that it may have replaced.
 """
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor
 from torch.nn.parameter import is_lazy
+from torch.utils._pytree import tree_leaves
 
 from lightning_d9m.hashing.digest import digest_many
-from lightning_d9m.lightning.resume.model_parts import ModelParts
+from lightning_d9m.hashing.model_tensors import ModelTensors
+from lightning_d9m.hashing.shards import has_base
+from lightning_d9m.lightning.resume.metric_state import name_callbacks
+from lightning_d9m.lightning.resume.program_state import Captured, ProgramState, find_changed
 from lightning_d9m.lightning.strategies import is_sharded
+from lightning_d9m.lightning.trainer_attributes import list_callbacks
+from lightning_d9m.state.watch import digest_value
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
 
 class LateChanges:
-    """The parameters and buffers of a module that change from one moment to another."""
+    """The parameters, buffers and objects of a program that change between two moments."""
 
     def __init__(self) -> None:
         self._noted: dict[str, str] = {}
+        self._callbacks: dict[str, str] = {}
+        self._program: Captured | None = None
+        self._reset: tuple[str, ...] = ()
 
-    def note(self, trainer: "Trainer", model: ModelParts) -> None:
-        """Note the present values, unless ranks hold shards of them."""
+    def note(
+        self,
+        trainer: "Trainer",
+        model: ModelTensors,
+        program: Captured | None = None,
+        callbacks: Mapping[str, str] = MappingProxyType({}),
+        reset: Sequence[str] = (),
+    ) -> None:
+        """Note the present values, of weights unless ranks hold shards of them.
+
+        ``callbacks`` is what ``digest_callbacks`` returned, and ``reset`` has the names of metrics
+        that Lightning is about to reset.
+        """
+        self._reset = tuple(f"model.{name}." for name in reset)
+        self._program, self._callbacks = program, dict(callbacks)
         if not is_sharded(trainer.strategy):
             self._noted = _read_digests(model)
 
     def forget(self) -> None:
         """Forget what was noted."""
-        self._noted = {}
+        self._noted, self._callbacks, self._program = {}, {}, None
 
-    def find(self, model: ModelParts) -> list[str]:
+    def find(
+        self,
+        model: ModelTensors,
+        program: ProgramState | None = None,
+        callbacks: Mapping[str, str] = MappingProxyType({}),
+    ) -> list[str]:
         """Return the names of what has changed since."""
-        if not self._noted:
+        found: list[str] = []
+        for noted, now in (
+            (self._noted, _read_digests(model) if self._noted else {}),
+            (self._callbacks, callbacks),
+        ):
+            found += [name for name, digest in noted.items() if now.get(name) != digest]
+        if program is not None and self._program is not None:
+            changed = find_changed(self._program, program.capture())
+            found += [path for path in changed if not path.startswith(self._reset)]
+        return found
+
+    def find_lost(self, model: ModelTensors, checkpoint: Mapping[str, Any]) -> list[str]:
+        """Return the names of what has changed since, and is not in a checkpoint."""
+        held = {
+            part.untyped_storage().data_ptr()
+            for part in tree_leaves(dict(checkpoint))
+            if isinstance(part, Tensor) and part.layout is torch.strided
+        }
+        lost = [
+            (name, tensor)
+            for name, tensor in model.list_saved()
+            if name not in checkpoint["state_dict"]
+            and not (tensor.layout is torch.strided and tensor.untyped_storage().data_ptr() in held)
+        ]
+        if not lost:
             return []
-        now = _read_digests(model)
-        return [name for name, digest in self._noted.items() if now.get(name) != digest]
+        changed = {*self.find(model)}
+        return [name for name, _ in lost if name in changed or name not in self._noted]
+
+
+def digest_callbacks(trainer: "Trainer") -> dict[str, str]:
+    """Return the digests of the states of callbacks, but for those that save checkpoints."""
+    return {
+        f"{name}.state_dict()": digest_value(callback.state_dict())
+        for name, callback in name_callbacks(list_callbacks(trainer)).items()
+        if not has_base(callback, "Checkpoint", "DeterminismCallback")
+    }
 
 
 def describe_hook(names: list[str]) -> str:
@@ -56,7 +120,7 @@ def describe_validation(names: list[str]) -> str:
     )
 
 
-def _read_digests(model: ModelParts) -> dict[str, str]:
+def _read_digests(model: ModelTensors) -> dict[str, str]:
     """Return the digest of each tensor by name; a change through ``.data`` has no other trace."""
-    named = {name: tensor for name, tensor in model.tensors if not is_lazy(tensor)}
+    named = {name: own for part in model.listed for name, own in part if not is_lazy(own)}
     return dict(zip(named, digest_many(list(named.values())), strict=True))

@@ -4,12 +4,14 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 from warnings import catch_warnings, filterwarnings, warn
 
 from lightning_d9m.attribute_patches import AttributePatches
 from lightning_d9m.control.data.resumable_sampler import find_epoch_problem, find_position_problem
 from lightning_d9m.errors import InexactResumeError
+from lightning_d9m.hashing.model_tensors import ModelTensors
 from lightning_d9m.ledger.format.records import Resume
 from lightning_d9m.lightning import lightning_private
 from lightning_d9m.lightning.ranks.trainer_ranks import ranks_of
@@ -20,6 +22,7 @@ from lightning_d9m.lightning.resume.late_changes import (
     LateChanges,
     describe_hook,
     describe_validation,
+    digest_callbacks,
 )
 from lightning_d9m.lightning.resume.logged_results import restore_latest
 from lightning_d9m.lightning.resume.loop_position import (
@@ -32,7 +35,12 @@ from lightning_d9m.lightning.resume.loop_position import (
     makes_iterator_again,
     reopen_epoch,
 )
-from lightning_d9m.lightning.resume.model_parts import ModelParts
+from lightning_d9m.lightning.resume.program_state import (
+    Captured,
+    ProgramState,
+    keep_modes,
+    keep_small,
+)
 from lightning_d9m.lightning.saved_state import (
     LoopPosition,
     SavedLedger,
@@ -66,14 +74,18 @@ class ResumableFit:
         self._patches = AttributePatches()
         self._at_end = False
         self._resumed: SavedState | None = None
+        self._first, self._at_cut = LateChanges(), LateChanges()
         self._saved, self._validated = LateChanges(), LateChanges()
         self._late: list[str] = []
         self._has_begun = False  # not yet, while a callback searches for a learning rate
         self._reasons: list[str] = []
         self._unvalidated: SavedRank | None = None
-        self._before_evaluation: run_state.RngAndMetricState | None = None
+        self._before_evaluation: run_state.UserState | None = None
         self._loader_states: list[dict[str, Any]] = []
-        self._model: ModelParts | None = None
+        self._model: ModelTensors | None = None
+        self._first_program: ProgramState | None = None
+        self._has_settled = False
+        self._captured: Captured = ({}, [])
         self._epoch_length: EpochLength | None = None
         # The state where `max_steps` ended the fit, before the end of the epoch.
         self._cut: SavedState | None = None
@@ -102,12 +114,12 @@ class ResumableFit:
         """Restore the methods of the loops."""
         self._patches.undo()
 
-    def save(self) -> SavedState:
+    def save(self, checkpoint: Mapping[str, Any]) -> SavedState:
         """Return the state for a checkpoint, with the state of this rank alone."""
         self._recorder.reduce_loss(self._trainer)
-        state = self.capture()
+        state = self.capture(checkpoint)
         if state.position.phase == "batch":
-            self._saved.note(self._trainer, self._parts)
+            self._saved.note(self._trainer, self._parts, self._captured, reset=state.ranks[0].reset)
         return state
 
     def load(self, checkpoint: Mapping[str, Any]) -> None:
@@ -164,15 +176,30 @@ class ResumableFit:
                 self._raise_or_warn(problems)
 
     def _finish_and_reset(self, reset: Callable[[], None]) -> None:
+        self._begin_program()
         if not lightning_private.has_loaded_progress(self._trainer):
             reset()
             return
         restore_latest(self._trainer, self._rank_state.callback_metrics)
         self._at_end = finish_pending_work(self._trainer, self._position, reset)
 
+    def _begin_program(self) -> ProgramState:
+        if self._first_program is None:
+            self._first_program = ProgramState(self._trainer, self._parts)
+        return self._first_program
+
+    @property
+    def _program(self) -> ProgramState:
+        return self._begin_program()
+
     def _restore_and_start(self, start: Callable[[], None]) -> None:
         # After `on_train_start`, where modules reset their metrics.
+        if self._has_begun and not self._has_settled:
+            self._has_settled = True
+            self._program.settle()
         if self._resumed is not None and self._has_begun:
+            missing = self._restore_program()
+            self._raise_or_warn_on_all_ranks(exactness.describe_missing_objects(missing))
             run_state.restore_outside(
                 self._trainer, self._session, self._rank_state, self._report_problem
             )
@@ -184,7 +211,14 @@ class ResumableFit:
         if exactness.is_cut_by_max_steps(self._trainer):
             self._recorder.reduce_loss(self._trainer)
             self._cut = self.capture()
+            self._at_cut.note(
+                self._trainer, self._parts, self._program.capture(), digest_callbacks(self._trainer)
+            )
         end()
+
+    def _restore_program(self) -> list[str]:
+        rank = self._rank_state
+        return self._program.restore(rank.program, rank.reset)
 
     def _reset_epoch(self, reset: Callable[[], None]) -> None:
         with catch_warnings():
@@ -213,6 +247,7 @@ class ResumableFit:
         # The generators of training, as late as possible before the next batch.
         if self._has_begun:
             if self._resumed is not None and self._resumed.position.phase != "epoch":
+                self._restore_program()
                 run_state.restore_within(trainer, self._rank_state, self._report_problem)
             self._resumed = None
 
@@ -222,7 +257,7 @@ class ResumableFit:
 
     def _find_late_changes(self) -> None:
         """Report what has changed since a checkpoint was saved in this batch or validation."""
-        names = self._saved.find(self._parts)
+        names = self._saved.find(self._parts, self._program)
         self._saved.forget()
         if names and not self._late:
             self._late = [describe_hook(names)]
@@ -241,9 +276,10 @@ class ResumableFit:
 
     def _run_validation(self, run: Callable[[], object]) -> object:
         if self._trainer.sanity_checking:
+            self._begin_program()
             return run()
-        self._before_evaluation = run_state.capture_rng_and_metrics(
-            self._trainer, self._parts, "validation"
+        self._before_evaluation = run_state.capture_user_state(
+            self._trainer, "validation", self._program
         )
         self._validated.note(self._trainer, self._parts)
         outputs = run()
@@ -291,6 +327,7 @@ class ResumableFit:
         """Continue the ledger of the interrupted run; called before training starts."""
         self._has_begun = True
         trainer = self._trainer
+        self._first.note(trainer, self._parts)
         if self._resumed is None and not self._reasons:
             exactness.report_unresumable(trainer, raises=self._on_inexact == "raise_early")
             return
@@ -315,9 +352,10 @@ class ResumableFit:
         )
 
     @property
-    def _parts(self) -> ModelParts:
+    def _parts(self) -> ModelTensors:
         if self._model is None:
-            self._model = ModelParts(self._trainer.lightning_module, self._recorder.model_tensors)
+            found = self._recorder.model_tensors
+            self._model = found or ModelTensors(self._trainer.lightning_module)
         return self._model
 
     @property
@@ -338,22 +376,30 @@ class ResumableFit:
     def _describe_settings(self) -> dict[str, Any]:
         return exactness.describe_settings(self._trainer, self._session)
 
-    def capture(self) -> SavedState:
-        """Return the state of the run, with the state of this rank alone."""
+    def capture(self, checkpoint: Mapping[str, Any] = MappingProxyType({})) -> SavedState:
+        """Return the state of the run, with the state of this rank alone.
+
+        ``checkpoint`` is what is being saved, which may hold large values already.
+        """
         if self._cut is not None:
-            return self._cut
+            return self._add_changes_since_cut(self._cut)
         trainer, session = self._trainer, self._session
         position = find_position(trainer)
         user = self._before_evaluation if position.phase == "validation" else None
-        user = user or run_state.capture_rng_and_metrics(trainer, self._parts, position.phase)
+        user = user or run_state.capture_user_state(trainer, position.phase, self._program)
+        self._captured = program = user.program
+        if trainer.validating and self._before_evaluation is not None:
+            program = keep_modes(program, self._before_evaluation.program)
+        kept, reasons = keep_small(program, checkpoint)
         late = self._late if position.phase == "batch" else []
-        if position.phase == "validation" and (names := self._validated.find(self._parts)):
+        if position.phase == "validation" and (names := self._validated.find(self._parts, None)):
             late = [describe_validation(names)]
         ledger = self._recorder.ledger_position
         rank = replace(
             run_state.capture(trainer, session, user, position.phase),
             samplers=session.capture_samplers(position.phase),
-            inexact=exactness.find_missing_state(trainer, position, user.left_out) + late,
+            program=kept,
+            inexact=exactness.find_missing_state(trainer, position) + reasons + late,
             ledger=None if ledger is None else SavedLedger(**ledger),
             pending=self._recorder.pending,
         )
@@ -366,8 +412,22 @@ class ResumableFit:
             ranks=[rank],
         )
 
+    def _add_changes_since_cut(self, cut: SavedState) -> SavedState:
+        """Return the state at the cut, with a reason if hooks have changed anything since."""
+        trainer, (rank,) = self._trainer, cut.ranks
+        names = self._at_cut.find(self._parts, self._program, digest_callbacks(trainer))
+        if not names:
+            return cut
+        reason = exactness.describe_cut(trainer, cut.position.epoch, names)
+        return replace(cut, ranks=[replace(rank, inexact=[*rank.inexact, reason])])
+
+    def find_lost(self, checkpoint: Mapping[str, Any]) -> list[str]:
+        """Return why a checkpoint that is about to be written lacks weights of the model."""
+        names = self._first.find_lost(self._parts, checkpoint)
+        return [exactness.describe_lost_tensor(names[0])] if names else []
+
     def _find_unmatched(self, rank: SavedRank) -> list[str]:
-        """Return why the generators and metrics of this rank cannot be restored."""
+        """Return why the generators of this rank cannot be restored."""
         trainer = self._trainer
         problems = exactness.describe_unmatched_state(run_state.find_unmatched_state(trainer, rank))
         reloaded = run_state.find_reloaded_generators(trainer, rank, self._position.epoch)

@@ -11,40 +11,33 @@ from lightning_d9m.control.generators import (
     capture_generators,
     decode_rng,
     encode_rng,
-    find_generators,
     find_lost_devices,
     restore_generators,
 )
 from lightning_d9m.control.seeding import restore_rng
+from lightning_d9m.hashing.model_tensors import ModelTensors
 from lightning_d9m.hashing.shards import has_base
 from lightning_d9m.lightning import lightning_private
 from lightning_d9m.lightning.packages import rank_zero
 from lightning_d9m.lightning.ranks.trainer_ranks import ranks_of
 from lightning_d9m.lightning.resume import logged_results
 from lightning_d9m.lightning.resume.gradients import capture_gradients, restore_gradients
-from lightning_d9m.lightning.resume.metric_state import (
-    capture_metrics,
-    find_metrics,
-    name_callbacks,
-    restore_metrics,
-)
-from lightning_d9m.lightning.resume.model_parts import ModelParts
+from lightning_d9m.lightning.resume.program_state import ProgramState
 from lightning_d9m.lightning.saved_state import (
     FROZEN,
     VALIDATION,
     LoopPhase,
-    SavedMetrics,
     SavedRank,
     SavedState,
 )
 from lightning_d9m.lightning.trainer_attributes import (
-    get_datamodule,
     get_epoch_counts,
     get_logical_steps,
     get_reload_interval,
     list_callbacks,
 )
 from lightning_d9m.state.plain_data import decode_plain, encode_plain
+from lightning_d9m.state.search import find_generators
 from lightning_d9m.text import pluralize
 
 if TYPE_CHECKING:
@@ -57,37 +50,38 @@ _FIRST_BYTES = 64 * 2**10
 
 
 @dataclass(frozen=True)
-class RngAndMetricState:
+class UserState:
     """State that an evaluation changes too; an interrupted evaluation is run again as a whole.
 
     Attributes:
-        generators: The state of each of the user's generators, by path.
-        metrics: The states of metrics.
-        left_out: The reason why a metric was left out, by path, as the end of a sentence.
+        generators: The states of the generators that datasets of loaders hold, by path.
+        reset: The metrics that Lightning is about to reset, of which nothing is saved.
         by_logical_rank: The states of metrics by path and logical rank.
+        program: What ``ProgramState.capture`` returned.
     """
 
     generators: dict[str, Any]
-    metrics: SavedMetrics
-    left_out: dict[str, str]
+    reset: list[str]
     by_logical_rank: dict[str, dict[int, Any]]
+    program: tuple[dict[str, bytes], list[str]]
 
 
-def capture_rng_and_metrics(
-    trainer: "Trainer", model: ModelParts, phase: LoopPhase
-) -> RngAndMetricState:
-    """Return the states of the user's generators and metrics."""
+def capture_user_state(trainer: "Trainer", phase: LoopPhase, program: ProgramState) -> UserState:
+    """Return the states of the user's generators, metrics and other objects."""
     reset = logged_results.find_metrics_to_reset(trainer, phase)
+    found, unknown = program.capture()
+    skipped = tuple(f"model.{name}." for name in reset)
     logical = get_logical_steps(trainer)
-    return RngAndMetricState(
-        capture_generators(_name_owners(trainer, model.searched)),
-        *capture_metrics(trainer, model, reset),
+    return UserState(
+        capture_generators(_name_datasets(trainer)),
+        reset,
         {} if logical is None else logical.metrics.capture(),
+        ({path: data for path, data in found.items() if not path.startswith(skipped)}, unknown),
     )
 
 
 def capture(
-    trainer: "Trainer", session: "TrainerSession", user: RngAndMetricState, phase: LoopPhase
+    trainer: "Trainer", session: "TrainerSession", user: UserState, phase: LoopPhase
 ) -> SavedRank:
     """Return the state of this rank that is read from the Trainer and the session.
 
@@ -99,7 +93,7 @@ def capture(
     return SavedRank(
         rng=encode_rng(session.capture_rng()) if within else None,
         generators=user.generators,
-        metrics=user.metrics,
+        reset=user.reset,
         callback_metrics=logged_results.capture_latest(trainer),
         results=logged_results.capture_results(trainer) if within else [],
         gradients=capture_gradients(trainer),
@@ -129,12 +123,11 @@ def gather_ranks(trainer: "Trainer", state: SavedState) -> SavedState:
 
 
 def find_unmatched_state(trainer: "Trainer", rank: SavedRank) -> list[str]:
-    """Return the paths of generators and metrics that exist only here or only in the checkpoint."""
-    generators = set(find_generators(_name_owners(trainer))) ^ set(rank.generators)
+    """Return the paths of generators that datasets hold only here or only in the checkpoint."""
+    generators = set(find_generators(_name_datasets(trainer))) ^ set(rank.generators)
     if not lightning_private.has_loaders(trainer.fit_loop.epoch_loop.val_loop):
         generators = {path for path in generators if not path.startswith(VALIDATION)}
-    metrics = set(find_metrics(trainer)) ^ set(rank.metrics.paths)
-    return sorted(generators | metrics)
+    return sorted(generators)
 
 
 def find_lost_generators(rank: SavedRank) -> list[str]:
@@ -195,7 +188,7 @@ def restore_validation(trainer: "Trainer", session: "TrainerSession", rank: Save
     generators = {
         path: state for path, state in rank.generators.items() if path.startswith(VALIDATION)
     }
-    restore_generators(_name_owners(trainer), generators)
+    restore_generators(_name_datasets(trainer), generators)
     saved = rank.validation_reload_epoch
     _settle_reload(trainer, "validate", saved, trainer.current_epoch)
 
@@ -216,10 +209,9 @@ def restore_within(trainer: "Trainer", rank: SavedRank, report: Callable[[str], 
 
 
 def _restore_rng_and_metrics(trainer: "Trainer", rank: SavedRank) -> None:
-    restore_generators(_name_owners(trainer), rank.generators)
+    restore_generators(_name_datasets(trainer), rank.generators)
     if (logical := get_logical_steps(trainer)) is not None:
         logical.metrics.restore(rank.metric_states)
-    restore_metrics(trainer, rank.metrics)
 
 
 def _settle_reload(
@@ -231,18 +223,9 @@ def _settle_reload(
         lightning_private.set_reload_epoch(trainer, stage, epoch if due else saved)
 
 
-def _name_owners(
-    trainer: "Trainer", modules: Mapping[str, object] | None = None
-) -> dict[str, object]:
-    """Return the user's objects whose generators training may use, by name.
-
-    ``modules`` are those that may hold generators, if they are known.
-    """
-    if modules is None:
-        modules = dict(trainer.lightning_module.named_modules())
-    owners = {f"model.{name}" if name else "model": module for name, module in modules.items()}
-    owners["datamodule"] = get_datamodule(trainer)
-    owners |= name_callbacks(list_callbacks(trainer))
+def _name_datasets(trainer: "Trainer") -> dict[str, object]:
+    """Return the datasets and functions of the loaders, by name."""
+    owners: dict[str, object] = {}
     fit = trainer.fit_loop
     for stage, loop in (("train", fit), ("validate", fit.epoch_loop.val_loop)):
         for number, part in enumerate(lightning_private.list_loaders(loop)):
@@ -272,40 +255,24 @@ def _set_accumulation(trainer: "Trainer") -> None:
             callback.on_train_epoch_start(trainer, trainer.lightning_module)
 
 
-def capture_frozen(model: ModelParts) -> dict[str, dict[str, list[str]]]:
-    """Return the names of frozen parameters, and of batch norms without running statistics.
+def capture_frozen(model: ModelTensors) -> dict[str, dict[str, list[str]]]:
+    """Return the names of frozen parameters, as settings of the run.
 
     Callbacks and hooks freeze and unfreeze them at the start of an epoch.
-
-    Returns:
-        Settings of the run, as ``SavedState`` has them.
     """
-    parameters = [name for name, tensor in model.parameters if not tensor.requires_grad]
-    kinds = set(map(type, model.modules.values()))
-    # Not of each module: torch formats an error where there is none, which takes long.
-    without = {kind for kind in kinds if not getattr(kind, "track_running_stats", True)}
-    statistics = [
-        name
-        for name, module in model.modules.items()
-        if not vars(module).get("track_running_stats", type(module) not in without)
-    ]
-    return {FROZEN: {"parameters": parameters, "statistics": statistics}}
+    parameters = [name for name, tensor in model.listed[0] if not tensor.requires_grad]
+    return {FROZEN: {"parameters": parameters}}
 
 
 def restore_frozen(trainer: "Trainer", settings: Mapping[str, Any]) -> None:
     """Freeze and unfreeze what was so when ``capture_frozen`` was called, and log what changed."""
-    frozen = settings.get(FROZEN)
-    if frozen is None:  # saved by an earlier version
-        return
+    frozen = settings[FROZEN]
     module = trainer.lightning_module
     changed = []
     for name, parameter in module.named_parameters():
         if parameter.requires_grad == (name in frozen["parameters"]):
             parameter.requires_grad_(not parameter.requires_grad)
             changed.append(name)
-    for name, part in module.named_modules():
-        if hasattr(part, "track_running_stats"):
-            part.track_running_stats = name not in frozen["statistics"]
     if changed:
         rank_zero().rank_zero_info(
             f"{pluralize(len(changed), 'parameter')} frozen or unfrozen as when the checkpoint was "

@@ -10,8 +10,8 @@ from torch import nn
 from trainings import make_model
 
 from lightning_d9m import InexactResumeError
+from lightning_d9m.hashing.model_tensors import ModelTensors
 from lightning_d9m.lightning.resume.late_changes import LateChanges
-from lightning_d9m.lightning.resume.model_parts import ModelParts
 
 pytestmark = pytest.mark.usefixtures("unseeded", "new_process")
 
@@ -96,7 +96,7 @@ def test_a_validation_of_averaged_weights_is_named(fits):
 def test_each_way_to_change_a_tensor_is_found():
     module = nn.BatchNorm1d(3)
     module.register_buffer("table", torch.eye(3).to_sparse())
-    trainer, model = SimpleNamespace(strategy=object()), ModelParts(module)
+    trainer, model = SimpleNamespace(strategy=object()), ModelTensors(module)
     changes = LateChanges()
     assert changes.find(model) == []
     changes.note(trainer, model)

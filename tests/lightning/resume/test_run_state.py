@@ -60,7 +60,9 @@ def own_order():
 
 
 class Device:
-    """Stands for an accelerator: a generator that is none of the CPU's."""
+    """Stands for an accelerator: a generator that is none of the CPU's, nor the program's."""
+
+    __module__ = "torch"
 
     def __init__(self):
         self.generator = torch.Generator()
@@ -168,24 +170,35 @@ def change(rank, path, value):
 
 
 GENERATORS = {
-    "model.own": random.Random(1),
-    "model.noise": torch.Generator().manual_seed(1),
-    "model.numpy": np.random.default_rng(1),
-    "model.legacy": np.random.RandomState(1),
-    "callbacks.DrawingCallback.rng": np.random.RandomState(1),
     "train.0.dataset.rng": np.random.default_rng(1),
     "train.0.collate_fn.rng": random.Random(1),
     "validate.0.dataset.rng": np.random.default_rng(1),
 }
-METRICS = [
-    "model.accuracy",
-    "model.early",
-    "model.whole",
-    "model.seen",
-    "model.pair",
-    "model.pair.numbers",
-    "callbacks.DrawingCallback.sum",
+PROGRAM = [
+    "model.own",
+    "model.noise",
+    "model.numpy",
+    "model.legacy",
+    "callbacks.DrawingCallback.rng",
+    "model.accuracy.",
+    "model.early.",
+    "model.whole.",
+    "model.seen.",
+    "model.pair._groups",
+    "model.pair.numbers.",
+    "callbacks.DrawingCallback.sum.",
 ]
+
+
+def drop(start):
+    """Return a function that leaves out the objects of the program whose paths begin so."""
+
+    def leave(program):
+        kept = {path: value for path, value in program.items() if not path.startswith(start)}
+        assert kept.keys() != program.keys()
+        return kept
+
+    return leave
 
 
 def another(name):
@@ -206,7 +219,7 @@ PIECES = {
     "a device's generator": (["rng", "devices"], lambda old: {}),
     "all generators of the process": (["rng"], lambda old: None),
     **{f"the generator {name}": (["generators", name], another(name)) for name in GENERATORS},
-    **{f"the metric {name}": (["metrics", "states", name], None) for name in METRICS},
+    **{f"{name} of the program": (["program"], drop(name)) for name in PROGRAM},
     "that a metric was logged": (["results"], leave_out("training_step.early")),
     "generators that a sampler keeps": (["samplers"], lambda old: {}),
     "gradients of micro-batches": (["gradients"], lambda old: {}),
@@ -251,19 +264,14 @@ REFUSED = {
         "begins at step 5, and the checkpoint was saved at step 4",
     ),
     "a generator": (
-        ["callbacks", KEY, "ranks", 0, "generators", "model.own"],
+        ["callbacks", KEY, "ranks", 0, "generators", "train.0.dataset.rng"],
         None,
-        "only in this run: model.own",
+        r"only in this run: train\.0\.dataset\.rng",
     ),
     "a device that is not visible": (
         ["callbacks", KEY, "ranks", 0, "rng", "own", "simulated"],
         lambda own: own + 1,
         "Numbers were drawn on the device simulated:0, and its generator cannot be restored",
-    ),
-    "a metric": (
-        ["callbacks", KEY, "ranks", 0, "metrics", "paths", 0],
-        None,
-        "only in this run: model.accuracy",
     ),
     "what it says itself": (
         ["callbacks", KEY, "ranks", 0, "inexact"],
@@ -403,7 +411,7 @@ def test_which_metrics_are_reset_matters_between_epochs(tmp_path, new_process):
     (rank,) = torch.load(fits.checkpoint, weights_only=True)["callbacks"][KEY]["ranks"]
     assert rank["rng"] is None  # an epoch seeds the generators
     assert rank["results"] == []  # and begins its sums
-    whole, lacking = without(fits, ["metrics", "reset"], [], **words)
+    whole, lacking = without(fits, ["reset"], [], **words)
     assert whole == straight
     assert lacking != straight
 
@@ -461,8 +469,7 @@ ELSEWHERE = {
     ("train_reload_epoch",): test_when_loaders_were_loaded_matters,
     ("validation_reload_epoch",): test_when_loaders_were_loaded_matters,
     ("pending", "loss"): test_the_last_loss_matters_at_the_end_of_an_epoch,
-    ("metrics", "reset"): test_which_metrics_are_reset_matters_between_epochs,
-    ("metrics", "paths"): TestPieces.test_says_what_cannot_be_exact,
+    ("reset",): test_which_metrics_are_reset_matters_between_epochs,
     ("rng", "own"): TestPieces.test_says_what_cannot_be_exact,
     ("inexact",): TestPieces.test_says_what_cannot_be_exact,
 }
@@ -476,15 +483,12 @@ def test_every_piece_is_tested(interrupted):
     tested = {tuple(path[:2]) for path, _ in PIECES.values()}
     pieces = set()
     for name, value in rank.items():
-        inside = name in {"rng", "generators", "metrics", "pending"}
+        inside = name in {"rng", "generators", "pending"}
         pieces |= {(name, part) for part in value} if inside else {(name,)}
     tested |= {(path[0],) for path in tested}
     assert pieces - tested == ELSEWHERE.keys()
     assert all(rank[path[0]] for path in tested)
     assert set(rank["generators"]) == set(GENERATORS)
-    # The collection's other metric shares the states of its first; one is reset by Lightning.
-    untested = {"model.pair.sizes", "model.validated"}
-    assert set(rank["metrics"]["states"]) - set(METRICS) == untested
     told = {"seed", MANIFEST_KEY}  # to people; and see the test of a changed weight
     refused = {path[2] for path, *_ in REFUSED.values() if path[2:]}
     assert set(state) == {path[0] for path, _ in SHARED.values()} | refused - {"ranks"} | told

@@ -1,0 +1,200 @@
+"""State of the program's own objects: what a fit changes in them and no checkpoint holds.
+
+That is every attribute of the module, the datamodule and the callbacks, of the objects in them,
+and of their classes, and the variables of their source files and functions. What a fit changes is
+saved as plain data; what has no plain form makes a resume inexact, and is named.
+"""
+
+import dis
+import inspect
+import sys
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from functools import cache
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from lightning_d9m.hashing.model_tensors import ModelTensors
+from lightning_d9m.lightning.resume.metric_state import find_metrics, name_callbacks
+from lightning_d9m.lightning.saved_state import KEY
+from lightning_d9m.lightning.strategies import is_sharded
+from lightning_d9m.lightning.trainer_attributes import get_datamodule, list_callbacks
+from lightning_d9m.state.changes import Changes, is_long
+from lightning_d9m.state.parts import Namespace, is_of_program
+from lightning_d9m.state.plain_data import decode_plain
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+_PACKAGES = ("lightning", "pytorch_lightning", "lightning_fabric", "lightning_d9m")
+# Loaders have a control of their own, which reads their datasets and samplers.
+_LOADING = (Dataset, DataLoader, Sampler)
+_MODE = ".training"
+# Most bytes that a rank saves; larger values are left out and reported.
+_LIMIT = 16 * 2**20
+
+Captured: TypeAlias = tuple[dict[str, bytes], list[str]]
+"""What has changed by path, encoded; and the paths of what has no plain form."""
+
+
+class ProgramState:
+    """Finds what a fit has changed in the program's objects, and restores it.
+
+    It is made before the fit runs any step, also none of the sanity check.
+    """
+
+    def __init__(self, trainer: "Trainer", parts: ModelTensors) -> None:
+        self._trainer = trainer
+        self._parts = parts
+        self._module = trainer.lightning_module
+        self._sharded = is_sharded(trainer.strategy)
+        self._left_out: set[int] = set()
+        self._find_left_out()
+        owners = _name_owners(trainer)
+        self._roots = tuple(owners)
+        self._entered = set(map(id, owners.values()))
+        self._changes = Changes(owners, leave_out=self._leave_out, hide=_list_library_attributes)
+
+    def settle(self) -> None:
+        """Take objects that hooks have made since as held at first."""
+        self._find_left_out()
+        self._changes.settle()
+
+    def capture(self) -> Captured:
+        """Return what has changed by path, encoded; and the paths of what has no plain form."""
+        self._find_left_out()
+        return self._changes.capture()
+
+    def restore(self, program: Mapping[str, Tensor], reset: Iterable[str]) -> list[str]:
+        """Write what a checkpoint holds into the objects; return the paths that do not exist.
+
+        Callbacks that this run lacks do not count. ``reset`` has the names of the module's metrics
+        that Lightning has reset right after the save.
+        """
+        plain = {
+            path: data.numpy().tobytes()
+            for path, data in program.items()
+            if path.startswith(self._roots)
+        }
+        missing = self._changes.restore(plain, self._module.device)
+        metrics = find_metrics(self._trainer)
+        for name in reset:
+            if (metric := metrics.get(f"model.{name}")) is not None:
+                metric.reset()
+        return missing
+
+    def _find_left_out(self) -> None:
+        """Find the objects that a checkpoint of Lightning holds."""
+        trainer = self._trainer
+        schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+        tensors = [tensor for _, tensor in self._parts.list_saved()]
+        held: Iterable[Any] = [*trainer.optimizers, *schedulers, *tensors]
+        self._left_out = set(map(id, held))
+
+    def _leave_out(self, _path: str, value: Any) -> bool:
+        if id(value) in self._entered:
+            return False
+        if id(value) in self._left_out or isinstance(value, _LOADING) or is_long(value):
+            return True
+        if self._sharded and value is not self._module and isinstance(value, nn.Module | Tensor):
+            return True  # ranks hold parts of them
+        kind = type(value)
+        package = str(getattr(kind, "__module__", "")).partition(".")[0]
+        # Their own objects, such as the Trainer and loggers, are not the program's.
+        return package in _PACKAGES and not isinstance(value, nn.Module)
+
+
+def keep_small(
+    captured: Captured, checkpoint: Mapping[str, Any]
+) -> tuple[dict[str, Tensor], list[str]]:
+    """Return what is saved, as tensors; and why a resume would be inexact.
+
+    Large values are left out if the checkpoint holds their tensors already.
+    """
+    found, unknown = captured
+    reasons = [
+        f"{path} changes in the fit, and has no form that a checkpoint could keep: keep numbers, "
+        "texts, tensors, arrays, and containers of these, or save checkpoints without it."
+        for path in unknown
+    ]
+    kept: dict[str, Tensor] = {}
+    free = _LIMIT
+    for path, data in sorted(found.items(), key=lambda item: len(item[1])):
+        name = path.rstrip("'")
+        if len(data) <= free:
+            free -= len(data)
+            kept[path] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        elif not _is_held(data, checkpoint):
+            reasons.append(
+                f"{name} changes in the fit, and has {len(data)} bytes, where {_LIMIT} are kept "
+                "for all such values: return it from state_dict() of the callback or the module."
+            )
+    return kept, reasons
+
+
+def _is_held(data: bytes, checkpoint: Mapping[str, Any]) -> bool:
+    """Return whether a checkpoint holds the tensors of a value, as a callback has saved them."""
+    tensors = [part for part in tree_leaves(decode_plain(data)) if isinstance(part, Tensor)]
+    own = [part for name, part in checkpoint.items() if name != "optimizer_states"]
+    held = [part for part in tree_leaves(own) if isinstance(part, Tensor)]
+    return bool(tensors) and all(
+        any(
+            one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other.cpu())
+            for other in held
+        )
+        for one in tensors
+    )
+
+
+def keep_modes(captured: Captured, before: Captured) -> Captured:
+    """Return a state with the modes of modules from before, as an evaluation changes them."""
+    found = {path: data for path, data in captured[0].items() if not path.endswith(_MODE)}
+    modes = {path: data for path, data in before[0].items() if path.endswith(_MODE)}
+    return found | modes, captured[1]
+
+
+def find_changed(before: Captured, now: Captured) -> list[str]:
+    """Return the paths at which two states differ, but for the modes of modules."""
+    paths = dict.fromkeys([*before[0], *now[0]])
+    return [
+        path.rstrip("'")
+        for path in paths
+        if before[0].get(path) != now[0].get(path) and not path.endswith(_MODE)
+    ]
+
+
+def _name_owners(trainer: "Trainer") -> dict[str, object]:
+    own = [each for each in list_callbacks(trainer) if getattr(each, "state_key", None) != KEY]
+    owners: dict[str, object] = {"model": trainer.lightning_module}
+    owners |= {"datamodule": get_datamodule(trainer)} | name_callbacks(own)
+    kinds: dict[type, None] = {}
+    for owner in owners.values():
+        kinds |= dict.fromkeys(kind for kind in type(owner).__mro__ if is_of_program(kind))
+    owners |= {f"{kind.__module__}.{kind.__qualname__}": Namespace(kind) for kind in kinds}
+    return owners | {
+        name: Namespace(sys.modules[name]) for name in dict.fromkeys(k.__module__ for k in kinds)
+    }
+
+
+def _list_library_attributes(owner: Any) -> Collection[str]:
+    kind: Any = type(owner)
+    return _list_stored(kind)
+
+
+@cache
+def _list_stored(kind: Any) -> frozenset[str]:
+    """Return the attributes that Lightning's own code sets in objects of a class."""
+    bases = [base for base in kind.__mro__ if base.__module__.partition(".")[0] in _PACKAGES]
+    return frozenset(name for base in bases for name in _find_stored(vars(base).values()))
+
+
+def _find_stored(members: Iterable[object]) -> Iterator[str]:
+    for member in members:
+        accessors = (member.fget, member.fset) if isinstance(member, property) else (member,)
+        for function in filter(inspect.isfunction, accessors):
+            for step in dis.get_instructions(inspect.unwrap(function)):
+                if step.opname == "STORE_ATTR":
+                    yield step.argval

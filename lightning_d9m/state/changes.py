@@ -1,0 +1,306 @@
+"""What objects hold that they did not hold at first, as plain data for a checkpoint."""
+
+import random
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from xxhash import xxh3_128_digest
+
+from lightning_d9m.errors import SettingError
+from lightning_d9m.state.parts import (
+    ARRAY,
+    DICT,
+    GENERATOR,
+    ITEMS,
+    MISSING,
+    OPAQUE,
+    SET,
+    TENSOR,
+    Content,
+    Dict,
+    Holder,
+    Kind,
+    are_equal,
+    find_kind,
+)
+from lightning_d9m.state.plain_data import decode_plain, encode_plain
+from lightning_d9m.state.search import find_generators
+from lightning_d9m.state.state import Node, name_part
+from lightning_d9m.state.watch import VERSIONED, LeaveOut, Watch
+
+# Of larger data only the version and the place in memory are compared.
+_MOST_BYTES = 2**24
+# A longer container holds data; it is compared by its length if it holds objects.
+_MOST_ITEMS = 1000
+_KEYS = (str, int, float, bytes, tuple, type(None))
+_SCALARS = (type(None), bool, int, float, complex, str, bytes)
+# Ends the path of an object that has changed, which another may have replaced meanwhile.
+_AT_FIRST = "'"
+_CONTAINERS = (list, tuple, dict, set, deque)
+
+
+class Change(NamedTuple):
+    """A part of a holder, or all that an object holds (without a key), that has changed.
+
+    Attributes:
+        path: Where it is, as a program writes it.
+        node: The holder or the object.
+        key: The name of the part, in a tuple; empty for the object itself.
+        value: What it holds now; ``MISSING`` if the part is gone.
+    """
+
+    path: str
+    node: Node
+    key: tuple[Any, ...]
+    value: Any
+
+
+class Changes:
+    """What the owners and the objects in them hold that they did not hold at first.
+
+    Args:
+        owners: Objects by name, which are entered whatever their type.
+        leave_out: See ``walk``. What it returns True for is not looked at, now and later.
+        hide: Returns the attributes of an object that are not looked at.
+    """
+
+    def __init__(
+        self,
+        owners: Mapping[str, object],
+        *,
+        leave_out: LeaveOut,
+        hide: Callable[[object], Collection[str]] = lambda _: (),
+    ) -> None:
+        self._ignored: set[int] = set()
+        self._hide = hide
+
+        def ignore(path: str, value: object) -> bool:
+            found = leave_out(path, value)
+            if found:
+                self._ignored.add(id(value))
+            return found
+
+        def choose(_path: str, value: Any, kind: Kind) -> Kind:
+            if id(value) in self._ignored:
+                return _IGNORED
+            return _DIGESTED if kind is TENSOR or kind is ARRAY else kind
+
+        self._leave_out = ignore
+        self._watch = Watch(owners, leave_out=ignore, choose=choose, enter_owners=True)
+        self._add_generators()
+
+    def settle(self) -> None:
+        """Take objects that were made or replaced since as held at first, but no plain values."""
+        for node in self._watch.find_changed():
+            now = node.kind.read(node.owner)
+            if isinstance(node.kind, Dict):
+                held = dict(zip(node.content.keys, node.content.parts, strict=True))
+                for change in self._find_parts(node):
+                    if change.value is not MISSING and self._encode(change.value) is None:
+                        held[change.key[0]] = change.value
+                now = Content(tuple(held), tuple(held.values()))
+            elif node.kind is not OPAQUE and self._encode(node.owner, whole=True) is not None:
+                continue
+            self._watch.set_content(node, now)
+        self._add_generators()
+
+    def _add_generators(self) -> None:
+        """Add the generators in objects of libraries, which are not entered otherwise."""
+        closed = {
+            node.path: node.owner for node in self._watch.nodes.values() if node.kind is OPAQUE
+        }
+        for path, generator in find_generators(closed).items():
+            self._watch.add(path, generator)
+
+    def capture(self) -> tuple[dict[str, bytes], list[str]]:
+        """Return what has changed, encoded, by path; and the paths of what cannot be encoded."""
+        found: dict[str, bytes] = {}
+        unknown: list[str] = []
+        for change in self._find_all():
+            whole = not change.key
+            value = None if change.value is MISSING else self._encode(change.value, whole=whole)
+            known = value is not None or change.value is MISSING
+            if known and all(isinstance(part, _KEYS) for part in change.key):
+                found[change.path] = encode_plain([change.node.path, list(change.key), value])
+            else:
+                unknown.append(change.path.removesuffix(_AT_FIRST))
+        return found, unknown
+
+    def restore(self, captured: Mapping[str, bytes], device: torch.device) -> list[str]:
+        """Write what was captured into objects that were made in the same way.
+
+        Returns:
+            The paths for which there is no object.
+        """
+        missing = []
+        entries = [(path, *decode_plain(data, device)) for path, data in captured.items()]
+        # First what objects hold, and then the objects that replace others.
+        for path, place, key, value in sorted(entries, key=lambda entry: bool(entry[2])):
+            try:
+                node = self._watch.paths[place]
+                self._write(node, key, MISSING if value is None else self._decode(value))
+            except (LookupError, TypeError, ValueError, RuntimeError, AttributeError):
+                missing.append(path.removesuffix(_AT_FIRST))
+        return missing
+
+    def _find_all(self) -> Iterator[Change]:
+        for node in self._watch.find_changed():
+            if node.kind is OPAQUE:
+                yield Change(node.path, node, (), node.owner)
+            elif isinstance(node.kind, Dict):
+                yield from self._find_parts(node)
+            elif not isinstance(node.owner, tuple):
+                yield Change(f"{node.path}{_AT_FIRST}", node, (), node.owner)
+
+    def _find_parts(self, node: Node) -> Iterator[Change]:
+        kind: Any = node.kind
+        before, now = node.content, kind.read(node.owner)
+        old = dict(zip(before.keys, before.parts, strict=True))
+        new = dict(zip(now.keys, now.parts, strict=True))
+        hidden = self._hide(node.owner)
+        for content in (before, now):
+            for place, key in enumerate(content.keys):
+                part, first = new.get(key, MISSING), old.get(key, MISSING)
+                if part is first or key in hidden or (content is now and key in old):
+                    continue
+                if find_kind(part) is None and are_equal(part, first):
+                    continue
+                path = name_part(node.path, kind, content, place)
+                if find_kind(part) is None or not self._leave_out(path, part):
+                    yield Change(path, node, (key,), part)
+
+    def _encode(self, value: Any, *, whole: bool = False) -> list[Any] | None:
+        """Return the plain form of a value; None if it has none.
+
+        An object that was there at first is referred to by its path, unless it is what changed
+        (``whole``).
+        """
+        kind: Any = find_kind(value)
+        if kind is GENERATOR:
+            return ["generator", _name_generator(value), GENERATOR.read(value)]
+        known = self._watch.nodes.get(id(value))
+        is_parameter = isinstance(value, nn.Parameter)
+        with suppress(SettingError, RecursionError):
+            if _is_plain(value, whole=whole) and (whole or not is_parameter):
+                plain = ["value", value.detach() if is_parameter else value]
+                encode_plain(plain)
+                return plain
+            if known is not None and kind is not OPAQUE and not whole:
+                return ["known", known.path]
+            if kind is ITEMS and (whole or type(value) in _CONTAINERS):
+                parts = [self._encode(part) for part in value]
+                return None if None in parts else ["items", isinstance(value, tuple), parts]
+            if kind is DICT and (whole or type(value) is dict):
+                entries = {key: self._encode(part) for key, part in value.items()}
+                plain_keys = all(isinstance(key, _KEYS) for key in value)
+                return ["dict", entries] if plain_keys and None not in entries.values() else None
+        return None
+
+    def _decode(self, value: list[Any]) -> Any:
+        if value[0] == "known":
+            return self._watch.paths[value[1]].owner
+        if value[0] == "generator":
+            generator = _make_generator(*value[1])
+            GENERATOR.write(generator, value[2])
+            return generator
+        if value[0] == "items":
+            items = map(self._decode, value[2])
+            return tuple(items) if value[1] else list(items)
+        if value[0] == "dict":
+            return {key: self._decode(part) for key, part in value[1].items()}
+        return value[1]
+
+    def _write(self, node: Node, key: list[Any], value: Any) -> None:
+        kind: Any = node.kind
+        if not key:
+            own: Any = find_kind(node.owner)
+            own.write(node.owner, own.read(value))
+            return
+        content = kind.read(node.owner)
+        if value is not MISSING or key[0] in (content.keys or ()):
+            kind.set_part(node.owner, key[0], value)
+
+
+def _is_plain(value: Any, *, whole: bool = False) -> bool:
+    """Return whether a value arrives as one of the same type; if ``whole``, that may be another."""
+    kind = find_kind(value)
+    if kind in (ITEMS, DICT, SET):
+        parts = [*value, *value.values()] if kind is DICT else value
+        return (whole or type(value) in _CONTAINERS) and all(map(_is_plain, parts))
+    return kind in (TENSOR, ARRAY) or isinstance(value, np.generic) or type(value) in _SCALARS
+
+
+class _Digested(Kind):
+    """Data of which a digest is kept, so that it cannot be put back."""
+
+    def read(self, owner: Any) -> Any:
+        """See `Kind`."""
+        try:
+            if owner.nbytes <= _MOST_BYTES:
+                return xxh3_128_digest(encode_plain(owner))
+        except (SettingError, RuntimeError, NotImplementedError, ValueError, TypeError):
+            pass
+        if isinstance(owner, Tensor):
+            try:
+                return VERSIONED.read(owner)
+            except (RuntimeError, NotImplementedError):  # without memory
+                return None
+        return tuple(owner.flat) if owner.dtype.hasobject else owner.ctypes.data
+
+    def write(self, owner: Any, content: Any) -> None:
+        """Leave the data as they are."""
+
+    def matches(self, owner: Any, content: Any) -> bool:
+        """See `Kind`."""
+        return are_equal(self.read(owner), content)
+
+
+class _Ignored(Kind):
+    """An object that is left out."""
+
+    def read(self, owner: Any) -> Any:
+        """See `Kind`."""
+
+    def write(self, owner: Any, content: Any) -> None:
+        """See `Kind`."""
+
+    def matches(self, _owner: Any, _content: Any) -> bool:
+        """See `Kind`."""
+        return True
+
+    def sign(self, _owner: Any) -> object:
+        """See `Kind`."""
+        return 0
+
+
+_DIGESTED, _IGNORED = _Digested(), _Ignored()
+
+
+def is_long(value: Any) -> bool:
+    """Return whether a container is so long that its objects are data."""
+    kind = find_kind(value)
+    if kind not in (ITEMS, DICT) or len(value) <= _MOST_ITEMS:
+        return False
+    parts = value.values() if kind is DICT else value
+    return any(isinstance(find_kind(part), Holder) for part in parts)
+
+
+def _name_generator(generator: Any) -> list[str]:
+    if isinstance(generator, torch.Generator):
+        return ["torch", str(generator.device)]
+    if isinstance(generator, np.random.Generator):
+        return ["numpy", type(generator.bit_generator).__name__]
+    return ["legacy" if isinstance(generator, np.random.RandomState) else "python", ""]
+
+
+def _make_generator(kind: str, name: str) -> Any:
+    if kind == "torch":
+        return torch.Generator(name)
+    if kind == "numpy":
+        return np.random.Generator(getattr(np.random, name)())
+    return np.random.RandomState() if kind == "legacy" else random.Random()  # noqa: S311 - its state is set

@@ -1,0 +1,220 @@
+"""State that a program keeps in any way is exact after a resume, or the resume is refused."""
+
+import random
+from collections import Counter, deque
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import Callback, LambdaCallback
+from resuming import Fits, agree
+from torch import nn
+from trainings import make_model
+
+from lightning_d9m import InexactResumeError
+
+pytestmark = pytest.mark.usefixtures("unseeded", "new_process")
+
+COUNTS = {"batches": 0}
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    """Let the next fit begin with the variables of a new process."""
+    InClass.count = 0
+    COUNTS.clear()
+    COUNTS["batches"] = 0
+
+
+@pytest.fixture
+def fits(tmp_path, new_process):
+    def begin():
+        fresh.__wrapped__()
+        new_process()
+
+    return Fits(tmp_path, begin)
+
+
+class Steering(Callback):
+    """Scales the weights by what it keeps, so that a lost state changes the bits."""
+
+    def steer(self, module, number):
+        with torch.no_grad():
+            module.layers[4].bias.add_(1e-3 * float(number))
+
+
+class InAttributes(Steering):
+    """Keeps numbers, lists, tensors and generators, private ones too."""
+
+    def __init__(self):
+        self._count, self.losses, self.by_name = 0, [], Counter()
+        self.average, self.last, self.noise = torch.zeros(()), deque(maxlen=3), random.Random(1)
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        self._count += 1
+        self.losses.append(float(self._count) / 7)
+        self.by_name["x"] += 1
+        self.average.data.lerp_(torch.tensor(self.losses[-1]), 0.2)
+        self.last.append(self.average.clone())
+        self.late = getattr(self, "late", 0) + self.noise.random()
+        total = sum(self.losses) + self.by_name["x"] + float(sum(self.last)) + self.late
+        self.steer(module, total + self._count)
+
+
+class InClass(Steering):
+    """Keeps a number in its class, and others in the variables of its file."""
+
+    count = 0
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        type(self).count += 1
+        COUNTS["batches"] += 2
+        self.steer(module, self.count * COUNTS["batches"])
+
+
+class InModule(Steering):
+    """Keeps an average of the weights in a module."""
+
+    def __init__(self):
+        self.average = nn.Linear(64, 10)
+        self.average.requires_grad_(requires_grad=False)
+        nn.init.zeros_(self.average.bias)
+        nn.init.zeros_(self.average.weight)
+
+    def on_validation_end(self, trainer, module):
+        self.average.bias.data.lerp_(module.layers[4].bias.data, 0.5)
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        self.steer(module, self.average.bias.sum())
+
+
+class Made(Steering):
+    """Makes an object in a hook, and changes it."""
+
+    def on_fit_start(self, trainer, module):
+        self.table = {"numbers": [0], "owner": module}
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        self.table["numbers"][0] += 1
+        self.steer(module, self.table["numbers"][0])
+
+
+def in_closure():
+    """Return a callback of Lightning's whose function keeps a number."""
+    count = 0
+
+    def start(trainer, module, batch, batch_idx):
+        nonlocal count
+        count += 1
+        Steering().steer(module, count)
+
+    return LambdaCallback(on_train_batch_start=start)
+
+
+KINDS = [InAttributes, InClass, InModule, Made, in_closure]
+PLACES = {
+    "batch": {"batch": 2},
+    "validation": {"hook": "on_validation_batch_end", "batch": 6},
+    "validated": {"hook": "on_validation_end", "batch": 6},
+    "epoch": {"hook": "on_train_epoch_end", "batch": 6},
+}
+
+
+@pytest.mark.parametrize("at", PLACES.values(), ids=PLACES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_callback_keeps_in_any_way_is_restored(fits, kind, at):
+    words = {"callbacks": lambda: [kind()]}
+    straight = fits.fit(**words)
+    fits.interrupt(**words, at=at)
+    agree(straight, fits.resume(**words))
+
+
+def test_what_a_module_and_its_parts_keep_is_restored(fits):
+    words = {"model": counting}
+    straight = fits.fit(**words)
+    for at in PLACES.values():
+        fits.interrupt(**words, at=at)
+        agree(straight, fits.resume(**words))
+
+
+def counting():
+    """Return a model with state in attributes, lists of a validation, and a frozen part."""
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.steps = getattr(self, "steps", 0) + 1
+        self.layers[1].rate = self.steps / 10
+
+    def on_train_epoch_start(self):  # which a resume within an epoch does not call again
+        self.layers[3].eval()
+
+    def validation_step(self, batch, batch_idx):
+        self.outputs = [*getattr(self, "outputs", []), self.layers(batch[0]).sum()]
+
+    def on_validation_epoch_end(self):
+        self.log("val", torch.stack(self.outputs).sum())
+        self.total = getattr(self, "total", 0.0) + float(self.outputs[-1])
+        self.outputs.clear()
+
+    def on_before_optimizer_step(self, optimizer):
+        with torch.no_grad():
+            self.layers[5].bias.add_(1e-3 * self.layers[1].rate + 1e-6 * getattr(self, "total", 0))
+
+    hooks = (on_train_batch_start, on_train_epoch_start, validation_step, on_validation_epoch_end)
+    named = {hook.__name__: hook for hook in (*hooks, on_before_optimizer_step)}
+    model = make_model(**named)
+    model.layers.insert(3, nn.Dropout(0.1))
+    return model
+
+
+class Opaque(Callback):
+    """Keeps an object that has no plain form."""
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        self.records = [LightningModule.__new__]
+        self.objects = [*getattr(self, "objects", []), Made()]
+
+
+def test_what_has_no_plain_form_is_refused_by_name(fits):
+    words = {"callbacks": lambda: [Opaque()]}
+    fits.interrupt(**words, at={"batch": 2})
+    with pytest.raises(InexactResumeError, match=r"callbacks\.Opaque\.objects changes in the fit"):
+        fits.resume(**words)
+
+
+class Large(InModule):
+    """Keeps more than a checkpoint takes, and saves it itself if ``saves``."""
+
+    saves = True
+
+    def __init__(self):
+        super().__init__()
+        self.table = torch.zeros(2**23)
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        self.table.data[batch_idx] += 1
+        self.table.add_(0)
+        self.steer(module, self.table[:8].sum())
+
+    def state_dict(self):
+        return {"table": self.table.clone()} if self.saves else {}
+
+    def load_state_dict(self, state_dict):
+        self.table = state_dict.get("table", self.table)
+
+
+class Lost(Large):
+    """Saves nothing."""
+
+    saves = False
+
+
+def test_large_values_are_left_to_the_callback_or_refused(fits):
+    words = {"callbacks": lambda: [Large()]}
+    straight = fits.fit(**words)
+    fits.interrupt(**words, at={"batch": 2})
+    assert fits.checkpoint.stat().st_size < 2**26
+    agree(straight, fits.resume(**words))
+    words = {"callbacks": lambda: [Lost()]}
+    fits.interrupt(**words, at={"batch": 2})
+    with pytest.raises(InexactResumeError, match=r"Lost\.table changes in the fit, and has 33554"):
+        fits.resume(**words)
