@@ -32,7 +32,7 @@ def matmul(left: Tensor, right: Tensor) -> Tensor:
 
 
 class Windows(NamedTuple):
-    """How the windows of a convolution lie; one number for each spatial dimension."""
+    """The places of the windows of a convolution; one number for each spatial dimension."""
 
     stride: tuple[int, ...]
     dilation: tuple[int, ...]

@@ -26,7 +26,9 @@ def comparison(*divergences, refusals=(), stack=(), extent="logged values"):
         SimpleNamespace(divergence=entry, only_expected=none, only_actual=none)
         for entry in divergences
     ]
-    return SimpleNamespace(ranks=ranks, refusals=refusals, stack=stack, extent=extent)
+    return SimpleNamespace(
+        portable=False, ranks=ranks, refusals=refusals, stack=stack, extent=extent
+    )
 
 
 @pytest.mark.parametrize(
@@ -148,3 +150,9 @@ def test_the_earliest_step_goes_first():
 def test_runs_without_a_divergence_have_none():
     assert earliest_divergences(comparison(None)) == ()
     assert find_cause(comparison(None)).kind == "unknown"
+
+
+def test_no_stack_explains_a_difference_of_portable_bits():
+    found = comparison(divergence("batch"), stack=["torch.version"])
+    found.portable = True
+    assert find_cause(found).kind != "stack"
