@@ -139,7 +139,7 @@ class DeterminismCallback(_Callback):
             unpatched_ops=None if unpatched_ops is None else _as_tuple(unpatched_ops),
             portable=portable,
         )
-        read_path("ledger_dir", ledger_dir)  # it may be a URL, which is no path
+        read_path("ledger_dir", ledger_dir)  # a URL passes, too
         path = read_path("reference", reference)
         self._policy = Policy(path, on_drift, on_stack_difference)
         probe_settings = make_settings(

@@ -321,7 +321,9 @@ def load() -> None:
 def _read_every() -> int:
     every = read_variable(EVERY, os.environ, int)
     if every is not None and every < 1:
-        raise SettingError(f"The variable {EVERY} is {every}; allowed: a whole number from 1.")
+        raise SettingError(
+            f"The variable {EVERY} is {every}; allowed: a number of optimizer steps from 1."
+        )
     return every or _EVERY
 
 

@@ -1,4 +1,4 @@
-"""What objects hold that they did not hold at first, as plain data for a checkpoint."""
+"""Values that objects did not hold at first, as plain data for a checkpoint."""
 
 import random
 from collections import deque
@@ -61,7 +61,7 @@ class Change(NamedTuple):
 
 
 class Changes:
-    """What the owners and the objects in them hold that they did not hold at first.
+    """The values that the owners and the objects in them did not hold at first.
 
     Args:
         owners: Objects by name, which are entered whatever their type.

@@ -34,5 +34,5 @@ def test_the_ledger_names_the_setting_that_was_given(fit, outer, given):
 def test_patches_of_the_session_cannot_be_refused_by_a_run():
     with enable(patch_ops=True):
         assert GivenSettings().resolve().patch_ops
-        with pytest.raises(SettingError, match="patch_ops is False, but the active session"):
+        with pytest.raises(SettingError, match=r"enable\(\) has patched the operations already"):
             GivenSettings(patch_ops=False).resolve()

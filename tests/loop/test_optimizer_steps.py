@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from lightning_d9m import DriftError, Recorder, compare, deterministic, read_ledger
+from lightning_d9m.errors import SettingError
 from lightning_d9m.ledger.folder import list_fits
 from lightning_d9m.ledger.format.records import Digests
 from lightning_d9m.loop import optimizer_steps
@@ -146,6 +147,12 @@ def test_an_optimizer_of_the_same_model_continues_the_ledger_and_another_model_b
     first, second = record(program)
     assert moments(first)[-1] == ("final", 1, 4)
     assert moments(second)[-1] == ("final", 1, 3)
+
+
+def test_a_number_of_steps_below_one_is_refused(monkeypatch):
+    monkeypatch.setenv("LIGHTNING_D9M_EVERY_N_STEPS", "0")
+    with pytest.raises(SettingError, match="is 0; allowed: a number of optimizer steps from 1"):
+        optimizer_steps._read_every()
 
 
 def test_a_recorder_takes_precedence(record, tmp_path):
