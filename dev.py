@@ -13,10 +13,12 @@ oldest supported Lightning, in ``.venv-oldest-lightning``, which takes all else 
 import argparse
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
 import sysconfig
+import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent
@@ -43,6 +45,13 @@ PIP = "pip._internal.commands.install"
 ALONE = "alone"
 # The files of slow tests start first (tests/conftest.py), so that both workers end together.
 TWO_AT_ONCE = ("-n", "2", "--dist", "loadfile", "--no-loadscope-reorder")
+# Prints the digest of the weights with which a fit ended.
+READ_DIGEST = """
+import sys
+from lightning_d9m import read_ledger
+print(read_ledger(sys.argv[1]).outcome(0).final.totals["weights"][:16])
+"""
+README_DIGEST = r"portable digest is ([0-9a-f]{16})"
 # There while the environment is being made.
 UNFINISHED = ENVIRONMENT / "unfinished"
 
@@ -155,9 +164,28 @@ def need_tools() -> None:
 
 
 def digits() -> None:
-    """The main job: train on the digits twice, and print the verdict."""
+    """The main job: train on the digits twice, and compare portable bits with the README's."""
     install(extra="examples")
     run(ENVIRONMENT / "bin" / "d9m", "repeat", "-n", "2", "--", "python", "examples/digits.py")
+    say("one epoch with portable bits, which are the same on every machine")
+    with tempfile.TemporaryDirectory() as folder:
+        portable = {"LIGHTNING_D9M": "1", "LIGHTNING_D9M_PORTABLE": "1"}
+        portable["LIGHTNING_D9M_LEDGER_DIR"] = folder
+        run(PYTHON, "examples/digits.py", "--epochs", "1", **portable)
+        command = (PYTHON, "-c", READ_DIGEST, Path(folder, "fit-000"))
+        digest = subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+    compare_with_readme(digest)
+
+
+def compare_with_readme(digest: str) -> None:
+    """Exit with 1 unless the README has this digest."""
+    (expected,) = re.findall(README_DIGEST, (ROOT / "README.md").read_text())
+    if digest != expected:
+        sys.exit(
+            f"dev.py: the portable digest is {digest} on this machine, and {expected} in the "
+            "README. Please report both, with the output of `d9m doctor`."
+        )
+    print(f"\nequal: the portable digest is {digest}, as in the README.")
 
 
 def check() -> None:

@@ -235,3 +235,16 @@ def test_the_oldest_lightning_comes_before_that_of_the_environment(dev, made, mo
         [pytest_command[0], "-c", code], capture_output=True, text=True, check=True
     )
     assert done.stdout.strip() == "lightning 2.5.0, torch of .venv"
+
+
+def test_a_portable_digest_that_is_not_the_readmes_is_reported(dev, tmp_path, capsys):
+    (tmp_path / "README.md").write_text("equal: the portable digest is 0123456789abcdef, as in")
+    dev.compare_with_readme("0123456789abcdef")
+    assert "equal: the portable digest is 0123456789abcdef" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="is fedcba9876543210 on this machine, and 0123456789ab"):
+        dev.compare_with_readme("fedcba9876543210")
+
+
+def test_the_readme_has_one_portable_digest(dev):
+    readme = (SCRIPT.parent / "README.md").read_text()
+    assert len(re.findall(dev.README_DIGEST, readme)) == 1
