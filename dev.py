@@ -33,7 +33,7 @@ TORCH = "torch==2.13.0"
 TORCH_CUDA = "torch===2.11.0"
 CUDA_ENVIRONMENT = ".venv-cuda"
 # The lower bound in the metadata.
-OLDEST_LIGHTNING = "2.5.0"
+OLDEST_LIGHTNING = "2.2.5"
 OLDEST_LIGHTNING_ENVIRONMENT = ".venv-oldest-lightning"
 # Horovod's kernels are compiled for this architecture if no device is present, and the user has not
 # chosen any.

@@ -71,7 +71,7 @@ class TenMillion(L.LightningModule):
 ENTRANCES = {
     DeterminismCallback: ("setup", "teardown"),
     TrainerSession: ("start_evaluation", "end_evaluation", "restart_epoch"),
-    run_state: ("capture_rng_and_metrics",),
+    run_state: ("capture_user_state", "capture"),
     LoaderControl: ("wrap_loader", "start_epoch"),
     RngGuard: ("begin", "end"),
     RandomStreams: ("derive",),

@@ -15,7 +15,6 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from datetime import timedelta
 from functools import wraps
 from multiprocessing.util import Finalize
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 from torch import distributed
 from torch.optim import Optimizer
 from torch.optim.optimizer import (

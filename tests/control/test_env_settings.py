@@ -136,6 +136,7 @@ def test_a_misspelt_variable_is_said():
         (DeterminismCallback, "threads", "2", 2, "2.5", "a whole number or none"),
         (DeterminismCallback, "fill_uninitialized_memory", "0", False, "2", "1 or 0 or none"),
         (DeterminismCallback, "patch_ops", "no", False, "some", "1 or 0 or none"),
+        (DeterminismCallback, "portable", "yes", True, "some", "1 or 0 or none"),
         (
             DeterminismCallback,
             "unpatched_ops",

@@ -26,7 +26,9 @@ def pair(kind=None, name="a", *, step=0, moment="batch", epoch=0, values=("", ""
     return SimpleNamespace(
         differs=kind is not None,
         rank_drift=(),
-        comparison=SimpleNamespace(ranks=ranks, refusals=(), stack=(), extent="logged values"),
+        comparison=SimpleNamespace(
+            ranks=ranks, refusals=(), stack=(), portable=False, extent="logged values"
+        ),
         steps_of_epoch=lambda epoch: (10 * epoch, 10 * epoch + 10),
         fit="fit-000",
         fits=1,
