@@ -225,7 +225,7 @@ def test_the_oldest_lightning_comes_before_that_of_the_environment(dev, made, mo
     monkeypatch.setattr(dev, "install", lambda *_, **__: None)
     dev.test_oldest_lightning(["tests/some.py"])
     pip, pytest_command = commands
-    assert pip[-2:] == ["lightning==2.5.0", "pytorch-lightning==2.5.0"]
+    assert pip[-2:] == ["lightning==2.2.5", "pytorch-lightning==2.2.5"]
     assert pytest_command[-1] == "tests/some.py"
     folder = dev.ROOT / dev.OLDEST_LIGHTNING_ENVIRONMENT
     (own,) = folder.glob("lib/python*/site-packages")

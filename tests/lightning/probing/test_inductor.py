@@ -59,7 +59,7 @@ def test_probes_and_patches_see_the_operations_that_inductor_calls(no_cpp, monke
     call = registration.Kernel.__call__
 
     def note(kernel, *args, **kwargs):
-        called.append(kernel._name)
+        called.append(kernel._replacement.func.__name__)
         return call(kernel, *args, **kwargs)
 
     monkeypatch.setattr(registration.Kernel, "__call__", note)
@@ -76,9 +76,9 @@ def test_probes_and_patches_see_the_operations_that_inductor_calls(no_cpp, monke
 
     plain, calls = run("plain", Gradients())
     assert {"output inner", f"{POOL}.default", f"{PAD}.default", f"{PRODUCT}.default"} <= plain
-    assert calls == ["aten::adaptive_max_pool2d_backward", "aten::reflection_pad2d_backward"]
+    assert calls == ["_adaptive_backward", "_padding_backward"]
     seen, calls = run("compiled", torch.compile(Gradients()))
     assert {"input (model)", "output (model)", f"{POOL}.default", f"{PRODUCT}.out"} <= seen
     assert seen.isdisjoint({"output inner", f"{PAD}.default"})
-    assert calls == ["aten::adaptive_max_pool2d_backward"]
+    assert calls == ["_adaptive_backward"]
     assert len(no_cpp) == 2, no_cpp
