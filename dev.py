@@ -285,7 +285,9 @@ def test_oldest_lightning(arguments: list[str]) -> None:
     # control/data/samplers.py finds the sampler in Lightning's wrapper by an underscored name.
     used = ["tests/lightning/test_lightning_private.py", "tests/control/data/test_samplers.py"]
     tests = arguments or used
-    run(python, "-m", "pytest", "-p", "no:cacheprovider", *tests)
+    # Lightning 2.2 imports pkg_resources.
+    ignored = ("-W", "ignore:pkg_resources", "-W", "ignore:Deprecated call to:DeprecationWarning")
+    run(python, "-m", "pytest", "-p", "no:cacheprovider", *ignored, *tests)
 
 
 def use_environment(name: str) -> None:
