@@ -141,6 +141,27 @@ def multi_margin_backward(
     return _scale(gradient, slopes, reduction, values.shape)
 
 
+@composed("multilabel_margin_loss_forward")
+def multilabel_margin(values: Tensor, target: Tensor, reduction: int) -> tuple[Tensor, Tensor]:
+    """The multi-label margin loss, and 1 for each class that is a label.
+
+    Torch's decomposition adds terms of class 0 for each place after the last label.
+    """
+    rows, labels = (one.reshape(-1, values.shape[-1]) for one in (values, target))
+    valid = (labels >= 0).int().cumprod(1).bool()
+    index = torch.where(valid, labels, 0)
+    classes = torch.arange(rows.shape[1], device=rows.device)
+    is_label = ((index.unsqueeze(2) == classes) & valid.unsqueeze(2)).any(1)
+    gaps = 1 - rows.gather(1, index).unsqueeze(2) + rows.unsqueeze(1)
+    counted = valid.unsqueeze(2) & ~is_label.unsqueeze(1) & (gaps > 0)
+    losses = torch.where(counted, gaps, 0.0).sum((1, 2)) / rows.shape[1]
+    if reduction:
+        losses = losses.mean() if reduction == 1 else losses.sum()
+    elif values.dim() < 2:
+        losses = losses.view(())
+    return losses, is_label.to(values.dtype).view(target.shape)
+
+
 @composed("multilabel_margin_loss_backward")
 def multilabel_margin_backward(
     gradient: Tensor, values: Tensor, target: Tensor, reduction: int, is_target: Tensor
