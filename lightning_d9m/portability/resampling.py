@@ -22,7 +22,10 @@ _GRID = 2.0**30
 def _read_matrix(apply: Callable[[Tensor], Tensor], size: int, dims: int) -> Tensor:
     """Return ``[size out, size]`` for an operation that keeps the other dimensions at size 1."""
     identity = torch.eye(size, dtype=torch.float64).view(1, size, size, *[1] * (dims - 1))
-    result = apply(identity).view(size, -1).t()
+    return _round_matrix(apply(identity).view(size, -1).t())
+
+
+def _round_matrix(result: Tensor) -> Tensor:
     return result.mul(_GRID).round_().div_(_GRID).contiguous()
 
 
@@ -41,8 +44,12 @@ def _interpolation(
     name: str, size: int, out: int, dims: int, corners: bool | None, scale: float | None
 ) -> Tensor:
     operation = getattr(torch.ops.aten, name).default
-    rest = [1] * (dims - 1)
     given = [] if corners is None else [corners]
+    if name.endswith("_aa"):
+        # Torch 2.13 computes images of width 1 wrongly: resize the width, of two equal lines.
+        identity = torch.eye(size, dtype=torch.float64).view(1, size, 1, size).repeat(1, 1, 2, 1)
+        return _round_matrix(operation(identity, [2, out], *given, None, scale)[0, :, 0].t())
+    rest = [1] * (dims - 1)
     scales = [scale, *[None] * (dims - 1)]
     return _read_matrix(
         lambda identity: operation(identity, [out, *rest], *given, *scales), size, dims

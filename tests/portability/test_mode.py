@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from portable_cases import CASES
+from torch.nn import functional as F
 
 import lightning_d9m
 from lightning_d9m.errors import NotPortableError
@@ -124,3 +125,13 @@ def test_zero_has_one_sign_where_processors_disagree():
         bool(torch.signbit(one[one != one.flip(0)] if one.dim() else one)) for one in found[1:3]
     )
     assert not torch.signbit(found[0]).any()
+
+
+@pytest.mark.parametrize("mode", ["bilinear", "bicubic"])
+def test_images_of_width_1_are_resized_with_antialiasing(mode):
+    """Torch 2.13 gives every line the value of the first one; lines are resized well."""
+    image = torch.randn(1, 2, 9, 3, generator=torch.Generator().manual_seed(0))
+    with portable():
+        found = F.interpolate(image, (4, 1), mode=mode, antialias=True)
+    expected = F.interpolate(image.mT, (1, 4), mode=mode, antialias=True).mT
+    torch.testing.assert_close(found, expected)
