@@ -39,7 +39,8 @@ def search(
     *,
     depth: int = _DEPTH,
     most: int = _MOST_VISITED,
-    takes: Callable[[Mapping[str, Any]], bool] = lambda _: True,
+    level: int = 0,
+    takes: Callable[[Mapping[str, Any], int], bool] = lambda _sample, _level: True,
 ) -> Iterator[tuple[str, Any]]:
     """Yield the path and the object of all that owners hold, each once, from the outside in.
 
@@ -49,11 +50,12 @@ def search(
         owners: Objects by name.
         depth: The number of steps from an owner.
         most: The number of objects that are visited below the owners' own attributes.
-        takes: Called with a sample of a list or dict of more than 50 items; returns whether the
-            items are searched.
+        level: The level of the owners themselves, above 0 for parts of what was searched before.
+        takes: Called with a sample of a list or dict of more than 50 items, and the level of the
+            items; returns whether they are searched.
     """
     seen: dict[int, object] = {}  # an object that was freed would give its id to another
-    waiting = deque((f"{name}", owner, 0, 1) for name, owner in owners.items())
+    waiting = deque((f"{name}", owner, level, 1) for name, owner in owners.items())
     while waiting:
         path, value, level, items = waiting.popleft()
         if id(value) in seen:
@@ -63,7 +65,7 @@ def search(
         if level == depth or find_kind_safely(value) is GENERATOR:
             continue
         try:
-            parts, items = _list_parts(value, items, takes, is_owner=level == 0)
+            parts, items = _list_parts(value, items, takes, level)
         except ReferenceError:  # a weak reference to a freed object
             continue
         for name, part in parts:
@@ -89,12 +91,23 @@ def find_generators(owners: Mapping[str, object]) -> dict[str, Any]:
     holds, a generator: a dataset of a thousand objects would otherwise be searched before each
     validation.
     """
-    found = search(owners, takes=lambda sample: bool(find_generators(sample)))
+    left = _MOST_VISITED  # in all samples
+
+    def holds_generator(sample: Mapping[str, Any], level: int) -> bool:
+        nonlocal left
+        # Lists in a sample are searched without samples of their own, which could be endless.
+        for _, value in search(sample, most=left, level=level):
+            left -= 1
+            if find_kind_safely(value) is GENERATOR:
+                return True
+        return False
+
+    found = search(owners, takes=holds_generator)
     return {path: value for path, value in found if find_kind_safely(value) is GENERATOR}
 
 
 def _list_parts(
-    value: Any, items: int, takes: Callable[[Mapping[str, Any]], bool], *, is_owner: bool
+    value: Any, items: int, takes: Callable[[Mapping[str, Any], int], bool], level: int
 ) -> tuple[Parts, int]:
     """Return the parts of an object, and the number of items of the lists that hold them."""
     if isinstance(value, dict | list | tuple | deque):
@@ -112,10 +125,10 @@ def _list_parts(
                     _SAMPLED,
                 )
             }
-            parts = parts if sample and takes(sample) else []
+            parts = parts if sample and takes(sample, level + 1) else []
         return parts, items
     package = str(getattr(type(value), "__module__", "")).partition(".")[0]
-    if isinstance(value, _DATA) or (package in _FOREIGN and not is_owner):
+    if isinstance(value, _DATA) or (package in _FOREIGN and level):
         return (), items
     own = getattr(value, "__dict__", None)
     if not isinstance(own, dict):

@@ -229,6 +229,18 @@ def test_a_long_list_whose_items_hold_generators_is_searched_whole():
     assert list(find_generators({"data": mixed})) == ["data.200.store.generator"]
 
 
+def test_long_lists_that_hold_themselves_or_many_others_are_searched_once():
+    cyclic = [SimpleNamespace() for _ in range(60)]
+    for item in cyclic:
+        item.others = cyclic
+    deep = []
+    for _ in range(5000):
+        deep = [deep, *(SimpleNamespace() for _ in range(60))]
+    assert find_generators({"cyclic": cyclic, "deep": deep}) == {}
+    cyclic[1].rng = random.Random(1)
+    assert list(find_generators({"cyclic": cyclic})) == ["cyclic.1.rng"]
+
+
 def test_every_owner_is_searched_however_many_there_are():
     """As the modules of a model are: their own attributes are not data."""
     owners = {str(number): Item(1) for number in range(6000)}
