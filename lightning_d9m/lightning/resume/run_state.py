@@ -72,10 +72,11 @@ def capture_user_state(trainer: "Trainer", phase: LoopPhase, program: ProgramSta
     found, unknown = program.capture()
     skipped = tuple(f"model.{name}." for name in reset)
     logical = get_logical_steps(trainer)
+    by_logical_rank = {} if logical is None else logical.metrics.capture()
     return UserState(
         capture_generators(_name_datasets(trainer)),
         reset,
-        {} if logical is None else logical.metrics.capture(),
+        {path: s for path, s in by_logical_rank.items() if not f"{path}.".startswith(skipped)},
         ({path: data for path, data in found.items() if not path.startswith(skipped)}, unknown),
     )
 
