@@ -2,7 +2,7 @@
 
 import random
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -81,8 +81,8 @@ class Changes:
 
         def ignore(path: str, value: object) -> bool:
             found = leave_out(path, value)
-            if found:
-                self._ignored.add(id(value))
+            # The id of a freed object may be that of another now.
+            (self._ignored.add if found else self._ignored.discard)(id(value))
             return found
 
         def choose(_path: str, value: Any, kind: Kind) -> Kind:
@@ -108,6 +108,17 @@ class Changes:
                 continue
             self._watch.set_content(node, now)
         self._add_generators()
+
+    def ignore(self, values: Iterable[object]) -> None:
+        """Look at objects no more, nor at what was found in them."""
+        for value in values:
+            first = self._watch.nodes.get(id(value))
+            if first is None or first.kind is _IGNORED:
+                continue
+            inner = (f"{first.path}.", f"{first.path}[")
+            for node in self._watch.nodes.values():
+                if node is first or node.path.startswith(inner):
+                    node.kind = _IGNORED
 
     def _add_generators(self) -> None:
         """Add the generators in objects of libraries, which are not entered otherwise."""

@@ -17,7 +17,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from lightning_d9m.control.data.samplers import find_samplers
 from lightning_d9m.hashing.model_tensors import ModelTensors
+from lightning_d9m.lightning.lightning_private import list_loaders
 from lightning_d9m.lightning.resume.metric_state import find_metrics, name_callbacks
 from lightning_d9m.lightning.saved_state import KEY
 from lightning_d9m.lightning.strategies import is_sharded
@@ -51,21 +53,21 @@ class ProgramState:
         self._parts = parts
         self._module = trainer.lightning_module
         self._sharded = is_sharded(trainer.strategy)
-        self._left_out: set[int] = set()
-        self._find_left_out()
         owners = _name_owners(trainer)
         self._roots = tuple(owners)
         self._entered = set(map(id, owners.values()))
+        self._left_out: set[int] = set()
+        self._find_left_out()
         self._changes = Changes(owners, leave_out=self._leave_out, hide=_list_library_attributes)
 
     def settle(self) -> None:
         """Take objects that hooks have made since as held at first."""
-        self._find_left_out()
+        self._changes.ignore(self._find_left_out())
         self._changes.settle()
 
     def capture(self) -> Captured:
         """Return what has changed by path, encoded; and the paths of what has no plain form."""
-        self._find_left_out()
+        self._changes.ignore(self._find_left_out())
         return self._changes.capture()
 
     def restore(self, program: Mapping[str, Tensor], reset: Iterable[str]) -> list[str]:
@@ -86,13 +88,20 @@ class ProgramState:
                 metric.reset()
         return missing
 
-    def _find_left_out(self) -> None:
-        """Find the objects that a checkpoint of Lightning holds."""
+    def _find_left_out(self) -> list[Any]:
+        """Find the objects that a checkpoint of Lightning holds; return the loaders' samplers."""
         trainer = self._trainer
         schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
         tensors = [tensor for _, tensor in self._parts.list_saved()]
-        held: Iterable[Any] = [*trainer.optimizers, *schedulers, *tensors]
+        # Those of the user's own classes, which no type tells.
+        loops = (trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop)
+        loaders = [loader for loop in loops for loader in list_loaders(loop)]
+        controlled = [loader for loader in loaders if isinstance(loader, DataLoader)]
+        samplers = [sampler for loader in controlled for sampler in find_samplers(loader)]
+        samplers = [sampler for sampler in samplers if id(sampler) not in self._entered]
+        held: Iterable[Any] = [*trainer.optimizers, *schedulers, *tensors, *samplers]
         self._left_out = set(map(id, held))
+        return samplers
 
     def _leave_out(self, _path: str, value: Any) -> bool:
         if id(value) in self._entered:
