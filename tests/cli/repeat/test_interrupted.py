@@ -285,8 +285,8 @@ def test_own_variables_of_an_earlier_run_do_not_reach_the_command(repeat, monkey
     assert repeat("train()", survey=EPOCHS[:1])[0] == 0
 
 
-# A real project that does not mention lightning_d9m. With `hidden`, its training draws from a
-# private generator, which no checkpoint can hold.
+# A real project that does not mention lightning_d9m. With `hidden`, its training draws from an
+# iterator, which no checkpoint can hold, and which does not show that it changes.
 TRAINING = """
 import lightning.pytorch as L
 import numpy as np
@@ -294,7 +294,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-HIDDEN = np.random.default_rng(0)
+HIDDEN = iter(np.random.default_rng(0).random, None)
 
 class Net(L.LightningModule):
     def __init__(self):
@@ -302,7 +302,7 @@ class Net(L.LightningModule):
         self.layers = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 1))
 
     def training_step(self, batch, _):
-        noise = HIDDEN.random() if {hidden} else torch.rand(())
+        noise = next(HIDDEN) if {hidden} else torch.rand(())
         return (self.layers(batch[0]) + float(noise)).square().mean()
 
     def configure_optimizers(self):
@@ -319,7 +319,7 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize(("hidden", "verdict"), [(False, "equal"), (True, "different")])
 def test_a_real_project_is_tested_unchanged(tmp_path, forking_python, hidden, verdict):
-    """All of its state is restored; a generator that cannot be restored makes runs differ."""
+    """All of its state is restored; an iterator that cannot be restored makes runs differ."""
     script = tmp_path / "train.py"
     script.write_text(TRAINING.format(hidden=hidden))
     d9m = (forking_python, "-m", "lightning_d9m")
