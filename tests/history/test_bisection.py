@@ -216,3 +216,16 @@ def test_the_text_names_the_commit_its_patch_and_what_differs(tmp_path, monkeypa
     assert "+VALUES = [1, 9, 8]" in text
     assert "Rank 0, epoch 1" in text
     assert "trained: 4 times for 2 commits" in text
+
+
+def test_a_commit_without_the_working_folder_does_not_train(tmp_path, bisect):
+    make_repository(tmp_path / "project", [SAME])
+    folder = tmp_path / "project/sub"
+    folder.mkdir()
+    (folder / "train.py").write_text(TRAIN)
+    (folder / "values.py").write_text(OTHER)
+    git(tmp_path / "project", "add", ".")
+    git(tmp_path / "project", "commit", "--quiet", "-m", "Move")
+    status, _, errors = bisect("HEAD~1..HEAD", inside="project/sub")
+    assert status == 2
+    assert "must train, and it does not: The commit does not have the folder" in errors

@@ -152,3 +152,9 @@ def test_no_warning_leaks() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120
     )
     assert (done.stdout, done.stderr) == ("fine\n", "")
+
+
+def test_an_old_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.4.1")
+    with pytest.raises(SettingError, match="patches no operation of torch 2"):
+        patches_applied("CPU").__enter__()

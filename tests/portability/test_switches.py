@@ -1,5 +1,7 @@
 """What switches portable bits on: a setting, a session, the recorder, and d9m repeat."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ from lightning_d9m.errors import SettingError
 from lightning_d9m.ledger.folder import read_ledger
 from lightning_d9m.lightning.resolved_settings import GivenSettings
 from lightning_d9m.portability.mode import is_portable
+from lightning_d9m.portability.random_numbers import draw
 
 
 def test_a_session_computes_portable_bits_until_it_closes():
@@ -50,3 +53,9 @@ def test_a_recorder_is_portable_within_its_block_and_its_ledger_says_so(tmp_path
 def test_repeat_takes_one_way_to_choose_its_runs(capsys):
     assert main(["repeat", "--portable", "-n", "3", "--", "true"]) == 2
     assert "--portable is given with" in capsys.readouterr().err
+
+
+def test_a_generator_of_a_device_is_refused():
+    generator = SimpleNamespace(device=torch.device("cuda:0"))
+    with pytest.raises(SettingError, match="A generator is on cuda:0"):
+        draw(4, generator)

@@ -125,3 +125,8 @@ def test_a_pickle_and_other_bytes_are_refused(data):
     with pytest.raises(RanksDisagreeError, match="bytes that are not plain data"):
         decode_plain(data)
     assert not Attack.executed
+
+
+def test_a_dict_with_a_tensor_as_key_cannot_be_sent():
+    with pytest.raises(SettingError, match="A tensor is a key of a dict"):
+        encode_plain({torch.zeros(1): 1})

@@ -1,8 +1,12 @@
 """The kernel of separable ops, under Triton's interpreter: the bits of the torch ops."""
 
+import pytest
 import torch
 from patches.cases import GRADIENT_CASES, compute_gradient, make_inputs
 from patches.triton.interpreted import interpreted, kernels_on_cpu
+
+from lightning_d9m.errors import D9mError
+from lightning_d9m.patches import taps
 
 DTYPES = (torch.float32, torch.float64, torch.float16)
 WORDS = ("avg_pool", "linear", "cubic", "lanczos", "flection", "cation")
@@ -33,3 +37,9 @@ def test_every_op_has_the_bits_of_the_torch_ops() -> None:
             torch.where(part.isnan(), torch.nan, part).contiguous() for part in (actual, expected)
         )
         assert torch.equal(left.view(torch.uint8), right.view(torch.uint8)), case.label
+
+
+def test_taps_are_not_made_while_a_graph_is_captured(monkeypatch) -> None:
+    monkeypatch.setattr(taps, "is_capturing", lambda: True)
+    with pytest.raises(D9mError, match="has to copy a table for a side of 7 to cuda:0 first"):
+        taps.cached_taps(torch.device("cuda:0"), list, 7, torch.float32)
