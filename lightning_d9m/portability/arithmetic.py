@@ -511,7 +511,8 @@ def product(
         even = rest[..., : rest.shape[-1] // 2 * 2]
         rest = torch.cat([even[..., 0::2] * even[..., 1::2], odd], -1)
     result = rest[..., 0]
-    return result.unsqueeze(dim) if keepdim and dim is not None else result.clone()
+    keepdim = keepdim and dim is not None and values.dim() > 0
+    return result.unsqueeze(dim) if keepdim else result.clone()  # type: ignore[arg-type]
 
 
 @rule("cumprod")

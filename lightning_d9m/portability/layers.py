@@ -417,7 +417,7 @@ def put(values: Tensor, index: Tensor, source: Tensor, accumulate: bool = False)
     """Write to, or add to, places of the flattened tensor."""
     if not accumulate:
         return torch.ops.aten.put(values, index, source)  # type: ignore[no-any-return]
-    return _add_at(values, _number(values).view(-1)[index], source)
+    return _add_at(values, _number(values).view(-1)[index], source.reshape(index.shape))
 
 
 @rule("embedding_dense_backward")
@@ -469,14 +469,16 @@ RULES |= {
 }
 
 
-@rule("adaptive_max_pool2d_backward", "adaptive_max_pool3d_backward")
-def adaptive_max_pool_backward(gradient: Tensor, values: Tensor, indices: Tensor) -> Tensor:
-    """Add the gradients of windows that may overlap."""
-    dims = 2 if values.dim() <= 4 and indices.dim() == values.dim() else 3
+def add_chosen(dims: int, gradient: Tensor, values: Tensor, indices: Tensor) -> Tensor:
+    """Add the gradients of windows that may overlap to the values that they chose."""
     lead = values.shape[:-dims]
     flat = values.new_zeros((prod(lead), prod(values.shape[-dims:])))
     shaped = (indices.reshape(len(flat), -1), gradient.reshape(len(flat), -1))
     return scatter_add(flat, 1, *shaped).view(values.shape)
+
+
+for _dims in (2, 3):
+    RULES[f"adaptive_max_pool{_dims}d_backward"] = partial(add_chosen, _dims)
 
 
 @composed("log_sigmoid_forward")

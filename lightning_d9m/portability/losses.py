@@ -1,6 +1,7 @@
 """Composed rules for operations that torch does not take apart itself."""
 
 from collections.abc import Sequence
+from functools import partial
 from pkgutil import resolve_name
 from typing import Any
 
@@ -8,17 +9,19 @@ import torch
 from torch import Tensor
 
 from lightning_d9m.patches.catalog.catalog import OPS
-from lightning_d9m.portability.layers import adaptive_max_pool_backward
-from lightning_d9m.portability.registry import composed, rule
+from lightning_d9m.portability.layers import add_chosen
+from lightning_d9m.portability.registry import RULES, composed
 
 
-@rule("fractional_max_pool2d_backward", "fractional_max_pool3d_backward")
-def fractional_max_pool_backward(
-    gradient: Tensor, values: Tensor, kernel: Any, sizes: Any, indices: Tensor
+def _fractional_backward(
+    dims: int, gradient: Tensor, values: Tensor, kernel: Any, sizes: Any, indices: Tensor
 ) -> Tensor:
-    """Add the gradients of windows that may overlap."""
     del kernel, sizes
-    return adaptive_max_pool_backward(gradient, values, indices)
+    return add_chosen(dims, gradient, values, indices)
+
+
+for _dims in (2, 3):
+    RULES[f"fractional_max_pool{_dims}d_backward"] = partial(_fractional_backward, _dims)
 
 
 @composed("_trilinear")
@@ -100,7 +103,9 @@ def cdist_backward(
 ) -> Tensor:
     """The gradient of the distances for the left points."""
     gaps = left.unsqueeze(-2) - right.unsqueeze(-3)
-    if p == 1:
+    if p == 0:
+        slopes = torch.zeros_like(gaps)  # a number of coordinates that differ
+    elif p == 1:
         slopes = gaps.sign()
     elif p == float("inf"):
         slopes = gaps.sign() * (gaps.abs() == distances.unsqueeze(-1))

@@ -39,6 +39,8 @@ def settle(total: Tensor, bound: Tensor, find_terms: Callable[[Tensor], Tensor])
         flat, exact = result.view(-1), total.view(-1)[places]
         flat[places] = exact.to(torch.float32)
         places = places[exact.isfinite()]
+        if not len(places):
+            return result.add_(0.0)
         length = find_terms(places[:1]).shape[-1]
         for part in places.split(max(1, _MOST_TERMS // max(length, 1))):
             sums = [add_exactly(row) for row in find_terms(part).tolist()]

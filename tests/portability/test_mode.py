@@ -135,3 +135,25 @@ def test_images_of_width_1_are_resized_with_antialiasing(mode):
         found = F.interpolate(image, (4, 1), mode=mode, antialias=True)
     expected = F.interpolate(image.mT, (1, 4), mode=mode, antialias=True).mT
     torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("function", "shape"),
+    [
+        (lambda x: F.adaptive_max_pool3d(x, 2), (2, 4, 3, 5)),
+        (lambda x: torch.cdist(x, x.flip(0), p=0.0) * x.sum(), (4, 3)),
+        (lambda x: x.prod(0, keepdim=True), ()),
+        (lambda x: (x * 0).norm(-0.5), (5,)),
+        (lambda x: torch.zeros(()).put(torch.tensor([0]), x, accumulate=True), ()),
+    ],
+    ids=["unbatched pooling", "counted distances", "prod of one", "infinite terms", "put of one"],
+)
+def test_edges_are_those_of_torch(function, shape):
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    expected = function(values)
+    (gradient,) = torch.autograd.grad(expected.sum(), values)
+    with portable():
+        found = function(values)
+        (found_gradient,) = torch.autograd.grad(found.sum(), values)
+    torch.testing.assert_close(found, expected, equal_nan=True)
+    torch.testing.assert_close(found_gradient, gradient, equal_nan=True)
