@@ -322,6 +322,12 @@ LOADERS = {
         ON_TWO | {"datamodule": ReloadedAround, "reload_dataloaders_every_n_epochs": 1},
         4,
     ),
+    "a datamodule that reloads each epoch, after a sanity check": (
+        ON_TWO
+        | {"datamodule": ReloadedAround, "reload_dataloaders_every_n_epochs": 1}
+        | {"num_sanity_val_steps": 1},
+        4,
+    ),
     "a datamodule that reloads each epoch": (
         {"datamodule": ReloadedWithWorkers, "reload_dataloaders_every_n_epochs": 1},
         4,
