@@ -27,6 +27,7 @@ def train(scale=1.0):
 def suite(pytester, monkeypatch):
     """Return a function that writes a test module and runs it in this process."""
     monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
+    monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)  # of `seed_everything` in earlier tests
     pytester.makepyfile(training=TRAINING)
 
     def run(*words, configuration="", **modules):
