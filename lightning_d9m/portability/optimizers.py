@@ -1,6 +1,6 @@
 """Fused and ``foreach`` optimizer operations, taken apart into operations on single tensors."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -49,6 +49,20 @@ def _as_number(value: Any) -> float:
     return float(value.item()) if isinstance(value, Tensor) else float(value)
 
 
+def _take_gradients(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    weight_decay: float,
+    maximize: bool,
+    grad_scale: Tensor | None,
+) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Yield (place, parameter, gradient): unscaled, turned to minimize, with the weight decay."""
+    for place, param in enumerate(params):
+        grad = grads[place] if grad_scale is None else grads[place] / grad_scale
+        grad = -grad if maximize else grad
+        yield place, param, grad + param * weight_decay if weight_decay else grad
+
+
 def _adam(decoupled: bool) -> Callable[..., None]:
     def step(
         params: Sequence[Tensor],
@@ -71,14 +85,11 @@ def _adam(decoupled: bool) -> Callable[..., None]:
         if found_inf is not None and found_inf.item():
             return
         rate = _as_number(lr)
-        for place, param in enumerate(params):
-            grad = grads[place] if grad_scale is None else grads[place] / grad_scale
-            grad = -grad if maximize else grad
+        added = 0.0 if decoupled else weight_decay
+        for place, param, grad in _take_gradients(params, grads, added, maximize, grad_scale):
             count = steps[place].item()
             if decoupled and weight_decay:
                 param.mul_(1 - rate * weight_decay)
-            elif weight_decay:
-                grad = grad + param * weight_decay
             averages[place].lerp_(grad, 1 - beta1)
             squares[place].mul_(beta2).add_(grad * grad * (1 - beta2))
             second = squares[place]
@@ -113,19 +124,16 @@ def fused_sgd(
     """A step of SGD."""
     if found_inf is not None and found_inf.item():
         return
-    for place, param in enumerate(params):
-        grad = grads[place] if grad_scale is None else grads[place] / grad_scale
-        grad = -grad if maximize else grad
-        if weight_decay:
-            grad = grad + param * weight_decay
+    for place, param, grad in _take_gradients(params, grads, weight_decay, maximize, grad_scale):
+        change = grad
         if momentum:
             buffer = buffers[place]
             if is_first_step:
                 buffer.copy_(grad)
             else:
                 buffer.mul_(momentum).add_(grad * (1 - dampening))
-            grad = grad + buffer * momentum if nesterov else buffer
-        param.sub_(grad * _as_number(lr))
+            change = grad + buffer * momentum if nesterov else buffer
+        param.sub_(change * _as_number(lr))
 
 
 @composed("_fused_adagrad_")
@@ -146,11 +154,7 @@ def fused_adagrad(
     """A step of Adagrad."""
     if found_inf is not None and found_inf.item():
         return
-    for place, param in enumerate(params):
-        grad = grads[place] if grad_scale is None else grads[place] / grad_scale
-        grad = -grad if maximize else grad
-        if weight_decay:
-            grad = grad + param * weight_decay
+    for place, param, grad in _take_gradients(params, grads, weight_decay, maximize, grad_scale):
         rate = _as_number(lr) / (1 + (steps[place].item() - 1) * lr_decay)
         sums[place].add_(grad * grad)
         param.sub_(grad / (sums[place].sqrt() + eps) * rate)
