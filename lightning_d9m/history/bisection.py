@@ -165,8 +165,9 @@ class Bisection:
         The steps back are 1, 2, 4, 8, ... commits along first parents.
         """
         ancestors = self.repository.list_ancestors(bad)
-        steps = [2**power for power in range(len(ancestors).bit_length())]
-        for step in [*(step for step in steps if step < len(ancestors)), len(ancestors) - 1]:
+        last = len(ancestors) - 1
+        powers = range(last.bit_length() + 1) if last else ()
+        for step in dict.fromkeys(min(2**power, last) for power in powers):
             commit = self.repository.find_commit(ancestors[step])
             worktree.check_out(commit)
             verdict = self._try(folder, commit).verdict
@@ -174,9 +175,10 @@ class Bisection:
                 return commit, bad
             if verdict == "different":
                 bad = commit
+        assert self.golden is not None, "without it there is a good commit"
         raise CommandError(
             f"No ancestor of {bad.short} that was tried agrees with the golden ledger "
-            f"{self._reference and next(iter(self._reference.values())).path}. Give a good commit: "
+            f"{self.golden.path}. Give a good commit: "
             "d9m bisect GOOD..BAD -- COMMAND"
         )
 

@@ -127,7 +127,7 @@ class Repository:
 
 @dataclass(frozen=True)
 class Worktree:
-    """A working tree of its own for the commits of a repository.
+    """A separate working tree for the commits of a repository.
 
     Attributes:
         repository: The repository.
