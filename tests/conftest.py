@@ -20,9 +20,12 @@ from left_out_work import leave_out_work
 # leak.
 FIRST = ("lightning.pytorch", "pytorch_lightning", "sklearn")
 
-# A busy machine is slow, and that is no finding.
-settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("untimed")
+# A busy machine is slow, and that is no finding. Every run tries the same examples, so that a test
+# passes or fails for the change that is tested; `--hypothesis-profile=search` tries new ones.
+UNTIMED = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("repeatable", derandomize=True, **UNTIMED)
+settings.register_profile("search", print_blob=True, **UNTIMED)
+settings.load_profile("repeatable")
 
 collect_ignore = ["support"]  # helpers, and scripts that ranks run
 

@@ -27,6 +27,7 @@ from lightning_d9m.state.parts import (
     Kind,
     are_equal,
     find_kind,
+    read_memory,
 )
 from lightning_d9m.state.plain_data import decode_plain, encode_plain
 from lightning_d9m.state.search import find_generators
@@ -251,11 +252,10 @@ class _Digested(Kind):
 
     def read(self, owner: Any) -> Any:
         """See `Kind`."""
-        try:
-            if owner.nbytes <= _MOST_BYTES:
-                return xxh3_128_digest(encode_plain(owner))
-        except (SettingError, RuntimeError, NotImplementedError, ValueError, TypeError):
-            pass
+        with suppress(SettingError, RuntimeError, NotImplementedError, ValueError, TypeError):
+            parts = read_memory(owner)
+            if sum(part.nbytes for part in parts) <= _MOST_BYTES:
+                return xxh3_128_digest(encode_plain([*owner.shape, *parts]))
         if isinstance(owner, Tensor):
             try:
                 return VERSIONED.read(owner)

@@ -435,15 +435,16 @@ def _list_slots(kind: Any) -> tuple[str, ...]:
 
 def equal_bits(one: Tensor, other: Tensor) -> bool:
     """Return whether two tensors have the same type, shape and bits."""
-    if (one.shape, one.dtype, one.layout) != (other.shape, other.dtype, other.layout):
-        return False
-    if one.device != other.device:
+    kinds = [(tensor.shape, tensor.dtype, tensor.layout, tensor.device) for tensor in (one, other)]
+    if kinds[0] != kinds[1]:
         return False
     one, other = one.detach(), other.detach()
-    if one.layout is not torch.strided or one.is_quantized or one.device.type == "meta":
-        if one.layout is torch.sparse_coo:
-            return all(map(equal_bits, _sparse_parts(one), _sparse_parts(other)))
-        return one.device.type == "meta" or bool(torch.equal(one.to_dense(), other.to_dense()))
+    if one.device.type == "meta":
+        return True
+    if one.is_quantized or one.layout is torch._mkldnn:  # type: ignore[attr-defined]  # noqa: SLF001 - no public name
+        return bool(torch.equal(one.to_dense(), other.to_dense()))
+    if one.layout is not torch.strided:
+        return all(map(equal_bits, read_memory(one), read_memory(other)))
     if torch.equal(one, other) and not one.is_floating_point():
         return True
     size = one.element_size()
@@ -453,8 +454,16 @@ def equal_bits(one: Tensor, other: Tensor) -> bool:
     return bool(torch.equal(one.view(integers[size]), other.view(integers[size])))
 
 
-def _sparse_parts(tensor: Tensor) -> list[Tensor]:
-    return [tensor._indices(), tensor._values()]  # noqa: SLF001 - the public ones need a coalesced one
+def read_memory(value: Any) -> tuple[Any, ...]:
+    """Return the dense tensors or the array that have the elements of a tensor or an array."""
+    layout = getattr(value, "layout", torch.strided)
+    if layout is torch.sparse_coo:
+        return value._indices(), value._values()  # noqa: SLF001 - the public ones need a coalesced one
+    if layout in (torch.sparse_csr, torch.sparse_bsr):
+        return value.crow_indices(), value.col_indices(), value.values()
+    if layout in (torch.sparse_csc, torch.sparse_bsc):
+        return value.ccol_indices(), value.row_indices(), value.values()
+    return (value,)
 
 
 def are_equal(one: Any, other: Any) -> bool:  # noqa: PLR0911 - one case for each type

@@ -111,7 +111,7 @@ class Entry(Struct, frozen=True, kw_only=True):
     Attributes:
         kind: What the record begins with; empty for a part of a record.
         parts: The class of each field that holds an entry, or a list of entries.
-        omitted: Fields that are left out while they are empty.
+        omitted: Fields that are left out while they are null, 0 or without items.
         cut: Fields whose texts are cut to ``MAX_NAME`` characters.
         uncompared: Fields that are never compared.
         extra: Fields that this version does not know; not a field of the file.
@@ -135,7 +135,7 @@ class Entry(Struct, frozen=True, kw_only=True):
         record: dict[str, Json] = {"kind": self.kind} if self.kind else {}
         for name in self.__struct_fields__:
             value = getattr(self, name)
-            if name != "extra" and (value or name not in self.omitted):
+            if name != "extra" and (value or value == "" or name not in self.omitted):
                 record[name] = _to_plain(value)
         return {**record, **self.extra}
 
