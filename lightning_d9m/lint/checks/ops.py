@@ -202,7 +202,7 @@ def _pooled(op: str, position: int) -> Condition:
 def _bincount(call: Call) -> Verdict:
     """Accept ``bincount`` with weights."""
     value = call.read(1, "weights")
-    given = value is not UNKNOWN or call.get(1, "weights") is not None
+    given = call.owned and (value is not UNKNOWN or call.get(1, "weights") is not None)
     return None if value is None else ("bincount", "certain" if given else "depends")
 
 
