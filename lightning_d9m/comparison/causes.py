@@ -192,7 +192,13 @@ _CAUSES = {
         "The two runs are not the same experiment.",
         "Make the fields above equal. A seed or a size that changes in each run is the cause.",
     ),
-    "unknown": Cause("unknown", "The runs differ.", "", narrows=True),
+    "unknown": Cause(
+        "unknown",
+        "The runs differ at the place below; no narrower look showed where it began.",
+        "If it is rare, raise --tries. If only the first run differs, look for files that it left "
+        "and later runs read. A shorter training makes each look cheaper.",
+        narrows=True,
+    ),
 }
 _RANK_TEXTS = {
     "weight": "When the batch begins, the ranks hold different weights. They were equal when the "
@@ -222,6 +228,8 @@ _KINDS = {"weights": "weight", "buffers": "buffer", "optimizers": "optimizer"}
 _KINDS |= {"schedulers": "optimizer settings", "loss": "scalar", "scalars": "scalar"}
 # The kinds of state that a batch starts from.
 STATE = frozenset({"rng", "weight", "buffer", "optimizer"})
+# The kinds that hooks may write to.
+WRITTEN = STATE | {"gradient"}
 _INSIDE = ("input", "output", "loss", "grad_output", "local_gradient")
 
 
