@@ -67,8 +67,9 @@ _CAUSES = {
     "batch": Cause(
         "data",
         "The batch differs, while the generators and the weights were equal.",
-        "Look at the dataset: a private generator without a seed, os.urandom, the clock, the order "
-        "of a set or of the files in a folder. `d9m scan` finds these in the source.",
+        "Look at the dataset and the collate function: a private generator without a seed, "
+        "os.urandom, the clock, the order of a set or of the files in a folder. `d9m scan` finds "
+        "these in the source.",
     ),
     "optimizer settings": Cause(
         "optimizer settings",
@@ -178,8 +179,8 @@ _CAUSES = {
     "given": Cause(
         "module",
         "The inputs of a module differ, while everything recorded before them is equal.",
-        "Look at the code that computes them: training_step, or a hook that changes the batch, "
-        "such as on_train_batch_start.",
+        "Look at the code that computes them: training_step or the loop that calls the model, or "
+        "a hook that changes the batch, such as on_train_batch_start.",
         narrows=True,
     ),
     "length": Cause(

@@ -33,8 +33,9 @@ class FileWatch:
 
     def __init__(self, command: Sequence[str], left_out: Path) -> None:
         named = [Path(word).parent for word in command[1:] if Path(word).is_file()]
-        places = (Path.cwd(), *named, Path(tempfile.gettempdir()), Path("~").expanduser())
-        self._folders = list(dict.fromkeys(place.resolve() for place in places))
+        self._own = [place.resolve() for place in (Path.cwd(), *named)]
+        shared = [place.resolve() for place in (Path(tempfile.gettempdir()), Path.home())]
+        self._folders = list(dict.fromkeys([*self._own, *shared]))
         self._left_out = str(left_out.resolve())
         self._files = self._list_files()
         self._runs = 0
@@ -57,13 +58,14 @@ class FileWatch:
 
         Args:
             first_alone: Whether only the first run differs from the others. If so, files that it
-                wrote are named even if no later run is known to read them: a file system need not
-                note that.
+                wrote are named even if no later run is known to read them (a file system need not
+                note that), and those in the home folder and among temporary files.
         """
         used = [
             path
             for path, runs in self._written.items()
             if max((*runs, *self._read.get(path, ()))) > runs[0]
+            and (first_alone or any(map(Path(path).is_relative_to, self._own)))
         ]
         said = "written in one run and read or written in a later one"
         if not used and first_alone:
@@ -78,7 +80,7 @@ class FileWatch:
         return f"Files {said}: {describe_names(names, len(names), _MOST_SHOWN)}."
 
     def _is_below(self, path: str) -> bool:
-        return Path(path).is_relative_to(self._folders[0])
+        return Path(path).is_relative_to(self._own[0])
 
     def _list_files(self) -> dict[str, tuple[object, int]]:
         """Return what tells whether each file was written, and when it was read."""

@@ -70,8 +70,8 @@ class Search:
                 if self._found.cause is None:
                     raise
                 self._found.looks.append(f"stopped: {type(error).__name__}: {error}")
-        if self._found.cause is not None:
-            self._found.left = self._runner.files.describe(first_alone=self._gone)
+        if self._gone:
+            self._found.left = self._runner.files.describe(first_alone=True)
         return self._found
 
     def _narrow(self) -> None:

@@ -103,9 +103,19 @@ def test_a_file_that_a_later_run_reads_is_named(folder, monkeypatch):
     seen = iter([{}, {"cache": (1, 5)}, {"cache": (1, 5)}, {"cache": (1, 6)}])
     monkeypatch.setattr(FileWatch, "_list_files", lambda _: next(seen))
     watch = FileWatch(["true"], folder)
+    monkeypatch.setattr(watch, "_own", [Path("cache")])
     for expected in ("", "", "read or written in a later one: cache."):
         watch.note_run()
         assert watch.describe(first_alone=False).endswith(expected)
+
+
+def test_files_that_other_programs_share_count_only_if_the_first_run_is_alone(folder):
+    watch = FileWatch(["python", "train.py"], folder / "runs")
+    for run in (1, 2):
+        (folder / "temporary" / "state").write_text(str(run))
+        watch.note_run()
+    assert watch.describe(first_alone=False) == ""
+    assert str(folder / "temporary" / "state") in watch.describe(first_alone=True)
 
 
 def test_the_folder_of_the_program_is_watched_too(folder):

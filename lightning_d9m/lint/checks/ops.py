@@ -249,13 +249,15 @@ def _repeat_interleave(call: Call) -> Verdict:
 
 
 def _histc(call: Call) -> Verdict:
-    """Accept ``histc`` of floating point."""
+    """Accept ``histc`` of floating point; it depends if the dtype is computed."""
     match _find_input(call):
         case ast.Call(ast.Attribute(attr=method), args, keywords):
             dtypes = [*args, *(word.value for word in keywords if word.arg == "dtype")]
             names = [dtype.attr for dtype in dtypes if isinstance(dtype, ast.Attribute)]
             if method in _INTEGER_CASTS or any(n.strip("u").startswith("int") for n in names):
                 return None
+            if method in {"to", "type"} and not any(resolve(one, call.scope) for one in dtypes):
+                return "histc", "depends"
     return "histc", "certain"
 
 

@@ -204,7 +204,8 @@ def _is_seeded_later(area: ast.AST | None, key: str) -> bool:
 
 def passes(call: ast.Call, key: str) -> bool:
     """Return whether a call has the named object as an argument."""
-    return any(is_named(argument, key) for argument in call.args)
+    given = (*call.args, *(word.value for word in call.keywords))
+    return any(is_named(argument, key) for argument in given)
 
 
 def check_learning_rate(node: ast.Assign | ast.AugAssign, tree: Tree) -> Iterator[Report]:
