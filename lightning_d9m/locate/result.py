@@ -33,7 +33,7 @@ class SearchResult:
         samples: How the samples of the epoch compare, if batches differ.
         lines: Lines of the program that may explain the cause, the likeliest first.
         left: A sentence on files through which a run may have changed later ones.
-        writer: The hook of Lightning that wrote the first place; empty if it is not known.
+        writer: What ran when the first place was written; empty if it is not known.
     """
 
     cause: Cause | None = None

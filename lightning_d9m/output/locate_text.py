@@ -43,10 +43,13 @@ def describe(found: "SearchResult", *, determinism: bool, verbose: bool = False)
 
 
 def _describe_cause(found: "SearchResult", *, verbose: bool) -> Iterator[str]:
+    from lightning_d9m.locate.source_scan import explains
+
     assert found.cause is not None, "something differs"
     yield from _describe_moment(found)
     for finding in found.lines:
-        yield from _label("line", f"{escape(finding.location, _LONGEST)}: {escape(finding.code)}")
+        label = "line" if explains(finding.rule, found.cause.kind) else "suspect"
+        yield from _label(label, f"{escape(finding.location, _LONGEST)}: {escape(finding.code)}")
         yield from _label("", f"{finding.rule}: {finding.reason}")
     if found.samples is not None:
         yield from _label("samples", _describe_samples(found.samples))
@@ -101,7 +104,7 @@ def _describe_writing(found: "SearchResult") -> Iterator[str]:
     """Yield when the state that differs at the beginning of a batch was written."""
     first = found.divergences[0]
     if found.writer:
-        yield from _label("written", f"by {escape(found.writer, _LONGEST)}")
+        yield from _label("written", escape(found.writer, _LONGEST))
     elif first.moment != "batch" or first.kind not in STATE or found.reference_rank is not None:
         return
     elif first.call:

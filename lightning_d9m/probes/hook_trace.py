@@ -73,7 +73,7 @@ class HookTrace:
 
 
 def find_writer(folders: Sequence[Path], rank: int) -> str:
-    """Return what ran when the state of two runs began to differ; empty if they do not show it.
+    """Return what ran when the state of two runs began to differ; empty if it is not known.
 
     Args:
         folders: The folders of the dumps of both runs.
@@ -97,13 +97,13 @@ def _describe(last_when: str, last: str, when: str, name: str) -> str:
     """Return what ran between two lines of a trace.
 
     >>> _describe("before", "[Callback]EMA.on_fit_end", "after", "[Callback]EMA.on_fit_end")
-    'EMA.on_fit_end'
+    'while EMA.on_fit_end ran'
     >>> _describe("after", "[Callback]A.setup", "before", "run_training_epoch")
-    'no hook, but between A.setup and run_training_epoch: the training loop or a thread'
+    'between A.setup and run_training_epoch, in no hook: by the training loop or a thread'
     """
     last, name = (text.rpartition("]")[2] for text in (last, name))
     if when == "after":
-        return name
+        return f"while {name} ran"
     if last_when == "before":
-        return f"{last}, before {name}"
-    return f"no hook, but between {last} and {name}: the training loop or a thread"
+        return f"while {last} ran, before {name}"
+    return f"between {last} and {name}, in no hook: by the training loop or a thread"

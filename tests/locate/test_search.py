@@ -335,6 +335,15 @@ def test_samples_and_lines_are_reported(common, monkeypatch):
     assert ("of the epoch's 16, 15 are in both runs" in text) == (common == 15)
 
 
+def test_a_line_that_cannot_be_the_cause_stays_a_suspect(monkeypatch):
+    finding = SimpleNamespace(location="t.py:3:1", code="hash(x)", rule="D9M303", reason="Why.")
+    monkeypatch.setattr(source_scan, "find_cause_lines", lambda *_, **__: [finding])
+    for kind, label in (("gradient", "suspect: "), ("batch", "line:    ")):
+        found, _ = search(pair(**EPOCH), *[pair(kind, "a", step=4)] * 3)
+        text = "\n".join(describe(found, determinism=True))
+        assert f"{label} t.py:3:1: hash(x)" in text
+
+
 def test_ranks_that_drift_in_equal_runs(monkeypatch):
     drift = pair()
     drift.rank_drift = ("drift",)

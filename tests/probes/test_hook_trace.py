@@ -12,14 +12,18 @@ from lightning_d9m.probes.hook_trace import HookTrace, find_writer
     [
         (["same"] * 4, ["same"] * 4, ""),
         (["one"] * 4, ["other"] * 4, ""),
-        (["same", "one", "one", "one"], ["same", "other", "other", "other"], "Net.on_fit_start"),
-        (["same"] * 3 + ["one"], ["same"] * 3 + ["other"], "EMA.on_fit_end"),
+        (
+            ["same", "one", "one", "one"],
+            ["same", "other", "other", "other"],
+            "while Net.on_fit_start ran",
+        ),
+        (["same"] * 3 + ["one"], ["same"] * 3 + ["other"], "while EMA.on_fit_end ran"),
         (
             ["same", "same", "one", "one"],
             ["same", "same", "other", "other"],
             (
-                "no hook, but between Net.on_fit_start and EMA.on_fit_end: the training loop or a "
-                "thread"
+                "between Net.on_fit_start and EMA.on_fit_end, in no hook: by the training loop or "
+                "a thread"
             ),
         ),
     ],
@@ -44,7 +48,7 @@ def test_within_a_hook_that_calls_another(tmp_path):
         with profile("run_training_epoch"), profile("[Callback]EMA.on_train_start"):
             pass
     folders = [tmp_path / "one", tmp_path / "other"]
-    assert find_writer(folders, 0) == "run_training_epoch, before EMA.on_train_start"
+    assert find_writer(folders, 0) == "while run_training_epoch ran, before EMA.on_train_start"
 
 
 def test_runs_whose_hooks_differ_show_nothing(tmp_path):

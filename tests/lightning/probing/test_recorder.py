@@ -569,4 +569,4 @@ def test_the_hook_that_wrote_is_named(fit, tmp_path, monkeypatch, owner, hook, s
     run(1.0)
     run(1.5)
     folders = [tmp_path / "dump 1.0", tmp_path / "dump 1.5"]
-    assert find_writer(folders, 0) == f"{owner}.{hook}"
+    assert find_writer(folders, 0) == f"while {owner}.{hook} ran"
