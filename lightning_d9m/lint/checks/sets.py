@@ -35,7 +35,9 @@ def check_set(node: ast.expr, tree: Tree) -> Iterator[Report]:
         return
     if site == "popped" or (is_order_used(node, tree) and not is_message(node, tree)):
         texts = elements == "strings"
-        certain = texts and (site == "popped" or proves_order(node, tree))
+        # A loop that pops all elements of a set mostly treats them alike.
+        picked = site == "popped" and not any(isinstance(o, ast.While) for o in tree.around(node))
+        certain = texts and (picked or proves_order(node, tree))
         reason = "" if texts else _MIXED
         ordered = texts and site == "iterated" and _has_order(node, tree.scope[node])
         edit = "sorted({})" if ordered else ""

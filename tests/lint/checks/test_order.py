@@ -46,6 +46,8 @@ CASES = {
     "    return '|'.join({'a', folder})": "depends",
     "    return torch.tensor([len(n) for n in {'a', folder}])": "certain",
     "    return torch.tensor([n for n in {folder + 'a'}])": None,
+    "    return {'a', folder}.pop()": "certain",
+    "    todo = {'a', 'b'}\n    while todo:\n        other.add(todo.pop())": "depends",
     "    (one,) = {'a'}\n    return [*{'a'}]": None,
     "    found = {'a', folder}\n    if len(found) == 1:\n        return list(found)": None,
 }
