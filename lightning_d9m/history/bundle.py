@@ -290,7 +290,7 @@ def open_bundle(
             raise
         except OSError as error:
             raise LedgerError(
-                f"The bundle {path} cannot be opened: {explain_file_error(error)}"
+                f"The bundle {path} cannot be opened: {error.strerror or error}. Check its name."
             ) from error
         except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, ValueError) as error:
             raise LedgerError(

@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lightning_d9m.errors import CommandError, SettingError
-from lightning_d9m.file_errors import explain_file_error
 from lightning_d9m.history.bisection import Bisection
 from lightning_d9m.history.repository import Commit, Repository, Worktree, run_git
 
@@ -124,7 +123,8 @@ def read_packages(path: Path) -> tuple[dict[str, str], list[str]]:
         text = path.read_text(encoding="utf-8").replace("\\\n", " ")
     except (OSError, UnicodeDecodeError) as error:
         raise SettingError(
-            f"The list of packages {path} cannot be read: {explain_file_error(error)}"
+            f"The list of packages {path} cannot be read: {error}. Give two files with the output "
+            "of pip freeze."
         ) from error
     packages: dict[str, str] = {}
     sources = []

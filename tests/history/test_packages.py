@@ -122,7 +122,10 @@ def test_equal_lists_of_bits_and_wrong_words_are_one_clear_error(tmp_path, bisec
 def test_a_missing_list_is_named(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["bisect", "--packages", "none.txt", "new.txt", "--", "python", "a.py"]) == 2
-    assert "The list of packages none.txt cannot be read: No such file" in capsys.readouterr().err
+    assert (
+        "The list of packages none.txt cannot be read: [Errno 2] No such file"
+        in capsys.readouterr().err
+    )
 
 
 def test_the_text_names_the_package(tmp_path, bisect, capsys):
