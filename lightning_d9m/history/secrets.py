@@ -10,8 +10,8 @@ from typing import Any
 
 REMOVED = "[removed]"
 _NAME = (
-    r"(?:[\w-]*[_-])?(?:token|secret|passw(?:or)?d|passphrase|pwd|credentials?|auth|signature|sig"
-    r"|key|apikey)"
+    r"(?:(?:[\w-]*[_-])?(?:token|secret|passw(?:or)?d|passphrase|credentials?|auth|signature|sig"
+    r"|key|apikey)|[\w-]+[_-]pwd)"  # not PWD, the working folder
 )
 _SECRET_NAME = re.compile(_NAME, re.IGNORECASE)
 # A shorter value of a variable occurs in other words.

@@ -23,7 +23,7 @@ def format_bundle(
     """Return the lines of a bundle: what ran, what d9m locate found, what differs, the files."""
     lines = list(_format_facts(ledgers))
     if manifest.report:
-        lines += ["", "d9m locate:", *(f"  {printable(line)}".rstrip() for line in manifest.report)]
+        lines += ["", "d9m locate:", *map(printable, manifest.report)]
     for excerpt in manifest.excerpts:
         lines += ["", *_format_excerpt(excerpt)]
     lines += ["", *format_evidence(comparison, verbose=verbose), "", *_format_files(manifest)]

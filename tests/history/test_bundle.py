@@ -92,7 +92,7 @@ def test_a_bundle_shows_on_another_machine_what_it_shows_here(located, capsys, m
     assert status == 1
     assert written.startswith(shown.rstrip())
     assert shown.startswith("different: ")
-    assert "d9m locate:\n  different: data. The batch differs.\n" in shown
+    assert "d9m locate:\ndifferent: data. The batch differs.\n" in shown
     assert ">     4 rng = numpy.random.default_rng()\n      5 print(rng)\n" in shown
     assert "reference: reference\nthis run:  this-run\n" in shown
     assert "command:" in shown

@@ -17,6 +17,7 @@ SECRET = "s3cr3t-value"  # noqa: S105 - no secret
         ("clean", f"python train.py --hf-token {SECRET} --epochs 3"),
         ("clean", f"python train.py --password='{SECRET} two words'"),
         ("clean", f"python train.py --api_key={SECRET}"),
+        ("clean", f"python train.py --db-pwd {SECRET}"),
         ("clean", f"Authorization: Bearer {SECRET}"),
         ("clean", f"ghp_{SECRET}0123456789"),
         ("clean", f"the variable's {SECRET} in a path"),
@@ -51,7 +52,9 @@ def test_a_secret_is_removed(method, text):
     ],
 )
 def test_what_is_needed_stays(text):
-    secrets = SecretFilter({"TOKEN": "short", "KEYS": "project", "LANG": "values"})
+    secrets = SecretFilter(
+        {"TOKEN": "short", "KEYS": "project", "LANG": "values", "PWD": "project.git"}
+    )
     assert secrets.clean(text) == text
     assert secrets.clean_code(text) == text
     assert secrets.count == 0
