@@ -20,6 +20,8 @@ FEWEST_RUNS = 3
 # The chance below which a difference is not noise; divided by the number of values.
 LEVEL = 0.05
 LOSS = "loss"
+# The setting of a run that `d9m repeat --last-bits` made.
+_LAST_BITS = "last_bits"
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,7 @@ class NoiseVerdict:
     Attributes:
         runs: How many runs show the noise.
         seeds: How many different seeds they have.
+        last_bits: Whether the last bits of their weights were changed.
         values: The logged values, those that noise explains least first.
         left_out: Names of values that are not finite, or that some run did not log.
         weights: The relative distance of the weights of the two trainings; None if unknown.
@@ -67,6 +70,7 @@ class NoiseVerdict:
 
     runs: int
     seeds: int
+    last_bits: bool
     values: Sequence[ValueChange]
     left_out: Sequence[str]
     weights: float | None
@@ -134,6 +138,7 @@ def judge_change(
     return NoiseVerdict(
         len(noise),
         len({ledger.header.seed for ledger in noise}),
+        any(_LAST_BITS in ledger.header.settings for ledger in noise),
         values,
         left_out,
         weights,

@@ -44,6 +44,8 @@ def describe_chance(chance: float) -> str:
 def state_noise(found: NoiseVerdict) -> str:
     """Return the verdict as one sentence, which can be pasted into an issue."""
     runs = f"{found.runs} reruns"
+    if found.last_bits:
+        runs = f"{found.runs} runs with changed last bits"
     if found.seeds > 1:
         runs = f"{found.runs} runs with {found.seeds} seeds"
     if not found.values:

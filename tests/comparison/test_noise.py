@@ -130,6 +130,16 @@ def test_without_values_the_weights_decide(tmp_path, monkeypatch, capsys):
     assert compare(capsys, "a", "far", "--noise", "noise")[0] == 1
 
 
+def test_runs_with_changed_last_bits_are_called_so(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for number, accuracy in enumerate((0.80, 0.81, 0.82)):
+        write(tmp_path / "noise", accuracy, fit=0, settings={"last_bits": number} if number else {})
+    write(tmp_path / "a", 0.80)
+    write(tmp_path / "b", 0.81)
+    _, out, _ = compare(capsys, "a", "b", "--noise", "noise")
+    assert "and 3 runs with changed last bits spread over 0.02." in " ".join(out.split())
+
+
 def test_an_audit_shows_the_noise_of_its_runs_without_determinism(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for number, accuracy in enumerate((0.7, 0.8, 0.9), start=1):

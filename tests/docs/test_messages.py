@@ -79,6 +79,7 @@ def asks(function, **words):
             "interrupt": False,
             "allow_objects": False,
             "processes": None,
+            "last_bits": False,
             "threads": None,
         } | words
         call = getattr(g.module, function)
