@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 
+from lightning_d9m.control.data.sampler_state import list_unsaved
 from lightning_d9m.control.generators import decode_rng, encode_rng, find_lost_devices
 from lightning_d9m.control.seeding import capture_rng, restore_rng
 from lightning_d9m.control.session import Session, next_fit
@@ -345,8 +346,8 @@ class Recorder:
 
         Raises:
             CheckpointError: If the state is not one, or of another rank, seed or number of ranks.
-            InexactResumeError: If FSDP1 shards the model within groups of ranks, or the generator
-                of a device cannot be restored.
+            InexactResumeError: If FSDP1 shards the model within groups of ranks, the generator of a
+                device cannot be restored, or a sampler has changed what no checkpoint can hold.
             SettingError: After the training has begun.
         """
         _ = self._open_session
@@ -362,7 +363,8 @@ class Recorder:
         rank, seed = self._ranks.rank, session.settings.seed
         saved.check_run(rank=rank, world_size=self._world_size, seed=seed)
         sharding = find_hybrid_sharding(self._wrapped.modules())
-        if problems := [*filter(None, [sharding]), *find_lost_devices(saved.rng)]:
+        problems = [*filter(None, [sharding]), *find_lost_devices(saved.rng)]
+        if problems := problems + list_unsaved(saved.samplers):
             text = f"This loop would not resume exactly: {' '.join(problems)}"
             raise InexactResumeError(text, reasons=problems)
         self._open_batches.release()
