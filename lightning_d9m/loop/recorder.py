@@ -27,8 +27,7 @@ from lightning_d9m.loop.saved_loop import SavedLoop
 from lightning_d9m.probes.settings import make_settings
 from lightning_d9m.probes.trace import ProbePoint, StatePoint
 from lightning_d9m.recording.collective import Ranks
-from lightning_d9m.recording.ledger_recorder import Policy
-from lightning_d9m.recording.run_recorder import RunRecorder, describe_training
+from lightning_d9m.recording.run_recorder import Policy, RunRecorder, describe_training
 
 if TYPE_CHECKING:
     from typing_extensions import Self
