@@ -24,6 +24,7 @@ import torch
 from scripts import load_script
 
 from lightning_d9m.errors import D9mError
+from lightning_d9m.launch.left_files import FileWatch
 from lightning_d9m.ledger.folder import read_ledger
 from lightning_d9m.ledger.format.frames import Layouts
 from lightning_d9m.ledger.format.records import Header
@@ -98,7 +99,8 @@ def use_full_folder(g):
 
 def repeat_what_fails(g):
     g.refuse(g.module, "run_once", import_module(f"{PREFIX}errors").CommandError("why"))
-    g.module._repeat([g.module.PlannedRun(["false"], "run 1 of 2")], g.folder, None)
+    plans = [g.module.PlannedRun(["false"], "run 1 of 2")]
+    g.module._repeat(plans, g.folder, None, FileWatch([], g.folder))
 
 
 def find_unlike_runs(g):
