@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightning_d9m.cli.arguments import add_command_arguments, get_command, whole_number
+from lightning_d9m.history.bundle import LOCATE_JSON, LOCATE_TEXT
 from lightning_d9m.launch.run import make_output
 from lightning_d9m.launch.run_pair import Runner
+from lightning_d9m.locate.result import SearchResult
 from lightning_d9m.locate.search import Search
 from lightning_d9m.output.locate_text import describe
 from lightning_d9m.output.terminal import print_lines, wrap
@@ -69,13 +71,24 @@ def run(arguments: argparse.Namespace) -> int:
     if not arguments.json:
         _print_suspects(suspects)
     found = Search(runner, arguments.tries, suspects=bool(suspects)).locate()
+    determinism = not arguments.no_determinism
+    lines = list(describe(found, determinism=determinism, verbose=arguments.verbose))
+    _keep(found, lines, output)
     if arguments.json:
         print(json.dumps(found.as_json() | {"output": str(output)}, indent=2))
     else:
-        determinism = not arguments.no_determinism
-        lines = list(describe(found, determinism=determinism, verbose=arguments.verbose))
         print_lines([*lines, f"ledgers:  {output}"])
     return 1 if found.cause is not None else 0
+
+
+def _keep(found: SearchResult, lines: list[str], output: Path) -> None:
+    """Write the result beside the ledgers, for `d9m bundle`."""
+    facts = found.as_json()
+    if found.pair is not None:
+        ledgers = (found.pair.comparison.expected, found.pair.comparison.actual)
+        facts["ledgers"] = [os.path.relpath(ledger, output) for ledger in ledgers]
+    (output / LOCATE_TEXT).write_text("\n".join([*lines, ""]), encoding="utf-8")
+    (output / LOCATE_JSON).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
 
 
 def _print_suspects(suspects: "Sequence[Finding]") -> None:

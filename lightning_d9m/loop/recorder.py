@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 
+from lightning_d9m.control.data.sampler_state import list_unsaved
 from lightning_d9m.control.generators import decode_rng, encode_rng, find_lost_devices
 from lightning_d9m.control.seeding import (
     capture_rng,
@@ -33,8 +34,7 @@ from lightning_d9m.loop.saved_loop import SavedLoop
 from lightning_d9m.probes.settings import make_settings
 from lightning_d9m.probes.trace import ProbePoint, StatePoint
 from lightning_d9m.recording.collective import Ranks
-from lightning_d9m.recording.ledger_recorder import Policy
-from lightning_d9m.recording.run_recorder import RunRecorder, describe_training
+from lightning_d9m.recording.run_recorder import Policy, RunRecorder, describe_training
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -392,8 +392,8 @@ class Recorder:
 
         Raises:
             CheckpointError: If the state is not one, or of another rank, seed or number of ranks.
-            InexactResumeError: If FSDP1 shards the model within groups of ranks, or the generator
-                of a device cannot be restored.
+            InexactResumeError: If FSDP1 shards the model within groups of ranks, the generator of a
+                device cannot be restored, or a sampler has changed what no checkpoint can hold.
             SettingError: After the training has begun.
         """
         _ = self._open_session
@@ -409,7 +409,8 @@ class Recorder:
         rank, seed = self._ranks.rank, session.settings.seed
         saved.check_run(rank=rank, world_size=self._world_size, seed=seed)
         sharding = find_hybrid_sharding(self._wrapped.modules())
-        if problems := [*filter(None, [sharding]), *find_lost_devices(saved.rng)]:
+        problems = [*filter(None, [sharding]), *find_lost_devices(saved.rng)]
+        if problems := problems + list_unsaved(saved.samplers):
             text = f"This loop would not resume exactly: {' '.join(problems)}"
             raise InexactResumeError(text, reasons=problems)
         self._open_batches.release()

@@ -84,6 +84,18 @@ def test_a_run_that_differs_is_named_with_the_first_divergence(repeat):
     )
 
 
+def test_last_bits_are_changed_in_each_run_but_the_first_or_it_is_an_error(repeat, tmp_path):
+    """The program notes what is set; it has no Trainer, which would change the weights."""
+    note = "import os; open('noted', 'a').write(os.environ.get('LIGHTNING_D9M_LAST_BITS', '-'))\n"
+    status, _, err = repeat(note + fits(7), "--last-bits", n=3)
+    assert status == 2
+    assert "left the last bits of its weights alone: --last-bits needs a Trainer" in err
+    assert (tmp_path / "noted").read_text() == "-12"
+    status, _, err = repeat(fits(7), "--last-bits", "--interrupt")
+    assert status == 2
+    assert "--last-bits is given with --portable, --processes or --interrupt" in err
+
+
 def test_json(repeat):
     status, out, _ = repeat(fits(f"{NUMBER}"), "--json")
     result = json.loads(out)
