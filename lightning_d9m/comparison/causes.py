@@ -227,10 +227,6 @@ _INITIAL = {
 # Kind of probe by the group of digests at the end of an epoch.
 _KINDS = {"weights": "weight", "buffers": "buffer", "optimizers": "optimizer"}
 _KINDS |= {"schedulers": "optimizer settings", "loss": "scalar", "scalars": "scalar"}
-# The kinds of state that a batch starts from.
-STATE = frozenset({"rng", "weight", "buffer", "optimizer"})
-# The kinds that hooks may write to.
-WRITTEN = STATE | {"gradient"}
 _INSIDE = ("input", "output", "loss", "grad_output", "local_gradient")
 
 

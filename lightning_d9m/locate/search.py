@@ -6,9 +6,7 @@ from typing import TYPE_CHECKING
 
 from lightning_d9m.comparison.causes import (
     OUTSIDE,
-    STATE,
     UNINITIALIZED,
-    WRITTEN,
     earliest_divergences,
     find_cause,
     find_rank_cause,
@@ -18,7 +16,7 @@ from lightning_d9m.comparison.causes import (
 from lightning_d9m.comparison.rank_drift import find_rank_drift, reference_rank
 from lightning_d9m.comparison.result import Divergence
 from lightning_d9m.launch.run_pair import Runner, RunPair, escape_name
-from lightning_d9m.ledger.kinds import ROOT
+from lightning_d9m.ledger.kinds import ROOT, STATE, WRITTEN
 from lightning_d9m.ledger.stack import SHARDED_PARAMETERS
 from lightning_d9m.locate.result import SearchResult, describe_place
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from lightning_d9m.comparison.causes import STATE
+from lightning_d9m.ledger.kinds import STATE
 from lightning_d9m.locate.result import describe_place
 from lightning_d9m.output.comparison_text import format_field
 from lightning_d9m.output.terminal import make_table, measure, render, wrap

@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_d9m.control.method_wrapping import replace_method, wrap_method
 from lightning_d9m.hashing.model_tensors import ModelTensors, plain_name
 from lightning_d9m.ledger.format.records import Json
-from lightning_d9m.ledger.kinds import VALIDATION
+from lightning_d9m.ledger.kinds import VALIDATION, WRITTEN
 from lightning_d9m.lightning.probing.batch_state import take_gradients, take_states, take_step
 from lightning_d9m.lightning.probing.dispatch_mode import OpMode
 from lightning_d9m.lightning.probing.module_hooks import hook_model
@@ -93,7 +93,7 @@ class ProbeRecorder:
             self._dump = dump
             self._probes = ProbeCollector(recorder.append, None if dump is None else dump.save)
             self._model_tensors = ModelTensors(module, self._settings.takes_parameter)
-            if dump is not None:
+            if dump is not None and self._kinds & WRITTEN:
                 self._trace_hooks(trainer, dump.folder)
             _warn_of_idle_patterns(self._settings, module)
         if self._settings.replay_every:

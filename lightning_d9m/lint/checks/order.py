@@ -8,7 +8,6 @@ from lightning_d9m.lint.checks.order_use import (
     is_list_order_used,
     is_message,
     is_order_used,
-    is_settled_later,
     proves_name,
     proves_order,
 )
@@ -45,12 +44,11 @@ def check_listing(call: Call) -> Iterator[Report]:
     if _expects_one_file(call) or is_message(call.node, call.tree):
         return
     if is_order_used(call.node, call.tree):
-        settled = is_settled_later(call.node, call.tree)
-        edit = "" if settled or certainty != "certain" else "sorted({})"
+        certain = certainty == "certain" and proves_order(call.node, call.tree)
+        edit = "sorted({})" if certainty == "certain" else ""
         if call.name == "os.scandir":  # its entries have no order, and are closed by `with`
             named = edit and not isinstance(call.parent, ast.withitem)
             edit = "sorted({}, key=lambda entry: entry.name)" if named else ""
-        certain = certainty == "certain" and not settled and proves_order(call.node, call.tree)
         yield Report("D9M302", call.node, "certain" if certain else "depends", edit=edit)
 
 

@@ -1,7 +1,6 @@
 """Tests whether the order of an iterable affects the code that uses it."""
 
 import ast
-from collections.abc import Iterable, Iterator
 
 from lightning_d9m.lint.tree import (
     FUNCTION_NODES,
@@ -129,7 +128,12 @@ def proves_name(target: ast.AST, statement: ast.AST, tree: Tree, depth: int = _D
     """Return whether uses of an assigned name or attribute prove that its order matters."""
     area, key = tree.scope[statement].find_area(target)
     uses = [] if area is None else tree.find_uses(area, key, statement)
-    return any(proves_order(use, tree, depth=depth) for use in uses)
+    parents = [tree.parent[use] for use in uses]
+    # What is sorted in place was meant to be.
+    in_place = any(
+        isinstance(parent, ast.Attribute) and parent.attr == "sort" for parent in parents
+    )
+    return not in_place and any(proves_order(use, tree, depth=depth) for use in uses)
 
 
 def _is_placed(loop: ast.For, tree: Tree, *, numbered: bool, depth: int) -> bool:
@@ -180,39 +184,6 @@ def is_choice(node: ast.AST) -> bool:
     return isinstance(node, ast.Subscript) and not any(
         isinstance(part, ast.Name) for part in ast.walk(node.slice)
     )
-
-
-def is_settled_later(node: ast.AST, tree: Tree) -> bool:
-    """Return whether what an iterable gives is sorted, or counted as one, in the same function."""
-    area = tree.scope[node].node
-    names = set(_list_collections(tree.around(node)))
-    for made in ast.walk(area):  # what is made of them, in order of the source
-        if isinstance(made, (ast.For, ast.Assign)):
-            source = made.iter if isinstance(made, ast.For) else made.value
-            names.update(_list_collections([made]) if mentions(source, names) else ())
-    for part in ast.walk(area):
-        match part:
-            case ast.Call(function, args) if "sort" in read_last_name(function).lower():
-                given = [function, *args]
-            case ast.Compare(ast.Call(ast.Name("len"), args), comparators=[ast.Constant(1), *_]):
-                given = args
-            case _:
-                continue
-        if any(mentions(one, names) for one in given):
-            return True
-    return False
-
-
-def _list_collections(nodes: Iterable[ast.AST]) -> Iterator[str]:
-    """Yield the names that get the items: those assigned, and those that a loop adds to."""
-    for node in nodes:
-        if isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign)):
-            yield from (one.id for one in list_targets(node) if isinstance(one, ast.Name))
-        elif isinstance(node, (ast.For, ast.AsyncFor, ast.With, ast.AsyncWith, ast.Call)):
-            for part in ast.walk(node):
-                match part:
-                    case ast.Attribute(ast.Name(name), method) if method in _COLLECTING:
-                        yield name
 
 
 def _is_test(node: ast.AST, outer: ast.AST) -> bool:

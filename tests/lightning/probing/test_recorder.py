@@ -539,9 +539,10 @@ HOOKS = {
     "on_train_epoch_start": 6,
 }
 OF_MODULE = {"configure_gradient_clipping": 3, "optimizer_zero_grad": 3, "lr_scheduler_step": 6}
+OF_CALLBACK = ("train_batch_start", "before_optimizer_step", "validation_end")
 PLACES = [
     *(("Net", hook, step) for hook, step in (HOOKS | OF_MODULE).items()),
-    *(("Scaling", hook, step) for hook, step in HOOKS.items()),
+    *(("Scaling", f"on_{hook}", step) for hook, step in zip(OF_CALLBACK, (3, 3, 6), strict=True)),
 ]
 
 

@@ -16,7 +16,7 @@ CASES = {
     LISTED + "    files.sort()\n    return np.array(files)": None,
     LISTED + "    kept = []\n    for n in files:\n        kept.append(n)\n    kept.sort()\n"
     "    return np.array(kept)": "depends",
-    LISTED + "    return np.array(files), sorted(files)": "depends",
+    LISTED + "    return np.array(files), sorted(files)": "certain",
     LISTED + "    assert len(files) == 1\n    return files[0]": "depends",
     LISTED + "    assert len(files) == 2\n    return files[:1]": "certain",
     LISTED + "    return files[0]": "depends",
