@@ -25,6 +25,7 @@ from lightning_d9m.cli.repeat.processes import (
 from lightning_d9m.errors import CommandError, SettingError
 from lightning_d9m.launch.fit_pairs import pair_fits
 from lightning_d9m.launch.interruption_points import LAST_BITS, LAST_BITS_SETTING
+from lightning_d9m.launch.left_files import FileWatch
 from lightning_d9m.launch.run import Run, make_output, make_run_folder, read_fits, run_once
 from lightning_d9m.output.repeat_text import RepeatReport
 
@@ -128,11 +129,12 @@ def run(arguments: argparse.Namespace) -> int:
             ]
         else:
             plans = plan_runs(argv, arguments.processes)
-        runs = _repeat(plans, output, arguments.timeout)
+        watch = FileWatch(argv, output)
+        runs = _repeat(plans, output, arguments.timeout, watch)
         if arguments.last_bits:
             _check_last_bits(runs)
         printed = "" if arguments.processes else _compare_printed(output)
-        report = RepeatReport(runs, output, argv, printed=printed)
+        report = RepeatReport(runs, output, argv, printed=printed, left=watch.describe)
     if arguments.format == "markdown":
         print(report.as_markdown())
     else:
@@ -140,7 +142,9 @@ def run(arguments: argparse.Namespace) -> int:
     return {"equal": 0, "different": 1, "incomplete": 2}[report.verdict]
 
 
-def _repeat(plans: Sequence[PlannedRun], output: Path, timeout: float | None) -> dict[int, Run]:
+def _repeat(
+    plans: Sequence[PlannedRun], output: Path, timeout: float | None, watch: FileWatch
+) -> dict[int, Run]:
     runs: dict[int, Run] = {}
     for number, plan in enumerate(plans, start=1):
         folder = make_run_folder(output, f"run-{number:03d}")
@@ -156,6 +160,7 @@ def _repeat(plans: Sequence[PlannedRun], output: Path, timeout: float | None) ->
                 expected_seconds=runs[number - 1].seconds if runs else None,
             )
             seconds = time.monotonic() - start
+            watch.note_run()
             fits = read_fits(folder, plan.command)
             fits = pair_fits(runs[1].fits, fits) if runs else fits
             runs[number] = Run(fits, processes=plan.processes, seconds=seconds)

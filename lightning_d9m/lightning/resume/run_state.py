@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from lightning_d9m.control.data.dataset_numbers import NUMBERS
-from lightning_d9m.control.data.sampler_state import ATTRIBUTES
+from lightning_d9m.control.data.sampler_state import CHANGES
 from lightning_d9m.control.data.seeded_dataset import SeededCollate
 from lightning_d9m.control.generators import (
     capture_generators,
@@ -162,10 +162,9 @@ def _name_sampler_states(rank: SavedRank) -> Iterator[str]:
         for kind, values in states.items():
             if kind == NUMBERS:
                 yield from (f"{loader}.{path}.{name}" for path in values for name in values[path])
-            elif kind == ATTRIBUTES:
-                yield from (f"{loader}.sampler.{name}" for own in values.values() for name in own)
-            else:
-                yield f"{loader}.sampler.{kind}"
+            elif kind == CHANGES:
+                found = (path.partition(".")[2].rstrip("'") for path in values)
+                yield from (f"{loader}.sampler.{name}" for name in found)
 
 
 def restore_outside(

@@ -136,6 +136,16 @@ def test_what_the_runs_together_show_is_said(repeat, value, said, advised):
     assert ("pairs differ" in out, "run 1 left and" in out) == ("pairs" in said, "files" in said)
 
 
+def test_files_that_carry_a_difference_from_run_to_run_are_named(repeat):
+    count = "Path('count').open('a').write('x')\nseen = Path('count').stat().st_size\n"
+    code = "from pathlib import Path\n" + count + fits("seen")
+    assert "a later one: count.\n" in repeat(code)[1]
+    left = json.loads(repeat(code, "--json")[1])["left"]
+    assert left == ["Files written in one run and read or written in a later one: count."]
+    assert left[0] in repeat(code, "--format", "markdown")[1]
+    assert "Files" not in repeat(code.replace("'a'", "'w'"))[1]  # the runs are equal
+
+
 @pytest.mark.parametrize(
     ("printed", "noted"),
     [
