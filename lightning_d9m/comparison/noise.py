@@ -111,6 +111,13 @@ def judge_change(
             f"{actual.path} is among the runs that show the noise. These are to run without the "
             "change: name another folder with --noise."
         )
+    seeds = len({ledger.header.seed for ledger in noise})
+    if seeds == 1 and expected.header.seed != actual.header.seed:
+        raise LedgerError(
+            f"The two trainings have the seeds {expected.header.seed} and {actual.header.seed}, "
+            "and the runs that show the noise have one. Use one seed for both, or name runs with "
+            "several seeds."
+        )
     runs = [_read_ends(ledger) for ledger in (expected, actual, *noise)]
     ends = [_list_values(run[-1]) for run in runs]
     names = list(dict.fromkeys(name for end in ends[:2] for name in end))
@@ -137,7 +144,7 @@ def judge_change(
         )
     return NoiseVerdict(
         len(noise),
-        len({ledger.header.seed for ledger in noise}),
+        seeds,
         any(_LAST_BITS in ledger.header.settings for ledger in noise),
         values,
         left_out,

@@ -169,6 +169,7 @@ def test_a_value_that_is_not_finite_is_left_out_or_a_change(tmp_path):
         (["before", "much", "--noise", "."], "is among the runs that show the noise"),
         (["before", "killed", "--noise", "noise"], "is a training without its end, which"),
         (["before", "bare", "--noise", "noise"], "neither a value that all of them log nor"),
+        (["before", "seeded", "--noise", "noise"], "have the seeds 42 and 7, and the runs"),
         (["before", "much", "--value", "a"], "--value and --plot are only for --noise"),
         (
             ["before", "much", "--noise", "noise", "--value", "a"],
@@ -184,6 +185,7 @@ def test_a_value_that_is_not_finite_is_left_out_or_a_change(tmp_path):
 def test_wrong_words_are_one_clear_error(here, capsys, words, message):
     write(here / "killed", 0.8, end="epoch")
     write(here / "bare", None, loss=None)
+    write(here / "seeded", 0.8, seed=7)
     status, out, errors = compare(capsys, *words)
     assert (status, out) == (2, "")
     assert message in errors
