@@ -141,66 +141,6 @@ def test_a_part_that_fails_hides_no_other(dev, tmp_path, monkeypatch, failing):
     assert files == [alone]
 
 
-def test_words_go_to_one_run(dev, monkeypatch):
-    commands = []
-    for name in ("need_tools", "install"):
-        monkeypatch.setattr(dev, name, lambda *_, **__: None)
-    monkeypatch.setattr(dev, "run", lambda *words, **_: commands.append(words))
-    dev.test(["tests/control", "-x"])
-    assert ("mkdocs", "build", "--strict") in commands  # with --quiet it never fails
-    assert commands[-1][1:] == ("-m", "pytest", "tests/control", "-x")
-
-
-@pytest.fixture
-def run_cuda_build(dev, monkeypatch):
-    """Return a function that runs ``dev.py test-cuda-build`` where only some code ``works``."""
-
-    def run(*works, variables=None):
-        calls = []
-        for name in ("need_tools", "make_environment"):
-            monkeypatch.setattr(dev, name, lambda: calls.append(dev.ENVIRONMENT.name))
-        monkeypatch.setattr(
-            dev, "install", lambda *groups, **words: calls.append((groups, words["torch"]))
-        )
-        monkeypatch.setattr(dev, "works", lambda code: any(word in code for word in works))
-        monkeypatch.setattr(
-            dev, "run", lambda *words, **variables: calls.append((words, variables))
-        )
-        monkeypatch.delenv("HOROVOD_BUILD_CUDA_CC_LIST", raising=False)
-        for name, value in (variables or {}).items():
-            monkeypatch.setenv(name, value)
-        monkeypatch.setattr(sys, "argv", ["dev.py", "test-cuda-build"])
-        dev.main()
-        return calls
-
-    return run
-
-
-@pytest.mark.parametrize(
-    ("works", "variables", "architectures"),
-    [
-        (["version.cuda"], {}, "90"),
-        (["version.cuda"], {"HOROVOD_BUILD_CUDA_CC_LIST": "80"}, "80"),
-        (["version.cuda", "device_count"], {}, None),
-    ],
-)
-def test_the_tests_of_a_cuda_build_have_their_own_environment(
-    run_cuda_build, works, variables, architectures
-):
-    """Horovod is compiled for the present devices, or for one architecture if there are none."""
-    *before, installed, built, tested = run_cuda_build(*works, variables=variables)
-    assert before == [".venv-cuda", ".venv-cuda"]
-    assert installed == (("test", "horovod"), "torch===2.11.0")
-    assert built[0][1:] == ("install-horovod", "--gpu", "nccl")
-    assert built[1].get("HOROVOD_BUILD_CUDA_CC_LIST") == architectures
-    assert tested[0][1:] == ("-m", "pytest", "-m", "cuda_build", "tests")
-
-
-def test_a_cpu_build_of_torch_is_refused(run_cuda_build):
-    with pytest.raises(SystemExit, match=r"is not a CUDA build\. Remove this folder"):
-        run_cuda_build()
-
-
 def test_the_oldest_lightning_is_the_lower_bound_of_the_metadata(dev):
     metadata = SCRIPT.with_name("pyproject.toml").read_text()
     bounds = set(re.findall(r'"(?:pytorch-)?lightning>=([\d.]+)"', metadata))

@@ -54,12 +54,10 @@ def loaded_by(statement: str, folder: Path | None = None) -> set[str]:
 
 @pytest.mark.parametrize("statement", LIGHT.values(), ids=LIGHT.keys())
 def test_stays_light(statement):
-    """None of these statements needs torch."""
     assert loaded_by(statement) == set()
 
 
 def test_the_probe_sees_what_is_loaded():
-    """The probe above can fail: the digest does load torch and NumPy."""
     assert {"torch", "numpy"} <= loaded_by("import lightning_d9m; lightning_d9m.digest")
 
 
@@ -73,7 +71,6 @@ def test_the_recipe_without_lightning_loads_none(tmp_path):
 
 
 def test_every_public_name_loads():
-    """Each name of the stub can be imported, and is what it says."""
     stub = Path(lightning_d9m.__file__).with_suffix(".pyi").read_text()
     names = re.findall(r"import (\w+) as \1$", stub, re.MULTILINE)
     assert sorted({*lightning_d9m.__all__, "__version__"}) == sorted(names)
@@ -95,11 +92,9 @@ def test_what_examples_and_docs_import_is_public():
 
 
 def test_an_unknown_name_is_an_attribute_error():
-    """A misspelt name fails as it does in any module."""
     with pytest.raises(AttributeError, match="lightning_d9m attribute Determinism"):
         _ = lightning_d9m.Determinism
 
 
 def test_the_package_is_typed():
-    """Type checkers see the package's annotations."""
     assert (Path(lightning_d9m.__file__).parent / "py.typed").exists()

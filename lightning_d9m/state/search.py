@@ -12,12 +12,12 @@ from torch import nn
 
 from lightning_d9m.state.parts import GENERATOR, find_kind
 
-# Types whose objects hold nothing, and those of data.
+# Types whose objects hold nothing, and those of data and code.
 _ATOMS = frozenset({
     *(type(None), bool, int, float, str, bytes, torch.Tensor, nn.Parameter, np.ndarray),
     *(torch.device, torch.dtype, torch.Size, types.BuiltinFunctionType),
 })  # fmt: skip
-_DATA = (torch.Tensor, np.ndarray, type, str, bytes)
+_DATA = (torch.Tensor, np.ndarray, type, str, bytes, types.ModuleType)
 # Objects of these packages have parts only if they are owners. Those of pandas hold data: a dozen
 # objects for each table, which a logger or a dataset may have dozens of.
 _FOREIGN = {"lightning", "lightning_fabric", "pytorch_lightning", "lightning_d9m", "pandas"}

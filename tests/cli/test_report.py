@@ -110,29 +110,24 @@ class Page(HTMLParser):
         assert self.open == []
 
     def handle_starttag(self, tag, attrs):
-        """Remember a tag."""
         self.tags.append(tag)
         self.attributes += attrs
         if tag not in VOID:
             self.open.append(tag)
 
     def handle_startendtag(self, tag, attrs):
-        """Remember a tag that closes itself."""
         self.tags.append(tag)
         self.attributes += attrs
 
     def handle_endtag(self, tag):
-        """Check that it closes the last that was opened."""
         assert self.open.pop() == tag
 
     def handle_data(self, data):
-        """Remember text outside of style and script."""
         if self.open and self.open[-1] not in {"style", "script"}:
             self.text.append(data)
 
     @property
     def words(self):
-        """The text that a reader sees."""
         return " ".join(" ".join(self.text).split())
 
 
@@ -144,7 +139,6 @@ def report(tmp_path, *words, status=1):
 
 
 def test_different_runs(tmp_path, capsys):
-    """Verdict, stack, first divergence, plot, tree, timeline, table."""
     one, other = write(tmp_path), write(tmp_path, drift=8, stack="570.1")
     text = report(tmp_path, one, other)
     words = Page(text).words
@@ -167,7 +161,6 @@ def test_different_runs(tmp_path, capsys):
 
 
 def test_equal_runs(tmp_path):
-    """The page says that nothing differs."""
     words = Page(report(tmp_path, write(tmp_path), write(tmp_path), status=0)).words
     assert "Equal" in words
     assert "Modules by step" not in words
@@ -190,7 +183,6 @@ def test_of_many_ranks_the_first_is_named(tmp_path):
 
 
 def test_without_probes(tmp_path):
-    """All weights that differ at the end of that epoch are listed, with their modules."""
     one, other = write_epochs(tmp_path), write_epochs(tmp_path, drift=2)
     text = report(tmp_path, one, other)
     words = Page(text).words
@@ -327,7 +319,6 @@ def test_equal_runs_show_the_digest_of_their_weights(tmp_path):
 
 
 def test_all_runs_of_a_repeat_are_shown(tmp_path):
-    """The page compares the first run that differs with run 1."""
     for number, loss in ((1, 0.5), (2, 0.5), (3, 0.25)):
         folder = tmp_path / f"run-{number:03d}" / "fit-000"
         folder.mkdir(parents=True)
@@ -375,7 +366,6 @@ def test_another_stack_and_equal_bits(tmp_path):
 
 
 def test_a_ledger_compared_with_itself(tmp_path):
-    """It is equal, and the page says that this shows nothing."""
     one = write(tmp_path)
     assert "Both are one ledger" in report(tmp_path, one, one, status=0)
 
@@ -422,7 +412,6 @@ def test_the_size_is_bounded(tmp_path):
 
 
 def test_json_has_the_facts(tmp_path, capsys):
-    """It has them instead of writing a file."""
     one, other = write(tmp_path), write(tmp_path, drift=8)
     assert run(parse(one, other, "--json", "-o", tmp_path / "none" / "x.html")) == 1
     facts = json.loads(capsys.readouterr().out)
@@ -454,7 +443,6 @@ def test_places_that_cannot_be_written(tmp_path):
 
 
 def test_a_file_that_is_not_a_ledger(tmp_path):
-    """Nothing is written."""
     (tmp_path / "text").write_text("x")
     with pytest.raises(LedgerError, match="is not a ledger"):
         run(parse(tmp_path / "text", write(tmp_path), "-o", tmp_path / "report.html"))

@@ -91,7 +91,6 @@ def traced(numbers, **options):
 
 
 def test_equal_traces(runs):
-    """Places and batches are counted."""
     one, other = (runs.write(edit=traced(range(5))) for _ in "ab")
     rank = compare(one, other)
     assert rank.equal
@@ -120,8 +119,6 @@ def test_the_first_divergence_is_first_in_order_of_execution(runs):
 
 
 def test_each_rank_has_its_own(runs):
-    """The earliest comes first."""
-
     def drift(rank, records):
         tracer = Tracer()
         for number in range(4):
@@ -183,8 +180,6 @@ def test_what_a_rank_computes_first_comes_first(runs):
 
 
 def test_all_entries_of_a_record_that_differs_are_listed(runs):
-    """Group by group, each with both values; what one lacks is None."""
-
     def drift(_, records):
         groups = records[3]["groups"]
         groups["weights"]["layers.2.weight"] = "f" * 32
@@ -202,8 +197,6 @@ def test_all_entries_of_a_record_that_differs_are_listed(runs):
 
 
 def test_an_earlier_digest_comes_before_a_later_probe(runs):
-    """Records of all kinds are in one order."""
-
     def drift(_, records):
         traced(range(3), changed=PLACES[:1])(_, records)
         records[2]["groups"]["weights"]["layers.0.bias"] = "f" * 32
@@ -268,7 +261,6 @@ def test_places_of_one_run_alone(runs):
 
 
 def test_another_step_of_the_same_batch_is_a_difference(runs):
-    """A step of the optimizer was left out."""
     rank = compare(runs.write(edit=traced([4])), runs.write(edit=traced([4], step=3)))
     assert (rank.divergence.name, rank.divergence.expected) == ("global step", "4")
 

@@ -39,10 +39,7 @@ def logical_run(runs, processes, logical_ranks=4, **options):
 
 
 class TestEqual:
-    """Runs that hold the same evidence."""
-
     def test_two_runs(self, runs):
-        """The time of writing does not count."""
         comparison = compare(runs.write(created="now"), runs.write(created="later"))
         assert comparison.verdict == "equal"
         assert comparison.equal
@@ -53,7 +50,6 @@ class TestEqual:
         assert rank.actual_complete
 
     def test_many_ranks(self, runs):
-        """Each is compared with its own."""
         comparison = compare(runs.write(world_size=3), runs.write(world_size=3))
         assert comparison.verdict == "equal"
         assert [rank.rank for rank in comparison.ranks] == [0, 1, 2]
@@ -77,8 +73,6 @@ class TestEqual:
         assert compare(runs.write(), runs.write(edit=turn)).verdict == "equal"
 
     def test_no_digests_prove_nothing(self, runs):
-        """Two runs that were killed at once are not equal."""
-
         def kill(_, records):
             del records[2:]
 
@@ -87,7 +81,6 @@ class TestEqual:
         assert not comparison.equal
 
     def test_progress_is_reported(self, runs, monkeypatch):
-        """Long work says how far it is."""
         monkeypatch.setattr("lightning_d9m.comparison.ledgers._TICK", 0)
         seen = []
         compare(runs.write(world_size=2), runs.write(world_size=2), progress=seen.append)
@@ -95,10 +88,7 @@ class TestEqual:
 
 
 class TestDivergence:
-    """The first record that differs is named."""
-
     def test_one_weight(self, runs):
-        """Moment, epoch, step, group, name, how many of how many."""
         comparison = compare(runs.write(), runs.write(edit=in_epoch(1, flip)))
         assert comparison.verdict == "different"
         rank, first = comparison.first
@@ -112,8 +102,6 @@ class TestDivergence:
         assert comparison.ranks[0].differing == 1
 
     def test_all_later_ones_are_counted(self, runs):
-        """The first is described, the others are counted."""
-
         def drift(_, records):
             for record in records[4:-1]:
                 flip(record)
@@ -126,8 +114,6 @@ class TestDivergence:
         assert comparison.first[1].count == 2
 
     def test_one_rank_only(self, runs):
-        """The rank is named."""
-
         def drift(rank, records):
             if rank == 2:
                 flip(records[5])
@@ -183,8 +169,6 @@ class TestDivergence:
         assert "world_size" in [entry.field for entry in comparison.refusals]
 
     def test_the_earliest_rank_comes_first(self, runs):
-        """By epoch and step, not by number."""
-
         def drift(rank, records):
             flip(records[5 - rank])
 
@@ -224,7 +208,6 @@ class TestDivergence:
         ],
     )
     def test_each_kind_of_evidence(self, runs, change, group, name, values):
-        """Nothing that is recorded goes unnoticed."""
         comparison = compare(runs.write(), runs.write(edit=in_epoch(1, change)))
         first = comparison.first[1]
         assert first.group == group
@@ -258,8 +241,6 @@ class TestDivergence:
         assert (first.group, first.names) == ("weights", ("(total)",))
 
     def test_names_are_listed_up_to_a_bound(self, runs):
-        """The rest is counted, in the order of the earlier run."""
-
         def widen(value):
             def change(record):
                 names = {f"w{number}": value for number in range(30, 0, -1)}
@@ -281,7 +262,6 @@ class TestDivergence:
         assert comparison.first[1].names == ("status",)
 
     def test_an_edited_ledger_is_an_error(self, runs):
-        """Not a difference: nothing can be said about its run."""
         one, other = runs.write(), runs.write()
         path = rank_path(other, 0)
         path.write_bytes(path.read_bytes().replace(b'"step":46', b'"step":47'))
@@ -294,8 +274,6 @@ class TestDivergence:
 
 
 class TestOneSided:
-    """Runs of different lengths are compared in what they have in common."""
-
     def test_one_stopped_early(self, runs):
         """Its final state is that of another epoch."""
         (rank,) = compare(runs.write(epochs=5), runs.write(epochs=3)).ranks
@@ -336,7 +314,6 @@ class TestOneSided:
         assert (rank.records, rank.differing) == (6, 0)
 
     def test_ranks(self, runs):
-        """A rank whose file is missing in one is named."""
         one, other = runs.write(world_size=3), runs.write(world_size=3)
         rank_path(other, 1).unlink()
         rank_path(one, 2).unlink()
@@ -363,7 +340,6 @@ class TestOneSided:
         assert "Their initial weights differ: layers.2.weight." in lines
 
     def test_no_rank_in_common(self, runs):
-        """There is nothing to compare."""
         one, other = (rank_path(runs.write(world_size=2), rank) for rank in (0, 1))
         comparison = compare(one, other)
         assert (comparison.verdict, comparison.ranks) == ("not comparable", ())
@@ -382,7 +358,6 @@ class TestNotComparable:
         ],
     )
     def test_by_their_headers(self, runs, header, field):
-        """No record is compared."""
         comparison = compare(runs.write(), runs.write(**header))
         assert comparison.verdict == "not comparable"
         assert [entry.field for entry in comparison.refusals] == [field]
@@ -412,8 +387,6 @@ class TestNotComparable:
         ],
     )
     def test_by_their_facts(self, runs, facts, field, expected, actual):
-        """What each has is said."""
-
         def change(_, records):
             records[1] = runs.facts(**facts).as_record()
 
@@ -425,7 +398,6 @@ class TestNotComparable:
         assert actual in str(first.actual)
 
     def test_what_differs_on_all_ranks_is_named_once(self, runs):
-        """With its ranks."""
         one = runs.write(world_size=2)
         other = runs.write(world_size=2, stack=runs.header().stack | {"device.driver": "570"})
         (found,) = compare(one, other).stack
@@ -442,8 +414,6 @@ class TestNotComparable:
 
 
 class TestUnknownKinds:
-    """Records of kinds that a later version adds are compared too."""
-
     @staticmethod
     def probes(steps, names, *, skip=(), shuffle=None, change=()):
         """Return an edit that adds probes before the end of the first epoch."""
@@ -468,7 +438,6 @@ class TestUnknownKinds:
         return edit
 
     def test_equal(self, runs):
-        """All are counted."""
         edit = self.probes(range(5), "abc")
         comparison = compare(runs.write(edit=edit), runs.write(edit=edit))
         assert (comparison.verdict, comparison.ranks[0].records) == ("equal", 22)
@@ -480,7 +449,6 @@ class TestUnknownKinds:
         assert compare(one, other).verdict == "equal"
 
     def test_the_first_that_differs(self, runs):
-        """By name, in another order, with records that only one has."""
         change = {(7, "c"), (9, "a")}
         one = runs.write(edit=self.probes(range(5, 20), "abcde", shuffle=1))
         other = runs.write(
@@ -494,8 +462,6 @@ class TestUnknownKinds:
         assert rank.only_actual.first.startswith("probe epoch 0 step 0 name ")
 
     def test_kinds_without_a_place(self, runs):
-        """They belong where they were written, in any order there."""
-
         def notes(order):
             def edit(_, records):
                 records[4:4] = [{"kind": "note", "name": name, "n": [1, 2]} for name in order]
@@ -507,8 +473,6 @@ class TestUnknownKinds:
         assert (rank.only_expected.count, rank.only_expected.first) == (1, "note name a")
 
     def test_the_same_key_several_times(self, runs):
-        """They pair in order."""
-
         def calls(digits):
             def edit(_, records):
                 records[3:3] = [
@@ -524,8 +488,6 @@ class TestUnknownKinds:
         assert (rank.differing, rank.first.names, rank.first.expected) == (1, ("x",), "2")
 
     def test_one_is_not_true_nor_the_text_1(self, runs):
-        """Types count."""
-
         def value(x):
             return lambda _, records: records.insert(3, {"kind": "v", "x": x})
 
@@ -537,8 +499,6 @@ class TestUnknownKinds:
                 assert not compare(one, other).equal
 
     def test_a_name_that_is_no_text(self, runs):
-        """Nothing an untrusted file holds breaks the pairing."""
-
         def odd(name):
             return lambda _, records: records.insert(3, {"kind": "v", "name": name, "step": "x"})
 
@@ -546,7 +506,6 @@ class TestUnknownKinds:
         assert compare(one, other).ranks[0].only_actual.count == 1
 
     def test_memory_is_bounded(self, runs, monkeypatch):
-        """A step with more records than are kept still ends with an answer."""
         monkeypatch.setattr(alignment, "_KEPT_BYTES", 2000)
         one = runs.write(edit=self.probes([0], [f"n{number}" for number in range(300)]))
         other = runs.write(edit=self.probes([0], [f"n{number}" for number in range(299, -1, -1)]))

@@ -132,6 +132,11 @@ def test_what_was_captured_and_is_not_there_is_told():
     assert restore_generators({"b": [random.Random(1)]}, state) == ["a.0", "b.0"]
 
 
+def test_modules_are_not_searched():
+    """An FSDP state refers to a module of torch, from which a search would visit all of torch."""
+    assert find_generators({"state": SimpleNamespace(device=torch, own=random)}) == {}
+
+
 def test_long_lists_of_data_are_not_searched():
     assert find_generators({"data": [random.Random(1)] * 2000}) == {}
     assert find_generators({"data": [[1, 2]], "none": None, "text": "text"}) == {}

@@ -79,6 +79,7 @@ def asks(function, **words):
             "interrupt": False,
             "allow_objects": False,
             "processes": None,
+            "last_bits": False,
             "threads": None,
         } | words
         call = getattr(g.module, function)
@@ -261,18 +262,18 @@ CASES = [
         lambda g: (
             path := g.file(),
             g.refuse(Path, "open", NOTHING),
-            g.module._check_output(path, force=False),
+            g.module.check_output(path, force=False),
         ),
         ("… cannot be read: …", "{folder}/file cannot be read: ", "Input/output error"),
     ),
     (
         "cli.report",
-        lambda g: g.module._check_output(g.folder, force=False),
+        lambda g: g.module.check_output(g.folder, force=False),
         "name a file in a folder that exists (-o).",
     ),
     (
         "cli.report",
-        lambda g: g.module._write(g.folder, ""),
+        lambda g: g.module.write_page(g.folder, ""),
         ("… cannot be written: …", "{folder} cannot", "Is a directory"),
     ),
     ("launch.run_pair", find_unlike_runs, "The two runs left different ledgers:"),

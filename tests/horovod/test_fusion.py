@@ -4,11 +4,11 @@ import pytest
 
 pytestmark = [pytest.mark.horovod, pytest.mark.timeout(600)]
 LAUNCHES = 2
-REPETITIONS = 3  # in each launch, with different jitter
+REPETITIONS = 2  # in each launch, with different jitter
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_buckets_give_one_digest_in_six_trainings_with_jitter(results, tmp_path, ranks):
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_buckets_give_one_digest_in_four_trainings_with_jitter(results, tmp_path, ranks):
     """Static buckets and fusion off, over Horovod and over torch: all trainings end equal."""
     runs = [
         results(ranks, "fusion.py", tmp_path, tmp_path, "ours", REPETITIONS)

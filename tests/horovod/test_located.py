@@ -20,7 +20,7 @@ def test_horovods_own_fusion_is_located_in_the_allreduce(tmp_path, monkeypatch, 
     python = shared_python(*HOROVOD)
     horovodrun = [python, "-m", "horovod.runner.launch", "-np", "3", "--gloo"]
     command = [*horovodrun, python, str(PORTED)]
-    status = main(["locate", "--json", "--tries", "5", "--", *command])
+    status = main(["locate", "--json", "--tries", "2", "--", *command])
     assert status == 1
     found = json.loads(capsys.readouterr().out)
     assert (found["cause"], found["ranks"]) == ("all-reduce", [0, 1, 2]), found

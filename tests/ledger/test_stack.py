@@ -27,20 +27,15 @@ ONE = {"torch.version": "2.13.0", "device.driver": "560.35.03", "cpu.count": 8, 
 
 
 class TestCapture:
-    """``capture_stack`` describes this process."""
-
     def test_it_is_flat_and_json(self):
-        """As a header takes it."""
         stack = capture_stack()
         assert json.loads(json.dumps(stack, allow_nan=False)) == stack
         assert all(isinstance(value, str | int | float | None) for value in stack.values())
 
     def test_twice_is_the_same(self):
-        """Nothing in it changes by itself: a run equals itself."""
         assert capture_stack() == capture_stack()
 
     def test_what_it_knows(self):
-        """Versions, threads, processor, build."""
         stack = capture_stack()
         assert stack["torch.version"] == torch.__version__
         assert stack["torch.git"] == torch.version.git_version
@@ -103,7 +98,6 @@ class TestCapture:
         assert "secret-of-mine" not in json.dumps(capture_stack())
 
     def test_what_only_the_caller_knows(self):
-        """Its names win."""
         stack = capture_stack({"world.size": 4, "torch.version": "mine", "long": "x" * 999})
         assert (stack["world.size"], stack["torch.version"]) == (4, "mine")
         assert stack["long"] == "x" * 256
@@ -214,8 +208,6 @@ tables = st.dictionaries(st.sampled_from([*ONE, *INFORMATIONAL, "a", "b"]), scal
 
 
 class TestDifferences:
-    """``stack_differences`` names fields."""
-
     def test_changed_and_missing(self):
         """A field that one lacks says so."""
         other = {"torch.version": "2.13.1", "device.driver": "560.35.03", "new": 1}
@@ -227,7 +219,6 @@ class TestDifferences:
 
     @pytest.mark.parametrize("field", sorted(INFORMATIONAL))
     def test_informational_fields_are_not_compared(self, field):
-        """Each of them has a reason."""
         assert stack_differences({field: 1}, {}) == []
         assert INFORMATIONAL[field]
 
@@ -251,8 +242,6 @@ class TestDifferences:
 
 
 class TestPolicy:
-    """``check_stack`` raises, warns or ignores."""
-
     OTHER = ONE | {"device.driver": "570.00"}
 
     def test_raise(self):
@@ -271,7 +260,6 @@ class TestPolicy:
         assert caught.value.differences == (("device.driver", "560.35.03", "570.00"),)
 
     def test_warn_and_ignore(self):
-        """The caller warns, in its own way."""
         message = check_stack(ONE, self.OTHER | {"x": 1}, "warn")
         assert message is not None
         assert "in 2 fields" in message

@@ -187,7 +187,11 @@ def test_parameters_that_each_rank_has_are_compared(cell):
         assert (error["type"], error["names"]) == ("DriftError", "('layers.3.bias',)")
 
 
-@pytest.mark.parametrize("cell", ALL, indirect=True)
+LOCATED = [*ON_ONE, "ddp", "ddp_spawn", "ddp_d9m, logical ranks", "horovod_d9m"]
+LOCATED += ["fsdp1", FLAT, "fsdp2", "tp", "hsdp", "fsdp2 and tp"]
+
+
+@pytest.mark.parametrize("cell", LOCATED, indirect=True)
 def test_locate_names_step_rank_and_weight_of_a_fault_on_one_rank(cell):
     folder, found = cell
     located = found[0]["located"]
@@ -222,12 +226,11 @@ def test_locate_names_a_copy_that_differs_in_every_run(cell, moment, step):
 
 @pytest.mark.parametrize("cell", ALL, indirect=True)
 def test_probes_agree_in_two_runs(cell):
-    folder, found = cell
-    assert [entry["probed"] for entry in found] == [None] * len(found)
+    folder, _ = cell
     ledgers = [ledger(folder, name) for name in ("probed", "probed again")]
-    assert compare_ledgers(*ledgers).equal
-    last = ledgers[0].path / f"rank-{len(found) - 1}.jsonl"
-    assert last.stat().st_size > 10_000
+    comparison = compare_ledgers(*ledgers)
+    assert comparison.equal
+    assert all(rank.places > 100 for rank in comparison.ranks)
 
 
 @pytest.mark.parametrize("cell", ALL, indirect=True)
@@ -262,9 +265,9 @@ def test_patched_operations_are_called_and_give_the_same_bits(cell):
     """The patch of a gradient that the CPU computes alike: a sum of two terms."""
     folder, found = cell
     for rank, entry in enumerate(found):
-        assert entry["patched"] is None
+        assert entry["second"] is None
         # One call for each batch of two epochs on this rank, of 3 or 2; with logical ranks, of 4.
-        assert int((folder / "patched" / f"calls-{rank}").read_text()) in {6, 4, 8}
+        assert int((folder / "second" / f"calls-{rank}").read_text()) in {6, 4, 8}
 
 
 @pytest.mark.parametrize("cell", [HYBRID], indirect=True)

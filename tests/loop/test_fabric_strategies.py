@@ -103,7 +103,10 @@ def test_parameters_of_a_loop_that_each_rank_has_are_compared(cell):
         assert (error["type"], error["names"]) == ("DriftError", "('3.bias',)")
 
 
-@pytest.mark.parametrize("cell", ALL, indirect=True)
+LOCATED = ["single device", "ddp", "ddp_spawn", *SHARDED, PIPELINE, "hsdp", "fsdp2 and tp"]
+
+
+@pytest.mark.parametrize("cell", LOCATED, indirect=True)
 def test_locate_names_step_rank_and_weight_of_a_fault_in_a_loop(cell):
     folder, found = cell
     located = found[0]["located"]
@@ -126,21 +129,19 @@ def test_locate_names_step_rank_and_operation_of_a_race_in_a_loop(cell):
 def test_patched_operations_of_a_loop_give_the_same_bits(cell):
     folder, found = cell
     for rank, entry in enumerate(found):
-        assert entry["patched"] is None
+        assert entry["second"] is None
         # One call for each batch of two epochs on this rank: of 6 batches, of 3 or of 2; the last
         # rank of a pipeline calls it for each of two parts of 6 batches, and once for shapes.
         called = {12, 6, 4} if folder.name != PIPELINE else {25 * rank}
-        assert int((folder / "patched" / f"calls-{rank}").read_text()) in called
+        assert int((folder / "second" / f"calls-{rank}").read_text()) in called
 
 
 @pytest.mark.parametrize("cell", ALL, indirect=True)
 def test_probes_of_a_loop_agree_in_two_runs(cell):
-    folder, found = cell
-    for entry in found:
-        assert entry["probed"] is entry["probed again"] is None
-    assert compare(ledger(folder, "probed"), ledger(folder, "probed again")).verdict == "equal"
-    frames = folder / "probed" / "fit-000" / f"rank-{len(found) - 1}.frames"
-    assert frames.stat().st_size > 1_000
+    folder, _ = cell
+    comparison = compare(ledger(folder, "probed"), ledger(folder, "probed again"))
+    assert comparison.verdict == "equal"
+    assert all(rank.places > 50 for rank in comparison.ranks)
 
 
 @pytest.mark.parametrize("cell", [HYBRID], indirect=True)
@@ -155,7 +156,7 @@ def test_a_loop_with_hybrid_sharding_of_fsdp1_is_not_resumed(cell):
 def test_a_loop_resumed_within_an_epoch_ends_with_the_same_bits(cell):
     folder, found = cell
     for entry in found:
-        assert entry["stopped"] is entry["resumed"] is None
+        assert entry["resumed"] is None
     assert compare(ledger(folder), ledger(folder, "resumed")).verdict == "equal"
 
 
@@ -163,7 +164,7 @@ def test_a_loop_resumed_within_an_epoch_ends_with_the_same_bits(cell):
 def test_a_loop_resumed_from_a_full_checkpoint_ends_with_the_same_bits(cell):
     _, found = cell
     for entry in found:
-        assert entry["stopped with full"] is entry["resumed from full"] is None
+        assert entry["saved full"] is entry["resumed from full"] is None
 
 
 def test_fabric_takes_no_strategy_of_horovod():

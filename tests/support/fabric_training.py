@@ -1,8 +1,9 @@
 """One rank of loops with Fabric under its strategies; see loop/test_fabric_strategies.py.
 
-``python fabric_training.py FOLDER CELL...`` runs each cell: the same training twice, with a fault
-on one rank, with probes twice, with patched operations, stopped within an epoch and resumed, and
-those of ``d9m locate``. Of the cells in ``LAUNCHED`` this is the process that starts two ranks.
+``python fabric_training.py FOLDER CELL...`` runs each cell: the same training twice, the second
+one with patched operations; with a fault on one rank; with probes twice; resumed from what the
+first one has saved; and those of ``d9m locate``. Of the cells in ``LAUNCHED`` this is the process
+that starts two ranks.
 """
 
 import json
@@ -38,7 +39,10 @@ from lightning_d9m.control import session
 
 WORLD = int(os.environ.get("WORLD_SIZE", "1"))
 LAUNCHED = ("ddp_spawn", "ddp_fork")
-STOP = 2  # steps, in the first epoch
+SAVED = 2  # steps, in the first epoch
+# In these `d9m locate` finds the fault.
+LOCATED = ("single device", "ddp", "ddp_spawn", "fsdp1", "fsdp1, flat parameters", "fsdp2", "tp")
+LOCATED += ("pipeline", "hsdp", "fsdp2 and tp")
 RACING = ("fsdp2",)  # in these an operation races, too
 FULL = ("fsdp2", "tp", "hsdp", "fsdp2 and tp")  # these are resumed from full checkpoints, too
 COPIED = "3.bias"  # each rank of tensor parallelism has it
@@ -188,7 +192,7 @@ def train(  # noqa: PLR0913 - one keyword for each kind of run
     name,
     *,
     fault=None,
-    stop=None,
+    saves=False,
     resume=False,
     full=False,
     patched=False,
@@ -196,7 +200,7 @@ def train(  # noqa: PLR0913 - one keyword for each kind of run
     launched=None,
     **words,
 ):
-    """Train as a run of its own would; save at a step and stop."""
+    """Train as a run of its own would, and save at a step if it ``saves``."""
     session._fits = 0
     fabric = launched or launch(cell, full=full)
     rank = fabric.global_rank
@@ -225,10 +229,9 @@ def train(  # noqa: PLR0913 - one keyword for each kind of run
                     loss = compute(fabric, model, images, classes)
                     optimizer.step()
                     run.step(loss=loss)
-                    if run.global_step == stop:
+                    if saves and run.global_step == SAVED:
                         save(checkpoint, parts)
                         torch.save(run.state_dict(), own)
-                        return
                     if faulty and (fault.epoch, fault.batch) == (epoch, batch):
                         change_one_bit(model, fault.name)
                 if faulty and (fault.epoch, fault.batch) == (epoch, None) and not fault.races:
@@ -245,25 +248,23 @@ def run(folder, cell, launched=None):
         launched: The Fabric that has started this process; None if each training makes one.
     """
     once = partial(train, folder, cell, launched=launched)
-    once("first")
+    once("first", saves=True)
     ranks = WORLD if launched is None else launched.world_size
     rank = dist.get_rank() if ranks > 1 else 0
     reference = folder / "first" / "fit-000"
     fault = Fault(ranks - 1)
     trainings = {
-        "second": {"reference": reference},
+        "second": {"reference": reference, "patched": True},
         "probed": {"probes": "all"},
         "probed again": {"probes": "all"},
         "fault": {"reference": reference, "fault": fault},
         "fault without reference": {"fault": fault},
-        "patched": {"patched": True, "reference": reference},
-        "stopped": {"stop": STOP},
         "resumed": {"resume": True, "reference": reference},
     }
     if "tp" in cell:
         trainings["fault of a copy"] = {"fault": fault._replace(name=COPIED)}
     if cell in FULL:
-        trainings["stopped with full"] = {"stop": STOP, "full": True}
+        trainings["saved full"] = {"saves": True, "full": True}
         trainings["resumed from full"] = {"resume": True, "full": True, "reference": reference}
     found = {}
     for name, words in trainings.items():
@@ -281,7 +282,8 @@ def run(folder, cell, launched=None):
 
         found[name] = locate(train_once, folder / f"{name} runs", rank=rank, ranks=ranks)
 
-    locate_fault("located", fault._replace(epoch=0, batch=0))
+    if cell in LOCATED:
+        locate_fault("located", fault._replace(epoch=0, batch=0))
     if cell in RACING:
         locate_fault("located op", fault._replace(races=True))
     (folder / f"found-{rank}.json").write_text(json.dumps(found))

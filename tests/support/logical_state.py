@@ -1,7 +1,7 @@
 """Programs whose steps change state, on one of several processes; see test_state.py.
 
 Usage: logical_state.py FOLDER, which trains with four logical ranks, and on four processes with
-plain DDP too.
+plain DDP instead.
 """
 
 import json
@@ -301,12 +301,11 @@ def main():
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     found = {}
     for name, program in PROGRAMS.items():
-        found[name] = fit(program(), DDPDeterministicStrategy(logical_ranks=4), folder)
-    if PROCESSES == 4:
-        for name, program in PROGRAMS.items():
-            if name not in {"Steered", "Drawing"}:  # of which each process of DDP trains another
-                model = program(dense=True) if program is Graph else program()
-                found[f"plain {name}"] = fit(model, "ddp", folder)
+        if PROCESSES < 4:
+            found[name] = fit(program(), DDPDeterministicStrategy(logical_ranks=4), folder)
+        elif name not in {"Steered", "Drawing"}:  # of which each process of DDP trains another
+            model = program(dense=True) if program is Graph else program()
+            found[name] = fit(model, "ddp", folder)
     (folder / f"state-{PROCESSES}-{RANK}.json").write_text(json.dumps(found))
 
 

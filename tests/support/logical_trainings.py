@@ -23,6 +23,8 @@ from lightning_d9m.logical_ranks import accumulation
 
 PROCESSES = int(os.environ.get("WORLD_SIZE", "1"))
 BATCH_SIZE = 3
+# The networks, and the numbers of logical ranks with which each is trained.
+MATRIX = [*(("mlp", ranks) for ranks in (2, 4, 6, 8)), ("cnn", 4), ("cnn", 6), ("transformer", 6)]
 
 
 class Classifier(L.LightningModule):
@@ -211,12 +213,10 @@ def main():
     folder = Path(sys.argv[1])
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    many = PROCESSES > 4
-    for ranks in (2, 4, 6, 8):
-        for net in ["mlp"] if many else ["mlp", "cnn", "transformer"]:
-            if ranks >= PROCESSES:
-                fit(folder / f"{net} {ranks}", net, ranks)
-    if not many:
+    for net, ranks in MATRIX:
+        if ranks >= PROCESSES and (net == "mlp" or PROCESSES <= 4):
+            fit(folder / f"{net} {ranks}", net, ranks)
+    if PROCESSES < 4:
         fit_variants(folder)
     if PROCESSES in {1, 2}:
         fit_controls(folder)

@@ -1,9 +1,9 @@
 """One rank of trainings under strategies and precisions; see lightning/test_strategies.py.
 
-``python strategy_training.py FOLDER CELL...`` runs each cell: the same training twice, with a fault
-on one rank, with probes twice, with patched operations, interrupted and resumed, and those of
-``d9m locate``. Of the cells in ``LAUNCHED`` this is the process that starts two ranks for each
-training.
+``python strategy_training.py FOLDER CELL...`` runs each cell: the same training twice, the second
+one with patched operations; with a fault on one rank; with probes twice; resumed from the first
+one's checkpoints; and those of ``d9m locate``. Of the cells in ``LAUNCHED`` this is the process
+that starts two ranks for each training.
 """
 
 import json
@@ -328,6 +328,12 @@ FLAT = "fsdp1, flat parameters"
 HYBRID = "fsdp1, hybrid"
 # These are resumed from full checkpoints, too.
 FULL = ("fsdp1", "fsdp2", "tp", "tp, 4 ranks", "hsdp", "fsdp2 and tp")
+# In these `d9m locate` finds the fault.
+LOCATED = (
+    *(name for name in CELLS if name.startswith("single device")),
+    *("ddp", "ddp_spawn", "ddp_d9m, logical ranks", "horovod_d9m"),
+    *("fsdp1", "fsdp1, flat parameters", "fsdp2", "tp", "hsdp", "fsdp2 and tp"),
+)
 # In these an operation races, too.
 RACING = ("ddp", "fsdp1", "fsdp2", "tp")
 # In these a rank drifts apart in every run.
@@ -485,7 +491,8 @@ def locate_fault(folder, cell, fault, name="located"):
 def find_more(folder, cell, last):
     """Locate the faults of a cell on its last rank, and pin its offloaded parameters."""
     found = {}
-    found["located"] = locate_fault(folder, cell, Fault(last, epoch=0, batch=0))
+    if cell in LOCATED:
+        found["located"] = locate_fault(folder, cell, Fault(last, epoch=0, batch=0))
     if "offload" in CELLS[cell].layout:
         found["pinned"] = pin_offloaded()
     if cell in RACING:
@@ -500,7 +507,7 @@ def find_more(folder, cell, last):
 def run(folder, cell):
     """Run a cell; return what each rank found whose process this is, or that it started."""
     session._fits = 0
-    first = fit(folder, cell, "first")
+    first = fit(folder, cell, "first", saves=True)
     reference = folder / "first" / "fit-000"
     found = [{} for _ in range(2 if cell in LAUNCHED else 1)]
 
@@ -508,23 +515,24 @@ def run(folder, cell):
         for entry, outcome in zip(found, list_outcomes(folder, cell, name, **words), strict=True):
             entry[name] = outcome
 
+    second = {"reference": reference, "patched": True}
     if cell in LAUNCHED:
         variables = [name for name in VARIABLES if name in os.environ]
         found[0]["left"] = [str(first.ledger), first.digest, variables]
         with deterministic(seed=5):
-            attempt("second", reference=reference, saves=True, seed=None)
+            attempt("second", **second, seed=None)
             fit(folder, cell, "next", seed=None)
     else:
-        attempt("second", reference=reference, saves=True)
+        attempt("second", **second)
     last = max(WORLD, CELLS[cell].devices) - 1
     attempt("fault", fault=Fault(last), reference=reference)
-    attempt("fault without reference", fault=Fault(last))
+    if last:
+        attempt("fault without reference", fault=Fault(last))
     if "tp" in CELLS[cell].layout:
         attempt("fault of a copy", fault=Fault(last, name=COPIED))
     attempt("probed", probes="all")
     attempt("probed again", probes="all")
     attempt("replayed", replay_every=2)
-    attempt("patched", patched=True, reference=reference)
     # The second ends an epoch of four ranks.
     for step in (1, 2) if cell in ("hsdp", "fsdp2 and tp", HYBRID) else (1,):
         path = folder / "checkpoints" / f"step={step}.ckpt"

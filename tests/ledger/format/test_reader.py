@@ -30,7 +30,6 @@ class TestFinding:
     """``read_ledger`` takes a fit folder, a folder with one, or a file."""
 
     def test_by_any_of_its_names(self, runs, tmp_path):
-        """All lead to the same records."""
         folder = runs.write()
         (tmp_path / "above").mkdir()
         folder = folder.rename(tmp_path / "above" / "fit-000")
@@ -45,7 +44,6 @@ class TestFinding:
         assert list(read_ledger(path).files) == [2]
 
     def test_all_ranks(self, runs):
-        """In order of ranks, not of names."""
         ledger = read_ledger(runs.write(epochs=1, world_size=11))
         assert list(ledger.files) == list(range(11))
         assert ledger.headers[10].rank == 10
@@ -60,7 +58,6 @@ class TestFinding:
             ledger.open(0)
 
     def test_several_fits_are_listed(self, runs, tmp_path):
-        """Which one is meant is for the user to say."""
         for _ in range(5):
             runs.write(epochs=1)
         with pytest.raises(
@@ -87,7 +84,6 @@ class TestFinding:
         assert read_ledger(tmp_path).path == folder
 
     def test_not_there(self, tmp_path):
-        """The name is repeated."""
         with pytest.raises(LedgerError, match=r"no ledger at .*/gone: No such file or directory\."):
             read_ledger(tmp_path / "gone")
         with pytest.raises(LedgerError, match="embedded null"):
@@ -124,8 +120,6 @@ class TestFinding:
         ],
     )
     def test_ranks_of_different_runs(self, runs, changes, message):
-        """A stray file is found by its header."""
-
         def stray(rank, records):
             if rank == 1:
                 records[0].update(changes)
@@ -136,8 +130,6 @@ class TestFinding:
 
 
 class TestNotALedger:
-    """Files that are something else."""
-
     @pytest.mark.parametrize(
         ("data", "message"),
         [
@@ -160,7 +152,6 @@ class TestNotALedger:
         ],
     )
     def test_is_said_to_be_none(self, tmp_path, data, message):
-        """With the beginning of what is there."""
         path = tmp_path / "rank-0.jsonl"
         path.write_bytes(data)
         with pytest.raises(LedgerError, match=message) as caught:
@@ -207,7 +198,6 @@ class TestChain:
             assert reader.truncated
 
     def test_an_edited_digest_is_named(self, runs):
-        """Line, kind, moment, epoch and step."""
         path = rank_path(runs.write(), 0)
         lines = path.read_bytes().splitlines(keepends=True)
         lines[4] = lines[4].replace(b'"layers.0.bias":"', b'"layers.0.bias":"0', 1)
@@ -239,7 +229,6 @@ class TestChain:
         ids=["removed", "doubled", "swapped", "no header", "blank", "added", "last", "crlf"],
     )
     def test_a_changed_order(self, runs, change, line):
-        """The first record that does not fit is the one that is named."""
         path = rank_path(runs.write(), 0)
         lines = path.read_bytes().splitlines(keepends=True)
         change(lines)

@@ -114,7 +114,6 @@ class TestFolder:
         assert [path.name for path in list_fits(tmp_path)] == ["fit-007", "fit-1000", "fit-1001"]
 
     def test_processes_that_ask_at_once_get_folders_of_their_own(self, tmp_path):
-        """Sixteen ask at the same time."""
         with ThreadPoolExecutor(16) as pool:
             made = list(pool.map(lambda _: create_ledger_folder(tmp_path), range(16)))
         assert len(set(made)) == 16
@@ -126,7 +125,6 @@ class TestFolder:
         assert create_ledger_folder(tmp_path).name == "fit-001"
 
     def test_a_file_in_the_way_is_named(self, tmp_path):
-        """The error says what to do."""
         (tmp_path / "log").write_text("")
         with pytest.raises(LedgerError, match=r"No ledger can be made in .*/log/d9m: Not a dir"):
             create_ledger_folder(tmp_path / "log" / "d9m")
@@ -147,7 +145,6 @@ class TestWriter:
         assert all(data.endswith(b'"}\n') and data.count(b"\n") == 1 for data in written)
 
     def test_what_was_written_is_read(self, runs):
-        """The outcome is the summary that ``d9m repeat`` prints."""
         ledger = read_ledger(runs.write(epochs=2))
         assert ledger.header == runs.header()
         assert list(ledger.records(0)) == runs.records(epochs=2)[1:]
@@ -181,7 +178,6 @@ class TestWriter:
         ],
     )
     def test_a_folder_that_cannot_be_written_is_named(self, tmp_path, path, message):
-        """Path, cause and advice."""
         (tmp_path / "file").write_text("")
         with pytest.raises(LedgerError, match=message):
             LedgerWriter(tmp_path / path)
@@ -199,7 +195,6 @@ class TestWriter:
         assert len(read_all(path)[1]) == 1
 
     def test_a_header_beyond_its_bound_is_refused(self, runs, tmp_path):
-        """The reader would not take it either."""
         stack = {f"field.{number}": "x" * 4000 for number in range(300)}
         with (
             LedgerWriter(tmp_path / "rank-0.jsonl") as writer,
@@ -208,7 +203,6 @@ class TestWriter:
             writer.write(runs.header(stack=stack).as_record())
 
     def test_a_closed_writer_takes_nothing(self, runs, tmp_path):
-        """A second close does nothing."""
         writer = LedgerWriter(tmp_path / "rank-0.jsonl")
         writer.close()
         writer.close()

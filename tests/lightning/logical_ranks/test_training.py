@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from logical_trainings import MATRIX
 from rank_processes import run_ranks
 
 from lightning_d9m import compare, read_ledger
@@ -11,7 +12,6 @@ from lightning_d9m.ledger.format.records import Digests, Evaluation
 SCRIPT = Path(__file__).parents[2] / "support" / "logical_trainings.py"
 COUNTS = (1, 2, 3, 4, 5, 8)
 VARIANTS = ("workers", "drop_last", "branches", "accumulated", "scaler")
-MATRIX = [(net, ranks) for net in ("mlp", "cnn", "transformer") for ranks in (2, 4, 6, 8)]
 
 
 @pytest.fixture(scope="module")
