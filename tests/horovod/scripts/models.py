@@ -34,7 +34,7 @@ def network():
 
 
 def many_small_layers(count=50):
-    """Return 100 small parameters, for which Horovod's own fusion is designed."""
+    """Return many small parameters, for which Horovod's own fusion is designed."""
     layers = [nn.Linear(24, 24) for _ in range(count)]
     return nn.Sequential(*(part for layer in layers for part in (layer, nn.Tanh())))
 
