@@ -46,10 +46,10 @@ _VARIES = re.compile(
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``d9m repeat``."""
     parser.usage = (
-        "d9m repeat [-n RUNS [--last-bits] | --portable | --processes P,P,... |\n"
+        "d9m repeat [-n RUNS | --portable | --processes P,P,... |\n"
         "                   --interrupt [--allow-objects]]\n"
-        "                  [-o DIR] [--timeout SECONDS] [--format FORMAT | --json] [-v]\n"
-        "                  -- COMMAND ..."
+        "                  [--last-bits] [-o DIR] [--timeout SECONDS]\n"
+        "                  [--format FORMAT | --json] [-v] -- COMMAND ..."
     )
     parser.add_argument(
         "-n",
