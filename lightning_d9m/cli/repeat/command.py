@@ -48,8 +48,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = (
         "d9m repeat [-n RUNS | --portable | --processes P,P,... |\n"
         "                   --interrupt [--allow-objects]]\n"
-        "                  [--last-bits] [-o DIR] [--timeout SECONDS] [--format FORMAT | --json]\n"
-        "                  [-v] -- COMMAND ..."
+        "                  [--last-bits] [-o DIR] [--timeout SECONDS]\n"
+        "                  [--format FORMAT | --json] [-v] -- COMMAND ..."
     )
     parser.add_argument(
         "-n",
