@@ -3,6 +3,7 @@
 A resumed run starts with new samplers, which hold their first values.
 """
 
+import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -68,9 +69,15 @@ class SamplerState:
         return {name: own for name, own in ((CHANGES, found), (UNSAVED, unsaved)) if own}
 
     def restore(self, states: Mapping[str, Any]) -> None:
-        """Write what ``capture`` returned into the samplers."""
-        for number, (_, changes) in self.parts.items():
-            changes.restore(_select(states, number), torch.device("cpu"))
+        """Write what ``capture`` returned into the samplers; warn of what they do not take."""
+        for number, (sampler, changes) in self.parts.items():
+            if lost := changes.restore(_select(states, number), torch.device("cpu")):
+                warnings.warn(
+                    f"The checkpoint holds values that {type(sampler).__name__} lacks, or takes "
+                    f"others for: {', '.join(lost)}. The order of batches may differ from that of "
+                    "an uninterrupted run: make the sampler as in the run that saved it.",
+                    stacklevel=2,
+                )
 
     def undo(self, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
         """Restore what differs between two captures and has not changed since."""
