@@ -1,4 +1,4 @@
-"""What a user's samplers change, such as a count of epochs, a shuffled list, or a generator.
+"""The state of a user's samplers: a count of epochs, a shuffled list, or a generator, say.
 
 A resumed run starts with new samplers, which hold their first values.
 """
@@ -29,7 +29,7 @@ class SamplerState:
 
     Args:
         samplers: All samplers of a loader.
-        dataset: That of the loader, which is no state of a sampler.
+        dataset: That of the loader, which is left out.
         earlier: The states of other loaders. A sampler that one of them has, too, is compared with
             its first state there.
     """
