@@ -32,7 +32,7 @@ _VALUES = (
     types.CodeType,
     *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, PurePath),
     *(np.generic, np.dtype, weakref.ref, re.Pattern, frozenset),
-    # They only report; a level that a program reads is kept in a cache.
+    # They only report, and cache whether a level is enabled.
     *(logging.Logger, logging.Handler),
 )
 # What a module holds besides its attributes. The other tables of torch hold hooks, which are code.

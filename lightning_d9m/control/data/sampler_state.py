@@ -1,8 +1,9 @@
-"""Changes that a user's samplers make, such as a count of epochs, a shuffled list, or a generator.
+"""The state of a user's samplers: a count of epochs, a shuffled list, or a generator, say.
 
 A resumed run starts with new samplers, which hold their first values.
 """
 
+import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -28,7 +29,7 @@ class SamplerState:
 
     Args:
         samplers: All samplers of a loader.
-        dataset: That of the loader, which the state of a sampler leaves out.
+        dataset: That of the loader, which is left out.
         earlier: The states of other loaders. A sampler that one of them has, too, is compared with
             its first state there.
     """
@@ -68,9 +69,15 @@ class SamplerState:
         return {name: own for name, own in ((CHANGES, found), (UNSAVED, unsaved)) if own}
 
     def restore(self, states: Mapping[str, Any]) -> None:
-        """Write what ``capture`` returned into the samplers."""
-        for number, (_, changes) in self.parts.items():
-            changes.restore(_select(states, number), torch.device("cpu"))
+        """Write what ``capture`` returned into the samplers; warn of what they do not take."""
+        for number, (sampler, changes) in self.parts.items():
+            if lost := changes.restore(_select(states, number), torch.device("cpu")):
+                warnings.warn(
+                    f"The checkpoint holds values that {type(sampler).__name__} lacks, or takes "
+                    f"others for: {', '.join(lost)}. The order of batches may differ from that of "
+                    "an uninterrupted run: make the sampler as in the run that saved it.",
+                    stacklevel=2,
+                )
 
     def undo(self, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
         """Restore what differs between two captures and has not changed since."""

@@ -173,6 +173,14 @@ def test_what_no_checkpoint_can_hold_is_named():
     ]
 
 
+def test_what_a_sampler_does_not_take_is_named():
+    sampler = Own(inner={"order": [1]}, count=1)
+    state = watch(sampler)
+    sampler.inner["order"].append(2)
+    with pytest.warns(UserWarning, match=r"that Own lacks.*: inner\['order'\]\."):
+        watch(Own(count=1)).restore(state.capture())
+
+
 def test_what_is_no_state_of_a_sampler_is_left_out():
     class Split(DistributedSampler):
         """A sampler of a program, to which the control gives seed and epoch."""
