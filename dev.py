@@ -6,6 +6,9 @@ it. It uses only the standard library, because it runs before anything is instal
 ``python3 dev.py test-cuda-build`` uses the environment ``.venv-cuda``, which has a CUDA build of
 torch, and runs the tests that need such a build but no device.
 
+``python3 dev.py release`` builds the archives of a release in ``dist``. ``test-wheel oldest`` and
+``test-wheel newest`` train with the wheel in a fresh environment with that stack.
+
 ``python3 dev.py test-oldest-lightning`` runs the tests of Lightning's private attributes with the
 oldest supported Lightning, in ``.venv-oldest-lightning``, which takes all else from ``.venv``.
 """
@@ -35,6 +38,16 @@ CUDA_ENVIRONMENT = ".venv-cuda"
 # The lower bound in the metadata.
 OLDEST_LIGHTNING = "2.2.5"
 OLDEST_LIGHTNING_ENVIRONMENT = ".venv-oldest-lightning"
+# The lower bounds of the stack in the metadata.
+OLDEST_STACK = ("torch==2.4.0", "numpy==1.26.0", f"lightning=={OLDEST_LIGHTNING}", "setuptools<81")
+WHEEL_TRAINING = """
+import lightning as L
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning_d9m import DeterminismCallback
+L.seed_everything(1)
+L.Trainer(max_epochs=1, limit_train_batches=4, limit_val_batches=1, accelerator="cpu", logger=False,
+          enable_checkpointing=False, callbacks=[DeterminismCallback()]).fit(BoringModel())
+"""
 # Horovod's kernels are compiled for this architecture if no device is present, and the user has not
 # chosen any.
 CUDA_ARCHITECTURE = "90"
@@ -290,6 +303,31 @@ def test_oldest_lightning(arguments: list[str]) -> None:
     run(python, "-m", "pytest", "-p", "no:cacheprovider", *ignored, *tests)
 
 
+def release() -> None:
+    """Build both archives of a release."""
+    run(PYTHON, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "hatchling>=1.27")
+    shutil.rmtree(ROOT / "dist", ignore_errors=True)
+    run(PYTHON, "-m", "hatchling", "build", "-d", "dist")
+
+
+def test_wheel(arguments: list[str]) -> None:
+    """Train twice with the wheel in ``dist``, in a fresh environment."""
+    stack = {"oldest": OLDEST_STACK, "newest": ("lightning",)}
+    (chosen,) = arguments or ["newest"]
+    wheels = list((ROOT / "dist").glob("*.whl"))
+    if len(wheels) != 1 or chosen not in stack:
+        sys.exit("dev.py: test-wheel takes oldest or newest, and needs one wheel: dev.py release.")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        python = folder / "environment" / "bin" / "python"
+        say(f"{wheels[0].name} with the {chosen} stack")
+        run(sys.executable, "-m", "venv", python.parents[1])
+        run(python, "-m", "pip", "install", "--quiet", wheels[0], *stack[chosen])
+        (folder / "train.py").write_text(WHEEL_TRAINING)
+        command = (python, folder / "train.py")
+        run(python.with_name("d9m"), "repeat", "-o", folder / "runs", "--", *command)
+
+
 def use_environment(name: str) -> None:
     """Run everything in another environment than ``.venv``."""
     global ENVIRONMENT, PYTHON, UNFINISHED  # noqa: PLW0603 - one command runs in each process
@@ -305,9 +343,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
         "command",
-        choices=["digits", "test", "test-cuda-build", "test-oldest-lightning"],
-        help="the main job, all checks, the tests of a CUDA build of torch, or those of private "
-        "attributes with the oldest supported Lightning",
+        choices=[
+            "digits",
+            "test",
+            "test-cuda-build",
+            "test-oldest-lightning",
+            "release",
+            "test-wheel",
+        ],
+        help="the main job, all checks, the tests of a CUDA build of torch, those of private "
+        "attributes with the oldest supported Lightning, the archives of a release, or a training "
+        "with its wheel",
     )
     parser.add_argument(
         "--quick", action="store_true", help="test: the checks and tests for everyday work"
@@ -318,6 +364,10 @@ def main() -> None:
     make_environment()
     if options.command == "digits":
         digits()
+    elif options.command == "release":
+        release()
+    elif options.command == "test-wheel":
+        test_wheel(arguments)
     elif options.command == "test-cuda-build":
         test_cuda_build(arguments)
     elif options.command == "test-oldest-lightning":

@@ -1,13 +1,15 @@
 #!/usr/bin/env bash
 # The main step of action.yml: run the training, compare, write the summary and the reports.
 # Reads COMMAND, RUNS, GOLDEN and OUTPUT; exits with the status of the first comparison that fails.
+# The summary is also in the file OUTPUT.md, for a comment.
 set -uo pipefail
 
-summary=${GITHUB_STEP_SUMMARY:-/dev/stdout}
+summary=$OUTPUT.md
+: > "$summary"
+trap 'cat "$summary" >> "${GITHUB_STEP_SUMMARY:-/dev/stdout}"; rm -f "$printed"' EXIT
 outputs=${GITHUB_OUTPUT:-/dev/null}
 # Not in the working folder, which is the project's.
 printed=$(mktemp)
-trap 'rm -f "$printed"' EXIT
 
 # Add a title and what a command prints to the summary; set `status` and `verdict`.
 summarize() {
@@ -31,6 +33,12 @@ write_page() {
   printf 'The artifact `%s` has this as a page: `%s`.\n\n' "${OUTPUT##*/}" "$page" >> "$summary"
 }
 
+# Pack the ledgers that differ, and add what the bundle shows; `status` and `verdict` stay.
+pack() {
+  (summarize "For a bug report" d9m bundle "$@" -o "$OUTPUT/bundle.zip" --format markdown)
+  printf 'The artifact `%s` has this as a file: `bundle.zip`.\n\n' "${OUTPUT##*/}" >> "$summary"
+}
+
 # The command is words for a shell, as a job's "run" is.
 summarize "$RUNS runs compared" \
   d9m repeat -n "$RUNS" -o "$OUTPUT" --format markdown -- bash -c "$COMMAND"
@@ -39,12 +47,16 @@ if [ "$verdict" != failed ]; then
 fi
 if [ "$verdict" = different ]; then
   printf 'Next: `d9m locate -- %s` finds the step, module and source line.\n\n' "$COMMAND" >> "$summary"
+  pack "$OUTPUT"
 fi
 if [ "$status" = 0 ] && [ -n "$GOLDEN" ]; then
   summarize "Compared with $GOLDEN" \
     d9m compare "$GOLDEN" "$OUTPUT/run-001" --format markdown
   if [ "$verdict" != failed ]; then
     write_page golden.html "$GOLDEN" "$OUTPUT/run-001"
+  fi
+  if [ "$verdict" = different ]; then
+    pack "$GOLDEN" "$OUTPUT/run-001"
   fi
 fi
 echo "verdict=$verdict" >> "$outputs"

@@ -11,6 +11,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
+from scripts import load_script
 
 ROOT = Path(__file__).parents[1]
 
@@ -127,3 +129,56 @@ def test_every_package_that_is_imported_is_a_dependency():
     }
     foreign = imported - sys.stdlib_module_names - {"lightning_d9m"} - INTEGRATIONS
     assert foreign == declared
+
+
+LINKS = load_script("docs/links.py")
+URLS = LINKS.read_urls()
+
+
+def test_the_metadata_has_absolute_links_alone(archives):
+    (name,) = [one for one in names_in(archives[0]) if one.endswith("/METADATA")]
+    head, _, body = zipfile.ZipFile(archives[0]).read(name).decode().partition("\n\n")
+    found = dict(re.findall(r"^Project-URL: (.*), (.*)$", head, re.MULTILINE))
+    assert found == URLS
+    assert "Description-Content-Type: text/markdown" in head
+    assert body.startswith("# lightning_d9m\n")
+    links = re.findall(r"\]\(([^)\s]+)\)", body)
+    assert len(links) > 9
+    assert not [link for link in links if not link.startswith("https://")]
+    own = [link.removeprefix(URLS["Homepage"]) for link in links if URLS["Homepage"] in link]
+    for link in own:
+        kind, _, path = link.removeprefix("/").partition("/main/")
+        assert kind == ("raw" if Path(path).suffix in {".svg", ".png"} else "blob")
+        assert (ROOT / path.partition("#")[0]).exists()
+
+
+def test_one_variable_says_where_the_project_is():
+    address = URLS["Homepage"].partition("://")[2]
+    tracked = subprocess.check_output(["git", "ls-files"], cwd=ROOT, text=True).splitlines()
+    texts = {name: (ROOT / name).read_bytes() for name in tracked if (ROOT / name).is_file()}
+    assert [name for name, text in texts.items() if address.encode() in text] == ["pyproject.toml"]
+    # The action is used by its owner and name, which have no address.
+    assert f"uses: {address.partition('/')[2]}@" in texts["docs/testing.md"].decode()
+
+
+def test_llms_txt_lists_every_page_of_the_site():
+    nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
+    text = LINKS.list_pages(nav)
+    pages = [path for section in nav for entries in section.values() for path in entries]
+    lines = re.findall(r"^- \[(.*)\]\((.*)\)$", text, re.MULTILINE)
+    assert [title for title, _ in lines] == [title for page in pages for title in page]
+    assert all(url.startswith(URLS["Documentation"]) and url.endswith("/") for _, url in lines)
+    assert text.startswith("# lightning_d9m\n\n> Bit-exact")
+
+
+def test_the_conda_recipe_needs_what_the_package_needs():
+    text = (ROOT / "pyproject.toml").read_text()
+    (block,) = re.findall(r"^dependencies = \[(.*?)^\]", text, re.DOTALL | re.MULTILINE)
+    declared = dict(re.findall(r'"([\w-]+)(>=[\d.]+)"', block))
+    (python,) = re.findall(r'^requires-python = "(.*)"', text, re.MULTILINE)
+    recipe = (ROOT / "conda/meta.yaml").read_text()
+    (run,) = re.findall(r"^  run:\n((?:    - .*\n)+)", recipe, re.MULTILINE)
+    needed = dict(re.findall(r"- ([\w-]+) (.*)", run))
+    names = {"pytorch": "torch", "python-xxhash": "xxhash"}
+    needed = {names.get(name, name): version for name, version in needed.items()}
+    assert needed == {**declared, "python": python}

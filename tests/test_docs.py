@@ -7,6 +7,7 @@ from inspect import signature
 from pathlib import Path
 
 import pytest
+from scripts import load_script
 
 from lightning_d9m import DeterminismCallback, Settings
 from lightning_d9m.control import environment, torch_flags
@@ -111,7 +112,7 @@ def test_the_ledger_page_has_the_limits_of_the_reader():
 
 
 @pytest.mark.parametrize("edited", [None, (b'"seed":42', b'"seed":43')])
-def test_the_ledger_page_verifies_a_ledger(tmp_path, edited):
+def test_the_example_verifies_a_ledger(tmp_path, edited):
     path = tmp_path / "rank-0.jsonl"
     with LedgerWriter(path) as writer:
         for record in example_records():
@@ -119,14 +120,11 @@ def test_the_ledger_page_verifies_a_ledger(tmp_path, edited):
             writer.write(record)
     if edited:
         path.write_bytes(path.read_bytes().replace(*edited))
-    code = re.search(r"```python\n(from hashlib.*?)```", LEDGER, re.DOTALL)[1]
-    names = {}
-    exec(code, names)  # noqa: S102 - the page's own
-    found = names["verify"](path)
+    found = load_script("examples/read_ledger.py").verify(path)
     assert found.startswith("line 1 was edited") if edited else found is None
 
 
-def test_the_ledger_page_reads_frames(tmp_path):
+def test_the_example_reads_frames(tmp_path):
     path, records_of = tmp_path / "rank-0.jsonl", example_records()
     frame = {"kind": "probes", "epoch": 0, "step": 0, "batch": 0, "layout": 0, "digests": b"a" * 32}
     further = {"count": 2, "steps": 0, "batches": 3, "digests": b"bcdefghi" * 8}
@@ -139,10 +137,8 @@ def test_the_ledger_page_reads_frames(tmp_path):
         for change in ({}, {"batch": 1, **further}, {"epoch": 7, "step": 1}):
             writer.write(frame | change)
     data = frames_path(path).read_bytes()
-    code = re.search(r"```python\n(from struct.*?)```", LEDGER, re.DOTALL)[1]
-    names = {}
-    exec(code, names)  # noqa: S102 - the page's own
-    found = list(names["list_frames"](data, check, {0: 2}))
+    list_frames = load_script("examples/read_ledger.py").list_frames
+    found = list(list_frames(data, check, {0: 2}))
     assert [entry[:4] for entry in found] == [
         (0, 0, 0, 0),
         (0, 0, 1, 0),
@@ -152,4 +148,4 @@ def test_the_ledger_page_reads_frames(tmp_path):
     digests = b"bcdefghi" * 8
     assert [entry[4] for entry in found] == [b"a" * 32, digests[:32], digests[32:], b"a" * 32]
     with pytest.raises(ValueError, match="the block at byte 8 does not fit its check"):
-        list(names["list_frames"](data, check + 1, {0: 2}))
+        list(list_frames(data, check + 1, {0: 2}))

@@ -12,6 +12,8 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
+from lightning_d9m.cli.main import main
+
 ROOT = Path(__file__).parents[1]
 ACTION = yaml.safe_load((ROOT / "action.yml").read_text())
 # Leaves one ledger, as a training would.
@@ -50,6 +52,15 @@ class Job:
         code = TRAINING.format(tests=str(ROOT / "tests" / "support"), differs=differs)
         (self.project / "train.py").write_text(code)
 
+    def fake_gh(self):
+        """Let `gh` note its arguments and the comment; it has no earlier comment to edit."""
+        noted = self._programs.parent / "comments"
+        code = f'#!/bin/sh\necho "$GH_REPO $@" >> {noted}\n'
+        code += f'[ "$4" != --edit-last ] && cat "$5" >> {noted}\n'
+        (self._programs / "gh").write_text(code)
+        (self._programs / "gh").chmod(0o755)
+        return noted
+
     def fake_python(self):
         """Let `python` note what it is asked to do."""
         (self._programs / "python").write_text(PIP.format(self.installed))
@@ -62,13 +73,17 @@ class Job:
         self._values = {
             "github.action_path": str(ROOT),
             "runner.temp": str(self._temporary),
+            "github.token": "a token",
+            "github.repository": "ann/project",
             **{f"inputs.{name}": str(one.get("default")) for name, one in ACTION["inputs"].items()},
             **{f"inputs.{name}": str(value) for name, value in given.items()},
         }
         passed = True
         for step in ACTION["runs"]["steps"]:
             condition = step.get("if", "success()")
-            if condition == "always()" or (passed and self._holds(condition)):
+            always = condition.startswith("always()")
+            condition = condition.removeprefix("always()").removeprefix(" && ") or "success()"
+            if (passed or always) and self._holds(condition):
                 passed = self._run(step) and passed
         written = dict(line.split("=") for line in self._outputs.read_text().splitlines())
         self._values |= {f"steps.compare.outputs.{name}": one for name, one in written.items()}
@@ -139,6 +154,20 @@ def test_different_runs_fail_and_the_report_is_kept(job):
     kept = job.artifacts / "d9m"
     assert "<h1>Different</h1>" in (kept / "report.html").read_text()
     assert (kept / "run-002" / "fit-000").is_dir()
+    assert main(["bundle", "open", str(kept / "bundle.zip")]) == 1
+
+
+def test_the_summary_is_a_comment_of_the_pull_request(job):
+    job.train(differs=True)
+    noted = job.fake_gh()
+    done = job.use(command=COMMAND, install="", comment=7)
+    assert (done.passed, done.verdict) == (False, "different")
+    path = job.artifacts.parent / "runner" / "d9m.md"
+    first, second, comment = noted.read_text().split("\n", 2)
+    assert first == f"ann/project pr comment 7 --edit-last --body-file {path}"
+    assert second == f"ann/project pr comment 7 --body-file {path}"
+    assert comment == done.summary
+    assert "## For a bug report\n\n**different**: " in comment
 
 
 def test_a_training_that_differs_from_the_golden_ledger_fails(job, runs):
@@ -173,22 +202,44 @@ def test_the_workflows_run_what_exists():
     script = (ROOT / "dev.py").read_text()
     for path in (ROOT / ".github" / "workflows").glob("*.yml"):
         text = path.read_text()
-        (job,) = yaml.safe_load(text)["jobs"].values()
-        used = [step["uses"] for step in job["steps"] if "uses" in step]
-        assert used[0].startswith("actions/checkout@")
-        assert used[1].startswith("actions/setup-python@")
-        for line in (step["run"] for step in job["steps"] if "run" in step):
-            match shlex.split(line):
-                case ["python", "-m", "pip", "install", "--upgrade", "pip>=25.1"]:
-                    assert '"--upgrade", "pip>=25.1"' in script
-                case ["python", "-m", "pip", "install", "--group", group]:
-                    assert f"\n{group} = [" in project.partition("[dependency-groups]")[2]
-                case ["mkdocs", "build", "--strict"]:
-                    assert 'run("mkdocs", "build", "--strict"' in script
-                case other:
-                    assert other == ["python3", "dev.py", "test"]
+        for job in yaml.safe_load(text)["jobs"].values():
+            used = [step["uses"] for step in job["steps"] if "uses" in step]
+            runs = [step["run"] for step in job["steps"] if "run" in step]
+            if runs:
+                assert used[0].startswith("actions/checkout@")
+                assert used[1].startswith("actions/setup-python@")
+            for line in runs:
+                check_line(line, project, script)
         for name in re.findall(r"'([^']*)'", "".join(re.findall(r"hashFiles\((.*?)\)", text))):
             assert (ROOT / name).exists()
+
+
+def check_line(line, project, script):
+    match shlex.split(line):
+        case ["python", "-m", "pip", "install", "--upgrade", "pip>=25.1"]:
+            assert '"--upgrade", "pip>=25.1"' in script
+        case ["python", "-m", "pip", "install", "--group", group]:
+            assert f"\n{group} = [" in project.partition("[dependency-groups]")[2]
+        case ["mkdocs", "build", "--strict"]:
+            assert 'run("mkdocs", "build", "--strict"' in script
+        case ["mike", "deploy", *_, "latest"]:
+            assert '"mike>=' in project
+        case ["python3", "dev.py", command, *_]:
+            assert f'"{command}"' in script
+        case other:
+            pytest.fail(f"not a command of this project: {other}")
+
+
+def test_a_release_is_published_by_trust_and_attested_only_after_the_wheel_was_checked():
+    jobs = yaml.safe_load((ROOT / ".github/workflows/release.yml").read_text())["jobs"]
+    assert [jobs[name].get("needs") for name in jobs] == [None, "build", "check", "publish"]
+    stacks = [entry["stack"] for entry in jobs["check"]["strategy"]["matrix"]["include"]]
+    assert stacks == ["oldest", "newest"]
+    publish = jobs["publish"]
+    assert publish["permissions"] == {"id-token": "write", "attestations": "write"}
+    *_, attested, published = publish["steps"]
+    assert attested["uses"].startswith("actions/attest-build-provenance@")
+    assert published["with"] == {"attestations": True}  # no password: the identity is enough
 
 
 def test_the_image_runs_the_main_job():

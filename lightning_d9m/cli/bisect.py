@@ -7,6 +7,7 @@ from pathlib import Path
 from lightning_d9m.cli.arguments import add_command_arguments, get_command, whole_number
 from lightning_d9m.errors import SettingError
 from lightning_d9m.history.bisection import Bisection
+from lightning_d9m.history.packages import PackageBisection, open_package_history
 from lightning_d9m.history.repository import Commit, Repository
 from lightning_d9m.launch.run import make_output
 from lightning_d9m.ledger.folder import read_ledger
@@ -19,10 +20,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = (
         "d9m bisect [--until EPOCH] [--link PATH] [-o DIR] [--timeout SECONDS]\n"
         "                  [--json] [-v] GOOD..BAD -- COMMAND ...\n"
-        "       d9m bisect --golden LEDGER [...] [GOOD..]BAD -- COMMAND ..."
+        "       d9m bisect --golden LEDGER [...] [GOOD..]BAD -- COMMAND ...\n"
+        "       d9m bisect --packages OLD NEW [...] -- COMMAND ..."
     )
     parser.add_argument(
         "commits",
+        nargs="?",
         metavar="GOOD..BAD",
         help="a commit with the right bits and a later one with others; without BAD it is HEAD. "
         "With --golden, BAD is enough",
@@ -32,6 +35,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         metavar="LEDGER",
         help="compare with this ledger in place of that of the good commit",
+    )
+    parser.add_argument(
+        "--packages",
+        nargs=2,
+        type=Path,
+        metavar=("OLD", "NEW"),
+        help="search for a package in place of a commit: two lists as pip freeze prints them, with "
+        "which the training has the right bits and others",
     )
     parser.add_argument(
         "--until",
@@ -58,6 +69,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Bisect and print the commit; return 1, because there is a difference."""
+    if arguments.packages is not None:
+        return _bisect_packages(arguments)
     command = get_command(arguments, "bisect")
     repository = Repository(Path.cwd())
     good, bad = _find_commits(repository, arguments)
@@ -71,6 +84,33 @@ def run(arguments: argparse.Namespace) -> int:
         links=arguments.link,
         golden=golden,
     )
+    return _search(arguments, bisection, good, bad)
+
+
+def _bisect_packages(arguments: argparse.Namespace) -> int:
+    if arguments.commits is not None:  # argparse takes the first word of the command for it
+        arguments.argv.insert(0, arguments.commits)
+    command = get_command(arguments, "bisect --packages OLD NEW")
+    if arguments.link or arguments.golden is not None:
+        raise SettingError(
+            "--link and --golden are for commits, and --packages is given. The trainings run in "
+            "the working folder, and the old list is the reference. Leave them out."
+        )
+    with open_package_history(*arguments.packages) as (history, good, bad, environment):
+        bisection = PackageBisection(
+            history,
+            command,
+            make_output(arguments.output),
+            until=arguments.until,
+            timeout=arguments.timeout,
+            environment=environment,
+        )
+        return _search(arguments, bisection, good, bad)
+
+
+def _search(
+    arguments: argparse.Namespace, bisection: Bisection, good: Commit | None, bad: Commit
+) -> int:
     result = bisection.search(good, bad)
     if arguments.json:
         print(json.dumps(list_facts(result) | {"output": str(bisection.output)}, indent=2))
@@ -84,7 +124,7 @@ def _find_commits(
     repository: Repository, arguments: argparse.Namespace
 ) -> tuple[Commit | None, Commit]:
     """Return the good commit, None if a golden ledger finds it, and the bad one."""
-    first, dots, last = arguments.commits.partition("..")
+    first, dots, last = (arguments.commits or "").partition("..")
     if not dots:
         first, last = "", first
     if not first and arguments.golden is None:

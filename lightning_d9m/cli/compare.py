@@ -3,12 +3,17 @@
 import argparse
 import json
 import shlex
+from collections.abc import Iterator
+from pathlib import Path
 
 from lightning_d9m.cli.arguments import add_format_arguments, add_ledger_arguments, choose_ledgers
 from lightning_d9m.comparison.ledgers import compare_ledgers
+from lightning_d9m.comparison.noise import judge_change
 from lightning_d9m.comparison.timeline import Timeline
+from lightning_d9m.errors import LedgerError, SettingError
+from lightning_d9m.file_errors import explain_file_error
 from lightning_d9m.launch.progress import show_progress
-from lightning_d9m.ledger.folder import read_ledger
+from lightning_d9m.ledger.folder import Ledger, read_ledger, search_ledgers
 from lightning_d9m.output.comparison_text import (
     format_comparison,
     format_evidence,
@@ -17,7 +22,13 @@ from lightning_d9m.output.comparison_text import (
 from lightning_d9m.output.distance_table import format_distances, list_distances
 from lightning_d9m.output.markdown import format_markdown
 from lightning_d9m.output.next_steps import find_command, format_next_steps, list_next_steps
-from lightning_d9m.output.terminal import print_lines, terminal_width
+from lightning_d9m.output.noise_text import (
+    draw_noise,
+    format_noise,
+    list_noise_facts,
+    state_noise,
+)
+from lightning_d9m.output.terminal import print_lines, terminal_width, wrap
 from lightning_d9m.text import printable
 
 
@@ -32,12 +43,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="show whole digests, the bits of numbers, and how far the weights of each layer are "
         "apart",
     )
+    parser.add_argument(
+        "--noise",
+        action="append",
+        type=Path,
+        metavar="DIR",
+        help="compare the difference of the two trainings with that of runs without the change: a "
+        "folder with at least three, as d9m repeat or d9m audit model leaves it; may be given "
+        "several times. Exit status 0: noise explains the difference",
+    )
+    parser.add_argument(
+        "--value", metavar="NAME", help="with --noise: the logged value that decides (default: all)"
+    )
+    parser.add_argument(
+        "--plot",
+        type=Path,
+        metavar="FILE",
+        help="with --noise: write change and noise by epoch as an SVG",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Compare two ledgers, print the result, and return 0 if they are equal, else 1."""
     paths = choose_ledgers(arguments)
     expected, actual = map(read_ledger, paths)
+    if arguments.noise:
+        return _compare_with_noise(arguments, expected, actual)
+    if arguments.value or arguments.plot:
+        raise SettingError(
+            "--value and --plot are only for --noise, the runs that show what noise does. Add "
+            "--noise DIR, or leave them out."
+        )
     verbose = arguments.verbose
     timeline = Timeline()
     with show_progress("records compared") as progress:
@@ -60,3 +96,35 @@ def run(arguments: argparse.Namespace) -> int:
             ledgers = printable(" ".join(shlex.quote(str(path)) for path in paths))
             print("\n".join(format_next_steps(list_next_steps(command, ledgers))))
     return 0 if comparison.equal else 1
+
+
+def _compare_with_noise(arguments: argparse.Namespace, expected: Ledger, actual: Ledger) -> int:
+    """Print whether noise explains the difference; return 0 if it does, else 1."""
+    noise = [ledger for folder in arguments.noise for ledger in _list_noise(folder, expected)]
+    found = judge_change(expected, actual, noise, arguments.value)
+    if arguments.plot is not None:
+        try:
+            arguments.plot.write_text(draw_noise(found), encoding="utf-8")
+        except OSError as error:
+            raise LedgerError(
+                f"The plot {arguments.plot} cannot be written: {explain_file_error(error)}"
+            ) from error
+    if arguments.format == "json":
+        print(json.dumps(list_noise_facts(found), indent=2))
+    elif arguments.format == "markdown":
+        print(format_markdown(state_noise(found), format_noise(found)))
+    else:
+        print_lines([*wrap(state_noise(found)), "", *format_noise(found)])
+    return 0 if found.verdict == "within noise" else 1
+
+
+def _list_noise(folder: Path, expected: Ledger) -> Iterator[Ledger]:
+    """Yield the ledgers of a folder that belong to the same fit of a program.
+
+    Of a `d9m audit model`, these are the runs without determinism.
+    """
+    for place in sorted(folder.glob("without-[0-9]*")) or [folder]:
+        for entry in search_ledgers(place):
+            ledger = entry.ledger if entry.kind == "fit" else None
+            if ledger is not None and ledger.header.fit == expected.header.fit:
+                yield ledger

@@ -9,14 +9,21 @@ far as it was narrowed down.
 import argparse
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lightning_d9m.cli.arguments import add_command_arguments, get_command, whole_number
+from lightning_d9m.history.bundle import LOCATE_JSON, LOCATE_TEXT
 from lightning_d9m.launch.run import make_output
 from lightning_d9m.launch.run_pair import Runner
+from lightning_d9m.locate.result import SearchResult
 from lightning_d9m.locate.search import Search
 from lightning_d9m.output.locate_text import describe
 from lightning_d9m.output.terminal import print_lines, wrap
+
+if TYPE_CHECKING:
+    from lightning_d9m.lint.finding import Finding
 
 _MOST_SUSPECTS = 5
 
@@ -54,31 +61,42 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Locate; return 0 if no runs differ, 1 if something was found."""
+    from lightning_d9m.locate.source_scan import find_cause_lines
+
     command = get_command(arguments, "locate")
     variables = _without_determinism() if arguments.no_determinism else {}
     output = make_output(arguments.output)
     runner = Runner(command, output, arguments.timeout, variables)
+    suspects = find_cause_lines(command, "")
     if not arguments.json:
-        _print_suspects(command)
-    found = Search(runner, arguments.tries).locate()
+        _print_suspects(suspects)
+    found = Search(runner, arguments.tries, suspects=bool(suspects)).locate()
+    determinism = not arguments.no_determinism
+    lines = list(describe(found, determinism=determinism, verbose=arguments.verbose))
+    _keep(found, lines, output)
     if arguments.json:
         print(json.dumps(found.as_json() | {"output": str(output)}, indent=2))
     else:
-        determinism = not arguments.no_determinism
-        lines = list(describe(found, determinism=determinism, verbose=arguments.verbose))
         print_lines([*lines, f"ledgers:  {output}"])
     return 1 if found.cause is not None else 0
 
 
-def _print_suspects(command: list[str]) -> None:
-    """Print what the source shows already, before the first of many trainings ends."""
-    from lightning_d9m.locate.source_scan import find_cause_lines
+def _keep(found: SearchResult, lines: list[str], output: Path) -> None:
+    """Write the result beside the ledgers, for `d9m bundle`."""
+    facts = found.as_json()
+    if found.pair is not None:
+        ledgers = (found.pair.comparison.expected, found.pair.comparison.actual)
+        facts["ledgers"] = [os.path.relpath(ledger, output) for ledger in ledgers]
+    (output / LOCATE_TEXT).write_text("\n".join([*lines, ""]), encoding="utf-8")
+    (output / LOCATE_JSON).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
 
-    suspects = find_cause_lines(command, "")
+
+def _print_suspects(suspects: "Sequence[Finding]") -> None:
+    """Print what the source shows already, before the first of many trainings ends."""
     for finding in suspects[:_MOST_SUSPECTS]:
         print_lines(wrap(f"suspect: {finding.location}: {finding.code} ({finding.reason})", "  "))
     if suspects:
-        print("Training now, to see whether they matter:\n", flush=True)
+        print("The first look tests whether they matter:\n", flush=True)
 
 
 def _without_determinism() -> dict[str, str]:

@@ -53,6 +53,10 @@ _GROUPS = {
             "lightning_d9m.cli.report",
             "write the comparison of two ledgers as one HTML file",
         ),
+        "bundle": (
+            "lightning_d9m.cli.bundle",
+            "pack two ledgers and the cause of their difference for a bug report",
+        ),
     },
     "What is on this machine?": {
         "doctor": (

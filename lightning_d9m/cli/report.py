@@ -42,21 +42,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Compare ledgers, write the page, and return 0 if they are equal, else 1."""
     if not arguments.json:
-        _check_output(arguments.output, force=arguments.force)
-    folder = arguments.expected or Path()
-    runs = read_runs(folder) if arguments.actual is None else {}
-    found = _compare_runs(runs, folder) if runs else _compare_pair(*choose_ledgers(arguments))
+        check_output(arguments.output, force=arguments.force)
+    found = compare_chosen(arguments)
     if arguments.json:
         print(json.dumps(_collect_facts(found.comparison, found.timeline), indent=2))
     else:
         page = render_page(found.comparison, found.timeline, found.ledgers, found.repeated)
-        _write(arguments.output, page)
+        write_page(arguments.output, page)
         print_lines([f"{found.verdict}: the report is {printable(str(arguments.output))}"])
     return 0 if found.verdict == "equal" else 1
 
 
 @dataclass(frozen=True)
-class _Compared:
+class Compared:
+    """Two ledgers that were compared.
+
+    Attributes:
+        verdict: The verdict on all runs.
+        comparison: How the two ledgers compare.
+        timeline: What differs when.
+        ledgers: The two ledgers.
+        repeated: All runs of a `d9m repeat`.
+    """
+
     verdict: str
     comparison: Comparison
     timeline: Timeline
@@ -64,15 +72,22 @@ class _Compared:
     repeated: RepeatedRuns | None = None
 
 
-def _compare_pair(expected: Path, actual: Path) -> _Compared:
+def compare_chosen(arguments: argparse.Namespace) -> Compared:
+    """Compare the ledgers that were named, the runs of a `d9m repeat`, or the last two ledgers."""
+    folder = arguments.expected or Path()
+    runs = read_runs(folder) if arguments.actual is None else {}
+    return _compare_runs(runs, folder) if runs else _compare_pair(*choose_ledgers(arguments))
+
+
+def _compare_pair(expected: Path, actual: Path) -> Compared:
     timeline = Timeline()
     ledgers = read_ledger(expected), read_ledger(actual)
     with show_progress("records compared") as progress:
         comparison = compare_ledgers(*ledgers, progress=progress, watch=timeline.watch)
-    return _Compared(comparison.verdict, comparison, timeline, ledgers)
+    return Compared(comparison.verdict, comparison, timeline, ledgers)
 
 
-def _compare_runs(runs: Mapping[int, Run], folder: Path) -> _Compared:
+def _compare_runs(runs: Mapping[int, Run], folder: Path) -> Compared:
     """Compare the runs that `d9m repeat` left with the first of them."""
     timelines: dict[tuple[int, str], Timeline] = {}
 
@@ -89,7 +104,7 @@ def _compare_runs(runs: Mapping[int, Run], folder: Path) -> _Compared:
     of_fit = [found for (_, name), found in timelines.items() if name == shown.name]
     reference = {name: series.runs[0] for name, series in of_fit[0].values.items()}
     others = [{name: series.runs[1] for name, series in one.values.items()} for one in of_fit]
-    return _Compared(
+    return Compared(
         report.verdict,
         shown.comparison,
         timelines[shown.run, shown.name],
@@ -123,7 +138,7 @@ def _collect_facts(comparison: Comparison, timeline: Timeline) -> dict[str, obje
     }
 
 
-def _check_output(path: Path, *, force: bool) -> None:
+def check_output(path: Path, *, force: bool) -> None:
     """Raise before the work if the file cannot be written or is not a report."""
     if path.is_dir() or not path.parent.is_dir():
         what = "is a folder" if path.is_dir() else "is in a folder that does not exist"
@@ -142,7 +157,8 @@ def _check_output(path: Path, *, force: bool) -> None:
         )
 
 
-def _write(path: Path, page: str) -> None:
+def write_page(path: Path, page: str) -> None:
+    """Write a report."""
     try:
         path.write_text(page, encoding="utf-8")
     except OSError as error:

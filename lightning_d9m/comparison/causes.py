@@ -67,8 +67,9 @@ _CAUSES = {
     "batch": Cause(
         "data",
         "The batch differs, while the generators and the weights were equal.",
-        "Look at the dataset: a private generator without a seed, os.urandom, the clock, the order "
-        "of a set or of the files in a folder. `d9m scan` finds these in the source.",
+        "Look at the dataset and the collate function: a private generator without a seed, "
+        "os.urandom, the clock, the order of a set or of the files in a folder. `d9m scan` finds "
+        "these in the source.",
     ),
     "optimizer settings": Cause(
         "optimizer settings",
@@ -178,8 +179,8 @@ _CAUSES = {
     "given": Cause(
         "module",
         "The inputs of a module differ, while everything recorded before them is equal.",
-        "Look at the code that computes them: training_step, or a hook that changes the batch, "
-        "such as on_train_batch_start.",
+        "Look at the code that computes them: training_step or the loop that calls the model, or "
+        "a hook that changes the batch, such as on_train_batch_start.",
         narrows=True,
     ),
     "length": Cause(
@@ -192,7 +193,13 @@ _CAUSES = {
         "The two runs are not the same experiment.",
         "Make the fields above equal. A seed or a size that changes in each run is the cause.",
     ),
-    "unknown": Cause("unknown", "The runs differ.", "", narrows=True),
+    "unknown": Cause(
+        "unknown",
+        "The runs differ at the place below; no narrower look showed where it began.",
+        "If it is rare, raise --tries. If only the first run differs, look for files that it left "
+        "and later runs read. A shorter training makes each look cheaper.",
+        narrows=True,
+    ),
 }
 _RANK_TEXTS = {
     "weight": "When the batch begins, the ranks hold different weights. They were equal when the "
@@ -220,8 +227,6 @@ _INITIAL = {
 # Kind of probe by the group of digests at the end of an epoch.
 _KINDS = {"weights": "weight", "buffers": "buffer", "optimizers": "optimizer"}
 _KINDS |= {"schedulers": "optimizer settings", "loss": "scalar", "scalars": "scalar"}
-# The kinds of state that a batch starts from.
-STATE = frozenset({"rng", "weight", "buffer", "optimizer"})
 _INSIDE = ("input", "output", "loss", "grad_output", "local_gradient")
 
 

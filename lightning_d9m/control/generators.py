@@ -7,10 +7,11 @@ lists and dicts.
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import numpy as np
 import torch
 
 from lightning_d9m.control.seeding import RngState
+from lightning_d9m.state.parts import GENERATOR
+from lightning_d9m.state.plain_data import decode_plain, encode_plain, pack_bytes, unpack_bytes
 from lightning_d9m.state.search import find_generators
 
 # The state of a device's generator: the seed, and then the number of values that were drawn.
@@ -20,8 +21,7 @@ _SEED_BYTES, _PHILOX_BYTES = 8, 16
 def encode_rng(state: RngState) -> dict[str, Any]:
     """Return the state of all generators of a process, which calls this, as plain values."""
     return {
-        "python": _encode_python(state.python),
-        "numpy": _encode_plain(state.numpy),
+        "host": pack_bytes(encode_plain([state.python, state.numpy])),
         "torch": state.torch_cpu,
         "devices": {name: list(states.values()) for name, states in state.devices.items()},
         "own": {name: _find_own_device(name) for name in state.devices},
@@ -39,12 +39,8 @@ def decode_rng(encoded: Mapping[str, Any]) -> RngState:
     for name, _, place, own in _place_devices(encoded):
         if place is not None:
             devices[name][place] = own
-    return RngState(
-        python=_decode_python(encoded["python"]),
-        numpy=_decode_plain(encoded["numpy"]),
-        torch_cpu=encoded["torch"],
-        devices=devices,
-    )
+    python, numpy = decode_plain(unpack_bytes(encoded["host"]))
+    return RngState(python=python, numpy=numpy, torch_cpu=encoded["torch"], devices=devices)
 
 
 def find_lost_devices(encoded: Mapping[str, Any]) -> list[str]:
@@ -67,7 +63,7 @@ def _place_devices(
     """Yield kind, number, present number and state of each device; None if it has no place."""
     for name, states in encoded["devices"].items():
         count, here = getattr(torch, name).device_count(), _find_own_device(name)
-        before = encoded.get("own", {}).get(name, here)  # earlier versions saved no number
+        before = encoded["own"][name]
         for number, own in enumerate(states):
             place = here if number == before else number
             is_free = number == before or number != here
@@ -81,19 +77,22 @@ def _find_own_device(name: str) -> int:
     return int(current()) if module.device_count() else 0
 
 
-def capture_generators(owners: Mapping[str, object]) -> dict[str, Any]:
-    """Return the state of every generator that the objects hold.
+def capture_generators(owners: Mapping[str, object]) -> dict[str, torch.Tensor]:
+    """Return the encoded state of every generator that the objects hold.
 
     Args:
         owners: Objects by name. See ``find_generators`` for the search.
 
     Returns:
-        Plain values by the generator's path, such as ``"model.noise"``.
+        Bytes by the generator's path, such as ``"model.noise"``.
     """
-    return {path: _encode(generator) for path, generator in find_generators(owners).items()}
+    found = find_generators(owners).items()
+    return {path: pack_bytes(encode_plain(GENERATOR.read(own))) for path, own in found}
 
 
-def restore_generators(owners: Mapping[str, object], encoded: Mapping[str, Any]) -> list[str]:
+def restore_generators(
+    owners: Mapping[str, object], encoded: Mapping[str, torch.Tensor]
+) -> list[str]:
     """Restore every generator to its captured state.
 
     Returns:
@@ -101,65 +100,5 @@ def restore_generators(owners: Mapping[str, object], encoded: Mapping[str, Any])
     """
     found = find_generators(owners)
     for path in encoded.keys() & found.keys():
-        _restore(found[path], encoded[path])
+        GENERATOR.write(found[path], decode_plain(unpack_bytes(encoded[path])))
     return sorted(encoded.keys() ^ found.keys())
-
-
-def _encode(generator: Any) -> dict[str, Any]:
-    if isinstance(generator, torch.Generator):
-        return {"kind": "torch", "state": generator.get_state()}
-    if isinstance(generator, np.random.Generator):
-        return {"kind": "numpy", "state": _encode_plain(generator.bit_generator.state)}
-    if isinstance(generator, np.random.RandomState):
-        return {"kind": "legacy", "state": _encode_plain(generator.get_state(legacy=False))}
-    try:
-        return {"kind": "python", "state": _encode_python(generator.getstate())}
-    except NotImplementedError:  # SystemRandom does not have a state
-        return {"kind": "none", "state": None}
-
-
-def _restore(generator: Any, encoded: Mapping[str, Any]) -> None:
-    state = encoded["state"]
-    if encoded["kind"] == "torch":
-        generator.set_state(state)
-    elif encoded["kind"] == "numpy":
-        generator.bit_generator.state = _decode_plain(state)
-    elif encoded["kind"] == "legacy":
-        generator.set_state(_decode_plain(state))
-    elif encoded["kind"] == "python":
-        generator.setstate(_decode_python(state))
-
-
-def _encode_python(state: tuple[Any, ...]) -> dict[str, Any]:
-    version, words, gauss = state
-    # torch.tensor would read every word in Python; NumPy is faster.
-    words = torch.from_numpy(np.array(words, dtype=np.int64))
-    return {"version": version, "words": words, "gauss": gauss}
-
-
-def _decode_python(encoded: Mapping[str, Any]) -> tuple[Any, ...]:
-    return (encoded["version"], tuple(encoded["words"].tolist()), encoded["gauss"])
-
-
-def _encode_plain(value: Any) -> Any:
-    """Return NumPy's nested state with arrays as tensors, and long integers as strings."""
-    if isinstance(value, Mapping):
-        return {str(key): _encode_plain(part) for key, part in value.items()}
-    if isinstance(value, np.ndarray):
-        data = torch.frombuffer(bytearray(value.tobytes()), dtype=torch.uint8)
-        return {"dtype": str(value.dtype), "bytes": data}
-    if isinstance(value, np.generic):
-        return value.item()
-    if isinstance(value, int) and value.bit_length() > 63:  # noqa: PLR2004 - PCG64's have 128 bits
-        return {"number": str(value)}
-    return value
-
-
-def _decode_plain(value: Any) -> Any:
-    if not isinstance(value, Mapping):
-        return value
-    if value.keys() == {"number"}:
-        return int(value["number"])
-    if value.keys() == {"dtype", "bytes"}:
-        return np.frombuffer(value["bytes"].numpy().tobytes(), dtype=value["dtype"]).copy()
-    return {key: _decode_plain(part) for key, part in value.items()}

@@ -6,11 +6,11 @@ golden ledger. A training that has a reference ends at its first epoch that diff
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from lightning_d9m.comparison.ledgers import Comparison, compare_ledgers
 from lightning_d9m.comparison.timeline import Timeline
@@ -60,6 +60,7 @@ class BisectResult:
         commits: How many commits were in question.
         trials: The trainings, in order.
         patch: What the commit changed; empty if there are several candidates.
+        noun: The kind of the candidates: ``"commit"``, or ``"package"``.
     """
 
     candidates: tuple[Commit, ...]
@@ -68,11 +69,12 @@ class BisectResult:
     commits: int
     trials: tuple[Trial, ...]
     patch: str
+    noun: str = "commit"
 
     @property
     def guilty(self) -> Trial | None:
         """The training of the commit that was found."""
-        found = [trial for trial in self.trials if trial.commit == self.candidates[0]]
+        found = [trial for trial in self.trials if trial.commit.sha == self.candidates[0].sha]
         return found[-1] if found and len(self.candidates) == 1 else None
 
 
@@ -88,8 +90,17 @@ class Bisection:
         timeout: Seconds after which a training counts as hanging.
         links: Paths of the user's working tree that each commit needs.
         golden: The ledger to compare with; None for that of the good commit.
+        noun: The kind of what is searched for.
+        side: The kind of what is trained.
+        equal_advice: A reason for which the bad training may be equal to the good one.
     """
 
+    noun: ClassVar[str] = "commit"
+    side: ClassVar[str] = "commit"
+    equal_advice: ClassVar[str] = (
+        "If the command imports the project from where it is installed (pip install -e), each "
+        "commit trains the same code: set PYTHONPATH=."
+    )
     repository: Repository
     command: Sequence[str]
     output: Path
@@ -112,9 +123,8 @@ class Bisection:
             CommandError: If ``good`` differs from itself or does not run, or ``bad`` is equal.
         """
         with self.repository.open_worktree(self.links) as worktree:
-            inside = Path.cwd().resolve()
-            root = self.repository.root.resolve()
-            folder = worktree.folder / inside.relative_to(root)
+            self._worktree = worktree
+            folder = self.find_folder(worktree)
             if self.golden is not None:
                 self._reference = {self.golden.path.name: self.golden}
             if good is not None:
@@ -128,21 +138,30 @@ class Bisection:
                 found, done = worktree.mark(_MARKS[trial.verdict])
         patch = self.repository.show(found[0]) if len(found) == 1 else ""
         count = self.repository.count_between(good, bad)
-        return BisectResult(tuple(found), good, bad, count, tuple(self._trials), patch)
+        return BisectResult(tuple(found), good, bad, count, tuple(self._trials), patch, self.noun)
+
+    def find_folder(self, worktree: Worktree) -> Path:
+        """Return the folder in which the command runs: the counterpart of the working folder."""
+        return worktree.folder / Path.cwd().resolve().relative_to(self.repository.root.resolve())
+
+    def prepare(self, worktree: Worktree) -> Mapping[str, str]:
+        """Prepare the training of the commit that is checked out; return further variables."""
+        del worktree
+        return {}
 
     def _check_good(self, worktree: Worktree, folder: Path, good: Commit) -> None:
         """Train a good commit; twice if its own training is the reference."""
         for again in (False, True) if self.golden is None else (True,):
             worktree.check_out(good)
             trial = self._try(folder, good)
-            _check_trained("good", trial)
+            self._check_trained("good", trial)
             if trial.verdict == "different":
                 raise CommandError(
-                    f"The good commit {good.short} differs from the golden ledger "
-                    f"{self.golden.path}. Give an earlier commit."
+                    f"The good {self.side} {good.short} differs from the golden ledger "
+                    f"{self.golden.path}. Give an earlier one."
                     if self.golden is not None
-                    else f"Two trainings of the good commit {good.short} differ, so no commit can "
-                    "be blamed. Find the cause first: d9m locate -- COMMAND"
+                    else f"Two trainings of the good {self.side} {good.short} differ, so no "
+                    f"{self.noun} can be blamed. Find the cause first: d9m locate -- COMMAND"
                 )
             if not again:
                 self._reference = dict(self._fits)
@@ -150,13 +169,19 @@ class Bisection:
     def _check_bad(self, worktree: Worktree, folder: Path, bad: Commit) -> None:
         worktree.check_out(bad)
         trial = self._try(folder, bad)
-        _check_trained("bad", trial)
+        self._check_trained("bad", trial)
         if trial.verdict == "equal":
             until = "" if self.until is None else f" until epoch {self.until}"
             raise CommandError(
-                f"The training of the bad commit {bad.short} is equal to the good one{until}. Give "
-                "a later epoch or another commit. If the command imports the project from where it "
-                "is installed (pip install -e), each commit trains the same code: set PYTHONPATH=."
+                f"The training of the bad {self.side} {bad.short} is equal to the good "
+                f"one{until}. Give a later epoch or another {self.side}. {self.equal_advice}"
+            )
+
+    def _check_trained(self, role: str, trial: Trial) -> None:
+        if trial.verdict == "skipped":
+            raise CommandError(
+                f"The {role} {self.side} {trial.commit.short} must train, and it does not: "
+                f"{trial.reason}"
             )
 
     def _find_good(self, worktree: Worktree, folder: Path, bad: Commit) -> tuple[Commit, Commit]:
@@ -185,7 +210,7 @@ class Bisection:
     def _try(self, folder: Path, commit: Commit) -> Trial:
         """Train the commit that is checked out, compare it, and keep the result."""
         number = len(self._trials) + 1
-        own = make_run_folder(self.output, f"{number:03d}-{commit.short}")
+        own = make_run_folder(self.output, f"{number:03d}-{commit.sha[:10]}")
         counter = EpochCounter(own)
         until = self.until
 
@@ -196,12 +221,13 @@ class Bisection:
         failure: CommandError | None = None
         try:
             with _working_in(folder):
+                variables = self.prepare(self._worktree)
                 run_once(
                     self.command,
                     own,
                     title=f"training {number}, {commit.short}",
                     timeout=self.timeout,
-                    variables=self._variables(),
+                    variables={**self._variables(), **variables},
                     killed_when=has_reached_end,
                     expected_seconds=self._trials[-1].seconds if self._trials else None,
                 )
@@ -238,13 +264,6 @@ class Bisection:
         if failure is not None:
             return Trial(commit, "skipped", seconds, str(failure).partition("\n")[0])
         return Trial(commit, "equal", seconds)
-
-
-def _check_trained(role: str, trial: Trial) -> None:
-    if trial.verdict == "skipped":
-        raise CommandError(
-            f"The {role} commit {trial.commit.short} must train, and it does not: {trial.reason}"
-        )
 
 
 @contextmanager

@@ -41,8 +41,8 @@ class Commit:
 
     @property
     def short(self) -> str:
-        """The first ten digits of its name."""
-        return self.sha[:10]
+        """The first ten digits of its name; the subject of a list of packages, without author."""
+        return self.sha[:10] if self.author else self.subject
 
 
 class Repository:
@@ -60,7 +60,7 @@ class Repository:
 
     def __init__(self, folder: Path) -> None:
         try:
-            top = _git(folder, "rev-parse", "--show-toplevel")
+            top = run_git(folder, "rev-parse", "--show-toplevel")
         except CommandError as error:
             raise SettingError(
                 f"The folder {folder} is not in the working tree of a git repository. Run d9m "
@@ -75,7 +75,9 @@ class Repository:
             SettingError: If there is none.
         """
         try:
-            text = _git(self.root, "log", "-1", f"--format={_FORMAT}", "--end-of-options", revision)
+            text = run_git(
+                self.root, "log", "-1", f"--format={_FORMAT}", "--end-of-options", revision
+            )
         except CommandError:
             raise SettingError(
                 f"{revision!r} does not name a commit of {self.root}. Give a hash, a tag, a branch "
@@ -86,21 +88,23 @@ class Repository:
     def is_ancestor(self, earlier: Commit, later: Commit) -> bool:
         """Return whether a commit comes before another one."""
         with suppress(CommandError):
-            _git(self.root, "merge-base", "--is-ancestor", earlier.sha, later.sha)
+            run_git(self.root, "merge-base", "--is-ancestor", earlier.sha, later.sha)
             return True
         return False
 
     def count_between(self, earlier: Commit, later: Commit) -> int:
         """Return how many commits ``earlier..later`` has."""
-        return int(_git(self.root, "rev-list", "--count", f"{earlier.sha}..{later.sha}"))
+        return int(run_git(self.root, "rev-list", "--count", f"{earlier.sha}..{later.sha}"))
 
     def list_ancestors(self, commit: Commit) -> list[str]:
         """Return the names of a commit and its first parents, newest first."""
-        return _git(self.root, "rev-list", "--first-parent", commit.sha).split()
+        return run_git(self.root, "rev-list", "--first-parent", commit.sha).split()
 
     def show(self, commit: Commit) -> str:
         """Return what a commit changed, as a patch below a list of files."""
-        return _git(self.root, "show", "--format=", "--stat", "--patch", "--no-color", commit.sha)
+        return run_git(
+            self.root, "show", "--format=", "--stat", "--patch", "--no-color", commit.sha
+        )
 
     @contextmanager
     def open_worktree(self, links: Sequence[str] = ()) -> "Iterator[Worktree]":
@@ -118,11 +122,11 @@ class Repository:
                 raise SettingError(f"--link is {link!r}, and {self.root / link} does not exist.")
         with tempfile.TemporaryDirectory(prefix="d9m-bisect-") as parent:
             folder = Path(parent, self.root.name)
-            _git(self.root, "worktree", "add", "--detach", "--quiet", str(folder), "HEAD")
+            run_git(self.root, "worktree", "add", "--detach", "--quiet", str(folder), "HEAD")
             try:
                 yield Worktree(self, folder, tuple(links))
             finally:
-                _git(self.root, "worktree", "remove", "--force", str(folder))
+                run_git(self.root, "worktree", "remove", "--force", str(folder))
 
 
 @dataclass(frozen=True)
@@ -142,13 +146,13 @@ class Worktree:
     def check_out(self, commit: Commit) -> None:
         """Check out a commit; files that an earlier training left are removed."""
         self._clean()
-        _git(self.folder, "checkout", "--quiet", "--detach", commit.sha)
+        run_git(self.folder, "checkout", "--quiet", "--detach", commit.sha)
         self._link()
 
     def start(self, good: Commit, bad: Commit) -> tuple[list[Commit], bool]:
         """Begin a bisection; see ``mark`` for what is returned."""
         self._clean()
-        return self._read(_git(self.folder, "bisect", "start", bad.sha, good.sha))
+        return self._read(run_git(self.folder, "bisect", "start", bad.sha, good.sha))
 
     def mark(self, verdict: str) -> tuple[list[Commit], bool]:
         """Tell git that the current commit is ``"good"`` or ``"bad"``, or to ``"skip"`` it.
@@ -158,7 +162,7 @@ class Worktree:
             if skipped commits hide it, all that it may be; and True.
         """
         self._clean()
-        return self._read(_git(self.folder, "bisect", verdict, allowed=(0, 2)))
+        return self._read(run_git(self.folder, "bisect", verdict, allowed=(0, 2)))
 
     def _read(self, output: str) -> tuple[list[Commit], bool]:
         find = self.repository.find_commit
@@ -167,12 +171,12 @@ class Worktree:
         if _ONLY_SKIPPED in output:
             return [find(sha) for sha in _COMMIT_LINE.findall(output)], True
         self._link()
-        return [find(_git(self.folder, "rev-parse", "HEAD").strip())], False
+        return [find(run_git(self.folder, "rev-parse", "HEAD").strip())], False
 
     def _clean(self) -> None:
         """Remove what a training changed and left, also what git ignores, and the links."""
-        _git(self.folder, "reset", "--hard", "--quiet")
-        _git(self.folder, "clean", "-ffdxq")
+        run_git(self.folder, "reset", "--hard", "--quiet")
+        run_git(self.folder, "clean", "-ffdxq")
 
     def _link(self) -> None:
         for link in self.links:
@@ -182,7 +186,7 @@ class Worktree:
                 path.symlink_to(self.repository.root / link)
 
 
-def _git(folder: Path, *words: str, allowed: Sequence[int] = (0,)) -> str:
+def run_git(folder: Path, *words: str, allowed: Sequence[int] = (0,)) -> str:
     """Run git in a folder and return what it printed.
 
     Raises:

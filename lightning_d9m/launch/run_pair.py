@@ -13,6 +13,7 @@ from lightning_d9m.comparison.rank_drift import find_rank_drift
 from lightning_d9m.comparison.result import Divergence
 from lightning_d9m.errors import CommandError, DriftError
 from lightning_d9m.launch.fit_pairs import pair_fits
+from lightning_d9m.launch.left_files import FileWatch
 from lightning_d9m.launch.run import make_run_folder, read_fits, run_once
 from lightning_d9m.ledger.folder import Ledger, list_fits, read_ledger
 from lightning_d9m.ledger.format.records import Digests, End
@@ -84,16 +85,21 @@ class Runner:
         output: Parent folder of all runs.
         timeout: Seconds after which a run counts as hanging.
         variables: Environment variables of every run.
+        files: What the runs write and read.
     """
 
     command: list[str]
     output: Path
     timeout: float | None
     variables: Mapping[str, str]
+    files: FileWatch = field(init=False)
     _numbers: "count[int]" = field(default_factory=lambda: count(1))
     _first: Mapping[str, Ledger] | None = None
     _seconds: float | None = None  # of the last run
     _stage: str = ""
+
+    def __post_init__(self) -> None:
+        self.files = FileWatch(self.command, self.output)
 
     def run(self, stage: str, *, dump: str = "", filled: bool = False, **probes: str) -> ProbedRun:
         """Run once.
@@ -130,6 +136,7 @@ class Runner:
                 raise
             drift_error = error
         self._seconds = time.monotonic() - start
+        self.files.note_run()
         fits = read_fits(folder, self.command)
         if self._first is None:
             self._first = fits

@@ -17,6 +17,9 @@ PROBE_KINDS = (
     "gradient",
     "scalar",
 )
+# The state that a batch starts from, and what hooks may write to.
+STATE = frozenset({"rng", "weight", "buffer", "optimizer"})
+WRITTEN = STATE | {"gradient"}
 ALL = "all"
 # What the module that holds everything is called; its own name is empty.
 ROOT = "(model)"

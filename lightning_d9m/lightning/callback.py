@@ -14,7 +14,7 @@ import torch
 from lightning_d9m.control.environment import EarlyVariables
 from lightning_d9m.control.settings import read_path, validate_choice
 from lightning_d9m.ledger.format.records import End
-from lightning_d9m.lightning.fault_injection import apply_interrupt_variables
+from lightning_d9m.lightning.fault_injection import apply_interrupt_variables, change_last_bits
 from lightning_d9m.lightning.launched_runs import launch_run
 from lightning_d9m.lightning.lightning_private import wrap_launches
 from lightning_d9m.lightning.logical_ranks.refusals import refuse_unread_variable
@@ -34,8 +34,8 @@ from lightning_d9m.lightning.strategies import check_strategy, register_strategi
 from lightning_d9m.lightning.trainer_attributes import list_callbacks
 from lightning_d9m.lightning.trainer_session import TrainerSession
 from lightning_d9m.probes.settings import make_settings
-from lightning_d9m.recording.ledger_recorder import Policy
 from lightning_d9m.recording.rank_liveness import RankLiveness
+from lightning_d9m.recording.run_recorder import Policy
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback as _Callback
@@ -218,7 +218,8 @@ class DeterminismCallback(_Callback):
         """Verify the switches, open the ledger and record the initial weights."""
         self._open_session.has_trained = True
         self._checkpoint_state.fit.begin()
-        self._recorder.further_settings = self._probe_recorder.as_record()
+        last_bits = change_last_bits(pl_module)
+        self._recorder.further_settings = self._probe_recorder.as_record() | last_bits
         self._probe_recorder.begin(trainer, pl_module, self._recorder, self._policy.on_drift)
         self._probe_recorder.save_state(trainer, "initial")
         self._recorder.begin(trainer, pl_module, self._open_session)

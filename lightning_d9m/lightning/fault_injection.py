@@ -8,6 +8,9 @@ user's program needs no change:
 - ``LIGHTNING_D9M_CHECKPOINT_DIR``: the folder for the survey, or for the checkpoint and a file that
   marks that the point was reached;
 - ``LIGHTNING_D9M_RESUME``: the checkpoint to resume from, as ``fit(ckpt_path=...)`` does.
+
+``d9m repeat --last-bits`` sets ``LIGHTNING_D9M_LAST_BITS``, a number that changes the last bit of
+each weight when a fit begins. It applies to each fit, and the ledger records it.
 """
 
 import os
@@ -16,8 +19,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+import torch
+
+from lightning_d9m.errors import SettingError
 from lightning_d9m.launch.interruption_points import (
     CHECKPOINT,
+    LAST_BITS,
+    LAST_BITS_SETTING,
     MARK,
     EpochShape,
     InterruptionPoint,
@@ -62,6 +70,31 @@ def apply_interrupt_variables(
             if request.point is None
             else CheckpointAndKill(request.folder, request.point)
         )
+
+
+def change_last_bits(
+    module: "LightningModule", environment: Mapping[str, str] = os.environ
+) -> dict[str, str | int]:
+    """Move each weight to the next number above or below, as the variable's number draws it.
+
+    Returns:
+        The setting that the ledger records; empty if the variable is not set.
+
+    Raises:
+        SettingError: If the variable is not a whole number.
+    """
+    text = environment.get(LAST_BITS)
+    if not text:
+        return {}
+    if not text.isdecimal():
+        raise SettingError(f"{LAST_BITS} is {text!r}; allowed: digits, such as 1.")
+    generator = torch.Generator().manual_seed(int(text))
+    with torch.no_grad():
+        for weight in module.parameters():
+            upwards = torch.randint(2, weight.shape, generator=generator).bool()
+            limit = torch.where(upwards, torch.inf, -torch.inf).to(weight)
+            weight.copy_(torch.nextafter(weight, limit))
+    return {LAST_BITS_SETTING: int(text)}
 
 
 class EpochShapeCallback(_Callback):

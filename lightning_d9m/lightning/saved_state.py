@@ -136,7 +136,7 @@ class SavedResult(_Stored):
         value: The reduction so far, of a tensor.
         count: The number of samples so far, of a tensor that is averaged.
         updates: The number of updates.
-        cache: Its value for the last batch, if that is a plain value.
+        cache: Its value for the last batch, encoded, if that is a plain value.
         has_reset: Whether Lightning has reset it since the last update.
     """
 
@@ -149,7 +149,7 @@ class SavedResult(_Stored):
     value: Tensor | None
     count: Tensor | None
     updates: int
-    cache: Any
+    cache: Tensor | None
     has_reset: bool
 
 
@@ -195,7 +195,7 @@ class SavedRank(_Stored):
         ledger: The position in the ledger; None if none was open.
         pending: Values that wait for the next record.
         logged: The sums that its logical ranks have logged, from every rank; see ``LoggedValues``.
-        metric_states: The states of metrics by path and logical rank.
+        metric_states: The encoded states of metrics by path and logical rank.
     """
 
     _nested = {  # noqa: RUF012 - a ClassVar of the base class

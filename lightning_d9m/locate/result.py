@@ -32,6 +32,8 @@ class SearchResult:
         reference_rank: The rank whose values are the expected ones, if ranks of one run differ.
         samples: How the samples of the epoch compare, if batches differ.
         lines: Lines of the program that may explain the cause, the likeliest first.
+        left: A sentence on files through which a run may have changed later ones.
+        writer: What ran when the first place was written; empty if it is not known.
     """
 
     cause: Cause | None = None
@@ -44,6 +46,8 @@ class SearchResult:
     reference_rank: int | None = None
     samples: "SampleComparison | None" = None
     lines: "list[Finding]" = field(default_factory=list)
+    left: str = ""
+    writer: str = ""
 
     def as_json(self) -> dict[str, Any]:
         """Return the result for ``--json``."""
@@ -71,8 +75,9 @@ class SearchResult:
             record["reference_rank"] = self.reference_rank
         if self.samples is not None:
             record["samples"] = asdict(self.samples) | {"same": self.samples.same}
-        if self.lines:
-            record["lines"] = [finding.as_record() for finding in self.lines]
+        lines = [finding.as_record() for finding in self.lines]
+        further = {"lines": lines, "left": self.left, "writer": self.writer}
+        record |= {name: value for name, value in further.items() if value}
         return record
 
 

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from lightning_d9m.comparison.causes import (
     OUTSIDE,
-    STATE,
     UNINITIALIZED,
     earliest_divergences,
     find_cause,
@@ -17,13 +16,15 @@ from lightning_d9m.comparison.causes import (
 from lightning_d9m.comparison.rank_drift import find_rank_drift, reference_rank
 from lightning_d9m.comparison.result import Divergence
 from lightning_d9m.launch.run_pair import Runner, RunPair, escape_name
-from lightning_d9m.ledger.kinds import ROOT
+from lightning_d9m.ledger.kinds import ROOT, STATE, WRITTEN
 from lightning_d9m.ledger.stack import SHARDED_PARAMETERS
 from lightning_d9m.locate.result import SearchResult, describe_place
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+_WHOLE = "whole run"
+_SUSPECTS = "suspects"
 _FIRST = "steps of the epoch"
 _SECOND = "modules of the step"
 _OPERATIONS = "operations of "
@@ -35,6 +36,8 @@ _OPS = f"{_MODULES},op"
 # Most bytes that the batches of an epoch may take on disk, for each run.
 _MOST_BYTES = 2 * 10**9
 _MOST_LINES = 5
+# The first steps, of which the look at suspects takes probes.
+_SUSPECT_STEPS = "0:1000"
 
 
 class Search:
@@ -43,11 +46,15 @@ class Search:
     Args:
         runner: Runs the command in pairs.
         tries: Most pairs for each look, until one differs.
+        suspects: Whether the program has lines that make batches, numbers or weights differ. Then
+            the first look has probes of them, so that it tells whether they do.
     """
 
-    def __init__(self, runner: Runner, tries: int) -> None:
+    def __init__(self, runner: Runner, tries: int, *, suspects: bool = False) -> None:
         self._runner = runner
         self._tries = tries
+        self._suspects = suspects
+        self._gone = False  # whether no pair of a later look differs
         self._found = SearchResult()
         self._low = 0
         self._probes: dict[str, str] = {}
@@ -61,11 +68,16 @@ class Search:
                 if self._found.cause is None:
                     raise
                 self._found.looks.append(f"stopped: {type(error).__name__}: {error}")
+        if self._gone:
+            self._found.left = self._runner.files.describe(first_alone=True)
         return self._found
 
     def _narrow(self) -> None:
         """Look closer and closer; each look adds to what was found."""
-        pair = self._look("whole run")
+        if self._suspects:
+            pair = self._look(_SUSPECTS, probes=_STEPS, probe_steps=_SUSPECT_STEPS)
+        else:
+            pair = self._look(_WHOLE)
         if pair is not None and pair.rank_drift:
             locate_rank_drift(self._runner, pair, self._found)
             return
@@ -84,7 +96,11 @@ class Search:
         # the last point at which the runs are known to agree.
         low, high = pair.steps_of_epoch(first.epoch)
         self._low = low
-        for stage, kinds in ((_FIRST, _STEPS), (_SECOND, _MODULES)):
+        stages = [(_FIRST, _STEPS), (_SECOND, _MODULES)]
+        if first.moment == "batch":  # the look at suspects saw the step
+            high = first.step + 1
+            del stages[0]
+        for stage, kinds in stages:
             seen = self._look(stage, probes=kinds, probe_steps=f"{low}:{max(high, low + 1)}")
             if seen is None:
                 return None
@@ -122,6 +138,7 @@ class Search:
             measure_saved,
             split_leaf,
         )
+        from lightning_d9m.probes.hook_trace import find_writer
 
         found = self._found
         if not found.divergences or found.pair is None:
@@ -130,7 +147,8 @@ class Search:
             return ()
         first, initial = found.divergences[0], found.divergences[0].moment == "initial"
         found.magnitude = measure_recorded(first)
-        kind = kind_of_place(first)
+        draws = first.moment == "batch" and first.kind == "rng"
+        kind = "rng" if draws else kind_of_place(first)
         if found.magnitude is not None or kind is None or not (self._probes or initial):
             return ()
         self._low = first.step if initial else self._low
@@ -143,8 +161,10 @@ class Search:
         at = None if pair is None else _find_again(first, earliest_divergences(pair.comparison)[0])
         if pair is None or at is None:
             return ()
+        if kind in WRITTEN:
+            found.writer = find_writer(pair.dumps, first.rank)
         if kind != "op":
-            found.magnitude = measure_saved(at, kind, pair.dumps)
+            found.magnitude = None if draws else measure_saved(at, kind, pair.dumps)
             return pair.dumps
         found.op = examine_op(at, pair.dumps)
         inputs_differ = found.op is not None and not found.op.inputs_equal
@@ -227,7 +247,7 @@ class Search:
         missed = 0
         for _ in range(self._tries):
             pair = self._runner.run_pair(stage, dump=dump, filled=False, **probes)
-            if pair.rank_drift and not probes:
+            if pair.rank_drift and stage in (_WHOLE, _SUSPECTS):
                 return pair
             if not pair.differs:
                 continue
@@ -250,7 +270,9 @@ class Search:
             self._probes = probes
             return pair
         runs = 2 * self._tries
-        outcome = "nothing differs" if not probes else "the divergence did not occur again"
+        whole = stage in (_WHOLE, _SUSPECTS)
+        self._gone |= not missed and not whole
+        outcome = "nothing differs" if whole else "the divergence did not occur again"
         elsewhere = f", {missed} of {self._tries} pairs differ elsewhere" if missed else ""
         self._found.looks.append(f"{stage}: {outcome} in {runs} runs{elsewhere}")
         return None

@@ -50,6 +50,11 @@ def find_cause_lines(
     return sorted(found, key=lambda f: (order.index(f.rule), f.certainty != "certain"))
 
 
+def explains(rule: str, cause: str) -> bool:
+    """Return whether what a rule finds can be a cause of this kind."""
+    return rule in _RULES.get(cause, ())
+
+
 def find_program(command: Sequence[str]) -> Path | None:
     """Return the Python file that a command runs, or None.
 

@@ -44,8 +44,7 @@ from lightning_d9m.loop.trained_modules import find_trained_module, list_paramet
 from lightning_d9m.probes.settings import ProbeSettings
 from lightning_d9m.probes.trace import ProbePoint, StatePoint
 from lightning_d9m.recording.collective import Ranks
-from lightning_d9m.recording.ledger_recorder import Policy
-from lightning_d9m.recording.run_recorder import RunRecorder, describe_training
+from lightning_d9m.recording.run_recorder import Policy, RunRecorder, describe_training
 
 EVERY = variable_of("every_n_steps")
 _EVERY = 100

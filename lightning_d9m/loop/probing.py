@@ -10,6 +10,7 @@ import torch
 from lightning_d9m.control.env_settings import variable_of
 from lightning_d9m.errors import SettingError
 from lightning_d9m.hashing.model_tensors import ModelTensors
+from lightning_d9m.ledger.kinds import VALIDATION
 from lightning_d9m.lightning.probing.batch_state import take_states, take_step
 from lightning_d9m.lightning.probing.dispatch_mode import OpMode
 from lightning_d9m.lightning.probing.module_hooks import hook_model
@@ -65,14 +66,20 @@ class LoopProbes:
             self.close()
             return
         self._collector.begin(point)
-        take_states(self._tensors, self._optimizers, self._settings, self._collector)
-        if "batch" in self._kinds and batch is not None:
-            self._collector.add("batch", "batch", batch)
+        if point.batch <= VALIDATION:  # no later batch of a validation changes it
+            take_states(self._tensors, self._optimizers, self._settings, self._collector)
+        if batch is not None:
+            self.take_batch(batch)
         if self._hooks is None:
             self._hooks = self._hook()
         if self._ops is not None:
             self._ops.begin()
         self._enter_ops()
+
+    def take_batch(self, batch: Any) -> None:
+        """Record the batch, or what the model is given of it."""
+        if "batch" in self._kinds and self._collector.listens:
+            self._collector.add("batch", "batch", batch)
 
     def end_batch(self, loss: torch.Tensor | None, scalars: dict[str, float]) -> None:
         """Record the results of the batch, and write its records."""

@@ -9,14 +9,22 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 
+from lightning_d9m.control.data.sampler_state import list_unsaved
 from lightning_d9m.control.generators import decode_rng, encode_rng, find_lost_devices
-from lightning_d9m.control.seeding import capture_rng, restore_rng
+from lightning_d9m.control.seeding import (
+    capture_rng,
+    derive_seed,
+    restore_rng,
+    rng_restored,
+    seed_all,
+)
 from lightning_d9m.control.session import Session, next_fit
 from lightning_d9m.control.settings import read_path
 from lightning_d9m.errors import InexactResumeError, SettingError
 from lightning_d9m.hashing.flat_parameters import find_hybrid_sharding
 from lightning_d9m.launch.interruption_points import InterruptRequest, read_request
 from lightning_d9m.ledger.format.records import End
+from lightning_d9m.ledger.kinds import VALIDATION
 from lightning_d9m.loop.batches import Batches, EpochBatches, unwrap_model, unwrap_optimizer
 from lightning_d9m.loop.interruption import Interruption, name_parts
 from lightning_d9m.loop.probing import LoopProbes, read_probe_settings
@@ -26,8 +34,7 @@ from lightning_d9m.loop.saved_loop import SavedLoop
 from lightning_d9m.probes.settings import make_settings
 from lightning_d9m.probes.trace import ProbePoint, StatePoint
 from lightning_d9m.recording.collective import Ranks
-from lightning_d9m.recording.ledger_recorder import Policy
-from lightning_d9m.recording.run_recorder import RunRecorder, describe_training
+from lightning_d9m.recording.run_recorder import Policy, RunRecorder, describe_training
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -111,6 +118,7 @@ class Recorder:
         self.next_epoch = self.global_step = 0
         self._iterated = 0  # iterations of `batches` in this epoch
         self._stepped = False  # in this epoch
+        self._validated = 0  # batches of validations since the last step
         self._scalars: dict[str, float] = {}
 
     def __enter__(self) -> "Self":
@@ -246,6 +254,45 @@ class Recorder:
             self._probes.start_batch(point, batch)
         self._batch += 1
 
+    def take_batch(self, batch: object) -> None:
+        """Probe what the model is given, in a loop that does not show its batches before."""
+        if self._probes is not None:
+            self._probes.take_batch(batch)
+
+    def validation(self, loader: Iterable[T]) -> Iterator[T]:
+        """Give out the batches of a validation within the training, which probes record too.
+
+        What it draws depends on the seed and the steps before it, and the training continues with
+        the numbers that it draws without a validation.
+        """
+        settings = self._open_session.settings
+        with rng_restored():
+            seed_all(
+                derive_seed(
+                    settings.seed,
+                    "validate",
+                    fit=self._fit,
+                    rank=self._ranks.rank,
+                    epoch=self.global_step,
+                )
+            )
+            for batch in loader:
+                self.start_validation_batch(batch)
+                yield batch
+                self.end_validation_batch()
+
+    def start_validation_batch(self, batch: object) -> None:
+        """Probe a batch of a validation; ``validation`` does it."""
+        if self._probes is not None:  # it belongs to the training batch before it
+            step, number = max(self.global_step - 1, 0), VALIDATION + self._validated
+            self._validated += 1
+            self._probes.start_batch(ProbePoint(self.next_epoch, step, number), batch)
+
+    def end_validation_batch(self) -> None:
+        """Write the probes of a batch of a validation; ``validation`` does it."""
+        if self._probes is not None:
+            self._probes.end_batch(None, {})
+
     def step(self, loss: torch.Tensor | float | None = None, **scalars: float) -> None:
         """Count a step of the optimizer, after it.
 
@@ -260,7 +307,7 @@ class Recorder:
             self._probes.end_batch(None if loss is None else self._run.loss, scalars)
         self.global_step += 1
         self._run.keep_step(self.global_step, self._optimizers, self._schedulers)
-        self._stepped = True
+        self._stepped, self._validated = True, 0
         self._interruption.end_step()
 
     def log(self, loss: torch.Tensor | float | None = None, **scalars: float) -> None:
@@ -345,8 +392,8 @@ class Recorder:
 
         Raises:
             CheckpointError: If the state is not one, or of another rank, seed or number of ranks.
-            InexactResumeError: If FSDP1 shards the model within groups of ranks, or the generator
-                of a device cannot be restored.
+            InexactResumeError: If FSDP1 shards the model within groups of ranks, the generator of a
+                device cannot be restored, or a sampler has changed what no checkpoint can hold.
             SettingError: After the training has begun.
         """
         _ = self._open_session
@@ -362,7 +409,8 @@ class Recorder:
         rank, seed = self._ranks.rank, session.settings.seed
         saved.check_run(rank=rank, world_size=self._world_size, seed=seed)
         sharding = find_hybrid_sharding(self._wrapped.modules())
-        if problems := [*filter(None, [sharding]), *find_lost_devices(saved.rng)]:
+        problems = [*filter(None, [sharding]), *find_lost_devices(saved.rng)]
+        if problems := problems + list_unsaved(saved.samplers):
             text = f"This loop would not resume exactly: {' '.join(problems)}"
             raise InexactResumeError(text, reasons=problems)
         self._open_batches.release()

@@ -53,7 +53,7 @@ class TransformersCallback(TrainerCallback or object):  # type: ignore[misc]
         on_stack_difference: What to do if the stack differs from the reference's: ``"raise"``,
             ``"warn"`` or ``"ignore"``.
         probes: Kinds of values whose digests are recorded in every step, such as ``"weight"`` or
-            ``"output"``; all but ``"batch"``.
+            ``"output"``. A batch is what the model is given.
         probe_modules: Patterns of the names of modules that are probed.
         probe_steps: Global steps that are probed, ``"a:b"`` from a up to but without b.
         probe_ranks: Ranks that record probes; None means all.
@@ -100,7 +100,7 @@ class TransformersCallback(TrainerCallback or object):  # type: ignore[misc]
         self.recorder: TransformersRecorder | None = None
         self._is_open = False
         self._loss: Tensor | None = None
-        self._loss_hook: RemovableHandle | None = None
+        self._model_hooks: list[RemovableHandle] = []
         resume_first_training(self)
 
     def __repr__(self) -> str:
@@ -141,7 +141,10 @@ class TransformersCallback(TrainerCallback or object):  # type: ignore[misc]
         find_session().call_on_close(self._give_up)
         self._loss = None
         # The Trainer tells its callbacks only a mean over some steps.
-        self._loss_hook = kwargs["model"].register_forward_hook(self._keep_loss)
+        self._model_hooks = [
+            kwargs["model"].register_forward_pre_hook(self._take_batch, with_kwargs=True),
+            kwargs["model"].register_forward_hook(self._keep_loss),
+        ]
         try:
             saved = ranks.raise_on_all(lambda: self._read_checkpoint(args, state, chosen))
             if saved is not None:
@@ -223,6 +226,18 @@ class TransformersCallback(TrainerCallback or object):  # type: ignore[misc]
         assert self.recorder is not None, "the Trainer calls on_train_begin before other events"
         return self.recorder
 
+    def _take_batch(self, model: Module, args: object, kwargs: object) -> None:
+        """Probe what the model is given; the Trainer tells its callbacks of no batch."""
+        if model.training:
+            self._recorder.take_batch((args, kwargs))
+        else:
+            self._recorder.start_validation_batch((args, kwargs))
+
+    def on_prediction_step(self, *_: Any, **__: Any) -> None:
+        """Write the probes of a batch of a validation within a training."""
+        if self._is_open:
+            self._recorder.end_validation_batch()
+
     def _keep_loss(self, model: Module, _: object, outputs: object) -> None:
         """Keep the loss that the model returns, of the last batch of a step."""
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else None
@@ -258,8 +273,8 @@ class TransformersCallback(TrainerCallback or object):  # type: ignore[misc]
 
     def _close(self, error: Exception | None) -> None:
         self._is_open = False
-        if self._loss_hook is not None:
-            self._loss_hook.remove()
+        for hook in self._model_hooks:
+            hook.remove()
         self._recorder.__exit__(None if error is None else type(error), error, None)
 
 

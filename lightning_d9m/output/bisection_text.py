@@ -50,14 +50,16 @@ def format_bisection(result: BisectResult, *, verbose: bool = False) -> list[str
     tested = [trial for trial in result.trials if trial.verdict != "skipped"]
     skipped = len(result.trials) - len(tested)
     lines.append(
-        f"trained: {pluralize(len(tested), 'time')} for {pluralize(result.commits, 'commit')}"
+        f"trained: {pluralize(len(tested), 'time')} for {pluralize(result.commits, result.noun)}"
         + (
             f", {skipped} skipped because {'it' if skipped == 1 else 'they'} did not train"
             if skipped
             else ""
         )
     )
-    steps = [(f"git show {result.candidates[0].short}", "shows the whole commit")]
+    steps = []
+    if result.patch:
+        steps.append((f"git show {result.candidates[0].short}", "shows the whole commit"))
     if result.guilty is not None and (found := result.guilty.comparison) is not None:
         paths = printable(shlex.join([str(found.expected), str(found.actual)]))
         steps.append((f"d9m report {paths}", "shows the difference as a page"))
@@ -66,17 +68,19 @@ def format_bisection(result: BisectResult, *, verbose: bool = False) -> list[str
 
 def _format_candidates(result: BisectResult) -> Iterator[str]:
     if len(result.candidates) == 1:
-        yield from wrap(f"first commit that differs: {_describe(result.candidates[0])}")
+        yield from wrap(f"first {result.noun} that differs: {_describe(result.candidates[0])}")
         return
     yield from wrap(
-        f"The first commit that differs is one of these {len(result.candidates)}; the others in "
-        "between did not train:"
+        f"The first {result.noun} that differs is one of these {len(result.candidates)}; the "
+        "others in between did not train:"
     )
     for commit in result.candidates:
         yield f"  {_describe(commit)}"
 
 
 def _describe(commit: Commit) -> str:
+    if not commit.author:
+        return escape(commit.subject)
     return f"{commit.short} {escape(commit.subject)} ({escape(commit.author)}, {commit.date})"
 
 
@@ -92,7 +96,7 @@ def _format_patch(result: BisectResult, *, verbose: bool) -> Iterator[str]:
 
 def _format_difference(trial: Trial, *, verbose: bool) -> Iterator[str]:
     if trial.comparison is None:
-        yield from wrap("It trains another number of fits than the good commit.")
+        yield from wrap("It trains another number of fits than the good one.")
     else:
         yield from format_evidence(trial.comparison, verbose=verbose)
     if (distance := trial.distance) is not None:

@@ -3,11 +3,11 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from lightning_d9m.comparison.causes import STATE
+from lightning_d9m.ledger.kinds import STATE
 from lightning_d9m.locate.result import describe_place
 from lightning_d9m.output.comparison_text import format_field
 from lightning_d9m.output.terminal import make_table, measure, render, wrap
-from lightning_d9m.text import escape
+from lightning_d9m.text import escape, printable
 
 if TYPE_CHECKING:
     from lightning_d9m.comparison.numeric_difference import Magnitude
@@ -43,10 +43,13 @@ def describe(found: "SearchResult", *, determinism: bool, verbose: bool = False)
 
 
 def _describe_cause(found: "SearchResult", *, verbose: bool) -> Iterator[str]:
+    from lightning_d9m.locate.source_scan import explains
+
     assert found.cause is not None, "something differs"
     yield from _describe_moment(found)
     for finding in found.lines:
-        yield from _label("line", f"{escape(finding.location, _LONGEST)}: {escape(finding.code)}")
+        label = "line" if explains(finding.rule, found.cause.kind) else "suspect"
+        yield from _label(label, f"{escape(finding.location, _LONGEST)}: {escape(finding.code)}")
         yield from _label("", f"{finding.rule}: {finding.reason}")
     if found.samples is not None:
         yield from _label("samples", _describe_samples(found.samples))
@@ -58,6 +61,8 @@ def _describe_cause(found: "SearchResult", *, verbose: bool) -> Iterator[str]:
             yield from _describe_fix(found.op)
     elif found.magnitude is not None:
         yield from _describe_magnitude(found.magnitude, verbose=verbose)
+    if found.left:
+        yield from _label("files", printable(found.left))
     if found.cause.advice:
         yield from _label("advice", found.cause.advice)
 
@@ -98,9 +103,11 @@ def _describe_moment(found: "SearchResult") -> Iterator[str]:
 def _describe_writing(found: "SearchResult") -> Iterator[str]:
     """Yield when the state that differs at the beginning of a batch was written."""
     first = found.divergences[0]
-    if first.moment != "batch" or first.kind not in STATE or found.reference_rank is not None:
+    if found.writer:
+        yield from _label("written", escape(found.writer, _LONGEST))
+    elif first.moment != "batch" or first.kind not in STATE or found.reference_rank is not None:
         return
-    if first.call:
+    elif first.call:
         yield from _label("written", f"in step {first.step}, before the optimizer's step")
     elif first.step:
         yield from _label(

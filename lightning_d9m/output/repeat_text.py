@@ -94,6 +94,8 @@ class RepeatReport:
         resumed: Whether runs from run 2 on were killed and resumed.
         printed: The first line of the output in which a run differs from run 1, with its
             counterpart.
+        left: Returns a sentence on files through which runs may have changed later ones, given
+            ``first_alone``, whether only run 1 differs from the others.
         watch: Returns what watches the comparison of a fit, given the run's number and the fit's
             name.
     """
@@ -107,13 +109,14 @@ class RepeatReport:
         *,
         resumed: bool = False,
         printed: str = "",
+        left: Callable[..., str] = lambda *, first_alone: "",  # noqa: ARG005 - nothing is known
         watch: Callable[[int, str], RecordObserver] | None = None,
     ) -> None:
         self._runs = runs
         self._command = command
         self._output = output
         self._failures = failures
-        self._resumed, self._printed = resumed, printed
+        self._resumed, self._printed, self._left = resumed, printed, left
         self._counts = [run.processes for run in runs.values() if run.processes is not None]
         # Fits are matched by name, so that a missing fit does not shift the others.
         names = list(dict.fromkeys(name for run in runs.values() for name in run.fits))
@@ -192,6 +195,7 @@ class RepeatReport:
         differing = self._differing[0].comparison if self._differing else None
         evidence = [] if differing is None else format_evidence(differing)
         evidence += [f"Run {failure.run} failed: {failure.error}" for failure in self._failures]
+        evidence += self._list_left()
         table = format_markdown_table(list_columns(self._rows), self._rows)
         return format_markdown(self.state_verdict(), evidence, table)
 
@@ -230,16 +234,30 @@ class RepeatReport:
                 f"{len(differing)} of {len(compared)} pairs differ, so one pair of runs may miss "
                 "it."
             )
-        final = {
-            entry.fit: {row.weights for row in self._rows if row.fit == entry.fit and row.run > 1}
-            for entry in self._differing
-        }
-        if all(len(weights) == 1 and "" not in weights for weights in final.values()):
+        if self._first_alone:
             return (
                 "All later runs end with the same weights: look for files that run 1 left and "
                 "later runs read, such as a cache or a checkpoint."
             )
         return ""
+
+    @property
+    def _first_alone(self) -> bool:
+        """Whether all of several later runs differ from run 1 and end with the same weights."""
+        final = {
+            entry.fit: [row.weights for row in self._rows if row.fit == entry.fit and row.run > 1]
+            for entry in self._differing
+        }
+        return bool(final) and all(
+            len(weights) >= _SEVERAL and len(set(weights)) == 1 and weights[0]
+            for weights in final.values()
+        )
+
+    def _list_left(self) -> list[str]:
+        """Return a sentence on files that may have carried a difference from run to run."""
+        if self._resumed or not self._differing:
+            return []
+        return list(filter(None, [self._left(first_alone=self._first_alone)]))
 
     def _describe_first(self, entry: FitOutcome) -> str:
         """Return the verdict on the first fit that differs."""
@@ -254,6 +272,8 @@ class RepeatReport:
         for entry in self._differing[:1]:
             assert entry.comparison is not None, "it differs"
             print("\n".join([*format_evidence(entry.comparison, verbose=verbose), ""]))
+        for sentence in self._list_left():
+            print("\n".join([*wrap(printable(sentence)), ""]))
         if self._resumed:
             print(
                 "\n".join(
@@ -315,6 +335,7 @@ class RepeatReport:
                 for row in self._rows
             ],
             "printed": self._printed,
+            "left": self._list_left(),
             "failed": [asdict(failure) for failure in self._failures],
             "ledgers": [list(run.fits) for run in self._runs.values()],
             "differing": [

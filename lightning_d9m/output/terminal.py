@@ -15,6 +15,8 @@ _STYLES = {
     "equal": "green",
     "whole": "green",
     "found": "green",
+    "within noise": "green",
+    "beyond noise": "bold red",
     "between records": "green",
     "different": "bold red",
     "not found": "bold red",

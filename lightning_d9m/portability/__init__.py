@@ -1,6 +1,6 @@
 """The same bits on every machine.
 
-The mode in ``mode`` sees every operation of torch and computes it from operations that IEEE 754
-defines. ``registry`` has the table of rules, ``sums`` the exact sums that most of them need. Read
-``mode`` first.
+Every operation that torch dispatches comes in; its result goes out, computed from operations that
+IEEE 754 defines. Read ``mode.py`` first, then ``registry.py`` with the table of rules, and
+``sums.py``, which most rules need.
 """

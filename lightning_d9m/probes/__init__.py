@@ -1,1 +1,5 @@
-"""Probe settings, traces and dumps."""
+"""Probe settings, traces and dumps.
+
+Values at places of a training step come in; digests in the order of execution go out to a ledger,
+and the values themselves to files if they are asked for. Read ``trace.py`` first.
+"""

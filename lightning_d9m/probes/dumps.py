@@ -37,13 +37,16 @@ class Dump:
     """Saves the values at places.
 
     The names are patterns of those of the places that are saved.
+
+    Attributes:
+        folder: The folder of this rank.
     """
 
     def __init__(self, folder: Path, rank: int, names: Sequence[str] = ("*",)) -> None:
-        self._folder = folder / f"rank-{rank}"
+        self.folder = folder / f"rank-{rank}"
         self._names = tuple(names)
         self._moment: ProbePoint | StatePoint | None = None
-        self._batch = self._folder
+        self._batch = self.folder
         self._count = 0
 
     def save(
@@ -59,7 +62,7 @@ class Dump:
             return
         if moment != self._moment:
             self._moment = moment
-            self._batch = self._folder / moment.folder
+            self._batch = self.folder / moment.folder
             self._count = 0
         entry: dict[str, Any] = {"kind": kind, "name": name, "call": call}
         file = f"{self._count:06d}.pt"

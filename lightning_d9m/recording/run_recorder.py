@@ -1,16 +1,25 @@
-"""The recorder of a training: what the callback of a Trainer and the recorder of a loop share."""
+"""The recorder of a training: writes its ledger, and compares it.
 
+The callback of a Trainer and the recorder of a loop share it. Ranks communicate through ``Ranks``,
+so tests need no processes.
+"""
+
+import os
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 from weakref import WeakSet
 
 import torch
 
 from lightning_d9m.control.environment import control_is_on
-from lightning_d9m.control.settings import Settings
+from lightning_d9m.control.settings import Settings, validate_choice
+from lightning_d9m.errors import D9mError, DriftError, LedgerError
 from lightning_d9m.hashing.flat_parameters import find_flat_layouts
 from lightning_d9m.hashing.model_tensors import ModelTensors
 from lightning_d9m.hashing.shards import reshard
@@ -19,12 +28,15 @@ from lightning_d9m.hashing.training_state import (
     describe_model,
     take_partial_snapshot,
 )
+from lightning_d9m.ledger.folder import rank_path, read_ledger
 from lightning_d9m.ledger.format.records import Digests, End, Header, Json, RunFacts, Scalar
+from lightning_d9m.ledger.format.writer import LedgerWriter
 from lightning_d9m.ledger.program import capture_program
-from lightning_d9m.ledger.stack import capture_stack
+from lightning_d9m.ledger.stack import SHARDED_PARAMETERS, are_portable, capture_stack, check_stack
 from lightning_d9m.recording.collective import Ranks
-from lightning_d9m.recording.ledger_recorder import LedgerRecorder, Policy
 from lightning_d9m.recording.loader_facts import describe_loader
+from lightning_d9m.recording.rank_agreement import RankAgreement, rank_error
+from lightning_d9m.recording.reference import Reference
 from lightning_d9m.recording.replicated_state import (
     ReplicatedState,
     describe_division,
@@ -36,8 +48,35 @@ from lightning_d9m.version import __version__
 NO_SCALARS: Mapping[str, str] = MappingProxyType({})
 
 
+@dataclass(frozen=True)
+class Policy:
+    """The reference of a run, and the effect of differences.
+
+    ``reference`` is the ledger of an earlier run; None for none.
+
+    Raises:
+        SettingError: If a value is not allowed.
+    """
+
+    reference: Path | None = None
+    on_drift: Literal["raise", "warn"] = "raise"
+    on_stack_difference: Literal["raise", "warn", "ignore"] = "raise"
+
+    def __post_init__(self) -> None:
+        validate_choice("on_drift", self.on_drift, ("raise", "warn"))
+        allowed = ("raise", "warn", "ignore")
+        validate_choice("on_stack_difference", self.on_stack_difference, allowed)
+
+    def check_reference(self) -> None:
+        """Raise a ``LedgerError`` if the reference cannot be read."""
+        if self.reference is not None:
+            read_ledger(self.reference)
+
+
 class RunRecorder:
-    """Opens the ledger of a training, digests its state at each moment, and closes the ledger.
+    """Writes the ledger of a training, and checks its state as it is written.
+
+    An error on one rank is raised on all ranks, so that none waits for another.
 
     Attributes:
         model_tensors: The tensors of the model; None if no ledger is open.
@@ -51,38 +90,49 @@ class RunRecorder:
     open_recorders: ClassVar["WeakSet[RunRecorder]"] = WeakSet()
 
     def __init__(self, policy: Policy) -> None:
-        self._policy = policy
-        self._recorder: LedgerRecorder | None = None
+        self._policy = self._present_policy = policy
+        self.digest: str | None = None
+        self.folder: Path | None = None
+        self._forget()
+
+    def _forget(self) -> None:
+        """Forget all that belongs to one ledger."""
+        self._header: Header | None = None
+        self._writer: LedgerWriter | None = None
+        self._problem: LedgerError | None = None
+        self._reference: Reference | None = None
+        self._agreement: RankAgreement | None = None
         self._model: torch.nn.Module | None = None
         self.model_tensors: ModelTensors | None = None
         self.ranks = Ranks(0)
         self.loss: torch.Tensor | None = None
-        self.digest: str | None = None
-        self.folder: Path | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {
-            "_recorder": None,
-            "_model": None,
-            "model_tensors": None,
-            "ranks": Ranks(0),
-            "loss": None,
-        }
+        copied = RunRecorder(self._policy)
+        copied.digest, copied.folder = self.digest, self.folder
+        return vars(copied)
 
     @property
     def is_open(self) -> bool:
         """True while a ledger is open."""
-        return self._recorder is not None
+        return self._header is not None
 
     @property
     def compares(self) -> bool:
         """True if the recorder compares the training with a reference or across ranks."""
-        return self._recorder is not None and self._recorder.compares
+        return self._reference is not None or self._agreement is not None
 
     @property
     def ledger_position(self) -> dict[str, str] | None:
         """The ledger's folder, and the check of this rank's last record; None without one."""
-        return None if self._recorder is None else self._recorder.ledger_position
+        if self._writer is None or self.folder is None:
+            return None
+        try:
+            check = self._writer.refer_to_frames()
+        except LedgerError as error:
+            self._problem = self._problem or error
+            check = self._writer.chain_hash
+        return {"folder": str(self.folder.absolute()), "check": check}
 
     @property
     def loss_text(self) -> str | None:
@@ -105,7 +155,7 @@ class RunRecorder:
         resumed: Mapping[str, Json] | None = None,
         policy: Policy | None = None,
     ) -> None:
-        """Open a ledger, and write its header and the facts of the training.
+        """Open a ledger, write its header and the facts, and accept or refuse the reference.
 
         ``describe`` returns the header, the facts, and what must be equal on all ranks;
         ``make_folder`` makes the ledger's folder, the same on all ranks. ``wrapped`` is the
@@ -120,13 +170,35 @@ class RunRecorder:
         self.ranks = ranks
         header, facts, replicated = ranks.raise_on_all(describe)
         self.folder = make_folder()
-        self._recorder = LedgerRecorder(
-            self.folder, header, policy=policy or self._policy, ranks=ranks, replicated=replicated
-        )
+        self._header, self._present_policy = header, policy or self._policy
+        if ranks.gather is not None and replicated is not None:
+            self._agreement = RankAgreement(ranks.gather, replicated)
         self._model = model if wrapped is None else wrapped
         self.model_tensors = ModelTensors(model)
         self.open_recorders.add(self)
-        self._recorder.begin(facts, resumed)
+        ranks.raise_on_all(lambda: self._begin(header, facts, resumed))
+
+    def _begin(self, header: Header, facts: RunFacts, resumed: Mapping[str, Json] | None) -> None:
+        assert self.folder is not None, "begin() has made it"
+        policy = self._present_policy
+        self._writer = LedgerWriter(rank_path(self.folder, header.rank))
+        self._writer.write(header.as_record())
+        if resumed is not None:
+            self._writer.write(_name_parent(resumed, self.folder))
+        self._writer.write(facts.as_record())
+        if policy.reference is None:
+            return
+        reference = self._reference = Reference(policy.reference, header.rank, writing=self.folder)
+        # The stack first: a different driver must not look like nondeterminism.
+        portable = are_portable(reference.header.settings, header.settings)
+        allowed = "ignore" if portable else policy.on_stack_difference
+        warning = check_stack(reference.header.stack, header.stack, allowed)
+        if warning is not None:
+            warnings.warn(warning, stacklevel=2)
+        reference.check_header(header)
+        reference.check_run(facts)
+        if resumed is not None:
+            reference.skip_to(resumed["epoch"])
 
     def take(
         self,
@@ -179,36 +251,139 @@ class RunRecorder:
         )
 
     def record(self, digests: Digests) -> int:
-        """Write what ``take`` returned, and compare it; return the number of differences.
+        """Write what ``take`` returned, and compare it.
+
+        Returns:
+            The number of entries that differ from the reference or across ranks.
 
         Raises:
-            DriftError: If it differs and ``on_drift`` is ``"raise"``.
+            DriftError: If entries differ and ``on_drift`` is ``"raise"``.
             LedgerError: If the ledger cannot be written.
         """
-        assert self._recorder is not None, "begin() comes first"
-        return self._recorder.record(digests)
+        assert self._header is not None, "begin() comes first"
+        found: list[DriftError] = []
+        self.ranks.raise_on_all(lambda: found.extend(self._record(digests)))
+        found += self._across_ranks(digests, found)
+        if not found:
+            return 0
+        if self._present_policy.on_drift == "raise":
+            raise found[0]
+        for error in found:
+            if self._header.rank in (0, error.rank):
+                warnings.warn(str(error), stacklevel=2)
+        return max(error.count for error in found)
 
     def keep_step(
         self, step: int, optimizers: Sequence[Any] = (), schedulers: Sequence[Any] = ()
     ) -> None:
-        """Keep this rank's digests of a step until the next record, if ranks are compared."""
-        if self._recorder is not None:
-            self._recorder.keep_step(
-                step, lambda: self._read(optimizers, schedulers, None, sketches=False).groups
-            )
+        """Keep this rank's digests of a step until the next record, if ranks are compared.
+
+        An error is left to the next record, which all ranks see.
+        """
+        agreement, header = self._agreement, self._header
+        if agreement is None or header is None or SHARDED_PARAMETERS in header.stack:
+            return
+        if agreement.wants_step(step):
+            with suppress(D9mError):
+                found = self._read(optimizers, schedulers, None, sketches=False)
+                agreement.keep_step(step, found.groups)
 
     def append(self, record: Mapping[str, Json]) -> None:
-        """Write a record that is not compared now, if a ledger is open."""
-        if self._recorder is not None:
-            self._recorder.append(record)
+        """Write a record that is not compared during training, if a ledger is open.
+
+        An error is raised by the next call of ``record``, on all ranks.
+        """
+        if self._writer is None or self._problem is not None:
+            return
+        try:
+            self._writer.write(record)
+        except LedgerError as error:
+            self._problem = error
 
     def end(self, end: End) -> None:
-        """Close the ledger, if one is open."""
-        recorder, self._recorder = self._recorder, None
+        """Write the last record, close the ledger, and warn of records that were not compared."""
+        writer, reference = self._writer, self._reference
         self.open_recorders.discard(self)
-        self._model = self.model_tensors = self.loss = None
-        if recorder is not None:
-            recorder.end(end)
+        self._forget()
+        if writer is not None:
+            # If the ledger could not be written, its error was raised and failed the run.
+            with suppress(LedgerError) if end.status == "failed" else nullcontext(), writer:
+                writer.write(end.as_record())
+        if reference is None:
+            return
+        if end.status != "finished":
+            reference.close()
+            return
+        unchecked = reference.finish()
+        if unchecked is not None:
+            warnings.warn(unchecked, stacklevel=2)
+
+    def _record(self, digests: Digests) -> list[DriftError]:
+        assert self._writer is not None, "begin() comes first"
+        if self._problem is not None:
+            raise self._problem
+        self._writer.write(digests.as_record())
+        difference = None if self._reference is None else self._reference.check(digests)
+        if difference is None or self._reference is None:
+            return []
+        return [self._reference.drift_error(difference)]
+
+    def _across_ranks(self, digests: Digests, found: list[DriftError]) -> list[DriftError]:
+        """Return the errors that all ranks raise, the same on every rank."""
+        if self.ranks.gather is None:
+            return []
+        agreement = self._agreement
+        summary = [] if agreement is None else agreement.summarize(digests.groups)
+        rows = self.ranks.gather([found[0].count if found else 0, *summary])
+        counts = [row[0] for row in rows]
+        drifted = [rank for rank, count in enumerate(counts) if count]
+        errors: list[DriftError] = []
+        if drifted and not found:
+            errors.append(self._other_rank_error(digests, drifted[0], counts[drifted[0]]))
+        if agreement is None:
+            return errors
+        differences = agreement.compare([row[1:] for row in rows])
+        steps = agreement.find_steps() if differences else {}
+        for group, difference in differences.items():
+            errors.append(
+                rank_error(
+                    difference,
+                    moment=digests.moment,
+                    epoch=digests.epoch,
+                    step=digests.step,
+                    group=group,
+                    steps=steps.get(group),
+                )
+            )
+        return errors
+
+    def _other_rank_error(self, digests: Digests, rank: int, count: int) -> DriftError:
+        folder = self.folder
+        assert folder is not None, "begin() comes first"
+        return DriftError(
+            f"Rank {rank} differs from its reference (epoch {digests.epoch}, step {digests.step}); "
+            f"this rank {self.ranks.rank} does not. What differs is in the message of rank {rank} "
+            f"and in its ledger, {rank_path(folder, rank)}.",
+            moment=digests.moment,
+            epoch=digests.epoch,
+            step=digests.step,
+            rank=rank,
+            group="",
+            names=(),
+            count=count,
+            total=0,
+            expected="",
+            actual="",
+        )
+
+
+def _name_parent(resumed: Mapping[str, Json], folder: Path) -> Mapping[str, Json]:
+    """Name the parent relative to the folder, so that both can be moved together."""
+    parent = resumed.get("parent")
+    with suppress(ValueError):  # on Windows, another drive
+        if parent:
+            return {**resumed, "parent": os.path.relpath(parent, folder)}
+    return resumed
 
 
 def describe_training(  # noqa: PLR0913 - one keyword for each fact

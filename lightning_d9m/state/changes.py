@@ -17,6 +17,7 @@ from lightning_d9m.state.parts import (
     DICT,
     GENERATOR,
     ITEMS,
+    LONG,
     MISSING,
     OPAQUE,
     SET,
@@ -68,6 +69,7 @@ class Changes:
         owners: Objects by name, which are entered whatever their type.
         leave_out: See ``walk``. What it returns True for is not looked at, now and later.
         hide: Returns the attributes of an object that are not looked at.
+        copies: Keep copies of tensors and arrays, so that ``undo`` can restore them.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class Changes:
         *,
         leave_out: LeaveOut,
         hide: Callable[[object], Collection[str]] = lambda _: (),
+        copies: bool = False,
     ) -> None:
         self._ignored: set[int] = set()
         self._hide = hide
@@ -89,7 +92,7 @@ class Changes:
         def choose(_path: str, value: Any, kind: Kind) -> Kind:
             if id(value) in self._ignored:
                 return _IGNORED
-            return _DIGESTED if kind is TENSOR or kind is ARRAY else kind
+            return _DIGESTED if kind in (TENSOR, ARRAY) and not copies else kind
 
         self._leave_out = ignore
         self._watch = Watch(owners, leave_out=ignore, choose=choose, enter_owners=True)
@@ -130,7 +133,10 @@ class Changes:
             self._watch.add(path, generator)
 
     def capture(self) -> tuple[dict[str, bytes], list[str]]:
-        """Return what has changed, encoded, by path; and the paths of what cannot be encoded."""
+        """Return what has changed, encoded, by path; and the paths of what cannot be encoded.
+
+        Generators count as changed, as they may have been seeded otherwise at first.
+        """
         found: dict[str, bytes] = {}
         unknown: list[str] = []
         for change in self._find_all():
@@ -160,8 +166,31 @@ class Changes:
                 missing.append(path.removesuffix(_AT_FIRST))
         return missing
 
+    def undo(self, before: Mapping[str, bytes], after: Mapping[str, bytes]) -> None:
+        """Restore what differs between two captures, unless it has changed since.
+
+        Generators are restored in any case, because nothing but their owner uses them.
+        """
+        now, changes = self.capture()[0], list(self._find_all())
+        differing = {path for path in before.keys() | after if before.get(path) != after.get(path)}
+        for change in changes:
+            path, node = change.path, change.node
+            own = path in differing and now.get(path) == after.get(path)
+            if path in before and (own or node.kind is GENERATOR):
+                self.restore({path: before[path]}, torch.device("cpu"))
+            elif own and change.key:
+                first = dict(zip(node.content.keys, node.content.parts, strict=True))
+                self._write(node, [*change.key], first.get(change.key[0], MISSING))
+            elif own:
+                node.kind.write(node.owner, node.content)
+
     def _find_all(self) -> Iterator[Change]:
-        for node in self._watch.find_changed():
+        changed = self._watch.find_changed()
+        known = set(map(id, changed))
+        for node in self._watch.nodes.values():
+            if node.kind is GENERATOR and id(node) not in known:
+                changed.append(node)
+        for node in changed:
             if node.kind is OPAQUE:
                 yield Change(node.path, node, (), node.owner)
             elif isinstance(node.kind, Dict):
@@ -241,9 +270,10 @@ class Changes:
 def _is_plain(value: Any, *, whole: bool = False) -> bool:
     """Return whether a value arrives as one of the same type; if ``whole``, that may be another."""
     kind = find_kind(value)
-    if kind in (ITEMS, DICT, SET):
-        parts = [*value, *value.values()] if kind is DICT else value
-        return (whole or type(value) in _CONTAINERS) and all(map(_is_plain, parts))
+    if kind in (ITEMS, DICT, SET, LONG):
+        parts = [*value, *value.values()] if isinstance(value, dict) else value
+        plain = set(map(type, parts)) <= set(_SCALARS) or all(map(_is_plain, parts))
+        return plain and (whole or type(value) in _CONTAINERS)
     return kind in (TENSOR, ARRAY) or isinstance(value, np.generic) or type(value) in _SCALARS
 
 
@@ -292,13 +322,23 @@ class _Ignored(Kind):
 _DIGESTED, _IGNORED = _Digested(), _Ignored()
 
 
+def describe_unsaved(paths: Iterable[str]) -> list[str]:
+    """Return why a checkpoint that lacks changes at these paths cannot be resumed exactly."""
+    return [
+        f"{path} changes in the fit, or may change unseen, and has no form that a checkpoint could "
+        "keep: keep numbers, texts, tensors, arrays, and containers of these, or save checkpoints "
+        "without it."
+        for path in paths
+    ]
+
+
 def is_long(value: Any) -> bool:
     """Return whether a container is so long that its objects are data."""
-    kind = find_kind(value)
-    if kind not in (ITEMS, DICT) or len(value) <= _MOST_ITEMS:
+    if find_kind(value) not in (ITEMS, DICT, LONG) or len(value) <= _MOST_ITEMS:
         return False
-    parts = value.values() if kind is DICT else value
-    return any(isinstance(find_kind(part), Holder) for part in parts)
+    parts = value.values() if isinstance(value, dict) else value
+    of_types = {type(part): part for part in parts}
+    return any(isinstance(find_kind(part), Holder) for part in of_types.values())
 
 
 def _name_generator(generator: Any) -> list[str]:

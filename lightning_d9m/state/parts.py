@@ -6,6 +6,7 @@ random generator), or opaque: an object of a library that does not say what its 
 """
 
 import enum
+import logging
 import random
 import re
 import struct
@@ -15,7 +16,7 @@ import types
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import is_dataclass
 from functools import lru_cache
 from pathlib import PurePath
@@ -31,16 +32,21 @@ _VALUES = (
     types.CodeType,
     *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, PurePath),
     *(np.generic, np.dtype, weakref.ref, re.Pattern, frozenset),
+    # They only report; a level that a program reads is kept in a cache.
+    *(logging.Logger, logging.Handler),
 )
 # What a module holds besides its attributes. The other tables of torch hold hooks, which are code.
 TABLES = ("_parameters", "_buffers", "_modules")
 _HIDDEN = frozenset(vars(nn.Module())) - {"training", *TABLES}
-# A longer container holds data: it is opaque, and only its length is known.
+# A longer container holds data, which are compared and not entered; a set is opaque.
 _MOST_ITEMS = 100_000
+# Of what pickle would save of an object.
+_MOST_SAVED_BYTES, _MOST_SAVED_ITEMS = 2**20, 1000
 # Wherever they are installed: what their objects keep is theirs, except where it is known.
 _LIBRARIES = ("torch", "torchmetrics", "lightning", "pytorch_lightning", "lightning_d9m")
 _PATHS = sysconfig.get_paths()
 _LIBRARY_FOLDERS = tuple(_PATHS[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+_SIZED = (list, dict, set, deque, tuple)
 _STATEFUL = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, types.SimpleNamespace)
 
 
@@ -155,8 +161,7 @@ class Attributes(Table):
     def read(self, owner: Any) -> Content:
         """See `Kind`."""
         own = getattr(owner, "__dict__", {})
-        slots = {name: getattr(owner, name) for name in _list_slots(owner.__class__)
-                 if hasattr(owner, name)}  # fmt: skip
+        slots = _read_slots(owner)
         found = {**own, **slots} if slots else own
         if isinstance(owner, nn.Module):
             found = {name: part for name, part in own.items() if name not in _HIDDEN}
@@ -222,7 +227,7 @@ class Namespace:
 
 
 class _Variables(Table):
-    """The data among the variables of a namespace: no code, and no objects of libraries."""
+    """The data among the variables of a namespace: no code, and no callables of libraries."""
 
     def read(self, owner: Namespace) -> Content:
         """See `Kind`."""
@@ -267,6 +272,33 @@ class _Set(Kind):
     def matches(self, owner: Any, content: Any) -> bool:
         """See `Kind`."""
         return bool(owner == content)
+
+
+class _Long(Kind):
+    """A long list or dict, whose objects are not entered."""
+
+    def read(self, owner: Any) -> tuple[Any, ...]:
+        """See `Kind`."""
+        return (*owner, *owner.values()) if isinstance(owner, dict) else tuple(owner)
+
+    def write(self, owner: Any, content: Any) -> None:
+        """See `Kind`."""
+        if isinstance(owner, tuple):
+            return
+        owner.clear()
+        if isinstance(owner, dict):
+            half = len(content) // 2
+            owner.update(zip(content[:half], content[half:], strict=True))
+        else:
+            owner.extend(content)
+
+    def matches(self, owner: Any, content: Any) -> bool:
+        """See `Kind`."""
+        return _are_same(self.read(owner), content)
+
+    def sign(self, owner: Any) -> object:
+        """See `Kind`."""
+        return tuple(map(id, self.read(owner)))
 
 
 class _Tensor(Kind):
@@ -343,13 +375,27 @@ class _Generator(Kind):
 
 
 class _Opaque(Kind):
-    """An object that is not entered, of which only the attributes themselves are compared."""
+    """An object that is not entered, of which only its attributes or items are compared.
+
+    Of an object without attributes it is what pickle would save. An iterator that pickle refuses
+    never matches, as nothing tells whether it was advanced.
+    """
 
     def read(self, owner: Any) -> tuple[Any, ...]:
         """See `Kind`."""
         own = getattr(owner, "__dict__", None)
-        size = len(owner) if isinstance(owner, list | dict | set | deque | tuple) else None
-        return (size, *own.values()) if isinstance(own, dict) else (size,)
+        if isinstance(own, dict):
+            size = len(owner) if isinstance(owner, _SIZED) else None
+            return (size, *own.values(), *_read_slots(owner).values())
+        if isinstance(owner, _SIZED):
+            return (len(owner),)
+        if slots := _read_slots(owner):
+            return (None, *slots.values())
+        first, again = (tuple(_list_saved(owner)) for _ in range(2))
+        if _are_same(first, again):
+            return (None, *first)
+        ended = getattr(owner, "gi_frame", owner) is None
+        return (None, object()) if hasattr(owner, "__next__") and not ended else (None,)
 
     def write(self, owner: Any, content: Any) -> None:
         """Leave the object as it is."""
@@ -363,9 +409,34 @@ class _Opaque(Kind):
         return content[0]
 
 
+def _read_slots(owner: Any) -> dict[str, Any]:
+    names = _list_slots(owner.__class__)
+    return {name: getattr(owner, name) for name in names if hasattr(owner, name)}
+
+
+def _list_saved(owner: Any, depth: int = 4) -> Iterator[Any]:
+    """Yield the objects that pickle would save of an object; a new one if it refuses."""
+    try:
+        saved = owner.__reduce_ex__(2) if sys.getsizeof(owner) <= _MOST_SAVED_BYTES else None
+    except Exception:  # noqa: BLE001 - whatever a library raises
+        yield object()
+        return
+    pending = [saved]
+    while pending:
+        part = pending.pop()
+        if isinstance(part, list | tuple | dict):
+            inner = part.items() if isinstance(part, dict) else part
+            yield len(part)
+            pending += inner if len(part) <= _MOST_SAVED_ITEMS else ()
+        elif depth and find_kind(part) is OPAQUE and not hasattr(part, "__dict__"):
+            yield from _list_saved(part, depth - 1)
+        else:
+            yield part
+
+
 ATTRIBUTES, ITEMS, DICT, TABLE, SET = Attributes(), Holder(), Dict(), Table(), _Set()
 TENSOR, ARRAY, GENERATOR, OPAQUE = _Tensor(), _Array(), _Generator(), _Opaque()
-CLOSURE, VARIABLES = _Closure(), _Variables()
+CLOSURE, VARIABLES, LONG = _Closure(), _Variables(), _Long()
 _EMPTY = types.CellType()
 _CODE = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType)
 
@@ -376,7 +447,7 @@ def find_kind(value: Any) -> Kind | None:
     if isinstance(value, types.FunctionType):
         return CLOSURE if value.__closure__ and is_of_program(value) else None
     if kind in (ITEMS, DICT, SET) and len(value) > _MOST_ITEMS:
-        return OPAQUE
+        return OPAQUE if kind is SET else LONG
     if kind is SET and any(find_kind(item) is not None for item in value):
         return OPAQUE
     if kind is ARRAY and not value.flags.writeable:
@@ -421,9 +492,9 @@ def _is_source_of_program(name: str) -> bool:
 
 
 def _is_data(value: object) -> bool:
-    if isinstance(value, _CODE):
+    if isinstance(value, _CODE) or hasattr(value.__class__, "__get__"):
         return False
-    return find_kind(value) is not OPAQUE and not hasattr(value.__class__, "__get__")
+    return find_kind(value) is not OPAQUE or not callable(value)
 
 
 @lru_cache(maxsize=10_000)

@@ -19,6 +19,7 @@ from torch import Tensor
 from lightning_d9m.errors import RanksDisagreeError, SettingError
 
 _SIZE_BYTES = 8
+_JSON_TYPES = {type(None), bool, int, float, str}
 
 
 def encode_plain(value: object) -> bytes:
@@ -57,6 +58,16 @@ def decode_plain(data: bytes, device: torch.device | None = None) -> Any:
         ) from error
 
 
+def pack_bytes(data: bytes) -> Tensor:
+    """Return bytes as a tensor, as which a checkpoint holds them without pickled objects."""
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def unpack_bytes(tensor: Tensor) -> bytes:
+    """Return the bytes of ``pack_bytes``."""
+    return tensor.numpy().tobytes()
+
+
 class _Contents(io.BytesIO):
     """The encoded bytes, with the device of tensors that were not on the CPU."""
 
@@ -70,7 +81,9 @@ def _to_json(value: object, contents: list[bytes]) -> object:
     if value is None or number:
         return value
     if isinstance(value, list):
-        return [_to_json(item, contents) for item in value]
+        # Numbers as they are: most long lists hold nothing else.
+        plain = set(map(type, value)) <= _JSON_TYPES
+        return value if plain else [_to_json(item, contents) for item in value]
     for kind, (base, to_json, _) in _FORMATS.items():
         if isinstance(value, base):
             return {kind: to_json(value, contents)}

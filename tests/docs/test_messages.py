@@ -24,6 +24,7 @@ import torch
 from scripts import load_script
 
 from lightning_d9m.errors import D9mError
+from lightning_d9m.launch.left_files import FileWatch
 from lightning_d9m.ledger.folder import read_ledger
 from lightning_d9m.ledger.format.frames import Layouts
 from lightning_d9m.ledger.format.records import Header
@@ -79,6 +80,7 @@ def asks(function, **words):
             "interrupt": False,
             "allow_objects": False,
             "processes": None,
+            "last_bits": False,
             "threads": None,
         } | words
         call = getattr(g.module, function)
@@ -97,7 +99,8 @@ def use_full_folder(g):
 
 def repeat_what_fails(g):
     g.refuse(g.module, "run_once", import_module(f"{PREFIX}errors").CommandError("why"))
-    g.module._repeat([g.module.PlannedRun(["false"], "run 1 of 2")], g.folder, None)
+    plans = [g.module.PlannedRun(["false"], "run 1 of 2")]
+    g.module._repeat(plans, g.folder, None, FileWatch([], g.folder))
 
 
 def find_unlike_runs(g):
@@ -261,18 +264,18 @@ CASES = [
         lambda g: (
             path := g.file(),
             g.refuse(Path, "open", NOTHING),
-            g.module._check_output(path, force=False),
+            g.module.check_output(path, force=False),
         ),
         ("… cannot be read: …", "{folder}/file cannot be read: ", "Input/output error"),
     ),
     (
         "cli.report",
-        lambda g: g.module._check_output(g.folder, force=False),
+        lambda g: g.module.check_output(g.folder, force=False),
         "name a file in a folder that exists (-o).",
     ),
     (
         "cli.report",
-        lambda g: g.module._write(g.folder, ""),
+        lambda g: g.module.write_page(g.folder, ""),
         ("… cannot be written: …", "{folder} cannot", "Is a directory"),
     ),
     ("launch.run_pair", find_unlike_runs, "The two runs left different ledgers:"),

@@ -11,6 +11,7 @@ from trainings import make_loader
 from lightning_d9m.errors import SettingError
 from lightning_d9m.launch import interruption_points
 from lightning_d9m.launch.interruption_points import EpochShape
+from lightning_d9m.ledger.format.records import Digests
 from lightning_d9m.lightning import fault_injection
 
 
@@ -128,3 +129,35 @@ def test_misuse_is_named(steered, monkeypatch):
         fault_injection.apply_interrupt_variables(
             SimpleNamespace(callbacks=[]), "fit", {"LIGHTNING_D9M_INTERRUPT": "survey"}
         )
+
+
+def test_the_last_bit_of_each_weight_changes(fit, monkeypatch):
+    plain = fit()
+    monkeypatch.setenv("LIGHTNING_D9M_LAST_BITS", "1")
+    ledgers = [fit(), fit()]
+    assert ledgers[0].header.settings["last_bits"] == 1
+    assert "last_bits" not in plain.header.settings
+    first, *others = [next(digests_of(one)) for one in (plain, *ledgers)]
+    assert others[0] == others[1]  # the same number, the same bits
+    assert not set(first.groups["weights"].values()) & set(others[0].groups["weights"].values())
+
+
+def digests_of(ledger):
+    return (record for record in ledger.line_records(0) if isinstance(record, Digests))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_a_changed_weight_is_the_next_number(dtype):
+    module = torch.nn.Linear(50, 4, dtype=dtype)
+    before = module.weight.detach().clone()
+    assert fault_injection.change_last_bits(module, {"LIGHTNING_D9M_LAST_BITS": "3"}) == {
+        "last_bits": 3
+    }
+    above = torch.nextafter(before, torch.full_like(before, torch.inf))
+    below = torch.nextafter(before, torch.full_like(before, -torch.inf))
+    assert ((module.weight == above) | (module.weight == below)).all()
+    assert (module.weight == above).any()
+    assert (module.weight == below).any()
+    assert fault_injection.change_last_bits(module, {}) == {}
+    with pytest.raises(SettingError, match="LAST_BITS is 'x'; allowed: digits, such as 1"):
+        fault_injection.change_last_bits(module, {"LIGHTNING_D9M_LAST_BITS": "x"})

@@ -36,7 +36,7 @@ def pair(kind=None, name="a", *, step=0, moment="batch", epoch=0, values=("", ""
     )
 
 
-def search(*pairs, tries=1):
+def search(*pairs, tries=1, suspects=False):
     """Search in the given pairs; return the result, and (stage, settings) of each look."""
     looks = []
     remaining = iter(pairs)
@@ -45,7 +45,9 @@ def search(*pairs, tries=1):
         looks.append((stage, words))
         return next(remaining)
 
-    return Search(SimpleNamespace(run_pair=run_pair, command=["true"]), tries).locate(), looks
+    files = SimpleNamespace(describe=lambda *, first_alone: "left by run 1" * first_alone)
+    runner = SimpleNamespace(run_pair=run_pair, command=["true"], files=files)
+    return Search(runner, tries, suspects=suspects).locate(), looks
 
 
 EPOCH = {"kind": "weights", "moment": "epoch", "step": 10}
@@ -56,6 +58,40 @@ def test_runs_that_agree():
     assert found.cause is None
     assert len(looks) == 2
     assert "equal: no two runs differ." in "\n".join(describe(found, determinism=True))
+
+
+def test_suspects_are_tested_first():
+    """The first look has the probes that show whether batches, numbers or weights differ."""
+    found, looks = search(*[pair("batch", "batch:0", step=4)] * 3, suspects=True)
+    assert found.cause.kind == "data"
+    assert [stage for stage, _ in looks] == ["suspects", "values", "samples"]
+    assert looks[0][1]["probe_steps"] == "0:1000"
+
+
+def test_after_the_look_at_suspects_the_search_goes_on_in_its_step():
+    found, looks = search(
+        pair("loss", "loss", step=14, epoch=1),
+        pair("output", "layers", step=14, epoch=1),
+        *[pair("op", "layers::aten.mm.default", step=14, epoch=1)] * 2,
+        suspects=True,
+    )
+    assert found.cause.kind == "op"
+    assert [words["probe_steps"] for _, words in looks] == ["0:1000", "10:15", "14:15", "14:15"]
+
+
+def test_equal_runs_end_the_look_at_suspects():
+    found, looks = search(pair(), pair(), tries=2, suspects=True)
+    assert (found.cause, len(looks)) == (None, 2)
+
+
+def test_a_divergence_of_the_first_run_alone_is_told_by_the_files_that_it_left():
+    found, _ = search(pair(**EPOCH), pair(), pair())
+    text = " ".join("\n".join(describe(found, determinism=True)).split())
+    assert found.cause.kind == "unknown"
+    assert "files: left by run 1" in text
+    assert "no narrower look showed where it began" in text
+    assert "advice: If it is rare, raise --tries." in text
+    assert search(pair(**EPOCH), *[pair("batch", "batch:0", step=4)] * 3)[0].left == ""
 
 
 def test_a_clear_cause_ends_the_search():
@@ -175,7 +211,8 @@ def test_what_was_found_is_told_if_a_later_look_fails(error):
             raise error
         return found
 
-    runner = SimpleNamespace(run_pair=run_pair, command=["true"])
+    files = SimpleNamespace(describe=lambda **_: "")
+    runner = SimpleNamespace(run_pair=run_pair, command=["true"], files=files)
     found = Search(runner, 1).locate()
     assert found.cause.kind == "module"
     assert found.looks[-1] == f"stopped: {type(error).__name__}: {error}"
@@ -296,6 +333,15 @@ def test_samples_and_lines_are_reported(common, monkeypatch):
     order = "the epoch has the same 16 in both runs, in a different order"
     assert (f"samples:  {order}" in text) == (common == 16)
     assert ("of the epoch's 16, 15 are in both runs" in text) == (common == 15)
+
+
+def test_a_line_that_cannot_be_the_cause_stays_a_suspect(monkeypatch):
+    finding = SimpleNamespace(location="t.py:3:1", code="hash(x)", rule="D9M303", reason="Why.")
+    monkeypatch.setattr(source_scan, "find_cause_lines", lambda *_, **__: [finding])
+    for kind, label in (("gradient", "suspect: "), ("batch", "line:    ")):
+        found, _ = search(pair(**EPOCH), *[pair(kind, "a", step=4)] * 3)
+        text = "\n".join(describe(found, determinism=True))
+        assert f"{label} t.py:3:1: hash(x)" in text
 
 
 def test_ranks_that_drift_in_equal_runs(monkeypatch):

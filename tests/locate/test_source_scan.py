@@ -5,7 +5,7 @@ import pytest
 from lightning_d9m.locate.source_scan import find_cause_lines, find_program
 
 SORTED = "order = sorted({'a', 'b'})\n"
-SETS = "import helper\norder = list({'a', 'b'})\n"
+SETS = "import helper\norder = {name: i for i, name in enumerate({'a', 'b'})}\n"
 DRAWS = "import numpy as np\nnoise = np.random.default_rng()\n"
 
 

@@ -114,9 +114,10 @@ def test_strangers_get_nothing(monkeypatch):
 
     def connect(self, addresses):
         for word in (b"", b"x" * 32, addresses[0][:16] + b"\xff" * 16):
-            strangers.append(socket.socket(socket.AF_UNIX))
-            strangers[-1].connect(b"\0" + addresses[0][16:])
-            strangers[-1].sendall(word)
+            stranger = socket.socket(socket.AF_UNIX)  # not the list's last: two threads append
+            strangers.append(stranger)
+            stranger.connect(b"\0" + addresses[0][16:])
+            stranger.sendall(word)
         return real(self, addresses)
 
     monkeypatch.setattr(shared_memory._Opening, "connect", connect)

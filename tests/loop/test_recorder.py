@@ -17,6 +17,7 @@ from lightning_d9m.errors import (
     ReferenceRefusedError,
 )
 from lightning_d9m.hashing.digest import digest_value
+from lightning_d9m.ledger.kinds import VALIDATION
 from lightning_d9m.probes.dumps import find_states, read_index
 
 EPOCHS = 2
@@ -316,6 +317,44 @@ def test_a_state_of_another_run_is_refused(tmp_path, change, message):
         with Recorder(tmp_path, model) as run, pytest.raises(CheckpointError) as caught:
             run.load_state_dict(state | change)
         assert message in str(caught.value)
+
+
+def validate(folder, noise=0.0, *, validates=True, probes="all"):
+    """Train with a validation in each epoch; noise disturbs the second batch of the first one."""
+    with deterministic(seed=3, threads=1):
+        model, optimizer, _ = make_parts()
+        loader, others = make_loader(), make_loader(size=32)
+        with Recorder(folder, model, optimizer, probes=probes) as run:
+            for epoch in range(EPOCHS):
+                for images, classes in run.batches(loader):
+                    loss = nn.functional.cross_entropy(model(images), classes)
+                    optimizer.zero_grad()
+                    loss.backward()
+                    optimizer.step()
+                    run.step(loss=loss)
+                for number, (images, _) in enumerate(run.validation(others) if validates else ()):
+                    model(images + noise * (number == 1 and epoch == 0))
+                run.epoch(epoch)
+    return run
+
+
+def test_batches_of_a_validation_are_probed(tmp_path):
+    first, same = validate(tmp_path), validate(tmp_path)
+    assert compare(first.ledger, same.ledger).verdict == "equal"
+    numbers = [(e, s, b) for e, s, b, _ in list_batches(read_ledger(first.ledger)) if b > 5]
+    assert numbers == [(e, 6 * e + 5, VALIDATION + n) for e in range(EPOCHS) for n in range(2)]
+    found = compare(first.ledger, validate(tmp_path, noise=0.1).ledger).divergences[0]
+    assert (found.step, found.batch, found.kind) == (5, VALIDATION + 1, "op")
+
+
+def test_a_validation_changes_no_draw_of_the_training(tmp_path):
+    """What it draws is the same in a run that resumes, which has drawn less before."""
+    with_one, without = (
+        read_ledger(validate(tmp_path, validates=validates, probes=("batch", "rng")).ledger)
+        for validates in (True, False)
+    )
+    drawn, same = ([r for r in list_batches(one) if r[2] < 6] for one in (with_one, without))
+    assert drawn == same
 
 
 class Noise(nn.Module):

@@ -6,8 +6,15 @@ from pathlib import Path
 import pytest
 import torch
 from forking_python import TRAINING, shared_python
+from ledger_runs import list_batches
 from scripts import load_script
-from transformers import TrainerCallback
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 from lightning_d9m import (
     CheckpointError,
@@ -19,9 +26,15 @@ from lightning_d9m import (
     read_ledger,
 )
 from lightning_d9m.cli.main import main
+from lightning_d9m.ledger.kinds import VALIDATION
 from lightning_d9m.loop import recorder, transformers_callback
 from lightning_d9m.recording.collective import Ranks
 
+SMALL = {"vocab_size": 6, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+SMALL |= {"intermediate_size": 8, "max_position_embeddings": 6}
+QUIET = {"num_train_epochs": 1, "per_device_train_batch_size": 4, "per_device_eval_batch_size": 4}
+QUIET |= {"save_strategy": "no", "eval_strategy": "epoch", "report_to": [], "disable_tqdm": True}
+QUIET |= {"use_cpu": True, "dataloader_pin_memory": False}
 EXAMPLE = Path(__file__).parents[2] / "examples" / "transformers_trainer.py"
 
 
@@ -92,6 +105,35 @@ def test_one_ulp_is_a_drift_and_probes_name_the_step(example, tmp_path):
         "weight",
         "classifier.weight",
     )
+
+
+def test_batches_of_training_and_validation_are_probed(tmp_path):
+    """As the model gets them, so that a collate function that draws unseeded is named as data."""
+
+    def train(noise):
+        def collate(items):
+            rows = torch.stack([item["input_ids"] for item in items])
+            return {"input_ids": (rows + noise) % 6, "labels": torch.ones(len(rows)).long()}
+
+        with deterministic(seed=1):
+            callback = TransformersCallback(tmp_path, probes=("batch", "output", "weight"))
+            samples = [{"input_ids": torch.arange(6), "labels": 1}] * 8
+            Trainer(
+                BertForSequenceClassification(BertConfig(**SMALL)),
+                TrainingArguments(str(tmp_path / "ck"), **QUIET),
+                train_dataset=samples,
+                eval_dataset=samples,
+                data_collator=collate,
+                callbacks=[callback],
+            ).train()
+        return callback.ledger
+
+    first, same, other = train(0), train(0), train(1)
+    assert compare(first, same).verdict == "equal"
+    found = compare(first, other).divergences[0]
+    assert (found.step, found.kind, found.name) == (0, "batch", "batch:1.input_ids")
+    numbers = [(step, batch) for _, step, batch, _ in list_batches(read_ledger(first))]
+    assert numbers == [(0, 0), (1, 1), (1, VALIDATION), (1, VALIDATION + 1)]
 
 
 # 10 steps are an epoch; the checkpoint of step 10 is saved before the epoch's end.

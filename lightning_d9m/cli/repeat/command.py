@@ -4,7 +4,7 @@ import argparse
 import os
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
 
@@ -24,6 +24,8 @@ from lightning_d9m.cli.repeat.processes import (
 )
 from lightning_d9m.errors import CommandError, SettingError
 from lightning_d9m.launch.fit_pairs import pair_fits
+from lightning_d9m.launch.interruption_points import LAST_BITS, LAST_BITS_SETTING
+from lightning_d9m.launch.left_files import FileWatch
 from lightning_d9m.launch.run import Run, make_output, make_run_folder, read_fits, run_once
 from lightning_d9m.output.repeat_text import RepeatReport
 
@@ -46,8 +48,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = (
         "d9m repeat [-n RUNS | --portable | --processes P,P,... |\n"
         "                   --interrupt [--allow-objects]]\n"
-        "                  [-o DIR] [--timeout SECONDS] [--format FORMAT | --json] [-v]\n"
-        "                  -- COMMAND ..."
+        "                  [--last-bits] [-o DIR] [--timeout SECONDS] [--format FORMAT | --json]\n"
+        "                  [-v] -- COMMAND ..."
     )
     parser.add_argument(
         "-n",
@@ -72,6 +74,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--interrupt",
         action="store_true",
         help="kill runs at several points, resume them, and compare them with a straight run",
+    )
+    parser.add_argument(
+        "--last-bits",
+        action="store_true",
+        help="change the last bit of each weight at the beginning of all runs but the first, to "
+        "see what noise does; the runs then differ. For d9m compare --noise",
     )
     parser.add_argument(
         "--allow-objects",
@@ -111,12 +119,22 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.portable:
             plans = [PlannedRun(argv, title, variables=given) for title, given in _STACKS]
         elif arguments.processes is None:
-            plans = [PlannedRun(argv, f"run {number} of {count}") for number in range(1, count + 1)]
+            plans = [
+                PlannedRun(
+                    argv,
+                    f"run {number + 1} of {count}",
+                    variables={LAST_BITS: str(number)} if arguments.last_bits and number else {},
+                )
+                for number in range(count)
+            ]
         else:
             plans = plan_runs(argv, arguments.processes)
-        runs = _repeat(plans, output, arguments.timeout)
+        watch = FileWatch(argv, output)
+        runs = _repeat(plans, output, arguments.timeout, watch)
+        if arguments.last_bits:
+            _check_last_bits(runs)
         printed = "" if arguments.processes else _compare_printed(output)
-        report = RepeatReport(runs, output, argv, printed=printed)
+        report = RepeatReport(runs, output, argv, printed=printed, left=watch.describe)
     if arguments.format == "markdown":
         print(report.as_markdown())
     else:
@@ -124,7 +142,9 @@ def run(arguments: argparse.Namespace) -> int:
     return {"equal": 0, "different": 1, "incomplete": 2}[report.verdict]
 
 
-def _repeat(plans: Sequence[PlannedRun], output: Path, timeout: float | None) -> dict[int, Run]:
+def _repeat(
+    plans: Sequence[PlannedRun], output: Path, timeout: float | None, watch: FileWatch
+) -> dict[int, Run]:
     runs: dict[int, Run] = {}
     for number, plan in enumerate(plans, start=1):
         folder = make_run_folder(output, f"run-{number:03d}")
@@ -140,6 +160,7 @@ def _repeat(plans: Sequence[PlannedRun], output: Path, timeout: float | None) ->
                 expected_seconds=runs[number - 1].seconds if runs else None,
             )
             seconds = time.monotonic() - start
+            watch.note_run()
             fits = read_fits(folder, plan.command)
             fits = pair_fits(runs[1].fits, fits) if runs else fits
             runs[number] = Run(fits, processes=plan.processes, seconds=seconds)
@@ -147,6 +168,18 @@ def _repeat(plans: Sequence[PlannedRun], output: Path, timeout: float | None) ->
             before = f" (run {number - 1} succeeded)" if runs else ""
             raise CommandError(f"In {plan.title}{before}: {error}") from error
     return runs
+
+
+def _check_last_bits(runs: Mapping[int, Run]) -> None:
+    """Raise if a run did not change the last bits of weights."""
+    for number, run in runs.items():
+        for name, ledger in run.fits.items():
+            is_changed_fit = number > 1 and name.startswith("fit-")
+            if is_changed_fit and LAST_BITS_SETTING not in ledger.header.settings:
+                raise CommandError(
+                    f"The training of {ledger.path} left the last bits of its weights alone: "
+                    "--last-bits needs a Trainer of Lightning with DeterminismCallback."
+                )
 
 
 def _compare_printed(output: Path) -> str:
@@ -171,6 +204,11 @@ def _check_arguments(arguments: argparse.Namespace) -> None:
         raise SettingError(
             "--portable is given with --runs, --processes or --interrupt. --portable makes one run "
             "for each setting of this machine. Leave one of them out."
+        )
+    if arguments.last_bits and (arguments.portable or arguments.processes or arguments.interrupt):
+        raise SettingError(
+            "--last-bits is given with --portable, --processes or --interrupt, whose runs should "
+            "be equal. Leave one of them out."
         )
     if arguments.processes is not None:
         _check_processes(arguments)

@@ -2,7 +2,7 @@
 
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -20,13 +20,7 @@ from lightning_d9m.control.data.dataset_numbers import (
     write_numbers,
 )
 from lightning_d9m.control.data.resumable_sampler import ResumableSampler, is_user_made, unwrap
-from lightning_d9m.control.data.sampler_state import (
-    ATTRIBUTES,
-    Attributes,
-    find_changed_attributes,
-    read_attributes,
-    write_attributes,
-)
+from lightning_d9m.control.data.sampler_state import SamplerState
 from lightning_d9m.control.data.samplers import (
     describe_seed,
     find_samplers,
@@ -41,7 +35,6 @@ from lightning_d9m.control.data.seeded_dataset import (
     WorkerInit,
     draws_nothing,
 )
-from lightning_d9m.control.generators import capture_generators, restore_generators
 from lightning_d9m.control.random_streams import RandomStreams
 from lightning_d9m.errors import SettingError
 
@@ -72,7 +65,7 @@ class ControlledLoader:
         per_sample: bool,
         host_sets_epochs: bool,
         numbers: Numbers | None,
-        first_attributes: Callable[[list[Any]], Attributes],
+        earlier: Iterable["ControlledLoader"],
     ) -> None:
         # Workers may receive the order of epoch 0 before Lightning sets the epoch; a resumed run
         # would see that order again.
@@ -118,17 +111,18 @@ class ControlledLoader:
         self._first_numbers = numbers or {}
         self._has_numbers = False
         samplers = find_samplers(loader)
-        self._user_made = is_user_made(samplers)
-        self._first_attributes = first_attributes(samplers)
-        # The attributes before and after the samplers were iterated in advance.
-        self._before: Attributes = {}
-        self._after: Attributes = {}
+        self.samplers: SamplerState = SamplerState(
+            samplers, loader.dataset, [control.samplers for control in earlier]
+        )
+        # What the samplers have changed before and after they were iterated in advance.
+        self._before: dict[str, Any] | None = None
+        self._after: dict[str, Any] | None = None
         user_sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
         draws = not draws_nothing(loader)
         self._requests = ResumableSampler(
             user_sampler,
             stream,
-            user_made=self._user_made,
+            user_made=is_user_made(samplers),
             draws=draws,
             # torch makes this iterator first, and then that of the dataset.
             on_start=self._keep_start,
@@ -171,13 +165,7 @@ class ControlledLoader:
 
     def _capture_now(self) -> dict[str, Any]:
         """Return the states of the samplers and the numbers of the dataset."""
-        owners = self._owners()
-        found = capture_generators(owners) | self._find_changed(read_attributes(owners.values()))
-        return found | self._capture_numbers()
-
-    def _find_changed(self, attributes: Attributes) -> dict[str, Any]:
-        changed = find_changed_attributes(self._first_attributes, attributes)
-        return {ATTRIBUTES: changed} if changed else {}
+        return self.samplers.capture() | self._capture_numbers()
 
     def _capture_numbers(self) -> dict[str, Any]:
         dataset = None if self._dataset is None else self._dataset()
@@ -187,15 +175,14 @@ class ControlledLoader:
         return {NUMBERS: changed} if changed else {}
 
     def _keep_start(self) -> None:
-        for name in (NUMBERS, ATTRIBUTES):
-            self.at_start.pop(name, None)
-        self._before = read_attributes(self._owners().values())
-        self.at_start |= self._find_changed(self._before) | self._capture_numbers()
+        if self._before is None:  # torch may make a second iterator, or cycle
+            self._before = self.samplers.capture()
+            self.at_start = self._before | self._capture_numbers()
 
     def keep_iterated(self) -> None:
-        """Keep what iterating the samplers in advance has made of their attributes."""
-        if self._before:
-            self._after = read_attributes(self._owners().values())
+        """Keep what iterating the samplers in advance has made of them."""
+        if self._before is not None:
+            self._after = self.samplers.capture()
 
     def restore_numbers(self, epoch: int, consumed: ReachedPosition | None) -> None:
         """Restore the numbers that the dataset had where the run was interrupted."""
@@ -205,30 +192,16 @@ class ControlledLoader:
             write_numbers(dataset, states.get(NUMBERS, {}))
             self._has_numbers = True
 
-    def _owners(self) -> dict[str, object]:
-        loader = self.loader()
-        samplers = [] if loader is None or not self._user_made else find_samplers(loader)
-        return {str(number): sampler for number, sampler in enumerate(samplers)}
-
     def restore(self, states: Mapping[str, Any]) -> None:
         """Restore what ``capture`` returned."""
-        owners = self._owners()
-        restore_generators(owners, states)
-        write_attributes(owners.values(), states.get(ATTRIBUTES, {}))
+        self.samplers.restore(states)
         if (dataset := None if self._dataset is None else self._dataset()) is not None:
             write_numbers(dataset, states.get(NUMBERS, {}))
 
     def reset(self, epoch: int) -> None:
         """Restore the samplers to the start of the current epoch, but for what hooks have set."""
         if self.started == epoch:
-            owners = self._owners()
-            restore_generators(owners, self.at_start)
-            found = find_changed_attributes(self._after, read_attributes(owners.values()))
-            undone = find_changed_attributes(self._after, self._before)
-            for number, names in found.items():
-                for name in names:
-                    undone.get(number, {}).pop(name, None)
-            write_attributes(owners.values(), undone if self._after else {})
+            self.samplers.undo(self._before or self.at_start, self._after or {})
             self.started = None
 
     def enter(self, number: int, epoch: int) -> None:
@@ -243,7 +216,7 @@ class ControlledLoader:
             return
         self._requests.draw_skipped()
         self.started = epoch
-        self._before, self._after = {}, {}
+        self._before = self._after = None
         self._stream.start_epoch(epoch)
         seed = self._stream.derive("workers")
         self._generator.manual_seed(seed)
@@ -254,9 +227,7 @@ class ControlledLoader:
             self._generator.manual_seed(seed)
         resumed = consumed is not None and consumed.epoch == epoch
         if consumed is not None and resumed:
-            owners, states = self._owners(), consumed.samplers.get(str(self.number), {})
-            restore_generators(owners, states)
-            write_attributes(owners.values(), states.get(ATTRIBUTES, {}))
+            self.samplers.restore(consumed.samplers.get(str(self.number), {}))
             if not self._has_numbers:  # otherwise hooks may have set them since
                 self.restore_numbers(epoch, consumed)
         self._seed_samplers(loader, epoch)

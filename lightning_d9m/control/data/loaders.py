@@ -6,7 +6,6 @@ attribute of the user's objects.
 
 import weakref
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
@@ -14,10 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_d9m.attribute_patches import AttributePatches
 from lightning_d9m.control.data.controlled_loader import ControlledLoader, ReachedPosition
 from lightning_d9m.control.data.dataset_numbers import Numbers, read_first_numbers
-from lightning_d9m.control.data.sampler_state import Attributes, read_attributes
-from lightning_d9m.control.data.samplers import (
-    copy_loader,
-)
+from lightning_d9m.control.data.samplers import copy_loader
 from lightning_d9m.control.data.seeded_dataset import (
     SeededCollate,
     SeededDataset,
@@ -56,9 +52,8 @@ class LoaderControl:
         self._controlled: list[ControlledLoader] = []
         self._replacements = AttributePatches()
         self._consumed: dict[str, ReachedPosition] = {}
-        # What each dataset and sampler had before it was first iterated.
+        # What each dataset had before it was first iterated.
         self._first_numbers: list[tuple[weakref.ref[Any], Numbers]] = []
-        self._first_attributes: list[tuple[weakref.ref[Any], dict[str, Any]]] = []
 
     def resume(self, fit: int) -> None:
         """Draw the same as a fit of another process. Call it before any ``wrap_loader``."""
@@ -84,8 +79,8 @@ class LoaderControl:
     def capture_samplers(self, stage: str, *, within: bool, at_end: bool = False) -> dict[str, Any]:
         """Return what the order of batches depends on beside the random streams.
 
-        These are the states of the generators that the user's samplers hold, their attributes, and
-        the numbers among the attributes of datasets, if they have changed.
+        That is what the user's samplers have changed, the states of their generators, and the
+        numbers among the attributes of datasets, if they have changed.
 
         Args:
             stage: The stage of the loaders.
@@ -187,7 +182,8 @@ class LoaderControl:
 
     def _control(self, loader: Any, stage: str) -> Any:
         # Do not keep loaders alive that are reloaded every epoch.
-        self._controlled = [control for control in self._controlled if control.loader() is not None]
+        earlier = self._controlled
+        self._controlled = [control for control in earlier if control.loader() is not None]
         for control in self._controlled:
             if control.loader() is loader:
                 if control.stage == stage:
@@ -203,24 +199,10 @@ class LoaderControl:
             per_sample=self._per_sample_rng,
             host_sets_epochs=self._host_sets_epochs,
             numbers=self._find_first_numbers(loader),
-            first_attributes=self._find_first_attributes,
+            earlier=earlier,
         )
         self._controlled.append(control)
         return loader
-
-    def _find_first_attributes(self, samplers: list[Any]) -> Attributes:
-        """Return the attributes of samplers before a loader of this fit held them."""
-        found = read_attributes(samplers)
-        kept = [(owner, first) for owner, first in self._first_attributes if owner() is not None]
-        for number, sampler in enumerate(samplers):
-            known = [first for owner, first in kept if owner() is sampler]
-            if known:
-                found[str(number)] = known[0]
-            elif found[str(number)]:
-                with suppress(TypeError):  # of a class that allows no references
-                    kept.append((weakref.ref(sampler), found[str(number)]))
-        self._first_attributes = kept
-        return found
 
     def _find_first_numbers(self, loader: Any) -> Numbers | None:
         """Return the numbers of a dataset before it was iterated; None if they do not matter.

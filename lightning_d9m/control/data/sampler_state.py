@@ -1,114 +1,100 @@
-"""The attributes that a user's sampler changes, such as a count of epochs or a shuffled list.
+"""Changes that a user's samplers make, such as a count of epochs, a shuffled list, or a generator.
 
-A resumed run starts with a new sampler, whose attributes have their first values.
+A resumed run starts with new samplers, which hold their first values.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Sampler
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_d9m.control.data.resumable_sampler import is_user_made
+from lightning_d9m.control.data.samplers import make_generator
+from lightning_d9m.state.changes import Changes, describe_unsaved, is_long
+from lightning_d9m.state.plain_data import pack_bytes, unpack_bytes
 
-Attributes = dict[str, dict[str, Any]]
-"""Encoded values by the name of the attribute, by the number of the sampler."""
+CHANGES = "sampler"
+"""The key of what samplers have changed, encoded, by path."""
 
-ATTRIBUTES = "sampler attributes"
-"""The key of the attributes of a loader's samplers, beside the states of their generators."""
-
-_MOST_ITEMS = 2**22  # of a list; a longer one is not read
-_LARGEST = 2**63  # a tensor holds integers of 64 bits
-_NUMBERS = (bool, int, float)
-
-
-def read_attributes(samplers: Iterable[Any]) -> Attributes:
-    """Return the attributes of the user's samplers that are plain values, as plain values."""
-    found: Attributes = {}
-    for number, sampler in enumerate(samplers):
-        values = vars(sampler) if is_user_made([sampler]) and hasattr(sampler, "__dict__") else {}
-        # The loader's control sets these in each epoch.
-        ours = {"seed"} if isinstance(sampler, DistributedSampler) else set()
-        ours |= {"epoch"} if hasattr(sampler, "set_epoch") else set()
-        encoded = {name: _encode(value) for name, value in values.items() if name not in ours}
-        found[str(number)] = {name: value for name, value in encoded.items() if value is not None}
-    return found
+UNSAVED = "unsaved"
+"""The key of the paths of what they have changed and a checkpoint cannot hold."""
 
 
-def find_changed_attributes(first: Attributes, now: Attributes) -> Attributes:
-    """Return the attributes that are not as they were first."""
-    found: Attributes = {}
-    for number, attributes in now.items():
-        for name, value in attributes.items():
-            if not _equal(first.get(number, {}).get(name), value):
-                found.setdefault(number, {})[name] = value
-    return found
+class SamplerState:
+    """The state of the samplers that a user has made, relative to their first one.
+
+    Args:
+        samplers: All samplers of a loader.
+        dataset: That of the loader, which the state of a sampler leaves out.
+        earlier: The states of other loaders. A sampler that one of them has, too, is compared with
+            its first state there.
+    """
+
+    def __init__(
+        self, samplers: Sequence[Any], dataset: object, earlier: Iterable["SamplerState"]
+    ) -> None:
+        known = {id(own): changes for state in earlier for own, changes in state.parts.values()}
+        self._dataset = dataset
+        self._samplers = samplers
+        self.parts: dict[str, tuple[Any, Changes]] = {}
+        for number, sampler in enumerate(samplers):
+            if is_user_made([sampler]):
+                changes = known.get(id(sampler)) or self._watch(sampler)
+                self.parts[str(number)] = sampler, changes
+
+    def _watch(self, sampler: Any) -> Changes:
+        def leave_out(_: str, value: object) -> bool:
+            if value is sampler:
+                return False
+            others = isinstance(value, Dataset | DataLoader | Sampler) or is_long(value)
+            return others or any(value is other for other in (self._dataset, *self._samplers))
+
+        def hide(owner: object) -> Collection[str]:
+            return _list_set_by_loader(sampler) if owner is sampler else ()
+
+        return Changes({"": sampler}, leave_out=leave_out, hide=hide, copies=True)
+
+    def capture(self) -> dict[str, Any]:
+        """Return what has changed, for ``restore``, and the paths of what cannot be saved."""
+        found: dict[str, Tensor] = {}
+        unsaved: list[str] = []
+        for number, (_, changes) in self.parts.items():
+            captured, unknown = changes.capture()
+            found |= {f"{number}.{path}": pack_bytes(data) for path, data in captured.items()}
+            unsaved += [f"{number}.{path}" for path in unknown]
+        return {name: own for name, own in ((CHANGES, found), (UNSAVED, unsaved)) if own}
+
+    def restore(self, states: Mapping[str, Any]) -> None:
+        """Write what ``capture`` returned into the samplers."""
+        for number, (_, changes) in self.parts.items():
+            changes.restore(_select(states, number), torch.device("cpu"))
+
+    def undo(self, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
+        """Restore what differs between two captures and has not changed since."""
+        for number, (_, changes) in self.parts.items():
+            changes.undo(_select(before, number), _select(after, number))
 
 
-def write_attributes(samplers: Iterable[Any], saved: Mapping[str, Mapping[str, Any]]) -> None:
-    """Set the attributes of samplers; a list is changed in place, because others may hold it."""
-    for number, sampler in enumerate(samplers):
-        for name, encoded in saved.get(str(number), {}).items():
-            value, present = _decode(encoded), getattr(sampler, name, None)
-            if type(present) is list and type(value) is list:
-                present[:] = value
-            else:
-                setattr(sampler, name, value)
+def list_unsaved(samplers: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Return why the captured states of loaders cannot be restored, by number of the loader."""
+    return describe_unsaved(
+        f"{number}.sampler.{path.partition('.')[2]}"
+        for number, states in samplers.items()
+        for path in states.get(UNSAVED, ())
+    )
 
 
-def _encode(value: Any) -> dict[str, Any] | None:
-    """Return a number, a text, an array or a nested list of these as plain values, else None."""
-    kind = type(value)
-    found: dict[str, Any] | None = None
-    if kind is int and not -_LARGEST <= value < _LARGEST:
-        return None
-    if value is None or kind in (*_NUMBERS, str):
-        found = {"kind": "value", "value": value}
-    elif isinstance(value, torch.Tensor):
-        found = {"kind": "tensor", "value": value.detach().cpu().clone()}
-    elif isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
-        found = {"kind": "array", "value": torch.from_numpy(value.copy())}
-    elif kind in (list, tuple) and len(value) <= _MOST_ITEMS:
-        if (numbers := _encode_numbers(value)) is not None:
-            return {"kind": kind.__name__, **numbers}
-        items = [_encode(item) for item in value]
-        if None not in items:
-            found = {"kind": kind.__name__, "items": items}
-    return found
+def _select(states: Mapping[str, Any], number: str) -> dict[str, bytes]:
+    """Return the encoded values of one sampler."""
+    found = {path.partition("."): data for path, data in states.get(CHANGES, {}).items()}
+    return {path: unpack_bytes(data) for (own, _, path), data in found.items() if own == number}
 
 
-def _encode_numbers(values: Sequence[Any]) -> dict[str, Any] | None:
-    """Return numbers of one type as a tensor; None for anything else."""
-    kinds = set(map(type, values))
-    if len(kinds) != 1 or not kinds <= set(_NUMBERS):
-        return None
-    (kind,) = kinds
-    if kind is not float and not -_LARGEST <= min(values) <= max(values) < _LARGEST:
-        return None
-    numbers = np.array(values, dtype="float64" if kind is float else "int64")
-    return {"of": kind.__name__, "value": torch.from_numpy(numbers)}
-
-
-def _decode(encoded: Mapping[str, Any]) -> Any:
-    kind, value = encoded["kind"], encoded.get("value")
-    if kind == "value":
-        return value
-    if kind in ("tensor", "array"):
-        assert isinstance(value, torch.Tensor), "as _encode makes it"
-        return value.clone() if kind == "tensor" else value.clone().numpy()
-    if value is None:
-        items = [_decode(item) for item in encoded["items"]]
-    else:
-        items = [bool(item) for item in value] if encoded["of"] == "bool" else value.tolist()
-    return tuple(items) if kind == "tuple" else items
-
-
-def _equal(one: Any, other: Any) -> bool:
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_equal(one[name], other[name]) for name in one)
-    if isinstance(one, list) and isinstance(other, list):
-        return len(one) == len(other) and all(map(_equal, one, other))
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return one.dtype == other.dtype and torch.equal(one, other)
-    return type(one) is type(other) and bool(one == other)
+def _list_set_by_loader(sampler: Any) -> set[str]:
+    """Return the attributes that the loader's control sets in each epoch."""
+    ours = {"seed"} if isinstance(sampler, DistributedSampler) else set()
+    ours |= {"epoch"} if hasattr(sampler, "set_epoch") else set()
+    return ours | ({"generator"} if make_generator(sampler) is not None else set())

@@ -11,8 +11,8 @@ from torchmetrics import MetricCollection
 
 from lightning_d9m.attribute_patches import AttributePatches
 from lightning_d9m.errors import SettingError
-from lightning_d9m.lightning.resume.metric_state import find_metrics, move, to_plain
-from lightning_d9m.state.plain_data import decode_plain, encode_plain
+from lightning_d9m.lightning.resume.metric_state import find_metrics
+from lightning_d9m.state.plain_data import decode_plain, encode_plain, pack_bytes, unpack_bytes
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -140,10 +140,10 @@ class MetricStates:
         self._states[id(metric), logical_rank] = _read(metric)
 
     def capture(self) -> dict[str, dict[int, Any]]:
-        """Return copies of the states by path and logical rank."""
+        """Return the encoded states by path and logical rank."""
         return {
             path: {
-                rank: to_plain(self._states[id(metric), rank])
+                rank: pack_bytes(encode_plain(self._states[id(metric), rank]))
                 for rank in self._block
                 if (id(metric), rank) in self._states
             }
@@ -156,7 +156,8 @@ class MetricStates:
             metric = self._found.get(path)
             for rank in self._block:
                 if metric is not None and rank in by_rank:
-                    self._states[id(metric), rank] = move(by_rank[rank], metric.device)
+                    state = decode_plain(unpack_bytes(by_rank[rank]), metric.device)
+                    self._states[id(metric), rank] = state
 
     def _reset(self, metric: Any, reset: Callable[[], None]) -> None:
         if self._active() is None:
@@ -175,11 +176,11 @@ class MetricStates:
                 f"logical rank {rank}, and the logical ranks of a process run one after the other: "
                 "log the metric object itself, or compute it in a hook at the end of the epoch."
             )
-        own = {rank: to_plain(self._get(metric, rank)) for rank in self._block}
+        own = {rank: self._get(metric, rank) for rank in self._block}
         by_rank: dict[int, dict[str, Any]] = {}
         for part in self._gather(encode_plain(own)):
-            by_rank |= decode_plain(part)
-        states = [move(by_rank[rank], metric.device) for rank in sorted(by_rank)]
+            by_rank |= decode_plain(part, metric.device)
+        states = [by_rank[rank] for rank in sorted(by_rank)]
         for name, reduction in metric._reductions.items():  # noqa: SLF001 - of torchmetrics
             setattr(metric, name, _reduce([state[name] for state in states], reduction))
 

@@ -15,6 +15,7 @@ from lightning_d9m.state.parts import (
     DICT,
     GENERATOR,
     ITEMS,
+    LONG,
     MISSING,
     OPAQUE,
     SET,
@@ -216,7 +217,7 @@ class Sandbox:
         compared = len(self._block) > 1 and self._steps < _COMPARED_STEPS
         if kind is TENSOR and trained and not compared and id(value) not in self._changing:
             return VERSIONED
-        return kind
+        return OPAQUE if kind is LONG else kind  # compared in every step
 
     def _stop_comparing(self, watch: Watch) -> None:
         for node in watch.nodes.values():

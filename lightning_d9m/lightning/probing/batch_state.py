@@ -61,13 +61,14 @@ def take_step(
     the weights in the next batch.
     """
     if "gradient" in settings.kinds:
-        _take_gradients(model_tensors, optimizer, listener)
+        take_gradients(model_tensors, optimizer, listener)
     if "optimizer" in settings.kinds:
         _, _, names = model_tensors.look()
         _take_optimizers(names, optimizers, settings, listener, model_tensors.addresses)
 
 
-def _take_gradients(model_tensors: ModelTensors, optimizer: Any, listener: Listener) -> None:
+def take_gradients(model_tensors: ModelTensors, optimizer: Any, listener: Listener) -> None:
+    """Pass the gradients of an optimizer's parameters to a listener."""
     used = {id(p) for group in optimizer.param_groups for p in group["params"]}
     gradients = {
         name: parameter.grad

@@ -6,20 +6,22 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor
 
-from lightning_d9m.control.method_wrapping import wrap_method
+from lightning_d9m.control.method_wrapping import replace_method, wrap_method
 from lightning_d9m.hashing.model_tensors import ModelTensors, plain_name
 from lightning_d9m.ledger.format.records import Json
-from lightning_d9m.ledger.kinds import VALIDATION
-from lightning_d9m.lightning.probing.batch_state import take_states, take_step
+from lightning_d9m.ledger.kinds import VALIDATION, WRITTEN
+from lightning_d9m.lightning.probing.batch_state import take_gradients, take_states, take_step
 from lightning_d9m.lightning.probing.dispatch_mode import OpMode
 from lightning_d9m.lightning.probing.module_hooks import hook_model
 from lightning_d9m.lightning.probing.step_replay import Replay
 from lightning_d9m.lightning.recording.trainer_recorder import TrainerRecorder
 from lightning_d9m.probes.dumps import Dump, StateDump
+from lightning_d9m.probes.hook_trace import HookTrace, StateDigest
 from lightning_d9m.probes.monitor import monitors_heard
 from lightning_d9m.probes.settings import ProbeSettings
 from lightning_d9m.probes.trace import ProbeCollector, ProbePoint, StatePoint
@@ -28,7 +30,9 @@ if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
 # Attributes that belong to one fit.
-_OF_ONE_FIT = ("_probes", "_dump", "_model_tensors", "_hooks", "_ops", "_replay", "_replayed")
+_OF_ONE_FIT = (
+    *("_probes", "_dump", "_model_tensors", "_hooks", "_ops", "_replay", "_replayed", "_traced"),
+)
 
 
 class ProbeRecorder:
@@ -49,6 +53,7 @@ class ProbeRecorder:
         self._ops: OpMode | None = None
         self._replay: Replay | None = None
         self._replayed: ExitStack | None = None
+        self._traced: ExitStack | None = None
         self._took_loss = False
         self._validated = 0  # batches of this validation
 
@@ -88,6 +93,8 @@ class ProbeRecorder:
             self._dump = dump
             self._probes = ProbeCollector(recorder.append, None if dump is None else dump.save)
             self._model_tensors = ModelTensors(module, self._settings.takes_parameter)
+            if dump is not None and self._kinds & WRITTEN:
+                self._trace_hooks(trainer, dump.folder)
             _warn_of_idle_patterns(self._settings, module)
         if self._settings.replay_every:
             append = _append_after(self._probes, recorder)
@@ -195,6 +202,27 @@ class ProbeRecorder:
             self._probes = self._dump = self._model_tensors = self._replay = None
             self._end_replay()
             self._unhook()
+            if self._traced is not None:
+                self._traced.close()
+            self._traced = None
+
+    def _trace_hooks(self, trainer: "Trainer", folder: Path) -> None:
+        """Trace the state that is saved, around each hook that Lightning calls."""
+
+        def take() -> str | None:
+            tensors, step = self._model_tensors, trainer.global_step
+            if tensors is None or step not in self._settings.steps:
+                return None
+            state = StateDigest(self._settings.dump_names)
+            take_states(tensors, trainer.optimizers, self._settings, state)
+            for optimizer in trainer.optimizers:
+                take_gradients(tensors, optimizer, state)
+            return state.digest()
+
+        self._traced = ExitStack()
+        profiler = cast(Any, trainer).profiler
+        traced = HookTrace(folder, take).around(profiler.profile)
+        replace_method(self._traced, profiler, "profile", traced)
 
     def _hook(self, strategy: Any, module: "LightningModule", probes: ProbeCollector) -> ExitStack:
         with ExitStack() as stack:

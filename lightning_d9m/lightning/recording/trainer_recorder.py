@@ -19,8 +19,7 @@ from lightning_d9m.lightning.recording.run_metadata import describe_run
 from lightning_d9m.lightning.recording.weight_snapshots import save_weight_snapshot
 from lightning_d9m.lightning.saved_state import PendingRecords
 from lightning_d9m.lightning.trainer_session import TrainerSession
-from lightning_d9m.recording.ledger_recorder import Policy
-from lightning_d9m.recording.run_recorder import RunRecorder
+from lightning_d9m.recording.run_recorder import Policy, RunRecorder
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer

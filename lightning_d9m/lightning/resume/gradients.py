@@ -14,7 +14,6 @@ import torch
 
 from lightning_d9m.lightning import lightning_private
 from lightning_d9m.lightning.packages import is_of_program
-from lightning_d9m.lightning.resume.metric_state import to_plain
 from lightning_d9m.lightning.trainer_attributes import get_logical_steps
 
 if TYPE_CHECKING:
@@ -43,12 +42,14 @@ def capture_gradients(trainer: "Trainer") -> dict[str, Any]:
         return {}
     if (logical := get_logical_steps(trainer)) is not None:
         return logical.kept.capture()
-    found = {name: part for name, part in module.named_parameters() if part.grad is not None}
+    found: dict[str, Any] = {n: p for n, p in module.named_parameters() if p.grad is not None}
     if not manual and not accumulates:
         stepped = {id(part) for each in trainer.optimizers for part in _list_parameters(each)}
         return {name: None for name, parameter in found.items() if id(parameter) in stepped}
     return {
-        name: None if manual and _is_used(parameter) else to_plain(parameter.grad)
+        name: None
+        if manual and _is_used(parameter)
+        else parameter.grad.detach().to("cpu", copy=True)
         for name, parameter in found.items()
     }
 

@@ -1,11 +1,15 @@
 """The results that a run has logged so far: running sums, and the metrics for callbacks."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
+from lightning_d9m.errors import SettingError
 from lightning_d9m.lightning import lightning_private
-from lightning_d9m.lightning.resume.metric_state import NotPlainError, move, to_plain
 from lightning_d9m.lightning.saved_state import LoopPhase, SavedResult
+from lightning_d9m.state.plain_data import decode_plain, encode_plain, pack_bytes, unpack_bytes
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -26,13 +30,18 @@ _ARGUMENTS = (
 
 def capture_latest(trainer: "Trainer") -> dict[str, Any]:
     """Return the metrics for callbacks, including those of an earlier validation."""
-    return {name: to_plain(value) for name, value in trainer.callback_metrics.items()}
+    return {name: _copy(value) for name, value in trainer.callback_metrics.items()}
 
 
 def restore_latest(trainer: "Trainer", latest: Mapping[str, Any]) -> None:
     """Restore the metrics for callbacks and schedulers."""
-    moved = move(dict(latest), trainer.strategy.root_device)
+    device = trainer.strategy.root_device
+    moved = {name: value.to(device, copy=True) for name, value in latest.items()}
     lightning_private.update_callback_metrics(trainer, moved)
+
+
+def _copy(value: Tensor) -> Tensor:
+    return value.detach().to("cpu", copy=True)
 
 
 def find_metrics_to_reset(trainer: "Trainer", phase: LoopPhase) -> list[str]:
@@ -68,11 +77,10 @@ def capture_results(trainer: "Trainer") -> list[SavedResult]:
 
 def _capture_result(key: str, result: Any) -> SavedResult:
     meta = result.meta
-    updates, cache = lightning_private.get_update_state(result)
-    try:
-        cache = to_plain(cache)
-    except NotPlainError:
-        cache = None
+    updates, value = lightning_private.get_update_state(result)
+    cache = None
+    with suppress(SettingError):
+        cache = pack_bytes(encode_plain(value))
     count = getattr(result, "cumulated_batch_size", None) if result.is_tensor else None
     return SavedResult(
         key=key,
@@ -81,8 +89,8 @@ def _capture_result(key: str, result: Any) -> SavedResult:
         synced=meta.sync.should,
         rank_zero_only=meta.sync.rank_zero_only,
         is_tensor=result.is_tensor,
-        value=to_plain(result.value) if result.is_tensor else None,
-        count=to_plain(count),
+        value=_copy(result.value) if result.is_tensor else None,
+        count=None if count is None else _copy(count),
         updates=updates,
         cache=cache,
         has_reset=result.has_reset,
@@ -109,6 +117,7 @@ def restore_results(trainer: "Trainer", results: Sequence[SavedResult]) -> None:
         result.value = saved.value if saved.is_tensor else metrics[attribute]
         if saved.count is not None:
             result.cumulated_batch_size = saved.count
-        lightning_private.set_update_state(result, saved.updates, saved.cache)
+        cache = None if saved.cache is None else decode_plain(unpack_bytes(saved.cache), device)
+        lightning_private.set_update_state(result, saved.updates, cache)
         result.has_reset = saved.has_reset
         collection[saved.key] = result.to(device)

@@ -1,48 +1,16 @@
-"""The metrics of a run, and plain values for checkpoints."""
+"""The metrics of a run, and the names of its callbacks."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch import nn
 from torchmetrics import Metric, MetricCollection
 
 from lightning_d9m.lightning.trainer_attributes import list_callbacks
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
-
-_SCALARS = (bool, int, float, str)
-
-
-class NotPlainError(TypeError):
-    """A value that a checkpoint cannot hold without pickled objects."""
-
-
-def to_plain(value: Any) -> Any:
-    """Return a copy on the CPU of tensors, numbers, strings and containers of these.
-
-    Raises:
-        NotPlainError: For anything else.
-    """
-    if value is None or isinstance(value, _SCALARS):
-        return value
-    if isinstance(value, Tensor):
-        return value.detach().cpu().clone()
-    if type(value) is list or type(value) is tuple:
-        return type(value)(to_plain(part) for part in value)
-    if isinstance(value, Mapping):
-        return {to_plain(key): to_plain(part) for key, part in value.items()}
-    raise NotPlainError(f"{type(value).__name__} is not a plain value")
-
-
-def move(value: Any, device: torch.device) -> Any:
-    """Return a copy of plain values whose tensors are on a device."""
-    return tree_map_only(
-        Tensor, lambda tensor: torch.empty_like(tensor, device=device).copy_(tensor), value
-    )
 
 
 def find_metrics(trainer: "Trainer") -> dict[str, Any]:

@@ -24,9 +24,9 @@ from lightning_d9m.lightning.resume.metric_state import find_metrics, name_callb
 from lightning_d9m.lightning.saved_state import KEY
 from lightning_d9m.lightning.strategies import is_sharded
 from lightning_d9m.lightning.trainer_attributes import get_datamodule, list_callbacks
-from lightning_d9m.state.changes import Changes, is_long
+from lightning_d9m.state.changes import Changes, describe_unsaved, is_long
 from lightning_d9m.state.parts import Namespace, is_of_program
-from lightning_d9m.state.plain_data import decode_plain
+from lightning_d9m.state.plain_data import decode_plain, pack_bytes, unpack_bytes
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -77,7 +77,7 @@ class ProgramState:
         that Lightning has reset right after the save.
         """
         plain = {
-            path: data.numpy().tobytes()
+            path: unpack_bytes(data)
             for path, data in program.items()
             if path.startswith(self._roots)
         }
@@ -124,18 +124,14 @@ def keep_small(
     Large values are left out if the checkpoint holds their tensors already.
     """
     found, unknown = captured
-    reasons = [
-        f"{path} changes in the fit, and has no form that a checkpoint could keep: keep numbers, "
-        "texts, tensors, arrays, and containers of these, or save checkpoints without it."
-        for path in unknown
-    ]
+    reasons = describe_unsaved(unknown)
     kept: dict[str, Tensor] = {}
     free = _LIMIT
     for path, data in sorted(found.items(), key=lambda item: len(item[1])):
         name = path.rstrip("'")
         if len(data) <= free:
             free -= len(data)
-            kept[path] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            kept[path] = pack_bytes(data)
         elif not _is_held(data, checkpoint):
             reasons.append(
                 f"{name} changes in the fit, and has {len(data)} bytes, where {_LIMIT} are kept "

@@ -10,6 +10,7 @@ from warnings import catch_warnings, filterwarnings, warn
 
 from lightning_d9m.attribute_patches import AttributePatches
 from lightning_d9m.control.data.resumable_sampler import find_epoch_problem, find_position_problem
+from lightning_d9m.control.data.sampler_state import list_unsaved
 from lightning_d9m.errors import InexactResumeError
 from lightning_d9m.hashing.model_tensors import ModelTensors
 from lightning_d9m.ledger.format.records import Resume
@@ -395,9 +396,11 @@ class ResumableFit:
         if position.phase == "validation" and (names := self._validated.find(self._parts, None)):
             late = [describe_validation(names)]
         ledger = self._recorder.ledger_position
+        samplers = session.capture_samplers(position.phase)
+        reasons += list_unsaved(samplers)
         rank = replace(
             run_state.capture(trainer, session, user, position.phase),
-            samplers=session.capture_samplers(position.phase),
+            samplers=samplers,
             program=kept,
             inexact=exactness.find_missing_state(trainer, position) + reasons + late,
             ledger=None if ledger is None else SavedLedger(**ledger),

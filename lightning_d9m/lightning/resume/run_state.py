@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from lightning_d9m.control.data.dataset_numbers import NUMBERS
-from lightning_d9m.control.data.sampler_state import ATTRIBUTES
+from lightning_d9m.control.data.sampler_state import CHANGES
 from lightning_d9m.control.data.seeded_dataset import SeededCollate
 from lightning_d9m.control.generators import (
     capture_generators,
@@ -162,10 +162,9 @@ def _name_sampler_states(rank: SavedRank) -> Iterator[str]:
         for kind, values in states.items():
             if kind == NUMBERS:
                 yield from (f"{loader}.{path}.{name}" for path in values for name in values[path])
-            elif kind == ATTRIBUTES:
-                yield from (f"{loader}.sampler.{name}" for own in values.values() for name in own)
-            else:
-                yield f"{loader}.sampler.{kind}"
+            elif kind == CHANGES:
+                found = (path.partition(".")[2].rstrip("'") for path in values)
+                yield from (f"{loader}.sampler.{name}" for name in found)
 
 
 def restore_outside(
@@ -175,7 +174,6 @@ def restore_outside(
 
     ``report`` is called with a problem that training finds later; see ``restore_gradients``.
     """
-    _set_accumulation(trainer)
     _restore_rng_and_metrics(trainer, rank)
     session.restore_validation(rank.samplers)  # again, after a sanity check
     restore_gradients(trainer, rank.gradients, report)
@@ -199,7 +197,7 @@ def restore_within(trainer: "Trainer", rank: SavedRank, report: Callable[[str], 
 
     Called once, before the first remaining batch of a partly trained epoch.
     """
-    _start_averaging(trainer)
+    _start_schedules(trainer)
     logged_results.restore_results(trainer, rank.results)
     if (logical := get_logical_steps(trainer)) is not None:
         logical.logged.restore(rank.logged, here=trainer.is_global_zero)
@@ -242,20 +240,6 @@ def _finite(epoch: float) -> int | None:
     return None if epoch == float("-inf") else int(epoch)
 
 
-_AVERAGING = "StochasticWeightAveraging"
-_ACCUMULATION = "GradientAccumulationScheduler"
-
-
-def _set_accumulation(trainer: "Trainer") -> None:
-    """Let a scheduler of gradient accumulation set the number of a partly trained epoch.
-
-    Lightning does not call its hook again, see below.
-    """
-    for callback in list_callbacks(trainer):
-        if has_base(callback, _ACCUMULATION):
-            callback.on_train_epoch_start(trainer, trainer.lightning_module)
-
-
 def capture_frozen(model: ModelTensors) -> dict[str, dict[str, list[str]]]:
     """Return the names of frozen parameters, as settings of the run.
 
@@ -281,20 +265,21 @@ def restore_frozen(trainer: "Trainer", settings: Mapping[str, Any]) -> None:
         )
 
 
-def _start_averaging(trainer: "Trainer") -> None:
-    """Start the schedule of stochastic weight averaging, as it does at the start of an epoch.
+def _start_schedules(trainer: "Trainer") -> None:
+    """Let callbacks schedule accumulation and averaging, as they do at the start of an epoch.
 
     Lightning does not call that hook again for a partly trained epoch. The averages themselves are
     in the callback's state.
     """
+    groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+    rates = [group["lr"] for group in groups]
     callback: Any
     for callback in list_callbacks(trainer):
-        if not has_base(callback, _AVERAGING):
+        averages = has_base(callback, "StochasticWeightAveraging")
+        if averages and not callback.swa_start <= trainer.current_epoch <= callback.swa_end:
             continue
-        if callback.swa_start <= trainer.current_epoch <= callback.swa_end:
-            groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
-            rates = [group["lr"] for group in groups]
+        if averages or has_base(callback, "GradientAccumulationScheduler"):
             callback.on_train_epoch_start(trainer, trainer.lightning_module)
-            # A new schedule sets the rates.
-            for group, rate in zip(groups, rates, strict=True):
-                group["lr"] = rate
+    # A new schedule sets the rates.
+    for group, rate in zip(groups, rates, strict=True):
+        group["lr"] = rate

@@ -23,6 +23,8 @@ _SAME_MEMORY = {
     "long", "bfloat16", "T", "resize_", "as_subclass", "numpy", "expand_as", "view_as",
     "narrow", "type_as", "select",
 }  # fmt: skip
+# They write where an index says, which may be everywhere.
+_WRITING = ("index_copy", "index_put", "scatter", "masked_scatter")
 _PARTLY = "Only a part of the memory is written; the rest is whatever was in memory."
 _ARITHMETIC = (ast.BinOp, ast.Compare, ast.UnaryOp)
 
@@ -62,7 +64,7 @@ def _reads(node: ast.AST, tree: Tree) -> bool:
         and outer.func is parent
         and parent.attr not in _SHAPE_ONLY | _SAME_MEMORY
         and not parent.attr.endswith("_")
-        and not parent.attr.startswith(("new_", "is_", "_", "register_", "fill"))
+        and not parent.attr.startswith(("new_", "is_", "_", "register_", "fill", *_WRITING))
     )
 
 

@@ -19,6 +19,7 @@ from lightning_d9m.lint.tree import (
     find_value,
     read_constant,
     read_kind,
+    read_last_name,
     resolve,
 )
 from lightning_d9m.patches.catalog.catalog import find_op
@@ -34,6 +35,7 @@ _INTERPOLATIONS = {
     "bicubic": "upsample_bicubic2d_backward",
     "trilinear": "upsample_trilinear3d_backward",
 }
+_MAKERS = {"tensor", "zeros", "ones", "full", "arange", "linspace", "eye", "rand", "randn"}
 _INTEGER_CASTS = {"int", "long", "short", "byte", "bool"}
 _NO_GRADIENTS = {"torch.no_grad", "torch.inference_mode", "torch.autograd.no_grad"}
 _RULES = {
@@ -84,14 +86,24 @@ def _is_own(node: ast.AST) -> bool:
 
 def _is_spared(op: str, call: Call, name: str) -> bool:
     """Return whether a call cannot vary: on a CPU, or without a gradient."""
-    if op not in _ON_CPU_TOO:
-        first = call.receiver or next(iter(call.node.args), None)
-        if read_kind(first, call.scope) == "cpu tensor":
-            return True
+    if op not in _ON_CPU_TOO and read_kind(_find_first(call), call.scope) == "cpu tensor":
+        return True
     makes_module = name.rpartition(".")[2][:1].isupper()
-    return (
-        op.endswith("_backward") and not makes_module and is_without_gradient(call.node, call.tree)
-    )
+    if not op.endswith("_backward") or makes_module:
+        return False
+    return _is_new(_find_first(call)) or is_without_gradient(call.node, call.tree)
+
+
+def _find_first(call: Call) -> ast.expr | None:
+    return call.receiver or next(iter(call.node.args), None)
+
+
+def _is_new(node: ast.AST | None) -> bool:
+    """Return whether an expression makes a tensor, which has no gradient then."""
+    match node:
+        case ast.Call(function, keywords=words) if read_last_name(function) in _MAKERS:
+            return not any(word.arg == "requires_grad" for word in words)
+    return False
 
 
 def is_without_gradient(node: ast.AST, tree: Tree) -> bool:
@@ -202,7 +214,7 @@ def _pooled(op: str, position: int) -> Condition:
 def _bincount(call: Call) -> Verdict:
     """Accept ``bincount`` with weights."""
     value = call.read(1, "weights")
-    given = value is not UNKNOWN or call.get(1, "weights") is not None
+    given = call.owned and (value is not UNKNOWN or call.get(1, "weights") is not None)
     return None if value is None else ("bincount", "certain" if given else "depends")
 
 
@@ -249,14 +261,16 @@ def _repeat_interleave(call: Call) -> Verdict:
 
 
 def _histc(call: Call) -> Verdict:
-    """Accept ``histc`` of floating point."""
+    """Accept ``histc`` of floating point; it depends if the source does not show the dtype."""
     match _find_input(call):
         case ast.Call(ast.Attribute(attr=method), args, keywords):
             dtypes = [*args, *(word.value for word in keywords if word.arg == "dtype")]
             names = [dtype.attr for dtype in dtypes if isinstance(dtype, ast.Attribute)]
             if method in _INTEGER_CASTS or any(n.strip("u").startswith("int") for n in names):
                 return None
-    return "histc", "certain"
+            if any(n.startswith(("float", "double", "half", "bfloat")) for n in (method, *names)):
+                return "histc", "certain"
+    return "histc", "depends"
 
 
 def _bmm(call: Call) -> Verdict:

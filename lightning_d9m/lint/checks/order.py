@@ -8,7 +8,8 @@ from lightning_d9m.lint.checks.order_use import (
     is_list_order_used,
     is_message,
     is_order_used,
-    is_settled_later,
+    proves_name,
+    proves_order,
 )
 from lightning_d9m.lint.rules import Certainty
 from lightning_d9m.lint.tree import (
@@ -43,12 +44,12 @@ def check_listing(call: Call) -> Iterator[Report]:
     if _expects_one_file(call) or is_message(call.node, call.tree):
         return
     if is_order_used(call.node, call.tree):
-        settled = is_settled_later(call.node, call.tree)
-        edit = "" if settled or certainty != "certain" else "sorted({})"
+        certain = certainty == "certain" and proves_order(call.node, call.tree)
+        edit = "sorted({})" if certainty == "certain" else ""
         if call.name == "os.scandir":  # its entries have no order, and are closed by `with`
             named = edit and not isinstance(call.parent, ast.withitem)
             edit = "sorted({}, key=lambda entry: entry.name)" if named else ""
-        yield Report("D9M302", call.node, "depends" if settled else certainty, edit=edit)
+        yield Report("D9M302", call.node, "certain" if certain else "depends", edit=edit)
 
 
 def _expects_one_file(call: Call) -> bool:
@@ -89,7 +90,10 @@ def check_modification_time(call: Call) -> Iterator[Report]:
     elif call.receiver is not None and call.method == "sort":
         used = is_list_order_used(call.receiver, call.tree, call.parent)
     if used:
-        yield Report("D9M306", call.node)
+        certain = proves_order(call.node, call.tree)
+        if call.receiver is not None:
+            certain = proves_name(call.receiver, call.parent, call.tree)
+        yield Report("D9M306", call.node, "certain" if certain else "depends")
 
 
 def _reads_file_time(key: ast.expr, call: Call) -> bool:
@@ -104,7 +108,8 @@ def check_completion(call: Call) -> Iterator[Report]:
     """Find results in order of completion, and loaders with ``in_order=False``."""
     unordered = call.name in _COMPLETIONS or call.method == "imap_unordered"
     if unordered and is_order_used(call.node, call.tree):
-        yield Report("D9M305", call.node)
+        certain = proves_order(call.node, call.tree)
+        yield Report("D9M305", call.node, "certain" if certain else "depends")
     if call.read(None, "in_order") is False:
         reason = "With in_order=False batches come as the workers finish them."
         yield Report("D9M305", call.node, reason=reason, fix="Leave in_order at True.")

@@ -1,7 +1,6 @@
 """Tests whether the order of an iterable affects the code that uses it."""
 
 import ast
-from collections.abc import Iterable, Iterator
 
 from lightning_d9m.lint.tree import (
     FUNCTION_NODES,
@@ -28,6 +27,12 @@ _COLLECTING = {
     "add_module", "register_module", "register_buffer", "register_parameter", "send",
 }  # fmt: skip
 _SAYING = {"warn", "warning", "info", "debug", "rank_zero_warn", "rank_zero_info"}
+# They pick or pair items by position, or keep them in their order as data.
+_PLACING = {
+    "shuffle", "sample", "choice", "choices", "permutation", "random_split", "Subset", "DataLoader",
+    "array", "asarray", "fromiter", "tensor", "as_tensor", "stack", "cat", "concatenate", "vstack",
+}  # fmt: skip
+_DEPTH = 6  # most steps from an iterable to what shows that its order matters
 _DRAWING = ("random", "rand", "randn", "randint", "shuffle", "choice", "normal_", "uniform_")
 
 
@@ -83,6 +88,73 @@ def is_order_used(  # noqa: C901, PLR0912 - one case for each kind of parent
     return used
 
 
+def proves_order(node: ast.AST, tree: Tree, *, numbered: bool = False, depth: int = _DEPTH) -> bool:
+    """Return whether the source shows that the order of an iterable decides a result.
+
+    Its elements get numbers, are picked by position in ``__getitem__``, by a slice or at random,
+    become an array, or random numbers are drawn for each of them. What leaves a function proves
+    nothing: another one may sort it.
+    """
+    parent = tree.parent.get(node)
+    outer = found = False
+    match parent:
+        case _ if depth == 0:
+            pass
+        case ast.Call(function) if node is not function:
+            name = read_last_name(function)
+            numbered |= name == "enumerate"
+            found = name in _PLACING
+            outer = name in _PASSED_ON or name == "enumerate"
+        case ast.comprehension(iter=values) if values is node:
+            parent = tree.parent[parent]
+            found = numbered and isinstance(parent, ast.DictComp)
+            outer = isinstance(parent, (ast.ListComp, ast.GeneratorExp))
+        case ast.For(iter=values) if values is node:
+            found = _is_placed(parent, tree, numbered=numbered, depth=depth - 1)
+        case ast.Assign([target]) | ast.AnnAssign(target):
+            found = proves_name(target, parent, tree, depth - 1)
+        case ast.Subscript(value, part) if value is node:
+            functions = (one for one in tree.around(node) if isinstance(one, FUNCTION_NODES))
+            given = getattr(next(functions, None), "name", "") == "__getitem__"
+            found = given or isinstance(part, ast.Slice)
+        case ast.BinOp() | ast.Starred() | ast.IfExp() | ast.NamedExpr() | ast.List() | ast.Tuple():
+            outer = True
+    if outer and parent is not None:
+        found |= proves_order(parent, tree, numbered=numbered, depth=depth - 1)
+    return found
+
+
+def proves_name(target: ast.AST, statement: ast.AST, tree: Tree, depth: int = _DEPTH) -> bool:
+    """Return whether uses of an assigned name or attribute prove that its order matters."""
+    area, key = tree.scope[statement].find_area(target)
+    uses = [] if area is None else tree.find_uses(area, key, statement)
+    parents = [tree.parent[use] for use in uses]
+    # What is sorted in place was meant to be.
+    in_place = any(
+        isinstance(parent, ast.Attribute) and parent.attr == "sort" for parent in parents
+    )
+    return not in_place and any(proves_order(use, tree, depth=depth) for use in uses)
+
+
+def _is_placed(loop: ast.For, tree: Tree, *, numbered: bool, depth: int) -> bool:
+    """Return whether a loop draws random numbers, stores a number, or fills a list that proves."""
+    first = loop.target.elts[:1] if isinstance(loop.target, ast.Tuple) else []
+    counts = {one.id for one in first if numbered and isinstance(one, ast.Name)}
+    for part in (part for statement in loop.body for part in ast.walk(statement)):
+        match part:
+            case ast.Assign([ast.Subscript(), *_], value) if mentions(value, counts) or any(
+                map(_is_drawn_or_counted, ast.walk(value))
+            ):
+                return True
+            case ast.Call(ast.Attribute(owner, "append"), [_]) if proves_name(
+                owner, loop, tree, depth
+            ):
+                return True
+            case ast.Call(function) if read_last_name(function).startswith(_DRAWING):
+                return True
+    return False
+
+
 def is_message(node: ast.AST, tree: Tree) -> bool:
     """Return whether a value is only said: in an exception, a warning or a log."""
     for outer in tree.around(node):
@@ -112,39 +184,6 @@ def is_choice(node: ast.AST) -> bool:
     return isinstance(node, ast.Subscript) and not any(
         isinstance(part, ast.Name) for part in ast.walk(node.slice)
     )
-
-
-def is_settled_later(node: ast.AST, tree: Tree) -> bool:
-    """Return whether what an iterable gives is sorted, or counted as one, in the same function."""
-    area = tree.scope[node].node
-    names = set(_list_collections(tree.around(node)))
-    for made in ast.walk(area):  # what is made of them, in order of the source
-        if isinstance(made, (ast.For, ast.Assign)):
-            source = made.iter if isinstance(made, ast.For) else made.value
-            names.update(_list_collections([made]) if mentions(source, names) else ())
-    for part in ast.walk(area):
-        match part:
-            case ast.Call(function, args) if "sort" in read_last_name(function).lower():
-                given = [function, *args]
-            case ast.Compare(ast.Call(ast.Name("len"), args), comparators=[ast.Constant(1), *_]):
-                given = args
-            case _:
-                continue
-        if any(mentions(one, names) for one in given):
-            return True
-    return False
-
-
-def _list_collections(nodes: Iterable[ast.AST]) -> Iterator[str]:
-    """Yield the names that get the items: those assigned, and those that a loop adds to."""
-    for node in nodes:
-        if isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign)):
-            yield from (one.id for one in list_targets(node) if isinstance(one, ast.Name))
-        elif isinstance(node, (ast.For, ast.AsyncFor, ast.With, ast.AsyncWith, ast.Call)):
-            for part in ast.walk(node):
-                match part:
-                    case ast.Attribute(ast.Name(name), method) if method in _COLLECTING:
-                        yield name
 
 
 def _is_test(node: ast.AST, outer: ast.AST) -> bool:

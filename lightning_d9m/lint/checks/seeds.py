@@ -48,6 +48,7 @@ _RATES = {"lr", "learning_rate"}
 _LAMBDA_SCHEDULERS = {f"torch.optim.lr_scheduler.{n}LR" for n in ("Lambda", "Multiplicative")}
 _SEEDING = {"random.seed", "numpy.random.seed", "torch.manual_seed"}
 _LOADER = "torch.utils.data.DataLoader"
+_ADDING = (ast.Add, ast.Sub, ast.Mult)
 _DEPTH = 4
 # What `--fix` writes where a seed is missing.
 _SEED = 0
@@ -110,7 +111,7 @@ def _adds_number(node: ast.AST, scope: Scope, depth: int) -> bool:
 
     A multiple, such as ``seed * world_size``, separates the seeds.
     """
-    for part in ast.walk(node):
+    for part in _list_terms(node):
         match part:
             case ast.BinOp(left, ast.Add(), right):
                 if any(_is_number(side, scope) for side in (left, right)):
@@ -123,6 +124,16 @@ def _adds_number(node: ast.AST, scope: Scope, depth: int) -> bool:
                 if value is not None and _adds_number(value, where, depth - 1):
                     return True
     return False
+
+
+def _list_terms(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield the nodes of an expression without divisors, powers and shifts, which add nothing."""
+    yield node
+    divides = isinstance(node, ast.BinOp) and not isinstance(node.op, _ADDING)
+    for name, child in ast.iter_fields(node):
+        for part in child if isinstance(child, list) else [child]:
+            if isinstance(part, ast.AST) and not (divides and name == "right"):
+                yield from _list_terms(part)
 
 
 def _is_number(node: ast.AST, scope: Scope) -> bool:
@@ -193,7 +204,8 @@ def _is_seeded_later(area: ast.AST | None, key: str) -> bool:
 
 def passes(call: ast.Call, key: str) -> bool:
     """Return whether a call has the named object as an argument."""
-    return any(is_named(argument, key) for argument in call.args)
+    given = (*call.args, *(word.value for word in call.keywords))
+    return any(is_named(argument, key) for argument in given)
 
 
 def check_learning_rate(node: ast.Assign | ast.AugAssign, tree: Tree) -> Iterator[Report]:

@@ -4,7 +4,7 @@ import ast
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
-from lightning_d9m.lint.checks.order_use import is_message, is_order_used
+from lightning_d9m.lint.checks.order_use import is_message, is_order_used, proves_order
 from lightning_d9m.lint.tree import Call, Report, Scope, Tree, read_last_name, resolve
 
 Elements = Literal["numbers", "strings", "unknown"]
@@ -34,9 +34,12 @@ def check_set(node: ast.expr, tree: Tree) -> Iterator[Report]:
     if elements in {None, "numbers"} or _has_one_element(node, tree):
         return
     if site == "popped" or (is_order_used(node, tree) and not is_message(node, tree)):
-        certain = elements == "strings"
-        reason = "" if certain else _MIXED
-        ordered = certain and site == "iterated" and _has_order(node, tree.scope[node])
+        texts = elements == "strings"
+        # A loop that pops all elements of a set mostly treats them alike.
+        picked = site == "popped" and not any(isinstance(o, ast.While) for o in tree.around(node))
+        certain = texts and (picked or proves_order(node, tree))
+        reason = "" if texts else _MIXED
+        ordered = texts and site == "iterated" and _has_order(node, tree.scope[node])
         edit = "sorted({})" if ordered else ""
         yield Report("D9M301", node, "certain" if certain else "depends", reason, edit=edit)
 

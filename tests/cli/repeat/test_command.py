@@ -84,6 +84,18 @@ def test_a_run_that_differs_is_named_with_the_first_divergence(repeat):
     )
 
 
+def test_last_bits_are_changed_in_each_run_but_the_first_or_it_is_an_error(repeat, tmp_path):
+    """The program notes what is set; it has no Trainer, which would change the weights."""
+    note = "import os; open('noted', 'a').write(os.environ.get('LIGHTNING_D9M_LAST_BITS', '-'))\n"
+    status, _, err = repeat(note + fits(7), "--last-bits", n=3)
+    assert status == 2
+    assert "left the last bits of its weights alone: --last-bits needs a Trainer" in err
+    assert (tmp_path / "noted").read_text() == "-12"
+    status, _, err = repeat(fits(7), "--last-bits", "--interrupt")
+    assert status == 2
+    assert "--last-bits is given with --portable, --processes or --interrupt" in err
+
+
 def test_json(repeat):
     status, out, _ = repeat(fits(f"{NUMBER}"), "--json")
     result = json.loads(out)
@@ -122,6 +134,16 @@ def test_what_the_runs_together_show_is_said(repeat, value, said, advised):
     assert said in out
     assert f"d9m locate {advised}" in out or f"d9m {advised}" in out
     assert ("pairs differ" in out, "run 1 left and" in out) == ("pairs" in said, "files" in said)
+
+
+def test_files_that_carry_a_difference_from_run_to_run_are_named(repeat):
+    count = "Path('count').open('a').write('x')\nseen = Path('count').stat().st_size\n"
+    code = "from pathlib import Path\n" + count + fits("seen")
+    assert "a later one: count.\n" in repeat(code)[1]
+    left = json.loads(repeat(code, "--json")[1])["left"]
+    assert left == ["Files written in one run and read or written in a later one: count."]
+    assert left[0] in repeat(code, "--format", "markdown")[1]
+    assert "Files" not in repeat(code.replace("'a'", "'w'"))[1]  # the runs are equal
 
 
 @pytest.mark.parametrize(

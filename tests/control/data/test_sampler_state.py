@@ -1,18 +1,17 @@
-"""The attributes of a user's sampler are read, told from the first ones, and written back."""
+"""What a user's samplers change is captured, restored, and undone."""
 
 import io
 import math
+import random
+import re
+from collections import Counter, deque
 
 import numpy as np
 import pytest
 import torch
 from torch.utils.data import DistributedSampler, RandomSampler
 
-from lightning_d9m.control.data.sampler_state import (
-    find_changed_attributes,
-    read_attributes,
-    write_attributes,
-)
+from lightning_d9m.control.data.sampler_state import SamplerState, list_unsaved
 
 
 class Own:
@@ -30,11 +29,16 @@ BEFORE = {
     "none": None,
     "order": [1, 2, 3],
     "shares": (0.25, math.inf),
-    "flags": [True, False],
     "batches": [[1, 2], [3], []],
     "mixed": [1, "a", None, (2.0,)],
     "array": np.arange(4, dtype="int32"),
     "tensor": torch.ones(2, dtype=torch.bfloat16),
+    "huge": 2**70,
+    "by_name": {"a": 1},
+    "counts": Counter("a"),
+    "seen": {1, 2},
+    "last": deque([1], 3),
+    "long": [*range(110_000)],
 }
 AFTER = {
     "count": 4,
@@ -44,11 +48,16 @@ AFTER = {
     "none": 1,
     "order": [3, 1, 2],
     "shares": (0.5, math.inf),
-    "flags": [False, False],
     "batches": [[3], [1, 2], []],
     "mixed": [1, "b", None, (2.0,)],
     "array": np.arange(4, dtype="int32")[::-1].copy(),
     "tensor": torch.zeros(2, dtype=torch.bfloat16),
+    "huge": 2**71,
+    "by_name": {"b": 1},
+    "counts": Counter("b"),
+    "seen": {1, 3},
+    "last": deque([1, 2], 3),
+    "long": [*range(110_000, 0, -1)],
 }
 
 
@@ -58,38 +67,124 @@ def through_a_file(value):
     return torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
 
 
-@pytest.mark.parametrize("name", BEFORE)
-def test_what_has_changed_comes_back_as_it_was(name):
-    sampler = Own(**BEFORE)
-    first = read_attributes([sampler])
-    assert find_changed_attributes(first, read_attributes([sampler])) == {}
-    setattr(sampler, name, AFTER[name])
-    saved = through_a_file(find_changed_attributes(first, read_attributes([sampler])))
-    assert list(saved["0"]) == [name]
-    resumed = Own(**BEFORE)
-    write_attributes([resumed], saved)
-    found, expected = getattr(resumed, name), AFTER[name]
-    assert type(found) is type(expected)
-    assert getattr(found, "dtype", None) == getattr(expected, "dtype", None)
-    assert str(found) == str(expected)
+def watch(*samplers, dataset=None, earlier=()):
+    return SamplerState(samplers, dataset, earlier)
 
 
-def test_a_list_is_changed_in_place():
-    order = [2, 1]
-    sampler, holder = Own(order=order), Own(order=order)
-    write_attributes(
-        [sampler], {"0": {"order": read_attributes([Own(order=[1, 2])])["0"]["order"]}}
+def change(sampler, name, *, inside):
+    """Replace what a sampler holds, or what that holds."""
+    present, new = getattr(sampler, name), AFTER[name]
+    if inside and isinstance(present, np.ndarray | torch.Tensor):
+        present[:] = new
+    elif inside and isinstance(present, list | deque | set | dict):
+        present.clear()
+        (present.extend if isinstance(present, list | deque) else present.update)(new)
+    else:
+        setattr(sampler, name, new)
+
+
+def begin():
+    return Own(**{name: copy_of(value) for name, value in BEFORE.items()})
+
+
+def copy_of(value):
+    return value.copy() if hasattr(value, "copy") else getattr(value, "clone", lambda: value)()
+
+
+def same(found, expected):
+    same_type = type(found) is type(expected)
+    return (
+        same_type
+        and getattr(found, "dtype", 0) == getattr(expected, "dtype", 0)
+        and (str(found) == str(expected))
     )
-    assert holder.order == [1, 2]
 
 
-def test_what_is_no_plain_value_or_is_set_in_each_epoch_is_left_out():
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("name", BEFORE)
+def test_what_has_changed_comes_back_as_it_was(name, inside):
+    sampler = begin()
+    state = watch(sampler)
+    assert state.capture() == {}
+    change(sampler, name, inside=inside)
+    saved = through_a_file(state.capture())
+    if name == "counts" and not inside:  # an object of a library
+        assert saved == {"unsaved": ["0.counts"]}
+        return
+    assert {re.split("['[]", path)[0] for path in saved["sampler"]} == {f"0.{name}"}
+    resumed = begin()
+    watch(resumed).restore(saved)
+    assert same(getattr(resumed, name), AFTER[name])
+
+
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("name", [name for name in BEFORE if name != "counts"])
+def test_what_an_iteration_has_changed_is_undone(name, inside):
+    sampler = begin()
+    state = watch(sampler)
+    before = state.capture()
+    change(sampler, name, inside=inside)
+    after = state.capture()
+    sampler.other = 1  # set by a hook since
+    state.undo(before, after)
+    assert same(getattr(sampler, name), BEFORE[name])
+    assert sampler.other == 1
+
+
+def test_what_has_changed_again_stays():
+    sampler = begin()
+    state = watch(sampler)
+    before = state.capture()
+    sampler.count = 4
+    after = state.capture()
+    sampler.count = 5
+    state.undo(before, after)
+    assert sampler.count == 5
+
+
+def test_generators_are_restored_whoever_seeded_them():
+    sampler, resumed = Own(rng=random.Random(1)), Own(rng=random.Random(2))
+    state = watch(sampler)
+    saved = through_a_file(state.capture())
+    expected = sampler.rng.random()
+    watch(resumed).restore(saved)
+    assert resumed.rng.random() == expected
+    state.undo(saved, {})
+    assert sampler.rng.random() == expected
+
+
+def test_a_sampler_of_an_earlier_loader_is_compared_with_its_first_state():
+    sampler = begin()
+    first = watch(sampler)
+    sampler.count = 4
+    assert list(watch(sampler, earlier=[first]).capture()["sampler"]) == ["0.count"]
+
+
+def test_what_no_checkpoint_can_hold_is_named():
+    sampler = Own(parts=iter([1, 2, 3]), batches=[1])
+    state = watch(sampler)
+    assert state.capture() == {}
+    next(sampler.parts)
+    sampler.objects = [object()]
+    captured = {"validate.0": state.capture()}
+    assert [reason.split()[0] for reason in list_unsaved(captured)] == [
+        "validate.0.sampler.objects",
+        "validate.0.sampler.parts",
+    ]
+
+
+def test_what_is_no_state_of_a_sampler_is_left_out():
     class Split(DistributedSampler):
         """A sampler of a program, to which the control gives seed and epoch."""
 
-    split = Split(range(4), 2, 0)
-    sampler = Own(data=object(), huge=2**70, many=[2**70], inner=[object()])
-    read = read_attributes([sampler, RandomSampler(range(4)), split])
-    assert (read["0"], read["1"]) == ({}, {})
-    assert not {"seed", "epoch"} & read["2"].keys()
-    assert "num_replicas" in read["2"]
+    data = [[1]]
+    split, sampler = Split(data, 2, 0), Own(data=data, generator=None)
+    other = RandomSampler(range(4))
+    state = watch(sampler, other, split, dataset=data)
+    assert list(state.parts) == ["0", "2"]
+    data[0].append(2)
+    sampler.generator = torch.Generator()
+    split.seed, split.epoch, other.own = 3, 4, 1
+    assert state.capture() == {}
+    split.num_replicas = 3
+    assert list(state.capture()["sampler"]) == ["2.num_replicas"]

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from ledger_runs import list_batches
+from lightning.pytorch import Callback
 from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -20,6 +21,7 @@ from lightning_d9m.ledger.kinds import PROBE_KINDS, VALIDATION
 from lightning_d9m.lightning.probing.module_hooks import hook_model
 from lightning_d9m.locate.result import describe_place
 from lightning_d9m.probes.dumps import find_dumps, read_dump, read_index, replay_op
+from lightning_d9m.probes.hook_trace import find_writer
 from lightning_d9m.probes.settings import ProbeSettings
 
 
@@ -519,3 +521,53 @@ def test_a_rank_that_is_not_there_is_refused(fit):
 def test_a_pattern_may_fit_a_buffer_or_the_whole_model(fit, recwarn):
     fit(probes=["output", "buffer"], probe_modules=["(model)", "layers.1.running_mean"])
     assert not [found for found in recwarn if "probe_modules" in str(found.message)]
+
+
+HOOKS = {
+    "on_train_batch_start": 3,
+    "on_before_zero_grad": 3,
+    "on_before_backward": 3,
+    "on_after_backward": 3,
+    "on_before_optimizer_step": 3,
+    "on_train_batch_end": 3,
+    "on_validation_start": 6,
+    "on_validation_batch_start": 6,
+    "on_validation_batch_end": 6,
+    "on_validation_epoch_end": 6,
+    "on_validation_end": 6,
+    "on_train_epoch_end": 6,
+    "on_train_epoch_start": 6,
+}
+OF_MODULE = {"configure_gradient_clipping": 3, "optimizer_zero_grad": 3, "lr_scheduler_step": 6}
+OF_CALLBACK = ("train_batch_start", "before_optimizer_step", "validation_end")
+PLACES = [
+    *(("Net", hook, step) for hook, step in (HOOKS | OF_MODULE).items()),
+    *(("Scaling", f"on_{hook}", step) for hook, step in zip(OF_CALLBACK, (3, 3, 6), strict=True)),
+]
+
+
+@pytest.mark.parametrize(("owner", "hook", "step"), PLACES)
+def test_the_hook_that_wrote_is_named(fit, tmp_path, monkeypatch, owner, hook, step):
+    """Whichever hook of the module or of a callback it is."""
+
+    def run(factor):
+        def scale(self, *args, **kwargs):
+            now = model.trainer.global_step == step and not done
+            if now:
+                done.append(True)
+                model.layers[0].weight.data.mul_(factor)
+            return getattr(super(type(self), self), hook)(*args, **kwargs)
+
+        done = []
+        model = make_model(**({hook: scale} if owner == "Net" else {}))
+        callback = type("Scaling", (Callback,), {} if owner == "Net" else {hook: scale})()
+        monkeypatch.setenv("LIGHTNING_D9M_DUMP", str(tmp_path / f"dump {factor}"))
+        fit(model=model, probes=("weight",), trainer_callbacks=[callback])
+        assert done
+
+    monkeypatch.setenv("LIGHTNING_D9M_DUMP_NAMES", "layers.0.weight")
+    monkeypatch.setenv("LIGHTNING_D9M_PROBE_STEPS", f"{step - 1}:{step + 1}")
+    run(1.0)
+    run(1.5)
+    folders = [tmp_path / "dump 1.0", tmp_path / "dump 1.5"]
+    assert find_writer(folders, 0) == f"while {owner}.{hook} ran"

@@ -1,6 +1,10 @@
 """State that a program keeps in any way is exact after a resume, or the resume is refused."""
 
+import array
+import logging
+import queue
 import random
+import threading
 from collections import Counter, deque
 
 import pytest
@@ -16,11 +20,15 @@ from lightning_d9m import InexactResumeError
 pytestmark = pytest.mark.usefixtures("unseeded", "new_process")
 
 COUNTS = {"batches": 0}
+STREAM = iter(())
+LOG = logging.getLogger(__name__)
+HELD = iter(range(9))
 
 
 @pytest.fixture(autouse=True)
 def fresh():
     """Let the next fit begin with the variables of a new process."""
+    globals()["STREAM"] = zip(iter([1, 2, 3] * 9), [0] * 27, strict=False)
     InClass.count = 0
     COUNTS.clear()
     COUNTS["batches"] = 0
@@ -172,6 +180,107 @@ class Opaque(Callback):
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
         self.records = [LightningModule.__new__]
         self.objects = [*getattr(self, "objects", []), Made()]
+
+
+class Kept:
+    """Stands for an object of a library with slots."""
+
+    __module__ = "torch.kept"
+    __slots__ = ("number",)
+
+
+def advance_variable(callback):
+    return next(STREAM)[0]
+
+
+def advance_iterator(callback):
+    return next(callback.kept)
+
+
+def change_buffer(callback):
+    callback.kept[0] += 1
+    return callback.kept[0]
+
+
+def change_slot(callback):
+    callback.kept.number = getattr(callback.kept, "number", 0) + 1
+    return callback.kept.number
+
+
+def shuffle(callback):
+    callback.kept[:2] = callback.kept[1::-1]
+    return callback.kept[0]
+
+
+class Keeping(Steering):
+    """Keeps an object whose state no attribute shows."""
+
+    def __init__(self, kept, change):
+        self.kept, self.change = kept, change
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        LOG.debug("batch")
+        self.steer(module, self.change(self))
+
+
+UNSEEN = {
+    "variable": (lambda: None, advance_variable, r"test_program_state\.STREAM changes"),
+    "iterator": (lambda: enumerate([5, 6, 7] * 9), lambda own: next(own.kept)[1], "kept changes"),
+    "generator": (lambda: (number for number in [4] * 99), advance_iterator, "kept changes"),
+    "array": (lambda: array.array("i", [0]), change_buffer, "kept changes"),
+    "bytes": (lambda: bytearray(1), change_buffer, "kept changes"),
+    "slots": (Kept, change_slot, "kept changes"),
+}
+
+
+@pytest.mark.parametrize(("make", "change", "named"), UNSEEN.values(), ids=UNSEEN)
+def test_what_no_attribute_shows_is_refused_by_name(fits, make, change, named):
+    words = {"callbacks": lambda: [Keeping(make(), change)]}
+    fits.interrupt(**words, at={"batch": 2})
+    with pytest.raises(InexactResumeError, match=named):
+        fits.resume(**words)
+
+
+HARMLESS = {
+    "lock": threading.Lock,
+    "iterator": lambda: iter([1]),
+    "ended": lambda: [own := (one for one in ()), list(own)][0],
+    "log": lambda: logging.getLogger("own"),
+    "queue": queue.SimpleQueue,
+}
+
+
+@pytest.mark.parametrize("make", HARMLESS.values(), ids=HARMLESS)
+def test_objects_without_attributes_that_stay_as_they_are_do_not_matter(fits, make):
+    words = {"callbacks": lambda: [Keeping(make(), lambda _: 1)]}
+    fits.interrupt(**words, at={"batch": 2})
+    fits.resume(**words)
+
+
+def test_a_long_list_that_is_shuffled_in_place_is_restored(fits):
+    words = {"callbacks": lambda: [Keeping([*range(110_000)], shuffle)]}
+    straight = fits.fit(**words)
+    fits.interrupt(**words, at={"batch": 2})
+    agree(straight, fits.resume(**words))
+
+
+def test_a_generator_that_nothing_has_drawn_from_is_restored(fits):
+    """It may be seeded by the operating system, so that another process has another one."""
+
+    def draw(callback):
+        return callback.kept.random() if callback.drawn else 0
+
+    def make(seed):
+        callback = Keeping(random.Random(seed), draw)
+        callback.drawn = False
+        return [callback, LambdaCallback(on_train_epoch_start=lambda *_: start(callback))]
+
+    def start(callback):
+        callback.drawn = True
+
+    straight = fits.fit(callbacks=lambda: make(1))
+    fits.interrupt(callbacks=lambda: make(1), at={"batch": 2, "epoch": 0})
+    agree(straight, fits.resume(callbacks=lambda: make(2)))
 
 
 def test_what_has_no_plain_form_is_refused_by_name(fits):

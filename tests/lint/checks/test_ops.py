@@ -170,3 +170,23 @@ def test_a_torch_that_needs_no_patch_is_not_accused(scan, monkeypatch):
     source = "import torch\ntorch.nn.AvgPool3d(2)\n"
     assert scan(source, torch="2.13") == [(2, "D9M101")]
     assert scan(source, torch="2.14") == []
+
+
+@pytest.mark.parametrize(
+    ("code", "certainty"),
+    [
+        ("torch.histc(x.to(torch.float32), 4)", "certain"),
+        ("torch.histc(x.float(), 4)", "certain"),
+        ("torch.histc(x.to(dtype), 4)", "depends"),
+        ("torch.histc(dtype, 4)", "depends"),
+        ("torch.bincount(i, x)", "certain"),
+        ("xp.bincount(i, x)", "depends"),
+        ("x.gather(0, i)", "certain"),
+        ("torch.tensor([1, 2]).gather(0, i)", None),  # it has no gradient
+    ],
+)
+def test_what_the_source_does_not_show_is_not_certain(code, certainty):
+    tree = Tree(ast.parse(CALLS.format(f"def f(xp, dtype):\n    return {code}")))
+    calls = [Call(node, tree) for node in tree.nodes if isinstance(node, ast.Call)]
+    found = [report for call in calls for report in check_op(call)]
+    assert [report.certainty for report in found] == [certainty] * (certainty is not None)

@@ -90,3 +90,4 @@ async def foreign(tasks, frame: pd.DataFrame, loader):
 
 def attend(q, k, v):
     return torch.nn.functional.scaled_dot_product_attention(q, k, v)  # expect: D9M103
+whole = torch.empty(3).index_copy(0, torch.arange(3), torch.zeros(3))  # expect: D9M103

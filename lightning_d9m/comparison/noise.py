@@ -1,0 +1,234 @@
+"""The difference of two trainings, compared with that of runs which differ by noise alone.
+
+The runs without a change show how much noise moves a value: their standard deviation s. If the
+change does nothing, the difference of two runs over ``s * sqrt(2)`` follows Student's distribution
+with one degree of freedom less than there are runs (for values that are spread normally).
+"""
+
+import math
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from lightning_d9m.comparison.weight_distance import NO_DISTANCE, measure_distances
+from lightning_d9m.errors import LedgerError
+from lightning_d9m.ledger.folder import Ledger
+from lightning_d9m.ledger.format.records import Digests
+
+FEWEST_RUNS = 3
+# The chance below which a difference is not noise; divided by the number of values.
+LEVEL = 0.05
+LOSS = "loss"
+# The setting of a run that `d9m repeat --last-bits` made.
+_LAST_BITS = "last_bits"
+
+
+@dataclass(frozen=True)
+class ValueChange:
+    """A logged value at the end of the two trainings and of the runs that show the noise.
+
+    Attributes:
+        name: Its name.
+        expected: The value of the reference.
+        actual: The value of this run.
+        noise: The values of the runs without a change.
+        chance: The probability that noise alone makes a difference at least this large.
+    """
+
+    name: str
+    expected: float
+    actual: float
+    noise: Sequence[float]
+    chance: float
+
+    @property
+    def change(self) -> float:
+        """The difference of the two trainings."""
+        return self.actual - self.expected
+
+    @property
+    def deviation(self) -> float:
+        """The standard deviation of the runs without a change."""
+        return statistics.stdev(self.noise)
+
+
+@dataclass(frozen=True)
+class NoiseVerdict:
+    """The result of a comparison with noise.
+
+    Attributes:
+        runs: How many runs show the noise.
+        seeds: How many different seeds they have.
+        last_bits: Whether the last bits of their weights were changed.
+        values: The logged values, those that noise explains least first.
+        left_out: Names of values that are not finite, or that some run did not log.
+        weights: The relative distance of the weights of the two trainings; None if unknown.
+        noise_weights: The same for each run without a change and the first of them.
+        series: The size of the change and of the noise by epoch, by what is measured.
+    """
+
+    runs: int
+    seeds: int
+    last_bits: bool
+    values: Sequence[ValueChange]
+    left_out: Sequence[str]
+    weights: float | None
+    noise_weights: Sequence[float]
+    series: Mapping[str, Sequence[float]] = field(default_factory=dict)
+
+    @property
+    def verdict(self) -> Literal["within noise", "beyond noise"]:
+        """Whether noise explains the difference; that of the weights only without values."""
+        if self.values:
+            beyond = self.values[0].chance * len(self.values) < LEVEL
+        else:
+            beyond = self.weights is not None and self.weights > max(self.noise_weights)
+        return "beyond noise" if beyond else "within noise"
+
+
+def judge_change(
+    expected: Ledger, actual: Ledger, noise: Sequence[Ledger], chosen: str | None = None
+) -> NoiseVerdict:
+    """Compare the difference of two trainings with that of runs without a change.
+
+    Args:
+        expected: The training before the change.
+        actual: The training with it.
+        noise: At least three runs without it, such as reruns of the reference.
+        chosen: The name of the value that matters; None for all.
+
+    Raises:
+        LedgerError: If there are too few runs, one did not finish, or the value is not there.
+    """
+    if len(noise) < FEWEST_RUNS:
+        raise LedgerError(
+            f"{len(noise)} runs show the noise, and at least {FEWEST_RUNS} are needed. Run the "
+            "reference more often, for example with d9m repeat -n 5 -- COMMAND."
+        )
+    if any(ledger.path.samefile(actual.path) for ledger in noise):
+        raise LedgerError(
+            f"{actual.path} is among the runs that show the noise. These are to run without the "
+            "change: name another folder with --noise."
+        )
+    seeds = len({ledger.header.seed for ledger in noise})
+    if seeds == 1 and expected.header.seed != actual.header.seed:
+        raise LedgerError(
+            f"The two trainings have the seeds {expected.header.seed} and {actual.header.seed}, "
+            "and the runs that show the noise have one. Use one seed for both, or name runs with "
+            "several seeds."
+        )
+    runs = [_read_ends(ledger) for ledger in (expected, actual, *noise)]
+    ends = [_list_values(run[-1]) for run in runs]
+    names = list(dict.fromkeys(name for end in ends[:2] for name in end))
+    if chosen is not None:
+        if not all(chosen in end for end in ends):
+            known = ", ".join(name for name in names if all(name in end for end in ends))
+            raise LedgerError(
+                f"The value {chosen!r} is not logged at the end of every run. Known values: "
+                f"{known}."
+            )
+        names = [chosen]
+    values, left_out = [], []
+    for name in names:
+        found = _judge(name, [end.get(name, math.nan) for end in ends])
+        values += [found] if found else []
+        left_out += [] if found else [name]
+    values.sort(key=lambda value: value.chance)
+    weights = _measure_weights(runs[0][-1], runs[1][-1])
+    pairs = [_measure_weights(runs[2][-1], run[-1]) for run in runs[3:]]
+    if not values and (weights is None or None in pairs):
+        raise LedgerError(
+            "The runs have neither a value that all of them log nor comparable weights, so nothing "
+            "can be compared with noise. Log a value with self.log()."
+        )
+    return NoiseVerdict(
+        len(noise),
+        seeds,
+        any(_LAST_BITS in ledger.header.settings for ledger in noise),
+        values,
+        left_out,
+        weights,
+        [pair for pair in pairs if pair is not None],
+        dict(_list_series(runs, values[0].name if values else None)),
+    )
+
+
+def _read_ends(ledger: Ledger) -> list[Digests]:
+    """Return the records of the ends of epochs and of the fit, of the lowest rank."""
+    records = [
+        record
+        for record in ledger.line_records(min(ledger.files))
+        if isinstance(record, Digests) and record.moment in ("epoch", "final")
+    ]
+    if not records or records[-1].moment != "final":
+        raise LedgerError(
+            f"{ledger.path} is a training without its end, which cannot be compared with noise. "
+            "Name trainings that finished."
+        )
+    return records
+
+
+def _list_values(record: Digests) -> dict[str, float]:
+    loss = {} if record.loss is None else {LOSS: record.loss}
+    return {name: float.fromhex(text) for name, text in {**record.scalars, **loss}.items()}
+
+
+def _judge(name: str, values: Sequence[float]) -> ValueChange | None:
+    """Return the change of a value; None if one of the runs without it is not finite."""
+    expected, actual, *noise = values
+    if not all(map(math.isfinite, (expected, *noise))) or math.isnan(actual):
+        return None
+    scale = statistics.stdev(noise) * math.sqrt(2)
+    change = abs(actual - expected)
+    if scale and math.isfinite(change):
+        chance = _find_chance(change / scale, len(noise) - 1)
+    else:
+        chance = 0.0 if change else 1.0
+    return ValueChange(name, expected, actual, noise, chance)
+
+
+def _find_chance(ratio: float, freedom: int) -> float:
+    """Return the probability that Student's t is beyond a ratio on either side.
+
+    From Abramowitz and Stegun, 26.7.3 and 26.7.4, for two degrees of freedom and more.
+
+    >>> round(_find_chance(2.776445, 4), 5), round(_find_chance(3.182446, 3), 5)
+    (0.05, 0.05)
+    """
+    angle = math.atan(ratio / math.sqrt(freedom))
+    odd = freedom % 2
+    term = total = math.cos(angle) if odd else 1.0
+    for k in range(2 + odd, freedom - 1, 2):
+        term *= (k - 1) / k * math.cos(angle) ** 2
+        total += term
+    within = math.sin(angle) * total
+    return max(0.0, 1 - (2 / math.pi * (angle + within) if odd else within))
+
+
+def _measure_weights(expected: Digests, actual: Digests) -> float | None:
+    """Return the distance of all weights, relative to their norm; None if it is not known."""
+    found = measure_distances(expected, actual)
+    known = [distance for distance in found.values() if distance is not None]
+    if not known or len(known) < len(expected.groups.get("weights", {})):
+        return None
+    size = sum(known, NO_DISTANCE).relative
+    return size if math.isfinite(size) else None
+
+
+def _list_series(
+    runs: Sequence[Sequence[Digests]], name: str | None
+) -> Iterator[tuple[str, list[float]]]:
+    """Yield the sizes of change and noise at the ends of the epochs that all runs have."""
+    epochs = list(zip(*([r for r in run if r.moment == "epoch"] for run in runs), strict=False))
+    if name is not None:
+        rows = [[_list_values(record).get(name, math.nan) for record in row] for row in epochs]
+        rows = [row for row in rows if all(map(math.isfinite, row))]
+        yield f"{name}: the change", [abs(row[1] - row[0]) for row in rows]
+        deviations = [statistics.stdev(row[2:]) for row in rows]
+        yield f"{name}: noise", [math.sqrt(2) * size for size in deviations]
+    change = [_measure_weights(row[0], row[1]) or 0.0 for row in epochs]
+    pairs = [[_measure_weights(row[2], other) or 0.0 for other in row[3:]] for row in epochs]
+    if any(change):
+        yield "weights: the change", change
+        yield "weights: noise", [statistics.fmean(sizes) for sizes in pairs]

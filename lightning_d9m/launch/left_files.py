@@ -1,0 +1,108 @@
+"""Files that runs of a command leave behind, and that later runs may read.
+
+What the file system knows of a file tells whether a run wrote or read it, so it does not matter how
+a program does so: through Python, a library in another language, a database or another process.
+"""
+
+import os
+import re
+import tempfile
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from itertools import islice
+from pathlib import Path
+
+from lightning_d9m.text import describe_names
+
+_MOST_FILES = 20_000  # of a folder, the least nested first
+_MOST_SHOWN = 5
+_LEFT_OUT = frozenset({".git", "__pycache__", ".venv", "site-packages", "node_modules"})
+
+
+class FileWatch:
+    """The files in the folders of a command, as they are before and after each run.
+
+    The folders are the working folder, those of the files that the command names, the home folder
+    and that of temporary files. Programs beside the runs may write there, too.
+
+    Args:
+        command: The command.
+        left_out: The folder of the runs' own files.
+    """
+
+    def __init__(self, command: Sequence[str], left_out: Path) -> None:
+        named = [Path(word).parent for word in command[1:] if Path(word).is_file()]
+        self._own = [place.resolve() for place in (Path.cwd(), *named)]
+        shared = [place.resolve() for place in (Path(tempfile.gettempdir()), Path.home())]
+        self._folders = list(dict.fromkeys([*self._own, *shared]))
+        self._left_out = str(left_out.resolve())
+        self._files = self._list_files()
+        self._runs = 0
+        self._written: dict[str, list[int]] = {}
+        self._read: dict[str, list[int]] = {}
+
+    def note_run(self) -> None:
+        """Note what changed in a run, after it."""
+        self._runs += 1
+        before, self._files = self._files, self._list_files()
+        for path, (sign, read) in self._files.items():
+            known_sign, known_read = before.get(path, (None, read))
+            if known_sign != sign:
+                self._written.setdefault(path, []).append(self._runs)
+            elif known_read != read:
+                self._read.setdefault(path, []).append(self._runs)
+
+    def describe(self, *, first_alone: bool) -> str:
+        """Return a sentence on the files through which a run may have changed a later one.
+
+        Args:
+            first_alone: Whether only the first run differs from the others. If so, files that it
+                wrote are named even if no later run is known to read them (a file system need not
+                note that), and those in the home folder and among temporary files.
+        """
+        used = [
+            path
+            for path, runs in self._written.items()
+            if max((*runs, *self._read.get(path, ()))) > runs[0]
+            and (first_alone or any(map(Path(path).is_relative_to, self._own)))
+        ]
+        said = "written in one run and read or written in a later one"
+        if not used and first_alone:
+            used = [path for path, runs in self._written.items() if runs[0] == 1]
+            said = "written in run 1"
+        if not used:
+            return ""
+        # Those of a numbered folder for each run, such as a logger's, are the least likely.
+        kinds = Counter(map(_without_numbers, self._written))
+        used.sort(key=lambda path: (kinds[_without_numbers(path)], not self._is_below(path), path))
+        names = [os.path.relpath(path) if self._is_below(path) else path for path in used]
+        return f"Files {said}: {describe_names(names, len(names), _MOST_SHOWN)}."
+
+    def _is_below(self, path: str) -> bool:
+        return Path(path).is_relative_to(self._own[0])
+
+    def _list_files(self) -> dict[str, tuple[object, int]]:
+        """Return what tells whether each file was written, and when it was read."""
+        found: dict[str, tuple[object, int]] = {}
+        for folder in self._folders:
+            for entry in islice(self._walk(str(folder)), _MOST_FILES):
+                with suppress(OSError):  # it was removed meanwhile
+                    stat = entry.stat(follow_symlinks=False)
+                    sign = (stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
+                    found[entry.path] = (sign, stat.st_atime_ns)
+        return found
+
+    def _walk(self, folder: str) -> Iterator["os.DirEntry[str]"]:
+        waiting = deque([folder])
+        while waiting:
+            with suppress(OSError), os.scandir(waiting.popleft()) as entries:
+                for entry in entries:
+                    if not entry.is_dir(follow_symlinks=False):
+                        yield entry
+                    elif entry.name not in _LEFT_OUT and entry.path != self._left_out:
+                        waiting.append(entry.path)
+
+
+def _without_numbers(path: str) -> str:
+    return re.sub(r"\d+", "", path)

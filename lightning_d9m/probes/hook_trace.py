@@ -1,0 +1,109 @@
+"""The state around each hook of a framework, which tells which hook wrote to it.
+
+Framework-free: the framework's profiler says when a hook begins and ends.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import torch
+
+from lightning_d9m.hashing.digest import digest_value
+
+_FILE = "hooks.jsonl"
+
+
+class StateDigest:
+    """Digests the values whose names match patterns; a listener of probed values."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = names
+        self._digests: list[str] = []
+
+    def add(self, kind: str, name: str, value: object) -> None:  # noqa: ARG002 - see Listener
+        """Take the value at a place."""
+        if any(fnmatchcase(name, pattern) for pattern in self._names):
+            self._digests.append(digest_value(value))
+
+    def add_tensors(self, kind: str, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Take tensors by name."""
+        for name, tensor in tensors.items():
+            self.add(kind, name, tensor)
+
+    def digest(self) -> str:
+        """Return the digest of all values that were taken."""
+        return digest_value(self._digests)
+
+
+class HookTrace:
+    """Writes a line before and after each hook: its name, and the digest of the state.
+
+    Args:
+        folder: The folder of a rank's dumps.
+        take: Returns the digest of the state; None where hooks are not traced.
+    """
+
+    def __init__(self, folder: Path, take: Callable[[], str | None]) -> None:
+        self._file = folder / _FILE
+        self._take = take
+
+    def around(
+        self, profile: Callable[[str], AbstractContextManager[object]]
+    ) -> Callable[[str], AbstractContextManager[object]]:
+        """Return a profiler's method ``profile`` that also traces."""
+
+        @contextmanager
+        def traced(name: str) -> Iterator[object]:
+            self._write("before", name)
+            with profile(name) as given:
+                yield given
+            self._write("after", name)
+
+        return traced
+
+    def _write(self, when: str, name: str) -> None:
+        digest = self._take()
+        if digest is not None:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            with self._file.open("a", encoding="utf-8") as stream:
+                stream.write(json.dumps([when, name, digest]) + "\n")
+
+
+def find_writer(folders: Sequence[Path], rank: int) -> str:
+    """Return what ran when the state of two runs began to differ; empty if it is not known.
+
+    Args:
+        folders: The folders of the dumps of both runs.
+        rank: The rank.
+    """
+    files = [folder / f"rank-{rank}" / _FILE for folder in folders]
+    if not all(file.exists() for file in files):
+        return ""
+    lines = [map(json.loads, file.read_text("utf-8").splitlines()) for file in files]
+    last: tuple[str, str] | None = None
+    for (when, name, digest), other in zip(*lines, strict=False):
+        if [when, name] != other[:2]:
+            return ""
+        if digest != other[2]:
+            return "" if last is None else _describe(*last, when, name)
+        last = (when, name)
+    return ""
+
+
+def _describe(last_when: str, last: str, when: str, name: str) -> str:
+    """Return what ran between two lines of a trace.
+
+    >>> _describe("before", "[Callback]EMA.on_fit_end", "after", "[Callback]EMA.on_fit_end")
+    'while EMA.on_fit_end ran'
+    >>> _describe("after", "[Callback]A.setup", "before", "run_training_epoch")
+    'between A.setup and run_training_epoch, in no hook: by the training loop or a thread'
+    """
+    last, name = (text.rpartition("]")[2] for text in (last, name))
+    if when == "after":
+        return f"while {name} ran"
+    if last_when == "before":
+        return f"while {last} ran, before {name}"
+    return f"between {last} and {name}, in no hook: by the training loop or a thread"

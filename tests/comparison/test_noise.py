@@ -1,0 +1,191 @@
+"""``d9m compare --noise``: whether noise explains a difference."""
+
+import json
+import math
+import random
+import statistics
+
+import pytest
+import torch
+from ledger_runs import make_facts, make_weights, write_rank
+
+from lightning_d9m.cli.main import main
+from lightning_d9m.comparison.noise import _find_chance, judge_change
+from lightning_d9m.hashing.digest import digest
+from lightning_d9m.hashing.sketches import sketch_tensors
+from lightning_d9m.ledger.folder import create_ledger_folder, read_ledger
+
+
+def write(parent, accuracy=None, weights=None, *, epochs=2, loss=0.5, end="final", **header):
+    """Write a training that logs an accuracy, with weights that may be given."""
+    folder = create_ledger_folder(parent)
+    tensors = {} if weights is None else {"layer.weight": torch.tensor(weights)}
+    records = [make_facts()]
+    for number in range(epochs + 1):
+        moment = "epoch" if number < epochs else end
+        scalars = {} if accuracy is None else {"accuracy": float(accuracy).hex()}
+        records.append(
+            make_weights(
+                moment,
+                min(number, epochs - 1),
+                {name: digest(tensor) for name, tensor in tensors.items()},
+                step=9 * number + 9,
+                sketches=sketch_tensors(tensors),
+                scalars=scalars,
+                loss=None if loss is None else loss.hex(),
+            )
+        )
+    return write_rank(folder, records, **header)
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """Work in a folder with five reruns, a run before the change and two after it."""
+    monkeypatch.chdir(tmp_path)
+    for number, accuracy in enumerate((0.80, 0.81, 0.82, 0.79, 0.80), start=1):
+        write(tmp_path / f"noise/run-{number:03d}", accuracy, [1.0, 1 + number / 1000])
+    write(tmp_path / "before", 0.80, [1.0, 1.0])
+    write(tmp_path / "little", 0.815, [1.0, 1.002])
+    write(tmp_path / "much", 0.90, [1.0, 2.0])
+    return tmp_path
+
+
+def compare(capsys, *words):
+    """Run the command; return its status, output and errors."""
+    status = main(["compare", *map(str, words)])
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+def test_a_change_within_noise_is_said_in_one_sentence(here, capsys):
+    status, out, _ = compare(capsys, "before", "little", "--noise", "noise")
+    assert status == 0
+    sentence = " ".join(out.partition("\n\n")[0].split())
+    assert sentence == (
+        "within noise: accuracy, of 2 values the clearest, changes by +0.015, and 5 reruns spread "
+        "over 0.03. Noise alone changes it that much in 40% of pairs of runs."
+    )
+    assert max(map(len, out.splitlines())) <= 80
+    assert "of their norm apart; those of the runs without the" in out
+
+
+def test_a_change_beyond_noise_has_a_plot(here, capsys):
+    words = ("before", "much", "--noise", "noise", "--value", "accuracy", "--plot", "a.svg")
+    status, out, _ = compare(capsys, *words)
+    assert status == 1
+    assert out.startswith("beyond noise: accuracy changes by +0.1, and 5 reruns spread over 0.03.")
+    plot = (here / "a.svg").read_text()
+    assert plot.startswith("<svg")
+    assert all(name in plot for name in ("accuracy: the change", "weights: noise"))
+    status, out, _ = compare(capsys, *words, "--json")
+    facts = json.loads(out)
+    assert facts["verdict"] == "beyond noise"
+    assert facts["values"][0]["change"] == pytest.approx(0.1)
+    assert facts["weights"] > max(facts["noise_weights"]) > 0
+    status, out, _ = compare(capsys, *words[:4], "--format", "markdown")
+    assert out.startswith("**beyond noise**: ")
+
+
+def test_noise_calls_one_in_twenty_pairs_a_change():
+    """The chance is right: of pairs that only noise moves, 5% are beyond it."""
+    draws = random.Random(0)
+    beyond = 0
+    for _ in range(4000):
+        one, other, *noise = (draws.gauss(0, 1) for _ in range(7))
+        ratio = abs(other - one) / (statistics.stdev(noise) * math.sqrt(2))
+        beyond += _find_chance(ratio, len(noise) - 1) < 0.05
+    assert 0.04 < beyond / 4000 < 0.06
+
+
+@pytest.mark.parametrize(
+    ("freedom", "quantile"), [(2, 4.302653), (3, 3.182446), (7, 2.364624), (30, 2.042272)]
+)
+def test_the_chance_is_that_of_tables(freedom, quantile):
+    assert _find_chance(quantile, freedom) == pytest.approx(0.05, abs=1e-6)
+    assert _find_chance(0.0, freedom) == 1.0
+
+
+def test_reruns_that_all_agree_make_any_difference_a_change(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for number in range(3):
+        write(tmp_path / f"noise/run-{number:03d}", 0.8)
+    write(tmp_path / "a", 0.8)
+    write(tmp_path / "b", 0.8000001)
+    status, out, _ = compare(capsys, "a", "b", "--noise", "noise")
+    assert status == 1
+    assert "accuracy, " not in out
+    assert "changes by +1e-07, and 3 reruns all" in out
+    assert compare(capsys, "a", "a", "--noise", "noise")[0] == 0
+
+
+def test_without_values_the_weights_decide(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for number in range(1, 4):
+        write(tmp_path / "noise", None, [1.0, 1 + number / 1000], loss=None, fit=0, seed=number)
+    for name, value in (("a", 1.0), ("near", 1.001), ("far", 1.5)):
+        write(tmp_path / name, None, [1.0, value], loss=None)
+    status, out, _ = compare(capsys, "a", "near", "--noise", "noise")
+    assert status == 0
+    assert "3 runs with 3 seeds are at most" in " ".join(out.split())
+    assert compare(capsys, "a", "far", "--noise", "noise")[0] == 1
+
+
+def test_runs_with_changed_last_bits_are_called_so(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for number, accuracy in enumerate((0.80, 0.81, 0.82)):
+        write(tmp_path / "noise", accuracy, fit=0, settings={"last_bits": number} if number else {})
+    write(tmp_path / "a", 0.80)
+    write(tmp_path / "b", 0.81)
+    _, out, _ = compare(capsys, "a", "b", "--noise", "noise")
+    assert "and 3 runs with changed last bits spread over 0.02." in " ".join(out.split())
+
+
+def test_an_audit_shows_the_noise_of_its_runs_without_determinism(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for number, accuracy in enumerate((0.7, 0.8, 0.9), start=1):
+        write(tmp_path / f"audit/without-{number:03d}", accuracy)
+        write(tmp_path / f"audit/with-{number:03d}", 0.8)
+    write(tmp_path / "a", 0.8)
+    write(tmp_path / "b", 0.85)
+    status, out, _ = compare(capsys, "a", "b", "--noise", "audit", "--json")
+    assert status == 0
+    accuracy = next(v for v in json.loads(out)["values"] if v["name"] == "accuracy")
+    assert sorted(accuracy["noise"]) == [0.7, 0.8, 0.9]
+
+
+def test_a_value_that_is_not_finite_is_left_out_or_a_change(tmp_path):
+    noise = [read_ledger(write(tmp_path / "noise", value)) for value in (0.1, 0.2, 0.3)]
+    expected, other = (read_ledger(write(tmp_path / f"{v}", v)) for v in (0.2, math.inf))
+    assert judge_change(expected, other, noise).verdict == "beyond noise"
+    noise.append(read_ledger(write(tmp_path / "noise", math.nan)))
+    found = judge_change(expected, other, noise)
+    assert ([value.name for value in found.values], found.left_out) == (["loss"], ["accuracy"])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["before", "much", "--noise", "before"], "1 runs show the noise, and at least 3"),
+        (["before", "much", "--noise", "."], "is among the runs that show the noise"),
+        (["before", "killed", "--noise", "noise"], "is a training without its end, which"),
+        (["before", "bare", "--noise", "noise"], "neither a value that all of them log nor"),
+        (["before", "seeded", "--noise", "noise"], "have the seeds 42 and 7, and the runs"),
+        (["before", "much", "--value", "a"], "--value and --plot are only for --noise"),
+        (
+            ["before", "much", "--noise", "noise", "--value", "a"],
+            "'a' is not logged at the end of every run. Known values: accuracy, loss.",
+        ),
+        (
+            ["before", "much", "--noise", "noise", "--plot", "none/a.svg"],
+            "The plot none/a.svg cannot be written: No such file",
+        ),
+        (["before", "much", "--noise", "none"], "none is not a folder"),
+    ],
+)
+def test_wrong_words_are_one_clear_error(here, capsys, words, message):
+    write(here / "killed", 0.8, end="epoch")
+    write(here / "bare", None, loss=None)
+    write(here / "seeded", 0.8, seed=7)
+    status, out, errors = compare(capsys, *words)
+    assert (status, out) == (2, "")
+    assert message in errors

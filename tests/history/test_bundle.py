@@ -1,0 +1,291 @@
+"""``d9m bundle``: what others get, without secrets, and files that may come from anybody."""
+
+import json
+import re
+import stat
+import zipfile
+from pathlib import Path
+
+import pytest
+from ledger_runs import list_batches, make_digests, make_facts, write_rank
+
+from lightning_d9m.cli import locate as locate_module
+from lightning_d9m.cli.main import main
+from lightning_d9m.comparison.causes import Cause
+from lightning_d9m.comparison.ledgers import compare_ledgers
+from lightning_d9m.history.bundle import open_bundle, write_bundle
+from lightning_d9m.launch.run_pair import RunPair
+from lightning_d9m.ledger.folder import read_ledger
+from lightning_d9m.ledger.format.records import Resume
+from lightning_d9m.lint.finding import Finding
+from lightning_d9m.locate.result import SearchResult
+
+SECRET = "s3cr3t-value"  # noqa: S105 - no secret
+COMMAND = f"python train.py --hf-token {SECRET}"
+PROGRAM = (
+    "import numpy\n\npassword = 'hunter2hunter2'\nrng = numpy.random.default_rng()\nprint(rng)\n"
+)
+
+
+def write_probed(folder, *, differs=False):
+    """Write a run of one rank with probes and a secret in its command."""
+    folder.mkdir(parents=True)
+    layout = {"kind": "layout", "id": 0, "places": [["batch", "0", 0], ["loss", "loss", 0]]}
+    records = [make_facts(), make_digests("initial", 0), layout]
+    for step in range(3):
+        digests = "0" * 32 + ("f" if differs and step == 2 else "0") * 32
+        probes = {"kind": "probes", "epoch": 0, "step": step, "batch": step, "layout": 0}
+        records.append({**probes, "digests": digests})
+    weights = {"weights": {"key": "f" * 32 if differs else "0" * 32}}
+    records.append(make_digests("epoch", 0, groups=weights, totals={}))
+    return write_rank(folder, records, program={"command": COMMAND})
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """Work in a folder with two runs that differ."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    for number, differs in ((1, False), (2, True)):
+        write_probed(tmp_path / f"runs/run-{number:03d}/fit-000", differs=differs)
+    return tmp_path
+
+
+@pytest.fixture
+def located(here, monkeypatch):
+    """Let ``d9m locate`` find a line in these runs, without training."""
+    (here / "train.py").write_text(PROGRAM)
+    ledgers = [read_ledger(here / f"runs/run-{number:03d}") for number in (1, 2)]
+    comparison = compare_ledgers(*ledgers)
+    line = Finding(
+        file="train.py", line=4, rule="D9M201", end_line=4, file_line=4, reason="r", fix="f",
+        code="rng = numpy.random.default_rng()",
+    )  # fmt: skip
+    found = SearchResult(
+        Cause("data", "The batch differs.", "Look at the dataset."),
+        tuple(comparison.divergences),
+        pair=RunPair("fit-000", comparison, ledgers[0]),
+        lines=[line],
+    )
+    monkeypatch.setattr(locate_module.Search, "locate", lambda _: found)
+    monkeypatch.setattr(locate_module, "make_output", lambda _: here / "runs")
+    assert main(["locate", "--", "python", "train.py"]) == 1
+    return here
+
+
+def bundle(capsys, *words):
+    """Run the command; return its status, output and errors."""
+    capsys.readouterr()
+    status = main(["bundle", *map(str, words)])
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+def test_a_bundle_shows_on_another_machine_what_it_shows_here(located, capsys, monkeypatch):
+    status, written, _ = bundle(capsys, "runs")
+    assert status == 1
+    other = located / "elsewhere"
+    other.mkdir()
+    (located / "d9m-bundle.zip").rename(other / "b.zip")
+    monkeypatch.chdir(other)
+    status, shown, _ = bundle(capsys, "open", "b.zip")
+    assert status == 1
+    assert written.startswith(shown.rstrip())
+    assert shown.startswith("different: ")
+    assert "d9m locate:\ndifferent: data. The batch differs.\n" in shown
+    assert ">     4 rng = numpy.random.default_rng()\n      5 print(rng)\n" in shown
+    assert "reference: reference\nthis run:  this-run\n" in shown
+    assert "command:" in shown
+    assert "--hf-token [removed]" in shown
+    assert "reference/rank-0.frames" in shown
+    assert max(map(len, shown.splitlines())) <= 80
+    status, page, _ = bundle(capsys, "open", "b.zip", "-o", "report.html", "--json")
+    assert json.loads(page)["comparison"]["verdict"] == "different"
+    assert "<h1>Different</h1>" in (other / "report.html").read_text()
+    # Only what was asked for is left on the disk.
+    assert sorted(path.name for path in other.iterdir()) == ["b.zip", "report.html"]
+
+
+def test_no_secret_is_in_any_file(located, capsys, monkeypatch):
+    monkeypatch.setenv("SOME_TOKEN", "0.default")
+    _, out, _ = bundle(capsys, "runs", "--json")
+    facts = json.loads(out)
+    with zipfile.ZipFile("d9m-bundle.zip") as archive:
+        texts = [archive.read(name) for name in archive.namelist()]
+    assert not [text for text in texts if SECRET.encode() in text or b"hunter2" in text]
+    assert facts["secrets"] >= 4  # a command in each ledger, that of both, a line of the program
+    assert facts["excerpts"][0]["text"][2] == "password = [removed]"
+    # The names of tensors and their digests are not secrets.
+    with open_bundle(Path("d9m-bundle.zip")) as (_, (reference, _)):
+        (epoch,) = [
+            record
+            for record in reference.line_records(0)
+            if getattr(record, "moment", "") == "epoch"
+        ]
+    assert epoch.groups == {"weights": {"key": "0" * 32}}
+
+
+def test_the_records_are_those_of_the_runs(here):
+    ledgers = [read_ledger(here / f"runs/run-{number:03d}") for number in (1, 2)]
+    write_bundle(Path("b.zip"), ledgers, "different", "", None, [])
+    with open_bundle(Path("b.zip")) as (_, copies):
+        for ledger, copy in zip(ledgers, copies, strict=True):
+            assert list_batches(copy) == list_batches(ledger)
+            assert list(copy.line_records(0))[:2] == list(ledger.line_records(0))[:2]
+        facts = [compare_ledgers(*pair).as_json() for pair in (ledgers, copies)]
+    assert {**facts[0], "expected": "", "actual": ""} == {**facts[1], "expected": "", "actual": ""}
+
+
+def test_equal_inputs_give_equal_bytes(here):
+    ledgers = [read_ledger(here / "runs/run-001")] * 2
+    for name in ("a.zip", "b.zip"):
+        write_bundle(Path(name), ledgers, "equal", "", None, [here / "runs"])
+    assert Path("a.zip").read_bytes() == Path("b.zip").read_bytes()
+
+
+def test_a_resumed_run_becomes_one_ledger(here, runs):
+    whole = runs.write(3)
+    first = runs.write(1, edit=lambda _, records: records.pop())
+    check = json.loads((first / "rank-0.jsonl").read_text().splitlines()[3])["check"]
+    resume = Resume(parent=f"../{first.name}", parent_check=check, epoch=1, step=23, batch=0)
+
+    def continue_run(_, records):
+        del records[2:4]  # the initial state and epoch 0
+        records.insert(1, resume.as_record())
+
+    resumed = runs.write(3, edit=continue_run)
+    ledgers = [read_ledger(whole), read_ledger(resumed)]
+    assert compare_ledgers(*ledgers).equal
+    write_bundle(Path("b.zip"), ledgers, "equal", "", None, [])
+    with open_bundle(Path("b.zip")) as (_, copies):
+        assert compare_ledgers(*copies).equal
+
+
+def test_files_are_added_when_asked_for(here, capsys):
+    (here / "weights").mkdir()
+    (here / "weights/last.ckpt").write_bytes(bytes(3 * 2**20))
+    (here / "notes.txt").write_text("notes")
+    status, out, _ = bundle(capsys, "runs", "--add", "weights", "--add", "notes.txt")
+    assert status == 1
+    assert re.search(r"^added/weights/last\.ckpt +3\.0 MiB$", out, re.MULTILINE)
+    assert zipfile.ZipFile("d9m-bundle.zip").read("added/notes.txt") == b"notes"
+    assert Path("d9m-bundle.zip").stat().st_size < 2**20
+
+
+def test_markdown_is_what_an_issue_shows(here, capsys):
+    status, out, _ = bundle(capsys, "runs", "--format", "markdown")
+    assert status == 1
+    assert out.startswith("**different**: ")
+    assert out.rstrip().endswith("publish it.\n```")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["a", "b", "c"], "3 paths were given: a b c. Give two ledgers"),
+        (["open"], "takes one bundle and nothing to add"),
+        (["open", "a.zip", "b.zip"], "takes one bundle and nothing to add"),
+        (["open", "no.zip"], "The bundle no.zip cannot be opened: No such file"),
+        (["open", "train.py"], "train.py is not a bundle, or is damaged: File is not a zip file"),
+        (["open", "other.zip"], "is not a bundle, or is damaged: it does not hold bundle.json"),
+        (["runs", "-o", "train.py"], "train.py exists already, so no bundle was written."),
+        (["runs", "-o", "none/b.zip"], "No bundle is written to none/b.zip: No such file"),
+        (["runs", "--add", "none"], "There is nothing at none to add."),
+        (["runs", "--add", "a/x", "--add", "b/x"], "--add names two files added/x/n: "),
+        (["none"], "none"),
+    ],
+)
+def test_wrong_words_are_one_clear_error(here, capsys, words, message):
+    Path("train.py").write_text(PROGRAM)
+    for folder in ("a/x", "b/x"):
+        Path(folder).mkdir(parents=True)
+        Path(folder, "n").write_text("")
+    with zipfile.ZipFile("other.zip", "w") as archive:
+        archive.writestr("a.txt", "a")
+    status, out, errors = bundle(capsys, *words)
+    assert (status, out) == (2, "")
+    assert message in errors
+    assert errors.startswith("d9m: error: ")
+    assert not Path("d9m-bundle.zip").exists()
+
+
+def test_a_result_of_locate_that_was_edited_is_an_error(located, capsys):
+    (located / "runs/locate.json").write_text("[")
+    status, _, errors = bundle(capsys, "runs")
+    assert status == 2
+    assert "The result of d9m locate in runs cannot be used" in errors
+
+
+def write_archive(path, members):
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, content in members.items():
+            archive.writestr(name, content)
+
+
+@pytest.fixture
+def members(here):
+    """The members of a bundle, by name."""
+    write_bundle(Path("b.zip"), [read_ledger(here / "runs/run-001")] * 2, "equal", "", None, [])
+    with zipfile.ZipFile("b.zip") as archive:
+        return {name: archive.read(name) for name in archive.namelist()}
+
+
+def test_nothing_is_written_outside_of_the_temporary_folder(here, members, capsys, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(here / "temporary"))
+    (here / "temporary").mkdir()
+    link = zipfile.ZipInfo("this-run/rank-7.jsonl")
+    link.external_attr = (stat.S_IFLNK | 0o777) << 16
+    evil = {"../evil": b"x", "/tmp/d9m-evil": b"x", "reference/../../evil": b"x", "added/e": b"x"}  # noqa: S108
+    before = sorted(here.rglob("*"))
+    write_archive("evil.zip", {**members, **evil})
+    status, _, _ = bundle(capsys, "open", "evil.zip")
+    assert status == 0
+    # A link is unpacked as a file that holds its target, which is not a ledger.
+    write_archive("link.zip", {**members, link: b"/etc/passwd"})
+    status, _, errors = bundle(capsys, "open", "link.zip")
+    assert status == 2
+    assert "is not a ledger" in errors
+    assert sorted(here.rglob("*")) == sorted([*before, here / "evil.zip", here / "link.zip"])
+    assert not Path("/tmp/d9m-evil").exists()  # noqa: S108
+
+
+def test_a_bomb_is_not_unpacked(members, capsys):
+    write_archive("bomb.zip", {**members, "this-run/rank-1.jsonl": bytes(2**20)})
+    with (
+        pytest.raises(OSError, match=r"have 1,0.* bytes, and at most 100,000 are unpacked"),
+        open_bundle(Path("bomb.zip"), 100_000),
+    ):
+        pass
+    large = b'{"package":"' + b" " * 65 * 2**20 + b'"}'
+    write_archive("manifest.zip", {**members, "bundle.json": large})
+    status, _, errors = bundle(capsys, "open", "manifest.zip")
+    assert status == 2
+    assert "its bundle.json has 68,157," in errors
+
+
+def test_damage_is_an_error(here, members, capsys):
+    data = bytearray(Path("b.zip").read_bytes())
+    data[len(data) // 2] ^= 1
+    Path("b.zip").write_bytes(data)
+    status, _, errors = bundle(capsys, "open", "b.zip")
+    assert status == 2
+    assert "is not a bundle, or is damaged" in errors
+    write_archive("types.zip", {**members, "bundle.json": b'{"package": 3}'})
+    status, _, errors = bundle(capsys, "open", "types.zip")
+    assert status == 2
+    assert "Expected `str`, got `int`" in errors
+    lines = members["reference/rank-0.jsonl"].replace(b'"seed":42', b'"seed":43')
+    write_archive("edited.zip", {**members, "reference/rank-0.jsonl": lines})
+    status, _, errors = bundle(capsys, "open", "edited.zip")
+    assert status == 2
+    assert "rank-0.jsonl" in errors
+
+
+def test_untrusted_text_cannot_move_the_cursor(members, capsys):
+    manifest = json.loads(members["bundle.json"])
+    manifest["report"] = ["\x1b[2Jcleared"]
+    manifest["excerpts"] = [{"file": "\x1b]0;title", "line": 1, "first": 1, "text": ["\x1b[31m"]}]
+    write_archive("red.zip", {**members, "bundle.json": json.dumps(manifest)})
+    status, out, _ = bundle(capsys, "open", "red.zip")
+    assert status == 0
+    assert "\x1b" not in out

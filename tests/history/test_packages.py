@@ -1,0 +1,191 @@
+"""``d9m bisect --packages`` with wheels of a temporary folder, without a network."""
+
+import json
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+from bisected_training import BROKEN, OTHER, SAME, TRAIN
+
+from lightning_d9m.cli.main import main
+from lightning_d9m.history import packages
+from lightning_d9m.history.packages import Environment, read_packages
+
+WHEEL = "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+
+
+def write_wheel(folder, name, version, code=""):
+    """Write a wheel with one module."""
+    metadata = f"{name}-{version}.dist-info"
+    files = {
+        f"{name}.py": code,
+        f"{metadata}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n",
+        f"{metadata}/WHEEL": WHEEL,
+    }
+    record = "".join(f"{file},,\n" for file in [*files, f"{metadata}/RECORD"])
+    with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as archive:
+        for file, text in {**files, f"{metadata}/RECORD": record}.items():
+            archive.writestr(file, text)
+
+
+@pytest.fixture
+def bisect(tmp_path, monkeypatch, capsys):
+    """Return a function that searches between two lists; it gives (status, facts, errors)."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    # The trainings take lightning_d9m and what it imports from here.
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path for path in sys.path if path))
+    # Without uv, which may not be here.
+    monkeypatch.setattr(packages.shutil, "which", lambda _: None)
+    (tmp_path / "train.py").write_text(TRAIN)
+    (tmp_path / "wheels").mkdir()
+
+    def run(old, new, *words):
+        for name, lines in (("old.txt", old), ("new.txt", new)):
+            source = ["--no-index", "--find-links wheels", "# a comment"]
+            (tmp_path / name).write_text("\n".join([*source, *lines, ""]))
+        output = tmp_path / f"output-{len(list(tmp_path.iterdir()))}"
+        lists = ("--packages", "old.txt", "new.txt")
+        status = main(
+            ["bisect", "--json", "-o", str(output), *words, *lists, "--", "python", "train.py"]
+        )
+        captured = capsys.readouterr()
+        return status, json.loads(captured.out or "{}"), captured.err
+
+    return run
+
+
+def test_the_package_that_changes_bits_is_named(tmp_path, bisect):
+    wheels = tmp_path / "wheels"
+    for name in ("alpha", "gamma"):
+        for version in (1, 2):
+            write_wheel(wheels, name, version)
+    write_wheel(wheels, "added", 1)
+    write_wheel(wheels, "values", 1, SAME)
+    write_wheel(wheels, "values", 2, OTHER)
+    write_wheel(wheels, "zeta", 1, SAME)
+    old = ["alpha==1", "gamma==1", "values==1", "zeta==1"]
+    status, facts, _ = bisect(old, ["added==1", "alpha==2", "gamma==2", "Values==2"])
+    assert status == 1
+    assert [found["subject"] for found in facts["candidates"]] == ["values==1 -> Values==2"]
+    assert facts["commits"] == 5
+    assert facts["comparison"]["verdict"] == "different"
+    # Twice the old list, once the new one, and at most three of the four between them.
+    assert len(facts["trials"]) <= 6
+    # The user's folder has only what the command wrote.
+    names = {path.name.partition("-")[0] for path in tmp_path.iterdir()}
+    assert names == {"left", "new.txt", "old.txt", "output", "train.py", "wheels"}
+
+
+def test_lists_that_do_not_train_hide_the_package(tmp_path, bisect, capsys):
+    wheels = tmp_path / "wheels"
+    write_wheel(wheels, "helper", 1)
+    write_wheel(wheels, "helper", 2, "VALUES = [1, 9, 8]")
+    write_wheel(wheels, "values", 1, SAME)
+    write_wheel(wheels, "values", 2, "from helper import VALUES")
+    # In between, `values` 1 has its numbers still; helper 3 cannot be installed.
+    status, facts, _ = bisect(["helper==1", "values==1"], ["helper==2", "values==2"])
+    assert (status, [one["subject"] for one in facts["candidates"]]) == (
+        1,
+        ["values==1 -> values==2"],
+    )
+    write_wheel(wheels, "another", 1)
+    write_wheel(wheels, "another", 2)
+    write_wheel(wheels, "values", 3, "import another\nVALUES = [1, 9, 8]")
+    status, facts, errors = bisect(["values==1"], ["values==4"])
+    assert status == 2
+    assert "The bad package list new.txt must train, and it does not: The packages cannot" in errors
+
+
+def test_equal_lists_of_bits_and_wrong_words_are_one_clear_error(tmp_path, bisect):
+    for version in (1, 2):
+        write_wheel(tmp_path / "wheels", "values", version, SAME)
+    write_wheel(tmp_path / "wheels", "values", 3, BROKEN)
+    status, _, errors = bisect(["values==1"], ["values==2"])
+    assert status == 2
+    assert "bad package list new.txt is equal to the good one. Give a later" in errors
+    assert "The command must start the python of PATH" in errors
+    status, _, errors = bisect(["values==3"], ["values==2"])
+    assert "The good package list old.txt must train" in errors
+    status, _, errors = bisect(["values==1"], ["values==1"])
+    assert "hold the same packages, so none of them" in errors
+    status, _, errors = bisect(["values>=1"], ["values==1"])
+    assert "old.txt holds 'values>=1', not a package with its version" in errors
+    status, _, errors = bisect(["values==1"], ["values==2"], "--link", "data")
+    assert "--link and --golden are for commits" in errors
+    assert main(["bisect", "--packages", "none.txt", "new.txt"]) == 2
+
+
+def test_a_missing_list_is_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["bisect", "--packages", "none.txt", "new.txt", "--", "python", "a.py"]) == 2
+    assert (
+        "The list of packages none.txt cannot be read: [Errno 2] No such file"
+        in capsys.readouterr().err
+    )
+
+
+def test_the_text_names_the_package(tmp_path, bisect, capsys):
+    write_wheel(tmp_path / "wheels", "values", 1, SAME)
+    write_wheel(tmp_path / "wheels", "values", 2, OTHER)
+    bisect(["values==1"], ["values==2"])
+    lists = ["--packages", "old.txt", "new.txt"]
+    assert main(["bisect", *lists, "-o", "text", "--", "python", "train.py"]) == 1
+    text = capsys.readouterr().out
+    assert text.startswith("first package that differs: values==1 -> values==2\n")
+    assert "trained: 3 times for 1 package\n" in text
+    assert "git show" not in text
+    assert "d9m report " in text
+
+
+def test_a_list_is_read_as_pip_reads_it(tmp_path):
+    path = tmp_path / "list.txt"
+    path.write_text(
+        "# made by pip\n--index-url https://host/simple\nTorch_Vision==0.1 \\\n"
+        "    --hash=sha256:00\nfast[all]===2+cpu  # why\nlocal @ file:///a/b.whl\n-e ./here\n\n"
+    )
+    found, sources = read_packages(path)
+    assert found == {
+        "torch-vision": "Torch_Vision==0.1      --hash=sha256:00",
+        "fast": "fast[all]===2+cpu",
+        "local": "local @ file:///a/b.whl",
+        "-e ./here": "-e ./here",
+    }
+    assert sources == ["--index-url https://host/simple"]
+
+
+def test_uv_is_used_where_it_is(tmp_path, monkeypatch):
+    """A stand-in for uv notes what it should do."""
+    program, noted = tmp_path / "uv", tmp_path / "noted"
+    program.write_text(f'#!/bin/sh\necho "$@" >> {noted}\n')
+    program.chmod(0o755)
+    monkeypatch.setattr(packages.shutil, "which", lambda _: str(program))
+    environment = Environment(tmp_path / "environment")
+    environment.install(tmp_path / "requirements.txt")
+    made, synced = noted.read_text().splitlines()
+    assert made == f"venv --quiet --python {sys.executable} {tmp_path}/environment"
+    python = tmp_path / "environment/bin/python"
+    assert synced == f"pip sync --quiet --python {python} {tmp_path}/requirements.txt"
+    assert environment.variables["PATH"].startswith(f"{python.parent}{os.pathsep}")
+
+
+def test_what_a_list_does_not_hold_is_removed(tmp_path, monkeypatch):
+    monkeypatch.setattr(packages.shutil, "which", lambda _: None)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    for name in ("alpha", "beta"):
+        write_wheel(tmp_path, name, 1)
+    environment = Environment(tmp_path / "environment")
+    lists = [["alpha==1", "beta==1"], ["beta==1"]]
+    found = []
+    for lines in lists:
+        Path(tmp_path / "list.txt").write_text("\n".join(lines))
+        environment.install(tmp_path / "list.txt")
+        code = "from importlib import metadata as m; print(*(d.name for d in m.distributions()))"
+        python = tmp_path / "environment/bin/python"
+        printed = subprocess.check_output([python, "-I", "-c", code], text=True)
+        found.append(sorted(printed.split()))
+    assert found == [["alpha", "beta"], ["beta"]]

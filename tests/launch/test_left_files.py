@@ -1,0 +1,129 @@
+"""Files that one run leaves and a later one uses are named, however they are written."""
+
+import mmap
+import os
+import sqlite3
+import subprocess
+import tempfile
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_d9m.launch.left_files import FileWatch
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """Return a working folder, with folders for the home and for temporary files beside it."""
+    for name in ("work", "home", "temporary"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    monkeypatch.chdir(tmp_path / "work")
+    return tmp_path
+
+
+def replace(path, run):
+    Path("new").write_text(str(run))
+    Path("new").replace(path)
+
+
+def count_in_database(path, run):
+    with closing(sqlite3.connect(path)) as database:
+        database.execute("CREATE TABLE IF NOT EXISTS runs (number)")
+        database.execute("INSERT INTO runs VALUES (?)", (run,))
+        database.commit()
+
+
+def map_memory(path, run):
+    with path.open("wb") as file:
+        file.truncate(8)
+    with path.open("r+b") as file, mmap.mmap(file.fileno(), 8) as memory:
+        memory[0] = run
+        memory.flush()
+
+
+def write_by_number(path, run):
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.write(descriptor, b"%d" % run)
+    os.close(descriptor)
+
+
+WAYS = {
+    "text": lambda path, run: path.write_text(str(run)),
+    "replaced": replace,
+    "database": count_in_database,
+    "mapped": map_memory,
+    "descriptor": write_by_number,
+    "another process": lambda path, run: subprocess.run(
+        ["sh", "-c", f"echo {run} > {path}"], check=True
+    ),
+    "torch": lambda path, run: torch.save({"run": run}, path),
+    "array": lambda path, run: np.full(3, run).tofile(path),
+    "linked": lambda path, run: (
+        path.unlink(missing_ok=True),
+        Path("made").write_text(str(run)),
+        path.hardlink_to("made"),
+        Path("made").unlink(),
+    ),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_file_that_two_runs_write_is_named(folder, way):
+    watch = FileWatch(["python", "train.py"], folder / "runs")
+    for run in (1, 2):
+        WAYS[way](Path("state"), run)
+        watch.note_run()
+    said = watch.describe(first_alone=False)
+    assert said == "Files written in one run and read or written in a later one: state."
+
+
+def test_files_of_one_run_count_if_it_is_alone(folder):
+    (folder / "work" / "data").write_text("kept")
+    watch = FileWatch(["python", "train.py"], folder / "work" / "runs")
+    for number in (1, 2):
+        for name in (f"work/log-{number}/metrics", "work/runs/own", "work/.git/index"):
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_text(str(number))
+        if number == 1:
+            (folder / "home" / ".state").write_text("1")
+            (folder / "work" / "cache").write_text("1")
+        watch.note_run()
+    assert watch.describe(first_alone=False) == ""
+    said = watch.describe(first_alone=True)
+    home = folder / "home" / ".state"
+    assert said == f"Files written in run 1: cache, {home}, log-1/metrics."
+
+
+def test_a_file_that_a_later_run_reads_is_named(folder, monkeypatch):
+    seen = iter([{}, {"cache": (1, 5)}, {"cache": (1, 5)}, {"cache": (1, 6)}])
+    monkeypatch.setattr(FileWatch, "_list_files", lambda _: next(seen))
+    watch = FileWatch(["true"], folder)
+    monkeypatch.setattr(watch, "_own", [Path("cache")])
+    for expected in ("", "", "read or written in a later one: cache."):
+        watch.note_run()
+        assert watch.describe(first_alone=False).endswith(expected)
+
+
+def test_files_that_other_programs_share_count_only_if_the_first_run_is_alone(folder):
+    watch = FileWatch(["python", "train.py"], folder / "runs")
+    for run in (1, 2):
+        (folder / "temporary" / "state").write_text(str(run))
+        watch.note_run()
+    assert watch.describe(first_alone=False) == ""
+    assert str(folder / "temporary" / "state") in watch.describe(first_alone=True)
+
+
+def test_the_folder_of_the_program_is_watched_too(folder):
+    program = folder / "elsewhere" / "train.py"
+    program.parent.mkdir()
+    program.touch()
+    watch = FileWatch(["python", str(program)], folder / "runs")
+    for run in (1, 2):
+        (program.parent / "state").write_text(str(run))
+        watch.note_run()
+    assert str(program.parent / "state") in watch.describe(first_alone=False)
