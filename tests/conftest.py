@@ -40,7 +40,7 @@ NO_CUDA_BUILD = pytest.mark.skip(reason="needs a CUDA build of torch")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the slow tests, and let their files start first; skip what needs another torch."""
+    """Mark the slow tests, and let the slowest files start first; skip what needs another torch."""
     import torch
 
     for item in items:
@@ -48,8 +48,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
         if torch.version.cuda is None and item.get_closest_marker("cuda_build"):
             item.add_marker(NO_CUDA_BUILD)
-    slow_files = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: item.path not in slow_files)
+    files = [line.partition("::")[0] for line in SLOW]
+    order = {file: place for place, file in enumerate(dict.fromkeys(files))}
+    items.sort(key=lambda item: order.get(item.nodeid.partition("::")[0], len(order)))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

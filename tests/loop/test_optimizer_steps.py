@@ -219,20 +219,27 @@ def run_program(folder, *, setup="", end="", **variables):
     )
 
 
-def test_a_program_that_does_not_know_us_leaves_a_ledger(tmp_path):
-    """Without a name for the folder nothing is written into the working folder."""
-    done = run_program(tmp_path, XDG_STATE_HOME=str(tmp_path / "state"))
+@pytest.fixture(scope="module")
+def unaware(tmp_path_factory):
+    """Return the ledger of a program that does not know us, and what the program wrote."""
+    home = tmp_path_factory.mktemp("unaware")
+    done = run_program(home, XDG_STATE_HOME=str(home / "state"))
     assert done.returncode == 0, done.stderr
-    (folder,) = list_fits(next((tmp_path / "state" / "lightning_d9m").iterdir()))
-    assert f"recorded in {folder}" in done.stderr
+    assert [path.name for path in home.iterdir()] == ["state"]
+    (folder,) = list_fits(next((home / "state" / "lightning_d9m").iterdir()))
+    return folder, done.stderr
+
+
+def test_a_program_that_does_not_know_us_leaves_a_ledger(unaware):
+    """Without a name for the folder nothing is written into the working folder."""
+    folder, said = unaware
+    assert f"recorded in {folder}" in said
     assert [record[2] for record in moments(folder)] == [0, 3, 6, 7]
-    assert [path.name for path in tmp_path.iterdir()] == ["state"]
 
 
-def test_a_difference_that_only_the_final_state_shows_is_the_exit_status(tmp_path):
+def test_a_difference_that_only_the_final_state_shows_is_the_exit_status(tmp_path, unaware):
     variables = {"LIGHTNING_D9M_LEDGER_DIR": str(tmp_path)}
-    assert run_program(tmp_path, **variables).returncode == 0
-    variables |= {"LIGHTNING_D9M_REFERENCE": str(tmp_path / "fit-000")}
+    variables |= {"LIGHTNING_D9M_REFERENCE": str(unaware[0])}
     end = "with torch.no_grad(): model[0].weight.view(torch.int32)[0, 0] ^= 1"
     done = run_program(tmp_path, end=end, **variables)
     assert done.returncode == 1

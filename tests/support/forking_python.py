@@ -13,8 +13,8 @@ these points; a test of one of them starts ``sys.executable``:
 
 - The modules are imported before the program begins; nothing runs at its ``import torch``.
   ``LIGHTNING_D9M=1`` takes effect when the fork begins.
-- Lightning has found the entry points of callbacks, and no file waits for the disk
-  (left_out_work.py).
+- Lightning has found the entry points of callbacks, the versions of packages and what Lightning's
+  classes set are known, and no file waits for the disk (left_out_work.py).
 - Without ``PYTHONHASHSEED`` the seed is 0. With ``random`` it is the server's, which all its forks
   share.
 - The fork is a child of the server, not of the process that stands for it.
@@ -121,6 +121,7 @@ def _serve(listener, modules):
         for module in modules:  # not before there is a client
             __import__(module)
         leave_out_work()
+        _fill_caches()
         gc.freeze()  # so that no fork copies what it does not change
         client, _ = listener.accept()
         if not os.fork():
@@ -129,6 +130,18 @@ def _serve(listener, modules):
             return client
         client.close()
     os._exit(0)
+
+
+def _fill_caches():
+    """Find what each training would find, and none can change."""
+    from lightning_d9m.ledger.stack import _capture_packages
+    from lightning_d9m.lightning.resume.program_state import list_stored_by
+
+    _capture_packages()
+    for package in ("lightning.pytorch", "pytorch_lightning"):
+        if (module := sys.modules.get(package)) is not None:
+            for base in (*module.LightningModule.__mro__, module.Callback):
+                list_stored_by(base)
 
 
 def _guard(client):

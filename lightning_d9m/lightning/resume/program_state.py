@@ -193,7 +193,13 @@ def _list_library_attributes(owner: Any) -> Collection[str]:
 def _list_stored(kind: Any) -> frozenset[str]:
     """Return the attributes that Lightning's own code sets in objects of a class."""
     bases = [base for base in kind.__mro__ if base.__module__.partition(".")[0] in _PACKAGES]
-    return frozenset(name for base in bases for name in _find_stored(vars(base).values()))
+    return frozenset[str]().union(*map(list_stored_by, bases))
+
+
+@cache
+def list_stored_by(base: type) -> frozenset[str]:
+    """Return the attributes that the functions of a class set."""
+    return frozenset(_find_stored(vars(base).values()))
 
 
 def _find_stored(members: Iterable[object]) -> Iterator[str]:
