@@ -12,7 +12,7 @@ from lightning_d9m.patches.exact_sums import cut_terms, plan_pieces, read_expone
 from lightning_d9m.portability import functions
 from lightning_d9m.portability.functions import evaluate
 from lightning_d9m.portability.products import matmul
-from lightning_d9m.portability.registry import RULES, as_tensor, composed, rule
+from lightning_d9m.portability.registry import RULES, along_dim, as_tensor, composed, rule
 from lightning_d9m.portability.sums import add_terms
 
 _FUNCTIONS = (
@@ -307,6 +307,7 @@ RULES |= {name: partial(_extreme, name) for name in ("max", "min", "aminmax")}
 
 
 @rule("sort")
+@along_dim
 def sort(
     values: Tensor, dim: int = -1, descending: bool = False, *, stable: bool | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -322,6 +323,7 @@ def argsort(values: Tensor, dim: int = -1, descending: bool = False, **_: Any) -
 
 
 @rule("topk")
+@along_dim
 def topk(
     values: Tensor,
     k: int,
@@ -331,13 +333,12 @@ def topk(
 ) -> tuple[Tensor, Tensor]:
     """The first k of the stable order."""
     del sorted
-    if not values.dim():
-        return values.clone(), torch.zeros_like(values, dtype=torch.int64)
     found = sort(values, dim, largest)
     return tuple(one.narrow(dim, 0, k).contiguous() for one in found)  # type: ignore[return-value]
 
 
 @rule("kthvalue")
+@along_dim
 def kthvalue(values: Tensor, k: int, dim: int = -1, keepdim: bool = False) -> tuple[Tensor, Tensor]:
     """The k-th of the stable order."""
     found = [one.narrow(dim, k - 1, 1) for one in sort(values, dim)]
@@ -345,6 +346,7 @@ def kthvalue(values: Tensor, k: int, dim: int = -1, keepdim: bool = False) -> tu
 
 
 @rule("median")
+@along_dim
 def median(values: Tensor, dim: int | None = None, keepdim: bool = False) -> Any:
     """The lower median, or NaN."""
     if dim is None:
@@ -477,12 +479,13 @@ def norm(
 
 
 @rule("cumsum")
+@along_dim
 def cumsum(values: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
     """The exact sum of the values up to each one, rounded once."""
     if not values.is_floating_point() and (dtype is None or not dtype.is_floating_point):
         return torch.cumsum(values, dim, dtype=dtype)
     values = values if dtype is None else values.to(dtype)
-    if not values.dim() or not values.numel():
+    if not values.numel():
         return values.clone()
     terms = values.double()
     tops = read_exponents(terms).amax(dim, keepdim=True)
@@ -516,12 +519,13 @@ def product(
 
 
 @rule("cumprod")
+@along_dim
 def cumprod(values: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
     """The product of the values up to each one, by doubling."""
     if not values.is_floating_point() and (dtype is None or not dtype.is_floating_point):
         return torch.cumprod(values, dim, dtype=dtype)
     result = values.clone() if dtype is None else values.to(dtype, copy=True)
-    step, length = 1, values.shape[dim] if values.dim() else 0
+    step, length = 1, values.shape[dim]
     while step < length:
         later = result.narrow(dim, step, length - step)
         later.copy_(later * result.narrow(dim, 0, length - step))
@@ -552,7 +556,7 @@ def add_scaled(start: Tensor, product: Tensor, beta: float, alpha: float) -> Ten
     return product + (start if beta == 1 else start * beta)
 
 
-@rule("addmm", "baddbmm", "addmv", "addbmm", "addr")
+@rule("addmm", "baddbmm", "addmv", "addr")
 def add_product(
     start: Tensor, left: Tensor, right: Tensor, *, beta: float = 1, alpha: float = 1
 ) -> Tensor:
@@ -561,9 +565,16 @@ def add_product(
         result = multiply_vector(left, right) if left.dim() > 1 else left.unsqueeze(1) * right
     else:
         result = matmul(left, right)
-        if start.dim() < result.dim() and result.dim() == 3 and start.dim() == 2:
-            result = sum_values(result, [0])
     return add_scaled(start, result, beta, alpha)
+
+
+@rule("addbmm")
+def add_products(
+    start: Tensor, left: Tensor, right: Tensor, *, beta: float = 1, alpha: float = 1
+) -> Tensor:
+    """The sum of a batch of products, which is one product, that is added to ``start``."""
+    rows = left.transpose(0, 1).flatten(1)
+    return add_scaled(start, matmul(rows, right.flatten(0, 1)), beta, alpha)
 
 
 @rule("arange")

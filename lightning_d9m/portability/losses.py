@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_d9m.patches.catalog.catalog import OPS
 from lightning_d9m.portability.layers import add_chosen
-from lightning_d9m.portability.registry import RULES, composed
+from lightning_d9m.portability.registry import RULES, UnsupportedError, composed
 
 
 def _fractional_backward(
@@ -246,8 +246,10 @@ def embedding_bag(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The sums or means of the rows of each bag, and which bag each index is in."""
     del by_frequency
-    if sparse or mode > 1:
-        raise NotImplementedError(f"embedding_bag with sparse={sparse}, mode {mode}")
+    if sparse:
+        raise UnsupportedError("Its gradient is a sparse tensor: pass sparse=False")
+    if mode > 1:
+        raise UnsupportedError("Mode 'max' has no rule: use mode 'sum' or 'mean'")
     ends = (
         offsets[1:]
         if include_last_offset
@@ -296,7 +298,7 @@ def embedding_bag_backward(
 def qr(matrix: Tensor, mode: str = "reduced") -> tuple[Tensor, Tensor]:
     """The reduced QR decomposition of a matrix, by Gram and Schmidt, twice for each column."""
     if mode != "reduced" or matrix.dim() != 2:
-        raise NotImplementedError(f"linalg_qr of shape {tuple(matrix.shape)}, mode {mode!r}")
+        raise UnsupportedError(f"linalg_qr of shape {tuple(matrix.shape)}, mode {mode!r}")
     wide = matrix.double()
     rows, columns = wide.shape
     size = min(rows, columns)
@@ -321,7 +323,7 @@ def _call_patch(name: str) -> None:
     kernel = resolve_name(kernels[0])
 
     def refuse(*_: Any, **__: Any) -> Any:
-        raise NotImplementedError(f"{name} of these arguments")
+        raise UnsupportedError(f"{name} of these arguments")
 
     @composed(name)
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -27,7 +27,7 @@ from lightning_d9m.portability import (
     random_numbers,
     resampling,
 )
-from lightning_d9m.portability.registry import COMPOSED, RULES, Rule
+from lightning_d9m.portability.registry import COMPOSED, RULES, Rule, UnsupportedError
 
 _REGISTERED = (arithmetic, layers, losses, optimizers, random_numbers, resampling)
 
@@ -203,14 +203,17 @@ def _tensors(values: Any) -> Iterator[Tensor]:
 
 
 def _checked(func: Any, rule: Rule, *args: Any, **kwargs: Any) -> Any:
-    """Apply a rule to dense real numbers; leave shapes without values to torch."""
-    for value in args:
-        if isinstance(value, Tensor):
-            if value.is_meta:
-                return func(*args, **kwargs)
-            if value.is_complex() or value.layout != torch.strided:
-                refuse(func)
-    return rule(*args, **kwargs)
+    """Apply a rule to dense real numbers; leave shapes without values, and no values, to torch."""
+    given = [value for value in args if isinstance(value, Tensor)]
+    if any(one.is_complex() or one.layout != torch.strided for one in given if not one.is_meta):
+        refuse(func)
+    # Without a number there is nothing to round, and torch knows its results and its errors.
+    if any(one.is_meta for one in given) or (given and not any(one.numel() for one in given)):
+        return func(*args, **kwargs)
+    try:
+        return rule(*args, **kwargs)
+    except UnsupportedError as error:
+        refuse(func, f"{error}.")
 
 
 def _take_integers(func: Any, *args: Any, **kwargs: Any) -> Any:

@@ -22,6 +22,8 @@ _MOST_COLUMNS = 2**19  # elements of unfolded columns that exist at a time
 
 def matmul(left: Tensor, right: Tensor) -> Tensor:
     """Return the product of matrices, or of batches of them (``mm``, ``bmm``)."""
+    if not left.is_floating_point():
+        return torch.matmul(left, right)  # whole numbers are exact
     batched = left.dim() == 3
     wide = [one.to(torch.float64) for one in (left, right)]
     if not batched:
@@ -164,15 +166,33 @@ class Convolution(NamedTuple):
         """The windows of the convolution that is not transposed."""
         return Windows(tuple(self.stride), tuple(self.dilation), self.groups)
 
-    def pad(self, values: Tensor) -> Tensor:
-        """Return the padded input of the convolution that is not transposed."""
-        wide = [number for size in reversed(self.padding) for number in (size, size)]
-        return pad(values, wide) if any(wide) else values.contiguous()
+    def pad(self, values: Tensor, kernel: Sequence[int], counts: Sequence[int] | None) -> Tensor:
+        """Return the padded input of the convolution that is not transposed.
 
-    def forward(self, values: Tensor, weight: Tensor, product: Product) -> Tensor:
-        """Convolve with a weight ``[out, in / groups, *kernel]``."""
+        With ``counts`` it ends where that many windows end: the padding of a transposed
+        convolution's output may have room for more windows than there are inputs.
+        """
+        wide: list[int] = []
+        for axis, before in enumerate(self.padding):
+            after = before
+            if counts is not None:
+                reach = self.dilation[axis] * (kernel[axis] - 1) + 1
+                size = values.shape[2 + axis] + before
+                after = (counts[axis] - 1) * self.stride[axis] + reach - size
+            wide = [before, after, *wide]
+        return pad(values, wide).contiguous() if any(wide) else values.contiguous()
+
+    def forward(
+        self,
+        values: Tensor,
+        weight: Tensor,
+        product: Product,
+        counts: Sequence[int] | None = None,
+    ) -> Tensor:
+        """Convolve with a weight ``[out, in / groups, *kernel]``; at ``counts`` windows, or all."""
         grouped = weight.unflatten(0, (self.groups, -1))
-        return correlate(self.pad(values), grouped, self.windows, product)
+        padded = self.pad(values, weight.shape[2:], counts)
+        return correlate(padded, grouped, self.windows, product)
 
     def backward(
         self, gradient: Tensor, weight: Tensor, sizes: Sequence[int], product: Product
@@ -199,8 +219,9 @@ class Convolution(NamedTuple):
         self, gradient: Tensor, values: Tensor, kernel: Sequence[int], product: Product
     ) -> Tensor:
         """Return the gradient for the weight."""
+        padded = self.pad(values, kernel, gradient.shape[2:])
         return correlate_weights(
-            self.pad(values), gradient.contiguous(), kernel, self.windows, product
+            padded, gradient.contiguous(), kernel, self.windows, product
         ).flatten(0, 1)
 
 
@@ -244,7 +265,7 @@ def convolve_backward(
     for_input = for_weight = None
     if mask[0]:
         if given.transposed:
-            for_input = given.forward(g, w, product)
+            for_input = given.forward(g, w, product, values.shape[2:])
         else:
             for_input = given.backward(g, w, values.shape[2:], product)
     if mask[1]:

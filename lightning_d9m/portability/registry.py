@@ -6,7 +6,8 @@ each operation in it is looked up itself.
 """
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from functools import wraps
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -16,6 +17,10 @@ _Rule = TypeVar("_Rule", bound=Rule)
 
 RULES: dict[str, Rule] = {}
 COMPOSED: dict[str, Rule] = {}
+
+
+class UnsupportedError(Exception):
+    """A rule does not take its arguments; the mode says so in the words of ``NotPortableError``."""
 
 
 def rule(*names: str) -> Callable[[_Rule], _Rule]:
@@ -36,6 +41,19 @@ def composed(*names: str) -> Callable[[_Rule], _Rule]:
         return function
 
     return register
+
+
+def along_dim(function: _Rule) -> _Rule:
+    """Let a rule along a dimension see a scalar as a vector of one element."""
+
+    @wraps(function)
+    def call(values: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if values.dim():
+            return function(values, *args, **kwargs)
+        found = function(values.view(1), *args, **kwargs)
+        return tuple(one.view(()) for one in found) if isinstance(found, tuple) else found.view(())
+
+    return cast("_Rule", call)
 
 
 def as_tensor(value: Any, like: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from lightning_d9m.portability.mode import MOVES, is_portable, portable
 from lightning_d9m.portability.registry import COMPOSED, RULES
 
 SCRIPT = Path(__file__).parents[1] / "support" / "portable_cases.py"
+BAGS = torch.tensor([[0, 2], [1, 1]])
 # What is drawn differs from torch's own draws.
 DRAWN = {"RReLU", "FractionalMaxPool2d(2, output_size=3)", "attention dropout", "dropout"}
 DRAWN |= {"alpha_dropout", "RNN", "GRU", "LSTM", "packed", "transformer", "draws", "sparse_"}
@@ -84,8 +85,11 @@ def test_an_operation_in_no_class_is_refused_with_its_line():
         lambda: torch.ones(4).to_sparse().sum(),
         lambda: torch.poisson(torch.ones(4)),
         lambda: torch.special.bessel_j0(torch.ones(4)),
+        lambda: F.embedding_bag(BAGS, torch.ones(3, 2, requires_grad=True), sparse=True),
+        lambda: F.embedding_bag(BAGS, torch.ones(3, 2), mode="max"),
+        lambda: torch.linalg.qr(torch.ones(2, 3, 3)),
     ],
-    ids=["fft", "complex", "sparse", "poisson", "bessel"],
+    ids=["fft", "complex", "sparse", "poisson", "bessel", "sparse bags", "greatest", "batch"],
 )
 def test_what_would_pass_unseen_is_refused(call):
     with portable(), pytest.raises(NotPortableError):
@@ -95,6 +99,18 @@ def test_what_would_pass_unseen_is_refused(call):
 def test_whole_numbers_are_exact_in_any_operation():
     with portable():
         assert torch.unique(torch.tensor([3, 1, 3]), return_counts=True)[1].tolist() == [1, 2]
+
+
+def test_products_of_whole_numbers_are_exact():
+    numbers = torch.tensor([[2**40 + 1, 3], [5, -7]])
+    with portable():
+        assert torch.equal(numbers @ numbers, torch.tensor(numbers.numpy() @ numbers.numpy()))
+        assert torch.addmm(numbers, numbers, numbers)[1, 1] == 3 * 5 + 7 * 7 - 7
+
+
+def test_torch_names_what_has_no_number():
+    with portable(), pytest.raises(IndexError, match="non-zero size"):
+        torch.ones(0, 3).median(0)
 
 
 def test_no_operation_is_in_two_classes():
@@ -137,6 +153,14 @@ def test_images_of_width_1_are_resized_with_antialiasing(mode):
     torch.testing.assert_close(found, expected)
 
 
+WEIGHT = torch.randn(3, 2, 3, 2, generator=torch.Generator().manual_seed(1))
+
+
+def _add_batch(values, shape):
+    others = torch.arange(16.0).view(2, 4, 2) - 7
+    return torch.addbmm(torch.ones(shape), values, others, beta=0.5, alpha=3)
+
+
 @pytest.mark.parametrize(
     ("function", "shape"),
     [
@@ -145,8 +169,22 @@ def test_images_of_width_1_are_resized_with_antialiasing(mode):
         (lambda x: x.prod(0, keepdim=True), ()),
         (lambda x: (x * 0).norm(-0.5), (5,)),
         (lambda x: torch.zeros(()).put(torch.tensor([0]), x, accumulate=True), ()),
+        (lambda x: F.conv_transpose2d(x, WEIGHT, None, 2, 1, (2, 1), dilation=3), (2, 3, 4, 5)),
+        (lambda x: F.conv_transpose2d(x, WEIGHT, None, 1, 0, 2, dilation=3), (2, 3, 4, 5)),
+        (lambda x: x.softmax(0) + x.log_softmax(0), (0, 5)),
+        (lambda x: F.avg_pool2d(x, 2), (0, 3, 4, 5)),
+        (lambda x: F.interpolate(x, scale_factor=2, mode="bilinear"), (0, 3, 4, 5)),
+        *((lambda x, name=name: getattr(x, name)(0)[0], ()) for name in ("median", "sort", "max")),
+        (lambda x: x.kthvalue(1, 0, keepdim=True)[0] + x.topk(1)[0], ()),
+        (lambda x: x.cumsum(0) + x.cumprod(-1), ()),
+        *((lambda x, s=shape: _add_batch(x, s), (2, 3, 4)) for shape in ((), (1,), (2,), (3, 1))),
     ],
-    ids=["unbatched pooling", "counted distances", "prod of one", "infinite terms", "put of one"],
+    ids=[
+        *("unbatched pooling", "counted distances", "prod of one", "infinite terms", "put of one"),
+        *("padded by a stride", "padded by two strides", "softmax of none", "pooling of none"),
+        *("resizing of none", "median of one", "sort of one", "max of one", "kthvalue of one"),
+        *("scan of one", "start of 0", "start of 1", "start of 2", "start of a column"),
+    ],
 )
 def test_edges_are_those_of_torch(function, shape):
     values = torch.randn(shape, generator=torch.Generator().manual_seed(0)).requires_grad_()

@@ -56,6 +56,11 @@ add("conv1d", lambda: nn.Conv1d(4, 6, 3, stride=2, padding=1), (3, 4, 17))
 add("conv2d", lambda: nn.Conv2d(4, 6, 3, padding="same", dilation=2, groups=2), IMAGE)
 add("conv3d", lambda: nn.Conv3d(4, 6, 2, stride=2), (2, 4, 5, 6, 7))
 add("conv_transpose", lambda: nn.ConvTranspose2d(4, 6, 3, 2, 1, 1, groups=2), IMAGE)
+add(
+    "conv_transpose padded by its stride",
+    lambda: nn.ConvTranspose2d(4, 6, 3, 2, 1, (2, 1), groups=2, dilation=3),
+    IMAGE,
+)
 add("conv_circular", lambda: nn.Conv2d(4, 6, 3, padding=1, padding_mode="circular"), IMAGE)
 add("linear", lambda: nn.Linear(32, 16), (24, 32))
 add("bilinear", lambda: nn.Bilinear(5, 6, 7), (9, 5), (9, 6))
@@ -169,6 +174,7 @@ add_function(
 add_function(
     "grid_sample", lambda x: F.grid_sample(x, torch.tanh(x[:, :2].permute(0, 2, 3, 1))), IMAGE
 )
+add_function("addbmm", lambda x: torch.addbmm(x[0, 0], x, x.mT, beta=0.3, alpha=0.7), (5, 9, 9))
 CASES["embedding"] = lambda: train(nn.Embedding(9, 5, padding_idx=1), torch.randint(9, (4, 30)))
 CASES["embedding_bag"] = lambda: train(
     nn.EmbeddingBag(9, 5, mode="mean"), torch.randint(9, (4, 30))
