@@ -34,10 +34,10 @@ def describe_chance(chance: float) -> str:
     """Return a probability in percent.
 
     >>> describe_chance(0.0), describe_chance(0.0123), describe_chance(0.4)
-    ('below 0.1%', '1.2%', '40%')
+    ('<0.1%', '1.2%', '40%')
     """
     if chance < _SMALLEST:
-        return "below 0.1%"
+        return "<0.1%"
     return f"{chance:.1%}" if chance < 2 * LEVEL else f"{chance:.0%}"
 
 
