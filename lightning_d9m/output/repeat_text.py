@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from lightning_d9m.comparison.ledgers import Comparison, RecordObserver, compare_ledgers
+from lightning_d9m.launch.interruption_points import LAST_BITS_SETTING
 from lightning_d9m.launch.run import Run
 from lightning_d9m.ledger.folder import Ledger
 from lightning_d9m.ledger.stack import LOGICAL_RANKS
@@ -291,6 +292,9 @@ class RepeatReport:
         assert entry.comparison is not None, "it differs"
         ledgers = (entry.comparison.expected, entry.comparison.actual)
         shown = " ".join(map(_show_path, ledgers))
+        if LAST_BITS_SETTING in entry.ledger.header.settings:
+            step = f"d9m compare BEFORE AFTER --noise {_show_path(self._output)}"
+            return [(step, "tells whether this noise explains a change")]
         if self._resumed:  # straight runs may well agree
             return [
                 (f"d9m compare -v {shown}", "shows what differs, and by how much"),

@@ -91,6 +91,10 @@ def test_last_bits_are_changed_in_each_run_but_the_first_or_it_is_an_error(repea
     assert status == 2
     assert "left the last bits of its weights alone: --last-bits needs a Trainer" in err
     assert (tmp_path / "noted").read_text() == "-12"
+    changed = fits(NUMBER).replace("settings={}", f"settings={{'last_bits': {NUMBER}}}")
+    status, out, _ = repeat(changed, "--last-bits", n=3)
+    assert status == 1
+    assert "d9m compare BEFORE AFTER --noise d9m-runs/001" in out
     status, _, err = repeat(fits(7), "--last-bits", "--interrupt")
     assert status == 2
     assert "--last-bits is given with --portable, --processes or --interrupt" in err
