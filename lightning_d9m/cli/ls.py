@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 from lightning_d9m.cli.arguments import whole_number
@@ -43,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
             if progress is not None:
                 progress(len(rows))
     if arguments.json:
-        print(json.dumps([row.as_json() for row in rows], indent=2))
+        print(json.dumps([asdict(row) for row in rows], indent=2))
     else:
         print(format_ledgers(rows, terminal_width()))
     return 0

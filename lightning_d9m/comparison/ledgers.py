@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import islice
 from typing import TypeAlias
 
@@ -109,7 +108,11 @@ def compare_ledgers(
     for rank in common if not refusals else ():
         done = sum(entry.records + entry.places for entry in ranks)
         with expected.open(rank) as one_file, actual.open(rank) as other_file:
-            tick = partial(_report, progress, done)
+
+            def tick(records: int, done: int = done) -> None:
+                if progress is not None:
+                    progress(done + records)
+
             files = (one_file, other_file)
             comparison, found_in_run = _compare_rank(rank, files, tick, watch, probes=same_size)
         ranks.append(comparison)
@@ -132,24 +135,17 @@ def compare_ledgers(
     )
 
 
-def _compare_initial(expected: Ledger, actual: Ledger) -> tuple[str, ...] | None:
+def _compare_initial(*ledgers: Ledger) -> tuple[str, ...] | None:
     """Return the names of the weights that differ before the first step, in order."""
-    first, other = (_read_initial(ledger) for ledger in (expected, actual))
-    if not first or not other:
-        return None
-    return tuple(name for name in {**first, **other} if first.get(name) != other.get(name))
-
-
-def _read_initial(ledger: Ledger) -> Mapping[str, str]:
-    for record in ledger.line_records(min(ledger.files)):
-        if isinstance(record, Digests):
-            return record.groups.get("weights", {}) if record.moment == "initial" else {}
-    return {}
-
-
-def _report(progress: Callable[[int], None] | None, done: int, records: int) -> None:
-    if progress is not None:
-        progress(done + records)
+    found: list[Mapping[str, str]] = []
+    for ledger in ledgers:
+        records = ledger.line_records(min(ledger.files))
+        first = next((record for record in records if isinstance(record, Digests)), None)
+        if first is None or first.moment != "initial" or not first.groups.get("weights"):
+            return None
+        found.append(first.groups["weights"])
+    one, other = found
+    return tuple(name for name in {**one, **other} if one.get(name) != other.get(name))
 
 
 def _on_ranks(found: Iterable[FieldDifference], ranks: tuple[int, ...]) -> list[FieldDifference]:
@@ -268,19 +264,13 @@ def _at_place(rank: int, found: BatchComparison) -> Divergence:
 def _at_record(
     rank: int, found: RecordDifference, entries: Iterable[PlaceDifference]
 ) -> Divergence:
-    return Divergence(
+    return Divergence.at_places(
+        list(islice(entries, PLACES_KEPT)),
         rank=rank,
         moment=found.moment,
         epoch=found.epoch,
         step=found.step,
         batch=None,
-        kind=found.group,
-        name=found.names[0],
-        call=0,
-        position=0,
-        expected=found.expected,
-        actual=found.actual,
-        places=tuple(islice(entries, PLACES_KEPT)),
         count=found.count,
         compared=found.total,
     )
@@ -321,6 +311,6 @@ def _compare_rank(
     result.expected_complete, result.actual_complete = (file.complete for file in files)
     result.expected_truncated, result.actual_truncated = (file.truncated for file in files)
     result.expected_breaks, result.actual_breaks = (
-        file.breaks if isinstance(file, LineageReader) else () for file in files
+        tuple(file.breaks) if isinstance(file, LineageReader) else () for file in files
     )
     return result, tally.refusals

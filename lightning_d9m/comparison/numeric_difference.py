@@ -31,8 +31,8 @@ class Magnitude:
     Attributes:
         count: Number of elements whose bytes differ.
         total: Number of elements.
-        ulps: The largest distance in units in the last place; None unless all elements are real,
-            finite floating-point numbers.
+        ulps: The largest distance in representable numbers, as in ``Variation``; None unless all
+            elements are real, finite floating-point numbers.
         absolute: The largest absolute difference of finite elements.
         relative: The largest difference of finite elements, relative to the larger of the two.
         examples: (index, expected, actual) of the first elements that differ.
@@ -81,8 +81,7 @@ def measure_difference(expected: Tensor, actual: Tensor) -> Magnitude | None:
         )
     one, other = one.contiguous(), other.contiguous()
     integer = _INTEGERS[one.element_size()]
-    bits, other_bits = one.view(integer), other.view(integer)
-    differing = bits != other_bits
+    differing = one.view(integer) != other.view(integer)
     places = differing.nonzero()[:_EXAMPLES].tolist()
     examples = tuple((tuple(at), float(one[tuple(at)]), float(other[tuple(at)])) for at in places)
     x, y = one[differing].double(), other[differing].double()
@@ -92,7 +91,7 @@ def measure_difference(expected: Tensor, actual: Tensor) -> Magnitude | None:
     relative = torch.where(scale > 0, gap / scale, gap)
     ulps = None
     if one.is_floating_point() and bool(finite.all()):
-        ulps = _largest_distance(bits[differing], other_bits[differing])
+        ulps = _ulps(one[differing], other[differing]) if places else 0
     return Magnitude(
         count=int(differing.sum()),
         total=one.numel(),
@@ -101,13 +100,6 @@ def measure_difference(expected: Tensor, actual: Tensor) -> Magnitude | None:
         relative=float(relative.max()) if gap.numel() else 0.0,
         examples=examples,
     )
-
-
-def _largest_distance(bits: Tensor, other: Tensor) -> int:
-    """Return the largest number of floats between two elements; 0.0 and -0.0 count as one."""
-    lowest = torch.iinfo(bits.dtype).min
-    ordered = [[n if n >= 0 else lowest - n for n in t.tolist()] for t in (bits, other)]
-    return max((abs(a - b) for a, b in zip(*ordered, strict=True)), default=0)
 
 
 @dataclass(frozen=True)
@@ -139,12 +131,12 @@ def measure_variation(reference: Output, output: Output) -> Variation:
 
     If shapes or dtypes differ, every element counts as changed entirely.
     """
-    changed, relative, ulps, elements = 0, 0.0, 0, 0
+    changed, relative, ulps = 0, 0.0, 0
     expected, actual = _as_list(reference), _as_list(output)
+    elements = sum(tensor.numel() for tensor in expected)
     if _list_forms(expected) != _list_forms(actual):
-        return Variation(1.0 if _count_elements(expected) == 1 else None, 1.0, 1.0, _MOST_ULPS)
+        return Variation(1.0 if elements == 1 else None, 1.0, 1.0, _MOST_ULPS)
     for left, right in zip(expected, actual, strict=True):
-        elements += left.numel()
         for old, new in _chunks(left, right):
             differing = (_bits(old) != _bits(new)).any(1)
             count = int(differing.sum())
@@ -278,10 +270,6 @@ def _keep(output: Output) -> list[Tensor]:
 
 def _list_forms(tensors: list[Tensor]) -> list[tuple[torch.Size, torch.dtype]]:
     return [(tensor.shape, tensor.dtype) for tensor in tensors]
-
-
-def _count_elements(tensors: list[Tensor]) -> int:
-    return sum(tensor.numel() for tensor in tensors)
 
 
 def _chunks(left: Tensor, right: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

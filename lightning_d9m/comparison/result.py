@@ -80,14 +80,15 @@ class Divergence:
     @classmethod
     def at_places(cls, places: Sequence[PlaceDifference], **facts: Any) -> "Divergence":
         """Return the divergence at the first of the places; the facts are its other attributes."""
-        first = places[0]
+        position, kind, name, call, *values = places[0]
+        expected, actual = ("missing" if value is None else value for value in values)
         return cls(
-            kind=first.kind,
-            name=first.name,
-            call=first.call,
-            position=first.position,
-            expected=str(first.expected),
-            actual=str(first.actual),
+            kind=kind,
+            name=name,
+            call=call,
+            position=position,
+            expected=expected,
+            actual=actual,
             places=tuple(places[:PLACES_KEPT]),
             **facts,
         )

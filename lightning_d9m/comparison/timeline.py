@@ -157,8 +157,11 @@ class Timeline:
         epochs: The first step of each epoch, at most ``MAX_EPOCHS``.
         values: The loss and the logged values of the first rank, by name; at most ``MAX_SERIES``.
         distances: How far the weights of each layer are apart at the ends of epochs.
-        differing: Modules in which something differs, by path; "" is the model itself.
-        agreeing: The other modules.
+        modules: Modules by path, at most ``MAX_MODULES``; those that differ take precedence. "" is
+            the model itself.
+        modules_left_out: Whether modules were left out.
+        moments: The records of digests, at most ``MAX_MOMENTS``; those that differ take precedence.
+        moments_left_out: Number of records that were left out.
     """
 
     places: StepHistogram = field(default_factory=StepHistogram)
@@ -167,45 +170,23 @@ class Timeline:
     epochs: dict[int, int] = field(default_factory=dict)
     values: dict[str, ValueSeries] = field(default_factory=dict)
     distances: DistanceSeries = field(default_factory=DistanceSeries)
-    differing: dict[str, Module] = field(default_factory=dict)
-    agreeing: dict[str, None] = field(default_factory=dict)
+    modules: dict[str, Module] = field(default_factory=dict)
+    modules_left_out: bool = False
+    moments: list[TimelinePoint] = field(default_factory=list)
+    moments_left_out: int = 0
     _recorded: dict[frozenset[str], StepHistogram] = field(default_factory=dict)
     # The steps of batches with the same layouts, by the hash of these.
     _layouts: dict[int, StepHistogram] = field(default_factory=dict)
-    # Records that differ and records that agree, each with its number in reading order.
-    _moments: tuple[list[tuple[int, TimelinePoint]], list[tuple[int, TimelinePoint]]] = field(
-        default_factory=lambda: ([], [])
-    )
-    _counted: int = 0
-    _overflow: bool = False
     _rank: int | None = None  # whose values are kept
 
     @property
-    def moments(self) -> list[TimelinePoint]:
-        """The records of digests, at most ``MAX_MOMENTS``; those that differ take precedence."""
-        differing, agreeing = self._moments
-        kept = differing + agreeing[: MAX_MOMENTS - len(differing)]
-        return [moment for _, moment in sorted(kept, key=lambda entry: entry[0])]
-
-    @property
-    def moments_left_out(self) -> int:
-        """Number of records that were left out."""
-        return self._counted - len(self.moments)
-
-    @property
-    def modules(self) -> dict[str, Module]:
-        """Modules by path, at most ``MAX_MODULES``; those that differ take precedence."""
-        free = max(0, MAX_MODULES - len(self.differing))
-        return self.differing | {path: Module() for path in list(self.agreeing)[:free]}
+    def differs(self) -> bool:
+        """Whether something differs in a module."""
+        return any(module.differing for module in self.modules.values())
 
     def find_recorded(self, path: str) -> tuple[StepHistogram, ...]:
         """Return the steps at which digests of a module were compared."""
         return tuple(steps for paths, steps in self._recorded.items() if path in paths)
-
-    @property
-    def modules_left_out(self) -> bool:
-        """Whether modules were left out."""
-        return self._overflow or len(self.differing) + len(self.agreeing) > MAX_MODULES
 
     def watch(
         self, rank: int, one: Item | None, other: Item | None, found: BatchComparison | None
@@ -238,7 +219,12 @@ class Timeline:
         if alone:
             self._mark(rank, batch.step, 0, 0, batch.size)
             return
-        self._note_layouts(batch)
+        key = hash(batch.layouts)
+        if key not in self._layouts and len(self._layouts) < MAX_CACHED_LAYOUTS:
+            places = (module_of(*place[:2]) for place in batch.list_places())
+            self._layouts[key] = self._note_modules(places)
+        if key in self._layouts:
+            self._layouts[key].add(batch.step, 1, 0)
         if found is None:
             self.places.add(batch.step, batch.size, 0)
             self._mark(rank, batch.step, batch.size, 0, 0)
@@ -251,17 +237,9 @@ class Timeline:
             where = (batch.epoch, batch.step, batch.batch, place.position, what)
             self._differs(module_of(place.kind, place.name), where)
 
-    def _note_layouts(self, batch: Batch) -> None:
-        key = hash(batch.layouts)
-        if key not in self._layouts and len(self._layouts) < MAX_CACHED_LAYOUTS:
-            places = (module_of(*place[:2]) for place in batch.list_places())
-            self._layouts[key] = self._note_modules(places)
-        if key in self._layouts:
-            self._layouts[key].add(batch.step, 1, 0)
-
     def _note_modules(self, paths: Iterable[str]) -> StepHistogram:
         """Return the steps at which these modules are recorded."""
-        known = frozenset(path for path in dict.fromkeys(paths) if self._agrees(path))
+        known = frozenset(path for path in dict.fromkeys(paths) if self._find_module(path))
         found = self._recorded.get(known, StepHistogram(_MODULE_STEPS))
         if len(self._recorded) < _MAX_SETS:
             self._recorded[known] = found
@@ -303,29 +281,29 @@ class Timeline:
                 series.add(item.step, values[0].get(name), values[1].get(name))
 
     def _add_moment(self, moment: TimelinePoint) -> None:
-        kept = self._moments[moment.status == "equal"]
-        if len(kept) < MAX_MOMENTS:
-            kept.append((self._counted, moment))
-        self._counted += 1
+        self.moments.append(moment)
+        if len(self.moments) > MAX_MOMENTS:
+            self.moments_left_out += 1
+            agreeing = (
+                n for n in reversed(range(MAX_MOMENTS)) if self.moments[n].status == "equal"
+            )
+            differs = moment.status != "equal"
+            del self.moments[next(agreeing, MAX_MOMENTS) if differs else MAX_MOMENTS]
 
-    def _agrees(self, path: str) -> bool:
-        """Keep a module unless there are too many; return whether it is kept."""
-        if path in self.differing or path in self.agreeing:
-            return True
-        if len(self.agreeing) < MAX_MODULES:
-            self.agreeing[path] = None
-            return True
-        self._overflow = True
-        return False
+    def _find_module(self, path: str, *, differs: bool = False) -> Module | None:
+        """Return a module; None if there are too many, and none that agrees can make room."""
+        if path not in self.modules and len(self.modules) >= MAX_MODULES:
+            self.modules_left_out = True
+            agreeing = (other for other, found in self.modules.items() if not found.differing)
+            if not differs or (other := next(agreeing, None)) is None:
+                return None
+            del self.modules[other]
+        return self.modules.setdefault(path, Module())
 
     def _differs(self, path: str, where: tuple[int, int, int, int, str]) -> None:
-        module = self.differing.get(path)
+        module = self._find_module(path, differs=True)
         if module is None:
-            if len(self.differing) >= MAX_MODULES:
-                self._overflow = True
-                return
-            self.agreeing.pop(path, None)
-            module = self.differing[path] = Module()
+            return
         module.differing += 1
         module.steps.add(where[1], 1, 1)
         if module.first is None or where < module.first:

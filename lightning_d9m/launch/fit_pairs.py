@@ -7,12 +7,14 @@ initial digests differ too, seed, ordinal, model and data decide.
 """
 
 import json
-from collections.abc import Callable, Hashable, Iterable, Mapping
-from functools import partial
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Mapping
 from itertools import count
 
 from lightning_d9m.ledger.folder import Ledger
-from lightning_d9m.ledger.format.records import Digests, RunFacts
+from lightning_d9m.ledger.format.records import Digests, Json, RunFacts
+
+_LEVELS = 4  # keys of each fit
 
 
 def pair_fits(expected: Mapping[str, Ledger], actual: Mapping[str, Ledger]) -> dict[str, Ledger]:
@@ -27,60 +29,43 @@ def pair_fits(expected: Mapping[str, Ledger], actual: Mapping[str, Ledger]) -> d
     ordinals = [{name: fit.header.fit for name, fit in fits.items()} for fits in (expected, actual)]
     if ordinals[0] == ordinals[1] and len(set(ordinals[0].values())) == len(expected):
         return dict(actual)  # one process wrote them all, in order
+    keys = [
+        {name: _list_keys(name, fit) for name, fit in fits.items()} for fits in (expected, actual)
+    ]
     pairs: dict[str, str] = {}
-    # The third one leaves out the bits; without a key, names decide.
-    for key in (_read_whole, _read_start, partial(_read_start, digests=False), None):
-        _pair_equal(expected, actual, pairs, key)
+    for level in range(_LEVELS):
+        taken = set(pairs.values())
+        waiting: dict[Hashable, list[str]] = defaultdict(list)
+        for name, own in keys[1].items():
+            if name not in taken:
+                waiting[own[level]].append(name)
+        for name, own in keys[0].items():
+            if name not in pairs and (names := waiting[own[level]]):
+                # Of several with the same key, one of the same name is preferred.
+                pairs[name] = names.pop(names.index(name) if name in names else 0)
     paired = {name: actual[pairs[name]] for name in expected if name in pairs}
     for name in sorted(actual.keys() - set(pairs.values())):
         paired[_find_free_name(name, expected.keys() | paired.keys())] = actual[name]
     return paired
 
 
-def _pair_equal(
-    expected: Mapping[str, Ledger],
-    actual: Mapping[str, Ledger],
-    pairs: dict[str, str],
-    read_key: Callable[[Ledger], Hashable] | None,
-) -> None:
-    """Pair the remaining fits that have equal keys; by name without ``read_key``.
-
-    Of several with the same key, one of the same name is preferred.
-    """
-    taken = set(pairs.values())
-    waiting: dict[Hashable, list[str]] = {}
-    for name in actual:
-        if name not in taken:
-            key = name if read_key is None else (_kind(name), read_key(actual[name]))
-            waiting.setdefault(key, []).append(name)
-    for name in expected:
-        if name not in pairs:
-            key = name if read_key is None else (_kind(name), read_key(expected[name]))
-            if names := waiting.get(key):
-                pairs[name] = names.pop(names.index(name) if name in names else 0)
+def _list_keys(name: str, ledger: Ledger) -> list[Hashable]:
+    """Return the keys by which a fit finds its counterpart, the most exact first."""
+    facts: list[Json] = []
+    totals: list[Json] = []
+    for record in ledger.line_records(min(ledger.files)):
+        if isinstance(record, RunFacts):
+            facts.append(record.as_record())
+        elif isinstance(record, Digests):
+            totals = [*totals[:1], record.totals]
+    content = (json.dumps(part, sort_keys=True) for part in (facts, totals[:1], totals[-1:]))
+    key = (_kind(name), ledger.header.seed, ledger.header.fit, *content)
+    # Without the last digests, without the initial ones, by name alone.
+    return [key, key[:-1], key[:-2], name]
 
 
 def _kind(name: str) -> str:
     return name.rpartition("-")[0]
-
-
-def _read_start(ledger: Ledger, *, digests: bool = True) -> Hashable:
-    """Return the start of a fit: seed, ordinal, model, data, initial digests."""
-    header = ledger.header
-    content: list[object] = [header.seed, header.fit]
-    for record in ledger.line_records(min(ledger.files)):
-        if isinstance(record, RunFacts):
-            content.append(record.as_record())
-        elif isinstance(record, Digests):
-            content += [record.totals] if digests else []
-            break
-    return json.dumps(content, sort_keys=True)
-
-
-def _read_whole(ledger: Ledger) -> Hashable:
-    """Return the start of a fit and its last digests."""
-    last = ledger.outcome(min(ledger.files)).last
-    return _read_start(ledger), None if last is None else json.dumps(last.totals, sort_keys=True)
 
 
 def _find_free_name(name: str, taken: Iterable[str]) -> str:

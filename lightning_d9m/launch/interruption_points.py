@@ -71,10 +71,6 @@ class EpochShape:
     validation: int
     unit: str = "batch"
 
-    def has_accumulation(self) -> bool:
-        """Return whether a step has more than one batch."""
-        return self.accumulated > 1 and self.batches > 1
-
 
 @dataclass(frozen=True)
 class InterruptRequest:
@@ -192,7 +188,7 @@ def choose_points(epochs: Sequence[EpochShape]) -> Iterator[tuple[InterruptionPo
             f"saved after {shape.unit} {done} of {shape.batches} of epoch {shape.epoch}, killed "
             + (f"{pluralize(later, shape.unit, _PLURALS[shape.unit])} later" if later else "there"),
         )
-    if shape := _nearest(epochs, EpochShape.has_accumulation):
+    if shape := _nearest(epochs, lambda shape: min(shape.accumulated, shape.batches) > 1):
         within = [n for n in range(1, shape.batches) if n % shape.accumulated]
         done = within[len(within) // 2]
         yield (

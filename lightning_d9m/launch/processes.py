@@ -2,7 +2,7 @@
 
 Killing a process group reaches neither a daemon nor a process in a new session. On Linux this
 process becomes the parent of orphans among its descendants (PR_SET_CHILD_SUBREAPER, prctl(2)), so
-that all of them are found below it. On other systems only the command's group is reached.
+that all of them are found below it.
 
 Several processes are the ranks of one training. They get the variables that torchrun sets, which
 Lightning's ``TorchElasticEnvironment`` and ``torch.distributed.init_process_group`` read, so that
@@ -30,7 +30,7 @@ import psutil
 
 from lightning_d9m.errors import CommandError
 from lightning_d9m.file_errors import explain_file_error
-from lightning_d9m.text import escape, pluralize, quote
+from lightning_d9m.text import escape, pluralize, printable, quote
 
 _SET_SUBREAPER, _GET_SUBREAPER = 36, 37  # linux/prctl.h
 _POLL_SECONDS = 0.02
@@ -39,14 +39,16 @@ _MOST_KILL_SECONDS = 10.0
 
 
 @contextmanager
-def subreaper_enabled() -> Iterator[bool]:
-    """Adopt orphaned descendants; yield whether the system supports it."""
-    before = _exchange_subreaper(1)
+def subreaper_enabled() -> Iterator[None]:
+    """Adopt orphaned descendants while the body runs, on Linux."""
+    before = ctypes.c_int()
+    prctl = getattr(ctypes.CDLL(None), "prctl", lambda *_: -1)
+    prctl(_GET_SUBREAPER, ctypes.byref(before), 0, 0, 0)
+    prctl(_SET_SUBREAPER, 1, 0, 0, 0)
     try:
-        yield before is not None
+        yield
     finally:
-        if before is not None:
-            _exchange_subreaper(before)
+        prctl(_SET_SUBREAPER, before.value, 0, 0, 0)
 
 
 @dataclass(frozen=True)
@@ -56,18 +58,16 @@ class ProcessTree:
     Attributes:
         leaders: The command's processes; each leads its process group.
         others: Children that this process had before; they and their descendants are left alone.
-        is_subreaper: Whether orphans become children of this process.
     """
 
     leaders: "list[subprocess.Popen[bytes]]"
     others: frozenset[int]
-    is_subreaper: bool
 
     def find_descendants(self) -> dict[int, str]:
         """Return ``{pid: name}`` of the running descendants of the leaders. Reap exited ones."""
         found: dict[int, str] = {}
         leaders = {leader.pid for leader in self.leaders}
-        for child in psutil.Process().children() if self.is_subreaper else ():
+        for child in psutil.Process().children():
             if child.pid in self.others:
                 continue
             with suppress(psutil.NoSuchProcess):
@@ -84,9 +84,7 @@ class ProcessTree:
         """Return whether a leader or a descendant still runs."""
         # All are polled, so that each that has ended is reaped.
         running = [leader for leader in self.leaders if leader.poll() is None]
-        if running or self.find_descendants():
-            return True
-        return not self.is_subreaper and any(_group_is_alive(entry.pid) for entry in self.leaders)
+        return bool(running or self.find_descendants())
 
     def wait(self, seconds: float, terminate_now: Callable[[], bool]) -> bool:
         """Wait until all have ended, at most ``seconds`` or until ``terminate_now()``.
@@ -116,43 +114,14 @@ class ProcessTree:
             time.sleep(_POLL_SECONDS)
 
     def _signal(self, number: signal.Signals) -> None:
-        # After a leader is reaped its PID can be reused, unless its process group still exists.
+        # After a leader is reaped its PID can be reused.
         for leader in self.leaders:
-            if leader.poll() is None or not self.is_subreaper:
+            if leader.poll() is None:
                 with suppress(ProcessLookupError, PermissionError):
                     os.killpg(leader.pid, number)
         for pid in self.find_descendants():
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, number)
-
-
-def list_children() -> frozenset[int]:
-    """Return the PIDs of this process's children."""
-    return frozenset(child.pid for child in psutil.Process().children())
-
-
-def _exchange_subreaper(value: int) -> int | None:
-    """Set the attribute and return its earlier value; None if the system does not have it."""
-    if not sys.platform.startswith("linux"):
-        return None
-    before = ctypes.c_int()
-    try:
-        library = ctypes.CDLL(None, use_errno=True)
-        if library.prctl(_GET_SUBREAPER, ctypes.byref(before), 0, 0, 0) != 0:
-            return None
-        return None if library.prctl(_SET_SUBREAPER, value, 0, 0, 0) != 0 else before.value
-    except (OSError, AttributeError):
-        return None
-
-
-def _group_is_alive(group: int) -> bool:
-    try:
-        os.killpg(group, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return sys.platform.startswith("linux")  # macOS raises it for zombies
-    return True
 
 
 _read_clock = time.monotonic  # of the seconds that a command may take
@@ -245,9 +214,9 @@ def _watch(
     wait: Callable[[ProcessTree, list[int]], _Failure | None],
 ) -> tuple[_Failure | None, dict[int, str]]:
     """Return the result of ``wait``, and the processes that a successful command left running."""
-    others = list_children()
-    with _signals_deferred() as received, subreaper_enabled() as is_subreaper:
-        tree = ProcessTree([], others, is_subreaper)
+    others = frozenset(child.pid for child in psutil.Process().children())
+    with _signals_deferred() as received, subreaper_enabled():
+        tree = ProcessTree([], others)
         left: dict[int, str] = {}
         try:
             for start in starts:
@@ -401,17 +370,13 @@ def _tail(log: Path) -> str:
         return f" It cannot be read: {explain_file_error(error)}"
     # A progress bar overwrites its line; only the last state of a line is shown.
     shown = [line.rstrip("\r").rpartition("\r")[2] for line in text.rstrip().split("\n")]
-    lines = [_printable(line) for line in shown if line.strip()][-_TAIL_LINES:]
+    lines = [printable(_ESCAPE.sub("", line.expandtabs())) for line in shown if line.strip()]
     if not lines:
         return " It printed nothing."
-    return "\nThe end of its output:\n" + "\n".join(f"  | {line}" for line in lines)
-
-
-def _printable(line: str) -> str:
-    """Return a line without terminal sequences, cut to a readable length."""
-    line = _ESCAPE.sub("", line.expandtabs())
-    line = "".join(character if character.isprintable() else "?" for character in line)
-    return line if len(line) <= _TAIL_WIDTH else line[:_TAIL_WIDTH] + " ..."
+    return "\nThe end of its output:" + "".join(
+        f"\n  | {line[:_TAIL_WIDTH]}{' ...' * (len(line) > _TAIL_WIDTH)}"
+        for line in lines[-_TAIL_LINES:]
+    )
 
 
 _ADDRESS = "127.0.0.1"
@@ -419,13 +384,16 @@ _ADDRESS = "127.0.0.1"
 
 def make_rank_variables(count: int) -> list[dict[str, str]]:
     """Return the variables of each of ``count`` processes, by rank."""
+    with socket.socket() as probe:  # for a port that is free now; the process of rank 0 opens it
+        probe.bind((_ADDRESS, 0))
+        port = probe.getsockname()[1]
     shared = {
         "WORLD_SIZE": str(count),
         "LOCAL_WORLD_SIZE": str(count),
         "GROUP_RANK": "0",
         "GROUP_WORLD_SIZE": "1",
         "MASTER_ADDR": _ADDRESS,
-        "MASTER_PORT": str(_find_free_port()),
+        "MASTER_PORT": str(port),
         # By this one torch and Lightning recognize a launch by torchrun.
         "TORCHELASTIC_RUN_ID": "d9m",
         "TORCHELASTIC_RESTART_COUNT": "0",
@@ -442,11 +410,3 @@ def count_threads(processes: int) -> int:
     available = getattr(os, "sched_getaffinity", None)
     cores = len(available(0)) if available else os.cpu_count() or 1
     return max(1, cores // processes)
-
-
-def _find_free_port() -> int:
-    """Return a port that is free now; the process of rank 0 opens it."""
-    with socket.socket() as probe:
-        probe.bind((_ADDRESS, 0))
-        port: int = probe.getsockname()[1]
-        return port

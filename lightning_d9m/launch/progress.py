@@ -1,16 +1,16 @@
 """Progress on standard error: a line that is rewritten in place, and one for each run."""
 
+import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+from lightning_d9m.text import pluralize
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-from contextlib import suppress
-from pathlib import Path
-
-from lightning_d9m.text import pluralize
 
 
 class StatusLine:
@@ -72,20 +72,14 @@ class EpochCounter:
     def count(self) -> int:
         """Return the number of epochs that all fits have recorded so far."""
         for path in self._folder.glob("fit-*/rank-0.jsonl"):
-            self._read_new(path)
-        return self._epochs
-
-    def _read_new(self, path: Path) -> None:
-        offset = self._offsets.get(path, 0)
-        with suppress(OSError), path.open("rb") as stream:
             # Errors are ignored here; the reader of the ledger reports them.
-            stream.seek(offset)
-            while len(block := stream.read(_BLOCK)) >= len(_EPOCH):
-                self._epochs += block.count(_EPOCH)
-                # The end may be the start of a match, so it is read again with the next bytes.
-                offset += len(block) - (len(_EPOCH) - 1)
-                self._offsets[path] = offset
-                stream.seek(offset)
+            with suppress(OSError), path.open("rb") as stream:
+                stream.seek(self._offsets.get(path, 0))
+                while len(block := stream.read(_BLOCK)) >= len(_EPOCH):
+                    self._epochs += block.count(_EPOCH)
+                    # The end may be the start of a match: it is read again with the next bytes.
+                    self._offsets[path] = stream.seek(1 - len(_EPOCH), os.SEEK_CUR)
+        return self._epochs
 
 
 class RunProgress:

@@ -45,7 +45,9 @@ def make_output(chosen: Path | None, parent: str = "d9m-runs", prefix: str = "")
                 f"The folder {folder} cannot be made: {error.strerror}. Give another with --output."
             ) from error
         except (OSError, ValueError) as error:
-            raise _cannot_be_made(folder, error) from error
+            raise LedgerError(
+                f"The folder {folder} cannot be made: {explain_file_error(error)}"
+            ) from error
         return folder.resolve()
     if chosen is None:
         raise LedgerError(
@@ -85,12 +87,10 @@ def make_run_folder(output: Path, name: str) -> Path:
     try:
         folder.mkdir()
     except OSError as error:
-        raise _cannot_be_made(folder, error) from error
+        raise LedgerError(
+            f"The folder {folder} cannot be made: {explain_file_error(error)}"
+        ) from error
     return folder
-
-
-def _cannot_be_made(folder: Path, error: OSError | ValueError) -> LedgerError:
-    return LedgerError(f"The folder {folder} cannot be made: {explain_file_error(error)}")
 
 
 def run_once(
@@ -121,22 +121,14 @@ def run_once(
         CommandError: If the command fails.
     """
     environment = _make_environment(folder) | dict(variables)
-    starts = [ProcessStart(environment, folder / "output.log")]
-    if processes is not None:
-        starts = [
-            ProcessStart(
-                environment | own, folder / (f"output-{rank}.log" if rank else "output.log")
-            )
-            for rank, own in enumerate(make_rank_variables(processes))
-        ]
+    own_variables = [{}] if processes is None else make_rank_variables(processes)
+    starts = [
+        ProcessStart(environment | own, folder / (f"output-{rank}.log" if rank else "output.log"))
+        for rank, own in enumerate(own_variables)
+    ]
     with RunProgress(title, folder, expected_seconds) as progress:
-        run_processes(
-            command,
-            starts,
-            timeout=timeout,
-            tick=progress.tick,
-            killed_when=killed_when,
-        )
+        tick = progress.tick
+        run_processes(command, starts, timeout=timeout, tick=tick, killed_when=killed_when)
 
 
 def _make_environment(folder: Path) -> dict[str, str]:

@@ -16,7 +16,7 @@ from lightning_d9m.launch.fit_pairs import pair_fits
 from lightning_d9m.launch.left_files import FileWatch
 from lightning_d9m.launch.run import make_run_folder, read_fits, run_once
 from lightning_d9m.ledger.folder import Ledger, list_fits, read_ledger
-from lightning_d9m.ledger.format.records import Digests, End
+from lightning_d9m.ledger.format.records import Digests
 
 _DUMP = "LIGHTNING_D9M_DUMP"
 _DUMP_NAMES = "LIGHTNING_D9M_DUMP_NAMES"
@@ -119,7 +119,8 @@ class Runner:
         variables = {f"LIGHTNING_D9M_{name.upper()}": text for name, text in probes.items()}
         variables |= _FILLED if filled else {}
         if dump:
-            variables |= {_DUMP: str(folder / "dump"), _DUMP_NAMES: _dump_patterns(dump)}
+            place = escape_name(dump)  # and its leaves
+            variables |= {_DUMP: str(folder / "dump"), _DUMP_NAMES: f"{place},{place}:[!:]*"}
         drift_error = None
         start = time.monotonic()
         try:
@@ -152,7 +153,10 @@ class Runner:
                 a ``DriftError`` that neither the comparison of the runs nor that of the ranks
                 shows.
         """
-        self._announce(stage)
+        known, self._stage = self._stage, stage
+        if known != stage and self._seconds is not None:
+            seconds = f"{2 * self._seconds:.0f} s for each pair of runs"
+            print(f"next look: {stage}, about {seconds}", file=sys.stderr, flush=True)
         runs = [self.run(stage, dump=dump, filled=filled, **probes) for _ in range(2)]
         expected, actual = runs[0].fits, runs[1].fits
         if expected.keys() != actual.keys():
@@ -168,27 +172,11 @@ class Runner:
         pair = next((pair for pair in pairs if pair.differs), None)
         error = next((run.drift_error for run in runs if run.drift_error is not None), None)
         if pair is None and error is not None:
-            pair = next((found for found in map(_find_drift, pairs) if found.rank_drift), None)
+            drifting = (replace(own, rank_drift=find_rank_drift(own.expected)) for own in pairs)
+            pair = next((found for found in drifting if found.rank_drift), None)
             if pair is None:
                 raise error
         return pair or pairs[-1]
-
-    def _announce(self, stage: str) -> None:
-        """Say what the next look is, and how long it takes, as far as it is known."""
-        known, self._stage = self._stage, stage
-        if known != stage and self._seconds is not None:
-            seconds = f"{2 * self._seconds:.0f} s for each pair of runs"
-            print(f"next look: {stage}, about {seconds}", file=sys.stderr, flush=True)
-
-
-def _find_drift(pair: RunPair) -> RunPair:
-    return replace(pair, rank_drift=find_rank_drift(pair.expected))
-
-
-def _dump_patterns(name: str) -> str:
-    """Return the patterns of a place and its leaves."""
-    escaped = escape_name(name)
-    return f"{escaped},{escaped}:[!:]*"
 
 
 def escape_name(name: str) -> str:
@@ -198,12 +186,6 @@ def escape_name(name: str) -> str:
 
 def _ended_with_drift(folder: Path) -> bool:
     """Return whether a run ended with a ``DriftError``, from its reference or across ranks."""
-    ends = [
-        record
-        for path in list_fits(folder)
-        for ledger in (read_ledger(path),)
-        for rank in ledger.files
-        for record in ledger.line_records(rank)
-        if isinstance(record, End)
-    ]
-    return any((end.error or "").startswith(DriftError.__name__) for end in ends)
+    ledgers = map(read_ledger, list_fits(folder))
+    ends = [ledger.outcome(rank).end for ledger in ledgers for rank in ledger.files]
+    return any(end and (end.error or "").startswith(DriftError.__name__) for end in ends)

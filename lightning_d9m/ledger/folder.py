@@ -18,8 +18,7 @@ from lightning_d9m.ledger.format.records import MAX_RANKS, Digests, End, Header,
 from lightning_d9m.ledger.resumed_runs import open_lineage
 from lightning_d9m.text import escape
 
-_FIT = re.compile(r"fit-([0-9]{3,9})")
-_EVALUATION = re.compile(r"(?:final|predict|test|validate)-[0-9]{3,9}")
+_FOLDER = re.compile(r"(fit|final|predict|test|validate)-([0-9]{3,9})")
 _RANK = re.compile(r"rank-(0|[1-9][0-9]{0,8})\.jsonl")
 
 
@@ -60,18 +59,20 @@ def rank_path(folder: Path, rank: int) -> Path:
 
 def list_fits(parent: Path) -> list[Path]:
     """Return the ledger folders directly under ``parent``, oldest first."""
-    fits = []
-    for entry in _scan(parent):
-        match = _FIT.fullmatch(entry.name)
-        if match and entry.is_dir():
-            fits.append((int(match[1]), entry))
-    return [path for _, path in sorted(fits)]
+    return sorted(_find_folders(parent, "fit"), key=lambda path: int(path.name[4:]))
 
 
 def list_evaluations(parent: Path) -> list[Path]:
     """Return the folders of evaluations directly under ``parent``, by their names."""
+    return _find_folders(parent, "final", "predict", "test", "validate")
+
+
+def _find_folders(parent: Path, *kinds: str) -> list[Path]:
+    """Return the ledger folders of some kinds directly under ``parent``, by their names."""
     return [
-        entry for entry in _scan(parent) if _EVALUATION.fullmatch(entry.name) and entry.is_dir()
+        entry
+        for entry in _scan(parent)
+        if (match := _FOLDER.fullmatch(entry.name)) and match[1] in kinds and entry.is_dir()
     ]
 
 
@@ -158,7 +159,11 @@ def read_ledger(path: str | os.PathLike[str], *, ignoring: Path | None = None) -
         LedgerError: When there is no ledger, more than one, or one that cannot be read.
     """
     place = Path(path)
-    if not _is_folder(place):
+    try:
+        is_folder = stat.S_ISDIR(place.stat().st_mode)
+    except (OSError, ValueError) as error:
+        raise LedgerError(f"There is no ledger at {place}: {explain_file_error(error)}") from error
+    if not is_folder:
         with RankReader(place) as reader:
             header = reader.header
         return Ledger(place, {header.rank: place}, {header.rank: header})
@@ -189,13 +194,6 @@ def _check_header(file: Path, rank: int, headers: Mapping[int, Header]) -> None:
             )
 
 
-def _is_folder(path: Path) -> bool:
-    try:
-        return stat.S_ISDIR(path.stat().st_mode)
-    except (OSError, ValueError) as error:
-        raise LedgerError(f"There is no ledger at {path}: {explain_file_error(error)}") from error
-
-
 def _find_fit(folder: Path, ignoring: Path | None) -> Path:
     """Return the one fit folder that ``folder`` is or holds."""
     if _rank_files(folder):
@@ -217,10 +215,8 @@ def _find_fit(folder: Path, ignoring: Path | None) -> Path:
 
 
 def _rank_files(folder: Path) -> dict[int, Path]:
-    files = {}
-    for entry in _scan(folder):
-        if match := _RANK.fullmatch(entry.name):
-            files[int(match[1])] = entry
+    matches = ((entry, _RANK.fullmatch(entry.name)) for entry in _scan(folder))
+    files = {int(match[1]): entry for entry, match in matches if match}
     if len(files) > MAX_RANKS:
         raise LedgerError(f"{folder} has {len(files)} ranks; a ledger has at most {MAX_RANKS}.")
     return dict(sorted(files.items()))
@@ -272,13 +268,10 @@ def search_ledgers(folder: Path) -> list[FoundLedger]:
     """
     if not folder.is_dir():
         raise LedgerError(f"{folder} is not a folder, so no ledgers can be listed in it.")
-    own = folder.absolute()
-    paths = {*list_fits(own.parent), *list_evaluations(own.parent)} & {own}
-    paths = {folder} if paths else set()
+    paths = {folder} if _FOLDER.fullmatch(folder.absolute().name) else set()
     for parent, names, _ in os.walk(folder):
         names[:] = [name for name in names if not name.startswith(".")]
-        if any(name.rpartition("-")[2].isdigit() for name in names):
-            paths |= {*list_fits(Path(parent)), *list_evaluations(Path(parent))}
+        paths |= {Path(parent, name) for name in names if _FOLDER.fullmatch(name)}
     if not paths:
         raise LedgerError(
             f"There is no ledger under {folder}. Name the folder in which a run with "

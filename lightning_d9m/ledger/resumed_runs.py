@@ -4,13 +4,13 @@ The second record of a resumed run's ledger names the folder that it continues. 
 these records back and yields each record once, as the uninterrupted run would have written it.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import filterfalse
 from pathlib import Path
-from typing import TypeAlias, cast
+from typing import TypeAlias
 
 from lightning_d9m.errors import LedgerError
 from lightning_d9m.ledger.format.frames import Frames
@@ -59,41 +59,35 @@ class LineageReader(RankReader):
     """Streams the file of a resumed run after those of the runs that it continues.
 
     The header, ``complete`` and ``line`` are those of the last file.
+
+    Attributes:
+        breaks: The interruptions, in order; reasons that a run found late are known once it was
+            read.
     """
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
+        self._part: RankReader | None = None  # that is being read
         try:
-            self._parts, self._breaks = _follow(path)
+            self._parts, self.breaks = _follow(path)
         except BaseException:
             self.close()
             raise
-        self._reasons = [dict.fromkeys(found.inexact) for found in self._breaks]
 
-    @property
-    def breaks(self) -> tuple[Break, ...]:
-        """The interruptions, in order; reasons that a run found late are known once it was read."""
-        found = zip(self._breaks, self._reasons, strict=True)
-        return tuple(replace(entry, inexact=tuple(reasons)) for entry, reasons in found)
-
-    def entries(self) -> Iterator[_Entry]:
+    def entries(self, *, lines_only: bool = False) -> Iterator[_Entry]:
         """Yield the JSON text of each record after the header, and frames in order among them."""
         for number, (path, resume) in enumerate(self._parts):
-            with RankReader(path) as reader:
-                left_out = partial(self._leave_out, number, reader)
-                yield from _inner(reader, reader.entries(), resume, left_out)
+            with RankReader(path) as self._part:
+                left_out = partial(self._leave_out, number, self._part)
+                entries = self._part.entries(lines_only=lines_only)
+                yield from filterfalse(left_out, _inner(self._part, entries, resume))
+        self._part = None
         left_out = partial(self._leave_out, len(self._parts), self)
-        yield from filterfalse(left_out, super().entries())
+        yield from filterfalse(left_out, super().entries(lines_only=lines_only))
 
-    def line_records(self) -> Iterator[Record]:
-        """Yield each record after the header; of a ledger of schema 2, without frames."""
-        for number, (path, resume) in enumerate(self._parts):
-            with RankReader(path) as reader:
-                left_out = partial(self._leave_out, number, reader)
-                inner = _inner(reader, reader.bodies(), resume, left_out)
-                yield from map(reader.parse, cast("Iterator[bytes]", inner))
-        left_out = partial(self._leave_out, len(self._parts), self)
-        yield from map(self.parse, filterfalse(left_out, super().bodies()))
+    def parse(self, body: bytes) -> Record:
+        """Parse the record that ``entries`` yielded last; an error names the file that has it."""
+        return super().parse(body) if self._part is None else self._part.parse(body)
 
     def _leave_out(self, number: int, reader: RankReader, entry: _Entry) -> bool:
         """Return whether the part with this number repeats a record; keep the reasons it gives."""
@@ -104,11 +98,13 @@ class LineageReader(RankReader):
         if not entry.startswith(_RESUME):
             return False
         # The oldest part continues a ledger, too, if that cannot be read.
-        place = number + len(self._breaks) - len(self._parts) - 1
+        place = number + len(self.breaks) - len(self._parts) - 1
         if place >= 0:
             record = reader.parse(entry)
             assert isinstance(record, Resume), "told by the first bytes"
-            self._reasons[place].update(dict.fromkeys(record.inexact))
+            known = self.breaks[place]
+            reasons = tuple(dict.fromkeys((*known.inexact, *record.inexact)))
+            self.breaks[place] = replace(known, inexact=reasons)
         return True
 
 
@@ -131,7 +127,7 @@ def _holds(path: Path, chain_hash: str) -> bool:
         return any(reader.chain_hash == chain_hash for _ in reader.bodies())
 
 
-def _follow(path: Path) -> tuple[list[tuple[Path, Resume]], tuple[Break, ...]]:
+def _follow(path: Path) -> tuple[list[tuple[Path, Resume]], list[Break]]:
     """Return the continued files with the records that continue them, oldest first; the breaks."""
     parts: list[tuple[Path, Resume]] = []
     breaks: list[Break] = []
@@ -140,31 +136,19 @@ def _follow(path: Path) -> tuple[list[tuple[Path, Resume]], tuple[Break, ...]]:
         found = _find_parent(path, record.parent)
         seen.add(_file_id(path))
         problem = _find_problem(found, record.parent_check, seen)
-        breaks.append(
-            Break(
-                epoch=record.epoch,
-                step=record.step,
-                batch=record.batch,
-                parent=record.parent,
-                problem=problem,
-                inexact=tuple(record.inexact),
-            )
-        )
+        place = record.epoch, record.step, record.batch
+        breaks.append(Break(*place, record.parent, problem, record.inexact))
         if found is None or problem is not None:
             break
         parts.append((found, record))
         path = found
-    return parts[::-1], tuple(breaks[::-1])
+    return parts[::-1], breaks[::-1]
 
 
 def _read_resume(path: Path) -> Resume | None:
     with RankReader(path) as reader:
-        body = next(reader.bodies(), None)
-        if body is None or not body.startswith(_RESUME):
-            return None
-        record = reader.parse(body)
-        assert isinstance(record, Resume), "told by the first bytes"
-        return record
+        record = next(reader.line_records(), None)
+        return record if isinstance(record, Resume) else None
 
 
 def _file_id(path: Path) -> tuple[int, int]:
@@ -201,33 +185,24 @@ def _find_problem(
     return "it does not hold the record at which the checkpoint was saved"
 
 
-def _inner(
-    reader: RankReader,
-    entries: Iterator[_Entry],
-    resume: Resume,
-    left_out: Callable[[_Entry], bool],
-) -> Iterator[_Entry]:
+def _inner(reader: RankReader, entries: Iterator[_Entry], resume: Resume) -> Iterator[_Entry]:
     """Yield the records of a file that its continuation does not repeat."""
-
-    def kept() -> Iterator[_Entry]:
-        reached = False
-        for entry in entries:
-            if not reached or _is_earlier(reader, entry, resume.epoch):
-                yield entry
-            if isinstance(entry, bytes):
-                reached = reached or reader.chain_hash == resume.parent_check
-
-    for entry in filterfalse(left_out, kept()):
-        if isinstance(entry, bytes) and (entry.startswith(_END) or _is_final(reader, entry)):
-            continue
-        yield entry
+    reached = False
+    for entry in entries:
+        if (not reached or _is_earlier(reader, entry, resume.epoch)) and not _is_last(
+            reader, entry
+        ):
+            yield entry
+        if isinstance(entry, bytes):
+            reached = reached or reader.chain_hash == resume.parent_check
 
 
-def _is_final(reader: RankReader, body: bytes) -> bool:
-    if not body.startswith(_DIGESTS):
+def _is_last(reader: RankReader, entry: _Entry) -> bool:
+    """Return whether an entry is about the end of a run, which the resumed one has not reached."""
+    if not isinstance(entry, bytes) or not entry.startswith((_END, _DIGESTS)):
         return False
-    record = reader.parse(body)
-    return isinstance(record, Digests) and record.moment == "final"
+    record = reader.parse(entry)
+    return isinstance(record, End) or getattr(record, "moment", "") == "final"
 
 
 def _is_earlier(reader: RankReader, entry: _Entry, epoch: int) -> bool:

@@ -8,7 +8,7 @@ import platform
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from hashlib import blake2b
@@ -149,7 +149,10 @@ def capture_stack(extra: Mapping[str, Scalar] | None = None) -> dict[str, Scalar
     stack["cpu.flush_denormal"] = sys.float_info.min / 2 == 0.0
     stack |= _capture_torch()
     stack |= _capture_devices()
-    stack |= _capture_variables() | capture_nccl_files()
+    # A copy: another thread may change the variables.
+    present = dict(os.environ)
+    variables = {f"variable.{name}": present[name] for name in _VARIABLES if name in present}
+    stack |= {name: _bounded(value) for name, value in variables.items()} | capture_nccl_files()
     return stack | {name: _bounded(value) for name, value in (extra or {}).items()}
 
 
@@ -174,11 +177,6 @@ def _capture_machine() -> Mapping[str, Scalar]:
     return stack
 
 
-def _capture_variables() -> dict[str, Scalar]:
-    present = dict(os.environ)
-    return {f"variable.{name}": _bounded(present[name]) for name in _VARIABLES if name in present}
-
-
 def _read_cpu_model() -> str:
     with suppress(OSError):
         text = Path("/proc/cpuinfo").read_text(errors="replace")[:16_384]
@@ -197,14 +195,12 @@ def _capture_packages() -> Mapping[str, Scalar]:
     stack: dict[str, Scalar] = {}
     for name in _PACKAGES:
         with suppress(metadata.PackageNotFoundError):
-            stack[f"package.{name}"] = _read_version(metadata.distribution(name))
+            distribution = metadata.distribution(name)
+            # Parsing the whole metadata, a long description among it, is slow.
+            text = distribution.read_text("METADATA") or ""
+            found = re.search(r"(?m)^Version:[ \t]*(\S+)[ \t]*$", text)
+            stack[f"package.{name}"] = found[1] if found else distribution.version
     return stack
-
-
-def _read_version(distribution: metadata.Distribution) -> str:
-    """Return the version of a distribution without parsing its whole description, which is slow."""
-    found = re.search(r"(?m)^Version:[ \t]*(\S+)[ \t]*$", distribution.read_text("METADATA") or "")
-    return found[1] if found else distribution.version
 
 
 @cache
@@ -337,20 +333,16 @@ def check_stack(
     differences = stack_differences(expected, actual)
     if policy == "ignore" or not differences:
         return None
-    message = _describe_differences(differences)
-    if policy == "raise":
-        raise StackDifferenceError(message, differences=differences)
-    return message
-
-
-def _describe_differences(differences: Sequence[StackDifference]) -> str:
-    return (
+    message = (
         f"The stack differs from the reference's in "
         f"{pluralize(len(differences), 'field')}, so another result would be no "
         f"nondeterminism of this program:\n{format_differences(differences)}\n"
         "Run on the stack of the reference, or record a new reference on this one; with "
         "the policy 'warn' the run continues."
     )
+    if policy == "raise":
+        raise StackDifferenceError(message, differences=differences)
+    return message
 
 
 def format_differences(differences: Sequence[StackDifference]) -> str:
@@ -414,16 +406,10 @@ def capture_nccl_files() -> dict[str, str]:
     A file that does not exist, or cannot be read, has no entry: NCCL continues without it.
     """
     hashes = {}
-    for name, path in _list_files():
+    paths = {name: os.environ[name] for name in _NAMED if os.environ.get(name)}
+    paths |= {_USER: os.environ.get(_USER) or "~/.nccl.conf", "nccl.conf": _SYSTEM}
+    for name, path in paths.items():
         with suppress(OSError, RuntimeError):  # there may be no home
             content = Path(path).expanduser().read_bytes()
             hashes[f"file.{name}"] = blake2b(content, digest_size=8).hexdigest()
     return hashes
-
-
-def _list_files() -> Iterator[tuple[str, str]]:
-    for name in _NAMED:
-        if path := os.environ.get(name):
-            yield name, path
-    yield _USER, os.environ.get(_USER) or "~/.nccl.conf"
-    yield "nccl.conf", _SYSTEM

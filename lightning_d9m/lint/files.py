@@ -10,27 +10,11 @@ from pathlib import Path
 from lightning_d9m.errors import SettingError
 
 SUFFIXES = (".py", ".pyw", ".ipynb")
-SKIPPED_FOLDERS = frozenset(
-    {
-        ".git",
-        ".hg",
-        ".svn",
-        ".venv",
-        "venv",
-        ".tox",
-        ".nox",
-        ".eggs",
-        "__pycache__",
-        "node_modules",
-        "site-packages",
-        "dist-packages",
-        ".mypy_cache",
-        ".pytest_cache",
-        ".ruff_cache",
-        ".ipynb_checkpoints",
-        ".hypothesis",
-    }
-)
+SKIPPED_FOLDERS = frozenset({
+    ".git", ".hg", ".svn", ".venv", "venv", ".tox", ".nox", ".eggs", "__pycache__", "node_modules",
+    "site-packages", "dist-packages", ".mypy_cache", ".pytest_cache", ".ruff_cache",
+    ".ipynb_checkpoints", ".hypothesis",
+})  # fmt: skip
 """Names of folders that do not hold source of the project."""
 # A work tree on a slow disk is scanned whole rather than not at all.
 _GIT_SECONDS = 30
@@ -70,10 +54,12 @@ def list_files(
             raise SettingError(f"{str(path)!r} is neither a file nor a folder. Give one of these.")
     seen: set[tuple[int, int]] = set()
     for path in paths:
+        if not _is_new(path, seen):
+            continue
         if path.is_dir():
             skipped = frozenset() if ignored else find_ignored(path)
-            yield from _walk(str(path), "", patterns, seen, (), skipped)
-        elif _is_new(str(path), seen):
+            yield from _walk(str(path), patterns, skipped, seen)
+        else:
             yield SourceFile(str(path))
 
 
@@ -94,59 +80,40 @@ def find_ignored(folder: Path) -> frozenset[str]:
     return frozenset() if done.returncode or "." in names else frozenset(names)
 
 
-def _walk(  # noqa: C901 - one case for each kind of entry
-    folder: str,
-    inner: str,
-    patterns: tuple[str, ...],
-    seen: set[tuple[int, int]],
-    above: tuple[tuple[int, int], ...],
-    skipped: frozenset[str],
+def _walk(
+    top: str, patterns: tuple[str, ...], skipped: frozenset[str], seen: set[tuple[int, int]]
 ) -> Iterator[SourceFile]:
-    try:
-        state = Path(folder).stat()
-        key = (state.st_dev, state.st_ino)
-        if key in above:
-            yield SourceFile(
-                folder, "This link leads to a folder that contains it, so it is not followed."
-            )
-            return
-        if key in seen:
-            return
-        seen.add(key)
-        with os.scandir(folder) as listed:
-            entries = sorted(listed, key=lambda entry: entry.name)
-    except OSError as error:
-        yield SourceFile(folder, f"The folder cannot be read: {error.strerror or error}.")
-        return
-    folders = []
-    for entry in entries:
-        below = f"{inner}{entry.name}"
-        if below in skipped or any(
-            fnmatch(below, pattern) or fnmatch(entry.name, pattern) for pattern in patterns
-        ):
-            continue
-        try:
-            is_folder, is_file = entry.is_dir(), entry.is_file()
-        except OSError:
-            is_folder, is_file = False, False
-        if is_folder:
-            virtual = Path(entry.path, "pyvenv.cfg").exists()
-            if entry.name not in SKIPPED_FOLDERS and not virtual:
-                folders.append((entry.path, f"{below}/"))
-        elif (
-            entry.name.endswith(SUFFIXES)
-            and (is_file or entry.is_symlink())
-            and _is_new(entry.path, seen)
-        ):
-            yield SourceFile(entry.path)
-    for path, below in folders:
-        yield from _walk(path, below, patterns, seen, (*above, key), skipped)
+    """Yield the files below a folder; a link to a folder that was seen is not followed again."""
+    failed: list[OSError] = []
+    for folder, folders, names in os.walk(top, onerror=failed.append, followlinks=True):
+        inner = folder.removeprefix(top).lstrip(os.sep)
+        kept = [
+            Path(folder, name)
+            for name in sorted((*folders, *names))
+            if (below := str(Path(inner, name))) not in skipped
+            and not any(fnmatch(text, pattern) for text in (below, name) for pattern in patterns)
+        ]
+        folders[:] = [
+            path.name
+            for path in kept
+            if path.name in folders
+            and path.name not in SKIPPED_FOLDERS
+            and not Path(path, "pyvenv.cfg").exists()
+            and _is_new(path, seen)
+        ]
+        for path in kept:
+            is_source = path.name in names and path.name.endswith(SUFFIXES)
+            if is_source and (path.is_file() or path.is_symlink()) and _is_new(path, seen):
+                yield SourceFile(f"{folder.rstrip(os.sep)}{os.sep}{path.name}")
+    for error in failed:
+        problem = f"The folder cannot be read: {error.strerror or error}."
+        yield SourceFile(str(error.filename), problem)
 
 
-def _is_new(path: str, seen: set[tuple[int, int]]) -> bool:
-    """Return whether a file is new, or cannot be read and must be reported."""
+def _is_new(path: Path, seen: set[tuple[int, int]]) -> bool:
+    """Return whether a path is new, or cannot be read and must be reported."""
     try:
-        state = Path(path).stat()
+        state = path.stat()
     except OSError:
         return True
     key = (state.st_dev, state.st_ino)

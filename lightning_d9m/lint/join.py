@@ -13,8 +13,8 @@ Reads JSON of these kinds:
 import json
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -74,9 +74,11 @@ class OpRow:
         """The case with the most distinct outputs; among equals, with the greatest Vermv."""
         return max(self.measured, key=lambda m: (m.distinct, m.vermv or 0.0), default=None)
 
-    def as_record(self) -> dict[str, object]:
-        """Return the row as JSON types."""
-        return asdict(self)
+    @property
+    def evidence(self) -> int:
+        """The number of kinds of evidence against the op."""
+        varied = any(case.distinct > 1 for case in self.measured)
+        return bool(self.lines) + bool(self.alerts) + varied
 
 
 def read_records(path: Path) -> list[Mapping[str, Any]]:
@@ -135,7 +137,7 @@ def join_ops(findings: Iterable[Finding], records: Iterable[Mapping[str, Any]]) 
     for op, cases in measured.items():
         if op in rows or any(case.distinct > 1 for case in cases):
             row(op).measured += cases
-    return sorted(rows.values(), key=lambda entry: (-_count_evidence(entry), entry.op))
+    return sorted(rows.values(), key=lambda entry: (-entry.evidence, entry.op))
 
 
 def name_alert(kernel: str) -> str:
@@ -166,8 +168,3 @@ def _read_measured(record: Mapping[str, Any]) -> MeasuredOp | None:
         int(figures.get("runs", 0)),
         *(figures.get(name) for name in ("vs", "vermv", "vc")),
     )
-
-
-def _count_evidence(row: OpRow) -> int:
-    varied: Sequence[bool] = [case.distinct > 1 for case in row.measured]
-    return bool(row.lines) + bool(row.alerts) + any(varied)

@@ -1,11 +1,9 @@
 """The scan of files: read, parse, check, suppress."""
 
 import ast
-import gc
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -107,20 +105,6 @@ def choose_version(given: str | None) -> str:
     return given if release >= oldest else ".".join(map(str, oldest))
 
 
-@contextmanager
-def _scanning_prepared() -> Iterator[None]:
-    """Suppress the parser's warnings, and garbage collection, because trees have no cycles."""
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        if collecting:
-            gc.enable()
-
-
 def scan_entries(
     entries: Iterable[SourceFile],
     torch_version: str,
@@ -153,7 +137,8 @@ def scan_file(
     if problem:
         found = [_describe_problem(path, 1, problem)] if "D9M001" in rules else []
         return FileScan(found)
-    with _scanning_prepared():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the parser's, about the scanned code
         return scan_source(source, path, torch_version, rules)
 
 

@@ -95,6 +95,7 @@ def render_page(
     folder = files("lightning_d9m.output") / "templates"
     style, script = ((folder / name).read_text() for name in ("style.css", "script.js"))
     found = comparison.divergences
+    digests = [] if repeated is None else [row.weights for row in repeated.rows]
     basis = state_verdict(comparison)
     if comparison.verdict == "different":  # the header says the rest
         basis = f"{count_compared(comparison)} compared."
@@ -105,7 +106,7 @@ def render_page(
         comparison=comparison,
         timeline=timeline,
         repeated=repeated,
-        digests=_cut_weights(repeated),
+        digests=dict(zip(digests, cut_digests(digests), strict=True)),
         title=f"{comparison.verdict}: {_name_pair(comparison.expected, comparison.actual)}",
         cause=find_cause(comparison) if found or comparison.stack else None,
         weights=_find_weights(ledgers[1]) if comparison.equal else "",
@@ -143,12 +144,6 @@ def list_run_facts(ledgers: Sequence[Ledger]) -> Iterator[tuple[str, list[str]]]
         values = [read(header) for header in headers]
         if any(value not in (None, "") for value in values):
             yield name, ["" if value is None else str(value) for value in values]
-
-
-def _cut_weights(repeated: RepeatedRuns | None) -> Mapping[str, str]:
-    """Return the digests of all runs' weights as they are shown."""
-    digests = [] if repeated is None else [row.weights for row in repeated.rows]
-    return dict(zip(digests, cut_digests(digests), strict=True))
 
 
 def _name_pair(one: Path, other: Path) -> str:
@@ -214,7 +209,7 @@ def _make_environment() -> "Environment":
         "untrusted": _mark_untrusted,
         "name": _break_name,
         "sides": _mark_sides,
-        "loss": _describe_loss,
+        "loss": lambda text: "none" if text is None else repr(float.fromhex(text)),
         "call_name": lambda place: name_call(place.name, place.call),
         "ranks": lambda ranks: name_ranks(ranks).partition(" ")[2],
         "position": _describe_position,
@@ -265,10 +260,6 @@ def _mark_sides(entry: PlaceDifference | Divergence) -> list["Markup"]:
     ]
 
 
-def _describe_loss(value: str | None) -> str:
-    return "none" if value is None else repr(float.fromhex(value))
-
-
 def _describe_position(found: Divergence) -> str:
     batch = "" if found.batch is None else f", batch {found.batch}"
     moment = f"{found.moment} state, " if found.moment in {"initial", "final"} else ""
@@ -312,7 +303,6 @@ class _Node:
     path: str
     module: Module | None
     is_first: bool
-    row: HeatMapRow
 
     @property
     def depth(self) -> int:
@@ -340,38 +330,16 @@ class _Node:
         return kind, within, epoch, step
 
 
-@dataclass(frozen=True)
-class _ModuleMap:
-    """The tree of modules beside its heat map.
+def _make_module_map(timeline: Timeline, comparison: Comparison) -> Mapping[str, object] | None:
+    """Return the tree of modules beside its heat map, layer 10 after layer 9; None without modules.
 
-    Attributes:
-        rows: (module, its cells) in the order of the tree.
-        axis: The steps of the columns.
-        shades: (number of the shade, fewest, most differing digests).
+    Returns:
+        ``rows`` with (module, its cells), ``axis`` with the steps of the columns, ``shades`` with
+        (number of the shade, fewest, most differing digests).
     """
-
-    rows: Sequence[tuple[_Node, str]]
-    axis: str = ""
-    shades: Sequence[tuple[int, int, int]] = ()
-
-
-def _make_module_map(timeline: Timeline, comparison: Comparison) -> _ModuleMap | None:
-    nodes = list(_list_modules(timeline, comparison))
-    if not nodes:
-        return None
-    heat = HeatMap([node.row for node in nodes])
-    return _ModuleMap(
-        [(node, heat.draw_row(node.row)) for node in nodes],
-        heat.draw_axis(timeline.epochs),
-        heat.shades,
-    )
-
-
-def _list_modules(timeline: Timeline, comparison: Comparison) -> Iterator[_Node]:
-    """Yield the tree of modules with all parents, layer 10 after layer 9."""
     modules = timeline.modules
     if not modules:
-        return
+        return None
     first = [module_of(entry.kind, entry.name) for entry in comparison.divergences[:1]]
     paths = {"", *modules, *first}
     for path in list(paths):
@@ -381,8 +349,17 @@ def _list_modules(timeline: Timeline, comparison: Comparison) -> Iterator[_Node]
     def order(path: str) -> list[str]:
         return [part.zfill(9) if part.isdecimal() else part for part in path.split(".")]
 
-    for path in sorted(paths, key=order):
-        module = modules.get(path)
-        differing = StepHistogram() if module is None else module.steps
-        row = HeatMapRow(differing, timeline.find_recorded(path))
-        yield _Node(path, module, [path] == first, row)
+    nodes = [_Node(path, modules.get(path), [path] == first) for path in sorted(paths, key=order)]
+    cells = [
+        HeatMapRow(
+            StepHistogram() if node.module is None else node.module.steps,
+            timeline.find_recorded(node.path),
+        )
+        for node in nodes
+    ]
+    heat = HeatMap(cells)
+    return {
+        "rows": [(node, heat.draw_row(row)) for node, row in zip(nodes, cells, strict=True)],
+        "axis": heat.draw_axis(timeline.epochs),
+        "shades": heat.shades,
+    }

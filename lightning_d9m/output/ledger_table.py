@@ -2,13 +2,13 @@
 
 import shlex
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING
 
 from lightning_d9m.comparison.ledgers import compare_ledgers
 from lightning_d9m.errors import LedgerError
-from lightning_d9m.ledger.folder import FoundLedger, Ledger
+from lightning_d9m.ledger.folder import FoundLedger
 from lightning_d9m.output.terminal import make_table, measure, render, style
 from lightning_d9m.text import cut_digests, escape, printable
 
@@ -57,24 +57,16 @@ class LedgerRow:
     verdict: str | None = None
     problem: str | None = None
 
-    def as_json(self) -> dict[str, object]:
-        """Return the row for ``--json``."""
-        return asdict(self)
-
 
 def make_row(entry: FoundLedger, before: FoundLedger | None) -> LedgerRow:
     """Read a ledger and compare it with the one before."""
-    path = str(entry.path)
-    if entry.ledger is None:
+    path, ledger = str(entry.path), entry.ledger
+    if ledger is None:
         return LedgerRow(path, problem=entry.problem)
     try:
-        return _make_row(path, entry.ledger, before)
+        header, outcome = ledger.header, ledger.outcome(min(ledger.files))
     except LedgerError as error:
         return LedgerRow(path, entry.created, problem=str(error))
-
-
-def _make_row(path: str, ledger: Ledger, before: FoundLedger | None) -> LedgerRow:
-    header, outcome = ledger.header, ledger.outcome(min(ledger.files))
     last, end = outcome.last, outcome.end
     program = header.program
     command, commit, dirty = (program.get(key) for key in ("command", "git.commit", "git.dirty"))

@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from linecache import checkcache, getline
 from pathlib import PurePath
 from typing import Any
@@ -124,7 +125,7 @@ def render_json(
     findings: Sequence[Finding], summary: Mapping[str, object], table: Sequence[OpRow] | None
 ) -> str:
     """Return one JSON object: a summary, findings, and the table if there is one."""
-    joined = {} if table is None else {"ops": [row.as_record() for row in table]}
+    joined = {} if table is None else {"ops": [asdict(row) for row in table]}
     records = [finding.as_record() for finding in findings]
     return json.dumps({"schema": 1, **summary, "findings": records, **joined}, indent=1)
 

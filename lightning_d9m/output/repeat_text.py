@@ -67,6 +67,9 @@ class FitOutcome:
         """Return its row of the table."""
         last = self.ledger.outcome(min(self.ledger.files)).final
         verdict = "no match" if self.comparison is None else "differs" if self.differs else "equal"
+        records = None
+        if self.source.processes is not None:  # of all ranks, without the headers
+            records = sum(self.ledger.outcome(rank).records - 1 for rank in self.ledger.files)
         return RunRow(
             run=self.run,
             fit=self.fit,
@@ -76,12 +79,8 @@ class FitOutcome:
             verdict="reference" if self.run == 1 else verdict,
             processes=self.source.processes,
             seconds=self.source.seconds,
-            records=self._count_records() if self.source.processes is not None else None,
+            records=records,
         )
-
-    def _count_records(self) -> int:
-        """Return the number of records of all ranks without the headers."""
-        return sum(self.ledger.outcome(rank).records - 1 for rank in self.ledger.files)
 
 
 class RepeatReport:
@@ -208,7 +207,12 @@ class RepeatReport:
             count = len({entry.run for entry in self._differing} | set(self._unmatched))
             verb = "differs" if count == 1 else "differ"
             failures = f"; {failed} failed" if self._failures else ""
-            first = self._describe_first(self._differing[0]) if self._differing else ""
+            first = ""
+            for entry in self._differing[:1]:
+                assert entry.comparison is not None, "it differs"
+                fit = f", fit {entry.fit}" if self._fits > 1 else ""
+                first = state_verdict(entry.comparison).removeprefix("different: ")
+                first = f"Run {entry.run}{fit}: {first}"
             which = f"{count} of {runs} runs {verb} from run 1{failures}."
             return " ".join(filter(None, (f"different: {which}", first, self._describe_rate())))
         last = max(self._runs)
@@ -260,33 +264,35 @@ class RepeatReport:
             return []
         return list(filter(None, [self._left(first_alone=self._first_alone)]))
 
-    def _describe_first(self, entry: FitOutcome) -> str:
-        """Return the verdict on the first fit that differs."""
-        assert entry.comparison is not None, "it differs"
-        fit = f", fit {entry.fit}" if self._fits > 1 else ""
-        verdict = state_verdict(entry.comparison).removeprefix("different: ")
-        return f"Run {entry.run}{fit}: {verdict}"
-
     def _print_difference(self, *, verbose: bool) -> None:
         for number in self._unmatched[:1]:
-            print(self._describe_fits(number))
+            fits, others = self._runs[1].fits, self._runs[number].fits
+            print(f"Run 1 left {pluralize(len(fits), 'ledger')}, run {number} left {len(others)}:")
+            print(f"  reference: {', '.join(fits)}\n  this run:  {', '.join(others)}")
+            print("The ledgers that both left were compared.")
         for entry in self._differing[:1]:
             assert entry.comparison is not None, "it differs"
             print("\n".join([*format_evidence(entry.comparison, verbose=verbose), ""]))
         for sentence in self._list_left():
             print("\n".join([*wrap(printable(sentence)), ""]))
+        advice = ""
         if self._resumed:
-            print(
-                "\n".join(
-                    wrap(
-                        "A resumed run differs from the straight one: the checkpoint lacks state "
-                        "that the training uses. Save what differs in state_dict or "
-                        "on_save_checkpoint."
-                    )
-                )
+            advice = (
+                "A resumed run differs from the straight one: the checkpoint lacks state that the "
+                "training uses. Save what differs in state_dict or on_save_checkpoint."
             )
-        if advice := self._advise_logical_ranks():
-            print(advice)
+        elif self._counts and not any(
+            LOGICAL_RANKS in entry.ledger.header.stack for entry in self._entries
+        ):
+            number = 2 ** (max(self._counts) - 1).bit_length()
+            advice = (
+                "The runs have no logical ranks. Without them, the same bits on different numbers "
+                "of processes are not promised: sums and batches depend on that number. Use the "
+                f'strategy "ddp_d9m", and set LIGHTNING_D9M_LOGICAL_RANKS={number} before the '
+                "command."
+            )
+        if advice:
+            print("\n".join(wrap(advice)))
 
     def _list_next_steps(self, entry: FitOutcome) -> list[tuple[str, str]]:
         assert entry.comparison is not None, "it differs"
@@ -305,30 +311,6 @@ class RepeatReport:
         tries = f"--tries {2 * len(compared)} " if rare else ""
         command = tries + "-- " + printable(shlex.join(self._command))
         return list_next_steps(command, shown)
-
-    def _advise_logical_ranks(self) -> str | None:
-        """Return advice if runs on different numbers of processes have no logical ranks."""
-        counts = self._counts
-        if not counts or any(LOGICAL_RANKS in entry.ledger.header.stack for entry in self._entries):
-            return None
-        number = 2 ** (max(counts) - 1).bit_length()
-        return (
-            "The runs have no logical ranks. Without them, the same bits on different numbers of\n"
-            "processes are not promised: sums and batches depend on that number. Use the strategy\n"
-            f'"ddp_d9m", and set LIGHTNING_D9M_LOGICAL_RANKS={number} before the command.'
-        )
-
-    def _describe_fits(self, number: int) -> str:
-        """Describe a run that left other ledgers than run 1."""
-        first, run = self._runs[1].fits, self._runs[number].fits
-        return "\n".join(
-            [
-                f"Run 1 left {pluralize(len(first), 'ledger')}, run {number} left {len(run)}:",
-                f"  reference: {', '.join(first)}",
-                f"  this run:  {', '.join(run)}",
-                "The ledgers that both left were compared.",
-            ]
-        )
 
     def _as_json(self) -> dict[str, object]:
         return {

@@ -417,7 +417,7 @@ CASES = [
     ),
     ("ledger.format.reader", read_a_malformed_line, "or was edited; record the run again."),
     (
-        "ledger.format.opened_file",
+        "ledger.format.frames",
         lambda g: g.module.open_regular(g.folder / "none"),
         ("… cannot be read: …", "{folder}/none cannot be read: ", "No such file"),
     ),

@@ -3,12 +3,12 @@
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import torch
 
-from lightning_d9m.audit.inference.batches import list_batches
 from lightning_d9m.audit.inference.isolation import find_breaking_sizes
-from lightning_d9m.audit.inference.subject import Subject
+from lightning_d9m.audit.inference.subject import Subject, list_batches
 from lightning_d9m.audit.inference.trace import (
     ModuleTrace,
     ModuleValue,
@@ -16,6 +16,8 @@ from lightning_d9m.audit.inference.trace import (
     ops_traced,
 )
 from lightning_d9m.hashing.digest import digest_value
+
+_Differing: TypeAlias = dict[tuple[str, str, int], set[int]]
 
 
 @dataclass
@@ -94,18 +96,35 @@ def check_repeatability(
     values: dict[ModuleValue, list[str]] = defaultdict(list)
     for trace in traces:
         for place, rows in trace.rows.items():
-            values[place].append(rows[0] if rows else "")
-    varied = {place for place, found in values.items() if len(set(found)) > 1 or len(found) < runs}
-    causes: set[str] = set()
+            values[place].append(rows[0][0] if rows else "")
+    differing: _Differing = defaultdict(set)
     for place, found in values.items():
-        if place.kind == "output" and place in varied:
-            findings = modules[place.name]
-            findings.outputs = max(findings.outputs, len(set(found)))
-            fed = any(p in varied for p in values if _is_input_of(p, place))
-            if not fed and not _contains_any(place.name, causes):
-                causes.add(place.name)
-                findings.varies = True
+        if len(set(found)) > 1 or len(found) < runs:
+            differing[place[:3]].add(0)
+            if place.kind == "output":
+                findings = modules[place.name]
+                findings.outputs = max(findings.outputs, len(set(found)))
+    for name in _find_causes(values, differing):
+        modules[name].varies = True
     return len(bare)
+
+
+def _find_causes(places: Iterable[ModuleValue], differing: _Differing) -> dict[str, int]:
+    """Return the modules whose outputs alone differ, and those of no module inside them.
+
+    Args:
+        places: The values in the order in which they are computed.
+        differing: The positions of samples that differ, by kind, module and call.
+
+    Returns:
+        The least position that differs, by the name of the module.
+    """
+    causes: dict[str, int] = {}
+    for place in places:
+        alone = differing[place[:3]] - differing["input", place.name, place.call]
+        if place.kind == "output" and alone and not _contains_any(place.name, causes):
+            causes.setdefault(place.name, min(alone))
+    return causes
 
 
 class Invariance:
@@ -151,7 +170,7 @@ class Invariance:
 
     def _compare(self, trace: ModuleTrace, indices: Sequence[int]) -> list[tuple[str, int]]:
         """Return the modules that break in this batch, each with the position of a sample."""
-        differing: dict[tuple[str, str, int], set[int]] = defaultdict(set)
+        differing: _Differing = defaultdict(set)
         order: list[ModuleValue] = []
         for place, rows in trace.rows.items():
             known = [self._single[sample].rows.get(place) for sample in indices]
@@ -163,19 +182,13 @@ class Invariance:
                 continue
             order.append(place)
             for position, one in enumerate(known):
-                if one is not None and not trace.agrees(place, position, one[0]):
+                if one is not None and not trace.agrees(place, position, one[0][0]):
                     differing[place[:3]].add(position)
-        causes: dict[str, int] = {}
-        for place in order:
-            wrong = differing[place[:3]]
-            if place.kind != "output" or not wrong:
-                continue
-            findings = self._modules[place.name]
-            findings.sizes.add(trace.size)
-            breaking_modules = wrong - differing["input", place.name, place.call]
-            if breaking_modules and not _contains_any(place.name, causes):
-                causes.setdefault(place.name, min(breaking_modules))
-                findings.breaks.add(trace.size)
+            if place.kind == "output" and differing[place[:3]]:
+                self._modules[place.name].sizes.add(trace.size)
+        causes = _find_causes(order, differing)
+        for name in causes:
+            self._modules[name].breaks.add(trace.size)
         return list(causes.items())
 
     def _find_op(self, name: str, indices: Sequence[int], position: int) -> str | None:
@@ -191,13 +204,9 @@ class Invariance:
         alone, batched = traces
         for place in batched.rows:
             expected = alone.rows.get(place)
-            if expected and batched.agrees(place, position, expected[0]) is False:
+            if expected and batched.agrees(place, position, expected[0][0]) is False:
                 return place.name
         return None
-
-
-def _is_input_of(place: ModuleValue, output: ModuleValue) -> bool:
-    return place.kind == "input" and (place.name, place.call) == (output.name, output.call)
 
 
 def _contains_any(name: str, causes: Iterable[str]) -> bool:

@@ -46,7 +46,7 @@ class FixedShape(nn.Module):
             part_args, part_kwargs = tree_map(chosen, (args, kwargs))
             kept = min(self.size, count - start)
             parts.append(_keep(self.module(*part_args, **part_kwargs), self.size, kept))
-        return _join(parts)
+        return concatenate(parts)
 
     def _choose(self, start: int, count: int) -> Callable[[Any], Any]:
         def choose(leaf: Any) -> Any:
@@ -92,11 +92,19 @@ def _keep(outputs: Any, size: int, kept: int) -> Any:
     return tree_map(keep, outputs)
 
 
-def _join(parts: Sequence[Any]) -> Any:
-    """Concatenate nested outputs of the same structure, tensor by tensor."""
+def concatenate(parts: Sequence[Any], dims: Sequence[int | None] | None = None) -> Any:
+    """Concatenate nested values of the same structure, tensor by tensor.
+
+    Args:
+        parts: The values.
+        dims: The dimension for each leaf, or None for a leaf that all share; by default the first
+            dimension of each tensor.
+    """
     flat = [tree_flatten(part) for part in parts]
+    columns = list(zip(*(leaves for leaves, _ in flat), strict=True))
+    dims = dims or [0 if isinstance(column[0], Tensor) else None for column in columns]
     leaves = [
-        torch.cat(leaf) if isinstance(leaf[0], Tensor) else leaf[0]
-        for leaf in zip(*(leaves for leaves, _ in flat), strict=True)
+        column[0] if dim is None else torch.cat(column, dim)
+        for column, dim in zip(columns, dims, strict=True)
     ]
     return tree_unflatten(leaves, flat[0][1])

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map
 
-from lightning_d9m.audit.inference.batches import list_batches
-from lightning_d9m.audit.inference.subject import Subject
+from lightning_d9m.audit.inference.fixed_batch import concatenate
+from lightning_d9m.audit.inference.subject import Subject, list_batches
 from lightning_d9m.audit.inference.trace import ModuleTrace
 
 
@@ -36,13 +36,15 @@ def find_breaking_sizes(subject: Subject, name: str, sizes: Sequence[int]) -> se
     breaking = set()
     for size in sizes:
         for indices in list_batches(count, size):
-            batched = _evaluate(module, _stack([inputs[i] for i in indices], dims), size, shapes)
+            batched = _evaluate(
+                module, concatenate([inputs[i] for i in indices], dims), size, shapes
+            )
             for place, rows in batched.rows.items():
                 expected = [alone[index].rows.get(place) for index in indices]
                 if rows is None or not all(expected):
                     return None
                 if any(
-                    one is not None and not batched.agrees(place, position, one[0])
+                    one is not None and not batched.agrees(place, position, one[0][0])
                     for position, one in enumerate(expected)
                 ):
                     breaking.add(size)
@@ -88,15 +90,6 @@ def _find_dims(first: Any, second: Any, pair: Any) -> list[int | None] | None:
         else:
             return None
     return dims
-
-
-def _stack(inputs: Sequence[Any], dims: Sequence[int | None]) -> Any:
-    flat = [tree_flatten(value) for value in inputs]
-    leaves = [
-        column[0] if dim is None else torch.cat(column, dim)
-        for column, dim in zip(zip(*(leaves for leaves, _ in flat), strict=True), dims, strict=True)
-    ]
-    return tree_unflatten(leaves, flat[0][1])
 
 
 def _evaluate(

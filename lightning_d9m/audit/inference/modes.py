@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from lightning_d9m.audit.inference.batches import list_batches
-from lightning_d9m.audit.inference.subject import Subject
+from lightning_d9m.audit.inference.subject import Subject, list_batches
 from lightning_d9m.audit.inference.trace import ModuleTrace, ModuleValue
 from lightning_d9m.compatibility import find_accelerator, synchronize
 from lightning_d9m.hashing.digest import digest_value
@@ -54,7 +53,7 @@ def make_evaluators(
         if any(rows is None for rows in trace.rows.values()) or not trace.rows:
             return [None] * len(indices)
         columns = [rows for rows in trace.rows.values() if rows is not None]
-        return [digest_value(list(row)) for row in zip(*columns, strict=True)]
+        return [digest_value([digests[0] for digests in row]) for row in zip(*columns, strict=True)]
 
     def fixed_shape(indices: Sequence[int]) -> list[str | None]:
         if not shapes:

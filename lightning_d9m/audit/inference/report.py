@@ -35,7 +35,10 @@ _OFFERS = {
 
 def render_text(result: Mapping[str, Any]) -> str:
     """Return the result for a terminal."""
-    lines = [_describe_repeatability(result), _describe_invariance(result)]
+    outputs = "one output" if result["repeatable"] else f"{result['outputs']} outputs"
+    word = "repeatable" if result["repeatable"] else "not repeatable"
+    verdict = f"{word}: {result['runs']} evaluations of one batch gave {outputs}."
+    lines = [verdict, _describe_invariance(result)]
     first = result["first"]
     if first is not None:
         name = first["module"] or "the model itself"
@@ -83,15 +86,6 @@ def render_markdown(result: Mapping[str, Any]) -> str:
         format_markdown_table(_MODES, result["modes"]),
     ]
     return "\n\n".join(parts) + "\n"
-
-
-def _describe_repeatability(result: Mapping[str, Any]) -> str:
-    if result["repeatable"]:
-        return f"repeatable: {result['runs']} evaluations of one batch gave one output."
-    return (
-        f"not repeatable: {result['runs']} evaluations of one batch gave {result['outputs']} "
-        "outputs."
-    )
 
 
 def _describe_invariance(result: Mapping[str, Any]) -> str:

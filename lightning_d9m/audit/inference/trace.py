@@ -40,14 +40,13 @@ class ModuleTrace:
     Attributes:
         size: Number of samples.
         shapes: Shape of each value in the evaluation of one sample, which fills it.
-        rows: One digest for each sample, or None if the value has no batch dimension.
-        either: The same for the second way of folding, if there are two.
+        rows: For each sample one digest, or two if there are two ways of folding; None if the value
+            has no batch dimension.
     """
 
     size: int
     shapes: dict[ModuleValue, torch.Size]
-    rows: dict[ModuleValue, list[str] | None] = field(default_factory=dict)
-    either: dict[ModuleValue, list[str]] = field(default_factory=dict)
+    rows: dict[ModuleValue, list[tuple[str, ...]] | None] = field(default_factory=dict)
     _calls: dict[tuple[str, str], int] = field(default_factory=dict)
 
     def record(self, kind: str, name: str, value: object) -> None:
@@ -61,25 +60,17 @@ class ModuleTrace:
     def _record_tensor(self, place: ModuleValue, tensor: Tensor) -> None:
         if self.size == 1:
             self.shapes[place] = tensor.shape
-            self.rows[place] = digest_many([tensor])
-            return
         parts = split_samples(tensor, self.shapes.get(place), self.size)
         if parts is None:
             self.rows[place] = None
             return
-        digests = digest_many([part for folding in parts for part in folding])
-        self.rows[place] = digests[: self.size]
-        if len(parts) > 1:
-            self.either[place] = digests[self.size :]
+        digests = [digest_many(folding) for folding in parts]
+        self.rows[place] = list(zip(*digests, strict=True))
 
     def agrees(self, place: ModuleValue, sample: int, expected: str) -> bool | None:
         """Return whether a sample's part of a value has the expected digest; None without parts."""
         rows = self.rows.get(place)
-        if rows is None:
-            return None
-        return rows[sample] == expected or (
-            place in self.either and self.either[place][sample] == expected
-        )
+        return None if rows is None else expected in rows[sample]
 
 
 def split_samples(
@@ -118,26 +109,19 @@ def modules_traced(module: nn.Module, trace: ModuleTrace) -> Iterator[None]:
     handles = []
     try:
         for name, part in module.named_modules():
-            handles.append(part.register_forward_pre_hook(_before(trace, name), with_kwargs=True))
-            handles.append(part.register_forward_hook(_after(trace, name)))
+
+            def before(_: nn.Module, args: Any, kwargs: Any, name: str = name) -> None:
+                trace.record("input", name, (args, kwargs))
+
+            def after(_: nn.Module, __: Any, outputs: Any, name: str = name) -> None:
+                trace.record("output", name, outputs)
+
+            handles.append(part.register_forward_pre_hook(before, with_kwargs=True))
+            handles.append(part.register_forward_hook(after))
         yield
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _before(trace: ModuleTrace, name: str) -> Any:
-    def hook(_: nn.Module, args: Any, kwargs: Any) -> None:
-        trace.record("input", name, (args, kwargs))
-
-    return hook
-
-
-def _after(trace: ModuleTrace, name: str) -> Any:
-    def hook(_: nn.Module, __: Any, outputs: Any) -> None:
-        trace.record("output", name, outputs)
-
-    return hook
 
 
 class _Ops(TorchDispatchMode):

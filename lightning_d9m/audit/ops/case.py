@@ -63,8 +63,8 @@ class Case:
         parameters: The shape; unique among the op's cases.
         make: Builds the inputs and returns the measured call. It runs within the condition, because
             some ops select their kernel in the forward pass.
-        documented: The lines of torch's documentation about it: the name, and words that only this
-            line of that name contains.
+        documented: The lines of torch's documentation about it: each the name, a blank, and words
+            that only this line of that name contains.
         entry: The name of a catalog entry that covers several ops; else empty.
         quick: Whether ``--quick`` runs it.
         dtypes: Names of the dtypes that it is defined for.
@@ -74,7 +74,7 @@ class Case:
     op: str
     parameters: Mapping[str, Scalar]
     make: Callable[[Inputs], Call]
-    documented: tuple[tuple[str, str], ...] = ()
+    documented: tuple[str, ...] = ()
     entry: str = ""
     quick: bool = True
     dtypes: tuple[str, ...] = FLOATS

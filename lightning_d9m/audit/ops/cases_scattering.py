@@ -1,6 +1,8 @@
 """Cases in which several values go to one place: scatter, index, count, gradients of reads."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as nnf
@@ -17,64 +19,52 @@ _QUICK = (100_000, 1_000)
 Scatter = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def _scattered(
+def _list_sized(
     op: str,
-    documented: tuple[tuple[str, str], ...],
-    scatter: Scatter,
-    *,
+    make: Callable[..., Call],
+    *documented: str,
     quick: tuple[int, int] = _QUICK,
-    near_one: bool = False,
     entry: str = "",
 ) -> Iterator[Case]:
+    """Yield a case for each number of values and of places; ``make`` gets both."""
     for values, places in (*SIZES, ALL_IN_ONE):
-
-        def make(inputs: Inputs, values: int = values, places: int = places) -> Call:
-            target = inputs.normal(places)
-            given = inputs.normal(values)
-            if near_one:  # a product of many neither vanishes nor overflows
-                target, given = target * 1e-3 + 1, given * 1e-3 + 1
-            index = inputs.whole(places, values)
-            return lambda: scatter(target, index, given)
-
         yield Case(
             op=op,
             parameters={"values": values, "places": places, "ratio": places / values},
-            make=make,
+            make=partial(make, values=values, places=places),
             documented=documented,
             quick=(values, places) == quick,
             entry=entry,
         )
 
 
-def _reduced(reduce: str, words: str | None) -> Iterator[Case]:
-    # From 2.15 on one line covers every reduction, on CUDA and on Apple's devices.
-    any_reduction = ("torch.Tensor.scatter_reduce", "CUDA or MPS")
-    documented = (("torch.Tensor.scatter_reduce", words), any_reduction) if words else ()
-
-    def scatter(target: Tensor, index: Tensor, given: Tensor) -> Tensor:
-        return target.scatter_reduce(0, index, given, reduce)
-
-    op = f"scatter_reduce_{reduce}"
-    yield from _scattered(op, documented, scatter, near_one=reduce == "prod")
-
-
-def _read(
-    op: str, documented: tuple[tuple[str, str], ...], read: Callable[[Tensor, Tensor], Tensor]
+def _scattered(
+    op: str, scatter: Scatter, *documented: str, near_one: bool = False, **options: Any
 ) -> Iterator[Case]:
+    def make(inputs: Inputs, values: int, places: int) -> Call:
+        target = inputs.normal(places)
+        given = inputs.normal(values)
+        if near_one:  # a product of many neither vanishes nor overflows
+            target, given = target * 1e-3 + 1, given * 1e-3 + 1
+        index = inputs.whole(places, values)
+        return lambda: scatter(target, index, given)
+
+    return _list_sized(op, make, *documented, **options)
+
+
+def _read(op: str, read: Callable[[Tensor, Tensor], Tensor], *documented: str) -> Iterator[Case]:
     """Yield the gradients of reading many values from few places."""
-    for values, places in (*SIZES, ALL_IN_ONE):
 
-        def make(inputs: Inputs, values: int = values, places: int = places) -> Call:
-            source = inputs.leaf(places)
-            return inputs.gradient(read(source, inputs.whole(places, values)), source)
+    def make(inputs: Inputs, values: int, places: int) -> Call:
+        source = inputs.leaf(places)
+        return inputs.gradient(read(source, inputs.whole(places, values)), source)
 
-        yield Case(
-            op=op,
-            parameters={"values": values, "places": places, "ratio": places / values},
-            make=make,
-            documented=documented,
-            quick=(values, places) == _QUICK,
-        )
+    return _list_sized(op, make, *documented)
+
+
+def _along(method: str, *more: str) -> Scatter:
+    """Return a method of a tensor that scatters along its only dimension."""
+    return lambda target, index, given: getattr(target, method)(0, index, given, *more)
 
 
 def _rows() -> Iterator[Case]:
@@ -88,7 +78,7 @@ def _rows() -> Iterator[Case]:
             return lambda: target.index_add(0, index, given)
 
         quick = side == 1000  # noqa: PLR2004 - the largest
-        shape, listed = {"side": side, "ratio": ratio}, (("torch.index_add", ""),)
+        shape, listed = {"side": side, "ratio": ratio}, ("torch.index_add",)
         yield Case("index_add", shape, make, listed, quick=quick)
 
 
@@ -144,81 +134,61 @@ def _coalesce(inputs: Inputs) -> Call:
 
 def list_scattering_cases() -> Iterator[Case]:
     """Yield the cases of this module."""
-    put = ("torch.Tensor.put_", "accumulate=")
+    put = "torch.Tensor.put_ accumulate="
     yield from _scattered(
         "index_put_accumulate",
-        (("torch.Tensor.index_put", "accumulate=True"),),
         lambda t, i, v: t.index_put((i,), v, accumulate=True),
+        "torch.Tensor.index_put accumulate=True",
         quick=SIZES[-1],
     )
+    index_put = "torch.Tensor.index_put accumulate=False"
+    yield from _scattered("index_put", lambda t, i, v: t.index_put((i,), v), index_put)
+    yield from _scattered("put_", lambda t, i, v: t.clone().put_(i, v), f"{put}False")
     yield from _scattered(
-        "index_put",
-        (("torch.Tensor.index_put", "accumulate=False"),),
-        lambda t, i, v: t.index_put((i,), v),
+        "put_accumulate", lambda t, i, v: t.clone().put_(i, v, accumulate=True), f"{put}True"
     )
-    yield from _scattered(
-        "put_", ((put[0], f"{put[1]}False"),), lambda t, i, v: t.clone().put_(i, v)
-    )
-    yield from _scattered(
-        "put_accumulate",
-        ((put[0], f"{put[1]}True"),),
-        lambda t, i, v: t.clone().put_(i, v, accumulate=True),
-    )
-    yield from _scattered(
-        "scatter_add", (("torch.Tensor.scatter_add_", ""),), lambda t, i, v: t.scatter_add(0, i, v)
-    )
-    yield from _scattered(
-        "scatter", (("torch.Tensor.scatter", "src"),), lambda t, i, v: t.scatter(0, i, v)
-    )
-    yield from _scattered(
-        "scatter_with_reduce", (), lambda t, i, v: t.scatter(0, i, v, reduce="add")
-    )
-    yield from _reduced("sum", "reduce='sum'")
-    yield from _reduced("mean", "reduce='mean'")
-    yield from _reduced("prod", "reduce='prod'")
-    yield from _reduced("amax", None)
-    yield from _scattered(
-        "index_add", (("torch.index_add", ""),), lambda t, i, v: t.index_add(0, i, v)
-    )
+    for name, line in (("scatter_add", "scatter_add_"), ("scatter", "scatter src")):
+        yield from _scattered(name, _along(name), f"torch.Tensor.{line}")
+    yield from _scattered("scatter_with_reduce", lambda t, i, v: t.scatter(0, i, v, reduce="add"))
+    for reduce in ("sum", "mean", "prod", "amax"):
+        # From 2.15 on one line covers every reduction, on CUDA and on Apple's devices.
+        words = (f"reduce='{reduce}'", "CUDA or MPS") if reduce != "amax" else ()
+        yield from _scattered(
+            f"scatter_reduce_{reduce}",
+            _along("scatter_reduce", reduce),
+            *(f"torch.Tensor.scatter_reduce {text}" for text in words),
+            near_one=reduce == "prod",
+        )
+    yield from _scattered("index_add", _along("index_add"), "torch.index_add")
     yield from _rows()
-    yield from _scattered(
-        "index_copy", (("torch.Tensor.index_copy", ""),), lambda t, i, v: t.index_copy(0, i, v)
-    )
+    yield from _scattered("index_copy", _along("index_copy"), "torch.Tensor.index_copy")
     for reduce in ("mean", "prod", "amax"):
         yield from _scattered(
             f"index_reduce_{reduce}",
-            (("torch.Tensor.index_reduce", ""),),
-            lambda t, i, v, reduce=reduce: t.index_reduce(0, i, v, reduce),  # type: ignore[misc]
+            _along("index_reduce", reduce),
+            "torch.Tensor.index_reduce",
             near_one=reduce == "prod",
             entry="index_reduce",
         )
+    yield from _read("gather_backward", lambda t, i: t.gather(0, i), "torch.gather")
     yield from _read(
-        "gather_backward", (("torch.gather", ""),), lambda source, index: source.gather(0, index)
+        "index_select_backward", lambda t, i: t.index_select(0, i), "torch.index_select"
     )
-    yield from _read(
-        "index_select_backward",
-        (("torch.index_select", ""),),
-        lambda source, index: source.index_select(0, index),
-    )
-    yield from _read(
-        "getitem_backward",
-        (("torch.Tensor.__getitem__", ""),),
-        lambda source, index: source[(index,)],
-    )
+    yield from _read("getitem_backward", lambda t, i: t[(i,)], "torch.Tensor.__getitem__")
     # Its gradient is `put_` with accumulate; the documentation of the flag does not mention it.
-    yield from _read("take_backward", (), lambda source, index: source.take(index))
+    yield from _read("take_backward", lambda t, i: t.take(i))
     rows = {"rows": 8192, "table": 1000, "features": 64}
-    yield Case("embedding_dense_backward", rows, _embed, (("torch.nn.Embedding", ""),))
+    yield Case("embedding_dense_backward", rows, _embed, ("torch.nn.Embedding",))
     yield Case("embedding_max_norm", rows, _embed_scaled)
-    for mode, words in (("sum", "MPS"), ("mean", "MPS"), ("max", "max")):
-        listed = (("torch.nn.EmbeddingBag", words),)
+    for mode, word in (("sum", "MPS"), ("mean", "MPS"), ("max", "max")):
+        listed = (f"torch.nn.EmbeddingBag {word}",)
         yield Case(f"embedding_bag_{mode}_backward", rows, _bag(mode), listed)
-    shape, listed = {"values": 1_000, "times": 100}, (("torch.repeat_interleave", ""),)
+    shape, listed = {"values": 1_000, "times": 100}, ("torch.repeat_interleave",)
     yield Case("repeat_interleave_backward", shape, _repeat, listed)
     wide = FLOATS[:2]
     yield Case("sparse_coalesce", {"values": 100_000, "places": 10_000}, _coalesce, dtypes=wide)
     for values, places, quick in ((100_000, 1_000, True), (2_000_000, 50, False)):
-        shape, listed = {"values": values, "places": places}, (("torch.bincount", "weights"),)
+        shape, listed = {"values": values, "places": places}, ("torch.bincount weights",)
         yield Case("bincount", shape, _count(values, places), listed, quick=quick)
-        histogram, listed = _histogram(values, places), (("torch.histc", ""),)
+        histogram, listed = _histogram(values, places), ("torch.histc",)
         yield Case("histc", shape, histogram, listed, quick=quick, dtypes=wide)

@@ -18,7 +18,6 @@ def _differentiated(
     dims: int,
     forward: Forward,
     documented: str | None = None,
-    words: str = "",
     **parameters: Scalar,
 ) -> Iterator[Case]:
     """Yield the gradients of ``forward`` for a small and a large input of 4 x 8 channels."""
@@ -32,7 +31,7 @@ def _differentiated(
             op=op,
             parameters={"side": side, **parameters},
             make=make,
-            documented=((documented, words),) if documented else (),
+            documented=(documented,) if documented else (),
             quick=size == 0,
         )
 
@@ -55,7 +54,7 @@ def _convolved(dims: int, *, transposed: bool) -> Iterator[Case]:
                 entry="convolution",
                 parameters={"side": side, "kernel": 3, "stride": 2},
                 make=make,
-                documented=((f"torch.nn.{name}", ""),),
+                documented=(f"torch.nn.{name}",),
                 quick=size == 0,
             )
 
@@ -77,7 +76,7 @@ def _unpooled(dims: int) -> Iterator[Case]:
                 op=f"max_unpool{dims}d",
                 parameters={"side": side, "duplicates": duplicates},
                 make=make,
-                documented=((f"torch.nn.MaxUnpool{dims}d", ""),),
+                documented=(f"torch.nn.MaxUnpool{dims}d",),
                 quick=size == 0,
             )
 
@@ -138,7 +137,9 @@ def _resampled() -> Iterator[Case]:
         ("bicubic", 2, "upsample_bicubic2d_aa_backward", {"antialias": True}),
     )
     for mode, dims, op, more in modes:
-        listed = None if mode == "nearest" else "torch.nn.functional.interpolate"
+        # For Apple's devices torch does not specify the cases.
+        words = "some cases" if more else f"``{mode}``"
+        listed = None if mode == "nearest" else f"torch.nn.functional.interpolate {words}"
         for factor in (2.0, 0.5):
 
             def forward(
@@ -149,9 +150,7 @@ def _resampled() -> Iterator[Case]:
             ) -> Tensor:
                 return nnf.interpolate(image, scale_factor=factor, mode=mode, **more)
 
-            # For Apple's devices torch does not specify the cases.
-            words = "some cases" if more else f"``{mode}``"
-            yield from _differentiated(op, dims, forward, listed, words, factor=factor)
+            yield from _differentiated(op, dims, forward, listed, factor=factor)
 
     def enlarge(image: Tensor) -> Tensor:
         size = [image.shape[-1] * 2] * 2
@@ -175,7 +174,7 @@ def _resampled() -> Iterator[Case]:
                     op=f"grid_sampler_{dims}d_backward",
                     parameters={"side": side, "crowd": crowd},
                     make=make,
-                    documented=(("torch.nn.functional.grid_sample", ""),),
+                    documented=("torch.nn.functional.grid_sample",),
                     quick=size == 0 and crowd < 1,
                 )
 

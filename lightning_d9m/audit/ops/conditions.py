@@ -3,9 +3,10 @@
 import re
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -63,44 +64,31 @@ def measure_case(case: Case, device: str, dtype: str, budget: Budget) -> dict[st
     entries: dict[str, Any] = {}
     measured = getattr(torch, dtype)
     results: dict[str, tuple[Tensor, ...]] = {}
-    oracle = Inputs("cpu", torch.float64, measured)
-    entries["oracle"] = _attempt(
-        lambda: _measure(case.make(oracle), "cpu", Budget(2, 0.0), results, "oracle"), _oracle()
-    )
-    for condition in CONDITIONS:
-        inputs = Inputs(device, measured)
-        entries[condition] = _attempt(
-            lambda inputs=inputs, condition=condition: _measure(  # type: ignore[misc]
-                case.make(inputs), device, budget, results, condition
-            ),
-            _enter(condition, kind, case.op),
-        )
+    for condition in ("oracle", *CONDITIONS):
+        inputs, limits = Inputs(device, measured), budget
+        if condition == "oracle":
+            inputs, limits = Inputs("cpu", torch.float64, measured), Budget(2, 0.0)
+        try:
+            with _enter(condition, kind, case.op):
+                found = _measure(case.make(inputs), inputs.device, limits, results, condition)
+                entries[condition] = {"outcome": "ran", **found}
+        except Exception as error:  # noqa: BLE001 - an op may raise any error; it becomes the result
+            text = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            reason = f"{type(error).__name__}: {text[:300]}"
+            entries[condition] = {"outcome": _name_outcome(error), "reason": reason}
     _add_ratios_and_errors(entries, results)
     return entries
 
 
-def _attempt(
-    measure: Callable[[], dict[str, Any]], context: AbstractContextManager[object]
-) -> dict[str, Any]:
-    try:
-        with context:
-            return {"outcome": "ran", **measure()}
-    except (NotHereError, NotImplementedError) as error:
-        return _failure("missing", error)
-    except (MemoryError, torch.OutOfMemoryError) as error:
-        return _failure("out of memory", error)
-    except Exception as error:  # noqa: BLE001 - an op may raise any error; it becomes the result
-        text = str(error)
-        if _REFUSED in text:
-            return _failure("raised", error)
-        if _MEMORY.search(text):
-            return _failure("out of memory", error)
-        return _failure("missing" if _MISSING.search(text) else "failed", error)
-
-
-def _failure(outcome: str, error: Exception) -> dict[str, Any]:
-    first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    return {"outcome": outcome, "reason": f"{type(error).__name__}: {first[:300]}"}
+def _name_outcome(error: Exception) -> str:
+    if isinstance(error, (NotHereError, NotImplementedError)):
+        return "missing"
+    if _REFUSED in str(error):
+        return "raised"
+    memory = isinstance(error, (MemoryError, torch.OutOfMemoryError))
+    if memory or _MEMORY.search(str(error)):
+        return "out of memory"
+    return "missing" if _MISSING.search(str(error)) else "failed"
 
 
 def _measure(
@@ -115,7 +103,8 @@ def _measure(
         _disturb(device, len(times))
         start = time.perf_counter()
         output = call()
-        _wait(device)
+        if torch.device(device).type != "cpu":
+            synchronize(device)
         times.append(time.perf_counter() - start)
         tensors = output if isinstance(output, tuple) else (output,)
         results.setdefault(condition, tuple(tensor.detach().clone() for tensor in tensors))
@@ -134,18 +123,9 @@ def _disturb(device: str, turn: int) -> None:
                 noise @ noise
 
 
-_streams: dict[str, torch.cuda.Stream] = {}
-
-
+@cache
 def _side_stream(device: str) -> torch.cuda.Stream:
-    if device not in _streams:
-        _streams[device] = torch.cuda.Stream(device)
-    return _streams[device]
-
-
-def _wait(device: str) -> None:
-    if torch.device(device).type != "cpu":
-        synchronize(device)
+    return torch.cuda.Stream(device)
 
 
 def _add_ratios_and_errors(
@@ -176,42 +156,24 @@ def _measure_error(oracle: tuple[Tensor, ...], results: tuple[Tensor, ...]) -> f
     return measure_variation(exact, actual).vermv
 
 
-def _enter(condition: str, kind: str, op: str) -> AbstractContextManager[object]:
-    return (
-        _patched(kind, op)
-        if condition == "patched"
-        else _flag_set(mode=condition == "deterministic")
-    )
-
-
 @contextmanager
-def _flag_set(*, mode: bool) -> Iterator[None]:
-    """Set torch's flag, and nothing else."""
-    before = capture_flags()
-    torch.use_deterministic_algorithms(mode=mode)
-    try:
-        yield
-    finally:
-        restore_flags(before)
-
-
-@contextmanager
-def _patched(kind: str, op: str) -> Iterator[None]:
-    """Apply the flag and patches of a session, and the patch of the op if it is only offered."""
-    include = [op] if op in _OFFERED else []
-    with (
-        algorithms_switched(fill_uninitialized_memory=True),
-        patches_applied(kind.upper(), include=include),
-    ):
-        yield
-
-
-@contextmanager
-def _oracle() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with _flag_set(mode=False):
+def _enter(condition: str, kind: str, op: str) -> Iterator[None]:
+    """Set torch's flag, and nothing else; patched, all that a session does and the op's patch."""
+    if condition == "patched":
+        include = [op] if op in _OFFERED else []
+        with (
+            algorithms_switched(fill_uninitialized_memory=True),
+            patches_applied(kind.upper(), include=include),
+        ):
             yield
+        return
+    flags, threads = capture_flags(), torch.get_num_threads()
+    torch.use_deterministic_algorithms(mode=condition == "deterministic")
+    if condition == "oracle":
+        torch.set_num_threads(1)
+    try:
+        yield
     finally:
-        torch.set_num_threads(threads)
+        if condition == "oracle":
+            torch.set_num_threads(threads)
+        restore_flags(flags)

@@ -59,11 +59,12 @@ class RowFile:
     def _load(self, settings: Mapping[str, Any]) -> None:
         text = self.path.read_bytes()
         whole = text[: text.rfind(b"\n") + 1]
+        kept = settings
         try:
-            records = [json.loads(line) for line in whole.splitlines()]
-            if records:
-                kept = {ROW_SCHEMA: records[0]["settings"]}[records[0]["schema"]]
-                self.rows = [record for record in records[1:] if record["key"]]
+            first, *rows = [json.loads(line) for line in whole.splitlines()] or [None]
+            if first is not None:
+                kept = {ROW_SCHEMA: first["settings"]}[first["schema"]]
+                self.rows = [row for row in rows if row["key"]]
         except (ValueError, KeyError, TypeError) as error:
             raise CommandError(
                 f"{self.path} is not a file of rows that this version of the command wrote. Give a "
@@ -71,8 +72,6 @@ class RowFile:
             ) from error
         if len(whole) < len(text):
             os.truncate(self.path, len(whole))
-        if not records:
-            return
         differing = [name for name in {**kept, **settings} if kept.get(name) != settings.get(name)]
         if differing:
             lines = "".join(

@@ -114,9 +114,17 @@ def render_plot(entry: Mapping[str, Any]) -> str:
 
 def render_text(result: Mapping[str, Any]) -> str:
     """Return the result for a terminal."""
-    parts = [_state_verdict(result)]
-    for fit in result["fits"]:
-        if len(result["fits"]) > 1:
+    fits = result["fits"]
+    shown = next((fit for fit in fits if not fit["with"]["equal"]), fits[0])
+    of_fit = f" of {shown['fit']}" if len(fits) > 1 else ""
+    verdict = (
+        f"{'equal' if result['equal'] else 'different'}: {result['runs']} runs with determinism "
+        f"left {pluralize(shown['with']['distinct'], 'digest')} of the weights{of_fit}, without "
+        f"{shown['without']['distinct']}."
+    )
+    parts = [verdict]
+    for fit in fits:
+        if len(fits) > 1:
             parts.append(fit["fit"])
         for condition in CONDITIONS:
             entry = fit[condition]
@@ -132,17 +140,6 @@ def render_text(result: Mapping[str, Any]) -> str:
         f"command): {result['ratio']} times."
     )
     return "\n\n".join(parts)
-
-
-def _state_verdict(result: Mapping[str, Any]) -> str:
-    fits = result["fits"]
-    fit = next((fit for fit in fits if not fit["with"]["equal"]), fits[0])
-    of_fit = f" of {fit['fit']}" if len(fits) > 1 else ""
-    return (
-        f"{'equal' if result['equal'] else 'different'}: {result['runs']} runs with determinism "
-        f"left {pluralize(fit['with']['distinct'], 'digest')} of the weights{of_fit}, without "
-        f"{fit['without']['distinct']}."
-    )
 
 
 def _describe_scalar(fit: Mapping[str, Any], condition: str, name: str) -> str:

@@ -5,6 +5,7 @@ docs/ledger.md describes the file for readers in other languages.
 
 import json
 import os
+import stat
 import zlib
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -13,12 +14,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from struct import Struct
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 from xxhash import xxh3_64_intdigest
 
 from lightning_d9m.errors import LedgerError
-from lightning_d9m.ledger.format.opened_file import open_regular
+from lightning_d9m.file_errors import explain_file_error
 from lightning_d9m.ledger.format.records import (
     DIGEST_BYTES,
     MAX_GROWTH,
@@ -153,6 +154,22 @@ def unpack_places(token: bytes) -> tuple[ProbeKey, ...]:
     """Return the places, in order of execution, of the layout with this token."""
     entries = json.loads(zlib.decompress(token))
     return tuple((kind, name, call) for kind, name, call in entries)
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a file for reading; refuse a pipe or a device, which might never end."""
+    try:
+        # Without O_NONBLOCK, opening a named pipe waits for its writer.
+        number = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except (OSError, ValueError) as error:
+        raise LedgerError(f"{path} cannot be read: {explain_file_error(error)}") from error
+    if not stat.S_ISREG(os.fstat(number).st_mode):
+        os.close(number)
+        raise LedgerError(
+            f"{path} is not a ledger: it is not a regular file. Name a folder fit-NNN or a file "
+            "rank-N.jsonl."
+        )
+    return os.fdopen(number, "rb", buffering=2**20)
 
 
 def frames_path(path: Path) -> Path:

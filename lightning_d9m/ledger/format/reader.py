@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 from lightning_d9m.errors import LedgerError
 from lightning_d9m.ledger.format.frames import (
@@ -22,8 +23,8 @@ from lightning_d9m.ledger.format.frames import (
     Layouts,
     check_frames,
     frames_path,
+    open_regular,
 )
-from lightning_d9m.ledger.format.opened_file import open_regular
 from lightning_d9m.ledger.format.records import (
     CHAIN_START,
     MAX_HEADER,
@@ -90,7 +91,13 @@ class RankReader(AbstractContextManager["RankReader"]):
         body = b""
         for line in iter(partial(self._stream.readline, MAX_LINE + 1), b""):
             if not line.endswith(b"\n"):
-                self._end_torn(line)
+                if len(line) > MAX_LINE:
+                    raise LedgerError(
+                        f"{self.path}, line {self.line + 1} is longer than {MAX_LINE} bytes, the "
+                        "most that a record may have. The file was not written by lightning_d9m, "
+                        "or was edited."
+                    )
+                self.truncated = True
                 break
             self.line += 1
             body = line[:-_TAIL] + b"}"
@@ -103,11 +110,15 @@ class RankReader(AbstractContextManager["RankReader"]):
             yield body
         self.complete = body.startswith(_END)
 
-    def entries(self) -> Iterator[bytes | Frames]:
+    def entries(self, *, lines_only: bool = False) -> Iterator[bytes | Frames]:
         """Yield the JSON text of each record after the header, and frames in order among them.
 
-        The text of a record that is about frames (``ABOUT_FRAMES``) comes after them.
+        The text of a record that is about frames (``ABOUT_FRAMES``) comes after them. With
+        ``lines_only``, the file of frames is not read.
         """
+        if lines_only:
+            yield from self.bodies()
+            return
         path = frames_path(self.path)
         exists = os.path.exists(path)  # noqa: PTH110 - a name that is too long does not exist
         frames = FrameReader(path, self._start.decode()) if exists else None
@@ -122,7 +133,11 @@ class RankReader(AbstractContextManager["RankReader"]):
                 yield body
             if frames is not None:
                 if self.complete and frames.offset < frames.size:
-                    raise self._beyond(frames)
+                    raise LedgerError(
+                        f"{path} continues after byte {frames.offset}, and {self.path.name} ends "
+                        "with a record that the run has ended. One of the two was edited or "
+                        "replaced; take an unedited copy, or record the run again."
+                    )
                 yield from frames.read(frames.size, self._layouts, torn=True)
                 self.truncated |= frames.truncated
         finally:
@@ -139,7 +154,7 @@ class RankReader(AbstractContextManager["RankReader"]):
 
     def line_records(self) -> Iterator[Record]:
         """Yield each record after the header; of a ledger of schema 2, without frames."""
-        return map(self.parse, self.bodies())
+        return map(self.parse, cast("Iterator[bytes]", self.entries(lines_only=True)))
 
     def parse(self, body: bytes) -> Record:
         """Parse the record that ``bodies`` yielded last.
@@ -248,26 +263,11 @@ class RankReader(AbstractContextManager["RankReader"]):
             "that version or a later one."
         )
 
-    def _beyond(self, frames: FrameReader) -> LedgerError:
-        return LedgerError(
-            f"{frames.path} continues after byte {frames.offset}, and {self.path.name} ends with a "
-            "record that the run has ended. One of the two was edited or replaced; take an "
-            "unedited copy, or record the run again."
-        )
-
     def _not_a_ledger(self, reason: str) -> LedgerError:
         return LedgerError(
             f"{self.path} is not a ledger: it {reason}. A ledger is a folder fit-NNN with one file "
             "rank-N.jsonl for each rank; name such a folder or file."
         )
-
-    def _end_torn(self, line: bytes) -> None:
-        if len(line) > MAX_LINE:
-            raise LedgerError(
-                f"{self.path}, line {self.line + 1} is longer than {MAX_LINE} bytes, the most that "
-                "a record may have. The file was not written by lightning_d9m, or was edited."
-            )
-        self.truncated = True
 
     def _broken(self, line: bytes) -> LedgerError:
         return LedgerError(

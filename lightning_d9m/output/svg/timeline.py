@@ -1,8 +1,7 @@
 """Drawings of the page that ``d9m report`` writes; they hold numbers and no names of a ledger."""
 
 import math
-from collections.abc import Mapping, Sequence
-from itertools import chain
+from collections.abc import Iterable, Mapping, Sequence
 
 from lightning_d9m.comparison.timeline import StepHistogram, TimelineStep
 from lightning_d9m.output.svg.elements import Scale, element, line, polyline, round_axis, text
@@ -15,8 +14,10 @@ _MAX_LABELS, _LABEL, _HALF_LABEL, _MAX_DOTS = 8, 56, 32, 200
 _INSETS = {"equal": 5, "alone": 3, "different": 0}  # the last is drawn on top of the others
 
 
-def _scale_steps(steps: Sequence[TimelineStep]) -> Scale:
-    low, high = steps[0].first, max(step.last for step in steps)
+def scale_steps(steps: Iterable[int]) -> Scale:
+    """Return the horizontal scale of a drawing over these steps."""
+    numbers = [*steps] or [0]
+    low, high = min(numbers), max(numbers)
     return Scale(low, max(high, low + 1), LEFT, RIGHT)
 
 
@@ -75,7 +76,7 @@ def draw_timeline(ranks: Mapping[int, StepHistogram], epochs: Mapping[int, int])
     Differences have another color and are also taller.
     """
     lines = {rank: histogram.ordered() for rank, histogram in ranks.items()}
-    scale = _scale_steps(sorted(chain.from_iterable(lines.values()), key=lambda step: step.first))
+    scale = scale_steps(n for steps in lines.values() for s in steps for n in (s.first, s.last))
     parts = []
     for number, (rank, steps) in enumerate(lines.items()):
         top = number * _ROW + 4
@@ -86,15 +87,11 @@ def draw_timeline(ranks: Mapping[int, StepHistogram], epochs: Mapping[int, int])
     return frame("Timeline: the records of each rank by step", base + 45, parts)
 
 
-def _status(step: TimelineStep) -> str:
-    return "different" if step.differing else "alone" if step.alone else "equal"
-
-
 def _draw_marks(scale: Scale, steps: Sequence[TimelineStep], top: int) -> list[str]:
     """Draw one mark for successive steps of one status."""
     marks: list[tuple[str, int, int]] = []
     for step in steps:
-        status = _status(step)
+        status = "different" if step.differing else "alone" if step.alone else "equal"
         if marks and marks[-1][0] == status and step.first <= marks[-1][2] + 1:
             marks[-1] = (status, marks[-1][1], step.last)
         else:
@@ -127,7 +124,8 @@ def draw_growth(title: str, growth: StepHistogram, epochs: Mapping[int, int]) ->
     steps = [step for step in growth.ordered() if step.compared]
     shares = [step.differing / step.compared for step in steps]
     limit = round_axis(max(shares))
-    across, up = _scale_steps(steps), Scale(0.0, limit, _BOTTOM, _TOP)
+    across = scale_steps(number for step in steps for number in (step.first, step.last))
+    up = Scale(0.0, limit, _BOTTOM, _TOP)
     start, share = next((s.first, p) for s, p in zip(steps, shares, strict=True) if s.differing)
     x = across.at(start)
     label = _TOP + 4 if share < limit / 2 else _BOTTOM - 8  # beside the line, not on the curve

@@ -15,11 +15,11 @@ from lightning_d9m.output.svg.elements import (
 )
 from lightning_d9m.output.svg.timeline import (
     LEFT,
-    RIGHT,
     draw_axis,
     draw_dot,
     draw_tick,
     frame,
+    scale_steps,
 )
 
 _BOTTOM, _TOP, _HEIGHT = 172, 14, 216
@@ -43,7 +43,7 @@ def draw_values(label: str, runs: Sequence[Points], epochs: Mapping[int, int]) -
     low, high = min(values), max(values)
     margin = (high - low) / 20 or abs(high) / 20 or 1.0
     up = Scale(low - margin, high + margin, _BOTTOM, _TOP)
-    across = _scale_steps(finite)
+    across = scale_steps(step for run in finite for step, _ in run)
     parts = [line(LEFT, _TOP, LEFT, _BOTTOM, class_="axis")]
     ticks = list(dict.fromkeys((low, (low + high) / 2, high)))
     for value, name in zip(ticks, _describe_ticks(ticks), strict=True):
@@ -74,7 +74,7 @@ def draw_gaps(label: str, gaps: Points, epochs: Mapping[int, int]) -> str:
     positive = [(step, gap) for step, gap in gaps if gap > 0 and math.isfinite(gap)]
     low, high = find_powers([gap for _, gap in positive])
     up = LogScale(low, high, _BOTTOM, _TOP)
-    across = _scale_steps([gaps])
+    across = scale_steps(step for step, _ in gaps)
     parts = _draw_powers(up)
     for step, gap in positive:
         parts.append(draw_dot(across.at(step), up.at(gap), 3.0, f"step {step:,}: {gap:.3g}"))
@@ -93,7 +93,7 @@ def draw_distances(label: str, lines: Sequence[Points], epochs: Mapping[int, int
     """
     positive = [value for run in lines for _, value in run if 0 < value < math.inf]
     up = LogScale(*find_powers(positive), _BOTTOM, _TOP)
-    across = _scale_steps(lines)
+    across = scale_steps(step for run in lines for step, _ in run)
     parts = _draw_powers(up)
     for number, run in enumerate(lines):
         color, dashes = _choose_style(number)
@@ -154,9 +154,3 @@ def _draw_powers(up: LogScale) -> list[str]:
     for power in up.powers[:: -(-len(up.powers) // _MAX_TICKS)]:
         parts += draw_tick(up.at(10.0**power), f"1e{power}")
     return parts
-
-
-def _scale_steps(runs: Sequence[Points]) -> Scale:
-    steps = [step for run in runs for step, _ in run] or [0]
-    low, high = min(steps), max(steps)
-    return Scale(low, max(high, low + 1), LEFT, RIGHT)

@@ -66,13 +66,13 @@ def read_documentation(docstring: str) -> tuple[Line, ...]:
 
 
 def find_documented_lines(
-    lines: Iterable[Line], names: Iterable[tuple[str, str]], device: str
+    lines: Iterable[Line], names: Iterable[str], device: str
 ) -> tuple[Line, ...]:
     """Return the lines about an op, by its names and words of the line, on a type of device."""
-    wanted = tuple(names)
+    wanted = [name.partition(" ") for name in names]
     return tuple(
         line
         for line in lines
         if (not line.devices or device in line.devices)
-        and any(line.name == name and words in line.text for name, words in wanted)
+        and any(line.name == name and words in line.text for name, _, words in wanted)
     )
