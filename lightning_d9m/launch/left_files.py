@@ -13,7 +13,7 @@ from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 
-from lightning_d9m.text import describe_names
+from lightning_d9m.text import printable
 
 _MOST_FILES = 20_000  # of a folder, the least nested first
 _MOST_SHOWN = 5
@@ -77,7 +77,8 @@ class FileWatch:
         kinds = Counter(map(_without_numbers, self._written))
         used.sort(key=lambda path: (kinds[_without_numbers(path)], not self._is_below(path), path))
         names = [os.path.relpath(path) if self._is_below(path) else path for path in used]
-        return f"Files {said}: {describe_names(names, len(names), _MOST_SHOWN)}."
+        more = f" and {len(names) - _MOST_SHOWN} more" if len(names) > _MOST_SHOWN else ""
+        return f"Files {said}: {', '.join(map(printable, names[:_MOST_SHOWN]))}{more}."
 
     def _is_below(self, path: str) -> bool:
         return Path(path).is_relative_to(self._own[0])
