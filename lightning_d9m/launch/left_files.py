@@ -15,7 +15,8 @@ from pathlib import Path
 
 from lightning_d9m.text import printable
 
-_MOST_FILES = 20_000  # of a folder, the least nested first
+# Of a folder, the least nested first. The home folder may be on a slow network.
+_MOST_FILES, _MOST_SHARED = 20_000, 2000
 _MOST_SHOWN = 5
 _LEFT_OUT = frozenset({".git", "__pycache__", ".venv", "site-packages", "node_modules"})
 
@@ -87,7 +88,8 @@ class FileWatch:
         """Return what tells whether each file was written, and when it was read."""
         found: dict[str, tuple[object, int]] = {}
         for folder in self._folders:
-            for entry in islice(self._walk(str(folder)), _MOST_FILES):
+            most = _MOST_FILES if folder in self._own else _MOST_SHARED
+            for entry in islice(self._walk(str(folder)), most):
                 with suppress(OSError):  # it was removed meanwhile
                     stat = entry.stat(follow_symlinks=False)
                     sign = (stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
