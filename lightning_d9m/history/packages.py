@@ -133,7 +133,7 @@ def read_packages(path: Path) -> tuple[dict[str, str], list[str]]:
         if not line:
             continue
         if _SOURCE.match(line):
-            sources.append(line)
+            sources.append(_resolve_folder(line, path.parent))
         elif _EDITABLE.match(line):
             packages[line] = line
         elif found := _PACKAGE.match(line):
@@ -144,6 +144,13 @@ def read_packages(path: Path) -> tuple[dict[str, str], list[str]]:
                 "output of pip freeze, with lines such as numpy==2.1.0."
             )
     return packages, sources
+
+
+def _resolve_folder(line: str, folder: Path) -> str:
+    """Return an option with the whole path of its folder; uv and pip differ on relative ones."""
+    option, _, place = line.replace("=", " ", 1).partition(" ")
+    found = folder / place.strip()
+    return f"{option} {found.resolve()}" if place and found.is_dir() else line
 
 
 def _normalize(name: str) -> str:

@@ -5,10 +5,10 @@ import os
 import subprocess
 import sys
 import zipfile
-from pathlib import Path
 
 import pytest
 from bisected_training import BROKEN, OTHER, SAME, TRAIN
+from uv import find_uv_bin
 
 from lightning_d9m.cli.main import main
 from lightning_d9m.history import packages
@@ -32,14 +32,23 @@ def write_wheel(folder, name, version, code=""):
 
 
 @pytest.fixture
-def bisect(tmp_path, monkeypatch, capsys):
+def installer(request, tmp_path_factory, monkeypatch):
+    """Choose uv, or pip as where uv is not installed."""
+    program = None if getattr(request, "param", "uv") == "pip" else find_uv_bin()
+    monkeypatch.setattr(packages.shutil, "which", lambda _: program)
+    monkeypatch.setenv("UV_CACHE_DIR", str(tmp_path_factory.mktemp("uv")))
+
+
+BOTH = pytest.mark.parametrize("installer", ["uv", "pip"], indirect=True)
+
+
+@pytest.fixture
+def bisect(tmp_path, monkeypatch, capsys, installer):
     """Return a function that searches between two lists; it gives (status, facts, errors)."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
     # The trainings take lightning_d9m and what it imports from here.
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path for path in sys.path if path))
-    # Without uv, which may not be here.
-    monkeypatch.setattr(packages.shutil, "which", lambda _: None)
     (tmp_path / "train.py").write_text(TRAIN)
     (tmp_path / "wheels").mkdir()
 
@@ -128,6 +137,7 @@ def test_a_missing_list_is_named(tmp_path, monkeypatch, capsys):
     )
 
 
+@BOTH
 def test_the_text_names_the_package(tmp_path, bisect, capsys):
     write_wheel(tmp_path / "wheels", "values", 1, SAME)
     write_wheel(tmp_path / "wheels", "values", 2, OTHER)
@@ -157,32 +167,16 @@ def test_a_list_is_read_as_pip_reads_it(tmp_path):
     assert sources == ["--index-url https://host/simple"]
 
 
-def test_uv_is_used_where_it_is(tmp_path, monkeypatch):
-    """A stand-in for uv notes what it should do."""
-    program, noted = tmp_path / "uv", tmp_path / "noted"
-    program.write_text(f'#!/bin/sh\necho "$@" >> {noted}\n')
-    program.chmod(0o755)
-    monkeypatch.setattr(packages.shutil, "which", lambda _: str(program))
-    environment = Environment(tmp_path / "environment")
-    environment.install(tmp_path / "requirements.txt")
-    made, synced = noted.read_text().splitlines()
-    assert made == f"venv --quiet --python {sys.executable} {tmp_path}/environment"
-    python = tmp_path / "environment/bin/python"
-    assert synced == f"pip sync --quiet --python {python} {tmp_path}/requirements.txt"
-    assert environment.variables["PATH"].startswith(f"{python.parent}{os.pathsep}")
-
-
-def test_what_a_list_does_not_hold_is_removed(tmp_path, monkeypatch):
-    monkeypatch.setattr(packages.shutil, "which", lambda _: None)
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+@BOTH
+def test_what_a_list_does_not_hold_is_removed(tmp_path, installer):
     for name in ("alpha", "beta"):
         write_wheel(tmp_path, name, 1)
     environment = Environment(tmp_path / "environment")
     lists = [["alpha==1", "beta==1"], ["beta==1"]]
     found = []
     for lines in lists:
-        Path(tmp_path / "list.txt").write_text("\n".join(lines))
+        source = ["--no-index", f"--find-links {tmp_path}"]
+        (tmp_path / "list.txt").write_text("\n".join([*source, *lines, ""]))
         environment.install(tmp_path / "list.txt")
         code = "from importlib import metadata as m; print(*(d.name for d in m.distributions()))"
         python = tmp_path / "environment/bin/python"
