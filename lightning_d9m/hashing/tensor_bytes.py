@@ -1,24 +1,18 @@
 """The header and bytes of any torch tensor, from which its digest is computed."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from operator import add, attrgetter, ge, mul
 from typing import Any, NamedTuple, cast
 
 import torch
 
 from lightning_d9m.errors import DigestError
+from lightning_d9m.state.parts import SPARSE
 
 # The first word of every header; it changes when the definition in docs/digest.md does.
 VERSION = "d9m-digest-1"
 
-_SPARSE: dict[torch.layout, Callable[[torch.Tensor], Sequence[torch.Tensor]]] = {
-    torch.sparse_coo: lambda t: (t._indices(), t._values()),  # noqa: SLF001 - as stored, coalesced or not
-    torch.sparse_csr: lambda t: (t.crow_indices(), t.col_indices(), t.values()),
-    torch.sparse_csc: lambda t: (t.ccol_indices(), t.row_indices(), t.values()),
-    torch.sparse_bsr: lambda t: (t.crow_indices(), t.col_indices(), t.values()),
-    torch.sparse_bsc: lambda t: (t.ccol_indices(), t.row_indices(), t.values()),
-}
 _ORDINARY = {torch.Tensor, torch.nn.Parameter}
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -58,9 +52,9 @@ def flatten_tensor(tensor: torch.Tensor) -> DenseTensor | NestedTensor:
         components = tensor.detach().unbind()
         return NestedTensor(_header(tensor.dtype, (len(components),), "nested"), components)
     layout = tensor.layout
-    if layout in _SPARSE:
+    if layout in SPARSE:
         header = _header(tensor.dtype, tensor.shape, str(layout).removeprefix("torch."))
-        return NestedTensor(header, _SPARSE[layout](tensor.detach()))
+        return NestedTensor(header, SPARSE[layout](tensor.detach()))
     if layout is not torch.strided:
         raise _refuse(
             tensor, f"the order of its elements is that of {layout}", "Pass its to_dense()."

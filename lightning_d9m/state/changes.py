@@ -137,9 +137,12 @@ class Changes:
 
         Generators count as changed, as they may have been seeded otherwise at first.
         """
+        return self._encode_all(self._find_all())
+
+    def _encode_all(self, changes: Iterable[Change]) -> tuple[dict[str, bytes], list[str]]:
         found: dict[str, bytes] = {}
         unknown: list[str] = []
-        for change in self._find_all():
+        for change in changes:
             whole = not change.key
             value = None if change.value is MISSING else self._encode(change.value, whole=whole)
             known = value is not None or change.value is MISSING
@@ -171,7 +174,8 @@ class Changes:
 
         Generators are restored in any case, because nothing but their owner uses them.
         """
-        now, changes = self.capture()[0], list(self._find_all())
+        changes = list(self._find_all())
+        now, _ = self._encode_all(changes)
         differing = {path for path in before.keys() | after if before.get(path) != after.get(path)}
         for change in changes:
             path, node = change.path, change.node

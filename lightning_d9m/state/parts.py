@@ -16,7 +16,7 @@ import types
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import is_dataclass
 from functools import lru_cache
 from pathlib import PurePath
@@ -49,6 +49,15 @@ _LIBRARY_FOLDERS = tuple(_PATHS[name] for name in ("stdlib", "platstdlib", "pure
 _SIZED = (list, dict, set, deque, tuple)
 _STATEFUL = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, types.SimpleNamespace)
 
+
+SPARSE: dict[torch.layout, Callable[[Tensor], tuple[Tensor, ...]]] = {
+    torch.sparse_coo: lambda t: (t._indices(), t._values()),  # noqa: SLF001 - as stored, coalesced or not
+    torch.sparse_csr: lambda t: (t.crow_indices(), t.col_indices(), t.values()),
+    torch.sparse_csc: lambda t: (t.ccol_indices(), t.row_indices(), t.values()),
+    torch.sparse_bsr: lambda t: (t.crow_indices(), t.col_indices(), t.values()),
+    torch.sparse_bsc: lambda t: (t.ccol_indices(), t.row_indices(), t.values()),
+}
+"""Returns the dense tensors of which a sparse one consists, by layout."""
 
 MISSING = object()
 """Stands for a part that is not there."""
@@ -527,14 +536,8 @@ def equal_bits(one: Tensor, other: Tensor) -> bool:
 
 def read_memory(value: Any) -> tuple[Any, ...]:
     """Return the dense tensors or the array that have the elements of a tensor or an array."""
-    layout = getattr(value, "layout", torch.strided)
-    if layout is torch.sparse_coo:
-        return value._indices(), value._values()  # noqa: SLF001 - the public ones need a coalesced one
-    if layout in (torch.sparse_csr, torch.sparse_bsr):
-        return value.crow_indices(), value.col_indices(), value.values()
-    if layout in (torch.sparse_csc, torch.sparse_bsc):
-        return value.ccol_indices(), value.row_indices(), value.values()
-    return (value,)
+    read = SPARSE.get(getattr(value, "layout", torch.strided))
+    return (value,) if read is None else read(value)
 
 
 def are_equal(one: Any, other: Any) -> bool:  # noqa: PLR0911 - one case for each type
