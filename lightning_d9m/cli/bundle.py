@@ -8,12 +8,10 @@ from pathlib import Path
 import msgspec
 
 from lightning_d9m.cli.arguments import add_format_arguments
-from lightning_d9m.cli.report import check_output, compare_chosen, write_page
-from lightning_d9m.comparison.ledgers import Comparison, compare_ledgers
-from lightning_d9m.comparison.timeline import Timeline
+from lightning_d9m.cli.report import check_output, compare_chosen, compare_pair, write_page
+from lightning_d9m.comparison.ledgers import Comparison
 from lightning_d9m.errors import LedgerError, SettingError
 from lightning_d9m.history.bundle import Manifest, find_located, open_bundle, write_bundle
-from lightning_d9m.launch.progress import show_progress
 from lightning_d9m.ledger.folder import Ledger
 from lightning_d9m.output.bundle_text import format_bundle, name_sides
 from lightning_d9m.output.comparison_text import state_verdict
@@ -94,7 +92,7 @@ def _write(arguments: argparse.Namespace) -> int:
     write_bundle(output, found.ledgers, found.comparison.verdict, command, located, arguments.add)
     # From the archive: what is shown is what others see.
     with open_bundle(output) as (manifest, ledgers):
-        _show(arguments, manifest, found.comparison, ledgers, output)
+        _show(arguments, manifest, name_sides(found.comparison), ledgers, output)
     return 0 if found.comparison.equal else 1
 
 
@@ -105,14 +103,11 @@ def _open(arguments: argparse.Namespace) -> int:
         )
     if arguments.output is not None:
         check_output(arguments.output, force=False)
-    timeline = Timeline()
     with open_bundle(Path(arguments.paths[1])) as (manifest, ledgers):
-        with show_progress("records compared") as progress:
-            comparison = compare_ledgers(*ledgers, progress=progress, watch=timeline.watch)
-        comparison = name_sides(comparison)
+        found = compare_pair(*ledgers)
+        comparison = name_sides(found.comparison)
         if arguments.output is not None:
-            page = render_page(comparison, timeline, (ledgers[0], ledgers[1]))
-            write_page(arguments.output, page)
+            write_page(arguments.output, render_page(comparison, found.timeline, found.ledgers))
         _show(arguments, manifest, comparison, ledgers, None)
     return 0 if comparison.equal else 1
 
@@ -124,7 +119,6 @@ def _show(
     ledgers: list[Ledger],
     written: Path | None,
 ) -> None:
-    comparison = name_sides(comparison)
     if arguments.format == "json":
         facts = msgspec.to_builtins(manifest) | {"comparison": comparison.as_json()}
         print(json.dumps(facts | {"bundle": str(written or arguments.paths[1])}, indent=2))

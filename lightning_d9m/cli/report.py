@@ -76,12 +76,15 @@ def compare_chosen(arguments: argparse.Namespace) -> Compared:
     """Compare the ledgers that were named, the runs of a `d9m repeat`, or the last two ledgers."""
     folder = arguments.expected or Path()
     runs = read_runs(folder) if arguments.actual is None else {}
-    return _compare_runs(runs, folder) if runs else _compare_pair(*choose_ledgers(arguments))
+    if runs:
+        return _compare_runs(runs, folder)
+    return compare_pair(*map(read_ledger, choose_ledgers(arguments)))
 
 
-def _compare_pair(expected: Path, actual: Path) -> Compared:
+def compare_pair(expected: Ledger, actual: Ledger) -> Compared:
+    """Compare two ledgers, and note what differs when."""
     timeline = Timeline()
-    ledgers = read_ledger(expected), read_ledger(actual)
+    ledgers = expected, actual
     with show_progress("records compared") as progress:
         comparison = compare_ledgers(*ledgers, progress=progress, watch=timeline.watch)
     return Compared(comparison.verdict, comparison, timeline, ledgers)
