@@ -15,13 +15,12 @@ from lightning_d9m.comparison.weight_distance import NO_DISTANCE, measure_distan
 from lightning_d9m.errors import LedgerError
 from lightning_d9m.ledger.folder import Ledger
 from lightning_d9m.ledger.format.records import Digests
+from lightning_d9m.ledger.stack import LAST_BITS_SETTING
 
 FEWEST_RUNS = 3
 # The chance below which a difference is not noise; divided by the number of values.
 LEVEL = 0.05
 LOSS = "loss"
-# The setting of a run that `d9m repeat --last-bits` made.
-_LAST_BITS = "last_bits"
 
 
 @dataclass(frozen=True)
@@ -79,7 +78,7 @@ class NoiseVerdict:
 
     @property
     def verdict(self) -> Literal["within noise", "beyond noise"]:
-        """Whether noise explains the difference; that of the weights only without values."""
+        """The verdict on the values; without values, the verdict on the weights."""
         if self.values:
             beyond = self.values[0].chance * len(self.values) < LEVEL
         else:
@@ -145,7 +144,7 @@ def judge_change(
     return NoiseVerdict(
         len(noise),
         seeds,
-        any(_LAST_BITS in ledger.header.settings for ledger in noise),
+        any(LAST_BITS_SETTING in ledger.header.settings for ledger in noise),
         values,
         left_out,
         weights,
@@ -156,12 +155,8 @@ def judge_change(
 
 def _read_ends(ledger: Ledger) -> list[Digests]:
     """Return the records of the ends of epochs and of the fit, of the lowest rank."""
-    records = [
-        record
-        for record in ledger.line_records(min(ledger.files))
-        if isinstance(record, Digests) and record.moment in ("epoch", "final")
-    ]
-    if not records or records[-1].moment != "final":
+    records = ledger.list_ends()
+    if not records:
         raise LedgerError(
             f"{ledger.path} is a training without its end, which cannot be compared with noise. "
             "Name trainings that finished."

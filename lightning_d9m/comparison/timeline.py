@@ -181,7 +181,7 @@ class Timeline:
 
     @property
     def differs(self) -> bool:
-        """Whether something differs in a module."""
+        """Whether any module has a place that differs."""
         return any(module.differing for module in self.modules.values())
 
     def find_recorded(self, path: str) -> tuple[StepHistogram, ...]:

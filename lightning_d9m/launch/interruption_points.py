@@ -18,7 +18,7 @@ INTERRUPT = "LIGHTNING_D9M_INTERRUPT"
 FOLDER = "LIGHTNING_D9M_CHECKPOINT_DIR"
 RESUME = "LIGHTNING_D9M_RESUME"
 # Seed of a change of the last bits of all weights, and the setting with which a ledger records it.
-LAST_BITS, LAST_BITS_SETTING = "LIGHTNING_D9M_LAST_BITS", "last_bits"
+LAST_BITS = "LIGHTNING_D9M_LAST_BITS"
 # Files in FOLDER: the epochs' shapes, the checkpoint, and the mark that the point was reached.
 SURVEY = "survey"
 CHECKPOINT = "interrupted.ckpt"

@@ -25,13 +25,13 @@ from lightning_d9m.errors import SettingError
 from lightning_d9m.launch.interruption_points import (
     CHECKPOINT,
     LAST_BITS,
-    LAST_BITS_SETTING,
     MARK,
     EpochShape,
     InterruptionPoint,
     read_request,
     write_survey,
 )
+from lightning_d9m.ledger.stack import LAST_BITS_SETTING
 from lightning_d9m.lightning.lightning_private import is_search, resume_next_fit
 from lightning_d9m.lightning.packages import combined_base
 from lightning_d9m.lightning.trainer_attributes import list_callbacks

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Literal
 
 from lightning_d9m.comparison.ledgers import Comparison, RecordObserver, compare_ledgers
-from lightning_d9m.launch.interruption_points import LAST_BITS_SETTING
 from lightning_d9m.launch.run import Run
 from lightning_d9m.ledger.folder import Ledger
-from lightning_d9m.ledger.stack import LOGICAL_RANKS
+from lightning_d9m.ledger.stack import LAST_BITS_SETTING, LOGICAL_RANKS
 from lightning_d9m.output.columns import format_markdown_table, format_table
 from lightning_d9m.output.comparison_text import format_evidence, state_verdict
 from lightning_d9m.output.markdown import format_markdown
@@ -109,7 +108,7 @@ class RepeatReport:
         *,
         resumed: bool = False,
         printed: str = "",
-        left: Callable[..., str] = lambda *, first_alone: "",  # noqa: ARG005 - nothing is known
+        left: Callable[..., str] | None = None,
         watch: Callable[[int, str], RecordObserver] | None = None,
     ) -> None:
         self._runs = runs
@@ -248,7 +247,7 @@ class RepeatReport:
 
     @property
     def _first_alone(self) -> bool:
-        """Whether all of several later runs differ from run 1 and end with the same weights."""
+        """Whether several later runs end with the same weights, and run 1 with others."""
         final = {
             entry.fit: [row.weights for row in self._rows if row.fit == entry.fit and row.run > 1]
             for entry in self._differing
@@ -260,7 +259,7 @@ class RepeatReport:
 
     def _list_left(self) -> list[str]:
         """Return a sentence on files that may have carried a difference from run to run."""
-        if self._resumed or not self._differing:
+        if self._left is None or self._resumed or not self._differing:
             return []
         return list(filter(None, [self._left(first_alone=self._first_alone)]))
 

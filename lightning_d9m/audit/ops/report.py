@@ -145,7 +145,7 @@ def judge_op(rows: Sequence[Mapping[str, Any]]) -> list[str]:
             lines.
 
     Returns:
-        Findings, as sentences; ``"As documented."`` alone if there is no difference.
+        The findings as sentences. Without a difference the only one is ``"As documented."``.
     """
     kinds = {kind for row in rows for kind in row["documented"]}
     default = [row["conditions"]["default"] for row in rows]

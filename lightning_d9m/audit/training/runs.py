@@ -121,12 +121,8 @@ class Training:
 
 
 def _moments(ledger: Ledger) -> list[Digests]:
-    records = [
-        record
-        for record in ledger.line_records(min(ledger.files))
-        if isinstance(record, Digests) and record.moment in ("epoch", "final")
-    ]
-    if not records or records[-1].moment != "final":
+    records = ledger.list_ends()
+    if not records:
         raise CommandError(
             f"The training of {ledger.path} did not finish, so it cannot be measured. See its log, "
             "output.log in the same folder."

@@ -24,9 +24,10 @@ from lightning_d9m.cli.repeat.processes import (
 )
 from lightning_d9m.errors import CommandError, SettingError
 from lightning_d9m.launch.fit_pairs import pair_fits
-from lightning_d9m.launch.interruption_points import LAST_BITS, LAST_BITS_SETTING
+from lightning_d9m.launch.interruption_points import LAST_BITS
 from lightning_d9m.launch.left_files import FileWatch
 from lightning_d9m.launch.run import Run, make_output, make_run_folder, read_fits, run_once
+from lightning_d9m.ledger.stack import LAST_BITS_SETTING
 from lightning_d9m.output.repeat_text import RepeatReport
 
 _MIN_RUNS = 2
