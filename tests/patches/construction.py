@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_d9m.patches import taps
 from lightning_d9m.patches.catalog.op import Op
-from lightning_d9m.patches.kernels import separable
+from lightning_d9m.patches.kernels import reductions, separable
 
 ONE_THREAD_PER_OUTPUT = {
     *("arange", "empty.memory_format", "full", "full_like", "new_full", "new_zeros", "ones_like"),
@@ -86,6 +86,10 @@ ON_CONDITION: dict[str, Callable[[tuple[Any, ...], dict[str, Any]], bool]] = {
 }
 
 
+SCANS = (reductions.cumprod, reductions.logcumsumexp)
+"""Only scans of a single row vary."""
+
+
 class Judge(TorchDispatchMode):
     """Records each aten op that is not known to be deterministic on CUDA.
 
@@ -132,19 +136,14 @@ def judged(ops: tuple[Op, ...], monkeypatch: Any) -> Iterator[tuple[Judge, set[s
 
     def observe(path: str, replacement: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(replacement)
-        def run(original: Callable[..., Any], *args: object, **kwargs: object) -> object:
-            def fall_back(*given: object, **more: object) -> object:
-                # torch has a deterministic version of what these replace, which handles the rest.
-                offered = path.startswith("lightning_d9m.patches.kernels.index_add:")
-                offered |= path.startswith("lightning_d9m.patches.kernels.scan:")
-                floats = [part for part in given if getattr(part, "is_floating_point", bool)()]
-                assert offered or not floats, f"{path} leaves floating point to the original."
-                with _disable_current_modes():
-                    return original(*given, **more)
-
+        def run(*args: object, **kwargs: object) -> object:
             ran.add(path)
             with judge:
-                return replacement(fall_back, *args, **kwargs)
+                result = replacement(*args, **kwargs)
+            floats = [part for part in args if getattr(part, "is_floating_point", bool)()]
+            left = result is NotImplemented and floats
+            assert not left or replacement in SCANS, f"{path} leaves floating point to torch."
+            return result
 
         return run
 

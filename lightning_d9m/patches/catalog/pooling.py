@@ -12,7 +12,7 @@ from lightning_d9m.patches.catalog.op import (
 
 _AVG_POOL = "lightning_d9m.patches.kernels.separable"
 _MAX_POOL = "lightning_d9m.patches.kernels.max_pool"
-_PUT_UNPOOL = "lightning_d9m.patches.kernels.put_unpool"
+_PUT_UNPOOL = "lightning_d9m.patches.kernels.max_pool"
 
 _MEAN_BITS = (
     "Within a few rounding errors: the sum is taken dimension by dimension, and means multiply by "

@@ -10,15 +10,15 @@ from lightning_d9m.patches.catalog.op import (
 )
 
 _CTC_LOSS = "lightning_d9m.patches.kernels.ctc_loss"
-_EMBEDDING_BAG = "lightning_d9m.patches.kernels.embedding_bag"
-_HISTC_BINCOUNT = "lightning_d9m.patches.kernels.histc_bincount"
-_INDEX_ADD = "lightning_d9m.patches.kernels.index_add"
-_INDEX_REDUCE = "lightning_d9m.patches.kernels.index_reduce"
-_NLL_LOSS = "lightning_d9m.patches.kernels.nll_loss"
-_ORDER_STATISTICS = "lightning_d9m.patches.kernels.order_statistics"
-_PUT_UNPOOL = "lightning_d9m.patches.kernels.put_unpool"
-_SCAN = "lightning_d9m.patches.kernels.scan"
-_SCATTER = "lightning_d9m.patches.kernels.scatter"
+_EMBEDDING_BAG = "lightning_d9m.patches.kernels.fresh_sums"
+_HISTC_BINCOUNT = "lightning_d9m.patches.kernels.fresh_sums"
+_INDEX_ADD = "lightning_d9m.patches.kernels.updates"
+_INDEX_REDUCE = "lightning_d9m.patches.kernels.updates"
+_NLL_LOSS = "lightning_d9m.patches.kernels.reductions"
+_ORDER_STATISTICS = "lightning_d9m.patches.kernels.reductions"
+_PUT_UNPOOL = "lightning_d9m.patches.kernels.updates"
+_SCAN = "lightning_d9m.patches.kernels.reductions"
+_SCATTER = "lightning_d9m.patches.kernels.updates"
 
 SCATTERING: tuple[Op, ...] = (
     Op(
@@ -228,6 +228,8 @@ SCATTERING: tuple[Op, ...] = (
         cause="None known; the replacement is offered for its speed.",
         instead=EXACT,
         bits=ROUNDED_ONCE,
-        kernels=map_overloads(f"{_INDEX_ADD}:embedding_dense_backward", "embedding_dense_backward"),
+        kernels=map_overloads(
+            f"{_EMBEDDING_BAG}:embedding_dense_backward", "embedding_dense_backward"
+        ),
     ),
 )

@@ -14,9 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_d9m.patches.arguments import accumulation_dtype, require
 from lightning_d9m.patches.exact_sums import Part, accumulate, plan_pieces
-from lightning_d9m.patches.primitives.fallback import Original, raise_as_original
-from lightning_d9m.patches.primitives.segment_reduce import accumulation_dtype
 from lightning_d9m.patches.triton.launch import allocate
 
 _BILINEAR, _NEAREST, _BICUBIC = 0, 1, 2
@@ -40,18 +39,7 @@ class Tap(NamedTuple):
     slope: Tensor
 
 
-def cudnn_grid_sampler_backward(
-    original: Original, self: Tensor, grid: Tensor, grad_output: Tensor
-) -> tuple[Tensor | None, Tensor]:
-    """Return what cuDNN computes: bilinear, zeros outside, corners aligned."""
-    dims = 2
-    if not _can_sample(grad_output, self, grid, dims):
-        raise_as_original(original, self, grid, grad_output)
-    return _differentiate(grad_output, self, grid, _BILINEAR, _ZEROS, True, (True, True))  # noqa: FBT003 - an argument of torch's
-
-
-def _backward(  # noqa: PLR0913 - torch's arguments
-    original: Original,
+def _backward(
     grad_output: Tensor,
     image: Tensor,
     grid: Tensor,
@@ -63,41 +51,17 @@ def _backward(  # noqa: PLR0913 - torch's arguments
     dims: int,
 ) -> tuple[Tensor | None, Tensor]:
     """Return the gradients of ``grid_sample`` with respect to its input and its grid."""
-    arguments = (grad_output, image, grid, mode, padding, align_corners, output_mask)
-    if (
-        not _can_sample(grad_output, image, grid, dims)
-        or mode not in (_BILINEAR, _NEAREST, _BICUBIC)[: 5 - dims]
-        or padding not in (_ZEROS, _BORDER, _REFLECTION)
-    ):
-        raise_as_original(original, *arguments)
-    return _differentiate(*arguments)
-
-
-grid_sampler_2d_backward = partial(_backward, dims=2)
-grid_sampler_3d_backward = partial(_backward, dims=3)
-
-
-def _can_sample(grad_output: Tensor, image: Tensor, grid: Tensor, dims: int) -> bool:
-    return (
-        image.dim() == grid.dim() == dims + 2
-        and grid.shape[-1] == dims
-        and grid.shape[0] == image.shape[0]
-        and grad_output.shape == (*image.shape[:2], *grid.shape[1:-1])
-        and image.dtype == grid.dtype == grad_output.dtype
-        and image.is_floating_point()
-        and min(image.shape[2:]) > 0
+    require(
+        image.dim() == grid.dim() == dims + 2,
+        grid.shape[-1] == dims,
+        grid.shape[0] == image.shape[0],
+        grad_output.shape == (*image.shape[:2], *grid.shape[1:-1]),
+        image.dtype == grid.dtype == grad_output.dtype,
+        image.is_floating_point(),
+        0 not in image.shape[2:],
+        mode in (_BILINEAR, _NEAREST, _BICUBIC)[: 5 - dims],
+        padding in {_ZEROS, _BORDER, _REFLECTION},
     )
-
-
-def _differentiate(
-    grad_output: Tensor,
-    image: Tensor,
-    grid: Tensor,
-    mode: int,
-    padding: int,
-    align_corners: bool,
-    output_mask: Sequence[bool],
-) -> tuple[Tensor | None, Tensor]:
     if not grad_output.numel():
         grad_image = torch.zeros_like(image, memory_format=torch.contiguous_format)
         return grad_image if output_mask[0] else None, torch.zeros_like(grid)
@@ -129,6 +93,17 @@ def _differentiate(
     sums = grad_image.view(batch, channels, prod(sizes), 1)
     accumulate(sums, parts, pieces, include=False)
     return grad_image, grad_grid
+
+
+grid_sampler_2d_backward = partial(_backward, dims=2)
+grid_sampler_3d_backward = partial(_backward, dims=3)
+
+
+def cudnn_grid_sampler_backward(
+    self: Tensor, grid: Tensor, grad_output: Tensor
+) -> tuple[Tensor | None, Tensor]:
+    """Return what cuDNN computes: bilinear, zeros outside, corners aligned."""
+    return _backward(grad_output, self, grid, _BILINEAR, _ZEROS, True, (True, True), dims=2)  # noqa: FBT003 - an argument of torch's
 
 
 def _differentiate_grid(
