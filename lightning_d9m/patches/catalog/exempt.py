@@ -3,9 +3,11 @@
 Many vary only while deterministic algorithms are off: torch itself switches.
 """
 
+from typing import Any
+
 from lightning_d9m.patches.catalog.op import LAST_STAYS, FlagEffect, Op, make_exempt
 
-_UNNEEDED = {"flag_effect": FlagEffect.UNNEEDED, "torch_does": "Runs as always."}
+_UNNEEDED: dict[str, Any] = {"flag_effect": FlagEffect.UNNEEDED, "torch_does": "Runs as always."}
 
 EXEMPT: tuple[Op, ...] = (
     make_exempt(

@@ -1,5 +1,7 @@
 """Catalog entries of losses, indexing, counting, scans and order statistics."""
 
+from typing import Any
+
 from lightning_d9m.patches.catalog.op import (
     EXACT,
     LAST_STAYS,
@@ -10,14 +12,14 @@ from lightning_d9m.patches.catalog.op import (
 )
 
 _MEET = "The threads that meet on one place {}, in no fixed order."
-_OFFERED = {"status": "offered", "flag_effect": FlagEffect.SWITCHES}
-_MEDIAN = {
+_OFFERED: dict[str, Any] = {"status": "offered", "flag_effect": FlagEffect.SWITCHES}
+_MEDIAN: dict[str, Any] = {
     "torch_does": "Raises for the median along a dimension.",
     "cause": "The index is that of one of several equal elements; the threads decide which.",
     "instead": "The value is selected first; the index is that of the first equal element.",
     "bits": "The value is torch's; the index may differ where elements are equal.",
 }
-_SCAN = {
+_SCAN: dict[str, Any] = {
     "flag_effect": FlagEffect.NONE,
     "torch_does": "Runs the same kernel.",
     "cause": (

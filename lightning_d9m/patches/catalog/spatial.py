@@ -19,25 +19,25 @@ _BITS = (
     "Within a few rounding errors: the sum is taken dimension by dimension{}; half and bfloat16 "
     "are added in float32."
 )
-_DECOMPOSED = {
+_DECOMPOSED: dict[str, Any] = {
     "flag_effect": FlagEffect.DECOMPOSES,
     "torch_does": (
         "Decomposes the op if deterministic algorithms were on in the forward pass (the patch "
         "restores the op); raises in the backward pass if they were off."
     ),
 }
-_AVERAGED = {
+_AVERAGED: dict[str, Any] = {
     "instead": f"{_GATHER}, one dimension after the other.",
     "bits": _BITS.format(", and means multiply by the reciprocal"),
 }
-_PADDED = {
+_PADDED: dict[str, Any] = {
     "instead": f"{_GATHER}, one dimension after the other.",
     "bits": (
         "Equal to torch's CPU kernel on one thread in 1 dimension; in more, within a few rounding "
         "errors where paddings of several dimensions meet. Half and bfloat16 are added in float32."
     ),
 }
-_UNPOOLED = {
+_UNPOOLED: dict[str, Any] = {
     "torch_does": "Raises, on a CPU too.",
     "cause": LAST_STAYS,
     "instead": "The last value wins, found as the greatest position of each place.",
