@@ -5,7 +5,7 @@ contributions to an element of the input are added exactly; see ``exact_sums``. 
 weights follow torch's ``GridSampler.h``.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import product
 from math import prod
@@ -80,14 +80,15 @@ def _backward(
     if not output_mask[0]:
         return None, grad_grid
 
-    def parts() -> Iterator[Part]:
-        for corner in product(*taps):
-            place, inside = _find_corner(corner, sizes)
-            weight = _multiply(tap.weight for tap in corner)
-            index = torch.where(inside, place, -1).unsqueeze(2)
-            yield Part(index, terms, weight.unsqueeze(2).contiguous())
-
     terms = gradients.contiguous().unsqueeze(3)
+
+    def make_part(corner: Sequence[Tap]) -> Part:
+        place, inside = _find_corner(corner, sizes)
+        weight = _multiply(tap.weight for tap in corner)
+        index = torch.where(inside, place, -1).unsqueeze(2)
+        return Part(index, terms, weight.unsqueeze(2).contiguous())
+
+    parts = [partial(make_part, corner) for corner in product(*taps)]
     grad_image = allocate(image.shape, image.dtype, image.device)
     pieces = plan_pieces(image.dtype, outputs * prod(map(len, taps)))
     sums = grad_image.view(batch, channels, prod(sizes), 1)

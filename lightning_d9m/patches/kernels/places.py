@@ -98,7 +98,7 @@ def add_to_sums(out: Tensor, index: Tensor, values: Tensor, *, include: bool) ->
     places = index.view(1, -1, 1) if index.dim() == 1 else index
     part = Part(places, values.contiguous().unsqueeze(1))
     pieces = plan_pieces(out.dtype, values.shape[1] + 1)
-    accumulate(out.unsqueeze(1), lambda: [part], pieces, include=include)
+    accumulate(out.unsqueeze(1), [lambda: part], pieces, include=include)
 
 
 def sum_by_index(index: Tensor, values: Tensor, count: int, dtype: torch.dtype) -> Tensor:

@@ -183,8 +183,8 @@ def accumulate(out, parts, pieces, form, include):
     sums = torch.full(shape, start, dtype=torch.float64, device=out.device)
     for number in (0, pieces.number):
         own = slots if include else 0
-        for part in parts():
-            _add_part(out, part, tops, sums, pieces.size, own, number)
+        for make in parts:
+            _add_part(out, make(), tops, sums, pieces.size, own, number)
             own = 0
     form = {"BITS": form[0], "LEAST": form[1]}
     launch_blocks(
