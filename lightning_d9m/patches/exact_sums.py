@@ -188,7 +188,7 @@ def _accumulate(
             _write_few(flat, size, *held[0], pieces) if held else flat.zero_()
             return
     own = flat.to(torch.float64) if include else None
-    result = _sum_terms(size, terms, pieces, out.dtype, own)[:slots]
+    result = _sum_terms(out, size, terms, pieces, own)[:slots]
     flat.copy_(torch.where(flat.isnan(), flat, result) if include else result)
 
 
@@ -198,7 +198,7 @@ def _write_few(flat: Tensor, size: int, places: Tensor, terms: Tensor, pieces: P
     # The number of a place is the position of its last term.
     last = ranks.new_zeros(size).scatter_reduce_(0, places, ranks, "amax")
     numbers = last.index_select(0, places).to(torch.int64)
-    sums = _sum_terms(len(places), lambda: [(numbers, terms)], pieces, flat.dtype)
+    sums = _sum_terms(flat, len(places), lambda: [(numbers, terms)], pieces)
     whole = flat.new_zeros(size)
     # Sums for one place are equal, so the order of the writes has no effect.
     whole.index_put_((places,), sums.index_select(0, numbers))
@@ -206,23 +206,21 @@ def _write_few(flat: Tensor, size: int, places: Tensor, terms: Tensor, pieces: P
 
 
 def _sum_terms(
-    size: int, terms: Terms, pieces: Pieces, dtype: torch.dtype, own: Tensor | None = None
+    out: Tensor, size: int, terms: Terms, pieces: Pieces, own: Tensor | None = None
 ) -> Tensor:
-    """Return the sums of the terms at so many places, each rounded once.
+    """Return the sums of the terms at so many places, each rounded once to the dtype of ``out``.
 
     ``own`` has a first term, float64, of the first places.
     """
     # As integers, the magnitudes of numbers are in the order of the numbers.
-    given = None if own is None else own.view(torch.int64) & _MAGNITUDE
-    first = next(iter(terms()), (torch.empty(0), torch.empty(0)))[0]
-    tops = torch.zeros(size, dtype=torch.int64, device=first.device)
-    if given is not None:
-        tops[: len(given)] = given
+    tops = torch.zeros(size, dtype=torch.int64, device=out.device)
+    if own is not None:
+        tops[: len(own)] = own.view(torch.int64) & _MAGNITUDE
     for places, values in terms():
         tops.scatter_reduce_(0, places, values.view(torch.int64) & _MAGNITUDE, "amax")
     tops >>= _FRACTION
-    cuts = find_cuts(tops, pieces, dtype)
-    sums = [torch.zeros(size, dtype=torch.float64, device=tops.device) for _ in cuts.constants]
+    cuts = find_cuts(tops, pieces, out.dtype)
+    sums = [torch.zeros(size, dtype=torch.float64, device=out.device) for _ in cuts.constants]
     if own is not None:
         # Any number can be added to -0.0. A fresh sum of torch begins with 0.0.
         sums[0].fill_(-0.0)
@@ -232,7 +230,7 @@ def _sum_terms(
     for places, values in terms():
         for total, piece in zip(sums, cut_terms(values, cuts.at(places)), strict=True):
             total.index_add_(0, places, piece)
-    return round_sums(sums, tops, dtype)
+    return round_sums(sums, tops, out.dtype)
 
 
 def _make_example(device: torch.device) -> tuple[Any, ...]:

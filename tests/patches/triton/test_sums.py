@@ -28,9 +28,10 @@ def compare(out: Tensor, parts: list[Part], terms: int, *, include: bool) -> Non
     """Compare the bits by torch ops with those by the kernels."""
     expected, actual = out.clone(), out.clone()
     pieces = plan_pieces(out.dtype, terms)
-    accumulate(expected, lambda: parts, pieces, include=include)
+    makers = [lambda part=part: part for part in parts]
+    accumulate(expected, makers, pieces, include=include)
     with kernels_on_cpu("sums:accumulate"):
-        accumulate(actual, lambda: parts, pieces, include=include)
+        accumulate(actual, makers, pieces, include=include)
     assert torch.equal(read_bits(actual), read_bits(expected))
 
 
