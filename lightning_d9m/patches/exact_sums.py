@@ -218,7 +218,7 @@ def _sum_terms(
         tops[: len(own)] = own.view(torch.int64) & _MAGNITUDE
     for places, values in terms():
         tops.scatter_reduce_(0, places, values.view(torch.int64) & _MAGNITUDE, "amax")
-    tops >>= _FRACTION
+    tops = tops >> _FRACTION
     cuts = find_cuts(tops, pieces, out.dtype)
     sums = [torch.zeros(size, dtype=torch.float64, device=out.device) for _ in cuts.constants]
     if own is not None:

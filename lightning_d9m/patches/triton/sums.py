@@ -206,7 +206,7 @@ def _add_part(out, part, tops, sums, size, own, number):
         values if weights is None else weights,
         index,
         tops,
-        sums,
+        sums if number else tops,
         *steps,
         terms,
         out.numel(),
