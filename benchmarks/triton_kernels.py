@@ -4,8 +4,9 @@
 
 Each workload of patch_workloads.py runs on the CPU with its Triton launches recorded instead of
 run. The recorded kernels are then compiled for several architectures. Bytes are counted from the
-shapes: each tensor of a launch once, what atomics change twice, and a fill with zeros. Of torch's own kernel with atomics at least these are moved:
-the result is filled with zeros, then read and written; every other tensor is read once.
+shapes: each tensor of a launch once, what atomics change twice, and a fill with zeros. Of torch's
+own kernel with atomics at least these are moved: the result is filled with zeros, then read and
+written; every other tensor is read once.
 """
 
 import argparse
