@@ -46,8 +46,8 @@ class Part(NamedTuple):
     """Terms of sums.
 
     Attributes:
-        places: The place of each row of values in its group, as integers of a shape that expands to
-            ``[batch, rows, inner]``. A row whose place is outside is skipped.
+        places: The places in its group that each row of values goes to, as integers of a shape that
+            expands to ``[taps, batch, rows, inner]``. A place outside is skipped.
         values: Contiguous, of shape ``[batch, group, rows, inner]``; float64 only if the sums are.
         weights: Factors, with the strides of the places, or None.
     """
@@ -87,7 +87,6 @@ class Cuts(NamedTuple):
         return Cuts(constants, scale)
 
 
-Parts = Sequence[Callable[[], Part]]
 Terms = Callable[[], Iterable[tuple[Tensor, Tensor]]]
 """The place of each term, and the terms in float64."""
 
@@ -151,9 +150,9 @@ def add_at(
         include: Whether what is in ``out`` is a term as well.
         guard: See :func:`plan_pieces`.
     """
-    part = Part(places.view(1, -1, 1), values.reshape(1, 1, -1, 1))
+    part = Part(places.view(1, 1, -1, 1), values.reshape(1, 1, -1, 1))
     pieces = plan_pieces(out.dtype, places.numel() + 1, guard)
-    accumulate(out.view(1, 1, -1, 1), [lambda: part], pieces, include=include)
+    accumulate(out.view(1, 1, -1, 1), part, pieces, include=include)
 
 
 def accumulate(out: Tensor, parts: Parts, pieces: Pieces, *, include: bool = True) -> None:
@@ -161,26 +160,25 @@ def accumulate(out: Tensor, parts: Parts, pieces: Pieces, *, include: bool = Tru
 
     Args:
         out: Floating point, contiguous, of shape ``[batch, group, count, inner]``.
-        parts: Functions that return the terms, each of which exist only while they are added. They
-            are called twice.
+        part: The terms.
         pieces: Those of as many terms as a place can get, with its own.
         include: Whether what is in ``out`` is a term as well. A place without a value then keeps
             its bits; else it becomes 0.
     """
     if out.numel():
         form = _FORMATS.get(out.dtype, (0, 0))
-        more = (parts, pieces, form, include)
+        more = (part, pieces, form, include)
         run_kernel("sums:accumulate", _accumulate, _make_example, out, *more)
 
 
 def _accumulate(
-    out: Tensor, parts: Parts, pieces: Pieces, _form: tuple[int, int], include: bool
+    out: Tensor, part: Part, pieces: Pieces, _form: tuple[int, int], include: bool
 ) -> None:
     slots, flat = out.numel(), out.view(-1)
     # What goes to no place goes to the row after the last one.
     size = slots + out.shape[-1]
-    terms: Terms = partial(_list_terms, out, parts)
-    number = parts[0]().values.numel() if len(parts) == 1 else _SLICE + 1
+    terms: Terms = partial(_list_terms, out, part)
+    number = part.values.numel() if len(part.places) == 1 else _SLICE + 1
     if number <= _SLICE:
         held = list(terms())
         terms = partial(iter, held)
@@ -238,35 +236,34 @@ def _make_example(device: torch.device) -> tuple[Any, ...]:
     terms = torch.arange(1, 601, dtype=torch.float32, device="cpu")
     values = (terms * 0.37).sin() * (terms * 29 % 200 - 100).exp2()
     index = (terms.to(torch.int64) * 7 % 12).view(1, -1, 1)
-    part = Part(index.to(device), values.view(1, 2, 300, 1).to(device))
+    places = torch.stack([index[:, :300], index[:, 300:]])
+    part = Part(places.to(device), values.view(1, 2, 300, 1).to(device))
     out = torch.ones(1, 2, 11, 1, device=device)
-    part = part._replace(places=part.places[:, :300])
-    return out, [lambda: part], plan_pieces(out.dtype, 2**10), _FORMATS[out.dtype], True
+    return out, part, plan_pieces(out.dtype, 2**10), _FORMATS[out.dtype], True
 
 
-def _list_terms(out: Tensor, parts: Parts) -> Iterator[tuple[Tensor, Tensor]]:
-    """Return the places and the terms of each part, in slices."""
+def _list_terms(out: Tensor, part: Part) -> Iterator[tuple[Tensor, Tensor]]:
+    """Return the places and the terms, in slices."""
     *shape, count, inner = out.shape
     lines = torch.arange(shape[0] * shape[1], device=out.device).view(*shape, 1, 1) * count
     column = torch.arange(inner, device=out.device)
-    for make in parts:
-        given, values, weights = make()
-        batch, group, rows, _ = values.shape
-        index = given.expand(batch, -1, -1)
-        some = max(1, _SLICE // (group * inner))
-        several = max(1, some // max(rows, 1))
+    batch, group, rows, _ = part.values.shape
+    some = max(1, _SLICE // (group * inner))
+    several = max(1, some // max(rows, 1))
+    for tap in range(len(part.places)):
+        index = part.places[tap].expand(batch, -1, -1)
+        weights = None if part.weights is None else part.weights[tap].expand(batch, -1, -1)
         for begin, start in product(range(0, batch, several), range(0, rows, some)):
             side = slice(begin, begin + several), slice(start, start + some)
-            keys, terms = index[side].unsqueeze(1), values[side[0], :, side[1]]
+            keys, terms = index[side].unsqueeze(1), part.values[side[0], :, side[1]]
             if weights is not None:
-                weight = weights.expand(batch, -1, -1)[side].unsqueeze(1)
+                weight = weights[side].unsqueeze(1)
                 terms = terms.to(weight.dtype) * weight
             places = lines[side[0]] + keys
             places = torch.where((keys >= 0) & (keys < count), places, lines.numel() * count)
             if inner > 1:
                 places = places * inner + column
-            places = places.expand(terms.shape)
-            yield places.flatten(), terms.flatten().to(torch.float64)
+            yield places.expand(terms.shape).flatten(), terms.flatten().to(torch.float64)
 
 
 def read_exponents(values: Tensor) -> Tensor:

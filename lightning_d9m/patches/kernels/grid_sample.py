@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightning_d9m.patches.arguments import accumulation_dtype, require
 from lightning_d9m.patches.exact_sums import Part, accumulate, plan_pieces
-from lightning_d9m.patches.triton.launch import allocate
+from lightning_d9m.patches.triton.launch import INT32_LIMIT, allocate
 
 _BILINEAR, _NEAREST, _BICUBIC = 0, 1, 2
 _ZEROS, _BORDER, _REFLECTION = 0, 1, 2
@@ -80,19 +80,14 @@ def _backward(
     if not output_mask[0]:
         return None, grad_grid
 
-    terms = gradients.contiguous().unsqueeze(3)
-
-    def make_part(corner: Sequence[Tap]) -> Part:
-        place, inside = _find_corner(corner, sizes)
-        weight = _multiply(tap.weight for tap in corner)
-        index = torch.where(inside, place, -1).unsqueeze(2)
-        return Part(index, terms, weight.unsqueeze(2).contiguous())
-
-    parts = [partial(make_part, corner) for corner in product(*taps)]
+    corners = list(product(*taps))
+    weights = torch.stack([_multiply(tap.weight for tap in corner) for corner in corners])
+    index = torch.stack([_number_corner(corner, sizes) for corner in corners])
+    part = Part(index.unsqueeze(3), gradients.contiguous().unsqueeze(3), weights.unsqueeze(3))
     grad_image = allocate(image.shape, image.dtype, image.device)
-    pieces = plan_pieces(image.dtype, outputs * prod(map(len, taps)))
+    pieces = plan_pieces(image.dtype, outputs * len(corners))
     sums = grad_image.view(batch, channels, prod(sizes), 1)
-    accumulate(sums, parts, pieces, include=False)
+    accumulate(sums, part, pieces, include=False)
     return grad_image, grad_grid
 
 
@@ -133,6 +128,13 @@ def _find_corner(corner: Sequence[Tap], sizes: Sequence[int]) -> tuple[Tensor, T
         inside = inside & (tap.place >= 0) & (tap.place < size)
         place = place * size + tap.place
     return torch.where(inside, place, 0), inside
+
+
+def _number_corner(corner: Sequence[Tap], sizes: Sequence[int]) -> Tensor:
+    """Return the position of one neighbor of each output, or -1 if it is outside."""
+    place, inside = _find_corner(corner, sizes)
+    dtype = torch.int32 if prod(sizes) <= INT32_LIMIT else torch.int64
+    return torch.where(inside, place, -1).to(dtype)
 
 
 def _find_taps(

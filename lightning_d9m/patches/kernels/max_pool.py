@@ -89,10 +89,10 @@ def _add_chosen(
     )
     planes, outputs = prod(self.shape[:-dims]), prod(grad_output.shape[-dims:])
     result = allocate(self.shape, self.dtype, self.device)
-    places = indices.reshape(planes, outputs, 1)
+    places = indices.reshape(1, planes, outputs, 1)
     part = Part(places, grad_output.reshape(planes, 1, outputs, 1).contiguous())
     sums = result.view(planes, 1, prod(self.shape[-dims:]), 1)
-    accumulate(sums, [lambda: part], pieces or plan_pieces(self.dtype, outputs), include=False)
+    accumulate(sums, part, pieces or plan_pieces(self.dtype, outputs), include=False)
     if keep_format and not self.is_contiguous():
         memory_format = suggest_memory_format(self)
         return torch.empty_like(result, memory_format=memory_format).copy_(result)

@@ -96,9 +96,9 @@ def add_to_sums(out: Tensor, index: Tensor, values: Tensor, *, include: bool) ->
             its bits; else it becomes 0.
     """
     places = index.view(1, -1, 1) if index.dim() == 1 else index
-    part = Part(places, values.contiguous().unsqueeze(1))
+    part = Part(places.unsqueeze(0), values.contiguous().unsqueeze(1))
     pieces = plan_pieces(out.dtype, values.shape[1] + 1)
-    accumulate(out.unsqueeze(1), [lambda: part], pieces, include=include)
+    accumulate(out.unsqueeze(1), part, pieces, include=include)
 
 
 def sum_by_index(index: Tensor, values: Tensor, count: int, dtype: torch.dtype) -> Tensor:
