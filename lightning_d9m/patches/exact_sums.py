@@ -155,7 +155,7 @@ def add_at(
     accumulate(out.view(1, 1, -1, 1), part, pieces, include=include)
 
 
-def accumulate(out: Tensor, parts: Parts, pieces: Pieces, *, include: bool = True) -> None:
+def accumulate(out: Tensor, part: Part, pieces: Pieces, *, include: bool = True) -> None:
     """Write into each place the sum of the terms that go to it.
 
     Args:
