@@ -1,7 +1,7 @@
 """Edge cases of the patched ops; check_edge_cases.py runs them."""
 
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from typing import NamedTuple
 
 import torch
@@ -299,6 +299,7 @@ def list_sample_cases() -> Iterator[EdgeCase]:
                     yield EdgeCase(name, "expanded", partial(run, image, grid[:1].expand_as(grid)))
                     yield EdgeCase(name, "empty", partial(run, image[:0], grid[:0]))
                     yield EdgeCase(name, "other shape", partial(run, image, grid[:1]))
+                    yield EdgeCase(name, "other dtype", partial(run, image, grid.float()))
 
 
 def list_dtype_cases() -> Iterator[EdgeCase]:
@@ -572,6 +573,7 @@ def _align(scores: Tensor, lengths: list[int], kind: torch.dtype, *, infinity: b
     return torch.autograd.grad(loss.sum(), leaf)[0]
 
 
+@cache
 def list_cases() -> list[EdgeCase]:
     """Return all cases; the same ones in every process."""
     torch.manual_seed(0)
