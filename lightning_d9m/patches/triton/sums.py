@@ -203,6 +203,7 @@ def accumulate(out, part, pieces, form, include):
     start = -0.0 if include else 0.0
     shape = (pieces.number, slots)
     sums = torch.full(shape, start, dtype=torch.float64, device=out.device)
+    wide = needs_int64(values, sums, index)
     for number in (0, pieces.number):
         launch_blocks(
             add_terms,
@@ -225,7 +226,7 @@ def accumulate(out, part, pieces, form, include):
             TAPS=taps,
             PIECES=number,
             WEIGHTED=weights is not None,
-            WIDE=needs_int64(values, sums, index),
+            WIDE=wide,
         )
     form = {"BITS": form[0], "LEAST": form[1]}
     launch_blocks(
