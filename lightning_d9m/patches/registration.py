@@ -161,23 +161,30 @@ class Kernel:
         targets = [kwargs.pop(name) for name in self._outputs]
         _thread.is_inside = True
         try:
+            returned, refusal = self._plan(args, kwargs, targets)
+            if returned is not NotImplemented:
+                return self._finish(returned, args[0], targets, original)
+            result = original()
+        finally:
+            _thread.is_inside = False
+        if refusal is not None and not self._offered:
+            raise _make_refusal(args) from refusal
+        return result
+
+    def _plan(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], targets: list[Tensor]
+    ) -> tuple[Any, Exception | None]:
+        """Return what the replacement returns, or ``NotImplemented`` and the refusal."""
+        try:
             require(not self._in_place or not _shares_memory(args[0], args[1:]))
             returned = self._replacement(*args, **kwargs)
-            if returned is NotImplemented:
-                return original()
             if isinstance(returned, Update):
                 require(not any(_shares_memory(output, args[1:]) for output in targets))
         except torch.OutOfMemoryError:
             raise
         except (RefusedError, RuntimeError, IndexError, ValueError) as error:
-            result = original()
-            if self._offered:
-                return result
-            raise _make_refusal(args) from error
-        else:
-            return self._finish(returned, args[0], targets, original)
-        finally:
-            _thread.is_inside = False
+            return NotImplemented, error
+        return returned, None
 
     def _finish(
         self, returned: Any, first: Tensor, targets: list[Tensor], original: Callable[[], Any]
