@@ -183,7 +183,8 @@ class Kernel:
         except torch.OutOfMemoryError:
             raise
         except (RefusedError, RuntimeError, IndexError, ValueError) as error:
-            return NotImplemented, error
+            # Frames of a traceback would keep the tensors alive until a garbage collection.
+            return NotImplemented, error.with_traceback(None) if self._offered else error
         return returned, None
 
     def _finish(
