@@ -178,12 +178,12 @@ def _accumulate(
     # What goes to no place goes to the row after the last one.
     size = slots + out.shape[-1]
     terms: Terms = partial(_list_terms, out, part)
-    number = part.values.numel() if len(part.places) == 1 else _SLICE + 1
+    number = len(part.places) * part.values.numel()
     if number <= _SLICE:
         held = list(terms())
         terms = partial(iter, held)
-        if _FEW * number < slots and not include:
-            _write_few(flat, size, *held[0], pieces) if held else flat.zero_()
+        if len(held) == 1 and _FEW * number < slots and not include:
+            _write_few(flat, size, *held[0], pieces)
             return
     own = flat.to(torch.float64) if include else None
     result = _sum_terms(out, size, terms, pieces, own)[:slots]
