@@ -19,7 +19,7 @@ ONE_THREAD_PER_OUTPUT = {
     *("arange", "empty.memory_format", "full", "full_like", "new_full", "new_zeros", "ones_like"),
     *("zeros", "zeros_like", "scalar_tensor", "lift_fresh", "detach_", "_unsafe_view"),
     *("_to_copy", "copy_", "clone", "cat", "stack", "flip", "floor_divide"),
-    *("gather", "index.Tensor", "index_select", "searchsorted.Tensor"),
+    *("fill_.Scalar", "gather", "index.Tensor", "index_select", "searchsorted.Tensor"),
     *("_assert_async", "_local_scalar_dense"),
     "set_.source_Storage",  # memory that is not filled
     "_ctc_loss",  # forward: one thread for each state, one step after the other

@@ -20,7 +20,6 @@ def test_only_what_is_deterministic_on_cuda_is_called(monkeypatch, edge_cases) -
     with judged(REPLACED, monkeypatch) as (judge, ran), patches_applied("CPU", include=OFFERED):
         for case in edge_cases.list_cases():
             answer(case.call)
-            assert judge.refused == set(), (case.op, case.edge)
         torch.ops.aten.cudnn_grid_sampler_backward(
             torch.randn(2, 3, 5, 6), torch.randn(2, 4, 7, 2), torch.randn(2, 3, 4, 7)
         )
