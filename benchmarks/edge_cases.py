@@ -1,7 +1,7 @@
 """Edge cases of the patched ops; check_edge_cases.py runs them."""
 
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from typing import NamedTuple
 
 import torch
@@ -299,6 +299,7 @@ def list_sample_cases() -> Iterator[EdgeCase]:
                     yield EdgeCase(name, "expanded", partial(run, image, grid[:1].expand_as(grid)))
                     yield EdgeCase(name, "empty", partial(run, image[:0], grid[:0]))
                     yield EdgeCase(name, "other shape", partial(run, image, grid[:1]))
+                    yield EdgeCase(name, "other dtype", partial(run, image, grid.float()))
 
 
 def list_dtype_cases() -> Iterator[EdgeCase]:
@@ -361,6 +362,199 @@ def list_value_cases() -> Iterator[EdgeCase]:
         )
 
 
+def list_loss_cases() -> Iterator[EdgeCase]:
+    """Return the cases of losses: weights, ignored targets, bad targets, lengths of labels."""
+    scores, target = torch.randn(2, 5, 4, 3).log_softmax(1), torch.arange(24).view(2, 4, 3) % 5
+    weight = torch.rand(5)
+    for reduction in ("none", "sum", "mean"):
+        loss = partial(nnf.nll_loss, reduction=reduction)
+        for edge, call in {
+            "weights": partial(loss, scores, target, weight),
+            "ignored": partial(loss, scores, target, ignore_index=2),
+            "ignored weights": partial(loss, scores, target, weight, ignore_index=2),
+            "all ignored": partial(loss, scores, target * 0, ignore_index=0),
+            "empty": partial(loss, scores[:0], target[:0]),
+            "out of range": partial(loss, scores, target + 3),
+            "negative": partial(loss, scores, target - 4),
+            "other sizes": partial(loss, scores, target[:, :2]),
+            "other weights": partial(loss, scores, target, torch.ones(2)),
+            "other dtype": partial(loss, scores, target.int()),
+            "gradient": partial(_differentiate_loss, loss, scores, target),
+        }.items():
+            yield EdgeCase("nll_loss2d", edge, call)
+    forward = torch.ops.aten.nll_loss2d_forward
+    yield EdgeCase(
+        "nll_loss2d",
+        "out= empty",
+        lambda: forward.output(
+            scores, target, None, 1, -100, output=torch.empty(()), total_weight=torch.empty(())
+        ),
+    )
+    scores = torch.randn(30, 4, 6, dtype=torch.float64).log_softmax(2)
+    silent = scores.clone()
+    silent[3, 1, 2] = -INF
+    targets, lengths, counts = torch.arange(88).view(4, 22) % 5 + 1, [30, 25, 30, 20], [9, 5, 0, 20]
+    joined = torch.cat([row[:count] for row, count in zip(targets, counts, strict=True)])
+    for infinity in (False, True):
+        for edge, given, arguments in (
+            ("padded", scores, (targets, lengths, counts)),
+            ("joined", scores, (joined, torch.tensor(lengths), torch.tensor(counts))),
+            ("silent", silent, (targets, lengths, counts)),
+            ("last blank", scores, (targets[:, :5] - 1, lengths, [5, 4, 3, 2], 5)),
+            ("no labels", scores, (joined[:0], lengths, [0, 0, 0, 0])),
+        ):
+            loss = partial(nnf.ctc_loss, reduction="sum", zero_infinity=infinity)
+            yield EdgeCase("ctc_loss", edge, partial(_differentiate_loss, loss, given, *arguments))
+
+
+def _differentiate_loss(loss: Callable[..., Tensor], scores: Tensor, *arguments: object) -> Tensor:
+    leaf = scores.detach().requires_grad_()
+    return torch.autograd.grad(loss(leaf, *arguments).sum(), leaf)[0]
+
+
+def list_count_cases() -> Iterator[EdgeCase]:
+    """Return the cases of histograms and of counts with weights."""
+    normal = torch.randn(1000)
+    for edge, arguments in {
+        "default": (normal,),
+        "range": (normal, 13, -1, 1),
+        "float64": (normal.double(), 13, -1.3, 0.7),
+        "huge": (normal * 1e30,),
+        "strided": (normal[:20].view(4, 5).t(), 3),
+        "one value": (torch.ones(2), 3),
+        "empty": (torch.empty(0), 3),
+        "empty, no bins": (torch.empty(0), 0),
+        "empty, reversed": (torch.empty(0), 3, 2, 1),
+        "not finite in range": (torch.tensor([1.0, NAN, INF, 0.5, -INF]), 3, 0, 1),
+        "no bins": (torch.ones(1), 0),
+        "reversed": (torch.ones(1), 3, 2, 1),
+        "NaN range": (torch.ones(9), 5, NAN, 1),
+    }.items():
+        yield EdgeCase("histc", edge, partial(torch.histc, *arguments))
+    values, weights = torch.randint(0, 9, (500,)), normal[:500]
+    for edge, arguments in {
+        "uint8": (values.to(torch.uint8), weights),
+        "minlength": (values.int(), weights, 20),
+        "strided": (values[::2], weights[::2]),
+        "unweighted": (values,),
+        "empty": (values[:0], weights[:0], 3),
+        "empty, negative": (values[:0], weights[:0], -3),
+        "matrix": (torch.tensor([[1]]), torch.ones(1)),
+        "lengths": (torch.tensor([1, 2]), torch.ones(1)),
+        "floating": (torch.tensor([1.0, 2]), torch.ones(2)),
+        "negative minlength": (torch.tensor([1, 2]), torch.ones(2), -1),
+        "matrix of weights": (torch.tensor([1, 2]), torch.ones(2, 1)),
+    }.items():
+        yield EdgeCase("bincount", edge, partial(torch.bincount, *arguments))
+
+
+def list_row_cases() -> Iterator[EdgeCase]:
+    """Return the cases of scans and of medians: each layout, dtype, and bad dimension."""
+    row, matrix = torch.randn(300), torch.randn(4, 7)
+    holed, holes = row.clone(), matrix.clone()
+    holed[7] = holes[1, 3] = holes[1, 5] = NAN
+    for name, scan in (("cumprod", torch.cumprod), ("logcumsumexp", torch.logcumsumexp)):
+        for values, dim in [
+            *((row, 0), (row[::3], -1), (row.view(1, 300, 1), 1), (row.view(300, 1).t(), 1)),
+            *((row.view(1, 300), 0), (row.double(), 0), (row.bfloat16(), 0), (row.cfloat(), 0)),
+            *((holed, 0), (torch.randn(()), 0), (torch.randn(0), 0), (torch.randn(4, 5), 1)),
+            *((torch.arange(1, 9), 0), (row, 1)),
+        ]:
+            yield EdgeCase(name, "row", partial(scan, values, dim))
+            out = torch.empty(0, dtype=values.dtype)
+            yield EdgeCase(
+                name, "out= empty", lambda s=scan, v=values, d=dim, o=out: s(v, d, out=o.clone())
+            )
+        yield EdgeCase(name, "gradient", partial(_differentiate_loss, scan, row, 0))
+    yield EdgeCase("cumprod", "in place", lambda: row.clone().cumprod_(0))
+    yield EdgeCase("cumprod", "float64", partial(torch.cumprod, row, 0, dtype=torch.float64))
+    yield EdgeCase("cumprod", "of integers", lambda: torch.arange(1, 9).cumprod(0, dtype=row.dtype))
+    for name in ("median", "nanmedian"):
+        for arguments in [
+            *((matrix, 0), (matrix, -1, True), (matrix.t(), 1), (holes, 1), (holes, 0)),
+            *((torch.randn(()), 0, True), (torch.randn(0, 3), 1), (torch.randn(0, 3), 0)),
+            *((matrix, 2), (matrix > 0, 1), (matrix.half(), 1), (matrix.cfloat(), 1)),
+            *((torch.randperm(28).view(4, 7), 1), (torch.randn(5, 1), 1)),
+        ]:
+            yield EdgeCase(name, "row", lambda a=arguments, n=name: tuple(getattr(torch, n)(*a)))
+
+
+def list_place_cases() -> Iterator[EdgeCase]:
+    """Return the cases of indices and places of each kind, also those that torch refuses."""
+    target, source = torch.randn(4, 5), torch.randn(6, 5)
+    where = torch.arange(20).view(5, 4) * 7 % 4
+    for edge, (given, dim, index, values) in {
+        "transposed": (target.t(), 1, where.t(), source.t()),
+        "last dimensions": (target.double(), -2, where, source.double()),
+        "narrow": (target, 0, where[:, :2], source),
+        "not finite": (target[0], 0, where[0], torch.tensor([INF, 0.0, NAN, -INF])),
+        "other dimension": (target, 2, where, source),
+        "other ranks": (target, 0, where[0], source),
+    }.items():
+        for kind in ("add", "multiply", "nope"):
+            call = partial(torch.scatter, given, dim, index, values, reduce=kind)
+            yield EdgeCase(f"scatter {kind}", edge, call)
+        yield EdgeCase("scatter_add", edge, partial(torch.scatter_add, given, dim, index, values))
+        for kind in ("prod", "amax", "nope"):
+            call = partial(torch.scatter_reduce, given, dim, index, values, kind)
+            yield EdgeCase(f"scatter_reduce {kind}", edge, call)
+    for edge, (given, indices, values) in {
+        "elements": (target, (where[0], where[1]), source[0, :4]),
+        "broadcast": (target, (where[:, :1], where[:1]), source[0, 0]),
+        "negative": (target, (where[0] - 4,), source[:4]),
+        "transposed": (target.t(), (where[0], where[1]), source[0, :4]),
+        "mask": (target, (target > 0,), source[0, 0]),
+        "later dimension": (target, (None, where[0]), source[:4, :4]),
+        "other shapes": (target, (where[0], where[0, :3]), source[0, 0]),
+        "too many": (target, (where[0],) * 3, source[0, 0]),
+    }.items():
+        for accumulate in (True, False):
+            if not accumulate:  # of one value for each place
+                indices = tuple(one if one is None else one[:1] for one in indices)  # noqa: PLW2901
+            call = partial(torch.ops.aten.index_put, given, indices, values, accumulate)
+            yield EdgeCase("index_put", edge, call)
+    for edge, (given, index, values) in {
+        "over": (torch.zeros(2, 3).t(), [0, 7], [1.0, 2.0]),
+        "under": (torch.zeros(2, 3).t(), [0, -7], [1.0, 2.0]),
+        "counts": (torch.zeros(3), [0, 1], [1.0]),
+        "empty": (torch.zeros(0), [0], [1.0]),
+        "scalar": (torch.zeros(()), [0, -1], [1.0, 2.0]),
+        "nothing": (torch.zeros(3), [], []),
+    }.items():
+        places = torch.tensor(index, dtype=torch.int64), torch.tensor(values)
+        yield EdgeCase("put_", edge, partial(torch.Tensor.put, given, *places))
+
+
+def list_lookup_cases() -> Iterator[EdgeCase]:
+    """Return the cases of unpooling volumes and of gradients of lookups."""
+    image, index = torch.randn(2, 3, 2, 4, 5), torch.arange(240).view(2, 3, 2, 4, 5) * 7 % 60
+    unpool = torch._C._nn.max_unpool3d  # noqa: SLF001 - as above
+    for edge, (values, places, more) in {
+        "batch": (image, index, ([2] * 3, [0] * 3)),
+        "no batch": (image[0], index[0], ([2] * 3, [0] * 3)),
+        "half": (image.half(), index, ([2] * 3, [0] * 3)),
+        "over": (image, index + 9, ([2] * 3, [0] * 3)),
+        "other dtype": (image, index.int(), ([2] * 3, [0] * 3)),
+        "other shape": (image, index[0], ([2] * 3, [0] * 3)),
+        "strides": (image, index, ([2, 2], [0] * 3)),
+        "no stride": (image, index, ([0, 2, 2], [0] * 3)),
+        "empty": (image[:0], index[:0], ([2] * 3, [0] * 3)),
+        "integers": (image.long(), index, ([2] * 3, [0] * 3)),
+    }.items():
+        yield EdgeCase("max_unpool3d", edge, partial(unpool, values, places, [2, 5, 6], *more))
+    rows, starts = torch.tensor([1, 2, 4, 5, 4, 3, 2, 2, 8]), torch.tensor([0, 4, 4, 8])
+    table = torch.randn(9, 6)
+    for more in ({"padding_idx": 2}, {}):
+        for mode in ("max", "sum"):
+            call = partial(nnf.embedding_bag, offsets=starts, mode=mode, **more)
+            read = partial(_differentiate_loss, lambda t, c=call: c(rows, t), table)
+            yield EdgeCase("embedding_bag", f"{mode} {more}", read)
+        for frequency in (True, False):
+            call = partial(nnf.embedding, scale_grad_by_freq=frequency, **more)
+            read = partial(_differentiate_loss, lambda t, c=call: c(rows, t), table)
+            yield EdgeCase("embedding", f"{frequency} {more}", read)
+
+
 def _embed_bags(table: Tensor, places: Tensor) -> Tensor:
     leaf = table.detach().requires_grad_()
     bags = nnf.embedding_bag(places.view(7, 5), leaf, mode="max")
@@ -379,6 +573,7 @@ def _align(scores: Tensor, lengths: list[int], kind: torch.dtype, *, infinity: b
     return torch.autograd.grad(loss.sum(), leaf)[0]
 
 
+@cache
 def list_cases() -> list[EdgeCase]:
     """Return all cases; the same ones in every process."""
     torch.manual_seed(0)
@@ -389,4 +584,9 @@ def list_cases() -> list[EdgeCase]:
         *list_sample_cases(),
         *list_dtype_cases(),
         *list_value_cases(),
+        *list_loss_cases(),
+        *list_count_cases(),
+        *list_row_cases(),
+        *list_place_cases(),
+        *list_lookup_cases(),
     ]

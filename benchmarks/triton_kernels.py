@@ -4,8 +4,9 @@
 
 Each workload of patch_workloads.py runs on the CPU with its Triton launches recorded instead of
 run. The recorded kernels are then compiled for several architectures. Bytes are counted from the
-shapes: each tensor of a launch once. Of torch's own kernel with atomics at least these are moved:
-the result is filled with zeros, then read and written; every other tensor is read once.
+shapes: each tensor of a launch once, what atomics change twice, and a fill with zeros. Of torch's
+own kernel with atomics at least these are moved: the result is filled with zeros, then read and
+written; every other tensor is read once.
 """
 
 import argparse
@@ -194,7 +195,10 @@ def run_workload(workload: Workload) -> tuple[list[Launch], dict[str, int]]:
 
 def count_bytes(recorded: list[Launch]) -> tuple[int, int]:
     """Return the bytes that launches move, and those of a kernel with atomics at least."""
-    moved = sum(_count_tensor(tensor) for one in recorded for tensor in one.tensors)
+    moved = sum(map(_count_launch, recorded))
+    # Sums and exponents are filled with zeros first.
+    zeroed = {part.data_ptr(): part for one in recorded for part in one.find("tops", "sums")}
+    moved += sum(map(_count_tensor, zeroed.values()))
     # What one launch writes and the next one reads is not there with atomics.
     (result,) = recorded[-1].find("out")
     written = {one.find("out")[0].data_ptr() for one in recorded}
@@ -205,6 +209,13 @@ def count_bytes(recorded: list[Launch]) -> tuple[int, int]:
         if tensor is result or tensor.data_ptr() not in written
     }
     return moved, sum(needed.values()) + 2 * result.numel() * result.itemsize
+
+
+def _count_launch(recorded: Launch) -> int:
+    """Return the bytes of a launch; what atomics change is read and written."""
+    each = {part.data_ptr(): _count_tensor(part) for part in recorded.tensors}
+    changed = recorded.find("sums") if recorded.kernel.__name__ == "add_terms" else []
+    return sum(each.values()) + sum(map(_count_tensor, changed))
 
 
 def _count_tensor(tensor: Tensor) -> int:

@@ -16,6 +16,7 @@ give the same in any order, except the payload of a NaN, which the result does n
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import product
 from math import prod
 from typing import Any, NamedTuple
@@ -31,6 +32,8 @@ GUARD = 40
 _FRACTION, _BIAS = 52, 1023  # of float64
 _LARGE, _DOWN = _BIAS + 900, 64  # the exponent from which terms are scaled by 2**-_DOWN
 _SLICE = 2**22  # terms that are cut at a time
+_FEW = 2  # places for each term, beyond which only those that get a term are read
+_MAGNITUDE = 2**63 - 1  # all bits of a number but its sign
 
 _FORMATS = {  # bits of the significand, and the exponent of the least normal number
     torch.float16: (11, -14),
@@ -43,8 +46,8 @@ class Part(NamedTuple):
     """Terms of sums.
 
     Attributes:
-        places: The place of each row of values in its group, as integers of a shape that expands to
-            ``[batch, rows, inner]``. A row whose place is outside is skipped.
+        places: The places in its group that each row of values goes to, as integers of a shape that
+            expands to ``[taps, batch, rows, inner]``. A place outside is skipped.
         values: Contiguous, of shape ``[batch, group, rows, inner]``; float64 only if the sums are.
         weights: Factors, with the strides of the places, or None.
     """
@@ -66,7 +69,26 @@ class Pieces(NamedTuple):
     size: int
 
 
-Parts = Callable[[], Iterable[Part]]
+class Cuts(NamedTuple):
+    """What cuts the terms of sums; see :func:`find_cuts`.
+
+    Attributes:
+        constants: For each piece the numbers whose addition and subtraction round a term.
+        scale: Factors of the terms, or None where no term can be too large.
+    """
+
+    constants: tuple[Tensor, ...]
+    scale: Tensor | None
+
+    def at(self, places: Tensor) -> "Cuts":
+        """Return those of the sum that each term goes to."""
+        constants = tuple(part.index_select(0, places) for part in self.constants)
+        scale = None if self.scale is None else self.scale.index_select(0, places)
+        return Cuts(constants, scale)
+
+
+Terms = Callable[[], Iterable[tuple[Tensor, Tensor]]]
+"""The place of each term, and the terms in float64."""
 
 
 def plan_pieces(dtype: torch.dtype, terms: int, guard: int = GUARD) -> Pieces:
@@ -108,8 +130,8 @@ def exact_sum(
         )
     terms = values.to(torch.float64)
     tops = read_exponents(terms).amax(dims, keepdim=True)
-    pieces = plan_pieces(values.dtype, count)
-    sums = [piece.sum(dims, keepdim=True) for piece in cut_terms(terms, tops, pieces)]
+    cuts = find_cuts(tops, plan_pieces(values.dtype, count), values.dtype)
+    sums = [piece.sum(dims, keepdim=True) for piece in cut_terms(terms, cuts)]
     result = round_sums(sums, tops, dtype)
     return (
         result if keepdim else result.view([n for i, n in enumerate(values.shape) if i not in dims])
@@ -128,52 +150,85 @@ def add_at(
         include: Whether what is in ``out`` is a term as well.
         guard: See :func:`plan_pieces`.
     """
-    part = Part(places.view(1, -1, 1), values.reshape(1, 1, -1, 1))
+    part = Part(places.view(1, 1, -1, 1), values.reshape(1, 1, -1, 1))
     pieces = plan_pieces(out.dtype, places.numel() + 1, guard)
-    accumulate(out.view(1, 1, -1, 1), lambda: [part], pieces, include=include)
+    accumulate(out.view(1, 1, -1, 1), part, pieces, include=include)
 
 
-def accumulate(out: Tensor, parts: Parts, pieces: Pieces, *, include: bool = True) -> None:
+def accumulate(out: Tensor, part: Part, pieces: Pieces, *, include: bool = True) -> None:
     """Write into each place the sum of the terms that go to it.
 
     Args:
         out: Floating point, contiguous, of shape ``[batch, group, count, inner]``.
-        parts: Returns the terms in parts, each of which exists only while it is added. It is called
-            twice.
+        part: The terms.
         pieces: Those of as many terms as a place can get, with its own.
         include: Whether what is in ``out`` is a term as well. A place without a value then keeps
             its bits; else it becomes 0.
     """
     if out.numel():
         form = _FORMATS.get(out.dtype, (0, 0))
-        more = (parts, pieces, form, include)
+        more = (part, pieces, form, include)
         run_kernel("sums:accumulate", _accumulate, _make_example, out, *more)
 
 
 def _accumulate(
-    out: Tensor, parts: Parts, pieces: Pieces, _form: tuple[int, int], include: bool
+    out: Tensor, part: Part, pieces: Pieces, _form: tuple[int, int], include: bool
 ) -> None:
     slots, flat = out.numel(), out.view(-1)
-    own = flat.to(torch.float64)
-    # What goes to no place goes to one more.
-    tops = torch.zeros(slots + 1, dtype=torch.int32, device=out.device)
-    if include:
-        tops[:slots] = read_exponents(own)
-    for places, terms in _list_terms(out, parts):
-        tops.scatter_reduce_(0, places, read_exponents(terms), "amax")
-    # Any number can be added to -0.0. A fresh sum of torch begins with 0.0.
-    start = -0.0 if include else 0.0
-    shape = (pieces.number, slots + 1)
-    sums = torch.full(shape, start, dtype=torch.float64, device=out.device)
-    for places, terms in _list_terms(out, parts):
-        cut = cut_terms(terms, tops.index_select(0, places), pieces)
-        for total, piece in zip(sums, cut, strict=True):
-            total.index_add_(0, places, piece)
-    sums, tops = sums[:, :slots], tops[:slots]
-    if include:
-        sums = sums + torch.stack(cut_terms(own, tops, pieces))
-    result = round_sums(list(sums), tops, out.dtype)
+    # What goes to no place goes to the row after the last one.
+    size = slots + out.shape[-1]
+    terms: Terms = partial(_list_terms, out, part)
+    number = len(part.places) * part.values.numel()
+    if number <= _SLICE:
+        held = list(terms())
+        terms = partial(iter, held)
+        if len(held) == 1 and _FEW * number < slots and not include:
+            _write_few(flat, size, *held[0], pieces)
+            return
+    own = flat.to(torch.float64) if include else None
+    result = _sum_terms(out, size, terms, pieces, own)[:slots]
     flat.copy_(torch.where(flat.isnan(), flat, result) if include else result)
+
+
+def _write_few(flat: Tensor, size: int, places: Tensor, terms: Tensor, pieces: Pieces) -> None:
+    """Write sums that go to few of many places: those places are numbered, and no other is read."""
+    ranks = torch.arange(len(places), dtype=torch.int32, device=flat.device)
+    # The number of a place is the position of its last term.
+    last = ranks.new_zeros(size).scatter_reduce_(0, places, ranks, "amax")
+    numbers = last.index_select(0, places).to(torch.int64)
+    sums = _sum_terms(flat, len(places), lambda: [(numbers, terms)], pieces)
+    whole = flat.new_zeros(size)
+    # Sums for one place are equal, so the order of the writes has no effect.
+    whole.index_put_((places,), sums.index_select(0, numbers))
+    flat.copy_(whole[: flat.numel()])
+
+
+def _sum_terms(
+    out: Tensor, size: int, terms: Terms, pieces: Pieces, own: Tensor | None = None
+) -> Tensor:
+    """Return the sums of the terms at so many places, each rounded once to the dtype of ``out``.
+
+    ``own`` has a first term, float64, of the first places.
+    """
+    # As integers, the magnitudes of numbers are in the order of the numbers.
+    tops = torch.zeros(size, dtype=torch.int64, device=out.device)
+    if own is not None:
+        tops[: len(own)] = own.view(torch.int64) & _MAGNITUDE
+    for places, values in terms():
+        tops.scatter_reduce_(0, places, values.view(torch.int64) & _MAGNITUDE, "amax")
+    tops = tops >> _FRACTION
+    cuts = find_cuts(tops, pieces, out.dtype)
+    sums = [torch.zeros(size, dtype=torch.float64, device=out.device) for _ in cuts.constants]
+    if own is not None:
+        # Any number can be added to -0.0. A fresh sum of torch begins with 0.0.
+        sums[0].fill_(-0.0)
+        every = torch.arange(len(own), device=own.device)
+        for total, piece in zip(sums, cut_terms(own, cuts.at(every)), strict=True):
+            total[: len(own)] += piece
+    for places, values in terms():
+        for total, piece in zip(sums, cut_terms(values, cuts.at(places)), strict=True):
+            total.index_add_(0, places, piece)
+    return round_sums(sums, tops, out.dtype)
 
 
 def _make_example(device: torch.device) -> tuple[Any, ...]:
@@ -181,31 +236,34 @@ def _make_example(device: torch.device) -> tuple[Any, ...]:
     terms = torch.arange(1, 601, dtype=torch.float32, device="cpu")
     values = (terms * 0.37).sin() * (terms * 29 % 200 - 100).exp2()
     index = (terms.to(torch.int64) * 7 % 12).view(1, -1, 1)
-    part = Part(index.to(device), values.view(1, 2, 300, 1).to(device))
+    places = torch.stack([index[:, :300], index[:, 300:]])
+    part = Part(places.to(device), values.view(1, 2, 300, 1).to(device))
     out = torch.ones(1, 2, 11, 1, device=device)
-    part = part._replace(places=part.places[:, :300])
-    return out, lambda: [part], plan_pieces(out.dtype, 2**10), _FORMATS[out.dtype], True
+    return out, part, plan_pieces(out.dtype, 2**10), _FORMATS[out.dtype], True
 
 
-def _list_terms(out: Tensor, parts: Parts) -> Iterator[tuple[Tensor, Tensor]]:
-    """Return the places and the terms of each part, in slices."""
+def _list_terms(out: Tensor, part: Part) -> Iterator[tuple[Tensor, Tensor]]:
+    """Return the places and the terms, in slices."""
     *shape, count, inner = out.shape
-    first = torch.arange(shape[0] * shape[1], device=out.device).view(*shape, 1, 1) * count
+    lines = torch.arange(shape[0] * shape[1], device=out.device).view(*shape, 1, 1) * count
     column = torch.arange(inner, device=out.device)
-    for given, values, weights in parts():
-        batch, group, rows, _ = values.shape
-        index = given.expand(batch, -1, -1)
-        some = max(1, _SLICE // (group * inner))
-        several = max(1, some // max(rows, 1))
+    batch, group, rows, _ = part.values.shape
+    some = max(1, _SLICE // (group * inner))
+    several = max(1, some // max(rows, 1))
+    for tap in range(len(part.places)):
+        index = part.places[tap].expand(batch, -1, -1)
+        weights = None if part.weights is None else part.weights[tap].expand(batch, -1, -1)
         for begin, start in product(range(0, batch, several), range(0, rows, some)):
             side = slice(begin, begin + several), slice(start, start + some)
-            keys, terms = index[side].unsqueeze(1), values[side[0], :, side[1]]
+            keys, terms = index[side].unsqueeze(1), part.values[side[0], :, side[1]]
             if weights is not None:
-                weight = weights.expand(batch, -1, -1)[side].unsqueeze(1)
+                weight = weights[side].unsqueeze(1)
                 terms = terms.to(weight.dtype) * weight
-            places = (first[side[0]] + keys) * inner + column
-            places = torch.where((keys >= 0) & (keys < count), places, out.numel())
-            yield places.flatten(), terms.flatten().to(torch.float64)
+            places = lines[side[0]] + keys
+            places = torch.where((keys >= 0) & (keys < count), places, lines.numel() * count)
+            if inner > 1:
+                places = places * inner + column
+            yield places.expand(terms.shape).flatten(), terms.flatten().to(torch.float64)
 
 
 def read_exponents(values: Tensor) -> Tensor:
@@ -213,28 +271,39 @@ def read_exponents(values: Tensor) -> Tensor:
     return ((values.view(torch.int64) >> _FRACTION) & 0x7FF).to(torch.int32)
 
 
-def cut_terms(terms: Tensor, tops: Tensor, pieces: Pieces) -> list[Tensor]:
-    """Cut terms into pieces whose sums float64 holds exactly.
+def find_cuts(tops: Tensor, pieces: Pieces, dtype: torch.dtype) -> Cuts:
+    """Return what cuts terms into pieces whose sums float64 holds exactly.
 
     Args:
-        terms: float64.
-        tops: The greatest of :func:`read_exponents` of the sum that each term belongs to; of a
-            shape that expands to that of the terms.
+        tops: The greatest of :func:`read_exponents` of the terms of each sum.
         pieces: Their number, which depends on the number of terms.
-
-    Returns:
-        The greatest piece of each term, then the next one.
+        dtype: That of the terms before they were float64.
     """
-    terms = torch.where(tops >= _LARGE, terms * 2.0**-_DOWN, terms)
+    tops = tops.to(torch.int64).clamp(max=2 * _BIAS)
+    large = tops >= _LARGE
     # The last place of a piece is 2**(last - _BIAS).
-    last = _scale_down(tops).clamp(min=1) + (pieces.size - _FRACTION)
-    is_cut = terms.isfinite() & (terms != 0)  # else the first piece is the term
-    cut, rest = [], terms
-    for _ in range(pieces.number):
-        piece = torch.where(is_cut, _round_to(rest, last), rest)
+    last = torch.where(large, tops - _DOWN, tops).clamp(min=1) + (pieces.size - _FRACTION)
+    step = _FRACTION + 2 - pieces.size
+    constants = tuple(_find_constant(last - step * turn) for turn in range(pieces.number))
+    if dtype != torch.float64:
+        return Cuts(constants, None)  # only what is not finite is large
+    return Cuts(constants, torch.where(large, 2.0**-_DOWN, 1.0).to(torch.float64))
+
+
+def cut_terms(terms: Tensor, cuts: Cuts) -> list[Tensor]:
+    """Cut float64 terms into pieces: the greatest one of each term, then the next one.
+
+    The first piece of a zero, an infinity and a NaN is the term; the others do not count then.
+    """
+    rest = terms if cuts.scale is None else terms * cuts.scale
+    cut: list[Tensor] = []
+    for constant in cuts.constants:
+        piece = (rest + constant).sub_(constant)
+        if not cut:
+            piece = torch.where(rest == 0, rest, piece)
         cut.append(piece)
-        rest = torch.where(is_cut, rest - piece, -0.0)
-        last = last - (_FRACTION + 2 - pieces.size)
+        if len(cut) < len(cuts.constants):
+            rest = rest - piece
     return cut
 
 
@@ -243,38 +312,39 @@ def round_sums(sums: Sequence[Tensor], tops: Tensor, dtype: torch.dtype) -> Tens
 
     Args:
         sums: The sum of the greatest pieces, then that of the next ones; float64.
-        tops: As for :func:`cut_terms`.
+        tops: As for :func:`find_cuts`.
         dtype: The result's.
     """
     first, total, errors = sums[0], sums[-1], []
     for more in sums[-2::-1]:
         total, error = _add(more, total)
         errors.append(error)
-    tail = torch.zeros_like(first)
-    for error in errors:
-        tail = _add_to_odd(error, tail)
-    result = total + tail if dtype == torch.float64 else _add_to_odd(total, tail)
-    result = torch.where((total == 0) & (tail == 0), total, result)
-    result = torch.where(tops >= _LARGE, result * 2.0**_DOWN, result)
-    if dtype != torch.float64:
+    result = total
+    if errors:
+        tail = errors[0]
+        for error in errors[1:]:
+            tail = _add_to_odd(error, tail)
+        result = total + tail if dtype == torch.float64 else _add_to_odd(total, tail)
+        # The sign of a zero is that of the first sum.
+        result = torch.where(
+            (total == 0) & (tail == 0), torch.where(first == 0, first, 0.0), result
+        )
+    if dtype == torch.float64:
+        result = torch.where(tops >= _LARGE, result * 2.0**_DOWN, result)
+    elif dtype != torch.float32:  # to which float64 is rounded once
         bits, least = _FORMATS[dtype]
         last = read_exponents(result).to(torch.int64).clamp(min=least + _BIAS) - (bits - 1)
-        result = torch.copysign(_round_to(result, last), result)
+        constant = _find_constant(last)
+        result = torch.copysign((result + constant) - constant, result)
     # Of NaNs there is one.
-    result = torch.where(first.isnan(), torch.nan, torch.where(first.isinf(), first, result))
+    result = torch.where(first.isfinite(), result, torch.where(first.isnan(), torch.nan, first))
     return result.to(dtype)
 
 
-def _scale_down(tops: Tensor) -> Tensor:
-    tops = tops.to(torch.int64).clamp(max=2 * _BIAS)
-    return torch.where(tops >= _LARGE, tops - _DOWN, tops)
-
-
-def _round_to(values: Tensor, last: Tensor) -> Tensor:
-    """Round float64 numbers to multiples of ``2**(last - _BIAS)``, by a constant."""
+def _find_constant(last: Tensor) -> Tensor:
+    """Return what rounds to multiples of ``2**(last - _BIAS)`` if it is added and subtracted."""
     exponents = (last + _FRACTION).clamp(min=1)  # the least one rounds nothing
-    constant = ((exponents << _FRACTION) | (1 << (_FRACTION - 1))).view(torch.float64)
-    return (values + constant) - constant
+    return ((exponents << _FRACTION) | (1 << (_FRACTION - 1))).view(torch.float64)
 
 
 def _add(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:

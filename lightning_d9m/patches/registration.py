@@ -20,12 +20,12 @@ from torch._prims_common.wrappers import _maybe_resize_out
 from torch.library import Library
 
 from lightning_d9m.compatibility import describe_missing_patches, get_boxed_kernel
-from lightning_d9m.errors import SettingError
+from lightning_d9m.errors import D9mError, SettingError
+from lightning_d9m.patches.arguments import RefusedError, require
 from lightning_d9m.patches.catalog.catalog import select_ops
 from lightning_d9m.patches.catalog.op import Op
 from lightning_d9m.patches.decompositions import decompositions_bypassed
-from lightning_d9m.patches.primitives.fallback import Original, raise_as_original
-from lightning_d9m.patches.primitives.segment_reduce import Update
+from lightning_d9m.patches.kernels.places import Update
 
 _OVERLAP = 1  # torch's MemOverlap::Yes
 _active: set[str] = set()
@@ -124,15 +124,18 @@ def _find_original(overload: str, device_key: str) -> Callable[..., Any]:
 class Kernel:
     """A replacement as the dispatcher calls it: functional, in place, or with ``out=``.
 
-    One replacement serves all overloads of an op. It returns results, or an ``Update`` that this
-    class applies to ``self`` in place, or to a copy of it. Ops that a replacement calls are torch's
-    own: pieces of sums may be added by ops that have replacements.
+    One replacement serves all overloads of an op. It returns results; an ``Update`` that this class
+    applies to ``self`` in place, or to a copy of it; or ``NotImplemented`` where torch's kernel is
+    deterministic. Arguments that it refuses, or at which one of its ops raises, are torch's. Ops
+    that a replacement calls are torch's own: pieces of sums may be added by ops that have
+    replacements.
 
     Args:
         replacement: The function of the catalog.
         call: Torch's kernel of this overload.
         schema: The overload's schema.
-        offered: Whether torch has a deterministic version to fall back to.
+        offered: Whether torch has a deterministic version, which takes what the replacement does
+            not take. Without one, torch's kernel is expected to raise.
     """
 
     def __init__(
@@ -152,57 +155,74 @@ class Kernel:
 
     def __call__(self, keyset: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         """Run the replacement and return what torch's kernel would return."""
-        targets = [kwargs.pop(name) for name in self._outputs]
-        original = TorchKernel(self._call, keyset, dict(zip(self._outputs, targets, strict=True)))
+        original = partial(self._call, keyset, *args, **kwargs)
         if getattr(_thread, "is_inside", False):
-            return original(*args, **kwargs)
-        overlaps = self._in_place and _shares_memory(args[0], args[1:])
-        if overlaps and not self._offered:
-            raise_as_original(original, *args, **kwargs)
-        if overlaps:
-            return original(*args, **kwargs)
+            return original()
+        targets = [kwargs.pop(name) for name in self._outputs]
         _thread.is_inside = True
         try:
-            returned = self._replacement(original, *args, **kwargs)
-            if isinstance(returned, Update):
-                returned = self._write(returned, partial(original, *args, **kwargs), targets)
+            returned, refusal = self._plan(args, kwargs, targets)
+            if returned is not NotImplemented:
+                return self._finish(returned, args[0], targets, original)
+            result = original()
         finally:
             _thread.is_inside = False
-        if original.was_called:
-            return returned  # it has written into the targets, or in place
+        if refusal is not None and not self._offered:
+            raise _make_refusal(args) from refusal
+        return result
+
+    def _plan(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], targets: list[Tensor]
+    ) -> tuple[Any, Exception | None]:
+        """Return what the replacement returns, or ``NotImplemented`` and the refusal."""
+        try:
+            require(not self._in_place or not _shares_memory(args[0], args[1:]))
+            returned = self._replacement(*args, **kwargs)
+            if isinstance(returned, Update):
+                require(not any(_shares_memory(output, args[1:]) for output in targets))
+        except torch.OutOfMemoryError:
+            raise
+        except (RefusedError, RuntimeError, IndexError, ValueError) as error:
+            # Frames of a traceback would keep the tensors alive until a garbage collection.
+            return NotImplemented, error.with_traceback(None) if self._offered else error
+        return returned, None
+
+    def _finish(
+        self, returned: Any, first: Tensor, targets: list[Tensor], original: Callable[[], Any]
+    ) -> Any:
+        """Write what the replacement returned where torch's kernel writes its result."""
+        if isinstance(returned, Update):
+            target = first
+            if not self._in_place:
+                target = first.clone(memory_format=torch.contiguous_format)
+            returned.write(target)
+            returned = target
         if self._in_place:
-            return returned if returned is args[0] else args[0].copy_(returned)
+            return returned if returned is first else first.copy_(returned)
         for target, result in zip(targets, _as_tuple(returned), strict=False):
-            _fill(partial(original, *args, **kwargs), target, result)
+            if target.dtype != result.dtype or target.device != result.device:
+                original()
+                raise _make_refusal((target, result))
+            if target.shape != result.shape:
+                # Warns, as torch does, if the output held something of a different shape.
+                _maybe_resize_out(target, result.shape)
+                target.as_strided_(result.shape, result.stride())
+            target.copy_(result)
         return (tuple(targets) if len(targets) > 1 else targets[0]) if targets else returned
 
-    def _write(self, update: Update, bound: partial[Any], targets: list[Tensor]) -> Tensor:
-        target, *others = bound.args
-        if any(_shares_memory(output, others) for output in targets):
-            raise_as_original(bound)
-        if not self._in_place:
-            target = target.clone(memory_format=torch.contiguous_format)
-        update.write(target)
-        return cast("Tensor", target)
+
+def _make_refusal(arguments: Iterable[object]) -> D9mError:
+    """Return the error for arguments that torch's kernel took; its result is discarded."""
+    return D9mError(
+        "The deterministic replacement does not take these arguments, although torch's own kernel "
+        f"does: {[_describe_argument(argument) for argument in arguments]}. Exclude the op from "
+        "the patches to run torch's nondeterministic kernel, and please report the case."
+    )
 
 
-class TorchKernel:
-    """Torch's kernel with the dispatch keys and outputs of one call.
-
-    Attributes:
-        was_called: Whether the replacement left the call to it.
-    """
-
-    def __init__(
-        self, call: Callable[..., Any], keyset: torch._C.DispatchKeySet, outputs: dict[str, Any]
-    ) -> None:
-        self._bound = partial(call, keyset, **outputs)
-        self.was_called = False
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the kernel."""
-        self.was_called = True
-        return self._bound(*args, **kwargs)
+def _describe_argument(argument: object) -> str:
+    shape, dtype = getattr(argument, "shape", None), getattr(argument, "dtype", None)
+    return repr(argument) if shape is None else f"{dtype} of shape {tuple(shape)}"
 
 
 def _as_tuple(returned: Any) -> tuple[Any, ...]:
@@ -235,13 +255,3 @@ def _overlap(left: Tensor, right: Tensor) -> bool:
         for part in (left, right)
     )
     return start < other_end and other_start < end
-
-
-def _fill(original: Original, target: Tensor, result: Tensor) -> None:
-    if target.dtype != result.dtype or target.device != result.device:
-        raise_as_original(original)
-    if target.shape != result.shape:
-        # Warns, as torch does, if the output held something of a different shape.
-        _maybe_resize_out(target, result.shape)
-        target.as_strided_(result.shape, result.stride())
-    target.copy_(result)

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from lightning_d9m.errors import D9mError
 from lightning_d9m.patches.triton.launch import allocate, is_capturing, run_kernel
@@ -37,14 +38,17 @@ class Taps(NamedTuple):
         outputs: The outputs of input 0, of input 1, ...; int32.
         weights: Their weights.
         size: The number of outputs.
-        turns: For each tap number the inputs that have that many, their outputs and weights.
+        turns: For each tap number the outputs and weights of the inputs that have that many, of
+            which those with the most taps are first; None for weights of 1.
+        ranks: The position of each input in that order; None if it is that of the inputs.
     """
 
     begins: Tensor
     outputs: Tensor
     weights: Tensor
     size: int
-    turns: tuple[tuple[Tensor, Tensor, Tensor], ...]
+    turns: tuple[tuple[Tensor, Tensor | None], ...]
+    ranks: Tensor | None
 
 
 def find_taps(forward: Forward, size: int, dtype: torch.dtype) -> Taps:
@@ -90,12 +94,18 @@ def _probe(
 
 def _collect(inputs: Tensor, outputs: Tensor, weights: Tensor, size: int, count: int) -> Taps:
     begins = torch.searchsorted(inputs, torch.arange(size + 1))
-    rank = torch.arange(len(inputs)) - begins[inputs]
+    numbers = begins.diff()
+    order = numbers.argsort(descending=True, stable=True)
     turns = []
-    for turn in range(int(rank.max()) + 1 if len(rank) else 0):
-        chosen = rank == turn
-        turns.append((inputs[chosen], outputs[chosen], weights[chosen]))
-    return Taps(begins.to(torch.int32), outputs.to(torch.int32), weights, count, tuple(turns))
+    for turn in range(int(numbers.max())):
+        taps = begins[order[: int((numbers > turn).sum())]] + turn
+        factors = weights[taps]
+        turns.append((outputs[taps], None if (factors == 1).all() else factors.view(-1, 1)))
+    is_sorted = torch.equal(order, torch.arange(size))
+    ranks = None if is_sorted else order.argsort()
+    return Taps(
+        begins.to(torch.int32), outputs.to(torch.int32), weights, count, tuple(turns), ranks
+    )
 
 
 @cache
@@ -124,9 +134,8 @@ def cached_taps(
     # For any later use, whatever the default device is.
     with torch.device("cpu"), torch.inference_mode(mode=False), torch.no_grad():
         taps = find_taps(make(*arguments), size, dtype)
-    turns = tuple(tuple(part.to(device) for part in turn) for turn in taps.turns)
-    begins, outputs, weights = (part.to(device) for part in taps[:3])
-    return Taps(begins, outputs, weights, taps.size, turns)  # type: ignore[arg-type] # of three
+    moved: Taps = tree_map_only(Tensor, lambda part: part.to(device), taps)
+    return moved
 
 
 def apply_taps(gradient: Tensor, sides: Sequence[Taps], shape: Sequence[int]) -> Tensor:
@@ -178,11 +187,7 @@ def _apply(out: Tensor, source: Tensor, taps: Taps) -> None:
     step = max(1, _SOME // max(1, out.shape[1] * out.shape[2]))
     for given, target in zip(source.split(step), out.split(step), strict=True):
         sums = torch.zeros(target.shape, dtype=taps.weights.dtype, device=out.device)
-        for inputs, outputs, weights in taps.turns:
-            terms = given.index_select(1, outputs).to(sums.dtype) * weights.view(-1, 1)
-            if len(inputs) == sums.shape[1]:
-                sums += terms
-            else:
-                # Each input once.
-                sums.index_copy_(1, inputs, sums.index_select(1, inputs) + terms)
-        target.copy_(sums)
+        for outputs, weights in taps.turns:
+            terms = given.index_select(1, outputs).to(sums.dtype)
+            sums[:, : len(outputs)] += terms if weights is None else terms.mul_(weights)
+        target.copy_(sums if taps.ranks is None else sums.index_select(1, taps.ranks))

@@ -8,7 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_d9m.patches.exact_sums import cut_terms, plan_pieces, read_exponents, round_sums
+from lightning_d9m.patches.exact_sums import (
+    cut_terms,
+    find_cuts,
+    plan_pieces,
+    read_exponents,
+    round_sums,
+)
 from lightning_d9m.portability import functions
 from lightning_d9m.portability.functions import evaluate
 from lightning_d9m.portability.products import matmul
@@ -489,8 +495,9 @@ def cumsum(values: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Ten
         return values.clone()
     terms = values.double()
     tops = read_exponents(terms).amax(dim, keepdim=True)
-    pieces = cut_terms(terms, tops, plan_pieces(values.dtype, values.shape[dim]))
-    return round_sums([piece.cumsum(dim) for piece in pieces], tops, values.dtype).add_(0.0)
+    cuts = find_cuts(tops, plan_pieces(values.dtype, values.shape[dim]), values.dtype)
+    sums = [piece.cumsum(dim) for piece in cut_terms(terms, cuts)]
+    return round_sums(sums, tops, values.dtype).add_(0.0)
 
 
 @rule("prod")

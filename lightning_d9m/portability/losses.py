@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_d9m.patches.arguments import RefusedError
 from lightning_d9m.patches.catalog.catalog import OPS
 from lightning_d9m.portability.layers import add_chosen
 from lightning_d9m.portability.registry import RULES, UnsupportedError, composed
@@ -322,12 +323,12 @@ def _call_patch(name: str) -> None:
     kernels = [path for op in OPS for overload, path in op.kernels.items() if overload == name]
     kernel = resolve_name(kernels[0])
 
-    def refuse(*_: Any, **__: Any) -> Any:
-        raise UnsupportedError(f"{name} of these arguments")
-
     @composed(name)
     def call(*args: Any, **kwargs: Any) -> Any:
-        return kernel(refuse, *args, **kwargs)
+        try:
+            return kernel(*args, **kwargs)
+        except RefusedError as error:
+            raise UnsupportedError(f"{name} of these arguments") from error
 
 
 for _name in ("_ctc_loss_backward", "grid_sampler_2d_backward", "grid_sampler_3d_backward"):

@@ -1,6 +1,6 @@
 """Ops whose gradient is patched, and functions that run and compare them."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -215,11 +215,6 @@ def deterministic_algorithms() -> Iterator[None]:
         torch.use_deterministic_algorithms(before)
 
 
-def equal_bits(left: Tensor, right: Tensor) -> bool:
-    """Return whether two tensors are equal; a NaN equals a NaN."""
-    return left.dtype == right.dtype and torch.allclose(left, right, 0, 0, equal_nan=True)
-
-
 def answer(attempt: Attempt) -> object:
     """Return the results, or the error's type and words."""
     try:
@@ -227,21 +222,3 @@ def answer(attempt: Attempt) -> object:
     except (RuntimeError, IndexError, NotImplementedError) as error:
         return type(error), str(error)
     return tuple(result) if isinstance(result, tuple) else (result,)
-
-
-def assert_alike(attempt: Attempt, *, tolerance: float = 0.0, include: Sequence[str] = ()) -> None:
-    """Compare the patched op, under torch's flag, with the original without the flag."""
-    expected = answer(attempt)
-    with patches_applied("CPU", include=include):
-        if isinstance(expected[0], type):
-            assert answer(attempt) == expected  # the flag off, or its alert would come first
-            return
-        with deterministic_algorithms():
-            actual = answer(attempt)
-    for left, right in zip(actual, expected, strict=True):
-        assert (left.shape, left.dtype, left.stride()) == (right.shape, right.dtype, right.stride())
-        if tolerance and right.numel():
-            bound = tolerance * torch.finfo(right.dtype).eps * right.nan_to_num(0, 0, 0).abs().max()
-            torch.testing.assert_close(left, right, rtol=0, atol=float(bound), equal_nan=True)
-        else:
-            assert equal_bits(left, right)

@@ -13,12 +13,13 @@ from torch.utils._pytree import tree_leaves
 from lightning_d9m.patches import taps
 from lightning_d9m.patches.catalog.op import Op
 from lightning_d9m.patches.kernels import separable
+from lightning_d9m.patches.kernels.places import Update
 
 ONE_THREAD_PER_OUTPUT = {
     *("arange", "empty.memory_format", "full", "full_like", "new_full", "new_zeros", "ones_like"),
     *("zeros", "zeros_like", "scalar_tensor", "lift_fresh", "detach_", "_unsafe_view"),
     *("_to_copy", "copy_", "clone", "cat", "stack", "flip", "floor_divide"),
-    *("gather", "index.Tensor", "index_select", "searchsorted.Tensor"),
+    *("fill_.Scalar", "gather", "index.Tensor", "index_select", "searchsorted.Tensor"),
     *("_assert_async", "_local_scalar_dense"),
     "set_.source_Storage",  # memory that is not filled
     "_ctc_loss",  # forward: one thread for each state, one step after the other
@@ -86,6 +87,14 @@ ON_CONDITION: dict[str, Callable[[tuple[Any, ...], dict[str, Any]], bool]] = {
 }
 
 
+LEAVING = {
+    *("cumprod", "logcumsumexp"),  # several rows, and integers
+    *("nll_loss2d_forward", "scatter_reduce", "embedding_bag_dense_backward"),  # other modes
+    *("histc", "bincount"),  # integers and nothing
+}
+"""Replacements that leave some arguments to torch's kernel, which is deterministic there."""
+
+
 class Judge(TorchDispatchMode):
     """Records each aten op that is not known to be deterministic on CUDA.
 
@@ -132,19 +141,19 @@ def judged(ops: tuple[Op, ...], monkeypatch: Any) -> Iterator[tuple[Judge, set[s
 
     def observe(path: str, replacement: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(replacement)
-        def run(original: Callable[..., Any], *args: object, **kwargs: object) -> object:
-            def fall_back(*given: object, **more: object) -> object:
-                # torch has a deterministic version of what these replace, which handles the rest.
-                offered = path.startswith("lightning_d9m.patches.kernels.index_add:")
-                offered |= path.startswith("lightning_d9m.patches.kernels.scan:")
-                floats = [part for part in given if getattr(part, "is_floating_point", bool)()]
-                assert offered or not floats, f"{path} leaves floating point to the original."
-                with _disable_current_modes():
-                    return original(*given, **more)
-
+        def run(*args: object, **kwargs: object) -> object:
             ran.add(path)
             with judge:
-                return replacement(fall_back, *args, **kwargs)
+                result = replacement(*args, **kwargs)
+            assert result is not NotImplemented or path.rpartition(":")[2] in LEAVING, path
+            if not isinstance(result, Update):
+                return result
+
+            def write(target: torch.Tensor) -> None:
+                with judge:
+                    result.write(target)
+
+            return Update(write)
 
         return run
 

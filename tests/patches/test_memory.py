@@ -1,10 +1,9 @@
-"""Ops that write in place: torch's refusal of shared memory, and the cost of an update."""
+"""Ops that write in place: parts of one storage, and the cost of an update."""
 
 from collections.abc import Callable
 
 import pytest
 import torch
-from patches.cases import answer
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -14,40 +13,12 @@ OFFERED = ["index_add", "scatter_add", "index_put_accumulate"]
 LEGACY = "ignore:(index_reduce.* is in beta|The reduce argument of torch.scatter)"
 INDEX = torch.tensor([0, 1, 1])
 
-SHARED: dict[str, Callable[[Tensor], object]] = {
-    "index_add_": lambda x: x[:3].index_add_(0, INDEX, x[1:4]),
-    "scatter_add_": lambda x: x[:3].scatter_add_(0, INDEX, x[1:4]),
-    "scatter_": lambda x: x[:3].scatter_(0, INDEX, x[1:4], reduce="add"),
-    "scatter_reduce_": lambda x: x[:3].scatter_reduce_(0, INDEX, x[1:4], "prod"),
-    "index_reduce_": lambda x: x[:3].index_reduce_(0, INDEX, x[1:4], "prod"),
-    "index_put_": lambda x: x[:3].index_put_((INDEX,), x[1:4], accumulate=True),
-    "put_": lambda x: x[:3].put_(INDEX, x[1:4]),
-    "index_add-out": lambda x: torch.index_add(x[:3] + 1, 0, INDEX, x[1:4], out=x[1:4]),
-    "scatter_add-out": lambda x: torch.scatter_add(x[:3] + 1, 0, INDEX, x[1:4], out=x[1:4]),
-    "scatter_reduce-out": lambda x: torch.scatter_reduce(
-        x[:3] + 1, 0, INDEX, x[1:4], "prod", out=x[1:4]
-    ),
-    "index_reduce-out": lambda x: torch.index_reduce(
-        x[:3] + 1, 0, INDEX, x[1:4], "prod", out=x[1:4]
-    ),
-}
 APART: dict[str, Callable[[Tensor], object]] = {
     "index_add_": lambda x: x[:3].index_add_(0, INDEX, x[3:]),
     "scatter_reduce_": lambda x: x[:3].scatter_reduce_(0, INDEX, x[3:], "prod"),
     "put_": lambda x: x[:3].put_(INDEX, x[3:]),
     "out-self": lambda x: torch.index_reduce(x[:3], 0, INDEX, x[3:], "prod", out=x[:3]),
 }
-
-
-@pytest.mark.filterwarnings(LEGACY)
-@pytest.mark.parametrize("name", SHARED)
-def test_memory_that_is_shared_is_refused_in_torchs_words(name: str) -> None:
-    """The source lies in the tensor that is written."""
-    expected = answer(lambda: SHARED[name](torch.arange(1.0, 7)))
-    assert expected[0] is RuntimeError
-    assert "single memory location" in expected[1]
-    with patches_applied("CPU", include=OFFERED):
-        assert answer(lambda: SHARED[name](torch.arange(1.0, 7))) == expected
 
 
 @pytest.mark.filterwarnings(LEGACY)

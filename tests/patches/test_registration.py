@@ -13,9 +13,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_d9m.errors import D9mError, SettingError
 from lightning_d9m.patches import registration
+from lightning_d9m.patches.arguments import require
 from lightning_d9m.patches.catalog.catalog import OPS, select_ops
-from lightning_d9m.patches.primitives.fallback import raise_as_original
-from lightning_d9m.patches.registration import patches_applied
+from lightning_d9m.patches.registration import Kernel, patches_applied
 
 KERNELS = [f"aten::{overload}" for op in select_ops(torch.__version__) for overload in op.kernels]
 
@@ -64,7 +64,7 @@ def test_all_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
     before = dump_kernels()
     broken = dataclasses.replace(
         OPS[0],
-        kernels={"put_": "lightning_d9m.patches.kernels.put_unpool:absent"},
+        kernels={"put_": "lightning_d9m.patches.kernels.updates:absent"},
         status="patched",
     )
     monkeypatch.setattr(registration, "select_ops", lambda *_: (*OPS, broken))
@@ -137,8 +137,12 @@ def test_fake_tensors_and_meta_tensors_are_answered_by_torch() -> None:
 
 def test_arguments_that_only_the_original_takes_are_refused() -> None:
     """A replacement never lets a nondeterministic result through in silence."""
+    schema = torch.ops.aten.take.default._schema
+    kernel = Kernel(lambda *_: require(False), lambda *_: "taken", schema, offered=False)
     with pytest.raises(D9mError, match=r"torch.float32 of shape \(2,\)', '3'"):
-        raise_as_original(lambda *_: None, torch.zeros(2), 3)
+        kernel(None, torch.zeros(2), 3)
+    kernel = Kernel(lambda *_: require(False), lambda *_: "taken", schema, offered=True)
+    assert kernel(None, torch.zeros(2), 3) == "taken"
 
 
 def test_no_warning_leaks() -> None:

@@ -8,15 +8,11 @@ from collections.abc import Iterable
 
 from lightning_d9m.errors import SettingError
 from lightning_d9m.patches.catalog.exempt import EXEMPT
-from lightning_d9m.patches.catalog.native import NATIVE
 from lightning_d9m.patches.catalog.op import Op
-from lightning_d9m.patches.catalog.pooling import POOLING
-from lightning_d9m.patches.catalog.resampling import RESAMPLING
 from lightning_d9m.patches.catalog.scattering import SCATTERING
+from lightning_d9m.patches.catalog.spatial import SPATIAL
 
-OPS: tuple[Op, ...] = tuple(
-    sorted((*POOLING, *RESAMPLING, *SCATTERING, *EXEMPT, *NATIVE), key=lambda op: op.name)
-)
+OPS: tuple[Op, ...] = tuple(sorted((*SPATIAL, *SCATTERING, *EXEMPT), key=lambda op: op.name))
 
 
 def find_op(name: str) -> Op:

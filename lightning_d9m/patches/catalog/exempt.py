@@ -1,13 +1,18 @@
-"""Catalog entries of ops that need no patch, or that no patch can help."""
+"""Catalog entries of ops that need no patch, or that no patch can help.
 
-from lightning_d9m.patches.catalog.op import FlagEffect, Op
+Many vary only while deterministic algorithms are off: torch itself switches.
+"""
+
+from typing import Any
+
+from lightning_d9m.patches.catalog.op import LAST_STAYS, FlagEffect, Op, make_exempt
+
+_UNNEEDED: dict[str, Any] = {"flag_effect": FlagEffect.UNNEEDED, "torch_does": "Runs as always."}
 
 EXEMPT: tuple[Op, ...] = (
-    Op(
-        name="cumsum",
-        status="exempt",
-        flag_effect=FlagEffect.SWITCHES,
-        documented=("torch.cumsum",),
+    make_exempt(
+        "cumsum",
+        "torch.cumsum",
         torch_does="Runs a deterministic kernel, although the docstring up to 2.13 says it raises.",
         cause="The parallel scan of floating point was split differently from run to run.",
         reason=(
@@ -15,11 +20,10 @@ EXEMPT: tuple[Op, ...] = (
             "Inside torch.compile the scan may still vary."
         ),
     ),
-    Op(
-        name="resize_quantized",
-        status="exempt",
+    make_exempt(
+        "resize_quantized",
+        "torch.Tensor.resize_",
         flag_effect=FlagEffect.RAISES,
-        documented=("torch.Tensor.resize_",),
         torch_does="Raises for a quantized tensor, on a CPU too.",
         cause=(
             "The elements that a resize adds hold whatever was in memory; torch fills them for "
@@ -30,19 +34,15 @@ EXEMPT: tuple[Op, ...] = (
             "tensor of the new size instead of resizing a quantized one."
         ),
     ),
-    Op(
-        name="kthvalue",
-        status="exempt",
-        flag_effect=FlagEffect.SWITCHES,
+    make_exempt(
+        "kthvalue",
         torch_does="Runs a deterministic kernel.",
         cause="The index was that of one of several equal elements; the threads decided which.",
         reason="torch fixed it and removed it from its list before 2.13.",
     ),
-    Op(
-        name="topk",
-        status="exempt",
-        flag_effect=FlagEffect.UNNEEDED,
-        torch_does="Runs as always.",
+    make_exempt(
+        "topk",
+        **_UNNEEDED,
         cause=(
             "On ROCm, threads reserve the places of equal elements with atomics. On NVIDIA GPUs "
             "none: it selects by a radix search over integer counts and writes by prefix sums."
@@ -52,34 +52,26 @@ EXEMPT: tuple[Op, ...] = (
             "unspecified, but fixed."
         ),
     ),
-    Op(
-        name="avg_pool2d_backward",
-        status="exempt",
-        flag_effect=FlagEffect.UNNEEDED,
-        torch_does="Runs as always.",
+    make_exempt(
+        "avg_pool2d_backward",
+        **_UNNEEDED,
         cause="None: each input reads the windows that cover it.",
         reason="torch's CUDA kernel is a gather.",
     ),
-    Op(
-        name="max_pool2d_backward",
-        status="exempt",
-        flag_effect=FlagEffect.UNNEEDED,
-        torch_does="Runs as always.",
+    make_exempt(
+        "max_pool2d_backward",
+        **_UNNEEDED,
         cause="None: each input reads the windows that may have chosen it.",
         reason="torch's CUDA kernels, of both memory formats, are gathers.",
     ),
-    Op(
-        name="upsample_nearest_backward",
-        status="exempt",
-        flag_effect=FlagEffect.UNNEEDED,
-        torch_does="Runs as always.",
+    make_exempt(
+        "upsample_nearest_backward",
+        **_UNNEEDED,
         cause="None: each input reads the outputs that copied it.",
         reason="torch's CUDA kernels, in 1 to 3 dimensions, are gathers.",
     ),
-    Op(
-        name="scaled_dot_product_attention_backward",
-        status="exempt",
-        flag_effect=FlagEffect.SWITCHES,
+    make_exempt(
+        "scaled_dot_product_attention_backward",
         torch_does=(
             "Chooses deterministic backends and arguments, but only if nondeterminism is an error; "
             "with warn_only=True it warns once and stays nondeterministic."
@@ -92,45 +84,36 @@ EXEMPT: tuple[Op, ...] = (
             "_scaled_dot_product_cudnn_attention_backward",
         ),
     ),
-    Op(
-        name="ctc_loss_cudnn",
-        status="exempt",
-        flag_effect=FlagEffect.SWITCHES,
+    make_exempt(
+        "ctc_loss_cudnn",
         torch_does="Selects cuDNN's deterministic algorithm if cudnn.deterministic is set.",
         cause="cuDNN's default algorithm for CTC varies.",
         reason="The flag selects the deterministic algorithm; the native version is patched.",
         operators=("_cudnn_ctc_loss",),
     ),
-    Op(
-        name="rnn_cudnn",
-        status="exempt",
-        flag_effect=FlagEffect.SWITCHES,
+    make_exempt(
+        "rnn_cudnn",
         torch_does="Warns in the documentation of LSTM and RNN.",
         cause="cuBLAS may split a product over workspaces whose number depends on what else runs.",
         reason="CUBLAS_WORKSPACE_CONFIG=:4096:8 or :16:8, set before CUDA starts, fixes it.",
         operators=("_cudnn_rnn", "_cudnn_rnn_backward"),
     ),
-    Op(
-        name="embedding_max_norm",
-        status="exempt",
-        flag_effect=FlagEffect.UNNEEDED,
-        torch_does="Runs as always.",
+    make_exempt(
+        "embedding_max_norm",
+        **_UNNEEDED,
         cause="max_norm rescales rows of the table in place while the forward pass reads them.",
         reason="Every thread rescales a row to the same value; still, avoid max_norm.",
     ),
-    Op(
-        name="flash_attn_package_backward",
-        status="exempt",
+    make_exempt(
+        "flash_attn_package_backward",
         flag_effect=FlagEffect.OUT_OF_REACH,
         torch_does="Cannot affect it: the package has its own kernels.",
         cause="Blocks of keys add to the gradient of the queries with atomics.",
         reason="Pass deterministic=True to its functions, or set FLASH_ATTENTION_DETERMINISTIC=1.",
     ),
-    Op(
-        name="apple_devices",
-        status="exempt",
-        flag_effect=FlagEffect.RAISES,
-        documented=tuple(
+    make_exempt(
+        "apple_devices",
+        ", ".join(
             f"{name} (MPS)"
             for name in (
                 "torch.Tensor.index_put",
@@ -145,6 +128,7 @@ EXEMPT: tuple[Op, ...] = (
                 "torch.nn.functional.interpolate",
             )
         ),
+        flag_effect=FlagEffect.RAISES,
         torch_does="Raises on an MPS device; documented from 2.15 on.",
         cause="As on CUDA, the threads that add to one place have no fixed order.",
         reason=(
@@ -153,4 +137,31 @@ EXEMPT: tuple[Op, ...] = (
         ),
         since="2.15",
     ),
+    make_exempt(
+        "convolution",
+        ", ".join(
+            f"torch.nn.{kind}{dims}d" for kind in ("Conv", "ConvTranspose") for dims in (1, 2, 3)
+        ),
+        cause="cuDNN's fastest algorithms for the gradients add with atomics.",
+        torch_does="Selects cuDNN's deterministic algorithms.",
+        operators=("convolution_backward",),
+    ),
+    make_exempt(
+        "bmm_sparse",
+        "torch.bmm",
+        cause="cuSPARSE adds the products of a sparse matrix in no fixed order.",
+        torch_does="Selects cuSPARSE's deterministic algorithm.",
+    ),
+    make_exempt(
+        "index_put",
+        "torch.Tensor.index_put",
+        cause=LAST_STAYS,
+        operators=("_unsafe_index_put",),
+    ),
+    make_exempt("scatter", "torch.Tensor.scatter", cause=LAST_STAYS),
+    make_exempt("scatter_reduce_sum", "torch.Tensor.scatter_reduce"),
+    make_exempt("index_copy", "torch.Tensor.index_copy", cause=LAST_STAYS),
+    make_exempt("gather_backward", "torch.gather"),
+    make_exempt("index_select_backward", "torch.index_select"),
+    make_exempt("repeat_interleave_backward", "torch.repeat_interleave"),
 )

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
 OpStatus = Literal["patched", "offered", "exempt"]
 
@@ -15,8 +15,8 @@ ATOMICS = (
 )
 """The cause that most of the ops share."""
 
-GATHER = "Each input reads the outputs it went to, in ascending order"
-"""The replacement that most of the gradients share."""
+LAST_STAYS = "Several threads write to one place in no fixed order, and the last value stays."
+"""The cause that writes share."""
 
 EXACT = (
     "Each term is cut into pieces, relative to the greatest exponent of its place, which float64 "
@@ -111,9 +111,41 @@ class Op:
         }
 
 
-def map_overloads(path: str, *overloads: str) -> Mapping[str, str]:
-    """Return the replacement of each overload; ``path`` is ``package.module:function``."""
-    return MappingProxyType(dict.fromkeys(overloads, path))
+def make_patched(name: str, kernel: str, overloads: str, documented: str = "", **fields: Any) -> Op:
+    """Return the entry of an op that is patched.
+
+    Args:
+        name: The op's name.
+        kernel: The replacement, ``module:function`` in ``patches/kernels/``.
+        overloads: The overloads that it replaces, with blanks between them.
+        documented: Its names in torch's documentation, with commas between them.
+        **fields: Those that are not of an exact sum in place of atomics that torch refuses.
+    """
+    path = f"lightning_d9m.patches.kernels.{kernel}"
+    defaults: dict[str, Any] = {
+        "status": "patched",
+        "flag_effect": FlagEffect.RAISES,
+        "torch_does": "Raises in the backward pass.",
+        "cause": ATOMICS,
+        "instead": EXACT,
+        "bits": ROUNDED_ONCE,
+        "documented": tuple(documented.split(", ")) if documented else (),
+        "kernels": MappingProxyType(dict.fromkeys(overloads.split(), path)),
+    }
+    return Op(name=name, **{**defaults, **fields})
+
+
+def make_exempt(name: str, documented: str = "", **fields: Any) -> Op:
+    """Return the entry of an op that needs no patch, by default because torch switches."""
+    defaults: dict[str, Any] = {
+        "status": "exempt",
+        "flag_effect": FlagEffect.SWITCHES,
+        "torch_does": "Runs a deterministic version.",
+        "cause": ATOMICS,
+        "documented": tuple(documented.split(", ")) if documented else (),
+        "reason": "torch itself is deterministic if deterministic algorithms are on.",
+    }
+    return Op(name=name, **{**defaults, **fields})
 
 
 def _read_release(version: str) -> tuple[int, ...]:

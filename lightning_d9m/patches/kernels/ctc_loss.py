@@ -14,12 +14,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from lightning_d9m.patches.arguments import require
 from lightning_d9m.patches.kernels.places import sum_by_index
-from lightning_d9m.patches.primitives.fallback import Original, raise_as_original
 
 
 def ctc_loss_backward(  # noqa: PLR0913, PLR0917 - torch's arguments
-    original: Original,
     grad: Tensor,
     log_probs: Tensor,
     targets: Tensor,
@@ -36,12 +35,9 @@ def ctc_loss_backward(  # noqa: PLR0913, PLR0917 - torch's arguments
     (Graves et al. 2006, formula 16), where a label's posterior is the sum over its states of
     ``alpha * beta / (probability * likelihood)``.
     """
-    lengths_given = (input_lengths, target_lengths)
-    lengths, label_lengths = (_list_lengths(part) for part in lengths_given)
+    lengths, label_lengths = map(_list_lengths, (input_lengths, target_lengths))
     steps, batch, labels = log_probs.shape
-    if not batch or not steps or log_probs.dtype not in (torch.float32, torch.float64):
-        rest = (neg_log_likelihood, log_alpha, blank, zero_infinity)
-        raise_as_original(original, grad, log_probs, targets, *lengths_given, *rest)
+    require(batch > 0, steps > 0, log_probs.dtype in {torch.float32, torch.float64})
     device = log_probs.device
     time, count = _copy_lengths([lengths, label_lengths], device)[..., None]
     padded = _pad_targets(targets.to(device), max(label_lengths), count)

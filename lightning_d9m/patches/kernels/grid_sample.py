@@ -5,7 +5,7 @@ contributions to an element of the input are added exactly; see ``exact_sums``. 
 weights follow torch's ``GridSampler.h``.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import product
 from math import prod
@@ -14,10 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_d9m.patches.arguments import accumulation_dtype, require
 from lightning_d9m.patches.exact_sums import Part, accumulate, plan_pieces
-from lightning_d9m.patches.primitives.fallback import Original, raise_as_original
-from lightning_d9m.patches.primitives.segment_reduce import accumulation_dtype
-from lightning_d9m.patches.triton.launch import allocate
+from lightning_d9m.patches.triton.launch import INT32_LIMIT, allocate
 
 _BILINEAR, _NEAREST, _BICUBIC = 0, 1, 2
 _ZEROS, _BORDER, _REFLECTION = 0, 1, 2
@@ -40,18 +39,7 @@ class Tap(NamedTuple):
     slope: Tensor
 
 
-def cudnn_grid_sampler_backward(
-    original: Original, self: Tensor, grid: Tensor, grad_output: Tensor
-) -> tuple[Tensor | None, Tensor]:
-    """Return what cuDNN computes: bilinear, zeros outside, corners aligned."""
-    dims = 2
-    if not _can_sample(grad_output, self, grid, dims):
-        raise_as_original(original, self, grid, grad_output)
-    return _differentiate(grad_output, self, grid, _BILINEAR, _ZEROS, True, (True, True))  # noqa: FBT003 - an argument of torch's
-
-
-def _backward(  # noqa: PLR0913 - torch's arguments
-    original: Original,
+def _backward(
     grad_output: Tensor,
     image: Tensor,
     grid: Tensor,
@@ -63,41 +51,17 @@ def _backward(  # noqa: PLR0913 - torch's arguments
     dims: int,
 ) -> tuple[Tensor | None, Tensor]:
     """Return the gradients of ``grid_sample`` with respect to its input and its grid."""
-    arguments = (grad_output, image, grid, mode, padding, align_corners, output_mask)
-    if (
-        not _can_sample(grad_output, image, grid, dims)
-        or mode not in (_BILINEAR, _NEAREST, _BICUBIC)[: 5 - dims]
-        or padding not in (_ZEROS, _BORDER, _REFLECTION)
-    ):
-        raise_as_original(original, *arguments)
-    return _differentiate(*arguments)
-
-
-grid_sampler_2d_backward = partial(_backward, dims=2)
-grid_sampler_3d_backward = partial(_backward, dims=3)
-
-
-def _can_sample(grad_output: Tensor, image: Tensor, grid: Tensor, dims: int) -> bool:
-    return (
-        image.dim() == grid.dim() == dims + 2
-        and grid.shape[-1] == dims
-        and grid.shape[0] == image.shape[0]
-        and grad_output.shape == (*image.shape[:2], *grid.shape[1:-1])
-        and image.dtype == grid.dtype == grad_output.dtype
-        and image.is_floating_point()
-        and min(image.shape[2:]) > 0
+    require(
+        image.dim() == grid.dim() == dims + 2,
+        grid.shape[-1] == dims,
+        grid.shape[0] == image.shape[0],
+        grad_output.shape == (*image.shape[:2], *grid.shape[1:-1]),
+        image.dtype == grid.dtype == grad_output.dtype,
+        image.is_floating_point(),
+        0 not in image.shape[2:],
+        mode in (_BILINEAR, _NEAREST, _BICUBIC)[: 5 - dims],
+        padding in {_ZEROS, _BORDER, _REFLECTION},
     )
-
-
-def _differentiate(
-    grad_output: Tensor,
-    image: Tensor,
-    grid: Tensor,
-    mode: int,
-    padding: int,
-    align_corners: bool,
-    output_mask: Sequence[bool],
-) -> tuple[Tensor | None, Tensor]:
     if not grad_output.numel():
         grad_image = torch.zeros_like(image, memory_format=torch.contiguous_format)
         return grad_image if output_mask[0] else None, torch.zeros_like(grid)
@@ -116,19 +80,26 @@ def _differentiate(
     if not output_mask[0]:
         return None, grad_grid
 
-    def parts() -> Iterator[Part]:
-        for corner in product(*taps):
-            place, inside = _find_corner(corner, sizes)
-            weight = _multiply(tap.weight for tap in corner)
-            index = torch.where(inside, place, -1).unsqueeze(2)
-            yield Part(index, terms, weight.unsqueeze(2).contiguous())
-
-    terms = gradients.contiguous().unsqueeze(3)
+    corners = list(product(*taps))
+    weights = torch.stack([_multiply(tap.weight for tap in corner) for corner in corners])
+    index = torch.stack([_number_corner(corner, sizes) for corner in corners])
+    part = Part(index.unsqueeze(3), gradients.contiguous().unsqueeze(3), weights.unsqueeze(3))
     grad_image = allocate(image.shape, image.dtype, image.device)
-    pieces = plan_pieces(image.dtype, outputs * prod(map(len, taps)))
+    pieces = plan_pieces(image.dtype, outputs * len(corners))
     sums = grad_image.view(batch, channels, prod(sizes), 1)
-    accumulate(sums, parts, pieces, include=False)
+    accumulate(sums, part, pieces, include=False)
     return grad_image, grad_grid
+
+
+grid_sampler_2d_backward = partial(_backward, dims=2)
+grid_sampler_3d_backward = partial(_backward, dims=3)
+
+
+def cudnn_grid_sampler_backward(
+    self: Tensor, grid: Tensor, grad_output: Tensor
+) -> tuple[Tensor | None, Tensor]:
+    """Return what cuDNN computes: bilinear, zeros outside, corners aligned."""
+    return _backward(grad_output, self, grid, _BILINEAR, _ZEROS, True, (True, True), dims=2)  # noqa: FBT003 - an argument of torch's
 
 
 def _differentiate_grid(
@@ -157,6 +128,13 @@ def _find_corner(corner: Sequence[Tap], sizes: Sequence[int]) -> tuple[Tensor, T
         inside = inside & (tap.place >= 0) & (tap.place < size)
         place = place * size + tap.place
     return torch.where(inside, place, 0), inside
+
+
+def _number_corner(corner: Sequence[Tap], sizes: Sequence[int]) -> Tensor:
+    """Return the position of one neighbor of each output, or -1 if it is outside."""
+    place, inside = _find_corner(corner, sizes)
+    dtype = torch.int32 if prod(sizes) <= INT32_LIMIT else torch.int64
+    return torch.where(inside, place, -1).to(dtype)
 
 
 def _find_taps(

@@ -1,7 +1,8 @@
-"""Gradients of max pooling: what the windows that chose an input add to it.
+"""Gradients of max pooling, and max unpooling: values that go where indices say.
 
-torch's CUDA kernels start one thread per output and add to the chosen input with atomics. Here the
-sums are exact; see ``exact_sums``.
+torch's CUDA kernels start one thread per output: gradients add to the chosen input with atomics,
+and unpooling races for a place. Here sums are exact, see ``exact_sums``, and of several values for
+one place the last is written, as by torch's CPU kernels on one thread.
 """
 
 from collections.abc import Sequence
@@ -13,15 +14,15 @@ import torch
 from torch import Tensor
 from torch._prims_common import suggest_memory_format
 
+from lightning_d9m.patches.arguments import require
 from lightning_d9m.patches.exact_sums import Part, Pieces, accumulate, plan_pieces
-from lightning_d9m.patches.primitives.fallback import Original, raise_as_original
+from lightning_d9m.patches.kernels.places import find_last
 from lightning_d9m.patches.triton.launch import allocate
 
 _GUARD = 24  # bits that a single piece keeps of the few windows of one input
 
 
-def max_pool3d_backward(  # noqa: PLR0913, PLR0917 - torch's arguments
-    original: Original,
+def max_pool3d_backward(
     grad_output: Tensor,
     self: Tensor,
     kernel_size: Sequence[int],
@@ -33,41 +34,32 @@ def max_pool3d_backward(  # noqa: PLR0913, PLR0917 - torch's arguments
 ) -> Tensor:
     """Return the gradient of ``max_pool3d`` with respect to its input."""
     dims = 3
-    shape = (kernel_size, stride, padding, dilation, ceil_mode)
-    if not (_can_choose(grad_output, self, indices, dims) and _has_shape(grad_output, self, shape)):
-        raise_as_original(original, grad_output, self, *shape, indices)
+    shape: tuple[Any, ...] = (kernel_size, stride, padding, dilation, ceil_mode)
+    pooled = torch.max_pool3d(self.new_empty(self.shape, device="meta"), *shape)
+    require(pooled.shape == grad_output.shape)
     # An input has as many places in windows as a window has.
     pieces = plan_pieces(self.dtype, prod(kernel_size) ** (dims // len(kernel_size)), _GUARD)
     return _add_chosen(grad_output, self, indices, dims, pieces, keep_format=True)
 
 
-def _adaptive_backward(
-    original: Original, grad_output: Tensor, self: Tensor, indices: Tensor, *, dims: int
-) -> Tensor:
+def _adaptive_backward(grad_output: Tensor, self: Tensor, indices: Tensor, *, dims: int) -> Tensor:
     """Return the gradient of an adaptive max pooling with respect to its input."""
-    if not _can_choose(grad_output, self, indices, dims):
-        raise_as_original(original, grad_output, self, indices)
-    pieces = plan_pieces(self.dtype, prod(grad_output.shape[-dims:]))
-    return _add_chosen(grad_output, self, indices, dims, pieces, keep_format=dims == 2)  # noqa: PLR2004 - as torch's kernels
+    keep_format = dims == 2  # noqa: PLR2004 - as torch's kernels
+    return _add_chosen(grad_output, self, indices, dims, keep_format=keep_format)
 
 
 def _fractional_backward(
-    original: Original,
     grad_output: Tensor,
     self: Tensor,
-    kernel_size: Sequence[int],
+    kernel_size: Sequence[int],  # noqa: ARG001 - torch's argument
     output_size: Sequence[int],
     indices: Tensor,
     *,
     dims: int,
 ) -> Tensor:
     """Return the gradient of a fractional max pooling with respect to its input."""
-    if not _can_choose(grad_output, self, indices, dims) or list(output_size) != list(
-        grad_output.shape[-dims:]
-    ):
-        raise_as_original(original, grad_output, self, kernel_size, output_size, indices)
-    pieces = plan_pieces(self.dtype, prod(output_size))
-    return _add_chosen(grad_output, self, indices, dims, pieces, keep_format=False)
+    require(list(output_size) == list(grad_output.shape[-dims:]))
+    return _add_chosen(grad_output, self, indices, dims)
 
 
 adaptive_max_pool2d_backward = partial(_adaptive_backward, dims=2)
@@ -81,40 +73,60 @@ def _add_chosen(
     self: Tensor,
     indices: Tensor,
     dims: int,
-    pieces: Pieces,
+    pieces: Pieces | None = None,
     *,
-    keep_format: bool,
+    keep_format: bool = False,
 ) -> Tensor:
+    require(
+        self.dim() in {dims + 1, dims + 2},
+        grad_output.dim() == self.dim(),
+        grad_output.shape[:-dims] == self.shape[:-dims],
+        grad_output.dtype == self.dtype,
+        self.is_floating_point(),
+        0 not in (*self.shape[1:], *grad_output.shape[-dims:]),
+        indices.shape == grad_output.shape,
+        indices.dtype == torch.int64,
+    )
     planes, outputs = prod(self.shape[:-dims]), prod(grad_output.shape[-dims:])
     result = allocate(self.shape, self.dtype, self.device)
-    places = indices.reshape(planes, outputs, 1)
+    places = indices.reshape(1, planes, outputs, 1)
     part = Part(places, grad_output.reshape(planes, 1, outputs, 1).contiguous())
     sums = result.view(planes, 1, prod(self.shape[-dims:]), 1)
-    accumulate(sums, lambda: [part], pieces, include=False)
+    accumulate(sums, part, pieces or plan_pieces(self.dtype, outputs), include=False)
     if keep_format and not self.is_contiguous():
         memory_format = suggest_memory_format(self)
         return torch.empty_like(result, memory_format=memory_format).copy_(result)
     return result
 
 
-def _can_choose(grad_output: Tensor, self: Tensor, indices: Tensor, dims: int) -> bool:
-    """Return whether an output's gradient fits the input of a pooling, but for its sizes."""
-    return (
-        self.dim() in (dims + 1, dims + 2)
-        and grad_output.shape[:-dims] == self.shape[:-dims]
-        and grad_output.dim() == self.dim()
-        and grad_output.dtype == self.dtype
-        and self.is_floating_point()
-        and min(*self.shape[1:], *grad_output.shape[-dims:]) > 0
-        and indices.shape == grad_output.shape
-        and indices.dtype == torch.int64
+def max_unpool2d(self: Tensor, indices: Tensor, output_size: Sequence[int]) -> Tensor:
+    """Return zeros with each value at the position in its plane that its index names."""
+    return _unpool(self, indices, output_size, 2)
+
+
+def max_unpool3d(
+    self: Tensor,
+    indices: Tensor,
+    output_size: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+) -> Tensor:
+    """Return zeros with each value at the position in its volume that its index names."""
+    dims = 3
+    require(len(stride) == len(padding) == dims, min(stride) > 0)
+    return _unpool(self, indices, output_size, dims)
+
+
+def _unpool(self: Tensor, indices: Tensor, output_size: Sequence[int], dims: int) -> Tensor:
+    require(
+        self.dim() in {dims + 1, dims + 2},
+        indices.dtype == torch.int64,
+        indices.shape == self.shape,
+        len(output_size) == dims,
+        0 not in self.shape[-dims - 1 :],
+        self.is_floating_point(),
     )
-
-
-def _has_shape(grad_output: Tensor, self: Tensor, arguments: tuple[Any, ...]) -> bool:
-    """Return whether a ``max_pool3d`` with these arguments has an output of this shape."""
-    try:
-        pooled = torch.max_pool3d(self.new_empty(self.shape, device="meta"), *arguments)
-    except (RuntimeError, IndexError):
-        return False
-    return pooled.shape == grad_output.shape
+    planes, size = prod(self.shape[:-dims]), prod(self.shape[-dims:])
+    last = find_last(indices.reshape(planes, size), prod(output_size))
+    values = self.reshape(planes, size).gather(1, last.clamp(min=0))
+    return torch.where(last >= 0, values, 0).view(*self.shape[:-dims], *output_size)

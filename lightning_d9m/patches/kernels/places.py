@@ -1,30 +1,33 @@
-"""Places of a tensor that indices name, and exact sums there; see ``exact_sums``."""
+"""Places of a tensor that keys name, and their update by a rule; see ``exact_sums``.
+
+A rule takes rows, the key of each value and the values, and changes the rows that get a value. The
+result is the same in any order of the values, except that products and the last value follow the
+order in which the values are given.
+"""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from math import prod
 
 import torch
 from torch import Tensor
 
+from lightning_d9m.patches.arguments import accumulation_dtype
 from lightning_d9m.patches.exact_sums import Part, accumulate, plan_pieces
 from lightning_d9m.patches.triton.launch import allocate
 
 _MANY = 2  # outputs for each value, beyond which only those that get a value are read
 
 
-def add_to_places(target: Tensor, sizes: Sequence[int], keys: Tensor, values: Tensor) -> None:
-    """Add values to the places of a tensor that keys name; see :func:`update_places`.
+@dataclass(frozen=True)
+class Update:
+    """The result of a replacement that writes into a tensor.
 
-    The tensor may be complex.
+    Attributes:
+        write: Writes into the tensor: ``self`` of an in-place op, else a copy of it.
     """
-    if target.is_complex():
-        target, values = view_parts(target), view_parts(values)
 
-    def add(rows: Tensor, keys: Tensor, values: Tensor) -> None:
-        sums = rows.view(1, len(rows), -1)
-        add_to_sums(sums, keys, values.reshape(1, len(keys), -1), include=True)
-
-    update_places(target, sizes, keys, values, add)
+    write: Callable[[Tensor], object]
 
 
 def update_places(
@@ -32,7 +35,9 @@ def update_places(
     sizes: Sequence[int],
     keys: Tensor,
     values: Tensor,
-    update: Callable[[Tensor, Tensor, Tensor], None],
+    reduce: str,
+    *,
+    include_self: bool = True,
 ) -> None:
     """Change the places of a tensor that keys name.
 
@@ -43,21 +48,24 @@ def update_places(
         sizes: The sizes of the dimensions that the keys go through.
         keys: Positions as if these dimensions were one; of shape ``[m]``.
         values: Of shape ``[m, *rest]``.
-        update: Takes contiguous rows of shape ``[n, *rest]``, which it changes, and keys and values
-            for them.
+        reduce: A key of ``_RULES``.
+        include_self: Whether what is in the target is a term or factor as well.
     """
     if not values.numel():
         return
+    rule = _RULES[reduce]
+    if reduce == "sum" and target.is_complex():
+        target, values = (torch.view_as_real(part.resolve_conj()) for part in (target, values))
     if not gets_few(target, values):
         whole = target.contiguous()
-        update(whole.view(prod(sizes), *target.shape[len(sizes) :]), keys, values)
+        rule(whole.view(prod(sizes), *target.shape[len(sizes) :]), keys, values, include_self)
         if whole is not target:
             target.copy_(whole)
         return
     ordered = torch.sort(keys, stable=True).values
     slots = torch.searchsorted(ordered, keys)  # the first place of an equal key
     rows = target[unravel(ordered, sizes)].contiguous()  # it has the strides of the target
-    update(rows, slots, values)
+    rule(rows, slots, values, include_self)
     # Values for one place are equal, so the order of the writes has no effect.
     target.index_put_(unravel(keys, sizes), rows.index_select(0, slots))
 
@@ -65,6 +73,15 @@ def update_places(
 def gets_few(target: Tensor, values: Tensor) -> bool:
     """Return whether the values are so few that only their places should be read and written."""
     return target.numel() > _MANY * values.numel()
+
+
+def unravel(places: Tensor, shape: Sequence[int]) -> tuple[Tensor, ...]:
+    """Turn positions in a flattened tensor into one index for each of its dimensions."""
+    indices: list[Tensor] = []
+    for size in reversed(shape[1:]):
+        indices.append(places % size)
+        places = places // size
+    return (places, *reversed(indices))
 
 
 def add_to_sums(out: Tensor, index: Tensor, values: Tensor, *, include: bool) -> None:
@@ -79,9 +96,9 @@ def add_to_sums(out: Tensor, index: Tensor, values: Tensor, *, include: bool) ->
             its bits; else it becomes 0.
     """
     places = index.view(1, -1, 1) if index.dim() == 1 else index
-    part = Part(places, values.contiguous().unsqueeze(1))
+    part = Part(places.unsqueeze(0), values.contiguous().unsqueeze(1))
     pieces = plan_pieces(out.dtype, values.shape[1] + 1)
-    accumulate(out.unsqueeze(1), lambda: [part], pieces, include=include)
+    accumulate(out.unsqueeze(1), part, pieces, include=include)
 
 
 def sum_by_index(index: Tensor, values: Tensor, count: int, dtype: torch.dtype) -> Tensor:
@@ -92,15 +109,137 @@ def sum_by_index(index: Tensor, values: Tensor, count: int, dtype: torch.dtype) 
     return out
 
 
-def view_parts(values: Tensor) -> Tensor:
-    """Return the real and the imaginary parts in a last dimension of 2."""
-    return torch.view_as_real(values.resolve_conj())
+def find_last(keys: Tensor, count: int) -> Tensor:
+    """Return the position of the last key of each row that equals each of ``0 .. count - 1``.
+
+    Args:
+        keys: Of shape ``[..., m]``.
+        count: Number of keys.
+
+    Returns:
+        Positions of shape ``[..., count]``; -1 where there is none.
+    """
+    ranks = torch.arange(keys.shape[-1], device=keys.device).expand_as(keys)
+    # The greatest of some integers does not depend on their order.
+    return ranks.new_full((*keys.shape[:-1], count), -1).scatter_reduce_(-1, keys, ranks, "amax")
 
 
-def unravel(places: Tensor, shape: Sequence[int]) -> tuple[Tensor, ...]:
-    """Turn positions in a flattened tensor into one index for each of its dimensions."""
-    indices: list[Tensor] = []
-    for size in reversed(shape[1:]):
-        indices.append(places % size)
-        places = places // size
-    return (places, *reversed(indices))
+def _add(rows: Tensor, keys: Tensor, values: Tensor, include_self: bool) -> None:
+    if rows.is_floating_point():
+        sums, terms = rows.view(1, len(rows), -1), values.reshape(1, len(keys), -1)
+        add_to_sums(sums, keys, terms, include=include_self)
+    else:
+        rows.index_put_((keys,), values, accumulate=True)  # integers are added exactly
+
+
+def _replace(rows: Tensor, keys: Tensor, values: Tensor, _include_self: bool) -> None:
+    """Write the last value of each place."""
+    last = find_last(keys.to(torch.int64), len(rows)).index_select(0, keys)
+    rows.index_put_((keys,), values.index_select(0, last))
+
+
+def _multiply(rows: Tensor, keys: Tensor, values: Tensor, include_self: bool) -> None:
+    """Multiply the values of each place, from first to last."""
+    ordered, order = torch.sort(keys, stable=True)
+    factors = values.index_select(0, order).to(accumulation_dtype(rows.dtype))
+    bounds = torch.arange(len(rows) + 1, dtype=ordered.dtype, device=rows.device)
+    offsets = torch.searchsorted(ordered, bounds)
+    wide = (-1, *[1] * (rows.dim() - 1))
+    if include_self:
+        first = torch.cat([torch.ones_like(ordered[:1]), ordered.diff()]) != 0
+        own = rows.index_select(0, ordered).to(factors.dtype)
+        factors = torch.where(first.view(wide), own * factors, factors)
+    occupied = (offsets[1:] > offsets[:-1]).view(wide)
+    if rows.is_floating_point():
+        # unsafe: the offsets are known to be valid; checking them would wait for the device.
+        # Of rows, one thread multiplies each feature of a run.
+        flat = factors.reshape(len(factors), -1)
+        found = torch.segment_reduce(flat, "prod", offsets=offsets, initial=1, unsafe=True)
+        products = found.view(rows.shape)
+    else:
+        products = _multiply_runs(factors, ordered.view(wide), (offsets[1:] - 1).clamp(min=0))
+    rows.copy_(torch.where(occupied, products.to(rows.dtype), rows))
+
+
+def _multiply_runs(factors: Tensor, runs: Tensor, last: Tensor) -> Tensor:
+    """Return the product of each run of equal keys, whose last positions are given.
+
+    torch.segment_reduce takes floating point only. Integers may be multiplied in any order: after
+    step k of this loop each element holds the product of 2**k elements of its run.
+    """
+    step = 1
+    while step < len(factors):
+        same = runs[step:] == runs[:-step]
+        folded = torch.where(same, factors[step:] * factors[:-step], factors[step:])
+        factors = torch.cat([factors[:step], folded])
+        step *= 2
+    return factors.index_select(0, last)
+
+
+def _average(rows: Tensor, keys: Tensor, values: Tensor, include_self: bool) -> None:
+    """Write the sum of the terms, divided by their number."""
+    dtype = accumulation_dtype(rows.dtype)
+    divisors = _count_terms(rows, keys)
+    total = rows.to(dtype, copy=True) if include_self else rows.new_zeros(rows.shape, dtype=dtype)
+    _add(total, keys, values, include_self)
+    terms = (divisors + include_self).clamp(min=1).to(dtype)
+    rounding = None if rows.is_floating_point() else "floor"
+    mean = torch.div(total, terms, rounding_mode=rounding)
+    rows.copy_(torch.where(divisors > 0, mean.to(rows.dtype), rows))
+
+
+def _choose_greatest(
+    rows: Tensor, keys: Tensor, values: Tensor, include_self: bool, *, greatest: bool = True
+) -> None:
+    """Write the greatest value, or the least one, by integers in the order of the numbers."""
+    own, given = (_order(part, greatest=greatest) for part in (rows, values))
+    chosen = own.clone() if include_self else torch.full_like(own, torch.iinfo(own.dtype).min)
+    index = keys.to(torch.int64).view(-1, *[1] * (rows.dim() - 1)).expand_as(given)
+    chosen.scatter_reduce_(0, index, given, "amax")
+    kept = chosen == own if include_self else _count_terms(rows, keys) == 0
+    rows.copy_(torch.where(kept, rows, _restore(chosen, rows.dtype, greatest=greatest)))
+
+
+def _choose_least(rows: Tensor, keys: Tensor, values: Tensor, include_self: bool) -> None:
+    _choose_greatest(rows, keys, values, include_self, greatest=False)
+
+
+_RULES: dict[str, Callable[[Tensor, Tensor, Tensor, bool], None]] = {
+    "sum": _add,
+    "prod": _multiply,
+    "mean": _average,
+    "amax": _choose_greatest,
+    "amin": _choose_least,
+    "last": _replace,
+}
+
+
+def _count_terms(rows: Tensor, keys: Tensor) -> Tensor:
+    """Return how many values each row gets, of shape ``[count, 1, ...]``."""
+    terms = torch.zeros(len(rows), dtype=torch.int64, device=rows.device)
+    terms.index_add_(0, keys, torch.ones_like(keys, dtype=torch.int64))
+    return terms.view(-1, *[1] * (rows.dim() - 1))
+
+
+def _order(values: Tensor, *, greatest: bool) -> Tensor:
+    """Return integers whose order is that of the numbers, or the reverse; a NaN is the greatest."""
+    if not values.is_floating_point():
+        ordered = values.to(torch.int64)
+        return ordered if greatest else ~ordered
+    values = values.to(accumulation_dtype(values.dtype))
+    integer = torch.int64 if values.dtype == torch.float64 else torch.int32
+    limits = torch.iinfo(integer)
+    bits = values.contiguous().view(integer)
+    ordered = torch.where(bits < 0, bits ^ limits.max, bits)
+    return torch.where(values.isnan(), limits.max, ordered if greatest else ~ordered)
+
+
+def _restore(ordered: Tensor, dtype: torch.dtype, *, greatest: bool) -> Tensor:
+    """Return the numbers of :func:`_order`."""
+    limits = torch.iinfo(ordered.dtype)
+    plain = ordered if greatest else ~ordered
+    if not dtype.is_floating_point:
+        return plain.to(dtype)
+    bits = torch.where(plain < 0, plain ^ limits.max, plain)
+    values = bits.view(accumulation_dtype(dtype))
+    return torch.where(ordered == limits.max, torch.nan, values).to(dtype)

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-# ruff: noqa: ANN001, ANN201, ANN202, N803, PLR0124, PLR0913, PLR0917, PLR2004 - Triton's compiler reads these functions
+# ruff: noqa: ANN001, ANN201, N803, PLR0124, PLR0913, PLR0917, PLR2004 - Triton's compiler reads these functions
 """Kernels of the sums of ``patches/exact_sums.py``, which has the definition, with the same bits.
 
 The first launch raises the exponent of each sum to that of its greatest term, by maxima of 32-bit
@@ -34,10 +34,10 @@ def is_finite(values):
     return read_exponents(values) < 0x7FF
 
 
-_SIZES = ["steps_batch", "steps_row", "steps_column", "terms", "slots", "count", "rows", "inner"]
+_SIZES = ["steps_tap", "steps_batch", "steps_row", "steps_column", "terms", "slots", "count"]
 
 
-@triton.jit(do_not_specialize=[*_SIZES, "group", "size", "elements"])
+@triton.jit(do_not_specialize=[*_SIZES, "rows", "inner", "group", "size", "elements"])
 def add_terms(
     out,
     values,
@@ -45,6 +45,7 @@ def add_terms(
     index,
     tops,
     sums,
+    steps_tap,
     steps_batch,
     steps_row,
     steps_column,
@@ -56,6 +57,7 @@ def add_terms(
     group,
     size,
     elements,
+    TAPS: tl.constexpr,
     PIECES: tl.constexpr,
     WEIGHTED: tl.constexpr,
     WIDE: tl.constexpr,
@@ -77,37 +79,54 @@ def add_terms(
     # The strides of the index: it may be the same for each batch, channel or column.
     where = (batch // group) * steps_batch + (line % rows) * steps_row
     where += (element % inner) * steps_column
-    key = tl.load(index + where, mask=given, other=-1).to(element.dtype)
-    given &= (key >= 0) & (key < count)
     value = tl.load(values + element, mask=given, other=0.0)
-    if WEIGHTED:
-        weight = tl.load(weights + where, mask=given, other=0.0)
-        value = value.to(weight.dtype) * weight
     kept = tl.load(out + (element - terms), mask=own, other=0.0)
-    term = tl.where(own, kept.to(tl.float64), value.to(tl.float64))
-    place = tl.where(own, element - terms, (batch * count + key) * inner + element % inner)
-    mask = given | own
-    if PIECES == 0:
-        # Exponents only grow: one that was read too early spares an atomic or not, and no more.
-        top = tl.load(tops + place, mask=mask, other=0)
-        exponent = read_exponents(term)
-        tl.atomic_max(tops + place, exponent, mask=mask & (exponent > top), sem="relaxed")
-    else:
-        top = tl.minimum(tl.load(tops + place, mask=mask, other=0), 2046)
-        large = top >= 1923
-        term = tl.where(large, term * 5.421010862427522e-20, term)  # 2**-64
-        last = tl.maximum(tl.where(large, top - 64, top), 1) + (size - 52)
-        is_cut = is_finite(term) & (term != 0)
-        rest = term
-        pointer = sums + place
-        for number in tl.static_range(PIECES):
-            piece = tl.where(is_cut, round_to(rest, last), rest)
-            rest = tl.where(is_cut, rest - piece, -0.0)
-            # The first piece decides the sign of a zero; others that are zero change nothing.
-            needed = mask if number == 0 else mask & (piece != 0)
-            tl.atomic_add(pointer, piece, mask=needed, sem="relaxed")
-            last -= 54 - size
-            pointer += slots
+    for tap in tl.static_range(TAPS):
+        key = tl.load(index + where, mask=given, other=-1).to(element.dtype)
+        mask = given & (key >= 0) & (key < count)
+        term = value.to(tl.float64)
+        if WEIGHTED:
+            weight = tl.load(weights + where, mask=mask, other=0.0)
+            term = (value.to(weight.dtype) * weight).to(tl.float64)
+        place = (batch * count + key) * inner + element % inner
+        if tap == 0:
+            term = tl.where(own, kept.to(tl.float64), term)
+            place = tl.where(own, element - terms, place)
+            mask = mask | own
+        if PIECES == 0:
+            raise_exponents(tops + place, term, mask)
+        else:
+            top = tl.load(tops + place, mask=mask, other=0)
+            add_pieces(sums + place, term, top, mask, slots, size, PIECES)
+        where += steps_tap
+
+
+@triton.jit
+def raise_exponents(tops, term, mask):
+    """Raise the exponents of sums to those of terms."""
+    # Exponents only grow: one that was read too early spares an atomic or not, and no more.
+    top = tl.load(tops, mask=mask, other=0)
+    exponent = read_exponents(term)
+    tl.atomic_max(tops, exponent, mask=mask & (exponent > top), sem="relaxed")
+
+
+@triton.jit
+def add_pieces(sums, term, top, mask, slots, size, PIECES: tl.constexpr):
+    """Add the pieces of terms to the sums of pieces, which are ``slots`` apart."""
+    top = tl.minimum(top, 2046)
+    large = top >= 1923
+    term = tl.where(large, term * 5.421010862427522e-20, term)  # 2**-64
+    last = tl.maximum(tl.where(large, top - 64, top), 1) + (size - 52)
+    is_cut = is_finite(term) & (term != 0)
+    rest = term
+    for number in tl.static_range(PIECES):
+        piece = tl.where(is_cut, round_to(rest, last), rest)
+        rest = tl.where(is_cut, rest - piece, -0.0)
+        # The first piece decides the sign of a zero; others that are zero change nothing.
+        needed = mask if number == 0 else mask & (piece != 0)
+        tl.atomic_add(sums, piece, mask=needed, sem="relaxed")
+        last -= 54 - size
+        sums += slots
 
 
 @triton.jit
@@ -174,48 +193,42 @@ def round_sums(
     tl.store(out + element, result.to(out.dtype.element_ty), mask=mask)
 
 
-def accumulate(out, parts, pieces, form, include):
+def accumulate(out, part, pieces, form, include):
     """Write into each place of ``out`` the sum of the terms that go to it."""
-    slots = out.numel()
+    index, values, weights = part
+    batch, group, rows, inner = values.shape
+    taps, slots, terms = len(index), out.numel(), values.numel()
+    steps = index.expand(taps, batch, rows, inner).stride()
     tops = torch.zeros(slots, dtype=torch.int32, device=out.device)
     start = -0.0 if include else 0.0
     shape = (pieces.number, slots)
     sums = torch.full(shape, start, dtype=torch.float64, device=out.device)
+    wide = needs_int64(values, sums, index)
     for number in (0, pieces.number):
-        own = slots if include else 0
-        for part in parts():
-            _add_part(out, part, tops, sums, pieces.size, own, number)
-            own = 0
+        launch_blocks(
+            add_terms,
+            values,
+            terms + (slots if include else 0),
+            out,
+            values,
+            values if weights is None else weights,
+            index,
+            tops,
+            sums if number else tops,
+            *steps,
+            terms,
+            slots,
+            out.shape[2],
+            max(rows, 1),
+            inner,
+            group,
+            pieces.size,
+            TAPS=taps,
+            PIECES=number,
+            WEIGHTED=weights is not None,
+            WIDE=wide,
+        )
     form = {"BITS": form[0], "LEAST": form[1]}
     launch_blocks(
         round_sums, out, slots, out, tops, sums, PIECES=pieces.number, INCLUDE=include, **form
-    )
-
-
-def _add_part(out, part, tops, sums, size, own, number):
-    index, values, weights = part
-    batch, group, rows, inner = values.shape
-    steps = index.expand(batch, rows, inner).stride()
-    terms = values.numel()
-    launch_blocks(
-        add_terms,
-        values,
-        terms + own,
-        out,
-        values,
-        values if weights is None else weights,
-        index,
-        tops,
-        sums,
-        *steps,
-        terms,
-        out.numel(),
-        out.shape[2],
-        max(rows, 1),
-        inner,
-        group,
-        size,
-        PIECES=number,
-        WEIGHTED=weights is not None,
-        WIDE=needs_int64(values, sums),
     )

@@ -3,7 +3,6 @@
 import pytest
 import torch
 import torch.nn.functional as nnf
-from patches.cases import assert_alike
 from torch import Tensor
 
 from lightning_d9m.patches.registration import patches_applied
@@ -15,44 +14,17 @@ NAN, INF = float("nan"), float("inf")
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-GRIDS = [
-    (mode, padding, corners, dims)
-    for mode in ("bilinear", "nearest", "bicubic")
-    for padding in ("zeros", "border", "reflection")
-    for corners in (False, True)
-    for dims in (2, 3)
-    if (mode, dims) != ("bicubic", 3)
-]
-
-
-@pytest.mark.parametrize(("mode", "padding", "corners", "dims"), GRIDS)
-def test_grid_sample(mode: str, padding: str, corners: bool, dims: int) -> None:
-    """At most 3 * 28 * 16 terms in another order, and positions rounded differently.
-
-    A position is a sum of coordinates up to 12; its error of 12 units of rounding enters the
-    weights with a slope of at most 2.
-    """
-    image = torch.randn(2, 3, *(5, 6, 4)[:dims], dtype=torch.float64, requires_grad=True)
-    grid = (torch.randn(2, *(4, 7, 3)[:dims], dims, dtype=torch.float64) * 1.2).requires_grad_()
-    gradient = torch.randn(2, 3, *grid.shape[1:-1], dtype=torch.float64)
-
-    def differentiate() -> tuple[Tensor, ...]:
-        sampled = nnf.grid_sample(image, grid, mode, padding, corners)
-        return torch.autograd.grad(sampled, (image, grid), gradient)
-
-    assert_alike(differentiate, tolerance=256)
-    if mode == "bilinear":
-
-        def differentiate_one() -> Tensor:
-            sampled = nnf.grid_sample(image.detach(), grid, mode, padding, corners)
-            return torch.autograd.grad(sampled, grid, gradient)[0]
-
-        assert_alike(differentiate_one, tolerance=256)
-        with patches_applied("CPU"):
-            leaf = torch.rand(1, 1, *(3, 4, 2)[:dims], dtype=torch.float64, requires_grad=True)
-            assert torch.autograd.gradcheck(
-                lambda x: nnf.grid_sample(x, grid[:1].detach(), mode, padding, corners), leaf
-            )
+@pytest.mark.parametrize("padding", ["zeros", "border", "reflection"])
+@pytest.mark.parametrize("corners", [True, False])
+@pytest.mark.parametrize("dims", [2, 3])
+def test_the_derivative_of_grid_sample(padding: str, corners: bool, dims: int) -> None:
+    """Numerical derivatives agree."""
+    grid = torch.randn(1, *(4, 7, 3)[:dims], dims, dtype=torch.float64) * 1.2
+    leaf = torch.rand(1, 1, *(3, 4, 2)[:dims], dtype=torch.float64, requires_grad=True)
+    with patches_applied("CPU"):
+        assert torch.autograd.gradcheck(
+            lambda x: nnf.grid_sample(x, grid, "bilinear", padding, corners), leaf
+        )
 
 
 def test_grid_sample_where_no_integer_reaches() -> None:
@@ -73,49 +45,6 @@ def test_grid_sample_where_no_integer_reaches() -> None:
             assert by_image.isfinite().all()
             assert by_grid.isfinite().all()
             assert by_grid[0, 0, 0, 0] == 0
-
-
-def test_grid_sample_refuses_in_the_originals_words() -> None:
-    """Shapes that do not belong together, and a mode that does not exist in 3 dimensions."""
-    image, grid = torch.ones(2, 3, 4, 4), torch.ones(2, 5, 5, 2)
-    backward = torch.ops.aten.grid_sampler_2d_backward
-    bad = (torch.ones(2, 3, 5, 5), image, grid[:1], 0, 0, *CORNERS_AND_MASK)
-    assert_alike(lambda: backward(*bad))
-    assert_alike(
-        lambda: backward(torch.ones(2, 3, 5, 5), image, grid.double(), 0, 0, *CORNERS_AND_MASK)
-    )
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("infinity", [False, True])
-def test_ctc_loss(dtype: torch.dtype, infinity: bool) -> None:
-    """Exponents are sums of 30 logarithms of up to 100: 3000 units of rounding at most.
-
-    One target is longer than its input can emit, one is empty; the lengths come as lists and as
-    tensors, the targets padded and concatenated.
-    """
-    steps, batch, labels = 30, 4, 6
-    scores = torch.randn(steps, batch, labels, dtype=dtype).log_softmax(2)
-    targets = torch.randint(1, labels, (batch, 22))
-    lengths, label_lengths = [30, 25, 30, 20], [10, 5, 0, 20]
-    joined = torch.cat([row[:count] for row, count in zip(targets, label_lengths, strict=True)])
-    silent = scores.clone()
-    silent[3, 1, 2] = -INF
-    short = [5, 4, 3, 2]
-    for given, arguments in [
-        (scores, (targets, lengths, label_lengths)),
-        (scores, (joined, torch.tensor(lengths), torch.tensor(label_lengths))),
-        (silent, (targets, lengths, label_lengths)),
-        (scores, (targets[:, :5] - 1, lengths, short, labels - 1)),
-        (scores, (joined[:0], lengths, [0, 0, 0, 0])),
-    ]:
-
-        def differentiate(given=given, arguments=arguments) -> Tensor:
-            leaf = given.detach().requires_grad_()
-            loss = nnf.ctc_loss(leaf, *arguments, reduction="none", zero_infinity=infinity)
-            return torch.autograd.grad(loss, leaf, torch.arange(1, batch + 1).to(dtype))[0]
-
-        assert_alike(differentiate, tolerance=3000)
 
 
 def test_ctc_loss_derivative() -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_d9m.patches.kernels.places import update_places
+from lightning_d9m.patches.kernels import places
 
 LAYOUTS = {
     "permuted": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
@@ -15,16 +15,20 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("count", [2, 40], ids=["few", "many"])
-def test_the_rows_of_a_target_are_contiguous(layout: str, count: int) -> None:
+def test_the_rows_of_a_target_are_contiguous(
+    layout: str, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     target = LAYOUTS[layout](torch.zeros(5, 6, 20))
     keys = torch.arange(count) % 5
     values = LAYOUTS[layout](torch.randn(count, 6, 20))
 
-    def add(rows: Tensor, slots: Tensor, given: Tensor) -> None:
+    def add(rows: Tensor, slots: Tensor, given: Tensor, include_self: bool) -> None:
+        assert include_self
         assert rows.is_contiguous()
         rows.view(-1)  # kernels see rows as flat memory
         rows.index_add_(0, slots, given)
 
-    update_places(target, (5,), keys, values, add)
+    monkeypatch.setitem(places._RULES, "sum", add)
+    places.update_places(target, (5,), keys, values, "sum")
     expected = torch.zeros(5, 6, 20).index_add_(0, keys, values.contiguous())
     torch.testing.assert_close(target, expected)

@@ -1,21 +1,21 @@
-"""Segmented reductions: the bits of a loop from first to last."""
+"""Updates of places by values in order: the bits of a loop from first to last."""
 
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_d9m.patches.primitives.segment_reduce import find_last, multiply_into
+from lightning_d9m.patches.kernels.places import find_last, update_places
 
-keys_of = st.lists(st.integers(-2, 7), max_size=60)
+keys_of = st.lists(st.integers(0, 7), max_size=60)
 
 
 @settings(deadline=None, max_examples=60)
 @given(keys=keys_of)
 def test_last_is_the_last(keys: list[int]) -> None:
-    """Every element points at the last one with its key."""
+    """Of each key; there may be none."""
     last = {key: place for place, key in enumerate(keys)}
     found = find_last(torch.tensor(keys, dtype=torch.int64), 8)
-    assert found.tolist() == [last[key] for key in keys]
+    assert found.tolist() == [last.get(key, -1) for key in range(8)]
 
 
 @settings(deadline=None, max_examples=60)
@@ -39,5 +39,5 @@ def test_an_update_has_the_bits_of_a_loop(
         expected[key] = expected[key] * value if include_self or key in seen else value
         seen.add(key)
     where = torch.tensor(keys)
-    multiply_into(target, (where,), where, count, values, include_self=include_self)
+    update_places(target, (count,), where, values, "prod", include_self=include_self)
     assert torch.equal(target, expected)

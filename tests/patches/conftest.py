@@ -1,0 +1,27 @@
+"""Modules of ``benchmarks/`` that tests share."""
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture(scope="session")
+def check():
+    """Return the module that runs edge cases."""
+    sys.path.insert(0, str(FOLDER))
+    try:
+        yield importlib.import_module("check_edge_cases")
+    finally:
+        sys.path.remove(str(FOLDER))
+        for name in ("edge_cases", "check_edge_cases"):
+            sys.modules.pop(name, None)
+
+
+@pytest.fixture(scope="session")
+def edge_cases(check):
+    """Return the module of cases."""
+    return sys.modules["edge_cases"]
