@@ -1,8 +1,7 @@
 """Assign gradients to buckets by the order, size, dtype and device of the parameters alone."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import groupby
+from dataclasses import dataclass
 from typing import NoReturn
 
 import torch
@@ -22,6 +21,24 @@ _LARGE_BYTES = 2**16
 _FIRST_BYTES = 2**20
 
 
+@dataclass(frozen=True)
+class SumOptions:
+    """The rules of a sum of gradients, as `LogicalGradients` takes them.
+
+    Attributes:
+        divisor: Divides the sum, once.
+        sparse_as_dense: Whether sparse gradients are summed as dense ones.
+        adds: Whether a gradient may be that of the last step, to which autograd has added.
+        sent_as: The dtype to which gradients of float32 and float64 are rounded before they are
+            sent; None rounds none.
+    """
+
+    divisor: int
+    sparse_as_dense: bool = False
+    adds: bool = False
+    sent_as: torch.dtype | None = None
+
+
 @dataclass(slots=True)
 class Slot:
     """One parameter's range of a bucket's buffer, and the view of it."""
@@ -39,65 +56,41 @@ class Slot:
 
 @dataclass(slots=True)
 class Bucket:
-    """A flat buffer, its slots, and the gradients that the current backward pass has produced.
+    """A flat buffer and its slots.
 
     Attributes:
-        index: The number of the bucket, the same on every rank.
         flat: The buffer; slots begin at multiples of 64 bytes, with zeros between. One flag per
-            slot may follow.
+            slot follows.
         slots: One slot per parameter, the large parameters first.
         large: The number of large parameters.
-        fired: Positions of the slots whose gradients have arrived.
-        packed: Positions of the slots whose gradients are in the buffer.
     """
 
-    index: int
     flat: Tensor
     slots: list[Slot]
     large: int
-    fired: set[int] = field(default_factory=set)
-    packed: set[int] = field(default_factory=set)
 
     @property
     def flags(self) -> Tensor:
         """The elements after the last slot."""
         return self.flat[self.slots[-1].stop :]
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether every gradient has arrived."""
-        return len(self.fired) == len(self.slots)
 
-    def find_runs(self) -> Iterator[Sequence[int]]:
-        """Yield runs of consecutive positions whose gradients have arrived."""
-        if self.is_complete:
-            yield range(len(self.slots))
-            return
-        # The difference to a counter is constant along a run of consecutive positions.
-        numbered = enumerate(sorted(self.fired))
-        for _, run in groupby(numbered, key=lambda pair: pair[1] - pair[0]):
-            yield [position for _, position in run]
-
-
-def lay_out(
-    parameters: Sequence[tuple[str, Parameter]], bucket_bytes: int, *, with_flags: bool = False
-) -> list[Bucket]:
+def lay_out(parameters: Sequence[tuple[str, Parameter]], bucket_bytes: int) -> list[Bucket]:
     """Lay out buckets in reverse order of registration, in which gradients tend to arrive.
 
     Args:
         parameters: Names and parameters in their order of registration.
         bucket_bytes: Size at which a bucket is closed, in bytes. The first bucket of each dtype and
             device is closed at 1 MiB. With 0, each parameter has its own bucket.
-        with_flags: Let one more element per parameter follow the slots of a bucket.
     """
     by_kind: dict[tuple[torch.device, torch.dtype], list[tuple[str, Parameter]]] = {}
     for name, parameter in reversed(parameters):
         by_kind.setdefault((parameter.device, parameter.dtype), []).append((name, parameter))
-    buckets: list[Bucket] = []
-    for (device, dtype), members in by_kind.items():
-        for chunk in _chunks(members, bucket_bytes):
-            buckets.append(_make_bucket(len(buckets), chunk, device, dtype, with_flags))
-    return buckets
+    return [
+        _make_bucket(chunk, device, dtype)
+        for (device, dtype), members in by_kind.items()
+        for chunk in _chunks(members, bucket_bytes)
+    ]
 
 
 def _chunks(
@@ -118,24 +111,20 @@ def _chunks(
 
 
 def _make_bucket(
-    index: int,
-    members: Sequence[tuple[str, Parameter]],
-    device: torch.device,
-    dtype: torch.dtype,
-    with_flags: bool,
+    members: Sequence[tuple[str, Parameter]], device: torch.device, dtype: torch.dtype
 ) -> Bucket:
     step = max(1, ALIGNMENT_BYTES // members[0][1].element_size())
     members = sorted(members, key=lambda member: not _is_large(member[1]))
     starts = [0]
     for _, parameter in members:
         starts.append(starts[-1] + -(-parameter.numel() // step) * step)
-    flat = torch.zeros(starts[-1] + with_flags * len(members), dtype=dtype, device=device)
+    flat = torch.zeros(starts[-1] + len(members), dtype=dtype, device=device)
     slots = []
     for (name, parameter), start, stop in zip(members, starts[:-1], starts[1:], strict=True):
         view = view_like(flat, start, parameter)
         slots.append(Slot(name, parameter, start, stop, view))
     large = sum(_is_large(parameter) for _, parameter in members)
-    return Bucket(index, flat, slots, large)
+    return Bucket(flat, slots, large)
 
 
 def _is_large(parameter: Parameter) -> bool:
@@ -151,7 +140,7 @@ def view_like(flat: Tensor, start: int, parameter: Parameter) -> Tensor:
     return flat[start : start + parameter.numel()].view(parameter.shape)
 
 
-def check_options(*, op: str, bucket_bytes: int) -> None:
+def check_options(*, op: str, bucket_bytes: int, compression: str | None = None) -> None:
     """Check the arguments of a sum of gradients.
 
     Raises:
@@ -163,6 +152,10 @@ def check_options(*, op: str, bucket_bytes: int) -> None:
         raise SettingError(
             f"bucket_bytes={bucket_bytes!r} is not allowed: pass a whole number, 0 or more."
         )
+    if compression not in {None, "fp16", "bf16"}:
+        raise SettingError(
+            f"compression={compression!r} is not known: pass 'fp16', 'bf16' or None."
+        )
 
 
 def refuse_second_gradient(name: str) -> NoReturn:
@@ -171,4 +164,13 @@ def refuse_second_gradient(name: str) -> NoReturn:
         f"The parameter {name!r} got a second gradient in one backward pass, after its first was "
         "added to the sum. Reentrant activation checkpointing of a shared parameter does that: "
         "pass use_reentrant=False to torch.utils.checkpoint."
+    )
+
+
+def refuse_removed(name: str) -> NoReturn:
+    """Raise an error about a gradient that another hook has taken away."""
+    raise SettingError(
+        f"The gradient of {name!r} was removed before the ranks could reduce it. An "
+        "optimizer that steps inside a backward hook works on one rank only: let Lightning "
+        "step it."
     )

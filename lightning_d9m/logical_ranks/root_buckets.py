@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_d9m.logical_ranks.accumulation import GradientFold, as_real, is_half
-from lightning_d9m.logical_ranks.bucket_layout import Bucket, lay_out
+from lightning_d9m.logical_ranks.bucket_layout import Bucket, Slot, SumOptions, lay_out
 from lightning_d9m.logical_ranks.exchange import RootExchange, end_sum
 from lightning_d9m.logical_ranks.small_gradients import SmallGradients
 from lightning_d9m.logical_ranks.whole_gradients import WholeGradient, is_whole
@@ -35,26 +35,29 @@ class RootBucket:
         self,
         bucket: Bucket,
         exchange: RootExchange,
-        divisor: int,
+        options: SumOptions,
         indices: Sequence[int],
         part: int,
-        *,
-        sparse_as_dense: bool,
     ) -> None:
         self._bucket = bucket
         self._exchange = exchange
-        self._divisor = divisor
+        self._divisor = options.divisor
         self._part = part
         self.indices = indices
         self.slots, self.large = bucket.slots, bucket.large
-        self.fired, self.packed = bucket.fired, bucket.packed
-        self._small = SmallGradients(bucket, sparse_as_dense=sparse_as_dense)
+        self.fired: set[int] = set()
+        self.packed: set[int] = set()
+        self._small = SmallGradients(bucket, options)
         flat = bucket.flat
         count = len(exchange.roots[exchange.process])
+        is_rounded = options.sent_as is not None and flat.dtype in (torch.float32, torch.float64)
+        dtype = options.sent_as if is_rounded else flat.dtype
         if is_half(flat) and not exchange.sends_leaves:
-            self._roots = [torch.zeros_like(flat, dtype=torch.float32) for _ in range(count)]
-        else:
-            self._roots = [torch.zeros_like(flat) for _ in range(count - 1)] + [flat]
+            dtype = torch.float32
+        self._roots = [torch.zeros_like(flat, dtype=dtype) for _ in range(count)]
+        if dtype is flat.dtype:
+            self._roots[-1] = flat
+        self._result = self._roots[-1] if is_rounded else flat
         self._views = [list(_view_large_slots(root, bucket)) for root in self._roots]
         self._smalls = [as_real(root[self._small.start :]).view(-1) for root in self._roots]
         # One process divides each gradient while it is in the cache.
@@ -66,7 +69,7 @@ class RootBucket:
     @property
     def is_complete(self) -> bool:
         """Whether every gradient has arrived."""
-        return self._bucket.is_complete
+        return len(self.fired) == len(self.slots)
 
     def describe(self) -> Iterator[str]:
         """Yield the name and layout of each slot, which must be the same on every process."""
@@ -127,79 +130,82 @@ class RootBucket:
         if self._is_alone:
             return
         roots = [as_real(root).view(-1) for root in self._roots]
-        result = as_real(self._bucket.flat).view(-1)
+        result = as_real(self._result).view(-1)
         self._wait = self._exchange.submit(
             roots, result, self._divisor, in_background=in_background
         )
 
     def finish(self) -> None:
-        """Wait for the result, and set the gradients to views of it."""
+        """Wait for the result, and set the gradients to views of it, but not those that lack."""
         if self._wait is not None:
             self._wait()
             self._wait = None
-        for slot in self.slots:
-            slot.parameter.grad = slot.view
+        if self._result is not self._bucket.flat:
+            self._bucket.flat.copy_(self._result)
+        lacking = self._lacking or ()
+        for position, slot in enumerate(self.slots):
+            if position not in lacking:
+                slot.parameter.grad = slot.view
         self.fired.clear()
         self.packed.clear()
 
-    def take_lacking(self) -> dict[Parameter, Tensor]:
-        """Return the flag of each parameter whose gradient all logical ranks of here lack."""
+    def take_lacking(self) -> list[tuple[Slot, Tensor]]:
+        """Return the slot and flag of each gradient that all logical ranks of here lack."""
         lacking, self._lacking = self._lacking or (), None
         flags = self._bucket.flags.real
-        return {self.slots[position].parameter: flags[position] for position in lacking}
+        return [(self.slots[position], flags[position]) for position in lacking]
 
 
 def lay_out_roots(
     parameters: Sequence[tuple[int, str, Parameter]],
     bucket_bytes: int,
     exchange: RootExchange,
-    divisor: int,
+    options: SumOptions,
     *,
     first_part: int,
-    sparse_as_dense: bool,
 ) -> list[RootBucket | WholeGradient]:
     """Lay out the buckets of parameters, given with their indices and names.
 
     Those come first whose gradients tend to be complete first, in reverse order of registration.
     """
     indices = {id(parameter): index for index, _, parameter in parameters}
-    packed = [(name, parameter) for _, name, parameter in parameters if not is_whole(parameter)]
+    whole = [] if options.sent_as else [entry for entry in parameters if is_whole(entry[2])]
+    places = {index for index, _, _ in whole}
+    packed = [(name, each) for index, name, each in parameters if index not in places]
     laid_out: list[tuple[int, Bucket | tuple[str, Parameter]]] = [
         (min(indices[id(slot.parameter)] for slot in bucket.slots), bucket)
-        for bucket in lay_out(packed, bucket_bytes, with_flags=True)
+        for bucket in lay_out(packed, bucket_bytes)
     ]
-    laid_out += [(index, (name, each)) for index, name, each in parameters if is_whole(each)]
+    laid_out += [(index, (name, each)) for index, name, each in whole]
     laid_out.sort(key=lambda entry: -entry[0])
     return [
         RootBucket(
             found,
             exchange,
-            divisor,
+            options,
             [indices[id(slot.parameter)] for slot in found.slots],
             first_part + number,
-            sparse_as_dense=sparse_as_dense,
         )
         if isinstance(found, Bucket)
-        else WholeGradient(*found, exchange, divisor, first)
+        else WholeGradient(*found, exchange, options.divisor, first)
         for number, (first, found) in enumerate(laid_out)
     ]
 
 
-def discard_missing(buckets: Iterable[RootBucket], processes: int) -> None:
-    """Remove the gradients that no logical rank has, when all sums have ended.
+def settle_missing(buckets: Iterable[RootBucket], processes: int) -> None:
+    """Set the gradients that only other processes have, when all sums have ended.
 
-    One process knows them. Several wait for the flags of the sums, once for all buckets.
+    What no logical rank has stays as it is. One process knows that. Several wait for the flags of
+    the sums, once for all buckets.
     """
-    lacking = {key: flag for each in buckets for key, flag in each.take_lacking().items()}
-    flags = list(lacking.values())
-    if processes > 1 and flags:
-        device = flags[0].device
-        here = torch.stack([flag.to(device, torch.float32) for flag in flags]).tolist()
-    else:
-        here = [0.0] * len(flags)
-    for parameter, ranks in zip(lacking, here, strict=True):
-        if not ranks:
-            parameter.grad = None
+    lacking = [pair for each in buckets for pair in each.take_lacking()]
+    if processes == 1 or not lacking:
+        return
+    device = lacking[0][1].device
+    flags = torch.stack([flag.to(device, torch.float32) for _, flag in lacking]).tolist()
+    for (slot, _), ranks in zip(lacking, flags, strict=True):
+        if ranks:
+            slot.parameter.grad = slot.view
 
 
 def _view_large_slots(root: Tensor, bucket: Bucket) -> Iterator[Tensor]:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch._utils import _flatten_dense_tensors
 
 from lightning_d9m.logical_ranks.accumulation import make_dense, refuse_stale
-from lightning_d9m.logical_ranks.bucket_layout import Bucket
+from lightning_d9m.logical_ranks.bucket_layout import Bucket, SumOptions
 
 
 class SmallGradients:
@@ -19,12 +19,12 @@ class SmallGradients:
         start: The place in the buffer of the bucket where they begin.
     """
 
-    def __init__(self, bucket: Bucket, *, sparse_as_dense: bool) -> None:
+    def __init__(self, bucket: Bucket, options: SumOptions) -> None:
         slots = bucket.slots[bucket.large :]
         self.start = slots[0].start if slots else bucket.slots[-1].stop
         self._first = bucket.large
         self._names = [slot.name for slot in slots]
-        self._allowed = sparse_as_dense
+        self._options = options
         self._parameters = [slot.parameter for slot in slots]
         self._views = [slot.view for slot in slots]
         # An empty gradient has no address.
@@ -52,7 +52,7 @@ class SmallGradients:
             The part of the bucket from ``start`` on, with zeros for missing gradients, and the
             positions of all gradients that are missing.
         """
-        found = [parameter.grad for parameter in self._parameters]
+        found = [each.grad if each.requires_grad else None for each in self._parameters]
         missing = set(lacking)
         if {None if each is None else each.layout for each in found} - {torch.strided}:
             for place, gradient in enumerate(found):
@@ -60,16 +60,17 @@ class SmallGradients:
                     missing.add(self._first + place)
                     found[place] = self._zero(place)
                 else:
-                    found[place] = make_dense(self._names[place], gradient, allowed=self._allowed)
+                    found[place] = make_dense(self._names[place], gradient, allowed=self._options.sparse_as_dense)
         gradients = cast("list[Tensor]", found)
-        if is_first:
+        if is_first and not self._options.adds:
             addresses = [gradient.data_ptr() for gradient in gradients]
             if any(map(eq, addresses, self._addresses)):
                 refuse_stale(self._names[list(map(eq, addresses, self._addresses)).index(True)])
         for place in self._reordered:
             gradients[place] = _put_in_order(gradients[place], self._views[place])
         for parameter in self._parameters:
-            parameter.grad = None
+            if parameter.requires_grad:
+                parameter.grad = None
         parts = [*self._parts]
         for place, gradient in zip(self._places, gradients, strict=True):
             parts[place] = gradient

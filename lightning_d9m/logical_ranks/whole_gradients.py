@@ -45,7 +45,7 @@ class WholeGradient:
         self._roots: list[Tensor] = []
         self._wait: Callable[[], None] | None = None
         self._was_missing: bool | None = None
-        self.is_missing = False
+        self._late: Tensor | None = None  # the sum, if no logical rank of here has a gradient
 
     @property
     def is_complete(self) -> bool:
@@ -124,15 +124,24 @@ class WholeGradient:
             self._wait = None
         gradient = self._roots[-1]
         setattr(gradient, _MARK, True)
-        self._parameter.grad = gradient
         self._roots = []
-        self.is_missing, self._was_missing = bool(self._was_missing), None
+        self._late = gradient if self._was_missing else None
+        if self._late is None:
+            self._parameter.grad = gradient
+        self._was_missing = None
         self.fired.clear()
         self.packed.clear()
 
-    def discard(self) -> None:
-        """Remove the gradient, which no logical rank has."""
-        self._parameter.grad = None
+    @property
+    def is_missing(self) -> bool:
+        """Whether all logical ranks of here lack the gradient."""
+        return self._late is not None
+
+    def settle(self, *, is_found: bool) -> None:
+        """Set a gradient that is missing here, if another process has it."""
+        if self._late is not None and is_found:
+            self._parameter.grad = self._late
+        self._late = None
 
 
 class MissingGradients:
@@ -146,7 +155,7 @@ class MissingGradients:
         self._exchange = exchange
 
     def settle(self) -> None:
-        """Remove the gradients that no logical rank has, when all sums have ended."""
+        """Set the gradients that only other processes have, when all sums have ended."""
         if not self._gradients:
             return
         count = len(self._exchange.roots[self._exchange.process])
@@ -154,9 +163,8 @@ class MissingGradients:
         missing = [gradient.is_missing for gradient in self._gradients]
         roots[-1].copy_(torch.tensor(missing, dtype=torch.bool).logical_not())
         self._exchange.start(roots, roots[-1]).finish()
-        for gradient, has_one in zip(self._gradients, roots[-1].tolist(), strict=True):
-            if not has_one:
-                gradient.discard()
+        for gradient, found in zip(self._gradients, roots[-1].tolist(), strict=True):
+            gradient.settle(is_found=bool(found))
 
 
 def is_whole(parameter: Parameter) -> bool:
