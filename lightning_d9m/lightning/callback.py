@@ -34,7 +34,7 @@ from lightning_d9m.lightning.strategies import check_strategy, register_strategi
 from lightning_d9m.lightning.trainer_attributes import list_callbacks
 from lightning_d9m.lightning.trainer_session import TrainerSession
 from lightning_d9m.probes.settings import make_settings
-from lightning_d9m.recording.rank_liveness import RankLiveness
+from lightning_d9m.ranks.liveness import RankLiveness
 from lightning_d9m.recording.run_recorder import Policy
 
 if TYPE_CHECKING:

@@ -27,9 +27,9 @@ from lightning_d9m.logical_ranks.bucket_layout import (
 )
 from lightning_d9m.logical_ranks.exchange import RootExchange
 from lightning_d9m.logical_ranks.root_buckets import RootBucket, lay_out_roots, settle_missing
-from lightning_d9m.logical_ranks.scalars import gather_bytes
 from lightning_d9m.logical_ranks.tree import Blocks
 from lightning_d9m.logical_ranks.whole_gradients import MissingGradients, WholeGradient
+from lightning_d9m.ranks.groups import gather_bytes
 
 BUCKET_BYTES = 25 * 2**20  # as DDP
 _SENT_AS = {None: None, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -78,7 +78,7 @@ class LogicalGradients:
         SettingError: A value is not allowed.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - one keyword for each setting
         self,
         named_parameters: Iterable[tuple[str, Parameter]],
         blocks: Blocks,

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, distributed
 
-from lightning_d9m.logical_ranks.scalars import gather_bytes
 from lightning_d9m.logical_ranks.sums import STEP, round_up
+from lightning_d9m.ranks.groups import gather_bytes
 
 if TYPE_CHECKING:
     from lightning_d9m.logical_ranks.exchange import RootExchange

@@ -52,16 +52,8 @@ class SmallGradients:
             The part of the bucket from ``start`` on, with zeros for missing gradients, and the
             positions of all gradients that are missing.
         """
-        found = [each.grad if each.requires_grad else None for each in self._parameters]
         missing = set(lacking)
-        if {None if each is None else each.layout for each in found} - {torch.strided}:
-            for place, gradient in enumerate(found):
-                if gradient is None:
-                    missing.add(self._first + place)
-                    found[place] = self._zero(place)
-                else:
-                    found[place] = make_dense(self._names[place], gradient, allowed=self._options.sparse_as_dense)
-        gradients = cast("list[Tensor]", found)
+        gradients = self._find_gradients(missing)
         if is_first and not self._options.adds:
             addresses = [gradient.data_ptr() for gradient in gradients]
             if any(map(eq, addresses, self._addresses)):
@@ -77,6 +69,20 @@ class SmallGradients:
         if missing:
             parts[-1] = self._clear_flags(missing)
         return _flatten_dense_tensors(parts), missing
+
+    def _find_gradients(self, missing: set[int]) -> list[Tensor]:
+        """Return dense gradients, with zeros for those that are missing, which are noted."""
+        found = [each.grad if each.requires_grad else None for each in self._parameters]
+        if {None if each is None else each.layout for each in found} == {torch.strided}:
+            return cast("list[Tensor]", found)
+        for place, gradient in enumerate(found):
+            if gradient is None:
+                missing.add(self._first + place)
+                found[place] = self._zero(place)
+            else:
+                allowed = self._options.sparse_as_dense
+                found[place] = make_dense(self._names[place], gradient, allowed=allowed)
+        return cast("list[Tensor]", found)
 
     def _clear_flags(self, missing: Collection[int]) -> Tensor:
         flags = self._parts[-1].clone()

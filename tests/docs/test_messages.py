@@ -301,7 +301,7 @@ CASES = [
         "is not known: pass 'average' or 'sum'.",
     ),
     (
-        "horovod.gradient_buckets",
+        "logical_ranks.bucket_layout",
         lambda g: g.module.check_options(op="sum", bucket_bytes=0, compression="zip"),
         "is not known: pass 'fp16', 'bf16' or None.",
     ),

@@ -23,8 +23,9 @@ from lightning_d9m.lightning.logical_ranks.sandbox import send_tensors
 from lightning_d9m.lightning.logical_ranks.steps import LogicalSteps, holds_micro_batches
 from lightning_d9m.logical_ranks.gradients import LogicalGradients
 from lightning_d9m.logical_ranks.malloc import disable_malloc_trim
-from lightning_d9m.logical_ranks.scalars import gather_bytes, sum_exactly
+from lightning_d9m.logical_ranks.scalars import sum_exactly
 from lightning_d9m.logical_ranks.tree import Blocks
+from lightning_d9m.ranks.groups import gather_bytes
 from lightning_d9m.state.plain_data import decode_plain, encode_plain
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import torch.distributed
 from lightning_d9m.errors import D9mError
 from lightning_d9m.lightning.ranks.process_group import close_default_group
 from lightning_d9m.lightning.ranks.trainer_ranks import ranks_of
-from lightning_d9m.recording.rank_liveness import RankLiveness, identify_process
+from lightning_d9m.ranks.liveness import RankLiveness, identify_process
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer

@@ -15,7 +15,7 @@ from weakref import WeakSet
 
 import torch.distributed
 
-from lightning_d9m.logical_ranks.connections import close_connections
+from lightning_d9m.ranks.connections import close_connections
 
 # Seconds to wait; a collective may wait for a rank that has died.
 _TIMEOUT = 5.0

@@ -64,15 +64,24 @@ def groups(size):
 
 def buckets(size, communicator):
     """Reduce with our buckets; a size of 0 reduces each gradient alone."""
-    from lightning_d9m.horovod.gradient_buckets import GradientBuckets
+    from lightning_d9m.horovod.gradient_sums import WatchedGradients
+    from lightning_d9m.logical_ranks.tree import Blocks
 
     def reduced(model, optimizer):
-        own = GradientBuckets(model.named_parameters(), communicator, bucket_bytes=size)
+        own = WatchedGradients(
+            communicator,
+            model.named_parameters(),
+            Blocks(hvd.size(), hvd.size()),
+            hvd.rank(),
+            communicator.process_group,
+            bucket_bytes=size,
+        )
 
         def step(loss):
             optimizer.zero_grad()
             with own.backward():
                 loss.backward()
+            own.finish(hvd.rank())
             optimizer.step()
 
         return step

@@ -11,7 +11,7 @@ from two_ranks import start_two_ranks
 from lightning_d9m.ledger.folder import read_ledger
 from lightning_d9m.lightning.ranks import lost_ranks
 from lightning_d9m.lightning.ranks.lost_ranks import add_lost_ranks
-from lightning_d9m.recording.rank_liveness import RankLiveness, identify_process
+from lightning_d9m.ranks.liveness import RankLiveness, identify_process
 
 SCRIPT = Path(__file__).parents[2] / "support" / "lost_rank_training.py"
 GLOO_ERROR = "[third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer"
