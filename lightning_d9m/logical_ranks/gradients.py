@@ -50,8 +50,7 @@ class LogicalGradients:
     After each backward pass of this process except the last, `set_aside` takes the gradients away.
     After the last, `finish` leaves the average (or sum) over all logical ranks in
     ``parameter.grad``, the same bits on every process and for every number of processes. A missing
-    gradient counts as +0.0. One that no logical rank has stays as it is, as does that of a frozen
-    parameter.
+    gradient counts as +0.0, and stays None only if no logical rank has one.
 
     Inside `backward`, hooks add a large gradient as soon as it is there, and start to exchange a
     bucket while the last backward pass still runs. The bits do not depend on whether it is used.
@@ -368,7 +367,7 @@ class LogicalGradients:
         """Take the gradient of a parameter away."""
         name, parameter = self._parameters[index]
         gradient = parameter.grad
-        if gradient is None or not parameter.requires_grad:
+        if gradient is None:
             return None
         gradient = make_dense(name, gradient, allowed=self._options.sparse_as_dense)
         place = self._places[id(parameter)]

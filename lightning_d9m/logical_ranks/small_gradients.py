@@ -61,8 +61,7 @@ class SmallGradients:
         for place in self._reordered:
             gradients[place] = _put_in_order(gradients[place], self._views[place])
         for parameter in self._parameters:
-            if parameter.requires_grad:
-                parameter.grad = None
+            parameter.grad = None
         parts = [*self._parts]
         for place, gradient in zip(self._places, gradients, strict=True):
             parts[place] = gradient
@@ -72,7 +71,7 @@ class SmallGradients:
 
     def _find_gradients(self, missing: set[int]) -> list[Tensor]:
         """Return dense gradients, with zeros for those that are missing, which are noted."""
-        found = [each.grad if each.requires_grad else None for each in self._parameters]
+        found = [parameter.grad for parameter in self._parameters]
         if {None if each is None else each.layout for each in found} == {torch.strided}:
             return cast("list[Tensor]", found)
         for place, gradient in enumerate(found):

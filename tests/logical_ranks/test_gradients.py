@@ -270,6 +270,70 @@ def test_gradients_that_were_not_set_to_none_are_refused():
         sums.finish(0)
 
 
+def run_alone(sums, loss):
+    with sums.backward():
+        loss.backward()
+    sums.finish(0)
+
+
+def test_gradients_of_the_last_step_are_added_if_that_is_allowed():
+    """As DDP does: zeroed in place, or added to by a second backward pass."""
+    model = nn.Linear(200, 200)
+    sums = LogicalGradients(model.named_parameters(), Blocks(1, 1), 0, adds=True)
+    inputs = torch.randn(2, 200)
+    for _ in range(2):
+        run_alone(sums, model(inputs).sum())
+    (once,) = torch.autograd.grad(model(inputs).sum(), [model.weight])
+    assert torch.equal(model.weight.grad, once + once)
+    model.zero_grad(set_to_none=False)
+    run_alone(sums, model(inputs).sum())
+    assert torch.equal(model.weight.grad, once)
+
+
+@pytest.mark.parametrize("shape", [(3,), (130, 140)])
+def test_a_gradient_of_a_frozen_parameter_stays_and_it_keeps_its_place(shape):
+    """Two optimizers that alternate need no new buckets."""
+    (_, first), (_, second) = named = make_parameters(shapes=[shape, shape])
+    sums = LogicalGradients(named, Blocks(1, 1), 0, adds=True)
+    run_alone(sums, first.sum() + second.sum())
+    buckets = sums._buckets
+    second.requires_grad_(requires_grad=False)
+    first.grad = None
+    run_alone(sums, 2 * first.sum())
+    assert (first.grad.unique().tolist(), second.grad.unique().tolist()) == ([2.0], [1.0])
+    second.requires_grad_(requires_grad=True)
+    run_alone(sums, second.sum())
+    assert sums._buckets is buckets
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("fp16", torch.float16), ("bf16", torch.bfloat16)])
+def test_compression_rounds_what_is_sent_and_the_sum(name, dtype):
+    steps = [make_gradients(2)]
+    for (found,) in sum_on(2, steps, compression=name):
+        for each, leaves in zip(found, zip(*steps[0], strict=True), strict=True):
+            assert each == bits(average_leaves([leaf.to(dtype) for leaf in leaves]).float())
+
+
+def test_a_gradient_outside_is_reported():
+    model, stray = nn.Linear(2, 1), []
+    sums = LogicalGradients(model.named_parameters(), Blocks(1, 1), 0, on_stray=stray.append)
+    sums.prepare()
+    run_alone(sums, model(torch.ones(1, 2)).sum())
+    assert stray == []
+    model(torch.ones(1, 2)).sum().backward()
+    assert sorted(stray) == ["bias", "weight"]
+
+
+def test_a_gradient_that_another_hook_takes_away_is_an_error():
+    """An optimizer inside a backward hook would train one process alone."""
+    model = nn.Linear(200, 200)
+    model.weight.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+    sums = LogicalGradients(model.named_parameters(), Blocks(1, 1), 0)
+    sums.prepare()
+    with pytest.raises(SettingError, match="'weight' was removed"):
+        run_alone(sums, model(torch.ones(1, 200)).sum())
+
+
 def test_sparse_gradients_are_refused_or_made_dense():
     table = nn.Embedding(10, 3, sparse=True)
     named = [("table.weight", table.weight)]
@@ -287,7 +351,10 @@ def test_sparse_gradients_are_refused_or_made_dense():
     assert table.weight.grad[:, 0].tolist() == [2, 2, 0, 0, 0, 2, 0, 0, 0, 0]
 
 
-@pytest.mark.parametrize("words", [{"op": "max"}, {"bucket_bytes": -1}, {"bucket_bytes": 1.5}])
+@pytest.mark.parametrize(
+    "words",
+    [{"op": "max"}, {"bucket_bytes": -1}, {"bucket_bytes": True}, {"compression": "int8"}],
+)
 def test_options_that_are_not_allowed_are_refused(words):
     with pytest.raises(SettingError):
         LogicalGradients([], Blocks(1, 1), 0, **words)
