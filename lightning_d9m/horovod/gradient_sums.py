@@ -14,7 +14,7 @@ class WatchedGradients(LogicalGradients):
 
     def __init__(self, communicator: Communicator, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._communicator = communicator
+        self.communicator = communicator
 
     def set_aside(self, logical_rank: int) -> None:
         """See `LogicalGradients`."""
@@ -38,4 +38,4 @@ class WatchedGradients(LogicalGradients):
         except D9mError:
             raise
         except RuntimeError as error:  # of the transport: no code of the user runs inside
-            raise self._communicator.make_lost_error("the sum of gradients", error) from error
+            raise self.communicator.make_lost_error("the sum of gradients", error) from error
