@@ -8,14 +8,14 @@ from torch import Tensor, distributed
 from lightning_d9m.errors import SettingError
 from lightning_d9m.lightning.logical_ranks.strategy import LogicalRanksMixin
 from lightning_d9m.lightning.packages import combined_base
-from lightning_d9m.lightning.ranks.process_group import (
+from lightning_d9m.lightning.strategies import register_in_loaded_packages
+from lightning_d9m.logical_ranks.gradients import LogicalGradients
+from lightning_d9m.logical_ranks.tree import Blocks
+from lightning_d9m.ranks.connections import (
     close_default_group,
     is_default_group_closed,
     reopen_default_group,
 )
-from lightning_d9m.lightning.strategies import register_in_loaded_packages
-from lightning_d9m.logical_ranks.gradients import LogicalGradients
-from lightning_d9m.logical_ranks.tree import Blocks
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import DDPStrategy as _DDPStrategy
