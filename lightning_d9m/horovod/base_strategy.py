@@ -31,7 +31,7 @@ from lightning_d9m.horovod.environment import (
 from lightning_d9m.horovod.gradient_sums import WatchedGradients
 from lightning_d9m.horovod.torchmetrics_sync import synchronize_metrics
 from lightning_d9m.lightning.packages import combined_base, import_packages
-from lightning_d9m.logical_ranks.bucket_layout import check_options
+from lightning_d9m.logical_ranks.buckets import check_options
 from lightning_d9m.logical_ranks.gradients import BUCKET_BYTES
 from lightning_d9m.logical_ranks.malloc import disable_malloc_trim
 from lightning_d9m.logical_ranks.tree import Blocks

@@ -19,16 +19,19 @@ from lightning_d9m.logical_ranks.accumulation import (
     refuse_stale,
     separate,
 )
-from lightning_d9m.logical_ranks.bucket_layout import (
+from lightning_d9m.logical_ranks.buckets import (
+    MissingGradients,
+    RootBucket,
     SumOptions,
+    WholeGradient,
     check_options,
+    lay_out_roots,
     refuse_removed,
     refuse_second_gradient,
+    settle_missing,
 )
 from lightning_d9m.logical_ranks.exchange import RootExchange
-from lightning_d9m.logical_ranks.root_buckets import RootBucket, lay_out_roots, settle_missing
 from lightning_d9m.logical_ranks.tree import Blocks
-from lightning_d9m.logical_ranks.whole_gradients import MissingGradients, WholeGradient
 from lightning_d9m.ranks.groups import gather_bytes
 
 BUCKET_BYTES = 25 * 2**20  # as DDP

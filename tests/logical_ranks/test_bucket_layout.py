@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from lightning_d9m.logical_ranks.bucket_layout import lay_out
+from lightning_d9m.logical_ranks.buckets import lay_out
 
 
 @settings(deadline=None)

@@ -12,7 +12,7 @@ from simulated_device import Waits
 from torch import nn
 
 from lightning_d9m.errors import RanksDisagreeError, SettingError
-from lightning_d9m.logical_ranks import whole_gradients
+from lightning_d9m.logical_ranks import buckets as buckets_module
 from lightning_d9m.logical_ranks.gradients import LogicalGradients
 from lightning_d9m.logical_ranks.tree import Blocks
 
@@ -25,7 +25,7 @@ SHAPES = [(3, 4, 5, 5), (17,), (), (70, 90), (0, 3), (1000,), (130, 140), (66_00
 def is_whole(request, monkeypatch):
     """Run each test also with large gradients that have no place in a bucket."""
     if request.param == "whole":
-        monkeypatch.setattr(whole_gradients, "_WHOLE_BYTES", 2**14)
+        monkeypatch.setattr(buckets_module, "_WHOLE_BYTES", 2**14)
     return request.param == "whole"
 
 
@@ -118,7 +118,7 @@ def test_missing_gradients_are_read_once_for_all_buckets(processes, waits):
     """On each process, and never on a single one, which knows them."""
     with Waits() as counted:
         sum_on(processes, [make_gradients(4, missing=True)], bucket_bytes=0)
-    found = {place: n for place, n in counted.found.items() if "/root_buckets.py" in place}
+    found = {place: n for place, n in counted.found.items() if "/buckets.py" in place}
     assert sum(found.values()) == waits
 
 
@@ -191,7 +191,7 @@ def test_a_gradient_that_others_share_or_that_lies_elsewhere_is_copied(processes
         return found
 
     for found in run_processes(processes, train):
-        whole = whole_gradients.is_whole(nn.Parameter(torch.zeros(2**16)))
+        whole = buckets_module.is_whole(nn.Parameter(torch.zeros(2**16)))
         assert found == [whole, False, False, False, False]
 
 
@@ -410,7 +410,7 @@ def test_the_bytes_of_all_messages_are_counted(is_whole):
         return sums.bytes_sent
 
     sizes = run_processes(2, train)
-    assert whole_gradients.is_whole(nn.Parameter(torch.zeros(2**15))) is is_whole
+    assert buckets_module.is_whole(nn.Parameter(torch.zeros(2**15))) is is_whole
     # The gradient and its flag; shards are rounded up to 64 bytes.
     assert sum(sizes) == 2 * 4 * (2**15 + 1)
     assert math.isclose(*sizes, rel_tol=0.01)

@@ -3,8 +3,7 @@
 import torch
 from torch import nn
 
-from lightning_d9m.logical_ranks.bucket_layout import SumOptions, lay_out
-from lightning_d9m.logical_ranks.small_gradients import SmallGradients
+from lightning_d9m.logical_ranks.buckets import SmallGradients, SumOptions, lay_out
 
 
 def make_bucket(*shapes):
