@@ -382,6 +382,8 @@ class HorovodBaseStrategy(_ParallelStrategy):
 
     def on_exception(self, exception: BaseException) -> None:
         """Announce the exception to the other ranks, which would wait for this one."""
+        if self._sums is not None:
+            self._sums.close()
         if self._communicator is not None:
             self._communicator.announce(exception)
 
