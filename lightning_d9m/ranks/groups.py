@@ -1,6 +1,6 @@
 """Ranks that are the processes of a group of ``torch.distributed``, or of one like it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -54,3 +54,25 @@ def find_device(group: Any) -> torch.device:
     if "cpu" in kinds:
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
+
+
+def broadcast_tensors(tensors: Iterable[Tensor], broadcast: Callable[[Tensor], None]) -> None:
+    """Overwrite tensors of any dtype with those of the first rank, one message per device.
+
+    ``broadcast`` overwrites a flat tensor of bytes.
+    """
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for tensor in tensors:
+        by_device.setdefault(tensor.device, []).append(tensor.detach())
+    for group in by_device.values():
+        flat = torch.cat([as_bytes(tensor) for tensor in group])
+        broadcast(flat)
+        for tensor, part in zip(group, flat.split([each.nbytes for each in group]), strict=True):
+            # A slice at an odd offset cannot be viewed as a wider dtype: clone aligns it.
+            tensor.copy_(part.clone().view(tensor.dtype).reshape(tensor.shape))
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """Return the bytes of a tensor, which may be one of inference mode."""
+    normal = tensor.clone() if tensor.is_inference() else tensor
+    return normal.detach().contiguous().reshape(-1).view(torch.uint8)

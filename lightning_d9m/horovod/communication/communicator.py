@@ -21,7 +21,7 @@ from lightning_d9m.horovod.communication.groups import HorovodGroup, open_gloo, 
 from lightning_d9m.horovod.communication.intents import CollectiveIntent, make_disagreement
 from lightning_d9m.horovod.communication.rank_store import connect_liveness
 from lightning_d9m.ranks.connections import close_connections
-from lightning_d9m.ranks.groups import gather_equal, ranks_of_group
+from lightning_d9m.ranks.groups import as_bytes, broadcast_tensors, gather_equal, ranks_of_group
 from lightning_d9m.ranks.liveness import RankLiveness, summarize_error
 from lightning_d9m.state.plain_data import decode_plain, encode_plain
 
@@ -213,7 +213,7 @@ class Communicator:
             return tensor.detach().clone()[None]
         if tensor.numel() == 0:
             return tensor.new_empty(self.size, *tensor.shape)
-        gathered = self._gather(_as_bytes(tensor), name)
+        gathered = self._gather(as_bytes(tensor), name)
         return gathered.view(tensor.dtype).reshape(self.size, *tensor.shape)
 
     @_normal_tensors
@@ -221,34 +221,14 @@ class Communicator:
         """Return every rank's tensor, in rank order; shapes may differ, dtypes may not."""
         if self.size == 1:
             return [tensor]
-        shapes = self.gather_objects(tuple(tensor.shape))
-        sizes = [math.prod(shape) * tensor.element_size() for shape in shapes]
-        own = _as_bytes(tensor)
-        padded = own.new_zeros(max(1, *sizes))
-        padded[: len(own)] = own
-        rows = self._gather(padded, "a gather of tensors")
-        # A slice at an odd offset cannot be viewed as a wider dtype: clone aligns it.
-        return [
-            row[:size].clone().view(tensor.dtype).reshape(shape)
-            for row, size, shape in zip(rows, sizes, shapes, strict=True)
-        ]
+        return [part.to(tensor.device) for part in self.gather_objects(tensor.detach())]
 
     @_normal_tensors
     def broadcast_tensors(self, tensors: Sequence[Tensor], name: str) -> None:
         """Overwrite tensors of any dtype with the bytes of rank 0, one message per device."""
         if self.size == 1:
             return
-        by_device: dict[torch.device, list[Tensor]] = {}
-        for tensor in tensors:
-            by_device.setdefault(tensor.device, []).append(tensor.detach())
-        for group in by_device.values():
-            flat = torch.cat([_as_bytes(tensor) for tensor in group])
-            self._broadcast(flat, name)
-            if self.rank == 0:
-                continue
-            parts = flat.split([tensor.numel() * tensor.element_size() for tensor in group])
-            for tensor, part in zip(group, parts, strict=True):
-                tensor.copy_(part.clone().view(tensor.dtype).reshape(tensor.shape))
+        broadcast_tensors(tensors, lambda flat: self._broadcast(flat, name))
 
     def _broadcast(self, flat: Tensor, name: str) -> None:
         group, wait = self._route(flat, self._tensors, name)
@@ -311,8 +291,3 @@ def _is_done_soon(work: Any) -> bool:
     except RuntimeError:
         return bool(work.is_completed())
     return True
-
-
-def _as_bytes(tensor: Tensor) -> Tensor:
-    normal = tensor.clone() if tensor.is_inference() else tensor
-    return normal.detach().contiguous().reshape(-1).view(torch.uint8)
