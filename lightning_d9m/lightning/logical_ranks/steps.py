@@ -295,6 +295,12 @@ class LogicalSteps:
         return int(loop.batch_progress.current.ready) - int(earlier)
 
 
+def get_logical_steps(trainer: "Trainer") -> LogicalSteps | None:
+    """Return the steps of a run with logical ranks, which hold their state; None without them."""
+    steps: LogicalSteps | None = getattr(trainer.strategy, "logical_steps", None)
+    return steps
+
+
 def holds_micro_batches(batch: Any) -> bool:
     """Return whether a batch of one or several loaders has a part for each logical rank."""
     return any(isinstance(part, MicroBatches) for part in tree_leaves(batch))
