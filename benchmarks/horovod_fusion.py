@@ -6,9 +6,8 @@
 
 Four processes on this machine, Gloo, one thread each. Each round launches every mode once, so that
 load affects all modes alike, and ratios are those of one round. Horovod's own modes poll and sleep
-while they wait, as ours do, except ``default-spinning``, unmodified Horovod. Two more modes
-are measured only on request: ``static-agreeing`` (an agreement of the ranks in each backward pass)
-and ``static-trimming`` (glibc returns freed memory to the system).
+while they wait, as ours do, except ``default-spinning``, unmodified Horovod. ``static-trimming``
+(glibc returns freed memory to the system) is measured only on request.
 Results go to ``benchmarks/results/horovod-fusion.json`` and, if matplotlib is installed, ``.svg``.
 """
 
@@ -40,7 +39,7 @@ MODES = (
     *("plain", "default-spinning", "default", "threshold0", "groups"),
     *("static-horovod", OURS, "ddp"),
 )
-ON_REQUEST = ("static-agreeing", "static-trimming")
+ON_REQUEST = ("static-trimming",)
 LIMIT_SECONDS = 600
 
 

@@ -16,6 +16,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from lightning_d9m.horovod.communication.intents import CollectiveIntent
+
 mode, workload, steps, folder = sys.argv[1], sys.argv[2], int(sys.argv[3]), Path(sys.argv[4])
 WARM_UP = 4
 torch.set_num_threads(1)
@@ -93,7 +95,7 @@ def poll_and_sleep(hvd):
 
 
 def distribute(model, optimizer):
-    """Return the rank, the model to call, the optimizer, and our buckets or None."""
+    """Return the rank, the model to call, the optimizer, and our sums or None."""
     if mode == "ddp":
         torch.distributed.init_process_group("gloo")
         # forward_sync_buffers=False, because the other modes reduce gradients only.
@@ -104,8 +106,10 @@ def distribute(model, optimizer):
     if mode.startswith("static"):
         from lightning_d9m.horovod.communication.communicator import Communicator
         from lightning_d9m.horovod.environment import set_variables
-        from lightning_d9m.horovod.gradient_buckets import BUCKET_BYTES, GradientBuckets
+        from lightning_d9m.horovod.gradient_sums import WatchedGradients
+        from lightning_d9m.logical_ranks.gradients import BUCKET_BYTES
         from lightning_d9m.logical_ranks.malloc import disable_malloc_trim
+        from lightning_d9m.logical_ranks.tree import Blocks
 
         transport = "horovod" if mode == "static-horovod" else "torch"
         set_variables(initialized=False, stall_seconds=600, transport=transport)
@@ -117,11 +121,15 @@ def distribute(model, optimizer):
         communicator = Communicator(hvd)
         if transport == "torch":
             communicator.connect(limit_seconds=600)
-        if mode == "static-agreeing":
-            Communicator.polls_peers = False  # an agreement in each backward pass
-        size = int(os.environ.get("D9M_BUCKET_BYTES", BUCKET_BYTES))
-        buckets = GradientBuckets(model.named_parameters(), communicator, bucket_bytes=size)
-        return hvd.rank(), model, optimizer, buckets
+        sums = WatchedGradients(
+            communicator,
+            model.named_parameters(),
+            Blocks(hvd.size(), hvd.size()),
+            hvd.rank(),
+            communicator.process_group,
+            bucket_bytes=int(os.environ.get("D9M_BUCKET_BYTES", BUCKET_BYTES)),
+        )
+        return hvd.rank(), model, optimizer, sums
     import horovod.torch as hvd
 
     hvd.init()
@@ -137,7 +145,7 @@ def main():
     """Train, and write the measurements."""
     model, draw, criterion = make_workload()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    rank, forward, optimizer, buckets = distribute(model, optimizer)
+    rank, forward, optimizer, sums = distribute(model, optimizer)
     generator = torch.Generator().manual_seed(rank)
     began = busy = 0.0
     faults = 0
@@ -148,8 +156,11 @@ def main():
         inputs, targets = draw(generator)
         optimizer.zero_grad()
         loss = criterion(forward(inputs), targets)
-        with nullcontext() if buckets is None else buckets.backward():
+        with nullcontext() if sums is None else sums.backward():
             loss.backward()
+        if sums is not None:
+            sums.communicator.agree(CollectiveIntent("the backward pass"))  # as the strategy does
+            sums.finish(rank)
         optimizer.step()
     seconds, busy = time.perf_counter() - began, time.process_time() - busy
     faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults

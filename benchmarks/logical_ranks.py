@@ -34,11 +34,10 @@ from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_d9m.control.seeding import seed_micro_batch
-from lightning_d9m.horovod.gradient_buckets import GradientBuckets
+from lightning_d9m.logical_ranks.buckets import RootBucket
 from lightning_d9m.logical_ranks.gradients import LogicalGradients
 from lightning_d9m.logical_ranks.kept_gradients import KeptGradients
 from lightning_d9m.logical_ranks.malloc import disable_malloc_trim
-from lightning_d9m.logical_ranks.root_buckets import RootBucket
 from lightning_d9m.logical_ranks.tree import Blocks
 
 RESULT = Path(__file__).parent / "results" / "logical-ranks-cpu.json"
@@ -59,29 +58,6 @@ SETTINGS = {
     "large-2-of-4-accumulating": ("large", 2, 4, 2, 2),
 }
 ROUNDS = 15
-
-
-class TorchReducer:
-    """Sums over the ranks by torch's default group, for `GradientBuckets`."""
-
-    polls_peers = True
-
-    def __init__(self):
-        self.size = distributed.get_world_size()
-
-    def start(self, tensor, _name, _activity):
-        """Start a sum."""
-        return distributed.all_reduce(tensor, async_op=True)
-
-    def finish(self, pending, _activity, _agree):
-        """Wait for a sum."""
-        pending.wait()
-
-    def confirm(self, activity, agree):
-        """Wait for nothing: on a CPU each sum has ended."""
-
-    def agree_on(self, fingerprint, activity, items):
-        """Trust that the processes agree, as DDP does."""
 
 
 def make_model(name):
@@ -135,20 +111,6 @@ class Logical(Training):
         (self.sums.finish if rank == self.block[-1] else self.sums.set_aside)(rank)
 
 
-class Static(Training):
-    """The static buckets of the Horovod strategy, over torch's group; accumulates before."""
-
-    def build(self, _blocks, _process):
-        """Make the buckets."""
-        self.buckets = GradientBuckets(self.model.named_parameters(), TorchReducer())
-
-    def run_micro_batch(self, rank, batch, *, is_kept):
-        """Run forward and backward."""
-        last = rank == self.block[-1] and not is_kept
-        with self.buckets.backward() if last else self.buckets.blocked():
-            (self.model(batch).square().mean() * self.share).backward()
-
-
 class Plain(Training):
     """DDP, which accumulates inside ``no_sync()``."""
 
@@ -176,7 +138,7 @@ class Dropped(Training):
         self.model(batch).square().mean().backward()
 
 
-WAYS = {"logical": Logical, "static": Static, "ddp": Plain}
+WAYS = {"logical": Logical, "ddp": Plain}
 
 
 def time_rounds(trainings, steps, rounds):
@@ -276,10 +238,9 @@ def summarize(setting, found):
         summary[f"{kind}_milliseconds"] = {
             way: round(1e3 * statistics.median(values), 2) for way, values in seconds.items()
         }
-        for other in ("static", "ddp"):
-            ratios = [a / b for a, b in zip(seconds["logical"], seconds[other], strict=True)]
-            quartiles = statistics.quantiles(ratios, n=4)
-            summary[f"{kind}_over_{other}"] = [round(each, 3) for each in quartiles]
+        ratios = [a / b for a, b in zip(seconds["logical"], seconds["ddp"], strict=True)]
+        quartiles = statistics.quantiles(ratios, n=4)
+        summary[f"{kind}_over_ddp"] = [round(each, 3) for each in quartiles]
     ring = 2 * found[0]["gradient_bytes"] * (processes - 1) / processes
     summary["bytes_sent"] = [part["bytes_sent"] for part in found]
     summary["shared_bytes"] = found[0]["shared_bytes"]

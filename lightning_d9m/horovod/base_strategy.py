@@ -16,7 +16,6 @@ from lightning_d9m.horovod import sync_batchnorm
 from lightning_d9m.horovod.cluster_environment import HorovodEnvironment
 from lightning_d9m.horovod.communication.communicator import Communicator
 from lightning_d9m.horovod.communication.intents import CollectiveIntent
-from lightning_d9m.horovod.communication.rank_store import connect_liveness
 from lightning_d9m.horovod.communication.reductions import (
     gather_with_gradients,
     reduce_over_ranks,
@@ -29,10 +28,13 @@ from lightning_d9m.horovod.environment import (
     import_horovod,
     set_variables,
 )
-from lightning_d9m.horovod.gradient_buckets import BUCKET_BYTES, GradientBuckets, check_options
+from lightning_d9m.horovod.gradient_sums import WatchedGradients
 from lightning_d9m.horovod.torchmetrics_sync import synchronize_metrics
 from lightning_d9m.lightning.packages import combined_base, import_packages
+from lightning_d9m.logical_ranks.buckets import check_options
+from lightning_d9m.logical_ranks.gradients import BUCKET_BYTES
 from lightning_d9m.logical_ranks.malloc import disable_malloc_trim
+from lightning_d9m.logical_ranks.tree import Blocks
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -94,7 +96,9 @@ class HorovodBaseStrategy(_ParallelStrategy):
         self._stall_seconds = stall_seconds
         self._communicator: Communicator | None = None
         self._saved_environment: SavedEnvironment | None = None
-        self._buckets: GradientBuckets | None = None
+        self._sums: WatchedGradients | None = None
+        self._is_blocked = False  # whether gradients accumulate on this rank alone
+        self._runs_backward = False
         self._buffers: list[dict[str, Tensor | None]] = []
         self._layer_patches = AttributePatches()
 
@@ -187,7 +191,7 @@ class HorovodBaseStrategy(_ParallelStrategy):
         check_rank_stacks(communicator.gather_objects(described))
         if self.transport == "torch":
             communicator.connect(limit_seconds=stall, device=self.root_device.type)
-        communicator.liveness = connect_liveness(communicator)
+        communicator.watch_ranks()
 
     def setup(self, trainer: "Trainer") -> None:
         """Run Lightning's setup, and set up the reductions."""
@@ -195,15 +199,27 @@ class HorovodBaseStrategy(_ParallelStrategy):
         self.set_up_reductions(cast(Module, self.lightning_module))
 
     def set_up_reductions(self, module: Module) -> None:
-        """Lay out the buckets if the Trainer has optimizers, and let metrics synchronize."""
+        """Let metrics synchronize, and sum gradients if the Trainer has optimizers.
+
+        Each process is then one logical rank.
+        """
         synchronize_metrics(self._layer_patches, module, self.gather_list)
-        if self.optimizers:
-            self._buckets = GradientBuckets(
-                module.named_parameters(),
-                self.communicator,
-                on_stray=self._refuse_stray,
-                **self._options,
-            )
+        if self.optimizers and self.world_size > 1:
+            blocks = Blocks(self.world_size, self.world_size)
+            self._sums = self.make_sums(blocks, adds=True, on_stray=self._refuse_stray)
+            self._sums.prepare()
+
+    def make_sums(self, blocks: Blocks, **options: Any) -> WatchedGradients:
+        """Return the sums of the gradients, over the group of the transport."""
+        return WatchedGradients(
+            self.communicator,
+            cast(Module, self.lightning_module).named_parameters(),
+            blocks,
+            self.global_rank,
+            self.communicator.process_group,
+            **self._options,
+            **options,
+        )
 
     def _setup_model(self, model: Module) -> Module:
         module = cast(Module, self.lightning_module)
@@ -236,10 +252,9 @@ class HorovodBaseStrategy(_ParallelStrategy):
         module = cast(Any, self.lightning_module)
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
-        buckets = cast(GradientBuckets, self._buckets)
-        with buckets.backward():
+        with self._summing():
             self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
-        if self._broadcast_buffers and self._buffers and not buckets.is_blocked:
+        if self._broadcast_buffers and self._buffers and not self._is_blocked:
             with torch.no_grad():
                 self.communicator.broadcast_tensors(self._current_buffers(), "d9m.buffers")
         closure_loss = self.precision_plugin.post_backward(closure_loss, module)
@@ -247,10 +262,28 @@ class HorovodBaseStrategy(_ParallelStrategy):
         return closure_loss
 
     @contextmanager
+    def _summing(self) -> Iterator[None]:
+        """Sum the gradients of the backward pass inside, unless they accumulate on this rank."""
+        self._runs_backward = True
+        try:
+            if self._sums is None or self._is_blocked:
+                yield
+                return
+            with self._sums.backward():
+                yield
+            self.communicator.agree(CollectiveIntent("the backward pass"))
+            self._sums.finish(self.global_rank)
+        finally:
+            self._runs_backward = False
+
+    @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """Accumulate gradients on this rank; Lightning enters this for all but the last batch."""
-        with cast(GradientBuckets, self._buckets).blocked():
+        self._is_blocked = True
+        try:
             yield
+        finally:
+            self._is_blocked = False
 
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         """Check that the gradients of all parameters are reduced, and run Lightning's step."""
@@ -266,11 +299,11 @@ class HorovodBaseStrategy(_ParallelStrategy):
 
     def is_reduced(self, parameter: Tensor) -> bool:
         """Whether the gradients of this parameter are reduced."""
-        return cast(GradientBuckets, self._buckets).holds(parameter)
+        return self._sums is None or self._sums.holds(parameter)
 
     def _refuse_stray(self, name: str) -> None:
         trainer = cast(Any, self.lightning_module).trainer
-        if trainer.training:
+        if trainer.training and not self._runs_backward:
             raise SettingError(
                 f"{name!r} got a gradient outside Lightning's backward, so the ranks would not "
                 "reduce it: call self.manual_backward(loss) instead of loss.backward()."
@@ -349,14 +382,16 @@ class HorovodBaseStrategy(_ParallelStrategy):
 
     def on_exception(self, exception: BaseException) -> None:
         """Announce the exception to the other ranks, which would wait for this one."""
+        if self._sums is not None:
+            self._sums.close()
         if self._communicator is not None:
             self._communicator.announce(exception)
 
     def teardown(self) -> None:
         """Undo `setup` and `setup_environment`. Horovod itself runs until the process ends."""
-        if self._buckets is not None:
-            self._buckets.close()
-            self._buckets = None
+        if self._sums is not None:
+            self._sums.close()
+            self._sums = None
         self._layer_patches.undo()
         if self._layer_sync is not None and self.model is not None:
             self.model = self._layer_sync.revert(self.model)

@@ -1,17 +1,15 @@
 """``Trainer(strategy="horovod_d9m")``: bit-exact training in the processes of ``horovodrun``."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any, cast
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Module
 
 from lightning_d9m.attribute_patches import AttributePatches
-from lightning_d9m.errors import D9mError, SettingError
+from lightning_d9m.errors import SettingError
 from lightning_d9m.horovod.base_strategy import HorovodBaseStrategy
-from lightning_d9m.horovod.communication.communicator import Communicator
 from lightning_d9m.horovod.environment import import_horovod
 from lightning_d9m.lightning.logical_ranks.collectives import watch_functions
 from lightning_d9m.lightning.logical_ranks.strategy import LogicalRanksMixin
@@ -99,17 +97,7 @@ class HorovodDeterministicStrategy(LogicalRanksMixin, HorovodBaseStrategy):
 
     def make_logical_gradients(self, blocks: Blocks) -> LogicalGradients:
         """Return sums over the process group that torch has between Horovod's processes."""
-        module = cast(Module, self.lightning_module)
-        return _WatchedGradients(
-            self.communicator,
-            module.named_parameters(),
-            blocks,
-            self.global_rank,
-            self.communicator.process_group,
-            op=self._options["op"],
-            bucket_bytes=self._options["bucket_bytes"],
-            sparse_as_dense=self._options["sparse_as_dense"],
-        )
+        return self.make_sums(blocks)
 
     def is_reduced(self, parameter: Tensor) -> bool:
         """Whether the gradients of this parameter are reduced."""
@@ -130,38 +118,6 @@ class HorovodDeterministicStrategy(LogicalRanksMixin, HorovodBaseStrategy):
     def gather_bytes(self, data: bytes) -> list[bytes]:
         """Return the bytes of every process."""
         return self.communicator.gather_objects(data)
-
-
-class _WatchedGradients(LogicalGradients):
-    """Sums that name the lost process if an exchange fails."""
-
-    def __init__(self, communicator: Communicator, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._communicator = communicator
-
-    def set_aside(self, logical_rank: int) -> None:
-        """See `LogicalGradients`."""
-        with self._watched():
-            super().set_aside(logical_rank)
-
-    def finish(self, logical_rank: int) -> None:
-        """See `LogicalGradients`."""
-        with self._watched():
-            super().finish(logical_rank)
-
-    def launch(self, bucket: Any) -> None:
-        """See `LogicalGradients`."""
-        with self._watched():
-            super().launch(bucket)
-
-    @contextmanager
-    def _watched(self) -> Iterator[None]:
-        try:
-            yield
-        except D9mError:
-            raise
-        except RuntimeError as error:  # of the transport: no code of the user runs inside
-            raise self._communicator.make_lost_error("the sum of gradients", error) from error
 
 
 register_in_loaded_packages()  # a Trainer takes the name after this import

@@ -20,9 +20,6 @@ from lightning_d9m.lightning.lightning_private import wrap_launches
 from lightning_d9m.lightning.logical_ranks.refusals import refuse_unread_variable
 from lightning_d9m.lightning.packages import combined_base, extend_base, import_packages
 from lightning_d9m.lightning.probing.recorder import ProbeRecorder
-from lightning_d9m.lightning.ranks.lost_ranks import add_lost_ranks, connect_liveness
-from lightning_d9m.lightning.ranks.process_group import close_group_at_exit
-from lightning_d9m.lightning.ranks.trainer_ranks import ranks_of
 from lightning_d9m.lightning.recording.fit_summary import FitSummary
 from lightning_d9m.lightning.recording.trainer_recorder import TrainerRecorder
 from lightning_d9m.lightning.resolved_settings import GivenSettings
@@ -32,9 +29,11 @@ from lightning_d9m.lightning.run_checks import check_benchmark, check_callbacks,
 from lightning_d9m.lightning.saved_state import KEY
 from lightning_d9m.lightning.strategies import check_strategy, register_strategies
 from lightning_d9m.lightning.trainer_attributes import list_callbacks
+from lightning_d9m.lightning.trainer_ranks import ranks_of
 from lightning_d9m.lightning.trainer_session import TrainerSession
 from lightning_d9m.probes.settings import make_settings
-from lightning_d9m.recording.rank_liveness import RankLiveness
+from lightning_d9m.ranks.connections import close_group_at_exit
+from lightning_d9m.ranks.liveness import RankLiveness, add_lost_ranks, connect_liveness
 from lightning_d9m.recording.run_recorder import Policy
 
 if TYPE_CHECKING:
@@ -197,7 +196,7 @@ class DeterminismCallback(_Callback):
             self._close(End(status="failed", error=given_up))
         close_group_at_exit()
         ranks_of(trainer).raise_on_all(lambda: self._open(trainer, stage))
-        self._liveness = connect_liveness(trainer)
+        self._liveness = connect_liveness(ranks_of(trainer))
 
     def teardown(self, trainer: "Trainer", pl_module: "LightningModule", stage: str) -> None:
         """Restore everything."""

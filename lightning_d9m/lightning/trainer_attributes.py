@@ -5,8 +5,6 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, Trainer
 
-    from lightning_d9m.lightning.logical_ranks.steps import LogicalSteps
-
 
 class ProgressCounts(Protocol):
     """Lightning's counts of epochs or batches, of which all but the newest have completed."""
@@ -21,12 +19,6 @@ def get_logical_ranks(trainer: "Trainer") -> int | None:
     """Return the number of logical ranks, or None without them."""
     number: int | None = getattr(trainer.strategy, "logical_ranks", None)
     return number
-
-
-def get_logical_steps(trainer: "Trainer") -> "LogicalSteps | None":
-    """Return the steps of a run with logical ranks, which hold their state; None without them."""
-    steps: LogicalSteps | None = getattr(trainer.strategy, "logical_steps", None)
-    return steps
 
 
 def list_callbacks(trainer: "Trainer") -> list["Callback"]:

@@ -27,19 +27,12 @@ from lightning_d9m.logical_ranks.background import (
 from lightning_d9m.logical_ranks.shared_memory import (
     SLOT_BYTES,
     SharedMemory,
-    SharedSum,
     open_shared_memory,
-)
-from lightning_d9m.logical_ranks.sums import (
-    MESSAGE_BYTES,
-    STEP,
-    CollectiveSum,
-    LocalSum,
-    round_up,
 )
 from lightning_d9m.logical_ranks.tree import Blocks, Node, find_parent, list_roots
 
-PendingSum: TypeAlias = LocalSum | SharedSum | CollectiveSum
+MESSAGE_BYTES = 2**22  # 4 MiB: smaller ones cost more messages, larger ones more memory
+STEP = 16  # shards begin at multiples of 64 bytes of float32
 
 
 class RootExchange:
@@ -102,7 +95,7 @@ class RootExchange:
         """Whether every root is a leaf, so that half types can travel as they are."""
         return self.blocks.processes == self.blocks.logical_ranks
 
-    def start(self, roots: Sequence[Tensor], result: Tensor, divisor: int = 1) -> PendingSum:
+    def start(self, roots: Sequence[Tensor], result: Tensor, divisor: int = 1) -> "PendingSum":
         """Start to write the sum of all processes' roots, divided by a number, to ``result``.
 
         Args:
@@ -243,3 +236,180 @@ def _check_group(group: Any, blocks: Blocks, process: int) -> None:
             f"This is process {process} of {blocks.processes}, but rank {group.rank()} of "
             f"{group.size()} in the process group: pass a group of all processes, in order."
         )
+
+
+def round_up(number: int, step: int) -> int:
+    """Return the smallest multiple of a step that is not less than a number."""
+    return -(-number // step) * step
+
+
+class LocalSum:
+    """The sum of the only process."""
+
+    def __init__(self, roots: Sequence[Tensor], result: Tensor, fold: Any) -> None:
+        self._work = (roots, result, fold)
+
+    def finish(self) -> None:
+        """Fold the roots."""
+        roots, result, fold = self._work
+        fold([roots], result)
+
+
+class CollectiveSum:
+    """The sum of chunks: an all-to-all of shards, the fold of one's own, and an all-gather.
+
+    On a CPU all of it is done when the sum is finished. On a device the first collective starts
+    with the sum, and the order of the stream is that of all processes.
+    """
+
+    def __init__(
+        self, exchange: RootExchange, roots: Sequence[Tensor], result: Tensor, fold: Any
+    ) -> None:
+        self._exchange = exchange
+        self._roots = roots
+        self._result = result
+        self._fold = fold
+        self._chunks = exchange.chunks(result)
+        self._begun: list[tuple[Any, Tensor, list[Tensor], list[int], int]] = []
+        if result.device.type != "cpu":
+            self._begin(self._chunks[0])
+
+    def finish(self) -> None:
+        """Sum the chunks; the parts of the next one travel while one is folded."""
+        for index, chunk in enumerate(self._chunks):
+            for following in self._chunks[len(self._begun) : index + 2]:
+                self._begin(following)
+            self._end(chunk, *self._begun[index])
+        self._begun.clear()
+
+    def _begin(self, chunk: slice) -> None:
+        """Send each process its shard of a chunk of this process's roots."""
+        exchange, roots = self._exchange, self._roots
+        processes = exchange.blocks.processes
+        length = chunk.stop - chunk.start
+        size = round_up(-(-length // processes), STEP)
+        sent, packed = roots[0][chunk], []
+        if len(roots) > 1 or length < size * processes:
+            sent = exchange.take_scratch(sent, len(roots) * size * processes)
+            packed = [sent]
+            rows = sent.view(processes, len(roots), size)
+            for index, root in enumerate(roots):
+                for row, part in zip(rows, root[chunk].split(size), strict=False):
+                    row[index, : len(part)] = part
+        counts = [len(nodes) * size for nodes in exchange.roots]
+        received = exchange.take_scratch(sent, sum(counts))
+        exchange.bytes_sent += len(roots) * size * (processes - 1) * sent.element_size()
+        work = exchange.group.alltoall_base(received, sent, counts, [len(roots) * size] * processes)
+        self._begun.append((work, received, packed, counts, size))
+
+    def _end(
+        self,
+        chunk: slice,
+        work: Any,
+        received: Tensor,
+        packed: list[Tensor],
+        counts: list[int],
+        size: int,
+    ) -> None:
+        """Fold this process's shard of a chunk, and gather the results."""
+        exchange, result = self._exchange, self._result
+        processes = exchange.blocks.processes
+        work.wait()
+        values = [list(part.view(-1, size).unbind()) for part in received.split(counts)]
+        mine = exchange.take_scratch(result, size)
+        self._fold(values, mine)
+        gathered = exchange.take_scratch(result, size * processes)
+        exchange.bytes_sent += mine.nbytes * (processes - 1)
+        exchange.group.allgather([list(gathered.chunk(processes))], [mine]).wait()
+        result[chunk] = gathered[: chunk.stop - chunk.start]
+        for each in (mine, gathered, received, *packed):
+            exchange.keep_scratch(each)
+
+
+class SharedSum:
+    """The sum whose shards each process folds from memory that all processes share.
+
+    The processes meet once for each chunk, and once more. Before they meet, each has packed one
+    chunk, folded its shard of the chunk before, and collected the shards of the one before that.
+    The sums must be finished in the order in which they were started.
+    """
+
+    def __init__(
+        self, exchange: RootExchange, roots: Sequence[Tensor], result: Tensor, fold: Any
+    ) -> None:
+        assert exchange.memory is not None
+        self._exchange, self._memory = exchange, exchange.memory
+        self._roots, self._result, self._fold = roots, result, fold
+        self._dtype = roots[0].dtype
+        most = max(map(len, exchange.roots))
+        step = STEP * exchange.blocks.processes
+        room = self._memory.slot_bytes // (most * self._dtype.itemsize) // step * step
+        length = len(result)
+        size = round_up(-(-length // -(-length // room)), step)
+        self._chunks = [slice(i, min(i + size, length)) for i in range(0, length, size)]
+        self._first = self._memory.take_numbers(len(self._chunks))
+
+    def finish(self) -> None:
+        """Sum the chunks."""
+        last = len(self._chunks) - 1
+        for index in range(last + 2):
+            if index <= last:
+                self._pack(index)
+            if index >= 1:
+                self._fold_shard(index - 1)
+            if index >= 2:  # noqa: PLR2004 - the chunk before the one before
+                self._collect(index - 2)
+            self._memory.meet()
+        self._collect(last)
+
+    def _pack(self, index: int) -> None:
+        """Write this process's roots, but not its shard, where the others read them."""
+        chunk = self._chunks[index]
+        mine = self._exchange.shards(chunk)[self._exchange.process]
+        rows = self._view(self._exchange.process, index)
+        for row, root in zip(rows, self._roots, strict=True):
+            for part in (slice(chunk.start, mine.start), slice(mine.stop, chunk.stop)):
+                row[part.start - chunk.start : part.stop - chunk.start] = root[part]
+                self._exchange.bytes_sent += (part.stop - part.start) * root.element_size()
+
+    def _fold_shard(self, index: int) -> None:
+        """Fold the roots of all processes, and write the result where the others read it."""
+        chunk, me = self._chunks[index], self._exchange.process
+        mine = self._exchange.shards(chunk)[me]
+        if mine.start == mine.stop:
+            return
+        place = slice(mine.start - chunk.start, mine.stop - chunk.start)
+        values = [
+            [root[mine] for root in self._roots]
+            if process == me
+            else list(self._view(process, index)[:, place].unbind())
+            for process in range(self._exchange.blocks.processes)
+        ]
+        result = self._result[mine]
+        self._fold(values, result)
+        self._find_result(me, index, mine).copy_(result)
+        self._exchange.bytes_sent += result.nbytes
+
+    def _collect(self, index: int) -> None:
+        """Read the results of the others."""
+        shards = self._exchange.shards(self._chunks[index])
+        for peer in self._exchange.peers:
+            shard = shards[peer]
+            self._result[shard] = self._find_result(peer, index, shard)
+
+    def _view(self, process: int, index: int) -> Tensor:
+        """Return the roots of a process, one in each row."""
+        chunk, count = self._chunks[index], len(self._exchange.roots[process])
+        slot = self._memory.slot(process, self._first + index, self._dtype)
+        size = chunk.stop - chunk.start
+        return slot[: count * size].view(count, size)
+
+    def _find_result(self, process: int, index: int, shard: slice) -> Tensor:
+        """Return the place of a result: where its process would pack the shard for itself."""
+        start = (shard.start - self._chunks[index].start) * self._dtype.itemsize
+        slot = self._memory.slot(process, self._first + index, self._result.dtype)
+        start //= self._result.element_size()
+        return slot[start : start + shard.stop - shard.start]
+
+
+PendingSum: TypeAlias = LocalSum | SharedSum | CollectiveSum

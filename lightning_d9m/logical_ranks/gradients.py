@@ -1,7 +1,7 @@
 """Gradients of logical ranks, added in the order of the tree and averaged."""
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -19,14 +19,23 @@ from lightning_d9m.logical_ranks.accumulation import (
     refuse_stale,
     separate,
 )
-from lightning_d9m.logical_ranks.bucket_layout import check_options, refuse_second_gradient
+from lightning_d9m.logical_ranks.buckets import (
+    MissingGradients,
+    RootBucket,
+    SumOptions,
+    WholeGradient,
+    check_options,
+    lay_out_roots,
+    refuse_removed,
+    refuse_second_gradient,
+    settle_missing,
+)
 from lightning_d9m.logical_ranks.exchange import RootExchange
-from lightning_d9m.logical_ranks.root_buckets import RootBucket, discard_missing, lay_out_roots
-from lightning_d9m.logical_ranks.scalars import gather_bytes
 from lightning_d9m.logical_ranks.tree import Blocks
-from lightning_d9m.logical_ranks.whole_gradients import MissingGradients, WholeGradient
+from lightning_d9m.ranks.groups import gather_bytes
 
 BUCKET_BYTES = 25 * 2**20  # as DDP
+_SENT_AS = {None: None, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,19 +63,24 @@ class LogicalGradients:
 
     Args:
         named_parameters: All parameters in their order of registration. Which of them take part is
-            decided in each step, by ``requires_grad``.
+            decided in each step, by ``requires_grad``. Once trained, they keep their place.
         blocks: The logical ranks of all processes.
         process: This process.
         group: The process group whose ranks are the processes; None is torch's default group.
         op: ``"average"`` divides the sum once by the number of logical ranks.
         bucket_bytes: Size at which a bucket is closed, in bytes; the first one at 1 MiB.
+        compression: ``"fp16"`` or ``"bf16"`` rounds gradients of float32 and float64 before they
+            are sent, and their sum. It needs a process for each logical rank.
         sparse_as_dense: Sum sparse gradients as dense ones; otherwise they are an error.
+        adds: Sum also what autograd has added to the gradients of the last step, as DDP does.
+            Otherwise that is an error.
+        on_stray: Called with the name of a parameter that gets a gradient outside `backward`.
 
     Raises:
         SettingError: A value is not allowed.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - one keyword for each setting
         self,
         named_parameters: Iterable[tuple[str, Parameter]],
         blocks: Blocks,
@@ -75,22 +89,25 @@ class LogicalGradients:
         *,
         op: Literal["average", "sum"] = "average",
         bucket_bytes: int = BUCKET_BYTES,
+        compression: Literal["fp16", "bf16"] | None = None,
         sparse_as_dense: bool = False,
+        adds: bool = False,
+        on_stray: Callable[[str], None] | None = None,
     ) -> None:
-        check_options(op=op, bucket_bytes=bucket_bytes)
+        check_options(op=op, bucket_bytes=bucket_bytes, compression=compression)
         self._block = blocks.of(process)
         self._last = self._block[-1]
         self._fold = GradientFold(blocks, process)
         self._exchange = RootExchange(blocks, process, group)
-        self._divisor = blocks.logical_ranks if op == "average" else 1
+        divisor = blocks.logical_ranks if op == "average" else 1
+        self._options = SumOptions(divisor, sparse_as_dense, adds, _SENT_AS[compression])
         self._bucket_bytes = bucket_bytes
-        self._sparse_as_dense = sparse_as_dense
+        self._on_stray = on_stray
         unique: dict[int, tuple[str, Parameter]] = {}
         for name, parameter in named_parameters:  # a shared parameter has one gradient
             unique.setdefault(id(parameter), (name, parameter))
         self._parameters = list(unique.values())
         self._known = unique.keys()
-        self._trained: tuple[bool, ...] = ()
         self._buckets: list[RootBucket | WholeGradient] = []
         self._missing = MissingGradients((), self._exchange)
         self._places: dict[int, _Place] = {}
@@ -100,6 +117,7 @@ class LogicalGradients:
         self._taken: dict[int, Tensor | None] = {}
         self._launched = 0  # buckets whose exchange has started
         self._is_inside = False  # whether a backward pass runs inside `backward`
+        self._is_laid_out = False
         self._is_prepared = False  # whether the buckets are known to fit this step
 
     @property
@@ -129,7 +147,7 @@ class LogicalGradients:
             RanksDisagreeError: Another process trains other parameters.
         """
         self._check_next(logical_rank, is_last=False)
-        self._prepare()
+        self.prepare()
         values: Gradients = [None] * (len(self._parameters) + len(self._buckets))
         for index, value in self._taken.items():
             values[index] = value
@@ -158,13 +176,13 @@ class LogicalGradients:
             RanksDisagreeError: Another process trains other parameters.
         """
         self._check_next(logical_rank, is_last=True)
-        self._prepare()
+        self.prepare()
         for bucket in self._buckets[self._launched :]:
             self.launch(bucket)
         for bucket in self._buckets:
             bucket.finish()
         packed = [bucket for bucket in self._buckets if isinstance(bucket, RootBucket)]
-        discard_missing(packed, self._exchange.blocks.processes)
+        settle_missing(packed, self._exchange.blocks.processes)
         self._missing.settle()
         self._end_step()
 
@@ -174,20 +192,22 @@ class LogicalGradients:
         On Gloo, call `close_connections` before: messages use the buffers, and other processes wait
         for this one. Then a new group is needed.
         """
-        self._buckets, self._trained = [], ()  # a device may still use the buffers
-        self._missing = MissingGradients((), self._exchange)
+        self._forget()  # a device may still use the buffers
         self._exchange.restart()
-        self._places.clear()
         self._end_step()
         for _, parameter in self._parameters:
             parameter.grad = None
 
     def close(self) -> None:
         """Remove the hooks and release the buffers; gradients that are views keep theirs."""
-        self._remove_hooks()
-        self._places, self._large, self._buckets, self._trained = {}, [], [], ()
-        self._missing = MissingGradients((), self._exchange)
+        self._forget()
         self._exchange.close()
+
+    def _forget(self) -> None:
+        self._remove_hooks()
+        self._places, self._large, self._buckets = {}, [], []
+        self._missing = MissingGradients((), self._exchange)
+        self._is_laid_out = False
 
     def _end_step(self) -> None:
         self._fold.clear()
@@ -209,25 +229,27 @@ class LogicalGradients:
 
     # The buckets
 
-    def _prepare(self) -> None:
-        """Lay out the buckets of the parameters that are trained now, unless they are the same."""
+    def prepare(self) -> None:
+        """Lay out the buckets, if a parameter is trained that has no place; all processes must.
+
+        Raises:
+            RanksDisagreeError: Another process trains other parameters.
+        """
         if self._is_prepared or self._matches():
             return
-        self._trained = tuple(parameter.requires_grad for _, parameter in self._parameters)
         trained = [
             (index, name, parameter)
             for index, (name, parameter) in enumerate(self._parameters)
-            if parameter.requires_grad
+            if parameter.requires_grad or id(parameter) in self._places
         ]
         self._buckets = lay_out_roots(
             trained,
             self._bucket_bytes,
             self._exchange,
-            self._divisor,
+            self._options,
             first_part=len(self._parameters),
-            sparse_as_dense=self._sparse_as_dense,
         )
-        self._agree()
+        self._agree(len(trained))
         whole = [bucket for bucket in self._buckets if isinstance(bucket, WholeGradient)]
         self._missing = MissingGradients(whole, self._exchange)
         self._places = {
@@ -239,13 +261,15 @@ class LogicalGradients:
             place for place in self._places.values() if place.position < place.bucket.large
         ]
         self._register_hooks()
-        self._is_prepared = True
+        self._is_laid_out = self._is_prepared = True
 
     def _register_hooks(self) -> None:
         """Let hooks take large gradients, and start those buckets that others follow."""
         self._remove_hooks()
         hooked = [*self._large]
-        if self._exchange.group is not None:
+        if self._on_stray is not None:
+            hooked = [*self._places.values()]
+        elif self._exchange.group is not None:
             hooked += [
                 place
                 for place in self._places.values()
@@ -262,26 +286,29 @@ class LogicalGradients:
 
     def _matches(self) -> bool:
         """Whether the buckets hold the parameters that are trained now."""
-        trained = tuple([parameter.requires_grad for _, parameter in self._parameters])
-        self._is_prepared = trained == self._trained
+        self._is_prepared = self._is_laid_out and all(
+            id(parameter) in self._places
+            for _, parameter in self._parameters
+            if parameter.requires_grad
+        )
         return self._is_prepared
 
-    def _agree(self) -> None:
+    def _agree(self, count: int) -> None:
         """Check that all processes have the same buckets."""
         if self._exchange.group is None:
             return
         text = "\n".join(line for bucket in self._buckets for line in bucket.describe())
         digest = hashlib.blake2b(
-            f"{self._divisor} {self._exchange.flushes}\n{text}".encode(), digest_size=16
+            f"{self._options} {self._exchange.flushes}\n{text}".encode(), digest_size=16
         ).digest()
         digests = gather_bytes(digest, self._exchange.group)
         if len(set(digests)) > 1:
             others = [p for p, other in enumerate(digests) if other != digest]
-            count = sum(self._trained)
-            self._trained = ()
+            number = len(self._buckets)
+            self._forget()
             raise RanksDisagreeError(
                 f"The processes {', '.join(map(str, others))} train other parameters than this "
-                f"one, which trains {count} in {len(self._buckets)} buckets, or have other "
+                f"one, which trains {count} in {number} buckets, or have other "
                 "settings: build the same model on every process, and freeze and unfreeze its "
                 "parameters at the same steps.",
                 intents=[each.hex() for each in digests],
@@ -289,9 +316,13 @@ class LogicalGradients:
 
     def _on_gradient(self, parameter: Tensor) -> None:
         """Take a large gradient; in the last backward pass also start complete buckets."""
+        place = self._places[id(parameter)]
+        if not self._is_inside and self._on_stray is not None:
+            self._on_stray(self._parameters[place.index][0])
         if not self._is_inside or not (self._is_prepared or self._matches()):
             return
-        place = self._places[id(parameter)]
+        if parameter.grad is None:
+            refuse_removed(self._parameters[place.index][0])
         bucket, position = place.bucket, place.position
         is_last = self._fold.next == self._last
         if position < bucket.large:
@@ -341,9 +372,9 @@ class LogicalGradients:
         gradient = parameter.grad
         if gradient is None:
             return None
-        gradient = make_dense(name, gradient, allowed=self._sparse_as_dense)
+        gradient = make_dense(name, gradient, allowed=self._options.sparse_as_dense)
         place = self._places[id(parameter)]
-        if place.bucket.is_stale(place.position, gradient):
+        if not self._options.adds and place.bucket.is_stale(place.position, gradient):
             refuse_stale(name)
         parameter.grad = None
         return as_real(gradient)

@@ -1,18 +1,9 @@
-"""Exact sums of numbers, and the bytes of all processes on every process."""
+"""Sums of numbers that depend neither on their order nor on who adds them."""
 
 import math
 from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
-
-import torch
-from torch import distributed
-from torch.utils._python_dispatch import _disable_current_modes
-
-# All processes send so many bytes at first, which is enough for logged values; then they know how
-# many follow.
-_FIRST_BYTES = 2**12
-_SIZE_BYTES = 8
 
 
 def sum_exactly(values: Sequence[float]) -> float:
@@ -37,29 +28,51 @@ def sum_exactly(values: Sequence[float]) -> float:
             return math.inf if total > 0 else -math.inf
 
 
-def gather_bytes(data: bytes, group: Any = None) -> list[bytes]:
-    """Return the bytes of every process, in order of processes; the lengths may differ."""
-    if group is None and distributed.is_available() and distributed.is_initialized():
-        group = distributed.group.WORLD
-    if group is None or group.size() == 1:
-        return [data]
-    sized = len(data).to_bytes(_SIZE_BYTES, "little") + data
-    rows = _gather_equal(sized[:_FIRST_BYTES].ljust(_FIRST_BYTES, b"\0"), group)
-    sizes = [int.from_bytes(row[:_SIZE_BYTES], "little") for row in rows]
-    rest = _SIZE_BYTES + max(sizes) - _FIRST_BYTES
-    if rest > 0:
-        more = _gather_equal(sized[_FIRST_BYTES:].ljust(rest, b"\0"), group)
-        rows = [row + tail for row, tail in zip(rows, more, strict=True)]
-    return [row[_SIZE_BYTES : _SIZE_BYTES + size] for row, size in zip(rows, sizes, strict=True)]
+class ExactMean:
+    """A weighted mean of numbers, kept without rounding.
 
+    It keeps partial sums that do not overlap, as in Shewchuk (1997), "Adaptive Precision
+    Floating-Point Arithmetic and Fast Robust Geometric Predicates", so merging the sums of two
+    processes gives the bits that one process would have got.
+    """
 
-def _gather_equal(data: bytes, group: Any) -> list[bytes]:
-    # Lightning validates in inference mode, whose tensors may not be written to elsewhere. A mode
-    # that probes operations would see bytes that no two runs have in common.
-    with torch.inference_mode(mode=False), _disable_current_modes():
-        sent = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        if "nccl" in group.name().lower():
-            sent = sent.cuda()
-        gathered = sent.new_empty(group.size() * len(sent))
-        group.allgather([list(gathered.chunk(group.size()))], [sent]).wait()
-        return [part.numpy().tobytes() for part in gathered.cpu().chunk(group.size())]
+    def __init__(self) -> None:
+        self.partials: list[float] = []
+        self.weight = 0
+
+    def add(self, value: float, weight: int = 1) -> None:
+        """Add a value; the product with its weight is exact for values of float32."""
+        self.weight += weight
+        self._add(value * weight)
+
+    def merge(self, partials: Sequence[float], weight: int) -> None:
+        """Add the sum that another process kept."""
+        self.weight += weight
+        for partial in partials:
+            self._add(partial)
+
+    def _add(self, number: float) -> None:
+        if not math.isfinite(number) or not all(map(math.isfinite, self.partials)):
+            self.partials.append(number)  # no sum of it is finite
+            return
+        kept = []
+        for partial in self.partials:
+            large, small = (number, partial) if abs(number) > abs(partial) else (partial, number)
+            number = large + small
+            if error := small - (number - large):
+                kept.append(error)
+        self.partials = [*kept, number]
+
+    @property
+    def total(self) -> float:
+        """The sum, rounded once."""
+        return sum_exactly(self.partials)
+
+    @property
+    def mean(self) -> float:
+        """The mean; NaN if there is no value."""
+        return self.total / self.weight if self.weight else math.nan
+
+    def as_plain(self) -> list[Any]:
+        """Return the partial sums and the weight."""
+        return [self.partials, self.weight]

@@ -1,4 +1,4 @@
-"""Memory that all processes of one host share, and the sum of roots in it."""
+"""Memory that all processes of one host share."""
 
 import mmap
 import os
@@ -9,16 +9,12 @@ import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, distributed
 
-from lightning_d9m.logical_ranks.scalars import gather_bytes
-from lightning_d9m.logical_ranks.sums import STEP, round_up
-
-if TYPE_CHECKING:
-    from lightning_d9m.logical_ranks.exchange import RootExchange
+from lightning_d9m.ranks.groups import gather_bytes
 
 SLOT_BYTES = 3 * 2**19  # 1.5 MiB: smaller ones cost more waits, larger ones more memory
 # One chunk is packed while another is folded and a third is collected.
@@ -101,7 +97,7 @@ def open_shared_memory(
     Returns:
         None on every process if one of them is on another host or gets no memory.
     """
-    slot_bytes = round_up(slot_bytes, mmap.PAGESIZE)
+    slot_bytes = -(-slot_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
     opening = _Opening(process, processes, _SLOTS * slot_bytes)
     with ExitStack() as stack:
         stack.callback(opening.close)
@@ -233,89 +229,3 @@ def _limit_waits(link: socket.socket, limit: timedelta) -> None:
     link.settimeout(None)
     seconds = struct.pack("ll", int(limit.total_seconds()), limit.microseconds)
     link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, seconds)
-
-
-class SharedSum:
-    """The sum whose shards each process folds from memory that all processes share.
-
-    The processes meet once for each chunk, and once more. Before they meet, each has packed one
-    chunk, folded its shard of the chunk before, and collected the shards of the one before that.
-    The sums must be finished in the order in which they were started.
-    """
-
-    def __init__(
-        self, exchange: "RootExchange", roots: Sequence[Tensor], result: Tensor, fold: Any
-    ) -> None:
-        assert exchange.memory is not None
-        self._exchange, self._memory = exchange, exchange.memory
-        self._roots, self._result, self._fold = roots, result, fold
-        self._dtype = roots[0].dtype
-        most = max(map(len, exchange.roots))
-        step = STEP * exchange.blocks.processes
-        room = self._memory.slot_bytes // (most * self._dtype.itemsize) // step * step
-        length = len(result)
-        size = round_up(-(-length // -(-length // room)), step)
-        self._chunks = [slice(i, min(i + size, length)) for i in range(0, length, size)]
-        self._first = self._memory.take_numbers(len(self._chunks))
-
-    def finish(self) -> None:
-        """Sum the chunks."""
-        last = len(self._chunks) - 1
-        for index in range(last + 2):
-            if index <= last:
-                self._pack(index)
-            if index >= 1:
-                self._fold_shard(index - 1)
-            if index >= 2:  # noqa: PLR2004 - the chunk before the one before
-                self._collect(index - 2)
-            self._memory.meet()
-        self._collect(last)
-
-    def _pack(self, index: int) -> None:
-        """Write this process's roots, but not its shard, where the others read them."""
-        chunk = self._chunks[index]
-        mine = self._exchange.shards(chunk)[self._exchange.process]
-        rows = self._view(self._exchange.process, index)
-        for row, root in zip(rows, self._roots, strict=True):
-            for part in (slice(chunk.start, mine.start), slice(mine.stop, chunk.stop)):
-                row[part.start - chunk.start : part.stop - chunk.start] = root[part]
-                self._exchange.bytes_sent += (part.stop - part.start) * root.element_size()
-
-    def _fold_shard(self, index: int) -> None:
-        """Fold the roots of all processes, and write the result where the others read it."""
-        chunk, me = self._chunks[index], self._exchange.process
-        mine = self._exchange.shards(chunk)[me]
-        if mine.start == mine.stop:
-            return
-        place = slice(mine.start - chunk.start, mine.stop - chunk.start)
-        values = [
-            [root[mine] for root in self._roots]
-            if process == me
-            else list(self._view(process, index)[:, place].unbind())
-            for process in range(self._exchange.blocks.processes)
-        ]
-        result = self._result[mine]
-        self._fold(values, result)
-        self._find_result(me, index, mine).copy_(result)
-        self._exchange.bytes_sent += result.nbytes
-
-    def _collect(self, index: int) -> None:
-        """Read the results of the others."""
-        shards = self._exchange.shards(self._chunks[index])
-        for peer in self._exchange.peers:
-            shard = shards[peer]
-            self._result[shard] = self._find_result(peer, index, shard)
-
-    def _view(self, process: int, index: int) -> Tensor:
-        """Return the roots of a process, one in each row."""
-        chunk, count = self._chunks[index], len(self._exchange.roots[process])
-        slot = self._memory.slot(process, self._first + index, self._dtype)
-        size = chunk.stop - chunk.start
-        return slot[: count * size].view(count, size)
-
-    def _find_result(self, process: int, index: int, shard: slice) -> Tensor:
-        """Return the place of a result: where its process would pack the shard for itself."""
-        start = (shard.start - self._chunks[index].start) * self._dtype.itemsize
-        slot = self._memory.slot(process, self._first + index, self._result.dtype)
-        start //= self._result.element_size()
-        return slot[start : start + shard.stop - shard.start]

@@ -21,7 +21,7 @@ from lightning_d9m.launch.interruption_points import (
     InterruptRequest,
     write_survey,
 )
-from lightning_d9m.recording.collective import Ranks
+from lightning_d9m.ranks.ranks import Ranks
 
 
 class Interruption:

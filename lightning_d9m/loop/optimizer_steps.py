@@ -43,7 +43,7 @@ from lightning_d9m.loop.probing import LoopProbes, read_probe_settings
 from lightning_d9m.loop.trained_modules import find_trained_module, list_parameters
 from lightning_d9m.probes.settings import ProbeSettings
 from lightning_d9m.probes.trace import ProbePoint, StatePoint
-from lightning_d9m.recording.collective import Ranks
+from lightning_d9m.ranks.ranks import Ranks
 from lightning_d9m.recording.run_recorder import Policy, RunRecorder, describe_training
 
 EVERY = variable_of("every_n_steps")

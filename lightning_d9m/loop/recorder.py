@@ -33,7 +33,7 @@ from lightning_d9m.loop.run_setup import as_tuple, find_session, make_folder
 from lightning_d9m.loop.saved_loop import SavedLoop
 from lightning_d9m.probes.settings import make_settings
 from lightning_d9m.probes.trace import ProbePoint, StatePoint
-from lightning_d9m.recording.collective import Ranks
+from lightning_d9m.ranks.ranks import Ranks
 from lightning_d9m.recording.run_recorder import Policy, RunRecorder, describe_training
 
 if TYPE_CHECKING:

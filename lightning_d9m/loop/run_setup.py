@@ -9,7 +9,7 @@ from lightning_d9m.control.session import Session, active_session
 from lightning_d9m.errors import SettingError
 from lightning_d9m.launch.run import LEDGER_VARIABLE
 from lightning_d9m.ledger.folder import create_ledger_folder
-from lightning_d9m.recording.collective import Ranks
+from lightning_d9m.ranks.ranks import Ranks
 from lightning_d9m.recording.shared_folder import share_new_folder
 
 

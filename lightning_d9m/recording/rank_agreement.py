@@ -7,7 +7,7 @@ from struct import Struct
 
 from lightning_d9m.comparison.record_diff import NAMES_KEPT
 from lightning_d9m.errors import DriftError
-from lightning_d9m.recording.collective import Gather
+from lightning_d9m.ranks.ranks import Gather
 from lightning_d9m.recording.replicated_state import ReplicatedState
 from lightning_d9m.recording.step_digests import GROUPS, StepDigests
 from lightning_d9m.text import describe_moment, describe_names, describe_pair, escape

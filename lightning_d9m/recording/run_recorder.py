@@ -33,7 +33,7 @@ from lightning_d9m.ledger.format.records import Digests, End, Header, Json, RunF
 from lightning_d9m.ledger.format.writer import LedgerWriter
 from lightning_d9m.ledger.program import capture_program
 from lightning_d9m.ledger.stack import SHARDED_PARAMETERS, are_portable, capture_stack, check_stack
-from lightning_d9m.recording.collective import Ranks
+from lightning_d9m.ranks.ranks import Ranks
 from lightning_d9m.recording.loader_facts import describe_loader
 from lightning_d9m.recording.rank_agreement import RankAgreement, rank_error
 from lightning_d9m.recording.reference import Reference

@@ -6,7 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from lightning_d9m.errors import LedgerError
-from lightning_d9m.recording.collective import Ranks
+from lightning_d9m.ranks.ranks import Ranks
 
 
 def share_new_folder(ranks: Ranks, create: Callable[[], Path] | None, advice: str = "") -> Path:

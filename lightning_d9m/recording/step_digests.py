@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 
-from lightning_d9m.recording.collective import Gather
+from lightning_d9m.ranks.ranks import Gather
 
 GROUPS = ("weights", "buffers", "optimizers", "schedulers")
 _MOST = 32

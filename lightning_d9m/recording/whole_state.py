@@ -9,7 +9,7 @@ import torch
 from lightning_d9m.hashing.digest import digest
 from lightning_d9m.hashing.shards import ShardParts, combine_shards, read_shards
 from lightning_d9m.hashing.training_state import PartialSnapshot, Snapshot
-from lightning_d9m.recording.collective import Ranks
+from lightning_d9m.ranks.ranks import Ranks
 
 _Place = tuple[str, str]  # group and name
 # Bytes of each rank that are gathered at a time: every rank holds those of all.

@@ -17,6 +17,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import is_dataclass
 from functools import lru_cache
 from pathlib import PurePath
@@ -38,6 +39,8 @@ _VALUES = (
 # What a module holds besides its attributes. The other tables of torch hold hooks, which are code.
 TABLES = ("_parameters", "_buffers", "_modules")
 _HIDDEN = frozenset(vars(nn.Module())) - {"training", *TABLES}
+# What a queue, a lock and a file tell.
+_QUESTIONS = ("qsize", "locked", "tell")
 # A longer container holds data, which are compared and not entered; a set is opaque.
 _MOST_ITEMS = 100_000
 # Of what pickle would save of an object.
@@ -418,6 +421,32 @@ class _Opaque(Kind):
         return content[0]
 
 
+class _Told(Kind):
+    """A queue, lock or file, of which only what it tells is compared: size, hold or position."""
+
+    def read(self, owner: Any) -> tuple[Any, ...]:
+        """See `Kind`."""
+        return tuple(_ask(owner, name) for name in _QUESTIONS)
+
+    def write(self, owner: Any, content: Any) -> None:
+        """Leave the object as it is."""
+
+    def matches(self, owner: Any, content: Any) -> bool:
+        """See `Kind`."""
+        return bool(self.read(owner) == content)
+
+
+def _ask(owner: Any, name: str) -> Any:
+    with suppress(Exception):  # a pipe has no position, and a closed file tells nothing
+        return getattr(owner, name)()
+    return None
+
+
+def is_told(owner: Any) -> bool:
+    """Return whether methods tell what an opaque object holds."""
+    return any(hasattr(owner.__class__, name) for name in _QUESTIONS)
+
+
 def _read_slots(owner: Any) -> dict[str, Any]:
     names = _list_slots(owner.__class__)
     return {name: getattr(owner, name) for name in names if hasattr(owner, name)}
@@ -444,7 +473,7 @@ def _list_saved(owner: Any, depth: int = 4) -> Iterator[Any]:
 
 
 ATTRIBUTES, ITEMS, DICT, TABLE, SET = Attributes(), Holder(), Dict(), Table(), _Set()
-TENSOR, ARRAY, GENERATOR, OPAQUE = _Tensor(), _Array(), _Generator(), _Opaque()
+TENSOR, ARRAY, GENERATOR, OPAQUE, TOLD = _Tensor(), _Array(), _Generator(), _Opaque(), _Told()
 CLOSURE, VARIABLES, LONG = _Closure(), _Variables(), _Long()
 _EMPTY = types.CellType()
 _CODE = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType)

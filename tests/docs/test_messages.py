@@ -296,17 +296,17 @@ CASES = [
     ),
     ("horovod.sync_batchnorm", normalise_one_value, "more than one value per channel"),
     (
-        "logical_ranks.bucket_layout",
+        "logical_ranks.buckets",
         lambda g: g.module.check_options(op="max", bucket_bytes=0),
         "is not known: pass 'average' or 'sum'.",
     ),
     (
-        "horovod.gradient_buckets",
+        "logical_ranks.buckets",
         lambda g: g.module.check_options(op="sum", bucket_bytes=0, compression="zip"),
         "is not known: pass 'fp16', 'bf16' or None.",
     ),
     (
-        "logical_ranks.bucket_layout",
+        "logical_ranks.buckets",
         lambda g: g.module.check_options(op="sum", bucket_bytes=-1),
         "is not allowed: pass a whole number, 0 or more.",
     ),

@@ -3,7 +3,7 @@
 import pytest
 
 pytestmark = [pytest.mark.horovod, pytest.mark.timeout(600)]
-SCENARIOS = ["plain", "accumulation", "clip_norm", "clip_value", "bf16", "manual"]
+SCENARIOS = ["plain", "accumulation", "clip_norm", "clip_value", "bf16", "branches", "manual"]
 
 
 @pytest.fixture(scope="module")

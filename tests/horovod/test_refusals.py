@@ -20,7 +20,7 @@ def strategy(monkeypatch):
     monkeypatch.setenv("HOROVOD_RANK", "2")
     monkeypatch.setenv("HOROVOD_LOCAL_RANK", "2")
     made = HorovodDeterministicStrategy(parallel_devices=[torch.device("cuda", n) for n in (0, 1)])
-    made._buckets = SimpleNamespace(holds=lambda _: False)
+    made._sums = SimpleNamespace(holds=lambda _: False)
     made._lightning_module = SimpleNamespace(trainer=SimpleNamespace(training=True))
     return made
 

@@ -12,7 +12,7 @@ from simulated_device import Waits
 from torch import nn
 
 from lightning_d9m.errors import RanksDisagreeError, SettingError
-from lightning_d9m.logical_ranks import whole_gradients
+from lightning_d9m.logical_ranks import buckets as buckets_module
 from lightning_d9m.logical_ranks.gradients import LogicalGradients
 from lightning_d9m.logical_ranks.tree import Blocks
 
@@ -25,7 +25,7 @@ SHAPES = [(3, 4, 5, 5), (17,), (), (70, 90), (0, 3), (1000,), (130, 140), (66_00
 def is_whole(request, monkeypatch):
     """Run each test also with large gradients that have no place in a bucket."""
     if request.param == "whole":
-        monkeypatch.setattr(whole_gradients, "_WHOLE_BYTES", 2**14)
+        monkeypatch.setattr(buckets_module, "_WHOLE_BYTES", 2**14)
     return request.param == "whole"
 
 
@@ -118,7 +118,7 @@ def test_missing_gradients_are_read_once_for_all_buckets(processes, waits):
     """On each process, and never on a single one, which knows them."""
     with Waits() as counted:
         sum_on(processes, [make_gradients(4, missing=True)], bucket_bytes=0)
-    found = {place: n for place, n in counted.found.items() if "/root_buckets.py" in place}
+    found = {place: n for place, n in counted.found.items() if "/buckets.py" in place}
     assert sum(found.values()) == waits
 
 
@@ -191,7 +191,7 @@ def test_a_gradient_that_others_share_or_that_lies_elsewhere_is_copied(processes
         return found
 
     for found in run_processes(processes, train):
-        whole = whole_gradients.is_whole(nn.Parameter(torch.zeros(2**16)))
+        whole = buckets_module.is_whole(nn.Parameter(torch.zeros(2**16)))
         assert found == [whole, False, False, False, False]
 
 
@@ -270,6 +270,70 @@ def test_gradients_that_were_not_set_to_none_are_refused():
         sums.finish(0)
 
 
+def run_alone(sums, loss):
+    with sums.backward():
+        loss.backward()
+    sums.finish(0)
+
+
+def test_gradients_of_the_last_step_are_added_if_that_is_allowed():
+    """As DDP does: zeroed in place, or added to by a second backward pass."""
+    model = nn.Linear(200, 200)
+    sums = LogicalGradients(model.named_parameters(), Blocks(1, 1), 0, adds=True)
+    inputs = torch.randn(2, 200)
+    for _ in range(2):
+        run_alone(sums, model(inputs).sum())
+    (once,) = torch.autograd.grad(model(inputs).sum(), [model.weight])
+    assert torch.equal(model.weight.grad, once + once)
+    model.zero_grad(set_to_none=False)
+    run_alone(sums, model(inputs).sum())
+    assert torch.equal(model.weight.grad, once)
+
+
+@pytest.mark.parametrize("shape", [(3,), (130, 140)])
+def test_a_gradient_of_a_frozen_parameter_stays_and_it_keeps_its_place(shape):
+    """Two optimizers that alternate need no new buckets."""
+    (_, first), (_, second) = named = make_parameters(shapes=[shape, shape])
+    sums = LogicalGradients(named, Blocks(1, 1), 0, adds=True)
+    run_alone(sums, first.sum() + second.sum())
+    buckets = sums._buckets
+    second.requires_grad_(requires_grad=False)
+    first.grad = None
+    run_alone(sums, 2 * first.sum())
+    assert (first.grad.unique().tolist(), second.grad.unique().tolist()) == ([2.0], [1.0])
+    second.requires_grad_(requires_grad=True)
+    run_alone(sums, second.sum())
+    assert sums._buckets is buckets
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("fp16", torch.float16), ("bf16", torch.bfloat16)])
+def test_compression_rounds_what_is_sent_and_the_sum(name, dtype):
+    steps = [make_gradients(2)]
+    for (found,) in sum_on(2, steps, compression=name):
+        for each, leaves in zip(found, zip(*steps[0], strict=True), strict=True):
+            assert each == bits(average_leaves([leaf.to(dtype) for leaf in leaves]).float())
+
+
+def test_a_gradient_outside_is_reported():
+    model, stray = nn.Linear(2, 1), []
+    sums = LogicalGradients(model.named_parameters(), Blocks(1, 1), 0, on_stray=stray.append)
+    sums.prepare()
+    run_alone(sums, model(torch.ones(1, 2)).sum())
+    assert stray == []
+    model(torch.ones(1, 2)).sum().backward()
+    assert sorted(stray) == ["bias", "weight"]
+
+
+def test_a_gradient_that_another_hook_takes_away_is_an_error():
+    """An optimizer inside a backward hook would train one process alone."""
+    model = nn.Linear(200, 200)
+    model.weight.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+    sums = LogicalGradients(model.named_parameters(), Blocks(1, 1), 0)
+    sums.prepare()
+    with pytest.raises(SettingError, match="'weight' was removed"):
+        run_alone(sums, model(torch.ones(1, 200)).sum())
+
+
 def test_sparse_gradients_are_refused_or_made_dense():
     table = nn.Embedding(10, 3, sparse=True)
     named = [("table.weight", table.weight)]
@@ -287,7 +351,10 @@ def test_sparse_gradients_are_refused_or_made_dense():
     assert table.weight.grad[:, 0].tolist() == [2, 2, 0, 0, 0, 2, 0, 0, 0, 0]
 
 
-@pytest.mark.parametrize("words", [{"op": "max"}, {"bucket_bytes": -1}, {"bucket_bytes": 1.5}])
+@pytest.mark.parametrize(
+    "words",
+    [{"op": "max"}, {"bucket_bytes": -1}, {"bucket_bytes": True}, {"compression": "int8"}],
+)
 def test_options_that_are_not_allowed_are_refused(words):
     with pytest.raises(SettingError):
         LogicalGradients([], Blocks(1, 1), 0, **words)
@@ -343,7 +410,7 @@ def test_the_bytes_of_all_messages_are_counted(is_whole):
         return sums.bytes_sent
 
     sizes = run_processes(2, train)
-    assert whole_gradients.is_whole(nn.Parameter(torch.zeros(2**15))) is is_whole
+    assert buckets_module.is_whole(nn.Parameter(torch.zeros(2**15))) is is_whole
     # The gradient and its flag; shards are rounded up to 64 bytes.
     assert sum(sizes) == 2 * 4 * (2**15 + 1)
     assert math.isclose(*sizes, rel_tol=0.01)

@@ -3,15 +3,14 @@
 import torch
 from torch import nn
 
-from lightning_d9m.logical_ranks.bucket_layout import lay_out
-from lightning_d9m.logical_ranks.small_gradients import SmallGradients
+from lightning_d9m.logical_ranks.buckets import SmallGradients, SumOptions, lay_out
 
 
 def make_bucket(*shapes):
     named = [
         (f"p{number}", nn.Parameter(torch.zeros(shape))) for number, shape in enumerate(shapes)
     ]
-    (bucket,) = lay_out(named, 2**20, with_flags=True)
+    (bucket,) = lay_out(named, 2**20)
     return bucket
 
 
@@ -22,7 +21,7 @@ def set_gradients(bucket):
 
 def test_gradients_lie_where_the_bucket_has_them_with_flags_behind():
     bucket = make_bucket((3, 5), (), (200, 200), (16,), (0, 2))
-    small = SmallGradients(bucket, sparse_as_dense=False)
+    small = SmallGradients(bucket, SumOptions(1))
     set_gradients(bucket)
     packed, missing = small.pack((), is_first=True)
     assert missing == set()
@@ -36,7 +35,7 @@ def test_gradients_lie_where_the_bucket_has_them_with_flags_behind():
 
 def test_gradients_are_taken_away():
     bucket = make_bucket((3, 5), (7,))
-    small = SmallGradients(bucket, sparse_as_dense=False)
+    small = SmallGradients(bucket, SumOptions(1))
     set_gradients(bucket)
     small.pack((), is_first=True)
     assert all(slot.parameter.grad is None for slot in bucket.slots)
@@ -44,7 +43,7 @@ def test_gradients_are_taken_away():
 
 def test_missing_gradients_are_zeros_and_lack_their_flag():
     bucket = make_bucket((200, 200), (3,), (5,))
-    small = SmallGradients(bucket, sparse_as_dense=False)
+    small = SmallGradients(bucket, SumOptions(1))
     set_gradients(bucket)
     bucket.slots[2].parameter.grad = None
     packed, missing = small.pack((0,), is_first=True)
@@ -54,6 +53,6 @@ def test_missing_gradients_are_zeros_and_lack_their_flag():
 
 def test_a_bucket_without_small_gradients_has_flags():
     bucket = make_bucket((200, 200))
-    small = SmallGradients(bucket, sparse_as_dense=False)
+    small = SmallGradients(bucket, SumOptions(1))
     packed, _ = small.pack((), is_first=True)
     assert packed.tolist() == [1.0]

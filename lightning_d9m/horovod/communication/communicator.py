@@ -1,24 +1,15 @@
 """Collectives between ranks that neither spin nor hang.
 
-Before each exchange the ranks agree on it: they reduce a fingerprint of what they are about to do.
-So a rank in the backward pass that meets a rank at a barrier finds out, and both can report it.
-
-A reduction of gradients needs no agreement round if starting it already proves agreement: every
-gradient has arrived, and the layout of the buckets is known to be equal. A rank that waits too long
-for such a reduction starts a poll, which is a fingerprint reduction with the value ``_POLL``, and
-does not wait for it. Its peers answer with their next fingerprint. Then every rank that has
-announced an intent announces it again, and so does the polling rank, unless another rank has
-finished the reduction already.
-
-Polling replaces one agreement round per backward pass, which costs 3 to 6 % of the time of a step
-with four ranks on two cores, and 0 %, 7 % and 17 % of its CPU time in three rounds with two ranks
-and 150 small parameters (``benchmarks/horovod_fusion.py --modes static static-agreeing``).
+Before each exchange the ranks agree on it: they compare fingerprints of what they are about to do.
+So a rank in the backward pass that meets a rank at a barrier finds out, and both can report it. The
+agreement of a backward pass takes 3 to 6 % of a step with four ranks on two cores.
 """
 
 import math
 import sys
 import time
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from types import ModuleType
 from typing import Any, TypeVar, cast
 
@@ -26,21 +17,17 @@ import torch
 from torch import Tensor
 
 from lightning_d9m.errors import RankLostError, RanksDisagreeError
+from lightning_d9m.horovod.communication.groups import HorovodGroup, open_gloo, open_nccl
 from lightning_d9m.horovod.communication.intents import CollectiveIntent, make_disagreement
-from lightning_d9m.horovod.communication.nccl_transport import NcclTransport, StreamPending
-from lightning_d9m.horovod.communication.transports import (
-    HorovodTransport,
-    Pending,
-    TorchTransport,
-    Transport,
-)
-from lightning_d9m.recording.rank_liveness import RankLiveness, summarize_error
+from lightning_d9m.horovod.communication.rank_store import connect_liveness
+from lightning_d9m.ranks.connections import close_connections
+from lightning_d9m.ranks.groups import as_bytes, broadcast_tensors, gather_equal, ranks_of_group
+from lightning_d9m.ranks.liveness import RankLiveness, summarize_error
 from lightning_d9m.state.plain_data import decode_plain, encode_plain
 
 T = TypeVar("T")
-# After each slice of a wait, Python handles signals and the rank polls its peers.
-_SLICE_SECONDS = 0.5
-_POLL = -1  # the fingerprint of a rank that polls its peers
+_SLICE = timedelta(seconds=0.5)  # of a wait, after which Python handles signals
+_POLL_SECONDS = 0.001
 # Lightning validates in inference mode, whose tensors Horovod's thread may not write to.
 _normal_tensors = torch.inference_mode(mode=False)
 
@@ -50,6 +37,10 @@ class Communicator:
 
     ``hvd`` is the module ``horovod.torch``, initialized. For ``grace`` seconds a rank that
     failed waits for the others to learn why.
+
+    Collectives are paired by the order in which ranks start them. Therefore sums and broadcasts,
+    which may be pending when a rank starts something else, have one group, and agreements and
+    gathers have another.
 
     Attributes:
         broken: The error after which no collective works any more, or None.
@@ -63,106 +54,59 @@ class Communicator:
         self.liveness: RankLiveness | None = None
         self.rank: int = self._hvd.rank()
         self.size: int = self._hvd.size()
-        self._transport: Transport = HorovodTransport(hvd)
-        self._limit = math.inf  # of an agreement, in seconds; Horovod has its own
-        self._finished = 0  # the number of finished reductions
-        self._enqueued: list[Pending] = []  # reductions for which streams wait, but not the host
-        self._poll: Pending | None = None
+        self._use_horovod()
 
-    @property
-    def polls_peers(self) -> bool:
-        """Whether a rank that waits for a reduction finds out what its peers do."""
-        return self._transport.supports_unbounded_wait
+    def _use_horovod(self) -> None:
+        self._tensors: Any = HorovodGroup(self._hvd, "tensors")
+        self._control: Any = HorovodGroup(self._hvd, "control")
+        self._nccl: Any = None
 
     def connect(self, *, limit_seconds: float, device: str = "cpu") -> None:
         """Use torch's Gloo from now on, and its NCCL on CUDA; every rank must call this.
 
         A collective that takes longer than the limit fails.
         """
+        if self.size == 1:
+            return
+        given = (self.rank, self.size, self.gather_objects, timedelta(seconds=limit_seconds))
+        nccl = open_nccl(*given) if device == "cuda" else None
+        tensors, control = open_gloo(*given), open_gloo(*given)
+        self._tensors, self._control, self._nccl = tensors, control, nccl
+
+    def watch_ranks(self) -> None:
+        """Let errors name the lost ranks; every rank must call this."""
         if self.size > 1:
-            make = NcclTransport if device == "cuda" else TorchTransport
-            self._transport = make(
-                self.rank, self.size, self.gather_objects, limit_seconds=limit_seconds
-            )
-            self._limit = limit_seconds
+            self.liveness = connect_liveness(self.rank, self.gather_objects)
 
     @property
     def process_group(self) -> Any:
-        """The process group of torch for gradients, after `connect`; None for a single rank."""
-        if isinstance(self._transport, TorchTransport):
-            return self._transport.process_group
-        return None
+        """The group that sums gradients; None for a single rank."""
+        return None if self.size == 1 else self._nccl or self._tensors
 
     def disconnect(self) -> None:
         """Use Horovod again, and abandon collectives that other ranks never joined."""
-        if self.broken is None:  # the last ones may still run on the device
-            until = time.monotonic() + self._grace
-            for pending in self._enqueued:
-                pending.is_done_within(max(0.0, until - time.monotonic()))
-        self._enqueued = []
-        self._transport.close()
-        self._transport, self._limit = HorovodTransport(self._hvd), math.inf
-        self._poll = self.liveness = None
+        if self._nccl is not None:
+            if self.broken is None:
+                self._wait_for_device()
+            self._nccl.abort()
+        self._close_connections()
+        self._use_horovod()
+        self.liveness = None
 
-    def start(self, tensor: Tensor, name: str, activity: str) -> Pending:
-        """Start to sum a contiguous tensor over the ranks in place; `finish` waits for it.
+    def _wait_for_device(self) -> None:
+        """Wait for the last collectives, which may still run; another rank may never join them."""
+        event = torch.cuda.Event()
+        event.record()
+        until = time.monotonic() + self._grace
+        while not event.query() and time.monotonic() < until:
+            time.sleep(_POLL_SECONDS)
 
-        The sum replaces the tensor. Its name is equal on all ranks, and the activity
-        describes it in an error.
+    def _close_connections(self) -> None:
+        for group in (self._tensors, self._control):
+            if not isinstance(group, HorovodGroup):  # which runs until the process ends
+                close_connections(group)
 
-        Raises:
-            RankLostError: It is known already that a rank ended.
-        """
-        return self._start(self._transport.sum, tensor, name, activity)
-
-    def finish(self, pending: Pending, activity: str, agree: Callable[[], None]) -> None:
-        """Wait for the first reduction that was started and is not finished.
-
-        On CUDA with torch's transport, the current stream waits, and the host does not: `confirm`
-        waits in the next backward pass.
-
-        ``agree`` announces this rank's intent; it is called when a peer is about to do
-        something else.
-        """
-        if isinstance(pending, StreamPending):
-            self._enqueued.append(pending)
-        else:
-            self._wait_or_agree(pending, activity, agree)
-            self._finished += 1
-        self._take(pending, activity)
-
-    def confirm(self, activity: str, agree: Callable[[], None]) -> None:
-        """Wait for the reductions of the pass before that a device may not have finished.
-
-        It has, unless a rank is late or lost: the device has computed a whole pass since.
-        """
-        while self._enqueued:
-            self._wait_or_agree(self._enqueued[0], activity, agree)
-            del self._enqueued[0]
-            self._finished += 1
-
-    def _wait_or_agree(self, pending: Pending, activity: str, agree: Callable[[], None]) -> None:
-        while not pending.is_done_within(_SLICE_SECONDS):
-            if self.polls_peers and self._peer_is_waiting(activity):
-                agree()
-
-    def wait(self, pending: Pending, activity: str, *, until: float = math.inf) -> Tensor:
-        """Wait for a collective and return its result.
-
-        Raises:
-            RankLostError: A rank ended, or the collective was refused.
-            TimeoutError: The result did not arrive before ``until`` of the monotonic clock.
-        """
-        while not pending.is_done_within(min(_SLICE_SECONDS, until - time.monotonic())):
-            if time.monotonic() > until:
-                raise TimeoutError(f"It took too long: {activity}.")
-        return self._take(pending, activity)
-
-    def _take(self, pending: Pending, activity: str) -> Tensor:
-        try:
-            return pending.get_result()
-        except RuntimeError as error:  # HorovodInternalError is one
-            raise self.make_lost_error(activity, error) from error
+    # Agreements
 
     def agree(self, intent: CollectiveIntent) -> None:
         """Wait until every rank announces the same intent; so this is also a barrier.
@@ -170,22 +114,12 @@ class Communicator:
         Raises:
             RanksDisagreeError: The intents differ; raised on every rank.
         """
-        self.agree_on(intent.fingerprint(), intent.activity, lambda: intent.items)
-
-    def agree_on(
-        self, fingerprint: int, activity: str, items: Callable[[], tuple[str, ...]]
-    ) -> None:
-        """`agree` on an intent with a known fingerprint; ``items`` is called on disagreement."""
         if self.size == 1:
             return
         if self.broken is not None:
             raise self.broken
-        try:
-            is_common = self._is_common(fingerprint, activity, time.monotonic() + self._limit)
-        except TimeoutError as error:
-            raise self.make_lost_error(activity, error) from error
-        if not is_common:
-            self._raise_disagreement(CollectiveIntent(activity, items()))
+        if not self._is_common(intent, math.inf):
+            self._raise_disagreement(intent)
 
     def announce(self, error: BaseException) -> None:
         """Publish why this rank ends, so that its peers raise at their next exchange.
@@ -196,10 +130,9 @@ class Communicator:
             return
         if self.liveness is not None:
             self.liveness.report_error(error)
-        intent = CollectiveIntent("ends with an error")
         try:
-            limit = time.monotonic() + self._grace
-            if not self._is_common(intent.fingerprint(), intent.activity, limit):
+            until = time.monotonic() + self._grace
+            if not self._is_common(CollectiveIntent("ends with an error"), until):
                 self._raise_disagreement(CollectiveIntent(f"ends with {summarize_error(error)}"))
         except (RankLostError, RanksDisagreeError, TimeoutError):
             return
@@ -218,6 +151,23 @@ class Communicator:
             "This rank has ended its part of the run.", rank=self.rank, activity="nothing"
         )
 
+    def _is_common(self, intent: CollectiveIntent, until: float) -> bool:
+        own = intent.fingerprint()
+        return set(self._exchange(own, intent.activity, until, first=16)) == {own}
+
+    def _raise_disagreement(self, intent: CollectiveIntent) -> None:
+        current = sys.exc_info()[1]
+        if current is not None and not intent.activity.startswith("ends with"):
+            intent = CollectiveIntent(
+                f"{intent.activity}, while handling {summarize_error(current)}", intent.items
+            )
+        gathered = self.gather_objects((intent.activity, intent.items))
+        intents = [CollectiveIntent(activity, items) for activity, items in gathered]
+        self.broken = make_disagreement(intents)
+        raise self.broken
+
+    # Plain values
+
     def gather_objects(self, value: T) -> list[T]:
         """Return every rank's plain value (see `encode_plain`), in rank order.
 
@@ -226,12 +176,8 @@ class Communicator:
         """
         if self.size == 1:
             return [value]
-        return [cast(T, decode_plain(part)) for part in self._gather_payloads(encode_plain(value))]
-
-    @_normal_tensors
-    def _gather_payloads(self, data: bytes) -> list[bytes]:
-        payload = torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)[: len(data)]
-        return [part.numpy().tobytes() for part in self._gather_bytes(payload, "d9m.objects")]
+        data = self._exchange(encode_plain(value), "an exchange of values")
+        return [cast(T, decode_plain(part)) for part in data]
 
     def broadcast_object(self, value: T, source: int) -> T:
         """Return the plain value of the rank ``source``; other ranks' values are not sent.
@@ -240,10 +186,20 @@ class Communicator:
             SettingError: The value is not plain data; the other ranks learn it from `announce`.
         """
         data = encode_plain(value) if self.rank == source else b""
-        self.agree(CollectiveIntent(f"a broadcast from rank {source}"))
+        activity = f"a broadcast from rank {source}"
+        self.agree(CollectiveIntent(activity))
         if self.size == 1:
             return value
-        return cast(T, decode_plain(self._gather_payloads(data)[source]))
+        return cast(T, decode_plain(self._exchange(data, activity)[source]))
+
+    def _exchange(
+        self, data: bytes, activity: str, until: float = math.inf, **options: Any
+    ) -> list[bytes]:
+        """Return every rank's bytes, whose lengths may differ."""
+        ranks = ranks_of_group(self._control, lambda work: self._wait(work, activity, until))
+        return self._name_lost(activity, lambda: ranks.gather_bytes(data, **options))
+
+    # Tensors
 
     @_normal_tensors
     def gather_equal(self, tensor: Tensor, name: str) -> Tensor:
@@ -257,7 +213,7 @@ class Communicator:
             return tensor.detach().clone()[None]
         if tensor.numel() == 0:
             return tensor.new_empty(self.size, *tensor.shape)
-        gathered = self._gather(_as_bytes(tensor), "d9m.equal", name)
+        gathered = self._gather(as_bytes(tensor), name)
         return gathered.view(tensor.dtype).reshape(self.size, *tensor.shape)
 
     @_normal_tensors
@@ -265,109 +221,54 @@ class Communicator:
         """Return every rank's tensor, in rank order; shapes may differ, dtypes may not."""
         if self.size == 1:
             return [tensor]
-        shapes = self.gather_objects(tuple(tensor.shape))
-        parts = self._gather_bytes(_as_bytes(tensor), "d9m.tensors")
-        # A slice at an odd offset cannot be viewed as a wider dtype: clone aligns it.
-        return [
-            part.clone().view(tensor.dtype).reshape(shape)
-            for part, shape in zip(parts, shapes, strict=True)
-        ]
+        return [part.to(tensor.device) for part in self.gather_objects(tensor.detach())]
 
     @_normal_tensors
     def broadcast_tensors(self, tensors: Sequence[Tensor], name: str) -> None:
         """Overwrite tensors of any dtype with the bytes of rank 0, one message per device."""
         if self.size == 1:
             return
-        by_device: dict[torch.device, list[Tensor]] = {}
-        for tensor in tensors:
-            by_device.setdefault(tensor.device, []).append(tensor.detach())
-        for index, group in enumerate(by_device.values()):
-            flat = torch.cat([_as_bytes(tensor) for tensor in group])
-            pending = self._start(self._transport.broadcast, flat, f"{name}.{index}", name)
-            if isinstance(pending, StreamPending):
-                self._take(pending, name)  # the host need not wait
-            else:
-                self.wait(pending, name)
-            if self.rank == 0:
-                continue
-            parts = flat.split([tensor.numel() * tensor.element_size() for tensor in group])
-            for tensor, part in zip(group, parts, strict=True):
-                tensor.copy_(part.clone().view(tensor.dtype).reshape(tensor.shape))
+        broadcast_tensors(tensors, lambda flat: self._broadcast(flat, name))
 
-    def _start(
-        self,
-        function: Callable[[Tensor, str], Pending],
-        tensor: Tensor,
-        name: str,
-        activity: str,
-    ) -> Pending:
+    def _broadcast(self, flat: Tensor, name: str) -> None:
+        group, wait = self._route(flat, self._tensors, name)
+        self._name_lost(name, lambda: wait(group.broadcast(flat, 0)))
+
+    def _gather(self, flat: Tensor, name: str) -> Tensor:
+        group, wait = self._route(flat, self._control, name)
+        return self._name_lost(name, lambda: gather_equal(group, flat, wait))
+
+    def _route(self, flat: Tensor, group: Any, name: str) -> tuple[Any, Callable[[Any], None]]:
+        """Return the group that sends a tensor, and what waits: for NCCL the current stream."""
+        if flat.is_cuda and self._nccl is not None:
+            return self._nccl, lambda work: work.wait()
+        return group, lambda work: self._wait(work, name)
+
+    # Waits
+
+    def _wait(self, work: Any, activity: str, until: float = math.inf) -> None:
+        """Wait for a collective.
+
+        Raises:
+            TimeoutError: It did not end before ``until`` of the monotonic clock.
+        """
+        while not _is_done_soon(work):
+            if time.monotonic() > until:
+                raise TimeoutError(f"It took too long: {activity}.")
+        work.wait()
+
+    def _name_lost(self, activity: str, function: Callable[[], T]) -> T:
+        """Call a function, and raise the error of a collective that failed in it."""
         try:
-            return function(tensor, name)
-        except RuntimeError as error:  # HorovodInternalError is one
-            raise self.make_lost_error(activity, error) from error
-        except ValueError as error:
-            if self._hvd.is_initialized():
+            return function()
+        except (RuntimeError, ValueError) as error:  # HorovodInternalError is one
+            if isinstance(error, ValueError) and self._hvd.is_initialized():
                 raise  # the collective does not support this tensor
             raise self.make_lost_error(activity, error) from error
 
-    def _gather(self, tensor: Tensor, name: str, activity: str) -> Tensor:
-        return self.wait(self._start(self._transport.gather, tensor, name, activity), activity)
-
-    def _gather_bytes(self, flat: Tensor, name: str) -> list[Tensor]:
-        """Gather bytes whose number may differ from rank to rank."""
-        length = torch.tensor([len(flat)])
-        sizes = self._gather(length, f"{name}.sizes", name).tolist()
-        padded = flat.new_zeros(max(1, *sizes))
-        padded[: len(flat)] = flat
-        rows = self._gather(padded, name, name).view(self.size, -1)
-        return [row[:size] for row, size in zip(rows, sizes, strict=True)]
-
-    def _is_common(self, fingerprint: int, activity: str, until: float) -> bool:
-        if self._poll is not None:
-            self.wait(self._poll, activity, until=until)
-            self._poll = None
-        lowest = _POLL
-        while lowest == _POLL:
-            answer = self.wait(
-                self._reduce_fingerprint(fingerprint, activity), activity, until=until
-            )
-            lowest, opposite, _ = answer.tolist()
-        return bool(lowest == -opposite)
-
-    def _peer_is_waiting(self, activity: str) -> bool:
-        """Poll, without waiting, whether a rank has announced an intent.
-
-        A rank that has finished the pending reduction does not count: the result is on its way.
-        """
-        if self._poll is None:
-            self._poll = self._reduce_fingerprint(_POLL, activity)
-        if not self._poll.is_done_within(0.0):
-            return False
-        _, opposite, finished = self.wait(self._poll, activity).tolist()
-        self._poll = None
-        return bool(-opposite != _POLL and -finished <= self._finished)
-
-    @_normal_tensors
-    def _reduce_fingerprint(self, fingerprint: int, activity: str) -> Pending:
-        # The minimum of x and of -x at once: all are equal exactly when these are opposite.
-        numbers = torch.tensor([fingerprint, -fingerprint, -self._finished])
-        return self._start(self._transport.minimize, numbers, "d9m.agree", activity)
-
-    def _raise_disagreement(self, intent: CollectiveIntent) -> None:
-        current = sys.exc_info()[1]
-        if current is not None and not intent.activity.startswith("ends with"):
-            intent = CollectiveIntent(
-                f"{intent.activity}, while handling {summarize_error(current)}", intent.items
-            )
-        gathered = self.gather_objects((intent.activity, intent.items))
-        intents = [CollectiveIntent(activity, items) for activity, items in gathered]
-        self.broken = make_disagreement(intents)
-        raise self.broken
-
     def make_lost_error(self, activity: str, error: Exception) -> RankLostError:
         """Return the error of a collective that failed, with the ranks that are lost."""
-        if isinstance(self._transport, TorchTransport):
-            self._transport.fail()  # a rank that waits for this one would seem to hang
+        self._close_connections()  # a rank that waits for this one would seem to hang
         lost = {} if self.liveness is None else self.liveness.find_lost()
         cause = " ".join(lost.values()) or (
             "Another rank ended or Horovod stopped: look at the output of the other ranks for the "
@@ -383,6 +284,10 @@ class Communicator:
         return self.broken
 
 
-def _as_bytes(tensor: Tensor) -> Tensor:
-    normal = tensor.clone() if tensor.is_inference() else tensor
-    return normal.detach().contiguous().reshape(-1).view(torch.uint8)
+def _is_done_soon(work: Any) -> bool:
+    """Wait a while for a collective, and return whether it has ended, perhaps by an error."""
+    try:
+        work.wait(_SLICE)
+    except RuntimeError:
+        return bool(work.is_completed())
+    return True

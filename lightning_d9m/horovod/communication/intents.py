@@ -21,10 +21,10 @@ class CollectiveIntent:
     activity: str
     items: tuple[str, ...] = ()
 
-    def fingerprint(self) -> int:
-        """Return a 62-bit hash."""
+    def fingerprint(self) -> bytes:
+        """Return a hash of 8 bytes."""
         text = "\0".join((self.activity, *self.items)).encode()
-        return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 2
+        return hashlib.blake2b(text, digest_size=8).digest()
 
 
 def compose_disagreement(intents: Sequence[CollectiveIntent]) -> str:

@@ -1,19 +1,16 @@
 """A key-value store of torch on rank 0, to which all ranks connect, and their status in it."""
 
+import os
 import socket
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 from torch import distributed
 
-from lightning_d9m.horovod.communication.transports import find_interface
-from lightning_d9m.recording.rank_liveness import RankLiveness, identify_process
-
-if TYPE_CHECKING:
-    from lightning_d9m.horovod.communication.communicator import Communicator
+from lightning_d9m.ranks.liveness import RankLiveness, identify_process
 
 _LIVENESS_TIMEOUT = timedelta(seconds=10)
 
@@ -37,20 +34,22 @@ def connect_store(rank: int, gather: Callable[[Any], list[Any]], timeout: timede
     return store
 
 
-def connect_liveness(communicator: "Communicator") -> RankLiveness | None:
+def connect_liveness(rank: int, gather: Callable[[Any], list[Any]]) -> RankLiveness | None:
     """Connect all ranks to a store on rank 0; every rank must call this.
 
     Returns:
-        None for a single rank, or if a rank cannot connect: then no error names the lost ranks.
+        None if a rank cannot connect: then no error names the lost ranks.
     """
-    if communicator.size == 1:
-        return None
-    store = connect_store(communicator.rank, communicator.gather_objects, _LIVENESS_TIMEOUT)
-    process = (*identify_process(), int(store is not None))
-    gathered = communicator.gather_objects(process)
+    store = connect_store(rank, gather, _LIVENESS_TIMEOUT)
+    gathered = gather((*identify_process(), int(store is not None)))
     if store is None or not all(is_connected for *_, is_connected in gathered):
         return None
-    return RankLiveness(store, communicator.rank, [(host, pid) for host, pid, _ in gathered])
+    return RankLiveness(store, rank, [(host, pid) for host, pid, _ in gathered])
+
+
+def find_interface() -> str | None:
+    """Return the network interface that the user of torch or Horovod's launcher chose."""
+    return os.environ.get("GLOO_SOCKET_IFNAME") or os.environ.get("HOROVOD_GLOO_IFACE")
 
 
 def _open_store(host: str, port: int, timeout: timedelta, *, is_master: bool) -> Any:

@@ -8,14 +8,15 @@ from torch import Tensor, distributed
 from lightning_d9m.errors import SettingError
 from lightning_d9m.lightning.logical_ranks.strategy import LogicalRanksMixin
 from lightning_d9m.lightning.packages import combined_base
-from lightning_d9m.lightning.ranks.process_group import (
+from lightning_d9m.lightning.strategies import register_in_loaded_packages
+from lightning_d9m.logical_ranks.gradients import LogicalGradients
+from lightning_d9m.logical_ranks.tree import Blocks
+from lightning_d9m.ranks.connections import (
     close_default_group,
     is_default_group_closed,
     reopen_default_group,
 )
-from lightning_d9m.lightning.strategies import register_in_loaded_packages
-from lightning_d9m.logical_ranks.gradients import LogicalGradients
-from lightning_d9m.logical_ranks.tree import Blocks
+from lightning_d9m.ranks.groups import broadcast_tensors
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import DDPStrategy as _DDPStrategy
@@ -91,19 +92,10 @@ class DDPDeterministicStrategy(LogicalRanksMixin, _DDPStrategy):
             super().barrier(*args, **kwargs)
 
     def broadcast_tensors(self, tensors: list[Tensor]) -> None:
-        """Overwrite tensors with those of process 0, one message for each dtype."""
-        if self.world_size == 1:
-            return
-        by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-        for tensor in tensors:
-            by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor)
-        with torch.no_grad():
-            for group in by_kind.values():
-                flat = torch.cat([tensor.detach().reshape(-1) for tensor in group])
-                distributed.broadcast(flat, src=0)
-                parts = flat.split([tensor.numel() for tensor in group])
-                for tensor, part in zip(group, parts, strict=True):
-                    tensor.copy_(part.view(tensor.shape))
+        """Overwrite tensors with those of process 0."""
+        if self.world_size > 1:
+            with torch.no_grad():
+                broadcast_tensors(tensors, lambda flat: distributed.broadcast(flat, src=0))
 
 
 def _check_options(options: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_d9m.attribute_patches import AttributePatches
 from lightning_d9m.errors import SettingError
 from lightning_d9m.lightning import lightning_private
-from lightning_d9m.lightning.logical_ranks.exact_sums import ExactMean
+from lightning_d9m.logical_ranks.scalars import ExactMean
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer

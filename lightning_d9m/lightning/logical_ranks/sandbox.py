@@ -21,11 +21,13 @@ from lightning_d9m.state.parts import (
     SET,
     TABLE,
     TENSOR,
+    TOLD,
     Content,
     Dict,
     Kind,
     are_equal,
     find_kind,
+    is_told,
 )
 from lightning_d9m.state.plain_data import encode_plain
 from lightning_d9m.state.state import Node, name_part
@@ -217,6 +219,8 @@ class Sandbox:
         compared = len(self._block) > 1 and self._steps < _COMPARED_STEPS
         if kind is TENSOR and trained and not compared and id(value) not in self._changing:
             return VERSIONED
+        if kind is OPAQUE and is_told(value):
+            return TOLD
         return OPAQUE if kind is LONG else kind  # compared in every step
 
     def _stop_comparing(self, watch: Watch) -> None:
@@ -235,7 +239,7 @@ class Sandbox:
 
     def _note(self, node: Node, record: _Record) -> None:
         owner, kind = node.owner, node.kind
-        if kind is OPAQUE:
+        if kind in (OPAQUE, TOLD):
             self._note_opaque(node)
             return
         if kind is VERSIONED and len(self._block) > 1:

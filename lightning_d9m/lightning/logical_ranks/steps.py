@@ -22,7 +22,6 @@ from lightning_d9m.lightning.logical_ranks.random_draws import MicroBatchSeeds
 from lightning_d9m.lightning.logical_ranks.sandbox import Sandbox
 from lightning_d9m.logical_ranks.gradients import LogicalGradients
 from lightning_d9m.logical_ranks.kept_gradients import KeptGradients
-from lightning_d9m.state.plain_data import decode_plain, encode_plain
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -48,7 +47,7 @@ class LogicalSteps:
         kept: The gradients of earlier batches, to which later ones are added.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - one keyword for each function of the strategy
         self,
         trainer: "Trainer",
         block: range,
@@ -57,16 +56,13 @@ class LogicalSteps:
         ranks: int,
         to_device: Callable[..., Any],
         broadcast: Callable[[list[Tensor]], None],
+        gather: Callable[[Any], list[Any]],
         gather_bytes: Callable[[bytes], list[bytes]],
         gradients: LogicalGradients | None,
     ) -> None:
         self.logical_rank: int | None = None
         self.step_rank: int | None = None
         self.block = block
-
-        def gather(value: Any) -> list[Any]:
-            return [decode_plain(part) for part in gather_bytes(encode_plain(value))]
-
         self.metrics = MetricStates(trainer, block, lambda: self.logical_rank, gather_bytes)
         self.logged = LoggedValues(trainer, block, lambda: self.logical_rank, gather)
         self.hooks = BatchHooks(trainer, gather)
@@ -297,6 +293,12 @@ class LogicalSteps:
         loop = trainer.fit_loop.epoch_loop.val_loop if fitting else loops[stage]
         earlier = sum(loop.max_batches[: self._loader])
         return int(loop.batch_progress.current.ready) - int(earlier)
+
+
+def get_logical_steps(trainer: "Trainer") -> LogicalSteps | None:
+    """Return the steps of a run with logical ranks, which hold their state; None without them."""
+    steps: LogicalSteps | None = getattr(trainer.strategy, "logical_steps", None)
+    return steps
 
 
 def holds_micro_batches(batch: Any) -> bool:

@@ -1,6 +1,5 @@
 """The part of a strategy that trains with logical ranks, for any strategy of ours."""
 
-import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -23,8 +22,9 @@ from lightning_d9m.lightning.logical_ranks.sandbox import send_tensors
 from lightning_d9m.lightning.logical_ranks.steps import LogicalSteps, holds_micro_batches
 from lightning_d9m.logical_ranks.gradients import LogicalGradients
 from lightning_d9m.logical_ranks.malloc import disable_malloc_trim
-from lightning_d9m.logical_ranks.scalars import gather_bytes, sum_exactly
+from lightning_d9m.logical_ranks.scalars import sum_exactly
 from lightning_d9m.logical_ranks.tree import Blocks
+from lightning_d9m.ranks.groups import gather_bytes
 from lightning_d9m.state.plain_data import decode_plain, encode_plain
 
 if TYPE_CHECKING:
@@ -85,11 +85,8 @@ class LogicalRanksMixin(_Base):
         watch_collectives(patches, current)
 
     def gather_values(self, values: Any) -> list[Any]:
-        """Return what each process passes: numbers, strings, lists and dicts."""
-        return [json.loads(part) for part in self.gather_bytes(json.dumps(values).encode())]
-
-    def _gather_plain(self, value: Any) -> list[Any]:
-        return [decode_plain(part) for part in self.gather_bytes(encode_plain(value))]
+        """Return what each process passes, plain data (see `encode_plain`)."""
+        return [decode_plain(part) for part in self.gather_bytes(encode_plain(values))]
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
         """Return the bytes of every process."""
@@ -145,7 +142,7 @@ class LogicalRanksMixin(_Base):
                 send_tensors(
                     [*module.parameters(), *module.buffers()],
                     self.broadcast_tensors,
-                    self._gather_plain,
+                    self.gather_values,
                 )
         steps = self.logical_steps = LogicalSteps(
             trainer,
@@ -154,6 +151,7 @@ class LogicalRanksMixin(_Base):
             ranks=self.logical_ranks,
             to_device=super().batch_to_device,
             broadcast=self.broadcast_tensors,
+            gather=self.gather_values,
             gather_bytes=self.gather_bytes,
             gradients=self.make_logical_gradients(blocks) if fitting else None,
         )
@@ -198,7 +196,7 @@ class LogicalRanksMixin(_Base):
         if self.logical_steps is None or not isinstance(reduce_op, str):
             return super().reduce(tensor, group, reduce_op)
         if self.world_size > 1:
-            first = self._gather_plain(tensor)[0]
+            first = self.gather_values(tensor)[0]
             tensor = first.to(tensor.device) if isinstance(tensor, Tensor) else first
         return tensor * self.logical_ranks if reduce_op.lower() == "sum" else tensor
 

@@ -22,8 +22,8 @@ from lightning_d9m.hashing.model_tensors import plain_name
 from lightning_d9m.ledger.format.records import Json, ReplayDrift
 from lightning_d9m.ledger.kinds import ROOT
 from lightning_d9m.lightning.probing.module_hooks import hook_model
-from lightning_d9m.lightning.ranks.trainer_ranks import ranks_of
 from lightning_d9m.lightning.strategies import is_sharded
+from lightning_d9m.lightning.trainer_ranks import ranks_of
 from lightning_d9m.probes.settings import ProbeSettings
 from lightning_d9m.probes.trace import ProbePoint, Trace
 from lightning_d9m.probes.trace_difference import TraceDifference, find_difference

@@ -11,7 +11,7 @@ from lightning_d9m.ledger.format.records import Header, RunFacts, Scalar
 from lightning_d9m.ledger.stack import LOGICAL_RANKS, capture_compiler
 from lightning_d9m.lightning.lightning_private import is_compiled, list_loaders
 from lightning_d9m.lightning.trainer_session import TrainerSession
-from lightning_d9m.recording.collective import Ranks
+from lightning_d9m.ranks.ranks import Ranks
 from lightning_d9m.recording.replicated_state import ReplicatedState
 from lightning_d9m.recording.run_recorder import describe_training
 

@@ -11,13 +11,13 @@ import torch
 from lightning_d9m.hashing.model_tensors import ModelTensors
 from lightning_d9m.hashing.output_digest import LogicalOutputDigest, OutputDigest
 from lightning_d9m.ledger.format.records import End, Evaluation, Json, Resume
-from lightning_d9m.lightning.ranks.trainer_ranks import ranks_of
 from lightning_d9m.lightning.recording.fit_summary import FitSummary
 from lightning_d9m.lightning.recording.ledger_location import make_ledger_folder
 from lightning_d9m.lightning.recording.loggers import log_digest, log_drift
 from lightning_d9m.lightning.recording.run_metadata import describe_run
 from lightning_d9m.lightning.recording.weight_snapshots import save_weight_snapshot
 from lightning_d9m.lightning.saved_state import PendingRecords
+from lightning_d9m.lightning.trainer_ranks import ranks_of
 from lightning_d9m.lightning.trainer_session import TrainerSession
 from lightning_d9m.recording.run_recorder import Policy, RunRecorder
 

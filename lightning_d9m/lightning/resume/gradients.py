@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lightning_d9m.lightning import lightning_private
+from lightning_d9m.lightning.logical_ranks.steps import get_logical_steps
 from lightning_d9m.lightning.packages import is_of_program
-from lightning_d9m.lightning.trainer_attributes import get_logical_steps
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer

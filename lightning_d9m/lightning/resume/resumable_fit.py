@@ -15,7 +15,6 @@ from lightning_d9m.errors import InexactResumeError
 from lightning_d9m.hashing.model_tensors import ModelTensors
 from lightning_d9m.ledger.format.records import Resume
 from lightning_d9m.lightning import lightning_private
-from lightning_d9m.lightning.ranks.trainer_ranks import ranks_of
 from lightning_d9m.lightning.recording.trainer_recorder import TrainerRecorder
 from lightning_d9m.lightning.resume import exactness, run_state
 from lightning_d9m.lightning.resume.epoch_length import EpochLength
@@ -49,6 +48,7 @@ from lightning_d9m.lightning.saved_state import (
     SavedState,
 )
 from lightning_d9m.lightning.trainer_attributes import get_logical_ranks
+from lightning_d9m.lightning.trainer_ranks import ranks_of
 from lightning_d9m.lightning.trainer_session import TrainerSession
 
 if TYPE_CHECKING:

@@ -18,8 +18,8 @@ from lightning_d9m.control.seeding import restore_rng
 from lightning_d9m.hashing.model_tensors import ModelTensors
 from lightning_d9m.hashing.shards import has_base
 from lightning_d9m.lightning import lightning_private
+from lightning_d9m.lightning.logical_ranks.steps import get_logical_steps
 from lightning_d9m.lightning.packages import rank_zero
-from lightning_d9m.lightning.ranks.trainer_ranks import ranks_of
 from lightning_d9m.lightning.resume import logged_results
 from lightning_d9m.lightning.resume.gradients import capture_gradients, restore_gradients
 from lightning_d9m.lightning.resume.program_state import ProgramState
@@ -32,10 +32,10 @@ from lightning_d9m.lightning.saved_state import (
 )
 from lightning_d9m.lightning.trainer_attributes import (
     get_epoch_counts,
-    get_logical_steps,
     get_reload_interval,
     list_callbacks,
 )
+from lightning_d9m.lightning.trainer_ranks import ranks_of
 from lightning_d9m.state.plain_data import decode_plain, encode_plain
 from lightning_d9m.state.search import find_generators
 from lightning_d9m.text import pluralize

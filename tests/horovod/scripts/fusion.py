@@ -62,17 +62,27 @@ def groups(size):
     return reduced
 
 
-def buckets(size, communicator):
+def buckets(size, communicator, *, shares_memory=True):
     """Reduce with our buckets; a size of 0 reduces each gradient alone."""
-    from lightning_d9m.horovod.gradient_buckets import GradientBuckets
+    from lightning_d9m.horovod.gradient_sums import WatchedGradients
+    from lightning_d9m.logical_ranks.tree import Blocks
 
     def reduced(model, optimizer):
-        own = GradientBuckets(model.named_parameters(), communicator, bucket_bytes=size)
+        own = WatchedGradients(
+            communicator,
+            model.named_parameters(),
+            Blocks(hvd.size(), hvd.size()),
+            hvd.rank(),
+            communicator.process_group,
+            bucket_bytes=size,
+        )
+        own._exchange._is_asked = not shares_memory
 
         def step(loss):
             optimizer.zero_grad()
             with own.backward():
                 loss.backward()
+            own.finish(hvd.rank())
             optimizer.step()
 
         return step
@@ -89,6 +99,10 @@ if mode == "ours":
             communicator.connect(limit_seconds=60)
         for fusion, size in (("static", 16384), ("off", 0)):
             result[f"{fusion} over {transport}"] = repeat(buckets(size, communicator))
+        # As between hosts.
+        result[f"messages of {transport}"] = repeat(
+            buckets(16384, communicator, shares_memory=False)
+        )
     communicator.disconnect()
 else:
     result = {str(size): repeat(groups(size)) for size in (1, 3, 100)}

@@ -41,6 +41,19 @@ class Automatic(pl.LightningModule):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.7)]
 
 
+class Branches(Automatic):
+    """Each rank leaves another layer out in some batches, and both leave one out always."""
+
+    def __init__(self):
+        super().__init__()
+        self.branches = nn.ModuleList(nn.Linear(1, 1) for _ in range(3))
+
+    def training_step(self, batch, index):
+        inputs, targets = batch
+        branch = self.branches[(index + self.global_rank) % 2]
+        return functional.mse_loss(branch(self.net(inputs)), targets)
+
+
 class Manual(pl.LightningModule):
     """Two optimizers that alternate; toggle_optimizer freezes the other one's parameters."""
 
@@ -84,6 +97,7 @@ SCENARIOS = {
     "clip_norm": (Automatic, {"gradient_clip_val": 0.5}),
     "clip_value": (Automatic, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
     "bf16": (Automatic, {"precision": "bf16-mixed"}),
+    "branches": (Branches, {}),
     "manual": (Manual, {}),
 }
 torch.set_num_threads(1)

@@ -2,7 +2,10 @@
 
 import json
 import os
+import queue
 import re
+import tempfile
+import threading
 import warnings
 from pathlib import Path
 
@@ -170,6 +173,29 @@ def test_what_logical_ranks_change_differently_is_named_once(fit):
     with pytest.warns(UserWarning, match="A step changes 'last' of BoringModel, and not") as seen:
         fit(model)
     assert sum("A step changes" in str(one.message) for one in seen) == 1
+
+
+@pytest.mark.parametrize(
+    ("make", "change", "name"),
+    [
+        (queue.Queue, lambda kept: kept.put(1), "a Queue of queue"),
+        (threading.Lock, lambda kept: kept.acquire(blocking=False), "a lock of _thread"),
+        (tempfile.TemporaryFile, lambda kept: kept.write(b"x"), "of _io"),
+    ],
+)
+def test_a_queue_a_lock_and_a_file_that_a_step_changes_are_named(fit, make, change, name):
+    def change_kept(model, batch):
+        change(model.kept)
+        return model(batch).sum()
+
+    kept = make()
+    with pytest.warns(UserWarning, match=f"A step changes 'kept', .*{name}, whose state is not"):
+        fit(make_model(change_kept, kept=kept))
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        fit(make_model(change_nothing, kept=kept))
+    assert not [one for one in seen if "A step changes" in str(one.message)]
+    getattr(kept, "close", int)()
 
 
 @pytest.mark.parametrize("step", [change_nothing, count, collect])

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from lightning_d9m.errors import SettingError
-from lightning_d9m.recording.collective import Ranks
+from lightning_d9m.ranks.ranks import Ranks
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer

@@ -1,15 +1,26 @@
 """The status of ranks after a failed collective: killed, stopped, hung, or ended by an error."""
 
 import os
+import re
 import socket
 import threading
 import time
 import zlib
 from collections.abc import Callable, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch.distributed
+
+from lightning_d9m.errors import D9mError
+from lightning_d9m.ranks.connections import close_default_group
+from lightning_d9m.ranks.ranks import Ranks
+
 T = TypeVar("T")
+# Words of the errors that Gloo and NCCL raise; torch has no type for them.
+_FAILURE = re.compile(r"gloo|nccl|(closed|reset) by peer|pair closure|timed out", re.IGNORECASE)
+_runs = count()  # separates the runs of a process in the store, and is equal on every rank
 _POLL_SECONDS = 0.05
 
 
@@ -135,3 +146,31 @@ def summarize_error(error: BaseException) -> str:
     """Return the type of an error and the first line of its message."""
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
+
+
+def connect_liveness(ranks: Ranks) -> RankLiveness | None:
+    """Connect the ranks by the store of torch's default group; every rank must call this.
+
+    Returns:
+        None without a process group of torch's. The Horovod strategy names lost ranks itself.
+    """
+    gather = ranks.gather
+    if gather is None or not torch.distributed.is_available():
+        return None
+    if not torch.distributed.is_initialized():
+        return None
+    store = torch.distributed.distributed_c10d._get_default_store()  # noqa: SLF001 - not public
+    return RankLiveness(store, ranks.rank, gather(identify_process()), prefix=str(next(_runs)))
+
+
+def add_lost_ranks(error: BaseException, liveness: RankLiveness | None) -> None:
+    """Append the lost ranks to the error of a failed collective; publish any other error."""
+    if liveness is None:
+        return
+    is_failure = isinstance(error, RuntimeError) and not isinstance(error, D9mError)
+    if not (is_failure and _FAILURE.search(str(error))):
+        liveness.report_error(error)
+        return
+    close_default_group()  # a rank that waits for this one would seem to hang
+    if lost := liveness.find_lost():
+        error.args = ("\n".join([str(error), *lost.values()]),)

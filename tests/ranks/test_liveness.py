@@ -9,7 +9,7 @@ import threading
 import pytest
 from torch import distributed
 
-from lightning_d9m.recording.rank_liveness import RankLiveness, identify_process
+from lightning_d9m.ranks.liveness import RankLiveness, identify_process
 
 HOST, OWN_PROCESS = identify_process()
 OTHER_HOST = HOST ^ 1

@@ -5,8 +5,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from rank_threads import RANKS, Threads
 
-from lightning_d9m.recording import collective
-from lightning_d9m.recording.collective import Ranks
+from lightning_d9m.ranks import ranks as ranks_module
+from lightning_d9m.ranks.ranks import Ranks
 
 
 def gather(data, **words):
@@ -27,7 +27,7 @@ def gather(data, **words):
 )
 def test_bytes_of_any_lengths(monkeypatch, sizes, rounds):
     """However large one of them is; mostly ranks wait for each other once."""
-    monkeypatch.setattr(collective, "_CHUNK_BYTES", 1000)
+    monkeypatch.setattr(ranks_module, "_CHUNK_BYTES", 1000)
     data = [bytes([rank + 1]) * size for rank, size in enumerate(sizes)]
     assert gather(data, first=64) == ([data] * RANKS, rounds)
     (first, *others), _ = gather(data, first=64, on_first_rank=True)

@@ -9,11 +9,10 @@ from torch import distributed
 from two_ranks import start_two_ranks
 
 from lightning_d9m.ledger.folder import read_ledger
-from lightning_d9m.lightning.ranks import lost_ranks
-from lightning_d9m.lightning.ranks.lost_ranks import add_lost_ranks
-from lightning_d9m.recording.rank_liveness import RankLiveness, identify_process
+from lightning_d9m.ranks import liveness as liveness_module
+from lightning_d9m.ranks.liveness import RankLiveness, add_lost_ranks, identify_process
 
-SCRIPT = Path(__file__).parents[2] / "support" / "lost_rank_training.py"
+SCRIPT = Path(__file__).parents[1] / "support" / "lost_rank_training.py"
 GLOO_ERROR = "[third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer"
 
 
@@ -67,7 +66,7 @@ def test_an_error_of_another_rank_is_named(liveness):
 def test_the_connections_are_closed_before_other_ranks_are_asked(liveness, monkeypatch):
     """Of three ranks in a ring, one waits for a rank that has lost the third."""
     events = []
-    monkeypatch.setattr(lost_ranks, "close_default_group", lambda: events.append("close"))
+    monkeypatch.setattr(liveness_module, "close_default_group", lambda: events.append("close"))
     monkeypatch.setattr(liveness[0], "find_lost", lambda: events.append("ask"))
     add_lost_ranks(RuntimeError(GLOO_ERROR), liveness[0])
     add_lost_ranks(ValueError("the third batch is bad"), liveness[0])

@@ -1,4 +1,4 @@
-"""The end of Gloo process groups: before the interpreter exits, and after an error.
+"""The connections of process groups, and their end: after an error, and before Python exits.
 
 Gloo's threads release the tensors of a collective shortly after it has completed. If the
 interpreter exits before that (for example after an error that all ranks raise together), the thread
@@ -7,20 +7,37 @@ signal 6), regardless of its exit status. Lightning destroys NCCL's group at exi
 """
 
 import atexit
+from contextlib import suppress
+from datetime import timedelta
 from functools import cache
 from itertools import count
 from threading import Thread
 from typing import Any
 from weakref import WeakSet
 
-import torch.distributed
+import torch
 
-from lightning_d9m.logical_ranks.connections import close_connections
-
+_TAG = 2**31 - 1  # of a message that nobody sends
+_SOON = timedelta(milliseconds=1)
 # Seconds to wait; a collective may wait for a rank that has died.
 _TIMEOUT = 5.0
 _closed: WeakSet[Any] = WeakSet()
 _openings = count(1)  # separates groups in one store, and is equal on every rank
+
+
+def close_connections(group: Any) -> None:
+    """Close the connections of a Gloo group, so that all that waits for this process fails.
+
+    A pending collective of this process fails too, on its threads. Afterwards Gloo uses the memory
+    of no message, and an operation of the group is an error at once.
+
+    Gloo has no call for that. The destructor of a group waits for pending collectives, and runs
+    only when nothing refers to the group. But a receive that takes too long closes all connections,
+    because the memory for its message may not exist any longer.
+    """
+    peer = (group.rank() + 1) % group.size()
+    with suppress(RuntimeError):
+        group.recv([torch.empty(1)], peer, _TAG).wait(_SOON)
 
 
 @cache
