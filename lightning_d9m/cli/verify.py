@@ -240,7 +240,7 @@ def _digest_weights(weights: Mapping[str, Any]) -> dict[str, str]:
     from torch import Tensor
 
     from lightning_d9m.hashing.digest import digest_many
-    from lightning_d9m.hashing.model_tensors import plain_name
+    from lightning_d9m.hashing.training_state import plain_name
 
     tensors = {plain_name(n): value for n, value in weights.items() if isinstance(value, Tensor)}
     return dict(zip(tensors, digest_many(list(tensors.values())), strict=True))

@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Sequence
-from operator import add, attrgetter, ge, mul
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -15,8 +14,6 @@ VERSION = "d9m-digest-1"
 
 _ORDINARY = {torch.Tensor, torch.nn.Parameter}
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-_is_cpu, _dtype, _shape = map(attrgetter, ("is_cpu", "dtype", "shape"))
 
 _QUANTIZED = {torch.qint8, torch.qint32, torch.quint8, torch.quint4x2, torch.quint2x4}
 
@@ -71,70 +68,6 @@ def flatten_tensor(tensor: torch.Tensor) -> DenseTensor | NestedTensor:
     if tensor.is_conj() or tensor.is_neg() or not tensor.is_contiguous():
         tensor = _lay_out(tensor)
     return DenseTensor(header, tensor)
-
-
-def locate_quickly(tensor: torch.Tensor) -> tuple[bytes, int, int] | None:
-    """Return header, address and size of a contiguous CPU tensor, three times as fast.
-
-    Returns:
-        None for any other tensor: use ``flatten_tensor`` and ``locate``.
-    """
-    if type(tensor) not in _ORDINARY or not tensor.is_cpu:
-        return None
-    try:
-        form = _describe_form(tensor.dtype, tensor.shape, tensor.is_contiguous())
-        held = tensor.untyped_storage().nbytes()
-    except RuntimeError:  # no strides, or no memory of its own
-        return None
-    if form is None or tensor.is_neg():
-        return None
-    header, itemsize, size = form
-    return (
-        (header, tensor.data_ptr(), size)
-        if held >= tensor.storage_offset() * itemsize + size
-        else None
-    )
-
-
-def locate_together(
-    tensors: Sequence[torch.Tensor],
-) -> tuple[Sequence[bytes], list[tuple[int, int]]] | None:
-    """Return the headers, and the addresses and sizes, of contiguous CPU tensors.
-
-    One kind of call after the other takes half the time of ``locate_quickly`` for each tensor.
-
-    Returns:
-        None if ``locate_quickly`` returns it for one of them.
-
-    Raises:
-        RuntimeError: If one has no memory.
-    """
-    kind = torch.Tensor
-    if not _ORDINARY.issuperset(map(type, tensors)) or not all(map(_is_cpu, tensors)):
-        return None
-    form = map(_dtype, tensors), map(_shape, tensors), map(kind.is_contiguous, tensors)
-    forms = list(map(_describe_form, *form))
-    if not all(forms) or any(map(kind.is_neg, tensors)):
-        return None
-    headers, itemsizes, sizes = zip(*cast("list[tuple[bytes, int, int]]", forms), strict=True)
-    begins = map(mul, map(kind.storage_offset, tensors), itemsizes)
-    held = map(torch.UntypedStorage.nbytes, map(kind.untyped_storage, tensors))
-    if not all(map(ge, held, map(add, begins, sizes))):
-        return None
-    return headers, list(zip(map(kind.data_ptr, tensors), sizes, strict=True))
-
-
-@functools.lru_cache(maxsize=4096)  # a model is digested again and again
-def _describe_form(
-    dtype: torch.dtype, shape: torch.Size, is_contiguous: bool
-) -> tuple[bytes, int, int] | None:
-    """Return the header, and the bytes of an element and of the tensor; None if not contiguous.
-
-    None also for complex tensors, which may be conjugated, and for quantized ones.
-    """
-    if dtype.is_complex or dtype in _QUANTIZED or not is_contiguous:
-        return None
-    return _header(dtype, shape), dtype.itemsize, shape.numel() * dtype.itemsize
 
 
 def describe_dense(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes | None:

@@ -4,10 +4,11 @@ Names are those of the user's model, without the prefix that ``torch.compile`` a
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from itertools import chain
 from math import prod
+from operator import attrgetter, eq, is_
 from typing import Any
 
 import torch
@@ -16,10 +17,8 @@ from torch.nn.parameter import is_lazy
 from xxhash import xxh3_128_hexdigest
 
 from lightning_d9m.errors import DigestError
-from lightning_d9m.hashing.digest import digest_value
-from lightning_d9m.hashing.flat_parameters import FlatLayout
-from lightning_d9m.hashing.model_tensors import ModelTensors, plain_name
-from lightning_d9m.hashing.shards import Shard, find_dtensor_shard, is_sharded_dtensor
+from lightning_d9m.hashing.digest import digest_many, digest_value
+from lightning_d9m.hashing.shards import FlatLayout, Shard, find_dtensor_shard, is_sharded_dtensor
 from lightning_d9m.hashing.sketches import sketch_tensors
 from lightning_d9m.hashing.value_bytes import encode
 
@@ -28,8 +27,117 @@ Groups = dict[str, dict[str, str]]
 # Without layouts, no part of a divided tensor; a parameter without a shape has another class.
 _ORDINARY = frozenset({Tensor, nn.Parameter})
 
-# Made once: `json.dumps` makes one in each call.
-_to_json = json.JSONEncoder(separators=(",", ":")).encode
+
+_TABLES = tuple(map(attrgetter, ("_parameters", "_buffers", "_modules")))
+
+
+# What wrappers of modules add: torch.compile, FSDP1, and activation checkpointing.
+_WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+
+
+def plain_name(name: str) -> str:
+    """Return the name of a parameter or module without what wrappers of modules add.
+
+    >>> plain_name("encoder._orig_mod.layers.0.weight")
+    'encoder.layers.0.weight'
+    """
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+class ModelTensors:
+    """A model's parameters and buffers; the model is walked again only when it has others.
+
+    Walking a model takes longer than hashing its small tensors.
+
+    Args:
+        model: The model.
+        takes: Returns whether the parameter or buffer of a name is selected; None selects all.
+    """
+
+    def __init__(self, model: nn.Module, takes: Callable[[str], bool] | None = None) -> None:
+        self._model = model
+        self._takes = lambda entry: takes is None or takes(entry[0])
+        self._tables: list[dict[str, Any]] = []
+        self._sizes: list[int] = []
+        self._filled: list[dict[str, Any]] = []
+        self._keys: list[str] = []
+        self._held: list[object] = []
+        self._parameters: dict[str, Tensor] = {}
+        self._buffers: dict[str, Tensor] = {}
+        self._names: dict[int, str] = {}
+        self._modules: dict[str, nn.Module] = {}
+        self._listed: tuple[list[tuple[str, Tensor]], list[tuple[str, Tensor]]] = ([], [])
+
+    def look(self) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[int, str]]:
+        """Return the parameters, the buffers and the names."""
+        tables, filled = self._tables, self._filled
+        # Checks in C, without creating objects, that the modules hold the same objects under the
+        # same names: this runs in every batch.
+        if not (
+            tables
+            and all(map(eq, map(len, tables), self._sizes))
+            and all(map(is_, chain.from_iterable(filled), self._keys))
+            and all(map(is_, chain.from_iterable(map(dict.values, filled)), self._held))
+        ):
+            self._walk()
+        return self._parameters, self._buffers, self._names
+
+    @property
+    def parameters(self) -> dict[str, Tensor]:
+        """The selected parameters by name."""
+        return self.look()[0]
+
+    @property
+    def buffers(self) -> dict[str, Tensor]:
+        """The selected buffers by name."""
+        return self.look()[1]
+
+    @property
+    def names(self) -> dict[int, str]:
+        """The name of every parameter by its id."""
+        return self.look()[2]
+
+    @property
+    def modules(self) -> dict[str, nn.Module]:
+        """The modules by name, the same object while the model holds the same tensors."""
+        self.look()
+        return self._modules
+
+    @property
+    def listed(self) -> tuple[list[tuple[str, Tensor]], list[tuple[str, Tensor]]]:
+        """All parameters and all buffers, with torch's names."""
+        self.look()
+        return self._listed
+
+    def list_saved(self) -> list[tuple[str, Tensor]]:
+        """Return the names and tensors of all parameters, and of the buffers in a state dict."""
+        parameters, buffers = self.listed
+        fleeting = {
+            f"{path}.{name}" if path else name
+            for path, module in self.modules.items()
+            for name in module._non_persistent_buffers_set  # noqa: SLF001 - torch has no public list
+        }
+        return [*parameters, *((name, own) for name, own in buffers if name not in fleeting)]
+
+    def _walk(self) -> None:
+        self._modules = dict(self._model.named_modules())
+        modules = self._modules.values()
+        tables = [table for own in _TABLES for table in map(own, modules)]
+        # TorchScript modules return copies of their tables, so such a model is always walked.
+        self._tables = tables if all(isinstance(table, dict) for table in tables) else []
+        self._sizes = list(map(len, self._tables))
+        self._filled = list(filter(None, self._tables))
+        self._keys = list(chain.from_iterable(self._filled))
+        self._held = list(chain.from_iterable(map(dict.values, self._filled)))
+        self._listed = list(self._model.named_parameters()), list(self._model.named_buffers())
+        parameters, buffers = (
+            [(plain_name(name), own) for name, own in part] for part in self._listed
+        )
+        self._names = {id(own): name for name, own in parameters}
+        self._parameters = dict(filter(self._takes, parameters))
+        self._buffers = dict(filter(self._takes, buffers))
 
 
 @dataclass(frozen=True)
@@ -142,7 +250,7 @@ def _read_state(
     for number, scheduler in enumerate(schedulers):
         groups["schedulers"][str(number)] = _digest_state(scheduler.state_dict())
     values = [value for named in tensors.values() for value in named.values()]
-    digests = iter(model_tensors.addresses.digest(values))
+    digests = iter(digest_many(values))
     for group, found in tensors.items():
         groups[group].update(zip(found, digests, strict=False))  # those of the next group follow
     sketched = sketch_tensors(tensors["weights"]) if sketches else {}
@@ -249,15 +357,8 @@ def _digestible(value: object) -> object:
 
 def _sum_up(entries: Mapping[str, str]) -> str:
     """Return one digest for a group: XXH3-128 of the JSON list of its sorted [name, digest]."""
-    order, template = _arrange(tuple(entries))
-    return xxh3_128_hexdigest((template % tuple(map(entries.__getitem__, order))).encode())
-
-
-@lru_cache(maxsize=64)  # the names of a training are the same at each moment
-def _arrange(names: tuple[str, ...]) -> tuple[list[str], str]:
-    """Return the sorted names, and the JSON list with ``%s`` in the place of each digest."""
-    order = sorted(names)
-    return order, _to_json([[name.replace("%", "%%"), "%s"] for name in order])
+    text = json.dumps(sorted(entries.items()), separators=(",", ":"))
+    return xxh3_128_hexdigest(text.encode())
 
 
 def optimizer_state(

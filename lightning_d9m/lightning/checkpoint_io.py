@@ -11,7 +11,7 @@ import torch
 
 from lightning_d9m.control.method_wrapping import replace_method
 from lightning_d9m.errors import CheckpointError, CommandError
-from lightning_d9m.hashing.checkpoint_manifest import Damage, ManifestMaker, check_manifest
+from lightning_d9m.hashing.checkpoint_manifest import Damage, check_manifest, make_manifest
 from lightning_d9m.lightning.saved_state import (
     CALLBACKS,
     KEY,
@@ -73,14 +73,13 @@ def add_manifests(trainer: "Trainer", *, once: bool = False) -> ExitStack:
     if is_sharded(strategy):
         return stack
     original = strategy.save_checkpoint
-    maker = ManifestMaker()
 
     def save_checkpoint(checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         if once:
             stack.close()
         state = find_state(checkpoint)
         if state is not None and trainer.is_global_zero:
-            state[MANIFEST_KEY] = maker.make(checkpoint)
+            state[MANIFEST_KEY] = make_manifest(checkpoint)
         return original(checkpoint, *args, **kwargs)
 
     replace_method(stack, strategy, "save_checkpoint", save_checkpoint)

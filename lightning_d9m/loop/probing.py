@@ -9,7 +9,7 @@ import torch
 
 from lightning_d9m.control.env_settings import variable_of
 from lightning_d9m.errors import SettingError
-from lightning_d9m.hashing.model_tensors import ModelTensors
+from lightning_d9m.hashing.training_state import ModelTensors
 from lightning_d9m.ledger.kinds import VALIDATION
 from lightning_d9m.lightning.probing.batch_state import take_states, take_step
 from lightning_d9m.lightning.probing.dispatch_mode import OpMode

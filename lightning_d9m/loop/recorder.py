@@ -21,7 +21,7 @@ from lightning_d9m.control.seeding import (
 from lightning_d9m.control.session import Session, next_fit
 from lightning_d9m.control.settings import read_path
 from lightning_d9m.errors import InexactResumeError, SettingError
-from lightning_d9m.hashing.flat_parameters import find_hybrid_sharding
+from lightning_d9m.hashing.shards import find_hybrid_sharding
 from lightning_d9m.launch.interruption_points import InterruptRequest, read_request
 from lightning_d9m.ledger.format.records import End
 from lightning_d9m.ledger.kinds import VALIDATION

@@ -13,9 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from lightning_d9m.errors import DigestError
-from lightning_d9m.hashing.digest import digest_value
-from lightning_d9m.hashing.digest_queue import DigestQueue
-from lightning_d9m.hashing.model_tensors import NamedTensors
+from lightning_d9m.hashing.digest import DigestQueue, digest_value
 from lightning_d9m.hashing.pytree_leaves import list_pytree_leaves
 from lightning_d9m.ledger.format.frames import MAX_BLOCK, MAX_LAYOUTS
 from lightning_d9m.ledger.format.records import (
@@ -125,7 +123,7 @@ class Trace:
     def _add_leaf(self, leaf: object) -> None:
         if isinstance(leaf, torch.Tensor):
             try:
-                self.queue.add_one(leaf)
+                self.queue.add([leaf])
             except DigestError:
                 self.queue.add_digest(digest_value(type(leaf)))
         else:
@@ -133,18 +131,13 @@ class Trace:
 
     def add_tensors(self, kind: str, tensors: Mapping[str, torch.Tensor]) -> None:
         """Take tensors by name, in one launch for each device."""
-        named = tensors if isinstance(tensors, NamedTensors) else None
         try:
-            located = None if named is None else named.locate()
-            if located is None:
-                self.queue.add(tensors.values())
-            else:
-                self.queue.add_located(located)
+            self.queue.add(tensors.values())
         except DigestError:
             for name, tensor in tensors.items():
                 self.add(kind, name, tensor)
         else:
-            self.met += zip(repeat(kind), tensors) if named is None else named.list_places(kind)
+            self.met += zip(repeat(kind), tensors)
 
     def restart(self) -> "Trace":
         """Return a trace that continues this one, without its places."""

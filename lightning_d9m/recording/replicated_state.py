@@ -8,10 +8,8 @@ from torch.nn.modules.batchnorm import SyncBatchNorm, _NormBase
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from lightning_d9m.hashing.flat_parameters import FlatLayout
-from lightning_d9m.hashing.model_tensors import plain_name
-from lightning_d9m.hashing.shards import has_base, may_be_sharded
-from lightning_d9m.hashing.training_state import Groups, count_sharded, replicated_names
+from lightning_d9m.hashing.shards import FlatLayout, has_base, may_be_sharded
+from lightning_d9m.hashing.training_state import Groups, count_sharded, plain_name, replicated_names
 from lightning_d9m.ledger.format.records import Scalar
 from lightning_d9m.ledger.stack import PIPELINE_STAGES, SHARDED_PARAMETERS
 from lightning_d9m.recording.pipeline import count_stages

@@ -20,10 +20,9 @@ import torch
 from lightning_d9m.control.environment import control_is_on
 from lightning_d9m.control.settings import Settings, validate_choice
 from lightning_d9m.errors import D9mError, DriftError, LedgerError
-from lightning_d9m.hashing.flat_parameters import find_flat_layouts
-from lightning_d9m.hashing.model_tensors import ModelTensors
-from lightning_d9m.hashing.shards import reshard
+from lightning_d9m.hashing.shards import find_flat_layouts, reshard
 from lightning_d9m.hashing.training_state import (
+    ModelTensors,
     PartialSnapshot,
     describe_model,
     take_partial_snapshot,

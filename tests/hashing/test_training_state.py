@@ -8,8 +8,12 @@ from torch import nn
 from xxhash import xxh3_128_hexdigest
 
 from lightning_d9m.hashing.digest import digest_value
-from lightning_d9m.hashing.model_tensors import ModelTensors
-from lightning_d9m.hashing.training_state import describe_model, replicated_names, take_snapshot
+from lightning_d9m.hashing.training_state import (
+    ModelTensors,
+    describe_model,
+    replicated_names,
+    take_snapshot,
+)
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from lightning_d9m.errors import DigestError
-from lightning_d9m.hashing.flat_parameters import FlatLayout
+from lightning_d9m.hashing.shards import FlatLayout
 from lightning_d9m.hashing.training_state import take_partial_snapshot, take_snapshot
 from lightning_d9m.recording import whole_state
 from lightning_d9m.recording.collective import Ranks

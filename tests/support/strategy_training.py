@@ -47,7 +47,7 @@ from lightning_d9m import (
 )
 from lightning_d9m.control import session
 from lightning_d9m.errors import D9mError
-from lightning_d9m.hashing.model_tensors import plain_name
+from lightning_d9m.hashing.training_state import plain_name
 from lightning_d9m.patches import registration
 
 RANK = int(os.environ.get("HOROVOD_RANK") or os.environ.get("RANK", "0"))

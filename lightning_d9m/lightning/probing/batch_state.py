@@ -8,9 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_d9m.control.seeding import capture_rng
-from lightning_d9m.hashing.address_cache import AddressCache
-from lightning_d9m.hashing.model_tensors import ModelTensors, NamedTensors
-from lightning_d9m.hashing.training_state import optimizer_state
+from lightning_d9m.hashing.training_state import ModelTensors, optimizer_state
 from lightning_d9m.probes.settings import ProbeSettings
 from lightning_d9m.probes.trace import Listener
 
@@ -41,7 +39,7 @@ def take_states(
     if "buffer" in kinds:
         listener.add_tensors("buffer", buffers)
     if "optimizer" in kinds:
-        _take_optimizers(names, optimizers, settings, listener, model_tensors.addresses)
+        _take_optimizers(names, optimizers, settings, listener)
         if scaler is not None:
             scale = scaler._get_scale_async()  # noqa: SLF001 - get_scale() waits for the device
             scale = scaler.get_scale() if scale is None else scale
@@ -64,7 +62,7 @@ def take_step(
         take_gradients(model_tensors, optimizer, listener)
     if "optimizer" in settings.kinds:
         _, _, names = model_tensors.look()
-        _take_optimizers(names, optimizers, settings, listener, model_tensors.addresses)
+        _take_optimizers(names, optimizers, settings, listener)
 
 
 def take_gradients(model_tensors: ModelTensors, optimizer: Any, listener: Listener) -> None:
@@ -95,7 +93,6 @@ def _take_optimizers(
     optimizers: Sequence[torch.optim.Optimizer],
     settings: ProbeSettings,
     listener: Listener,
-    addresses: AddressCache,
 ) -> None:
     tensors: dict[str, Tensor] = {}
     for number, optimizer in enumerate(optimizers):
@@ -111,5 +108,4 @@ def _take_optimizers(
                     listener.add("optimizer", f"{number}.{name}:{setting}", own)
             else:
                 listener.add("optimizer", f"{number}.{name}", value)
-    # The state of most optimizers stays where it is from step to step.
-    listener.add_tensors("optimizer", NamedTensors(tensors.items(), addresses))
+    listener.add_tensors("optimizer", tensors)

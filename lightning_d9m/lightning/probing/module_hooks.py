@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
-from lightning_d9m.hashing.model_tensors import plain_name
 from lightning_d9m.hashing.pytree_leaves import list_pytree_leaves
+from lightning_d9m.hashing.training_state import plain_name
 from lightning_d9m.ledger.kinds import ROOT
 from lightning_d9m.lightning import lightning_private
 from lightning_d9m.probes.settings import ProbeSettings

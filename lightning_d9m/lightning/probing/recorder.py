@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 from torch import Tensor
 
 from lightning_d9m.control.method_wrapping import replace_method, wrap_method
-from lightning_d9m.hashing.model_tensors import ModelTensors, plain_name
+from lightning_d9m.hashing.training_state import ModelTensors, plain_name
 from lightning_d9m.ledger.format.records import Json
 from lightning_d9m.ledger.kinds import VALIDATION, WRITTEN
 from lightning_d9m.lightning.probing.batch_state import take_gradients, take_states, take_step

@@ -18,7 +18,7 @@ from torch.nn import Module, Parameter
 from lightning_d9m.control.method_wrapping import replace_method
 from lightning_d9m.control.seeding import RngState, capture_rng, restore_rng
 from lightning_d9m.errors import DriftError, SettingError
-from lightning_d9m.hashing.model_tensors import plain_name
+from lightning_d9m.hashing.training_state import plain_name
 from lightning_d9m.ledger.format.records import Json, ReplayDrift
 from lightning_d9m.ledger.kinds import ROOT
 from lightning_d9m.lightning.probing.module_hooks import hook_model

@@ -14,8 +14,7 @@ from lightning_d9m.control.data.resumable_sampler import (
     find_worker_problem,
 )
 from lightning_d9m.errors import InexactResumeError
-from lightning_d9m.hashing.flat_parameters import find_hybrid_sharding
-from lightning_d9m.hashing.shards import has_base
+from lightning_d9m.hashing.shards import find_hybrid_sharding, has_base
 from lightning_d9m.lightning import lightning_private
 from lightning_d9m.lightning.packages import rank_zero
 from lightning_d9m.lightning.saved_state import LOGICAL_RANKS_KEY, LoopPosition, SavedState

@@ -14,8 +14,8 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
 from lightning_d9m.hashing.digest import digest_many
-from lightning_d9m.hashing.model_tensors import ModelTensors
 from lightning_d9m.hashing.shards import has_base
+from lightning_d9m.hashing.training_state import ModelTensors
 from lightning_d9m.lightning.resume.metric_state import name_callbacks
 from lightning_d9m.lightning.resume.program_state import Captured, ProgramState, find_changed
 from lightning_d9m.lightning.strategies import is_sharded

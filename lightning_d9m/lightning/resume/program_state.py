@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from lightning_d9m.control.data.samplers import find_samplers
-from lightning_d9m.hashing.model_tensors import ModelTensors
+from lightning_d9m.hashing.training_state import ModelTensors
 from lightning_d9m.lightning.lightning_private import list_loaders
 from lightning_d9m.lightning.resume.metric_state import find_metrics, name_callbacks
 from lightning_d9m.lightning.saved_state import KEY

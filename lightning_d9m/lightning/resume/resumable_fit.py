@@ -12,7 +12,7 @@ from lightning_d9m.attribute_patches import AttributePatches
 from lightning_d9m.control.data.resumable_sampler import find_epoch_problem, find_position_problem
 from lightning_d9m.control.data.sampler_state import list_unsaved
 from lightning_d9m.errors import InexactResumeError
-from lightning_d9m.hashing.model_tensors import ModelTensors
+from lightning_d9m.hashing.training_state import ModelTensors
 from lightning_d9m.ledger.format.records import Resume
 from lightning_d9m.lightning import lightning_private
 from lightning_d9m.lightning.ranks.trainer_ranks import ranks_of

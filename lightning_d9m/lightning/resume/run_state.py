@@ -15,8 +15,8 @@ from lightning_d9m.control.generators import (
     restore_generators,
 )
 from lightning_d9m.control.seeding import restore_rng
-from lightning_d9m.hashing.model_tensors import ModelTensors
 from lightning_d9m.hashing.shards import has_base
+from lightning_d9m.hashing.training_state import ModelTensors
 from lightning_d9m.lightning import lightning_private
 from lightning_d9m.lightning.packages import rank_zero
 from lightning_d9m.lightning.ranks.trainer_ranks import ranks_of

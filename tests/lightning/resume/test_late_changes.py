@@ -10,7 +10,7 @@ from torch import nn
 from trainings import make_model
 
 from lightning_d9m import InexactResumeError
-from lightning_d9m.hashing.model_tensors import ModelTensors
+from lightning_d9m.hashing.training_state import ModelTensors
 from lightning_d9m.lightning.resume.late_changes import LateChanges
 
 pytestmark = pytest.mark.usefixtures("unseeded", "new_process")
