@@ -14,19 +14,6 @@ import numpy as np
 import torch
 
 from lightning_d9m.compatibility import find_accelerator
-from lightning_d9m.control.numpy_state import (
-    NumpyState,
-    capture_numpy,
-    load_numpy,
-    restore_numpy,
-    save_numpy,
-)
-from lightning_d9m.control.python_state import (
-    PythonState,
-    load_python,
-    save_python,
-    seed_python,
-)
 
 
 def derive_seed(
@@ -74,7 +61,7 @@ def seed_host(seed: int) -> None:
     It takes microseconds because it does not touch devices: for loader workers and single samples.
     NumPy's and torch's CPU generators take the lower 32 bits of the seed.
     """
-    seed_python(seed)
+    random.seed(seed)
     # NumPy's seed has 32 bits; an array of two words would take six times as long.
     np.random.seed(seed & 0xFFFFFFFF)  # noqa: NPY002 - user code draws from it
     torch.default_generator.manual_seed(seed)
@@ -118,20 +105,21 @@ class RngState:
     devices: dict[str, dict[int, torch.Tensor]]
 
 
-HostState: TypeAlias = tuple[PythonState, NumpyState, torch.Tensor]
-"""The state of the generators that ``seed_host`` seeds, in the form that is copied fastest."""
+HostState: TypeAlias = tuple[tuple[Any, ...], dict[str, Any], torch.Tensor]
+"""The state of the generators that ``seed_host`` seeds: Python's, NumPy's and torch's."""
 
 
 def save_host() -> HostState:
     """Return the state for ``load_host``, without using a device."""
-    return save_python(), save_numpy(), torch.default_generator.get_state()
+    numpy = dict(np.random.get_state(legacy=False))  # noqa: NPY002 - user code draws from it
+    return random.getstate(), numpy, torch.default_generator.get_state()
 
 
 def load_host(state: HostState) -> None:
     """Restore what ``save_host`` returned."""
     python, numpy, torch_cpu = state
-    load_python(python)
-    load_numpy(numpy)
+    random.setstate(python)
+    np.random.set_state(numpy)  # noqa: NPY002 - as above
     torch.default_generator.set_state(torch_cpu)
 
 
@@ -140,19 +128,13 @@ def capture_rng() -> RngState:
 
     The state does not include devices that are initialized later.
     """
-    return RngState(
-        python=random.getstate(),
-        numpy=capture_numpy(),
-        torch_cpu=torch.get_rng_state(),
-        devices={name: _device_states(module) for name, module in _list_initialized_devices()},
-    )
+    devices = {name: _device_states(module) for name, module in _list_initialized_devices()}
+    return RngState(*save_host(), devices)
 
 
 def restore_rng(state: RngState) -> None:
     """Restore every generator to a captured state."""
-    random.setstate(state.python)
-    restore_numpy(state.numpy)
-    torch.set_rng_state(state.torch_cpu)
+    load_host((state.python, state.numpy, state.torch_cpu))
     for name, states in state.devices.items():
         module = getattr(torch, name)
         for number, own in states.items():

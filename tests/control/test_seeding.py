@@ -186,3 +186,16 @@ def test_a_micro_batch_draws_by_its_place_whatever_was_drawn_before(name):
         draws()
     assert found[0] == found[1]
     assert all(one != other for one, other in zip(found[0], found[2], strict=True))
+
+
+@pytest.mark.parametrize("make", [np.random.PCG64, np.random.Philox, np.random.MT19937])
+def test_another_generator_of_numpy_is_kept_too(make):
+    before = np.random.get_bit_generator()
+    try:
+        np.random.set_bit_generator(make(1))
+        for save, load in ((save_host, load_host), (capture_rng, restore_rng)):
+            kept, first = save(), np.random.rand(3)
+            load(kept)
+            assert np.random.rand(3).tolist() == first.tolist()
+    finally:
+        np.random.set_bit_generator(before)

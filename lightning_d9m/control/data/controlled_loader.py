@@ -28,12 +28,10 @@ from lightning_d9m.control.data.samplers import (
     make_generator,
 )
 from lightning_d9m.control.data.seeded_dataset import (
-    NoRngGuard,
     RngGuard,
     SeededCollate,
     SeededDataset,
     WorkerInit,
-    draws_nothing,
 )
 from lightning_d9m.control.random_streams import RandomStreams
 from lightning_d9m.errors import SettingError
@@ -118,12 +116,10 @@ class ControlledLoader:
         self._before: dict[str, Any] | None = None
         self._after: dict[str, Any] | None = None
         user_sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-        draws = not draws_nothing(loader)
         self._requests = ResumableSampler(
             user_sampler,
             stream,
             user_made=is_user_made(samplers),
-            draws=draws,
             # torch makes this iterator first, and then that of the dataset.
             on_start=self._keep_start,
         )
@@ -133,8 +129,8 @@ class ControlledLoader:
             if hasattr(loader, "load_state_dict"):
                 # torchdata's loader; this class restores the position in the epoch.
                 replacements.replace(loader, "load_state_dict", _ignore)
-            guard = RngGuard() if draws else NoRngGuard()
-            seeded = SeededDataset(loader.dataset, stream, per_sample and draws, guard)
+            guard = RngGuard()
+            seeded = SeededDataset(loader.dataset, stream, per_sample, guard)
             replacements.replace(loader, "dataset", seeded)
             replacements.replace(loader, "collate_fn", SeededCollate(loader.collate_fn, guard))
         # torch itself seeds a data pipe in every epoch, and traverses it to do so.

@@ -4,19 +4,14 @@ The seed of a batch depends on its position in the epoch. Its draws therefore de
 worker that loads it nor on earlier batches, and a resumed run does not load consumed batches again.
 """
 
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import cache, partial
 from itertools import islice
 from typing import Any
 
-import torch
 from torch.utils.data import (
-    BatchSampler,
     DataLoader,
     IterableDataset,
-    RandomSampler,
     get_worker_info,
 )
 
@@ -71,7 +66,6 @@ class ResumableSampler:
         user_made: True if a sampler comes from the user's code and may draw from the generators of
             the process. It then gets separate states of them, so that its order depends neither on
             the draws of training nor on how far workers prefetch.
-        draws: False if making a batch draws no random numbers, so that it needs no seed.
         on_start: Called when an iterator is made.
     """
 
@@ -81,11 +75,10 @@ class ResumableSampler:
         stream: RandomStreams,
         *,
         user_made: bool,
-        draws: bool,
         on_start: Callable[[], object] = bool,
     ) -> None:
         vars(self).update(
-            _user_sampler=sampler, _stream=stream, _user_made=user_made, _draws=draws,
+            _user_sampler=sampler, _stream=stream, _user_made=user_made,
             _on_start=on_start, _round=0, _skip=0, _cycled=bool,
         )  # fmt: skip
 
@@ -164,8 +157,7 @@ class ResumableSampler:
                 return None
 
     def _seed(self, indices: Any, stream: RandomStreams, index: str) -> SeededIndex:
-        seed = stream.derive("batch", index=index) if self._draws else 0
-        return SeededIndex(indices, seed, stream.epoch)
+        return SeededIndex(indices, stream.derive("batch", index=index), stream.epoch)
 
     def _iterate(self) -> Iterable[Any]:
         if not self._user_made:
@@ -283,49 +275,8 @@ def skip_batches(batches: Iterable[Any], count: int) -> tuple[Iterator[Any], int
 
     Only the sampler runs; no batch is loaded.
     """
-    if type(batches) is BatchSampler and hasattr(batches.sampler, "__len__"):
-        # Index by index, without a list for each batch.
-        skipped = min(count, len(batches))
-        indices = _skip_indices(batches.sampler, skipped * batches.batch_size)
-        if skipped == len(batches):
-            _exhaust(indices)  # the sampler may draw when it ends
-        return iter(BatchSampler(indices, batches.batch_size, batches.drop_last)), skipped
     iterator = iter(batches)
-    skipped = sum(1 for _ in islice(iterator, count))
-    return iterator, skipped
-
-
-def _skip_indices(sampler: Any, count: int) -> Iterator[Any]:
-    shuffles = type(sampler) is RandomSampler and not sampler.replacement
-    once = shuffles and sampler.num_samples == len(sampler.data_source)
-    # Without a generator the sampler creates one from the generators of the process.
-    if once and sampler.generator is not None and _shuffles_alike():
-        return _shuffle(sampler, count)
-    indices: Iterator[Any] = iter(sampler)
-    _exhaust(islice(indices, count))
-    return indices
-
-
-def _shuffle(sampler: Any, skip: int) -> Iterator[int]:
-    """Do the same as torch's sampler, but convert only the remaining indices to Python numbers."""
-    size, generator = sampler.num_samples, sampler.generator
-    yield from torch.randperm(size, generator=generator)[skip:].tolist()
-    torch.randperm(size, generator=generator)  # torch draws this one too, and uses 0 of it
-
-
-@cache
-def _shuffles_alike() -> bool:
-    """Return whether the installed torch shuffles in the same way as ``_shuffle``."""
-    orders, states = [], []
-    for iterate in (iter, partial(_shuffle, skip=0)):
-        generator = torch.Generator().manual_seed(0)
-        orders.append(list(iterate(RandomSampler(range(7), generator=generator))))
-        states.append(generator.get_state().tolist())
-    return orders[0] == orders[1] and states[0] == states[1]
-
-
-def _exhaust(iterator: Iterator[Any]) -> None:
-    deque(iterator, maxlen=0)
+    return iterator, sum(1 for _ in islice(iterator, count))
 
 
 def iterate_apart(sampler: Iterable[Any], seed: int) -> Iterator[Any]:

@@ -8,15 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-from torch.utils.data import (
-    Subset,
-    TensorDataset,
-    default_collate,
-    default_convert,
-    get_worker_info,
-)
-from torch.utils.data._utils import collate as _collate
+from torch.utils.data import get_worker_info
 
 from lightning_d9m.control.data.dataset_numbers import WatchedIterator, read_first_numbers
 from lightning_d9m.control.data.micro_batches import MicroBatches
@@ -65,33 +57,6 @@ class RngGuard:
         if self._saved is not None:
             saved, self._saved = self._saved, None
             load_host(saved)
-
-
-class NoRngGuard(RngGuard):
-    """Leaves the generators alone, for loaders that ``draws_nothing`` accepts."""
-
-    def begin(self, seed: int) -> None:
-        """Do nothing."""
-
-    def end(self) -> None:
-        """Do nothing."""
-
-
-def draws_nothing(loader: Any) -> bool:
-    """Return whether only code of torch makes a batch, without random numbers.
-
-    This holds for a ``TensorDataset`` of plain tensors, or a ``Subset`` of one. Such a loader needs
-    no seeding, which saves most of the overhead per batch.
-    """
-    dataset = loader.dataset
-    while type(dataset) is Subset:
-        dataset = dataset.dataset
-    return (
-        type(dataset) is TensorDataset
-        and all(type(tensor) is torch.Tensor for tensor in dataset.tensors)
-        and (loader.collate_fn is default_collate or loader.collate_fn is default_convert)
-        and _collate.default_collate_fn_map.get(torch.Tensor) is _collate.collate_tensor_fn
-    )
 
 
 class SeededCollate:
