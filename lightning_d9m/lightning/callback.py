@@ -228,7 +228,7 @@ class DeterminismCallback(_Callback):
         self, trainer: "Trainer", pl_module: "LightningModule", batch: Any, batch_idx: int
     ) -> None:
         """Probe the state that the batch starts from."""
-        self._probe_recorder.start_batch(trainer, pl_module, batch, batch_idx)
+        self._probe_recorder.start_batch(trainer, batch, batch_idx)
 
     def on_before_backward(
         self, trainer: "Trainer", pl_module: "LightningModule", loss: "Tensor"
@@ -241,7 +241,7 @@ class DeterminismCallback(_Callback):
     ) -> None:
         """Probe gradients and optimizer, and tell apart gradients that are still added to."""
         mark_used_gradients(trainer, optimizer)
-        self._probe_recorder.take_step(trainer, optimizer)
+        self._probe_recorder.take_step(optimizer)
 
     def on_train_epoch_start(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
         """Seed the epoch."""
@@ -307,7 +307,7 @@ class DeterminismCallback(_Callback):
     ) -> None:
         """Probe a validation within a fit."""
         if trainer.state.fn == "fit":
-            self._probe_recorder.start_validation_batch(trainer, pl_module, batch)
+            self._probe_recorder.start_validation_batch(trainer, batch)
 
     def on_validation_batch_end(
         self,

@@ -115,7 +115,7 @@ class StepRun:
         """Count a step, and record every N-th one."""
         with self._ended_by_an_error():
             if self._probes is not None:
-                self._probes.end_batch(None, {})
+                self._probes.end(None, {})
             self._steps += 1
             if self._steps % self._every == 0:
                 if self._probes is not None:
@@ -155,7 +155,7 @@ class StepRun:
     def _start_batch(self) -> None:
         if self._probes is not None:
             point = ProbePoint(self._records, self._steps, self._steps % self._every)
-            self._probes.start_batch(point, None)
+            self._probes.start(point)
 
     def _record(self, moment: str) -> None:
         epoch = self._records

@@ -251,7 +251,9 @@ class Recorder:
         self._batch = self._batch if resumed is None else resumed.batch
         if self._probes is not None:
             point = ProbePoint(self.next_epoch, self.global_step, self._batch)
-            self._probes.start_batch(point, batch)
+            self._probes.start(point)
+            if batch is not None:
+                self._probes.take_batch(batch)
         self._batch += 1
 
     def take_batch(self, batch: object) -> None:
@@ -286,12 +288,13 @@ class Recorder:
         if self._probes is not None:  # it belongs to the training batch before it
             step, number = max(self.global_step - 1, 0), VALIDATION + self._validated
             self._validated += 1
-            self._probes.start_batch(ProbePoint(self.next_epoch, step, number), batch)
+            self._probes.start(ProbePoint(self.next_epoch, step, number))
+            self._probes.take_batch(batch)
 
     def end_validation_batch(self) -> None:
         """Write the probes of a batch of a validation; ``validation`` does it."""
         if self._probes is not None:
-            self._probes.end_batch(None, {})
+            self._probes.end(None, {})
 
     def step(self, loss: torch.Tensor | float | None = None, **scalars: float) -> None:
         """Count a step of the optimizer, after it.
@@ -304,7 +307,7 @@ class Recorder:
             raise SettingError(f"step() was called before the training began. {_CALLS}")
         self.log(loss, **scalars)
         if self._probes is not None:
-            self._probes.end_batch(None if loss is None else self._run.loss, scalars)
+            self._probes.end(None if loss is None else self._run.loss, scalars)
         self.global_step += 1
         self._run.keep_step(self.global_step, self._optimizers, self._schedulers)
         self._stepped, self._validated = True, 0

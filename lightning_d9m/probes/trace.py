@@ -7,7 +7,6 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from itertools import repeat
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -35,7 +34,6 @@ _MAX_CACHED_PLACES = 2_000_000
 # cold caches of a training step, a first record costs several times as much as a further one.
 _WRITE_SECONDS = 0.1
 
-_Met = tuple[str, str]  # kind and name
 Write = Callable[[Mapping[str, Json]], None]
 
 
@@ -85,49 +83,30 @@ class Trace:
 
     Attributes:
         queue: The digests.
-        met: Kind and name of each place.
+        places: Kind, name and call of each place.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, earlier: "Trace | None" = None) -> None:
         self.queue = DigestQueue()
-        self.met: list[_Met] = []
-        self._places: list[ProbeKey] = []
-        self._calls: dict[_Met, int] = {}
-        self._is_continued = False
-
-    @property
-    def places(self) -> list[ProbeKey]:
-        """The places, whose calls are counted on demand: most batches do not need them."""
-        self._count()
-        return self._places
-
-    def sequence(self, start: int, stop: int) -> tuple[_Met | ProbeKey, ...]:
-        """Return the key of the layout of the places from ``start`` up to ``stop``."""
-        whole = start == 0 and not self._is_continued
-        return tuple(self.met[:stop] if whole else self.places[start:stop])
+        self.places: list[ProbeKey] = []
+        # Calls are counted from those of an earlier part of the batch on.
+        self._calls: dict[tuple[str, str], int] = {} if earlier is None else earlier._calls  # noqa: SLF001 - another trace
 
     def add(self, kind: str, name: str, value: object) -> None:
         """Take a value; each of its leaves is a place.
 
         Of a leaf without defined bytes, the type is digested.
         """
-        if isinstance(value, torch.Tensor):
-            self._add_leaf(value)
-            self.met.append((kind, name))
-            return
         with self.queue.together():
             for path, leaf in list_pytree_leaves(value):
-                self._add_leaf(leaf)
-                self.met.append((kind, f"{name}:{path}" if path else name))
-
-    def _add_leaf(self, leaf: object) -> None:
-        if isinstance(leaf, torch.Tensor):
-            try:
-                self.queue.add([leaf])
-            except DigestError:
-                self.queue.add_digest(digest_value(type(leaf)))
-        else:
-            self.queue.add_digest(_digest_leaf(leaf))
+                try:
+                    if isinstance(leaf, torch.Tensor):
+                        self.queue.add([leaf])
+                    else:
+                        self.queue.add_value(leaf)
+                except DigestError:
+                    self.queue.add_digest(digest_value(type(leaf)))
+                self._add_place(kind, f"{name}:{path}" if path else name)
 
     def add_tensors(self, kind: str, tensors: Mapping[str, torch.Tensor]) -> None:
         """Take tensors by name, in one launch for each device."""
@@ -137,22 +116,14 @@ class Trace:
             for name, tensor in tensors.items():
                 self.add(kind, name, tensor)
         else:
-            self.met += zip(repeat(kind), tensors)
+            for name in tensors:
+                self._add_place(kind, name)
 
-    def restart(self) -> "Trace":
-        """Return a trace that continues this one, without its places."""
-        self._count()
-        other = Trace()
-        other._calls = self._calls
-        other._is_continued = True
-        return other
-
-    def _count(self) -> None:
-        for kind, name in self.met[len(self._places) :]:
-            key = (kind, name[:_LONGEST_NAME])
-            call = self._calls.get(key, 0)
-            self._calls[key] = call + 1
-            self._places.append((*key, call))
+    def _add_place(self, kind: str, name: str) -> None:
+        key = (kind, name[:_LONGEST_NAME])
+        call = self._calls.get(key, 0)
+        self._calls[key] = call + 1
+        self.places.append((*key, call))
 
 
 class ProbeCollector:
@@ -175,7 +146,7 @@ class ProbeCollector:
         self._waiting: list[tuple[ProbePoint, Trace]] = []
         self._waiting_places = 0
         self._written = -math.inf  # time of the last write, by the monotonic clock
-        self._layouts: dict[tuple[_Met | ProbeKey, ...], int] = {}
+        self._layouts: dict[tuple[ProbeKey, ...], int] = {}
         self._next_layout = 0
         self._remembered = 0
         self._frames: _FrameGroup | None = None
@@ -215,7 +186,7 @@ class ProbeCollector:
         if self._moment is None or self._paused:
             return
         trace = self._trace
-        before = len(trace.met)
+        before = len(trace.places)
         busy, self._busy = self._busy, True
         try:
             trace.add(kind, name, value)
@@ -223,7 +194,7 @@ class ProbeCollector:
                 self._save_places(trace.places[before:], name, value, content)
         finally:
             self._busy = busy
-        if len(trace.met) >= RECORD_PLACES:
+        if len(trace.places) >= RECORD_PLACES:
             self._split_record(self._moment)
 
     def add_tensors(self, kind: str, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -231,7 +202,7 @@ class ProbeCollector:
         if self._moment is None or self._paused:
             return
         trace = self._trace
-        before = len(trace.met)
+        before = len(trace.places)
         busy, self._busy = self._busy, True
         try:
             trace.add_tensors(kind, tensors)
@@ -240,7 +211,7 @@ class ProbeCollector:
                     self._save(self._moment, place, {"value": tensor})
         finally:
             self._busy = busy
-        if len(trace.met) >= RECORD_PLACES:
+        if len(trace.places) >= RECORD_PLACES:
             self._split_record(self._moment)
 
     def end(self) -> None:
@@ -277,15 +248,15 @@ class ProbeCollector:
     def _split_record(self, moment: ProbePoint) -> None:
         """Begin another record of the batch."""
         self._enqueue(moment)
-        self._trace = self._trace.restart()
+        self._trace = Trace(self._trace)
 
     def _enqueue(self, moment: ProbePoint) -> None:
         trace = self._trace
-        if trace.met:
+        if trace.places:
             if trace.queue.pending:
                 trace.queue.start_copies()
             self._waiting.append((moment, trace))
-            self._waiting_places += len(trace.met)
+            self._waiting_places += len(trace.places)
 
     def _write_waiting(self, keep: ProbePoint | None) -> None:
         """Write the waiting batches in order; keep one whose digests a device still computes."""
@@ -294,9 +265,9 @@ class ProbeCollector:
             if trace.queue.pending and moment is keep:
                 break
             del self._waiting[0]
-            self._waiting_places -= len(trace.met)
+            self._waiting_places -= len(trace.places)
             digests = bytes.fromhex("".join(trace.queue.fetch()))
-            for start in range(0, len(trace.met), RECORD_PLACES):
+            for start in range(0, len(trace.places), RECORD_PLACES):
                 stop = start + RECORD_PLACES
                 layout = self._layout_of(trace, start, stop)
                 part = digests[DIGEST_BYTES * start : DIGEST_BYTES * stop]
@@ -321,7 +292,7 @@ class ProbeCollector:
             self._write(frames.as_record())
 
     def _layout_of(self, trace: Trace, start: int, stop: int) -> int:
-        sequence = trace.sequence(start, stop)
+        sequence = tuple(trace.places[start:stop])
         number = self._layouts.get(sequence)
         if number is None:
             # The record of another layout may follow, with a number that these frames use.
@@ -330,7 +301,7 @@ class ProbeCollector:
                 self._layouts.clear()
                 self._remembered = self._next_layout = 0
             number = self._next_layout
-            entries = [list(place) for place in trace.places[start:stop]]
+            entries = [list(place) for place in sequence]
             self._write({"kind": "layout", "id": number, "places": entries})
             self._layouts[sequence] = number
             self._next_layout += 1
@@ -376,8 +347,29 @@ class _FrameGroup:
         ).as_record()
 
 
-def _digest_leaf(leaf: object) -> str:
-    try:
-        return digest_value(leaf)
-    except DigestError:
-        return digest_value(type(leaf))
+class TraceDifference(NamedTuple):
+    """The difference of two traces.
+
+    Attributes:
+        place: The first place, in order of execution.
+        expected: Its digest in the first trace; None if that lacks the place.
+        actual: Its digest in the second.
+        differing: Number of places that differ.
+    """
+
+    place: ProbeKey
+    expected: str | None
+    actual: str | None
+    differing: int
+
+
+def find_difference(expected: Trace, actual: Trace) -> TraceDifference | None:
+    """Compare two traces of the same batch by place, in any order."""
+    ours = dict(zip(expected.places, expected.queue.fetch(), strict=True))
+    theirs = dict(zip(actual.places, actual.queue.fetch(), strict=True))
+    places = [*ours, *(place for place in theirs if place not in ours)]
+    differing = [place for place in places if ours.get(place) != theirs.get(place)]
+    if not differing:
+        return None
+    first = differing[0]
+    return TraceDifference(first, ours.get(first), theirs.get(first), len(differing))

@@ -25,8 +25,7 @@ from lightning_d9m.lightning.probing.module_hooks import hook_model
 from lightning_d9m.lightning.ranks.trainer_ranks import ranks_of
 from lightning_d9m.lightning.strategies import is_sharded
 from lightning_d9m.probes.settings import ProbeSettings
-from lightning_d9m.probes.trace import ProbePoint, Trace
-from lightning_d9m.probes.trace_difference import TraceDifference, find_difference
+from lightning_d9m.probes.trace import ProbePoint, Trace, TraceDifference, find_difference
 from lightning_d9m.state.state import State
 from lightning_d9m.text import describe_pair
 
