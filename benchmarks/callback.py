@@ -31,7 +31,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_d9m import DeterminismCallback
 from lightning_d9m.control.data.loaders import LoaderControl
 from lightning_d9m.control.data.seeded_dataset import RngGuard
-from lightning_d9m.control.random_streams import RandomStreams
+from lightning_d9m.control.seeding import RandomStreams
 from lightning_d9m.lightning.resume import run_state
 from lightning_d9m.lightning.trainer_session import TrainerSession
 

@@ -19,8 +19,7 @@ from pathlib import Path
 import torch
 import xxhash
 
-from lightning_d9m.hashing.digest import digest, digest_many
-from lightning_d9m.hashing.tensor_bytes import locate
+from lightning_d9m.hashing.digest import digest, digest_many, locate
 
 RESULTS = Path(__file__).parent / "results"
 OURS = "digest"

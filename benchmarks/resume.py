@@ -31,7 +31,7 @@ from lightning_d9m import DeterminismCallback
 from lightning_d9m.control.data.loaders import LoaderControl
 from lightning_d9m.control.data.resumable_sampler import SeededIndex
 from lightning_d9m.control.data.seeded_dataset import RngGuard, SeededDataset
-from lightning_d9m.control.random_streams import RandomStreams
+from lightning_d9m.control.seeding import RandomStreams
 
 RESULTS = Path(__file__).parent / "results"
 SAMPLES = 10_000_000

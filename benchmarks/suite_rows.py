@@ -21,8 +21,7 @@ from suite_measures import (
     patched,
 )
 
-from lightning_d9m.hashing.digest import digest, digest_many, load_kernel
-from lightning_d9m.hashing.tensor_bytes import locate
+from lightning_d9m.hashing.digest import digest, digest_many, load_kernel, locate
 from lightning_d9m.ledger.stack import capture_stack
 from lightning_d9m.patches.catalog.catalog import OPS, find_op
 from lightning_d9m.patches.registration import patches_applied

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from xxhash import xxh3_128_hexdigest
 
 from lightning_d9m.errors import DigestError
-from lightning_d9m.hashing.digest import ChunkDigests
-from lightning_d9m.hashing.tensor_bytes import describe_dense
+from lightning_d9m.hashing.digest import ChunkDigests, describe_dense
 from lightning_d9m.hashing.xxh3.cpu import CHUNK_BYTES, hash_chunk
 
 _LEAF = 8  # bytes of the digest of a chunk

@@ -21,8 +21,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lightning_d9m.hashing.digest import DenseTensor, flatten_tensor
 from lightning_d9m.hashing.shards import is_sharded_dtensor
-from lightning_d9m.hashing.tensor_bytes import DenseTensor, flatten_tensor
 from lightning_d9m.ledger.format.records import SKETCH_BUCKETS
 
 # Places of a row; a prime, so that the elements of a matrix's column lie in different ones.

@@ -4,18 +4,24 @@ Each hook calls one function of :mod:`lightning_d9m.lightning` or of a lower lay
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import asdict
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 
 from lightning_d9m.control.environment import EarlyVariables
+from lightning_d9m.control.session import (
+    InheritedSession,
+    capture_session,
+    session_inherited,
+    set_fits,
+)
 from lightning_d9m.control.settings import read_path, validate_choice
 from lightning_d9m.ledger.format.records import End
 from lightning_d9m.lightning.fault_injection import apply_interrupt_variables, change_last_bits
-from lightning_d9m.lightning.launched_runs import launch_run
 from lightning_d9m.lightning.lightning_private import wrap_launches
 from lightning_d9m.lightning.logical_ranks.refusals import refuse_unread_variable
 from lightning_d9m.lightning.packages import combined_base, extend_base, import_packages
@@ -335,12 +341,27 @@ class DeterminismCallback(_Callback):
     on_test_batch_end = on_predict_batch_end = on_validation_batch_end
     on_test_end = on_predict_end = on_validation_end
 
-    def capture_summary(self) -> dict[str, Any]:
-        """Return what this process knows of its last fit, as plain values."""
-        return asdict(self._recorder.summary)
+    def run_launched(
+        self, trainer: "Trainer", session: InheritedSession, run: Callable[[], object]
+    ) -> tuple[object, int, dict[str, Any]]:
+        """Run in a process that Lightning has forked or spawned, as under ``ddp_spawn``.
+
+        The process takes over the session and the number of fits of the one that started it.
+
+        Returns:
+            The result, the number of fits, and what this process knows of its last fit.
+        """
+        with session_inherited(session):
+            try:
+                result = run()
+            except BaseException as error:
+                # Lightning calls `on_exception` only in the process that started this one.
+                self.on_exception(trainer, trainer.lightning_module, error)
+                raise
+            return result, capture_session().fits, asdict(self._recorder.summary)
 
     def restore_summary(self, summary: dict[str, Any]) -> None:
-        """Take over what another process has captured."""
+        """Take over what another process knows of its last fit."""
         self._recorder.summary = FitSummary(**summary)
 
     @property
@@ -377,15 +398,47 @@ class DeterminismCallback(_Callback):
             self.early_variables.restore()
 
 
+@dataclass(frozen=True)
+class _LaunchedRun:
+    """A run that new processes call."""
+
+    trainer: "Trainer"
+    run: Callable[..., object]
+    callback: DeterminismCallback
+    session: InheritedSession
+
+    def __call__(self, *args: Any, **kwargs: Any) -> tuple[object, int, dict[str, Any]]:
+        run = partial(self.run, *args, **kwargs)
+        return self.callback.run_launched(self.trainer, self.session, run)
+
+
 def _launch(
     trainer: "Trainer", run: Callable[..., object], start: Callable[[Callable[..., object]], Any]
 ) -> object:
-    """Launch a run in new processes, which a callback of this package may serve."""
+    """Launch a run in new processes, which a callback of this package may serve.
+
+    Lightning calls no hook in the process that starts the others, and the others end with the run.
+
+    ``run`` is the method of the Trainer that runs. ``start`` starts processes that call its
+    argument, and returns what it returned on rank 0.
+    """
     callbacks = [c for c in list_callbacks(trainer) if isinstance(c, DeterminismCallback)]
     if not callbacks:
         return start(run)
     callbacks.sort(key=lambda callback: callback._auto_added)  # noqa: SLF001 - our own class
-    return launch_run(trainer, run, start, callbacks)
+    first = callbacks[0]
+    session = capture_session()
+    fits = session.fits + (trainer.state.fn == "fit")  # a fit that fails counts
+    with ExitStack() as stack:
+        for callback in callbacks:
+            stack.callback(callback.early_variables.restore)
+        first.early_variables.set()  # the processes must find them
+        try:
+            result, fits, summary = start(_LaunchedRun(trainer, run, first, session))
+        finally:
+            set_fits(fits)
+    first.restore_summary(summary)
+    return result
 
 
 _served: set[str] = set()

@@ -8,8 +8,7 @@ from torch import nn
 from lightning_d9m.control.session import active_session
 from lightning_d9m.control.settings import Settings
 from lightning_d9m.ledger.format.records import End
-from lightning_d9m.loop.ranks import find_ranks
-from lightning_d9m.loop.run_setup import make_folder
+from lightning_d9m.loop.run_setup import find_ranks, make_folder
 from lightning_d9m.recording.collective import Ranks
 from lightning_d9m.recording.run_recorder import Policy, RunRecorder, describe_training
 

@@ -28,8 +28,7 @@ from lightning_d9m.ledger.kinds import VALIDATION
 from lightning_d9m.loop.batches import Batches, EpochBatches, unwrap_model, unwrap_optimizer
 from lightning_d9m.loop.interruption import Interruption, name_parts
 from lightning_d9m.loop.probing import LoopProbes, read_probe_settings
-from lightning_d9m.loop.ranks import find_ranks
-from lightning_d9m.loop.run_setup import as_tuple, find_session, make_folder
+from lightning_d9m.loop.run_setup import as_tuple, find_ranks, find_session, make_folder
 from lightning_d9m.loop.saved_loop import SavedLoop
 from lightning_d9m.probes.settings import make_settings
 from lightning_d9m.probes.trace import ProbePoint, StatePoint

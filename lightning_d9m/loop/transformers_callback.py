@@ -15,8 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_d9m.errors import CheckpointError, SettingError
 from lightning_d9m.launch.interruption_points import INTERRUPT, RESUME, find_checkpoint
-from lightning_d9m.loop.ranks import find_ranks
-from lightning_d9m.loop.run_setup import find_session
+from lightning_d9m.loop.run_setup import find_ranks, find_session
 from lightning_d9m.loop.transformers_interruption import TransformersRecorder, resume_first_training
 
 if TYPE_CHECKING:

@@ -28,12 +28,19 @@ from lightning_d9m.hashing.training_state import (
     take_partial_snapshot,
 )
 from lightning_d9m.ledger.folder import rank_path, read_ledger
-from lightning_d9m.ledger.format.records import Digests, End, Header, Json, RunFacts, Scalar
+from lightning_d9m.ledger.format.records import (
+    Digests,
+    End,
+    Header,
+    Json,
+    LoaderFacts,
+    RunFacts,
+    Scalar,
+)
 from lightning_d9m.ledger.format.writer import LedgerWriter
 from lightning_d9m.ledger.program import capture_program
 from lightning_d9m.ledger.stack import SHARDED_PARAMETERS, are_portable, capture_stack, check_stack
 from lightning_d9m.recording.collective import Ranks
-from lightning_d9m.recording.loader_facts import describe_loader
 from lightning_d9m.recording.rank_agreement import RankAgreement, rank_error
 from lightning_d9m.recording.reference import Reference
 from lightning_d9m.recording.replicated_state import (
@@ -424,3 +431,23 @@ def describe_training(  # noqa: PLR0913 - one keyword for each fact
     if layout["world.size"] == 1:
         return header, facts, None
     return header, facts, find_replicated_state(model, optimizers, schedulers, layouts=layouts)
+
+
+def describe_loader(loader: object) -> LoaderFacts:
+    """Return how many samples and batches a loader has, and its batch size, where it can tell."""
+    batch_size = getattr(loader, "batch_size", None)
+    if batch_size is None:  # a custom batch sampler, or no automatic batching
+        batch_size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
+    return LoaderFacts(
+        samples=_length(getattr(loader, "dataset", None)),
+        batch_size=batch_size if isinstance(batch_size, int) else None,
+        batches=_length(loader),
+    )
+
+
+def _length(sized: object) -> int | None:
+    """Return a length, or None if there is none, as for an iterable dataset."""
+    try:
+        return len(sized)  # type: ignore[arg-type]
+    except (TypeError, NotImplementedError):
+        return None

@@ -9,8 +9,11 @@ from torch import distributed, nn
 from torch.distributed.pipelining import PipelineStage
 
 from lightning_d9m.hashing.shards import find_flat_layouts
-from lightning_d9m.recording.pipeline import count_stages
-from lightning_d9m.recording.replicated_state import describe_division, find_replicated_state
+from lightning_d9m.recording.replicated_state import (
+    count_stages,
+    describe_division,
+    find_replicated_state,
+)
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightning_d9m.recording.step_digests import StepDigests
+from lightning_d9m.recording.rank_agreement import StepDigests
 
 
 def find_first(*ranks):

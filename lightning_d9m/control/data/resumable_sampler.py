@@ -16,8 +16,7 @@ from torch.utils.data import (
 )
 
 from lightning_d9m.control.data.micro_batches import MicroBatchIndices
-from lightning_d9m.control.random_streams import RandomStreams
-from lightning_d9m.control.seeding import HostState, load_host, save_host, seed_host
+from lightning_d9m.control.seeding import HostState, RandomStreams, load_host, save_host, seed_host
 from lightning_d9m.state.search import find_generators
 
 # Samplers of these packages draw only from the generator that they are given.

@@ -13,8 +13,7 @@ from torch.utils.data import get_worker_info
 from lightning_d9m.control.data.dataset_numbers import WatchedIterator, read_first_numbers
 from lightning_d9m.control.data.micro_batches import MicroBatches
 from lightning_d9m.control.data.resumable_sampler import SeededIndex, SeededMicroBatches
-from lightning_d9m.control.random_streams import RandomStreams
-from lightning_d9m.control.seeding import HostState, load_host, save_host, seed_host
+from lightning_d9m.control.seeding import HostState, RandomStreams, load_host, save_host, seed_host
 from lightning_d9m.errors import SettingError
 
 

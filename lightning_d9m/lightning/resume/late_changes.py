@@ -16,8 +16,12 @@ from torch.utils._pytree import tree_leaves
 from lightning_d9m.hashing.digest import digest_many
 from lightning_d9m.hashing.shards import has_base
 from lightning_d9m.hashing.training_state import ModelTensors
-from lightning_d9m.lightning.resume.metric_state import name_callbacks
-from lightning_d9m.lightning.resume.program_state import Captured, ProgramState, find_changed
+from lightning_d9m.lightning.resume.program_state import (
+    Captured,
+    ProgramState,
+    find_changed,
+    name_callbacks,
+)
 from lightning_d9m.lightning.strategies import is_sharded
 from lightning_d9m.lightning.trainer_attributes import list_callbacks
 from lightning_d9m.state.watch import digest_value

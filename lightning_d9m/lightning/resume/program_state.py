@@ -8,6 +8,7 @@ saved as plain data; what has no plain form makes a resume inexact, and is named
 import dis
 import inspect
 import sys
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -16,11 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset, Sampler
+from torchmetrics import Metric, MetricCollection
 
 from lightning_d9m.control.data.samplers import find_samplers
 from lightning_d9m.hashing.training_state import ModelTensors
 from lightning_d9m.lightning.lightning_private import list_loaders
-from lightning_d9m.lightning.resume.metric_state import find_metrics, name_callbacks
 from lightning_d9m.lightning.saved_state import KEY
 from lightning_d9m.lightning.strategies import is_sharded
 from lightning_d9m.lightning.trainer_attributes import get_datamodule, list_callbacks
@@ -30,6 +31,7 @@ from lightning_d9m.state.plain_data import decode_plain, pack_bytes, unpack_byte
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
+
 
 _PACKAGES = ("lightning", "pytorch_lightning", "lightning_fabric", "lightning_d9m")
 # Loaders have a control of their own, which reads their datasets and samplers.
@@ -209,3 +211,40 @@ def _find_stored(members: Iterable[object]) -> Iterator[str]:
             for step in dis.get_instructions(inspect.unwrap(function)):
                 if step.opname == "STORE_ATTR":
                     yield step.argval
+
+
+def find_metrics(trainer: "Trainer") -> dict[str, Any]:
+    """Return the metrics and collections of the module and of its callbacks, by path."""
+    of_model = find_metric_modules(dict(trainer.lightning_module.named_modules()))
+    found = {f"model.{name}" if name else "model": metric for name, metric in of_model.items()}
+    for path, owner in _list_owned_modules(trainer):
+        metrics = find_metric_modules(dict(owner.named_modules()))
+        found |= {f"{path}.{name}" if name else path: metric for name, metric in metrics.items()}
+    return found
+
+
+def _list_owned_modules(trainer: "Trainer") -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules that are attributes of callbacks, by path."""
+    for path, callback in name_callbacks(list_callbacks(trainer)).items():
+        for name, value in getattr(callback, "__dict__", {}).items():
+            if isinstance(value, nn.Module) and value is not trainer.lightning_module:
+                yield f"{path}.{name}", value
+
+
+def name_callbacks(callbacks: Iterable[object]) -> dict[str, Any]:
+    """Return the callbacks by names that do not depend on other callbacks."""
+    named: dict[str, Any] = {}
+    counts: Counter[str] = Counter()
+    for callback in callbacks:
+        base = f"callbacks.{type(callback).__name__}"
+        named[f"{base}#{counts[base]}" if counts[base] else base] = callback
+        counts[base] += 1
+    return named
+
+
+def find_metric_modules(modules: dict[str, nn.Module]) -> dict[str, Any]:
+    """Return the metrics and collections of metrics among modules."""
+    # Each base, instead of isinstance: that asks all subclasses of Metric, which is abstract.
+    kinds = {Metric, MetricCollection}
+    of_metrics = {kind for kind in set(map(type, modules.values())) if kinds & {*kind.__mro__}}
+    return {name: module for name, module in modules.items() if type(module) in of_metrics}

@@ -13,7 +13,7 @@ from torchmetrics.wrappers import Running
 from trainings import make_model
 
 from lightning_d9m.errors import InexactResumeError
-from lightning_d9m.lightning.resume import metric_state
+from lightning_d9m.lightning.resume.program_state import name_callbacks
 
 pytestmark = pytest.mark.usefixtures("unseeded", "new_process")
 
@@ -113,5 +113,5 @@ class Same(L.Callback):
 
 def test_callbacks_are_named_by_their_class():
     same = [Same(), Same()]
-    named = metric_state.name_callbacks([same[0], L.Callback(), same[1]])
+    named = name_callbacks([same[0], L.Callback(), same[1]])
     assert list(named) == ["callbacks.Same", "callbacks.Callback", "callbacks.Same#1"]
