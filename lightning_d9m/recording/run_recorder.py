@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal
@@ -41,7 +42,7 @@ from lightning_d9m.ledger.format.writer import LedgerWriter
 from lightning_d9m.ledger.program import capture_program
 from lightning_d9m.ledger.stack import SHARDED_PARAMETERS, are_portable, capture_stack, check_stack
 from lightning_d9m.recording.collective import Ranks
-from lightning_d9m.recording.rank_agreement import RankAgreement, rank_error
+from lightning_d9m.recording.rank_agreement import RankAgreement, gather_json, rank_error
 from lightning_d9m.recording.reference import Reference
 from lightning_d9m.recording.replicated_state import (
     ReplicatedState,
@@ -178,7 +179,7 @@ class RunRecorder:
         self.folder = make_folder()
         self._header, self._present_policy = header, policy or self._policy
         if ranks.gather is not None and replicated is not None:
-            self._agreement = RankAgreement(ranks.gather, replicated)
+            self._agreement = RankAgreement(partial(gather_json, ranks), replicated)
         self._model = model if wrapped is None else wrapped
         self.model_tensors = ModelTensors(model)
         self.open_recorders.add(self)
@@ -340,7 +341,7 @@ class RunRecorder:
             return []
         agreement = self._agreement
         summary = [] if agreement is None else agreement.summarize(digests.groups)
-        rows = self.ranks.gather([found[0].count if found else 0, *summary])
+        rows = gather_json(self.ranks, [found[0].count if found else 0, *summary])
         counts = [row[0] for row in rows]
         drifted = [rank for rank, count in enumerate(counts) if count]
         errors: list[DriftError] = []

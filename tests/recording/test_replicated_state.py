@@ -1,5 +1,6 @@
 """Ranks compare all state that must be equal: each rank is a thread with its own model."""
 
+import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -61,12 +62,11 @@ def find_differences(disturb, count=3, *, at=1):
     ranks = [Rank(number) for number in range(count)]
 
     def run(rank):
-        def gather(numbers):
-            rows[rank.number] = list(numbers)
+        def gather(value):
+            rows[rank.number] = json.dumps(value)
             barrier.wait()
-            found = [list(row) for row in rows]
+            found = [json.loads(row) for row in rows]
             barrier.wait()
-            assert len({len(row) for row in found}) == 1  # otherwise a collective hangs
             return found
 
         replicated = find_replicated_state(rank.model, [rank.optimizer], rank.schedulers)
@@ -195,16 +195,16 @@ def test_the_loss_of_a_rank_that_lbfgs_keeps_may_differ():
 def test_entries_travel_only_when_their_digest_differs():
     sent = []
 
-    def gather(numbers):
-        sent.append(len(numbers))
-        return [list(numbers)] * 2
+    def gather(value):
+        sent.append(value)
+        return [value] * 2
 
     groups = {"weights": {f"w{n}": f"{n:032x}" for n in range(1000)}}
     agreement = RankAgreement(gather, ReplicatedState(weights=list(groups["weights"])))
     row = agreement.summarize(groups)
     assert agreement.compare([row, row]) == {}
     assert sent == []
-    assert len(row) == 20
+    assert len(row) == 5
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script. is deprecated")
