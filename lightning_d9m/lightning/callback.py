@@ -6,13 +6,14 @@ Each hook calls one function of :mod:`lightning_d9m.lightning` or of a lower lay
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 
-from lightning_d9m.control.environment import EarlyVariables
+from lightning_d9m.control.environment import EarlyVariables, control_is_on
+from lightning_d9m.control.hash_seed import describe_hash_seed_problem
 from lightning_d9m.control.session import (
     InheritedSession,
     capture_session,
@@ -20,21 +21,20 @@ from lightning_d9m.control.session import (
     set_fits,
 )
 from lightning_d9m.control.settings import read_path, validate_choice
+from lightning_d9m.errors import SettingError
 from lightning_d9m.ledger.format.records import End
 from lightning_d9m.lightning.fault_injection import apply_interrupt_variables, change_last_bits
 from lightning_d9m.lightning.lightning_private import wrap_launches
 from lightning_d9m.lightning.logical_ranks.refusals import refuse_unread_variable
-from lightning_d9m.lightning.packages import combined_base, extend_base, import_packages
+from lightning_d9m.lightning.packages import combined_base, extend_base, import_packages, rank_zero
 from lightning_d9m.lightning.probing.recorder import ProbeRecorder
 from lightning_d9m.lightning.ranks.lost_ranks import add_lost_ranks, connect_liveness
 from lightning_d9m.lightning.ranks.process_group import close_group_at_exit
 from lightning_d9m.lightning.ranks.trainer_ranks import ranks_of
-from lightning_d9m.lightning.recording.fit_summary import FitSummary
-from lightning_d9m.lightning.recording.trainer_recorder import TrainerRecorder
+from lightning_d9m.lightning.recording.trainer_recorder import FitSummary, TrainerRecorder
 from lightning_d9m.lightning.resolved_settings import GivenSettings
 from lightning_d9m.lightning.resume.checkpoint_state import CheckpointState
 from lightning_d9m.lightning.resume.gradients import mark_used_gradients
-from lightning_d9m.lightning.run_checks import check_benchmark, check_callbacks, report_hash_seed
 from lightning_d9m.lightning.saved_state import KEY
 from lightning_d9m.lightning.strategies import check_strategy, register_strategies
 from lightning_d9m.lightning.trainer_attributes import list_callbacks
@@ -42,6 +42,10 @@ from lightning_d9m.lightning.trainer_session import TrainerSession
 from lightning_d9m.probes.settings import make_settings
 from lightning_d9m.recording.rank_liveness import RankLiveness
 from lightning_d9m.recording.run_recorder import Policy
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback as _Callback
@@ -472,3 +476,51 @@ def _find_stage(trainer: "Trainer") -> str:
 def _as_tuple(names: Sequence[str]) -> tuple[str, ...]:
     """Return names as a tuple; a single name need not be in a list."""
     return (names,) if isinstance(names, str) else tuple(names)
+
+
+def check_callbacks(count: int) -> None:
+    """Raise a ``SettingError`` if the program has passed several DeterminismCallbacks."""
+    if count > 1:
+        raise SettingError(
+            f"This Trainer has {count} DeterminismCallbacks; a run has one seed and "
+            "one ledger, so one is allowed. Remove the others from Trainer(callbacks=...)."
+        )
+
+
+def check_benchmark(trainer: "Trainer", *, was_on: bool, overrides: bool) -> None:
+    """Refuse cuDNN's benchmark mode, or say that the run switches it off.
+
+    ``was_on`` says whether it was on before the callback was built, ``overrides`` whether the
+    run switches it off.
+
+    Raises:
+        SettingError: If it is on, unless the run overrides it.
+    """
+    if not torch.backends.cudnn.benchmark:
+        return
+    origin = (
+        "since before this callback was built, as an earlier Trainer(benchmark=True) leaves it"
+        if was_on
+        else "since this callback was built, as this Trainer's benchmark=True sets it"
+    )
+    problem = (
+        f"cuDNN's benchmark mode is on, {origin}: it chooses algorithms by timing them, so "
+        "runs differ."
+    )
+    if not overrides:
+        raise SettingError(
+            f"{problem} Remove benchmark=True from that Trainer, or set "
+            "torch.backends.cudnn.benchmark = False before this run."
+        )
+    if trainer.is_global_zero and control_is_on():
+        rank_zero().rank_zero_info(
+            f"{problem} LIGHTNING_D9M=1 switches it off during this run and records that."
+        )
+
+
+@cache
+def report_hash_seed() -> None:
+    """Log once per process that the hash seed is not fixed; it cannot be set any more."""
+    problem = describe_hash_seed_problem()
+    if problem is not None:
+        rank_zero().rank_zero_info(problem)

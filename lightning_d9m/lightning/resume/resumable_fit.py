@@ -18,7 +18,7 @@ from lightning_d9m.lightning import lightning_private
 from lightning_d9m.lightning.ranks.trainer_ranks import ranks_of
 from lightning_d9m.lightning.recording.trainer_recorder import TrainerRecorder
 from lightning_d9m.lightning.resume import exactness, run_state
-from lightning_d9m.lightning.resume.epoch_length import EpochLength
+from lightning_d9m.lightning.resume.exactness import EpochLength
 from lightning_d9m.lightning.resume.late_changes import (
     LateChanges,
     describe_hook,
