@@ -427,7 +427,6 @@ def test_the_module_calls_its_hook_before_a_transfer():
 
 NOT_OF_LIGHTNING = {
     "the callback of this package": {"_auto_added"},
-    "datasets and control wrappers of this package": {"_dataset"},
     "Python": {"_getframe", "_initializing"},
     "torch's bindings": {
         "_C",

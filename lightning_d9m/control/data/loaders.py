@@ -355,10 +355,12 @@ class LoaderControl:
         """
         found = {
             str(control.number): control.capture(within=within, at_end=at_end)
-            for control in self._controlled
-            if control.stage == stage
+            for control in self._list(stage)
         }
         return {number: states for number, states in found.items() if states}
+
+    def _list(self, stage: str) -> list[ControlledLoader]:
+        return [control for control in self._controlled if control.stage == stage]
 
     def wrap_loader(self, loader: Any, stage: str) -> Any:
         """Give a loader its own random streams; return the loader to iterate.
@@ -393,7 +395,7 @@ class LoaderControl:
 
         Does not start the same epoch twice, because its order may be drawn already.
         """
-        present = [control for control in self._controlled if control.stage == stage]
+        present = self._list(stage)
         for control in present:
             if control.first_epoch is None:
                 # Numbered among the loaders of the same first epoch, so that a loader that is
@@ -403,36 +405,31 @@ class LoaderControl:
 
     def restore_numbers(self, stage: str, epoch: int) -> None:
         """Restore the numbers of datasets, which an iteration before the epoch may have changed."""
-        for control in self._controlled:
-            if control.stage == stage:
-                control.restore_numbers(epoch, self._consumed.get(stage))
+        for control in self._list(stage):
+            control.restore_numbers(epoch, self._consumed.get(stage))
 
     def restore_samplers(self, stage: str, samplers: Mapping[str, Any]) -> None:
         """Restore what ``capture_samplers`` returned, after the loaders were loaded."""
-        for control in self._controlled:
-            if control.stage == stage:
-                control.restore(samplers.get(str(control.number), {}))
+        for control in self._list(stage):
+            control.restore(samplers.get(str(control.number), {}))
 
     def keep_iterated(self, stage: str) -> None:
         """Note that a stage's loaders were iterated in advance, as ``restart_epoch`` may undo."""
-        for control in self._controlled:
-            if control.stage == stage:
-                control.keep_iterated()
+        for control in self._list(stage):
+            control.keep_iterated()
 
     def restart(self, stage: str) -> None:
         """Let the next ``start_epoch`` of a stage start the same epoch again."""
-        for control in self._controlled:
-            if control.stage == stage:
-                control.started = None
+        for control in self._list(stage):
+            control.started = None
 
     def restart_epoch(self, stage: str, epoch: int) -> None:
         """Start an epoch again, before a stage's loaders are iterated again from its beginning.
 
         Workers may already hold batches of an iteration that was not consumed.
         """
-        for control in self._controlled:
-            if control.stage == stage:
-                control.reset(epoch)
+        for control in self._list(stage):
+            control.reset(epoch)
         self.start_epoch(stage, epoch)
 
     def release(self) -> None:
@@ -493,6 +490,5 @@ def _copy_original(loader: Any) -> Any:
         duplicate.worker_init_fn = duplicate.worker_init_fn.user_function
     if type(duplicate.collate_fn) is SeededCollate:
         duplicate.collate_fn = duplicate.collate_fn.user_function
-    if type(duplicate.dataset) is SeededDataset:
-        object.__setattr__(duplicate, "dataset", vars(duplicate.dataset)["_dataset"])
+    object.__setattr__(duplicate, "dataset", unwrap(duplicate.dataset))
     return duplicate

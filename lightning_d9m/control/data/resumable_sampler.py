@@ -54,10 +54,41 @@ class SeededMicroBatches(list[SeededIndex]):
     """A request for one micro-batch of each logical rank of a process."""
 
 
-class ResumableSampler:
-    """A proxy of a loader's sampler that numbers its batches.
+class Proxy:
+    """Stands for an object of the user's, whose attributes it shows and sets, and whose class.
 
-    All other attributes come from the user's sampler.
+    ``own`` are attributes of the proxy itself.
+    """
+
+    def __init__(self, target: Any, **own: Any) -> None:
+        vars(self).update(_d9m_target=target, **own)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return type(self._d9m_target)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self._d9m_target, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._d9m_target, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self._d9m_target, name)
+
+    def __len__(self) -> int:
+        return len(self._d9m_target)
+
+
+def unwrap(value: Any) -> Any:
+    """Return the object for which a ``Proxy`` stands, or any other object unchanged."""
+    return vars(value)["_d9m_target"] if issubclass(type(value), Proxy) else value
+
+
+class ResumableSampler(Proxy):
+    """A proxy of a loader's sampler that numbers its batches.
 
     Args:
         sampler: The user's batch sampler, or the sampler of a loader that does not batch.
@@ -76,25 +107,10 @@ class ResumableSampler:
         user_made: bool,
         on_start: Callable[[], object] = bool,
     ) -> None:
-        vars(self).update(
-            _user_sampler=sampler, _stream=stream, _user_made=user_made,
-            _on_start=on_start, _round=0, _skip=0, _cycled=bool,
+        super().__init__(
+            sampler, _stream=stream, _user_made=user_made, _on_start=on_start,
+            _round=0, _skip=0, _cycled=bool,
         )  # fmt: skip
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> type:
-        return type(self._user_sampler)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self._user_sampler, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._user_sampler, name, value)
-
-    def __len__(self) -> int:
-        return len(self._user_sampler)
 
     def start_epoch(self, skip: int = 0, cycled: Callable[[], bool] = bool) -> None:
         """Begin an epoch.
@@ -160,10 +176,10 @@ class ResumableSampler:
 
     def _iterate(self) -> Iterable[Any]:
         if not self._user_made:
-            return self._user_sampler  # type: ignore[no-any-return]
+            return self._d9m_target  # type: ignore[no-any-return]
         # The same on all ranks, because the sampler may split one order among them.
         seed = self._stream.derive("sampler", index=self._round, shared=True)
-        return iterate_apart(self._user_sampler, seed)
+        return iterate_apart(self._d9m_target, seed)
 
 
 def find_position_problem(loader: Any) -> str | None:
@@ -218,7 +234,7 @@ def find_worker_problem(loader: Any) -> str | None:
     if not kept:
         return None
     # Remove the names of our proxies from the paths.
-    paths = ", ".join(kept).replace("._dataset.", ".").replace("_fn.user_function.", "_fn.")
+    paths = ", ".join(kept).replace("._d9m_target.", ".").replace("_fn.user_function.", "_fn.")
     return (
         f"The loader of {loader.dataset.__class__.__name__} draws from its own generators "
         f"({paths}), whose state in the loader's workers cannot be "
@@ -254,11 +270,6 @@ def _no_position(data: Any) -> str:
         "would train on the same batches again. Load it with "
         "torchdata's StatefulDataLoader, or save checkpoints at the end of an epoch."
     )
-
-
-def unwrap(sampler: Any) -> Any:
-    """Return the user's sampler of a ``ResumableSampler``, or any other sampler unchanged."""
-    return vars(sampler)["_user_sampler"] if type(sampler) is ResumableSampler else sampler
 
 
 def is_user_made(values: Iterable[Any]) -> bool:
