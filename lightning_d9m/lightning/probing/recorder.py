@@ -60,6 +60,7 @@ class BatchProbes:
         """Record the state at the start of a batch, and hook the model, if its step is probed."""
         if point.step not in self._settings.steps:
             self.unhook()
+            self.flush()
             return
         self.collector.begin(point)
         self._took_loss = False
