@@ -14,10 +14,9 @@ import torch
 from lightning_d9m.errors import DigestError
 from lightning_d9m.hashing.digest import DigestQueue, digest_value
 from lightning_d9m.hashing.pytree_leaves import list_pytree_leaves
-from lightning_d9m.ledger.format.frames import MAX_BLOCK, MAX_LAYOUTS
+from lightning_d9m.ledger.format.frames import MAX_LAYOUTS
 from lightning_d9m.ledger.format.records import (
     DIGEST_BYTES,
-    MAX_GROWTH,
     Json,
     ProbeKey,
     ProbesRecord,
@@ -149,7 +148,6 @@ class ProbeCollector:
         self._layouts: dict[tuple[ProbeKey, ...], int] = {}
         self._next_layout = 0
         self._remembered = 0
-        self._frames: _FrameGroup | None = None
 
     @property
     def saves(self) -> bool:
@@ -271,32 +269,19 @@ class ProbeCollector:
                 stop = start + RECORD_PLACES
                 layout = self._layout_of(trace, start, stop)
                 part = digests[DIGEST_BYTES * start : DIGEST_BYTES * stop]
-                self._add_frame(moment, layout, part)
-        self._write_frames()
-
-    def _add_frame(self, moment: ProbePoint, layout: int, digests: bytes) -> None:
-        """Add a frame to those before it if it continues them."""
-        frames = self._frames
-        if frames is not None:
-            growth = moment.step - frames.last.step, moment.batch - frames.last.batch
-            alike = moment.epoch == frames.last.epoch and layout == frames.layout
-            if alike and frames.takes(growth, len(digests)):
-                frames.add(moment, growth, digests)
-                return
-            self._write_frames()
-        self._frames = _FrameGroup(moment, layout, digests)
-
-    def _write_frames(self) -> None:
-        frames, self._frames = self._frames, None
-        if frames is not None:
-            self._write(frames.as_record())
+                record = ProbesRecord(
+                    epoch=moment.epoch,
+                    step=moment.step,
+                    batch=moment.batch,
+                    layout=layout,
+                    digests=part,
+                )
+                self._write(record.as_record())
 
     def _layout_of(self, trace: Trace, start: int, stop: int) -> int:
         sequence = tuple(trace.places[start:stop])
         number = self._layouts.get(sequence)
         if number is None:
-            # The record of another layout may follow, with a number that these frames use.
-            self._write_frames()
             if self._remembered > _MAX_CACHED_PLACES or self._next_layout == MAX_LAYOUTS:
                 self._layouts.clear()
                 self._remembered = self._next_layout = 0
@@ -307,44 +292,6 @@ class ProbeCollector:
             self._next_layout += 1
             self._remembered += len(sequence)
         return number
-
-
-class _FrameGroup:
-    """Frames that are written together: of one layout, with the same growth."""
-
-    def __init__(self, moment: ProbePoint, layout: int, digests: bytes) -> None:
-        self.last = moment
-        self.layout = layout
-        self._first = moment
-        self._growth = (1, 1)
-        self._digests = [digests]
-
-    def takes(self, growth: tuple[int, int], size: int) -> bool:
-        """Return whether a frame with a growth may be added."""
-        count = len(self._digests)
-        if count > 1:
-            return growth == self._growth and (count + 1) * size <= MAX_BLOCK
-        return 0 <= growth[0] <= MAX_GROWTH and 0 < growth[1] <= MAX_GROWTH
-
-    def add(self, moment: ProbePoint, growth: tuple[int, int], digests: bytes) -> None:
-        """Add a frame."""
-        self.last = moment
-        self._growth = growth
-        self._digests.append(digests)
-
-    def as_record(self) -> dict[str, Json]:
-        """Return the record that is written."""
-        steps, batches = self._growth
-        return ProbesRecord(
-            epoch=self._first.epoch,
-            step=self._first.step,
-            batch=self._first.batch,
-            layout=self.layout,
-            digests=b"".join(self._digests),
-            count=len(self._digests),
-            steps=steps,
-            batches=batches,
-        ).as_record()
 
 
 class TraceDifference(NamedTuple):
