@@ -6,9 +6,7 @@ Names are those of the user's model, without the prefix that ``torch.compile`` a
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from math import prod
-from operator import attrgetter, eq, is_
 from typing import Any
 
 import torch
@@ -28,9 +26,6 @@ Groups = dict[str, dict[str, str]]
 _ORDINARY = frozenset({Tensor, nn.Parameter})
 
 
-_TABLES = tuple(map(attrgetter, ("_parameters", "_buffers", "_modules")))
-
-
 # What wrappers of modules add: torch.compile, FSDP1, and activation checkpointing.
 _WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 
@@ -47,97 +42,41 @@ def plain_name(name: str) -> str:
 
 
 class ModelTensors:
-    """A model's parameters and buffers; the model is walked again only when it has others.
+    """A model's parameters and buffers as they are now, by name.
 
-    Walking a model takes longer than hashing its small tensors.
-
-    Args:
-        model: The model.
-        takes: Returns whether the parameter or buffer of a name is selected; None selects all.
+    ``takes`` returns whether the parameter or buffer of a name is selected; None selects all.
     """
 
     def __init__(self, model: nn.Module, takes: Callable[[str], bool] | None = None) -> None:
         self._model = model
-        self._takes = lambda entry: takes is None or takes(entry[0])
-        self._tables: list[dict[str, Any]] = []
-        self._sizes: list[int] = []
-        self._filled: list[dict[str, Any]] = []
-        self._keys: list[str] = []
-        self._held: list[object] = []
-        self._parameters: dict[str, Tensor] = {}
-        self._buffers: dict[str, Tensor] = {}
-        self._names: dict[int, str] = {}
-        self._modules: dict[str, nn.Module] = {}
-        self._listed: tuple[list[tuple[str, Tensor]], list[tuple[str, Tensor]]] = ([], [])
+        self._takes = takes
 
     def look(self) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[int, str]]:
-        """Return the parameters, the buffers and the names."""
-        tables, filled = self._tables, self._filled
-        # Checks in C, without creating objects, that the modules hold the same objects under the
-        # same names: this runs in every batch.
-        if not (
-            tables
-            and all(map(eq, map(len, tables), self._sizes))
-            and all(map(is_, chain.from_iterable(filled), self._keys))
-            and all(map(is_, chain.from_iterable(map(dict.values, filled)), self._held))
-        ):
-            self._walk()
-        return self._parameters, self._buffers, self._names
-
-    @property
-    def parameters(self) -> dict[str, Tensor]:
-        """The selected parameters by name."""
-        return self.look()[0]
-
-    @property
-    def buffers(self) -> dict[str, Tensor]:
-        """The selected buffers by name."""
-        return self.look()[1]
-
-    @property
-    def names(self) -> dict[int, str]:
-        """The name of every parameter by its id."""
-        return self.look()[2]
-
-    @property
-    def modules(self) -> dict[str, nn.Module]:
-        """The modules by name, the same object while the model holds the same tensors."""
-        self.look()
-        return self._modules
+        """Return the selected parameters and buffers, and the name of every parameter by its id."""
+        parameters, buffers = (
+            {plain_name(name): own for name, own in part} for part in self.listed
+        )
+        names = {id(own): name for name, own in parameters.items()}
+        return self._select(parameters), self._select(buffers), names
 
     @property
     def listed(self) -> tuple[list[tuple[str, Tensor]], list[tuple[str, Tensor]]]:
         """All parameters and all buffers, with torch's names."""
-        self.look()
-        return self._listed
+        return list(self._model.named_parameters()), list(self._model.named_buffers())
 
     def list_saved(self) -> list[tuple[str, Tensor]]:
         """Return the names and tensors of all parameters, and of the buffers in a state dict."""
         parameters, buffers = self.listed
         fleeting = {
             f"{path}.{name}" if path else name
-            for path, module in self.modules.items()
+            for path, module in self._model.named_modules()
             for name in module._non_persistent_buffers_set  # noqa: SLF001 - torch has no public list
         }
         return [*parameters, *((name, own) for name, own in buffers if name not in fleeting)]
 
-    def _walk(self) -> None:
-        self._modules = dict(self._model.named_modules())
-        modules = self._modules.values()
-        tables = [table for own in _TABLES for table in map(own, modules)]
-        # TorchScript modules return copies of their tables, so such a model is always walked.
-        self._tables = tables if all(isinstance(table, dict) for table in tables) else []
-        self._sizes = list(map(len, self._tables))
-        self._filled = list(filter(None, self._tables))
-        self._keys = list(chain.from_iterable(self._filled))
-        self._held = list(chain.from_iterable(map(dict.values, self._filled)))
-        self._listed = list(self._model.named_parameters()), list(self._model.named_buffers())
-        parameters, buffers = (
-            [(plain_name(name), own) for name, own in part] for part in self._listed
-        )
-        self._names = {id(own): name for name, own in parameters}
-        self._parameters = dict(filter(self._takes, parameters))
-        self._buffers = dict(filter(self._takes, buffers))
+    def _select(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        takes = self._takes
+        return tensors if takes is None else {n: own for n, own in tensors.items() if takes(n)}
 
 
 @dataclass(frozen=True)
@@ -185,7 +124,7 @@ class PartialSnapshot:
 
 
 def take_snapshot(
-    model: nn.Module | ModelTensors,
+    model: nn.Module,
     optimizers: Sequence[torch.optim.Optimizer] = (),
     schedulers: Sequence[Any] = (),
 ) -> Snapshot:
@@ -195,7 +134,7 @@ def take_snapshot(
 
     Args:
         model: Its parameters and buffers are digested; non-persistent buffers too, because they
-            take part in the computation. Pass ``ModelTensors`` to cache them between snapshots.
+            take part in the computation.
         optimizers: Their state by parameter, and the settings of their parameter groups.
         schedulers: Objects with ``state_dict()``. Of an object in it without defined bytes, the
             type is digested: its effect shows in the learning rates.
@@ -207,7 +146,7 @@ def take_snapshot(
 
 
 def take_partial_snapshot(
-    model: nn.Module | ModelTensors,
+    model: nn.Module,
     optimizers: Sequence[torch.optim.Optimizer] = (),
     schedulers: Sequence[Any] = (),
     layouts: Mapping[int, FlatLayout] | None = None,
@@ -231,7 +170,7 @@ def take_partial_snapshot(
 
 
 def _read_state(
-    model: nn.Module | ModelTensors,
+    model: nn.Module,
     optimizers: Sequence[torch.optim.Optimizer],
     schedulers: Sequence[Any],
     layouts: Mapping[int, FlatLayout] | None,
@@ -239,8 +178,7 @@ def _read_state(
     sketches: bool = False,
 ) -> PartialSnapshot:
     """Digest the state; without layouts, shards as if they were tensors."""
-    model_tensors = model if isinstance(model, ModelTensors) else ModelTensors(model)
-    parameters, buffers, names = model_tensors.look()
+    parameters, buffers, names = ModelTensors(model).look()
     state = _State(layouts, names)
     for group, named in (("weights", parameters), ("buffers", buffers)):
         state.add_all(group, named)

@@ -23,7 +23,6 @@ from lightning_d9m.control.settings import Settings, validate_choice
 from lightning_d9m.errors import D9mError, DriftError, LedgerError
 from lightning_d9m.hashing.shards import find_flat_layouts, reshard
 from lightning_d9m.hashing.training_state import (
-    ModelTensors,
     PartialSnapshot,
     describe_model,
     take_partial_snapshot,
@@ -86,7 +85,6 @@ class RunRecorder:
     An error on one rank is raised on all ranks, so that none waits for another.
 
     Attributes:
-        model_tensors: The tensors of the model; None if no ledger is open.
         ranks: The ranks of the training.
         loss: The last loss, on its device; None without one.
         digest: The digest of the weights that were digested last; None before the first.
@@ -110,7 +108,7 @@ class RunRecorder:
         self._reference: Reference | None = None
         self._agreement: RankAgreement | None = None
         self._model: torch.nn.Module | None = None
-        self.model_tensors: ModelTensors | None = None
+        self._wrapped: torch.nn.Module | None = None
         self.ranks = Ranks(0)
         self.loss: torch.Tensor | None = None
 
@@ -180,8 +178,7 @@ class RunRecorder:
         self._header, self._present_policy = header, policy or self._policy
         if ranks.gather is not None and replicated is not None:
             self._agreement = RankAgreement(partial(gather_json, ranks), replicated)
-        self._model = model if wrapped is None else wrapped
-        self.model_tensors = ModelTensors(model)
+        self._model, self._wrapped = model, model if wrapped is None else wrapped
         self.open_recorders.add(self)
         ranks.raise_on_all(lambda: self._begin(header, facts, resumed))
 
@@ -247,14 +244,13 @@ class RunRecorder:
         *,
         sketches: bool,
     ) -> PartialSnapshot:
-        assert self.model_tensors is not None, "begin() comes first"
-        assert self._model is not None, "begin() comes first"
+        assert self._model is not None and self._wrapped is not None, "begin() comes first"  # noqa: PT018
         if verify is not None:
             verify()
-        reshard(self._model)
-        layouts = find_flat_layouts(self._model)
+        reshard(self._wrapped)
+        layouts = find_flat_layouts(self._wrapped)
         return take_partial_snapshot(
-            self.model_tensors, optimizers, schedulers, layouts, sketches=sketches
+            self._model, optimizers, schedulers, layouts, sketches=sketches
         )
 
     def record(self, digests: Digests) -> int:

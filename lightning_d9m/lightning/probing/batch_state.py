@@ -67,10 +67,11 @@ def take_step(
 
 def take_gradients(model_tensors: ModelTensors, optimizer: Any, listener: Listener) -> None:
     """Pass the gradients of an optimizer's parameters to a listener."""
+    parameters, _, _ = model_tensors.look()
     used = {id(p) for group in optimizer.param_groups for p in group["params"]}
     gradients = {
         name: parameter.grad
-        for name, parameter in model_tensors.parameters.items()
+        for name, parameter in parameters.items()
         if id(parameter) in used and parameter.grad is not None
     }
     listener.add_tensors("gradient", gradients)

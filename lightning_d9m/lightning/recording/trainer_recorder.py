@@ -14,7 +14,6 @@ from torch import nn
 
 from lightning_d9m.control.environment import control_is_on
 from lightning_d9m.hashing.output_digest import LogicalOutputDigest, OutputDigest
-from lightning_d9m.hashing.training_state import ModelTensors
 from lightning_d9m.ledger.format.records import (
     End,
     Evaluation,
@@ -148,11 +147,6 @@ class TrainerRecorder:
         folder = self._make_folder(trainer, kind="fit")
         self.summary = FitSummary(str(folder))
         return folder
-
-    @property
-    def model_tensors(self) -> ModelTensors | None:
-        """The tensors of the model; None if no ledger is open."""
-        return self._run.model_tensors
 
     @property
     def ledger_position(self) -> dict[str, str] | None:

@@ -83,7 +83,7 @@ class ResumableFit:
         self._unvalidated: SavedRank | None = None
         self._before_evaluation: run_state.UserState | None = None
         self._loader_states: list[dict[str, Any]] = []
-        self._model: ModelTensors | None = None
+        self._parts = ModelTensors(trainer.lightning_module)
         self._first_program: ProgramState | None = None
         self._has_settled = False
         self._captured: Captured = ({}, [])
@@ -351,13 +351,6 @@ class ResumableFit:
             ),
             rank.pending,
         )
-
-    @property
-    def _parts(self) -> ModelTensors:
-        if self._model is None:
-            found = self._recorder.model_tensors
-            self._model = found or ModelTensors(self._trainer.lightning_module)
-        return self._model
 
     @property
     def _position(self) -> LoopPosition:
