@@ -437,12 +437,10 @@ NOT_OF_LIGHTNING = {
         "_get_sequence_nr",
         "_get_tracing_state",
         "_op",
-        "_register_hook_dict",
         "_schema",
         "_sequence_nr",
     },
     "torch's modules and tensors": {
-        "_backward_hooks",
         "_buffers",
         "_compiled_call_impl",
         "_orig_mod",
