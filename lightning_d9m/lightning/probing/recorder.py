@@ -179,8 +179,7 @@ class ProbeRecorder:
 
     def __getstate__(self) -> dict[str, Any]:
         copied = ProbeRecorder(self._given, self._ignored_metrics)
-        copied._settings = self._settings
-        return vars(copied)
+        return vars(copied) | {"_settings": self._settings}
 
     def read_variables(self) -> None:
         """Let environment variables override the settings.
