@@ -78,7 +78,7 @@ class StepRun:
         further = settings.as_record() | {"every_n_steps": self._every} | _override(session)
         ranks = Ranks(rank)
         self._probe_settings = settings
-        self._probes: LoopProbes | None = None
+        self._probes = self._make_probes(ProbeSettings())
         with self._ended_by_an_error():
             self._run.begin(
                 ranks,
@@ -114,12 +114,10 @@ class StepRun:
     def end_step(self) -> None:
         """Count a step, and record every N-th one."""
         with self._ended_by_an_error():
-            if self._probes is not None:
-                self._probes.end(None, {})
+            self._probes.end(None, {})
             self._steps += 1
             if self._steps % self._every == 0:
-                if self._probes is not None:
-                    self._probes.flush()
+                self._probes.flush()
                 self._record("epoch")
                 self._records += 1
             self._start_batch()
@@ -127,8 +125,7 @@ class StepRun:
     def finish(self, error: BaseException | None = None) -> None:
         """Record the final state, and close the ledger."""
         with self._ended_by_an_error():
-            if self._probes is not None:
-                self._probes.close()
+            self._probes.close()
             if error is None:
                 self._record("final")
         self._run.end(End(status="finished") if error is None else End.failed(error))
@@ -142,27 +139,26 @@ class StepRun:
             self._run.end(End.failed(error))
             raise
 
+    def _make_probes(self, settings: ProbeSettings) -> LoopProbes:
+        """Hook the model and the optimizers that are known now."""
+        rank, optimizers = self._run.ranks.rank, tuple(self.optimizers)
+        return LoopProbes(settings, self._model, optimizers, rank, self._run.append)
+
     def _start_probes(self) -> None:
-        """Hook the model and the optimizers that are known now, if there are probes."""
-        if self._probes is not None:
-            self._probes.close()
-        settings, rank = self._probe_settings, self._run.ranks.rank
-        if settings.kinds and settings.takes_rank(rank):
-            append, optimizers = self._run.append, tuple(self.optimizers)
-            self._probes = LoopProbes(settings, self._model, optimizers, rank, append)
-            self._start_batch()
+        self._probes.close()
+        if self._probe_settings.takes_rank(self._run.ranks.rank):
+            self._probes = self._make_probes(self._probe_settings)
+        self._start_batch()
 
     def _start_batch(self) -> None:
-        if self._probes is not None:
-            point = ProbePoint(self._records, self._steps, self._steps % self._every)
-            self._probes.start(point)
+        point = ProbePoint(self._records, self._steps, self._steps % self._every)
+        self._probes.start(point)
 
     def _record(self, moment: str) -> None:
         epoch = self._records
         if moment == "final":  # that of the last step
             epoch = max(0, self._steps - 1) // self._every
-        if self._probes is not None:
-            self._probes.save_state(StatePoint(epoch, self._steps, moment))
+        self._probes.save_state(StatePoint(epoch, self._steps, moment))
         taken = self._run.take(
             moment,
             epoch=epoch,

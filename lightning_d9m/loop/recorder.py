@@ -30,7 +30,7 @@ from lightning_d9m.loop.interruption import Interruption, name_parts
 from lightning_d9m.loop.probing import LoopProbes, read_probe_settings
 from lightning_d9m.loop.run_setup import as_tuple, find_ranks, find_session, make_folder
 from lightning_d9m.loop.saved_loop import SavedLoop
-from lightning_d9m.probes.settings import make_settings
+from lightning_d9m.probes.settings import ProbeSettings, make_settings
 from lightning_d9m.probes.trace import ProbePoint, StatePoint
 from lightning_d9m.recording.collective import Ranks
 from lightning_d9m.recording.run_recorder import Policy, RunRecorder, describe_training
@@ -109,7 +109,7 @@ class Recorder:
         self._session: Session | None = None
         self._ranks, self._world_size = Ranks(0), 1
         self._run = RunRecorder(self._policy)
-        self._probes: LoopProbes | None = None
+        self._probes = self._make_probes(ProbeSettings())
         self._batches: Batches | None = None
         self._resumed: SavedLoop | None = None
         self._interruption = self._interrupt(InterruptRequest())
@@ -154,7 +154,7 @@ class Recorder:
         finally:
             if self._batches is not None:
                 self._batches.release()
-            self._session = self._batches = self._probes = None
+            self._session = self._batches = None
             self._switched.close()
 
     @property
@@ -205,12 +205,14 @@ class Recorder:
             wrapped=self._wrapped,
             resumed=None if resumed is None else resumed.as_record(),
         )
-        settings, rank = self._probe_settings, self._ranks.rank
-        if settings.kinds and settings.takes_rank(rank):
-            append = self._run.append
-            self._probes = LoopProbes(settings, self._model, self._optimizers, rank, append)
+        if self._probe_settings.takes_rank(self._ranks.rank):
+            self._probes = self._make_probes(self._probe_settings)
         if resumed is None:
             self._record("initial", 0)
+
+    def _make_probes(self, settings: ProbeSettings) -> LoopProbes:
+        rank, append = self._ranks.rank, self._run.append
+        return LoopProbes(settings, self._model, self._optimizers, rank, append)
 
     def batches(self, loader: Iterable[T]) -> EpochBatches[T]:
         """Return the batches of a loader, whose order and draws depend on seed and epoch only.
@@ -248,17 +250,15 @@ class Recorder:
             raise SettingError(f"start_batch() was called before the training began. {_CALLS}")
         resumed, self._resumed = self._resumed, None
         self._batch = self._batch if resumed is None else resumed.batch
-        if self._probes is not None:
-            point = ProbePoint(self.next_epoch, self.global_step, self._batch)
-            self._probes.start(point)
-            if batch is not None:
-                self._probes.take_batch(batch)
+        point = ProbePoint(self.next_epoch, self.global_step, self._batch)
+        self._probes.start(point)
+        if batch is not None:
+            self._probes.take_batch(batch)
         self._batch += 1
 
     def take_batch(self, batch: object) -> None:
         """Probe what the model is given, in a loop that does not show its batches before."""
-        if self._probes is not None:
-            self._probes.take_batch(batch)
+        self._probes.take_batch(batch)
 
     def validation(self, loader: Iterable[T]) -> Iterator[T]:
         """Give out the batches of a validation within the training, which probes record too.
@@ -284,16 +284,15 @@ class Recorder:
 
     def start_validation_batch(self, batch: object) -> None:
         """Probe a batch of a validation; ``validation`` does it."""
-        if self._probes is not None:  # it belongs to the training batch before it
-            step, number = max(self.global_step - 1, 0), VALIDATION + self._validated
-            self._validated += 1
-            self._probes.start(ProbePoint(self.next_epoch, step, number))
-            self._probes.take_batch(batch)
+        # It belongs to the training batch before it.
+        step, number = max(self.global_step - 1, 0), VALIDATION + self._validated
+        self._validated += 1
+        self._probes.start(ProbePoint(self.next_epoch, step, number))
+        self._probes.take_batch(batch)
 
     def end_validation_batch(self) -> None:
         """Write the probes of a batch of a validation; ``validation`` does it."""
-        if self._probes is not None:
-            self._probes.end(None, {})
+        self._probes.end(None, {})
 
     def step(self, loss: torch.Tensor | float | None = None, **scalars: float) -> None:
         """Count a step of the optimizer, after it.
@@ -305,8 +304,7 @@ class Recorder:
         if not self._run.is_open:
             raise SettingError(f"step() was called before the training began. {_CALLS}")
         self.log(loss, **scalars)
-        if self._probes is not None:
-            self._probes.end(None if loss is None else self._run.loss, scalars)
+        self._probes.end(None if loss is None else self._run.loss, scalars)
         self.global_step += 1
         self._run.keep_step(self.global_step, self._optimizers, self._schedulers)
         self._stepped, self._validated = True, 0
@@ -347,8 +345,7 @@ class Recorder:
                 "again, and call run.step() after each step of the optimizer."
             )
         self.log(**scalars)
-        if self._probes is not None:
-            self._probes.flush()
+        self._probes.flush()
         self._record("epoch", self.next_epoch)
         self._interruption.end_epoch(self.next_epoch, self._iterated)
         self.next_epoch += 1
@@ -368,8 +365,7 @@ class Recorder:
                 f"called {self._iterated} times, so the position in each loader is not known. "
                 "Save checkpoints after epoch()."
             )
-        if self._probes is not None:
-            self._probes.flush()
+        self._probes.flush()
         position = self._run.ledger_position or {"folder": "", "check": ""}
         return SavedLoop(
             rank=self._ranks.rank,
@@ -443,8 +439,7 @@ class Recorder:
         return self._batches
 
     def _record(self, moment: str, epoch: int) -> None:
-        if self._probes is not None:
-            self._probes.save_state(StatePoint(epoch, self.global_step, moment))
+        self._probes.save_state(StatePoint(epoch, self.global_step, moment))
         digests = self._run.take(
             moment,
             epoch=epoch,
@@ -462,8 +457,7 @@ class Recorder:
     def _finish(self) -> None:
         if not self._run.is_open:
             return
-        if self._probes is not None:
-            self._probes.close()
+        self._probes.close()
         try:
             self._record("final", max(0, self.next_epoch - 1 + (self._iterated > 0)))
             self._interruption.finish()
@@ -474,6 +468,5 @@ class Recorder:
 
     def _fail(self, error: BaseException) -> None:
         with suppress(Exception):  # do not hide the error that is being raised
-            if self._probes is not None:
-                self._probes.close()
+            self._probes.close()
         self._run.end(End.failed(error))

@@ -3,7 +3,7 @@
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 class BatchProbes:
     """Takes the probes that the settings name, of the batches of a Trainer or of a loop.
 
+    Without settings it takes none.
+
     ``write`` takes the records, and ``list_optimizers`` returns the optimizers.
     """
 
@@ -58,7 +60,7 @@ class BatchProbes:
 
     def start(self, point: ProbePoint, scaler: Any = None) -> None:
         """Record the state at the start of a batch, and hook the model, if its step is probed."""
-        if point.step not in self._settings.steps:
+        if not self._kinds or point.step not in self._settings.steps:
             self.unhook()
             self.flush()
             return
@@ -171,7 +173,7 @@ class ProbeRecorder:
 
     def _forget(self) -> None:
         """Forget all that belongs to one fit."""
-        self._probes: BatchProbes | None = None
+        self._probes = BatchProbes(ProbeSettings(), nn.Module(), 0, _drop, list)
         self._replay: Replay | None = None
         self._replayed: ExitStack | None = None
         self._traced = ExitStack()
@@ -235,16 +237,13 @@ class ProbeRecorder:
             self._start_probes(trainer, batch, max(trainer.global_step - 1, 0), number)
 
     def _start_probes(self, trainer: "Trainer", batch: Any, step: int, number: int) -> None:
-        if self._probes is not None:
-            scaler = getattr(trainer.precision_plugin, "scaler", None)
-            point = ProbePoint(trainer.current_epoch, step, number)
-            self._probes.start(point, scaler)
-            self._probes.take_batch(batch)
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        self._probes.start(ProbePoint(trainer.current_epoch, step, number), scaler)
+        self._probes.take_batch(batch)
 
     def end_validation_batch(self) -> None:
         """Write the records of a batch of a validation."""
-        if self._probes is not None:
-            self._probes.collector.end()
+        self._probes.collector.end()
 
     def end_validation(self) -> None:
         """Number the batches of the next validation from the first."""
@@ -252,26 +251,21 @@ class ProbeRecorder:
 
     def save_state(self, trainer: "Trainer", moment: str) -> None:
         """Save the state that the ledger is about to record, if values are saved at this step."""
-        if self._probes is not None:
-            point = StatePoint(trainer.current_epoch, trainer.global_step, moment)
-            self._probes.save_state(point)
+        point = StatePoint(trainer.current_epoch, trainer.global_step, moment)
+        self._probes.save_state(point)
 
     def take_loss(self, loss: Tensor) -> None:
         """Take the loss that is about to be differentiated."""
-        if self._probes is not None:
-            self._probes.take_loss(loss)
+        self._probes.take_loss(loss)
 
     def take_step(self, optimizer: Any) -> None:
         """Take the gradients and the state that an optimizer is about to use."""
-        if self._probes is not None:
-            self._probes.take_step(optimizer)
+        self._probes.take_step(optimizer)
 
     def end_batch(self, trainer: "Trainer", outputs: Any) -> None:
         """Record the results of the batch, and write its records."""
         if self._replayed is not None:
             self._end_replay()
-        if self._probes is None:
-            return
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         scalars = {}
         if "scalar" in self._settings.kinds:
@@ -284,8 +278,7 @@ class ProbeRecorder:
 
     def flush(self) -> None:
         """Write the pending records."""
-        if self._probes is not None:
-            self._probes.flush()
+        self._probes.flush()
 
     def end(self) -> None:
         """End the fit: write the pending records, and remove every hook."""
@@ -293,8 +286,7 @@ class ProbeRecorder:
             self.flush()
         finally:
             self._end_replay()
-            if self._probes is not None:
-                self._probes.unhook()
+            self._probes.unhook()
             self._traced.close()
             self._forget()
 
@@ -302,7 +294,7 @@ class ProbeRecorder:
         """Trace the state that is saved, around each hook that Lightning calls."""
 
         def take() -> str | None:
-            if self._probes is None:
+            if self._probes is not probes:
                 return None
             return probes.digest_state(trainer.global_step)
 
@@ -313,8 +305,7 @@ class ProbeRecorder:
     def _start_replay(self, trainer: "Trainer", replay: Replay, batch_idx: int) -> None:
         if trainer.fit_loop.total_batch_idx % self._settings.replay_every == 0:
             point = ProbePoint(trainer.current_epoch, trainer.global_step, batch_idx)
-            silenced = nullcontext if self._probes is None else self._probes.collector.paused
-            self._replayed = replay.attach(point, silenced)
+            self._replayed = replay.attach(point, self._probes.collector.paused)
 
     def _end_replay(self) -> None:
         replayed, self._replayed = self._replayed, None
@@ -338,13 +329,16 @@ def _warn_of_idle_patterns(settings: ProbeSettings, module: "LightningModule") -
 
 
 def _append_after(
-    probes: BatchProbes | None, recorder: TrainerRecorder
+    probes: BatchProbes, recorder: TrainerRecorder
 ) -> Callable[[Mapping[str, Json]], None]:
     """Return a function that writes a record after those of the finished batches."""
 
     def append(record: Mapping[str, Json]) -> None:
-        if probes is not None:
-            probes.collector.catch_up()
+        probes.collector.catch_up()
         recorder.append(record)
 
     return append
+
+
+def _drop(_: Mapping[str, Json]) -> None:
+    """Write nothing."""
