@@ -5,7 +5,7 @@ Framework-free: hooks pass values as (kind, name, value).
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
@@ -181,36 +181,33 @@ class ProbeCollector:
 
         The content is saved instead of the value's leaves.
         """
-        if self._moment is None or self._paused:
-            return
-        trace = self._trace
-        before = len(trace.places)
-        busy, self._busy = self._busy, True
-        try:
-            trace.add(kind, name, value)
-            if self._save is not None:
-                self._save_places(trace.places[before:], name, value, content)
-        finally:
-            self._busy = busy
-        if len(trace.places) >= RECORD_PLACES:
-            self._split_record(self._moment)
+        self._take(
+            lambda trace: trace.add(kind, name, value),
+            lambda places: self._save_places(places, name, value, content),
+        )
 
     def add_tensors(self, kind: str, tensors: Mapping[str, torch.Tensor]) -> None:
         """Take tensors by name, in one launch for each device."""
+        self._take(
+            lambda trace: trace.add_tensors(kind, tensors),
+            lambda places: self._save_values(places, tensors.values()),
+        )
+
+    def _take(self, add: Callable[[Trace], None], save: Callable[[list[ProbeKey]], None]) -> None:
         if self._moment is None or self._paused:
             return
         trace = self._trace
         before = len(trace.places)
         busy, self._busy = self._busy, True
         try:
-            trace.add_tensors(kind, tensors)
+            add(trace)
             if self._save is not None:
-                for place, tensor in zip(trace.places[before:], tensors.values(), strict=True):
-                    self._save(self._moment, place, {"value": tensor})
+                save(trace.places[before:])
         finally:
             self._busy = busy
-        if len(trace.places) >= RECORD_PLACES:
-            self._split_record(self._moment)
+        if len(trace.places) >= RECORD_PLACES:  # begin another record of the batch
+            self._enqueue(self._moment)
+            self._trace = Trace(trace)
 
     def end(self) -> None:
         """End the batch; write its record and those before it if the last write is old enough."""
@@ -235,18 +232,17 @@ class ProbeCollector:
     def _save_places(
         self, places: list[ProbeKey], name: str, value: object, content: Mapping[str, Any] | None
     ) -> None:
-        assert self._moment is not None and self._save is not None  # noqa: PT018 - told by add()
-        if content is not None and places:
-            kind, _, call = places[0]  # of the first leaf
-            self._save(self._moment, (kind, name, call), content)
+        if content is None or not places:
+            self._save_values(places, (leaf for _, leaf in list_pytree_leaves(value)))
             return
-        for place, (_, leaf) in zip(places, list_pytree_leaves(value), strict=True):
-            self._save(self._moment, place, {"value": leaf})
+        assert self._moment is not None and self._save is not None  # noqa: PT018 - told by _take()
+        kind, _, call = places[0]  # of the first leaf
+        self._save(self._moment, (kind, name, call), content)
 
-    def _split_record(self, moment: ProbePoint) -> None:
-        """Begin another record of the batch."""
-        self._enqueue(moment)
-        self._trace = Trace(self._trace)
+    def _save_values(self, places: list[ProbeKey], values: Iterable[object]) -> None:
+        assert self._moment is not None and self._save is not None  # noqa: PT018 - as above
+        for place, value in zip(places, values, strict=True):
+            self._save(self._moment, place, {"value": value})
 
     def _enqueue(self, moment: ProbePoint) -> None:
         trace = self._trace
