@@ -46,6 +46,6 @@ def record_final(
         partial(make_folder, alone, Path(ledger_dir), kind="final"),
     )
     results = {name: float(value).hex() for name, value in scalars.items()}
-    run.append(run.take("final", epoch=0, step=0, scalars=results).as_record())
+    run.append(run.take("final", epoch=0, step=0, scalars=results))
     run.end(End(status="finished"))
     return run.folder

@@ -34,6 +34,7 @@ from lightning_d9m.ledger.format.records import (
     Header,
     Json,
     LoaderFacts,
+    Record,
     RunFacts,
     Scalar,
 )
@@ -186,10 +187,10 @@ class RunRecorder:
         assert self.folder is not None, "begin() has made it"
         policy = self._present_policy
         self._writer = LedgerWriter(rank_path(self.folder, header.rank))
-        self._writer.write(header.as_record())
+        self._writer.write(header)
         if resumed is not None:
             self._writer.write(_name_parent(resumed, self.folder))
-        self._writer.write(facts.as_record())
+        self._writer.write(facts)
         if policy.reference is None:
             return
         reference = self._reference = Reference(policy.reference, header.rank, writing=self.folder)
@@ -291,7 +292,7 @@ class RunRecorder:
                 found = self._read(optimizers, schedulers, None, sketches=False)
                 agreement.keep_step(step, found.groups)
 
-    def append(self, record: Mapping[str, Json]) -> None:
+    def append(self, record: Record | Mapping[str, Json]) -> None:
         """Write a record that is not compared during training, if a ledger is open.
 
         An error is raised by the next call of ``record``, on all ranks.
@@ -311,7 +312,7 @@ class RunRecorder:
         if writer is not None:
             # If the ledger could not be written, its error was raised and failed the run.
             with suppress(LedgerError) if end.status == "failed" else nullcontext(), writer:
-                writer.write(end.as_record())
+                writer.write(end)
         if reference is None:
             return
         if end.status != "finished":
@@ -325,7 +326,7 @@ class RunRecorder:
         assert self._writer is not None, "begin() comes first"
         if self._problem is not None:
             raise self._problem
-        self._writer.write(digests.as_record())
+        self._writer.write(digests)
         difference = None if self._reference is None else self._reference.check(digests)
         if difference is None or self._reference is None:
             return []

@@ -182,7 +182,7 @@ class TrainerRecorder:
             batch=batches.ready,
             inexact=tuple(reasons),
         )
-        self._run.append(record.as_record())
+        self._run.append(record)
 
     def keep_loss(self, outputs: object) -> None:
         """Keep the loss of a step on its device, without waiting for it."""
@@ -311,7 +311,7 @@ class TrainerRecorder:
     def _append_model(self, trainer: "Trainer", moment: RecordKind) -> None:
         """Record the evaluated weights, to tell different weights from different arithmetic."""
         digests = self._run.take(moment, epoch=trainer.current_epoch, step=trainer.global_step)
-        self._run.append(digests.as_record())
+        self._run.append(digests)
 
     def end(self, end: End) -> None:
         """Close the ledger of the fit, if one is open."""
