@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from lightning_d9m.attribute_patches import AttributePatches
+from lightning_d9m.attribute_patches import AttributePatches, wrap_method
 from lightning_d9m.control.data.loaders import LoaderControl
-from lightning_d9m.control.method_wrapping import wrap_method
 from lightning_d9m.control.seeding import (
     RngState,
     capture_rng,

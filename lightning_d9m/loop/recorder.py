@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -10,26 +10,27 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import torch
 
 from lightning_d9m.control.data.sampler_state import list_unsaved
-from lightning_d9m.control.generators import decode_rng, encode_rng, find_lost_devices
 from lightning_d9m.control.seeding import (
     capture_rng,
+    decode_rng,
     derive_seed,
+    encode_rng,
+    find_lost_devices,
     restore_rng,
     rng_restored,
     seed_all,
 )
 from lightning_d9m.control.session import Session, next_fit
 from lightning_d9m.control.settings import read_path
-from lightning_d9m.errors import InexactResumeError, SettingError
+from lightning_d9m.errors import CheckpointError, InexactResumeError, SettingError
 from lightning_d9m.hashing.shards import find_hybrid_sharding
 from lightning_d9m.launch.interruption_points import InterruptRequest, read_request
-from lightning_d9m.ledger.format.records import End
+from lightning_d9m.ledger.format.records import End, Resume
 from lightning_d9m.ledger.kinds import VALIDATION
 from lightning_d9m.loop.batches import Batches, EpochBatches, unwrap_model, unwrap_optimizer
 from lightning_d9m.loop.interruption import Interruption, name_parts
 from lightning_d9m.loop.probing import LoopProbes, read_probe_settings
 from lightning_d9m.loop.run_setup import as_tuple, find_ranks, find_session, make_folder
-from lightning_d9m.loop.saved_loop import SavedLoop
 from lightning_d9m.probes.settings import ProbeSettings, make_settings
 from lightning_d9m.probes.trace import ProbePoint, StatePoint
 from lightning_d9m.recording.collective import Ranks
@@ -37,6 +38,87 @@ from lightning_d9m.recording.run_recorder import Policy, RunRecorder, describe_t
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+
+_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class SavedLoop:
+    """The position of a recorded loop, and what its rest depends on.
+
+    Attributes:
+        rank: The rank that saved it.
+        world_size: Number of ranks.
+        seed: The base seed.
+        fit: Ordinal of the fit within its process.
+        epoch: The epoch that is next or under way.
+        step: The global step.
+        batch: Number of batches of the epoch that were given out.
+        rng: The state of all generators.
+        samplers: The states of the samplers' generators, by number of the loader.
+        loss: ``float.hex()`` of the last loss; None without one.
+        scalars: The same of each scalar, by name.
+        folder: The ledger's folder; empty without one.
+        check: The check of its last record.
+    """
+
+    rank: int
+    world_size: int
+    seed: int
+    fit: int
+    epoch: int
+    step: int
+    batch: int
+    rng: dict[str, Any]
+    samplers: dict[str, Any]
+    loss: str | None
+    scalars: dict[str, str]
+    folder: str
+    check: str
+
+    def as_plain(self) -> dict[str, Any]:
+        """Return plain values, which ``torch.load(weights_only=True)`` reads."""
+        return {"format": _FORMAT, **asdict(self)}
+
+    def as_record(self) -> dict[str, Any]:
+        """Return the record that names the ledger which a resumed run continues."""
+        return Resume(
+            parent=self.folder,
+            parent_check=self.check,
+            epoch=self.epoch,
+            step=self.step,
+            batch=self.batch,
+        ).as_record()
+
+    @classmethod
+    def from_plain(cls, state: object) -> "SavedLoop":
+        """Read what ``as_plain`` returned.
+
+        Raises:
+            CheckpointError: If it is not such a state.
+        """
+        names = {part.name for part in fields(cls)} | {"format"}
+        if not isinstance(state, Mapping) or state.keys() != names or state["format"] != _FORMAT:
+            found = sorted(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
+            raise CheckpointError(
+                f"The state for Recorder.load_state_dict has {found}, and this version of "
+                f"lightning_d9m reads format {_FORMAT} with {sorted(names)}. Pass what "
+                "Recorder.state_dict() returned."
+            )
+        return cls(**{name: value for name, value in state.items() if name != "format"})
+
+    def check_run(self, *, rank: int, world_size: int, seed: int) -> None:
+        """Raise a ``CheckpointError`` unless a run may continue from here."""
+        for name, actual in (("rank", rank), ("world_size", world_size), ("seed", seed)):
+            expected = getattr(self, name)
+            if expected != actual:
+                raise CheckpointError(
+                    f"The saved Recorder has {name} {expected}, and this run has {actual}, so it "
+                    "would not end at the same bits. Let each rank load the state that it saved, "
+                    "with the same seed and as many ranks."
+                )
+
 
 T = TypeVar("T")
 _CALLS = "Use it as `with lightning_d9m.Recorder(...) as run:`, and iterate run.batches(loader)."

@@ -16,7 +16,7 @@ from lightning_d9m.errors import SettingError
 from lightning_d9m.launch.run import LEDGER_VARIABLE
 from lightning_d9m.ledger.folder import create_ledger_folder
 from lightning_d9m.recording.collective import Ranks
-from lightning_d9m.recording.shared_folder import share_new_folder
+from lightning_d9m.recording.run_recorder import share_new_folder
 
 
 def find_ranks() -> tuple[Ranks, int]:

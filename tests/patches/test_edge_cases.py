@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_d9m.control.threads import threads_pinned
+from lightning_d9m.control.torch_flags import threads_pinned
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 EVERY = 7

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor, nn
 
-from lightning_d9m.control.method_wrapping import replace_method, wrap_method
+from lightning_d9m.attribute_patches import replace_method, wrap_method
 from lightning_d9m.hashing.training_state import ModelTensors, plain_name
 from lightning_d9m.ledger.format.records import Json
 from lightning_d9m.ledger.kinds import VALIDATION, WRITTEN

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from lightning_d9m.control.method_wrapping import replace_method
+from lightning_d9m.attribute_patches import replace_method
 from lightning_d9m.control.seeding import RngState, capture_rng, restore_rng
 from lightning_d9m.errors import DriftError, SettingError
 from lightning_d9m.hashing.training_state import plain_name

@@ -5,7 +5,7 @@ from contextlib import ExitStack
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
-from lightning_d9m.control.method_wrapping import replace_method
+from lightning_d9m.attribute_patches import replace_method
 from lightning_d9m.lightning.checkpoint_io import add_manifests
 from lightning_d9m.lightning.recording.trainer_recorder import TrainerRecorder
 from lightning_d9m.lightning.resume import run_state

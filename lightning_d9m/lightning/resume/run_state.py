@@ -8,14 +8,14 @@ from lightning_d9m.control.data.dataset_numbers import NUMBERS
 from lightning_d9m.control.data.resumable_sampler import unwrap
 from lightning_d9m.control.data.sampler_state import CHANGES
 from lightning_d9m.control.data.seeded_dataset import SeededCollate
-from lightning_d9m.control.generators import (
+from lightning_d9m.control.seeding import (
     capture_generators,
     decode_rng,
     encode_rng,
     find_lost_devices,
     restore_generators,
+    restore_rng,
 )
-from lightning_d9m.control.seeding import restore_rng
 from lightning_d9m.hashing.shards import has_base
 from lightning_d9m.hashing.training_state import ModelTensors
 from lightning_d9m.lightning import lightning_private
