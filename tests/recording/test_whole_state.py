@@ -12,7 +12,7 @@ from lightning_d9m.hashing.shards import FlatLayout
 from lightning_d9m.hashing.training_state import take_partial_snapshot, take_snapshot
 from lightning_d9m.recording import whole_state
 from lightning_d9m.recording.collective import Ranks
-from lightning_d9m.recording.whole_state import complete_snapshot
+from lightning_d9m.recording.run_recorder import complete_snapshot
 
 
 class Whole(nn.Module):
