@@ -527,13 +527,13 @@ def complete_snapshot(partial: PartialSnapshot, ranks: Ranks) -> Snapshot:
         return partial.finish()
     read = ranks.raise_on_all(lambda: read_shards(partial.shards.values()))
     own = dict(zip(partial.shards, read, strict=True))
-    tables = [_decode(row) for row in ranks.gather_bytes(_encode(_describe(partial, own)))]
-    wanted = _select(tables, ranks.rank)
+    tables = [*map(_decode_table, gather_json(ranks, _encode_table(_describe_parts(partial, own))))]
+    wanted = _select_parts(tables, ranks.rank)
     digests = {place: entry.header for place, entry in wanted.items() if entry.size is None}
     for places in _divide_into_rounds(tables):
         payload = b"".join(b"".join(own[place][1:]) for place in places if place in own)
         rows = ranks.gather_bytes(payload)
-        found = ranks.raise_on_all(lambda: _combine(tables, places, rows, wanted))  # noqa: B023 - called here
+        found = ranks.raise_on_all(lambda: _combine_parts(tables, places, rows, wanted))  # noqa: B023 - called here
         digests.update(found)
     for place, tensor in partial.scattered.items():
         with torch.no_grad():
@@ -541,7 +541,7 @@ def complete_snapshot(partial: PartialSnapshot, ranks: Ranks) -> Snapshot:
     return partial.finish(digests)
 
 
-def _describe(partial: PartialSnapshot, own: Mapping[_Place, ShardParts]) -> _Table:
+def _describe_parts(partial: PartialSnapshot, own: Mapping[_Place, ShardParts]) -> _Table:
     table = {}
     for place, shard in partial.shards.items():
         _, *parts = own[place]
@@ -553,25 +553,25 @@ def _describe(partial: PartialSnapshot, own: Mapping[_Place, ShardParts]) -> _Ta
     return table
 
 
-def _encode(table: _Table) -> bytes:
+def _encode_table(table: _Table) -> Json:
     groups = list(dict.fromkeys(entry.ranks for entry in table.values()))
     numbers = {ranks: number for number, ranks in enumerate(groups)}
     entries = [
         [*place, numbers[own.ranks], own.header, own.size, own.begin, own.lengths]
         for place, own in table.items()
     ]
-    return json.dumps([groups, entries]).encode()
+    return [groups, entries]
 
 
-def _decode(row: bytes) -> _Table:
-    groups, entries = json.loads(row)
+def _decode_table(encoded: Json) -> _Table:
+    groups, entries = encoded
     return {
         (group, name): _Entry(tuple(groups[number]), header, size, begin, tuple(lengths))
         for group, name, number, header, size, begin, lengths in entries
     }
 
 
-def _select(tables: Sequence[_Table], rank: int) -> _Table:
+def _select_parts(tables: Sequence[_Table], rank: int) -> _Table:
     """Return what this rank records: its own entries, and those of the ranks it shares with."""
     selected = dict(tables[rank])
     for table in tables:
@@ -599,7 +599,7 @@ def _divide_into_rounds(tables: Sequence[_Table]) -> Iterator[list[_Place]]:
         yield chosen
 
 
-def _combine(
+def _combine_parts(
     tables: Sequence[_Table], places: Sequence[_Place], rows: Sequence[bytes], wanted: _Table
 ) -> dict[_Place, str]:
     """Return the digests at places from what each rank has sent for them."""
