@@ -70,7 +70,7 @@ class TenMillion(L.LightningModule):
 # Beside the hooks, what a training calls in the package around loops and batches.
 ENTRANCES = {
     DeterminismCallback: ("setup", "teardown"),
-    TrainerSession: ("start_evaluation", "end_evaluation", "restart_epoch"),
+    TrainerSession: ("start_evaluation", "end_evaluation"),
     run_state: ("capture_user_state", "capture"),
     LoaderControl: ("wrap_loader", "start_epoch"),
     RngGuard: ("begin", "end"),

@@ -205,7 +205,7 @@ class ResumableFit:
                 self._trainer, self._session, self._rank_state, self._report_problem
             )
             if self._was_saved_between_epochs:
-                self._session.restore_numbers(self._position.epoch)
+                self._session.loaders.restore_numbers("train", self._position.epoch)
         start()
 
     def _keep_and_end(self, end: Callable[[], None]) -> None:
@@ -232,14 +232,14 @@ class ResumableFit:
         trainer, session = self._trainer, self._session
         between = self._was_saved_between_epochs
         if makes_iterator_again(trainer):
-            session.restart_epoch(trainer.current_epoch)
+            session.loaders.restart_epoch("train", trainer.current_epoch)
         elif trainer.current_epoch and between and draws_when_iterated(trainer):
-            session.restart_epoch(trainer.current_epoch)
+            session.loaders.restart_epoch("train", trainer.current_epoch)
             iterate_again(trainer, self._loader_states)
         self._loader_states = []
         start(*args, **words)
         if self._resumed is not None and exactness.is_at_end(trainer):  # a batch may be fetched
-            session.restore_numbers(self._resumed.position.epoch)
+            session.loaders.restore_numbers("train", self._resumed.position.epoch)
         # Otherwise Lightning skips the schedulers at the end of the epoch.
         lightning_private.clear_restart(trainer.fit_loop)
         if self._at_end:
@@ -266,7 +266,7 @@ class ResumableFit:
 
     def _load_training(self, load: Callable[[], None]) -> None:
         load()
-        self._session.keep_iterated()
+        self._session.loaders.keep_iterated("train")
 
     def _load_validation(self, load: Callable[[], None]) -> None:
         load()
