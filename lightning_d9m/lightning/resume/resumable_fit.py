@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial, wraps
+from functools import cached_property, partial, wraps
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 from warnings import catch_warnings, filterwarnings, warn
@@ -25,6 +25,7 @@ from lightning_d9m.lightning.resume.late_changes import (
     describe_hook,
     describe_validation,
     digest_callbacks,
+    digest_tensors,
 )
 from lightning_d9m.lightning.resume.logged_results import restore_latest
 from lightning_d9m.lightning.resume.loop_position import (
@@ -81,8 +82,8 @@ class ResumableFit:
         self._patches = AttributePatches()
         self._at_end = False
         self._resumed: SavedState | None = None
-        self._first, self._at_cut = LateChanges(), LateChanges()
-        self._saved, self._validated = LateChanges(), LateChanges()
+        self._first, self._at_cut = LateChanges(self._digest), LateChanges(self._digest_all)
+        self._saved, self._validated = LateChanges(self._digest), LateChanges(self._digest)
         self._late: list[str] = []
         self._has_begun = False  # not yet, while a callback searches for a learning rate
         self._reasons: list[str] = []
@@ -90,7 +91,6 @@ class ResumableFit:
         self._before_evaluation: run_state.UserState | None = None
         self._loader_states: list[dict[str, Any]] = []
         self._parts = ModelTensors(trainer.lightning_module)
-        self._first_program: ProgramState | None = None
         self._has_settled = False
         self._captured: Captured = ({}, [])
         self._epoch_length: EpochLength | None = None
@@ -126,7 +126,7 @@ class ResumableFit:
         self._recorder.reduce_loss(self._trainer)
         state = self.capture(checkpoint)
         if state.position.phase == "batch":
-            self._saved.note(self._trainer, self._parts, self._captured, reset=state.ranks[0].reset)
+            self._saved.note(self._captured, reset=state.ranks[0].reset)
         return state
 
     def load(self, checkpoint: Mapping[str, Any]) -> None:
@@ -183,21 +183,23 @@ class ResumableFit:
                 self._raise_or_warn(problems)
 
     def _finish_and_reset(self, reset: Callable[[], None]) -> None:
-        self._begin_program()
+        _ = self._program  # it begins here
         if not lightning_private.has_loaded_progress(self._trainer):
             reset()
             return
         restore_latest(self._trainer, self._rank_state.callback_metrics)
         self._at_end = finish_pending_work(self._trainer, self._position, reset)
 
-    def _begin_program(self) -> ProgramState:
-        if self._first_program is None:
-            self._first_program = ProgramState(self._trainer, self._parts)
-        return self._first_program
-
-    @property
+    @cached_property
     def _program(self) -> ProgramState:
-        return self._begin_program()
+        """The state of the program's objects, compared with what it was at first."""
+        return ProgramState(self._trainer, self._parts)
+
+    def _digest(self) -> dict[str, str]:
+        return digest_tensors(self._trainer.strategy, self._parts)
+
+    def _digest_all(self) -> dict[str, str]:
+        return self._digest() | digest_callbacks(self._trainer)
 
     def _restore_and_start(self, start: Callable[[], None]) -> None:
         # After `on_train_start`, where modules reset their metrics.
@@ -218,9 +220,7 @@ class ResumableFit:
         if exactness.is_cut_by_max_steps(self._trainer):
             self._recorder.reduce_loss(self._trainer)
             self._cut = self.capture()
-            self._at_cut.note(
-                self._trainer, self._parts, self._program.capture(), digest_callbacks(self._trainer)
-            )
+            self._at_cut.note(self._program.capture())
         end()
 
     def _restore_program(self) -> list[str]:
@@ -264,7 +264,7 @@ class ResumableFit:
 
     def _find_late_changes(self) -> None:
         """Report what has changed since a checkpoint was saved in this batch or validation."""
-        names = self._saved.find(self._parts, self._program)
+        names = self._saved.find(self._program)
         self._saved.forget()
         if names and not self._late:
             self._late = [describe_hook(names)]
@@ -283,12 +283,12 @@ class ResumableFit:
 
     def _run_validation(self, run: Callable[[], object]) -> object:
         if self._trainer.sanity_checking:
-            self._begin_program()
+            _ = self._program  # it begins here
             return run()
         self._before_evaluation = run_state.capture_user_state(
             self._trainer, "validation", self._program
         )
-        self._validated.note(self._trainer, self._parts)
+        self._validated.note()
         outputs = run()
         self._find_late_changes()
         self._validated.forget()
@@ -334,7 +334,7 @@ class ResumableFit:
         """Continue the ledger of the interrupted run; called before training starts."""
         self._has_begun = True
         trainer = self._trainer
-        self._first.note(trainer, self._parts)
+        self._first.note()
         if self._resumed is None and not self._reasons:
             exactness.report_unresumable(trainer, raises=self._on_inexact == "raise_early")
             return
@@ -392,7 +392,7 @@ class ResumableFit:
             program = keep_modes(program, self._before_evaluation.program)
         kept, reasons = keep_small(program, checkpoint)
         late = self._late if position.phase == "batch" else []
-        if position.phase == "validation" and (names := self._validated.find(self._parts, None)):
+        if position.phase == "validation" and (names := self._validated.find()):
             late = [describe_validation(names)]
         ledger = self._recorder.ledger_position
         samplers = session.capture_samplers(position.phase)
@@ -417,7 +417,7 @@ class ResumableFit:
     def _add_changes_since_cut(self, cut: SavedState) -> SavedState:
         """Return the state at the cut, with a reason if hooks have changed anything since."""
         trainer, (rank,) = self._trainer, cut.ranks
-        names = self._at_cut.find(self._parts, self._program, digest_callbacks(trainer))
+        names = self._at_cut.find(self._program)
         if not names:
             return cut
         reason = exactness.describe_cut(trainer, cut.position.epoch, names)
