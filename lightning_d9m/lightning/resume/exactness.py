@@ -205,41 +205,38 @@ def find_resume_problems(
 
 def describe_unmatched_state(paths: Iterable[str]) -> list[str]:
     """Return why generators at these paths cannot be restored."""
-    named = ", ".join(paths)
-    if not named:
-        return []
-    problem = (
-        f"These generators are only in the checkpoint, or only in this run: {named}. "
-        "Create them before training starts, as in the run that saved the checkpoint."
+    return _name_all(
+        paths,
+        "These generators are only in the checkpoint, or only in this run: {}. Create them before "
+        "training starts, as in the run that saved the checkpoint.",
     )
-    return [problem]
 
 
 def describe_missing_objects(paths: Iterable[str]) -> list[str]:
     """Return why what a checkpoint holds of the program's objects cannot be restored."""
-    named = ", ".join(paths)
-    if not named:
-        return []
-    problem = (
-        f"The checkpoint holds values of objects that this run lacks, or that take others: {named}."
-        " Create them before training starts, as in the run that saved the checkpoint."
+    return _name_all(
+        paths,
+        "The checkpoint holds values of objects that this run lacks, or that take others: {}. "
+        "Create them before training starts, as in the run that saved the checkpoint.",
     )
-    return [problem]
 
 
 def describe_reloaded_generators(paths: Iterable[str]) -> list[str]:
     """Return why state in loaders that are loaded again cannot be restored."""
-    named = ", ".join(paths)
-    if not named:
-        return []
-    problem = (
+    return _name_all(
+        paths,
         "The loaders are loaded again for the epoch that is resumed "
         "(reload_dataloaders_every_n_epochs), and their datasets or samplers keep generators, or "
-        f"values that change: {named}. Whether these continue or start again cannot be known. Keep "
+        "values that change: {}. Whether these continue or start again cannot be known. Keep "
         "generators in the module or the datamodule, or draw from those of Python, NumPy or torch; "
-        "take the epoch from set_epoch()."
+        "take the epoch from set_epoch().",
     )
-    return [problem]
+
+
+def _name_all(paths: Iterable[str], problem: str) -> list[str]:
+    """Return a problem with the paths in the place of ``{}``; nothing without paths."""
+    named = ", ".join(paths)
+    return [problem.format(named)] if named else []
 
 
 def find_lost_progress(trainer: "Trainer", position: LoopPosition) -> str | None:
