@@ -22,9 +22,6 @@ from lightning_d9m.hashing.value_bytes import encode
 
 Groups = dict[str, dict[str, str]]
 
-# Without layouts, no part of a divided tensor; a parameter without a shape has another class.
-_ORDINARY = frozenset({Tensor, nn.Parameter})
-
 
 # What wrappers of modules add: torch.compile, FSDP1, and activation checkpointing.
 _WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
@@ -214,8 +211,6 @@ class _State:
         self._layouts = None
         if layouts is not None:
             self._layouts = {names[key]: own for key, own in layouts.items() if key in names}
-        # Nearly all values have one of these classes, and then need no call for each.
-        self._plain: frozenset[type] = frozenset() if layouts else _ORDINARY
         self._names = names
         self.groups: Groups = {"weights": {}, "buffers": {}, "optimizers": {}, "schedulers": {}}
         self.tensors: dict[str, dict[str, Tensor]] = {group: {} for group in self.groups}
@@ -225,20 +220,13 @@ class _State:
 
     def add_all(self, group: str, tensors: dict[str, Tensor]) -> None:
         """Add the parameters or the buffers."""
-        if self._plain.issuperset(map(type, tensors.values())):
-            self.tensors[group] = tensors
-            return
         for name, tensor in tensors.items():
             self._add(group, name, name, tensor)
 
     def add_optimizer(self, number: int, optimizer: torch.optim.Optimizer) -> None:
         """Add the state of an optimizer."""
-        plain, tensors = self._plain, self.tensors["optimizers"]
         for name, value in optimizer_state(optimizer, self._names, f"{number}."):
-            if type(value) in plain:
-                tensors[name] = value
-            else:
-                self._add("optimizers", name, name.split(".", 2)[2], value)
+            self._add("optimizers", name, name.split(".", 2)[2], value)
 
     def _add(self, group: str, name: str, parameter: str, value: object) -> None:
         if self._divide((group, name), parameter, value):
