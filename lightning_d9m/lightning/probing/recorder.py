@@ -2,6 +2,7 @@
 
 import os
 import warnings
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from fnmatch import fnmatchcase
@@ -12,10 +13,10 @@ from typing import TYPE_CHECKING, Any, cast
 from torch import Tensor, nn
 
 from lightning_d9m.attribute_patches import replace_method, wrap_method
-from lightning_d9m.hashing.training_state import ModelTensors, plain_name
+from lightning_d9m.control.seeding import capture_rng
+from lightning_d9m.hashing.training_state import ModelTensors, optimizer_state, plain_name
 from lightning_d9m.ledger.format.records import Json
 from lightning_d9m.ledger.kinds import VALIDATION, WRITTEN
-from lightning_d9m.lightning.probing.batch_state import take_gradients, take_states, take_step
 from lightning_d9m.lightning.probing.dispatch_mode import OpMode
 from lightning_d9m.lightning.probing.module_hooks import hook_model
 from lightning_d9m.lightning.probing.step_replay import Replay
@@ -85,10 +86,17 @@ class BatchProbes:
             self.collector.add("loss", "loss", loss)
 
     def take_step(self, optimizer: Any, *_: object) -> None:
-        """Take the gradients and the state that an optimizer is about to use."""
-        if self.collector.listens:
-            optimizers = self._list_optimizers()
-            take_step(self._tensors, optimizer, optimizers, self._settings, self.collector)
+        """Take the gradients and the state that an optimizer is about to use.
+
+        The state was there when the batch began, too. What changed since would look like a change
+        of the weights in the next batch.
+        """
+        if not self.collector.listens:
+            return
+        if "gradient" in self._kinds:
+            self._take_gradients(optimizer, self.collector)
+        if "optimizer" in self._kinds:
+            self._take_optimizers(self._tensors.look()[2], self.collector)
 
     def end(self, loss: Any, scalars: Mapping[str, Any]) -> None:
         """Record the results of the batch, and write its records."""
@@ -111,7 +119,7 @@ class BatchProbes:
         state = StateDigest(self._settings.dump_names)
         self._take_states(state)
         for optimizer in self._list_optimizers():
-            take_gradients(self._tensors, optimizer, state)
+            self._take_gradients(optimizer, state)
         return state.digest()
 
     def flush(self) -> None:
@@ -126,8 +134,52 @@ class BatchProbes:
             hooks.close()
 
     def _take_states(self, listener: Listener, scaler: Any = None) -> None:
-        optimizers = self._list_optimizers()
-        take_states(self._tensors, optimizers, self._settings, listener, scaler)
+        """Pass the state of the selected kinds and parameters to a listener.
+
+        ``scaler`` is the ``torch.amp.GradScaler``, where the precision has one.
+        """
+        kinds = self._kinds
+        if "rng" in kinds:
+            _take_rng(listener)
+        if kinds.isdisjoint({"weight", "buffer", "optimizer"}):
+            return
+        parameters, buffers, names = self._tensors.look()
+        if "weight" in kinds:
+            listener.add_tensors("weight", parameters)
+        if "buffer" in kinds:
+            listener.add_tensors("buffer", buffers)
+        if "optimizer" in kinds:
+            self._take_optimizers(names, listener)
+            if scaler is not None:
+                scale = scaler._get_scale_async()  # noqa: SLF001 - get_scale() waits for the device
+                scale = scaler.get_scale() if scale is None else scale
+                listener.add("optimizer", "scaler.scale", scale)
+
+    def _take_gradients(self, optimizer: Any, listener: Listener) -> None:
+        used = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        gradients = {
+            name: parameter.grad
+            for name, parameter in self._tensors.look()[0].items()
+            if id(parameter) in used and parameter.grad is not None
+        }
+        listener.add_tensors("gradient", gradients)
+
+    def _take_optimizers(self, names: Mapping[int, str], listener: Listener) -> None:
+        tensors: dict[str, Tensor] = {}
+        for number, optimizer in enumerate(self._list_optimizers()):
+            for name, value in optimizer_state(optimizer, names):
+                key, _, parameter = name.partition(".")
+                if key != "group" and not self._settings.takes_parameter(parameter):
+                    continue
+                if isinstance(value, Tensor):
+                    tensors[f"{number}.{name}"] = value
+                elif isinstance(value, Mapping):
+                    # One value for each setting of a group, so that a difference names it.
+                    for setting, own in value.items():
+                        listener.add("optimizer", f"{number}.{name}:{setting}", own)
+                else:
+                    listener.add("optimizer", f"{number}.{name}", value)
+        listener.add_tensors("optimizer", tensors)
 
     def _hook_steps(self, stack: ExitStack, ops: OpMode) -> None:
         """Record operations until the stack is closed, while the training makes a step."""
@@ -342,3 +394,15 @@ def _append_after(
 
 def _drop(_: Mapping[str, Json]) -> None:
     """Write nothing."""
+
+
+def _take_rng(listener: Listener) -> None:
+    state = capture_rng()
+    version, words, normal = state.python
+    listener.add("rng", "python", f"{version} {array('Q', words).tobytes().hex()} {normal}")
+    own = state.numpy["state"]
+    rest = f"{own['pos']} {state.numpy['has_gauss']} {float(state.numpy['gauss']).hex()}"
+    listener.add("rng", "numpy", f"{own['key'].tobytes().hex()} {rest}")
+    listener.add("rng", "torch", state.torch_cpu)
+    for device, states in state.devices.items():
+        listener.add_tensors("rng", {f"{device}:{n}": own for n, own in states.items()})
