@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from hashlib import blake2b
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
@@ -108,22 +108,10 @@ class RngState:
     devices: dict[str, dict[int, torch.Tensor]]
 
 
-HostState: TypeAlias = tuple[tuple[Any, ...], dict[str, Any], torch.Tensor]
-"""The state of the generators that ``seed_host`` seeds: Python's, NumPy's and torch's."""
-
-
-def save_host() -> HostState:
-    """Return the state for ``load_host``, without using a device."""
+def capture_host() -> RngState:
+    """Return the state of the generators that ``seed_host`` seeds, without using a device."""
     numpy = dict(np.random.get_state(legacy=False))  # noqa: NPY002 - user code draws from it
-    return random.getstate(), numpy, torch.default_generator.get_state()
-
-
-def load_host(state: HostState) -> None:
-    """Restore what ``save_host`` returned."""
-    python, numpy, torch_cpu = state
-    random.setstate(python)
-    np.random.set_state(numpy)  # noqa: NPY002 - as above
-    torch.default_generator.set_state(torch_cpu)
+    return RngState(random.getstate(), numpy, torch.default_generator.get_state(), {})
 
 
 def capture_rng() -> RngState:
@@ -132,12 +120,14 @@ def capture_rng() -> RngState:
     The state does not include devices that are initialized later.
     """
     devices = {name: _device_states(module) for name, module in _list_initialized_devices()}
-    return RngState(*save_host(), devices)
+    return replace(capture_host(), devices=devices)
 
 
 def restore_rng(state: RngState) -> None:
     """Restore every generator to a captured state."""
-    load_host((state.python, state.numpy, state.torch_cpu))
+    random.setstate(state.python)
+    np.random.set_state(state.numpy)  # noqa: NPY002 - as above
+    torch.default_generator.set_state(state.torch_cpu)
     for name, states in state.devices.items():
         module = getattr(torch, name)
         for number, own in states.items():

@@ -16,7 +16,13 @@ from torch.utils.data import (
 )
 
 from lightning_d9m.control.data.micro_batches import MicroBatchIndices
-from lightning_d9m.control.seeding import HostState, RandomStreams, load_host, save_host, seed_host
+from lightning_d9m.control.seeding import (
+    RandomStreams,
+    RngState,
+    capture_host,
+    restore_rng,
+    seed_host,
+)
 from lightning_d9m.state.search import find_generators
 
 # Samplers of these packages draw only from the generator that they are given.
@@ -292,19 +298,19 @@ def skip_batches(batches: Iterable[Any], count: int) -> tuple[Iterator[Any], int
 def iterate_apart(sampler: Iterable[Any], seed: int) -> Iterator[Any]:
     """Iterate over a sampler with separate states of the process's generators."""
     iterator: Iterator[Any] | None = None
-    own: HostState | None = None
+    own: RngState | None = None
     while True:
-        main = save_host()
+        main = capture_host()
         try:
             if iterator is None or own is None:
                 seed_host(seed)
                 iterator = iter(sampler)
             else:
-                load_host(own)
+                restore_rng(own)
             item = next(iterator)
-            own = save_host()
+            own = capture_host()
         except StopIteration:
             return
         finally:
-            load_host(main)
+            restore_rng(main)
         yield item

@@ -13,7 +13,13 @@ from torch.utils.data import get_worker_info
 from lightning_d9m.control.data.dataset_numbers import WatchedIterator, read_first_numbers
 from lightning_d9m.control.data.micro_batches import MicroBatches
 from lightning_d9m.control.data.resumable_sampler import Proxy, SeededIndex, SeededMicroBatches
-from lightning_d9m.control.seeding import HostState, RandomStreams, load_host, save_host, seed_host
+from lightning_d9m.control.seeding import (
+    RandomStreams,
+    RngState,
+    capture_host,
+    restore_rng,
+    seed_host,
+)
 from lightning_d9m.errors import SettingError
 
 
@@ -43,19 +49,19 @@ class RngGuard:
     """
 
     def __init__(self) -> None:
-        self._saved: HostState | None = None
+        self._saved: RngState | None = None
 
     def begin(self, seed: int) -> None:
         """Save the state of the generators and seed them."""
         if self._saved is None and get_worker_info() is None:
-            self._saved = save_host()
+            self._saved = capture_host()
         seed_host(seed)
 
     def end(self) -> None:
         """Restore the generators; do nothing without a ``begin``."""
         if self._saved is not None:
             saved, self._saved = self._saved, None
-            load_host(saved)
+            restore_rng(saved)
 
 
 class SeededCollate:
