@@ -31,7 +31,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_d9m import DeterminismCallback
 from lightning_d9m.control.data.loaders import LoaderControl
 from lightning_d9m.control.data.seeded_dataset import RngGuard
-from lightning_d9m.control.random_streams import RandomStreams
+from lightning_d9m.control.seeding import RandomStreams
 from lightning_d9m.lightning.resume import run_state
 from lightning_d9m.lightning.trainer_session import TrainerSession
 
@@ -70,7 +70,7 @@ class TenMillion(L.LightningModule):
 # Beside the hooks, what a training calls in the package around loops and batches.
 ENTRANCES = {
     DeterminismCallback: ("setup", "teardown"),
-    TrainerSession: ("start_evaluation", "end_evaluation", "restart_epoch"),
+    TrainerSession: ("start_evaluation", "end_evaluation"),
     run_state: ("capture_user_state", "capture"),
     LoaderControl: ("wrap_loader", "start_epoch"),
     RngGuard: ("begin", "end"),

@@ -19,9 +19,7 @@ from pathlib import Path
 import torch
 import xxhash
 
-from lightning_d9m.hashing.address_cache import AddressCache, digest_located
-from lightning_d9m.hashing.digest import digest, digest_many
-from lightning_d9m.hashing.tensor_bytes import locate, locate_quickly
+from lightning_d9m.hashing.digest import digest, digest_many, locate
 
 RESULTS = Path(__file__).parent / "results"
 OURS = "digest"
@@ -46,17 +44,18 @@ def _one_tensor(tensor: torch.Tensor) -> dict[str, Callable[[], object]]:
         from lightning_d9m.hashing.xxh3 import cuda as xxh3_cuda
 
         memory = [locate(tensor)]
-        methods["digest's kernel alone"] = lambda: xxh3_cuda.start_hashing(memory, tensor.device)
+        chunks = xxh3_cuda.allocate(xxh3_cuda.count_chunks(tensor.nbytes), tensor.device)
+        methods["digest's kernel alone"] = lambda: xxh3_cuda.hash_into(
+            chunks, 0, memory, tensor.device
+        )
     return methods
 
 
 def _many_tensors(tensors: list[torch.Tensor]) -> dict[str, Callable[[], object]]:
     targets = [torch.zeros_like(tensor) for tensor in tensors]
-    cache = AddressCache()
     return {
         OURS: lambda: digest_many(tensors),
-        "digest, addresses kept": lambda: digest_located(cache.find(tensors)),
-        "where the tensors are, alone": lambda: [locate_quickly(t) for t in tensors],
+        "where the tensors are, alone": lambda: [locate(t) for t in tensors],
         "digest, one by one": lambda: [digest(t) for t in tensors],
         "memcpy (copy_ into a tensor in use)": lambda: [
             target.copy_(t) for target, t in zip(targets, tensors, strict=True)

@@ -2,8 +2,7 @@
 
 No device is needed: tensors of the CPU say that they are on one, and a launch does nothing. So the
 times are those of our Python code and of torch's on the host; of a launch, only what precedes
-Triton's launcher is in them. A table that is kept is that of parameters whose class is torch's, as
-those of a model: calls of a subclass take longer. Every method runs twice in each round: after the
+Triton's launcher is in them. Every method runs twice in each round: after the
 others, which empty the caches of the processor as a training step does, and at once again. Medians
 of the thread's CPU time.
 """
@@ -13,16 +12,15 @@ import json
 import platform
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import datetime, timezone
 from pathlib import Path
 from unittest import mock
 
 import torch
 
-from lightning_d9m.hashing import address_cache, digest_queue
-from lightning_d9m.hashing.digest_queue import DigestQueue
-from lightning_d9m.hashing.model_tensors import NamedTensors
+from lightning_d9m.hashing import digest
+from lightning_d9m.hashing.digest import DigestQueue
 from lightning_d9m.hashing.xxh3 import cuda as xxh3_cuda
 from lightning_d9m.probes.trace import Trace
 
@@ -80,14 +78,6 @@ def always(value: object) -> Callable[..., object]:
     return lambda *_: value
 
 
-def locate_there(weights: Sequence[torch.Tensor]) -> object:
-    """Locate weights as if they were on a CUDA device."""
-    return LOCATE([weight.detach().as_subclass(LikeCuda) for weight in weights])
-
-
-LOCATE = address_cache._locate  # noqa: SLF001 - the table of the device is made from its result
-
-
 def measure(methods: dict[str, Callable[[], None]], rounds: int) -> dict[str, dict[str, float]]:
     """Return the median milliseconds of each method, after other work and at once again."""
     taken: dict[str, dict[str, list[float]]] = {
@@ -106,42 +96,15 @@ def measure(methods: dict[str, Callable[[], None]], rounds: int) -> dict[str, di
     }
 
 
-def list_checks(weights: list[torch.nn.Parameter]) -> dict[str, Callable[[], None]]:
-    """Return what a check of a table that is kept has to read, alone, and in torch's own loops."""
-    addresses, places = list(map(torch.Tensor.data_ptr, weights)), list(range(len(weights)))
-    with torch.no_grad():  # as where it is used
-        guards = address_cache._guard(weights)  # noqa: SLF001 - a part of what is measured
-
-    def read_addresses() -> None:
-        list(map(torch.Tensor.data_ptr, weights))
-
-    def compare_addresses() -> None:
-        torch._C._tensors_data_ptrs_at_indices_equal(weights, addresses, places)  # noqa: SLF001 - torch has no public one
-
-    def check_forms() -> None:
-        with torch.no_grad():
-            assert guards.check(*weights)
-
-    # The comparison in C++ is in CUDA builds only, for CUDA graphs.
-    in_cpp = hasattr(torch._C, "_tensors_data_ptrs_at_indices_equal")  # noqa: SLF001 - as above
-    return {
-        "weights: calls of data_ptr alone": read_addresses,
-        **({"weights: addresses compared in C++ alone": compare_addresses} if in_cpp else {}),
-        "weights: sizes, strides and dtypes compared in C++ alone": check_forms,
-    }
-
-
 def list_methods(count: int) -> dict[str, Callable[[], None]]:
     """Return the ways to take the digests of ``count`` tensors, up to the last launch."""
-    weights = [torch.nn.Parameter(torch.rand(100, 10)) for _ in range(count)]
-    named_tensors = NamedTensors((str(number), weight) for number, weight in enumerate(weights))
-    tensors = [weight.detach().as_subclass(LikeCuda) for weight in weights]
+    tensors = [torch.rand(100, 10).as_subclass(LikeCuda) for _ in range(count)]
     named = {str(number): tensor for number, tensor in enumerate(tensors)}
     empty = [torch.empty(0).as_subclass(LikeCuda)] * 2
     groups = [tensors[begin : begin + 4] for begin in range(0, count, 4)]
 
-    def take_state(values: dict[str, torch.Tensor]) -> Callable[[], None]:
-        return lambda: Trace().add_tensors("weight", values)
+    def take_state() -> None:
+        Trace().add_tensors("weight", named)
 
     def take_each() -> None:
         trace = Trace()
@@ -159,9 +122,7 @@ def list_methods(count: int) -> dict[str, Callable[[], None]]:
             queue.add([tensor, *empty])  # more than one span: a table, and a copy to the device
 
     return {
-        **list_checks(weights),
-        "weights: with the table that is kept": take_state(named_tensors),
-        "weights: located in each step": take_state(named),
+        "weights: one launch": take_state,
         "values: one launch each": take_each,
         "values: one launch for four": take_groups,
         "values: one launch each, with a table": take_by_tables,
@@ -177,9 +138,7 @@ def main() -> None:
     torch.set_num_threads(1)
     launcher = Launcher()
     with (
-        mock.patch.object(digest_queue, "_load_kernel", always(xxh3_cuda)),
-        mock.patch.object(address_cache, "_load_kernel", always(xxh3_cuda)),
-        mock.patch.object(address_cache, "_locate", locate_there),
+        mock.patch.object(digest, "load_kernel", always(xxh3_cuda)),
         mock.patch.object(torch.cuda, "current_stream", always(STREAM)),
         mock.patch.object(torch.cuda, "device", always(STREAM)),
         mock.patch.object(torch.cuda, "is_current_stream_capturing", always(False)),

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from lightning_d9m import DeterminismCallback
 from lightning_d9m.audit.device import try_device
-from lightning_d9m.hashing.digest import _load_kernel
+from lightning_d9m.hashing.digest import load_kernel
 
 SCANS = {
     "cumprod": lambda row: row.mul(1e-3).add(1).cumprod(1),
@@ -31,7 +31,7 @@ def run_start(_: str, settings: Settings) -> Row:
     row: Row = {"found": result.found}
     if result.status != "ok":
         row["error"] = result.found
-    elif settings.device == "cuda" and _load_kernel(torch.device("cuda", 0)) is None:
+    elif settings.device == "cuda" and load_kernel(torch.device("cuda", 0)) is None:
         row["error"] = "the digest kernel is not used"
     return row
 

@@ -21,9 +21,7 @@ from suite_measures import (
     patched,
 )
 
-from lightning_d9m.hashing.digest import _load_kernel, digest, digest_many
-from lightning_d9m.hashing.model_tensors import NamedTensors
-from lightning_d9m.hashing.tensor_bytes import locate
+from lightning_d9m.hashing.digest import digest, digest_many, load_kernel, locate
 from lightning_d9m.ledger.stack import capture_stack
 from lightning_d9m.patches.catalog.catalog import OPS, find_op
 from lightning_d9m.patches.registration import patches_applied
@@ -163,10 +161,9 @@ def run_digest(name: str, settings: Settings) -> Row:
     device = settings.device
     if name == "1,000 tensors":
         weights = [torch.rand(1000, device=device) for _ in range(1000)]
-        named = NamedTensors([(str(number), tensor) for number, tensor in enumerate(weights)])
         return {
             "digest": measure(lambda: digest_many(weights), settings),
-            "locate": measure(named.locate, settings),
+            "locate": measure(lambda: [locate(tensor) for tensor in weights], settings),
             "copy": measure(lambda: [tensor.clone() for tensor in weights], settings),
         }
     size = SIZES[device][name]
@@ -178,11 +175,12 @@ def run_digest(name: str, settings: Settings) -> Row:
         "copy": measure(lambda: target.copy_(tensor), settings),
         "sum": measure(tensor.sum, settings),
     }
-    kernel = _load_kernel(torch.device(device, 0)) if device == "cuda" else None
+    kernel = load_kernel(torch.device(device, 0)) if device == "cuda" else None
     if kernel is not None:
         memory = [locate(tensor)]
         place = torch.device(device, torch.cuda.current_device())
-        row["kernel"] = measure(lambda: kernel.start_hashing(memory, place), settings)
+        chunks = kernel.allocate(kernel.count_chunks(tensor.nbytes), place)
+        row["kernel"] = measure(lambda: kernel.hash_into(chunks, 0, memory, place), settings)
         # The copy reads and writes; the digest only reads.
         row["share_of_copy_rate"] = row["copy"]["device_us"] / 2 / row["kernel"]["device_us"]
     return row

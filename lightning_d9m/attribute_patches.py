@@ -1,8 +1,9 @@
 """Temporary replacement of attributes of the user's objects."""
 
+import functools
 import weakref
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from typing import Any
 
 _MISSING = object()
@@ -78,3 +79,27 @@ def _make_reference(owner: Any) -> Callable[[], Any]:
         return weakref.ref(owner)
     except TypeError:  # a class with slots and without `__weakref__`
         return lambda: owner
+
+
+def wrap_method(
+    stack: ExitStack, owner: Any, name: str, around: Callable[[], AbstractContextManager[object]]
+) -> None:
+    """Run each call of a method inside a context, until ``stack`` is closed.
+
+    The class of ``owner`` stays unchanged. ``around`` makes the context of one call.
+    """
+    method = getattr(owner, name)
+
+    @functools.wraps(method)
+    def inside(*args: Any, **kwargs: Any) -> Any:
+        with around():
+            return method(*args, **kwargs)
+
+    replace_method(stack, owner, name, inside)
+
+
+def replace_method(stack: ExitStack, owner: Any, name: str, method: Callable[..., Any]) -> None:
+    """Replace a method of one object, until ``stack`` is closed."""
+    patches = AttributePatches()
+    patches.replace(owner, name, method)
+    stack.callback(patches.undo)

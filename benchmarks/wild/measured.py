@@ -33,7 +33,7 @@ from typing import Any
 import torch
 
 from lightning_d9m.control.data.seeded_dataset import RngGuard
-from lightning_d9m.hashing.checkpoint_manifest import ManifestMaker
+from lightning_d9m.lightning import checkpoint_io
 from lightning_d9m.lightning.autoload.auto_callback import AddedCallback
 from lightning_d9m.lightning.callback import DeterminismCallback
 from lightning_d9m.lightning.resume import run_state
@@ -51,7 +51,7 @@ _CALLED: list[tuple[Any, list[str]]] = [
     (LateChanges, ["note"]),
     (run_state, ["capture_rng_and_metrics"]),
     (RngGuard, ["begin", "end"]),
-    (ManifestMaker, ["make"]),
+    (checkpoint_io, ["make_manifest"]),
 ]
 
 

@@ -59,12 +59,13 @@ def run(arguments: argparse.Namespace) -> int:
     path: Path = arguments.checkpoint
     if not path.exists():  # before the imports, which take seconds
         raise CommandError(f"No such file: {path}. Give the path of a checkpoint.")
-    from lightning_d9m.lightning.checkpoint_io import check_checkpoint, load_checkpoint
-    from lightning_d9m.lightning.saved_state import SavedState
-    from lightning_d9m.lightning.sharded_checkpoint import (
+    from lightning_d9m.lightning.checkpoint_io import (
+        check_checkpoint,
         is_sharded_checkpoint,
+        load_checkpoint,
         load_sharded_checkpoint,
     )
+    from lightning_d9m.lightning.saved_state import SavedState
 
     sharded = is_sharded_checkpoint(path)
     if path.is_dir() and not sharded:
@@ -240,7 +241,7 @@ def _digest_weights(weights: Mapping[str, Any]) -> dict[str, str]:
     from torch import Tensor
 
     from lightning_d9m.hashing.digest import digest_many
-    from lightning_d9m.hashing.model_tensors import plain_name
+    from lightning_d9m.hashing.training_state import plain_name
 
     tensors = {plain_name(n): value for n, value in weights.items() if isinstance(value, Tensor)}
     return dict(zip(tensors, digest_many(list(tensors.values())), strict=True))

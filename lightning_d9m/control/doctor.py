@@ -16,8 +16,7 @@ from lightning_d9m.compatibility import (
 from lightning_d9m.control import environment
 from lightning_d9m.control.hash_seed import describe_hash_seed_problem
 from lightning_d9m.control.settings import HIGHEST_SEED
-from lightning_d9m.control.threads import DYNAMIC, threads_vary
-from lightning_d9m.control.torch_flags import capture_flags
+from lightning_d9m.control.torch_flags import DYNAMIC, capture_flags, threads_vary
 
 _GLOO = "GLOO_SOCKET_IFNAME"
 Status = Literal["problem", "note", "ok"]

@@ -4,29 +4,19 @@ Seeds are hashed instead of added: seed 1 in epoch 2 must differ from seed 2 in 
 """
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
 
 from lightning_d9m.compatibility import find_accelerator
-from lightning_d9m.control.numpy_state import (
-    NumpyState,
-    capture_numpy,
-    load_numpy,
-    restore_numpy,
-    save_numpy,
-)
-from lightning_d9m.control.python_state import (
-    PythonState,
-    load_python,
-    save_python,
-    seed_python,
-)
+from lightning_d9m.state.parts import GENERATOR
+from lightning_d9m.state.plain_data import decode_plain, encode_plain, pack_bytes, unpack_bytes
+from lightning_d9m.state.search import find_generators
 
 
 def derive_seed(
@@ -74,7 +64,7 @@ def seed_host(seed: int) -> None:
     It takes microseconds because it does not touch devices: for loader workers and single samples.
     NumPy's and torch's CPU generators take the lower 32 bits of the seed.
     """
-    seed_python(seed)
+    random.seed(seed)
     # NumPy's seed has 32 bits; an array of two words would take six times as long.
     np.random.seed(seed & 0xFFFFFFFF)  # noqa: NPY002 - user code draws from it
     torch.default_generator.manual_seed(seed)
@@ -118,21 +108,10 @@ class RngState:
     devices: dict[str, dict[int, torch.Tensor]]
 
 
-HostState: TypeAlias = tuple[PythonState, NumpyState, torch.Tensor]
-"""The state of the generators that ``seed_host`` seeds, in the form that is copied fastest."""
-
-
-def save_host() -> HostState:
-    """Return the state for ``load_host``, without using a device."""
-    return save_python(), save_numpy(), torch.default_generator.get_state()
-
-
-def load_host(state: HostState) -> None:
-    """Restore what ``save_host`` returned."""
-    python, numpy, torch_cpu = state
-    load_python(python)
-    load_numpy(numpy)
-    torch.default_generator.set_state(torch_cpu)
+def capture_host() -> RngState:
+    """Return the state of the generators that ``seed_host`` seeds, without using a device."""
+    numpy = dict(np.random.get_state(legacy=False))  # noqa: NPY002 - user code draws from it
+    return RngState(random.getstate(), numpy, torch.default_generator.get_state(), {})
 
 
 def capture_rng() -> RngState:
@@ -140,19 +119,15 @@ def capture_rng() -> RngState:
 
     The state does not include devices that are initialized later.
     """
-    return RngState(
-        python=random.getstate(),
-        numpy=capture_numpy(),
-        torch_cpu=torch.get_rng_state(),
-        devices={name: _device_states(module) for name, module in _list_initialized_devices()},
-    )
+    devices = {name: _device_states(module) for name, module in _list_initialized_devices()}
+    return replace(capture_host(), devices=devices)
 
 
 def restore_rng(state: RngState) -> None:
     """Restore every generator to a captured state."""
     random.setstate(state.python)
-    restore_numpy(state.numpy)
-    torch.set_rng_state(state.torch_cpu)
+    np.random.set_state(state.numpy)  # noqa: NPY002 - as above
+    torch.default_generator.set_state(state.torch_cpu)
     for name, states in state.devices.items():
         module = getattr(torch, name)
         for number, own in states.items():
@@ -184,3 +159,164 @@ def _list_initialized_devices() -> Iterator[tuple[str, Any]]:
 def _device_states(module: Any) -> dict[int, torch.Tensor]:
     """Return the generator states of one kind of device by number."""
     return {number: module.get_rng_state(number) for number in range(module.device_count())}
+
+
+@dataclass
+class RandomStreams:
+    """The seeds of a loader's random streams. Each worker gets a copy when it starts.
+
+    Attributes:
+        seed: The base seed.
+        fit: Ordinal of the fit in its process.
+        rank: The data-parallel rank.
+        stage: ``"train"``, ``"validate"``, ``"test"`` or ``"predict"``.
+        number: Ordinal of the loader in its stage.
+        epoch: The current epoch of this process.
+        workers: The base seed that torch draws for the workers of the epoch's first iteration.
+        starts: How often an epoch was started, or started again.
+        shared: In shared memory for persistent workers, int64 of shape (3,): the current epoch of
+            the main process, whether a worker's dataset has changed its numbers, and ``starts``.
+            None without such workers.
+    """
+
+    seed: int
+    fit: int
+    rank: int
+    stage: str
+    number: int = 0
+    epoch: int = 0
+    workers: int = 0
+    starts: int = 0
+    shared: torch.Tensor | None = None
+
+    def start_epoch(self, epoch: int) -> None:
+        """Enter an epoch in the main process."""
+        self.epoch = epoch
+        self.starts += 1
+        if self.shared is not None:
+            self.shared[0], self.shared[2] = epoch, self.starts
+
+    def at_epoch(self) -> "RandomStreams":
+        """Return a copy that stays in the current epoch."""
+        return replace(self, shared=None)
+
+    def follow(self) -> bool:
+        """Enter the main process's epoch; return whether it was started since the last call."""
+        before = self.starts
+        if self.shared is not None:
+            self.epoch, _, self.starts = map(int, self.shared.tolist())
+        return self.starts != before
+
+    def report_changed_numbers(self) -> None:
+        """Tell the main process that iterating changes numbers of the dataset."""
+        if self.shared is not None:
+            self.shared[1] = 1
+
+    @property
+    def has_changed_numbers(self) -> bool:
+        """True if the dataset in a persistent worker has changed its numbers."""
+        return self.shared is not None and bool(self.shared[1])
+
+    def derive(
+        self, purpose: str, *, worker: int = 0, index: int | str = 0, shared: bool = False
+    ) -> int:
+        """Return a seed for the current epoch; with ``shared``, the same on all ranks."""
+        return derive_seed(
+            self.seed,
+            f"{self.stage} {self.number} {purpose}",
+            fit=self.fit,
+            rank=0 if shared else self.rank,
+            worker=worker,
+            epoch=self.epoch,
+            index=index,
+        )
+
+
+# The state of a device's generator: the seed, and then the number of values that were drawn.
+_SEED_BYTES, _PHILOX_BYTES = 8, 16
+
+
+def encode_rng(state: RngState) -> dict[str, Any]:
+    """Return the state of all generators of a process, which calls this, as plain values."""
+    return {
+        "host": pack_bytes(encode_plain([state.python, state.numpy])),
+        "torch": state.torch_cpu,
+        "devices": {name: list(states.values()) for name, states in state.devices.items()},
+        "own": {name: _find_own_device(name) for name in state.devices},
+    }
+
+
+def decode_rng(encoded: Mapping[str, Any]) -> RngState:
+    """Return the state from the plain values of ``encode_rng``, for the devices of this process.
+
+    The device that was the process's own may have another number now, or be one that the program
+    has chosen. Its state is that of the present device of the process; the others keep their
+    numbers, and ``find_lost_devices`` names those that have no place.
+    """
+    devices: dict[str, dict[int, torch.Tensor]] = {name: {} for name in encoded["devices"]}
+    for name, _, place, own in _place_devices(encoded):
+        if place is not None:
+            devices[name][place] = own
+    python, numpy = decode_plain(unpack_bytes(encoded["host"]))
+    return RngState(python=python, numpy=numpy, torch_cpu=encoded["torch"], devices=devices)
+
+
+def find_lost_devices(encoded: Mapping[str, Any]) -> list[str]:
+    """Return the reasons why states of ``encode_rng`` cannot be restored in this process.
+
+    The state of a device from which nothing was drawn follows from the seed, and is not lost.
+    """
+    return [
+        f"Numbers were drawn on the device {name}:{number}, and its generator cannot be restored: "
+        f"this process has {getattr(torch, name).device_count()} devices of this kind, and its "
+        "own takes the state of the process's own. Resume with the same number of visible devices."
+        for name, number, place, own in _place_devices(encoded)
+        if place is None and (len(own) != _PHILOX_BYTES or own[_SEED_BYTES:].any())
+    ]
+
+
+def _place_devices(
+    encoded: Mapping[str, Any],
+) -> Iterator[tuple[str, int, int | None, torch.Tensor]]:
+    """Yield kind, number, present number and state of each device; None if it has no place."""
+    for name, states in encoded["devices"].items():
+        count, here = getattr(torch, name).device_count(), _find_own_device(name)
+        before = encoded["own"][name]
+        for number, own in enumerate(states):
+            place = here if number == before else number
+            is_free = number == before or number != here
+            yield name, number, place if is_free and place < count else None, own
+
+
+def _find_own_device(name: str) -> int:
+    """Return the number of the device on which this process computes."""
+    module = getattr(torch, name)
+    current = getattr(module, "current_device", int)  # torch.mps has a single device
+    return int(current()) if module.device_count() else 0
+
+
+def capture_generators(owners: Mapping[str, object]) -> dict[str, torch.Tensor]:
+    """Return the encoded state of every generator that the objects hold.
+
+    Args:
+        owners: Objects by name. See ``find_generators`` for the search.
+
+    Returns:
+        Bytes by the generator's path, such as ``"model.noise"``.
+    """
+    found = find_generators(owners).items()
+    return {path: pack_bytes(encode_plain(GENERATOR.read(own))) for path, own in found}
+
+
+def restore_generators(
+    owners: Mapping[str, object], encoded: Mapping[str, torch.Tensor]
+) -> list[str]:
+    """Restore every generator to its captured state.
+
+    Returns:
+        The paths of generators that were captured and are missing now, or were not captured.
+    """
+    found = find_generators(owners)
+    for path in encoded.keys() & found.keys():
+        GENERATOR.write(found[path], decode_plain(unpack_bytes(encoded[path])))
+    return sorted(encoded.keys() ^ found.keys())

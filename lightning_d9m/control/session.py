@@ -18,7 +18,7 @@ from lightning_d9m.control import torch_flags
 from lightning_d9m.control.environment import CONTROL, EarlyVariables, control_is_on
 from lightning_d9m.control.seeding import rng_restored, seed_all
 from lightning_d9m.control.settings import Settings
-from lightning_d9m.control.threads import threads_pinned, verify_threads
+from lightning_d9m.control.torch_flags import threads_pinned, verify_threads
 from lightning_d9m.errors import SettingError
 from lightning_d9m.patches.registration import patches_applied
 

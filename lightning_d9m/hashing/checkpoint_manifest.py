@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_d9m.errors import CheckpointError, DigestError
-from lightning_d9m.hashing.address_cache import AddressCache
-from lightning_d9m.hashing.digest import digest_pieces
+from lightning_d9m.hashing.digest import digest_many, digest_pieces
 from lightning_d9m.hashing.value_bytes import PLAIN_TYPES, Piece, encode, encode_exact
 from lightning_d9m.text import quote
 
@@ -43,55 +42,21 @@ class Damage:
         return bool(self.changed or self.added or self.missing or self.values)
 
 
-class ManifestMaker:
-    """Makes the manifests of a fit's checkpoints, whose tensors have mostly the same addresses."""
-
-    def __init__(self, version: int = _VERSION) -> None:
-        self._version = version
-        self._addresses = AddressCache()
-
-    def make(self, content: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the manifest of a checkpoint's content: plain values, 16 bytes for each tensor.
-
-        Args:
-            content: Nested dicts, lists and tuples. For any other object only its type is hashed.
-
-        Returns:
-            ``"version"``: that of this format; ``"tensors"``: uint8 of shape (n, 16), the digests
-            of key and bytes of each tensor, in ascending order; ``"values"``: the digest of all
-            other values (32 hex digits).
-        """
-        tensors, values = self.digest(content)
-        rows = sorted(name + half for name, (_, half) in tensors.items())
-        table = np.frombuffer(b"".join(rows), dtype=np.uint8).copy().reshape(-1, 2 * _HALF)
-        return {"version": self._version, "tensors": torch.from_numpy(table), "values": values}
-
-    def digest(self, content: Mapping[str, Any]) -> tuple[dict[bytes, tuple[str, bytes]], str]:
-        """Return path and half the digest of each tensor by that of its name; that of the values.
-
-        Of tensors with the same name the last one counts.
-        """
-        named: list[tuple[bytes, str]] = []
-        tensors: list[Tensor] = []
-        pieces: list[Piece] = []
-        count = 0
-        for path, key, leaf in _list_leaves(content, "", "", (id(content),)):
-            text = path if self._version == 1 else key
-            if isinstance(leaf, Tensor):
-                named.append((blake2b(text.encode(), digest_size=_HALF).digest(), path))
-                tensors.append(leaf)
-                continue
-            count += 1
-            pieces += (b"L2:%b" % encode_exact(text), *_encode_leaf(leaf))
-        data = bytes.fromhex("".join(self._addresses.digest(tensors)))
-        halves = [data[at : at + _HALF] for at in range(0, len(data), 2 * _HALF)]
-        found = {name: (path, half) for (name, path), half in zip(named, halves, strict=True)}
-        return found, digest_pieces([b"L%x:" % count, *pieces])
-
-
 def make_manifest(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the manifest of one checkpoint; see :class:`ManifestMaker`."""
-    return ManifestMaker().make(content)
+    """Return the manifest of a checkpoint's content: plain values, 16 bytes for each tensor.
+
+    Args:
+        content: Nested dicts, lists and tuples. For any other object only its type is hashed.
+
+    Returns:
+        ``"version"``: that of this format; ``"tensors"``: uint8 of shape (n, 16), the digests
+        of key and bytes of each tensor, in ascending order; ``"values"``: the digest of all
+        other values (32 hex digits).
+    """
+    tensors, values = _digest_content(content, _VERSION)
+    rows = sorted(name + half for name, (_, half) in tensors.items())
+    table = np.frombuffer(b"".join(rows), dtype=np.uint8).copy().reshape(-1, 2 * _HALF)
+    return {"version": _VERSION, "tensors": torch.from_numpy(table), "values": values}
 
 
 def check_manifest(content: Mapping[str, Any], manifest: Mapping[str, Any]) -> Damage:
@@ -109,7 +74,7 @@ def check_manifest(content: Mapping[str, Any], manifest: Mapping[str, Any]) -> D
     data = manifest["tensors"].cpu().numpy().tobytes()
     rows = [data[at : at + 2 * _HALF] for at in range(0, len(data), 2 * _HALF)]
     expected_rows = {row[:_HALF]: row[_HALF:] for row in rows}
-    tensors, values = ManifestMaker(version).digest(content)
+    tensors, values = _digest_content(content, version)
     changed, added = [], []
     for name, (path, found) in tensors.items():
         expected = expected_rows.pop(name, None)
@@ -118,6 +83,30 @@ def check_manifest(content: Mapping[str, Any], manifest: Mapping[str, Any]) -> D
         elif expected != found:
             changed.append(path)
     return Damage(tuple(changed), tuple(added), len(expected_rows), values != manifest["values"])
+
+
+def _digest_content(
+    content: Mapping[str, Any], version: int
+) -> tuple[dict[bytes, tuple[str, bytes]], str]:
+    """Return path and half the digest of each tensor by that of its name; that of the values.
+
+    Of tensors with the same name the last one counts.
+    """
+    named: list[tuple[bytes, str]] = []
+    tensors: list[Tensor] = []
+    pieces: list[Piece] = []
+    count = 0
+    for path, key, leaf in _list_leaves(content, "", "", (id(content),)):
+        text = path if version == 1 else key
+        if isinstance(leaf, Tensor):
+            named.append((blake2b(text.encode(), digest_size=_HALF).digest(), path))
+            tensors.append(leaf)
+            continue
+        count += 1
+        pieces += (b"L2:%b" % encode_exact(text), *_encode_leaf(leaf))
+    halves = [bytes.fromhex(digest)[:_HALF] for digest in digest_many(tensors)]
+    found = {name: (path, half) for (name, path), half in zip(named, halves, strict=True)}
+    return found, digest_pieces([b"L%x:" % count, *pieces])
 
 
 def _list_leaves(

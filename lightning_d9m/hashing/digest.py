@@ -6,27 +6,160 @@ of each 128 KiB of the elements. It does not depend on thread counts, blocks or 
 
 import functools
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from types import ModuleType
-from typing import cast
+from typing import Any, NamedTuple, cast
 
 import torch
-from xxhash import xxh3_128_digest, xxh3_128_hexdigest
+from xxhash import xxh3_128_digest
 
-from lightning_d9m.hashing.tensor_bytes import (
-    VERSION,
-    DenseTensor,
-    flatten_tensor,
-    locate,
-    locate_quickly,
-)
+from lightning_d9m.errors import DigestError
 from lightning_d9m.hashing.value_bytes import Piece, encode
 from lightning_d9m.hashing.xxh3 import cpu as xxh3_cpu
+from lightning_d9m.state.parts import SPARSE
+
+# The first word of every header; it changes when the definition in docs/digest.md does.
+VERSION = "d9m-digest-1"
+
+_ORDINARY = {torch.Tensor, torch.nn.Parameter}
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+_QUANTIZED = {torch.qint8, torch.qint32, torch.quint8, torch.quint4x2, torch.quint2x4}
+
+
+class DenseTensor(NamedTuple):
+    """A tensor whose elements are in row-major order in memory."""
+
+    header: bytes
+    data: torch.Tensor
+
+
+class NestedTensor(NamedTuple):
+    """A tensor that consists of other tensors and of values that describe it."""
+
+    header: bytes
+    components: Sequence[torch.Tensor]
+    context: object = None
+
+
+def flatten_tensor(tensor: torch.Tensor) -> DenseTensor | NestedTensor:
+    """Return the header and the data of a tensor; copy it only if it is not in row-major order.
+
+    Call it under ``torch._C.DisableTorchFunctionSubclass()``, so that no subclass interferes.
+
+    Raises:
+        DigestError: The tensor has no bytes of its own, or they have no defined order.
+    """
+    if type(tensor) not in _ORDINARY:
+        other = _flatten_subclass(tensor)
+        if other is not None:
+            return other
+    if tensor.is_nested:
+        components = tensor.detach().unbind()
+        return NestedTensor(_header(tensor.dtype, (len(components),), "nested"), components)
+    layout = tensor.layout
+    if layout in SPARSE:
+        header = _header(tensor.dtype, tensor.shape, str(layout).removeprefix("torch."))
+        return NestedTensor(header, SPARSE[layout](tensor.detach()))
+    if layout is not torch.strided:
+        raise _refuse(
+            tensor, f"the order of its elements is that of {layout}", "Pass its to_dense()."
+        )
+    if tensor.is_quantized:
+        raise _refuse(
+            tensor,
+            f"{tensor.dtype} has a quantizer beside its bytes",
+            "Pass its int_repr() and q_scale().",
+        )
+    if tensor.device.type == "meta":
+        raise _refuse(tensor, "a meta tensor has no data", "Pass a materialized one.")
+    header = _header(tensor.dtype, tensor.shape)
+    if tensor.is_conj() or tensor.is_neg() or not tensor.is_contiguous():
+        tensor = _lay_out(tensor)
+    return DenseTensor(header, tensor)
+
+
+def describe_dense(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes | None:
+    """Return the header of a dense tensor; None for a dtype that has more than its bytes."""
+    return None if dtype in _QUANTIZED else _header(dtype, shape)
+
+
+def locate(data: torch.Tensor) -> tuple[int, int]:
+    """Return the address and the size in bytes of a dense tensor.
+
+    Raises:
+        DigestError: The tensor has no memory (a functorch wrapper), or no longer (a freed storage).
+    """
+    size = data.nbytes
+    try:
+        held = data.untyped_storage().nbytes()
+    except (NotImplementedError, RuntimeError) as error:
+        raise _refuse(
+            data, "it has no memory of its own", "Call digest() outside transforms."
+        ) from error
+    if size and held < data.storage_offset() * data.itemsize + size:
+        raise _refuse(
+            data,
+            f"its storage has {held:,} bytes, too few for {size:,} at {data.storage_offset():,}",
+            "Its memory was freed, as FSDP does between steps: gather the parameters first.",
+        )
+    return data.data_ptr(), size
+
+
+@functools.lru_cache(maxsize=4096)  # a model is digested again and again
+def _header(dtype: torch.dtype, shape: tuple[int, ...], layout: str = "") -> bytes:
+    words = (VERSION, layout, str(dtype).removeprefix("torch."), f"[{','.join(map(str, shape))}]")
+    return f"{' '.join(filter(None, words))}\n".encode()
+
+
+def _lay_out(tensor: torch.Tensor) -> torch.Tensor:
+    """Copy the elements into row-major order, with conjugation and negation applied."""
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    # As integers, because torch cannot copy every dtype (int4) and must not interpret any.
+    integer = _INTEGERS.get(tensor.itemsize)
+    return (tensor if integer is None else tensor.view(integer)).contiguous()
+
+
+def _flatten_subclass(tensor: torch.Tensor) -> DenseTensor | NestedTensor | None:
+    """Flatten a subclass that wraps other tensors; return None for one with its own elements."""
+    kind = type(tensor)
+    if not isinstance(tensor, torch.Tensor):
+        raise DigestError(
+            f"A digest is taken of a tensor; {kind.__qualname__} was given. "
+            "digest_value() takes numbers, strings and containers."
+        )
+    if torch.nn.parameter.is_lazy(tensor):
+        raise _refuse(tensor, "it is not initialized yet", "Run the module once before.")
+    if kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__ or tensor.is_nested:
+        return None
+    wrapper = cast(Any, tensor)
+    if hasattr(kind, "to_local"):  # DTensor: this rank's shard, as if it were a tensor of its own
+        with torch.no_grad():
+            return flatten_tensor(wrapper.to_local())
+    if hasattr(kind, "trigger_wait"):  # AsyncCollectiveTensor: the result of a collective under way
+        return flatten_tensor(wrapper.wait())
+    if not hasattr(kind, "__tensor_flatten__"):
+        reason = f"{kind.__qualname__} does not say where its elements are"
+        raise _refuse(tensor, reason, "Pass a materialized tensor, or the tensors that it wraps.")
+    names, context = wrapper.__tensor_flatten__()
+    header = _header(tensor.dtype, tensor.shape, f"{kind.__module__}.{kind.__qualname__}")
+    return NestedTensor(header, [getattr(tensor, name) for name in names], (list(names), context))
+
+
+def _refuse(tensor: torch.Tensor, reason: str, remedy: str) -> DigestError:
+    return DigestError(
+        f"A tensor of {tensor.dtype} on {tensor.device} has no digest: {reason}. {remedy}"
+    )
+
 
 _VALUE = f"{VERSION} value\n".encode()
-_SMALL = 16384  # bytes of a tensor
 # The parts that are hashed at the end: bytes, and numbers of dense tensors for their digests.
 _Recipe = int | list["bytes | _Recipe"]
+_MAX_COPY_BYTES = 16384
+_ARENA = 4096  # chunk digests for which memory is allocated together
+# A tensor with its number, its address and its size in bytes.
+_Located = tuple[int, torch.Tensor, tuple[int, int]]
 
 
 def digest(value: torch.Tensor) -> str:
@@ -58,13 +191,9 @@ def digest_many(tensors: Iterable[torch.Tensor]) -> list[str]:
     Raises:
         DigestError: As digest(), for the first tensor that has none.
     """
-    plain: list[DenseTensor] = []
-    with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - documented in "Extending PyTorch"
-        recipes = [_digest_small(tensor) or _plan(tensor, plain) for tensor in tensors]
-        digests = _hash_all(plain)
-    return [
-        recipe if isinstance(recipe, str) else _follow(recipe, digests).hex() for recipe in recipes
-    ]
+    queue = DigestQueue()
+    queue.add(tensors)
+    return queue.fetch()
 
 
 def digest_value(value: object) -> str:
@@ -91,99 +220,277 @@ def digest_value(value: object) -> str:
 
 def digest_pieces(pieces: Iterable[Piece]) -> str:
     """Return the digest of a value that ``value_bytes.encode`` has encoded."""
-    pieces = [_VALUE, *pieces]
-    if {bytes}.issuperset(map(type, pieces)):
-        return xxh3_128_hexdigest(b"".join(cast("list[bytes]", pieces)))
-    plain: list[DenseTensor] = []
-    with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - as in digest_many
-        recipe = _plan_pieces(pieces, plain)
-        digests = _hash_all(plain)
-    return _follow(recipe, digests).hex()
+    queue = DigestQueue()
+    queue.add_pieces(pieces)
+    return queue.fetch()[0]
 
 
-def _digest_small(tensor: torch.Tensor) -> str | None:
-    """Return the digest of a small contiguous CPU tensor, three times as fast as by a plan.
+class DigestQueue:
+    """A sequence of digests whose bytes are read when a tensor is added.
 
-    Returns:
-        None for any other tensor. Many large ones are hashed on several threads.
+    The digests are fetched later, so that a training need not wait for a device.
     """
-    place = locate_quickly(tensor)
-    if place is None or place[2] > _SMALL:
-        return None
-    header, address, size = place
-    copy = xxh3_cpu.copy_span(address, size)
-    return xxh3_128_hexdigest(header + xxh3_cpu.hash_copy(copy))
+
+    def __init__(self) -> None:
+        self._recipes: list[_Recipe | str] = []
+        self._headers: list[bytes] = []
+        self._chunks = ChunkDigests()
+
+    def __len__(self) -> int:
+        """The number of digests."""
+        return len(self._recipes)
+
+    @property
+    def pending(self) -> bool:
+        """Whether devices compute digests; fetching waits for them."""
+        return self._chunks.pending
+
+    def together(self) -> AbstractContextManager[None]:
+        """Read the tensors that are added in the body in one launch for each stream.
+
+        The body must not change them, nor the current stream.
+        """
+        return self._chunks.together()
+
+    def add_digest(self, digest: str) -> None:
+        """Append a known digest."""
+        self._recipes.append(digest)
+
+    def add(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Read tensors and append their digests, in one launch on each CUDA device.
+
+        Raises:
+            DigestError: As ``digest``, for the first tensor without one; nothing is appended then.
+        """
+        self._add(lambda dense: [_plan(tensor, dense) for tensor in tensors])
+
+    def add_value(self, value: object) -> None:
+        """Read the tensors of a nested value and append its digest, that of ``digest_value``.
+
+        Raises:
+            DigestError: As ``digest_value``; then nothing is appended.
+        """
+        self.add_pieces(encode(value))
+
+    def add_pieces(self, pieces: Iterable[Piece]) -> None:
+        """Append the digest of a value that ``value_bytes.encode`` has encoded."""
+        self._add(lambda dense: [_plan_pieces([_VALUE, *pieces], dense)])
+
+    def _add(self, plan: Callable[[list[DenseTensor]], list[_Recipe]]) -> None:
+        dense: list[DenseTensor] = []
+        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - documented in "Extending PyTorch"
+            recipes = plan(dense)
+            self._chunks.add([part.data for part in dense])
+        start = len(self._headers)
+        self._headers += [part.header for part in dense]
+        self._recipes += [_shift(recipe, start) for recipe in recipes]
+
+    def start_copies(self) -> None:
+        """Copy the results of CUDA devices to the host without waiting."""
+        self._chunks.start_copies()
+
+    def fetch(self) -> list[str]:
+        """Wait for the devices and return all digests, in the order they were added."""
+        chunks = zip(self._headers, self._chunks.fetch(), strict=True)
+        dense = [xxh3_128_digest(header + found) for header, found in chunks]
+        return [
+            recipe if isinstance(recipe, str) else _follow(recipe, dense).hex()
+            for recipe in self._recipes
+        ]
 
 
-def _plan(tensor: torch.Tensor, plain: list[DenseTensor]) -> _Recipe:
-    """Append a tensor's dense tensors to ``plain``; return the parts of its digest."""
+def _plan(tensor: torch.Tensor, dense: list[DenseTensor]) -> _Recipe:
+    """Append a tensor's dense tensors to ``dense``; return the parts of its digest."""
     parts = flatten_tensor(tensor)
     if isinstance(parts, DenseTensor):
-        plain.append(parts)
-        return len(plain) - 1
+        dense.append(parts)
+        return len(dense) - 1
     context = [] if parts.context is None else encode(parts.context)
-    return _plan_pieces([parts.header, *parts.components, *context], plain)
+    return _plan_pieces([parts.header, *parts.components, *context], dense)
 
 
-def _plan_pieces(pieces: Sequence[Piece], plain: list[DenseTensor]) -> _Recipe:
-    return [piece if isinstance(piece, bytes) else _plan(piece, plain) for piece in pieces]
+def _plan_pieces(pieces: Iterable[Piece], dense: list[DenseTensor]) -> list["bytes | _Recipe"]:
+    return [piece if isinstance(piece, bytes) else _plan(piece, dense) for piece in pieces]
 
 
-def _follow(recipe: _Recipe, digests: Sequence[bytes]) -> bytes:
+def _shift(recipe: _Recipe, start: int) -> _Recipe:
+    """Return a recipe with ``start`` added to each number of a dense tensor."""
     if isinstance(recipe, int):
-        return digests[recipe]
-    parts = [part if isinstance(part, bytes) else _follow(part, digests) for part in recipe]
+        return recipe + start
+    return [part if isinstance(part, bytes) else _shift(part, start) for part in recipe]
+
+
+def _follow(recipe: _Recipe, dense: Sequence[bytes]) -> bytes:
+    if isinstance(recipe, int):
+        return dense[recipe]
+    parts = [part if isinstance(part, bytes) else _follow(part, dense) for part in recipe]
     return xxh3_128_digest(b"".join(parts))
 
 
-def hash_chunks_of(data: Sequence[torch.Tensor]) -> list[bytes]:
-    """Return the digests of each tensor's chunks, 8 bytes each, wherever the tensors are.
+class ChunkDigests:
+    """The chunk digests of dense tensors, in the order in which they are added.
+
+    The next operation may overwrite a tensor, so its bytes are read at once. On the CPU, large
+    tensors are hashed at once, because a copy would read the same memory and write it, too. Small
+    ones are copied: hashing all copies in a row takes less time than starting to hash in the middle
+    of a training step, whose code and data fill the caches. On CUDA, hashing is enqueued on the
+    current stream, after the kernel that computed the value and before one that overwrites it. Only
+    fetching waits for devices, once for each stream.
+    """
+
+    def __init__(self) -> None:
+        self._found: list[bytes] = []
+        self._copies: dict[int, bytes] = {}  # of small tensors, by their number
+        self._streams: dict[tuple[torch.device, Any], _StreamDigests] = {}
+        self._is_collecting = False
+
+    def __len__(self) -> int:
+        """The number of tensors."""
+        return len(self._found)
+
+    @property
+    def pending(self) -> bool:
+        """Whether devices compute digests; fetching waits for them."""
+        return bool(self._streams)
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Read the tensors that are added in the body in one launch for each stream.
+
+        The body must not change them, nor the current stream.
+        """
+        self._is_collecting = True
+        try:
+            yield
+        finally:
+            self._is_collecting = False
+            for stream in self._streams.values():
+                stream.launch()
+
+    def add(self, data: Sequence[torch.Tensor]) -> None:
+        """Read tensors whose elements are in row-major order, in one launch on each CUDA device.
+
+        Raises:
+            DigestError: One has no memory; nothing is added then.
+        """
+        memory = [locate(tensor) for tensor in data]
+        start = len(self._found)
+        self._found += [b""] * len(data)
+        here: dict[int, tuple[int, int]] = {}
+        there: dict[torch.device, list[_Located]] = {}
+        for number, (tensor, span) in enumerate(zip(data, memory, strict=True), start):
+            if not tensor.is_cpu:
+                there.setdefault(tensor.device, []).append((number, tensor, span))
+            elif span[1] > _MAX_COPY_BYTES:
+                here[number] = span
+            else:
+                self._copies[number] = xxh3_cpu.copy_span(*span)
+        for device, located in there.items():
+            self._add_on_device(device, located)
+        if here:  # the devices work meanwhile
+            found = xxh3_cpu.hash_chunks(list(here.values()))
+            for number, own in zip(here, found, strict=True):
+                self._found[number] = own
+
+    def _add_on_device(self, device: torch.device, located: list[_Located]) -> None:
+        kernel = load_kernel(device)
+        if kernel is None:  # the digests are the same; each waits for a copy
+            for number, tensor, _ in located:
+                copy = tensor.detach().cpu()
+                (self._found[number],) = xxh3_cpu.hash_chunks([locate(copy)])
+            return
+        key = device, torch.cuda.current_stream(device)
+        if key not in self._streams:
+            self._streams[key] = _StreamDigests(kernel, *key)
+        self._streams[key].add(located)
+        if not self._is_collecting:
+            self._streams[key].launch()
+
+    def start_copies(self) -> None:
+        """Copy the results of CUDA devices to the host without waiting."""
+        for stream in self._streams.values():
+            stream.start_copy()
+
+    def fetch(self) -> list[bytes]:
+        """Wait for the devices; return for each tensor 8 bytes for each 128 KiB."""
+        for stream in self._streams.values():
+            for number, own in stream.fetch():
+                self._found[number] = own
+        for number, copy in self._copies.items():
+            self._found[number] = xxh3_cpu.hash_copy(copy)
+        self._streams, self._copies = {}, {}
+        return self._found
+
+
+class _StreamDigests:
+    """Digests of tensors that a stream of a CUDA device reads in order.
 
     Args:
-        data: Dense tensors, in row-major order in memory.
+        kernel: The module ``xxh3.cuda``.
+        device: The device.
+        stream: Its stream, which must be the current one when tensors are added.
     """
-    by_device: dict[torch.device, list[int]] = {}
-    for index, tensor in enumerate(data):
-        by_device.setdefault(tensor.device, []).append(index)
-    started = [
-        (device, indices, _start_hashing([data[index] for index in indices], device))
-        for device, indices in by_device.items()
-    ]
-    found = [b""] * len(data)
-    # The CPU first: the other devices work meanwhile.
-    for _, indices, finish in sorted(started, key=lambda start: start[0].type != "cpu"):
-        for index, chunk_digests in zip(indices, finish(), strict=True):
-            found[index] = chunk_digests
-    return found
 
+    def __init__(self, kernel: Any, device: torch.device, stream: Any) -> None:
+        self._kernel = kernel
+        self._device = device
+        self._stream = stream
+        self._arenas: list[tuple[torch.Tensor, int]] = []  # with the number of used places
+        self._numbers: list[int] = []
+        self._spans: list[tuple[int, int]] = []
+        self._waiting: list[_Located] = []  # for the next launch
+        self._host_copies: list[torch.Tensor] | None = None
+        self._copied: Any = None
 
-def _hash_all(plain: Sequence[DenseTensor]) -> list[bytes]:
-    found = hash_chunks_of([part.data for part in plain])
-    return [
-        xxh3_128_digest(part.header + chunk_digests)
-        for part, chunk_digests in zip(plain, found, strict=True)
-    ]
+    def add(self, located: list[_Located]) -> None:
+        """Note tensors for the next launch."""
+        self._waiting += located
 
+    def launch(self) -> None:
+        """Start hashing the noted tensors, in one launch."""
+        if not self._waiting:
+            return
+        numbers, tensors, spans = zip(*self._waiting, strict=True)
+        self._waiting = []
+        self._numbers += numbers
+        self._spans += spans
+        chunks = sum(xxh3_cpu.count_chunks(size) for _, size in spans)
+        self._kernel.hash_into(*self._reserve(chunks), spans, self._device)
+        for tensor in tensors:
+            # The memory may belong to another stream's pool and be reused before it is read.
+            tensor.record_stream(self._stream)
 
-def _start_hashing(data: Sequence[torch.Tensor], device: torch.device) -> Callable[[], list[bytes]]:
-    """Start hashing on a device; return the function that finishes and returns chunk digests."""
-    if device.type == "cpu":
-        return lambda: xxh3_cpu.hash_chunks([locate(tensor) for tensor in data])
-    kernel = _load_kernel(device)
-    if kernel is None:
-        return lambda: [_hash_copy(tensor) for tensor in data]
-    memory = [locate(tensor) for tensor in data]
-    started = kernel.start_hashing(memory, device)
-    return lambda: cast(list[bytes], kernel.fetch_chunk_digests(started, memory))
+    def start_copy(self) -> None:
+        """Copy the results to the host, without waiting."""
+        with torch.cuda.stream(self._stream):
+            self._host_copies = [
+                self._kernel.start_copy(arena[:used]) for arena, used in self._arenas
+            ]
+            self._copied = self._stream.record_event()
 
+    def fetch(self) -> Iterable[tuple[int, bytes]]:
+        """Wait for the results; return the number and the chunk digests of each tensor."""
+        if self._host_copies is None:
+            with torch.cuda.stream(self._stream):
+                found = [arena[:used].cpu() for arena, used in self._arenas]
+        else:
+            self._copied.synchronize()
+            found = self._host_copies
+        data = b"".join(part.numpy().tobytes() for part in found)
+        return zip(self._numbers, xxh3_cpu.split_chunk_digests(data, self._spans), strict=True)
 
-def _hash_copy(tensor: torch.Tensor) -> bytes:
-    copy = tensor.detach().cpu()
-    return xxh3_cpu.hash_chunks([locate(copy)])[0]
+    def _reserve(self, places: int) -> tuple[torch.Tensor, int]:
+        """Return memory on the device and the first free place in it."""
+        arena, used = self._arenas[-1] if self._arenas else (None, 0)
+        if arena is None or used + places > len(arena):
+            arena, used = self._kernel.allocate(max(places, _ARENA), self._device), 0
+            self._arenas.append((arena, 0))
+        self._arenas[-1] = (arena, used + places)
+        return arena, used
 
 
 @functools.cache
-def _load_kernel(device: torch.device) -> ModuleType | None:
+def load_kernel(device: torch.device) -> ModuleType | None:
     """Return the module of the CUDA kernel if it agrees with the CPU on this device."""
     if device.type != "cuda":
         return None

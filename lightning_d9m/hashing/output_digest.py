@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from xxhash import xxh3_128
 
 from lightning_d9m.errors import DigestError
-from lightning_d9m.hashing.digest_queue import DigestQueue
+from lightning_d9m.hashing.digest import DigestQueue
 from lightning_d9m.ledger.format.records import Json
 
 # Batches whose digests are fetched together, when as many more have been added: the device has

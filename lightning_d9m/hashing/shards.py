@@ -5,7 +5,7 @@ and keeps the bytes of the chunks that it shares with other ranks: fewer than 12
 From these parts of all ranks follows the digest that the whole tensor has (docs/digest.md).
 """
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from xxhash import xxh3_128_hexdigest
 
 from lightning_d9m.errors import DigestError
-from lightning_d9m.hashing.digest import hash_chunks_of
-from lightning_d9m.hashing.tensor_bytes import describe_dense
+from lightning_d9m.hashing.digest import ChunkDigests, describe_dense
 from lightning_d9m.hashing.xxh3.cpu import CHUNK_BYTES, hash_chunk
 
 _LEAF = 8  # bytes of the digest of a chunk
@@ -141,6 +140,98 @@ def may_be_sharded() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
+class FlatLayout(NamedTuple):
+    """The part on this rank of a parameter that ``FullyShardedDataParallel`` (FSDP1) divides.
+
+    It flattens the parameters of a module into one and gives each rank an equal part of that, so a
+    rank holds a contiguous range of a parameter, or nothing of it.
+
+    Attributes:
+        shape: The shape of the whole parameter.
+        first: The number of the first element that the rank holds.
+        data: The elements, of shape (n,).
+        ranks: The ranks that together hold the parameter once.
+    """
+
+    shape: tuple[int, ...]
+    first: int
+    data: Tensor
+    ranks: Sequence[int]
+
+    def find_state_shard(self, state: Tensor) -> Shard | None:
+        """Return the shard of an optimizer's state for this parameter.
+
+        Returns:
+            None for state without a value for each element, such as the number of steps.
+        """
+        if not state.dim() or state.numel() != self.data.numel():
+            return None
+        return make_shard(self.shape, state, self.first, self.ranks)
+
+
+def find_flat_layouts(model: nn.Module) -> dict[int, FlatLayout]:
+    """Return the layout of each divided parameter by its id; none without FSDP1.
+
+    With ``use_orig_params=False`` flat parameters replace the parameters of the model. They have no
+    layout.
+    """
+    if not may_be_sharded():
+        return {}
+    return {
+        key: layout
+        for module in model.modules()
+        if has_base(module, "FullyShardedDataParallel")
+        for key, layout in _list_layouts(getattr(module, "_handle", None))
+    }
+
+
+def find_hybrid_sharding(owners: Iterable[object]) -> str | None:
+    """Return why a model that FSDP1 divides within groups of ranks cannot be resumed, or None.
+
+    Args:
+        owners: A strategy, or the modules of the model with the wrappers around it.
+    """
+    for owner in owners:
+        if has_base(owner, "FSDPStrategy", "FullyShardedDataParallel"):
+            name = str(getattr(getattr(owner, "sharding_strategy", None), "name", ""))
+            if "HYBRID" in name:
+                return (
+                    f"The model is divided with sharding_strategy={name}, with which the "
+                    "optimizer's state differs after it is loaded. Use FULL_SHARD, or fully_shard "
+                    "on a mesh of two dimensions."
+                )
+    return None
+
+
+def _list_layouts(handle: Any) -> Iterator[tuple[int, FlatLayout]]:
+    from torch import distributed
+
+    flat = None if handle is None else handle.flat_param
+    parameters = getattr(flat, "_params", None)
+    if flat is None or parameters is None:
+        return
+    ranks = [distributed.get_rank()]
+    if handle.uses_sharded_strategy:
+        ranks = distributed.get_process_group_ranks(handle.process_group)
+    contiguous = getattr(flat, "_contiguities", [True] * len(parameters))
+    # Between forward and backward pass the parameters are whole, and the flat one keeps the shard.
+    # Before the first forward pass it is the shard.
+    shard = getattr(flat, "_local_shard", flat).detach()
+    for parameter, part, shape, ordered in zip(
+        parameters,
+        flat._shard_param_infos,  # noqa: SLF001 - as above
+        flat._shapes,  # noqa: SLF001 - as above
+        contiguous,
+        strict=True,
+    ):
+        if not ordered:
+            continue
+        first = part.intra_param_start_idx if part.in_shard else 0
+        begin = part.offset_in_shard if part.in_shard else 0
+        data = shard[begin : begin + (part.numel_in_shard if part.in_shard else 0)]
+        yield id(parameter), FlatLayout(tuple(shape), first, data, ranks)
+
+
 def read_shards(shards: Iterable[Shard]) -> list[ShardParts]:
     """Hash the chunks within the shards and copy the bytes at their ends.
 
@@ -150,10 +241,11 @@ def read_shards(shards: Iterable[Shard]) -> list[ShardParts]:
     shards = list(shards)
     bounds = [_divide(shard) for shard in shards]
     inner = [shard.data[begin:end] for shard, (begin, end) in zip(shards, bounds, strict=True)]
-    leaves = hash_chunks_of(inner)
+    chunks = ChunkDigests()
+    chunks.add(inner)
     return [
         ShardParts(shard.begin, _copy(shard.data[:begin]), own, _copy(shard.data[end:]))
-        for shard, (begin, end), own in zip(shards, bounds, leaves, strict=True)
+        for shard, (begin, end), own in zip(shards, bounds, chunks.fetch(), strict=True)
     ]
 
 

@@ -11,20 +11,19 @@ pass instead of one for each bucket. Projections that keep distances: Johnson an
 Nothing here draws from a generator of the process: the signs come from SHAKE-256.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from functools import cache, lru_cache
 from hashlib import shake_256
-from operator import attrgetter
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lightning_d9m.hashing.digest import DenseTensor, flatten_tensor
 from lightning_d9m.hashing.shards import is_sharded_dtensor
-from lightning_d9m.hashing.tensor_bytes import DenseTensor, flatten_tensor
-from lightning_d9m.ledger.format.records import SKETCH_BUCKETS, SKETCH_DIGITS
+from lightning_d9m.ledger.format.records import SKETCH_BUCKETS
 
 # Places of a row; a prime, so that the elements of a matrix's column lie in different ones.
 _WIDTH = 1021
@@ -32,14 +31,13 @@ _ROWS = 16
 # Elements with signs of their own. Further blocks have the signs of the first, times one for each
 # place of a row.
 _BLOCK = _WIDTH * _ROWS
-# Bytes of other devices that are copied to the host at once.
+# Bytes of a tensor that are copied to the host at once.
 _PIECE_BYTES = 2**24
 # Most weights of a model that is sketched: 10 million take about 10 ms on one core.
 MOST_ELEMENTS = 2**28
 
 _ORDINARY = frozenset({Tensor, torch.nn.Parameter})
 
-_Key = TypeVar("_Key")
 _Floats: TypeAlias = NDArray[np.float64]
 
 
@@ -57,21 +55,15 @@ def sketch_tensors(tensors: Mapping[str, Tensor]) -> dict[str, str]:
         ``SKETCH_BUCKETS`` float64 numbers, little-endian, as hexadecimal digits.
     """
     with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():  # noqa: SLF001 - as in digest_many
-        dense: dict[str, Tensor] = {}
-        short: dict[str, int] = {}
-        long: dict[str, int] = {}
-        for name, given in tensors.items():
-            tensor = given if type(given) in _ORDINARY else _take_whole(given)
-            if tensor is None or not (size := _count_elements(tensor)):
-                continue
-            dense[name] = tensor
-            (short if size <= _WIDTH else long)[name] = size
-        if sum(short.values()) + sum(long.values()) > MOST_ELEMENTS:
+        whole = {
+            name: tensor if type(tensor) in _ORDINARY else _take_whole(tensor)
+            for name, tensor in tensors.items()
+        }
+        dense = {name: own for name, own in whole.items() if own is not None and _is_sketched(own)}
+        if sum(map(Tensor.numel, dense.values())) > MOST_ELEMENTS:
             return {}
         with np.errstate(all="ignore"):  # weights may be NaN, or overflow
-            found = dict(zip(short, _sketch_short([dense[name] for name in short]), strict=True))
-            found |= zip(long, _sketch_long([dense[name] for name in long]), strict=True)
-        return {name: found[name] for name in dense}
+            return {name: _sketch(tensor) for name, tensor in dense.items()}
 
 
 def _take_whole(tensor: Tensor) -> Tensor | None:
@@ -83,87 +75,24 @@ def _take_whole(tensor: Tensor) -> Tensor | None:
     return local
 
 
-def _count_elements(tensor: Tensor) -> int:
-    """Return the number of elements; 0 if the tensor is not one that has a sketch."""
-    if not tensor.is_floating_point() or tensor.layout is not torch.strided:
-        return 0
-    is_dense = type(tensor) in _ORDINARY or isinstance(flatten_tensor(tensor), DenseTensor)
-    return tensor.numel() if is_dense else 0
+def _is_sketched(tensor: Tensor) -> bool:
+    if not tensor.is_floating_point() or tensor.layout is not torch.strided or not tensor.numel():
+        return False
+    return type(tensor) in _ORDINARY or isinstance(flatten_tensor(tensor), DenseTensor)
 
 
-def _sketch_short(tensors: Sequence[Tensor]) -> list[str]:
-    """Return the sketches of tensors of one row each, together: calls take most of their time."""
-    if not tensors:
-        return []
-    signs, buckets = _draw_rows(tuple(map(Tensor.numel, tensors)))
-    flat = _join(list(map(Tensor.flatten, tensors)))
-    return _write(np.bincount(buckets, flat.numpy() * signs, SKETCH_BUCKETS * len(tensors)))
-
-
-def _join(tensors: list[Tensor]) -> Tensor:
-    """Return the elements of flat tensors as float64 on the CPU."""
-    if len(set(map(attrgetter("device", "dtype"), tensors))) > 1:
-        return torch.cat([tensor.double() for _, tensor in _fetch(enumerate(tensors))])
-    # A cast in the same call as the copy would be done on the device.
-    return torch.cat(tensors).cpu().double()
-
-
-def _fetch(parts: Iterable[tuple[_Key, Tensor]]) -> Iterator[tuple[_Key, Tensor]]:
-    """Yield flat tensors on the CPU, in their dtypes and order.
-
-    Those of other devices are copied together, up to ``_PIECE_BYTES``; each copy waits.
-    """
-    keys: list[_Key] = []
-    held: list[Tensor] = []
-    size = 0
-    for key, part in parts:
-        is_like = held and (part.device, part.dtype) == (held[0].device, held[0].dtype)
-        if held and (not is_like or size + part.nbytes > _PIECE_BYTES):
-            yield from zip(keys, _copy_together(held), strict=True)
-            keys, held, size = [], [], 0
-        if part.is_cpu:
-            yield key, part
-            continue
-        keys.append(key)
-        held.append(part)
-        size += part.nbytes
-    yield from zip(keys, _copy_together(held), strict=True)
-
-
-def _copy_together(parts: list[Tensor]) -> Sequence[Tensor]:
-    if len(parts) < 2:  # noqa: PLR2004 - no copy on the device
-        return [part.cpu() for part in parts]
-    return torch.split(torch.cat(parts).cpu(), list(map(Tensor.numel, parts)))
-
-
-@lru_cache(maxsize=4)
-def _draw_rows(sizes: tuple[int, ...]) -> tuple[_Floats, NDArray[np.intp]]:
-    """Return the sign and the bucket of each element of tensors of these sizes, row after row."""
-    ends = np.cumsum(sizes)
-    places = np.arange(ends[-1]) - np.repeat(ends - sizes, sizes)
-    buckets = np.repeat(np.arange(0, SKETCH_BUCKETS * len(sizes), SKETCH_BUCKETS), sizes)
-    return _draw_block()[0, places], _draw_buckets()[places] + buckets
-
-
-def _sketch_long(tensors: Sequence[Tensor]) -> list[str]:
-    """Return the sketches of tensors of more than one row, on any device."""
-    if not tensors:
-        return []
-    sums = np.zeros((len(tensors), _WIDTH))  # of each place of a row, over all rows
+def _sketch(tensor: Tensor) -> str:
+    """Return the sketch of a tensor, which is copied to the host in pieces."""
+    sums = np.zeros(_WIDTH)  # of each place of a row, over all rows
     buffer = torch.from_numpy(np.empty(_BLOCK))
-    for (number, block), part in _fetch(_split(tensors)):
-        _add_rows(part, buffer, sums[number], block)
-    buckets = _draw_buckets() + SKETCH_BUCKETS * np.arange(len(tensors))[:, None]
-    return _write(np.bincount(buckets.reshape(-1), sums.reshape(-1)))
-
-
-def _split(tensors: Iterable[Tensor]) -> Iterator[tuple[tuple[int, int], Tensor]]:
-    """Yield pieces of whole blocks, each with the numbers of its tensor and its first block."""
-    for number, tensor in enumerate(tensors):
-        flat = tensor.reshape(-1)
-        blocks = max(1, _PIECE_BYTES // (flat.itemsize * _BLOCK))
-        for start in range(0, flat.numel(), blocks * _BLOCK):
-            yield (number, start // _BLOCK), flat[start : start + blocks * _BLOCK]
+    flat = tensor.reshape(-1)
+    blocks = max(1, _PIECE_BYTES // (flat.itemsize * _BLOCK))
+    for start in range(0, flat.numel(), blocks * _BLOCK):
+        # A cast in the same call as the copy would be done on the device.
+        piece = flat[start : start + blocks * _BLOCK].cpu()
+        _add_rows(piece, buffer, sums, start // _BLOCK)
+    found = np.bincount(_draw_buckets(), sums, SKETCH_BUCKETS)
+    return found.astype("<f8", copy=False).tobytes().hex()
 
 
 def _add_rows(flat: Tensor, buffer: Tensor, sums: _Floats, first: int) -> None:
@@ -195,11 +124,6 @@ def _add_rows(flat: Tensor, buffer: Tensor, sums: _Floats, first: int) -> None:
             sums += np.einsum("ij,ij->j", shaped, signs[:rows]) * turned
         if rest:
             sums[:rest] += values[whole:size] * signs[rows, :rest] * turned[:rest]
-
-
-def _write(sums: NDArray[Any]) -> list[str]:
-    digits = sums.astype("<f8", copy=False).tobytes().hex()
-    return [digits[at : at + SKETCH_DIGITS] for at in range(0, len(digits), SKETCH_DIGITS)]
 
 
 @cache

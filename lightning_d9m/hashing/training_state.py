@@ -4,9 +4,8 @@ Names are those of the user's model, without the prefix that ``torch.compile`` a
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -16,20 +15,65 @@ from torch.nn.parameter import is_lazy
 from xxhash import xxh3_128_hexdigest
 
 from lightning_d9m.errors import DigestError
-from lightning_d9m.hashing.digest import digest_value
-from lightning_d9m.hashing.flat_parameters import FlatLayout
-from lightning_d9m.hashing.model_tensors import ModelTensors, plain_name
-from lightning_d9m.hashing.shards import Shard, find_dtensor_shard, is_sharded_dtensor
+from lightning_d9m.hashing.digest import digest_many, digest_value
+from lightning_d9m.hashing.shards import FlatLayout, Shard, find_dtensor_shard, is_sharded_dtensor
 from lightning_d9m.hashing.sketches import sketch_tensors
 from lightning_d9m.hashing.value_bytes import encode
 
 Groups = dict[str, dict[str, str]]
 
-# Without layouts, no part of a divided tensor; a parameter without a shape has another class.
-_ORDINARY = frozenset({Tensor, nn.Parameter})
 
-# Made once: `json.dumps` makes one in each call.
-_to_json = json.JSONEncoder(separators=(",", ":")).encode
+# What wrappers of modules add: torch.compile, FSDP1, and activation checkpointing.
+_WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+
+
+def plain_name(name: str) -> str:
+    """Return the name of a parameter or module without what wrappers of modules add.
+
+    >>> plain_name("encoder._orig_mod.layers.0.weight")
+    'encoder.layers.0.weight'
+    """
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+class ModelTensors:
+    """A model's parameters and buffers as they are now, by name.
+
+    ``takes`` returns whether the parameter or buffer of a name is selected; None selects all.
+    """
+
+    def __init__(self, model: nn.Module, takes: Callable[[str], bool] | None = None) -> None:
+        self._model = model
+        self._takes = takes
+
+    def look(self) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[int, str]]:
+        """Return the selected parameters and buffers, and the name of every parameter by its id."""
+        parameters, buffers = (
+            {plain_name(name): own for name, own in part} for part in self.listed
+        )
+        names = {id(own): name for name, own in parameters.items()}
+        return self._select(parameters), self._select(buffers), names
+
+    @property
+    def listed(self) -> tuple[list[tuple[str, Tensor]], list[tuple[str, Tensor]]]:
+        """All parameters and all buffers, with torch's names."""
+        return list(self._model.named_parameters()), list(self._model.named_buffers())
+
+    def list_saved(self) -> list[tuple[str, Tensor]]:
+        """Return the names and tensors of all parameters, and of the buffers in a state dict."""
+        parameters, buffers = self.listed
+        fleeting = {
+            f"{path}.{name}" if path else name
+            for path, module in self._model.named_modules()
+            for name in module._non_persistent_buffers_set  # noqa: SLF001 - torch has no public list
+        }
+        return [*parameters, *((name, own) for name, own in buffers if name not in fleeting)]
+
+    def _select(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        takes = self._takes
+        return tensors if takes is None else {n: own for n, own in tensors.items() if takes(n)}
 
 
 @dataclass(frozen=True)
@@ -77,7 +121,7 @@ class PartialSnapshot:
 
 
 def take_snapshot(
-    model: nn.Module | ModelTensors,
+    model: nn.Module,
     optimizers: Sequence[torch.optim.Optimizer] = (),
     schedulers: Sequence[Any] = (),
 ) -> Snapshot:
@@ -87,7 +131,7 @@ def take_snapshot(
 
     Args:
         model: Its parameters and buffers are digested; non-persistent buffers too, because they
-            take part in the computation. Pass ``ModelTensors`` to cache them between snapshots.
+            take part in the computation.
         optimizers: Their state by parameter, and the settings of their parameter groups.
         schedulers: Objects with ``state_dict()``. Of an object in it without defined bytes, the
             type is digested: its effect shows in the learning rates.
@@ -99,7 +143,7 @@ def take_snapshot(
 
 
 def take_partial_snapshot(
-    model: nn.Module | ModelTensors,
+    model: nn.Module,
     optimizers: Sequence[torch.optim.Optimizer] = (),
     schedulers: Sequence[Any] = (),
     layouts: Mapping[int, FlatLayout] | None = None,
@@ -123,7 +167,7 @@ def take_partial_snapshot(
 
 
 def _read_state(
-    model: nn.Module | ModelTensors,
+    model: nn.Module,
     optimizers: Sequence[torch.optim.Optimizer],
     schedulers: Sequence[Any],
     layouts: Mapping[int, FlatLayout] | None,
@@ -131,8 +175,7 @@ def _read_state(
     sketches: bool = False,
 ) -> PartialSnapshot:
     """Digest the state; without layouts, shards as if they were tensors."""
-    model_tensors = model if isinstance(model, ModelTensors) else ModelTensors(model)
-    parameters, buffers, names = model_tensors.look()
+    parameters, buffers, names = ModelTensors(model).look()
     state = _State(layouts, names)
     for group, named in (("weights", parameters), ("buffers", buffers)):
         state.add_all(group, named)
@@ -142,7 +185,7 @@ def _read_state(
     for number, scheduler in enumerate(schedulers):
         groups["schedulers"][str(number)] = _digest_state(scheduler.state_dict())
     values = [value for named in tensors.values() for value in named.values()]
-    digests = iter(model_tensors.addresses.digest(values))
+    digests = iter(digest_many(values))
     for group, found in tensors.items():
         groups[group].update(zip(found, digests, strict=False))  # those of the next group follow
     sketched = sketch_tensors(tensors["weights"]) if sketches else {}
@@ -168,8 +211,6 @@ class _State:
         self._layouts = None
         if layouts is not None:
             self._layouts = {names[key]: own for key, own in layouts.items() if key in names}
-        # Nearly all values have one of these classes, and then need no call for each.
-        self._plain: frozenset[type] = frozenset() if layouts else _ORDINARY
         self._names = names
         self.groups: Groups = {"weights": {}, "buffers": {}, "optimizers": {}, "schedulers": {}}
         self.tensors: dict[str, dict[str, Tensor]] = {group: {} for group in self.groups}
@@ -179,20 +220,13 @@ class _State:
 
     def add_all(self, group: str, tensors: dict[str, Tensor]) -> None:
         """Add the parameters or the buffers."""
-        if self._plain.issuperset(map(type, tensors.values())):
-            self.tensors[group] = tensors
-            return
         for name, tensor in tensors.items():
             self._add(group, name, name, tensor)
 
     def add_optimizer(self, number: int, optimizer: torch.optim.Optimizer) -> None:
         """Add the state of an optimizer."""
-        plain, tensors = self._plain, self.tensors["optimizers"]
         for name, value in optimizer_state(optimizer, self._names, f"{number}."):
-            if type(value) in plain:
-                tensors[name] = value
-            else:
-                self._add("optimizers", name, name.split(".", 2)[2], value)
+            self._add("optimizers", name, name.split(".", 2)[2], value)
 
     def _add(self, group: str, name: str, parameter: str, value: object) -> None:
         if self._divide((group, name), parameter, value):
@@ -249,15 +283,8 @@ def _digestible(value: object) -> object:
 
 def _sum_up(entries: Mapping[str, str]) -> str:
     """Return one digest for a group: XXH3-128 of the JSON list of its sorted [name, digest]."""
-    order, template = _arrange(tuple(entries))
-    return xxh3_128_hexdigest((template % tuple(map(entries.__getitem__, order))).encode())
-
-
-@lru_cache(maxsize=64)  # the names of a training are the same at each moment
-def _arrange(names: tuple[str, ...]) -> tuple[list[str], str]:
-    """Return the sorted names, and the JSON list with ``%s`` in the place of each digest."""
-    order = sorted(names)
-    return order, _to_json([[name.replace("%", "%%"), "%s"] for name in order])
+    text = json.dumps(sorted(entries.items()), separators=(",", ":"))
+    return xxh3_128_hexdigest(text.encode())
 
 
 def optimizer_state(

@@ -4,28 +4,34 @@ Each hook calls one function of :mod:`lightning_d9m.lightning` or of a lower lay
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import asdict
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 
-from lightning_d9m.control.environment import EarlyVariables
+from lightning_d9m.control.environment import EarlyVariables, control_is_on
+from lightning_d9m.control.hash_seed import describe_hash_seed_problem
+from lightning_d9m.control.session import (
+    InheritedSession,
+    capture_session,
+    session_inherited,
+    set_fits,
+)
 from lightning_d9m.control.settings import read_path, validate_choice
+from lightning_d9m.errors import SettingError
 from lightning_d9m.ledger.format.records import End
 from lightning_d9m.lightning.fault_injection import apply_interrupt_variables, change_last_bits
-from lightning_d9m.lightning.launched_runs import launch_run
 from lightning_d9m.lightning.lightning_private import wrap_launches
 from lightning_d9m.lightning.logical_ranks.refusals import refuse_unread_variable
-from lightning_d9m.lightning.packages import combined_base, extend_base, import_packages
+from lightning_d9m.lightning.packages import combined_base, extend_base, import_packages, rank_zero
 from lightning_d9m.lightning.probing.recorder import ProbeRecorder
-from lightning_d9m.lightning.recording.fit_summary import FitSummary
-from lightning_d9m.lightning.recording.trainer_recorder import TrainerRecorder
+from lightning_d9m.lightning.recording.trainer_recorder import FitSummary, TrainerRecorder
 from lightning_d9m.lightning.resolved_settings import GivenSettings
-from lightning_d9m.lightning.resume.checkpoint_state import CheckpointState
 from lightning_d9m.lightning.resume.gradients import mark_used_gradients
-from lightning_d9m.lightning.run_checks import check_benchmark, check_callbacks, report_hash_seed
+from lightning_d9m.lightning.resume.resumable_fit import CheckpointState
 from lightning_d9m.lightning.saved_state import KEY
 from lightning_d9m.lightning.strategies import check_strategy, register_strategies
 from lightning_d9m.lightning.trainer_attributes import list_callbacks
@@ -35,6 +41,10 @@ from lightning_d9m.probes.settings import make_settings
 from lightning_d9m.ranks.connections import close_group_at_exit
 from lightning_d9m.ranks.liveness import RankLiveness, add_lost_ranks, connect_liveness
 from lightning_d9m.recording.run_recorder import Policy
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback as _Callback
@@ -227,7 +237,7 @@ class DeterminismCallback(_Callback):
         self, trainer: "Trainer", pl_module: "LightningModule", batch: Any, batch_idx: int
     ) -> None:
         """Probe the state that the batch starts from."""
-        self._probe_recorder.start_batch(trainer, pl_module, batch, batch_idx)
+        self._probe_recorder.start_batch(trainer, batch, batch_idx)
 
     def on_before_backward(
         self, trainer: "Trainer", pl_module: "LightningModule", loss: "Tensor"
@@ -240,7 +250,7 @@ class DeterminismCallback(_Callback):
     ) -> None:
         """Probe gradients and optimizer, and tell apart gradients that are still added to."""
         mark_used_gradients(trainer, optimizer)
-        self._probe_recorder.take_step(trainer, optimizer)
+        self._probe_recorder.take_step(optimizer)
 
     def on_train_epoch_start(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
         """Seed the epoch."""
@@ -306,7 +316,7 @@ class DeterminismCallback(_Callback):
     ) -> None:
         """Probe a validation within a fit."""
         if trainer.state.fn == "fit":
-            self._probe_recorder.start_validation_batch(trainer, pl_module, batch)
+            self._probe_recorder.start_validation_batch(trainer, batch)
 
     def on_validation_batch_end(
         self,
@@ -334,12 +344,27 @@ class DeterminismCallback(_Callback):
     on_test_batch_end = on_predict_batch_end = on_validation_batch_end
     on_test_end = on_predict_end = on_validation_end
 
-    def capture_summary(self) -> dict[str, Any]:
-        """Return what this process knows of its last fit, as plain values."""
-        return asdict(self._recorder.summary)
+    def run_launched(
+        self, trainer: "Trainer", session: InheritedSession, run: Callable[[], object]
+    ) -> tuple[object, int, dict[str, Any]]:
+        """Run in a process that Lightning has forked or spawned, as under ``ddp_spawn``.
+
+        The process takes over the session and the number of fits of the one that started it.
+
+        Returns:
+            The result, the number of fits, and what this process knows of its last fit.
+        """
+        with session_inherited(session):
+            try:
+                result = run()
+            except BaseException as error:
+                # Lightning calls `on_exception` only in the process that started this one.
+                self.on_exception(trainer, trainer.lightning_module, error)
+                raise
+            return result, capture_session().fits, asdict(self._recorder.summary)
 
     def restore_summary(self, summary: dict[str, Any]) -> None:
-        """Take over what another process has captured."""
+        """Take over what another process knows of its last fit."""
         self._recorder.summary = FitSummary(**summary)
 
     @property
@@ -376,15 +401,47 @@ class DeterminismCallback(_Callback):
             self.early_variables.restore()
 
 
+@dataclass(frozen=True)
+class _LaunchedRun:
+    """A run that new processes call."""
+
+    trainer: "Trainer"
+    run: Callable[..., object]
+    callback: DeterminismCallback
+    session: InheritedSession
+
+    def __call__(self, *args: Any, **kwargs: Any) -> tuple[object, int, dict[str, Any]]:
+        run = partial(self.run, *args, **kwargs)
+        return self.callback.run_launched(self.trainer, self.session, run)
+
+
 def _launch(
     trainer: "Trainer", run: Callable[..., object], start: Callable[[Callable[..., object]], Any]
 ) -> object:
-    """Launch a run in new processes, which a callback of this package may serve."""
+    """Launch a run in new processes, which a callback of this package may serve.
+
+    Lightning calls no hook in the process that starts the others, and the others end with the run.
+
+    ``run`` is the method of the Trainer that runs. ``start`` starts processes that call its
+    argument, and returns what it returned on rank 0.
+    """
     callbacks = [c for c in list_callbacks(trainer) if isinstance(c, DeterminismCallback)]
     if not callbacks:
         return start(run)
     callbacks.sort(key=lambda callback: callback._auto_added)  # noqa: SLF001 - our own class
-    return launch_run(trainer, run, start, callbacks)
+    first = callbacks[0]
+    session = capture_session()
+    fits = session.fits + (trainer.state.fn == "fit")  # a fit that fails counts
+    with ExitStack() as stack:
+        for callback in callbacks:
+            stack.callback(callback.early_variables.restore)
+        first.early_variables.set()  # the processes must find them
+        try:
+            result, fits, summary = start(_LaunchedRun(trainer, run, first, session))
+        finally:
+            set_fits(fits)
+    first.restore_summary(summary)
+    return result
 
 
 _served: set[str] = set()
@@ -418,3 +475,51 @@ def _find_stage(trainer: "Trainer") -> str:
 def _as_tuple(names: Sequence[str]) -> tuple[str, ...]:
     """Return names as a tuple; a single name need not be in a list."""
     return (names,) if isinstance(names, str) else tuple(names)
+
+
+def check_callbacks(count: int) -> None:
+    """Raise a ``SettingError`` if the program has passed several DeterminismCallbacks."""
+    if count > 1:
+        raise SettingError(
+            f"This Trainer has {count} DeterminismCallbacks; a run has one seed and "
+            "one ledger, so one is allowed. Remove the others from Trainer(callbacks=...)."
+        )
+
+
+def check_benchmark(trainer: "Trainer", *, was_on: bool, overrides: bool) -> None:
+    """Refuse cuDNN's benchmark mode, or say that the run switches it off.
+
+    ``was_on`` says whether it was on before the callback was built, ``overrides`` whether the
+    run switches it off.
+
+    Raises:
+        SettingError: If it is on, unless the run overrides it.
+    """
+    if not torch.backends.cudnn.benchmark:
+        return
+    origin = (
+        "since before this callback was built, as an earlier Trainer(benchmark=True) leaves it"
+        if was_on
+        else "since this callback was built, as this Trainer's benchmark=True sets it"
+    )
+    problem = (
+        f"cuDNN's benchmark mode is on, {origin}: it chooses algorithms by timing them, so "
+        "runs differ."
+    )
+    if not overrides:
+        raise SettingError(
+            f"{problem} Remove benchmark=True from that Trainer, or set "
+            "torch.backends.cudnn.benchmark = False before this run."
+        )
+    if trainer.is_global_zero and control_is_on():
+        rank_zero().rank_zero_info(
+            f"{problem} LIGHTNING_D9M=1 switches it off during this run and records that."
+        )
+
+
+@cache
+def report_hash_seed() -> None:
+    """Log once per process that the hash seed is not fixed; it cannot be set any more."""
+    problem = describe_hash_seed_problem()
+    if problem is not None:
+        rank_zero().rank_zero_info(problem)

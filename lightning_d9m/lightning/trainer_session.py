@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from lightning_d9m.attribute_patches import AttributePatches
+from lightning_d9m.attribute_patches import AttributePatches, wrap_method
 from lightning_d9m.control.data.loaders import LoaderControl
-from lightning_d9m.control.method_wrapping import wrap_method
 from lightning_d9m.control.seeding import (
     RngState,
     capture_rng,
@@ -39,6 +38,7 @@ class TrainerSession:
     The stage is ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
 
     Attributes:
+        loaders: The control of the run's loaders.
         has_trained: Whether a fit has begun to train; otherwise it does not count.
 
     Raises:
@@ -67,14 +67,14 @@ class TrainerSession:
                 stack.callback(self._give_back_number)
             self._session = stack.enter_context(deterministic(settings))
             self._session.in_trainer = True
-            self._loaders = LoaderControl(
+            self.loaders = LoaderControl(
                 settings.seed,
                 fit=self.fit,
                 rank=self._rank,
                 per_sample_rng=settings.per_sample_rng,
                 host_sets_epochs=True,
             )
-            stack.callback(self._loaders.release)
+            stack.callback(self.loaders.release)
             if (connect := getattr(trainer.strategy, "connect_session", None)) is not None:
                 connect(self)
                 stack.callback(connect, None)
@@ -119,7 +119,7 @@ class TrainerSession:
         It loaded the loaders of a stage for the epoch that ``loaded_epochs`` has.
         """
         self.fit = fit
-        self._loaders.resume(fit)
+        self.loaders.resume(fit)
         self._loaded_epochs = loaded_epochs
 
     def resume_loaders(
@@ -131,13 +131,7 @@ class TrainerSession:
     ) -> None:
         """Continue the training loaders within an epoch, after ``batches`` batches of it."""
         self._resumed_epoch = epoch
-        self._loaders.resume_epoch(
-            "train", epoch, batches=batches, cycled=cycled, samplers=samplers
-        )
-
-    def restore_numbers(self, epoch: int) -> None:
-        """Restore the numbers of the training's datasets, after Lightning has fetched a batch."""
-        self._loaders.restore_numbers("train", epoch)
+        self.loaders.resume_epoch("train", epoch, batches=batches, cycled=cycled, samplers=samplers)
 
     def capture_samplers(self, phase: LoopPhase) -> dict[str, Any]:
         """Return the states of the user's samplers and datasets.
@@ -145,9 +139,9 @@ class TrainerSession:
         Those of training are for ``resume_loaders``, the others for ``restore_validation``.
         """
         at_end = bool(self._trainer.fit_loop.epoch_loop.batch_progress.is_last_batch)
-        found = self._loaders.capture_samplers("train", within=phase != "epoch", at_end=at_end)
+        found = self.loaders.capture_samplers("train", within=phase != "epoch", at_end=at_end)
         validating = phase == "validation"
-        others = self._loaders.capture_samplers("validate", within=validating)
+        others = self.loaders.capture_samplers("validate", within=validating)
         return found | {f"{VALIDATION}{number}": states for number, states in others.items()}
 
     def restore_validation(self, samplers: Mapping[str, Any]) -> None:
@@ -157,11 +151,7 @@ class TrainerSession:
             for name, states in samplers.items()
             if name.startswith(VALIDATION)
         }
-        self._loaders.restore_samplers("validate", states)
-
-    def keep_iterated(self) -> None:
-        """Note that Lightning has made an iterator of the training loaders in advance."""
-        self._loaders.keep_iterated("train")
+        self.loaders.restore_samplers("validate", states)
 
     def verify(self) -> None:
         """Raise a ``SettingError`` if a switch has been changed since the run began."""
@@ -169,19 +159,15 @@ class TrainerSession:
 
     def start_epoch(self, epoch: int) -> None:
         """Seed the training of ``epoch``, independently of what was drawn before it."""
-        self._loaders.start_epoch("train", epoch)
+        self.loaders.start_epoch("train", epoch)
         seed_all(self._seed("train", epoch))
-
-    def restart_epoch(self, epoch: int) -> None:
-        """Restart the training loaders' epoch before they are iterated again."""
-        self._loaders.restart_epoch("train", epoch)
 
     def start_evaluation(self, stage: str) -> None:
         """Keep the RNG state of training and seed the evaluation."""
         self._training_rng = capture_rng()
         if self.stage == "fit":
-            self._loaders.restart(stage)
-            self._loaders.start_epoch(stage, self.evaluation)
+            self.loaders.restart(stage)
+            self.loaders.start_epoch(stage, self.evaluation)
         seed_all(self._seed(stage, self.evaluation))
 
     def capture_rng(self) -> RngState:
@@ -192,7 +178,7 @@ class TrainerSession:
         """Restore the RNG state of training, as if there had been no evaluation."""
         self._evaluations += 1
         if self.stage != "fit":
-            self._loaders.start_epoch(stage, self.evaluation)
+            self.loaders.start_epoch(stage, self.evaluation)
         if self._training_rng is not None:
             restore_rng(self._training_rng)
             self._training_rng = None
@@ -283,15 +269,15 @@ class TrainerSession:
             processed = original(dataloader)
             name = str(cast(Any, self._trainer.state.stage).value)
             stage = _STAGES.get(name, name)
-            controlled = self._loaders.wrap_loader(processed, stage)
+            controlled = self.loaders.wrap_loader(processed, stage)
             if stage != "train":
-                self._loaders.start_epoch(stage, self.evaluation)
+                self.loaders.start_epoch(stage, self.evaluation)
                 return controlled
             self._resume_loader(controlled)
             # Not `current_epoch`: in a run that resumes between epochs it is the epoch before. The
             # count is still 0 if `estimated_stepping_batches` loads the data.
             epoch = max(self._resumed_epoch, get_epoch_counts(self._trainer).processed)
-            self._loaders.start_epoch(stage, epoch)
+            self.loaders.start_epoch(stage, epoch)
             # In the first epoch Lightning fetches a batch of an iterable dataset before the epoch
             # is seeded; without this, all ranks would draw the same numbers for it.
             seed_all(self._seed("first batch", epoch))

@@ -8,8 +8,7 @@ from torch import nn
 from lightning_d9m.control.session import active_session
 from lightning_d9m.control.settings import Settings
 from lightning_d9m.ledger.format.records import End
-from lightning_d9m.loop.ranks import find_ranks
-from lightning_d9m.loop.run_setup import make_folder
+from lightning_d9m.loop.run_setup import find_ranks, make_folder
 from lightning_d9m.ranks.ranks import Ranks
 from lightning_d9m.recording.run_recorder import Policy, RunRecorder, describe_training
 
@@ -47,6 +46,6 @@ def record_final(
         partial(make_folder, alone, Path(ledger_dir), kind="final"),
     )
     results = {name: float(value).hex() for name, value in scalars.items()}
-    run.append(run.take("final", epoch=0, step=0, scalars=results).as_record())
+    run.append(run.take("final", epoch=0, step=0, scalars=results))
     run.end(End(status="finished"))
     return run.folder

@@ -7,13 +7,14 @@ While a Trainer or a ``Recorder`` writes a ledger, nothing is recorded here.
 Ranks do not communicate for it, because a program need not step on every rank.
 """
 
+import gc
 import os
 import sys
 import threading
 import traceback
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import wraps
@@ -23,7 +24,7 @@ from typing import Any
 
 import torch
 from msgspec.structs import replace
-from torch import distributed
+from torch import Tensor, distributed, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -39,12 +40,93 @@ from lightning_d9m.launch.run import LEDGER_VARIABLE
 from lightning_d9m.ledger.folder import create_ledger_folder
 from lightning_d9m.ledger.format.records import Digests, End
 from lightning_d9m.lightning.recording.ledger_location import state_folder
+from lightning_d9m.loop.batches import unwrap_model
 from lightning_d9m.loop.probing import LoopProbes, read_probe_settings
-from lightning_d9m.loop.trained_modules import find_trained_module, list_parameters
 from lightning_d9m.probes.settings import ProbeSettings
 from lightning_d9m.probes.trace import ProbePoint, StatePoint
 from lightning_d9m.ranks.ranks import Ranks
 from lightning_d9m.recording.run_recorder import Policy, RunRecorder, describe_training
+
+
+class _Combined(nn.Module):
+    """Holds several modules of a program; not one of its modules itself."""
+
+
+def list_parameters(optimizers: Sequence[torch.optim.Optimizer]) -> list[Tensor]:
+    """Return the tensors that optimizers change, in the order of their groups."""
+    return [p for own in optimizers for group in own.param_groups for p in group["params"]]
+
+
+def find_trained_module(optimizers: Sequence[torch.optim.Optimizer]) -> nn.Module:
+    """Return a module that holds every tensor that the optimizers change.
+
+    It is the program's own module if one holds them all, without the wrappers of DDP and the like.
+    Of several, each is a child that has the name of its class. A tensor that no module holds, such
+    as a learned temperature, is called ``loose_0``, ``loose_1``, ....
+
+    Names and order depend only on the order of the optimizers and their tensors, not on the order
+    in which the garbage collector lists objects.
+    """
+    parameters = list_parameters(optimizers)
+    places = {id(parameter): place for place, parameter in reversed([*enumerate(parameters)])}
+    missing = set(places)
+    chosen: list[nn.Module] = []
+    for module, held in _list_holders(places):
+        if missing & held:
+            chosen.append(module)
+            missing -= held
+    if len(chosen) == 1 and not missing:
+        return unwrap_model(chosen[0])
+    combined = _Combined()
+    for module in chosen:
+        inner = unwrap_model(module)
+        combined.add_module(_find_free_name(type(inner).__name__, combined), inner)
+    loose = [p for place, p in enumerate(parameters) if id(p) in missing and places[id(p)] == place]
+    for number, parameter in enumerate(loose):
+        if isinstance(parameter, nn.Parameter):
+            combined.register_parameter(f"loose_{number}", parameter)
+        else:
+            combined.register_buffer(f"loose_{number}", parameter)
+    return combined
+
+
+def _list_holders(places: dict[int, int]) -> list[tuple[nn.Module, set[int]]]:
+    """Return the outermost modules that hold trained tensors, and the ids of these tensors.
+
+    Those that hold the most come first, and of equal ones the one whose first tensor comes first.
+    """
+    modules = [m for m in gc.get_objects() if issubclass(type(m), nn.Module)]
+    # A module whose constructor has not called that of nn.Module yet has no tables.
+    modules = [m for m in modules if "_modules" in m.__dict__ and not isinstance(m, _Combined)]
+    inner = {id(child) for module in modules for child in module.children()}
+    found = []
+    for module in modules:
+        if id(module) in inner:
+            continue
+        held = {id(p) for p in _list_tensors(module)} & places.keys()
+        if held:
+            found.append((module, held))
+    found.sort(key=lambda pair: (-len(pair[1]), min(map(places.__getitem__, pair[1])), _path(pair)))
+    return found
+
+
+def _list_tensors(module: nn.Module) -> Iterator[Tensor]:
+    yield from module.parameters()
+    yield from module.buffers()
+
+
+def _path(pair: tuple[nn.Module, set[int]]) -> str:
+    kind = type(pair[0])
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _find_free_name(name: str, module: nn.Module) -> str:
+    taken, number = name, 1
+    while hasattr(module, taken):
+        number += 1
+        taken = f"{name}_{number}"
+    return taken
+
 
 EVERY = variable_of("every_n_steps")
 _EVERY = 100
@@ -78,7 +160,7 @@ class StepRun:
         further = settings.as_record() | {"every_n_steps": self._every} | _override(session)
         ranks = Ranks(rank)
         self._probe_settings = settings
-        self._probes: LoopProbes | None = None
+        self._probes = self._make_probes(ProbeSettings())
         with self._ended_by_an_error():
             self._run.begin(
                 ranks,
@@ -114,12 +196,10 @@ class StepRun:
     def end_step(self) -> None:
         """Count a step, and record every N-th one."""
         with self._ended_by_an_error():
-            if self._probes is not None:
-                self._probes.end_batch(None, {})
+            self._probes.end(None, {})
             self._steps += 1
             if self._steps % self._every == 0:
-                if self._probes is not None:
-                    self._probes.flush()
+                self._probes.flush()
                 self._record("epoch")
                 self._records += 1
             self._start_batch()
@@ -127,8 +207,7 @@ class StepRun:
     def finish(self, error: BaseException | None = None) -> None:
         """Record the final state, and close the ledger."""
         with self._ended_by_an_error():
-            if self._probes is not None:
-                self._probes.close()
+            self._probes.close()
             if error is None:
                 self._record("final")
         self._run.end(End(status="finished") if error is None else End.failed(error))
@@ -142,27 +221,26 @@ class StepRun:
             self._run.end(End.failed(error))
             raise
 
+    def _make_probes(self, settings: ProbeSettings) -> LoopProbes:
+        """Hook the model and the optimizers that are known now."""
+        rank, optimizers = self._run.ranks.rank, tuple(self.optimizers)
+        return LoopProbes(settings, self._model, optimizers, rank, self._run.append)
+
     def _start_probes(self) -> None:
-        """Hook the model and the optimizers that are known now, if there are probes."""
-        if self._probes is not None:
-            self._probes.close()
-        settings, rank = self._probe_settings, self._run.ranks.rank
-        if settings.kinds and settings.takes_rank(rank):
-            append, optimizers = self._run.append, tuple(self.optimizers)
-            self._probes = LoopProbes(settings, self._model, optimizers, rank, append)
-            self._start_batch()
+        self._probes.close()
+        if self._probe_settings.takes_rank(self._run.ranks.rank):
+            self._probes = self._make_probes(self._probe_settings)
+        self._start_batch()
 
     def _start_batch(self) -> None:
-        if self._probes is not None:
-            point = ProbePoint(self._records, self._steps, self._steps % self._every)
-            self._probes.start_batch(point, None)
+        point = ProbePoint(self._records, self._steps, self._steps % self._every)
+        self._probes.start(point)
 
     def _record(self, moment: str) -> None:
         epoch = self._records
         if moment == "final":  # that of the last step
             epoch = max(0, self._steps - 1) // self._every
-        if self._probes is not None:
-            self._probes.save_state(StatePoint(epoch, self._steps, moment))
+        self._probes.save_state(StatePoint(epoch, self._steps, moment))
         taken = self._run.take(
             moment,
             epoch=epoch,

@@ -1,23 +1,17 @@
 """The probes of a recorded loop: hooks exist only during the probed batches."""
 
 import os
+from collections.abc import Mapping
 from contextlib import ExitStack
-from functools import partial
 from typing import Any
 
 import torch
 
 from lightning_d9m.control.env_settings import variable_of
 from lightning_d9m.errors import SettingError
-from lightning_d9m.hashing.model_tensors import ModelTensors
-from lightning_d9m.ledger.kinds import VALIDATION
-from lightning_d9m.lightning.probing.batch_state import take_states, take_step
-from lightning_d9m.lightning.probing.dispatch_mode import OpMode
-from lightning_d9m.lightning.probing.module_hooks import hook_model
-from lightning_d9m.probes.dumps import Dump, StateDump
-from lightning_d9m.probes.monitor import monitors_heard
+from lightning_d9m.lightning.probing.recorder import BatchProbes
 from lightning_d9m.probes.settings import ProbeSettings
-from lightning_d9m.probes.trace import ProbeCollector, ProbePoint, StatePoint, Write
+from lightning_d9m.probes.trace import ProbePoint, Write
 
 
 def read_probe_settings(given: ProbeSettings, world_size: int) -> ProbeSettings:
@@ -37,8 +31,11 @@ def read_probe_settings(given: ProbeSettings, world_size: int) -> ProbeSettings:
     return settings
 
 
-class LoopProbes:
-    """Takes the probes that the settings name; replays need the callback."""
+class LoopProbes(BatchProbes):
+    """The probes of a loop; replays need the callback.
+
+    Operations are recorded from the start of a batch on, but for those of an optimizer.
+    """
 
     def __init__(
         self,
@@ -48,95 +45,42 @@ class LoopProbes:
         rank: int,
         write: Write,
     ) -> None:
-        self._settings = settings
-        self._kinds = settings.kinds
-        self._model = model
+        super().__init__(settings, model, rank, write, lambda: optimizers)
         self._optimizers = optimizers
-        dump = None if settings.dump is None else Dump(settings.dump, rank, settings.dump_names)
-        self._dump = dump
-        self._collector = ProbeCollector(write, None if dump is None else dump.save)
-        self._tensors = ModelTensors(model, settings.takes_parameter)
-        self._hooks: ExitStack | None = None
-        self._ops: OpMode | None = None
         self._ops_entered = ExitStack()
 
-    def start_batch(self, point: ProbePoint, batch: Any) -> None:
-        """Record the state and the batch, and hook the model."""
-        if point.step not in self._settings.steps:
-            self.close()
-            return
-        self._collector.begin(point)
-        if point.batch <= VALIDATION:  # no later batch of a validation changes it
-            take_states(self._tensors, self._optimizers, self._settings, self._collector)
-        if batch is not None:
-            self.take_batch(batch)
-        if self._hooks is None:
-            self._hooks = self._hook()
-        if self._ops is not None:
-            self._ops.begin()
+    def start(self, point: ProbePoint, scaler: Any = None) -> None:
+        """Record the state at the start of a batch, and hook the model, if its step is probed."""
+        self._ops_entered.close()
+        super().start(point, scaler)
         self._enter_ops()
 
-    def take_batch(self, batch: Any) -> None:
-        """Record the batch, or what the model is given of it."""
-        if "batch" in self._kinds and self._collector.listens:
-            self._collector.add("batch", "batch", batch)
-
-    def end_batch(self, loss: torch.Tensor | None, scalars: dict[str, float]) -> None:
+    def end(self, loss: Any, scalars: Mapping[str, Any]) -> None:
         """Record the results of the batch, and write its records."""
-        self._leave_ops()
-        if loss is not None and "loss" in self._kinds:
-            self._collector.add("loss", "loss", loss)
-        if "scalar" in self._kinds:
-            for name, value in sorted(scalars.items()):
-                self._collector.add("scalar", name, value)
-        self._collector.end()
+        self._ops_entered.close()
+        super().end(loss, scalars)
 
-    def save_state(self, point: StatePoint) -> None:
-        """Save the state that the ledger is about to record, if values are saved at this step."""
-        if self._dump is not None and point.step in self._settings.steps:
-            listener = StateDump(self._dump, point)
-            take_states(self._tensors, self._optimizers, self._settings, listener)
-
-    def flush(self) -> None:
-        """Write the pending records."""
-        self._collector.close()
+    def take_step(self, optimizer: Any, *_: object) -> None:
+        """Take the gradients and the state that an optimizer is about to use."""
+        self._ops_entered.close()
+        super().take_step(optimizer)
 
     def close(self) -> None:
         """Write the pending records and remove the hooks."""
-        self._leave_ops()
-        hooks, self._hooks = self._hooks, None
-        self._ops = None
-        if hooks is not None:
-            hooks.close()
-        self._collector.close()
+        self._ops_entered.close()
+        self.unhook()
+        self.flush()
 
     def _hook(self) -> ExitStack:
-        with ExitStack() as stack:
-            if "op" in self._kinds:
-                self._ops = OpMode(self._settings, self._collector)
-                stack.enter_context(self._ops.attach(self._model))
-            hooks = hook_model(self._model, self._settings, self._kinds, self._collector)
-            stack.enter_context(hooks)
+        with super()._hook() as stack:
             for optimizer in self._optimizers:
-                before = optimizer.register_step_pre_hook(self._start_step)
+                before = optimizer.register_step_pre_hook(self.take_step)
                 after = optimizer.register_step_post_hook(self._enter_ops)
                 stack.callback(before.remove)
                 stack.callback(after.remove)
-            if "monitor" in self._kinds:
-                heard = monitors_heard(partial(self._collector.add, "monitor"))
-                stack.enter_context(heard)
             return stack.pop_all()
 
     def _enter_ops(self, *_: object) -> None:
-        """Record operations until the optimizer's step begins, or the loop's."""
-        if self._ops is not None and self._collector.listens:
-            self._leave_ops()
+        if self._ops is not None and self.collector.listens:
+            self._ops_entered.close()
             self._ops_entered.enter_context(self._ops.entered())
-
-    def _leave_ops(self) -> None:
-        self._ops_entered.close()
-
-    def _start_step(self, optimizer: Any, *_: object) -> None:
-        self._leave_ops()
-        if self._collector.listens:
-            take_step(self._tensors, optimizer, self._optimizers, self._settings, self._collector)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -10,34 +10,115 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import torch
 
 from lightning_d9m.control.data.sampler_state import list_unsaved
-from lightning_d9m.control.generators import decode_rng, encode_rng, find_lost_devices
 from lightning_d9m.control.seeding import (
     capture_rng,
+    decode_rng,
     derive_seed,
+    encode_rng,
+    find_lost_devices,
     restore_rng,
     rng_restored,
     seed_all,
 )
 from lightning_d9m.control.session import Session, next_fit
 from lightning_d9m.control.settings import read_path
-from lightning_d9m.errors import InexactResumeError, SettingError
-from lightning_d9m.hashing.flat_parameters import find_hybrid_sharding
+from lightning_d9m.errors import CheckpointError, InexactResumeError, SettingError
+from lightning_d9m.hashing.shards import find_hybrid_sharding
 from lightning_d9m.launch.interruption_points import InterruptRequest, read_request
-from lightning_d9m.ledger.format.records import End
+from lightning_d9m.ledger.format.records import End, Resume
 from lightning_d9m.ledger.kinds import VALIDATION
 from lightning_d9m.loop.batches import Batches, EpochBatches, unwrap_model, unwrap_optimizer
 from lightning_d9m.loop.interruption import Interruption, name_parts
 from lightning_d9m.loop.probing import LoopProbes, read_probe_settings
-from lightning_d9m.loop.ranks import find_ranks
-from lightning_d9m.loop.run_setup import as_tuple, find_session, make_folder
-from lightning_d9m.loop.saved_loop import SavedLoop
-from lightning_d9m.probes.settings import make_settings
+from lightning_d9m.loop.run_setup import as_tuple, find_ranks, find_session, make_folder
+from lightning_d9m.probes.settings import ProbeSettings, make_settings
 from lightning_d9m.probes.trace import ProbePoint, StatePoint
 from lightning_d9m.ranks.ranks import Ranks
 from lightning_d9m.recording.run_recorder import Policy, RunRecorder, describe_training
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+
+_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class SavedLoop:
+    """The position of a recorded loop, and what its rest depends on.
+
+    Attributes:
+        rank: The rank that saved it.
+        world_size: Number of ranks.
+        seed: The base seed.
+        fit: Ordinal of the fit within its process.
+        epoch: The epoch that is next or under way.
+        step: The global step.
+        batch: Number of batches of the epoch that were given out.
+        rng: The state of all generators.
+        samplers: The states of the samplers' generators, by number of the loader.
+        loss: ``float.hex()`` of the last loss; None without one.
+        scalars: The same of each scalar, by name.
+        folder: The ledger's folder; empty without one.
+        check: The check of its last record.
+    """
+
+    rank: int
+    world_size: int
+    seed: int
+    fit: int
+    epoch: int
+    step: int
+    batch: int
+    rng: dict[str, Any]
+    samplers: dict[str, Any]
+    loss: str | None
+    scalars: dict[str, str]
+    folder: str
+    check: str
+
+    def as_plain(self) -> dict[str, Any]:
+        """Return plain values, which ``torch.load(weights_only=True)`` reads."""
+        return {"format": _FORMAT, **asdict(self)}
+
+    def as_record(self) -> dict[str, Any]:
+        """Return the record that names the ledger which a resumed run continues."""
+        return Resume(
+            parent=self.folder,
+            parent_check=self.check,
+            epoch=self.epoch,
+            step=self.step,
+            batch=self.batch,
+        ).as_record()
+
+    @classmethod
+    def from_plain(cls, state: object) -> "SavedLoop":
+        """Read what ``as_plain`` returned.
+
+        Raises:
+            CheckpointError: If it is not such a state.
+        """
+        names = {part.name for part in fields(cls)} | {"format"}
+        if not isinstance(state, Mapping) or state.keys() != names or state["format"] != _FORMAT:
+            found = sorted(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
+            raise CheckpointError(
+                f"The state for Recorder.load_state_dict has {found}, and this version of "
+                f"lightning_d9m reads format {_FORMAT} with {sorted(names)}. Pass what "
+                "Recorder.state_dict() returned."
+            )
+        return cls(**{name: value for name, value in state.items() if name != "format"})
+
+    def check_run(self, *, rank: int, world_size: int, seed: int) -> None:
+        """Raise a ``CheckpointError`` unless a run may continue from here."""
+        for name, actual in (("rank", rank), ("world_size", world_size), ("seed", seed)):
+            expected = getattr(self, name)
+            if expected != actual:
+                raise CheckpointError(
+                    f"The saved Recorder has {name} {expected}, and this run has {actual}, so it "
+                    "would not end at the same bits. Let each rank load the state that it saved, "
+                    "with the same seed and as many ranks."
+                )
+
 
 T = TypeVar("T")
 _CALLS = "Use it as `with lightning_d9m.Recorder(...) as run:`, and iterate run.batches(loader)."
@@ -110,7 +191,7 @@ class Recorder:
         self._session: Session | None = None
         self._ranks, self._world_size = Ranks(0), 1
         self._run = RunRecorder(self._policy)
-        self._probes: LoopProbes | None = None
+        self._probes = self._make_probes(ProbeSettings())
         self._batches: Batches | None = None
         self._resumed: SavedLoop | None = None
         self._interruption = self._interrupt(InterruptRequest())
@@ -155,7 +236,7 @@ class Recorder:
         finally:
             if self._batches is not None:
                 self._batches.release()
-            self._session = self._batches = self._probes = None
+            self._session = self._batches = None
             self._switched.close()
 
     @property
@@ -206,12 +287,14 @@ class Recorder:
             wrapped=self._wrapped,
             resumed=None if resumed is None else resumed.as_record(),
         )
-        settings, rank = self._probe_settings, self._ranks.rank
-        if settings.kinds and settings.takes_rank(rank):
-            append = self._run.append
-            self._probes = LoopProbes(settings, self._model, self._optimizers, rank, append)
+        if self._probe_settings.takes_rank(self._ranks.rank):
+            self._probes = self._make_probes(self._probe_settings)
         if resumed is None:
             self._record("initial", 0)
+
+    def _make_probes(self, settings: ProbeSettings) -> LoopProbes:
+        rank, append = self._ranks.rank, self._run.append
+        return LoopProbes(settings, self._model, self._optimizers, rank, append)
 
     def batches(self, loader: Iterable[T]) -> EpochBatches[T]:
         """Return the batches of a loader, whose order and draws depend on seed and epoch only.
@@ -249,15 +332,15 @@ class Recorder:
             raise SettingError(f"start_batch() was called before the training began. {_CALLS}")
         resumed, self._resumed = self._resumed, None
         self._batch = self._batch if resumed is None else resumed.batch
-        if self._probes is not None:
-            point = ProbePoint(self.next_epoch, self.global_step, self._batch)
-            self._probes.start_batch(point, batch)
+        point = ProbePoint(self.next_epoch, self.global_step, self._batch)
+        self._probes.start(point)
+        if batch is not None:
+            self._probes.take_batch(batch)
         self._batch += 1
 
     def take_batch(self, batch: object) -> None:
         """Probe what the model is given, in a loop that does not show its batches before."""
-        if self._probes is not None:
-            self._probes.take_batch(batch)
+        self._probes.take_batch(batch)
 
     def validation(self, loader: Iterable[T]) -> Iterator[T]:
         """Give out the batches of a validation within the training, which probes record too.
@@ -283,15 +366,15 @@ class Recorder:
 
     def start_validation_batch(self, batch: object) -> None:
         """Probe a batch of a validation; ``validation`` does it."""
-        if self._probes is not None:  # it belongs to the training batch before it
-            step, number = max(self.global_step - 1, 0), VALIDATION + self._validated
-            self._validated += 1
-            self._probes.start_batch(ProbePoint(self.next_epoch, step, number), batch)
+        # It belongs to the training batch before it.
+        step, number = max(self.global_step - 1, 0), VALIDATION + self._validated
+        self._validated += 1
+        self._probes.start(ProbePoint(self.next_epoch, step, number))
+        self._probes.take_batch(batch)
 
     def end_validation_batch(self) -> None:
         """Write the probes of a batch of a validation; ``validation`` does it."""
-        if self._probes is not None:
-            self._probes.end_batch(None, {})
+        self._probes.end(None, {})
 
     def step(self, loss: torch.Tensor | float | None = None, **scalars: float) -> None:
         """Count a step of the optimizer, after it.
@@ -303,8 +386,7 @@ class Recorder:
         if not self._run.is_open:
             raise SettingError(f"step() was called before the training began. {_CALLS}")
         self.log(loss, **scalars)
-        if self._probes is not None:
-            self._probes.end_batch(None if loss is None else self._run.loss, scalars)
+        self._probes.end(None if loss is None else self._run.loss, scalars)
         self.global_step += 1
         self._run.keep_step(self.global_step, self._optimizers, self._schedulers)
         self._stepped, self._validated = True, 0
@@ -345,8 +427,7 @@ class Recorder:
                 "again, and call run.step() after each step of the optimizer."
             )
         self.log(**scalars)
-        if self._probes is not None:
-            self._probes.flush()
+        self._probes.flush()
         self._record("epoch", self.next_epoch)
         self._interruption.end_epoch(self.next_epoch, self._iterated)
         self.next_epoch += 1
@@ -366,8 +447,7 @@ class Recorder:
                 f"called {self._iterated} times, so the position in each loader is not known. "
                 "Save checkpoints after epoch()."
             )
-        if self._probes is not None:
-            self._probes.flush()
+        self._probes.flush()
         position = self._run.ledger_position or {"folder": "", "check": ""}
         return SavedLoop(
             rank=self._ranks.rank,
@@ -441,8 +521,7 @@ class Recorder:
         return self._batches
 
     def _record(self, moment: str, epoch: int) -> None:
-        if self._probes is not None:
-            self._probes.save_state(StatePoint(epoch, self.global_step, moment))
+        self._probes.save_state(StatePoint(epoch, self.global_step, moment))
         digests = self._run.take(
             moment,
             epoch=epoch,
@@ -460,8 +539,7 @@ class Recorder:
     def _finish(self) -> None:
         if not self._run.is_open:
             return
-        if self._probes is not None:
-            self._probes.close()
+        self._probes.close()
         try:
             self._record("final", max(0, self.next_epoch - 1 + (self._iterated > 0)))
             self._interruption.finish()
@@ -472,6 +550,5 @@ class Recorder:
 
     def _fail(self, error: BaseException) -> None:
         with suppress(Exception):  # do not hide the error that is being raised
-            if self._probes is not None:
-                self._probes.close()
+            self._probes.close()
         self._run.end(End.failed(error))

@@ -1,16 +1,29 @@
-"""The setup of a recorded loop: its arguments, its facts, and its ledger's folder."""
+"""The setup of a recorded loop: its ranks, its session, and its ledger's folder.
+
+Ranks are those of ``torch.distributed``, as launched by torchrun, Fabric or Accelerate.
+"""
 
 import os
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torch import distributed
+
 from lightning_d9m.control.session import Session, active_session
 from lightning_d9m.errors import SettingError
 from lightning_d9m.launch.run import LEDGER_VARIABLE
 from lightning_d9m.ledger.folder import create_ledger_folder
+from lightning_d9m.ranks.groups import ranks_of_group
 from lightning_d9m.ranks.ranks import Ranks
-from lightning_d9m.recording.shared_folder import share_new_folder
+from lightning_d9m.recording.run_recorder import share_new_folder
+
+
+def find_ranks() -> tuple[Ranks, int]:
+    """Return the ranks of the default process group and their number; one without a group."""
+    if not distributed.is_available() or not distributed.is_initialized():
+        return ranks_of_group(), 1
+    return ranks_of_group(), distributed.get_world_size()
 
 
 def as_tuple(given: Any) -> tuple[Any, ...]:

@@ -5,22 +5,18 @@ Framework-free: hooks pass values as (kind, name, value).
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from itertools import repeat
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from lightning_d9m.errors import DigestError
-from lightning_d9m.hashing.digest import digest_value
-from lightning_d9m.hashing.digest_queue import DigestQueue
-from lightning_d9m.hashing.model_tensors import NamedTensors
+from lightning_d9m.hashing.digest import DigestQueue, digest_value
 from lightning_d9m.hashing.pytree_leaves import list_pytree_leaves
-from lightning_d9m.ledger.format.frames import MAX_BLOCK, MAX_LAYOUTS
+from lightning_d9m.ledger.format.frames import MAX_LAYOUTS
 from lightning_d9m.ledger.format.records import (
     DIGEST_BYTES,
-    MAX_GROWTH,
     Json,
     ProbeKey,
     ProbesRecord,
@@ -37,7 +33,6 @@ _MAX_CACHED_PLACES = 2_000_000
 # cold caches of a training step, a first record costs several times as much as a further one.
 _WRITE_SECONDS = 0.1
 
-_Met = tuple[str, str]  # kind and name
 Write = Callable[[Mapping[str, Json]], None]
 
 
@@ -87,79 +82,47 @@ class Trace:
 
     Attributes:
         queue: The digests.
-        met: Kind and name of each place.
+        places: Kind, name and call of each place.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, earlier: "Trace | None" = None) -> None:
         self.queue = DigestQueue()
-        self.met: list[_Met] = []
-        self._places: list[ProbeKey] = []
-        self._calls: dict[_Met, int] = {}
-        self._is_continued = False
-
-    @property
-    def places(self) -> list[ProbeKey]:
-        """The places, whose calls are counted on demand: most batches do not need them."""
-        self._count()
-        return self._places
-
-    def sequence(self, start: int, stop: int) -> tuple[_Met | ProbeKey, ...]:
-        """Return the key of the layout of the places from ``start`` up to ``stop``."""
-        whole = start == 0 and not self._is_continued
-        return tuple(self.met[:stop] if whole else self.places[start:stop])
+        self.places: list[ProbeKey] = []
+        # Calls are counted from those of an earlier part of the batch on.
+        self._calls: dict[tuple[str, str], int] = {} if earlier is None else earlier._calls  # noqa: SLF001 - another trace
 
     def add(self, kind: str, name: str, value: object) -> None:
         """Take a value; each of its leaves is a place.
 
         Of a leaf without defined bytes, the type is digested.
         """
-        if isinstance(value, torch.Tensor):
-            self._add_leaf(value)
-            self.met.append((kind, name))
-            return
         with self.queue.together():
             for path, leaf in list_pytree_leaves(value):
-                self._add_leaf(leaf)
-                self.met.append((kind, f"{name}:{path}" if path else name))
-
-    def _add_leaf(self, leaf: object) -> None:
-        if isinstance(leaf, torch.Tensor):
-            try:
-                self.queue.add_one(leaf)
-            except DigestError:
-                self.queue.add_digest(digest_value(type(leaf)))
-        else:
-            self.queue.add_digest(_digest_leaf(leaf))
+                try:
+                    if isinstance(leaf, torch.Tensor):
+                        self.queue.add([leaf])
+                    else:
+                        self.queue.add_value(leaf)
+                except DigestError:
+                    self.queue.add_digest(digest_value(type(leaf)))
+                self._add_place(kind, f"{name}:{path}" if path else name)
 
     def add_tensors(self, kind: str, tensors: Mapping[str, torch.Tensor]) -> None:
         """Take tensors by name, in one launch for each device."""
-        named = tensors if isinstance(tensors, NamedTensors) else None
         try:
-            located = None if named is None else named.locate()
-            if located is None:
-                self.queue.add(tensors.values())
-            else:
-                self.queue.add_located(located)
+            self.queue.add(tensors.values())
         except DigestError:
             for name, tensor in tensors.items():
                 self.add(kind, name, tensor)
         else:
-            self.met += zip(repeat(kind), tensors) if named is None else named.list_places(kind)
+            for name in tensors:
+                self._add_place(kind, name)
 
-    def restart(self) -> "Trace":
-        """Return a trace that continues this one, without its places."""
-        self._count()
-        other = Trace()
-        other._calls = self._calls
-        other._is_continued = True
-        return other
-
-    def _count(self) -> None:
-        for kind, name in self.met[len(self._places) :]:
-            key = (kind, name[:_LONGEST_NAME])
-            call = self._calls.get(key, 0)
-            self._calls[key] = call + 1
-            self._places.append((*key, call))
+    def _add_place(self, kind: str, name: str) -> None:
+        key = (kind, name[:_LONGEST_NAME])
+        call = self._calls.get(key, 0)
+        self._calls[key] = call + 1
+        self.places.append((*key, call))
 
 
 class ProbeCollector:
@@ -182,10 +145,9 @@ class ProbeCollector:
         self._waiting: list[tuple[ProbePoint, Trace]] = []
         self._waiting_places = 0
         self._written = -math.inf  # time of the last write, by the monotonic clock
-        self._layouts: dict[tuple[_Met | ProbeKey, ...], int] = {}
+        self._layouts: dict[tuple[ProbeKey, ...], int] = {}
         self._next_layout = 0
         self._remembered = 0
-        self._frames: _FrameGroup | None = None
 
     @property
     def saves(self) -> bool:
@@ -219,36 +181,33 @@ class ProbeCollector:
 
         The content is saved instead of the value's leaves.
         """
-        if self._moment is None or self._paused:
-            return
-        trace = self._trace
-        before = len(trace.met)
-        busy, self._busy = self._busy, True
-        try:
-            trace.add(kind, name, value)
-            if self._save is not None:
-                self._save_places(trace.places[before:], name, value, content)
-        finally:
-            self._busy = busy
-        if len(trace.met) >= RECORD_PLACES:
-            self._split_record(self._moment)
+        self._take(
+            lambda trace: trace.add(kind, name, value),
+            lambda places: self._save_places(places, name, value, content),
+        )
 
     def add_tensors(self, kind: str, tensors: Mapping[str, torch.Tensor]) -> None:
         """Take tensors by name, in one launch for each device."""
+        self._take(
+            lambda trace: trace.add_tensors(kind, tensors),
+            lambda places: self._save_values(places, tensors.values()),
+        )
+
+    def _take(self, add: Callable[[Trace], None], save: Callable[[list[ProbeKey]], None]) -> None:
         if self._moment is None or self._paused:
             return
         trace = self._trace
-        before = len(trace.met)
+        before = len(trace.places)
         busy, self._busy = self._busy, True
         try:
-            trace.add_tensors(kind, tensors)
+            add(trace)
             if self._save is not None:
-                for place, tensor in zip(trace.places[before:], tensors.values(), strict=True):
-                    self._save(self._moment, place, {"value": tensor})
+                save(trace.places[before:])
         finally:
             self._busy = busy
-        if len(trace.met) >= RECORD_PLACES:
-            self._split_record(self._moment)
+        if len(trace.places) >= RECORD_PLACES:  # begin another record of the batch
+            self._enqueue(self._moment)
+            self._trace = Trace(trace)
 
     def end(self) -> None:
         """End the batch; write its record and those before it if the last write is old enough."""
@@ -273,26 +232,25 @@ class ProbeCollector:
     def _save_places(
         self, places: list[ProbeKey], name: str, value: object, content: Mapping[str, Any] | None
     ) -> None:
-        assert self._moment is not None and self._save is not None  # noqa: PT018 - told by add()
-        if content is not None and places:
-            kind, _, call = places[0]  # of the first leaf
-            self._save(self._moment, (kind, name, call), content)
+        if content is None or not places:
+            self._save_values(places, (leaf for _, leaf in list_pytree_leaves(value)))
             return
-        for place, (_, leaf) in zip(places, list_pytree_leaves(value), strict=True):
-            self._save(self._moment, place, {"value": leaf})
+        assert self._moment is not None and self._save is not None  # noqa: PT018 - told by _take()
+        kind, _, call = places[0]  # of the first leaf
+        self._save(self._moment, (kind, name, call), content)
 
-    def _split_record(self, moment: ProbePoint) -> None:
-        """Begin another record of the batch."""
-        self._enqueue(moment)
-        self._trace = self._trace.restart()
+    def _save_values(self, places: list[ProbeKey], values: Iterable[object]) -> None:
+        assert self._moment is not None and self._save is not None  # noqa: PT018 - as above
+        for place, value in zip(places, values, strict=True):
+            self._save(self._moment, place, {"value": value})
 
     def _enqueue(self, moment: ProbePoint) -> None:
         trace = self._trace
-        if trace.met:
+        if trace.places:
             if trace.queue.pending:
                 trace.queue.start_copies()
             self._waiting.append((moment, trace))
-            self._waiting_places += len(trace.met)
+            self._waiting_places += len(trace.places)
 
     def _write_waiting(self, keep: ProbePoint | None) -> None:
         """Write the waiting batches in order; keep one whose digests a device still computes."""
@@ -301,43 +259,30 @@ class ProbeCollector:
             if trace.queue.pending and moment is keep:
                 break
             del self._waiting[0]
-            self._waiting_places -= len(trace.met)
+            self._waiting_places -= len(trace.places)
             digests = bytes.fromhex("".join(trace.queue.fetch()))
-            for start in range(0, len(trace.met), RECORD_PLACES):
+            for start in range(0, len(trace.places), RECORD_PLACES):
                 stop = start + RECORD_PLACES
                 layout = self._layout_of(trace, start, stop)
                 part = digests[DIGEST_BYTES * start : DIGEST_BYTES * stop]
-                self._add_frame(moment, layout, part)
-        self._write_frames()
-
-    def _add_frame(self, moment: ProbePoint, layout: int, digests: bytes) -> None:
-        """Add a frame to those before it if it continues them."""
-        frames = self._frames
-        if frames is not None:
-            growth = moment.step - frames.last.step, moment.batch - frames.last.batch
-            alike = moment.epoch == frames.last.epoch and layout == frames.layout
-            if alike and frames.takes(growth, len(digests)):
-                frames.add(moment, growth, digests)
-                return
-            self._write_frames()
-        self._frames = _FrameGroup(moment, layout, digests)
-
-    def _write_frames(self) -> None:
-        frames, self._frames = self._frames, None
-        if frames is not None:
-            self._write(frames.as_record())
+                record = ProbesRecord(
+                    epoch=moment.epoch,
+                    step=moment.step,
+                    batch=moment.batch,
+                    layout=layout,
+                    digests=part,
+                )
+                self._write(record.as_record())
 
     def _layout_of(self, trace: Trace, start: int, stop: int) -> int:
-        sequence = trace.sequence(start, stop)
+        sequence = tuple(trace.places[start:stop])
         number = self._layouts.get(sequence)
         if number is None:
-            # The record of another layout may follow, with a number that these frames use.
-            self._write_frames()
             if self._remembered > _MAX_CACHED_PLACES or self._next_layout == MAX_LAYOUTS:
                 self._layouts.clear()
                 self._remembered = self._next_layout = 0
             number = self._next_layout
-            entries = [list(place) for place in trace.places[start:stop]]
+            entries = [list(place) for place in sequence]
             self._write({"kind": "layout", "id": number, "places": entries})
             self._layouts[sequence] = number
             self._next_layout += 1
@@ -345,46 +290,29 @@ class ProbeCollector:
         return number
 
 
-class _FrameGroup:
-    """Frames that are written together: of one layout, with the same growth."""
+class TraceDifference(NamedTuple):
+    """The difference of two traces.
 
-    def __init__(self, moment: ProbePoint, layout: int, digests: bytes) -> None:
-        self.last = moment
-        self.layout = layout
-        self._first = moment
-        self._growth = (1, 1)
-        self._digests = [digests]
+    Attributes:
+        place: The first place, in order of execution.
+        expected: Its digest in the first trace; None if that lacks the place.
+        actual: Its digest in the second.
+        differing: Number of places that differ.
+    """
 
-    def takes(self, growth: tuple[int, int], size: int) -> bool:
-        """Return whether a frame with a growth may be added."""
-        count = len(self._digests)
-        if count > 1:
-            return growth == self._growth and (count + 1) * size <= MAX_BLOCK
-        return 0 <= growth[0] <= MAX_GROWTH and 0 < growth[1] <= MAX_GROWTH
-
-    def add(self, moment: ProbePoint, growth: tuple[int, int], digests: bytes) -> None:
-        """Add a frame."""
-        self.last = moment
-        self._growth = growth
-        self._digests.append(digests)
-
-    def as_record(self) -> dict[str, Json]:
-        """Return the record that is written."""
-        steps, batches = self._growth
-        return ProbesRecord(
-            epoch=self._first.epoch,
-            step=self._first.step,
-            batch=self._first.batch,
-            layout=self.layout,
-            digests=b"".join(self._digests),
-            count=len(self._digests),
-            steps=steps,
-            batches=batches,
-        ).as_record()
+    place: ProbeKey
+    expected: str | None
+    actual: str | None
+    differing: int
 
 
-def _digest_leaf(leaf: object) -> str:
-    try:
-        return digest_value(leaf)
-    except DigestError:
-        return digest_value(type(leaf))
+def find_difference(expected: Trace, actual: Trace) -> TraceDifference | None:
+    """Compare two traces of the same batch by place, in any order."""
+    ours = dict(zip(expected.places, expected.queue.fetch(), strict=True))
+    theirs = dict(zip(actual.places, actual.queue.fetch(), strict=True))
+    places = [*ours, *(place for place in theirs if place not in ours)]
+    differing = [place for place in places if ours.get(place) != theirs.get(place)]
+    if not differing:
+        return None
+    first = differing[0]
+    return TraceDifference(first, ours.get(first), theirs.get(first), len(differing))

@@ -1,23 +1,77 @@
-"""The comparison of digests across ranks, as vectors of integers that all ranks gather."""
+"""The comparison of digests across ranks, which gather a hash of each group of them."""
 
-from collections.abc import Collection, Mapping, Sequence
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from struct import Struct
+from typing import Any, TypeAlias
 
 from lightning_d9m.comparison.record_diff import NAMES_KEPT
 from lightning_d9m.errors import DriftError
-from lightning_d9m.ranks.ranks import Gather
+from lightning_d9m.ledger.format.records import Json
+from lightning_d9m.ranks.ranks import Ranks
 from lightning_d9m.recording.replicated_state import ReplicatedState
-from lightning_d9m.recording.step_digests import GROUPS, StepDigests
 from lightning_d9m.text import describe_moment, describe_names, describe_pair, escape
 
-_HALVES = Struct(">qq")  # of a digest
+GatherJson: TypeAlias = Callable[[Json], list[Any]]
+"""Gathers JSON values of all ranks, in order of ranks; each rank calls this."""
+
+GROUPS = ("weights", "buffers", "optimizers", "schedulers")
+_MOST = 32  # steps that are kept
+# Buffers that a training step may set from each rank's own data.
+_FREE_BUFFERS = "free buffers"
+_COMPARED = (*GROUPS[:2], _FREE_BUFFERS, *GROUPS[2:])
 _NAMES = "names of the entries"
 # The words for a group's entries in messages.
 _ENTRIES = {"optimizers": "optimizer entries"}
-# Integers in a row of ``RankAgreement.summarize`` for each group: names, then digests.
-_SUMMARY = 4
+
+
+def gather_json(ranks: Ranks, value: Json) -> list[Any]:
+    """Return the JSON value of each rank, in order of ranks; each rank calls this."""
+    return [json.loads(row) for row in ranks.gather_bytes(json.dumps(value).encode())]
+
+
+class StepDigests:
+    """Keeps a hash of each group after every n-th step; n doubles as soon as there are too many.
+
+    So the number of digests grows with the logarithm of the number of steps. Ranks keep the same
+    steps, as these depend on nothing else.
+    """
+
+    def __init__(self) -> None:
+        self._every = 1
+        self._kept: dict[int, list[str]] = {}
+
+    def wants(self, step: int) -> bool:
+        """Return whether the state after a step should be added."""
+        return step % self._every == 0 and step not in self._kept
+
+    def add(self, step: int, groups: Mapping[str, Mapping[str, str]]) -> None:
+        """Add the digests of the state that must be equal on all ranks."""
+        self._kept[step] = [_hash(groups.get(group, {}).items()) for group in GROUPS]
+        while len(self._kept) > _MOST:
+            self._every *= 2
+            self._kept = {at: row for at, row in self._kept.items() if at % self._every == 0}
+
+    def forget(self) -> None:
+        """Forget the steps, because the ranks agree."""
+        self._kept.clear()
+
+    def find_first(self, gather: GatherJson) -> dict[str, tuple[int | None, int]]:
+        """Return by group the last step that was equal on all ranks and the first that was not.
+
+        Every rank calls this and gets the same.
+        """
+        tables = [dict(rows) for rows in gather([*self._kept.items()])]
+        found: dict[str, tuple[int | None, int]] = {}
+        before: dict[str, int] = {}
+        for step in sorted(set.intersection(*map(set, tables))):
+            for group, *values in zip(GROUPS, *(table[step] for table in tables), strict=True):
+                if len(set(values)) == 1:
+                    before[group] = step
+                elif group not in found:
+                    found[group] = (before.get(group), step)
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,78 +101,54 @@ class RankDifference:
     actual: str
 
 
-def encode_digests(entries: Mapping[str, str]) -> list[int]:
-    """Return digests as int64 values: two for the names, then two for each digest, in order.
-
-    The digest of the names comes first. Ranks that list different names are not compared entry by
-    entry.
-    """
-    names = _hash_texts(entries)
-    return [part for value in (names, *entries.values()) for part in _split(value)]
-
-
-def _hash_texts(texts: Collection[str]) -> str:
-    return blake2b(repr(list(texts)).encode(), digest_size=_HALVES.size).hexdigest()
-
-
-def compare_ranks(names: Sequence[str], vectors: Sequence[Sequence[int]]) -> RankDifference | None:
-    """Compare what ``encode_digests`` gave on each rank.
+def compare_ranks(tables: Sequence[Mapping[str, str]]) -> RankDifference | None:
+    """Compare the digests by name of each rank.
 
     The other ranks are compared with rank 0. If they differ from it and agree with each other, rank
-    0 is the one that differs. Two ranks differ from each other; ``rank`` is then 1.
-
-    ``vectors`` has one for each rank, in order of ranks; every rank gathers the same.
+    0 is the one that differs. Two ranks differ from each other; ``rank`` is then 1. Ranks that list
+    different names are not compared entry by entry.
 
     Returns:
-        The difference, the same on all ranks that encoded the same names; None when all agree.
-
-    Raises:
-        ValueError: When the vectors do not fit the names.
+        The difference, the same on all ranks; None when all agree.
     """
-    lengths = sorted({len(vector) for vector in vectors})
-    if lengths != [2 * len(names) + 2]:
-        raise ValueError(
-            f"Vectors of {lengths} integers were gathered for {len(names)} names; each must have "
-            f"{2 * len(names) + 2}. All ranks must encode the same names."
-        )
-    base = list(vectors[0])
-    differing = [rank for rank, vector in enumerate(vectors) if list(vector) != base]
+    total = len(tables[0])
+    names = [_hash(table) for table in tables]
+    if len(set(names)) > 1:
+        tables, total = [{_NAMES: own} for own in names], 0
+    base = tables[0]
+    differing = [rank for rank, table in enumerate(tables) if table != base]
     if not differing:
         return None
     expected_rank = 0
-    others = len(vectors) - 1
-    if 1 < others == len(differing) and all(list(v) == list(vectors[1]) for v in vectors[2:]):
-        expected_rank, differing, base = 1, [0], list(vectors[1])
+    others = len(tables) - 1
+    if 1 < others == len(differing) and all(table == tables[1] for table in tables[2:]):
+        expected_rank, differing, base = 1, [0], tables[1]
     rank = differing[0]
-    actual = list(vectors[rank])
-    all_names = (_NAMES, *names)
-    places = [at for at in range(len(all_names)) if _pair(base, at) != _pair(actual, at)]
-    if places[0] == 0:
-        places = [0]
+    actual = tables[rank]
+    changed = [name for name in base if base[name] != actual[name]]
     return RankDifference(
         rank=rank,
         ranks=tuple(differing),
-        world_size=len(vectors),
+        world_size=len(tables),
         expected_rank=expected_rank,
-        names=tuple(all_names[at] for at in places[:NAMES_KEPT]),
-        count=len(places),
-        total=len(names),
-        expected=_join(*_pair(base, places[0])),
-        actual=_join(*_pair(actual, places[0])),
+        names=tuple(changed[:NAMES_KEPT]),
+        count=len(changed),
+        total=total,
+        expected=base[changed[0]],
+        actual=actual[changed[0]],
     )
 
 
 class RankAgreement:
     """Compares a training state across ranks, record by record.
 
-    Ranks gather one digest of each group, and a group's entries only when these differ.
+    Ranks gather a hash of each group, and a group's entries only when these differ.
     """
 
-    def __init__(self, gather: Gather, replicated: ReplicatedState) -> None:
+    def __init__(self, gather: GatherJson, replicated: ReplicatedState) -> None:
         self._gather = gather
         self._replicated = replicated
         self._tables: dict[str, dict[str, str]] = {}
-        self._buffers: dict[str, str] = {}
         self._agreed: dict[str, str] = {}  # what all ranks held, by name of a buffer
         self._steps = StepDigests()
 
@@ -134,67 +164,48 @@ class RankAgreement:
         """Return what ``StepDigests.find_first`` does; every rank must call this."""
         return self._steps.find_first(self._gather)
 
-    def summarize(self, groups: Mapping[str, Mapping[str, str]]) -> list[int]:
-        """Return the integers that ``compare`` needs of every rank."""
+    def summarize(self, groups: Mapping[str, Mapping[str, str]]) -> list[str]:
+        """Return the hash of each group, which ``compare`` needs of every rank."""
         selected = self._replicated.select(groups)
-        self._tables = {group: selected.get(group, {}) for group in GROUPS}
-        self._buffers = self._replicated.select_buffers(groups)
-        tables = (*self._tables.values(), self._buffers)
-        texts = [text for table in tables for text in (table, table.values())]
-        return [part for text in texts for part in _split(_hash_texts(text))]
+        selected[_FREE_BUFFERS] = self._replicated.select_buffers(groups)
+        self._tables = {group: selected.get(group, {}) for group in _COMPARED}
+        return [_hash(table.items()) for table in self._tables.values()]
 
-    def compare(self, rows: Sequence[Sequence[int]]) -> dict[str, RankDifference]:
+    def compare(self, rows: Sequence[Sequence[str]]) -> dict[str, RankDifference]:
         """Return the differences by group, the same on every rank.
 
         ``rows`` has what ``summarize`` returned on each rank.
         """
-        differences: dict[str, RankDifference | None] = {}
-        for number, (group, table) in enumerate(self._tables.items()):
-            parts = [row[_SUMMARY * number : _SUMMARY * (number + 1)] for row in rows]
-            names_differ = compare_ranks([], [part[:2] for part in parts])
-            if names_differ is None and not _all_equal(parts):
-                vectors = self._gather(encode_digests(table))
-                differences[group] = compare_ranks(list(table), vectors)
-            else:
-                differences[group] = names_differ
-        buffers = self._compare_buffers([row[-_SUMMARY:] for row in rows])
-        differences["buffers"] = differences["buffers"] or buffers
-        found = {group: one for group, one in differences.items() if one is not None}
+        found: dict[str, RankDifference] = {}
+        for (group, table), hashes in zip(
+            self._tables.items(), zip(*rows, strict=True), strict=True
+        ):
+            tables = [table] if len(set(hashes)) == 1 else self._gather(table)
+            if group == _FREE_BUFFERS:
+                tables, group = self._select_shared(tables), "buffers"  # noqa: PLW2901 - compared alike
+            difference = compare_ranks(tables)
+            if difference is not None:
+                found.setdefault(group, difference)
         if not found:
             self._steps.forget()
         return found
 
-    def _compare_buffers(self, parts: Sequence[Sequence[int]]) -> RankDifference | None:
-        """Compare the buffers that a training step may set from each rank's own data.
+    def _select_shared(self, tables: list[dict[str, str]]) -> list[dict[str, str]]:
+        """Return the entries of buffers that must be equal.
 
         Such a buffer changes on every rank. One that all ranks held alike in the last record, and
         that only some ranks have changed since, differs by mistake.
         """
-        if _all_equal(parts):
-            self._agreed = self._buffers
-            return None
-        if not _all_equal([part[:2] for part in parts]):  # ranks have different buffers
-            self._agreed = {}
-            return None
-        vectors = self._gather(encode_digests(self._buffers))
-        agreed: dict[str, str] = {}
-        chosen = []
-        for at, name in enumerate(self._buffers, start=1):
-            held = {_join(*_pair(vector, at)) for vector in vectors}
+        before, self._agreed = self._agreed, {}
+        if any(table.keys() != tables[0].keys() for table in tables):
+            return [{} for _ in tables]
+        for name in tables[0]:
+            held = {table[name] for table in tables}
             if len(held) == 1:
-                agreed[name] = held.pop()
-            elif self._agreed.get(name) in held:
-                agreed[name] = self._agreed[name]
-            else:
-                continue
-            chosen.append((at, name))
-        self._agreed = agreed
-        kept = [[x for at in (0, *(at for at, _ in chosen)) for x in _pair(v, at)] for v in vectors]
-        return compare_ranks([name for _, name in chosen], kept)
-
-
-def _all_equal(rows: Sequence[Sequence[int]]) -> bool:
-    return all(list(row) == list(rows[0]) for row in rows)
+                self._agreed[name] = held.pop()
+            elif before.get(name) in held:
+                self._agreed[name] = before[name]
+        return [{name: table[name] for name in self._agreed} for table in tables]
 
 
 def rank_error(
@@ -256,14 +267,5 @@ def _describe_steps(steps: tuple[int | None, int] | None) -> str:
     return f"The ranks differed in this after step {steps[1]}.{equal}\n"
 
 
-def _split(digest: str) -> tuple[int, int]:
-    high, low = _HALVES.unpack(bytes.fromhex(digest))
-    return high, low
-
-
-def _join(high: int, low: int) -> str:
-    return _HALVES.pack(high, low).hex()
-
-
-def _pair(vector: Sequence[int], at: int) -> tuple[int, int]:
-    return vector[2 * at], vector[2 * at + 1]
+def _hash(parts: Iterable[object]) -> str:
+    return blake2b(repr([*parts]).encode(), digest_size=16).hexdigest()

@@ -1,20 +1,49 @@
 """The part of a training state that must be equal on all ranks."""
 
+import gc
+import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from torch import nn
+from torch import distributed, nn
 from torch.nn.modules.batchnorm import SyncBatchNorm, _NormBase
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from lightning_d9m.hashing.flat_parameters import FlatLayout
-from lightning_d9m.hashing.model_tensors import plain_name
-from lightning_d9m.hashing.shards import has_base, may_be_sharded
-from lightning_d9m.hashing.training_state import Groups, count_sharded, replicated_names
+from lightning_d9m.hashing.shards import FlatLayout, has_base, may_be_sharded
+from lightning_d9m.hashing.training_state import Groups, count_sharded, plain_name, replicated_names
 from lightning_d9m.ledger.format.records import Scalar
 from lightning_d9m.ledger.stack import PIPELINE_STAGES, SHARDED_PARAMETERS
-from lightning_d9m.recording.pipeline import count_stages
+
+
+def count_stages(model: nn.Module) -> int:
+    """Return the number of stages of the pipeline that runs modules of a model; 0 without one.
+
+    A stage holds its module, and a module does not know its stage, so that this looks through the
+    objects of the process, if the program has imported pipelines and opened a process group, from
+    which a stage takes its rank.
+    """
+    stages = sys.modules.get("torch.distributed.pipelining.stage")
+    if stages is None or not distributed.is_initialized():
+        return 0
+    base = stages._PipelineStageBase  # noqa: SLF001 - of both kinds
+    modules = set(map(id, model.modules()))
+    return max(
+        (
+            stage.num_stages
+            # An object refers to its class. The types of all objects are compared in three times
+            # as long.
+            for stage in gc.get_referrers(*_list_subclasses(base))
+            if isinstance(stage, base) and not modules.isdisjoint(map(id, stage.submod.modules()))
+        ),
+        default=0,
+    )
+
+
+def _list_subclasses(base: type) -> set[type]:
+    """Return a class and all that derive from it."""
+    return {base}.union(*map(_list_subclasses, base.__subclasses__()))
+
 
 # Each rank holds the state of a part of the parameters.
 _SHARDED_OPTIMIZERS = ("ZeroRedundancyOptimizer", "OSS")

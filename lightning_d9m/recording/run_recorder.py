@@ -4,12 +4,14 @@ The callback of a Trainer and the recorder of a loop share it. Ranks communicate
 so tests need no processes.
 """
 
+import json
 import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal
@@ -20,29 +22,42 @@ import torch
 from lightning_d9m.control.environment import control_is_on
 from lightning_d9m.control.settings import Settings, validate_choice
 from lightning_d9m.errors import D9mError, DriftError, LedgerError
-from lightning_d9m.hashing.flat_parameters import find_flat_layouts
-from lightning_d9m.hashing.model_tensors import ModelTensors
-from lightning_d9m.hashing.shards import reshard
+from lightning_d9m.hashing.digest import digest
+from lightning_d9m.hashing.shards import (
+    ShardParts,
+    combine_shards,
+    find_flat_layouts,
+    read_shards,
+    reshard,
+)
 from lightning_d9m.hashing.training_state import (
     PartialSnapshot,
+    Snapshot,
     describe_model,
     take_partial_snapshot,
 )
 from lightning_d9m.ledger.folder import rank_path, read_ledger
-from lightning_d9m.ledger.format.records import Digests, End, Header, Json, RunFacts, Scalar
+from lightning_d9m.ledger.format.records import (
+    Digests,
+    End,
+    Header,
+    Json,
+    LoaderFacts,
+    Record,
+    RunFacts,
+    Scalar,
+)
 from lightning_d9m.ledger.format.writer import LedgerWriter
 from lightning_d9m.ledger.program import capture_program
 from lightning_d9m.ledger.stack import SHARDED_PARAMETERS, are_portable, capture_stack, check_stack
 from lightning_d9m.ranks.ranks import Ranks
-from lightning_d9m.recording.loader_facts import describe_loader
-from lightning_d9m.recording.rank_agreement import RankAgreement, rank_error
+from lightning_d9m.recording.rank_agreement import RankAgreement, gather_json, rank_error
 from lightning_d9m.recording.reference import Reference
 from lightning_d9m.recording.replicated_state import (
     ReplicatedState,
     describe_division,
     find_replicated_state,
 )
-from lightning_d9m.recording.whole_state import complete_snapshot
 from lightning_d9m.version import __version__
 
 NO_SCALARS: Mapping[str, str] = MappingProxyType({})
@@ -79,7 +94,6 @@ class RunRecorder:
     An error on one rank is raised on all ranks, so that none waits for another.
 
     Attributes:
-        model_tensors: The tensors of the model; None if no ledger is open.
         ranks: The ranks of the training.
         loss: The last loss, on its device; None without one.
         digest: The digest of the weights that were digested last; None before the first.
@@ -103,7 +117,7 @@ class RunRecorder:
         self._reference: Reference | None = None
         self._agreement: RankAgreement | None = None
         self._model: torch.nn.Module | None = None
-        self.model_tensors: ModelTensors | None = None
+        self._wrapped: torch.nn.Module | None = None
         self.ranks = Ranks(0)
         self.loss: torch.Tensor | None = None
 
@@ -172,9 +186,8 @@ class RunRecorder:
         self.folder = make_folder()
         self._header, self._present_policy = header, policy or self._policy
         if ranks.gather is not None and replicated is not None:
-            self._agreement = RankAgreement(ranks.gather, replicated)
-        self._model = model if wrapped is None else wrapped
-        self.model_tensors = ModelTensors(model)
+            self._agreement = RankAgreement(partial(gather_json, ranks), replicated)
+        self._model, self._wrapped = model, model if wrapped is None else wrapped
         self.open_recorders.add(self)
         ranks.raise_on_all(lambda: self._begin(header, facts, resumed))
 
@@ -182,10 +195,10 @@ class RunRecorder:
         assert self.folder is not None, "begin() has made it"
         policy = self._present_policy
         self._writer = LedgerWriter(rank_path(self.folder, header.rank))
-        self._writer.write(header.as_record())
+        self._writer.write(header)
         if resumed is not None:
             self._writer.write(_name_parent(resumed, self.folder))
-        self._writer.write(facts.as_record())
+        self._writer.write(facts)
         if policy.reference is None:
             return
         reference = self._reference = Reference(policy.reference, header.rank, writing=self.folder)
@@ -240,14 +253,13 @@ class RunRecorder:
         *,
         sketches: bool,
     ) -> PartialSnapshot:
-        assert self.model_tensors is not None, "begin() comes first"
-        assert self._model is not None, "begin() comes first"
+        assert self._model is not None and self._wrapped is not None, "begin() comes first"  # noqa: PT018
         if verify is not None:
             verify()
-        reshard(self._model)
-        layouts = find_flat_layouts(self._model)
+        reshard(self._wrapped)
+        layouts = find_flat_layouts(self._wrapped)
         return take_partial_snapshot(
-            self.model_tensors, optimizers, schedulers, layouts, sketches=sketches
+            self._model, optimizers, schedulers, layouts, sketches=sketches
         )
 
     def record(self, digests: Digests) -> int:
@@ -288,7 +300,7 @@ class RunRecorder:
                 found = self._read(optimizers, schedulers, None, sketches=False)
                 agreement.keep_step(step, found.groups)
 
-    def append(self, record: Mapping[str, Json]) -> None:
+    def append(self, record: Record | Mapping[str, Json]) -> None:
         """Write a record that is not compared during training, if a ledger is open.
 
         An error is raised by the next call of ``record``, on all ranks.
@@ -308,7 +320,7 @@ class RunRecorder:
         if writer is not None:
             # If the ledger could not be written, its error was raised and failed the run.
             with suppress(LedgerError) if end.status == "failed" else nullcontext(), writer:
-                writer.write(end.as_record())
+                writer.write(end)
         if reference is None:
             return
         if end.status != "finished":
@@ -322,7 +334,7 @@ class RunRecorder:
         assert self._writer is not None, "begin() comes first"
         if self._problem is not None:
             raise self._problem
-        self._writer.write(digests.as_record())
+        self._writer.write(digests)
         difference = None if self._reference is None else self._reference.check(digests)
         if difference is None or self._reference is None:
             return []
@@ -334,7 +346,7 @@ class RunRecorder:
             return []
         agreement = self._agreement
         summary = [] if agreement is None else agreement.summarize(digests.groups)
-        rows = self.ranks.gather([found[0].count if found else 0, *summary])
+        rows = gather_json(self.ranks, [found[0].count if found else 0, *summary])
         counts = [row[0] for row in rows]
         drifted = [rank for rank, count in enumerate(counts) if count]
         errors: list[DriftError] = []
@@ -425,3 +437,189 @@ def describe_training(  # noqa: PLR0913 - one keyword for each fact
     if layout["world.size"] == 1:
         return header, facts, None
     return header, facts, find_replicated_state(model, optimizers, schedulers, layouts=layouts)
+
+
+def describe_loader(loader: object) -> LoaderFacts:
+    """Return how many samples and batches a loader has, and its batch size, where it can tell."""
+    batch_size = getattr(loader, "batch_size", None)
+    if batch_size is None:  # a custom batch sampler, or no automatic batching
+        batch_size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
+    return LoaderFacts(
+        samples=_length(getattr(loader, "dataset", None)),
+        batch_size=batch_size if isinstance(batch_size, int) else None,
+        batches=_length(loader),
+    )
+
+
+def _length(sized: object) -> int | None:
+    """Return a length, or None if there is none, as for an iterable dataset."""
+    try:
+        return len(sized)  # type: ignore[arg-type]
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def share_new_folder(ranks: Ranks, create: Callable[[], Path] | None, advice: str = "") -> Path:
+    """Create a folder on rank 0, and return its path on all ranks.
+
+    ``create`` is None on a rank that does not create it. The advice, for the error's message,
+    says what to do if it cannot be created.
+
+    Raises:
+        LedgerError: On all ranks, if the folder cannot be created.
+    """
+    folder, problem = "", ""
+    if create is not None:
+        try:
+            folder = str(create())
+        except LedgerError as error:
+            problem = f"{error} {advice}".rstrip()
+    # As text: unpickling what another process sends runs its code.
+    folder, problem = json.loads(ranks.broadcast_text(json.dumps([folder, problem])))
+    if problem:
+        raise LedgerError(problem)
+    # Nodes need not share a file system: each keeps the ledgers of its own ranks. If this fails,
+    # creating the file in it fails too, with a message that says why.
+    with suppress(OSError):
+        Path(folder).mkdir(parents=True, exist_ok=True)
+    return Path(folder)
+
+
+# Digests of whole tensors of which each rank holds a part, from the parts of all ranks.
+_Place = tuple[str, str]  # group and name
+# Bytes of each rank that are gathered at a time: every rank holds those of all.
+_ROUND = 2**20
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A rank's description of its part of a tensor, or of a value that belongs to one.
+
+    Attributes:
+        ranks: The ranks that together hold the tensor once.
+        header: The header of its digest, as text; the digest itself, of a value.
+        size: The bytes of the tensor; None for a value.
+        begin: The first byte that the rank holds.
+        lengths: The bytes of the parts that it sends.
+    """
+
+    ranks: tuple[int, ...]
+    header: str
+    size: int | None = None
+    begin: int = 0
+    lengths: tuple[int, int, int] = (0, 0, 0)
+
+
+_Table = dict[_Place, _Entry]
+
+
+def complete_snapshot(partial: PartialSnapshot, ranks: Ranks) -> Snapshot:
+    """Return the snapshot with the digests of whole tensors; every rank calls this.
+
+    Of a tensor that is divided along its first dimension, ranks gather the digests of chunks and
+    the bytes of chunks that two of them share. A tensor that is divided otherwise is gathered on
+    each rank, one after the other.
+
+    Raises:
+        DigestError: If a tensor has no digest, or its parts do not cover it.
+    """
+    if not (partial.shards or partial.owners or partial.scattered):
+        return partial.finish()
+    read = ranks.raise_on_all(lambda: read_shards(partial.shards.values()))
+    own = dict(zip(partial.shards, read, strict=True))
+    tables = [*map(_decode_table, gather_json(ranks, _encode_table(_describe_parts(partial, own))))]
+    wanted = _select_parts(tables, ranks.rank)
+    digests = {place: entry.header for place, entry in wanted.items() if entry.size is None}
+    for places in _divide_into_rounds(tables):
+        payload = b"".join(b"".join(own[place][1:]) for place in places if place in own)
+        rows = ranks.gather_bytes(payload)
+        found = ranks.raise_on_all(lambda: _combine_parts(tables, places, rows, wanted))  # noqa: B023 - called here
+        digests.update(found)
+    for place, tensor in partial.scattered.items():
+        with torch.no_grad():
+            digests[place] = digest(tensor.full_tensor())  # type: ignore[attr-defined]
+    return partial.finish(digests)
+
+
+def _describe_parts(partial: PartialSnapshot, own: Mapping[_Place, ShardParts]) -> _Table:
+    table = {}
+    for place, shard in partial.shards.items():
+        _, *parts = own[place]
+        head, leaves, tail = map(len, parts)
+        header = shard.header.decode()
+        table[place] = _Entry(shard.ranks, header, shard.size, shard.begin, (head, leaves, tail))
+    for (group, name), shard in partial.owners.items():
+        table[group, name] = _Entry(shard.ranks, partial.groups[group][name])
+    return table
+
+
+def _encode_table(table: _Table) -> Json:
+    groups = list(dict.fromkeys(entry.ranks for entry in table.values()))
+    numbers = {ranks: number for number, ranks in enumerate(groups)}
+    entries = [
+        [*place, numbers[own.ranks], own.header, own.size, own.begin, own.lengths]
+        for place, own in table.items()
+    ]
+    return [groups, entries]
+
+
+def _decode_table(encoded: Json) -> _Table:
+    groups, entries = encoded
+    return {
+        (group, name): _Entry(tuple(groups[number]), header, size, begin, tuple(lengths))
+        for group, name, number, header, size, begin, lengths in entries
+    }
+
+
+def _select_parts(tables: Sequence[_Table], rank: int) -> _Table:
+    """Return what this rank records: its own entries, and those of the ranks it shares with."""
+    selected = dict(tables[rank])
+    for table in tables:
+        for place, entry in table.items():
+            if rank in entry.ranks:
+                selected.setdefault(place, entry)
+    return selected
+
+
+def _divide_into_rounds(tables: Sequence[_Table]) -> Iterator[list[_Place]]:
+    """Yield the places whose parts are gathered together, the same on all ranks."""
+    places = dict.fromkeys(
+        place for table in tables for place, entry in table.items() if entry.size is not None
+    )
+    chosen: list[_Place] = []
+    filled = [0] * len(tables)
+    for place in places:
+        lengths = [sum(table[place].lengths) if place in table else 0 for table in tables]
+        if chosen and max(map(sum, zip(filled, lengths, strict=True))) > _ROUND:
+            yield chosen
+            chosen, filled = [], [0] * len(tables)
+        chosen.append(place)
+        filled = list(map(sum, zip(filled, lengths, strict=True)))
+    if chosen:
+        yield chosen
+
+
+def _combine_parts(
+    tables: Sequence[_Table], places: Sequence[_Place], rows: Sequence[bytes], wanted: _Table
+) -> dict[_Place, str]:
+    """Return the digests at places from what each rank has sent for them."""
+    received: dict[_Place, dict[int, ShardParts]] = {}
+    for rank, (table, row) in enumerate(zip(tables, rows, strict=True)):
+        at = 0
+        for place in places:
+            if place not in table:
+                continue
+            entry = table[place]
+            parts = []
+            for length in entry.lengths:
+                parts.append(row[at : at + length])
+                at += length
+            if place in wanted and rank in wanted[place].ranks:
+                received.setdefault(place, {})[rank] = ShardParts(entry.begin, *parts)
+    return {
+        place: combine_shards(
+            wanted[place].header.encode(), wanted[place].size or 0, list(received[place].values())
+        )
+        for place in places
+        if place in wanted
+    }

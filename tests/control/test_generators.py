@@ -15,14 +15,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_d9m.control.generators import (
+from lightning_d9m.control.seeding import (
     capture_generators,
+    capture_rng,
     decode_rng,
     encode_rng,
     find_lost_devices,
     restore_generators,
+    restore_rng,
+    rng_restored,
+    seed_all,
 )
-from lightning_d9m.control.seeding import capture_rng, restore_rng, rng_restored, seed_all
 from lightning_d9m.state import search as state_search
 from lightning_d9m.state.search import find_generators
 

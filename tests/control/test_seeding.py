@@ -10,12 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_d9m.control.seeding import (
+    capture_host,
     capture_rng,
     derive_seed,
-    load_host,
     restore_rng,
     rng_restored,
-    save_host,
     seed_all,
     seed_host,
     seed_micro_batch,
@@ -122,11 +121,11 @@ def test_seeding_and_loading_are_those_of_the_libraries(seed, before, other, ins
 
     seed_host(seed)
     draw(before)
-    expected, saved = read_state(), save_host()
+    expected, saved = read_state(), capture_host()
     assert read_state() == expected
     seed_host(other)
     found = draw(inside), read_state()
-    load_host(saved)
+    restore_rng(saved)
     assert read_state() == expected
     random.seed(other)
     np.random.seed(other & 0xFFFFFFFF)
@@ -186,3 +185,16 @@ def test_a_micro_batch_draws_by_its_place_whatever_was_drawn_before(name):
         draws()
     assert found[0] == found[1]
     assert all(one != other for one, other in zip(found[0], found[2], strict=True))
+
+
+@pytest.mark.parametrize("make", [np.random.PCG64, np.random.Philox, np.random.MT19937])
+def test_another_generator_of_numpy_is_kept_too(make):
+    before = np.random.get_bit_generator()
+    try:
+        np.random.set_bit_generator(make(1))
+        for capture in (capture_host, capture_rng):
+            kept, first = capture(), np.random.rand(3)
+            restore_rng(kept)
+            assert np.random.rand(3).tolist() == first.tolist()
+    finally:
+        np.random.set_bit_generator(before)

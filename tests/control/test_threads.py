@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from lightning_d9m import SettingError, deterministic, digest
-from lightning_d9m.control import threads as threads_module
-from lightning_d9m.control.threads import read_threads, threads_pinned
+from lightning_d9m.control import torch_flags as threads_module
+from lightning_d9m.control.torch_flags import read_threads, threads_pinned
 
 pytestmark = pytest.mark.alone
 

@@ -349,7 +349,7 @@ CASES = [
         "allowed: an integer from 1.",
     ),
     (
-        "hashing.tensor_bytes",
+        "hashing.digest",
         lambda g: g.module.flatten_tensor(torch.ones(2, device="meta")),
         (
             "A tensor of … on … has no digest: …",

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lightning_d9m.hashing import sketches
-from lightning_d9m.hashing.flat_parameters import FlatLayout
+from lightning_d9m.hashing.shards import FlatLayout
 from lightning_d9m.hashing.sketches import sketch_tensors
 from lightning_d9m.hashing.training_state import take_partial_snapshot
 from lightning_d9m.ledger.format.records import SKETCH_BUCKETS

@@ -2,7 +2,6 @@
 
 import subprocess
 import warnings
-from contextlib import suppress
 
 import pytest
 import torch
@@ -11,12 +10,6 @@ from torch._subclasses import FakeTensorMode
 
 from lightning_d9m.errors import DigestError
 from lightning_d9m.hashing.digest import digest, digest_many, digest_value
-from lightning_d9m.hashing.tensor_bytes import (
-    flatten_tensor,
-    locate,
-    locate_quickly,
-    locate_together,
-)
 
 
 def _composite(header, components):
@@ -203,56 +196,3 @@ def test_values_take_all_kinds_of_tensors():
     before = digest_value(state)
     state["wrapped"].inner += 1
     assert digest_value(state) != before
-
-
-ROWS = torch.arange(12.0).reshape(3, 4)
-QUICK = {
-    "contiguous": ROWS,
-    "a slice in the middle": ROWS[1:],
-    "a scalar": torch.tensor(2, dtype=torch.int16),
-    "no elements": torch.empty(0, 3),
-    "a dimension of one, with any stride": torch.empty_strided((1, 4), (9, 1)).fill_(1.0),
-    "a parameter": torch.nn.Parameter(ROWS.clone()),
-}
-SLOW = {
-    "transposed": ROWS.T,
-    "every second element": ROWS[:, ::2],
-    "negated": torch.complex(ROWS, ROWS).conj().imag,
-    "complex": torch.complex(ROWS, ROWS),
-    "sparse": ROWS.to_sparse(),
-    "without data": torch.empty(3, device="meta"),
-    "freed": torch.ones(3),
-}
-SLOW["freed"].untyped_storage().resize_(0)
-
-
-@pytest.mark.parametrize("tensor", QUICK.values(), ids=QUICK)
-def test_a_contiguous_tensor_is_located_quickly_as_it_is_slowly(tensor):
-    part = flatten_tensor(tensor)
-    assert part.data is tensor
-    assert locate_quickly(tensor) == (part.header, *locate(part.data))
-
-
-@pytest.mark.parametrize("tensor", SLOW.values(), ids=SLOW)
-def test_any_other_tensor_is_not_located_quickly(tensor):
-    assert locate_quickly(tensor) is None
-
-
-def test_tensors_are_located_together_as_one_by_one():
-    headers, memory = locate_together(list(QUICK.values()))
-    found = [(header, *span) for header, span in zip(headers, memory, strict=True)]
-    assert found == list(map(locate_quickly, QUICK.values()))
-
-
-@pytest.mark.parametrize("tensor", SLOW.values(), ids=SLOW)
-def test_any_other_tensor_is_not_located_among_others(tensor):
-    with suppress(RuntimeError):
-        assert locate_together([ROWS, tensor]) is None
-
-
-def test_a_quantized_tensor_is_not_located_quickly():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        tensor = torch.quantize_per_tensor(ROWS, 0.1, 0, torch.qint8)
-    assert tensor.is_contiguous()
-    assert locate_quickly(tensor) is None

@@ -427,7 +427,6 @@ def test_the_module_calls_its_hook_before_a_transfer():
 
 NOT_OF_LIGHTNING = {
     "the callback of this package": {"_auto_added"},
-    "datasets and control wrappers of this package": {"_dataset"},
     "Python": {"_getframe", "_initializing"},
     "torch's bindings": {
         "_C",
@@ -438,12 +437,10 @@ NOT_OF_LIGHTNING = {
         "_get_sequence_nr",
         "_get_tracing_state",
         "_op",
-        "_register_hook_dict",
         "_schema",
         "_sequence_nr",
     },
     "torch's modules and tensors": {
-        "_backward_hooks",
         "_buffers",
         "_compiled_call_impl",
         "_orig_mod",

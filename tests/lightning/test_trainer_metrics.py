@@ -14,6 +14,7 @@ from trainings import make_model
 
 from lightning_d9m.errors import InexactResumeError
 from lightning_d9m.lightning import trainer_metrics
+from lightning_d9m.lightning.trainer_metrics import name_callbacks
 
 pytestmark = pytest.mark.usefixtures("unseeded", "new_process")
 
@@ -113,5 +114,6 @@ class Same(L.Callback):
 
 def test_callbacks_are_named_by_their_class():
     same = [Same(), Same()]
+    named = name_callbacks([same[0], L.Callback(), same[1]])
     named = trainer_metrics.name_callbacks([same[0], L.Callback(), same[1]])
     assert list(named) == ["callbacks.Same", "callbacks.Callback", "callbacks.Same#1"]

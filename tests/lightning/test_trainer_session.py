@@ -11,7 +11,7 @@ from trainings import QUIET, make_loader, make_model
 from lightning_d9m import DeterminismCallback, DriftError, deterministic, enable
 from lightning_d9m.control import session
 from lightning_d9m.ledger.folder import read_ledger
-from lightning_d9m.lightning import run_checks
+from lightning_d9m.lightning import callback
 
 pytestmark = pytest.mark.usefixtures("unseeded", "new_process")
 
@@ -116,10 +116,10 @@ def test_what_an_iterable_dataset_draws_first_depends_on_the_rank(fit, monkeypat
 
 
 def test_a_hash_seed_that_is_not_fixed_is_said_once(fit, monkeypatch, caplog):
-    run_checks.report_hash_seed.cache_clear()
-    monkeypatch.setattr(run_checks, "describe_hash_seed_problem", lambda: "not fixed!")
+    callback.report_hash_seed.cache_clear()
+    monkeypatch.setattr(callback, "describe_hash_seed_problem", lambda: "not fixed!")
     with caplog.at_level("INFO", logger="lightning.pytorch"):
         fit()
         fit()
     assert [record.message for record in caplog.records].count("not fixed!") == 1
-    run_checks.report_hash_seed.cache_clear()
+    callback.report_hash_seed.cache_clear()

@@ -13,8 +13,7 @@ from lightning_d9m.errors import D9mError, SettingError
 from lightning_d9m.ledger.folder import list_fits
 from lightning_d9m.ledger.format.records import Digests
 from lightning_d9m.loop import optimizer_steps
-from lightning_d9m.loop.optimizer_steps import OptimizerSteps
-from lightning_d9m.loop.trained_modules import find_trained_module
+from lightning_d9m.loop.optimizer_steps import OptimizerSteps, find_trained_module
 
 PROGRAM = """
 import sys

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_d9m.control.threads import threads_pinned
+from lightning_d9m.control.torch_flags import threads_pinned
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "edge-cases.json"
 PARTS = 8

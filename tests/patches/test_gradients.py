@@ -12,7 +12,7 @@ from patches.cases import (
 )
 from torch import Tensor
 
-from lightning_d9m.control.threads import threads_pinned
+from lightning_d9m.control.torch_flags import threads_pinned
 from lightning_d9m.patches.registration import patches_applied
 
 every_case = pytest.mark.parametrize("case", GRADIENT_CASES, ids=lambda case: case.label)

@@ -5,8 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_d9m.hashing.digest import digest_value
-from lightning_d9m.probes.trace import Trace
-from lightning_d9m.probes.trace_difference import find_difference
+from lightning_d9m.probes.trace import Trace, find_difference
 
 
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=12), st.data())

@@ -1,53 +1,19 @@
 """Digests across ranks: the rank that differs is named, the same on every rank."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from lightning_d9m.ledger.format.records import End
-from lightning_d9m.recording.rank_agreement import compare_ranks, encode_digests, rank_error
+from lightning_d9m.recording.rank_agreement import StepDigests, compare_ranks, rank_error
 
-digests = st.binary(min_size=16, max_size=16).map(bytes.hex)
 SAME = {"w": "a" * 32, "b": "b" * 32}
 ODD = {"w": "a" * 32, "b": "c" * 32}
-
-tables = st.dictionaries(st.text(), digests, max_size=5)
-
-
-def vectors(*tables):
-    """Encode what each rank has, as ``all_gather`` would bring it."""
-    return [encode_digests(table) for table in tables]
-
-
-class TestEncoding:
-    """Digests become int64 values, and nothing is lost."""
-
-    @given(tables)
-    def test_values_fit_int64(self, table):
-        """Two for the names and two for each digest."""
-        encoded = encode_digests(table)
-        assert len(encoded) == 2 + 2 * len(table)
-        assert all(-(2**63) <= value < 2**63 for value in encoded)
-
-    @given(tables, st.data())
-    def test_a_changed_digest_is_decoded_as_it_was(self, table, data):
-        """Any digest, any entry: the difference shows both values."""
-        table = table or {"a": "0" * 32}
-        name = data.draw(st.sampled_from(sorted(table)))
-        other = data.draw(digests)
-        found = compare_ranks(list(table), vectors(table, table | {name: other}))
-        if other == table[name]:
-            assert found is None
-        else:
-            assert (found.names, found.expected, found.actual) == ((name,), table[name], other)
 
 
 class TestCompareRanks:
     """Rank 0 is expected, unless it alone is the odd one out."""
 
     def compare(self, *tables):
-        """Compare ranks that list the same names."""
-        return compare_ranks(["w", "b"], vectors(*tables))
+        return compare_ranks(tables)
 
     @pytest.mark.parametrize("count", [1, 2, 5])
     def test_equal(self, count):
@@ -56,7 +22,7 @@ class TestCompareRanks:
 
     def test_nothing_to_compare(self):
         """A model whose parameters are all sharded."""
-        assert compare_ranks([], vectors({}, {})) is None
+        assert compare_ranks([{}, {}]) is None
 
     def test_two_ranks(self):
         """Nobody can tell which is right: rank 1 is named."""
@@ -84,16 +50,10 @@ class TestCompareRanks:
 
     def test_other_names(self):
         """Ranks that list other names are not held against each other entry by entry."""
-        found = compare_ranks(["w", "b"], vectors(SAME, {"w": "a" * 32, "x": "b" * 32}))
+        found = compare_ranks([SAME, {"w": "a" * 32, "x": "b" * 32}])
         assert found.names == ("names of the entries",)
         message = str(rank_error(found, moment="epoch", epoch=0, step=1))
         assert "they do not list the same weights." in message
-
-    @pytest.mark.parametrize("sizes", [(2, 4), (4, 4), (8, 8)])
-    def test_vectors_that_do_not_fit(self, sizes):
-        """A mistake of the caller's is no agreement."""
-        with pytest.raises(ValueError, match="each must have 6"):
-            compare_ranks(["w", "b"], [[0] * size for size in sizes])
 
 
 class TestRankError:
@@ -104,7 +64,7 @@ class TestRankError:
         names = [f"layers.{number}.weight" for number in range(20)]
         table = dict.fromkeys(names, "a" * 32)
         other = table | dict.fromkeys(names[3:17], "b" * 32)
-        found = compare_ranks(names, vectors(table, table, other))
+        found = compare_ranks([table, table, other])
         error = rank_error(found, moment="epoch", epoch=4, step=115)
         assert str(error) == (
             "Rank 2 differs from rank 0 in epoch 4 (step 115): 14 of 20 weights differ, first "
@@ -126,7 +86,7 @@ class TestRankError:
 
     def test_two_ranks(self):
         """Nothing tells which of them is wrong."""
-        found = compare_ranks(["w"], vectors({"w": "a" * 32}, {"w": "b" * 32}))
+        found = compare_ranks([{"w": "a" * 32}, {"w": "b" * 32}])
         message = str(rank_error(found, moment="epoch", epoch=4, step=115))
         assert message.startswith(
             "Ranks 0 and 1 differ from each other in epoch 4 (step 115): 1 of 1 weights differ, "
@@ -139,7 +99,7 @@ class TestRankError:
     )
     def test_steps(self, steps, said):
         """They place a drift more closely than the epoch at whose end it is found."""
-        found = compare_ranks(["w"], vectors({"w": "a" * 32}, {"w": "b" * 32}))
+        found = compare_ranks([{"w": "a" * 32}, {"w": "b" * 32}])
         lines = str(rank_error(found, moment="epoch", epoch=4, step=115, steps=steps)).splitlines()
         assert lines[3] == f"The ranks differed in this after step {said}"
 
@@ -147,8 +107,62 @@ class TestRankError:
         """They are listed up to a bound."""
         table = {"w": "a" * 32}
         others = [{"w": f"{rank:032x}"} for rank in range(12)]
-        found = compare_ranks(["w"], vectors(table, *others))
+        found = compare_ranks([table, *others])
         message = str(rank_error(found, moment="initial", epoch=0, step=0))
         assert message.startswith(
             "Ranks 1, 2, 3, 4, 5, 6, 7, 8, ... differ from rank 0 in the initial state: 1 of 1 "
         )
+
+
+def find_first(*ranks):
+    """Return what each rank finds if they gather their rows."""
+    rows = []
+    for rank in ranks:
+        rank.find_first(lambda own: rows.append(own) or [own])
+    (found,) = {repr(rank.find_first(lambda _: rows)): 0 for rank in ranks}
+    return ranks[0].find_first(lambda _: rows), found
+
+
+def train(rank, steps, drift=None, group="weights"):
+    for step in steps:
+        if rank.wants(step):
+            groups = {"weights": {"w": f"{step:032x}"}, "optimizers": {"0.group.0": "0" * 32}}
+            if drift is not None and step >= drift:
+                groups[group] = dict.fromkeys(groups[group], "f" * 32)
+            rank.add(step, groups)
+
+
+@pytest.mark.parametrize("group", ["weights", "optimizers"])
+@pytest.mark.parametrize("drift", [1, 7, 30])
+def test_the_step_of_a_drift_in_a_short_epoch(group, drift):
+    ranks = StepDigests(), StepDigests(), StepDigests()
+    for number, rank in enumerate(ranks):
+        train(rank, range(1, 31), drift if number == 1 else None, group)
+    assert find_first(*ranks)[0] == {group: (drift - 1 or None, drift)}
+
+
+def test_many_steps_are_thinned_out_and_still_bracket_the_drift():
+    ranks = StepDigests(), StepDigests()
+    train(ranks[0], range(1, 5001))
+    train(ranks[1], range(1, 5001), 4000)
+    equal, first = find_first(*ranks)[0]["weights"]
+    assert equal < 4000 <= first
+    assert first - equal <= 5000 / 16
+    wanted = sum(ranks[0].wants(step) for step in range(5001, 10_001))
+    assert wanted <= 5000 / 256 + 1
+
+
+def test_nothing_is_found_after_the_ranks_agreed():
+    ranks = StepDigests(), StepDigests()
+    train(ranks[0], range(1, 10), 5)
+    train(ranks[1], range(1, 10))
+    for rank in ranks:
+        rank.forget()
+    assert find_first(*ranks)[0] == {}
+
+
+def test_steps_that_only_one_rank_has_are_not_compared():
+    ranks = StepDigests(), StepDigests()
+    train(ranks[0], range(1, 10))
+    train(ranks[1], range(1, 6), 6)
+    assert find_first(*ranks)[0] == {}

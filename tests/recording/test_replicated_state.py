@@ -1,15 +1,25 @@
 """Ranks compare all state that must be equal: each rank is a thread with its own model."""
 
+import gc
+import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
 
 import pytest
 import torch
-from torch import nn
+from torch import distributed, nn
+from torch.distributed.pipelining import PipelineStage
 
+from lightning_d9m.hashing.shards import find_flat_layouts
 from lightning_d9m.hashing.training_state import take_snapshot
 from lightning_d9m.recording.rank_agreement import RankAgreement
-from lightning_d9m.recording.replicated_state import ReplicatedState, find_replicated_state
+from lightning_d9m.recording.replicated_state import (
+    ReplicatedState,
+    count_stages,
+    describe_division,
+    find_replicated_state,
+)
 
 
 class Net(nn.Module):
@@ -61,12 +71,11 @@ def find_differences(disturb, count=3, *, at=1):
     ranks = [Rank(number) for number in range(count)]
 
     def run(rank):
-        def gather(numbers):
-            rows[rank.number] = list(numbers)
+        def gather(value):
+            rows[rank.number] = json.dumps(value)
             barrier.wait()
-            found = [list(row) for row in rows]
+            found = [json.loads(row) for row in rows]
             barrier.wait()
-            assert len({len(row) for row in found}) == 1  # otherwise a collective hangs
             return found
 
         replicated = find_replicated_state(rank.model, [rank.optimizer], rank.schedulers)
@@ -195,16 +204,16 @@ def test_the_loss_of_a_rank_that_lbfgs_keeps_may_differ():
 def test_entries_travel_only_when_their_digest_differs():
     sent = []
 
-    def gather(numbers):
-        sent.append(len(numbers))
-        return [list(numbers)] * 2
+    def gather(value):
+        sent.append(value)
+        return [value] * 2
 
     groups = {"weights": {f"w{n}": f"{n:032x}" for n in range(1000)}}
     agreement = RankAgreement(gather, ReplicatedState(weights=list(groups["weights"])))
     row = agreement.summarize(groups)
     assert agreement.compare([row, row]) == {}
     assert sent == []
-    assert len(row) == 20
+    assert len(row) == 5
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script. is deprecated")
@@ -212,3 +221,30 @@ def test_a_torchscript_model_has_replicated_state():
     model = torch.jit.script(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
     replicated = find_replicated_state(model)
     assert replicated.weights == {"0.weight", "0.bias", "1.weight", "1.bias"}
+
+
+@pytest.fixture
+def group(tmp_path):
+    """Open a process group of one rank."""
+    store = distributed.FileStore(str(tmp_path / "store"), 1)
+    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+def test_a_stage_is_found_while_it_exists(group):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    other = nn.Linear(2, 2)
+    assert count_stages(model) == 0
+    # A stage may run a part of the model, in a wrapper.
+    stage = PipelineStage(nn.Sequential(model[0]), 0, 3, torch.device("cpu"))
+    assert count_stages(model) == count_stages(model[0]) == 3
+    assert count_stages(model[1]) == count_stages(other) == 0
+    assert describe_division(model, find_flat_layouts(model)) == {"world.pipeline_stages": 3}
+    assert find_replicated_state(model) is None
+    assert find_replicated_state(other).weights == {"weight", "bias"}
+    with mock.patch.object(distributed, "is_initialized", return_value=False):
+        assert count_stages(model) == 0  # without a group no stage can run
+    del stage
+    gc.collect()
+    assert count_stages(model) == 0

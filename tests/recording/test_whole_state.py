@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 from lightning_d9m.errors import DigestError
-from lightning_d9m.hashing.flat_parameters import FlatLayout
+from lightning_d9m.hashing.shards import FlatLayout
 from lightning_d9m.hashing.training_state import take_partial_snapshot, take_snapshot
 from lightning_d9m.ranks.ranks import Ranks
-from lightning_d9m.recording import whole_state
-from lightning_d9m.recording.whole_state import complete_snapshot
+from lightning_d9m.recording import run_recorder
+from lightning_d9m.recording.run_recorder import complete_snapshot
 
 
 class Whole(nn.Module):
@@ -100,7 +100,7 @@ def test_every_rank_has_the_digests_of_the_whole(whole, count):
 
 
 def test_a_state_is_gathered_in_rounds(whole, monkeypatch):
-    monkeypatch.setattr(whole_state, "_ROUND", 10)
+    monkeypatch.setattr(run_recorder, "_ROUND", 10)
     assert complete([Rank(number, 2) for number in range(2)]) == [whole] * 2
 
 

@@ -3,7 +3,6 @@
 import sys
 from collections import Counter
 from contextlib import contextmanager
-from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lightning_d9m
-from lightning_d9m.hashing import address_cache, digest, digest_queue
+from lightning_d9m.hashing import digest
 from lightning_d9m.hashing.xxh3 import cpu as xxh3_cpu
 
 PACKAGE = str(Path(lightning_d9m.__file__).parent)
@@ -67,24 +66,6 @@ class Device:
     def __init__(self):
         self.current = Stream()
         self.launches = []
-        device = self
-
-        class AddressTable:
-            def __init__(self, memory, _):
-                self.memory = list(memory)
-                self.chunks = device.count_chunks(memory)
-                self.bounds = xxh3_bounds(memory)
-                device.uploads += 1
-
-            def start(self, leaves, first):
-                device.hash_into(leaves, first, self.memory, CUDA)
-
-        self.AddressTable = AddressTable
-        self.uploads = 0
-
-    @staticmethod
-    def count_chunks(memory):
-        return sum(-(-size // xxh3_cpu.CHUNK_BYTES) for _, size in memory)
 
     @staticmethod
     def allocate(elements, _):
@@ -101,15 +82,6 @@ class Device:
 
         self.current.work.append(hash_all)
 
-    def start_hashing(self, memory, _):
-        leaves = self.allocate(self.count_chunks(memory), CUDA)
-        self.hash_into(leaves, 0, memory, CUDA)
-        return leaves
-
-    @staticmethod
-    def fetch_chunk_digests(leaves, memory):
-        return xxh3_cpu.split_chunk_digests(leaves.cpu().numpy().tobytes(), memory)
-
     def start_copy(self, leaves):
         here = torch.zeros(len(leaves), dtype=torch.int64)
         self.current.work.append(lambda: here.copy_(leaves.as_subclass(torch.Tensor)))
@@ -124,21 +96,13 @@ class Device:
             self.current = before
 
 
-def xxh3_bounds(memory):
-    ends = [0]
-    for _, size in memory:
-        ends.append(ends[-1] - 8 * (-size // xxh3_cpu.CHUNK_BYTES))
-    return list(pairwise(ends))
-
-
 device = Device()
 
 
 def simulate(monkeypatch):
     """Let digests be computed on the simulated device."""
     device.__init__()
-    for module in (digest, digest_queue, address_cache):
-        monkeypatch.setattr(module, "_load_kernel", lambda _: device)
+    monkeypatch.setattr(digest, "load_kernel", lambda _: device)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: device.current)
     monkeypatch.setattr(torch.cuda, "stream", device.on)
     return device

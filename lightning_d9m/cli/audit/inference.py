@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
     from lightning_d9m.audit.device import check_device
     from lightning_d9m.audit.inference.report import render_markdown, render_text
     from lightning_d9m.control.session import deterministic
-    from lightning_d9m.control.threads import threads_pinned
+    from lightning_d9m.control.torch_flags import threads_pinned
 
     check_device(arguments.device)
     with ExitStack() as stack:

@@ -2,5 +2,5 @@
 
 A loader of the program and a seed come in; the same loader goes out, whose order and draws depend
 only on seed and epoch, and which can continue within an epoch. Read ``loaders.py`` first, then
-``controlled_loader.py``.
+``resumable_sampler.py``.
 """

@@ -4,22 +4,284 @@ This module knows torch's ``DataLoader``, not Lightning. ``release`` restores ev
 attribute of the user's objects.
 """
 
+import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
-from torch.utils.data import DataLoader, IterableDataset
+import torch
+from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
+from torch.utils.data.distributed import DistributedSampler
 
 from lightning_d9m.attribute_patches import AttributePatches
-from lightning_d9m.control.data.controlled_loader import ControlledLoader, ReachedPosition
-from lightning_d9m.control.data.dataset_numbers import Numbers, read_first_numbers
-from lightning_d9m.control.data.samplers import copy_loader
+from lightning_d9m.control.data.dataset_numbers import (
+    NUMBERS,
+    Numbers,
+    find_changed_numbers,
+    read_first_numbers,
+    write_numbers,
+)
+from lightning_d9m.control.data.resumable_sampler import ResumableSampler, is_user_made, unwrap
+from lightning_d9m.control.data.sampler_state import SamplerState
+from lightning_d9m.control.data.samplers import (
+    copy_loader,
+    describe_seed,
+    find_samplers,
+    is_rankless,
+    make_generator,
+)
 from lightning_d9m.control.data.seeded_dataset import (
+    RngGuard,
     SeededCollate,
     SeededDataset,
     WorkerInit,
 )
-from lightning_d9m.control.random_streams import RandomStreams
+from lightning_d9m.control.seeding import RandomStreams
+from lightning_d9m.errors import SettingError
+
+# torch adds the epoch to a DistributedSampler's seed, and subclasses of users may pass the sum to
+# generators with 32-bit seeds.
+_SAMPLER_SEED = 2**31
+
+
+@dataclass(frozen=True)
+class ReachedPosition:
+    """The position in an epoch at which its run was interrupted."""
+
+    epoch: int
+    batches: int
+    cycled: Callable[[], bool]
+    samplers: Mapping[str, Any]
+
+
+class ControlledLoader:
+    """What is replaced in a loader, and where an interrupted epoch continues."""
+
+    def __init__(
+        self,
+        loader: Any,
+        stream: RandomStreams,
+        replacements: AttributePatches,
+        *,
+        per_sample: bool,
+        host_sets_epochs: bool,
+        numbers: Numbers | None,
+        earlier: Iterable["ControlledLoader"],
+    ) -> None:
+        # Workers may receive the order of epoch 0 before Lightning sets the epoch; a resumed run
+        # would see that order again.
+        self._sets_epochs = loader.num_workers > 0 or not host_sets_epochs
+        self.loader = weakref.ref(loader)
+        self.stage = stream.stage
+        self.started: int | None = None
+        self.first_epoch: int | None = None
+        self._stream = stream
+        self._replacements = replacements
+        self._iterable = iterable = isinstance(loader.dataset, IterableDataset)
+        if per_sample and iterable:
+            raise SettingError(
+                f"per_sample_rng is on and {type(loader.dataset).__name__} is an IterableDataset: "
+                "its samples have no index to seed them by. Use a dataset with indices, or switch "
+                "per_sample_rng off; runs are exact without it."
+            )
+        # torch draws the base seed of the workers from this generator.
+        self._generator = torch.Generator()
+        self._orders: dict[int, torch.Generator] = {}
+        self._chosen: dict[int, str] = {}  # what the user's seeds add to ours
+        self._rankless = is_rankless(loader)
+        replacements.replace(loader, "generator", self._generator)
+        # With in_order=False batches come as workers finish them. torchdata's loaders and older
+        # releases of torch may lack the attribute.
+        if not getattr(loader, "in_order", True):
+            warnings.warn(
+                "A DataLoader has in_order=False, which gives batches as the workers finish them. "
+                "It gives them in order while this run lasts; remove in_order=False.",
+                stacklevel=2,
+            )
+            replacements.replace(loader, "in_order", value=True)
+        if loader.num_workers > 0:
+            init = WorkerInit(stream, loader.worker_init_fn)
+            replacements.replace(loader, "worker_init_fn", init)
+            if loader.persistent_workers:
+                # Running workers do not have these streams, so torch must start new ones.
+                replacements.replace(loader, "_iterator", None)
+                if iterable:
+                    stream.shared = torch.zeros(3, dtype=torch.int64).share_memory_()
+        self.at_start: dict[str, Any] = {}
+        self._dataset = weakref.ref(loader.dataset) if numbers is not None else None
+        self._first_numbers = numbers or {}
+        self._has_numbers = False
+        samplers = find_samplers(loader)
+        self.samplers: SamplerState = SamplerState(
+            samplers, loader.dataset, [control.samplers for control in earlier]
+        )
+        # What the samplers have changed before and after they were iterated in advance.
+        self._before: dict[str, Any] | None = None
+        self._after: dict[str, Any] | None = None
+        user_sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+        self._requests = ResumableSampler(
+            user_sampler,
+            stream,
+            user_made=is_user_made(samplers),
+            # torch makes this iterator first, and then that of the dataset.
+            on_start=self._keep_start,
+        )
+        batching = loader.batch_sampler is not None
+        replacements.replace(loader, "batch_sampler" if batching else "sampler", self._requests)
+        if not iterable:
+            if hasattr(loader, "load_state_dict"):
+                # torchdata's loader; this class restores the position in the epoch.
+                replacements.replace(loader, "load_state_dict", _ignore)
+            guard = RngGuard()
+            seeded = SeededDataset(loader.dataset, stream, per_sample, guard)
+            replacements.replace(loader, "dataset", seeded)
+            replacements.replace(loader, "collate_fn", SeededCollate(loader.collate_fn, guard))
+        # torch itself seeds a data pipe in every epoch, and traverses it to do so.
+        elif stream.shared is not None and not isinstance(loader.dataset, IterDataPipe):
+            seeded = SeededDataset(loader.dataset, stream, per_sample, RngGuard())
+            replacements.replace(loader, "dataset", seeded)
+
+    @property
+    def number(self) -> int:
+        """Ordinal of the loader in its stage."""
+        return self._stream.number
+
+    def stop_workers(self) -> None:
+        """Stop persistent workers, which the traceback of an error may otherwise keep alive."""
+        iterator = getattr(self.loader(), "_iterator", None)
+        if isinstance(iterator, _MultiProcessingDataLoaderIter):
+            iterator._shutdown_workers()  # noqa: SLF001 - the only way
+
+    def capture(self, *, within: bool, at_end: bool) -> dict[str, Any]:
+        """Return what the order of batches depends on; see ``LoaderControl.capture_samplers``."""
+        if not within:
+            return self._capture_now()
+        # Read again from the start of the epoch; a validation is run again as a whole.
+        if (self._iterable or self.stage != "train") and not at_end:
+            return self.at_start
+        at_start = {name: state for name, state in self.at_start.items() if name != NUMBERS}
+        return at_start | self._capture_numbers()
+
+    def _capture_now(self) -> dict[str, Any]:
+        """Return the states of the samplers and the numbers of the dataset."""
+        return self.samplers.capture() | self._capture_numbers()
+
+    def _capture_numbers(self) -> dict[str, Any]:
+        dataset = None if self._dataset is None else self._dataset()
+        if dataset is None:
+            return {}
+        changed = find_changed_numbers(self._first_numbers, dataset)
+        return {NUMBERS: changed} if changed else {}
+
+    def _keep_start(self) -> None:
+        if self._before is None:  # torch may make a second iterator, or cycle
+            self._before = self.samplers.capture()
+            self.at_start = self._before | self._capture_numbers()
+
+    def keep_iterated(self) -> None:
+        """Keep what iterating the samplers in advance has made of them."""
+        if self._before is not None:
+            self._after = self.samplers.capture()
+
+    def restore_numbers(self, epoch: int, consumed: ReachedPosition | None) -> None:
+        """Restore the numbers that the dataset had where the run was interrupted."""
+        dataset = None if self._dataset is None else self._dataset()
+        if dataset is not None and consumed is not None and consumed.epoch == epoch:
+            states = consumed.samplers.get(str(self.number), {})
+            write_numbers(dataset, states.get(NUMBERS, {}))
+            self._has_numbers = True
+
+    def restore(self, states: Mapping[str, Any]) -> None:
+        """Restore what ``capture`` returned."""
+        self.samplers.restore(states)
+        if (dataset := None if self._dataset is None else self._dataset()) is not None:
+            write_numbers(dataset, states.get(NUMBERS, {}))
+
+    def reset(self, epoch: int) -> None:
+        """Restore the samplers to the start of the current epoch, but for what hooks have set."""
+        if self.started == epoch:
+            self.samplers.undo(self._before or self.at_start, self._after or {})
+            self.started = None
+
+    def enter(self, number: int, epoch: int) -> None:
+        """Set the loader's first epoch and its number among the loaders of that epoch."""
+        self.first_epoch = epoch
+        self._stream.number = number
+
+    def start_epoch(self, epoch: int, consumed: ReachedPosition | None) -> None:
+        """Seed the order and the workers of an epoch; continue it where it was interrupted."""
+        loader = self.loader()
+        if loader is None or epoch == self.started:
+            return
+        self._requests.draw_skipped()
+        self.started = epoch
+        self._before = self._after = None
+        self._stream.start_epoch(epoch)
+        seed = self._stream.derive("workers")
+        self._generator.manual_seed(seed)
+        if loader.num_workers > 0:
+            # The same draw as torch's; see `WorkerInit`.
+            drawn = torch.empty((), dtype=torch.int64).random_(generator=self._generator)
+            self._stream.workers = int(drawn)
+            self._generator.manual_seed(seed)
+        resumed = consumed is not None and consumed.epoch == epoch
+        if consumed is not None and resumed:
+            self.samplers.restore(consumed.samplers.get(str(self.number), {}))
+            if not self._has_numbers:  # otherwise hooks may have set them since
+                self.restore_numbers(epoch, consumed)
+        self._seed_samplers(loader, epoch)
+        self.at_start = self._capture_now()
+        # A loader of an iterable dataset restores its position itself, or cannot.
+        if consumed is not None and resumed and not self._iterable:
+            self._requests.start_epoch(consumed.batches, consumed.cycled)
+        else:
+            self._requests.start_epoch()
+
+    def _seed_samplers(self, loader: Any, epoch: int) -> None:
+        for number, sampler in enumerate(find_samplers(loader)):
+            chosen = self._chosen.setdefault(number, self._read_seed(sampler))
+            if isinstance(sampler, DistributedSampler):
+                # All ranks must split the same permutation.
+                seed = self._stream.derive(f"shards{chosen}", worker=number, shared=True)
+                self._replacements.replace(sampler, "seed", seed % _SAMPLER_SEED)
+                continue
+            generator = self._orders.get(number) or make_generator(sampler)
+            if generator is None:
+                continue
+            self._orders[number] = generator
+            # In every epoch, because another stage's loader may hold the same sampler.
+            with suppress(AttributeError):  # a read-only attribute keeps its value
+                self._replacements.replace(sampler, "generator", generator)
+            shared = not self._rankless
+            seed = self._stream.derive(f"order{chosen}", worker=number, shared=shared)
+            generator.manual_seed(seed)
+        if self.stage != "train" or not self._sets_epochs:
+            return  # the host calls `set_epoch` before the sampler is iterated
+        inner = getattr(loader.batch_sampler, "sampler", None)
+        holders: tuple[Any, ...] = (unwrap(loader.sampler), inner)
+        for sampler in {id(sampler): sampler for sampler in holders}.values():
+            if callable(set_epoch := getattr(sampler, "set_epoch", None)):
+                if "epoch" in getattr(sampler, "__dict__", ()):
+                    if sampler.epoch == epoch:
+                        continue
+                    self._replacements.replace(sampler, "epoch", epoch)
+                set_epoch(epoch)
+
+    def _read_seed(self, sampler: Any) -> str:
+        """Return what the user's own seed of a sampler adds to the names of our streams."""
+        read = self._replacements.read_original
+        if isinstance(sampler, DistributedSampler):
+            return describe_seed(read(sampler, "seed"))
+        generator = read(sampler, "generator")
+        seeded = isinstance(generator, torch.Generator)
+        return describe_seed(generator.initial_seed() if seeded else None)
+
+
+def _ignore(state: object) -> None:
+    """Ignore the state; the position comes from ``resume_epoch``."""
 
 
 class LoaderControl:
@@ -93,10 +355,12 @@ class LoaderControl:
         """
         found = {
             str(control.number): control.capture(within=within, at_end=at_end)
-            for control in self._controlled
-            if control.stage == stage
+            for control in self._list(stage)
         }
         return {number: states for number, states in found.items() if states}
+
+    def _list(self, stage: str) -> list[ControlledLoader]:
+        return [control for control in self._controlled if control.stage == stage]
 
     def wrap_loader(self, loader: Any, stage: str) -> Any:
         """Give a loader its own random streams; return the loader to iterate.
@@ -131,7 +395,7 @@ class LoaderControl:
 
         Does not start the same epoch twice, because its order may be drawn already.
         """
-        present = [control for control in self._controlled if control.stage == stage]
+        present = self._list(stage)
         for control in present:
             if control.first_epoch is None:
                 # Numbered among the loaders of the same first epoch, so that a loader that is
@@ -141,36 +405,31 @@ class LoaderControl:
 
     def restore_numbers(self, stage: str, epoch: int) -> None:
         """Restore the numbers of datasets, which an iteration before the epoch may have changed."""
-        for control in self._controlled:
-            if control.stage == stage:
-                control.restore_numbers(epoch, self._consumed.get(stage))
+        for control in self._list(stage):
+            control.restore_numbers(epoch, self._consumed.get(stage))
 
     def restore_samplers(self, stage: str, samplers: Mapping[str, Any]) -> None:
         """Restore what ``capture_samplers`` returned, after the loaders were loaded."""
-        for control in self._controlled:
-            if control.stage == stage:
-                control.restore(samplers.get(str(control.number), {}))
+        for control in self._list(stage):
+            control.restore(samplers.get(str(control.number), {}))
 
     def keep_iterated(self, stage: str) -> None:
         """Note that a stage's loaders were iterated in advance, as ``restart_epoch`` may undo."""
-        for control in self._controlled:
-            if control.stage == stage:
-                control.keep_iterated()
+        for control in self._list(stage):
+            control.keep_iterated()
 
     def restart(self, stage: str) -> None:
         """Let the next ``start_epoch`` of a stage start the same epoch again."""
-        for control in self._controlled:
-            if control.stage == stage:
-                control.started = None
+        for control in self._list(stage):
+            control.started = None
 
     def restart_epoch(self, stage: str, epoch: int) -> None:
         """Start an epoch again, before a stage's loaders are iterated again from its beginning.
 
         Workers may already hold batches of an iteration that was not consumed.
         """
-        for control in self._controlled:
-            if control.stage == stage:
-                control.reset(epoch)
+        for control in self._list(stage):
+            control.reset(epoch)
         self.start_epoch(stage, epoch)
 
     def release(self) -> None:
@@ -231,6 +490,5 @@ def _copy_original(loader: Any) -> Any:
         duplicate.worker_init_fn = duplicate.worker_init_fn.user_function
     if type(duplicate.collate_fn) is SeededCollate:
         duplicate.collate_fn = duplicate.collate_fn.user_function
-    if type(duplicate.dataset) is SeededDataset:
-        object.__setattr__(duplicate, "dataset", vars(duplicate.dataset)["_dataset"])
+    object.__setattr__(duplicate, "dataset", unwrap(duplicate.dataset))
     return duplicate

@@ -4,25 +4,25 @@ The seed of a batch depends on its position in the epoch. Its draws therefore de
 worker that loads it nor on earlier batches, and a resumed run does not load consumed batches again.
 """
 
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import cache, partial
 from itertools import islice
 from typing import Any
 
-import torch
 from torch.utils.data import (
-    BatchSampler,
     DataLoader,
     IterableDataset,
-    RandomSampler,
     get_worker_info,
 )
 
 from lightning_d9m.control.data.micro_batches import MicroBatchIndices
-from lightning_d9m.control.random_streams import RandomStreams
-from lightning_d9m.control.seeding import HostState, load_host, save_host, seed_host
+from lightning_d9m.control.seeding import (
+    RandomStreams,
+    RngState,
+    capture_host,
+    restore_rng,
+    seed_host,
+)
 from lightning_d9m.state.search import find_generators
 
 # Samplers of these packages draw only from the generator that they are given.
@@ -60,10 +60,41 @@ class SeededMicroBatches(list[SeededIndex]):
     """A request for one micro-batch of each logical rank of a process."""
 
 
-class ResumableSampler:
-    """A proxy of a loader's sampler that numbers its batches.
+class Proxy:
+    """Stands for an object of the user's, whose attributes it shows and sets, and whose class.
 
-    All other attributes come from the user's sampler.
+    ``own`` are attributes of the proxy itself.
+    """
+
+    def __init__(self, target: Any, **own: Any) -> None:
+        vars(self).update(_d9m_target=target, **own)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return type(self._d9m_target)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self._d9m_target, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._d9m_target, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self._d9m_target, name)
+
+    def __len__(self) -> int:
+        return len(self._d9m_target)
+
+
+def unwrap(value: Any) -> Any:
+    """Return the object for which a ``Proxy`` stands, or any other object unchanged."""
+    return vars(value)["_d9m_target"] if issubclass(type(value), Proxy) else value
+
+
+class ResumableSampler(Proxy):
+    """A proxy of a loader's sampler that numbers its batches.
 
     Args:
         sampler: The user's batch sampler, or the sampler of a loader that does not batch.
@@ -71,7 +102,6 @@ class ResumableSampler:
         user_made: True if a sampler comes from the user's code and may draw from the generators of
             the process. It then gets separate states of them, so that its order depends neither on
             the draws of training nor on how far workers prefetch.
-        draws: False if making a batch draws no random numbers, so that it needs no seed.
         on_start: Called when an iterator is made.
     """
 
@@ -81,28 +111,12 @@ class ResumableSampler:
         stream: RandomStreams,
         *,
         user_made: bool,
-        draws: bool,
         on_start: Callable[[], object] = bool,
     ) -> None:
-        vars(self).update(
-            _user_sampler=sampler, _stream=stream, _user_made=user_made, _draws=draws,
-            _on_start=on_start, _round=0, _skip=0, _cycled=bool,
+        super().__init__(
+            sampler, _stream=stream, _user_made=user_made, _on_start=on_start,
+            _round=0, _skip=0, _cycled=bool,
         )  # fmt: skip
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> type:
-        return type(self._user_sampler)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self._user_sampler, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._user_sampler, name, value)
-
-    def __len__(self) -> int:
-        return len(self._user_sampler)
 
     def start_epoch(self, skip: int = 0, cycled: Callable[[], bool] = bool) -> None:
         """Begin an epoch.
@@ -164,15 +178,14 @@ class ResumableSampler:
                 return None
 
     def _seed(self, indices: Any, stream: RandomStreams, index: str) -> SeededIndex:
-        seed = stream.derive("batch", index=index) if self._draws else 0
-        return SeededIndex(indices, seed, stream.epoch)
+        return SeededIndex(indices, stream.derive("batch", index=index), stream.epoch)
 
     def _iterate(self) -> Iterable[Any]:
         if not self._user_made:
-            return self._user_sampler  # type: ignore[no-any-return]
+            return self._d9m_target  # type: ignore[no-any-return]
         # The same on all ranks, because the sampler may split one order among them.
         seed = self._stream.derive("sampler", index=self._round, shared=True)
-        return iterate_apart(self._user_sampler, seed)
+        return iterate_apart(self._d9m_target, seed)
 
 
 def find_position_problem(loader: Any) -> str | None:
@@ -227,7 +240,7 @@ def find_worker_problem(loader: Any) -> str | None:
     if not kept:
         return None
     # Remove the names of our proxies from the paths.
-    paths = ", ".join(kept).replace("._dataset.", ".").replace("_fn.user_function.", "_fn.")
+    paths = ", ".join(kept).replace("._d9m_target.", ".").replace("_fn.user_function.", "_fn.")
     return (
         f"The loader of {loader.dataset.__class__.__name__} draws from its own generators "
         f"({paths}), whose state in the loader's workers cannot be "
@@ -265,11 +278,6 @@ def _no_position(data: Any) -> str:
     )
 
 
-def unwrap(sampler: Any) -> Any:
-    """Return the user's sampler of a ``ResumableSampler``, or any other sampler unchanged."""
-    return vars(sampler)["_user_sampler"] if type(sampler) is ResumableSampler else sampler
-
-
 def is_user_made(values: Iterable[Any]) -> bool:
     """Return whether a sampler or loader is not of torch, torchdata or Lightning.
 
@@ -283,67 +291,26 @@ def skip_batches(batches: Iterable[Any], count: int) -> tuple[Iterator[Any], int
 
     Only the sampler runs; no batch is loaded.
     """
-    if type(batches) is BatchSampler and hasattr(batches.sampler, "__len__"):
-        # Index by index, without a list for each batch.
-        skipped = min(count, len(batches))
-        indices = _skip_indices(batches.sampler, skipped * batches.batch_size)
-        if skipped == len(batches):
-            _exhaust(indices)  # the sampler may draw when it ends
-        return iter(BatchSampler(indices, batches.batch_size, batches.drop_last)), skipped
     iterator = iter(batches)
-    skipped = sum(1 for _ in islice(iterator, count))
-    return iterator, skipped
-
-
-def _skip_indices(sampler: Any, count: int) -> Iterator[Any]:
-    shuffles = type(sampler) is RandomSampler and not sampler.replacement
-    once = shuffles and sampler.num_samples == len(sampler.data_source)
-    # Without a generator the sampler creates one from the generators of the process.
-    if once and sampler.generator is not None and _shuffles_alike():
-        return _shuffle(sampler, count)
-    indices: Iterator[Any] = iter(sampler)
-    _exhaust(islice(indices, count))
-    return indices
-
-
-def _shuffle(sampler: Any, skip: int) -> Iterator[int]:
-    """Do the same as torch's sampler, but convert only the remaining indices to Python numbers."""
-    size, generator = sampler.num_samples, sampler.generator
-    yield from torch.randperm(size, generator=generator)[skip:].tolist()
-    torch.randperm(size, generator=generator)  # torch draws this one too, and uses 0 of it
-
-
-@cache
-def _shuffles_alike() -> bool:
-    """Return whether the installed torch shuffles in the same way as ``_shuffle``."""
-    orders, states = [], []
-    for iterate in (iter, partial(_shuffle, skip=0)):
-        generator = torch.Generator().manual_seed(0)
-        orders.append(list(iterate(RandomSampler(range(7), generator=generator))))
-        states.append(generator.get_state().tolist())
-    return orders[0] == orders[1] and states[0] == states[1]
-
-
-def _exhaust(iterator: Iterator[Any]) -> None:
-    deque(iterator, maxlen=0)
+    return iterator, sum(1 for _ in islice(iterator, count))
 
 
 def iterate_apart(sampler: Iterable[Any], seed: int) -> Iterator[Any]:
     """Iterate over a sampler with separate states of the process's generators."""
     iterator: Iterator[Any] | None = None
-    own: HostState | None = None
+    own: RngState | None = None
     while True:
-        main = save_host()
+        main = capture_host()
         try:
             if iterator is None or own is None:
                 seed_host(seed)
                 iterator = iter(sampler)
             else:
-                load_host(own)
+                restore_rng(own)
             item = next(iterator)
-            own = save_host()
+            own = capture_host()
         except StopIteration:
             return
         finally:
-            load_host(main)
+            restore_rng(main)
         yield item

@@ -8,21 +8,18 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-from torch.utils.data import (
-    Subset,
-    TensorDataset,
-    default_collate,
-    default_convert,
-    get_worker_info,
-)
-from torch.utils.data._utils import collate as _collate
+from torch.utils.data import get_worker_info
 
 from lightning_d9m.control.data.dataset_numbers import WatchedIterator, read_first_numbers
 from lightning_d9m.control.data.micro_batches import MicroBatches
-from lightning_d9m.control.data.resumable_sampler import SeededIndex, SeededMicroBatches
-from lightning_d9m.control.random_streams import RandomStreams
-from lightning_d9m.control.seeding import HostState, load_host, save_host, seed_host
+from lightning_d9m.control.data.resumable_sampler import Proxy, SeededIndex, SeededMicroBatches
+from lightning_d9m.control.seeding import (
+    RandomStreams,
+    RngState,
+    capture_host,
+    restore_rng,
+    seed_host,
+)
 from lightning_d9m.errors import SettingError
 
 
@@ -52,46 +49,19 @@ class RngGuard:
     """
 
     def __init__(self) -> None:
-        self._saved: HostState | None = None
+        self._saved: RngState | None = None
 
     def begin(self, seed: int) -> None:
         """Save the state of the generators and seed them."""
         if self._saved is None and get_worker_info() is None:
-            self._saved = save_host()
+            self._saved = capture_host()
         seed_host(seed)
 
     def end(self) -> None:
         """Restore the generators; do nothing without a ``begin``."""
         if self._saved is not None:
             saved, self._saved = self._saved, None
-            load_host(saved)
-
-
-class NoRngGuard(RngGuard):
-    """Leaves the generators alone, for loaders that ``draws_nothing`` accepts."""
-
-    def begin(self, seed: int) -> None:
-        """Do nothing."""
-
-    def end(self) -> None:
-        """Do nothing."""
-
-
-def draws_nothing(loader: Any) -> bool:
-    """Return whether only code of torch makes a batch, without random numbers.
-
-    This holds for a ``TensorDataset`` of plain tensors, or a ``Subset`` of one. Such a loader needs
-    no seeding, which saves most of the overhead per batch.
-    """
-    dataset = loader.dataset
-    while type(dataset) is Subset:
-        dataset = dataset.dataset
-    return (
-        type(dataset) is TensorDataset
-        and all(type(tensor) is torch.Tensor for tensor in dataset.tensors)
-        and (loader.collate_fn is default_collate or loader.collate_fn is default_convert)
-        and _collate.default_collate_fn_map.get(torch.Tensor) is _collate.collate_tensor_fn
-    )
+            restore_rng(saved)
 
 
 class SeededCollate:
@@ -126,11 +96,10 @@ class _Unfetched:
     requests: SeededMicroBatches
 
 
-class SeededDataset:
+class SeededDataset(Proxy):
     """A proxy of the user's dataset that seeds the generators before it returns samples.
 
-    ``isinstance`` sees the user's class. Attributes are read from the user's object and set there,
-    so that a ``worker_init_fn`` can split a stream among workers.
+    A ``worker_init_fn`` can split a stream among workers by its attributes.
 
     Args:
         dataset: The user's dataset.
@@ -143,31 +112,12 @@ class SeededDataset:
     def __init__(
         self, dataset: Any, stream: RandomStreams, per_sample: bool, guard: RngGuard
     ) -> None:
-        # `__setattr__` sets attributes of the user's dataset.
-        vars(self).update(
-            _dataset=dataset, _stream=stream, _per_sample=per_sample, _guard=guard, _iterated=False
+        super().__init__(
+            dataset, _stream=stream, _per_sample=per_sample, _guard=guard, _iterated=False
         )
 
-    @property  # type: ignore[misc]
-    def __class__(self) -> type:
-        return type(self._dataset)
-
     def __reduce__(self) -> tuple[Any, ...]:
-        return SeededDataset, (self._dataset, self._stream, self._per_sample, self._guard)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self._dataset, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._dataset, name, value)
-
-    def __delattr__(self, name: str) -> None:
-        delattr(self._dataset, name)
-
-    def __len__(self) -> int:
-        return len(self._dataset)
+        return SeededDataset, (self._d9m_target, self._stream, self._per_sample, self._guard)
 
     def __iter__(self) -> Iterator[Any]:
         # Called in a worker at its start, after `WorkerInit` has seeded it, and in every epoch.
@@ -176,17 +126,17 @@ class SeededDataset:
             seed_host(self._stream.derive("worker", worker=info.id))
         vars(self)["_iterated"] = True
         if info is None or self._stream.shared is None:
-            return iter(self._dataset)
-        before = read_first_numbers(self._dataset)
+            return iter(self._d9m_target)
+        before = read_first_numbers(self._d9m_target)
         report = self._stream.report_changed_numbers
-        return WatchedIterator(self._dataset, iter(self._dataset), before, report)
+        return WatchedIterator(self._d9m_target, iter(self._d9m_target), before, report)
 
     def __getitem__(self, request: Any) -> Any:
         # A single sample: of a loader that does not batch, or of other code.
         if isinstance(request, SeededIndex):
             return self._fetch(request, lambda: self._fetch_sample(request.indices, request.epoch))
         if not self._per_sample:
-            return self._dataset[request]
+            return self._d9m_target[request]
         single = SeededIndex(request, 0, self._stream.epoch)
         try:
             return self[single]
@@ -212,12 +162,12 @@ class SeededDataset:
             raise
 
     def _fetch_batch(self, indices: Any, epoch: int) -> Any:
-        fetch = getattr(self._dataset, "__getitems__", None)
+        fetch = getattr(self._d9m_target, "__getitems__", None)
         # With a seed per sample, fetch them one by one.
         if self._per_sample:
             return [self._fetch_sample(index, epoch) for index in indices]
         if fetch is None:
-            dataset = self._dataset
+            dataset = self._d9m_target
             return [dataset[index] for index in indices]
         return fetch(indices)
 
@@ -227,7 +177,7 @@ class SeededDataset:
             if stream.epoch != epoch:  # in a worker that started in a different epoch
                 stream = replace(stream, epoch=epoch, shared=None)
             seed_host(stream.derive("sample", index=_index_text(index), shared=True))
-        return self._dataset[index]
+        return self._d9m_target[index]
 
 
 def _index_text(index: Any) -> int | str:

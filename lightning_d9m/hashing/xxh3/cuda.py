@@ -1,13 +1,13 @@
 """The chunk digests on CUDA: one launch for all tensors of a device, without copying them.
 
 The constants (5 KiB) stay on the device. For several tensors a table is copied there (24 bytes for
-each); a table of tensors that stay where they are is kept. The chunk digests are copied back (8
-bytes for each 128 KiB). Importing this module imports Triton.
+each). The chunk digests are copied back (8 bytes for each 128 KiB). Importing this module imports
+Triton.
 """
 
 import functools
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from triton.runtime import JITFunction
 
 from lightning_d9m.errors import SettingError
 from lightning_d9m.hashing.xxh3 import cpu, triton_kernel
-from lightning_d9m.hashing.xxh3.cpu import CHUNK_BYTES
+from lightning_d9m.hashing.xxh3.cpu import CHUNK_BYTES, count_chunks
 
 # XXH3's default secret and primes, from the xxHash specification (doc/xxhash_spec.md).
 _SECRET = bytes.fromhex(
@@ -59,73 +59,38 @@ _CONSTANTS = _make_constants()
 _MAX_SPANS_ALONE = 2
 
 
-class AddressTable:
-    """Memory that one launch hashes: the addresses and sizes of tensors, on their device.
-
-    Keep this object for memory that is hashed repeatedly: it is copied to the device once.
-
-    Attributes:
-        chunks: The number of chunks.
-        bounds: Begin and end of each span's chunk digests, in bytes.
-    """
-
-    def __init__(self, memory: Sequence[tuple[int, int]], device: torch.device) -> None:
-        counts = [-(-size // CHUNK_BYTES) for _, size in memory]
-        ends = [0, *accumulate(counts)]
-        self.chunks = ends[-1]
-        self.bounds = [(8 * begin, 8 * end) for begin, end in pairwise(ends)]
-        self._device = device
-        filled = [(end, *span) for end, span in zip(ends, memory, strict=False) if span[1]]
-        self._count = len(filled)
-        self._table = upload(np.array(filled, np.int64).T, device) if filled else None
-
-    def start(self, chunk_digests: torch.Tensor, first: int) -> None:
-        """Start hashing on the current stream; write from place ``first`` on."""
-        if self._table is not None:
-            arguments = (self._table, chunk_digests, first, self._count)
-            _launch(triton_kernel.hash_chunks, self.chunks, self._device, *arguments)
-
-
-def start_hashing(memory: Sequence[tuple[int, int]], device: torch.device) -> torch.Tensor:
-    """Start hashing memory of one device on its current stream, without waiting.
-
-    Args:
-        memory: Addresses and sizes in bytes. Their owners must be alive until the digests are
-            fetched.
-        device: The device of the memory.
-
-    Returns:
-        int64 on ``device``: the XXH3-64 of each chunk of the first, the second, ...
-    """
-    chunk_digests = allocate(count_chunks(memory), device)
-    hash_into(chunk_digests, 0, memory, device)
-    return chunk_digests
-
-
 def hash_into(
     chunk_digests: torch.Tensor,
     first: int,
     memory: Sequence[tuple[int, int]],
     device: torch.device,
 ) -> None:
-    """Start hashing on the current stream; write the chunk digests from place ``first`` on.
+    """Start hashing memory of one device on its current stream, without waiting.
 
-    A few spans get a launch each, which needs no table and so no copy to the device.
+    The XXH3-64 of each chunk is written to ``chunk_digests``, int64, from place ``first`` on. A
+    few spans get a launch each, which needs no table and so no copy to the device.
+
+    Args:
+        chunk_digests: Memory of the device; see ``allocate``.
+        first: The place of the first chunk's digest.
+        memory: Addresses and sizes in bytes. Their owners must be alive until the digests are
+            fetched.
+        device: The device of the memory.
     """
-    if len(memory) > _MAX_SPANS_ALONE:
-        AddressTable(memory, device).start(chunk_digests, first)
+    counts = [count_chunks(size) for _, size in memory]
+    spans = [
+        (end - count, *span)
+        for end, count, span in zip(accumulate(counts), counts, memory, strict=True)
+        if count
+    ]
+    if len(spans) > _MAX_SPANS_ALONE:
+        table = upload(np.array(spans, np.int64).T, device)
+        several = (table, chunk_digests, first, len(spans))
+        _launch(triton_kernel.hash_chunks, sum(counts), device, *several)
         return
-    for address, size in memory:
-        chunks = -(-size // CHUNK_BYTES)
-        if size:
-            arguments = (chunk_digests, first, address, size)
-            _launch(triton_kernel.hash_tensor, chunks, device, *arguments)
-        first += chunks
-
-
-def count_chunks(memory: Sequence[tuple[int, int]]) -> int:
-    """Return the number of chunks of all spans."""
-    return sum(-(-size // CHUNK_BYTES) for _, size in memory)
+    for begin, address, size in spans:
+        one = (chunk_digests, first + begin, address, size)
+        _launch(triton_kernel.hash_tensor, count_chunks(size), device, *one)
 
 
 def allocate(elements: int, device: torch.device) -> torch.Tensor:
@@ -173,14 +138,10 @@ def _launch(kernel: Any, programs: int, device: torch.device, *arguments: object
         )
 
 
-def fetch_chunk_digests(
-    chunk_digests: torch.Tensor, memory: Sequence[tuple[int, int]]
-) -> list[bytes]:
-    """Wait for the device and return the chunk digests of each span of memory.
-
-    Returns:
-        For each span, 8 bytes for each chunk, as ``cpu.hash_chunks`` does.
-    """
+def hash_memory(memory: Sequence[tuple[int, int]], device: torch.device) -> list[bytes]:
+    """Hash memory of one device and wait for it; see ``cpu.hash_chunks``."""
+    chunk_digests = allocate(sum(count_chunks(size) for _, size in memory), device)
+    hash_into(chunk_digests, 0, memory, device)
     return cpu.split_chunk_digests(chunk_digests.cpu().numpy().tobytes(), memory)
 
 
@@ -195,8 +156,8 @@ def check_kernel(device: torch.device) -> bool:
     spans = [(skew, length) for skew in (0, 1, 8) for length in (1, 1024, 1500)]
     spans += [(0, size), (3, size - 3)]
     memory = [(there.data_ptr() + skew, length) for skew, length in spans]
-    actual = fetch_chunk_digests(start_hashing(memory, device), memory)
+    actual = hash_memory(memory, device)
     # One by one, with the other kernel.
-    alone = [fetch_chunk_digests(start_hashing([span], device), [span])[0] for span in memory]
+    alone = [hash_memory([span], device)[0] for span in memory]
     here = [(data.data_ptr() + skew, length) for skew, length in spans]
     return actual == alone == cpu.hash_chunks(here)

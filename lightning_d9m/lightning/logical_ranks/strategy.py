@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_d9m.attribute_patches import AttributePatches
 from lightning_d9m.control.env_settings import read_variable, variable_of
-from lightning_d9m.control.threads import read_threads
+from lightning_d9m.control.torch_flags import read_threads
 from lightning_d9m.errors import DriftError
 from lightning_d9m.lightning.lightning_private import BEFORE_BATCH_TRANSFER
 from lightning_d9m.lightning.logical_ranks.collectives import refuse_collective, watch_collectives

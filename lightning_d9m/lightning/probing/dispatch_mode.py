@@ -22,7 +22,7 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from lightning_d9m.attribute_patches import AttributePatches
-from lightning_d9m.hashing.model_tensors import plain_name
+from lightning_d9m.hashing.training_state import plain_name
 from lightning_d9m.ledger.kinds import ROOT
 from lightning_d9m.lightning.probing.module_hooks import eager_modules
 from lightning_d9m.probes.dumps import keep, written_arguments

@@ -3,8 +3,7 @@
 A hook only reads. Compiled regions get no hooks: a hook would change the compiled code.
 """
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, cast
@@ -13,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
-from lightning_d9m.hashing.model_tensors import plain_name
 from lightning_d9m.hashing.pytree_leaves import list_pytree_leaves
+from lightning_d9m.hashing.training_state import plain_name
 from lightning_d9m.ledger.kinds import ROOT
 from lightning_d9m.lightning import lightning_private
 from lightning_d9m.probes.settings import ProbeSettings
@@ -110,20 +109,7 @@ def _take_output(
         # A parameter that is handed on would keep the hook; its gradient is a kind of its own.
         if isinstance(leaf, Tensor) and leaf.requires_grad and not isinstance(leaf, nn.Parameter):
             place = f"{name}:{path}" if path else name
-            _hook_gradient(leaf, partial(listener.add, "grad_output", place))
-
-
-def _hook_gradient(leaf: Tensor, take: Callable[[Tensor], None]) -> None:
-    """Do what ``register_hook`` does, but for the handle, which takes ten times as long."""
-    if type(leaf) is not Tensor:
-        leaf.register_hook(take)
-        return
-    hooks = leaf._backward_hooks  # noqa: SLF001 - Python's part of autograd keeps its hooks there
-    if hooks is None:
-        leaf._backward_hooks = hooks = OrderedDict()  # noqa: SLF001 - as above
-        if leaf.grad_fn is not None:
-            cast(Any, leaf.grad_fn)._register_hook_dict(leaf)  # noqa: SLF001 - as above
-    hooks[-id(take)] = take  # those of handles are not negative
+            leaf.register_hook(partial(listener.add, "grad_output", place))
 
 
 def _hook_parameter(hooks: ExitStack, parameter: Tensor, name: str, listener: Listener) -> None:

@@ -15,18 +15,17 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from lightning_d9m.control.method_wrapping import replace_method
+from lightning_d9m.attribute_patches import replace_method
 from lightning_d9m.control.seeding import RngState, capture_rng, restore_rng
 from lightning_d9m.errors import DriftError, SettingError
-from lightning_d9m.hashing.model_tensors import plain_name
+from lightning_d9m.hashing.training_state import plain_name
 from lightning_d9m.ledger.format.records import Json, ReplayDrift
 from lightning_d9m.ledger.kinds import ROOT
 from lightning_d9m.lightning.probing.module_hooks import hook_model
 from lightning_d9m.lightning.strategies import is_sharded
 from lightning_d9m.lightning.trainer_ranks import ranks_of
 from lightning_d9m.probes.settings import ProbeSettings
-from lightning_d9m.probes.trace import ProbePoint, Trace
-from lightning_d9m.probes.trace_difference import TraceDifference, find_difference
+from lightning_d9m.probes.trace import ProbePoint, Trace, TraceDifference, find_difference
 from lightning_d9m.state.state import State
 from lightning_d9m.text import describe_pair
 

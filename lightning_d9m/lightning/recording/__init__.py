@@ -1,5 +1,5 @@
 """The ledger of a Trainer's run.
 
 Hooks of a Trainer come in; records of its state, losses, metrics and evaluations go out. Read
-``trainer_recorder.py`` first, then ``run_metadata.py``.
+``trainer_recorder.py`` first, then ``ledger_location.py``.
 """

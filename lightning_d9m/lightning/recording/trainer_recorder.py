@@ -1,28 +1,86 @@
 """The recorder of a Trainer: reads facts and state from it and writes them to the ledger."""
 
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
+from torch import nn
 
-from lightning_d9m.hashing.model_tensors import ModelTensors
+from lightning_d9m.control.environment import control_is_on
 from lightning_d9m.hashing.output_digest import LogicalOutputDigest, OutputDigest
-from lightning_d9m.ledger.format.records import End, Evaluation, Json, Resume
-from lightning_d9m.lightning.recording.fit_summary import FitSummary
+from lightning_d9m.ledger.format.records import (
+    End,
+    Evaluation,
+    Header,
+    Json,
+    Resume,
+    RunFacts,
+    Scalar,
+)
+from lightning_d9m.ledger.stack import LOGICAL_RANKS, capture_compiler
+from lightning_d9m.lightning.lightning_private import is_compiled, list_loaders
+from lightning_d9m.lightning.packages import rank_zero
 from lightning_d9m.lightning.recording.ledger_location import make_ledger_folder
-from lightning_d9m.lightning.recording.loggers import log_digest, log_drift
-from lightning_d9m.lightning.recording.run_metadata import describe_run
 from lightning_d9m.lightning.recording.weight_snapshots import save_weight_snapshot
 from lightning_d9m.lightning.saved_state import PendingRecords
 from lightning_d9m.lightning.trainer_ranks import ranks_of
 from lightning_d9m.lightning.trainer_session import TrainerSession
-from lightning_d9m.recording.run_recorder import Policy, RunRecorder
+from lightning_d9m.ranks.ranks import Ranks
+from lightning_d9m.recording.replicated_state import ReplicatedState
+from lightning_d9m.recording.run_recorder import Policy, RunRecorder, describe_training
+from lightning_d9m.text import cut_digests, escape, pluralize
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
+
+
+_LONGEST = 4096
+
+
+@dataclass
+class FitSummary:
+    """The last fit in a few words.
+
+    The digest is that of the weights in the last record; the number of epochs that of those
+    recorded.
+    """
+
+    ledger: str | None = None
+    digest: str | None = None
+    epochs: int = 0
+
+    def add(self, moment: str, digest: str) -> None:
+        """Note a record."""
+        self.digest = digest
+        self.epochs += moment == "epoch"
+
+    def log(self, trainer: "Trainer", fit: int, seed: int) -> None:
+        """Log one line on rank 0."""
+        if self.ledger is None or self.digest is None:
+            return
+        if trainer.is_global_zero:
+            folder = os.path.relpath(self.ledger)
+            folder = self.ledger if folder.startswith("..") else folder
+            rank_zero().rank_zero_info(
+                f"d9m: {pluralize(self.epochs, 'epoch')} recorded, weights "
+                f"{cut_digests([self.digest])[0]}, ledger {escape(folder, _LONGEST)}"
+                + (_describe_second_fit(seed) if fit == 1 else "")
+            )
+
+
+def _describe_second_fit(seed: int) -> str:
+    """Return what a program may not expect that seeds again before its second fit."""
+    return (
+        ". This second fit drew other numbers than the first, even after seed_everything(); to "
+        f"repeat a fit, train within `with lightning_d9m.deterministic(seed={seed}):`."
+    )
+
 
 RecordKind = Literal["initial", "epoch", "final"]
 
@@ -91,11 +149,6 @@ class TrainerRecorder:
         return folder
 
     @property
-    def model_tensors(self) -> ModelTensors | None:
-        """The tensors of the model; None if no ledger is open."""
-        return self._run.model_tensors
-
-    @property
     def ledger_position(self) -> dict[str, str] | None:
         """The ledger's folder, and the check of this rank's last record; None without one."""
         return self._run.ledger_position
@@ -129,7 +182,7 @@ class TrainerRecorder:
             batch=batches.ready,
             inexact=tuple(reasons),
         )
-        self._run.append(record.as_record())
+        self._run.append(record)
 
     def keep_loss(self, outputs: object) -> None:
         """Keep the loss of a step on its device, without waiting for it."""
@@ -258,7 +311,7 @@ class TrainerRecorder:
     def _append_model(self, trainer: "Trainer", moment: RecordKind) -> None:
         """Record the evaluated weights, to tell different weights from different arithmetic."""
         digests = self._run.take(moment, epoch=trainer.current_epoch, step=trainer.global_step)
-        self._run.append(digests.as_record())
+        self._run.append(digests)
 
     def end(self, end: End) -> None:
         """Close the ledger of the fit, if one is open."""
@@ -282,3 +335,89 @@ class TrainerRecorder:
             return scalars
         first: dict[str, str] = cast(Any, trainer.strategy).gather_values(scalars)[0]
         return first
+
+
+def describe_run(
+    trainer: "Trainer",
+    module: "LightningModule",
+    session: TrainerSession,
+    further: Mapping[str, Scalar] = MappingProxyType({}),
+    *,
+    trains: bool = True,
+) -> tuple[Header, RunFacts, ReplicatedState | None]:
+    """Return what the ledger of a run begins with; ranks are compared if it trains."""
+    shared: dict[str, Scalar] = {"precision": str(trainer.precision)}
+    if trains:
+        shared |= {
+            "accumulate_grad_batches": trainer.accumulate_grad_batches,
+            "gradient_clip_val": str(trainer.gradient_clip_val),
+            "gradient_clip_algorithm": str(trainer.gradient_clip_algorithm or "norm"),
+        }
+    overridden = " ".join(session.overridden if control_is_on() else [])
+    header, facts, replicated = describe_training(
+        Ranks(trainer.global_rank),
+        session.settings,
+        _describe_layout(trainer),
+        module,
+        cast(nn.Module, trainer.model),
+        fit=session.fit,
+        further={**({"overridden": overridden} if overridden else {}), **further},
+        loaders=list_loaders(trainer.fit_loop) if trains else (),
+        trainer=shared,
+        optimizers=trainer.optimizers,
+        schedulers=[config.scheduler for config in trainer.lr_scheduler_configs],
+    )
+    return header, facts, replicated if trains else None
+
+
+def _is_compiled(model: "LightningModule") -> bool:
+    """Return whether a module of a model, or the model, was passed to ``torch.compile``."""
+    return is_compiled(model) or any(
+        hasattr(module, "_orig_mod") or module._compiled_call_impl is not None  # noqa: SLF001 - module.compile() leaves no other trace
+        for module in model.modules()
+    )
+
+
+def _describe_layout(trainer: "Trainer") -> dict[str, Scalar]:
+    layout: dict[str, Scalar] = {
+        "world.size": trainer.world_size,
+        "world.nodes": trainer.num_nodes,
+        "world.devices_per_node": trainer.num_devices,
+        "world.strategy": type(trainer.strategy).__name__,
+        "world.accelerator": type(trainer.accelerator).__name__,
+    }
+    if _is_compiled(trainer.lightning_module):
+        layout |= capture_compiler()
+    logical_ranks = getattr(trainer.strategy, "logical_ranks", None)
+    if logical_ranks is not None:
+        layout[LOGICAL_RANKS] = logical_ranks
+    return layout
+
+
+_WEIGHTS = "d9m/weights"
+_DRIFT = "d9m/drift"
+
+
+def log_digest(loggers: Iterable[Any], digest: str, step: int) -> None:
+    """Log the digest of the weights as text with each logger.
+
+    TensorBoard keeps one text for each epoch. MLflow (a tag of the run), W&B (the summary of the
+    run) and CSV (a hyperparameter in hparams.yaml) keep the last. A logger of another class gets
+    none: it may keep only what its last call of ``log_hyperparams`` had.
+    """
+    for logger in loggers:
+        experiment: Any = getattr(logger, "experiment", None)
+        if hasattr(experiment, "add_text"):
+            experiment.add_text(_WEIGHTS, digest, step)
+        elif hasattr(experiment, "set_tag"):
+            experiment.set_tag(logger.run_id, _WEIGHTS, digest)
+        elif hasattr(experiment, "summary"):
+            experiment.summary[_WEIGHTS] = digest
+        elif hasattr(experiment, "log_hparams"):
+            logger.log_hyperparams({_WEIGHTS: digest})
+
+
+def log_drift(loggers: Iterable[Any], differing: int, step: int) -> None:
+    """Log the number of entries that differ from the reference or across ranks."""
+    for logger in loggers:
+        logger.log_metrics({_DRIFT: float(differing)}, step=step)

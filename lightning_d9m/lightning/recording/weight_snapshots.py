@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lightning_d9m.hashing.model_tensors import plain_name
+from lightning_d9m.hashing.training_state import plain_name
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer

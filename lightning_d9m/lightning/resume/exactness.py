@@ -14,8 +14,7 @@ from lightning_d9m.control.data.resumable_sampler import (
     find_worker_problem,
 )
 from lightning_d9m.errors import InexactResumeError
-from lightning_d9m.hashing.flat_parameters import find_hybrid_sharding
-from lightning_d9m.hashing.shards import has_base
+from lightning_d9m.hashing.shards import find_hybrid_sharding, has_base
 from lightning_d9m.lightning import lightning_private
 from lightning_d9m.lightning.packages import rank_zero
 from lightning_d9m.lightning.saved_state import LOGICAL_RANKS_KEY, LoopPosition, SavedState
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
     from lightning_d9m.lightning.trainer_session import TrainerSession
+
 
 # The settings that select the random streams. (The others change speed, or are in the ledger.)
 _RNG_SETTINGS = ("seed", "per_sample_rng")
@@ -205,41 +205,38 @@ def find_resume_problems(
 
 def describe_unmatched_state(paths: Iterable[str]) -> list[str]:
     """Return why generators at these paths cannot be restored."""
-    named = ", ".join(paths)
-    if not named:
-        return []
-    problem = (
-        f"These generators are only in the checkpoint, or only in this run: {named}. "
-        "Create them before training starts, as in the run that saved the checkpoint."
+    return _name_all(
+        paths,
+        "These generators are only in the checkpoint, or only in this run: {}. Create them before "
+        "training starts, as in the run that saved the checkpoint.",
     )
-    return [problem]
 
 
 def describe_missing_objects(paths: Iterable[str]) -> list[str]:
     """Return why what a checkpoint holds of the program's objects cannot be restored."""
-    named = ", ".join(paths)
-    if not named:
-        return []
-    problem = (
-        f"The checkpoint holds values of objects that this run lacks, or that take others: {named}."
-        " Create them before training starts, as in the run that saved the checkpoint."
+    return _name_all(
+        paths,
+        "The checkpoint holds values of objects that this run lacks, or that take others: {}. "
+        "Create them before training starts, as in the run that saved the checkpoint.",
     )
-    return [problem]
 
 
 def describe_reloaded_generators(paths: Iterable[str]) -> list[str]:
     """Return why state in loaders that are loaded again cannot be restored."""
-    named = ", ".join(paths)
-    if not named:
-        return []
-    problem = (
+    return _name_all(
+        paths,
         "The loaders are loaded again for the epoch that is resumed "
         "(reload_dataloaders_every_n_epochs), and their datasets or samplers keep generators, or "
-        f"values that change: {named}. Whether these continue or start again cannot be known. Keep "
+        "values that change: {}. Whether these continue or start again cannot be known. Keep "
         "generators in the module or the datamodule, or draw from those of Python, NumPy or torch; "
-        "take the epoch from set_epoch()."
+        "take the epoch from set_epoch().",
     )
-    return [problem]
+
+
+def _name_all(paths: Iterable[str], problem: str) -> list[str]:
+    """Return a problem with the paths in the place of ``{}``; nothing without paths."""
+    named = ", ".join(paths)
+    return [problem.format(named)] if named else []
 
 
 def find_lost_progress(trainer: "Trainer", position: LoopPosition) -> str | None:
@@ -265,3 +262,46 @@ def reaches_max_steps(trainer: "Trainer", step: int) -> bool:
 
 def _listed(problem: str | None) -> list[str]:
     return [] if problem is None else [problem]
+
+
+_REMEDY = (
+    "Call the dataset's set_epoch() when an epoch starts, if it has one; or save checkpoints at "
+    "the end of an epoch, and load with a loader that has no state_dict()."
+)
+
+
+class EpochLength:
+    """Compares the length of the epoch after the resumed one with what is left of this one.
+
+    Some loaders apply the state that they load in every later epoch: a Hugging Face
+    ``IterableDataset`` whose ``set_epoch`` is not called, litData's ``StreamingDataLoader`` 0.2.76.
+    The epoch after the resumed one then lacks the batches that preceded the checkpoint.
+
+    Args:
+        batch: The number of batches of the resumed epoch that preceded the checkpoint; 0 if the
+            checkpoint was saved between epochs.
+
+    Attributes:
+        is_checked: Whether the epoch after the resumed one has ended; later ones tell nothing.
+    """
+
+    def __init__(self, batch: int) -> None:
+        self._batch = batch
+        self._resumed: int | None = None if batch else 0
+        self.is_checked = False
+
+    def end_epoch(self, trainer: "Trainer") -> str | None:
+        """Return a problem at the end of an epoch, as sentences; None without one."""
+        progress: Any = trainer.fit_loop.epoch_loop.batch_progress
+        length = int(progress.current.ready)
+        if self._resumed is None:
+            self._resumed = length
+            return None
+        checked, self.is_checked = self.is_checked, True
+        if checked or length != self._resumed - self._batch:
+            return None
+        before = f", and the epoch before {self._resumed}" if self._batch else ""
+        return (
+            f"Epoch {trainer.current_epoch} had {length} batches{before}: its loader began at the "
+            f"position that it has from the checkpoint. {_REMEDY}"
+        )

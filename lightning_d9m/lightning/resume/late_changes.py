@@ -4,8 +4,7 @@ Lightning calls the hook of the module after those of callbacks, where checkpoin
 validation that was interrupted is run again, from weights that it may have replaced.
 """
 
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,9 +13,13 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
 from lightning_d9m.hashing.digest import digest_many
-from lightning_d9m.hashing.model_tensors import ModelTensors
 from lightning_d9m.hashing.shards import has_base
-from lightning_d9m.lightning.resume.program_state import Captured, ProgramState, find_changed
+from lightning_d9m.hashing.training_state import ModelTensors
+from lightning_d9m.lightning.resume.program_state import (
+    Captured,
+    ProgramState,
+    find_changed,
+)
 from lightning_d9m.lightning.strategies import is_sharded
 from lightning_d9m.lightning.trainer_attributes import list_callbacks
 from lightning_d9m.lightning.trainer_metrics import name_callbacks
@@ -27,49 +30,30 @@ if TYPE_CHECKING:
 
 
 class LateChanges:
-    """The parameters, buffers and objects of a program that change between two moments."""
+    """The parameters, buffers and objects of a program that change between two moments.
 
-    def __init__(self) -> None:
+    ``read`` returns the digests of values by name.
+    """
+
+    def __init__(self, read: Callable[[], dict[str, str]]) -> None:
+        self._read = read
         self._noted: dict[str, str] = {}
-        self._callbacks: dict[str, str] = {}
         self._program: Captured | None = None
         self._reset: tuple[str, ...] = ()
 
-    def note(
-        self,
-        trainer: "Trainer",
-        model: ModelTensors,
-        program: Captured | None = None,
-        callbacks: Mapping[str, str] = MappingProxyType({}),
-        reset: Sequence[str] = (),
-    ) -> None:
-        """Note the present values, of weights unless ranks hold shards of them.
-
-        ``callbacks`` is what ``digest_callbacks`` returned, and ``reset`` has the names of metrics
-        that Lightning is about to reset.
-        """
+    def note(self, program: Captured | None = None, reset: Sequence[str] = ()) -> None:
+        """Note the present values; ``reset`` names metrics that Lightning is about to reset."""
         self._reset = tuple(f"model.{name}." for name in reset)
-        self._program, self._callbacks = program, dict(callbacks)
-        if not is_sharded(trainer.strategy):
-            self._noted = _read_digests(model)
+        self._program, self._noted = program, self._read()
 
     def forget(self) -> None:
         """Forget what was noted."""
-        self._noted, self._callbacks, self._program = {}, {}, None
+        self._noted, self._program = {}, None
 
-    def find(
-        self,
-        model: ModelTensors,
-        program: ProgramState | None = None,
-        callbacks: Mapping[str, str] = MappingProxyType({}),
-    ) -> list[str]:
+    def find(self, program: ProgramState | None = None) -> list[str]:
         """Return the names of what has changed since."""
-        found: list[str] = []
-        for noted, now in (
-            (self._noted, _read_digests(model) if self._noted else {}),
-            (self._callbacks, callbacks),
-        ):
-            found += [name for name, digest in noted.items() if now.get(name) != digest]
+        now = self._read() if self._noted else {}
+        found = [name for name, digest in self._noted.items() if now.get(name) != digest]
         if program is not None and self._program is not None:
             changed = find_changed(self._program, program.capture())
             found += [path for path in changed if not path.startswith(self._reset)]
@@ -83,15 +67,24 @@ class LateChanges:
             if isinstance(part, Tensor) and part.layout is torch.strided
         }
         lost = [
-            (name, tensor)
+            name
             for name, tensor in model.list_saved()
             if name not in checkpoint["state_dict"]
             and not (tensor.layout is torch.strided and tensor.untyped_storage().data_ptr() in held)
         ]
-        if not lost:
-            return []
-        changed = {*self.find(model)}
-        return [name for name, _ in lost if name in changed or name not in self._noted]
+        changed = {*self.find()} if lost else set()
+        return [name for name in lost if name in changed or name not in self._noted]
+
+
+def digest_tensors(strategy: object, model: ModelTensors) -> dict[str, str]:
+    """Return the digest of each tensor by name; none if ranks hold shards of them.
+
+    A change through ``.data`` has no other trace.
+    """
+    if is_sharded(strategy):
+        return {}
+    named = {name: own for part in model.listed for name, own in part if not is_lazy(own)}
+    return dict(zip(named, digest_many(list(named.values())), strict=True))
 
 
 def digest_callbacks(trainer: "Trainer") -> dict[str, str]:
@@ -118,9 +111,3 @@ def describe_validation(names: list[str]) -> str:
         f"The checkpoint was saved within a validation that had changed {names[0]}, and a resumed "
         "run begins the validation again. Use one that was saved before it or after it."
     )
-
-
-def _read_digests(model: ModelTensors) -> dict[str, str]:
-    """Return the digest of each tensor by name; a change through ``.data`` has no other trace."""
-    named = {name: own for part in model.listed for name, own in part if not is_lazy(own)}
-    return dict(zip(named, digest_many(list(named.values())), strict=True))

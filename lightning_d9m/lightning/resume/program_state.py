@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from lightning_d9m.control.data.samplers import find_samplers
-from lightning_d9m.hashing.model_tensors import ModelTensors
+from lightning_d9m.hashing.training_state import ModelTensors
 from lightning_d9m.lightning.lightning_private import list_loaders
 from lightning_d9m.lightning.saved_state import KEY
 from lightning_d9m.lightning.strategies import is_sharded
@@ -30,6 +30,7 @@ from lightning_d9m.state.plain_data import decode_plain, pack_bytes, unpack_byte
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
+
 
 _PACKAGES = ("lightning", "pytorch_lightning", "lightning_fabric", "lightning_d9m")
 # Loaders have a control of their own, which reads their datasets and samplers.

@@ -1,28 +1,30 @@
 """One fit that may resume from a checkpoint: what is restored, and when."""
 
-import json
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial, wraps
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 from warnings import catch_warnings, filterwarnings, warn
 
-from lightning_d9m.attribute_patches import AttributePatches
+from lightning_d9m.attribute_patches import AttributePatches, replace_method
 from lightning_d9m.control.data.resumable_sampler import find_epoch_problem, find_position_problem
 from lightning_d9m.control.data.sampler_state import list_unsaved
 from lightning_d9m.errors import InexactResumeError
-from lightning_d9m.hashing.model_tensors import ModelTensors
+from lightning_d9m.hashing.training_state import ModelTensors
 from lightning_d9m.ledger.format.records import Resume
 from lightning_d9m.lightning import lightning_private
+from lightning_d9m.lightning.checkpoint_io import add_manifests
 from lightning_d9m.lightning.recording.trainer_recorder import TrainerRecorder
 from lightning_d9m.lightning.resume import exactness, run_state
-from lightning_d9m.lightning.resume.epoch_length import EpochLength
+from lightning_d9m.lightning.resume.exactness import EpochLength
 from lightning_d9m.lightning.resume.late_changes import (
     LateChanges,
     describe_hook,
     describe_validation,
     digest_callbacks,
+    digest_tensors,
 )
 from lightning_d9m.lightning.resume.logged_results import restore_latest
 from lightning_d9m.lightning.resume.loop_position import (
@@ -42,17 +44,22 @@ from lightning_d9m.lightning.resume.program_state import (
     keep_small,
 )
 from lightning_d9m.lightning.saved_state import (
+    CALLBACKS,
+    KEY,
     LoopPosition,
     SavedLedger,
     SavedRank,
     SavedState,
 )
+from lightning_d9m.lightning.strategies import is_sharded
 from lightning_d9m.lightning.trainer_attributes import get_logical_ranks
 from lightning_d9m.lightning.trainer_ranks import ranks_of
 from lightning_d9m.lightning.trainer_session import TrainerSession
+from lightning_d9m.recording.rank_agreement import gather_json
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
+
 
 InexactResumeAction = Literal["raise", "warn", "raise_early"]
 
@@ -75,16 +82,15 @@ class ResumableFit:
         self._patches = AttributePatches()
         self._at_end = False
         self._resumed: SavedState | None = None
-        self._first, self._at_cut = LateChanges(), LateChanges()
-        self._saved, self._validated = LateChanges(), LateChanges()
+        self._first, self._at_cut = LateChanges(self._digest), LateChanges(self._digest_all)
+        self._saved, self._validated = LateChanges(self._digest), LateChanges(self._digest)
         self._late: list[str] = []
         self._has_begun = False  # not yet, while a callback searches for a learning rate
         self._reasons: list[str] = []
         self._unvalidated: SavedRank | None = None
         self._before_evaluation: run_state.UserState | None = None
         self._loader_states: list[dict[str, Any]] = []
-        self._model: ModelTensors | None = None
-        self._first_program: ProgramState | None = None
+        self._parts = ModelTensors(trainer.lightning_module)
         self._has_settled = False
         self._captured: Captured = ({}, [])
         self._epoch_length: EpochLength | None = None
@@ -120,7 +126,7 @@ class ResumableFit:
         self._recorder.reduce_loss(self._trainer)
         state = self.capture(checkpoint)
         if state.position.phase == "batch":
-            self._saved.note(self._trainer, self._parts, self._captured, reset=state.ranks[0].reset)
+            self._saved.note(self._captured, reset=state.ranks[0].reset)
         return state
 
     def load(self, checkpoint: Mapping[str, Any]) -> None:
@@ -177,21 +183,23 @@ class ResumableFit:
                 self._raise_or_warn(problems)
 
     def _finish_and_reset(self, reset: Callable[[], None]) -> None:
-        self._begin_program()
+        _ = self._program  # it begins here
         if not lightning_private.has_loaded_progress(self._trainer):
             reset()
             return
         restore_latest(self._trainer, self._rank_state.callback_metrics)
         self._at_end = finish_pending_work(self._trainer, self._position, reset)
 
-    def _begin_program(self) -> ProgramState:
-        if self._first_program is None:
-            self._first_program = ProgramState(self._trainer, self._parts)
-        return self._first_program
-
-    @property
+    @cached_property
     def _program(self) -> ProgramState:
-        return self._begin_program()
+        """The state of the program's objects, compared with what it was at first."""
+        return ProgramState(self._trainer, self._parts)
+
+    def _digest(self) -> dict[str, str]:
+        return digest_tensors(self._trainer.strategy, self._parts)
+
+    def _digest_all(self) -> dict[str, str]:
+        return self._digest() | digest_callbacks(self._trainer)
 
     def _restore_and_start(self, start: Callable[[], None]) -> None:
         # After `on_train_start`, where modules reset their metrics.
@@ -205,16 +213,14 @@ class ResumableFit:
                 self._trainer, self._session, self._rank_state, self._report_problem
             )
             if self._was_saved_between_epochs:
-                self._session.restore_numbers(self._position.epoch)
+                self._session.loaders.restore_numbers("train", self._position.epoch)
         start()
 
     def _keep_and_end(self, end: Callable[[], None]) -> None:
         if exactness.is_cut_by_max_steps(self._trainer):
             self._recorder.reduce_loss(self._trainer)
             self._cut = self.capture()
-            self._at_cut.note(
-                self._trainer, self._parts, self._program.capture(), digest_callbacks(self._trainer)
-            )
+            self._at_cut.note(self._program.capture())
         end()
 
     def _restore_program(self) -> list[str]:
@@ -232,14 +238,14 @@ class ResumableFit:
         trainer, session = self._trainer, self._session
         between = self._was_saved_between_epochs
         if makes_iterator_again(trainer):
-            session.restart_epoch(trainer.current_epoch)
+            session.loaders.restart_epoch("train", trainer.current_epoch)
         elif trainer.current_epoch and between and draws_when_iterated(trainer):
-            session.restart_epoch(trainer.current_epoch)
+            session.loaders.restart_epoch("train", trainer.current_epoch)
             iterate_again(trainer, self._loader_states)
         self._loader_states = []
         start(*args, **words)
         if self._resumed is not None and exactness.is_at_end(trainer):  # a batch may be fetched
-            session.restore_numbers(self._resumed.position.epoch)
+            session.loaders.restore_numbers("train", self._resumed.position.epoch)
         # Otherwise Lightning skips the schedulers at the end of the epoch.
         lightning_private.clear_restart(trainer.fit_loop)
         if self._at_end:
@@ -258,7 +264,7 @@ class ResumableFit:
 
     def _find_late_changes(self) -> None:
         """Report what has changed since a checkpoint was saved in this batch or validation."""
-        names = self._saved.find(self._parts, self._program)
+        names = self._saved.find(self._program)
         self._saved.forget()
         if names and not self._late:
             self._late = [describe_hook(names)]
@@ -266,7 +272,7 @@ class ResumableFit:
 
     def _load_training(self, load: Callable[[], None]) -> None:
         load()
-        self._session.keep_iterated()
+        self._session.loaders.keep_iterated("train")
 
     def _load_validation(self, load: Callable[[], None]) -> None:
         load()
@@ -277,12 +283,12 @@ class ResumableFit:
 
     def _run_validation(self, run: Callable[[], object]) -> object:
         if self._trainer.sanity_checking:
-            self._begin_program()
+            _ = self._program  # it begins here
             return run()
         self._before_evaluation = run_state.capture_user_state(
             self._trainer, "validation", self._program
         )
-        self._validated.note(self._trainer, self._parts)
+        self._validated.note()
         outputs = run()
         self._find_late_changes()
         self._validated.forget()
@@ -328,7 +334,7 @@ class ResumableFit:
         """Continue the ledger of the interrupted run; called before training starts."""
         self._has_begun = True
         trainer = self._trainer
-        self._first.note(trainer, self._parts)
+        self._first.note()
         if self._resumed is None and not self._reasons:
             exactness.report_unresumable(trainer, raises=self._on_inexact == "raise_early")
             return
@@ -351,13 +357,6 @@ class ResumableFit:
             ),
             rank.pending,
         )
-
-    @property
-    def _parts(self) -> ModelTensors:
-        if self._model is None:
-            found = self._recorder.model_tensors
-            self._model = found or ModelTensors(self._trainer.lightning_module)
-        return self._model
 
     @property
     def _position(self) -> LoopPosition:
@@ -393,7 +392,7 @@ class ResumableFit:
             program = keep_modes(program, self._before_evaluation.program)
         kept, reasons = keep_small(program, checkpoint)
         late = self._late if position.phase == "batch" else []
-        if position.phase == "validation" and (names := self._validated.find(self._parts, None)):
+        if position.phase == "validation" and (names := self._validated.find()):
             late = [describe_validation(names)]
         ledger = self._recorder.ledger_position
         samplers = session.capture_samplers(position.phase)
@@ -418,7 +417,7 @@ class ResumableFit:
     def _add_changes_since_cut(self, cut: SavedState) -> SavedState:
         """Return the state at the cut, with a reason if hooks have changed anything since."""
         trainer, (rank,) = self._trainer, cut.ranks
-        names = self._at_cut.find(self._parts, self._program, digest_callbacks(trainer))
+        names = self._at_cut.find(self._program)
         if not names:
             return cut
         reason = exactness.describe_cut(trainer, cut.position.epoch, names)
@@ -439,8 +438,8 @@ class ResumableFit:
 
     def _raise_or_warn_on_all_ranks(self, problems: list[str]) -> None:
         """Raise or warn on all ranks of the problems that any of them has found."""
-        rows = ranks_of(self._trainer).gather_bytes(json.dumps(problems).encode())
-        if found := list(dict.fromkeys(problem for row in rows for problem in json.loads(row))):
+        rows = gather_json(ranks_of(self._trainer), problems)
+        if found := list(dict.fromkeys(problem for row in rows for problem in row)):
             self._raise_or_warn(found)
 
     def _report_problem(self, problem: str | None) -> None:
@@ -460,3 +459,106 @@ class ResumableFit:
             raise InexactResumeError(text, reasons=problems)
         if self._trainer.is_global_zero:
             warn(text, stacklevel=2)
+
+
+class CheckpointState:
+    """Saves and restores the state of one callback's fits.
+
+    Args:
+        on_inexact: ``"raise"`` or ``"warn"`` if a run cannot be resumed exactly; ``"raise_early"``
+            raises at the start of a fit whose checkpoints could not be resumed exactly.
+    """
+
+    def __init__(self, on_inexact: InexactResumeAction = "raise") -> None:
+        self._on_inexact = on_inexact
+        self._fit: ResumableFit | None = None
+        # The state of a run that has ended, for later checkpoints; whether it has all ranks.
+        self._ended: SavedState | None = None
+        self._ended_on_all_ranks = False
+        self._find_lost: Callable[[Mapping[str, Any]], list[str]] | None = None
+        self._written = ExitStack()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(CheckpointState(self._on_inexact))
+
+    def attach(
+        self, trainer: "Trainer", session: TrainerSession, recorder: TrainerRecorder
+    ) -> None:
+        """Prepare a fit for a checkpoint that it may resume from; called before that is loaded."""
+        self._ended = None
+        if session.stage == "fit":
+            fit = self._fit = ResumableFit(trainer, session, recorder, self._on_inexact)
+            self._find_lost = fit.find_lost
+            session.resume(fit.resume_loader, self._detach)
+            fit.wrap_loops()
+
+    def _detach(self) -> None:
+        fit, self._fit = self._fit, None
+        if fit is not None:
+            fit.release()
+
+    def keep(self, trainer: "Trainer", *, ended: bool) -> None:
+        """Keep the state of a run that is about to end, for checkpoints that are saved later.
+
+        Args:
+            trainer: The Trainer.
+            ended: Whether the fit finished. Then every rank calls this, and rank 0 gathers the
+                state now, because other ranks may have exited by the next save. Otherwise rank 0
+                gathers it when a checkpoint is saved.
+        """
+        if self._fit is not None:
+            state = self._fit.capture()
+            self._ended = run_state.gather_ranks(trainer, state) if ended else state
+            self._ended_on_all_ranks = ended
+
+    def save(self, trainer: "Trainer", checkpoint: dict[str, Any]) -> None:
+        """Add the state to a checkpoint. Every rank calls this, unless the run has ended."""
+        self._written.close()  # of a save that failed before it wrote
+        if self._fit is not None:
+            state = run_state.gather_ranks(trainer, self._fit.save(checkpoint))
+        elif self._ended is not None:
+            state = self._ended
+            if not self._ended_on_all_ranks:
+                state = run_state.gather_ranks(trainer, state)
+            add_manifests(trainer, once=True)  # no session is open that does so
+        else:  # a Trainer that has not trained
+            return
+        plain = checkpoint.setdefault(CALLBACKS, {})[KEY] = state.as_plain()
+        if self._find_lost is not None and not is_sharded(trainer.strategy):
+            self._check_next_write(trainer, plain, self._find_lost)
+
+    def _check_next_write(
+        self,
+        trainer: "Trainer",
+        plain: dict[str, Any],
+        find_lost: Callable[[Mapping[str, Any]], list[str]],
+    ) -> None:
+        """Note in the state of a checkpoint which weights it lacks when it is written.
+
+        Until then other callbacks, and the module, may have taken some out.
+        """
+        save = trainer.strategy.save_checkpoint
+
+        @wraps(save)
+        def save_checkpoint(checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+            self._written.close()
+            plain["ranks"][0]["inexact"] += find_lost(checkpoint)
+            return save(checkpoint, *args, **kwargs)
+
+        replace_method(self._written, trainer.strategy, "save_checkpoint", save_checkpoint)
+
+    def load(self, checkpoint: Mapping[str, Any]) -> None:
+        """Read the state of the checkpoint from which a fit resumes.
+
+        Raises:
+            CheckpointError: If the state is damaged.
+            InexactResumeError: If it cannot be resumed exactly, unless ``on_inexact="warn"``.
+        """
+        if self._fit is not None:
+            self._fit.load(checkpoint)
+
+    @property
+    def fit(self) -> ResumableFit:
+        """The fit that runs."""
+        assert self._fit is not None, "`setup` comes before training"
+        return self._fit

@@ -5,18 +5,19 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from lightning_d9m.control.data.dataset_numbers import NUMBERS
+from lightning_d9m.control.data.resumable_sampler import unwrap
 from lightning_d9m.control.data.sampler_state import CHANGES
 from lightning_d9m.control.data.seeded_dataset import SeededCollate
-from lightning_d9m.control.generators import (
+from lightning_d9m.control.seeding import (
     capture_generators,
     decode_rng,
     encode_rng,
     find_lost_devices,
     restore_generators,
+    restore_rng,
 )
-from lightning_d9m.control.seeding import restore_rng
-from lightning_d9m.hashing.model_tensors import ModelTensors
 from lightning_d9m.hashing.shards import has_base
+from lightning_d9m.hashing.training_state import ModelTensors
 from lightning_d9m.lightning import lightning_private
 from lightning_d9m.lightning.logical_ranks.steps import get_logical_steps
 from lightning_d9m.lightning.packages import rank_zero
@@ -229,7 +230,7 @@ def _name_datasets(trainer: "Trainer") -> dict[str, object]:
     for stage, loop in (("train", fit), ("validate", fit.epoch_loop.val_loop)):
         for number, part in enumerate(lightning_private.list_loaders(loop)):
             dataset, collate = getattr(part, "dataset", None), getattr(part, "collate_fn", None)
-            owners[f"{stage}.{number}.dataset"] = getattr(dataset, "_dataset", dataset)
+            owners[f"{stage}.{number}.dataset"] = unwrap(dataset)
             owners[f"{stage}.{number}.collate_fn"] = (
                 collate.user_function if type(collate) is SeededCollate else collate
             )

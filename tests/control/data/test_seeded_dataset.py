@@ -21,15 +21,12 @@ from torch.utils.data import (
     DataLoader,
     Dataset,
     IterableDataset,
-    Subset,
     TensorDataset,
-    default_collate,
     get_worker_info,
 )
 
 from lightning_d9m import SettingError
 from lightning_d9m.control.data.loaders import LoaderControl
-from lightning_d9m.control.data.seeded_dataset import draws_nothing
 
 
 @pytest.mark.parametrize("dataset", [Draws, BatchDraws, Stream])
@@ -258,40 +255,7 @@ def test_the_stand_in_passes_for_the_users_dataset():
     assert not hasattr(loader.dataset, "size")
 
 
-class NoisyTensor(torch.Tensor):
-    """A tensor that runs code of the user's when it is indexed."""
-
-
-class NoisyDataset(TensorDataset):
-    """A dataset that may draw."""
-
-
 NUMBERS = torch.arange(float(SIZE))
-
-
-@pytest.mark.parametrize(
-    ("nothing", "dataset", "words"),
-    [
-        (True, TensorDataset(NUMBERS), {}),
-        (True, TensorDataset(NUMBERS), {"batch_size": None}),
-        (True, Subset(Subset(TensorDataset(NUMBERS), range(9)), range(8)), {}),
-        (False, TensorDataset(NUMBERS), {"collate_fn": functools.partial(default_collate)}),
-        (False, TensorDataset(NUMBERS.as_subclass(NoisyTensor)), {}),
-        (False, NoisyDataset(NUMBERS), {}),
-        (False, Subset(NoisyDataset(NUMBERS), range(8)), {}),
-        (False, Draws(), {}),
-    ],
-    ids=["tensors", "unbatched", "subset", "collate", "subclass", "own", "subset of own", "draws"],
-)
-def test_data_that_draw_nothing_are_known(nothing, dataset, words):
-    assert draws_nothing(DataLoader(dataset, **words)) is nothing
-
-
-def test_a_way_of_the_users_to_make_batches_of_tensors_may_draw(monkeypatch):
-    from torch.utils.data._utils.collate import default_collate_fn_map
-
-    monkeypatch.setitem(default_collate_fn_map, torch.Tensor, lambda batch, **_: torch.rand(2))
-    assert not draws_nothing(DataLoader(TensorDataset(NUMBERS)))
 
 
 @pytest.mark.parametrize("dataset", [Draws(), TensorDataset(NUMBERS)], ids=["draws", "still"])

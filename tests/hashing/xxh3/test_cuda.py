@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from lightning_d9m.hashing import digest as digest_module
-from lightning_d9m.hashing.digest import digest, digest_many, digest_value
-from lightning_d9m.hashing.digest_queue import DigestQueue
+from lightning_d9m.hashing.digest import DigestQueue, digest, digest_many, digest_value
 
 pytestmark = [
     pytest.mark.cuda,
@@ -34,7 +33,7 @@ def noise():
 def test_kernel_is_in_use():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert digest_module._load_kernel(torch.device("cuda", 0)) is not None
+        assert digest_module.load_kernel(torch.device("cuda", 0)) is not None
 
 
 @pytest.mark.parametrize("begin", [0, 1, 2, 4, 8, 15])
@@ -139,7 +138,7 @@ def test_a_queue_reads_tensors_of_several_streams():
         with torch.cuda.stream(stream):
             torch.cuda._sleep(50_000_000)
             tensor.fill_(number)
-            queue.add_one(tensor)
+            queue.add([tensor])
     queue.start_copies()
     assert queue.fetch() == [digest(torch.full((100_000,), float(n))) for n in range(3)]
 
@@ -155,5 +154,5 @@ def test_every_device_is_used_and_none_is_left_selected():
 
 def test_without_the_kernel_the_digest_is_the_same(noise, monkeypatch):
     here, there = noise
-    monkeypatch.setattr(digest_module, "_load_kernel", lambda device: None)
+    monkeypatch.setattr(digest_module, "load_kernel", lambda device: None)
     assert digest(there) == digest(here)

@@ -37,7 +37,7 @@ def cut(size):
     return size
 def check(spans):
     memory = [(base + begin, size) for begin, size in spans]
-    actual = chunks_cuda.fetch_chunk_digests(chunks_cuda.start_hashing(memory, CPU), memory)
+    actual = chunks_cuda.hash_memory(memory, CPU)
     expected = chunks_cpu.hash_chunks(memory)
     differ = [span for span, a, e in zip(spans, actual, expected, strict=True) if a != e]
     assert not differ, differ
@@ -71,18 +71,16 @@ check([(0, 0)])
 for begin, size in [(0, 0), (0, 1), (3, 1024), (5, CHUNK + 9), (16, 2 * CHUNK)]:
     check([(begin, size)])
 """,
-    "a table that is kept": """
+    "chunk digests among others": """
 spans = [(0, 5), (16, 0), (48, CHUNK + 1), (64, 1024)]
 memory = [(base + begin, size) for begin, size in spans]
-table = chunks_cuda.AddressTable(memory, CPU)
-assert table.chunks == 4
-for first in (0, 7):
+for first, some in ((0, memory), (7, memory), (7, memory[2:])):
     leaves = torch.full((20,), -1)
-    table.start(leaves, first)
-    found = leaves[first:].numpy().tobytes()
-    assert [found[a:b] for a, b in table.bounds] == chunks_cpu.hash_chunks(memory)
-    assert leaves[:first].eq(-1).all() and leaves[first + 4 :].eq(-1).all()
-    data[50] ^= 1  # the table holds addresses, not bytes
+    chunks_cuda.hash_into(leaves, first, some, CPU)
+    expected = b"".join(chunks_cpu.hash_chunks(some))
+    end = first + len(expected) // 8
+    assert leaves[first:end].numpy().tobytes() == expected
+    assert leaves[:first].eq(-1).all() and leaves[end:].eq(-1).all()
 """,
     "offsets beyond 32 bits": """
 # A tensor that begins 2.6 GB below: the chunks up to here count as hashed before.
@@ -101,13 +99,12 @@ tensors += [tensor.t() for tensor in tensors]
 tensors += [data[3:14], data[:0], data[5], torch.eye(9).to_sparse(), torch.randn(1).expand(5)]
 tensors += [torch.randn(3, dtype=torch.complex64).conj(), torch.randn(4)[1:]]
 expected = digest_module.digest_many(tensors)
-def start(data, device):
-    memory = [digest_module.locate(tensor) for tensor in data]
-    leaves = chunks_cuda.start_hashing(memory, device)
-    return lambda: chunks_cuda.fetch_chunk_digests(leaves, memory)
-ours, digest_module._start_hashing = digest_module._start_hashing, start
+def hash_there(memory):
+    return chunks_cuda.hash_memory(memory, CPU)
+ours, chunks_cpu.hash_chunks = chunks_cpu.hash_chunks, hash_there
+digest_module._MAX_COPY_BYTES = -1
 actual = digest_module.digest_many(tensors)
-digest_module._start_hashing = ours
+chunks_cpu.hash_chunks = ours
 assert actual == expected
 """,
     "the definition's chunks": """
@@ -189,7 +186,7 @@ def test_a_digest_within_a_captured_cuda_graph_is_refused(monkeypatch):
 def _break(monkeypatch, check):
     chunks_cuda = pytest.importorskip("lightning_d9m.hashing.xxh3.cuda")
     monkeypatch.setattr(chunks_cuda, "check_kernel", check)
-    monkeypatch.setattr(digest_module, "_load_kernel", digest_module._load_kernel.__wrapped__)
+    monkeypatch.setattr(digest_module, "load_kernel", digest_module.load_kernel.__wrapped__)
 
 
 def test_kernel_that_disagrees_is_not_used(monkeypatch):
@@ -197,7 +194,7 @@ def test_kernel_that_disagrees_is_not_used(monkeypatch):
     with pytest.warns(
         UserWarning, match=r"on cuda:0 \(its digests differ from the CPU's.*Digests are the same"
     ):
-        assert digest_module._load_kernel(torch.device("cuda", 0)) is None
+        assert digest_module.load_kernel(torch.device("cuda", 0)) is None
 
 
 class TritonError(Exception):
@@ -212,7 +209,7 @@ def test_kernel_that_cannot_be_compiled_is_not_used(monkeypatch, kind):
     _break(monkeypatch, fail)
     reason = rf"\({kind.__name__}: Failed to find C compiler\.; Triton needs gcc and"
     with pytest.warns(UserWarning, match=reason):
-        assert digest_module._load_kernel(torch.device("cuda", 0)) is None
+        assert digest_module.load_kernel(torch.device("cuda", 0)) is None
 
 
 def test_triton_is_not_loaded_for_the_cpu():

@@ -28,7 +28,7 @@ from lightning_d9m import (
     SettingError,
     read_ledger,
 )
-from lightning_d9m.control.threads import threads_pinned
+from lightning_d9m.control.torch_flags import threads_pinned
 from lightning_d9m.lightning.logical_ranks.loaders import group_loader
 from lightning_d9m.lightning.logical_ranks.refusals import check_devices
 from lightning_d9m.logical_ranks.tree import Blocks

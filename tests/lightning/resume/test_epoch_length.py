@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from lightning_d9m.lightning.resume.epoch_length import EpochLength
+from lightning_d9m.lightning.resume.exactness import EpochLength
 
 
 def find_problems(batch, lengths):

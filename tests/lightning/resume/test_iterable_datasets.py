@@ -49,6 +49,14 @@ class StreamWithGenerator(DrawnStream):
         return image + 0.1 * self.rng.random(), label
 
 
+class WrappingStream(StreamWithGenerator):
+    """The same; its data are in an attribute that wrappers like to call so."""
+
+    def __init__(self):
+        super().__init__()
+        self._dataset = NoisyDigits()
+
+
 class Shuffle:
     """A stage of a stream that counts its epochs, as WebDataset's ``detshuffle`` does."""
 
@@ -136,6 +144,7 @@ LOADERS = {
     "a generator and a worker": partial(make_stream, StreamWithGenerator, num_workers=1),
     "counting": partial(make_stream, CountingStream),
     "counting in a worker": partial(make_stream, CountingStream, num_workers=1),
+    "around other data": partial(make_stream, WrappingStream),
     "stateful": stateful,
     "stateful with a length": partial(stateful, SizedStream),
     "not torch's": Batches,

@@ -1,7 +1,5 @@
 """Weights that change after a checkpoint was saved, or within a validation, are named."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, WeightAveraging
@@ -10,8 +8,8 @@ from torch import nn
 from trainings import make_model
 
 from lightning_d9m import InexactResumeError
-from lightning_d9m.hashing.model_tensors import ModelTensors
-from lightning_d9m.lightning.resume.late_changes import LateChanges
+from lightning_d9m.hashing.training_state import ModelTensors
+from lightning_d9m.lightning.resume.late_changes import LateChanges, digest_tensors
 
 pytestmark = pytest.mark.usefixtures("unseeded", "new_process")
 
@@ -96,15 +94,14 @@ def test_a_validation_of_averaged_weights_is_named(fits):
 def test_each_way_to_change_a_tensor_is_found():
     module = nn.BatchNorm1d(3)
     module.register_buffer("table", torch.eye(3).to_sparse())
-    trainer, model = SimpleNamespace(strategy=object()), ModelTensors(module)
-    changes = LateChanges()
-    assert changes.find(model) == []
-    changes.note(trainer, model)
-    assert changes.find(model) == []
+    changes = LateChanges(lambda: digest_tensors(object(), ModelTensors(module)))
+    assert changes.find() == []
+    changes.note()
+    assert changes.find() == []
     module.weight.data.copy_(torch.zeros(3))  # which torch's counter of versions does not see
     module.bias.data = torch.ones(3)
     module.running_mean = torch.ones(3)
     module.table = (2 * torch.eye(3)).to_sparse()
-    assert changes.find(model) == ["weight", "bias", "running_mean", "table"]
+    assert changes.find() == ["weight", "bias", "running_mean", "table"]
     changes.forget()
-    assert changes.find(model) == []
+    assert changes.find() == []

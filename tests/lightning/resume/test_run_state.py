@@ -17,7 +17,7 @@ from trainings import NoisyDigits, make_model
 
 from lightning_d9m import D9mError
 from lightning_d9m.control import seeding, session
-from lightning_d9m.control.generators import capture_generators
+from lightning_d9m.control.seeding import capture_generators
 from lightning_d9m.lightning.saved_state import FORMAT, KEY, MANIFEST_KEY
 from lightning_d9m.state.plain_data import decode_plain, encode_plain, pack_bytes, unpack_bytes
 

@@ -24,7 +24,7 @@ import torch
 from forking_python import shared_python
 from triton_interpreter import spare_repetitions
 
-from lightning_d9m.control.threads import threads_pinned
+from lightning_d9m.control.torch_flags import threads_pinned
 from lightning_d9m.patches.triton import launch
 
 pytest.importorskip("triton", reason="Triton has packages for Linux only")

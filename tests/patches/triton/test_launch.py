@@ -12,7 +12,7 @@ from simulated_device import put
 from torch import Tensor
 
 from lightning_d9m.errors import D9mError
-from lightning_d9m.hashing.digest import _load_kernel
+from lightning_d9m.hashing.digest import load_kernel
 from lightning_d9m.patches.triton import launch
 
 
@@ -138,9 +138,9 @@ def test_an_assertion_on_the_device_is_reported_as_one(monkeypatch, withdrawn) -
     monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
     with pytest.raises(torch.AcceleratorError, match="CUDA error: device-side assert"):
         run("cuda")
-    _load_kernel.cache_clear()
+    load_kernel.cache_clear()
     with pytest.raises(torch.AcceleratorError, match="CUDA error: device-side assert"):
-        _load_kernel(torch.device("cuda", 0))
+        load_kernel(torch.device("cuda", 0))
     assert not withdrawn
 
 

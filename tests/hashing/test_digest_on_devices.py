@@ -4,10 +4,7 @@ import pytest
 import torch
 from simulated_device import Stream, device, put, simulate
 
-from lightning_d9m.hashing.address_cache import digest_located
-from lightning_d9m.hashing.digest import digest_many
-from lightning_d9m.hashing.digest_queue import DigestQueue
-from lightning_d9m.hashing.model_tensors import NamedTensors
+from lightning_d9m.hashing.digest import DigestQueue, digest_many, digest_value
 from lightning_d9m.probes.trace import Trace
 
 
@@ -28,7 +25,7 @@ def test_tensors_of_several_streams_are_each_read_on_their_stream(copied):
         stream = streams[number % 2]
         stream.work.append(lambda there=there, value=value: there.copy_(value))
         with device.on(stream):
-            queue.add_one(there)
+            queue.add([there])
         assert there.streams == (stream,)
     if copied:
         queue.start_copies()
@@ -39,7 +36,7 @@ def test_what_is_overwritten_later_has_the_digest_of_before():
     value = torch.randn(10)
     there = put(value)
     queue = DigestQueue()
-    queue.add_one(there)
+    queue.add([there])
     device.current.work.append(there.zero_)
     queue.start_copies()
     assert queue.fetch() == digest_many([value])
@@ -68,50 +65,29 @@ def test_a_leaf_without_a_digest_leaves_the_others_theirs():
     assert len(set(digests)) == 2
 
 
-def test_the_table_of_tensors_that_stay_is_copied_once_for_each_stream():
-    """Also beside tensors of the CPU; a tensor that moves makes another table."""
-    values = [torch.randn(n) for n in (3, 70_000, 0)] + [torch.tensor(4.0)]
-    there = [*map(put, values[:3]), values[3]]
-    named = NamedTensors([(str(number), own) for number, own in enumerate(there)])
-
-    def digest_all():
-        queue = DigestQueue()
-        queue.add_located(named.locate())
-        return queue.fetch()
-
-    for _ in range(3):
-        assert digest_all() == digest_many(values)
-        there[0].add_(1)
-        values[0] += 1
-    assert digest_located(named.locate()) == digest_many(values)
-    assert device.uploads == 1
-    with device.on(Stream()):
-        assert digest_all() == digest_many(values)
-    assert device.uploads == 2
-    there[1].data = put(torch.ones(5))
-    values[1] = torch.ones(5)
-    assert digest_all() == digest_many(values)
-    assert device.uploads == 3
-
-
-def test_many_probes_need_little_memory():
-    """The digests of a batch share their memory, and keep their order beyond it."""
+def test_many_probes_keep_their_order():
+    """Also beyond the memory that the digests of a batch share."""
     values = [torch.full((number % 5 + 1,), float(number)) for number in range(9000)]
     queue = DigestQueue()
     for value in values:
-        queue.add_one(put(value))
-    (own,) = queue.pending.values()
-    assert len(own._arenas) == 3
+        queue.add([put(value)])
     queue.start_copies()
     assert queue.fetch() == digest_many(values)
 
 
-def test_a_table_follows_probes_in_the_same_batch():
-    values = [torch.randn(3), torch.randn(70_000), torch.randn(5)]
+def test_one_launch_for_many_follows_probes_in_the_same_batch():
+    values = [torch.randn(n) for n in (3, 70_000, 0, 5)]
     queue = DigestQueue()
-    queue.add_one(put(values[0]))
-    named = NamedTensors([("a", put(values[1])), ("b", put(values[2]))])
-    queue.add_located(named.locate())
-    queue.add_one(put(values[0]))
+    queue.add([put(values[0])])
+    queue.add(map(put, values[1:]))
+    queue.add([put(values[0])])
+    assert [count for _, count in device.launches] == [1, 3, 1]
     queue.start_copies()
     assert queue.fetch() == digest_many([*values, values[0]])
+
+
+def test_tensors_of_the_host_and_of_a_device_are_digested_together():
+    values = [torch.randn(n) for n in (3, 70_000, 0, 5)]
+    mixed = [put(values[0]), values[1], put(values[2]), values[3]]
+    assert digest_many(mixed) == digest_many(values)
+    assert digest_value(mixed) == digest_value(values)
