@@ -82,8 +82,8 @@ class Cuts(NamedTuple):
 
     def at(self, places: Tensor) -> "Cuts":
         """Return those of the sum that each term goes to."""
-        constants = tuple(part.index_select(0, places) for part in self.constants)
-        scale = None if self.scale is None else self.scale.index_select(0, places)
+        constants = tuple(part.gather(0, places) for part in self.constants)
+        scale = None if self.scale is None else self.scale.gather(0, places)
         return Cuts(constants, scale)
 
 
@@ -195,11 +195,11 @@ def _write_few(flat: Tensor, size: int, places: Tensor, terms: Tensor, pieces: P
     ranks = torch.arange(len(places), dtype=torch.int32, device=flat.device)
     # The number of a place is the position of its last term.
     last = ranks.new_zeros(size).scatter_reduce_(0, places, ranks, "amax")
-    numbers = last.index_select(0, places).to(torch.int64)
+    numbers = last.gather(0, places).to(torch.int64)
     sums = _sum_terms(flat, len(places), lambda: [(numbers, terms)], pieces)
     whole = flat.new_zeros(size)
     # Sums for one place are equal, so the order of the writes has no effect.
-    whole.index_put_((places,), sums.index_select(0, numbers))
+    whole.index_put_((places,), sums.gather(0, numbers))
     flat.copy_(whole[: flat.numel()])
 
 

@@ -23,7 +23,7 @@ from lightning_d9m.compatibility import describe_missing_patches, get_boxed_kern
 from lightning_d9m.errors import D9mError, SettingError
 from lightning_d9m.patches.arguments import RefusedError, require
 from lightning_d9m.patches.catalog.catalog import select_ops
-from lightning_d9m.patches.catalog.op import Op
+from lightning_d9m.patches.catalog.op import FlagEffect, Op
 from lightning_d9m.patches.decompositions import decompositions_bypassed
 from lightning_d9m.patches.kernels.places import Update
 
@@ -93,7 +93,7 @@ def _register(library: Library, op: Op, device_key: str) -> None:
             resolve_name(path),
             _find_original(overload, device_key),
             _find_schema(overload),
-            offered=op.status == "offered",
+            switches=op.flag_effect is FlagEffect.SWITCHES,
         )
         library.impl(overload, kernel, device_key, with_keyset=True)
 
@@ -134,7 +134,7 @@ class Kernel:
         replacement: The function of the catalog.
         call: Torch's kernel of this overload.
         schema: The overload's schema.
-        offered: Whether torch has a deterministic version, which takes what the replacement does
+        switches: Whether torch has a deterministic version, which takes what the replacement does
             not take. Without one, torch's kernel is expected to raise.
     """
 
@@ -144,14 +144,14 @@ class Kernel:
         call: Callable[..., Any],
         schema: torch._C.FunctionSchema,
         *,
-        offered: bool,
+        switches: bool,
     ) -> None:
         self._replacement = replacement
         self._call = call
         self._outputs = [argument.name for argument in schema.arguments if argument.is_out]
         alias = schema.arguments[0].alias_info
         self._in_place = alias is not None and alias.is_write
-        self._offered = offered
+        self._switches = switches
 
     def __call__(self, keyset: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         """Run the replacement and return what torch's kernel would return."""
@@ -167,7 +167,7 @@ class Kernel:
             result = original()
         finally:
             _thread.is_inside = False
-        if refusal is not None and not self._offered:
+        if refusal is not None and not self._switches:
             raise _make_refusal(args) from refusal
         return result
 
@@ -184,7 +184,7 @@ class Kernel:
             raise
         except (RefusedError, RuntimeError, IndexError, ValueError) as error:
             # Frames of a traceback would keep the tensors alive until a garbage collection.
-            return NotImplemented, error.with_traceback(None) if self._offered else error
+            return NotImplemented, error.with_traceback(None) if self._switches else error
         return returned, None
 
     def _finish(

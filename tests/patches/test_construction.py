@@ -4,7 +4,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from patches.cases import answer
 from patches.construction import Judge, judged
 
 from lightning_d9m.patches.catalog.catalog import OPS, select_ops
@@ -15,11 +14,11 @@ REPLACED = select_ops(torch.__version__, include=OFFERED)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
-def test_only_what_is_deterministic_on_cuda_is_called(monkeypatch, edge_cases) -> None:
+def test_only_what_is_deterministic_on_cuda_is_called(monkeypatch, check, edge_cases) -> None:
     """Every replacement runs all edge cases, on none of its paths through an op that may vary."""
     with judged(REPLACED, monkeypatch) as (judge, ran), patches_applied("CPU", include=OFFERED):
         for case in edge_cases.list_cases():
-            answer(case.call)
+            check.run(case)
         torch.ops.aten.cudnn_grid_sampler_backward(
             torch.randn(2, 3, 5, 6), torch.randn(2, 4, 7, 2), torch.randn(2, 3, 4, 7)
         )

@@ -82,7 +82,7 @@ def scatter(call: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor], Tens
     return lambda order: call(INDEX[order, None].expand(-1, 2), VALUES[order])
 
 
-ONES = ([1] * 3, [1] * 3, [0] * 3, [1] * 3, False)
+WINDOWS = ([3] * 3, [1] * 3, [1] * 3, [1] * 3, False)  # 27, for at most as many terms
 CALLS: dict[str, Callable[[Tensor], Tensor]] = {
     "index_add": lambda order: TARGET.index_add(0, INDEX[order], VALUES[order]),
     "index_put_accumulate": lambda order: TARGET.index_put(
@@ -102,11 +102,11 @@ CALLS: dict[str, Callable[[Tensor], Tensor]] = {
     "grid_sampler_3d_backward": sample(3),
     "adaptive_max_pool2d_backward": pool("adaptive_max_pool2d_backward", 2),
     "adaptive_max_pool3d_backward": pool("adaptive_max_pool3d_backward", 3),
-    "fractional_max_pool2d_backward": pool("fractional_max_pool2d_backward", 2, [1, 1], [12, 5]),
+    "fractional_max_pool2d_backward": pool("fractional_max_pool2d_backward", 2, [5, 5], [12, 5]),
     "fractional_max_pool3d_backward": pool(
-        "fractional_max_pool3d_backward", 3, [1, 1, 1], [3, 4, 5]
+        "fractional_max_pool3d_backward", 3, [3, 3, 3], [3, 4, 5]
     ),
-    "max_pool3d_backward": pool("max_pool3d_with_indices_backward", 3, *ONES),
+    "max_pool3d_backward": pool("max_pool3d_with_indices_backward", 3, *WINDOWS),
 }
 FIXED = {
     *("nll_loss2d", "ctc_loss_backward"),  # torch's reduction of terms that are stored by position

@@ -138,10 +138,10 @@ def test_fake_tensors_and_meta_tensors_are_answered_by_torch() -> None:
 def test_arguments_that_only_the_original_takes_are_refused() -> None:
     """A replacement never lets a nondeterministic result through in silence."""
     schema = torch.ops.aten.take.default._schema
-    kernel = Kernel(lambda *_: require(False), lambda *_: "taken", schema, offered=False)
+    kernel = Kernel(lambda *_: require(False), lambda *_: "taken", schema, switches=False)
     with pytest.raises(D9mError, match=r"torch.float32 of shape \(2,\)', '3'"):
         kernel(None, torch.zeros(2), 3)
-    kernel = Kernel(lambda *_: require(False), lambda *_: "taken", schema, offered=True)
+    kernel = Kernel(lambda *_: require(False), lambda *_: "taken", schema, switches=True)
     assert kernel(None, torch.zeros(2), 3) == "taken"
 
 

@@ -37,6 +37,7 @@ _PADDED: dict[str, Any] = {
         "errors where paddings of several dimensions meet. Half and bfloat16 are added in float32."
     ),
 }
+_FEW_WINDOWS: dict[str, Any] = {"bits": ROUNDED_ONCE.replace("2**-40", "2**-24")}
 _UNPOOLED: dict[str, Any] = {
     "torch_does": "Raises, on a CPU too.",
     "cause": LAST_STAYS,
@@ -110,14 +111,25 @@ SPATIAL: tuple[Op, ...] = (
         "max_pool3d_backward",
         "torch.nn.MaxPool3d",
         "max_pool3d_with_indices_backward max_pool3d_with_indices_backward.grad_input",
+        **_FEW_WINDOWS,
         flag_effect=FlagEffect.DECOMPOSES,
         torch_does=(
             "With return_indices, decomposes max_pool3d if deterministic algorithms were on in the "
             "forward pass (the patch restores the op); raises in the backward pass otherwise."
         ),
     ),
-    _make_gradient("max_pool", "fractional_max_pool2d_backward", "torch.nn.FractionalMaxPool2d"),
-    _make_gradient("max_pool", "fractional_max_pool3d_backward", "torch.nn.FractionalMaxPool3d"),
+    _make_gradient(
+        "max_pool",
+        "fractional_max_pool2d_backward",
+        "torch.nn.FractionalMaxPool2d",
+        **_FEW_WINDOWS,
+    ),
+    _make_gradient(
+        "max_pool",
+        "fractional_max_pool3d_backward",
+        "torch.nn.FractionalMaxPool3d",
+        **_FEW_WINDOWS,
+    ),
     make_patched(
         "max_unpool2d",
         "max_pool:max_unpool2d",

@@ -37,9 +37,17 @@ def max_pool3d_backward(
     shape: tuple[Any, ...] = (kernel_size, stride, padding, dilation, ceil_mode)
     pooled = torch.max_pool3d(self.new_empty(self.shape, device="meta"), *shape)
     require(pooled.shape == grad_output.shape)
-    # An input has as many places in windows as a window has.
-    pieces = plan_pieces(self.dtype, prod(kernel_size) ** (dims // len(kernel_size)), _GUARD)
+    pieces = _plan_windows(self, kernel_size, dims)
     return _add_chosen(grad_output, self, indices, dims, pieces, keep_format=True)
+
+
+def _plan_windows(values: Tensor, kernel_size: Sequence[int], dims: int) -> Pieces:
+    """Return the pieces of windows with different starts.
+
+    An input has as many places in such windows as a window has.
+    """
+    places = prod(kernel_size) ** (dims // len(kernel_size))
+    return plan_pieces(values.dtype, places, _GUARD)
 
 
 def _adaptive_backward(grad_output: Tensor, self: Tensor, indices: Tensor, *, dims: int) -> Tensor:
@@ -51,7 +59,7 @@ def _adaptive_backward(grad_output: Tensor, self: Tensor, indices: Tensor, *, di
 def _fractional_backward(
     grad_output: Tensor,
     self: Tensor,
-    kernel_size: Sequence[int],  # noqa: ARG001 - torch's argument
+    kernel_size: Sequence[int],
     output_size: Sequence[int],
     indices: Tensor,
     *,
@@ -59,7 +67,7 @@ def _fractional_backward(
 ) -> Tensor:
     """Return the gradient of a fractional max pooling with respect to its input."""
     require(list(output_size) == list(grad_output.shape[-dims:]))
-    return _add_chosen(grad_output, self, indices, dims)
+    return _add_chosen(grad_output, self, indices, dims, _plan_windows(self, kernel_size, dims))
 
 
 adaptive_max_pool2d_backward = partial(_adaptive_backward, dims=2)
