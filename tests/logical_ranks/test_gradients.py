@@ -118,7 +118,7 @@ def test_missing_gradients_are_read_once_for_all_buckets(processes, waits):
     """On each process, and never on a single one, which knows them."""
     with Waits() as counted:
         sum_on(processes, [make_gradients(4, missing=True)], bucket_bytes=0)
-    found = {place: n for place, n in counted.found.items() if "/buckets.py" in place}
+    found = {place: n for place, n in counted.found.items() if "in settle_missing" in place}
     assert sum(found.values()) == waits
 
 

@@ -30,7 +30,7 @@ from trainings import QUIET
 from lightning_d9m import DDPDeterministicStrategy, DeterminismCallback
 from lightning_d9m.control import session
 from lightning_d9m.hashing.digest import digest_value
-from lightning_d9m.lightning.logical_ranks import exact_sums
+from lightning_d9m.logical_ranks import scalars
 
 LOGICAL_RANKS = 5
 
@@ -180,7 +180,7 @@ def main():
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     found = {"steered": fit_steered(folder, "steered")}
-    with mock.patch.object(exact_sums.ExactMean, "_add", add_rounded):
+    with mock.patch.object(scalars.ExactMean, "_add", add_rounded):
         found["control"] = fit_steered(folder, "control", "plain")
     found["swa"] = fit_averaged(folder)
     found["mean"] = fit_mean(folder)
