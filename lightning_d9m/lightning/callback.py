@@ -33,8 +33,8 @@ from lightning_d9m.lightning.ranks.process_group import close_group_at_exit
 from lightning_d9m.lightning.ranks.trainer_ranks import ranks_of
 from lightning_d9m.lightning.recording.trainer_recorder import FitSummary, TrainerRecorder
 from lightning_d9m.lightning.resolved_settings import GivenSettings
-from lightning_d9m.lightning.resume.gradients import mark_used_gradients
 from lightning_d9m.lightning.resume.resumable_fit import CheckpointState
+from lightning_d9m.lightning.resume.run_state import mark_used_gradients
 from lightning_d9m.lightning.saved_state import KEY
 from lightning_d9m.lightning.strategies import check_strategy, register_strategies
 from lightning_d9m.lightning.trainer_attributes import list_callbacks
