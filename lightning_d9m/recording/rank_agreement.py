@@ -1,4 +1,4 @@
-"""The state that must be equal on all ranks, and its comparison: ranks gather a hash of each group."""
+"""The state that must be equal on all ranks: ranks gather a hash of each group, and compare it."""
 
 import gc
 import json
