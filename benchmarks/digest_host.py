@@ -20,7 +20,6 @@ from unittest import mock
 import torch
 
 from lightning_d9m.hashing import digest
-from lightning_d9m.hashing.digest import DigestQueue
 from lightning_d9m.hashing.xxh3 import cuda as xxh3_cuda
 from lightning_d9m.probes.trace import Trace
 
@@ -100,7 +99,6 @@ def list_methods(count: int) -> dict[str, Callable[[], None]]:
     """Return the ways to take the digests of ``count`` tensors, up to the last launch."""
     tensors = [torch.rand(100, 10).as_subclass(LikeCuda) for _ in range(count)]
     named = {str(number): tensor for number, tensor in enumerate(tensors)}
-    empty = [torch.empty(0).as_subclass(LikeCuda)] * 2
     groups = [tensors[begin : begin + 4] for begin in range(0, count, 4)]
 
     def take_state() -> None:
@@ -116,16 +114,10 @@ def list_methods(count: int) -> dict[str, Callable[[], None]]:
         for group in groups:
             trace.add("input", "module", group)
 
-    def take_by_tables() -> None:
-        queue = DigestQueue()
-        for tensor in tensors:
-            queue.add([tensor, *empty])  # more than one span: a table, and a copy to the device
-
     return {
         "weights: one launch": take_state,
         "values: one launch each": take_each,
         "values: one launch for four": take_groups,
-        "values: one launch each, with a table": take_by_tables,
     }
 
 
@@ -144,7 +136,6 @@ def main() -> None:
         mock.patch.object(torch.cuda, "is_current_stream_capturing", always(False)),
         mock.patch.object(xxh3_cuda, "_load_constants", always(None)),
         mock.patch.object(xxh3_cuda.triton_kernel, "hash_chunks", launcher),
-        mock.patch.object(xxh3_cuda.triton_kernel, "hash_tensor", launcher),
         mock.patch.object(
             xxh3_cuda, "allocate", lambda elements, _: torch.empty(elements, dtype=torch.int64)
         ),

@@ -1,4 +1,4 @@
-"""torch's flags for determinism, each with the mechanism that makes it necessary."""
+"""torch's flags for determinism and its number of threads, each with the mechanism behind it."""
 
 import os
 import sys
@@ -147,6 +147,9 @@ def read_threads() -> int | None:
 @contextmanager
 def threads_pinned(number: int | None) -> Iterator[None]:
     """Compute with ``number`` intra-op threads, and restore the number that was set.
+
+    torch splits a sum over many elements into one part per thread, and each split rounds
+    differently.
 
     With None nothing changes. The number of inter-op threads does not matter: they run independent
     operations side by side.

@@ -30,8 +30,8 @@ from lightning_d9m.lightning.packages import combined_base, extend_base, import_
 from lightning_d9m.lightning.probing.recorder import ProbeRecorder
 from lightning_d9m.lightning.recording.trainer_recorder import FitSummary, TrainerRecorder
 from lightning_d9m.lightning.resolved_settings import GivenSettings
-from lightning_d9m.lightning.resume.gradients import mark_used_gradients
 from lightning_d9m.lightning.resume.resumable_fit import CheckpointState
+from lightning_d9m.lightning.resume.run_state import mark_used_gradients
 from lightning_d9m.lightning.saved_state import KEY
 from lightning_d9m.lightning.strategies import check_strategy, register_strategies
 from lightning_d9m.lightning.trainer_attributes import list_callbacks

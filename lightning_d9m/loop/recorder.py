@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 
-from lightning_d9m.control.data.sampler_state import list_unsaved
+from lightning_d9m.control.data.samplers import list_unsaved
 from lightning_d9m.control.seeding import (
     capture_rng,
     decode_rng,

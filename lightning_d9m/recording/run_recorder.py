@@ -51,13 +51,15 @@ from lightning_d9m.ledger.format.writer import LedgerWriter
 from lightning_d9m.ledger.program import capture_program
 from lightning_d9m.ledger.stack import SHARDED_PARAMETERS, are_portable, capture_stack, check_stack
 from lightning_d9m.ranks.ranks import Ranks
-from lightning_d9m.recording.rank_agreement import RankAgreement, gather_json, rank_error
-from lightning_d9m.recording.reference import Reference
-from lightning_d9m.recording.replicated_state import (
+from lightning_d9m.recording.rank_agreement import (
+    RankAgreement,
     ReplicatedState,
     describe_division,
     find_replicated_state,
+    gather_json,
+    rank_error,
 )
+from lightning_d9m.recording.reference import Reference
 from lightning_d9m.version import __version__
 
 NO_SCALARS: Mapping[str, str] = MappingProxyType({})

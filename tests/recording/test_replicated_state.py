@@ -13,8 +13,8 @@ from torch.distributed.pipelining import PipelineStage
 
 from lightning_d9m.hashing.shards import find_flat_layouts
 from lightning_d9m.hashing.training_state import take_snapshot
-from lightning_d9m.recording.rank_agreement import RankAgreement
-from lightning_d9m.recording.replicated_state import (
+from lightning_d9m.recording.rank_agreement import (
+    RankAgreement,
     ReplicatedState,
     count_stages,
     describe_division,

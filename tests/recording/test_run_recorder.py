@@ -16,7 +16,7 @@ from lightning_d9m.errors import D9mError, DriftError, LedgerError, StackDiffere
 from lightning_d9m.ledger.folder import create_ledger_folder, read_ledger
 from lightning_d9m.ledger.format.records import Digests, End, Header, RunFacts
 from lightning_d9m.ranks.ranks import Ranks
-from lightning_d9m.recording.replicated_state import ReplicatedState
+from lightning_d9m.recording.rank_agreement import ReplicatedState
 from lightning_d9m.recording.run_recorder import Policy, RunRecorder, describe_training
 
 FACTS = RunFacts(model="m", parameters=2, train=[])

@@ -25,8 +25,8 @@ from lightning_d9m.control.data.dataset_numbers import (
     write_numbers,
 )
 from lightning_d9m.control.data.resumable_sampler import ResumableSampler, is_user_made, unwrap
-from lightning_d9m.control.data.sampler_state import SamplerState
 from lightning_d9m.control.data.samplers import (
+    SamplerState,
     copy_loader,
     describe_seed,
     find_samplers,

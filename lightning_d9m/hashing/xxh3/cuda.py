@@ -1,7 +1,7 @@
 """The chunk digests on CUDA: one launch for all tensors of a device, without copying them.
 
-The constants (5 KiB) stay on the device. For several tensors a table is copied there (24 bytes for
-each). The chunk digests are copied back (8 bytes for each 128 KiB). Importing this module imports
+The constants (5 KiB) stay on the device. A table of the tensors is copied there, 24 bytes for each,
+and the chunk digests are copied back, 8 bytes for each 128 KiB. Importing this module imports
 Triton.
 """
 
@@ -55,8 +55,6 @@ def _make_constants() -> npt.NDArray[np.int64]:
 
 
 _CONSTANTS = _make_constants()
-# A table takes the host longer than this many launches (benchmarks/digest_host.py).
-_MAX_SPANS_ALONE = 2
 
 
 def hash_into(
@@ -67,8 +65,7 @@ def hash_into(
 ) -> None:
     """Start hashing memory of one device on its current stream, without waiting.
 
-    The XXH3-64 of each chunk is written to ``chunk_digests``, int64, from place ``first`` on. A
-    few spans get a launch each, which needs no table and so no copy to the device.
+    The XXH3-64 of each chunk is written to ``chunk_digests``, int64, from place ``first`` on.
 
     Args:
         chunk_digests: Memory of the device; see ``allocate``.
@@ -78,19 +75,30 @@ def hash_into(
         device: The device of the memory.
     """
     counts = [count_chunks(size) for _, size in memory]
-    spans = [
-        (end - count, *span)
-        for end, count, span in zip(accumulate(counts), counts, memory, strict=True)
-        if count
-    ]
-    if len(spans) > _MAX_SPANS_ALONE:
-        table = upload(np.array(spans, np.int64).T, device)
-        several = (table, chunk_digests, first, len(spans))
-        _launch(triton_kernel.hash_chunks, sum(counts), device, *several)
+    begins = accumulate(counts, initial=0)
+    spans = [(begin, *span) for begin, span in zip(begins, memory, strict=False) if span[1]]
+    if not spans:
         return
-    for begin, address, size in spans:
-        one = (chunk_digests, first + begin, address, size)
-        _launch(triton_kernel.hash_tensor, count_chunks(size), device, *one)
+    cuda = device.type == "cuda"
+    with torch.cuda.device(device if cuda else -1):
+        if cuda and torch.cuda.is_current_stream_capturing():
+            raise SettingError(
+                f"A digest of memory on {device} was requested while a CUDA graph is captured: a "
+                "replay of the graph would repeat the kernel, but not read its result. Capture the "
+                "graph before the training starts, or leave the captured modules out of the probes "
+                "(probe_modules)."
+            )
+        kernel: Any = triton_kernel.hash_chunks
+        kernel[(sum(counts),)](
+            _load_constants(device),
+            upload(np.array(spans, np.int64).T, device),
+            chunk_digests,
+            first,
+            len(spans),
+            CHUNK=CHUNK_BYTES,
+            num_warps=1,
+            enable_fp_fusion=False,  # the kernel has no floats; Triton 3.9 warns if this is unset
+        )
 
 
 def allocate(elements: int, device: torch.device) -> torch.Tensor:
@@ -119,25 +127,6 @@ def _load_constants(device: torch.device) -> torch.Tensor:
     return torch.from_numpy(_CONSTANTS).to(device)
 
 
-def _launch(kernel: Any, programs: int, device: torch.device, *arguments: object) -> None:
-    cuda = device.type == "cuda"
-    with torch.cuda.device(device if cuda else -1):
-        if cuda and torch.cuda.is_current_stream_capturing():
-            raise SettingError(
-                f"A digest of memory on {device} was requested while a CUDA graph is captured: a "
-                "replay of the graph would repeat the kernel, but not read its result. Capture the "
-                "graph before the training starts, or leave the captured modules out of the probes "
-                "(probe_modules)."
-            )
-        kernel[(programs,)](
-            _load_constants(device),
-            *arguments,
-            CHUNK=CHUNK_BYTES,
-            num_warps=1,
-            enable_fp_fusion=False,  # the kernel has no floats; Triton 3.9 warns if this is unset
-        )
-
-
 def hash_memory(memory: Sequence[tuple[int, int]], device: torch.device) -> list[bytes]:
     """Hash memory of one device and wait for it; see ``cpu.hash_chunks``."""
     chunk_digests = allocate(sum(count_chunks(size) for _, size in memory), device)
@@ -156,8 +145,5 @@ def check_kernel(device: torch.device) -> bool:
     spans = [(skew, length) for skew in (0, 1, 8) for length in (1, 1024, 1500)]
     spans += [(0, size), (3, size - 3)]
     memory = [(there.data_ptr() + skew, length) for skew, length in spans]
-    actual = hash_memory(memory, device)
-    # One by one, with the other kernel.
-    alone = [hash_memory([span], device)[0] for span in memory]
     here = [(data.data_ptr() + skew, length) for skew, length in spans]
-    return actual == alone == cpu.hash_chunks(here)
+    return hash_memory(memory, device) == cpu.hash_chunks(here)

@@ -159,28 +159,3 @@ def hash_chunks(constants, table, leaves, first, count, CHUNK: tl.constexpr):  #
     address = tl.load(table + count + low)
     size = tl.load(table + 2 * count + low)
     tl.store(leaves + first + chunk, _hash_at(constants, address, begin, size, CHUNK))
-
-
-@triton.jit(do_not_specialize=["first", "address", "size"])
-def hash_tensor(
-    constants,
-    leaves,
-    first,
-    address: tl.int64,
-    size: tl.int64,
-    CHUNK: tl.constexpr,  # noqa: N803
-):
-    """Writes the leaf of chunk ``program_id`` of one tensor to ``leaves``; needs no table.
-
-    Args:
-        constants: int64; the tiles of constants.
-        leaves: int64; from ``first`` on one element for each chunk.
-        first: The place of the first chunk's leaf.
-        address: The tensor's address.
-        size: Its size in bytes, not 0.
-        CHUNK: Bytes in a chunk.
-    """
-    chunk = tl.program_id(0).to(tl.int64)
-    begin = chunk * CHUNK
-    leaf = _hash_at(constants, address.to(tl.int64), begin, size.to(tl.int64), CHUNK)
-    tl.store(leaves + first + chunk, leaf)

@@ -32,7 +32,7 @@ from lightning_d9m.lightning.saved_state import PendingRecords
 from lightning_d9m.lightning.trainer_ranks import ranks_of
 from lightning_d9m.lightning.trainer_session import TrainerSession
 from lightning_d9m.ranks.ranks import Ranks
-from lightning_d9m.recording.replicated_state import ReplicatedState
+from lightning_d9m.recording.rank_agreement import ReplicatedState
 from lightning_d9m.recording.run_recorder import Policy, RunRecorder, describe_training
 from lightning_d9m.text import cut_digests, escape, pluralize
 

@@ -10,7 +10,7 @@ from warnings import catch_warnings, filterwarnings, warn
 
 from lightning_d9m.attribute_patches import AttributePatches, replace_method
 from lightning_d9m.control.data.resumable_sampler import find_epoch_problem, find_position_problem
-from lightning_d9m.control.data.sampler_state import list_unsaved
+from lightning_d9m.control.data.samplers import list_unsaved
 from lightning_d9m.errors import InexactResumeError
 from lightning_d9m.hashing.training_state import ModelTensors
 from lightning_d9m.ledger.format.records import Resume
@@ -26,7 +26,6 @@ from lightning_d9m.lightning.resume.late_changes import (
     digest_callbacks,
     digest_tensors,
 )
-from lightning_d9m.lightning.resume.logged_results import restore_latest
 from lightning_d9m.lightning.resume.loop_position import (
     draws_when_iterated,
     drop_consumed_states,
@@ -43,6 +42,7 @@ from lightning_d9m.lightning.resume.program_state import (
     keep_modes,
     keep_small,
 )
+from lightning_d9m.lightning.resume.run_state import restore_latest
 from lightning_d9m.lightning.saved_state import (
     CALLBACKS,
     KEY,

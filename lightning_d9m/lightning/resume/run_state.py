@@ -1,12 +1,17 @@
 """The state of a run that a checkpoint of Lightning leaves out: capture and restore."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
 
 from lightning_d9m.control.data.dataset_numbers import NUMBERS
 from lightning_d9m.control.data.resumable_sampler import unwrap
-from lightning_d9m.control.data.sampler_state import CHANGES
+from lightning_d9m.control.data.samplers import CHANGES
 from lightning_d9m.control.data.seeded_dataset import SeededCollate
 from lightning_d9m.control.seeding import (
     capture_generators,
@@ -16,19 +21,19 @@ from lightning_d9m.control.seeding import (
     restore_generators,
     restore_rng,
 )
+from lightning_d9m.errors import SettingError
 from lightning_d9m.hashing.shards import has_base
 from lightning_d9m.hashing.training_state import ModelTensors
 from lightning_d9m.lightning import lightning_private
 from lightning_d9m.lightning.logical_ranks.steps import get_logical_steps
-from lightning_d9m.lightning.packages import rank_zero
-from lightning_d9m.lightning.resume import logged_results
-from lightning_d9m.lightning.resume.gradients import capture_gradients, restore_gradients
+from lightning_d9m.lightning.packages import is_of_program, rank_zero
 from lightning_d9m.lightning.resume.program_state import ProgramState
 from lightning_d9m.lightning.saved_state import (
     FROZEN,
     VALIDATION,
     LoopPhase,
     SavedRank,
+    SavedResult,
     SavedState,
 )
 from lightning_d9m.lightning.trainer_attributes import (
@@ -37,14 +42,17 @@ from lightning_d9m.lightning.trainer_attributes import (
     list_callbacks,
 )
 from lightning_d9m.lightning.trainer_ranks import ranks_of
-from lightning_d9m.state.plain_data import decode_plain, encode_plain
+from lightning_d9m.state.plain_data import decode_plain, encode_plain, pack_bytes, unpack_bytes
 from lightning_d9m.state.search import find_generators
 from lightning_d9m.text import pluralize
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
+    from torch.nn import Parameter
+    from torch.optim import Optimizer
 
     from lightning_d9m.lightning.trainer_session import TrainerSession
+
 
 # They hold the whole state in almost every training, so that ranks wait for each other once.
 _FIRST_BYTES = 64 * 2**10
@@ -69,7 +77,7 @@ class UserState:
 
 def capture_user_state(trainer: "Trainer", phase: LoopPhase, program: ProgramState) -> UserState:
     """Return the states of the user's generators, metrics and other objects."""
-    reset = logged_results.find_metrics_to_reset(trainer, phase)
+    reset = find_metrics_to_reset(trainer, phase)
     found, unknown = program.capture()
     skipped = tuple(f"model.{name}." for name in reset)
     logical = get_logical_steps(trainer)
@@ -96,8 +104,8 @@ def capture(
         rng=encode_rng(session.capture_rng()) if within else None,
         generators=user.generators,
         reset=user.reset,
-        callback_metrics=logged_results.capture_latest(trainer),
-        results=logged_results.capture_results(trainer) if within else [],
+        callback_metrics=capture_latest(trainer),
+        results=capture_results(trainer) if within else [],
         gradients=capture_gradients(trainer),
         train_reload_epoch=_finite(lightning_private.get_reload_epoch(trainer, "train")),
         validation_reload_epoch=_finite(lightning_private.get_reload_epoch(trainer, "validate")),
@@ -199,7 +207,7 @@ def restore_within(trainer: "Trainer", rank: SavedRank, report: Callable[[str], 
     Called once, before the first remaining batch of a partly trained epoch.
     """
     _start_schedules(trainer)
-    logged_results.restore_results(trainer, rank.results)
+    restore_results(trainer, rank.results)
     if (logical := get_logical_steps(trainer)) is not None:
         logical.logged.restore(rank.logged, here=trainer.is_global_zero)
     restore_gradients(trainer, rank.gradients, report)
@@ -284,3 +292,208 @@ def _start_schedules(trainer: "Trainer") -> None:
     # A new schedule sets the rates.
     for group, rate in zip(groups, rates, strict=True):
         group["lr"] = rate
+
+
+_ARGUMENTS = (
+    "fx",
+    "name",
+    "prog_bar",
+    "logger",
+    "on_step",
+    "on_epoch",
+    "enable_graph",
+    "add_dataloader_idx",
+    "dataloader_idx",
+    "metric_attribute",
+)
+
+
+def capture_latest(trainer: "Trainer") -> dict[str, Any]:
+    """Return the metrics for callbacks, including those of an earlier validation."""
+    return {name: _copy(value) for name, value in trainer.callback_metrics.items()}
+
+
+def restore_latest(trainer: "Trainer", latest: Mapping[str, Any]) -> None:
+    """Restore the metrics for callbacks and schedulers."""
+    device = trainer.strategy.root_device
+    moved = {name: value.to(device, copy=True) for name, value in latest.items()}
+    lightning_private.update_callback_metrics(trainer, moved)
+
+
+def _copy(value: Tensor) -> Tensor:
+    return value.detach().to("cpu", copy=True)
+
+
+def find_metrics_to_reset(trainer: "Trainer", phase: LoopPhase) -> list[str]:
+    """Return the names of logged metrics that Lightning resets after the hooks of this phase.
+
+    These are the metrics of training at the end of an epoch, and of a finished validation.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    ending: list[Any] = []
+    if phase == "epoch":
+        ending += lightning_private.get_logged_results(loop).values()
+    if phase != "validation":
+        ending += lightning_private.get_logged_results(loop.val_loop).values()
+    names = [
+        metric.meta.metric_attribute
+        for metric in ending
+        if not metric.is_tensor and not metric.has_reset
+    ]
+    return [name for name in dict.fromkeys(names) if name is not None]
+
+
+def capture_results(trainer: "Trainer") -> list[SavedResult]:
+    """Return the running sums from which the epoch's means are computed.
+
+    The state of a logged metric object is in ``metric_state``.
+    """
+    return [
+        _capture_result(key, result)
+        for key, result in lightning_private.get_logged_results(trainer.fit_loop.epoch_loop).items()
+        if result.is_tensor or result.meta.metric_attribute is not None
+    ]
+
+
+def _capture_result(key: str, result: Any) -> SavedResult:
+    meta = result.meta
+    updates, value = lightning_private.get_update_state(result)
+    cache = None
+    with suppress(SettingError):
+        cache = pack_bytes(encode_plain(value))
+    count = getattr(result, "cumulated_batch_size", None) if result.is_tensor else None
+    return SavedResult(
+        key=key,
+        arguments={name: getattr(meta, name) for name in _ARGUMENTS},
+        reduce_fx=meta.reduce_fx.__name__,
+        synced=meta.sync.should,
+        rank_zero_only=meta.sync.rank_zero_only,
+        is_tensor=result.is_tensor,
+        value=_copy(result.value) if result.is_tensor else None,
+        count=None if count is None else _copy(count),
+        updates=updates,
+        cache=cache,
+        has_reset=result.has_reset,
+    )
+
+
+def restore_results(trainer: "Trainer", results: Sequence[SavedResult]) -> None:
+    """Restore the results of the epoch. Called once, before its next batch."""
+    lightning_private.keep_results_at_next_batch(trainer)
+    collection = lightning_private.get_logged_results(trainer.fit_loop.epoch_loop)
+    metrics = dict(trainer.lightning_module.named_modules())
+    device = trainer.strategy.root_device
+    for saved in results:
+        attribute = saved.arguments["metric_attribute"]
+        if not saved.is_tensor and attribute not in metrics:
+            continue
+        result = lightning_private.create_result(
+            trainer,
+            saved.arguments | {"reduce_fx": saved.reduce_fx},
+            is_tensor=saved.is_tensor,
+            synced=saved.synced,
+            rank_zero_only=saved.rank_zero_only,
+        )
+        result.value = saved.value if saved.is_tensor else metrics[attribute]
+        if saved.count is not None:
+            result.cumulated_batch_size = saved.count
+        cache = None if saved.cache is None else decode_plain(unpack_bytes(saved.cache), device)
+        lightning_private.set_update_state(result, saved.updates, cache)
+        result.has_reset = saved.has_reset
+        collection[saved.key] = result.to(device)
+
+
+def mark_used_gradients(trainer: "Trainer", optimizer: "Optimizer") -> None:
+    """Mark the gradients with which a module that optimizes manually steps."""
+    if trainer.lightning_module.automatic_optimization:
+        return
+    for parameter in _list_parameters(optimizer):
+        gradient: Any = parameter.grad
+        if gradient is not None:
+            gradient.d9m_used = gradient._version  # noqa: SLF001 - torch has no other
+
+
+def capture_gradients(trainer: "Trainer") -> dict[str, Any]:
+    """Return gradients by the names of their parameters; None for one that a step has used.
+
+    They are those to which a backward pass after the save adds. Lightning zeroes gradients before
+    the first backward pass of a step; a module that optimizes manually, or overrides
+    ``optimizer_zero_grad``, may keep them. Saving them with every checkpoint would make it larger
+    by the model on each rank. So gradients with which an optimizer has just stepped are left out,
+    because programs zero them next. If a resumed run adds to one, it is refused.
+    """
+    module = trainer.lightning_module
+    manual = not module.automatic_optimization
+    accumulates = not manual and lightning_private.accumulates_gradients(trainer)
+    if not (manual or accumulates or is_of_program(module.optimizer_zero_grad)):
+        return {}
+    if (logical := get_logical_steps(trainer)) is not None:
+        return logical.kept.capture()
+    found: dict[str, Any] = {n: p for n, p in module.named_parameters() if p.grad is not None}
+    if not manual and not accumulates:
+        stepped = {id(part) for each in trainer.optimizers for part in _list_parameters(each)}
+        return {name: None for name, parameter in found.items() if id(parameter) in stepped}
+    return {
+        name: None
+        if manual and _is_used(parameter)
+        else parameter.grad.detach().to("cpu", copy=True)
+        for name, parameter in found.items()
+    }
+
+
+def restore_gradients(
+    trainer: "Trainer", gradients: Mapping[str, Any], report: Callable[[str], None]
+) -> None:
+    """Restore gradients; before a backward pass adds to one that was left out, report it once."""
+    if not gradients:
+        return
+    if (logical := get_logical_steps(trainer)) is not None:
+        logical.kept.restore(gradients, logical.block)
+        return
+    reported: list[str] = []
+
+    def report_first(problem: str) -> None:
+        if not reported:
+            reported.append(problem)
+            report(problem)
+
+    for name, parameter in trainer.lightning_module.named_parameters():
+        kept = gradients.get(name)
+        parameter.grad = None if kept is None else torch.empty_like(parameter).copy_(kept)
+        if kept is None and name in gradients and parameter.requires_grad:
+            _watch(parameter, partial(report_first, _describe_addition(name)))
+
+
+def _is_used(parameter: "Parameter") -> bool:
+    gradient: Any = parameter.grad
+    return bool(getattr(gradient, "d9m_used", None) == gradient._version)  # noqa: SLF001 - as above
+
+
+def _list_parameters(optimizer: "Optimizer") -> Iterator["Parameter"]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def _watch(parameter: "Parameter", report: Callable[[], None]) -> None:
+    """Report a problem if the next backward pass adds to a gradient that nothing has zeroed."""
+    # NaN, because in-place operations other than zero_() leave it in place.
+    stand_in = torch.full_like(parameter, torch.nan)
+    marked: Any = stand_in
+    marked.d9m_used = marked._version  # noqa: SLF001 - as above; a checkpoint leaves it out too
+    parameter.grad = stand_in
+
+    def check(_: "Tensor") -> None:  # called before the gradient is added
+        handle.remove()
+        if parameter.grad is stand_in and bool(stand_in.isnan().any()):
+            stand_in.zero_()
+            report()
+
+    handle = parameter.register_hook(check)
+
+
+def _describe_addition(name: str) -> str:
+    return (
+        f"The program adds to the gradient of {name}, with which it stepped before the checkpoint "
+        "was saved, and which the checkpoint lacks. Call zero_grad() between a step and the next "
+        "backward pass."
+    )

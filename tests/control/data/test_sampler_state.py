@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.data import DistributedSampler, RandomSampler
 
-from lightning_d9m.control.data.sampler_state import SamplerState, list_unsaved
+from lightning_d9m.control.data.samplers import SamplerState, list_unsaved
 
 
 class Own:
