@@ -437,9 +437,6 @@ CASES = [
         "a folder to scan.",
     ),
     ("lint.files", name_a_pipe, "is neither a file nor a folder."),
-    ("lint.join", lambda g: g.module.read_records(g.folder), "does not hold *.jsonl files."),
-    ("lint.join", lambda g: g.module.read_records(g.folder / "none"), "Give a ledger or an audit"),
-    ("lint.join", lambda g: g.module.read_records(g.file("{")), "is not valid JSON:"),
 ]
 
 
