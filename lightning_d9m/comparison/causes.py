@@ -8,7 +8,8 @@ This module imports torch only to look up an operation.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lightning_d9m.comparison.ledgers import Comparison, Divergence
+from lightning_d9m.comparison.differences import Divergence
+from lightning_d9m.comparison.ledgers import Comparison
 from lightning_d9m.ledger.kinds import PROBE_KINDS, ROOT
 
 

@@ -2,8 +2,7 @@
 
 import os
 
-from lightning_d9m.comparison.ledgers import compare_ledgers
-from lightning_d9m.comparison.result import Comparison
+from lightning_d9m.comparison.ledgers import Comparison, compare_ledgers
 from lightning_d9m.ledger.folder import Ledger, read_ledger
 
 

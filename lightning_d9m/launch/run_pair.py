@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 
+from lightning_d9m.comparison.differences import Divergence
 from lightning_d9m.comparison.ledgers import Comparison, compare_ledgers
 from lightning_d9m.comparison.rank_drift import find_rank_drift
-from lightning_d9m.comparison.result import Divergence
 from lightning_d9m.errors import CommandError, DriftError
 from lightning_d9m.launch.fit_pairs import pair_fits
 from lightning_d9m.launch.left_files import FileWatch

@@ -10,7 +10,7 @@ from lightning_d9m.ledger.kinds import describe_batch
 from lightning_d9m.text import escape
 
 if TYPE_CHECKING:
-    from lightning_d9m.comparison.ledgers import Divergence
+    from lightning_d9m.comparison.differences import Divergence
     from lightning_d9m.comparison.numeric_difference import Magnitude
     from lightning_d9m.lint.finding import Finding
     from lightning_d9m.locate.op_evidence import OpFinding, SampleComparison

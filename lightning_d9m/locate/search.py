@@ -13,8 +13,8 @@ from lightning_d9m.comparison.causes import (
     kind_of_place,
     name_module,
 )
+from lightning_d9m.comparison.differences import Divergence
 from lightning_d9m.comparison.rank_drift import find_rank_drift, reference_rank
-from lightning_d9m.comparison.result import Divergence
 from lightning_d9m.launch.run_pair import Runner, RunPair, escape_name
 from lightning_d9m.ledger.kinds import ROOT, STATE, WRITTEN
 from lightning_d9m.ledger.stack import SHARDED_PARAMETERS
@@ -291,10 +291,9 @@ def _find_again(known: Divergence, first: Divergence) -> Divergence | None:
     """
     if (first.moment, first.kind) != (known.moment, known.kind):
         return None
-    others = [(at.name, at.call) for at in first.places if at.kind == first.kind]
-    if (known.name, known.call) not in ((first.name, first.call), *others):
-        return None
-    return replace(first, name=known.name, call=known.call)
+    own = (known.kind, known.name, known.call)
+    again = [place for place in first.places if (place.kind, place.name, place.call) == own]
+    return replace(first, places=[*again, *first.places]) if again else None
 
 
 def locate_rank_drift(runner: Runner, pair: RunPair, found: SearchResult) -> None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from struct import Struct
 
-from lightning_d9m.comparison.record_diff import NAMES_KEPT
+from lightning_d9m.comparison.differences import NAMES_KEPT
 from lightning_d9m.errors import DriftError
 from lightning_d9m.recording.collective import Gather
 from lightning_d9m.recording.replicated_state import ReplicatedState

@@ -5,16 +5,14 @@ from types import SimpleNamespace
 import pytest
 
 from lightning_d9m.comparison.causes import earliest_divergences, find_cause
-from lightning_d9m.comparison.probe_diff import PlaceDifference
-from lightning_d9m.comparison.result import Divergence
+from lightning_d9m.comparison.differences import Divergence, PlaceDifference
 
 
 def divergence(kind, name="a", *, rank=0, step=3, moment="batch", others=(), position=0):
     """Return a divergence at a place; ``others`` are places of its batch that differ too."""
-    places = [PlaceDifference(0, k, n, 0, "0", "f") for k, n in ((kind, name), *others)]
+    places = [PlaceDifference(position, k, n, 0, "0", "f") for k, n in ((kind, name), *others)]
     return Divergence(
-        rank=rank, epoch=0, step=step, batch=step, moment=moment, kind=kind, name=name, call=0,
-        position=position, expected="0", actual="f", places=tuple(places), count=len(places),
+        rank=rank, epoch=0, step=step, batch=step, moment=moment, places=places, count=len(places),
         compared=9,
     )  # fmt: skip
 

@@ -86,12 +86,12 @@ class TestDivergence:
     def test_one_weight(self, runs):
         comparison = compare(runs.write(), runs.write(edit=in_epoch(1, flip)))
         assert comparison.verdict == "different"
-        rank, first = comparison.first
-        assert rank == 0
-        assert (first.moment, first.epoch, first.step, first.group) == ("epoch", 1, 46, "weights")
+        first = comparison.first
+        assert first.rank == 0
+        assert (first.moment, first.epoch, first.step, first.kind) == ("epoch", 1, 46, "weights")
         assert first.names == ("layers.2.weight",)
-        assert (first.count, first.total) == (1, 12)
-        assert first.by_group == {"weights": (1, 4)}
+        assert (first.count, first.compared) == (1, 12)
+        assert first.by_kind == {"weights": (1, 4)}
         assert first.expected == runs.digests("epoch", 1).groups["weights"]["layers.2.weight"]
         assert first.actual == "f" * 32
         assert comparison.ranks[0].differing == 1
@@ -104,9 +104,9 @@ class TestDivergence:
 
         comparison = compare(runs.write(epochs=5), runs.write(epochs=5, edit=drift))
         assert comparison.ranks[0].differing == 5
-        assert comparison.first[1].epoch == 1
-        assert comparison.first[1].by_group == {"weights": (1, 4), "optimizers": (1, 4)}
-        assert comparison.first[1].count == 2
+        assert comparison.first.epoch == 1
+        assert comparison.first.by_kind == {"weights": (1, 4), "optimizers": (1, 4)}
+        assert comparison.first.count == 2
 
     def test_one_rank_only(self, runs):
         def drift(rank, records):
@@ -114,7 +114,7 @@ class TestDivergence:
                 flip(records[5])
 
         comparison = compare(runs.write(world_size=3), runs.write(world_size=3, edit=drift))
-        assert comparison.first[0] == 2
+        assert comparison.first.rank == 2
         assert [rank.equal for rank in comparison.ranks] == [True, True, False]
 
     def test_with_logical_ranks_the_number_of_processes_is_not_compared(self, runs):
@@ -197,12 +197,12 @@ class TestDivergence:
     )
     def test_each_kind_of_evidence(self, runs, change, group, name, values):
         comparison = compare(runs.write(), runs.write(edit=in_epoch(1, change)))
-        first = comparison.first[1]
-        assert first.group == group
+        first = comparison.first
+        assert first.kind == group
         assert name is None or first.names == (name,)
         assert values is None or (first.expected, first.actual) == values
         assert first.count == 1
-        assert first.count <= first.total
+        assert first.count <= first.compared
 
     def test_names_that_only_one_has_are_missing_in_the_other(self, runs):
         """The weights of another model would have been refused before."""
@@ -210,7 +210,7 @@ class TestDivergence:
         def drop(record):
             del record["groups"]["weights"]["layers.0.weight"]
 
-        first = compare(runs.write(), runs.write(edit=in_epoch(0, drop))).first[1]
+        first = compare(runs.write(), runs.write(edit=in_epoch(0, drop))).first
         assert (first.names, first.actual) == (("layers.0.weight",), "missing")
 
     def test_totals_are_held_against_totals(self, runs):
@@ -225,8 +225,8 @@ class TestDivergence:
 
         full = runs.write()
         assert compare(full, runs.write(edit=in_epoch(1, leave_out))).verdict == "equal"
-        first = compare(full, runs.write(edit=in_epoch(1, leave_out_and_drift))).first[1]
-        assert (first.group, first.names) == ("weights", ("(total)",))
+        first = compare(full, runs.write(edit=in_epoch(1, leave_out_and_drift))).first
+        assert (first.kind, first.names) == ("weights", ("(total)",))
 
     def test_names_are_listed_up_to_a_bound(self, runs):
         def widen(value):
@@ -237,7 +237,7 @@ class TestDivergence:
             return in_epoch(0, change)
 
         one, other = (runs.write(edit=widen(digit * 32)) for digit in "ab")
-        first = compare(one, other).first[1]
+        first = compare(one, other).first
         assert first.names == tuple(f"w{number}" for number in range(30, 20, -1))
         assert first.count == 30
 
@@ -247,7 +247,7 @@ class TestDivergence:
             runs.write(), runs.write(edit=lambda _, records: records[-1].update(status="failed"))
         )
         assert comparison.verdict == "different"
-        assert comparison.first[1].names == ("status",)
+        assert comparison.first.names == ("status",)
 
     def test_an_edited_ledger_is_an_error(self, runs):
         one, other = runs.write(), runs.write()
@@ -439,7 +439,11 @@ class TestUnknownKinds:
             edit=self.probes(range(12), "abcd", shuffle=99, change=change, skip={(6, "a")})
         )
         (rank,) = compare(one, other).ranks
-        assert (rank.first.kind, rank.first.step, rank.first.names) == ("probe", 7, ("digest",))
+        assert (rank.divergence.kind, rank.divergence.step, rank.divergence.names) == (
+            "probe",
+            7,
+            ("digest",),
+        )
         assert rank.differing == 2
         # Steps 12-19 and the name "e" of steps 5-11, and (6, "a"); steps 0-4 of the other.
         assert (rank.only_expected.count, rank.only_actual.count) == (8 * 5 + 7 + 1, 5 * 4)
@@ -469,7 +473,7 @@ class TestUnknownKinds:
         one = runs.write(edit=calls([("a", 1), ("a", 2), ("b", 0)]))
         assert compare(one, runs.write(edit=calls([("b", 0), ("a", 1), ("a", 2)]))).equal
         (rank,) = compare(one, runs.write(edit=calls([("b", 0), ("a", 1), ("a", 3)]))).ranks
-        assert (rank.differing, rank.first.names, rank.first.expected) == (1, ("x",), "2")
+        assert (rank.differing, rank.divergence.names, rank.divergence.expected) == (1, ("x",), "2")
 
     def test_one_is_not_true_nor_the_text_1(self, runs):
         def value(x):

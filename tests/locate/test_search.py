@@ -5,9 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from lightning_d9m.comparison.probe_diff import PlaceDifference
-from lightning_d9m.comparison.record_diff import FieldDifference
-from lightning_d9m.comparison.result import Divergence
+from lightning_d9m.comparison.differences import Divergence, FieldDifference, PlaceDifference
 from lightning_d9m.locate import op_evidence, source_scan
 from lightning_d9m.locate import search as search_module
 from lightning_d9m.locate.op_evidence import SampleComparison, find_patch
@@ -17,11 +15,10 @@ from lightning_d9m.output.locate_text import describe
 
 def pair(kind=None, name="a", *, step=0, moment="batch", epoch=0, values=("", ""), others=()):
     """Return a pair of runs that diverge at a place, or that are equal."""
+    places = [PlaceDifference(0, str(kind), own, 0, *values) for own in (name, *others)]
     found = Divergence(
-        rank=0, epoch=epoch, step=step, batch=step, moment=moment, kind=str(kind), name=name,
-        call=0, position=0, count=1, compared=9, expected=values[0], actual=values[1],
-        places=tuple(PlaceDifference(0, str(kind), own, 0, *values) for own in (name, *others)),
-    )  # fmt: skip
+        epoch=epoch, step=step, batch=step, moment=moment, places=places, count=1, compared=9
+    )
     ranks = [SimpleNamespace(divergence=None if kind is None else found)]
     return SimpleNamespace(
         differs=kind is not None,
