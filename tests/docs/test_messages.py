@@ -224,7 +224,7 @@ CASES = [
         lambda g: g.module._start(["true"], g.module.ProcessStart({}, g.folder / "none" / "log")),
         ("The log … cannot be made: …", "The log {folder}/none/log cannot", "No such file"),
     ),
-    ("cli.repeat.command", repeat_what_fails, ("In ……: …", "In run 1 of 2", ": why")),
+    ("cli.repeat", repeat_what_fails, ("In ……: …", "In run 1 of 2", ": why")),
     (
         "launch.run",
         lambda g: g.module.make_output(g.folder),

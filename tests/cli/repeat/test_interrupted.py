@@ -20,7 +20,7 @@ from lightning_d9m import (
     deterministic,
 )
 from lightning_d9m.cli.main import main
-from lightning_d9m.cli.repeat.interrupted import _REMEDIES, _measure_start
+from lightning_d9m.cli.repeat import _REMEDIES, _measure_start
 from lightning_d9m.control.env_settings import read_settings
 from lightning_d9m.errors import InexactResumeError
 from lightning_d9m.launch.progress import RunProgress
