@@ -17,8 +17,7 @@ from lightning_d9m.cli.arguments import add_command_arguments, get_command, whol
 from lightning_d9m.history.bundle import LOCATE_JSON, LOCATE_TEXT
 from lightning_d9m.launch.run import make_output
 from lightning_d9m.launch.run_pair import Runner
-from lightning_d9m.locate.result import SearchResult
-from lightning_d9m.locate.search import Search
+from lightning_d9m.locate.search import Search, SearchResult
 from lightning_d9m.output.locate_text import describe
 from lightning_d9m.output.terminal import print_lines, wrap
 

@@ -29,7 +29,6 @@ from lightning_d9m.cli.arguments import (
     whole_number,
 )
 from lightning_d9m.errors import CommandError, LedgerError, SettingError
-from lightning_d9m.launch.fit_pairs import pair_fits
 from lightning_d9m.launch.interruption_points import (
     CHECKPOINT,
     FOLDER,
@@ -45,7 +44,14 @@ from lightning_d9m.launch.interruption_points import (
 )
 from lightning_d9m.launch.left_files import FileWatch
 from lightning_d9m.launch.processes import count_threads
-from lightning_d9m.launch.run import Run, make_output, make_run_folder, read_fits, run_once
+from lightning_d9m.launch.run import (
+    Run,
+    make_output,
+    make_run_folder,
+    pair_fits,
+    read_fits,
+    run_once,
+)
 from lightning_d9m.ledger.stack import LAST_BITS_SETTING
 from lightning_d9m.output.repeat_text import FailedRun, RepeatReport
 from lightning_d9m.text import pluralize

@@ -12,9 +12,8 @@ from lightning_d9m.comparison.differences import Divergence
 from lightning_d9m.comparison.ledgers import Comparison, compare_ledgers
 from lightning_d9m.comparison.rank_drift import find_rank_drift
 from lightning_d9m.errors import CommandError, DriftError
-from lightning_d9m.launch.fit_pairs import pair_fits
 from lightning_d9m.launch.left_files import FileWatch
-from lightning_d9m.launch.run import make_run_folder, read_fits, run_once
+from lightning_d9m.launch.run import make_run_folder, pair_fits, read_fits, run_once
 from lightning_d9m.ledger.folder import Ledger, list_fits, read_ledger
 from lightning_d9m.ledger.format.records import Digests
 

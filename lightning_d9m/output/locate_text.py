@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from lightning_d9m.ledger.kinds import STATE
-from lightning_d9m.locate.result import describe_place
+from lightning_d9m.locate.search import describe_place
 from lightning_d9m.output.comparison_text import format_field
 from lightning_d9m.output.terminal import make_table, measure, render, wrap
 from lightning_d9m.text import escape, printable
@@ -12,7 +12,7 @@ from lightning_d9m.text import escape, printable
 if TYPE_CHECKING:
     from lightning_d9m.comparison.numeric_difference import Magnitude
     from lightning_d9m.locate.op_evidence import OpFinding, SampleComparison
-    from lightning_d9m.locate.result import SearchResult
+    from lightning_d9m.locate.search import SearchResult
 
 _INDENT = " " * 10
 _MOST_ULPS = 2**16

@@ -18,7 +18,7 @@ from lightning_d9m.launch.run_pair import RunPair
 from lightning_d9m.ledger.folder import read_ledger
 from lightning_d9m.ledger.format.records import Resume
 from lightning_d9m.lint.finding import Finding
-from lightning_d9m.locate.result import SearchResult
+from lightning_d9m.locate.search import SearchResult
 
 SECRET = "s3cr3t-value"  # noqa: S105 - no secret
 COMMAND = f"python train.py --hf-token {SECRET}"

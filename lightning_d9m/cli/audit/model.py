@@ -20,8 +20,7 @@ from lightning_d9m.cli.arguments import (
     get_command,
     whole_number,
 )
-from lightning_d9m.launch.fit_pairs import pair_fits
-from lightning_d9m.launch.run import make_output, make_run_folder, read_fits, run_once
+from lightning_d9m.launch.run import make_output, make_run_folder, pair_fits, read_fits, run_once
 from lightning_d9m.output.next_steps import format_next_steps
 from lightning_d9m.output.terminal import print_lines
 
