@@ -106,8 +106,8 @@ def test_the_first_divergence_is_first_in_order_of_execution(runs):
     assert (found.count, found.compared, found.one_sided) == (2, 7, ())
     rank = compare(one, other)
     assert (rank.differing_batches, rank.differing_places, rank.places) == (2, 9, 28)
-    assert rank.first.names == ("layers.0 (call 1)",)
-    assert rank.first.by_group == {"output": (1, 3), "gradient": (1, 2)}
+    assert rank.divergence.names == ("layers.0 (call 1)",)
+    assert rank.divergence.by_kind == {"output": (1, 3), "gradient": (1, 2)}
 
 
 def test_each_rank_has_its_own(runs):
@@ -137,7 +137,7 @@ def test_of_batches_of_one_step_the_earlier_comes_first(runs):
     one = runs.write(world_size=2, edit=traced(range(4), step=0))
     comparison = compare_ledgers(*map(read_ledger, (one, runs.write(world_size=2, edit=drift))))
     assert [(entry.rank, entry.batch) for entry in comparison.divergences] == [(1, 2), (0, 3)]
-    assert comparison.first[0] == 1
+    assert comparison.first.rank == 1
 
 
 def test_of_one_batch_the_earlier_kind_comes_first(runs):
