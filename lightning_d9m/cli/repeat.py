@@ -17,7 +17,6 @@ import shutil
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
 from itertools import zip_longest
 from pathlib import Path
 
@@ -39,7 +38,6 @@ from lightning_d9m.launch.interruption_points import (
     SURVEY,
     InterruptionPoint,
     choose_points,
-    measure_shares,
     read_survey,
 )
 from lightning_d9m.launch.left_files import FileWatch
@@ -367,13 +365,11 @@ def _interrupt_and_resume(
     """
     folder = make_run_folder(output, "run-001")
     survey = {INTERRUPT: SURVEY, FOLDER: str(folder)}
-    began = time.time()
+    began = time.monotonic()
     run_once(argv, folder, title="run 1, straight", timeout=timeout, variables=survey)
-    seconds = time.time() - began
+    seconds = time.monotonic() - began
     straight = Run(read_fits(folder, argv), "straight")
-    epochs = read_survey(folder)
-    points = list(choose_points(epochs))
-    start = _measure_start(straight, began)
+    points = list(choose_points(read_survey(folder)))
     if not points:
         raise CommandError(
             "The command's first fit has no point at which it can be interrupted: it has one epoch "
@@ -383,11 +379,9 @@ def _interrupt_and_resume(
     for number, (point, label) in enumerate(points, start=2):
         title = f"run {number} of {len(points) + 1}"
         folder = output / f"run-{number:03d}"
-        shares = measure_shares(point, epochs)
-        to_kill, to_resume = (start + share * (seconds - start) for share in shares)
         try:
             killed = make_run_folder(output, f"run-{number:03d}-killed")
-            checkpoints = _kill(argv, killed, point, f"{title}, to be killed", timeout, to_kill)
+            checkpoints = _kill(argv, killed, point, f"{title}, to be killed", timeout, seconds)
             make_run_folder(output, folder.name)
             variables = {RESUME: str(checkpoints / CHECKPOINT)}
             variables |= _ALLOW_OBJECTS if allow_objects else {}
@@ -397,7 +391,7 @@ def _interrupt_and_resume(
                 title=f"{title}, resumed",
                 timeout=timeout,
                 variables=variables,
-                expected_seconds=to_resume,
+                expected_seconds=seconds,
             )
             fits = pair_fits(straight.fits, read_fits(folder, argv))
             run = Run(fits, f"{label}, resumed")
@@ -409,15 +403,6 @@ def _interrupt_and_resume(
             text = "\n".join([str(error), *_find_remedies(folder / "output.log")])
             failures.append(FailedRun(number, f"{label}, failed", text))
     return RepeatReport(runs, output, argv, failures, resumed=True)
-
-
-def _measure_start(run: Run, began: float) -> float:
-    """Return the seconds until a run's first fit began; 0 if its ledger does not say."""
-    created = next(iter(run.fits.values())).header.created
-    try:
-        return max(0.0, datetime.fromisoformat(created).timestamp() - began)
-    except ValueError:
-        return 0.0
 
 
 def _kill(

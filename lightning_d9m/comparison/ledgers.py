@@ -1,5 +1,6 @@
 """Compare two ledgers as streams: differences in stack and settings, then divergences."""
 
+import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from lightning_d9m.comparison.differences import (
     run_refusals,
     setting_differences,
 )
-from lightning_d9m.ledger.folder import Ledger
+from lightning_d9m.ledger.folder import Ledger, read_ledger
 from lightning_d9m.ledger.format.frames import Batch, Frames
 from lightning_d9m.ledger.format.reader import RankReader
 from lightning_d9m.ledger.format.records import Digests, Header, RunFacts
@@ -218,24 +219,27 @@ class Comparison:
         found = [rank.divergence for rank in self.ranks if rank.divergence is not None]
         return sorted(found, key=lambda entry: entry.when)
 
-    def _repr_html_(self) -> str:
-        """Return what a notebook shows."""
-        from lightning_d9m.comparison.notebook import render_html
 
-        ledgers = [("reference", self.expected), ("this run", self.actual)]
-        fields = [
-            (entry.field, *entry.shown) for entry in (*self.refusals, *self.stack, *self.settings)
-        ]
-        places = [
-            (at.rank, at.epoch, at.step, at.batch, at.kind, at.name, f"{at.count} of {at.compared}")
-            for at in self.divergences
-        ]
-        tables = (
-            (("", "ledger"), ledgers),
-            (("differs", "reference", "this run"), fields),
-            (("rank", "epoch", "step", "batch", "kind", "first difference", "differing"), places),
-        )
-        return render_html(self.verdict, sum(rank.records for rank in self.ranks), tables)
+def compare(
+    expected: Ledger | str | os.PathLike[str], actual: Ledger | str | os.PathLike[str]
+) -> Comparison:
+    """Compare the ledgers of two runs, as ``d9m compare`` does.
+
+    Args:
+        expected: The earlier run: a ledger, or the path of one; see ``read_ledger``.
+        actual: The later run, likewise.
+
+    Returns:
+        The comparison. ``verdict`` is ``"equal"`` only if every record of both runs agrees;
+        ``divergences`` holds the first difference of each rank that has one, the earliest first.
+
+    Raises:
+        LedgerError: If a ledger cannot be read, or a record is malformed or was edited.
+    """
+    one, other = (
+        run if isinstance(run, Ledger) else read_ledger(run) for run in (expected, actual)
+    )
+    return compare_ledgers(one, other)
 
 
 def first_divergences(expected: Ledger, actual: Ledger) -> list[Divergence]:
