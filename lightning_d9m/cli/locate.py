@@ -22,7 +22,7 @@ from lightning_d9m.output.locate_text import describe
 from lightning_d9m.output.terminal import print_lines, wrap
 
 if TYPE_CHECKING:
-    from lightning_d9m.lint.finding import Finding
+    from lightning_d9m.lint.rules import Finding
 
 _MOST_SUSPECTS = 5
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from lightning_d9m.comparison.numeric_difference import Magnitude
-    from lightning_d9m.lint.finding import Finding
+    from lightning_d9m.lint.rules import Finding
     from lightning_d9m.locate.op_evidence import OpFinding, SampleComparison
 
 _WHOLE = "whole run"

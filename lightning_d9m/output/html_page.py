@@ -30,11 +30,17 @@ from lightning_d9m.output.comparison_text import (
     state_verdict,
 )
 from lightning_d9m.output.distance_table import make_distance_table
-from lightning_d9m.output.next_steps import find_command
 from lightning_d9m.output.run_table import RunRow
 from lightning_d9m.output.svg.heat_map import HeatMap, HeatMapRow
-from lightning_d9m.output.svg.timeline import draw_growth, draw_timeline
-from lightning_d9m.output.svg.values import Points, draw_gaps, draw_key, draw_values
+from lightning_d9m.output.svg.timeline import (
+    Points,
+    draw_gaps,
+    draw_growth,
+    draw_key,
+    draw_timeline,
+    draw_values,
+)
+from lightning_d9m.output.terminal import find_command
 from lightning_d9m.text import cut_digests, describe_pair, pluralize, quote
 from lightning_d9m.version import __version__
 

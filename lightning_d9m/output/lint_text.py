@@ -10,10 +10,8 @@ from urllib.parse import quote
 
 from rich.cells import cell_len
 
-from lightning_d9m.lint.finding import Finding
-from lightning_d9m.lint.rules import RULES, Severity
-from lightning_d9m.output.next_steps import format_next_steps
-from lightning_d9m.output.terminal import WIDTH, wrap
+from lightning_d9m.lint.rules import RULES, Finding, Severity
+from lightning_d9m.output.terminal import WIDTH, format_next_steps, wrap
 from lightning_d9m.text import pluralize, printable
 from lightning_d9m.version import __version__
 

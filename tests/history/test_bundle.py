@@ -17,7 +17,7 @@ from lightning_d9m.history.bundle import open_bundle, write_bundle
 from lightning_d9m.launch.run_pair import RunPair
 from lightning_d9m.ledger.folder import read_ledger
 from lightning_d9m.ledger.format.records import Resume
-from lightning_d9m.lint.finding import Finding
+from lightning_d9m.lint.rules import Finding
 from lightning_d9m.locate.search import SearchResult
 
 SECRET = "s3cr3t-value"  # noqa: S105 - no secret
