@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING
 from lightning_d9m.cli.arguments import add_command_arguments, get_command, whole_number
 from lightning_d9m.history.bundle import LOCATE_JSON, LOCATE_TEXT
 from lightning_d9m.launch.run import make_output
-from lightning_d9m.launch.run_pair import Runner
-from lightning_d9m.locate.search import Search, SearchResult
+from lightning_d9m.locate.search import Runner, Search, SearchResult
 from lightning_d9m.output.locate_text import describe
 from lightning_d9m.output.terminal import print_lines, wrap
 

@@ -278,7 +278,7 @@ CASES = [
         lambda g: g.module.write_page(g.folder, ""),
         ("… cannot be written: …", "{folder} cannot", "Is a directory"),
     ),
-    ("launch.run_pair", find_unlike_runs, "The two runs left different ledgers:"),
+    ("locate.search", find_unlike_runs, "The two runs left different ledgers:"),
     (
         "lightning.autoload.auto_callback",
         import_the_other_package,
