@@ -18,7 +18,7 @@ from lightning_d9m.comparison.differences import (
     setting_differences,
 )
 from lightning_d9m.ledger.folder import Ledger, read_ledger
-from lightning_d9m.ledger.format.frames import Batch, Frames
+from lightning_d9m.ledger.format.frames import Batch
 from lightning_d9m.ledger.format.reader import RankReader
 from lightning_d9m.ledger.format.records import Digests, Header, RunFacts
 from lightning_d9m.ledger.keys import Item, describe_record
@@ -278,7 +278,7 @@ def compare_ledgers(
         progress: Called from time to time with the number of records and places compared so far.
         watch: Called for each pair with (rank, record, its counterpart, their difference). The
             counterpart is None if only one run has the record; the difference, if they are equal.
-            Equal records are one object; equal probes of several batches come as ``Frames``.
+            Equal records are one object.
 
     Raises:
         LedgerError: If a record of either is malformed or was edited.
@@ -373,13 +373,13 @@ class _Tally:
     def count(self, one: Item, other: Item) -> Divergence | None:
         """Count two counterparts and their differences."""
         found = self.found
-        if isinstance(other, Batch | Frames):
+        if isinstance(other, Batch):
             return self._count_batch(one, other)
         found.records += 1
         if isinstance(other, Digests):
             found.digests += 1
             found.epochs += other.moment == "epoch"
-        if one is other or isinstance(one, Batch | Frames):
+        if one is other or isinstance(one, Batch):
             return None
         if isinstance(one, RunFacts) and isinstance(other, RunFacts):
             self.refusals = run_refusals(one, other)
@@ -390,7 +390,7 @@ class _Tally:
             self._note(difference)
         return difference
 
-    def leave_out(self, probes: Batch | Frames) -> None:
+    def leave_out(self, probes: Batch) -> None:
         """Count batches whose probes are not compared."""
         self.found.uncompared_batches += self._enter(probes)
 
@@ -407,22 +407,18 @@ class _Tally:
         if found.divergence is None:
             found.divergence = difference.keep(found.rank)
 
-    def _enter(self, probes: Batch | Frames) -> int:
-        """Return how many batches begin with some probes."""
+    def _enter(self, probes: Batch) -> bool:
+        """Return whether a batch begins with some probes."""
         known, self.batch = self.batch, (probes.epoch, probes.batch)
-        count = int(self.batch != known)
-        if isinstance(probes, Frames):
-            count += probes.count - 1
-            self.batch = (probes.epoch, probes.batch + probes.batches * (probes.count - 1))
-        return count
+        return self.batch != known
 
-    def _count_batch(self, one: Item, other: Batch | Frames) -> Divergence | None:
+    def _count_batch(self, one: Item, other: Batch) -> Divergence | None:
         found = self.found
         found.batches += self._enter(other)
         if one is other:
             found.places += other.size
             return None
-        assert isinstance(one, Batch) and isinstance(other, Batch), "frames come if equal"  # noqa: PT018
+        assert isinstance(one, Batch), "its counterpart is one"
         compared = batch_difference(one, other)
         found.places += compared.compared
         for side, run in (("only_expected", "actual"), ("only_actual", "expected")):
@@ -453,7 +449,7 @@ def _compare_rank(
     for one, other in align_records(*files):
         found = None
         item = other if one is None else one
-        if not probes and isinstance(item, Batch | Frames):
+        if not probes and isinstance(item, Batch):
             tally.leave_out(item)
             continue
         if one is not None and other is not None:

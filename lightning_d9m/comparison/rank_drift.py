@@ -10,7 +10,7 @@ from lightning_d9m.comparison.differences import (
     record_difference,
 )
 from lightning_d9m.ledger.folder import Ledger
-from lightning_d9m.ledger.format.frames import Batch, Frames
+from lightning_d9m.ledger.format.frames import Batch
 from lightning_d9m.ledger.format.records import Digests, End, RankDrift
 from lightning_d9m.ledger.stack import PIPELINE_STAGES, SHARDED_PARAMETERS
 
@@ -88,8 +88,6 @@ def _compare_ranks(
                     for entry in (found.places if found else ())
                     if _must_be_equal(entry) or _is_known_entry(entry, other, known)
                 ]
-            elif isinstance(other, Frames) and not sharded:  # equal on both ranks
-                comparable |= _list_kinds(next(other.split()).as_batch())
             elif isinstance(one, Batch) and isinstance(other, Batch):
                 found = None if one is other else batch_difference(one, other)
                 differing = found.places if found else ()

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from lightning_d9m.comparison.differences import Divergence
 from lightning_d9m.comparison.weight_distance import DistanceSeries
-from lightning_d9m.ledger.format.frames import Batch, Frames
+from lightning_d9m.ledger.format.frames import Batch
 from lightning_d9m.ledger.format.records import Digests
 from lightning_d9m.ledger.keys import Item, describe_record
 from lightning_d9m.ledger.kinds import ROOT
@@ -192,11 +192,7 @@ class Timeline:
     ) -> None:
         """Count a pair of records; a ``RecordObserver``."""
         item = one or other
-        if isinstance(item, Frames):
-            for frame in item.split():
-                batch = frame.as_batch()
-                self.watch(rank, batch, batch, None)
-        elif isinstance(item, Batch):
+        if isinstance(item, Batch):
             self._note_epoch(item.epoch, item.step)
             self._take_batch(rank, item, alone=one is None or other is None, found=found)
         elif isinstance(item, Digests):

@@ -203,7 +203,8 @@ def test_positions_count_through_the_parts_of_a_batch(runs):
     """Also where the first parts are equal."""
     one = runs.write(edit=traced(range(2), part=3))
     other = runs.write(edit=traced(range(1), part=3).add(1, part=3, changed=PLACES[5:6]))
-    assert compare(one, other).divergence.position == 5
+    found = compare(one, other).divergence
+    assert (found.position, found.compared) == (5, 7)
 
 
 def test_layouts_of_the_same_number_may_differ(runs):
