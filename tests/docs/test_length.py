@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[2]
 GENERATED = {"commands.md", "errors.md", "ledger-fields.md", "ops.md"}
 MOST_WORDS = 20_000
 # A page of GitHub on a screen of 1280 by 900 pixels: the column's width, the height of a line, the
-# characters in it, and the space below a paragraph. Chromium shows the README so in 774 pixels.
+# characters in it, and the space below a paragraph. Chromium shows the README so in 877 pixels.
 SCREEN, COLUMN, LINE, CHARACTERS, SPACE = 900, 838, 24, 95, 16
 TITLE = 66
 
@@ -52,6 +52,7 @@ def test_what_and_the_failing_run_and_its_line_are_on_the_first_screen_of_the_re
     assert measure_first_screen(page, lambda name: (ROOT / name).read_text()) <= SCREEN
     picture = (ROOT / "docs/images/terminal.svg").read_text().replace("&#160;", " ")
     assert "d9m repeat" in picture
+    assert "values recorded there" in picture  # as output/locate_text.py says it today
     assert "np.random.default_rng()" in picture
 
 
