@@ -215,7 +215,11 @@ class Comparison:
 
     @property
     def divergences(self) -> list[Divergence]:
-        """The first divergence of each rank that has one, earliest first."""
+        """The first divergence of each rank that has one, earliest first.
+
+        Within a rank the order of execution decides: that of the records in the file, and within a
+        batch that of the places in the earlier run. A place that only one run has is none.
+        """
         found = [rank.divergence for rank in self.ranks if rank.divergence is not None]
         return sorted(found, key=lambda entry: entry.when)
 
@@ -240,23 +244,6 @@ def compare(
         run if isinstance(run, Ledger) else read_ledger(run) for run in (expected, actual)
     )
     return compare_ledgers(one, other)
-
-
-def first_divergences(expected: Ledger, actual: Ledger) -> list[Divergence]:
-    """Return the first divergence of each rank that has one, the earliest first.
-
-    Within a rank the order of execution decides: the order of the records in the file, and within a
-    batch the order of the places in the earlier run. A place that only one run has is not a
-    divergence; it is counted in ``RankComparison`` and listed in ``Divergence.one_sided``.
-
-    An empty list does not mean that the runs are equal: they may be incomparable, or one may end
-    early. ``compare_ledgers(...).verdict`` tells these apart; the comparison also has these
-    divergences.
-
-    Raises:
-        LedgerError: If a record of either is malformed or was edited.
-    """
-    return compare_ledgers(expected, actual).divergences
 
 
 def compare_ledgers(

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from ledger_runs import as_schema_1, write_lines
 
 from lightning_d9m.comparison.causes import earliest_divergences
-from lightning_d9m.comparison.ledgers import compare_ledgers, first_divergences
+from lightning_d9m.comparison.ledgers import compare_ledgers
 from lightning_d9m.errors import LedgerError
 from lightning_d9m.ledger.folder import read_ledger
 from lightning_d9m.ledger.format.records import Header
@@ -95,7 +95,7 @@ def test_the_first_divergence_is_first_in_order_of_execution(runs):
     changed = {PLACES[6], PLACES[3]}
     actual = traced(range(2)).add(2, changed=changed).add(3, changed=set(PLACES))
     one, other = runs.write(edit=traced(range(4))), runs.write(edit=actual)
-    (found,) = first_divergences(read_ledger(one), read_ledger(other))
+    (found,) = compare_ledgers(read_ledger(one), read_ledger(other)).divergences
     assert (found.rank, found.moment, found.epoch, found.step, found.batch) == (0, "batch", 0, 2, 2)
     assert (found.kind, found.name, found.call, found.position) == ("output", "layers.0", 1, 3)
     assert (found.expected, found.actual) == (digest_of(PLACES[3], (0, 2)), "f" * 32)
@@ -119,7 +119,7 @@ def test_each_rank_has_its_own(runs):
 
     one = runs.write(world_size=2, edit=traced(range(4)))
     other = runs.write(world_size=2, edit=drift)
-    found = first_divergences(read_ledger(one), read_ledger(other))
+    found = compare_ledgers(read_ledger(one), read_ledger(other)).divergences
     assert [(entry.rank, entry.batch) for entry in found] == [(1, 2), (0, 3)]
 
 
@@ -151,7 +151,7 @@ def test_of_one_batch_the_earlier_kind_comes_first(runs):
         Tracer().add(0, places=PLACES[rank:])(rank, records)
 
     one, other = (read_ledger(runs.write(world_size=2, edit=edit)) for edit in (straight, drift))
-    found = first_divergences(one, other)
+    found = compare_ledgers(one, other).divergences
     assert [(entry.rank, entry.kind) for entry in found] == [(1, "loss"), (0, "gradient")]
 
 
@@ -179,7 +179,7 @@ def test_all_entries_of_a_record_that_differs_are_listed(runs):
         records[3]["loss"] = None
 
     one, other = runs.write(), runs.write(edit=drift)
-    (found,) = first_divergences(read_ledger(one), read_ledger(other))
+    (found,) = compare_ledgers(read_ledger(one), read_ledger(other)).divergences
     assert [(p.position, p.kind, p.name, p.actual) for p in found.places] == [
         (0, "weights", "layers.2.weight", "f" * 32),
         (1, "weights", "layers.9", "e" * 32),
@@ -194,7 +194,7 @@ def test_an_earlier_digest_comes_before_a_later_probe(runs):
         records[2]["groups"]["weights"]["layers.0.bias"] = "f" * 32
 
     one, other = runs.write(edit=traced(range(3))), runs.write(edit=drift)
-    (found,) = first_divergences(read_ledger(one), read_ledger(other))
+    (found,) = compare_ledgers(read_ledger(one), read_ledger(other)).divergences
     assert (found.moment, found.kind, found.name) == ("initial", "weights", "layers.0.bias")
     assert (found.batch, [place.name for place in found.places]) == (None, ["layers.0.bias"])
 
