@@ -106,7 +106,7 @@ def _join_batches(reader: RankReader) -> Iterator[bytes | Batch]:
             before, size, parts = before + size, 0, []
         for frame in frames:
             found = (frame.epoch, frame.batch)
-            if parts and (found != current or size >= _PART_PLACES):
+            if parts and (found != current or frame.step != parts[0].step or size >= _PART_PLACES):
                 yield _join(parts, before)
                 before, size, parts = before + size, 0, []
             before = before if found == current else 0
