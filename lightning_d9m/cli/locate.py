@@ -38,9 +38,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="seed and record, but leave the determinism settings alone: shows what differs "
         "without lightning_d9m",
     )
-    parser.add_argument(  # deprecated: its earlier name
-        "--without-recipe", action="store_true", dest="no_determinism", help=argparse.SUPPRESS
-    )
     parser.add_argument(
         "--tries",
         type=whole_number(1),
