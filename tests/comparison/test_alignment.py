@@ -282,6 +282,32 @@ def test_any_traces(tmp_path_factory, orders, part, changed):
     assert sum(one.size for _, one, other, _ in seen if one and other) == rank.places
 
 
+RECORDS = st.dictionaries(st.tuples(st.integers(0, 3), st.sampled_from("abc")), st.integers(0, 1))
+
+
+@given(RECORDS, RECORDS, st.randoms(use_true_random=False))
+@settings(max_examples=60, deadline=None)
+def test_any_records_of_a_kind_that_is_not_known(tmp_path_factory, one, other, draws):
+    """By step and name, within a step in any order, as threads may write them."""
+    folder, paths = tmp_path_factory.mktemp("pair"), []
+    for number, run in enumerate((one, other)):
+        keys = draws.sample(sorted(run), len(run))
+        tracer = Tracer()
+        tracer.records = [
+            {"kind": "probe", "epoch": 0, "step": step, "name": name, "x": run[step, name]}
+            for step, name in sorted(keys, key=lambda key: key[0])
+        ]
+        paths.append(write_trace(folder / f"{number}.jsonl", tracer))
+    rank = compare(*paths)
+    both = one.keys() & other.keys()
+    differing = [key for key in both if one[key] != other[key]]
+    assert (rank.records, rank.differing) == (len(both), len(differing))
+    assert (rank.divergence is None) == (not differing)
+    assert not differing or rank.divergence.step == min(differing)[0]
+    alone = (len(one.keys() - both), len(other.keys() - both))
+    assert (rank.only_expected.count, rank.only_actual.count) == alone
+
+
 class TestSchema1:
     """Ledgers whose probes are text are read to the same contents."""
 
