@@ -228,9 +228,7 @@ def find_cause(comparison: Comparison, *, batches_seen: bool = False) -> Cause:
         return _CAUSES["stack"]
     found = earliest_divergences(comparison)
     if not found:
-        alone = [
-            side for rank in comparison.ranks for side in (rank.only_expected, rank.only_actual)
-        ]
+        alone = [side.records for rank in comparison.ranks for side in (rank.expected, rank.actual)]
         longer = any(side.count for side in alone)
         return _CAUSES["length" if longer else "unknown"]
     name = _cause_of(found, len(comparison.ranks), batches_seen=batches_seen)

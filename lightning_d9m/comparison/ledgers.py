@@ -43,11 +43,46 @@ class OneSided:
         first: Description of the first of them; empty if there is none.
     """
 
-    count: int
-    first: str
+    count: int = 0
+    first: str = ""
+
+    def add(self, count: int, first: str) -> "OneSided":
+        """Return these and further records."""
+        return OneSided(self.count + count, self.first or first)
 
 
-NONE = OneSided(0, "")
+@dataclass(slots=True)
+class Side:
+    """One of two runs: what only its file of a rank has, and how the file ends.
+
+    Attributes:
+        records: Records that the other run does not have.
+        places: Places, in batches of both, that the other run does not have.
+        complete: Whether the run wrote its last record; a killed run does not.
+        truncated: Whether its last record is torn and was skipped.
+        breaks: Where the run was interrupted and resumed.
+    """
+
+    records: OneSided = OneSided()
+    places: OneSided = OneSided()
+    complete: bool = False
+    truncated: bool = False
+    breaks: tuple[Break, ...] = ()
+
+    @property
+    def alone(self) -> int:
+        """Number of records and places that the other run does not have."""
+        return self.records.count + self.places.count
+
+    def as_json(self, name: str) -> dict[str, object]:
+        """Return the facts as JSON types, under the name of the run."""
+        return {
+            f"only_{name}": asdict(self.records),
+            f"only_{name}_places": asdict(self.places),
+            f"{name}_complete": self.complete,
+            f"{name}_truncated": self.truncated,
+            f"{name}_breaks": [asdict(one) for one in self.breaks],
+        }
 
 
 @dataclass(slots=True)
@@ -60,25 +95,17 @@ class RankComparison:
         digests: Number of these that hold digests of the training's state.
         epochs: Number of these that are the end of an epoch.
         differing: Number of pairs that differ.
-        only_expected: Records that only the earlier run has.
-        only_actual: Records that only the later run has.
-        expected_complete: Whether the earlier run wrote its last record; a killed run does not.
-        actual_complete: Whether the later run did.
-        expected_truncated: Whether the earlier run's last record is torn and was skipped.
-        actual_truncated: Whether the later run's is.
+        expected: What only the earlier run has.
+        actual: What only the later run has.
         batches: Number of batches whose probes were compared.
         differing_batches: Number of them that differ.
         uncompared_batches: Number of batches whose probes were not compared, because logical ranks
             ran on different numbers of processes.
         places: Number of places (probes) that were compared.
         differing_places: Number of them that differ.
-        only_expected_places: Places, in batches of both, that only the earlier run has.
-        only_actual_places: Places, in batches of both, that only the later run has.
         groups: The groups of digests, kinds of probes and of records in which something differs, as
             long as no state of the training does.
         divergence: The first divergence; None if all pairs agree.
-        expected_breaks: Where the earlier run was interrupted and resumed.
-        actual_breaks: Where the later run was.
     """
 
     rank: int
@@ -86,31 +113,25 @@ class RankComparison:
     digests: int = 0
     epochs: int = 0
     differing: int = 0
-    only_expected: OneSided = NONE
-    only_actual: OneSided = NONE
-    expected_complete: bool = False
-    actual_complete: bool = False
-    expected_truncated: bool = False
-    actual_truncated: bool = False
+    expected: Side = field(default_factory=Side)
+    actual: Side = field(default_factory=Side)
     batches: int = 0
     differing_batches: int = 0
     uncompared_batches: int = 0
     places: int = 0
     differing_places: int = 0
-    only_expected_places: OneSided = NONE
-    only_actual_places: OneSided = NONE
     groups: tuple[str, ...] = ()
     divergence: Divergence | None = None
-    expected_breaks: tuple[Break, ...] = ()
-    actual_breaks: tuple[Break, ...] = ()
 
     def as_json(self) -> dict[str, object]:
         """Return the comparison as JSON types; the names are those of the attributes."""
         found = self.divergence
-        return asdict(replace(self, divergence=None)) | {
+        facts = asdict(replace(self, divergence=None)) | {
             "first": None if found is None else found.summarize(),
             "divergence": None if found is None else found.as_json(),
         }
+        del facts["expected"], facts["actual"]
+        return facts | self.expected.as_json("expected") | self.actual.as_json("actual")
 
     @property
     def trained_alike(self) -> bool:
@@ -120,23 +141,16 @@ class RankComparison:
     @property
     def cut_off(self) -> bool:
         """Whether one file is the beginning of the other, because its run was ended early."""
-        expected_longer = self.only_expected.count + self.only_expected_places.count
-        actual_longer = self.only_actual.count + self.only_actual_places.count
-        if self.differing or self.differing_places or (expected_longer and actual_longer):
+        both = self.expected.alone and self.actual.alone
+        if self.differing or self.differing_places or both:
             return False
-        return not (self.actual_complete if expected_longer else self.expected_complete)
+        return not (self.actual if self.expected.alone else self.expected).complete
 
     @property
     def equal(self) -> bool:
         """Whether both files have the same contents."""
-        one_sided = (
-            self.only_expected,
-            self.only_actual,
-            self.only_expected_places,
-            self.only_actual_places,
-        )
         differing = self.differing or self.differing_places
-        return not differing and not any(found.count for found in one_sided)
+        return not (differing or self.expected.alone or self.actual.alone)
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,8 +210,8 @@ class Comparison:
     def extent(self) -> Literal["logged values", "evaluations", "training"]:
         """The most that differs: the first two only if the runs have the same records."""
         alone = (self.ranks_only_expected, self.ranks_only_actual)
-        sides = [(rank.only_expected, rank.only_actual) for rank in self.ranks]
-        longer = any(one.count or other.count for one, other in sides)
+        sides = [side for rank in self.ranks for side in (rank.expected, rank.actual)]
+        longer = any(side.records.count for side in sides)
         if any(alone) or longer or not all(rank.trained_alike for rank in self.ranks):
             return "training"
         logged = all(LOGGED.issuperset(rank.groups) for rank in self.ranks)
@@ -381,11 +395,6 @@ class _Tally:
         """Count batches whose probes are not compared."""
         self.found.uncompared_batches += self._enter(probes)
 
-    def count_alone(self, side: str, count: int, first: str) -> None:
-        """Count what only one run has."""
-        known: OneSided = getattr(self.found, side)
-        setattr(self.found, side, OneSided(known.count + count, known.first or first))
-
     def _note(self, difference: Divergence) -> None:
         """Note the groups in which something differs, and the first difference."""
         found = self.found
@@ -408,11 +417,11 @@ class _Tally:
         assert isinstance(one, Batch), "its counterpart is one"
         compared = batch_difference(one, other)
         found.places += compared.compared
-        for side, run in (("only_expected", "actual"), ("only_actual", "expected")):
+        for side, run in ((found.expected, "actual"), (found.actual, "expected")):
             if places := [place for place in compared.one_sided if getattr(place, run) is None]:
                 name = f"{places[0].kind} {name_call(places[0].name, places[0].call)}"
                 where = f"{escape(name)} in {compared.where}"
-                self.count_alone(f"{side}_places", len(places), where)
+                side.places = side.places.add(len(places), where)
         if compared.count:
             found.differing_batches += self.batch != self.differing_batch
             self.differing_batch = self.batch
@@ -443,19 +452,16 @@ def _compare_rank(
             found = tally.count(one, other)
             if tally.refusals:
                 break
-        elif one is not None:
-            tally.count_alone("only_expected", 1, describe_record(one))
-        elif other is not None:
-            tally.count_alone("only_actual", 1, describe_record(other))
+        elif item is not None:
+            side = result.actual if one is None else result.expected
+            side.records = side.records.add(1, describe_record(item))
         if watch is not None:
             watch(rank, one, other, found)
         done = result.records + result.places
         if done - ticked > _TICK:
             ticked = done
             progress(done)
-    result.expected_complete, result.actual_complete = (file.complete for file in files)
-    result.expected_truncated, result.actual_truncated = (file.truncated for file in files)
-    result.expected_breaks, result.actual_breaks = (
-        tuple(file.breaks) if isinstance(file, LineageReader) else () for file in files
-    )
+    for side, file in zip((result.expected, result.actual), files, strict=True):
+        side.complete, side.truncated = file.complete, file.truncated
+        side.breaks = tuple(file.breaks) if isinstance(file, LineageReader) else ()
     return result, tally.refusals

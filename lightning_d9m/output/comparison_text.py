@@ -193,32 +193,15 @@ def _list_one_sided(rank: RankComparison) -> Iterator[str]:
             "each process, and the runs have different numbers of processes. Compare runs on "
             "equally many."
         )
-    for name, found, places, breaks, complete, truncated in (
-        (
-            "the reference",
-            rank.only_expected,
-            rank.only_expected_places,
-            rank.expected_breaks,
-            rank.expected_complete,
-            rank.expected_truncated,
-        ),
-        (
-            "this run",
-            rank.only_actual,
-            rank.only_actual_places,
-            rank.actual_breaks,
-            rank.actual_complete,
-            rank.actual_truncated,
-        ),
-    ):
-        if found.count:
-            yield (f"only {name} has {pluralize(found.count, 'record')}, the first {found.first}.")
-        if places.count:
+    for name, side in (("the reference", rank.expected), ("this run", rank.actual)):
+        if found := side.records.count:
+            yield f"only {name} has {pluralize(found, 'record')}, the first {side.records.first}."
+        if found := side.places.count:
             yield (
-                f"only {name} has {pluralize(places.count, 'probe')} in batches of both, "
-                f"the first {places.first}."
+                f"only {name} has {pluralize(found, 'probe')} in batches of both, "
+                f"the first {side.places.first}."
             )
-        for found_break in breaks:
+        for found_break in side.breaks:
             problem = (found_break.problem or "").removesuffix(".")
             problem = f"; {escape(problem, _LONGEST)}" if problem else ""
             yield (
@@ -227,8 +210,8 @@ def _list_one_sided(rank: RankComparison) -> Iterator[str]:
             )
             for reason in found_break.inexact:
                 yield f"{name} was not resumed exactly there: {escape(reason, _LONGEST)}"
-        if not complete:
-            torn = "; its torn last record was left out" if truncated else ""
+        if not side.complete:
+            torn = "; its torn last record was left out" if side.truncated else ""
             yield f"{name} was ended before it finished its ledger{torn}."
 
 

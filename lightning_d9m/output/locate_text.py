@@ -92,7 +92,10 @@ def _describe_moment(found: "SearchResult") -> Iterator[str]:
     if found.divergences or pair.comparison.refusals:
         return
     for rank in pair.comparison.ranks:
-        for side, alone in (("reference", rank.only_expected), ("this run", rank.only_actual)):
+        for side, alone in (
+            ("reference", rank.expected.records),
+            ("this run", rank.actual.records),
+        ):
             if alone.count:
                 yield (
                     f"  rank {rank.rank}, {side} alone: {alone.count:,} records, from "

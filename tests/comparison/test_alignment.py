@@ -225,8 +225,8 @@ def test_traces_of_different_length(runs):
     """What only one has is counted, the rest compared."""
     rank = compare(runs.write(edit=traced(range(6))), runs.write(edit=traced(range(2, 9))))
     assert (rank.batches, rank.differing_places) == (4, 0)
-    assert (rank.only_expected.count, rank.only_actual.count) == (2, 3)
-    assert rank.only_actual.first == "batch 6 of epoch 0 (step 6)"
+    assert (rank.expected.records.count, rank.actual.records.count) == (2, 3)
+    assert rank.actual.records.first == "batch 6 of epoch 0 (step 6)"
     assert not rank.equal
 
 
@@ -236,8 +236,8 @@ def test_places_of_one_run_alone(runs):
     more = [*PLACES, ("monitor", "mine", 0)]
     one = runs.write(edit=traced(range(3), places=fewer, changed=PLACES[6:]))
     rank = compare(one, runs.write(edit=traced(range(3), places=more)))
-    assert (rank.only_expected_places.count, rank.only_actual_places.count) == (0, 6)
-    assert rank.only_actual_places.first == "output layers.1 in batch 0 of epoch 0 (step 0)"
+    assert (rank.expected.places.count, rank.actual.places.count) == (0, 6)
+    assert rank.actual.places.first == "output layers.1 in batch 0 of epoch 0 (step 0)"
     assert (rank.places, rank.differing_places) == (18, 3)
     assert [place.name for place in rank.divergence.one_sided] == ["layers.1", "mine"]
 
@@ -305,7 +305,7 @@ def test_any_records_of_a_kind_that_is_not_known(tmp_path_factory, one, other, d
     assert (rank.divergence is None) == (not differing)
     assert not differing or rank.divergence.step == min(differing)[0]
     alone = (len(one.keys() - both), len(other.keys() - both))
-    assert (rank.only_expected.count, rank.only_actual.count) == alone
+    assert (rank.expected.records.count, rank.actual.records.count) == alone
 
 
 class TestSchema1:
@@ -415,6 +415,10 @@ def test_resumed_traces_are_read_as_one(tmp_path):
                 writer.write(record)
         parent = folder
     rank = compare(write_trace(tmp_path / "straight.jsonl", straight), parent)
-    assert (rank.differing_places, rank.only_expected.count, rank.only_actual.count) == (0, 0, 0)
+    assert (rank.differing_places, rank.expected.records.count, rank.actual.records.count) == (
+        0,
+        0,
+        0,
+    )
     assert (rank.batches, rank.places) == (6, 2 * (7 + 4 + 7))
-    assert [found.epoch for found in rank.actual_breaks] == [1, 2]
+    assert [found.epoch for found in rank.actual.breaks] == [1, 2]

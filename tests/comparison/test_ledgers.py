@@ -45,8 +45,8 @@ class TestEqual:
         assert comparison.first is None
         (rank,) = comparison.ranks
         assert (rank.records, rank.digests, rank.epochs, rank.differing) == (7, 5, 3, 0)
-        assert rank.expected_complete
-        assert rank.actual_complete
+        assert rank.expected.complete
+        assert rank.actual.complete
 
     def test_an_error_in_other_words(self, runs):
         """That a run failed is evidence, the words are not."""
@@ -262,9 +262,9 @@ class TestOneSided:
         (rank,) = compare(runs.write(epochs=5), runs.write(epochs=3)).ranks
         assert rank.differing == 0
         assert rank.epochs == 3
-        assert (rank.only_expected.count, rank.only_actual.count) == (3, 1)
-        assert rank.only_expected.first == "epoch 3 (step 92)"
-        assert rank.only_actual.first == "the final state (epoch 2, step 69)"
+        assert (rank.expected.records.count, rank.actual.records.count) == (3, 1)
+        assert rank.expected.records.first == "epoch 3 (step 92)"
+        assert rank.actual.records.first == "the final state (epoch 2, step 69)"
         assert not rank.equal
 
     @pytest.mark.parametrize("torn", [False, True])
@@ -279,9 +279,12 @@ class TestOneSided:
         assert comparison.verdict == "incomplete"
         assert compare(other, one).verdict == "incomplete"
         assert not comparison.equal
-        assert (rank.expected_complete, rank.actual_complete) == (True, False)
-        assert (rank.expected_truncated, rank.actual_truncated) == (False, torn)
-        assert (rank.only_expected.count, rank.only_expected.first) == (3, "epoch 2 (step 69)")
+        assert (rank.expected.complete, rank.actual.complete) == (True, False)
+        assert (rank.expected.truncated, rank.actual.truncated) == (False, torn)
+        assert (rank.expected.records.count, rank.expected.records.first) == (
+            3,
+            "epoch 2 (step 69)",
+        )
 
     def test_one_was_killed_and_differs(self, runs):
         """Being cut off excuses no difference."""
@@ -293,7 +296,7 @@ class TestOneSided:
     def test_a_record_in_the_middle(self, runs):
         """The records after it still find their counterparts."""
         (rank,) = compare(runs.write(edit=lambda _, records: records.pop(4)), runs.write()).ranks
-        assert (rank.only_expected.count, rank.only_actual.first) == (0, "epoch 1 (step 46)")
+        assert (rank.expected.records.count, rank.actual.records.first) == (0, "epoch 1 (step 46)")
         assert (rank.records, rank.differing) == (6, 0)
 
     def test_ranks(self, runs):
@@ -413,7 +416,7 @@ class TestUnknownKinds:
 
         assert compare(runs.write(edit=notes("ab")), runs.write(edit=notes("ba"))).equal
         (rank,) = compare(runs.write(edit=notes("ab")), runs.write(edit=notes("b"))).ranks
-        assert (rank.only_expected.count, rank.only_expected.first) == (1, "note name a")
+        assert (rank.expected.records.count, rank.expected.records.first) == (1, "note name a")
 
     def test_the_same_key_several_times(self, runs):
         def calls(digits):
@@ -446,14 +449,14 @@ class TestUnknownKinds:
             return lambda _, records: records.insert(3, {"kind": "v", "name": name, "step": "x"})
 
         one, other = runs.write(edit=odd(["a"])), runs.write(edit=odd({"b": 1}))
-        assert compare(one, other).ranks[0].only_actual.count == 1
+        assert compare(one, other).ranks[0].actual.records.count == 1
 
     def test_memory_is_bounded(self, runs, monkeypatch):
         monkeypatch.setattr(alignment, "_KEPT_BYTES", 2000)
         names = [f"n{number}" for number in range(300)]
         one, other = (runs.write(edit=self.probes(order)) for order in (names, names[::-1]))
         (rank,) = compare(one, other).ranks
-        assert rank.only_expected.count == rank.only_actual.count > 0
+        assert rank.expected.records.count == rank.actual.records.count > 0
         assert rank.differing == 0
 
     def test_long_ledgers_are_streamed(self, runs, tmp_path):
@@ -474,7 +477,7 @@ class TestUnknownKinds:
             (rank,) = compare(*paths).ranks
             peaks.append(tracemalloc.get_traced_memory()[1])
             tracemalloc.stop()
-            assert rank.only_expected.count == count // 2
+            assert rank.expected.records.count == count // 2
         assert peaks[1] < peaks[0] + 200_000
 
 
@@ -492,11 +495,11 @@ def test_a_moment_that_a_later_version_adds(runs):
         return edit
 
     (rank,) = compare(runs.write(edit=steps({3})), runs.write(edit=steps({5}))).ranks
-    assert (rank.only_expected.first, rank.only_actual.first) == (
+    assert (rank.expected.records.first, rank.actual.records.first) == (
         "step, epoch 0 (step 5)",
         "step, epoch 0 (step 3)",
     )
-    assert (rank.only_expected.count, rank.only_actual.count, rank.differing) == (1, 1, 0)
+    assert (rank.expected.records.count, rank.actual.records.count, rank.differing) == (1, 1, 0)
 
 
 @pytest.mark.parametrize(

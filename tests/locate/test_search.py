@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from lightning_d9m.comparison.differences import Divergence, FieldDifference, PlaceDifference
+from lightning_d9m.comparison.ledgers import OneSided, Side
 from lightning_d9m.locate import op_evidence, source_scan
 from lightning_d9m.locate import search as search_module
 from lightning_d9m.locate.op_evidence import SampleComparison, find_patch
@@ -343,10 +344,8 @@ def test_a_different_stack_is_shown_and_ends_the_search():
 
 def test_records_that_only_one_run_has_are_reported():
     longer = pair()
-    alone = SimpleNamespace(count=9, first="epoch 2")
-    rank = SimpleNamespace(
-        rank=0, divergence=None, only_expected=SimpleNamespace(count=0), only_actual=alone
-    )
+    alone = Side(OneSided(9, "epoch 2"))
+    rank = SimpleNamespace(rank=0, divergence=None, expected=Side(), actual=alone)
     longer.differs, longer.comparison.ranks = True, [rank]
     found, looks = search(longer)
     assert (found.cause.kind, len(looks)) == ("length", 1)
