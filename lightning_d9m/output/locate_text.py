@@ -92,13 +92,10 @@ def _describe_moment(found: "SearchResult") -> Iterator[str]:
     if found.divergences or pair.comparison.refusals:
         return
     for rank in pair.comparison.ranks:
-        for side, alone in (
-            ("reference", rank.expected.records),
-            ("this run", rank.actual.records),
-        ):
-            if alone.count:
+        for name, side in (("reference", rank.expected), ("this run", rank.actual)):
+            if (alone := side.records).count:
                 yield (
-                    f"  rank {rank.rank}, {side} alone: {alone.count:,} records, from "
+                    f"  rank {rank.rank}, {name} alone: {alone.count:,} records, from "
                     f"{escape(alone.first)}"
                 )
 
