@@ -232,7 +232,7 @@ class Comparison:
         """The first divergence of each rank that has one, earliest first.
 
         Within a rank the order of execution decides: that of the records in the file, and within a
-        batch that of the places in the earlier run. A place that only one run has is none.
+        batch that of the places in the earlier run. Places that only one run has do not count.
         """
         found = [rank.divergence for rank in self.ranks if rank.divergence is not None]
         return sorted(found, key=lambda entry: entry.when)
