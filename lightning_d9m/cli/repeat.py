@@ -262,10 +262,14 @@ def _compare_printed(output: Path) -> str:
 
 
 def _read_printed(log: Path) -> list[str]:
-    """Return the lines of a log without those with times, sizes, addresses and progress."""
+    """Return the lines of a log without those with times, sizes, addresses and progress.
+
+    Blanks do not count: a progress bar writes them over itself.
+    """
     with log.open(errors="replace") as file:
         text = file.read(_MOST_PRINTED).replace(log.parent.name, "run")
-    return [line for line in text.splitlines() if not _VARIES.search(line)]
+    lines = map(str.strip, text.splitlines())
+    return [line for line in lines if line and not _VARIES.search(line)]
 
 
 def _check_arguments(arguments: argparse.Namespace) -> None:

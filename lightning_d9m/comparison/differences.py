@@ -118,7 +118,7 @@ class PlaceDifference(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Divergence:
-    """How a record, or the probes of a batch, differs from its counterpart.
+    """The difference between a record, or the probes of a batch, and its counterpart.
 
     Attributes:
         rank: The rank.

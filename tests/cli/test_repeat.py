@@ -151,6 +151,7 @@ def test_files_that_carry_a_difference_from_run_to_run_are_named(repeat):
         ('"accuracy", run', True),
         ('"took", run, "s"', False),
         ('"the same"', False),
+        ('" " * run + "\\n" * run', False),  # a progress bar that was wiped away
     ],
 )
 def test_equal_fits_of_a_program_that_prints_other_results(repeat, printed, noted):

@@ -99,7 +99,7 @@ def use_full_folder(g):
 
 def repeat_what_fails(g):
     g.refuse(g.module, "run_once", import_module(f"{PREFIX}errors").CommandError("why"))
-    plans = [g.module.PlannedRun(["false"], "run 1 of 2")]
+    plans = [g.module._Plan(["false"], "run 1 of 2")]
     g.module._repeat(plans, g.folder, None, FileWatch([], g.folder))
 
 

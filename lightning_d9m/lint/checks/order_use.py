@@ -1,4 +1,4 @@
-"""How the order of an iterable affects the code that uses it."""
+"""The effect of the order of an iterable on the code that uses it."""
 
 import ast
 from collections.abc import Iterable
