@@ -19,7 +19,10 @@ checkpoints = Path(os.environ.get("LIGHTNING_D9M_CHECKPOINT_DIR", ""))
 survey = []
 
 def train(value=7, *, stack=None, settings=None, obeys=True):
-    """Leave the ledger of one fit, and return its path; only rank 0 does."""
+    """Leave the ledger of one fit, and return its path; only rank 0 does.
+
+    The weights have one value, or an iterable gives that of each epoch.
+    """
     if rank:
         return None
     path = rank_path(create_ledger_folder(ledgers), 0)
@@ -33,9 +36,13 @@ def train(value=7, *, stack=None, settings=None, obeys=True):
             os.kill(os.getpid(), signal.SIGKILL)
         if request == "survey" and survey:
             (checkpoints / "survey").write_text(json.dumps(survey))
-        digest = f"{value:032x}"
-        for moment in ("initial", "epoch", "final"):
-            ledger.write(Digests(moment=moment, epoch=0, step=0, totals={"weights": digest},
+        moments = [(moment, value) for moment in ("initial", "epoch", "final")]
+        if not isinstance(value, int):
+            moments = (("epoch", own) for own in value)
+        for number, (moment, own) in enumerate(moments):
+            epoch = 0 if isinstance(value, int) else number
+            digest = f"{own:032x}"
+            ledger.write(Digests(moment=moment, epoch=epoch, step=epoch, totals={"weights": digest},
                                  groups={"weights": {"w": digest}},
                                  loss=(0.1).hex()).as_record())
         ledger.write(End(status="finished").as_record())
