@@ -26,7 +26,7 @@ from torch.nn import functional as nnf
 from lightning_d9m import deterministic
 from lightning_d9m.audit.ops.case import Inputs
 from lightning_d9m.comparison.numeric_difference import SpreadMeter
-from lightning_d9m.output.markdown import markdown_table, short
+from lightning_d9m.output.columns import markdown_table, short
 from lightning_d9m.patches.registration import patches_applied
 
 Call = Callable[[], Tensor]

@@ -1,10 +1,10 @@
 from . import probe as probe
 from .audit.inference.fixed_batch import FixedShape as FixedShape
 from .audit.inference.fixed_batch import PerSample as PerSample
+from .comparison.differences import Divergence as Divergence
+from .comparison.ledgers import Comparison as Comparison
+from .comparison.ledgers import compare as compare
 from .comparison.numeric_difference import SpreadMeter as SpreadMeter
-from .comparison.result import Comparison as Comparison
-from .comparison.result import Divergence as Divergence
-from .comparison.runs import compare as compare
 from .control.session import Session as Session
 from .control.session import deterministic as deterministic
 from .control.session import enable as enable

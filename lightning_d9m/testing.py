@@ -15,8 +15,7 @@ from lightning_d9m.control.settings import Settings
 from lightning_d9m.errors import NotBitExactError, SettingError
 from lightning_d9m.hashing.digest import digest_value
 from lightning_d9m.hashing.training_state import take_snapshot
-from lightning_d9m.launch.fit_pairs import pair_fits
-from lightning_d9m.launch.run import LEDGER_VARIABLE
+from lightning_d9m.launch.run import LEDGER_VARIABLE, pair_fits
 from lightning_d9m.ledger.folder import list_fits, read_ledger
 from lightning_d9m.output.comparison_text import format_comparison
 from lightning_d9m.text import describe_pair

@@ -14,11 +14,10 @@ from lightning_d9m.errors import LedgerError, SettingError
 from lightning_d9m.history.bundle import Manifest, find_located, open_bundle, write_bundle
 from lightning_d9m.ledger.folder import Ledger
 from lightning_d9m.output.bundle_text import format_bundle, name_sides
+from lightning_d9m.output.columns import format_markdown
 from lightning_d9m.output.comparison_text import state_verdict
 from lightning_d9m.output.html_page import render_page
-from lightning_d9m.output.markdown import format_markdown
-from lightning_d9m.output.next_steps import find_command, format_next_steps
-from lightning_d9m.output.terminal import print_lines, wrap
+from lightning_d9m.output.terminal import find_command, format_next_steps, print_lines, wrap
 from lightning_d9m.text import printable
 
 _OPEN = "open"

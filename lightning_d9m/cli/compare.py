@@ -14,21 +14,27 @@ from lightning_d9m.errors import LedgerError, SettingError
 from lightning_d9m.file_errors import explain_file_error
 from lightning_d9m.launch.progress import show_progress
 from lightning_d9m.ledger.folder import Ledger, read_ledger, search_ledgers
+from lightning_d9m.output.columns import format_markdown
 from lightning_d9m.output.comparison_text import (
     format_comparison,
     format_evidence,
     state_verdict,
 )
 from lightning_d9m.output.distance_table import format_distances, list_distances
-from lightning_d9m.output.markdown import format_markdown
-from lightning_d9m.output.next_steps import find_command, format_next_steps, list_next_steps
 from lightning_d9m.output.noise_text import (
     draw_noise,
     format_noise,
     list_noise_facts,
     state_noise,
 )
-from lightning_d9m.output.terminal import print_lines, terminal_width, wrap
+from lightning_d9m.output.terminal import (
+    find_command,
+    format_next_steps,
+    list_next_steps,
+    print_lines,
+    terminal_width,
+    wrap,
+)
 from lightning_d9m.text import printable
 
 

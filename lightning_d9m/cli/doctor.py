@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from lightning_d9m.output.next_steps import format_next_steps
+from lightning_d9m.output.terminal import format_next_steps
 from lightning_d9m.text import pluralize, printable
 
 if TYPE_CHECKING:

@@ -16,14 +16,12 @@ from typing import TYPE_CHECKING
 from lightning_d9m.cli.arguments import add_command_arguments, get_command, whole_number
 from lightning_d9m.history.bundle import LOCATE_JSON, LOCATE_TEXT
 from lightning_d9m.launch.run import make_output
-from lightning_d9m.launch.run_pair import Runner
-from lightning_d9m.locate.result import SearchResult
-from lightning_d9m.locate.search import Search
+from lightning_d9m.locate.search import Runner, Search, SearchResult
 from lightning_d9m.output.locate_text import describe
 from lightning_d9m.output.terminal import print_lines, wrap
 
 if TYPE_CHECKING:
-    from lightning_d9m.lint.finding import Finding
+    from lightning_d9m.lint.rules import Finding
 
 _MOST_SUSPECTS = 5
 
@@ -39,9 +37,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="seed and record, but leave the determinism settings alone: shows what differs "
         "without lightning_d9m",
-    )
-    parser.add_argument(  # deprecated: its earlier name
-        "--without-recipe", action="store_true", dest="no_determinism", help=argparse.SUPPRESS
     )
     parser.add_argument(
         "--tries",

@@ -19,69 +19,30 @@ from lightning_d9m.text import printable
 from lightning_d9m.version import __version__
 
 _MAX_WIDTH = 100
-# By the question that a group of commands answers: the module of each command, and its summary.
+# By the question that a group of commands answers: each command, and its summary.
 _GROUPS = {
     "Is a training deterministic?": {
-        "repeat": (
-            "lightning_d9m.cli.repeat.command",
-            "run a command several times and compare the runs bit for bit",
-        ),
-        "compare": (
-            "lightning_d9m.cli.compare",
-            "compare two ledgers and name the first divergence",
-        ),
-        "ls": (
-            "lightning_d9m.cli.ls",
-            "list ledgers, each compared with the one before it",
-        ),
-        "verify": (
-            "lightning_d9m.cli.verify",
-            "check that a checkpoint is whole and find it in a ledger",
-        ),
+        "repeat": "run a command several times and compare the runs bit for bit",
+        "compare": "compare two ledgers and name the first divergence",
+        "ls": "list ledgers, each compared with the one before it",
+        "verify": "check that a checkpoint is whole and find it in a ledger",
     },
     "Why does it differ?": {
-        "locate": (
-            "lightning_d9m.cli.locate",
-            "find the step, rank, module and op at which runs diverge",
-        ),
-        "bisect": (
-            "lightning_d9m.cli.bisect",
-            "find the git commit that changed the bits of a training",
-        ),
-        "scan": ("lightning_d9m.cli.scan", "find code in a program that makes its runs differ"),
-        "report": (
-            "lightning_d9m.cli.report",
-            "write the comparison of two ledgers as one HTML file",
-        ),
-        "bundle": (
-            "lightning_d9m.cli.bundle",
-            "pack two ledgers and the cause of their difference for a bug report",
-        ),
+        "locate": "find the step, rank, module and op at which runs diverge",
+        "bisect": "find the git commit that changed the bits of a training",
+        "scan": "find code in a program that makes its runs differ",
+        "report": "write the comparison of two ledgers as one HTML file",
+        "bundle": "pack two ledgers and the cause of their difference for a bug report",
     },
     "What is on this machine?": {
-        "doctor": (
-            "lightning_d9m.cli.doctor",
-            "check this machine for what makes runs nondeterministic",
-        ),
-        "ops": (
-            "lightning_d9m.cli.ops",
-            "list the ops that torch leaves nondeterministic",
-        ),
-        "audit": (
-            "lightning_d9m.cli.audit.command",
-            "measure the nondeterminism of ops, trainings and inference",
-        ),
-        "install-horovod": (
-            "lightning_d9m.cli.install_horovod",
-            "build Horovod for the installed torch",
-        ),
-        "completion": (
-            "lightning_d9m.cli.completion",
-            "print the script with which your shell completes commands",
-        ),
+        "doctor": "check this machine for what makes runs nondeterministic",
+        "ops": "list the ops that torch leaves nondeterministic",
+        "audit": "measure the nondeterminism of ops, trainings and inference",
+        "install-horovod": "build Horovod for the installed torch",
+        "completion": "print the script with which your shell completes commands",
     },
 }
-COMMANDS = {name: entry for group in _GROUPS.values() for name, entry in group.items()}
+COMMANDS = {name: summary for group in _GROUPS.values() for name, summary in group.items()}
 _EXAMPLES = """\
 examples:
   d9m repeat -- python train.py    run it twice; are the weights equal?
@@ -101,7 +62,7 @@ class _Parser(argparse.ArgumentParser):
         column = max(map(len, COMMANDS)) + 4
         for title, commands in _GROUPS.items():
             lines += ["", _embolden(title)]
-            for name, (_, summary) in commands.items():
+            for name, summary in commands.items():
                 head = f"  {name:{column - 2}}"
                 lines += textwrap.wrap(
                     summary, width, initial_indent=head, subsequent_indent=" " * column
@@ -142,10 +103,10 @@ def build_parser(*chosen: str) -> argparse.ArgumentParser:
     commands = parser.add_subparsers(
         dest="command", metavar="COMMAND", required=True, parser_class=_CommandParser
     )
-    for name, (module, summary) in COMMANDS.items():
+    for name, summary in COMMANDS.items():
         command = commands.add_parser(name, help=summary, description=f"{summary.capitalize()}.")
         if name in chosen:
-            imported = import_module(module)
+            imported = import_module(f"lightning_d9m.cli.{name.replace('-', '_')}")
             imported.add_arguments(command)
             command.set_defaults(run=imported.run, parser=command)
     return parser

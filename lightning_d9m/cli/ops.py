@@ -5,7 +5,7 @@ import json
 import sys
 from collections.abc import Iterable
 
-from lightning_d9m.output.next_steps import format_next_steps
+from lightning_d9m.output.terminal import format_next_steps
 from lightning_d9m.patches.catalog.catalog import OPS, find_op
 from lightning_d9m.patches.catalog.listing import render_markdown, render_op
 from lightning_d9m.patches.catalog.op import Op

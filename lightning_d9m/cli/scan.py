@@ -11,7 +11,6 @@ from lightning_d9m.cli.arguments import whole_number
 from lightning_d9m.errors import SettingError
 from lightning_d9m.lint.files import list_files
 from lightning_d9m.lint.fixes import FileFix, fix_text
-from lightning_d9m.lint.join import join_ops, read_records
 from lightning_d9m.lint.programs import find_seeded
 from lightning_d9m.lint.rules import RULES
 from lightning_d9m.lint.scanner import LARGEST, choose_version, scan_entries
@@ -20,7 +19,6 @@ from lightning_d9m.output.lint_text import (
     render_github,
     render_json,
     render_sarif,
-    render_table,
     render_text,
 )
 from lightning_d9m.output.terminal import paint, terminal_width
@@ -83,15 +81,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-bytes", type=int, default=LARGEST, metavar="N", help=argparse.SUPPRESS
     )
-    parser.add_argument(
-        "--with",
-        dest="records",
-        action="append",
-        default=[],
-        type=Path,
-        metavar="FILE",
-        help="a run's ledger, or an audit's JSON: add a table of findings and measurements by op",
-    )
     edit = parser.add_mutually_exclusive_group()
     edit.add_argument(
         "--fix",
@@ -111,7 +100,6 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     rules = choose_rules(arguments.select, arguments.ignore)
     torch_version = choose_version(arguments.torch)
-    records = [record for path in arguments.records for record in read_records(path)]
     paths = arguments.paths or [Path()]
     entries = list(list_files(paths, arguments.exclude, ignored=arguments.no_gitignore))
     entries = [replace(entry, path=_shorten(entry.path)) for entry in entries]
@@ -142,9 +130,8 @@ def run(arguments: argparse.Namespace) -> int:
         "lines": sum(scan.lines for scan in scans),
         "deterministic": turned_on,
     }
-    table = join_ops(findings, records) if arguments.records else None
     if arguments.format == "json":
-        text = render_json(findings, summary, table)
+        text = render_json(findings, summary)
     elif arguments.format == "sarif":
         text = render_sarif(findings)
     elif arguments.format == "github":
@@ -152,7 +139,6 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         colors = [paint] if arguments.output is None else []
         text = render_text(findings, summary, max(80, terminal_width(160)), *colors)
-        text += f"\n\n{render_table(table)}" if table else ""
     if arguments.output is None:
         print(text, end="\n" if text else "")
     else:

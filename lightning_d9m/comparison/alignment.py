@@ -34,14 +34,15 @@ def align_records(expected: RankReader, actual: RankReader) -> Iterator[RecordPa
     Yields:
         (record, its counterpart), the same object twice if their bytes are equal; (record, None) or
         (None, record) if only one run has it. The probes of a batch come as one ``Batch``, or as
-        several of at least 131,072 places; equal blocks of them come as ``Frames``.
+        several of at least 131,072 places.
     """
     one, other = _Cursor(expected), _Cursor(actual)
     step = _Step()
-    while not (one.ended and other.ended):
-        if one.current is not None and one.current == other.current:
-            item = one.skip()
-            other.skip()
+    while one.current is not None or other.current is not None:
+        if one.current == other.current:
+            item = one.parse()
+            one.advance()
+            other.advance()
             yield item, item
         else:
             yield from step.take(one, other)
@@ -62,97 +63,67 @@ class _Cursor:
     """A position in one of two ledgers that are read side by side.
 
     Attributes:
-        current: The bytes of the current record, or the current frames; None at the end, and once
-            ``look`` has read them.
+        current: The bytes of the current record, or the current batch; None at the end.
     """
 
     def __init__(self, reader: RankReader) -> None:
         self._reader = reader
-        self._entries = reader.entries()
-        self._queue: deque[bytes | Frames] = deque()
-        self._record: _Record | None = None
-        # The current batch as (epoch, batch), and the number of its places that were passed.
-        self._batch = (-1, -1)
-        self._offset = 0
-        self.current = self._pull()
-
-    @property
-    def ended(self) -> bool:
-        """Whether no record is left."""
-        return self.current is None and self._record is None
+        self._entries = _join_batches(reader)
+        self.advance()
 
     def advance(self) -> None:
         """Move to the next record."""
-        self._record = None
-        self.current = self._pull()
+        self.current = next(self._entries, None)
+        self._record: _Record | None = None
 
-    def skip(self) -> Item:
-        """Return the current record, parsed, or all of the current frames, and move behind them."""
-        entry = self.current
-        assert entry is not None, "the caller has compared it"
-        item: Item
-        if isinstance(entry, Frames):
-            item = entry
-            if entry.count > 1:
-                self._enter(entry.take(entry.count - 1, entry.count))
-            else:
-                self._enter(entry)
-        else:
-            item = self._reader.parse(entry)
-        self.advance()
-        return item
+    def parse(self) -> Item:
+        """Return the current record."""
+        assert self.current is not None, "the caller has compared it"
+        return self.current if isinstance(self.current, Batch) else self._reader.parse(self.current)
 
     def look(self, floor: LedgerPosition) -> _Record | None:
-        """Return the current record, parsed; of frames, all that belong to the first batch."""
-        entry, self.current = self.current, None
-        if entry is not None:
-            item: Item
-            if isinstance(entry, Frames):
-                item = self._collect(entry)
-                size = 2 * len(item.digests)
-            else:
-                item = self._reader.parse(entry)
-                # An empty list of 2 bytes takes about 64.
-                size = 32 * len(entry)
+        """Return the current record with its key and place."""
+        if self._record is None and self.current is not None:
+            entry, item = self.current, self.parse()
+            # An empty list of 2 bytes takes about 64.
+            size = 2 * len(entry.digests) if isinstance(entry, Batch) else 32 * len(entry)
             self._record = _Record(item, size, record_key(item), record_place(item, floor))
         return self._record
 
-    def _pull(self) -> bytes | Frames | None:
-        if self._queue:
-            return self._queue.popleft()
-        for entry in self._entries:
-            if isinstance(entry, Frames) or not entry.startswith(ABOUT_FRAMES):
-                return entry
-        return None
 
-    def _enter(self, frame: Frames) -> int:
-        """Pass a frame; return the number of places of its batch before it."""
-        if self._batch != (frame.epoch, frame.batch):
-            self._batch = (frame.epoch, frame.batch)
-            self._offset = 0
-        self._offset += frame.size
-        return self._offset - frame.size
+def _join_batches(reader: RankReader) -> Iterator[bytes | Batch]:
+    """Yield the records of a ledger, with the consecutive frames of a batch together."""
+    parts: list[Frames] = []
+    # Of the current batch: its (epoch, batch), and its places before the parts, and in them.
+    current, before, size = (-1, -1), 0, 0
+    for entry in reader.entries():
+        frames = entry.split() if isinstance(entry, Frames) else ()
+        line = None if isinstance(entry, Frames) else entry
+        if line is not None and line.startswith(ABOUT_FRAMES):
+            continue
+        if parts and line is not None:
+            yield _join(parts, before)
+            before, size, parts = before + size, 0, []
+        for frame in frames:
+            found = (frame.epoch, frame.batch)
+            if parts and (found != current or frame.step != parts[0].step or size >= _PART_PLACES):
+                yield _join(parts, before)
+                before, size, parts = before + size, 0, []
+            before = before if found == current else 0
+            current = found
+            parts.append(frame)
+            size += frame.size
+        if line is not None:
+            yield line
+    if parts:
+        yield _join(parts, before)
 
-    def _collect(self, frames: Frames) -> Batch:
-        """Return the frames of one batch together."""
-        parts: list[Frames] = []
-        offset, size = 0, 0
-        following: bytes | Frames | None = frames
-        while isinstance(following, Frames) and size < _PART_PLACES:
-            if parts and (following.epoch, following.batch) != self._batch:
-                break
-            first, *rest = [following] if following.count == 1 else following.split()
-            self._queue.extendleft(reversed(rest))
-            before = self._enter(first)
-            offset = offset if parts else before
-            parts.append(first)
-            size += first.size
-            following = self._pull()
-        if following is not None:
-            self._queue.appendleft(following)
-        layouts = tuple(part.layout for part in parts)
-        digests = b"".join(part.digests for part in parts)
-        return Batch(frames.epoch, frames.step, frames.batch, offset, layouts, digests)
+
+def _join(parts: list[Frames], before: int) -> Batch:
+    layouts = tuple(part.layout for part in parts)
+    digests = b"".join(part.digests for part in parts)
+    first = parts[0]
+    return Batch(first.epoch, first.step, first.batch, before, layouts, digests)
 
 
 @dataclass(slots=True)

@@ -5,10 +5,11 @@ differs is the nearest to the cause, and the kinds that are equal before it rule
 This module imports torch only to look up an operation.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from lightning_d9m.comparison.ledgers import Comparison, Divergence
+from lightning_d9m.comparison.differences import Divergence
+from lightning_d9m.comparison.ledgers import Comparison
 from lightning_d9m.ledger.kinds import PROBE_KINDS, ROOT
 
 
@@ -34,173 +35,149 @@ class Cause:
     narrows: bool = False
 
 
-_CAUSES = {
-    "stack": Cause(
-        "stack",
-        "The two runs have different stacks.",
-        "Make the fields above equal, and locate again.",
-    ),
-    "initial buffers": Cause(
-        "buffers",
-        "Buffers differ before the first step.",
-        "Look for code that writes to them before the training: the model's own, a hook, or the "
-        "validation that Lightning's Trainer runs first.",
-    ),
-    "initial settings": Cause(
-        "optimizer settings",
-        "The optimizer's settings differ before the first step.",
-        "Look at the values from which the program computes them, such as in configure_optimizers.",
-    ),
-    "initial weights": Cause(
-        "initial weights",
-        "The weights differ before the first step.",
-        "Seed before the model is built: LIGHTNING_D9M=1 or lightning_d9m.enable() at the top of "
-        "the program. Weights from a private generator, such as numpy.random.default_rng(), need "
-        "their own seed. Loaded weights come from a different file.",
-    ),
-    "rng": Cause(
-        "random numbers",
-        "A random number generator has a different state when the batch begins, so one run drew "
-        "numbers that the other did not draw.",
-        "Look for draws whose number depends on the clock, the network or another thread.",
-    ),
-    "batch": Cause(
-        "data",
-        "The batch differs, while the generators and the weights were equal.",
-        "Look at the dataset and the collate function: a private generator without a seed, "
-        "os.urandom, the clock, the order of a set or of the files in a folder. `d9m scan` finds "
-        "these in the source.",
-    ),
-    "optimizer settings": Cause(
-        "optimizer settings",
-        "The optimizer's settings differ, while the gradients before were equal.",
-        "Look for code that sets the learning rate or another setting, such as a schedule that "
-        "reads the clock.",
-    ),
-    "optimizer": Cause(
-        "optimizer state",
-        "The optimizer's state differs, while the weights and the gradients before were equal.",
-        "Look at the optimizer's arithmetic, and for other code that writes to its state.",
-    ),
-    "weight": Cause(
-        "weights",
-        "Weights differ, while the gradients before were equal, and so were the optimizer's "
-        "settings.",
-        "Look for code that writes to the weights: another thread, a callback, clipping, or the "
-        "optimizer's own step.",
-    ),
-    "weight and setting": Cause(
-        "weights",
-        "Weights and the optimizer's settings differ, while the gradients before were equal.",
-        "Both were written in one step. Look for code that sets the learning rate before the "
-        "optimizer steps, and for code that writes to the weights, such as a callback.",
-    ),
-    "buffer": Cause(
-        "buffers",
-        "Buffers differ, while everything recorded before is equal.",
-        "Look for code that writes to them: the training step, the validation, a callback, or "
-        "another thread.",
-    ),
-    "gradient": Cause(
-        "gradients",
-        "Gradients differ when the optimizer uses them, but were equal when the backward pass had "
-        "computed them.",
-        "Look for code that writes to gradients in between: a hook, a callback, another thread. "
-        "If there is none, suspect the memory of that machine.",
-    ),
-    "all-reduce": Cause(
-        "all-reduce",
-        "Gradients differ after the ranks have exchanged them, but were equal before.",
-        "With Horovod, use the strategy 'horovod_d9m'. With NCCL, keep NCCL_ALGO, and make sure "
-        "that no communication hook of yours reorders the sum.",
-    ),
-    "scalar": Cause(
-        "logged value",
-        "Only a logged value differs; the training itself is equal.",
-        "If it cannot be equal, such as a measured time, exclude it with ignored_metrics.",
-    ),
-    "evaluation": Cause(
-        "logged value",
-        "What an evaluation computes differs; the training itself is equal in these two runs.",
-        "Look at what validation_step reads and computes. EarlyStopping, ReduceLROnPlateau or "
-        "ModelCheckpoint may turn the value into other weights in other runs. Only if nothing "
-        "reads it, such as a measured time, exclude it with ignored_metrics.",
-        narrows=True,
-    ),
-    "steering": Cause(
-        "logged value",
-        "A logged value differs first, and the training differs later.",
-        "Look at what computes the value, such as validation_step, and at what reads it: "
-        "EarlyStopping, ReduceLROnPlateau or ModelCheckpoint turn it into other weights.",
-        narrows=True,
-    ),
-    "monitor": Cause(
-        "module",
-        "A monitored value differs, while everything recorded before it is equal.",
-        "Look at the code between the last equal place and the monitor.",
-    ),
-    "draw": Cause(
-        "random numbers",
-        "An operation drew different numbers for equal inputs, while the generators of Python, "
-        "NumPy and torch were equal when the batch began.",
-        "It draws from a private generator, or other code drew in the same batch: seed it.",
-    ),
-    "empty": Cause(
-        "uninitialized memory",
-        "The inputs of an operation differ although no operation wrote them, and the runs are "
-        "equal if new memory is filled: it reads uninitialized memory.",
-        "Write to every element of a tensor from torch.empty, empty_like or new_empty before you "
-        "read it, or use torch.zeros.",
-    ),
-    "outside": Cause(
-        "value from outside torch",
-        "The inputs of an operation differ although no operation wrote them, and filling new "
-        "memory does not change that.",
-        "Look at the values that the line gets from NumPy, the clock, a file, another thread, or "
-        "a kernel that torch does not see.",
-    ),
-    "op": Cause(
-        "op",
-        "An operation gave different outputs, while everything recorded before it is equal.",
-        "",
-        narrows=True,
-    ),
-    "module": Cause(
-        "module",
-        "A module computes different values, while everything recorded before it is equal.",
-        "",
-        narrows=True,
-    ),
-    "after training": Cause(
-        "after training",
-        "All epochs are equal, but the final state differs.",
-        "Look for code that rewrites the weights when the training ends.",
-    ),
-    "given": Cause(
-        "module",
-        "The inputs of a module differ, while everything recorded before them is equal.",
-        "Look at the code that computes them: training_step or the loop that calls the model, or "
-        "a hook that changes the batch, such as on_train_batch_start.",
-        narrows=True,
-    ),
-    "length": Cause(
-        "length",
-        "One run continues where the other ends; everything that both recorded is equal.",
-        "Look for what ends the training: a time limit, or a callback that stops it.",
-    ),
-    "incomparable": Cause(
-        "incomparable",
-        "The two runs are not the same experiment.",
-        "Make the fields above equal. A seed or a size that changes in each run is the cause.",
-    ),
-    "unknown": Cause(
-        "unknown",
-        "The runs differ at the place below; no narrower look showed where it began.",
-        "If it is rare, raise --tries. If only the first run differs, look for files that it left "
-        "and later runs read. A shorter training makes each look cheaper.",
-        narrows=True,
-    ),
-}
+# Name, and kind if it differs, of each cause ("..." if a narrower look can add to it); what differs
+# and what was equal before; what the user should do.
+_TEXT = """\
+stack
+The two runs have different stacks.
+Advice: Make the fields above equal, and locate again.
+
+initial buffers: buffers
+Buffers differ before the first step.
+Advice: Look for code that writes to them before the training: the model's own, a hook, or the
+validation that Lightning's Trainer runs first.
+
+initial settings: optimizer settings
+The optimizer's settings differ before the first step.
+Advice: Look at the values from which the program computes them, such as in configure_optimizers.
+
+initial weights
+The weights differ before the first step.
+Advice: Seed before the model is built: LIGHTNING_D9M=1 or lightning_d9m.enable() at the top of the
+program. Weights from a private generator, such as numpy.random.default_rng(), need their own seed.
+Loaded weights come from a different file.
+
+rng: random numbers
+A random number generator has a different state when the batch begins, so one run drew numbers that
+the other did not draw.
+Advice: Look for draws whose number depends on the clock, the network or another thread.
+
+batch: data
+The batch differs, while the generators and the weights were equal.
+Advice: Look at the dataset and the collate function: a private generator without a seed,
+os.urandom, the clock, the order of a set or of the files in a folder. `d9m scan` finds these in
+the source.
+
+optimizer settings
+The optimizer's settings differ, while the gradients before were equal.
+Advice: Look for code that sets the learning rate or another setting, such as a schedule that reads
+the clock.
+
+optimizer: optimizer state
+The optimizer's state differs, while the weights and the gradients before were equal.
+Advice: Look at the optimizer's arithmetic, and for other code that writes to its state.
+
+weight: weights
+Weights differ, while the gradients before were equal, and so were the optimizer's settings.
+Advice: Look for code that writes to the weights: another thread, a callback, clipping, or the
+optimizer's own step.
+
+weight and setting: weights
+Weights and the optimizer's settings differ, while the gradients before were equal.
+Advice: Both were written in one step. Look for code that sets the learning rate before the
+optimizer steps, and for code that writes to the weights, such as a callback.
+
+buffer: buffers
+Buffers differ, while everything recorded before is equal.
+Advice: Look for code that writes to them: the training step, the validation, a callback, or
+another thread.
+
+gradient: gradients
+Gradients differ when the optimizer uses them, but were equal when the backward pass had computed
+them.
+Advice: Look for code that writes to gradients in between: a hook, a callback, another thread. If
+there is none, suspect the memory of that machine.
+
+all-reduce
+Gradients differ after the ranks have exchanged them, but were equal before.
+Advice: With Horovod, use the strategy 'horovod_d9m'. With NCCL, keep NCCL_ALGO, and make sure that
+no communication hook of yours reorders the sum.
+
+scalar: logged value
+Only a logged value differs; the training itself is equal.
+Advice: If it cannot be equal, such as a measured time, exclude it with ignored_metrics.
+
+evaluation: logged value ...
+What an evaluation computes differs; the training itself is equal in these two runs.
+Advice: Look at what validation_step reads and computes. EarlyStopping, ReduceLROnPlateau or
+ModelCheckpoint may turn the value into other weights in other runs. Only if nothing reads it, such
+as a measured time, exclude it with ignored_metrics.
+
+steering: logged value ...
+A logged value differs first, and the training differs later.
+Advice: Look at what computes the value, such as validation_step, and at what reads it:
+EarlyStopping, ReduceLROnPlateau or ModelCheckpoint turn it into other weights.
+
+monitor: module
+A monitored value differs, while everything recorded before it is equal.
+Advice: Look at the code between the last equal place and the monitor.
+
+draw: random numbers
+An operation drew different numbers for equal inputs, while the generators of Python, NumPy and
+torch were equal when the batch began.
+Advice: It draws from a private generator, or other code drew in the same batch: seed it.
+
+empty: uninitialized memory
+The inputs of an operation differ although no operation wrote them, and the runs are equal if new
+memory is filled: it reads uninitialized memory.
+Advice: Write to every element of a tensor from torch.empty, empty_like or new_empty before you
+read it, or use torch.zeros.
+
+outside: value from outside torch
+The inputs of an operation differ although no operation wrote them, and filling new memory does not
+change that.
+Advice: Look at the values that the line gets from NumPy, the clock, a file, another thread, or a
+kernel that torch does not see.
+
+op ...
+An operation gave different outputs, while everything recorded before it is equal.
+
+module ...
+A module computes different values, while everything recorded before it is equal.
+
+after training
+All epochs are equal, but the final state differs.
+Advice: Look for code that rewrites the weights when the training ends.
+
+given: module ...
+The inputs of a module differ, while everything recorded before them is equal.
+Advice: Look at the code that computes them: training_step or the loop that calls the model, or a
+hook that changes the batch, such as on_train_batch_start.
+
+length
+One run continues where the other ends; everything that both recorded is equal.
+Advice: Look for what ends the training: a time limit, or a callback that stops it.
+
+incomparable
+The two runs are not the same experiment.
+Advice: Make the fields above equal. A seed or a size that changes in each run is the cause.
+
+unknown ...
+The runs differ at the place below; no narrower look showed where it began.
+Advice: If it is rare, raise --tries. If only the first run differs, look for files that it left
+and later runs read. A shorter training makes each look cheaper.
+"""
+
+
+def _read_causes() -> Iterator[tuple[str, Cause]]:
+    for block in _TEXT.split("\n\n"):
+        head, _, sentences = block.partition("\n")
+        text, _, advice = " ".join(sentences.split()).partition(" Advice: ")
+        name, _, kind = head.removesuffix(" ...").partition(": ")
+        yield name, Cause(kind or name, text, advice, narrows=head.endswith(" ..."))
+
+
+_CAUSES = dict(_read_causes())
 _RANK_TEXTS = {
     "weight": "When the batch begins, the ranks hold different weights. They were equal when the "
     "batch before it began.",
@@ -251,9 +228,7 @@ def find_cause(comparison: Comparison, *, batches_seen: bool = False) -> Cause:
         return _CAUSES["stack"]
     found = earliest_divergences(comparison)
     if not found:
-        alone = [
-            side for rank in comparison.ranks for side in (rank.only_expected, rank.only_actual)
-        ]
+        alone = [side.records for rank in comparison.ranks for side in (rank.expected, rank.actual)]
         longer = any(side.count for side in alone)
         return _CAUSES["length" if longer else "unknown"]
     name = _cause_of(found, len(comparison.ranks), batches_seen=batches_seen)

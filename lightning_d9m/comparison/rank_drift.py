@@ -3,11 +3,14 @@
 from dataclasses import replace
 
 from lightning_d9m.comparison.alignment import align_records
-from lightning_d9m.comparison.probe_diff import PlaceDifference, compare_batches
-from lightning_d9m.comparison.record_diff import list_entries
-from lightning_d9m.comparison.result import Divergence
+from lightning_d9m.comparison.differences import (
+    Divergence,
+    PlaceDifference,
+    batch_difference,
+    record_difference,
+)
 from lightning_d9m.ledger.folder import Ledger
-from lightning_d9m.ledger.format.frames import Batch, Frames
+from lightning_d9m.ledger.format.frames import Batch
 from lightning_d9m.ledger.format.records import Digests, End, RankDrift
 from lightning_d9m.ledger.stack import PIPELINE_STAGES, SHARDED_PARAMETERS
 
@@ -45,8 +48,11 @@ def find_rank_drift(ledger: Ledger) -> tuple[Divergence, ...]:
     found = [drift for drift in found if drift.when == start]
     alike = {(drift.kind, drift.name, drift.actual) for drift in found}
     if 1 < len(found) == len(others) and len(alike) == 1:  # all agree but the first rank
-        odd = found[0]
-        return (replace(odd, rank=first, expected=odd.actual, actual=odd.expected),)
+        places = [
+            place._replace(expected=place.actual, actual=place.expected)
+            for place in found[0].places
+        ]
+        return (replace(found[0], rank=first, places=places),)
     return tuple(found)
 
 
@@ -73,27 +79,34 @@ def _compare_ranks(
     comparable: set[str] = set() if sharded else {_WEIGHT}
     with ledger.open(first) as one_file, ledger.open(rank) as other_file:
         for one, other in align_records(one_file, other_file):
+            found: Divergence | None = None
             places: list[PlaceDifference] = []
             if isinstance(one, Digests) and isinstance(other, Digests) and one is not other:
+                found = record_difference(one, other)
                 places = [
                     entry
-                    for entry in list_entries(one, other)
+                    for entry in (found.places if found else ())
                     if _must_be_equal(entry) or _is_known_entry(entry, other, known)
                 ]
-            elif isinstance(other, Frames) and not sharded:  # equal on both ranks
-                comparable |= _list_kinds(next(other.split()).as_batch())
             elif isinstance(one, Batch) and isinstance(other, Batch):
-                found = [] if one is other else compare_batches(one, other).differing
+                found = None if one is other else batch_difference(one, other)
+                differing = found.places if found else ()
                 places = [
                     place
-                    for place in found
+                    for place in differing
                     if place.kind in comparable
                     or _is_known_place(place, None if sharded else known)
                 ]
                 if not sharded:
-                    comparable |= _list_kinds(other) - {place.kind for place in found}
-            if places and isinstance(other, Digests | Batch):
-                return _make_divergence(rank, other, places)
+                    comparable |= _list_kinds(other) - {place.kind for place in differing}
+            if places and found is not None:
+                if isinstance(other, Digests):
+                    size = len(other.groups.get(places[0].kind, ()))
+                else:
+                    size = found.compared
+                compared = max(size, len(places))
+                found = replace(found, places=places, count=len(places), compared=compared)
+                return found.keep(rank)
     return None
 
 
@@ -120,22 +133,3 @@ def _is_known_place(place: PlaceDifference, known: RankDrift | None) -> bool:
 
 def _list_kinds(batch: Batch) -> set[str]:
     return {kind for kind, _, _ in batch.list_places()} & _MAYBE_SHARDED
-
-
-def _make_divergence(
-    rank: int, record: Digests | Batch, places: list[PlaceDifference]
-) -> Divergence:
-    if isinstance(record, Batch):
-        moment, batch, compared = "batch", record.batch, record.size
-    else:
-        moment, batch, compared = record.moment, None, len(record.groups.get(places[0].kind, ()))
-    return Divergence.at_places(
-        places,
-        rank=rank,
-        moment=moment,
-        epoch=record.epoch,
-        step=record.step,
-        batch=batch,
-        count=len(places),
-        compared=max(compared, len(places)),
-    )

@@ -8,10 +8,9 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from lightning_d9m.comparison.probe_diff import BatchComparison
-from lightning_d9m.comparison.record_diff import list_entries
+from lightning_d9m.comparison.differences import Divergence
 from lightning_d9m.comparison.weight_distance import DistanceSeries
-from lightning_d9m.ledger.format.frames import Batch, Frames
+from lightning_d9m.ledger.format.frames import Batch
 from lightning_d9m.ledger.format.records import Digests
 from lightning_d9m.ledger.keys import Item, describe_record
 from lightning_d9m.ledger.kinds import ROOT
@@ -189,20 +188,16 @@ class Timeline:
         return tuple(steps for paths, steps in self._recorded.items() if path in paths)
 
     def watch(
-        self, rank: int, one: Item | None, other: Item | None, found: BatchComparison | None
+        self, rank: int, one: Item | None, other: Item | None, found: Divergence | None
     ) -> None:
         """Count a pair of records; a ``RecordObserver``."""
         item = one or other
-        if isinstance(item, Frames):
-            for frame in item.split():
-                batch = frame.as_batch()
-                self.watch(rank, batch, batch, None)
-        elif isinstance(item, Batch):
+        if isinstance(item, Batch):
             self._note_epoch(item.epoch, item.step)
             self._take_batch(rank, item, alone=one is None or other is None, found=found)
         elif isinstance(item, Digests):
             self._note_epoch(item.epoch + (item.moment == "epoch"), item.step)
-            self._take_digests(rank, one, other)
+            self._take_digests(rank, one, other, found)
             self._take_values(rank, item, one, other)
 
     def _note_epoch(self, epoch: int, step: int) -> None:
@@ -214,7 +209,7 @@ class Timeline:
         line.add(step, compared, differing, alone)
 
     def _take_batch(
-        self, rank: int, batch: Batch, *, alone: bool, found: BatchComparison | None
+        self, rank: int, batch: Batch, *, alone: bool, found: Divergence | None
     ) -> None:
         if alone:
             self._mark(rank, batch.step, 0, 0, batch.size)
@@ -229,10 +224,9 @@ class Timeline:
             self.places.add(batch.step, batch.size, 0)
             self._mark(rank, batch.step, batch.size, 0, 0)
             return
-        self.places.add(batch.step, found.places, found.count)
-        only = len(found.only_expected) + len(found.only_actual)
-        self._mark(rank, batch.step, found.places, found.count, only)
-        for place in found.differing:
+        self.places.add(batch.step, found.compared, found.count)
+        self._mark(rank, batch.step, found.compared, found.count, len(found.one_sided))
+        for place in found.places:
             what = f"{place.kind} {place.name}"
             where = (batch.epoch, batch.step, batch.batch, place.position, what)
             self._differs(module_of(place.kind, place.name), where)
@@ -245,7 +239,9 @@ class Timeline:
             self._recorded[known] = found
         return found
 
-    def _take_digests(self, rank: int, one: Item | None, other: Item | None) -> None:
+    def _take_digests(
+        self, rank: int, one: Item | None, other: Item | None, found: Divergence | None
+    ) -> None:
         if not isinstance(one, Digests) or not isinstance(other, Digests):
             item = one or other
             if isinstance(item, Digests):
@@ -255,7 +251,7 @@ class Timeline:
             return
         named = ((group, name) for group, names in other.groups.items() for name in names)
         self._note_modules(module_of(*entry) for entry in named).add(other.step, 1, 0)
-        entries = () if one is other else tuple(list_entries(one, other))
+        entries = () if found is None else found.places
         groups = Counter(entry.kind for entry in entries)
         sizes = {group: len(names) for group, names in other.groups.items()}
         listed = tuple((g, n, max(n, sizes.get(g, 0))) for g, n in groups.items())

@@ -16,9 +16,8 @@ from lightning_d9m.comparison.ledgers import Comparison, compare_ledgers
 from lightning_d9m.comparison.timeline import Timeline
 from lightning_d9m.errors import CommandError
 from lightning_d9m.history.repository import Commit, Repository, Worktree
-from lightning_d9m.launch.fit_pairs import pair_fits
 from lightning_d9m.launch.progress import EpochCounter
-from lightning_d9m.launch.run import make_run_folder, read_fits, run_once
+from lightning_d9m.launch.run import make_run_folder, pair_fits, read_fits, run_once
 from lightning_d9m.ledger.folder import Ledger
 
 _REFERENCE = "LIGHTNING_D9M_REFERENCE"

@@ -207,20 +207,6 @@ def choose_points(epochs: Sequence[EpochShape]) -> Iterator[tuple[InterruptionPo
         )
 
 
-def measure_shares(point: InterruptionPoint, epochs: Sequence[EpochShape]) -> tuple[float, float]:
-    """Return which share of a fit's batches is trained before the kill, and after the checkpoint.
-
-    >>> epochs = [EpochShape(number, 4, 1, 0) for number in (0, 1)]
-    >>> measure_shares(InterruptionPoint("batch", 1, 2, 1), epochs)
-    (0.875, 0.25)
-    """
-    own = [shape.batches for shape in epochs if shape.epoch == point.epoch]
-    saved = sum(shape.batches for shape in epochs if shape.epoch < point.epoch)
-    saved += point.number if point.kind == "batch" else sum(own)
-    total = max(1, sum(shape.batches for shape in epochs))
-    return (saved + point.later) / total, 1 - saved / total
-
-
 def _nearest(
     epochs: Sequence[EpochShape], condition: Callable[[EpochShape], bool]
 ) -> EpochShape | None:

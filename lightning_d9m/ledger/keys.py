@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import TypeAlias
 
-from lightning_d9m.ledger.format.frames import Batch, Frames
+from lightning_d9m.ledger.format.frames import Batch
 from lightning_d9m.ledger.format.records import (
     Digests,
     End,
@@ -18,7 +18,7 @@ from lightning_d9m.text import describe_moment, escape
 
 Key: TypeAlias = tuple[object, ...]
 LedgerPosition: TypeAlias = tuple[int, int, int]
-Item: TypeAlias = Record | Batch | Frames
+Item: TypeAlias = Record | Batch
 LEDGER_START: LedgerPosition = (0, 0, 0)
 # The fields that identify a record of another kind.
 _NAMED = ("moment", "epoch", "step", "batch", "phase", "name", "module", "op", "call")
@@ -32,7 +32,7 @@ def record_key(record: Item) -> Key:
     The step is not part of the key of an epoch's digests: two runs that end an epoch at different
     steps differ in this record.
     """
-    if isinstance(record, Batch | Frames):
+    if isinstance(record, Batch):
         return ("probes", record.epoch, record.batch)
     if isinstance(record, Digests):
         counted = record.moment in {"initial", "epoch", "final"}
@@ -61,7 +61,7 @@ def record_place(record: Item, previous: LedgerPosition) -> LedgerPosition:
         return max(previous, (record.epoch, *phases.get(record.moment, (1, record.step))))
     if isinstance(record, End):
         return (_LAST, 1, 0)
-    if isinstance(record, Batch | Frames):
+    if isinstance(record, Batch):
         return max(previous, (record.epoch, 1, record.step))
     if isinstance(record, _Named):
         fields = _fields(record)
@@ -79,7 +79,7 @@ def describe_record(record: Item) -> str:
     """Return a record in a few words, for people."""
     if isinstance(record, Digests):
         return describe_moment(record.moment, record.epoch, record.step)
-    if isinstance(record, Batch | Frames):
+    if isinstance(record, Batch):
         return f"{describe_batch(record.batch)} of epoch {record.epoch} (step {record.step})"
     if isinstance(record, _Named):
         fields = _fields(record)

@@ -10,7 +10,7 @@ from itertools import accumulate
 from pathlib import Path
 
 from lightning_d9m.errors import SettingError
-from lightning_d9m.lint.finding import Finding
+from lightning_d9m.lint.rules import Finding
 from lightning_d9m.lint.scanner import scan_source
 from lightning_d9m.lint.source import Source
 

@@ -24,8 +24,7 @@ from lightning_d9m.lint.checks import (
     training,
 )
 from lightning_d9m.lint.files import SourceFile
-from lightning_d9m.lint.finding import CODE, Finding
-from lightning_d9m.lint.rules import RULES
+from lightning_d9m.lint.rules import CODE, RULES, Finding
 from lightning_d9m.lint.source import Source, SourceError, parse, read_source
 from lightning_d9m.lint.suppression import suppress
 from lightning_d9m.lint.tree import Call, Report, Tree

@@ -6,8 +6,7 @@ import tokenize
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from lightning_d9m.lint.finding import CODE, Finding
-from lightning_d9m.lint.rules import RULES
+from lightning_d9m.lint.rules import CODE, RULES, Finding
 
 _MARK = re.compile(r"#\s*d9m:")
 _COMMENT = re.compile(r"#\s*d9m:\s*(?P<verb>[\w-]*)\s*(?:\[(?P<rules>[^\]]*)\])?\s*(?P<reason>.*)")

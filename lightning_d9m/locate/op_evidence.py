@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_d9m.comparison.ledgers import Divergence
+from lightning_d9m.comparison.differences import Divergence
 from lightning_d9m.comparison.numeric_difference import Magnitude, measure_difference
 from lightning_d9m.hashing.digest import digest, digest_value
 from lightning_d9m.ledger.tables import MISSING

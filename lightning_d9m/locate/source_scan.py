@@ -6,8 +6,8 @@ from importlib.metadata import version
 from pathlib import Path
 
 from lightning_d9m.lint.files import SourceFile
-from lightning_d9m.lint.finding import Finding
 from lightning_d9m.lint.programs import list_imports
+from lightning_d9m.lint.rules import Finding
 from lightning_d9m.lint.scanner import scan_file
 from lightning_d9m.lint.source import SourceError, read_python
 

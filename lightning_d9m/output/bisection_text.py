@@ -7,8 +7,7 @@ from dataclasses import asdict
 from lightning_d9m.history.bisection import BisectResult, Trial
 from lightning_d9m.history.repository import Commit
 from lightning_d9m.output.comparison_text import format_evidence
-from lightning_d9m.output.next_steps import format_next_steps
-from lightning_d9m.output.terminal import wrap
+from lightning_d9m.output.terminal import format_next_steps, wrap
 from lightning_d9m.text import escape, pluralize, printable
 
 # Relative distances of weights below it can come from the rounding of float32 alone.

@@ -2,9 +2,8 @@
 
 from collections.abc import Iterator, Sequence
 
-from lightning_d9m.comparison.ledgers import Comparison, Divergence, RankComparison
-from lightning_d9m.comparison.record_diff import FieldDifference, RecordDifference, name_call
-from lightning_d9m.comparison.result import LOGGED
+from lightning_d9m.comparison.differences import Divergence, FieldDifference, name_call
+from lightning_d9m.comparison.ledgers import LOGGED, Comparison, RankComparison
 from lightning_d9m.output.terminal import wrap
 from lightning_d9m.text import describe_names, describe_pair, escape, pluralize
 
@@ -96,15 +95,12 @@ def _format_divergences(comparison: Comparison, *, verbose: bool) -> Iterator[st
     ranks = {entry.rank: entry for entry in comparison.ranks}
     same: dict[str, list[int]] = {}
     for number, found in enumerate(comparison.divergences):
-        rank = ranks[found.rank]
-        assert rank.first is not None, "it diverges"
         if number == 0:
-            extent = comparison.extent
-            yield from _format_divergence(rank, rank.first, extent, verbose=verbose)
+            rank = ranks[found.rank]
+            yield from _format_divergence(rank, found, comparison.extent, verbose=verbose)
             continue
         sentence = (
-            f"in {rank.first.where}: {name_place(found)}; {found.count:,} of "
-            f"{found.compared:,} differ."
+            f"in {found.where}: {name_place(found)}; {found.count:,} of {found.compared:,} differ."
         )
         same.setdefault(sentence, []).append(found.rank)
     for sentence, numbers in same.items():
@@ -113,14 +109,14 @@ def _format_divergences(comparison: Comparison, *, verbose: bool) -> Iterator[st
 
 
 def _format_divergence(
-    rank: RankComparison, first: RecordDifference, extent: str, *, verbose: bool
+    rank: RankComparison, first: Divergence, extent: str, *, verbose: bool
 ) -> Iterator[str]:
     yield from wrap(f"Rank {rank.rank}, {first.where}:")
-    for group, (count, of) in first.by_group.items():
+    for group, (count, of) in first.by_kind.items():
         yield f"  {escape(group)}: {count} of {of} differ"
     if first.names != ("(total)",):
-        count = first.by_group.get(first.group, (first.count, 0))[0]
-        yield from wrap(f"first {escape(first.group)}: {describe_names(first.names, count)}", "  ")
+        count = first.by_kind.get(first.kind, (first.count, 0))[0]
+        yield from wrap(f"first {escape(first.kind)}: {describe_names(first.names, count)}", "  ")
     expected, actual = describe_pair(first.expected, first.actual, verbose=verbose)
     yield f"    reference: {expected}"
     yield f"    this run:  {actual}"
@@ -140,14 +136,14 @@ def name_place(found: Divergence) -> str:
     return f"{escape(found.kind)} {escape(name_call(found.name, found.call))}"
 
 
-def advise(first: RecordDifference, extent: str) -> str:
+def advise(first: Divergence, extent: str) -> str:
     """Return advice on a first difference; empty unless the difference alone allows any.
 
     Args:
         first: The difference.
         extent: What differs in the runs at most; see ``Comparison.extent``.
     """
-    if first.moment == "initial" and first.group in ("weights", "buffers"):
+    if first.moment == "initial" and first.kind in ("weights", "buffers"):
         return (
             "It differs before the training: seed before the model is built (lightning_d9m.enable "
             "or seed_everything at the top of the program)."
@@ -165,7 +161,7 @@ def advise(first: RecordDifference, extent: str) -> str:
             "ReduceLROnPlateau. Only if nothing reads it, such as a measured time, exclude it with "
             "ignored_metrics."
         )
-    if LOGGED.issuperset(first.by_group):
+    if LOGGED.issuperset(first.by_kind):
         return (
             "A logged value differs first, and the training differs later: do not exclude it. It "
             "may steer the training, as val_loss does under EarlyStopping or ReduceLROnPlateau."
@@ -197,32 +193,15 @@ def _list_one_sided(rank: RankComparison) -> Iterator[str]:
             "each process, and the runs have different numbers of processes. Compare runs on "
             "equally many."
         )
-    for name, found, places, breaks, complete, truncated in (
-        (
-            "the reference",
-            rank.only_expected,
-            rank.only_expected_places,
-            rank.expected_breaks,
-            rank.expected_complete,
-            rank.expected_truncated,
-        ),
-        (
-            "this run",
-            rank.only_actual,
-            rank.only_actual_places,
-            rank.actual_breaks,
-            rank.actual_complete,
-            rank.actual_truncated,
-        ),
-    ):
-        if found.count:
-            yield (f"only {name} has {pluralize(found.count, 'record')}, the first {found.first}.")
-        if places.count:
+    for name, side in (("the reference", rank.expected), ("this run", rank.actual)):
+        if found := side.records.count:
+            yield f"only {name} has {pluralize(found, 'record')}, the first {side.records.first}."
+        if found := side.places.count:
             yield (
-                f"only {name} has {pluralize(places.count, 'probe')} in batches of both, "
-                f"the first {places.first}."
+                f"only {name} has {pluralize(found, 'probe')} in batches of both, "
+                f"the first {side.places.first}."
             )
-        for found_break in breaks:
+        for found_break in side.breaks:
             problem = (found_break.problem or "").removesuffix(".")
             problem = f"; {escape(problem, _LONGEST)}" if problem else ""
             yield (
@@ -231,8 +210,8 @@ def _list_one_sided(rank: RankComparison) -> Iterator[str]:
             )
             for reason in found_break.inexact:
                 yield f"{name} was not resumed exactly there: {escape(reason, _LONGEST)}"
-        if not complete:
-            torn = "; its torn last record was left out" if truncated else ""
+        if not side.complete:
+            torn = "; its torn last record was left out" if side.truncated else ""
             yield f"{name} was ended before it finished its ledger{torn}."
 
 
@@ -279,7 +258,7 @@ def _name_first(comparison: Comparison) -> str:
         return ""
     ranks = [entry.rank for entry in found if entry.when == found[0].when]
     verb = "diverge" if ranks[1:] else "diverges"
-    return _begin(f"{name_ranks(sorted(ranks))} {verb} first, in {first[1].where}.")
+    return _begin(f"{name_ranks(sorted(ranks))} {verb} first, in {first.where}.")
 
 
 def _begin(sentence: str) -> str:

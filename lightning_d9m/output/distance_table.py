@@ -13,7 +13,7 @@ from lightning_d9m.comparison.weight_distance import (
     DistanceSeries,
 )
 from lightning_d9m.ledger.kinds import ROOT
-from lightning_d9m.output.svg.values import draw_distances, draw_key
+from lightning_d9m.output.svg.timeline import draw_distances, draw_key
 from lightning_d9m.output.terminal import make_table, render
 from lightning_d9m.text import escape
 

@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_d9m.comparison.causes import find_cause
-from lightning_d9m.comparison.ledgers import Comparison, Divergence
-from lightning_d9m.comparison.probe_diff import PlaceDifference
-from lightning_d9m.comparison.record_diff import name_call
+from lightning_d9m.comparison.differences import Divergence, PlaceDifference, name_call
+from lightning_d9m.comparison.ledgers import Comparison
 from lightning_d9m.comparison.timeline import Module, StepHistogram, Timeline, module_of
 from lightning_d9m.ledger.folder import Ledger
 from lightning_d9m.ledger.format.records import Header, Scalar
@@ -31,11 +30,17 @@ from lightning_d9m.output.comparison_text import (
     state_verdict,
 )
 from lightning_d9m.output.distance_table import make_distance_table
-from lightning_d9m.output.next_steps import find_command
 from lightning_d9m.output.run_table import RunRow
 from lightning_d9m.output.svg.heat_map import HeatMap, HeatMapRow
-from lightning_d9m.output.svg.timeline import draw_growth, draw_timeline
-from lightning_d9m.output.svg.values import Points, draw_gaps, draw_key, draw_values
+from lightning_d9m.output.svg.timeline import (
+    Points,
+    draw_gaps,
+    draw_growth,
+    draw_key,
+    draw_timeline,
+    draw_values,
+)
+from lightning_d9m.output.terminal import find_command
 from lightning_d9m.text import cut_digests, describe_pair, pluralize, quote
 from lightning_d9m.version import __version__
 
@@ -114,7 +119,7 @@ def render_page(
         command=find_command(ledgers),
         first=found[0] if found else None,
         first_ranks=_describe_first_ranks(comparison),
-        advice=(advise(comparison.first[1], comparison.extent) if comparison.first else ""),
+        advice=(advise(comparison.first, comparison.extent) if comparison.first else ""),
         one_sided=list(list_one_sided(comparison)),
         one_ledger=is_one_ledger(comparison),
         basis=basis,

@@ -1,9 +1,8 @@
-"""Findings as text, JSON, SARIF and annotations, and their table with figures of audits."""
+"""Findings as text, JSON, SARIF and annotations."""
 
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from linecache import checkcache, getline
 from pathlib import PurePath
 from typing import Any
@@ -11,12 +10,8 @@ from urllib.parse import quote
 
 from rich.cells import cell_len
 
-from lightning_d9m.lint.finding import Finding
-from lightning_d9m.lint.join import OpRow
-from lightning_d9m.lint.rules import RULES, Severity
-from lightning_d9m.output.columns import Column, format_table
-from lightning_d9m.output.next_steps import format_next_steps
-from lightning_d9m.output.terminal import WIDTH, wrap
+from lightning_d9m.lint.rules import RULES, Finding, Severity
+from lightning_d9m.output.terminal import WIDTH, format_next_steps, wrap
 from lightning_d9m.text import pluralize, printable
 from lightning_d9m.version import __version__
 
@@ -121,13 +116,10 @@ def _cut(text: str) -> str:
     return text if len(text) <= WIDTH else f"{text[: WIDTH - 3]}..."
 
 
-def render_json(
-    findings: Sequence[Finding], summary: Mapping[str, object], table: Sequence[OpRow] | None
-) -> str:
-    """Return one JSON object: a summary, findings, and the table if there is one."""
-    joined = {} if table is None else {"ops": [asdict(row) for row in table]}
+def render_json(findings: Sequence[Finding], summary: Mapping[str, object]) -> str:
+    """Return one JSON object: a summary and findings."""
     records = [finding.as_record() for finding in findings]
-    return json.dumps({"schema": 1, **summary, "findings": records, **joined}, indent=1)
+    return json.dumps({"schema": 1, **summary, "findings": records}, indent=1)
 
 
 def render_sarif(findings: Sequence[Finding]) -> str:
@@ -186,35 +178,3 @@ def _as_result(finding: Finding, index: int) -> dict[str, object]:
             **({"cell": finding.cell, "cellLine": finding.line} if finding.cell else {}),
         },
     }
-
-
-_OP_COLUMNS: tuple[Column[OpRow], ...] = (
-    Column("op", lambda row: row.op),
-    Column("lines", lambda row: str(len(row.lines)), is_number=True),
-    Column("alerts", lambda row: str(row.alerts or "-"), is_number=True),
-    Column(
-        "outputs",
-        lambda row: f"{row.worst.distinct}/{row.worst.runs}" if row.worst else "-",
-        is_number=True,
-    ),
-    Column(
-        "Vermv",
-        lambda row: _describe_figure(row.worst.vermv if row.worst else None),
-        is_number=True,
-    ),
-    Column("Vc", lambda row: _describe_figure(row.worst.vc if row.worst else None), is_number=True),
-)
-
-
-def _describe_figure(figure: float | None) -> str:
-    return "-" if figure is None else f"{figure:.2g}"
-
-
-def render_table(rows: Sequence[OpRow]) -> str:
-    """Return a table of findings, alerts and figures, one line per op."""
-    if not rows:
-        return "No findings, alerts or figures of ops."
-    lines = [format_table(_OP_COLUMNS, rows)]
-    for row in rows:
-        lines += [f"{row.op}: {place}" for place in row.lines[:3]]
-    return "\n".join(lines)

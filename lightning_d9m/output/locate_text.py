@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from lightning_d9m.ledger.kinds import STATE
-from lightning_d9m.locate.result import describe_place
+from lightning_d9m.locate.search import describe_place
 from lightning_d9m.output.comparison_text import format_field
 from lightning_d9m.output.terminal import make_table, measure, render, wrap
 from lightning_d9m.text import escape, printable
@@ -12,7 +12,7 @@ from lightning_d9m.text import escape, printable
 if TYPE_CHECKING:
     from lightning_d9m.comparison.numeric_difference import Magnitude
     from lightning_d9m.locate.op_evidence import OpFinding, SampleComparison
-    from lightning_d9m.locate.result import SearchResult
+    from lightning_d9m.locate.search import SearchResult
 
 _INDENT = " " * 10
 _MOST_ULPS = 2**16
@@ -92,10 +92,10 @@ def _describe_moment(found: "SearchResult") -> Iterator[str]:
     if found.divergences or pair.comparison.refusals:
         return
     for rank in pair.comparison.ranks:
-        for side, alone in (("reference", rank.only_expected), ("this run", rank.only_actual)):
-            if alone.count:
+        for name, side in (("reference", rank.expected), ("this run", rank.actual)):
+            if (alone := side.records).count:
                 yield (
-                    f"  rank {rank.rank}, {side} alone: {alone.count:,} records, from "
+                    f"  rank {rank.rank}, {name} alone: {alone.count:,} records, from "
                     f"{escape(alone.first)}"
                 )
 

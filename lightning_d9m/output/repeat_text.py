@@ -11,12 +11,16 @@ from lightning_d9m.comparison.ledgers import Comparison, RecordObserver, compare
 from lightning_d9m.launch.run import Run
 from lightning_d9m.ledger.folder import Ledger
 from lightning_d9m.ledger.stack import LAST_BITS_SETTING, LOGICAL_RANKS
-from lightning_d9m.output.columns import format_markdown_table, format_table
+from lightning_d9m.output.columns import format_markdown, format_markdown_table, format_table
 from lightning_d9m.output.comparison_text import format_evidence, state_verdict
-from lightning_d9m.output.markdown import format_markdown
-from lightning_d9m.output.next_steps import format_next_steps, list_next_steps
 from lightning_d9m.output.run_table import RunRow, list_columns
-from lightning_d9m.output.terminal import print_lines, terminal_width, wrap
+from lightning_d9m.output.terminal import (
+    format_next_steps,
+    list_next_steps,
+    print_lines,
+    terminal_width,
+    wrap,
+)
 from lightning_d9m.text import pluralize, printable
 
 _SEVERAL = 2  # later runs, of which some may agree

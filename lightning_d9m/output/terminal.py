@@ -1,4 +1,7 @@
-"""Tables and paragraphs on a terminal, laid out by rich; plain in a pipe and under NO_COLOR."""
+"""Tables and paragraphs on a terminal, and the commands that help next.
+
+They are laid out by rich; plain in a pipe and under NO_COLOR.
+"""
 
 import shutil
 import sys
@@ -9,6 +12,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
+
+    from lightning_d9m.ledger.folder import Ledger
 
 WIDTH = 80
 _STYLES = {
@@ -126,3 +131,44 @@ def print_wrapped(lines: Sequence[str]) -> None:
 def terminal_width(limit: int = 100) -> int:
     """Return the terminal's width, or ``COLUMNS``, or 80; at most ``limit``."""
     return min(shutil.get_terminal_size().columns, limit)
+
+
+def find_command(ledgers: Sequence["Ledger"]) -> str:
+    """Return the command that trains, if all runs have the same; "" otherwise."""
+    commands = {str(ledger.header.program.get("command") or "") for ledger in ledgers}
+    return commands.pop() if len(commands) == 1 else ""
+
+
+def list_next_steps(command: str, ledgers: str) -> list[tuple[str, str]]:
+    """Return commands that find the cause of a difference.
+
+    Args:
+        command: The arguments of ``d9m locate``: ``--`` and the command that trains.
+        ledgers: Two paths, quoted for a shell.
+    """
+    return [
+        (f"d9m locate {command}", "finds the step, module and source line"),
+        (f"d9m report {ledgers}", "shows the difference as a page"),
+        ("d9m scan", "lists causes in the source"),
+    ]
+
+
+def format_next_steps(steps: Sequence[tuple[str, str]]) -> list[str]:
+    r"""Return a block of commands with what each does; what does not fit beside it stands below.
+
+    >>> print("\n".join(format_next_steps([("d9m scan", "lists causes in the source")])))
+    <BLANKLINE>
+    Next:
+      d9m scan  lists causes in the source
+    """
+    if not steps:
+        return []
+    width = max(len(command) for command, _ in steps)
+    beside = 2 + width + 2 + max(len(purpose) for _, purpose in steps) <= WIDTH
+    lines = ["", "Next:"]
+    for command, purpose in steps:
+        if beside:
+            lines.append(f"  {command:{width}}  {purpose}")
+        else:
+            lines += [f"  {command}", f"      {purpose}"]
+    return lines

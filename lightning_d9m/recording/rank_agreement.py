@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import SyncBatchNorm, _NormBase
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from lightning_d9m.comparison.record_diff import NAMES_KEPT
+from lightning_d9m.comparison.differences import NAMES_KEPT
 from lightning_d9m.errors import DriftError
 from lightning_d9m.hashing.shards import FlatLayout, has_base, may_be_sharded
 from lightning_d9m.hashing.training_state import Groups, count_sharded, plain_name, replicated_names

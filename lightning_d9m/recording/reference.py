@@ -5,9 +5,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightning_d9m.comparison.record_diff import (
+from lightning_d9m.comparison.differences import (
+    Divergence,
     FieldDifference,
-    RecordDifference,
     header_refusals,
     record_difference,
     run_refusals,
@@ -112,7 +112,7 @@ class Reference:
         ):
             self._next = next(self._records, None)
 
-    def check(self, actual: Digests) -> RecordDifference | None:
+    def check(self, actual: Digests) -> Divergence | None:
         """Compare one record of this run with its counterpart.
 
         Returns:
@@ -140,17 +140,17 @@ class Reference:
         self._first_beyond = self._first_beyond or actual
         return None
 
-    def drift_error(self, difference: RecordDifference) -> DriftError:
+    def drift_error(self, difference: Divergence) -> DriftError:
         """Build the error that names the record and entries that differ from the reference."""
         headline = (
             f"This run differs from its reference in {difference.where} on rank {self.rank}: "
-            f"{difference.count} of {difference.total} entries differ, first in "
-            f"{escape(difference.group)}: {_first_names(difference)}."
+            f"{difference.count} of {difference.compared} entries differ, first in "
+            f"{escape(difference.kind)}: {_first_names(difference)}."
         )
         expected, actual = describe_pair(difference.expected, difference.actual)
         lines = [headline, f"  reference: {expected}", f"  this run:  {actual}"]
-        if len(difference.by_group) > 1:
-            parts = [f"{escape(g)} {n} of {of}" for g, (n, of) in difference.by_group.items()]
+        if len(difference.by_kind) > 1:
+            parts = [f"{escape(g)} {n} of {of}" for g, (n, of) in difference.by_kind.items()]
             lines.append(f"In all: {', '.join(parts)}.")
         lines.append(self._explain(difference))
         lines.append(f"Reference: {self._reader.path if self._reader else self.path}")
@@ -160,10 +160,10 @@ class Reference:
             epoch=difference.epoch,
             step=difference.step,
             rank=self.rank,
-            group=difference.group,
+            group=difference.kind,
             names=difference.names,
             count=difference.count,
-            total=difference.total,
+            total=difference.compared,
             expected=difference.expected,
             actual=difference.actual,
         )
@@ -223,14 +223,14 @@ class Reference:
             actual=lacking,
         )
 
-    def _explain(self, difference: RecordDifference) -> str:
+    def _explain(self, difference: Divergence) -> str:
         if difference.moment == "initial":
             return (
                 "They differed before the first step, so no training caused it. Seed before the "
                 "model is built: call lightning_d9m.enable(seed=...) or seed_everything(...) at "
                 "the top of the program; or the weights were loaded from another checkpoint."
             )
-        if set(difference.by_group) == {"scalars"}:
+        if set(difference.by_kind) == {"scalars"}:
             return (
                 "Nothing but logged scalars differs. A scalar that differs by nature, such as a "
                 'measured time, can be left out: DeterminismCallback(ignored_metrics=["..."]).'
@@ -244,8 +244,8 @@ def _digests_of(records: Iterator[Record]) -> Iterator[Digests]:
     return (record for record in records if isinstance(record, Digests))
 
 
-def _first_names(difference: RecordDifference) -> str:
-    count = difference.by_group.get(difference.group, (difference.count, 0))[0]
+def _first_names(difference: Divergence) -> str:
+    count = difference.by_kind.get(difference.kind, (difference.count, 0))[0]
     if difference.names == ("(total)",):
         return "the digest of the group"
     return describe_names(difference.names, count)

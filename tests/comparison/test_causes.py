@@ -5,26 +5,23 @@ from types import SimpleNamespace
 import pytest
 
 from lightning_d9m.comparison.causes import earliest_divergences, find_cause
-from lightning_d9m.comparison.probe_diff import PlaceDifference
-from lightning_d9m.comparison.result import Divergence
+from lightning_d9m.comparison.differences import Divergence, PlaceDifference
+from lightning_d9m.comparison.ledgers import OneSided, Side
 
 
 def divergence(kind, name="a", *, rank=0, step=3, moment="batch", others=(), position=0):
     """Return a divergence at a place; ``others`` are places of its batch that differ too."""
-    places = [PlaceDifference(0, k, n, 0, "0", "f") for k, n in ((kind, name), *others)]
+    places = [PlaceDifference(position, k, n, 0, "0", "f") for k, n in ((kind, name), *others)]
     return Divergence(
-        rank=rank, epoch=0, step=step, batch=step, moment=moment, kind=kind, name=name, call=0,
-        position=position, expected="0", actual="f", places=tuple(places), count=len(places),
+        rank=rank, epoch=0, step=step, batch=step, moment=moment, places=places, count=len(places),
         compared=9,
     )  # fmt: skip
 
 
 def comparison(*divergences, refusals=(), stack=(), extent="logged values"):
     """Return a comparison with one rank for each divergence, None for a rank that agrees."""
-    none = SimpleNamespace(count=0)
     ranks = [
-        SimpleNamespace(divergence=entry, only_expected=none, only_actual=none)
-        for entry in divergences
+        SimpleNamespace(divergence=entry, expected=Side(), actual=Side()) for entry in divergences
     ]
     return SimpleNamespace(
         portable=False, ranks=ranks, refusals=refusals, stack=stack, extent=extent
@@ -122,8 +119,8 @@ def test_a_module_on_another_rank_does_not_go_before_what_was_given_to_it():
 
 @pytest.mark.parametrize(("counts", "kind"), [((2, 0), "length"), ((0, 0), "unknown")])
 def test_a_run_that_goes_on_where_the_other_ends(counts, kind):
-    one, other = (SimpleNamespace(count=count) for count in counts)
-    rank = SimpleNamespace(divergence=None, only_expected=one, only_actual=other)
+    one, other = (Side(OneSided(count)) for count in counts)
+    rank = SimpleNamespace(divergence=None, expected=one, actual=other)
     runs = SimpleNamespace(ranks=[rank], refusals=(), stack=())
     assert find_cause(runs).kind == kind
 

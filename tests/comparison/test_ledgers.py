@@ -1,12 +1,11 @@
 """Two ledgers are compared: equal only when proven, otherwise the first divergence is named."""
 
-import random
 import tracemalloc
 
 import pytest
 
 from lightning_d9m.comparison import alignment
-from lightning_d9m.comparison.ledgers import compare_ledgers
+from lightning_d9m.comparison.ledgers import OneSided, compare_ledgers
 from lightning_d9m.errors import LedgerError
 from lightning_d9m.ledger.folder import rank_path, read_ledger
 from lightning_d9m.ledger.format.records import Digests, Evaluation, LoaderFacts
@@ -46,8 +45,8 @@ class TestEqual:
         assert comparison.first is None
         (rank,) = comparison.ranks
         assert (rank.records, rank.digests, rank.epochs, rank.differing) == (7, 5, 3, 0)
-        assert rank.expected_complete
-        assert rank.actual_complete
+        assert rank.expected.complete
+        assert rank.actual.complete
 
     def test_an_error_in_other_words(self, runs):
         """That a run failed is evidence, the words are not."""
@@ -86,12 +85,12 @@ class TestDivergence:
     def test_one_weight(self, runs):
         comparison = compare(runs.write(), runs.write(edit=in_epoch(1, flip)))
         assert comparison.verdict == "different"
-        rank, first = comparison.first
-        assert rank == 0
-        assert (first.moment, first.epoch, first.step, first.group) == ("epoch", 1, 46, "weights")
+        first = comparison.first
+        assert first.rank == 0
+        assert (first.moment, first.epoch, first.step, first.kind) == ("epoch", 1, 46, "weights")
         assert first.names == ("layers.2.weight",)
-        assert (first.count, first.total) == (1, 12)
-        assert first.by_group == {"weights": (1, 4)}
+        assert (first.count, first.compared) == (1, 12)
+        assert first.by_kind == {"weights": (1, 4)}
         assert first.expected == runs.digests("epoch", 1).groups["weights"]["layers.2.weight"]
         assert first.actual == "f" * 32
         assert comparison.ranks[0].differing == 1
@@ -104,9 +103,9 @@ class TestDivergence:
 
         comparison = compare(runs.write(epochs=5), runs.write(epochs=5, edit=drift))
         assert comparison.ranks[0].differing == 5
-        assert comparison.first[1].epoch == 1
-        assert comparison.first[1].by_group == {"weights": (1, 4), "optimizers": (1, 4)}
-        assert comparison.first[1].count == 2
+        assert comparison.first.epoch == 1
+        assert comparison.first.by_kind == {"weights": (1, 4), "optimizers": (1, 4)}
+        assert comparison.first.count == 2
 
     def test_one_rank_only(self, runs):
         def drift(rank, records):
@@ -114,7 +113,7 @@ class TestDivergence:
                 flip(records[5])
 
         comparison = compare(runs.write(world_size=3), runs.write(world_size=3, edit=drift))
-        assert comparison.first[0] == 2
+        assert comparison.first.rank == 2
         assert [rank.equal for rank in comparison.ranks] == [True, True, False]
 
     def test_with_logical_ranks_the_number_of_processes_is_not_compared(self, runs):
@@ -197,12 +196,12 @@ class TestDivergence:
     )
     def test_each_kind_of_evidence(self, runs, change, group, name, values):
         comparison = compare(runs.write(), runs.write(edit=in_epoch(1, change)))
-        first = comparison.first[1]
-        assert first.group == group
+        first = comparison.first
+        assert first.kind == group
         assert name is None or first.names == (name,)
         assert values is None or (first.expected, first.actual) == values
         assert first.count == 1
-        assert first.count <= first.total
+        assert first.count <= first.compared
 
     def test_names_that_only_one_has_are_missing_in_the_other(self, runs):
         """The weights of another model would have been refused before."""
@@ -210,7 +209,7 @@ class TestDivergence:
         def drop(record):
             del record["groups"]["weights"]["layers.0.weight"]
 
-        first = compare(runs.write(), runs.write(edit=in_epoch(0, drop))).first[1]
+        first = compare(runs.write(), runs.write(edit=in_epoch(0, drop))).first
         assert (first.names, first.actual) == (("layers.0.weight",), "missing")
 
     def test_totals_are_held_against_totals(self, runs):
@@ -225,8 +224,8 @@ class TestDivergence:
 
         full = runs.write()
         assert compare(full, runs.write(edit=in_epoch(1, leave_out))).verdict == "equal"
-        first = compare(full, runs.write(edit=in_epoch(1, leave_out_and_drift))).first[1]
-        assert (first.group, first.names) == ("weights", ("(total)",))
+        first = compare(full, runs.write(edit=in_epoch(1, leave_out_and_drift))).first
+        assert (first.kind, first.names) == ("weights", ("(total)",))
 
     def test_names_are_listed_up_to_a_bound(self, runs):
         def widen(value):
@@ -237,7 +236,7 @@ class TestDivergence:
             return in_epoch(0, change)
 
         one, other = (runs.write(edit=widen(digit * 32)) for digit in "ab")
-        first = compare(one, other).first[1]
+        first = compare(one, other).first
         assert first.names == tuple(f"w{number}" for number in range(30, 20, -1))
         assert first.count == 30
 
@@ -247,7 +246,7 @@ class TestDivergence:
             runs.write(), runs.write(edit=lambda _, records: records[-1].update(status="failed"))
         )
         assert comparison.verdict == "different"
-        assert comparison.first[1].names == ("status",)
+        assert comparison.first.names == ("status",)
 
     def test_an_edited_ledger_is_an_error(self, runs):
         one, other = runs.write(), runs.write()
@@ -263,9 +262,9 @@ class TestOneSided:
         (rank,) = compare(runs.write(epochs=5), runs.write(epochs=3)).ranks
         assert rank.differing == 0
         assert rank.epochs == 3
-        assert (rank.only_expected.count, rank.only_actual.count) == (3, 1)
-        assert rank.only_expected.first == "epoch 3 (step 92)"
-        assert rank.only_actual.first == "the final state (epoch 2, step 69)"
+        assert (rank.expected.records.count, rank.actual.records.count) == (3, 1)
+        assert rank.expected.records.first == "epoch 3 (step 92)"
+        assert rank.actual.records.first == "the final state (epoch 2, step 69)"
         assert not rank.equal
 
     @pytest.mark.parametrize("torn", [False, True])
@@ -280,9 +279,9 @@ class TestOneSided:
         assert comparison.verdict == "incomplete"
         assert compare(other, one).verdict == "incomplete"
         assert not comparison.equal
-        assert (rank.expected_complete, rank.actual_complete) == (True, False)
-        assert (rank.expected_truncated, rank.actual_truncated) == (False, torn)
-        assert (rank.only_expected.count, rank.only_expected.first) == (3, "epoch 2 (step 69)")
+        assert (rank.expected.complete, rank.actual.complete) == (True, False)
+        assert (rank.expected.truncated, rank.actual.truncated) == (False, torn)
+        assert rank.expected.records == OneSided(3, "epoch 2 (step 69)")
 
     def test_one_was_killed_and_differs(self, runs):
         """Being cut off excuses no difference."""
@@ -294,7 +293,7 @@ class TestOneSided:
     def test_a_record_in_the_middle(self, runs):
         """The records after it still find their counterparts."""
         (rank,) = compare(runs.write(edit=lambda _, records: records.pop(4)), runs.write()).ranks
-        assert (rank.only_expected.count, rank.only_actual.first) == (0, "epoch 1 (step 46)")
+        assert (rank.expected.records.count, rank.actual.records.first) == (0, "epoch 1 (step 46)")
         assert (rank.records, rank.differing) == (6, 0)
 
     def test_ranks(self, runs):
@@ -399,51 +398,11 @@ class TestNotComparable:
 
 class TestUnknownKinds:
     @staticmethod
-    def probes(steps, names, *, skip=(), shuffle=None, change=()):
-        """Return an edit that adds probes before the end of the first epoch."""
-
-        def edit(_, records):
-            for step in reversed(steps):
-                block = [
-                    {
-                        "kind": "probe",
-                        "epoch": 0,
-                        "step": step,
-                        "name": name,
-                        "digest": ("f" if (step, name) in change else "0") * 32,
-                    }
-                    for name in names
-                    if (step, name) not in skip
-                ]
-                if shuffle is not None:
-                    random.Random(shuffle + step).shuffle(block)
-                records[3:3] = block
-
-        return edit
-
-    def test_equal(self, runs):
-        edit = self.probes(range(5), "abc")
-        comparison = compare(runs.write(edit=edit), runs.write(edit=edit))
-        assert (comparison.verdict, comparison.ranks[0].records) == ("equal", 22)
-
-    def test_another_order_within_a_step(self, runs):
-        """Threads may write them so."""
-        one = runs.write(edit=self.probes(range(20), "abcdefgh", shuffle=1))
-        other = runs.write(edit=self.probes(range(20), "abcdefgh", shuffle=1000))
-        assert compare(one, other).verdict == "equal"
-
-    def test_the_first_that_differs(self, runs):
-        change = {(7, "c"), (9, "a")}
-        one = runs.write(edit=self.probes(range(5, 20), "abcde", shuffle=1))
-        other = runs.write(
-            edit=self.probes(range(12), "abcd", shuffle=99, change=change, skip={(6, "a")})
-        )
-        (rank,) = compare(one, other).ranks
-        assert (rank.first.kind, rank.first.step, rank.first.names) == ("probe", 7, ("digest",))
-        assert rank.differing == 2
-        # Steps 12-19 and the name "e" of steps 5-11, and (6, "a"); steps 0-4 of the other.
-        assert (rank.only_expected.count, rank.only_actual.count) == (8 * 5 + 7 + 1, 5 * 4)
-        assert rank.only_actual.first.startswith("probe epoch 0 step 0 name ")
+    def probes(names):
+        """Return an edit that adds the probes of a step before the end of the first epoch."""
+        record = {"kind": "probe", "epoch": 0, "step": 0}
+        added = [record | {"name": name, "digest": "0" * 32} for name in names]
+        return lambda _, records: records.__setitem__(slice(3, 3), added)
 
     def test_kinds_without_a_place(self, runs):
         def notes(order):
@@ -454,7 +413,7 @@ class TestUnknownKinds:
 
         assert compare(runs.write(edit=notes("ab")), runs.write(edit=notes("ba"))).equal
         (rank,) = compare(runs.write(edit=notes("ab")), runs.write(edit=notes("b"))).ranks
-        assert (rank.only_expected.count, rank.only_expected.first) == (1, "note name a")
+        assert (rank.expected.records.count, rank.expected.records.first) == (1, "note name a")
 
     def test_the_same_key_several_times(self, runs):
         def calls(digits):
@@ -469,7 +428,7 @@ class TestUnknownKinds:
         one = runs.write(edit=calls([("a", 1), ("a", 2), ("b", 0)]))
         assert compare(one, runs.write(edit=calls([("b", 0), ("a", 1), ("a", 2)]))).equal
         (rank,) = compare(one, runs.write(edit=calls([("b", 0), ("a", 1), ("a", 3)]))).ranks
-        assert (rank.differing, rank.first.names, rank.first.expected) == (1, ("x",), "2")
+        assert (rank.differing, rank.divergence.names, rank.divergence.expected) == (1, ("x",), "2")
 
     def test_one_is_not_true_nor_the_text_1(self, runs):
         def value(x):
@@ -487,14 +446,14 @@ class TestUnknownKinds:
             return lambda _, records: records.insert(3, {"kind": "v", "name": name, "step": "x"})
 
         one, other = runs.write(edit=odd(["a"])), runs.write(edit=odd({"b": 1}))
-        assert compare(one, other).ranks[0].only_actual.count == 1
+        assert compare(one, other).ranks[0].actual.records.count == 1
 
     def test_memory_is_bounded(self, runs, monkeypatch):
         monkeypatch.setattr(alignment, "_KEPT_BYTES", 2000)
-        one = runs.write(edit=self.probes([0], [f"n{number}" for number in range(300)]))
-        other = runs.write(edit=self.probes([0], [f"n{number}" for number in range(299, -1, -1)]))
+        names = [f"n{number}" for number in range(300)]
+        one, other = (runs.write(edit=self.probes(order)) for order in (names, names[::-1]))
         (rank,) = compare(one, other).ranks
-        assert rank.only_expected.count == rank.only_actual.count > 0
+        assert rank.expected.records.count == rank.actual.records.count > 0
         assert rank.differing == 0
 
     def test_long_ledgers_are_streamed(self, runs, tmp_path):
@@ -515,7 +474,7 @@ class TestUnknownKinds:
             (rank,) = compare(*paths).ranks
             peaks.append(tracemalloc.get_traced_memory()[1])
             tracemalloc.stop()
-            assert rank.only_expected.count == count // 2
+            assert rank.expected.records.count == count // 2
         assert peaks[1] < peaks[0] + 200_000
 
 
@@ -533,11 +492,11 @@ def test_a_moment_that_a_later_version_adds(runs):
         return edit
 
     (rank,) = compare(runs.write(edit=steps({3})), runs.write(edit=steps({5}))).ranks
-    assert (rank.only_expected.first, rank.only_actual.first) == (
+    assert (rank.expected.records.first, rank.actual.records.first) == (
         "step, epoch 0 (step 5)",
         "step, epoch 0 (step 3)",
     )
-    assert (rank.only_expected.count, rank.only_actual.count, rank.differing) == (1, 1, 0)
+    assert (rank.expected.records.count, rank.actual.records.count, rank.differing) == (1, 1, 0)
 
 
 @pytest.mark.parametrize(

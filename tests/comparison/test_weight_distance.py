@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lightning_d9m.comparison import weight_distance
-from lightning_d9m.comparison.record_diff import record_difference
+from lightning_d9m.comparison.differences import record_difference
 from lightning_d9m.comparison.weight_distance import (
     OTHERS,
     Distance,

@@ -19,7 +19,6 @@ def test_every_command_has_a_section_with_its_options():
     for command in COMMANDS:
         assert f"## d9m {command}" in page
     assert "| `-n, --runs RUNS` |" in page
-    assert "--without-recipe" not in page  # deprecated
 
 
 def test_readme_names_the_commands_without_json():

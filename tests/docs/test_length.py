@@ -1,12 +1,17 @@
 """The documentation stays short: everything is said once."""
 
 import re
+from math import ceil
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 # Made by docs/write_commands.py, write_errors.py, write_ledger_fields.py and `d9m ops --markdown`.
 GENERATED = {"commands.md", "errors.md", "ledger-fields.md", "ops.md"}
 MOST_WORDS = 20_000
+# A page of GitHub on a screen of 1280 by 900 pixels: the column's width, the height of a line, the
+# characters in it, and the space below a paragraph. Chromium shows the README so in 877 pixels.
+SCREEN, COLUMN, LINE, CHARACTERS, SPACE = 900, 838, 24, 95, 16
+TITLE = 66
 
 
 def count_words(text):
@@ -23,3 +28,35 @@ def test_the_pages_that_people_write_are_short():
 
 def test_the_bars_of_tables_are_not_words():
     assert count_words("| a word | `x=1` |\n| --- | --- |\n") == 3
+
+
+def measure_first_screen(page, pictures):
+    """Return the height in pixels of what stands above the first heading of a README."""
+    height = TITLE
+    for part in page.partition("\n## ")[0].split("\n\n")[1:]:
+        if picture := re.match(r"!\[[^]]*\]\(([^)]+)\)", part):
+            box = re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', pictures(picture[1]))
+            width, high = map(float, box.groups())
+            height += high * min(1, COLUMN / width) + SPACE
+        else:
+            shown = re.sub(r"\]\([^)]*\)|[*`\[]", "", part)
+            height += LINE * ceil(len(shown) / CHARACTERS) + SPACE
+    return height - SPACE
+
+
+def test_what_and_the_failing_run_and_its_line_are_on_the_first_screen_of_the_readme():
+    page = (ROOT / "README.md").read_text()
+    shown = page.partition("\n## ")[0]
+    assert "Bit-exact PyTorch Lightning training" in shown
+    assert "docs/images/terminal.svg" in shown
+    assert measure_first_screen(page, lambda name: (ROOT / name).read_text()) <= SCREEN
+    picture = (ROOT / "docs/images/terminal.svg").read_text().replace("&#160;", " ")
+    assert "d9m repeat" in picture
+    assert "values recorded there" in picture  # as output/locate_text.py says it today
+    assert "np.random.default_rng()" in picture
+
+
+def test_a_first_screen_that_is_too_high_is_measured():
+    page = "# title\n\nwords\n\n![a](b.svg)\n\n## More\n"
+    picture = '<svg viewBox="0 0 1676 1800">'
+    assert measure_first_screen(page, lambda _: picture) == TITLE + LINE + SPACE + 900 > SCREEN

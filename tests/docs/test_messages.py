@@ -99,7 +99,7 @@ def use_full_folder(g):
 
 def repeat_what_fails(g):
     g.refuse(g.module, "run_once", import_module(f"{PREFIX}errors").CommandError("why"))
-    plans = [g.module.PlannedRun(["false"], "run 1 of 2")]
+    plans = [g.module._Plan(["false"], "run 1 of 2")]
     g.module._repeat(plans, g.folder, None, FileWatch([], g.folder))
 
 
@@ -224,7 +224,7 @@ CASES = [
         lambda g: g.module._start(["true"], g.module.ProcessStart({}, g.folder / "none" / "log")),
         ("The log … cannot be made: …", "The log {folder}/none/log cannot", "No such file"),
     ),
-    ("cli.repeat.command", repeat_what_fails, ("In ……: …", "In run 1 of 2", ": why")),
+    ("cli.repeat", repeat_what_fails, ("In ……: …", "In run 1 of 2", ": why")),
     (
         "launch.run",
         lambda g: g.module.make_output(g.folder),
@@ -278,7 +278,7 @@ CASES = [
         lambda g: g.module.write_page(g.folder, ""),
         ("… cannot be written: …", "{folder} cannot", "Is a directory"),
     ),
-    ("launch.run_pair", find_unlike_runs, "The two runs left different ledgers:"),
+    ("locate.search", find_unlike_runs, "The two runs left different ledgers:"),
     (
         "lightning.autoload.auto_callback",
         import_the_other_package,
@@ -437,9 +437,6 @@ CASES = [
         "a folder to scan.",
     ),
     ("lint.files", name_a_pipe, "is neither a file nor a folder."),
-    ("lint.join", lambda g: g.module.read_records(g.folder), "does not hold *.jsonl files."),
-    ("lint.join", lambda g: g.module.read_records(g.folder / "none"), "Give a ledger or an audit"),
-    ("lint.join", lambda g: g.module.read_records(g.file("{")), "is not valid JSON:"),
 ]
 
 

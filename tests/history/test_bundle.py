@@ -14,11 +14,10 @@ from lightning_d9m.cli.main import main
 from lightning_d9m.comparison.causes import Cause
 from lightning_d9m.comparison.ledgers import compare_ledgers
 from lightning_d9m.history.bundle import open_bundle, write_bundle
-from lightning_d9m.launch.run_pair import RunPair
 from lightning_d9m.ledger.folder import read_ledger
 from lightning_d9m.ledger.format.records import Resume
-from lightning_d9m.lint.finding import Finding
-from lightning_d9m.locate.result import SearchResult
+from lightning_d9m.lint.rules import Finding
+from lightning_d9m.locate.search import RunPair, SearchResult
 
 SECRET = "s3cr3t-value"  # noqa: S105 - no secret
 COMMAND = f"python train.py --hf-token {SECRET}"

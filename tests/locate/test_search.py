@@ -5,9 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from lightning_d9m.comparison.probe_diff import PlaceDifference
-from lightning_d9m.comparison.record_diff import FieldDifference
-from lightning_d9m.comparison.result import Divergence
+from lightning_d9m.comparison.differences import Divergence, FieldDifference, PlaceDifference
+from lightning_d9m.comparison.ledgers import OneSided, Side
 from lightning_d9m.locate import op_evidence, source_scan
 from lightning_d9m.locate import search as search_module
 from lightning_d9m.locate.op_evidence import SampleComparison, find_patch
@@ -17,11 +16,10 @@ from lightning_d9m.output.locate_text import describe
 
 def pair(kind=None, name="a", *, step=0, moment="batch", epoch=0, values=("", ""), others=()):
     """Return a pair of runs that diverge at a place, or that are equal."""
+    places = [PlaceDifference(0, str(kind), own, 0, *values) for own in (name, *others)]
     found = Divergence(
-        rank=0, epoch=epoch, step=step, batch=step, moment=moment, kind=str(kind), name=name,
-        call=0, position=0, count=1, compared=9, expected=values[0], actual=values[1],
-        places=tuple(PlaceDifference(0, str(kind), own, 0, *values) for own in (name, *others)),
-    )  # fmt: skip
+        epoch=epoch, step=step, batch=step, moment=moment, places=places, count=1, compared=9
+    )
     ranks = [SimpleNamespace(divergence=None if kind is None else found)]
     return SimpleNamespace(
         differs=kind is not None,
@@ -60,23 +58,113 @@ def test_runs_that_agree():
     assert "equal: no two runs differ." in "\n".join(describe(found, determinism=True))
 
 
-def test_suspects_are_tested_first():
-    """The first look has the probes that show whether batches, numbers or weights differ."""
-    found, looks = search(*[pair("batch", "batch:0", step=4)] * 3, suspects=True)
+LOSS, OUTPUT = pair("loss", "loss", step=4), pair("output", "layers", step=4)
+BATCH = pair("batch", "batch:0", step=4)
+ELSEWHERE = "the divergence did not occur again in 2 runs, 1 of 1 pairs differ elsewhere"
+# What the looks see, one pair after the other; the kind of the cause that is found; the steps that
+# each look probes; and which look says what.
+SEARCHES = {
+    "a clear cause ends the search": (
+        [pair(**EPOCH), BATCH, BATCH, BATCH],
+        ("data", [None, "0:10", "4:5", "0:10"], {}),
+    ),
+    "from the epoch to the operations of a module": (
+        [pair(**EPOCH), LOSS, OUTPUT, *[pair("op", "layers::aten.max.dim:1", step=4)] * 2],
+        ("op", [None, "0:10", "0:5", "4:5", "4:5"], {}),
+    ),
+    # Only that module is probed, so the cause in a different pair may lie outside.
+    "inputs of a module are not of its operations": (
+        [pair(**EPOCH), LOSS, OUTPUT, pair("input", "layers", step=4), OUTPUT],
+        ("module", None, {-2: f"operations of layers: {ELSEWHERE}"}),
+    ),
+    # The step before shows whether it was equal there.
+    "values of state are saved with the step before": (
+        [pair(**EPOCH), *[pair("weight", "layers.weight", step=4)] * 2],
+        (
+            "weights",
+            [None, "0:10", "3:5"],
+            {-1: "values: epoch 0, step 4, batch 4: weight layers.weight"},
+        ),
+    ),
+    "values of a pair that diverges earlier do not count": (
+        [pair(**EPOCH), *[pair("weight", "layers.weight", step=step) for step in (4, 3)]],
+        ("weights", None, {-1: f"values: {ELSEWHERE}"}),
+    ),
+    "values of a different place do not count": (
+        [pair(**EPOCH), *[pair("gradient", f"{name}.weight", step=4) for name in "ab"]],
+        ("gradients", None, {-1: f"values: {ELSEWHERE}"}),
+    ),
+    "values of a different kind do not count": (
+        [pair(**EPOCH), pair("gradient", "a", step=4), pair("local_gradient", "a", step=4)],
+        ("gradients", None, {-1: f"values: {ELSEWHERE}"}),
+    ),
+    # As in a race: chance decides which gradients a fused buffer rounds differently.
+    "values count if another place of that kind differs first": (
+        [
+            pair(**EPOCH),
+            pair("gradient", "b.weight", step=4),
+            pair("gradient", "a.weight", step=5, others=("b.weight",)),
+        ],
+        ("gradients", None, {-1: "values: epoch 0, step 5, batch 5: gradient b.weight"}),
+    ),
+    # The cause lies before the steps that were probed.
+    "state that differs in the first probed step does not count": (
+        [pair(**EPOCH), LOSS, OUTPUT, pair("weight", "layers.weight", step=4), pair()],
+        ("module", None, {-2: f"operations of layers: {ELSEWHERE}"}),
+    ),
+    "the end of an epoch after the probed steps does not count": (
+        [pair(**EPOCH), LOSS, pair("weights", moment="epoch", step=10), pair()],
+        ("module", None, {2: f"modules of the step: {ELSEWHERE}"}),
+    ),
+    "the end of a fit after the probed steps does not count": (
+        [pair(**EPOCH), LOSS, pair("weights", moment="final", step=10), pair()],
+        ("module", None, {2: f"modules of the step: {ELSEWHERE}"}),
+    ),
+    # A race: the second pair diverges in an earlier epoch than the first.
+    "an earlier epoch sends the search back to it": (
+        [
+            pair(**EPOCH | {"epoch": 3, "step": 40}),
+            pair(**EPOCH | {"epoch": 1, "step": 20}),
+            *[pair("batch", "batch", step=12, epoch=1)] * 3,
+        ],
+        ("data", [None, "30:40", "10:20", "12:13", "10:20"], {}),
+    ),
+    "initial weights need two looks": (
+        [pair("weights", moment="initial")] * 2,
+        ("initial weights", [None, "0:1"], {}),
+    ),
+    # The values are saved in the first step of a resumed fit; there is none before.
+    "initial weights of a resumed fit": (
+        [pair("weights", moment="initial", step=7)] * 2,
+        ("initial weights", [None, "7:8"], {}),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SEARCHES)
+def test_a_search(name):
+    pairs, (kind, steps, said) = SEARCHES[name]
+    found, looks = search(*pairs)
+    assert found.cause.kind == kind
+    assert steps in (None, [words.get("probe_steps") for _, words in looks])
+    assert {number: found.looks[number] for number in said} == said
+
+
+def test_the_look_at_suspects_has_the_probes_that_show_their_effect():
+    found, looks = search(BATCH, BATCH, BATCH, suspects=True)
     assert found.cause.kind == "data"
     assert [stage for stage, _ in looks] == ["suspects", "values", "samples"]
     assert looks[0][1]["probe_steps"] == "0:1000"
-
-
-def test_after_the_look_at_suspects_the_search_goes_on_in_its_step():
-    found, looks = search(
-        pair("loss", "loss", step=14, epoch=1),
-        pair("output", "layers", step=14, epoch=1),
-        *[pair("op", "layers::aten.mm.default", step=14, epoch=1)] * 2,
-        suspects=True,
-    )
+    assert [words.get("dump") for _, words in looks[-2:]] == ["batch:0", "batch"]
+    later = {"step": 14, "epoch": 1}
+    op = pair("op", "layers[0]::aten.max.dim:1", **later)
+    pairs = (pair("loss", "loss", **later), pair("output", "layers[0]", **later), op, op)
+    found, looks = search(*pairs, suspects=True)
     assert found.cause.kind == "op"
     assert [words["probe_steps"] for _, words in looks] == ["0:1000", "10:15", "14:15", "14:15"]
+    modules = [words.get("probe_modules") for _, words in looks[-2:]]
+    assert modules == ["layers[[]0],layers[[]0].*"] * 2
+    assert looks[-1][1]["dump"] == "layers[0]::aten.max.dim"
 
 
 def test_equal_runs_end_the_look_at_suspects():
@@ -92,75 +180,6 @@ def test_a_divergence_of_the_first_run_alone_is_told_by_the_files_that_it_left()
     assert "no narrower look showed where it began" in text
     assert "advice: If it is rare, raise --tries." in text
     assert search(pair(**EPOCH), *[pair("batch", "batch:0", step=4)] * 3)[0].left == ""
-
-
-def test_a_clear_cause_ends_the_search():
-    found, looks = search(pair(**EPOCH), *[pair("batch", "batch:0", step=4)] * 3)
-    assert found.cause.kind == "data"
-    assert [words.get("probe_steps") for _, words in looks] == [None, "0:10", "4:5", "0:10"]
-    assert [words.get("dump") for _, words in looks[-2:]] == ["batch:0", "batch"]
-
-
-def test_from_the_epoch_to_the_operations_of_a_module():
-    found, looks = search(
-        pair(**EPOCH),
-        pair("loss", "loss", step=4),
-        pair("output", "layers[0]", step=4),
-        *[pair("op", "layers[0]::aten.max.dim:1", step=4)] * 2,
-    )
-    assert found.cause.kind == "op"
-    assert [words.get("probe_steps") for _, words in looks] == [None, "0:10", "0:5", "4:5", "4:5"]
-    assert [words.get("probe_modules") for _, words in looks[-2:]] == [
-        "layers[[]0],layers[[]0].*"
-    ] * 2
-    assert looks[-1][1]["dump"] == "layers[0]::aten.max.dim"
-
-
-def test_inputs_of_a_module_that_differ_are_not_its_own_operations():
-    """Only that module is probed, so the cause in a different pair may lie outside."""
-    found, _ = search(
-        pair(**EPOCH),
-        pair("loss", "loss", step=4),
-        pair("output", "layers", step=4),
-        pair("input", "layers", step=4),
-        pair("output", "layers", step=4),
-    )
-    assert found.divergences[0].kind == "output"
-    said = "the divergence did not occur again in 2 runs, 1 of 1 pairs differ elsewhere"
-    assert found.looks[-2] == f"operations of layers: {said}"
-
-
-def test_the_values_of_state_are_saved_with_the_step_before():
-    """It shows whether they were equal there: a pair that diverges earlier is not measured."""
-    found, looks = search(
-        pair(**EPOCH),
-        pair("weight", "layers.weight", step=4),
-        pair("weight", "layers.weight", step=3),
-        pair("weight", "layers.weight", step=4),
-        tries=2,
-    )
-    assert looks[-1][1]["probe_steps"] == "3:5"
-    assert found.looks[-1] == "values: epoch 0, step 4, batch 4: weight layers.weight"
-
-
-def test_values_of_a_different_place_do_not_count():
-    found, _ = search(
-        pair(**EPOCH), pair("gradient", "a.weight", step=4), pair("gradient", "b.weight", step=4)
-    )
-    assert found.divergences[0].name == "a.weight"
-    said = "values: the divergence did not occur again in 2 runs, 1 of 1 pairs differ elsewhere"
-    assert found.looks[-1] == said
-
-
-def test_values_are_measured_if_another_place_of_that_kind_differs_first():
-    """As in a race: chance decides which gradients a fused buffer rounds differently."""
-    found, _ = search(
-        pair(**EPOCH),
-        pair("gradient", "b.weight", step=4),
-        pair("gradient", "a.weight", step=5, others=("b.weight",)),
-    )
-    assert found.divergences[0].step == 4
-    assert found.looks[-1] == "values: epoch 0, step 5, batch 5: gradient b.weight"
 
 
 @pytest.mark.parametrize(
@@ -243,32 +262,6 @@ def test_a_divergence_that_does_not_occur_again_is_reported_as_far_as_it_was_nar
     assert "where: epoch 0, step 4, batch 4: loss loss" in text
 
 
-def test_state_that_differs_in_the_first_probed_step_does_not_count():
-    """The cause lies before the steps that were probed."""
-    found, _ = search(
-        pair(**EPOCH),
-        pair("loss", "loss", step=4),
-        pair("output", "layers", step=4),
-        pair("weight", "layers.weight", step=4),
-        pair(),
-    )
-    assert found.cause.kind == "module"
-    said = "the divergence did not occur again in 2 runs, 1 of 1 pairs differ elsewhere"
-    assert found.looks[-2].endswith(said)
-
-
-def test_a_pair_that_diverges_in_an_earlier_epoch_sends_the_search_back_to_it():
-    """A race: the second pair diverges in an earlier epoch than the first."""
-    found, looks = search(
-        pair(**EPOCH | {"epoch": 3, "step": 40}),
-        pair(**EPOCH | {"epoch": 1, "step": 20}),
-        *[pair("batch", "batch", step=12, epoch=1)] * 3,
-    )
-    assert (found.cause.kind, found.divergences[0].step) == ("data", 12)
-    steps = [words.get("probe_steps") for _, words in looks]
-    assert steps == [None, "30:40", "10:20", "12:13", "10:20"]
-
-
 @pytest.mark.parametrize("differs", [False, True])
 def test_filled_memory_shows_an_uninitialized_read(differs, monkeypatch):
     finding = SimpleNamespace(inputs_equal=False)
@@ -282,25 +275,6 @@ def test_filled_memory_shows_an_uninitialized_read(differs, monkeypatch):
     )
     assert found.cause.kind == ("value from outside torch" if differs else "uninitialized memory")
     assert looks[-1][1] == {"filled": True}
-
-
-@pytest.mark.parametrize("moment", ["epoch", "final"])
-def test_a_divergence_after_the_probed_steps_does_not_count(moment):
-    found, _ = search(
-        pair(**EPOCH), pair("loss", "loss", step=4), pair("weights", moment=moment, step=10), pair()
-    )
-    assert found.cause.kind == "module"
-    assert found.divergences[0].kind == "loss"
-    said = "the divergence did not occur again in 2 runs, 1 of 1 pairs differ elsewhere"
-    assert found.looks[2] == f"modules of the step: {said}"
-
-
-def test_values_of_a_different_kind_do_not_count():
-    found, _ = search(
-        pair(**EPOCH), pair("gradient", "a", step=4), pair("local_gradient", "a", step=4)
-    )
-    said = "values: the divergence did not occur again in 2 runs, 1 of 1 pairs differ elsewhere"
-    assert found.looks[-1] == said
 
 
 def test_large_batches_are_not_saved(monkeypatch):
@@ -370,27 +344,12 @@ def test_a_different_stack_is_shown_and_ends_the_search():
 
 def test_records_that_only_one_run_has_are_reported():
     longer = pair()
-    alone = SimpleNamespace(count=9, first="epoch 2")
-    rank = SimpleNamespace(
-        rank=0, divergence=None, only_expected=SimpleNamespace(count=0), only_actual=alone
-    )
+    alone = Side(OneSided(9, "epoch 2"))
+    rank = SimpleNamespace(rank=0, divergence=None, expected=Side(), actual=alone)
     longer.differs, longer.comparison.ranks = True, [rank]
     found, looks = search(longer)
     assert (found.cause.kind, len(looks)) == ("length", 1)
     assert "  rank 0, this run alone: 9 records, from epoch 2" in describe(found, determinism=True)
-
-
-def test_initial_weights_of_a_resumed_fit():
-    """The values are saved in its first step; there is none before."""
-    _, looks = search(*[pair("weights", moment="initial", step=7)] * 2)
-    assert looks[-1][1]["probe_steps"] == "7:8"
-
-
-def test_initial_weights_need_two_looks():
-    """The second saves their values."""
-    found, looks = search(*[pair("weights", moment="initial")] * 2)
-    assert found.cause.kind == "initial weights"
-    assert [words.get("probe_steps") for _, words in looks] == [None, "0:1"]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Sampler, TensorDataset
 
 from lightning_d9m import Recorder, deterministic
 from lightning_d9m.cli.main import main
-from lightning_d9m.launch import run_pair
+from lightning_d9m.locate import search
 
 
 class Noise(nn.Module):
@@ -80,7 +80,7 @@ def locate(tmp_path, monkeypatch, capsys):
             train(folder, command[-1])
 
     def run(cause):
-        monkeypatch.setattr(run_pair, "run_once", run_here)
+        monkeypatch.setattr(search, "run_once", run_here)
         status = main(["locate", "--json", "--", sys.executable, __file__, cause])
         return status, json.loads(capsys.readouterr().out)
 

@@ -136,7 +136,7 @@ def test_a_resumed_run_ends_at_the_same_bits(tmp_path, wrap, stop):
     assert resumed.digest == straight.digest
     comparison = compare(straight.ledger, resumed.ledger)
     assert comparison.verdict == "equal"
-    assert [entry.step for entry in comparison.ranks[0].actual_breaks] == [stop]
+    assert [entry.step for entry in comparison.ranks[0].actual.breaks] == [stop]
 
 
 def test_a_device_that_is_not_visible_makes_a_resume_inexact(tmp_path):

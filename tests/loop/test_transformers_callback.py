@@ -145,7 +145,7 @@ def test_a_resumed_training_ends_at_the_same_bits(example, tmp_path, step):
     resumed = example.train(tmp_path / "resumed", resume=True, **arguments)
     comparison = compare(straight.ledger, resumed.ledger)
     assert comparison.verdict == "equal"
-    assert [entry.step for entry in comparison.ranks[0].actual_breaks] == [step]
+    assert [entry.step for entry in comparison.ranks[0].actual.breaks] == [step]
     weights = next((tmp_path / "resumed").glob("checkpoints/checkpoint-20/*.safetensors"), None)
     if weights is not None:
         assert main(["verify", str(weights), str(resumed.ledger)]) == 0

@@ -55,7 +55,7 @@ def test_what_the_program_resumes_from_gives_way_to_the_variable(train, tmp_path
     resumed = train(resume=tmp_path / "points/interrupted.ckpt")
     assert resumed.recorder.global_step == 20
     again = train()  # without the variable
-    assert compare(again.ledger, resumed.ledger).ranks[0].actual_breaks[0].step == 3
+    assert compare(again.ledger, resumed.ledger).ranks[0].actual.breaks[0].step == 3
 
 
 def test_a_checkpoint_without_the_optimizer_is_refused(train):

@@ -331,4 +331,4 @@ class TestLengths:
         reference = held(runs, runs.write())
         with reference_closed(reference):
             difference = reference.check(runs.digests("epoch", 0, step=22))
-        assert (difference.group, difference.expected, difference.actual) == ("step", "23", "22")
+        assert (difference.kind, difference.expected, difference.actual) == ("step", "23", "22")

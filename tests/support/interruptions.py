@@ -57,7 +57,7 @@ def interrupt(train, folder, *points, **arguments):
         resumed = train(resume=folder / "points/interrupted.ckpt", **arguments)
         comparison = compare(straight.ledger, resumed.ledger)
         assert comparison.verdict == "equal", point
-        breaks += comparison.ranks[0].actual_breaks
+        breaks += comparison.ranks[0].actual.breaks
         shutil.rmtree(folder / "points")
         (folder / "points").mkdir()
     return [(epoch["batches"], epoch["unit"]) for epoch in epochs], breaks

@@ -3,8 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from lightning_d9m.output.columns import Column, format_markdown_table, format_table
-from lightning_d9m.output.markdown import short
+from lightning_d9m.output.columns import Column, format_markdown_table, format_table, short
 from lightning_d9m.output.terminal import WIDTH
 
 _MODES: tuple[Column[Mapping[str, Any]], ...] = (

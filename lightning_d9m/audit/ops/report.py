@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lightning_d9m.output.markdown import markdown_table, short
+from lightning_d9m.output.columns import markdown_table, short
 from lightning_d9m.output.svg.charts import draw_dots
 from lightning_d9m.text import pluralize
 

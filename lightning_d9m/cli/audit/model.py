@@ -7,23 +7,22 @@ import shutil
 import time
 from pathlib import Path
 
-from lightning_d9m.audit.training.report import (
+from lightning_d9m.audit.training import (
+    CONDITIONS,
+    Training,
     render_json,
     render_markdown,
     render_plot,
     render_text,
 )
-from lightning_d9m.audit.training.runs import CONDITIONS, Training
 from lightning_d9m.cli.arguments import (
     MOST_RUNS,
     add_command_arguments,
     get_command,
     whole_number,
 )
-from lightning_d9m.launch.fit_pairs import pair_fits
-from lightning_d9m.launch.run import make_output, make_run_folder, read_fits, run_once
-from lightning_d9m.output.next_steps import format_next_steps
-from lightning_d9m.output.terminal import print_lines
+from lightning_d9m.launch.run import make_output, make_run_folder, pair_fits, read_fits, run_once
+from lightning_d9m.output.terminal import format_next_steps, print_lines
 
 # Set for the command; `control.environment` and `weight_snapshots` read them.
 CONTROL, WEIGHTS = "LIGHTNING_D9M_CONTROL", "LIGHTNING_D9M_KEEP_WEIGHTS"

@@ -111,10 +111,6 @@ class Frames:
         """Yield each frame."""
         return (self.take(number, number + 1) for number in range(self.count))
 
-    def as_batch(self) -> "Batch":
-        """Return a single frame as the first part of its batch."""
-        return Batch(self.epoch, self.step, self.batch, 0, (self.layout,), self.digests)
-
 
 class Layouts:
     """The layouts of a file by number, compressed: a trace may have millions of places.

@@ -5,11 +5,9 @@ from collections.abc import Iterator
 
 from lightning_d9m.lint.checks.order_use import (
     is_choice,
-    is_list_order_used,
     is_message,
-    is_order_used,
-    proves_name,
-    proves_order,
+    judge_list,
+    judge_order,
 )
 from lightning_d9m.lint.rules import Certainty
 from lightning_d9m.lint.tree import (
@@ -43,13 +41,13 @@ def check_listing(call: Call) -> Iterator[Report]:
             return
     if _expects_one_file(call) or is_message(call.node, call.tree):
         return
-    if is_order_used(call.node, call.tree):
-        certain = certainty == "certain" and proves_order(call.node, call.tree)
+    if judged := judge_order(call.node, call.tree):
         edit = "sorted({})" if certainty == "certain" else ""
         if call.name == "os.scandir":  # its entries have no order, and are closed by `with`
             named = edit and not isinstance(call.parent, ast.withitem)
             edit = "sorted({}, key=lambda entry: entry.name)" if named else ""
-        yield Report("D9M302", call.node, "certain" if certain else "depends", edit=edit)
+        weaker = max(judged, certainty)  # "depends" comes after "certain"
+        yield Report("D9M302", call.node, weaker, edit=edit)
 
 
 def _expects_one_file(call: Call) -> bool:
@@ -81,19 +79,16 @@ def check_modification_time(call: Call) -> Iterator[Report]:
     key = call.named.get("key")
     if key is None or not _reads_file_time(key, call):
         return
-    used = False
+    judged: Certainty | None = None
     if call.name == "builtins.sorted":
         if isinstance(call.parent, ast.Assign):
-            used = is_list_order_used(call.parent.targets[0], call.tree, call.parent)
-        else:
-            used = not is_choice(call.parent) and is_order_used(call.node, call.tree)
+            judged = judge_list(call.parent.targets[0], call.parent, call.tree)
+        elif not is_choice(call.parent):
+            judged = judge_order(call.node, call.tree)
     elif call.receiver is not None and call.method == "sort":
-        used = is_list_order_used(call.receiver, call.tree, call.parent)
-    if used:
-        certain = proves_order(call.node, call.tree)
-        if call.receiver is not None:
-            certain = proves_name(call.receiver, call.parent, call.tree)
-        yield Report("D9M306", call.node, "certain" if certain else "depends")
+        judged = judge_list(call.receiver, call.parent, call.tree)
+    if judged:
+        yield Report("D9M306", call.node, judged)
 
 
 def _reads_file_time(key: ast.expr, call: Call) -> bool:
@@ -107,9 +102,8 @@ def _reads_file_time(key: ast.expr, call: Call) -> bool:
 def check_completion(call: Call) -> Iterator[Report]:
     """Find results in order of completion, and loaders with ``in_order=False``."""
     unordered = call.name in _COMPLETIONS or call.method == "imap_unordered"
-    if unordered and is_order_used(call.node, call.tree):
-        certain = proves_order(call.node, call.tree)
-        yield Report("D9M305", call.node, "certain" if certain else "depends")
+    if unordered and (judged := judge_order(call.node, call.tree)):
+        yield Report("D9M305", call.node, judged)
     if call.read(None, "in_order") is False:
         reason = "With in_order=False batches come as the workers finish them."
         yield Report("D9M305", call.node, reason=reason, fix="Leave in_order at True.")

@@ -1,7 +1,9 @@
-"""Tests whether the order of an iterable affects the code that uses it."""
+"""The effect of the order of an iterable on the code that uses it."""
 
 import ast
+from collections.abc import Iterable
 
+from lightning_d9m.lint.rules import Certainty
 from lightning_d9m.lint.tree import (
     FUNCTION_NODES,
     Tree,
@@ -32,111 +34,134 @@ _PLACING = {
     "shuffle", "sample", "choice", "choices", "permutation", "random_split", "Subset", "DataLoader",
     "array", "asarray", "fromiter", "tensor", "as_tensor", "stack", "cat", "concatenate", "vstack",
 }  # fmt: skip
-_DEPTH = 6  # most steps from an iterable to what shows that its order matters
+_DEPTH = 4  # most names and loops that are followed to what shows that its order matters
 _DRAWING = ("random", "rand", "randn", "randint", "shuffle", "choice", "normal_", "uniform_")
 
 
-def is_order_used(  # noqa: C901, PLR0912 - one case for each kind of parent
-    node: ast.AST, tree: Tree, *, numbered: bool = False
-) -> bool:
-    """Return whether the order of an iterable affects the code that uses it.
+def judge_order(  # noqa: C901, PLR0912 - one case for each kind of parent
+    node: ast.AST, tree: Tree, *, numbered: bool = False, depth: int = _DEPTH
+) -> Certainty | None:
+    """Return how the order of an iterable affects the code that uses it; None if it does not.
 
-    ``numbered`` is true if numbers go with its elements, as ``enumerate`` gives them.
+    It does so certainly if the source shows what the order decides: its elements get numbers, are
+    picked by position in ``__getitem__``, by a slice or at random, become an array, or random
+    numbers are drawn for each of them. What leaves a function only depends: another one may sort
+    it.
+
+    Args:
+        node: The iterable.
+        tree: Its module.
+        numbered: Whether numbers go with its elements, as ``enumerate`` gives them.
+        depth: Most names and loops that are followed.
     """
     parent = tree.parent.get(node)
-    used = False
+    judged: Certainty | None = None
     match parent:
-        case ast.Call(function):
-            name = read_last_name(function)
-            if name in _NUMBERED | _PASSED_ON and node is not function:
-                numbered = numbered or name in _NUMBERED
-                used = is_order_used(parent, tree, numbered=numbered)
-            else:
-                used = node is not function and name not in _FREE and "sort" not in name.lower()
-        case ast.comprehension(iter=values):
-            made = tree.parent[parent]
-            if values is node and isinstance(made, (ast.SetComp, ast.DictComp)):
-                # The order decides only the numbers; otherwise keys find the values.
-                used = numbered and isinstance(made, ast.DictComp)
-            elif values is node:
-                used = is_order_used(made, tree)
-        case ast.For(iter=values) | ast.AsyncFor(iter=values):
-            used = values is node and _collects(parent, numbered=numbered)
-        case ast.Assign() | ast.AnnAssign():
-            used = _is_name_used(parent, tree)
-        case ast.Subscript(value):
-            used = value is node
-        case ast.BoolOp() if _is_test(parent, tree.parent[parent]):
-            pass
-        case (
-            ast.BinOp()
-            | ast.Starred()
-            | ast.IfExp()
-            | ast.BoolOp()
-            | ast.NamedExpr()
-            | ast.Await()
-            | ast.List()
-            | ast.Tuple()
-            | ast.keyword()
-            | ast.withitem()
-        ):
-            used = is_order_used(parent, tree, numbered=numbered)
-        case ast.With(body=body) | ast.AsyncWith(body=body):
-            used = any(isinstance(one, ast.For) and _collects(one) for one in body)
-        case ast.Return() | ast.YieldFrom() | ast.AugAssign():
-            used = True
-    return used
-
-
-def proves_order(node: ast.AST, tree: Tree, *, numbered: bool = False, depth: int = _DEPTH) -> bool:
-    """Return whether the source shows that the order of an iterable decides a result.
-
-    Its elements get numbers, are picked by position in ``__getitem__``, by a slice or at random,
-    become an array, or random numbers are drawn for each of them. What leaves a function proves
-    nothing: another one may sort it.
-    """
-    parent = tree.parent.get(node)
-    outer = found = False
-    match parent:
-        case _ if depth == 0:
-            pass
         case ast.Call(function) if node is not function:
-            name = read_last_name(function)
-            numbered |= name == "enumerate"
-            found = name in _PLACING
-            outer = name in _PASSED_ON or name == "enumerate"
+            judged = _judge_argument(parent, tree, numbered=numbered, depth=depth)
         case ast.comprehension(iter=values) if values is node:
-            parent = tree.parent[parent]
-            found = numbered and isinstance(parent, ast.DictComp)
-            outer = isinstance(parent, (ast.ListComp, ast.GeneratorExp))
-        case ast.For(iter=values) if values is node:
-            found = _is_placed(parent, tree, numbered=numbered, depth=depth - 1)
-        case ast.Assign([target]) | ast.AnnAssign(target):
-            found = proves_name(target, parent, tree, depth - 1)
+            made = tree.parent[parent]
+            if not isinstance(made, (ast.SetComp, ast.DictComp)):
+                judged = judge_order(made, tree, numbered=numbered, depth=depth)
+            elif numbered and isinstance(made, ast.DictComp):
+                # The order decides only the numbers; otherwise keys find the values.
+                judged = "certain"
+        case ast.For(iter=values) | ast.AsyncFor(iter=values):
+            if values is node and _collects(parent, numbered=numbered):
+                placed = depth and _is_placed(parent, tree, numbered=numbered, depth=depth - 1)
+                judged = "certain" if placed else "depends"
+        case ast.Assign() | ast.AnnAssign():
+            target = list_targets(parent)[0]
+            judged = _judge_name(target, parent, tree, depth - 1) if depth else None
         case ast.Subscript(value, part) if value is node:
             functions = (one for one in tree.around(node) if isinstance(one, FUNCTION_NODES))
             given = getattr(next(functions, None), "name", "") == "__getitem__"
-            found = given or isinstance(part, ast.Slice)
+            judged = "certain" if given or isinstance(part, ast.Slice) else "depends"
+        case ast.BoolOp() if _is_test(parent, tree.parent[parent]):
+            pass
         case ast.BinOp() | ast.Starred() | ast.IfExp() | ast.NamedExpr() | ast.List() | ast.Tuple():
-            outer = True
-    if outer and parent is not None:
-        found |= proves_order(parent, tree, numbered=numbered, depth=depth - 1)
-    return found
+            judged = judge_order(parent, tree, numbered=numbered, depth=depth)
+        case ast.BoolOp() | ast.Await() | ast.keyword() | ast.withitem():
+            used = judge_order(parent, tree, numbered=numbered, depth=depth)
+            judged = "depends" if used else None
+        case ast.With(body=body) | ast.AsyncWith(body=body):
+            used_within = any(isinstance(one, ast.For) and _collects(one) for one in body)
+            judged = "depends" if used_within else None
+        case ast.Return() | ast.YieldFrom() | ast.AugAssign():
+            judged = "depends"
+    return judged
 
 
-def proves_name(target: ast.AST, statement: ast.AST, tree: Tree, depth: int = _DEPTH) -> bool:
-    """Return whether uses of an assigned name or attribute prove that its order matters."""
+def _judge_argument(call: ast.Call, tree: Tree, *, numbered: bool, depth: int) -> Certainty | None:
+    """Judge the order of an argument of a call."""
+    name = read_last_name(call.func)
+    if name in _NUMBERED | _PASSED_ON:
+        numbered |= name in _NUMBERED
+        judged = judge_order(call, tree, numbered=numbered, depth=depth)
+        if judged and name == "zip":  # it may pair the elements with those of an equal order
+            judged = "depends"
+    else:
+        judged = None if name in _FREE or "sort" in name.lower() else "depends"
+    return "certain" if judged and name in _PLACING else judged
+
+
+def _judge_name(
+    target: ast.AST, statement: ast.AST, tree: Tree, depth: int = _DEPTH
+) -> Certainty | None:
+    """Judge the order of a named iterable: a name in its scope, an attribute in its class."""
+    area, key = tree.scope[statement].find_area(target)
+    if area is None:
+        return "depends"
+    uses = tree.find_uses(area, key, statement)
+    # A name of a module or class without uses may be used elsewhere.
+    judged: Certainty | None = None
+    if not uses and not isinstance(area, FUNCTION_NODES):
+        judged = "depends"
+    followed = []
+    for use in uses:
+        parent = tree.parent[use]
+        match parent:
+            case ast.Attribute(attr="sort"):  # assume that it is sorted before it is used
+                return None
+            case ast.Attribute(attr="index" | "pop"):
+                judged = "depends"
+            case ast.Attribute():
+                pass
+            case ast.Call(function) if "sort" in read_last_name(function).lower():
+                outer = tree.parent[parent]
+                if isinstance(outer, ast.Assign) and is_named(outer.targets[0], key):
+                    return None
+            case _ if not is_message(use, tree):
+                followed.append(use)
+    return _judge_uses(followed, tree, depth) or judged
+
+
+def judge_list(target: ast.AST, statement: ast.AST, tree: Tree) -> Certainty | None:
+    """Judge the order of a named list as ``judge_order`` does; choices of single items are free."""
     area, key = tree.scope[statement].find_area(target)
     uses = [] if area is None else tree.find_uses(area, key, statement)
-    parents = [tree.parent[use] for use in uses]
-    # What is sorted in place was meant to be.
-    in_place = any(
-        isinstance(parent, ast.Attribute) and parent.attr == "sort" for parent in parents
+    return _judge_uses(
+        (
+            use
+            for use in uses
+            if not isinstance(parent := tree.parent[use], ast.Attribute) and not is_choice(parent)
+        ),
+        tree,
+        _DEPTH,
     )
-    return not in_place and any(proves_order(use, tree, depth=depth) for use in uses)
 
 
-def _is_placed(loop: ast.For, tree: Tree, *, numbered: bool, depth: int) -> bool:
+def _judge_uses(uses: Iterable[ast.AST], tree: Tree, depth: int) -> Certainty | None:
+    """Judge the order of what has several uses; a further assignment counts as one."""
+    found = {
+        judge_order(use, tree, depth=depth)
+        or ("depends" if isinstance(tree.parent[use], ast.Assign) else None)
+        for use in uses
+    }
+    return "certain" if "certain" in found else "depends" if "depends" in found else None
+
+
+def _is_placed(loop: ast.For | ast.AsyncFor, tree: Tree, *, numbered: bool, depth: int) -> bool:
     """Return whether a loop draws random numbers, stores a number, or fills a list that proves."""
     first = loop.target.elts[:1] if isinstance(loop.target, ast.Tuple) else []
     counts = {one.id for one in first if numbered and isinstance(one, ast.Name)}
@@ -146,10 +171,9 @@ def _is_placed(loop: ast.For, tree: Tree, *, numbered: bool, depth: int) -> bool
                 map(_is_drawn_or_counted, ast.walk(value))
             ):
                 return True
-            case ast.Call(ast.Attribute(owner, "append"), [_]) if proves_name(
-                owner, loop, tree, depth
-            ):
-                return True
+            case ast.Call(ast.Attribute(owner, "append"), [_]):
+                if depth and _judge_name(owner, loop, tree, depth - 1) == "certain":
+                    return True
             case ast.Call(function) if read_last_name(function).startswith(_DRAWING):
                 return True
     return False
@@ -165,20 +189,6 @@ def is_message(node: ast.AST, tree: Tree) -> bool:
     return False
 
 
-def is_list_order_used(target: ast.AST, tree: Tree, statement: ast.AST) -> bool:
-    """Return whether the order of a list affects more than a choice of single items.
-
-    The list is ``name`` or ``self.name``; uses within ``statement`` do not count.
-    """
-    area, key = tree.scope[statement].find_area(target)
-    uses = [] if area is None else tree.find_uses(area, key, statement)
-    return any(
-        isinstance(parent, ast.Assign) or is_order_used(use, tree)
-        for use in uses
-        if not isinstance(parent := tree.parent[use], ast.Attribute) and not is_choice(parent)
-    )
-
-
 def is_choice(node: ast.AST) -> bool:
     """Return whether an expression takes items at fixed positions, such as ``files[-1]``."""
     return isinstance(node, ast.Subscript) and not any(
@@ -188,31 +198,6 @@ def is_choice(node: ast.AST) -> bool:
 
 def _is_test(node: ast.AST, outer: ast.AST) -> bool:
     return isinstance(outer, (ast.If, ast.While, ast.Assert)) and outer.test is node
-
-
-def _is_name_used(statement: ast.Assign | ast.AnnAssign, tree: Tree) -> bool:
-    """Follow an assigned name through its scope, or an attribute through its class."""
-    area, key = tree.scope[statement].find_area(list_targets(statement)[0])
-    if area is None:
-        return True
-    uses = tree.find_uses(area, key, statement)
-    # A module-level name without uses may be imported elsewhere.
-    used = not uses and not isinstance(area, FUNCTION_NODES)
-    for use in uses:
-        parent = tree.parent[use]
-        match parent:
-            case ast.Attribute(attr="sort"):  # assume that it is sorted before it is used
-                return False
-            case ast.Attribute(attr=name):
-                used |= name in {"index", "pop"}
-            case ast.Call(function) if "sort" in read_last_name(function).lower():
-                outer = tree.parent[parent]
-                if isinstance(outer, ast.Assign) and is_named(outer.targets[0], key):
-                    return False
-            case _:  # a further assignment counts as a use; chains of names are not followed
-                said = is_message(use, tree)
-                used |= not said and (isinstance(parent, ast.Assign) or is_order_used(use, tree))
-    return used
 
 
 def _collects(loop: ast.For | ast.AsyncFor, *, numbered: bool = False) -> bool:

@@ -4,7 +4,7 @@ import ast
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
-from lightning_d9m.lint.checks.order_use import is_message, is_order_used, proves_order
+from lightning_d9m.lint.checks.order_use import is_message, judge_order
 from lightning_d9m.lint.tree import Call, Report, Scope, Tree, read_last_name, resolve
 
 Elements = Literal["numbers", "strings", "unknown"]
@@ -33,11 +33,12 @@ def check_set(node: ast.expr, tree: Tree) -> Iterator[Report]:
     elements = read_elements(node, tree.scope[node]) if site else None
     if elements in {None, "numbers"} or _has_one_element(node, tree):
         return
-    if site == "popped" or (is_order_used(node, tree) and not is_message(node, tree)):
+    judged = None if is_message(node, tree) else judge_order(node, tree)
+    if judged or site == "popped":
         texts = elements == "strings"
         # A loop that pops all elements of a set mostly treats them alike.
         picked = site == "popped" and not any(isinstance(o, ast.While) for o in tree.around(node))
-        certain = texts and (picked or proves_order(node, tree))
+        certain = texts and (picked or judged == "certain")
         reason = "" if texts else _MIXED
         ordered = texts and site == "iterated" and _has_order(node, tree.scope[node])
         edit = "sorted({})" if ordered else ""

@@ -20,8 +20,9 @@ CASES = {
     LISTED + "    assert len(files) == 1\n    return files[0]": "depends",
     LISTED + "    assert len(files) == 2\n    return files[:1]": "certain",
     LISTED + "    return files[0]": "depends",
+    # Names that are made of each other; once the search in them did not end.
     LISTED + "    files = [n + folder for n in files]\n    other = [n for n in files]\n"
-    "    files = [n for n in other]\n    return files": None,
+    "    files = [n for n in other]\n    return files": "depends",
     "    kept = []\n    for n in os.listdir(folder):\n        kept.append(n)\n"
     "    return natsorted(kept)": "depends",
     "    pattern = 'a.txt'\n    return np.array(glob.glob(pattern))": None,

@@ -1,5 +1,6 @@
 """The catalog covers every op that torch refuses, and selects the ops to patch."""
 
+import re
 from importlib import import_module
 from pathlib import Path
 
@@ -7,7 +8,6 @@ import pytest
 import torch
 
 from lightning_d9m.errors import SettingError
-from lightning_d9m.lint.join import name_alert
 from lightning_d9m.patches.catalog import catalog
 from lightning_d9m.patches.catalog.catalog import (
     OPS,
@@ -21,6 +21,18 @@ DOCSTRING = torch.use_deterministic_algorithms.__doc__ or ""
 HERE = Path(__file__).parent
 ALERTS = {path.stem: path.read_text().splitlines() for path in HERE.glob("alerts/*.txt")}
 RELEASES = {path.stem: path.read_text() for path in HERE.glob("docstrings/*.txt")}
+# Affixes that torch's alerts add to the name of an op.
+DRESSING = re.compile(r"(_forward)?(_out)?(_cuda|_gpu|_cpu)?(_template|_max|_kernel)?_?$")
+# The catalog's names of ops that torch's alerts call differently.
+ENTRIES = {
+    "put_accumulate": "put_",
+    "max_unpooling2d": "max_unpool2d",
+    "max_unpooling3d": "max_unpool3d",
+    "embedding_bag_backward": "embedding_bag_max_backward",
+    "quantized_resize": "resize_quantized",
+    "scatter_reduce_cuda_kernel": "scatter_with_reduce",
+    "scatter_reduce_cuda_prod_": "scatter_reduce_prod",
+}
 
 
 def read_raising_ops(docstring: str) -> list[str]:
@@ -43,6 +55,18 @@ def find_unaccounted(docstring: str) -> list[str]:
     """Return the documented raising ops that the catalog neither patches nor exempts."""
     known = {name for op in OPS for name in op.documented}
     return [name for name in read_raising_ops(docstring) if name not in known]
+
+
+def name_alert(kernel: str) -> str:
+    """Return the catalog's name of an op from the kernel's name in torch's alert."""
+    names = {overload.partition(".")[0]: op.name for op in OPS for overload in op.kernels}
+    names |= {op.name: op.name for op in OPS}
+    bare = kernel.removeprefix("_")
+    undressed = DRESSING.sub("", bare)
+    for candidate in (kernel, bare, undressed, f"_{undressed}"):
+        if found := ENTRIES.get(candidate) or names.get(candidate):
+            return found
+    return kernel
 
 
 @pytest.mark.parametrize("release", ["installed", *sorted(RELEASES)])

@@ -1,21 +1,29 @@
-"""The differences between two records, for the check in a run and the comparison of ledgers."""
+"""The differences between two records, for the check in a run and the comparison of ledgers.
+
+Headers and the facts of runs differ in fields; records of digests, other records, and the probes of
+a batch differ in places.
+"""
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TypeAlias
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import NamedTuple, TypeAlias
 
-from lightning_d9m.comparison.probe_diff import BatchComparison, PlaceDifference
+from lightning_d9m.ledger.format.frames import Batch, unpack_places
 from lightning_d9m.ledger.format.records import (
     Digests,
     Header,
     Json,
     Opaque,
+    ProbeKey,
     Record,
     RunFacts,
 )
 from lightning_d9m.ledger.keys import describe_record
+from lightning_d9m.ledger.kinds import PROBE_KINDS
 from lightning_d9m.ledger.stack import same_logical_ranks
 from lightning_d9m.ledger.tables import MISSING, TableValue, table_differences
 from lightning_d9m.text import cut_digests
@@ -23,7 +31,13 @@ from lightning_d9m.text import cut_digests
 Table: TypeAlias = Mapping[str, Json]
 
 NAMES_KEPT = 10
+# Most places of the first divergence that are kept; all are counted.
+PLACES_KEPT = 10_000
 _TOTAL = "(total)"
+# Kind of the place that stands for the step of a batch.
+OTHER = "other fields"
+# The kinds that each rank computes alone: from the inputs up to the exchange of gradients.
+_COMPUTED = PROBE_KINDS[PROBE_KINDS.index("input") : PROBE_KINDS.index("gradient")]
 _MAX_PATH_CHARACTERS = 2**26
 # A name that cannot be mistaken for a path.
 _PLAIN = re.compile(r"[^.\[\"]+")
@@ -79,38 +93,152 @@ class FieldDifference:
         return self.expected, self.actual
 
 
-@dataclass(frozen=True, slots=True)
-class RecordDifference:
-    """The difference between a record and its counterpart.
+class PlaceDifference(NamedTuple):
+    """A place or an entry of a record that differs, or that only one run has.
 
     Attributes:
-        kind: Kind of the record.
-        where: Description of the record, for people.
-        moment: When it was taken; empty for kinds without a moment.
-        epoch: Counted from 0.
-        step: The global step in the later run.
-        group: The first group that differs, in the order weights, buffers, optimizers, schedulers,
-            loss, scalars, step.
-        names: The first names that differ in that group, at most ``NAMES_KEPT``.
-        count: Number of entries that differ, in all groups.
-        total: Number of entries that were compared.
-        by_group: (entries that differ, entries) for each group in which some differ.
-        expected: The value of the first of ``names`` in the earlier run.
+        position: Index of the place in order of execution within its batch, in the earlier run; in
+            the later run if only that one has the place. Of a record, the number of the entry among
+            those that differ.
+        kind: Kind of the place (``"output"``, ``"gradient"``, ...), or the group of the entry
+            (``"weights"``, ``"loss"``, ...).
+        name: Its name.
+        call: Number of earlier occurrences of this kind and name in the batch.
+        expected: The value or digest in the earlier run; None if it does not have the place.
         actual: The same in the later run.
     """
 
+    position: int
     kind: str
-    where: str
+    name: str
+    call: int
+    expected: str | None
+    actual: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Divergence:
+    """The difference between a record, or the probes of a batch, and its counterpart.
+
+    Attributes:
+        rank: The rank.
+        where: Description of the record, for people.
+        moment: ``"batch"`` for probes; of digests ``"initial"``, ``"epoch"`` or ``"final"``; empty
+            for another record.
+        epoch: Counted from 0.
+        step: The global step (when the batch began) in the later run.
+        batch: Index of the batch within its epoch; None without probes.
+        places: The places that differ, in order of execution; the entries of a record in the order
+            weights, buffers, optimizers, schedulers, loss, scalars, step. See ``keep``.
+        count: Number of places that differ.
+        compared: Number of places or entries that were compared.
+        by_kind: (places that differ, places) for each kind in which some differ.
+        one_sided: Places of the batch that only one run has.
+    """
+
+    rank: int = 0
+    where: str = ""
     moment: str
     epoch: int
     step: int
-    group: str
-    names: tuple[str, ...]
+    batch: int | None = None
+    places: Sequence[PlaceDifference]
     count: int
-    total: int
-    expected: str
-    actual: str
-    by_group: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    compared: int
+    by_kind: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    one_sided: Sequence[PlaceDifference] = ()
+
+    @property
+    def kind(self) -> str:
+        """The kind or group of the first place that differs."""
+        return self.places[0].kind
+
+    @property
+    def name(self) -> str:
+        """The name of the first place that differs."""
+        return self.places[0].name
+
+    @property
+    def call(self) -> int:
+        """The call of the first place that differs."""
+        return self.places[0].call
+
+    @property
+    def position(self) -> int:
+        """The position of the first place that differs."""
+        return self.places[0].position
+
+    @property
+    def expected(self) -> str:
+        """The first place's value in the earlier run, or ``"missing"``."""
+        value = self.places[0].expected
+        return MISSING if value is None else value
+
+    @property
+    def actual(self) -> str:
+        """The first place's value in the later run, or ``"missing"``."""
+        value = self.places[0].actual
+        return MISSING if value is None else value
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The first names that differ in the kind of the first place, at most ``NAMES_KEPT``."""
+        alike = [place for place in self.places if place.kind == self.kind][:NAMES_KEPT]
+        return tuple(name_call(place.name, place.call) for place in alike)
+
+    @property
+    def when(self) -> tuple[int, ...]:
+        """Sort key in the order of execution, for the differences of all ranks.
+
+        Within a batch the kind decides, and among the kinds that the batch computes the position:
+        a value that one rank computes differently reaches the other ranks later, with the gradients
+        or another exchange.
+        """
+        if self.moment == "" and self.kind == "end":  # the end of a run comes last
+            return (2**63,)
+        phase = {"initial": 0, "batch": 1, "epoch": 2, "final": 3}.get(self.moment, 1)
+        when = (self.epoch, phase, self.step, self.batch or 0)
+        if self.kind in _COMPUTED:
+            return (*when, PROBE_KINDS.index("input"), self.position)
+        return (*when, PROBE_KINDS.index(self.kind) if self.kind in PROBE_KINDS else 0, 0)
+
+    def keep(self, rank: int) -> "Divergence":
+        """Return the difference as that of a rank, with at most ``PLACES_KEPT`` places."""
+        places, alone = tuple(self.places[:PLACES_KEPT]), tuple(self.one_sided[:PLACES_KEPT])
+        return replace(self, rank=rank, places=places, one_sided=alone)
+
+    def as_json(self) -> dict[str, object]:
+        """Return the difference as JSON types."""
+        named = ("rank", "moment", "epoch", "step", "batch", "kind", "name", "call", "position")
+        counted = ("expected", "actual", "places", "count", "compared", "one_sided")
+        return {name: getattr(self, name) for name in (*named, *counted)}
+
+    def summarize(self) -> dict[str, object]:
+        """Return the record that differs as JSON types, with the names of its first group."""
+        probed = self.moment == "batch"
+        return {
+            "kind": "probes" if probed else "digests" if self.moment else self.kind,
+            "where": self.where,
+            "moment": "" if probed else self.moment,
+            "epoch": self.epoch,
+            "step": self.step,
+            "group": self.kind,
+            "names": self.names,
+            "count": self.count,
+            "total": self.compared,
+            "expected": self.expected,
+            "actual": self.actual,
+            "by_group": self.by_kind,
+        }
+
+
+def name_call(name: str, call: int) -> str:
+    """Return the name of a place, with the number of the call unless it is the first.
+
+    >>> name_call("encoder", 0), name_call("encoder", 2)
+    ('encoder', 'encoder (call 2)')
+    """
+    return f"{name} (call {call})" if call else name
 
 
 def header_refusals(expected: Header, actual: Header) -> list[FieldDifference]:
@@ -174,76 +302,32 @@ def _run_table(facts: RunFacts) -> dict[str, Json]:
     return table
 
 
-def record_difference(expected: Record, actual: Record) -> RecordDifference | None:
+def record_difference(expected: Record, actual: Record) -> Divergence | None:
     """Return how two records with the same key differ; None if their contents are equal."""
-    by_group: dict[str, tuple[int, int]] = {}
-    first: tuple[str, list[TableValue]] | None = None
-    total = 0
+    by_kind: dict[str, tuple[int, int]] = {}
+    places: list[PlaceDifference] = []
+    compared = 0
     for group, size, named in _differing(expected, actual):
-        total += size
+        compared += size
         if named:
-            by_group[group] = (len(named), size)
-            first = first or (group, named)
-    if first is None:
+            by_kind[group] = (len(named), size)
+        for name, *values in named:
+            one, other = (None if value is MISSING else str(value) for value in values)
+            places.append(PlaceDifference(len(places), group, name, 0, one, other))
+    if not places:
         return None
-    group, named = first
     fields = actual.as_record()
     epoch, step = fields.get("epoch"), fields.get("step")
-    return RecordDifference(
-        kind=str(fields["kind"]),
+    return Divergence(
         where=describe_record(actual),
         moment=actual.moment if isinstance(actual, Digests) else "",
         epoch=epoch if isinstance(epoch, int) else 0,
         step=step if isinstance(step, int) else 0,
-        group=group,
-        names=tuple(name for name, _, _ in named[:NAMES_KEPT]),
-        count=sum(count for count, _ in by_group.values()),
-        total=total,
-        expected=str(named[0][1]),
-        actual=str(named[0][2]),
-        by_group=by_group,
+        places=places,
+        count=len(places),
+        compared=compared,
+        by_kind=by_kind,
     )
-
-
-def list_entries(expected: Record, actual: Record) -> Iterator[PlaceDifference]:
-    """Yield each entry in which two records with the same key differ, group by group."""
-    differing = (
-        (group, *entry) for group, _, named in _differing(expected, actual) for entry in named
-    )
-    for number, (group, name, *values) in enumerate(differing):
-        one, other = (None if value is MISSING else str(value) for value in values)
-        yield PlaceDifference(number, group, name, 0, one, other)
-
-
-def batch_difference(found: BatchComparison, where: str) -> RecordDifference | None:
-    """Return how the probes of a batch differ; None if those in common are equal."""
-    if not found.differing:
-        return None
-    first = found.differing[0]
-    same_kind = [entry for entry in found.differing if entry.kind == first.kind]
-    return RecordDifference(
-        kind="probes",
-        where=where,
-        moment="",
-        epoch=found.epoch,
-        step=found.step,
-        group=first.kind,
-        names=tuple(name_call(entry.name, entry.call) for entry in same_kind[:NAMES_KEPT]),
-        count=found.count,
-        total=found.places,
-        expected=str(first.expected),
-        actual=str(first.actual),
-        by_group=found.by_kind,
-    )
-
-
-def name_call(name: str, call: int) -> str:
-    """Return the name of a place, with the number of the call unless it is the first.
-
-    >>> name_call("encoder", 0), name_call("encoder", 2)
-    ('encoder', 'encoder (call 2)')
-    """
-    return f"{name} (call {call})" if call else name
 
 
 def _comparable_fields(record: Record) -> dict[str, Json]:
@@ -334,3 +418,73 @@ def _group_tables(expected: Digests, actual: Digests, group: str) -> tuple[Table
             if total is not None:
                 table[_TOTAL] = total
     return one, other
+
+
+def batch_difference(expected: Batch, actual: Batch) -> Divergence:
+    """Compare the probes of one batch with their counterparts, place by place."""
+    match = _match_layouts(expected.layouts, actual.layouts)
+    ours, theirs = expected.list_digests(), actual.list_digests()
+    places = []
+    if expected.step != actual.step:
+        steps = str(expected.step), str(actual.step)
+        places.append(PlaceDifference(expected.offset, OTHER, "global step", 0, *steps))
+    places += [
+        PlaceDifference(expected.offset + n, *place, ours[n].hex(), theirs[m].hex())
+        for place, n, m in match.common
+        if ours[n] != theirs[m]
+    ]
+    found = Counter(place.kind for place in places)
+    return Divergence(
+        where=describe_record(actual),
+        moment="batch",
+        epoch=expected.epoch,
+        step=actual.step,
+        batch=expected.batch,
+        places=places,
+        count=len(places),
+        compared=len(match.common) + (expected.step != actual.step),
+        by_kind={kind: (count, max(count, match.sizes[kind])) for kind, count in found.items()},
+        one_sided=[
+            *(
+                PlaceDifference(expected.offset + n, *place, ours[n].hex(), None)
+                for n, place in match.only_expected
+            ),
+            *(
+                PlaceDifference(actual.offset + n, *place, None, theirs[n].hex())
+                for n, place in match.only_actual
+            ),
+        ],
+    )
+
+
+class _LayoutMatch(NamedTuple):
+    """The places that are counterparts, with their index in each run; those of one run alone."""
+
+    common: list[tuple[ProbeKey, int, int]]
+    sizes: Counter[str]
+    only_expected: list[tuple[int, ProbeKey]]
+    only_actual: list[tuple[int, ProbeKey]]
+
+
+# A training has few layouts.
+@lru_cache(maxsize=4)
+def _match_layouts(expected: tuple[bytes, ...], actual: tuple[bytes, ...]) -> _LayoutMatch:
+    """Return which places of two batches are counterparts, given the layouts of their parts."""
+    ours, theirs = _number_places(expected), _number_places(actual)
+    return _LayoutMatch(
+        [(key[0], n, theirs[key]) for key, n in ours.items() if key in theirs],
+        Counter(key[0][0] for key in ours if key in theirs),
+        [(n, key[0]) for key, n in ours.items() if key not in theirs],
+        [(n, key[0]) for key, n in theirs.items() if key not in ours],
+    )
+
+
+def _number_places(layouts: tuple[bytes, ...]) -> dict[tuple[ProbeKey, int], int]:
+    """Return the index of each place by (place, how often the batch has it before)."""
+    seen: Counter[ProbeKey] = Counter()
+    numbers: dict[tuple[ProbeKey, int], int] = {}
+    for token in layouts:
+        for place in unpack_places(token):
+            numbers[place, seen[place]] = len(numbers)
+            seen[place] += 1
+    return numbers

@@ -2,8 +2,7 @@
 
 import pytest
 
-from lightning_d9m.launch.fit_pairs import pair_fits
-from lightning_d9m.launch.run import read_fits
+from lightning_d9m.launch.run import pair_fits, read_fits
 
 
 @pytest.fixture

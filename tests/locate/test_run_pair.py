@@ -2,8 +2,8 @@
 
 import pytest
 
-from lightning_d9m.launch import run_pair
-from lightning_d9m.launch.run_pair import Runner
+from lightning_d9m.locate import search
+from lightning_d9m.locate.search import Runner
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def runner(tmp_path, runs, monkeypatch):
 
                 runs.write(1, edit=edit, seed=seed)
 
-        monkeypatch.setattr(run_pair, "run_once", write)
+        monkeypatch.setattr(search, "run_once", write)
         return Runner(["true"], tmp_path, None, {})
 
     return make

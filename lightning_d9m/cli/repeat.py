@@ -1,0 +1,446 @@
+"""``d9m repeat``: run a command several times and compare the runs bit for bit.
+
+With ``--processes`` it runs on several numbers of processes; with logical ranks (see
+docs/logical-ranks.md) all runs have the same bits.
+
+With ``--interrupt``, runs that are killed and resumed are compared with a straight run. The user's
+program is not changed: variables control the callback in it (see ``lightning.fault_injection``) or
+the recorder of its loop (``loop.interruption``). The straight run reports the points at which it
+can be interrupted. For each chosen point, one run is killed there, and another resumes from its
+checkpoint.
+"""
+
+import argparse
+import os
+import re
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from pathlib import Path
+
+from lightning_d9m.cli.arguments import (
+    MOST_RUNS,
+    add_command_arguments,
+    add_format_arguments,
+    get_command,
+    whole_number,
+)
+from lightning_d9m.errors import CommandError, LedgerError, SettingError
+from lightning_d9m.launch.interruption_points import (
+    CHECKPOINT,
+    FOLDER,
+    INTERRUPT,
+    LAST_BITS,
+    MARK,
+    RESUME,
+    SURVEY,
+    InterruptionPoint,
+    choose_points,
+    read_survey,
+)
+from lightning_d9m.launch.left_files import FileWatch
+from lightning_d9m.launch.processes import count_threads
+from lightning_d9m.launch.run import (
+    Run,
+    make_output,
+    make_run_folder,
+    pair_fits,
+    read_fits,
+    run_once,
+)
+from lightning_d9m.ledger.stack import LAST_BITS_SETTING
+from lightning_d9m.output.repeat_text import FailedRun, RepeatReport
+from lightning_d9m.text import pluralize
+
+_FEWEST_RUNS = 2
+# What changes the bits of a training on one machine, unless they are portable.
+_PORTABLE = {"LIGHTNING_D9M_PORTABLE": "1", "OMP_NUM_THREADS": "1"}
+_STACKS = (
+    ("one thread", _PORTABLE),
+    ("two threads", _PORTABLE | {"OMP_NUM_THREADS": "2"}),
+    ("no vector instructions", _PORTABLE | {"ATEN_CPU_CAPABILITY": "default"}),
+)
+_MOST_PRINTED, _MOST_SHOWN = 2**20, 60
+_VARIES = re.compile(
+    r"\d+:\d\d|0x[0-9a-f]+|\d\s?(?:[munµ]?s|seconds?|minutes?|[KMG]i?B)\b|it/s|s/it|%|\b[Pp][Ii][Dd]\b"
+)
+_LOGICAL_RANKS = "LIGHTNING_D9M_LOGICAL_RANKS"
+_THREADS = "OMP_NUM_THREADS"
+# A word of the command that stands for the number of processes.
+_PLACEHOLDER = "{processes}"
+_MOST_PROCESSES = 1024
+_CHECKPOINTS = "checkpoints"
+# torch reads the first only where the caller of `torch.load` leaves weights_only at its default,
+# as Lightning does, and raises if the second is set beside it.
+_ALLOW_OBJECTS = {"TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1", "TORCH_FORCE_WEIGHTS_ONLY_LOAD": "0"}
+# By words in the log of a run that cannot resume.
+_REMEDIES = {
+    "InexactResumeError": (
+        "To resume anyway and compare the result, set LIGHTNING_D9M_ON_INEXACT_RESUME=warn before "
+        "the command. If the program passes its own DeterminismCallback, give it "
+        'on_inexact_resume="warn" instead.'
+    ),
+    "Weights only load failed": (
+        "The checkpoint holds Python objects. To load them, add --allow-objects, or call "
+        "fit(..., weights_only=False) in the program."
+    ),
+    "from run.next_epoch": (
+        "The program begins at epoch 0 again. Let its loop count from the recorder's next_epoch: "
+        "for epoch in range(run.next_epoch, epochs)."
+    ),
+}
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """A run that ``d9m repeat`` makes.
+
+    Attributes:
+        command: The command.
+        title: Name of the run, for the progress line and errors.
+        processes: The number of processes; None if the command decides.
+        started: How many processes to start as ranks; None starts one, without variables for ranks.
+        variables: Further environment variables.
+    """
+
+    command: list[str]
+    title: str
+    processes: int | None = None
+    started: int | None = None
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``d9m repeat``."""
+    parser.usage = (
+        "d9m repeat [-n RUNS | --portable | --processes P,P,... |\n"
+        "                   --interrupt [--allow-objects]]\n"
+        "                  [--last-bits] [-o DIR] [--timeout SECONDS]\n"
+        "                  [--format FORMAT | --json] [-v] -- COMMAND ..."
+    )
+    parser.add_argument(
+        "-n",
+        "--runs",
+        type=whole_number(_FEWEST_RUNS, MOST_RUNS),
+        help="number of runs (default: 2)",
+    )
+    parser.add_argument(
+        "--portable",
+        action="store_true",
+        help="compute portable bits, and run with one thread, with two, and without vector "
+        "instructions",
+    )
+    parser.add_argument(
+        "--processes",
+        type=_read_counts,
+        metavar="P,P,...",
+        help="numbers of processes, such as 1,2,4: run once on each, started as torchrun starts "
+        "them; a command that contains {processes} starts them itself",
+    )
+    parser.add_argument(
+        "--interrupt",
+        action="store_true",
+        help="kill runs at several points, resume them, and compare them with a straight run",
+    )
+    parser.add_argument(
+        "--last-bits",
+        action="store_true",
+        help="change the last bit of each weight at the beginning of all runs but the first, to "
+        "see what noise does; the runs then differ. For d9m compare --noise",
+    )
+    parser.add_argument(
+        "--allow-objects",
+        action="store_true",
+        help="with --interrupt: resume also from checkpoints that hold Python objects, as "
+        "fit(..., weights_only=False) does",
+    )
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        metavar="DIR",
+        help="new folder for ledgers and logs (default: the next free d9m-runs/NNN)",
+    )
+    parser.add_argument(
+        "-v", "--verbose", action="store_true", help="show whole digests and the bits of losses"
+    )
+    add_format_arguments(parser)
+    add_command_arguments(parser, "a training", with_json=False)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command and print the comparison.
+
+    Returns:
+        0 if all runs are equal, 1 if some differ, 2 if none differs but some failed.
+    """
+    argv = get_command(arguments, "repeat")
+    _check_arguments(arguments)
+    output = make_output(arguments.output)
+    if arguments.interrupt:
+        report = _interrupt_and_resume(
+            argv, output, timeout=arguments.timeout, allow_objects=arguments.allow_objects
+        )
+    else:
+        count = arguments.runs or _FEWEST_RUNS
+        if arguments.portable:
+            plans = [_Plan(argv, title, variables=given) for title, given in _STACKS]
+        elif arguments.processes is None:
+            plans = [
+                _Plan(
+                    argv,
+                    f"run {number + 1} of {count}",
+                    variables={LAST_BITS: str(number)} if arguments.last_bits and number else {},
+                )
+                for number in range(count)
+            ]
+        else:
+            plans = _plan_runs(argv, arguments.processes)
+        watch = FileWatch(argv, output)
+        runs = _repeat(plans, output, arguments.timeout, watch)
+        if arguments.last_bits:
+            _check_last_bits(runs)
+        printed = "" if arguments.processes else _compare_printed(output)
+        report = RepeatReport(runs, output, argv, printed=printed, left=watch.describe)
+    if arguments.format == "markdown":
+        print(report.as_markdown())
+    else:
+        report.print_out(as_one_object=arguments.format == "json", verbose=arguments.verbose)
+    return {"equal": 0, "different": 1, "incomplete": 2}[report.verdict]
+
+
+def _repeat(
+    plans: Sequence[_Plan], output: Path, timeout: float | None, watch: FileWatch
+) -> dict[int, Run]:
+    runs: dict[int, Run] = {}
+    for number, plan in enumerate(plans, start=1):
+        folder = make_run_folder(output, f"run-{number:03d}")
+        start = time.monotonic()
+        try:
+            run_once(
+                plan.command,
+                folder,
+                title=plan.title,
+                timeout=timeout,
+                variables=plan.variables,
+                processes=plan.started,
+                expected_seconds=runs[number - 1].seconds if runs else None,
+            )
+            seconds = time.monotonic() - start
+            watch.note_run()
+            fits = read_fits(folder, plan.command)
+            fits = pair_fits(runs[1].fits, fits) if runs else fits
+            runs[number] = Run(fits, processes=plan.processes, seconds=seconds)
+        except CommandError as error:
+            before = f" (run {number - 1} succeeded)" if runs else ""
+            raise CommandError(f"In {plan.title}{before}: {error}") from error
+    return runs
+
+
+def _check_last_bits(runs: Mapping[int, Run]) -> None:
+    """Raise if a run did not change the last bits of weights."""
+    for number, run in runs.items():
+        for name, ledger in run.fits.items():
+            is_changed_fit = number > 1 and name.startswith("fit-")
+            if is_changed_fit and LAST_BITS_SETTING not in ledger.header.settings:
+                raise CommandError(
+                    f"The training of {ledger.path} left the last bits of its weights alone: "
+                    "--last-bits needs a Trainer of Lightning with DeterminismCallback."
+                )
+
+
+def _compare_printed(output: Path) -> str:
+    """Return the first line that a run printed otherwise than run 1; empty if there is none."""
+    first, *others = (_read_printed(log) for log in sorted(output.glob("run-*/output.log")))
+    for lines in others:
+        for one, other in zip_longest(first, lines, fillvalue=""):
+            if one != other:
+                return f"such as {one[:_MOST_SHOWN]!r} and {other[:_MOST_SHOWN]!r}"
+    return ""
+
+
+def _read_printed(log: Path) -> list[str]:
+    """Return the lines of a log without those with times, sizes, addresses and progress.
+
+    Blanks do not count: a progress bar writes them over itself.
+    """
+    with log.open(errors="replace") as file:
+        text = file.read(_MOST_PRINTED).replace(log.parent.name, "run")
+    lines = map(str.strip, text.splitlines())
+    return [line for line in lines if line and not _VARIES.search(line)]
+
+
+def _check_arguments(arguments: argparse.Namespace) -> None:
+    if arguments.portable and (arguments.runs or arguments.processes or arguments.interrupt):
+        raise SettingError(
+            "--portable is given with --runs, --processes or --interrupt. --portable makes one run "
+            "for each setting of this machine. Leave one of them out."
+        )
+    if arguments.last_bits and (arguments.portable or arguments.processes or arguments.interrupt):
+        raise SettingError(
+            "--last-bits is given with --portable, --processes or --interrupt, whose runs should "
+            "be equal. Leave one of them out."
+        )
+    if arguments.processes is not None:
+        _check_processes(arguments)
+    if arguments.interrupt and arguments.runs is not None:
+        raise SettingError(
+            f"--runs is {arguments.runs}, but --interrupt makes one run for each point that it "
+            "chooses. Leave one of them out."
+        )
+    if arguments.allow_objects and not arguments.interrupt:
+        raise SettingError(
+            "--allow-objects is only for --interrupt, which loads checkpoints. Leave it out, or "
+            "add --interrupt."
+        )
+
+
+def _check_processes(arguments: argparse.Namespace) -> None:
+    given = ",".join(map(str, arguments.processes))
+    for name in ("interrupt", "runs"):
+        if getattr(arguments, name):
+            raise SettingError(
+                f"--processes is {given}, and --{name} is given too. --processes makes one run on "
+                f"each number of processes. Leave one of them out."
+            )
+    logical_ranks = os.environ.get(_LOGICAL_RANKS, "")
+    if logical_ranks.isdigit() and max(arguments.processes) > int(logical_ranks):
+        raise SettingError(
+            f"--processes is {given}, but {_LOGICAL_RANKS} is {logical_ranks}: each process needs "
+            f"at least one logical rank. Allowed: numbers from 1 to {logical_ranks}."
+        )
+
+
+def _read_counts(text: str) -> tuple[int, ...]:
+    """Parse numbers of processes, separated by commas; an argparse ``type``.
+
+    >>> _read_counts("1,2,4")
+    (1, 2, 4)
+    """
+    counts = [int(word) if word.strip().isdecimal() else 0 for word in text.split(",")]
+    if not all(1 <= count <= _MOST_PROCESSES for count in counts):
+        problem = f"allowed: whole numbers from 1 to {_MOST_PROCESSES}, separated by commas."
+    elif len(set(counts)) < len(counts):
+        problem = "a number occurs twice. Give each number once."
+    elif len(counts) < _FEWEST_RUNS:
+        problem = "one run cannot be compared. Give at least two numbers, such as 1,2,4."
+    else:
+        return tuple(counts)
+    raise argparse.ArgumentTypeError(f"{text} is not valid; {problem}")
+
+
+def _plan_runs(argv: list[str], counts: Sequence[int]) -> list[_Plan]:
+    """Return one run for each number of processes.
+
+    Args:
+        argv: The command. If a word contains ``{processes}``, the command is started once with the
+            number in its place, and starts the processes itself; otherwise it is started so many
+            times, as torchrun does.
+        counts: The numbers of processes.
+    """
+    starts_itself = any(_PLACEHOLDER in word for word in argv)
+    # Sums depend on the number of threads, so all runs have the same.
+    variables = {_THREADS: os.environ.get(_THREADS) or str(count_threads(max(counts)))}
+    return [
+        _Plan(
+            [word.replace(_PLACEHOLDER, str(count)) for word in argv],
+            f"run {number} of {len(counts)}, on {pluralize(count, 'process', 'processes')}",
+            processes=count,
+            started=None if starts_itself else count,
+            variables=variables,
+        )
+        for number, count in enumerate(counts, start=1)
+    ]
+
+
+def _interrupt_and_resume(
+    argv: list[str], output: Path, *, timeout: float | None, allow_objects: bool
+) -> RepeatReport:
+    """Run the command straight, and once for each point at which it can be interrupted.
+
+    Returns:
+        The straight run compared with those that were resumed. A point whose runs fail is part of
+        it and stops no other.
+
+    Raises:
+        CommandError: When the straight run fails or has no point at which it can be interrupted.
+    """
+    folder = make_run_folder(output, "run-001")
+    survey = {INTERRUPT: SURVEY, FOLDER: str(folder)}
+    began = time.monotonic()
+    run_once(argv, folder, title="run 1, straight", timeout=timeout, variables=survey)
+    seconds = time.monotonic() - began
+    straight = Run(read_fits(folder, argv), "straight")
+    points = list(choose_points(read_survey(folder)))
+    if not points:
+        raise CommandError(
+            "The command's first fit has no point at which it can be interrupted: it has one epoch "
+            "of one batch, and no validation. Train for more batches."
+        )
+    runs, failures = {1: straight}, []
+    for number, (point, label) in enumerate(points, start=2):
+        title = f"run {number} of {len(points) + 1}"
+        folder = output / f"run-{number:03d}"
+        try:
+            killed = make_run_folder(output, f"run-{number:03d}-killed")
+            checkpoints = _kill(argv, killed, point, f"{title}, to be killed", timeout, seconds)
+            make_run_folder(output, folder.name)
+            variables = {RESUME: str(checkpoints / CHECKPOINT)}
+            variables |= _ALLOW_OBJECTS if allow_objects else {}
+            run_once(
+                argv,
+                folder,
+                title=f"{title}, resumed",
+                timeout=timeout,
+                variables=variables,
+                expected_seconds=seconds,
+            )
+            fits = pair_fits(straight.fits, read_fits(folder, argv))
+            run = Run(fits, f"{label}, resumed")
+            if RepeatReport({1: straight, number: run}, output, argv).verdict == "equal":
+                # A checkpoint that leads to a different run is kept.
+                shutil.rmtree(checkpoints, ignore_errors=True)
+            runs[number] = run
+        except (CommandError, LedgerError) as error:
+            text = "\n".join([str(error), *_find_remedies(folder / "output.log")])
+            failures.append(FailedRun(number, f"{label}, failed", text))
+    return RepeatReport(runs, output, argv, failures, resumed=True)
+
+
+def _kill(
+    argv: list[str],
+    folder: Path,
+    point: InterruptionPoint,
+    title: str,
+    timeout: float | None,
+    expected_seconds: float,
+) -> Path:
+    """Run the command until it is killed at a point; return the folder with its checkpoint."""
+    checkpoints = make_run_folder(folder, _CHECKPOINTS)
+    mark = checkpoints / MARK
+    run_once(
+        argv,
+        folder,
+        title=title,
+        timeout=timeout,
+        variables={INTERRUPT: str(point), FOLDER: str(checkpoints)},
+        killed_when=mark.exists,
+        expected_seconds=expected_seconds,
+    )
+    if not mark.exists():
+        raise CommandError(
+            "The command ended without reaching the point at which it should be killed, which the "
+            f"straight run had reached: its runs differ. Log: {folder / 'output.log'}."
+        )
+    return checkpoints
+
+
+def _find_remedies(log: Path) -> list[str]:
+    """Return what helps a run that could not resume, by what it printed."""
+    try:
+        text = log.read_text(errors="replace")
+    except OSError:  # it did not start
+        return []
+    return [remedy for words, remedy in _REMEDIES.items() if words in text]

@@ -1,0 +1,670 @@
+"""``d9m repeat`` compares runs and names every way in which a command can fail.
+
+With ``--processes`` on several numbers of processes; with ``--interrupt`` a straight run and runs
+that are killed and resumed.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+from pickle import UnpicklingError
+
+import pytest
+import torch
+from ledger_program import PROGRAM
+from process_end import has_ended
+
+from lightning_d9m import (
+    D9mError,
+    DeterminismCallback,
+    Recorder,
+    SettingError,
+    deterministic,
+)
+from lightning_d9m.cli.main import main
+from lightning_d9m.cli.repeat import _REMEDIES
+from lightning_d9m.control.env_settings import read_settings
+from lightning_d9m.errors import InexactResumeError
+from lightning_d9m.launch import processes
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+LOGICAL = {"world.logical_ranks": 4}
+FORCE = ("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")
+EPOCHS = [{"epoch": n, "batches": 4, "accumulated": 2, "validation": 1} for n in range(2)]
+# Two points: the end of epoch 0, and between the accumulated batches of epoch 1.
+FEW = [{**epoch, "batches": 2, "validation": 0} for epoch in EPOCHS]
+
+
+@pytest.fixture
+def repeat(tmp_path, monkeypatch, capsys):
+    """Return a function that repeats a program; it gives (status, output, errors)."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(code, *options, words=(), survey=FEW):
+        script = tmp_path / "script.py"
+        script.write_text(f"{PROGRAM}survey = {survey!r}\n{code}")
+        status = main(["repeat", *options, "--", sys.executable, str(script), *words])
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+
+    return run
+
+
+def rows(output):
+    """Return the lines of the table, which stands below the verdict, without its titles."""
+    return output.split("\n\n")[1].splitlines()[1:]
+
+
+def test_equal_runs(repeat):
+    status, out, err = repeat("train()", "-n", "3")
+    assert status == 0
+    assert "equal: the fits of 3 runs agree bit for bit in 5 records each." in out
+    assert [line.split()[-1] for line in rows(out)] == ["reference", "equal", "equal"]
+    assert "run 2 of 3: done, 1 epoch\n" in err
+
+
+def test_a_run_that_differs_is_named_with_the_first_divergence(repeat):
+    status, out, _ = repeat("train(1 if run == 2 else 7)", "-n", "3")
+    assert status == 1
+    assert [line.split()[-1] for line in rows(out)] == ["reference", "differs", "equal"]
+    assert "Rank 0 diverges first, in the initial state." in " ".join(out.split())
+    assert out.startswith("different: 1 of 3 runs differs from run 1. Run 2: ")
+    assert "  d9m locate --tries 4 -- " in out
+    assert (
+        max(len(line) for line in out.splitlines() if not re.search("d9m-runs|  d9m", line)) <= 80
+    )
+
+
+def test_last_bits_are_changed_in_each_run_but_the_first_or_it_is_an_error(repeat, tmp_path):
+    """The program notes what is set; it has no Trainer, which would change the weights."""
+    note = "open('noted', 'a').write(os.environ.get('LIGHTNING_D9M_LAST_BITS', '-'))\n"
+    status, _, err = repeat(note + "train()", "--last-bits", "-n", "3")
+    assert status == 2
+    assert "left the last bits of its weights alone: --last-bits needs a Trainer" in err
+    assert (tmp_path / "noted").read_text() == "-12"
+    changed = "train(run, settings={'last_bits': run})"
+    status, out, _ = repeat(changed, "--last-bits", "-n", "3")
+    assert status == 1
+    assert "d9m compare BEFORE AFTER --noise d9m-runs/001" in out
+    status, _, err = repeat("train()", "--last-bits", "--interrupt")
+    assert status == 2
+    assert "--last-bits is given with --portable, --processes or --interrupt" in err
+
+
+def test_json(repeat):
+    status, out, _ = repeat("train(run)", "--json")
+    result = json.loads(out)
+    assert status == 1
+    assert result["verdict"] == "different"
+    assert [run["loss_hex"] for run in result["runs"]] == [(0.1).hex()] * 2
+    assert result["differing"][0]["comparison"]["verdict"] == "different"
+    assert json.loads(repeat("train()", "--json")[1])["verdict"] == "equal"
+
+
+def test_markdown(repeat):
+    status, out, _ = repeat("train(run)", "--format", "markdown")
+    assert status == 1
+    assert out.startswith("**different**: 1 of 2 runs differs from run 1. ")
+    assert "\n| run | seed | weights | final loss | verdict |\n| --- |" in out
+    assert out.count("```") == 2
+    assert repeat("train()", "--format", "markdown")[1].startswith("**equal**: the fits of 2")
+
+
+def test_several_fits_are_compared_one_by_one(repeat):
+    status, out, _ = repeat("train(7); train(run)")
+    assert status == 1
+    assert "differs from run 1. Run 2, fit 2: " in out
+
+
+@pytest.mark.parametrize(
+    ("value", "said", "advised"),
+    [
+        ("run // 3", "1 of 2 pairs differ, so one pair of runs may miss it.", "--tries 4 --"),
+        ("min(2, run)", "look for files that run 1 left and later runs read", "locate --"),
+        ("run", "", "locate --"),
+    ],
+)
+def test_what_the_runs_together_show_is_said(repeat, value, said, advised):
+    out = " ".join(repeat(f"train({value})", "-n", "3")[1].split())
+    assert said in out
+    assert f"d9m locate {advised}" in out or f"d9m {advised}" in out
+    assert ("pairs differ" in out, "run 1 left and" in out) == ("pairs" in said, "files" in said)
+
+
+def test_files_that_carry_a_difference_from_run_to_run_are_named(repeat):
+    count = "Path('count').open('a').write('x')\nseen = Path('count').stat().st_size\n"
+    code = count + "train(seen)"
+    assert "a later one: count.\n" in repeat(code)[1]
+    left = json.loads(repeat(code, "--json")[1])["left"]
+    assert left == ["Files written in one run and read or written in a later one: count."]
+    assert left[0] in repeat(code, "--format", "markdown")[1]
+    assert "Files" not in repeat(code.replace("'a'", "'w'"))[1]  # the runs are equal
+
+
+@pytest.mark.parametrize(
+    ("printed", "noted"),
+    [
+        ('"accuracy", run', True),
+        ('"took", run, "s"', False),
+        ('"the same"', False),
+        ('" " * run + "\\n" * run', False),  # a progress bar that was wiped away
+    ],
+)
+def test_equal_fits_of_a_program_that_prints_other_results(repeat, printed, noted):
+    status, out, _ = repeat(f"train()\nprint({printed})")
+    assert status == 0
+    words = " ".join(out.split())
+    assert ("note: the runs printed different output" in words) == noted
+    assert not noted or "such as 'accuracy 1' and 'accuracy 2'" in words
+
+
+def test_all_fits_count_as_records(repeat):
+    assert "agree bit for bit in 10 records each" in repeat("train(7); train(8)")[1]
+
+
+@pytest.mark.parametrize(("values", "seen"), [("7, 7", ""), ("7, run", "Run 2, fit 1")])
+def test_other_numbers_of_fits_are_a_difference_and_shared_fits_are_compared(repeat, values, seen):
+    code = f"for value in ({values})[-run:]: train(value)"
+    status, out, _ = repeat(code, "-n", "3")
+    assert status == 1
+    assert "Run 1 left 1 ledger, run 2 left 2:\n  reference: fit-000\n" in out
+    assert "  this run:  fit-000, fit-001\nThe ledgers that both left were compared.\n" in out
+    assert "different: 2 of 3 runs differ from run 1" in out
+    assert "0 of" not in out
+    assert seen in out
+    assert [line.split()[0] for line in rows(out)] == ["1.1", "2.1", "2.2", "3.1", "3.2"]
+    assert rows(out)[2].split()[-2:] == ["no", "match"]
+
+
+def test_nothing_is_overwritten(repeat, tmp_path):
+    repeat("train()")
+    repeat("train()")
+    assert sorted(p.name for p in (tmp_path / "d9m-runs").iterdir()) == ["000", "001"]
+    (tmp_path / "mine").mkdir()
+    status, _, err = repeat("train()", "-o", "mine")
+    assert status == 2
+    assert "mine exists already, and nothing is overwritten" in err
+
+
+def test_an_output_that_cannot_be_made(repeat, tmp_path):
+    (tmp_path / "file").write_text("")
+    status, _, err = repeat("train()", "-o", "file/below")
+    assert status == 2
+    assert "file/below cannot be made: Not a directory" in err
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--", __file__], "does not start: Permission denied"),
+        (["--", "./train.py"], "Start a script with its interpreter: python ./train.py."),
+        (["--", "bad\0name"], "does not start: embedded null"),
+        (["-o", "new\0folder", "--", "true"], "cannot be made: embedded null"),
+        (["--allow-objects", "--", "true"], "--allow-objects is only for --interrupt"),
+        (["--", "true"], "'true' ended well but wrote no ledger"),
+        (["--", "false"], "'false' ended with exit status 1"),
+        (["--", "no-such-program"], "does not start: No such file"),
+        (["--timeout", "0.3", "--", "sleep", "60"], "still running after 0.3 s"),
+    ],
+)
+def test_misuse_is_one_clear_error(argv, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["repeat", *argv]) == 2
+    error = capsys.readouterr().err
+    assert error.count("d9m: error:") == 1
+    assert message in error
+
+
+def test_a_disk_that_is_full_is_one_clear_error(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    original = Path.mkdir
+
+    def mkdir(path, *arguments, **words):
+        if path.name == "run-001":
+            raise OSError(28, "No space left on device")
+        original(path, *arguments, **words)
+
+    monkeypatch.setattr(Path, "mkdir", mkdir)
+    assert main(["repeat", "--", "true"]) == 2
+    assert "run-001 cannot be made: No space left on device. Free some" in capsys.readouterr().err
+
+
+def test_a_ledger_that_cannot_be_read_is_named(repeat, tmp_path):
+    code = "train().write_bytes(b'{')"
+    status, _, err = repeat(code)
+    assert status == 2
+    assert "run-001/fit-000/rank-0.jsonl is not a ledger" in err
+
+
+def test_a_ledger_cut_short_is_no_agreement(repeat):
+    code = "path = train()\nif run == 2: os.truncate(path, path.stat().st_size - 5)"
+    status, out, _ = repeat(code)
+    assert status == 1
+    assert "this run was ended before it finished its ledger" in " ".join(out.split())
+
+
+def test_a_failing_run_leaves_its_log_and_its_ledger(repeat, tmp_path):
+    code = "train()\nprint('so far so good')\nsys.exit(run - 1)"
+    status, _, err = repeat(code)
+    assert status == 2
+    assert "| so far so good" in err
+    assert "error: In run 2 of 2 (run 1 succeeded): The command" in err
+    assert "run 2 of 2: stopped" in err
+    (log,) = tmp_path.glob("d9m-runs/000/run-002/output.log")
+    assert log.read_text() == "so far so good\n"
+    assert list(tmp_path.glob("d9m-runs/000/run-002/fit-000/rank-0.jsonl"))
+
+
+@pytest.mark.parametrize(("given", "expected"), [(None, "0"), ("random", "0"), ("5", "5")])
+def test_runs_start_with_a_fixed_hash_seed(repeat, tmp_path, monkeypatch, given, expected):
+    if given is None:
+        monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    else:
+        monkeypatch.setenv("PYTHONHASHSEED", given)
+    repeat("train()\nprint(os.environ['PYTHONHASHSEED'])")
+    (log,) = tmp_path.glob("d9m-runs/000/run-001/output.log")
+    assert log.read_text() == f"{expected}\n"
+
+
+def repeat_example(python, name, *options, runs, cwd):
+    """Run ``d9m repeat`` on an example as a user does, and return its output."""
+    # The suite may run with one thread, which would leave nothing to race.
+    done = subprocess.run(
+        [
+            *(python, "-m", "lightning_d9m", "repeat", "-n", str(runs), "--"),
+            *(python, EXAMPLES / name, "--epochs", "1", *options),
+        ],
+        cwd=cwd,
+        env={**os.environ, "OMP_NUM_THREADS": "2"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    # Where the runs differ, the divergence is on standard output.
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_the_main_job(tmp_path, forking_python):
+    """Train the digits network of the examples twice, with loader workers, and agree."""
+    output = repeat_example(forking_python, "digits.py", "--workers", "1", runs=2, cwd=tmp_path)
+    assert "equal: the fits of 2 runs agree bit for bit" in output
+
+
+def test_a_real_nondeterministic_operation_agrees_with_the_callback(tmp_path, forking_python):
+    """Pooling over graph edges by ``index_put_``; test_examples shows that it differs without."""
+    output = repeat_example(forking_python, "graph.py", runs=2, cwd=tmp_path)
+    assert "equal: the fits of 2 runs agree bit for bit" in output
+
+
+# What each rank of a training with logical ranks does.
+RANK = f"train(stack={{'world.size': size, **{LOGICAL}}})"
+
+
+def test_one_table_shows_that_runs_on_other_numbers_of_processes_agree(repeat):
+    status, out, err = repeat(RANK, "--processes", "1,2,4")
+    assert status == 0
+    lines = [line.split() for line in out.split("\n\n")[1].splitlines()]
+    assert lines[0] == ["run", "processes", "time", "records", "weights", "verdict"]
+    assert [line[:2] + line[4:] for line in lines[1:4]] == [
+        ["1", "1", "5", "0" * 16, "reference"],
+        ["2", "2", "5", "0" * 16, "equal"],
+        ["3", "4", "5", "0" * 16, "equal"],
+    ]
+    assert "equal: the fits of 3 runs agree bit for bit in 5 records each." in out
+    assert "run 2 of 3, on 2 processes: done, 1 epoch\n" in err
+
+
+def test_a_difference_is_found_and_named(repeat):
+    status, out, _ = repeat(
+        RANK.replace("(", "(7 + size // 2, ", 1), "--processes", "4,1,5", "--json"
+    )
+    result = json.loads(out)
+    assert status == 1
+    assert [run["processes"] for run in result["runs"]] == [4, 1, 5]
+    assert [run["verdict"] for run in result["runs"]] == ["reference", "differs", "equal"]
+    assert all(run["seconds"] > 0 for run in result["runs"])
+    assert [entry["run"] for entry in result["differing"]] == [2]
+
+
+def test_without_logical_ranks_nothing_is_promised(repeat):
+    status, out, _ = repeat("train()", "--processes", "1,3")
+    assert status == 1
+    assert "world_size" in out
+    text = " ".join(out.split())
+    assert "The runs have no logical ranks. Without them, the same bits on different" in text
+    assert 'the strategy "ddp_d9m", and set LIGHTNING_D9M_LOGICAL_RANKS=4 before' in text
+
+
+def test_processes_have_the_variables_of_torchrun_and_one_number_of_threads(
+    repeat, tmp_path, monkeypatch
+):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
+    names += ["OMP_NUM_THREADS", "TORCHELASTIC_RUN_ID", "LIGHTNING_D9M", "PYTHONHASHSEED"]
+    names += ["PL_TRAINER_DEVICES"]
+    code = f"\nprint(json.dumps({{n: os.environ[n] for n in {names}}}))"
+    assert repeat(RANK + code, "--processes", "2,8")[0] == 0
+    run = tmp_path / "d9m-runs" / "000" / "run-001"
+    own, other = (json.loads((run / log).read_text()) for log in ("output.log", "output-1.log"))
+    assert (own["RANK"], own["LOCAL_RANK"], other["RANK"]) == ("0", "0", "1")
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "PL_TRAINER_DEVICES"):
+        assert own[name] == other[name] == "2"
+    assert own["MASTER_PORT"] == other["MASTER_PORT"]
+    assert own["OMP_NUM_THREADS"] == "1"
+
+
+def test_a_command_may_start_the_processes_itself(repeat, tmp_path):
+    code = "assert 'RANK' not in os.environ\nsize = int(sys.argv[1].removeprefix('-np='))\n" + RANK
+    status, out, _ = repeat(code, "--processes", "1,2", words=["-np={processes}"])
+    assert status == 0
+    assert [line.split()[1] for line in rows(out)[:2]] == ["1", "2"]
+
+
+def test_all_processes_end_when_one_fails_and_its_error_is_shown(repeat):
+    # Rank 0 would sleep for ten minutes.
+    code = "if rank == 1: sys.exit('the batch is bad')\n"
+    status, _, err = repeat(code + "time.sleep(600)", "--processes", "2,1")
+    assert status == 2
+    assert "error: In run 1 of 2, on 2 processes: The command" in err
+    assert "ended with exit status 1 in process 1 of 2. Log: " in err
+    assert err.rstrip().endswith("| the batch is bad")
+
+
+def test_the_process_that_failed_first_is_shown(repeat, monkeypatch):
+    # Rank 1 fails; rank 0 fails because of that, and ends before rank 1 does.
+    monkeypatch.setattr(processes, "_SETTLE_SECONDS", 60.0)  # a busy machine is slow
+    code = (
+        "while rank == 0 and not Path('failed').exists(): time.sleep(0.01)\n"
+        "time.sleep(0.1 * (rank == 0))\n"  # more than the clock of a file system needs to advance
+        "print('error of', rank, flush=True)\n"
+        "if rank == 1: Path('failed').touch(); time.sleep(0.3)\n"
+        "os._exit(1)"
+    )
+    assert "| error of 1" in repeat(code, "--processes", "2,1")[2]
+
+
+def test_a_process_that_hangs_is_shown(repeat, tmp_path, monkeypatch):
+    """The time passes at once when rank 0 has ended."""
+    ended = []
+
+    def read_clock():
+        if ended:
+            return 2.0
+        with suppress(OSError, ValueError):
+            ended.extend([True] * has_ended(int((tmp_path / "pid").read_text()), seconds=0))
+        return 0.0
+
+    monkeypatch.setattr(processes, "_read_clock", read_clock)
+    code = "if rank == 1: signal.pause()\n"
+    code += f"Path({str(tmp_path / 'pid')!r}).write_text(str(os.getpid()))"
+    _, _, err = repeat(code, "--processes", "2,1", "--timeout", "1")
+    assert "was still running in process 1 of 2 after 1 s" in err
+    assert "output-1.log" in err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["0,1"], "0,1 is not valid; allowed: whole numbers from 1 to 1024"),
+        (["1,two"], "1,two is not valid; allowed: whole numbers from 1 to 1024"),
+        (["1,,2"], "1,,2 is not valid; allowed: whole numbers"),
+        (["-1,2"], "expected one argument"),
+        (["1,2,1"], "1,2,1 is not valid; a number occurs twice"),
+        (["2"], "2 is not valid; one run cannot be compared"),
+        (["1,2", "--interrupt"], "--processes is 1,2, and --interrupt is given too"),
+        (["1,2", "-n", "2"], "--processes is 1,2, and --runs is given too"),
+        (["1,8"], "--processes is 1,8, but LIGHTNING_D9M_LOGICAL_RANKS is 4"),
+    ],
+)
+def test_wrong_input_is_one_clear_error(options, message, monkeypatch, capsys):
+    monkeypatch.setenv("LIGHTNING_D9M_LOGICAL_RANKS", "4")
+    try:
+        status = main(["repeat", "--processes", *options, "--", "true"])
+    except SystemExit as ended:  # argparse
+        status = ended.code
+    assert status == 2
+    error = capsys.readouterr().err
+    assert error.count("error:") == 1
+    assert message in error
+
+
+@pytest.fixture
+def resume(repeat):
+    """Return a function that repeats a program with --interrupt."""
+    return lambda code, *options, **words: repeat(code, "--interrupt", *options, **words)
+
+
+def test_parallel_fits_of_a_resumed_run_are_paired_by_content(resume):
+    """Their ledgers took other numbers than in the straight run."""
+    status, out, _ = resume("for value in (8, 5) if resume else (5, 8): train(value)")
+    assert (status, out.count(" differs")) == (0, 0)
+
+
+def test_each_place_gets_a_run_that_is_killed_and_one_that_is_resumed(resume, tmp_path):
+    status, out, err = resume("train()", survey=EPOCHS)
+    assert status == 0
+    assert "equal: the fits of 6 runs agree bit for bit" in out
+    assert [line.split()[-1] for line in rows(out)[:6]] == ["reference"] + ["equal"] * 5
+    assert rows(out)[6:12] == [
+        "run 1: straight",
+        "run 2: killed at the end of epoch 0, resumed",
+        "run 3: saved after batch 2 of 4 of epoch 1, killed there, resumed",
+        "run 4: killed after batch 3 of epoch 1, between accumulated batches, resumed",
+        "run 5: killed in epoch 1's validation, after batch 1 of 1, resumed",
+        "run 6: killed at the end of epoch 1's validation, resumed",
+    ]
+    assert "run 2 of 6, to be killed: started" in err
+    assert "run 6 of 6, resumed: done, 1 epoch" in err
+    assert max(map(len, [*out.splitlines()[:-1], *err.splitlines()])) <= 80
+    assert not list(tmp_path.glob("d9m-runs/000/*/checkpoints"))
+    assert re.search(r"run 2 of 6, to be killed: started, about \d+ s", err)
+
+
+def test_a_resumed_run_that_differs_is_named_and_its_checkpoint_kept(resume, tmp_path):
+    code = "train(8 if resume and Path(resume).read_text() == 'validation:1:1' else 7)"
+    status, out, _ = resume(code, survey=EPOCHS)
+    assert status == 1
+    assert [line.split()[-1] for line in rows(out)[:6]].index("differs") == 4
+    assert out.startswith("different: 1 of 6 runs differs from run 1. Run 5: ")
+    assert "the checkpoint lacks state that the training uses" in " ".join(out.split())
+    assert "d9m locate" not in out  # straight runs agree
+    (kept,) = tmp_path.glob("d9m-runs/000/*/checkpoints/interrupted.ckpt")
+    assert kept.read_text() == "validation:1:1"
+
+
+def test_json_says_what_was_done(resume):
+    status, out, _ = resume("train()", "--json", survey=EPOCHS[:1])
+    result = json.loads(out)
+    assert status == 0
+    assert result["verdict"] == "equal"
+    assert result["runs"][0]["label"] == "straight"
+    assert result["runs"][2]["label"].startswith("killed after batch 3 of epoch 0")
+
+
+def test_later_fits_are_compared_too(resume):
+    status, out, _ = resume("train(); train(8 if resume else 7)", survey=EPOCHS[:1])
+    assert status == 1
+    assert "from run 1. Run 2, fit 2: " in out
+
+
+@pytest.mark.parametrize(
+    ("code", "survey", "message"),
+    [
+        ("train()", [], "did not report where it can be interrupted"),
+        ("train()", [{**EPOCHS[0], "batches": 1, "validation": 0}], "no point at which it can be"),
+        ("train()", [{"epoch": 1}], "survey cannot be read"),
+        ("assert not request, 'too early'; train()", EPOCHS, "| AssertionError: too early"),
+    ],
+)
+def test_a_command_that_cannot_be_tested_is_one_clear_error(resume, code, survey, message):
+    status, out, err = resume(code, survey=survey)
+    assert status == 2
+    assert not out
+    assert err.count("d9m: error:") == 1
+    assert message in err
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("train(obeys=False)", "without reaching the point"),
+        ("assert not resume, 'no way'; train()", "| AssertionError: no way"),
+        ("if not resume: train()", "wrote no ledger"),
+        ("if not request or request == 'survey': train()", "without reaching the point"),
+        ("assert request == 'survey', 'too early'; train()", "| AssertionError: too early"),
+        ("train(); 0 if not resume else next(ledgers.glob('*/*')).write_text('{')", "not a ledger"),
+    ],
+)
+def test_points_that_fail_are_all_reported(resume, code, message):
+    status, out, err = resume(code)
+    assert status == 2
+    assert "d9m: error:" not in err
+    assert [line for line in out.splitlines() if line.startswith("run 2: ")] == [
+        "run 2: killed at the end of epoch 0, failed"
+    ]
+    assert [line.split()[1] for line in out.splitlines() if line.startswith("Run ")] == [*"23"]
+    assert out.count(message) == 2
+    assert out.startswith("incomplete: 2 runs failed.\n\n")
+
+
+FAIL_ONCE = "assert not (resume and 'epoch:0' == Path(resume).read_text()), {cause!r}\n"
+
+
+def test_a_point_that_fails_leaves_the_verdicts_of_the_others(resume):
+    status, out, _ = resume(FAIL_ONCE.format(cause="why") + "train()")
+    assert status == 2
+    assert [line.split()[0] for line in rows(out)[:2]] == [*"13"]
+    assert [line.split()[-1] for line in rows(out)[:2]] == ["reference", "equal"]
+    assert "\nrun 2: killed at the end of epoch 0, failed\n" in out
+    assert "| AssertionError: why" in out
+    assert "incomplete: 1 run failed; the fits of 2 runs agree bit for bit" in out
+
+
+def test_a_difference_outweighs_a_failure(resume):
+    status, out, _ = resume(FAIL_ONCE.format(cause="why") + "train(8 if resume else 7)", "--json")
+    result = json.loads(out)
+    assert (status, result["verdict"]) == (1, "different")
+    assert [entry["run"] for entry in result["failed"]] == [2]
+    assert "AssertionError: why" in result["failed"][0]["error"]
+    assert [entry["run"] for entry in result["differing"]] == [3]
+    out = resume(FAIL_ONCE.format(cause="why") + "train(8 if resume else 7)")[1]
+    assert out.startswith("different: 1 of 2 runs differs from run 1; 1 run failed. Run 3: ")
+
+
+@pytest.mark.parametrize(
+    ("cause", "remedy"),
+    [
+        ("InexactResumeError: no", "set LIGHTNING_D9M_ON_INEXACT_RESUME=warn before the command"),
+        ("Weights only load failed.", "add --allow-objects, or call fit(..., weights_only=False)"),
+        ("something else", None),
+    ],
+)
+def test_the_remedy_is_named(resume, cause, remedy):
+    out = resume(FAIL_ONCE.format(cause=cause) + "train()")[1]
+    assert cause in out
+    if remedy is None:
+        assert "--allow-objects" not in out
+        assert "ON_INEXACT_RESUME" not in out
+    else:
+        assert out.count(remedy) == 1
+
+
+def test_the_remedies_are_found_by_words_of_the_real_errors(tmp_path):
+    path = tmp_path / "object.ckpt"
+    torch.save({"loop": D9mError()}, path)
+    with pytest.raises(UnpicklingError) as caught:
+        torch.load(path)
+    inexact, objects, epochs = _REMEDIES
+    assert objects in str(caught.value)
+    with deterministic(seed=1), Recorder(tmp_path, torch.nn.Linear(1, 1)) as run:
+        run.begin()
+        with pytest.raises(SettingError, match=re.escape(epochs)):
+            run.epoch(1)
+    assert inexact == InexactResumeError.__name__
+    (name, value) = re.search(r"(LIGHTNING_D9M\w+)=(\w+)", _REMEDIES[inexact]).groups()
+    assert read_settings(DeterminismCallback, {name: value}) == {"on_inexact_resume": "warn"}
+
+
+@pytest.mark.parametrize("options", [(), ("--allow-objects",)])
+def test_objects_are_allowed_in_resumed_runs_only(resume, tmp_path, monkeypatch, options):
+    monkeypatch.setenv("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "1")
+    resume("print(*map(os.environ.get, FORCE)); train()".replace("FORCE", repr(FORCE)), *options)
+    logs = {path.parent.name: path.read_text() for path in tmp_path.rglob("output.log")}
+    assert len(logs) == 5
+    for name, text in logs.items():
+        resumed = name != "run-001" and "killed" not in name
+        assert text == ("0 1\n" if options and resumed else "1 None\n")
+
+
+def test_runs_beside_interrupt_are_misuse(resume):
+    status, _, err = resume("train()", "-n", "3")
+    assert status == 2
+    assert "--runs is 3, but --interrupt makes one run for each point" in err
+
+
+def test_a_command_that_outlives_its_kill_is_killed(resume):
+    code = "os.kill = lambda *_: signal.pause()\ntrain()"
+    assert resume(code, survey=EPOCHS[:1])[0] == 0
+
+
+def test_own_variables_of_an_earlier_run_do_not_reach_the_command(resume, monkeypatch):
+    monkeypatch.setenv("LIGHTNING_D9M_RESUME", "/no/such/checkpoint")
+    assert resume("train()", survey=EPOCHS[:1])[0] == 0
+
+
+# A real project that does not mention lightning_d9m. With `hidden`, its training draws from an
+# iterator, which no checkpoint can hold, and which does not show that it changes.
+TRAINING = """
+import lightning.pytorch as L
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+HIDDEN = iter(np.random.default_rng(0).random, None)
+
+class Net(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+
+    def training_step(self, batch, _):
+        noise = next(HIDDEN) if {hidden} else torch.rand(())
+        return (self.layers(batch[0]) + float(noise)).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+if __name__ == "__main__":
+    data = TensorDataset(torch.linspace(0, 1, 256).reshape(32, 8))
+    quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False,
+                 enable_model_summary=False, accelerator="cpu", num_sanity_val_steps=0)
+    trainer = L.Trainer(max_epochs=1, accumulate_grad_batches=2, **quiet)
+    trainer.fit(Net(), DataLoader(data, 4, shuffle=True))
+"""
+
+
+@pytest.mark.parametrize(("hidden", "verdict"), [(False, "equal"), (True, "different")])
+def test_a_real_project_is_tested_unchanged(tmp_path, forking_python, hidden, verdict):
+    """All of its state is restored; an iterator that cannot be restored makes runs differ."""
+    script = tmp_path / "train.py"
+    script.write_text(TRAINING.format(hidden=hidden))
+    d9m = (forking_python, "-m", "lightning_d9m")
+    done = subprocess.run(
+        [*d9m, "repeat", "--interrupt", "--json", "--", forking_python, str(script)],
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    result = json.loads(done.stdout or "{}")
+    assert result.get("verdict") == verdict, done.stderr
+    assert done.returncode == (verdict != "equal")
+    assert len(result["ledgers"]) == 3
+    assert [entry["run"] for entry in result["differing"]] == ([2, 3] if hidden else [])
