@@ -60,6 +60,12 @@ def weight_norm_backward(
     return (gradient - direction * total) * (g / norms), total.view(g.shape)
 
 
+@composed("softshrink")
+def softshrink(values: Tensor, lambd: float = 0.5) -> Tensor:
+    """The values, nearer to 0; torch 2.4's decomposition gives other zeros than later ones."""
+    return torch.where(values.abs() > lambd, values - values.sign() * lambd, values * 0)
+
+
 @composed("hardshrink_backward", "softshrink_backward")
 def shrink_backward(gradient: Tensor, values: Tensor, lambd: float) -> Tensor:
     """The gradient outside of the interval that is mapped to 0."""
@@ -292,6 +298,16 @@ def embedding_bag_backward(
         rows = rows * per_sample_weights.unsqueeze(1)
     backward = torch.ops.aten.embedding_dense_backward
     return backward(rows, indices, count, padding_idx, by_frequency)  # type: ignore[no-any-return]
+
+
+@composed("_embedding_bag_dense_backward")
+def embedding_bag_dense_backward(
+    gradient: Tensor, indices: Tensor, bags: Tensor, sizes: Tensor, maxima: Tensor, *args: Any
+) -> Tensor:
+    """The gradient of the rows, as torch 2.4 calls it."""
+    count, by_frequency, mode, *rest = args
+    given = (gradient, indices, sizes, bags, sizes, maxima, count, by_frequency, mode, False)
+    return embedding_bag_backward(*given, *rest)
 
 
 @composed("linalg_qr")
