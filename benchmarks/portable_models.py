@@ -39,11 +39,18 @@ TORCHVISION: dict[str, dict[str, Any]] = {
     "mnasnet0_5": {},
     "densenet121": {},
     "VisionTransformer": {
-        **{"image_size": 64, "patch_size": 16, "num_layers": 2, "num_heads": 2},
-        **{"hidden_dim": 32, "mlp_dim": 64},
+        "image_size": 64,
+        "patch_size": 16,
+        "num_layers": 2,
+        "num_heads": 2,
+        "hidden_dim": 32,
+        "mlp_dim": 64,
     },
     "SwinTransformer": {
-        **{"patch_size": [4, 4], "embed_dim": 24, "depths": [2, 2], "num_heads": [2, 2]},
+        "patch_size": [4, 4],
+        "embed_dim": 24,
+        "depths": [2, 2],
+        "num_heads": [2, 2],
         "window_size": [4, 4],
     },
 }
@@ -52,8 +59,13 @@ TIMM = (
     *("edgenext_xx_small", "test_vit", "test_efficientnet", "test_resnet", "test_byobnet"),
 )
 SMALL = {
-    **{"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 99},
-    **{"intermediate_size": 48, "max_position_embeddings": 64, "pad_token_id": 0},
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "vocab_size": 99,
+    "intermediate_size": 48,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
 }
 TRANSFORMERS: dict[str, dict[str, Any]] = {
     "BertForMaskedLM": {},
@@ -61,7 +73,13 @@ TRANSFORMERS: dict[str, dict[str, Any]] = {
     "ElectraForMaskedLM": {"embedding_size": 32},
     "AlbertForMaskedLM": {"embedding_size": 16},
     "DistilBertForMaskedLM": {"dim": 32, "n_layers": 2, "n_heads": 2, "hidden_dim": 48},
-    "GPT2LMHeadModel": {"n_embd": 32, "n_layer": 2, "n_head": 2, "bos_token_id": 1, "eos_token_id": 2},
+    "GPT2LMHeadModel": {
+        "n_embd": 32,
+        "n_layer": 2,
+        "n_head": 2,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
     "GPTNeoXForCausalLM": {},
     "OPTForCausalLM": {"ffn_dim": 48, "word_embed_proj_dim": 32},
     "LlamaForCausalLM": {"num_key_value_heads": 1},
@@ -71,13 +89,24 @@ TRANSFORMERS: dict[str, dict[str, Any]] = {
     "MixtralForCausalLM": {"num_key_value_heads": 1, "num_local_experts": 3},
     "MambaForCausalLM": {"state_size": 4},
     "T5ForConditionalGeneration": {
-        **{"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 2},
+        "d_model": 32,
+        "d_kv": 8,
+        "d_ff": 48,
+        "num_layers": 2,
+        "num_heads": 2,
         "decoder_start_token_id": 0,
     },
     "BartForConditionalGeneration": {
-        **{"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2},
-        **{"decoder_attention_heads": 2, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48},
-        **{"forced_eos_token_id": None, "decoder_start_token_id": 2, "bos_token_id": 1},
+        "d_model": 32,
+        "encoder_layers": 1,
+        "decoder_layers": 1,
+        "encoder_attention_heads": 2,
+        "decoder_attention_heads": 2,
+        "encoder_ffn_dim": 48,
+        "decoder_ffn_dim": 48,
+        "forced_eos_token_id": None,
+        "decoder_start_token_id": 2,
+        "bos_token_id": 1,
     },
 }
 
@@ -96,7 +125,7 @@ def make_image_model(build: Callable[..., nn.Module], **options: Any) -> Callabl
 
 def make_language_model(name: str, options: dict[str, Any]) -> Callable[[], Tensor]:
     """Return a language model's loss as a function, with the model as its attribute."""
-    import transformers  # noqa: PLC0415 - slow
+    import transformers
 
     kind = getattr(transformers, name)
     model = kind(kind.config_class(**SMALL | options)).train()
@@ -116,7 +145,7 @@ def list_models() -> dict[str, Callable[[], Callable[[], Tensor]]]:
     for name, options in TORCHVISION.items():
 
         def build_vision(name: str = name, options: Any = options) -> Callable[[], Tensor]:
-            import torchvision.models as vision  # noqa: PLC0415 - may be missing
+            import torchvision.models as vision
 
             return make_image_model(getattr(vision, name), **options)
 
@@ -124,7 +153,7 @@ def list_models() -> dict[str, Callable[[], Callable[[], Tensor]]]:
     for name in TIMM:
 
         def build_timm(name: str = name) -> Callable[[], Tensor]:
-            import timm  # noqa: PLC0415 - may be missing
+            import timm
 
             given = {"img_size": 64} if "vit" in name and "mobile" not in name else {}
             return make_image_model(lambda **more: timm.create_model(name, **given, **more))
@@ -182,6 +211,11 @@ def main() -> None:
     if options.here:
         if options.packages:
             sys.path.append(options.packages)
+            # A wheel of torchvision for CUDA lacks its own operations where CUDA's libraries are
+            # missing; these models need none, but torchvision wants to find these.
+            stub = torch.library.Library("torchvision", "DEF")
+            for name in ("nms", "qnms"):
+                stub.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
         warnings.simplefilter("ignore")
         print(json.dumps(train_all(options.models)))
         return

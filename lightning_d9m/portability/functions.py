@@ -478,34 +478,6 @@ def pow(x: Tensor, y: Tensor) -> Tensor:  # noqa: A001 - the name that torch giv
     return torch.where((x == 1.0) | (y == 0.0), 1.0, result)
 
 
-def gelu(x: Tensor) -> Tensor:
-    """The GELU function."""
-    return (erf(x * 0.7071067811865476) + 1.0) * (x * 0.5)
-
-
-def gelu_slope(x: Tensor) -> Tensor:
-    """The derivative of :func:`gelu`."""
-    inner = (erf(x * 0.7071067811865476) + 1.0) * 0.5
-    density = exp(x * x * -0.5) * 0.3989422804014327
-    return inner + torch.where(density == 0, 0.0, x * density)
-
-
-def gelu_tanh(x: Tensor) -> Tensor:
-    """The approximation of :func:`gelu` by a hyperbolic tangent."""
-    return (_gelu_tanh(x) + 1.0) * (x * 0.5)
-
-
-def _gelu_tanh(x: Tensor) -> Tensor:
-    return tanh((x * x * x * 0.044715 + x) * 0.7978845608028654)
-
-
-def gelu_tanh_slope(x: Tensor) -> Tensor:
-    """The derivative of :func:`gelu_tanh`."""
-    bent = _gelu_tanh(x)
-    inner = (x * x * 0.134145 + 1.0) * 0.7978845608028654
-    return (bent + 1.0) * 0.5 + (1.0 - bent * bent) * inner * (x * 0.5)
-
-
 def silu(x: Tensor) -> Tensor:
     """The SiLU function."""
     return sigmoid(x) * x

@@ -21,12 +21,28 @@ _STATE = {"training": nullcontext}  # the context in which models train
 CASES: dict[str, Callable[[], list[Tensor]]] = {}
 # Operations of each class that ``--without`` leaves to torch.
 CLASSES = {
-    "roundings": "add sub addcmul addcdiv lerp sqrt rsqrt pow".split(),
-    "sums": "sum mean var std native_layer_norm native_batch_norm _softmax cumsum".split(),
-    "products": "mm bmm addmm baddbmm convolution convolution_backward".split(),
+    "roundings": ["add", "sub", "addcmul", "addcdiv", "lerp", "sqrt", "rsqrt", "pow"],
+    "sums": [
+        "sum",
+        "mean",
+        "var",
+        "std",
+        "native_layer_norm",
+        "native_batch_norm",
+        "_softmax",
+        "cumsum",
+    ],
+    "products": ["mm", "bmm", "addmm", "baddbmm", "convolution", "convolution_backward"],
     "functions": arithmetic._FUNCTIONS,
-    "decompositions": "elu mish mse_loss soft_margin_loss native_group_norm hardswish".split(),
-    "draws": "uniform_ normal_ bernoulli_ exponential_ rand randn".split(),
+    "decompositions": [
+        "elu",
+        "mish",
+        "mse_loss",
+        "soft_margin_loss",
+        "native_group_norm",
+        "hardswish",
+    ],
+    "draws": ["uniform_", "normal_", "bernoulli_", "exponential_", "rand", "randn"],
 }
 
 
