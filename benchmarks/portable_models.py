@@ -29,15 +29,12 @@ SETTINGS = (
     {"ATEN_CPU_CAPABILITY": "default", "OMP_NUM_THREADS": "1", "MKL_CBWR": "COMPATIBLE"},
 )
 TORCHVISION: dict[str, dict[str, Any]] = {
-    "resnet18": {},
-    "mobilenet_v2": {},
-    "mobilenet_v3_small": {},
+    "mobilenet_v2": {"width_mult": 0.35},
+    "mobilenet_v3_small": {"width_mult": 0.5},
     "shufflenet_v2_x0_5": {},
     "squeezenet1_1": {},
-    "efficientnet_b0": {},
-    "regnet_y_400mf": {},
-    "mnasnet0_5": {},
-    "densenet121": {},
+    "MNASNet": {"alpha": 0.25},
+    "DenseNet": {"growth_rate": 8, "block_config": (2, 2, 2), "num_init_features": 16},
     "VisionTransformer": {
         "image_size": 64,
         "patch_size": 16,
@@ -55,8 +52,8 @@ TORCHVISION: dict[str, dict[str, Any]] = {
     },
 }
 TIMM = (
-    *("resnet10t", "convnext_atto", "ghostnet_050", "lcnet_035", "tinynet_e", "mobilevit_xxs"),
-    *("edgenext_xx_small", "test_vit", "test_efficientnet", "test_resnet", "test_byobnet"),
+    *("lcnet_035", "tinynet_e", "mobilevit_xxs", "edgenext_xx_small", "test_vit", "test_convnext"),
+    *("test_efficientnet", "test_resnet", "test_byobnet", "test_mambaout", "test_nfnet"),
 )
 SMALL = {
     "hidden_size": 32,

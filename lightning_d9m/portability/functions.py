@@ -291,17 +291,18 @@ def erf(x: Tensor) -> Tensor:
     """The error function."""
     size = x.abs()
     near = size.clamp(max=1.0)
-    inner = polynomial(near * near, _ERF).mul_(near)
-    outer = 1.0 - _erfc_tail(size.clamp(1.0, 6.5))
-    result = torch.copysign(torch.where(size < 1.0, inner, outer), x)
-    return torch.where(x.isnan(), x, result)
+    result = polynomial(near * near, _ERF).mul_(near)
+    far = size >= 1.0
+    result[far] = 1.0 - _erfc_tail(size[far].clamp_(max=6.5))
+    return torch.where(x.isnan(), x, torch.copysign(result, x))
 
 
 def erfc(x: Tensor) -> Tensor:
     """One less the error function."""
-    tail = _erfc_tail(x.abs().clamp(1.0, 28.0))
-    result = torch.where(x < 0.0, 2.0 - tail, tail)
-    result = torch.where(x.abs() < 1.0, 1.0 - erf(x), result)
+    result = 1.0 - erf(x)
+    far = x.abs() >= 1.0
+    tail = _erfc_tail(x[far].abs().clamp_(max=28.0))
+    result[far] = torch.where(x[far] < 0.0, 2.0 - tail, tail)
     return torch.where(x.isnan(), x, result)
 
 

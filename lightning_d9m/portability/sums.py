@@ -21,6 +21,8 @@ UNIT = 2.0**-53
 BLOCK = 512
 """Terms that are added at a time: shorter sums have smaller bounds."""
 
+_FEW = 128  # terms that a product adds at a time: fewer terms leave fewer sums unsure
+_CHUNK = 2**15  # sums that are rounded at a time: they stay in a core's cache
 _MOST_TERMS = 2**20  # that are added exactly at a time
 
 
@@ -29,23 +31,32 @@ def settle(total: Tensor, bound: Tensor, find_terms: Callable[[Tensor], Tensor])
 
     Args:
         total: The sums, contiguous; any order of additions.
-        bound: At least twice the greatest error of each sum; it is overwritten.
+        bound: At least twice the greatest error of each sum, contiguous.
         find_terms: Returns the terms of sums, ``[sums, terms]``, given their flat positions.
     """
-    result = (total + bound).to(torch.float32)
-    unsure = torch.sub(total, bound, out=bound).to(torch.float32) != result
-    if bool(unsure.any()):
-        places = unsure.view(-1).nonzero().view(-1)
-        flat, exact = result.view(-1), total.view(-1)[places]
-        flat[places] = exact.to(torch.float32)
-        places = places[exact.isfinite()]
-        if not len(places):
-            return result.add_(0.0)
-        length = find_terms(places[:1]).shape[-1]
-        for part in places.split(max(1, _MOST_TERMS // max(length, 1))):
-            sums = [add_exactly(row) for row in find_terms(part).tolist()]
-            flat[part] = torch.tensor(sums, dtype=torch.float64, device=flat.device).float()
-    return result.add_(0.0)  # one zero
+    flat, margins = total.view(-1), bound.view(-1)
+    result = torch.empty_like(flat, dtype=torch.float32)
+    found = []
+    each = _CHUNK if flat.device.type == "cpu" else max(len(flat), 1)
+    for start in range(0, len(flat), each):
+        part = slice(start, start + each)
+        highest = (flat[part] + margins[part]).float()
+        unsure = (flat[part] - margins[part]).float() != highest
+        result[part] = highest
+        if bool(unsure.any()):
+            found.append(unsure.nonzero().view(-1).add_(start))
+    if found:
+        places = torch.cat(found)
+        result[places] = flat[places].float()
+        _add_unsure(result, places[flat[places].isfinite()], find_terms)
+    return result.add_(0.0).view(total.shape)  # one zero
+
+
+def _add_unsure(result: Tensor, places: Tensor, find_terms: Callable[[Tensor], Tensor]) -> None:
+    length = find_terms(places[:1]).shape[-1]
+    for part in places.split(max(1, _MOST_TERMS // max(length, 1))):
+        sums = [add_exactly(row) for row in find_terms(part).tolist()]
+        result[part] = torch.tensor(sums, dtype=torch.float64, device=result.device).float()
 
 
 def add_exactly(terms: list[float]) -> float:
@@ -121,7 +132,7 @@ def multiply(left: Tensor, right: Tensor, size: Tensor | None = None) -> Tensor:
     if not left.numel() or not right.numel():
         return left.new_zeros((len(left), rows, columns), dtype=torch.float32)
     total = _multiply_in_blocks(left, right)
-    terms = min(inner, BLOCK) + -(-inner // BLOCK) + 2
+    terms = min(inner, _FEW) + -(-inner // _FEW) + 2
     size = measure(right, 1) if size is None else size
     bound = measure(left, 2).mul_(2 * terms * UNIT) * size
 
@@ -133,10 +144,10 @@ def multiply(left: Tensor, right: Tensor, size: Tensor | None = None) -> Tensor:
 
 
 def _multiply_in_blocks(left: Tensor, right: Tensor) -> Tensor:
-    total = torch.bmm(left[:, :, :BLOCK], right[:, :BLOCK])
-    for start in range(BLOCK, left.shape[2], BLOCK):
-        part = slice(start, start + BLOCK)
-        total += torch.bmm(left[:, :, part], right[:, part])
+    total = torch.bmm(left[:, :, :_FEW], right[:, :_FEW])
+    for start in range(_FEW, left.shape[2], _FEW):
+        part = slice(start, start + _FEW)
+        total.baddbmm_(left[:, :, part], right[:, part])
     return total
 
 

@@ -223,6 +223,7 @@ def _add_batch(values, shape):
         *("scan of one", "start of 0", "start of 1", "start of 2", "start of a column"),
     ],
 )
+@pytest.mark.filterwarnings("ignore:index_reduce")
 def test_edges_are_those_of_torch(function, shape):
     values = torch.randn(shape, generator=torch.Generator().manual_seed(0)).requires_grad_()
     expected = function(values)
