@@ -3,7 +3,8 @@
 float64 holds every product of two float32 numbers. A sum of n such terms in float64, in any order
 and by any library, is off by at most n * 2**-53 times the sum of their sizes. If all numbers within
 twice this bound round to one float32 number, that number is the exact sum rounded, whatever the
-order was. Otherwise (for about one element in 10,000) ``math.fsum`` adds the terms of the element.
+order was. Otherwise (for about one element in 10,000) the terms of the element are added with more
+bits, and, if this does not decide its last bit either, by ``math.fsum``.
 Which elements need it may differ between machines; the results do not. Sums of float64 numbers are
 those of ``patches.exact_sums``, and products of float64 numbers come from Ozaki's scheme.
 """
@@ -21,7 +22,6 @@ UNIT = 2.0**-53
 BLOCK = 512
 """Terms that are added at a time: shorter sums have smaller bounds."""
 
-_FEW = 128  # terms that a product adds at a time: fewer terms leave fewer sums unsure
 _CHUNK = 2**15  # sums that are rounded at a time: they stay in a core's cache
 _MOST_TERMS = 2**20  # that are added exactly at a time
 
@@ -53,10 +53,36 @@ def settle(total: Tensor, bound: Tensor, find_terms: Callable[[Tensor], Tensor])
 
 
 def _add_unsure(result: Tensor, places: Tensor, find_terms: Callable[[Tensor], Tensor]) -> None:
+    """Write the sums of which the float64 sum did not decide the last bit."""
+    if not len(places):
+        return
     length = find_terms(places[:1]).shape[-1]
     for part in places.split(max(1, _MOST_TERMS // max(length, 1))):
-        sums = [add_exactly(row) for row in find_terms(part).tolist()]
-        result[part] = torch.tensor(sums, dtype=torch.float64, device=result.device).float()
+        terms = find_terms(part)
+        total, sure = _add_closely(terms)
+        result[part] = total.float()
+        rest = (~sure).nonzero().view(-1)
+        sums = [add_exactly(row) for row in terms[rest].tolist()]
+        result[part[rest]] = torch.tensor(sums, dtype=torch.float64, device=total.device).float()
+
+
+def _add_closely(terms: Tensor) -> tuple[Tensor, Tensor]:
+    """Return sums of rows, and which of them surely round to float32 as the exact sums do.
+
+    The upper parts of the terms are multiples of one power of two, so that their sum is exact.
+    """
+    length = terms.shape[1]
+    bits = length.bit_length() + 1
+    top = terms.abs().amax(1, keepdim=True)
+    top = (top.view(torch.int64) >> 52 << 52).view(torch.float64)
+    constant = top * (1.5 * 2.0**bits)
+    upper = (terms + constant).sub_(constant)
+    total = upper.sum(1) + (terms - upper).sum(1)
+    # The lower parts have errors of at most so much: a part of the last place of the sum.
+    sure = top[:, 0] * (length**2 * 2.0 ** (bits - 105)) <= total.abs() * 2.0**-54
+    infinite = torch.full_like(total, math.inf)
+    above, below = (torch.nextafter(total, end).float() for end in (infinite, -infinite))
+    return total, sure & (above == below)
 
 
 def add_exactly(terms: list[float]) -> float:
@@ -132,7 +158,7 @@ def multiply(left: Tensor, right: Tensor, size: Tensor | None = None) -> Tensor:
     if not left.numel() or not right.numel():
         return left.new_zeros((len(left), rows, columns), dtype=torch.float32)
     total = _multiply_in_blocks(left, right)
-    terms = min(inner, _FEW) + -(-inner // _FEW) + 2
+    terms = min(inner, BLOCK) + -(-inner // BLOCK) + 2
     size = measure(right, 1) if size is None else size
     bound = measure(left, 2).mul_(2 * terms * UNIT) * size
 
@@ -144,9 +170,9 @@ def multiply(left: Tensor, right: Tensor, size: Tensor | None = None) -> Tensor:
 
 
 def _multiply_in_blocks(left: Tensor, right: Tensor) -> Tensor:
-    total = torch.bmm(left[:, :, :_FEW], right[:, :_FEW])
-    for start in range(_FEW, left.shape[2], _FEW):
-        part = slice(start, start + _FEW)
+    total = torch.bmm(left[:, :, :BLOCK], right[:, :BLOCK])
+    for start in range(BLOCK, left.shape[2], BLOCK):
+        part = slice(start, start + BLOCK)
         total.baddbmm_(left[:, :, part], right[:, part])
     return total
 
