@@ -88,34 +88,18 @@ def copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
 
 
 # One rounding for each operation: a machine with fused operations rounds `a + alpha * b` once.
-@rule("add")
-def add(left: Any, right: Any, alpha: float = 1) -> Tensor:
-    """``left + alpha * right``."""
-    return torch.add(left, right if alpha == 1 else right * alpha)
+def _add(function: Callable[..., Tensor], left: Any, right: Any, alpha: float = 1) -> Tensor:
+    return function(left, right if alpha == 1 else right * alpha)
 
 
-@rule("sub")
-def subtract(left: Any, right: Any, alpha: float = 1) -> Tensor:
-    """``left - alpha * right``."""
-    return torch.sub(left, right if alpha == 1 else right * alpha)
+RULES |= {"add": partial(_add, torch.add), "add_": partial(_add, Tensor.add_)}
+RULES |= {"sub": partial(_add, torch.sub), "sub_": partial(_add, Tensor.sub_)}
 
 
 @rule("rsub")
 def subtract_from(left: Tensor, right: Any, alpha: float = 1) -> Tensor:
     """``right - alpha * left``."""
     return torch.sub(as_tensor(right, left), left if alpha == 1 else left * alpha)
-
-
-@rule("add_")
-def add_in_place(left: Tensor, right: Any, alpha: float = 1) -> Tensor:
-    """``left += alpha * right``."""
-    return left.add_(right if alpha == 1 else right * alpha)
-
-
-@rule("sub_")
-def subtract_in_place(left: Tensor, right: Any, alpha: float = 1) -> Tensor:
-    """``left -= alpha * right``."""
-    return left.sub_(right if alpha == 1 else right * alpha)
 
 
 @rule("div", "true_divide")
@@ -193,6 +177,12 @@ def sqrt(values: Tensor) -> Tensor:
     return evaluate(torch.sqrt, values)
 
 
+@rule("hypot")
+def hypot(left: Tensor, right: Tensor) -> Tensor:
+    """The length of a vector of two numbers."""
+    return evaluate(lambda x, y: functions.sqrt(x * x + y * y), left, right)
+
+
 @rule("rsqrt")
 def rsqrt(values: Tensor) -> Tensor:
     """1 / sqrt(x)."""
@@ -232,54 +222,14 @@ def relu(values: Tensor) -> Tensor:
     return torch.threshold(values, 0, 0)
 
 
-@rule("maximum")
-def maximum(left: Tensor, right: Tensor) -> Tensor:
-    """The greater one, or NaN; of equal ones the left one."""
-    return torch.where((right > left) | right.isnan(), right, left)
+def _choose(better: Callable[..., Tensor], skips_nan: bool, left: Tensor, right: Tensor) -> Tensor:
+    """Return the better one of two numbers; of equal ones the left one."""
+    right_wins = better(right, left) | (left if skips_nan else right).isnan()
+    return torch.where(right_wins, right, left)
 
 
-@rule("minimum")
-def minimum(left: Tensor, right: Tensor) -> Tensor:
-    """The smaller one, or NaN; of equal ones the left one."""
-    return torch.where((right < left) | right.isnan(), right, left)
-
-
-@rule("fmax")
-def fmax(left: Tensor, right: Tensor) -> Tensor:
-    """The greater one that is a number."""
-    return torch.where((right > left) | left.isnan(), right, left)
-
-
-@rule("fmin")
-def fmin(left: Tensor, right: Tensor) -> Tensor:
-    """The smaller one that is a number."""
-    return torch.where((right < left) | left.isnan(), right, left)
-
-
-@rule("clamp", "clip")
-def clamp(values: Tensor, min: Any = None, max: Any = None) -> Tensor:  # noqa: A002 - torch's
-    """The values within bounds."""
-    dtype = values.dtype
-    for bound in (min, max):
-        dtype = dtype if bound is None else torch.result_type(values.to(dtype), bound)
-    result = values.to(dtype)
-    if min is not None:
-        result = maximum(result, as_tensor(min, result).to(dtype))
-    if max is not None:
-        result = minimum(result, as_tensor(max, result).to(dtype))
-    return result.clone() if result is values else result
-
-
-@rule("clamp_min")
-def clamp_min(values: Tensor, min: Any) -> Tensor:  # noqa: A002 - torch's
-    """The values, at least a bound."""
-    return clamp(values, min)
-
-
-@rule("clamp_max")
-def clamp_max(values: Tensor, max: Any) -> Tensor:  # noqa: A002 - torch's
-    """The values, at most a bound."""
-    return clamp(values, None, max)
+RULES |= {"maximum": partial(_choose, torch.gt, False), "fmax": partial(_choose, torch.gt, True)}
+RULES |= {"minimum": partial(_choose, torch.lt, False), "fmin": partial(_choose, torch.lt, True)}
 
 
 @rule("amax")
@@ -298,8 +248,6 @@ def _extreme(name: str, values: Tensor, *args: Any, **kwargs: Any) -> Any:
     result = getattr(torch, name)(values, *args, **kwargs)
     if isinstance(result, Tensor):
         return result + 0
-    if name == "aminmax":
-        return tuple(one + 0 for one in result)
     dim = args[0] if args else kwargs["dim"]
     keepdim = args[1] if len(args) > 1 else kwargs.get("keepdim", False)
     if not values.dim():
@@ -309,7 +257,7 @@ def _extreme(name: str, values: Tensor, *args: Any, **kwargs: Any) -> Any:
     return (chosen if keepdim else chosen.squeeze(dim)), result[1]
 
 
-RULES |= {name: partial(_extreme, name) for name in ("max", "min", "aminmax")}
+RULES |= {name: partial(_extreme, name) for name in ("max", "min")}
 
 
 @rule("sort")
@@ -320,12 +268,6 @@ def sort(
     """The stable order: an unstable one is not the same everywhere."""
     del stable
     return torch.sort(values, stable=True, dim=dim, descending=descending)
-
-
-@rule("argsort")
-def argsort(values: Tensor, dim: int = -1, descending: bool = False, **_: Any) -> Tensor:
-    """The stable order's indices."""
-    return sort(values, dim, descending)[1]
 
 
 @rule("topk")
@@ -471,19 +413,6 @@ def vector_norm(
     return result.to(values.dtype)
 
 
-@rule("norm")
-def norm(
-    values: Tensor,
-    p: float | None = 2,
-    dim: Sequence[int] = (),
-    keepdim: bool = False,
-    *,
-    dtype: torch.dtype | None = None,
-) -> Tensor:
-    """A norm."""
-    return vector_norm(values, 2 if p is None else p, dim, keepdim, dtype=dtype)
-
-
 @rule("cumsum")
 @along_dim
 def cumsum(values: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
@@ -555,88 +484,31 @@ def multiply_vector(matrix: Tensor, vector: Tensor) -> Tensor:
     return matmul(matrix, vector.unsqueeze(1)).squeeze(1)
 
 
-def add_scaled(start: Tensor, product: Tensor, beta: float, alpha: float) -> Tensor:
-    """Return ``beta * start + alpha * product``, each operation rounded."""
-    product = product if alpha == 1 else product * alpha
-    if beta == 0:
-        return product
-    return product + (start if beta == 1 else start * beta)
-
-
-@rule("addmm", "baddbmm", "addmv", "addr")
-def add_product(
-    start: Tensor, left: Tensor, right: Tensor, *, beta: float = 1, alpha: float = 1
-) -> Tensor:
-    """A product that is added to ``start``."""
-    if right.dim() == 1:
-        result = multiply_vector(left, right) if left.dim() > 1 else left.unsqueeze(1) * right
-    else:
-        result = matmul(left, right)
-    return add_scaled(start, result, beta, alpha)
-
-
-@rule("addbmm")
-def add_products(
-    start: Tensor, left: Tensor, right: Tensor, *, beta: float = 1, alpha: float = 1
-) -> Tensor:
-    """The sum of a batch of products, which is one product, that is added to ``start``."""
-    rows = left.transpose(0, 1).flatten(1)
-    return add_scaled(start, matmul(rows, right.flatten(0, 1)), beta, alpha)
+def _placed(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {} if kwargs.get("device") is None else {"device": kwargs["device"]}
 
 
 @rule("arange")
 def arange(*args: Any, dtype: torch.dtype | None = None, **kwargs: Any) -> Tensor:
     """Equal steps; multiplied and added, each rounded."""
-    if dtype is None and all(isinstance(one, int) for one in args):
-        return torch.arange(*args, dtype=dtype, **kwargs)
-    if dtype is not None and not dtype.is_floating_point:
+    fractions = (
+        any(isinstance(one, float) for one in args) if dtype is None else dtype.is_floating_point
+    )
+    if not fractions:
         return torch.arange(*args, dtype=dtype, **kwargs)
     start, end, step = (0, *args, 1) if len(args) == 1 else (*args, 1)[:3]
-    count = max(0, math.ceil((end - start) / step))
-    places = torch.arange(count, dtype=torch.float64)
-    final = dtype or torch.get_default_dtype()
-    return torch.add(places * float(step), float(start)).to(dtype=final, **_placed(kwargs))
+    places = torch.arange(max(0, math.ceil((end - start) / step)), dtype=torch.float64)
+    result = torch.add(places * float(step), float(start))
+    return result.to(dtype=dtype or torch.get_default_dtype(), device=kwargs.get("device"))
 
 
-def _placed(kwargs: dict[str, Any]) -> dict[str, Any]:
-    return {} if kwargs.get("device") is None else {"device": kwargs["device"]}
-
-
-@rule("linspace")
-def linspace(
-    start: float, end: float, steps: int, *, dtype: torch.dtype | None = None, **kwargs: Any
+@composed("addbmm")
+def add_products(
+    start: Tensor, left: Tensor, right: Tensor, *, beta: float = 1, alpha: float = 1
 ) -> Tensor:
-    """Equal steps from both ends."""
-    places = torch.arange(steps, dtype=torch.float64)
-    step = (float(end) - float(start)) / max(steps - 1, 1)
-    rising = places * step + float(start)
-    falling = torch.rsub((steps - 1 - places) * step, float(end))
-    result = torch.where(places < steps // 2 + (steps == 1), rising, falling)
-    return result.to(dtype=dtype or torch.get_default_dtype(), **_placed(kwargs))
-
-
-@composed("logsumexp")
-def logsumexp(values: Tensor, dim: Sequence[int], keepdim: bool = False) -> Tensor:
-    """The logarithm of the sum of exponentials."""
-    dims = _as_list(dim) or list(range(values.dim()))
-    top = values.amax(dims, keepdim=True)
-    top = torch.where(top.abs() == math.inf, 0.0, top)
-    result = (values - top).exp().sum(dims, keepdim=True).log() + top
-    return result if keepdim else result.squeeze(tuple(dims))
-
-
-@composed("logaddexp")
-def logaddexp(left: Tensor, right: Tensor) -> Tensor:
-    """The logarithm of the sum of two exponentials."""
-    top = torch.maximum(left, right)
-    gap = torch.where(left == right, 0.0, -(left - right).abs())
-    return top + gap.exp().log1p()
-
-
-@rule("trace")
-def trace(matrix: Tensor) -> Tensor:
-    """The sum of the diagonal."""
-    return sum_values(matrix.diagonal())
+    """The sum of a batch of products, which is one product, that is added to ``start``."""
+    rows, columns = left.transpose(0, 1).flatten(1), right.flatten(0, 1)
+    return torch.ops.aten.addmm(start, rows, columns, beta=beta, alpha=alpha)  # type: ignore[no-any-return]
 
 
 def _as_list(dim: Any) -> list[int] | None:

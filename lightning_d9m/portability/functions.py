@@ -291,17 +291,18 @@ def erf(x: Tensor) -> Tensor:
     """The error function."""
     size = x.abs()
     near = size.clamp(max=1.0)
-    inner = polynomial(near * near, _ERF).mul_(near)
-    outer = 1.0 - _erfc_tail(size.clamp(1.0, 6.5))
-    result = torch.copysign(torch.where(size < 1.0, inner, outer), x)
-    return torch.where(x.isnan(), x, result)
+    result = polynomial(near * near, _ERF).mul_(near)
+    far = size >= 1.0
+    result[far] = 1.0 - _erfc_tail(size[far].clamp_(max=6.5))
+    return torch.where(x.isnan(), x, torch.copysign(result, x))
 
 
 def erfc(x: Tensor) -> Tensor:
     """One less the error function."""
-    tail = _erfc_tail(x.abs().clamp(1.0, 28.0))
-    result = torch.where(x < 0.0, 2.0 - tail, tail)
-    result = torch.where(x.abs() < 1.0, 1.0 - erf(x), result)
+    result = 1.0 - erf(x)
+    far = x.abs() >= 1.0
+    tail = _erfc_tail(x[far].abs().clamp_(max=28.0))
+    result[far] = torch.where(x[far] < 0.0, 2.0 - tail, tail)
     return torch.where(x.isnan(), x, result)
 
 
@@ -476,34 +477,6 @@ def pow(x: Tensor, y: Tensor) -> Tensor:  # noqa: A001 - the name that torch giv
     result = torch.where((x < 0) & x.isfinite() & ~whole, math.nan, result)
     result = torch.where((size == 1.0) & y.isinf(), 1.0, result)
     return torch.where((x == 1.0) | (y == 0.0), 1.0, result)
-
-
-def gelu(x: Tensor) -> Tensor:
-    """The GELU function."""
-    return (erf(x * 0.7071067811865476) + 1.0) * (x * 0.5)
-
-
-def gelu_slope(x: Tensor) -> Tensor:
-    """The derivative of :func:`gelu`."""
-    inner = (erf(x * 0.7071067811865476) + 1.0) * 0.5
-    density = exp(x * x * -0.5) * 0.3989422804014327
-    return inner + torch.where(density == 0, 0.0, x * density)
-
-
-def gelu_tanh(x: Tensor) -> Tensor:
-    """The approximation of :func:`gelu` by a hyperbolic tangent."""
-    return (_gelu_tanh(x) + 1.0) * (x * 0.5)
-
-
-def _gelu_tanh(x: Tensor) -> Tensor:
-    return tanh((x * x * x * 0.044715 + x) * 0.7978845608028654)
-
-
-def gelu_tanh_slope(x: Tensor) -> Tensor:
-    """The derivative of :func:`gelu_tanh`."""
-    bent = _gelu_tanh(x)
-    inner = (x * x * 0.134145 + 1.0) * 0.7978845608028654
-    return (bent + 1.0) * 0.5 + (1.0 - bent * bent) * inner * (x * 0.5)
 
 
 def silu(x: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """Rules for layers: convolutions, normalizations, softmax, activations, pooling, scattered sums."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from math import prod
 from typing import Any
@@ -13,13 +13,15 @@ from lightning_d9m.portability import functions
 from lightning_d9m.portability.arithmetic import reciprocal, spread, sqrt, sum_values
 from lightning_d9m.portability.functions import evaluate
 from lightning_d9m.portability.products import Convolution, convolve, convolve_backward
-from lightning_d9m.portability.registry import RULES, composed, rule
+from lightning_d9m.portability.registry import RULES, UnsupportedError, rule
 from lightning_d9m.portability.sums import add_terms
 
 
 @rule("convolution", "_convolution", "convolution_overrideable")
 def convolution(values: Tensor, weight: Tensor, bias: Tensor | None, *given: Any) -> Tensor:
     """A convolution: exact sums over its windows."""
+    if not values.is_floating_point():  # whole numbers are exact
+        return torch.ops.aten.convolution(values, weight, bias, *given[:6])  # type: ignore[no-any-return]
     result = convolve(values, weight, Convolution(*given[:6]))
     return result if bias is None else result.add_(bias.view(-1, *[1] * (weight.dim() - 2)))
 
@@ -57,22 +59,43 @@ def _normalize(
     return wide.to(values.dtype)
 
 
-def _normalize_backward(
+def _differentiate_norm(
     gradient: Tensor,
     values: Tensor,
-    center: Tensor,
-    scale: Tensor,
+    statistics: tuple[Tensor, Tensor],
     weight: Tensor | None,
     dims: Sequence[int],
-) -> tuple[Tensor, Tensor]:
-    """Return the gradient for the input, and the normalized input, both in float64."""
+    outer: Sequence[int],
+    mask: Sequence[bool],
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients for the input, the weight and the bias of a normalization.
+
+    Args:
+        gradient: That of the result.
+        values: The input.
+        statistics: The means and the inverse deviations, which broadcast against the input.
+        weight: It broadcasts against the input.
+        dims: Those of the statistics; none if the statistics are constants.
+        outer: Those over which the parameters are shared.
+        mask: Which gradients are wanted.
+    """
+    center, scale = statistics
+    dtype = torch.float64 if values.dtype == torch.float64 else torch.float32
     normal = (values.double() - center).mul_(scale)
     wide = gradient.double() if weight is None else gradient.double() * weight
-    count = prod(values.shape[dim] for dim in dims)
-    dtype = torch.float64 if values.dtype == torch.float64 else torch.float32
-    plain = add_terms(wide, dims, keepdim=True, dtype=dtype).double() / count
-    turned = add_terms(wide * normal, dims, keepdim=True, dtype=dtype).double() / count
-    return (wide - plain).sub_(normal * turned).mul_(scale), normal
+    if dims:
+        count = prod(values.shape[dim] for dim in dims)
+        add_up = partial(add_terms, dims=dims, keepdim=True, dtype=dtype)
+        plain, turned = (add_up(one).double() / count for one in (wide, wide * normal))
+        wide = (wide - plain).sub_(normal * turned)
+    found: list[Tensor | None] = [(wide * scale).to(values.dtype) if mask[0] else None]
+    for place in (1, 2):
+        if not mask[place]:
+            found.append(None)
+            continue
+        terms = gradient.double() * normal if place == 1 else gradient
+        found.append(add_terms(terms, outer, keepdim=False, dtype=dtype) if outer else terms)
+    return tuple(found)
 
 
 def _batch_norm(
@@ -107,48 +130,32 @@ def _batch_norm(
     return (_normalize(values, center, scale, *given), *kept)
 
 
-@rule("native_batch_norm", "cudnn_batch_norm")
-def native_batch_norm(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Batch normalization."""
-    return _batch_norm(*args)
+def _batch_norm_form(
+    training: bool, reserves: bool, values: Tensor, weight: Any, bias: Any, *given: Any
+) -> tuple[Tensor, ...]:
+    """Batch normalization, as newer versions and other devices call it."""
+    mean, var, *rest = given
+    found = _batch_norm(values, weight, bias, mean, var, training, *rest)
+    return (*found, values.new_empty(0, dtype=torch.uint8)) if reserves else found
 
 
 @rule("_native_batch_norm_legit")
-def batch_norm_legit(
-    values: Tensor, weight: Any, bias: Any, *args: Any
-) -> tuple[Tensor, Tensor, Tensor]:
+def batch_norm_legit(values: Tensor, weight: Any, bias: Any, *args: Any) -> tuple[Tensor, ...]:
     """Batch normalization with running statistics or without."""
     running = args if len(args) == 5 else (None, None, *args)
     return _batch_norm(values, weight, bias, *running)
 
 
-@rule("_native_batch_norm_legit_no_training")
-def batch_norm_no_training(
-    values: Tensor, weight: Any, bias: Any, mean: Tensor, var: Tensor, *args: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Batch normalization by running statistics."""
-    return _batch_norm(values, weight, bias, mean, var, False, *args)
+RULES |= {
+    "native_batch_norm": _batch_norm,
+    "cudnn_batch_norm": _batch_norm,
+    "_native_batch_norm_legit_no_training": partial(_batch_norm_form, False, False),
+    "_batch_norm_with_update": partial(_batch_norm_form, True, True),
+    "_batch_norm_no_update": partial(_batch_norm_form, False, True),
+}
 
 
-@rule("_batch_norm_with_update")
-def batch_norm_with_update(
-    values: Tensor, weight: Any, bias: Any, mean: Tensor, var: Tensor, *args: Any
-) -> tuple[Tensor, ...]:
-    """Batch normalization that updates running statistics."""
-    found = _batch_norm(values, weight, bias, mean, var, True, *args)
-    return (*found, values.new_empty(0, dtype=torch.uint8))
-
-
-@rule("_batch_norm_no_update")
-def batch_norm_no_update(
-    values: Tensor, weight: Any, bias: Any, mean: Tensor, var: Tensor, *args: Any
-) -> tuple[Tensor, ...]:
-    """Batch normalization by running statistics, as newer versions of torch call it."""
-    found = _batch_norm(values, weight, bias, mean, var, False, *args)
-    return (*found, values.new_empty(0, dtype=torch.uint8))
-
-
-@rule("native_batch_norm_backward")
+@rule("native_batch_norm_backward", "batch_norm_backward")
 def batch_norm_backward(
     gradient: Tensor,
     values: Tensor,
@@ -160,6 +167,7 @@ def batch_norm_backward(
     training: bool,
     eps: float,
     mask: Sequence[bool],
+    *_: Any,
 ) -> tuple[Tensor | None, ...]:
     """The gradients of batch normalization."""
     shape = [1, -1, *[1] * (values.dim() - 2)]
@@ -169,27 +177,10 @@ def batch_norm_backward(
         mean, scale = running_mean, reciprocal(sqrt(running_var + eps))
     assert mean is not None
     assert scale is not None
-    shaped = (mean.view(shape), scale.view(shape), None if weight is None else weight.view(shape))
-    if training:
-        wide, normal = _normalize_backward(gradient, values, *shaped, dims)
-    else:
-        normal = (values.double() - shaped[0]).mul_(shaped[1])
-        wide = gradient.double() * shaped[1]
-        if shaped[2] is not None:
-            wide.mul_(shaped[2])
-    dtype = torch.float64 if values.dtype == torch.float64 else torch.float32
-    for_weight = add_terms(gradient.double() * normal, dims, keepdim=False, dtype=dtype)
-    return (
-        wide.to(values.dtype) if mask[0] else None,
-        for_weight if mask[1] else None,
-        sum_values(gradient, dims, dtype=dtype) if mask[2] else None,
-    )
-
-
-@rule("batch_norm_backward")
-def batch_norm_backward_with_reserve(*args: Any) -> tuple[Tensor | None, ...]:
-    """The gradients of batch normalization, as newer versions of torch call them."""
-    return batch_norm_backward(*args[:10])
+    statistics = (mean.view(shape), scale.view(shape))
+    shaped = None if weight is None else weight.view(shape)
+    stats_dims = dims if training else []
+    return _differentiate_norm(gradient, values, statistics, shaped, stats_dims, dims, mask)
 
 
 @rule("native_layer_norm")
@@ -214,19 +205,18 @@ def layer_norm_backward(
     mask: Sequence[bool],
 ) -> tuple[Tensor | None, ...]:
     """The gradients of layer normalization."""
-    dims = list(range(values.dim() - len(shape), values.dim()))
-    wide, normal = _normalize_backward(gradient, values, mean, scale, weight, dims)
-    outer = list(range(values.dim() - len(shape)))
-    found: list[Tensor | None] = [wide.to(values.dtype) if mask[0] else None, None, None]
-    for place, terms in ((1, gradient.double() * normal), (2, gradient)):
-        given = weight if place == 1 else bias
-        if mask[place] and given is not None:
-            dtype = torch.float64 if values.dtype == torch.float64 else torch.float32
-            total = add_terms(terms, outer, keepdim=False, dtype=dtype) if outer else terms
-            found[place] = total.to(given.dtype)
-    return tuple(found)
+    first = values.dim() - len(shape)
+    dims, outer = list(range(first, values.dim())), list(range(first))
+    wanted = (mask[0], mask[1] and weight is not None, mask[2] and bias is not None)
+    found = _differentiate_norm(gradient, values, (mean, scale), weight, dims, outer, wanted)
+    given = (values, weight, bias)
+    return tuple(
+        None if one is None else one.to(like.dtype)  # type: ignore[union-attr]
+        for one, like in zip(found, given, strict=True)
+    )
 
 
+# The decompositions of these changed between torch 2.10 and 2.13.
 @rule("native_group_norm")
 def group_norm(
     values: Tensor, weight: Any, bias: Any, n: int, c: int, area: int, groups: int, eps: float
@@ -256,15 +246,18 @@ def group_norm_backward(
     """The gradients of group normalization."""
     g, x = (one.reshape(n, groups, c // groups, area) for one in (gradient, values))
     shaped = None if weight is None else weight.view(1, groups, -1, 1)
-    stats = (mean.view(n, groups, 1, 1), scale.view(n, groups, 1, 1))
-    wide, normal = _normalize_backward(g, x, *stats, shaped, [2, 3])
-    dtype = torch.float64 if values.dtype == torch.float64 else torch.float32
-    total = partial(add_terms, dims=[0, 3], keepdim=False, dtype=dtype)
-    return (
-        wide.to(values.dtype).view(values.shape) if mask[0] else None,
-        total(g.double() * normal).view(-1) if mask[1] else None,
-        total(g.double()).view(-1) if mask[2] else None,
+    statistics = (mean.view(n, groups, 1, 1), scale.view(n, groups, 1, 1))
+    found = _differentiate_norm(g, x, statistics, shaped, [2, 3], [0, 3], mask)
+    shapes = (values.shape, (c,), (c,))
+    return tuple(
+        None if one is None else one.view(shape) for one, shape in zip(found, shapes, strict=True)
     )
+
+
+@rule("silu_backward")
+def silu_backward(gradient: Tensor, values: Tensor) -> Tensor:
+    """The gradient of the SiLU function."""
+    return evaluate(lambda g, x: functions.silu_slope(x).mul_(g), gradient, values)
 
 
 def _exponentials(values: Tensor, dim: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -320,59 +313,6 @@ def log_softmax_backward(
     return (gradient - grown.mul_(total)).to(input_dtype)
 
 
-def _slope(slope: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
-    return lambda gradient, values: slope(values).mul_(gradient)
-
-
-_GELU = {
-    "none": (functions.gelu, functions.gelu_slope),
-    "tanh": (functions.gelu_tanh, functions.gelu_tanh_slope),
-}
-
-
-@rule("gelu")
-def gelu(values: Tensor, *, approximate: str = "none") -> Tensor:
-    """The GELU function."""
-    return evaluate(_GELU[approximate][0], values)
-
-
-@rule("gelu_backward")
-def gelu_backward(gradient: Tensor, values: Tensor, *, approximate: str = "none") -> Tensor:
-    """The gradient of the GELU function."""
-    return evaluate(_slope(_GELU[approximate][1]), gradient, values)
-
-
-@rule("silu_backward")
-def silu_backward(gradient: Tensor, values: Tensor) -> Tensor:
-    """The gradient of the SiLU function."""
-    return evaluate(_slope(functions.silu_slope), gradient, values)
-
-
-@rule("softplus")
-def softplus(values: Tensor, beta: float = 1, threshold: float = 20) -> Tensor:
-    """log(1 + exp(beta * x)) / beta, or x from a threshold on."""
-    scaled = values * beta
-    return torch.where(scaled > threshold, values, evaluate(functions.softplus, scaled) / beta)
-
-
-@rule("threshold_backward")
-def threshold_backward(gradient: Tensor, values: Tensor, threshold: float) -> Tensor:
-    """The gradient where a value is above the threshold."""
-    return torch.where(values <= threshold, 0, gradient)
-
-
-@rule("sigmoid_backward")
-def sigmoid_backward(gradient: Tensor, output: Tensor) -> Tensor:
-    """The gradient of the sigmoid."""
-    return gradient * ((1 - output) * output)
-
-
-@rule("tanh_backward")
-def tanh_backward(gradient: Tensor, output: Tensor) -> Tensor:
-    """The gradient of the hyperbolic tangent."""
-    return gradient * (1 - output * output)
-
-
 def _add_at(out: Tensor, places: Tensor, values: Tensor) -> Tensor:
     out = out.clone(memory_format=torch.contiguous_format)
     if not out.is_floating_point():
@@ -402,6 +342,34 @@ def scatter_add(values: Tensor, dim: int, index: Tensor, source: Tensor) -> Tens
     return _add_at(values, _number(values).gather(dim, index), used)
 
 
+@rule("scatter_reduce")
+def scatter_reduce(
+    values: Tensor,
+    dim: int,
+    index: Tensor,
+    source: Tensor,
+    reduce: str,
+    *,
+    include_self: bool = True,
+) -> Tensor:
+    """Reduce the terms of each place."""
+    if reduce in ("amax", "amin"):
+        given = (values, dim, index, source, reduce)
+        return torch.scatter_reduce(*given, include_self=include_self) + 0
+    if reduce == "prod":
+        raise UnsupportedError("Products of scattered factors have no rule")
+    start = values if include_self else values.scatter(dim, index, 0)
+    total = scatter_add(start, dim, index, source)
+    if reduce == "sum":
+        return total
+    counts = torch.ones_like(values)
+    counts = counts if include_self else counts.scatter(dim, index, 0)
+    counts = counts.scatter_add(dim, index, torch.ones_like(source)).clamp(min=1)
+    if values.is_floating_point():
+        return total / counts
+    return torch.div(total, counts, rounding_mode="floor")
+
+
 @rule("index_put", "_index_put_impl", "_unsafe_index_put")
 def index_put(
     values: Tensor, indices: Sequence[Any], source: Tensor, accumulate: bool = False, *_: Any
@@ -418,20 +386,6 @@ def put(values: Tensor, index: Tensor, source: Tensor, accumulate: bool = False)
     if not accumulate:
         return torch.ops.aten.put(values, index, source)  # type: ignore[no-any-return]
     return _add_at(values, _number(values).view(-1)[index], source.reshape(index.shape))
-
-
-@rule("embedding_dense_backward")
-def embedding_backward(
-    gradient: Tensor, indices: Tensor, count: int, padding: int, by_frequency: bool
-) -> Tensor:
-    """Add the gradients of each row."""
-    flat = indices.reshape(-1)
-    rows = gradient.reshape(len(flat), -1)
-    if by_frequency:
-        rows = rows / torch.bincount(flat, minlength=count)[flat].unsqueeze(1).to(rows.dtype)
-    out = rows.new_zeros((count, rows.shape[1]))
-    kept = flat != padding
-    return index_add(out, 0, flat[kept], rows[kept])
 
 
 def _pool_backward(
@@ -467,28 +421,3 @@ RULES |= {
     "max_pool2d_with_indices_backward": partial(_pool_backward, 2),
     "max_pool3d_with_indices_backward": partial(_pool_backward, 3),
 }
-
-
-def add_chosen(dims: int, gradient: Tensor, values: Tensor, indices: Tensor) -> Tensor:
-    """Add the gradients of windows that may overlap to the values that they chose."""
-    lead = values.shape[:-dims]
-    flat = values.new_zeros((prod(lead), prod(values.shape[-dims:])))
-    shaped = (indices.reshape(len(flat), -1), gradient.reshape(len(flat), -1))
-    return scatter_add(flat, 1, *shaped).view(values.shape)
-
-
-for _dims in (2, 3):
-    RULES[f"adaptive_max_pool{_dims}d_backward"] = partial(add_chosen, _dims)
-
-
-@composed("log_sigmoid_forward")
-def log_sigmoid(values: Tensor) -> tuple[Tensor, Tensor]:
-    """The logarithm of the sigmoid, and an empty buffer."""
-    return -torch.nn.functional.softplus(-values), values.new_empty(0)
-
-
-@composed("log_sigmoid_backward")
-def log_sigmoid_backward(gradient: Tensor, values: Tensor, buffer: Tensor) -> Tensor:
-    """The gradient of the logarithm of the sigmoid."""
-    del buffer
-    return gradient * torch.sigmoid(-values)

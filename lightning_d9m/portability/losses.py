@@ -1,28 +1,53 @@
 """Composed rules for operations that torch does not take apart itself."""
 
-from collections.abc import Sequence
-from functools import partial
-from pkgutil import resolve_name
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._decomp import decomposition_table
 
-from lightning_d9m.patches.arguments import RefusedError
-from lightning_d9m.patches.catalog.catalog import OPS
-from lightning_d9m.portability.layers import add_chosen
-from lightning_d9m.portability.registry import RULES, UnsupportedError, composed
+from lightning_d9m.portability.registry import UnsupportedError, composed
 
 
-def _fractional_backward(
-    dims: int, gradient: Tensor, values: Tensor, kernel: Any, sizes: Any, indices: Tensor
-) -> Tensor:
-    del kernel, sizes
-    return add_chosen(dims, gradient, values, indices)
+@contextmanager
+def _recording() -> Iterator[None]:
+    """Let autograd record the operations of a rule: the mode runs below it."""
+    key, tls = torch._C.DispatchKey.AutogradFunctionality, torch._C  # noqa: SLF001 - no public form
+    excluded = tls._dispatch_tls_is_dispatch_key_excluded(key)  # noqa: SLF001
+    tls._dispatch_tls_set_dispatch_key_excluded(key, False)  # noqa: SLF001
+    try:
+        with torch.enable_grad():
+            yield
+    finally:
+        tls._dispatch_tls_set_dispatch_key_excluded(key, excluded)  # noqa: SLF001
 
 
-for _dims in (2, 3):
-    RULES[f"fractional_max_pool{_dims}d_backward"] = partial(_fractional_backward, _dims)
+def differentiate(
+    function: Callable[..., Tensor], gradient: Tensor, *inputs: Tensor
+) -> tuple[Tensor, ...]:
+    """Return the gradients of a function for its inputs: each operation of them is portable."""
+    with _recording():
+        leaves = [one.detach().requires_grad_() for one in inputs]
+        result = function(*leaves)
+        return tuple(torch.autograd.grad(result, leaves, gradient, materialize_grads=True))
+
+
+@composed("_weight_norm_interface_backward")
+def weight_norm_backward(
+    gradient: Tensor, v: Tensor, g: Tensor, norms: Tensor, dim: int
+) -> tuple[Tensor, ...]:
+    """The gradients of weight normalization."""
+    others = [one for one in range(v.dim()) if one != dim % v.dim()]
+    shape = [1 if one in others else -1 for one in range(v.dim())]
+
+    def normalize(v: Tensor, g: Tensor) -> Tensor:
+        size: Tensor = torch.linalg.vector_norm(v, dim=others, keepdim=True)
+        return v * (g.view(shape) / size)
+
+    del norms
+    return differentiate(normalize, gradient, v, g)
 
 
 @composed("_trilinear")
@@ -47,18 +72,10 @@ def trilinear(
     return result.sum(list(sumdim)) if sumdim else result
 
 
-@composed("_weight_norm_interface_backward")
-def weight_norm_backward(
-    gradient: Tensor, v: Tensor, g: Tensor, norms: Tensor, dim: int
-) -> tuple[Tensor, Tensor]:
-    """The gradients of weight normalization."""
-    others = [one for one in range(v.dim()) if one != dim]
-    shape = [1] * v.dim()
-    shape[dim] = v.shape[dim]
-    norms = norms.view(shape)
-    total = (gradient * v).sum(others, keepdim=True) / norms
-    direction = v / norms
-    return (gradient - direction * total) * (g / norms), total.view(g.shape)
+@composed("softshrink")
+def softshrink(values: Tensor, lambd: float = 0.5) -> Tensor:
+    """The values, nearer to 0; torch 2.4's decomposition gives other zeros than later ones."""
+    return torch.where(values.abs() > lambd, values - values.sign() * lambd, values * 0)
 
 
 @composed("hardshrink_backward", "softshrink_backward")
@@ -103,48 +120,15 @@ def cdist_backward(
     gradient: Tensor, left: Tensor, right: Tensor, p: float, distances: Tensor
 ) -> Tensor:
     """The gradient of the distances for the left points."""
-    gaps = left.unsqueeze(-2) - right.unsqueeze(-3)
-    if p == 0:
-        slopes = torch.zeros_like(gaps)  # a number of coordinates that differ
-    elif p == 1:
-        slopes = gaps.sign()
-    elif p == float("inf"):
-        slopes = gaps.sign() * (gaps.abs() == distances.unsqueeze(-1))
-    else:
-        safe = torch.where(distances == 0, 1.0, distances).unsqueeze(-1)
-        slopes = gaps.sign() * (gaps.abs() / safe) ** (p - 1)
-        slopes = torch.where(distances.unsqueeze(-1) == 0, 0.0, slopes)
-    return (gradient.unsqueeze(-1) * slopes).sum(-2)
-
-
-def _scale(gradient: Tensor, slopes: Tensor, reduction: int, shape: torch.Size) -> Tensor:
-    if reduction == 1:
-        slopes = slopes / len(slopes)
-    shaped = gradient if not gradient.dim() else gradient.view(-1, 1)
-    result: Tensor = slopes * shaped
-    return result.view(shape)
+    del distances
+    return differentiate(lambda x: cdist(x, right, p, None), gradient, left)[0]
 
 
 @composed("multi_margin_loss_backward")
-def multi_margin_backward(
-    gradient: Tensor,
-    values: Tensor,
-    target: Tensor,
-    p: float,
-    margin: float,
-    weight: Tensor | None = None,
-    reduction: int = 1,
-) -> Tensor:
+def multi_margin_backward(gradient: Tensor, values: Tensor, *given: Any) -> Tensor:
     """The gradient of the multi-class margin loss."""
-    rows = values.view(-1, values.shape[-1])
-    own = target.view(-1, 1)
-    gaps = margin - rows.gather(1, own) + rows
-    slopes = torch.where(gaps > 0, gaps * 2 if p == 2 else torch.ones_like(gaps), 0.0)
-    slopes = slopes.scatter(1, own, 0.0) / rows.shape[1]
-    if weight is not None:
-        slopes = slopes * weight[own]
-    slopes = slopes.scatter(1, own, -slopes.sum(1, keepdim=True))
-    return _scale(gradient, slopes, reduction, values.shape)
+    loss = decomposition_table[torch.ops.aten.multi_margin_loss.default]
+    return differentiate(lambda x: loss(x, *given), gradient, values)[0]
 
 
 @composed("multilabel_margin_loss_forward")
@@ -153,7 +137,7 @@ def multilabel_margin(values: Tensor, target: Tensor, reduction: int) -> tuple[T
 
     Torch's decomposition adds terms of class 0 for each place after the last label.
     """
-    rows, labels = (one.reshape(-1, values.shape[-1]) for one in (values, target))
+    rows, labels = (torch.atleast_2d(one) for one in (values, target))
     valid = (labels >= 0).int().cumprod(1).bool()
     index = torch.where(valid, labels, 0)
     classes = torch.arange(rows.shape[1], device=rows.device)
@@ -173,15 +157,8 @@ def multilabel_margin_backward(
     gradient: Tensor, values: Tensor, target: Tensor, reduction: int, is_target: Tensor
 ) -> Tensor:
     """The gradient of the multi-label margin loss."""
-    rows, labels = (one.view(-1, values.shape[-1]) for one in (values, target))
-    is_label = is_target.view(rows.shape) != 0
-    valid = (labels >= 0).int().cumprod(1).bool()
-    index = labels.clamp(min=0)
-    gaps = 1 - rows.gather(1, index).unsqueeze(2) + rows.unsqueeze(1)
-    active = (gaps > 0) & valid.unsqueeze(2) & ~is_label.unsqueeze(1)
-    counts = active.sum(1)
-    counts = counts.scatter_add(1, index, -active.sum(2))
-    return _scale(gradient, counts.to(values.dtype) / rows.shape[1], reduction, values.shape)
+    del is_target
+    return differentiate(lambda x: multilabel_margin(x, target, reduction)[0], gradient, values)[0]
 
 
 @composed("_ctc_loss")
@@ -200,7 +177,7 @@ def ctc_loss(
         one.tolist() if isinstance(one, Tensor) else list(one)
         for one in (input_lengths, target_lengths)
     )
-    size = max(targets.shape[1] if targets.dim() > 1 else max(counts, default=0), 0)
+    size = max(counts, default=0)
     labels = torch.full((batch, 2 * size + 1), blank, device=log_probs.device)
     given = targets if targets.dim() > 1 else targets.split(counts)
     for row, count in enumerate(counts):
@@ -295,6 +272,16 @@ def embedding_bag_backward(
     return backward(rows, indices, count, padding_idx, by_frequency)  # type: ignore[no-any-return]
 
 
+@composed("_embedding_bag_dense_backward")
+def embedding_bag_dense_backward(
+    gradient: Tensor, indices: Tensor, bags: Tensor, sizes: Tensor, maxima: Tensor, *args: Any
+) -> Tensor:
+    """The gradient of the rows, as torch 2.4 calls it."""
+    count, by_frequency, mode, *rest = args
+    given = (gradient, indices, sizes, bags, sizes, maxima, count, by_frequency, mode, False)
+    return embedding_bag_backward(*given, *rest)
+
+
 @composed("linalg_qr")
 def qr(matrix: Tensor, mode: str = "reduced") -> tuple[Tensor, Tensor]:
     """The reduced QR decomposition of a matrix, by Gram and Schmidt, twice for each column."""
@@ -317,19 +304,3 @@ def qr(matrix: Tensor, mode: str = "reduced") -> tuple[Tensor, Tensor]:
     if columns > size:
         r[:, size:] = q.t() @ wide[:, size:]
     return q.to(matrix.dtype), r.to(matrix.dtype)
-
-
-def _call_patch(name: str) -> None:
-    kernels = [path for op in OPS for overload, path in op.kernels.items() if overload == name]
-    kernel = resolve_name(kernels[0])
-
-    @composed(name)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return kernel(*args, **kwargs)
-        except RefusedError as error:
-            raise UnsupportedError(f"{name} of these arguments") from error
-
-
-for _name in ("_ctc_loss_backward", "grid_sampler_2d_backward", "grid_sampler_3d_backward"):
-    _call_patch(_name)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, NoReturn
 
 import torch
@@ -19,6 +20,9 @@ from torch._decomp import decomposition_table
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_d9m.errors import NotPortableError
+from lightning_d9m.patches.arguments import RefusedError
+from lightning_d9m.patches.catalog.catalog import OPS
+from lightning_d9m.patches.kernels.places import Update
 from lightning_d9m.portability import (
     arithmetic,
     layers,
@@ -70,6 +74,7 @@ _TRANSFERS = frozenset(
     """.split()  # noqa: SIM905 - a table is easier to read
 )
 _FOREIGN = ("torch", "lightning", "pytorch_lightning", "lightning_fabric")
+_PATCHES = {overload: path for op in OPS for overload, path in op.kernels.items()}
 _MOST_NESTED = 8  # calls of one operation within each other
 _PLAIN = Tensor.__torch_dispatch__  # what a subclass that only has a name inherits
 _IMPLICIT = torch._C.DispatchKey.CompositeImplicitAutograd  # noqa: SLF001 - torch has no public name
@@ -110,7 +115,7 @@ class PortableMode(TorchDispatchMode):
         functional = _find_functional(func)
         if functional is not None:
             return partial(_write, func, self._find(functional))
-        return partial(_take_integers, func)
+        return partial(_take_integers, func, self._find_patch(func))
 
     def _find_in_tables(self, func: Any, name: str) -> Rule | None:
         base = name.removesuffix("_") if not name.startswith("__") else name
@@ -127,6 +132,30 @@ class PortableMode(TorchDispatchMode):
         if moves or _is_view(func) or (plain is not None and _is_view(plain)):
             return func  # type: ignore[no-any-return]
         return None
+
+    def _find_patch(self, func: Any) -> Rule | None:
+        """Return the deterministic replacement of an operation, run under the mode."""
+        name = func._schema.name.partition("::")[2]  # noqa: SLF001 - torch has no public form
+        overload = func._overloadname  # noqa: SLF001
+        path = _PATCHES.get(name if overload == "default" else f"{name}.{overload}")
+        if path is None:
+            return None
+        kernel = resolve_name(path)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            try:
+                result = kernel(*args, **kwargs)
+            except RefusedError as error:
+                raise UnsupportedError(
+                    "Its arguments are none that its deterministic replacement takes"
+                ) from error
+            if isinstance(result, Update):
+                target = args[0].clone()
+                result.write(target)
+                return target
+            return result
+
+        return partial(_checked, func, self._compose(call, func))
 
     def _rule(self, name: str) -> Rule | None:
         if name in COMPOSED:
@@ -216,13 +245,15 @@ def _checked(func: Any, rule: Rule, *args: Any, **kwargs: Any) -> Any:
         refuse(func, f"{error}.")
 
 
-def _take_integers(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Compute an operation in no class on whole numbers only, which are exact."""
+def _take_integers(func: Any, patch: Rule | None, *args: Any, **kwargs: Any) -> Any:
+    """Compute an operation in no class on whole numbers, which are exact, or by its patch."""
     given = [*_tensors(args), *_tensors(kwargs.values())]
     seeded = torch.Tag.nondeterministic_seeded in func.tags
     if seeded or any(_has_fractions(one) for one in given):
         if given and all(one.is_meta for one in given):
             return func(*args, **kwargs)
+        if patch is not None:
+            return patch(*args, **kwargs)
         refuse(func)
     result = func(*args, **kwargs)
     if any(_has_fractions(one) for one in _tensors([result])):

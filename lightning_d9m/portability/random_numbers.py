@@ -1,6 +1,5 @@
 """Rules for random numbers: integers of torch's generator on the CPU, and exact arithmetic."""
 
-import math
 from functools import partial
 from typing import Any
 
@@ -74,12 +73,6 @@ def normal_in_place(
 ) -> Tensor:
     """Fill a tensor with normal numbers."""
     return values.copy_(_draw_normal(values.shape, generator) * std + mean)
-
-
-@rule("normal_functional")
-def normal_functional(values: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Normal numbers of a tensor's shape."""
-    return normal_in_place(torch.empty_like(values), *args, **kwargs)
 
 
 @rule("bernoulli")
@@ -193,25 +186,6 @@ def native_dropout(values: Tensor, p: float, train: bool | None) -> tuple[Tensor
     """Dropout, and its mask."""
     if not train or p == 0:
         return values.clone(), torch.ones_like(values, dtype=torch.bool)
-    mask = torch.empty_like(values).bernoulli_(1 - p).bool()
-    return values * mask * (0.0 if p == 1 else 1 / (1 - p)), mask
-
-
-@composed("log_normal")
-def log_normal(values: Tensor, mean: float = 1, std: float = 2, *, generator: Any = None) -> Tensor:
-    """Numbers whose logarithm is normal."""
-    return torch.empty_like(values).normal_(mean, std, generator=generator).exp()
-
-
-@composed("cauchy")
-def cauchy(values: Tensor, median: float = 0, sigma: float = 1, *, generator: Any = None) -> Tensor:
-    """Cauchy numbers."""
-    turns = torch.empty_like(values).uniform_(generator=generator) - 0.5
-    return torch.tan(turns * math.pi) * sigma + median
-
-
-@composed("geometric")
-def geometric(values: Tensor, p: float, *, generator: Any = None) -> Tensor:
-    """Geometric numbers."""
-    steps = torch.empty_like(values).exponential_(generator=generator)
-    return torch.ceil(steps / -math.log1p(-p))
+    kept = torch.empty_like(values).bernoulli_(1 - p)
+    # As dropout on a CPU does it; `+ (p == 1)` keeps 0 / 0 away.
+    return values * kept.div(1 - p + (p == 1)), kept.bool()

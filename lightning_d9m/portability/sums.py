@@ -3,7 +3,8 @@
 float64 holds every product of two float32 numbers. A sum of n such terms in float64, in any order
 and by any library, is off by at most n * 2**-53 times the sum of their sizes. If all numbers within
 twice this bound round to one float32 number, that number is the exact sum rounded, whatever the
-order was. Otherwise (for about one element in 10,000) ``math.fsum`` adds the terms of the element.
+order was. Otherwise (for about one element in 10,000) the terms of the element are added with more
+bits, and, if this does not decide its last bit either, by ``math.fsum``.
 Which elements need it may differ between machines; the results do not. Sums of float64 numbers are
 those of ``patches.exact_sums``, and products of float64 numbers come from Ozaki's scheme.
 """
@@ -21,6 +22,7 @@ UNIT = 2.0**-53
 BLOCK = 512
 """Terms that are added at a time: shorter sums have smaller bounds."""
 
+_CHUNK = 2**15  # sums that are rounded at a time: they stay in a core's cache
 _MOST_TERMS = 2**20  # that are added exactly at a time
 
 
@@ -29,23 +31,58 @@ def settle(total: Tensor, bound: Tensor, find_terms: Callable[[Tensor], Tensor])
 
     Args:
         total: The sums, contiguous; any order of additions.
-        bound: At least twice the greatest error of each sum; it is overwritten.
+        bound: At least twice the greatest error of each sum, contiguous.
         find_terms: Returns the terms of sums, ``[sums, terms]``, given their flat positions.
     """
-    result = (total + bound).to(torch.float32)
-    unsure = torch.sub(total, bound, out=bound).to(torch.float32) != result
-    if bool(unsure.any()):
-        places = unsure.view(-1).nonzero().view(-1)
-        flat, exact = result.view(-1), total.view(-1)[places]
-        flat[places] = exact.to(torch.float32)
-        places = places[exact.isfinite()]
-        if not len(places):
-            return result.add_(0.0)
-        length = find_terms(places[:1]).shape[-1]
-        for part in places.split(max(1, _MOST_TERMS // max(length, 1))):
-            sums = [add_exactly(row) for row in find_terms(part).tolist()]
-            flat[part] = torch.tensor(sums, dtype=torch.float64, device=flat.device).float()
-    return result.add_(0.0)  # one zero
+    flat, margins = total.view(-1), bound.view(-1)
+    result = torch.empty_like(flat, dtype=torch.float32)
+    found = []
+    each = _CHUNK if flat.device.type == "cpu" else max(len(flat), 1)
+    for start in range(0, len(flat), each):
+        part = slice(start, start + each)
+        highest = (flat[part] + margins[part]).float()
+        unsure = (flat[part] - margins[part]).float() != highest
+        result[part] = highest
+        if bool(unsure.any()):
+            found.append(unsure.nonzero().view(-1).add_(start))
+    if found:
+        places = torch.cat(found)
+        result[places] = flat[places].float()
+        _add_unsure(result, places[flat[places].isfinite()], find_terms)
+    return result.add_(0.0).view(total.shape)  # one zero
+
+
+def _add_unsure(result: Tensor, places: Tensor, find_terms: Callable[[Tensor], Tensor]) -> None:
+    """Write the sums of which the float64 sum did not decide the last bit."""
+    if not len(places):
+        return
+    length = find_terms(places[:1]).shape[-1]
+    for part in places.split(max(1, _MOST_TERMS // max(length, 1))):
+        terms = find_terms(part)
+        total, sure = _add_closely(terms)
+        result[part] = total.float()
+        rest = (~sure).nonzero().view(-1)
+        sums = [add_exactly(row) for row in terms[rest].tolist()]
+        result[part[rest]] = torch.tensor(sums, dtype=torch.float64, device=total.device).float()
+
+
+def _add_closely(terms: Tensor) -> tuple[Tensor, Tensor]:
+    """Return sums of rows, and which of them surely round to float32 as the exact sums do.
+
+    The upper parts of the terms are multiples of one power of two, so that their sum is exact.
+    """
+    length = terms.shape[1]
+    bits = length.bit_length() + 1
+    top = terms.abs().amax(1, keepdim=True)
+    top = (top.view(torch.int64) >> 52 << 52).view(torch.float64)
+    constant = top * (1.5 * 2.0**bits)
+    upper = (terms + constant).sub_(constant)
+    total = upper.sum(1) + (terms - upper).sum(1)
+    # The lower parts have errors of at most so much: a part of the last place of the sum.
+    sure = top[:, 0] * (length**2 * 2.0 ** (bits - 105)) <= total.abs() * 2.0**-54
+    infinite = torch.full_like(total, math.inf)
+    above, below = (torch.nextafter(total, end).float() for end in (infinite, -infinite))
+    return total, sure & (above == below)
 
 
 def add_exactly(terms: list[float]) -> float:
@@ -136,7 +173,7 @@ def _multiply_in_blocks(left: Tensor, right: Tensor) -> Tensor:
     total = torch.bmm(left[:, :, :BLOCK], right[:, :BLOCK])
     for start in range(BLOCK, left.shape[2], BLOCK):
         part = slice(start, start + BLOCK)
-        total += torch.bmm(left[:, :, part], right[:, part])
+        total.baddbmm_(left[:, :, part], right[:, part])
     return total
 
 

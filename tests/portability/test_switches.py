@@ -1,17 +1,22 @@
 """What switches portable bits on: a setting, a session, the recorder, and d9m repeat."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from rank_processes import run_ranks
 
-from lightning_d9m import Recorder, Settings, deterministic
+from lightning_d9m import Recorder, Settings, compare, deterministic
 from lightning_d9m.cli.main import main
-from lightning_d9m.errors import SettingError
+from lightning_d9m.errors import SettingError, StackDifferenceError
 from lightning_d9m.ledger.folder import read_ledger
 from lightning_d9m.lightning.resolved_settings import GivenSettings
+from lightning_d9m.output.comparison_text import format_comparison
 from lightning_d9m.portability.mode import is_portable
 from lightning_d9m.portability.random_numbers import draw
+
+SCRIPT = Path(__file__).parents[1] / "support" / "portable_ranks.py"
 
 
 def test_a_session_computes_portable_bits_until_it_closes():
@@ -59,3 +64,50 @@ def test_a_generator_of_a_device_is_refused():
     generator = SimpleNamespace(device=torch.device("cuda:0"))
     with pytest.raises(SettingError, match="A generator is on cuda:0"):
         draw(4, generator)
+
+
+def _record(folder, threads, *, portable=True, reference=None):
+    """Train a linear layer with a recorder on this many threads; return the ledger."""
+    before = torch.get_num_threads()
+    try:
+        with deterministic(seed=1):
+            torch.set_num_threads(threads)
+            model = torch.nn.Linear(3, 2)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            with Recorder(folder, model, optimizer, portable=portable, reference=reference) as run:
+                for batch in run.batches([torch.ones(4, 3)]):
+                    model(batch).sum().backward()
+                    optimizer.step()
+                    run.step()
+                run.epoch()
+            return run.ledger
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_portable_reference_of_another_stack_is_accepted_and_the_report_lists_it(tmp_path):
+    first = _record(tmp_path / "a", 1)
+    second = _record(tmp_path / "b", 2, reference=first)
+    found = compare(first, second)
+    assert found.equal
+    assert [one.field for one in found.stack] == ["threads.intraop"]
+    text = "\n".join(format_comparison(found))
+    assert "The stacks differ; portable bits do not depend on them:" in text
+    assert "threads.intraop" in text
+
+
+def test_a_reference_of_another_stack_is_refused_without_portable_bits(tmp_path):
+    first = _record(tmp_path / "a", 1, portable=False)
+    with pytest.raises(StackDifferenceError):
+        _record(tmp_path / "b", 2, portable=False, reference=first)
+
+
+def test_logical_ranks_have_the_same_portable_bits_on_one_process_and_on_two(tmp_path):
+    for count in (1, 2):
+        threads = {"OMP_NUM_THREADS": str(count)}
+        if count == 1:
+            threads["ATEN_CPU_CAPABILITY"] = "default"
+        run_ranks(SCRIPT, count, tmp_path / str(count), **threads)
+    one, two = (read_ledger(next((tmp_path / str(count)).iterdir())) for count in (1, 2))
+    assert one.header.settings["portable"] is True
+    assert one.outcome(0).final.totals == two.outcome(0).final.totals
