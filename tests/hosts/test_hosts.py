@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 from network_hosts import explain_missing, make_hosts, wait_for
+from forking_python import TRAINING, shared_python
 from rank_processes import run_ranks
 
 from lightning_d9m import compare
 
 SCRIPT = Path(__file__).parents[1] / "support" / "hosts_training.py"
+AGENT = (*TRAINING, "torch.distributed.run")
 MISSING = explain_missing()
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING)
 
@@ -23,7 +25,7 @@ def start_training(hosts, *arguments, backend="static"):
     place = [f"--master-addr={first}", "--master-port=29511"]
     if backend == "c10d":
         place = ["--rdzv-backend=c10d", f"--rdzv-endpoint={first}:29511", "--rdzv-id=run"]
-    agent = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={len(hosts)}"]
+    agent = [shared_python(*AGENT), "-m", "torch.distributed.run", f"--nnodes={len(hosts)}"]
     agent += ["--nproc-per-node=1", *place]
     numbers = [[f"--node-rank={number}"] * (backend == "static") for number in range(len(hosts))]
     return [
