@@ -8,8 +8,8 @@ also after ``-W ACTION``, ``-B``, ``-u`` and ``-XNAME``, which torchrun, multipr
 give.
 
 A fork has the arguments, variables, folder, pipes, signals, network and mounts of the process that
-stands for it (``forking_client.py``), and is killed if that process is. It differs from a new interpreter in
-these points; a test of one of them starts ``sys.executable``:
+stands for it (``forking_client.py``), and is killed if that process is. It differs from a new
+interpreter in these points; a test of one of them starts ``sys.executable``:
 
 - The modules are imported before the program begins; nothing runs at its ``import torch``.
   ``LIGHTNING_D9M=1`` takes effect when the fork begins.
@@ -264,7 +264,8 @@ def _execute(arguments):
 if __name__ == "__main__":
     CLIENT = _serve(socket.socket(fileno=int(sys.argv[1])), sys.argv[3:])
     CLIENT = socket.socket(fileno=fcntl.fcntl(CLIENT.detach(), fcntl.F_DUPFD_CLOEXEC, _FREE))
-    _enter_namespaces(CLIENT)
+    with suppress(FileNotFoundError):  # the client was killed
+        _enter_namespaces(CLIENT)
     PROGRAM = _receive(CLIENT)
     _guard(CLIENT)
     CLIENT.close()

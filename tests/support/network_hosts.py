@@ -5,6 +5,7 @@ have no shared file system.
 """
 
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -15,13 +16,15 @@ from pathlib import Path
 INTERFACE = "eth0"
 # As ssh does: the command runs in a shell, with few variables; options are left out.
 _SSH = """#!/bin/sh
-while case "$1" in -*) true;; *) false;; esac; do shift 2; done
-host=$1; shift
+while case "$1" in -*) true;; *) test -z "$host";; esac; do
+  case "$1" in -*) shift 2;; *) host=$1; shift;; esac
+done
 exec env -i PATH="$PATH" {folder}/enter-$host sh -c "$*"
 """
 _ENTER = """#!/bin/sh
 exec nsenter --net=/run/netns/{name} unshare --uts --mount sh -ec '
-  mount --bind {names} /etc/hosts; hostname {name}; mount --bind {own} {shared}
+  mount --bind {names} /etc/hosts; mount --bind {names}.order /etc/nsswitch.conf
+  hostname {name}; mount --bind {own} {shared}
   cd {shared}; exec "$@"' host "$@"
 """
 
@@ -86,6 +89,13 @@ class Host:
         where = f"dev {INTERFACE} parent 1: protocol all"
         _run(f"{device} filter add {where} bpf bytecode '{program}' flowid 1:1")
 
+    def count_lost(self):
+        """Return the number of packets that were dropped so."""
+        classes = subprocess.check_output(
+            ["tc", "-n", self.name, "-s", "class", "show", "dev", INTERFACE], text=True
+        )
+        return sum(map(int, re.findall(r"dropped (\d+)", classes)))
+
     def list_processes(self):
         """Return the ids of the processes that run on the host."""
         listing = ["ip", "netns", "pids", self.name]
@@ -115,6 +125,8 @@ def make_hosts(count, folder, small_disk=None):
         "127.0.0.1 localhost\n"
         + "".join(f"{address} {name}\n" for name, address in addresses.items())
     )
+    # Without DNS: a name that is not in the file is unknown at once.
+    names.with_suffix(".order").write_text("hosts: files\n")
     shared.mkdir(parents=True)
     (Path(folder) / "bin").mkdir()
     _write_program(Path(folder) / "bin" / "ssh", _SSH.format(folder=folder))
@@ -149,11 +161,29 @@ def _write_program(path, text):
     path.chmod(0o755)
 
 
+def start_rank(hosts, rank, command, **variables):
+    """Start the process of a rank, which has a host of its own."""
+    return hosts[rank].start(
+        command,
+        RANK=str(rank),
+        LOCAL_RANK="0",
+        GROUP_RANK=str(rank),
+        WORLD_SIZE=str(len(hosts)),
+        LOCAL_WORLD_SIZE="1",
+        GROUP_WORLD_SIZE=str(len(hosts)),
+        MASTER_ADDR=hosts[0].name,
+        MASTER_PORT="29511",
+        TORCHELASTIC_RUN_ID="d9m",
+        **variables,
+    )
+
+
 def wait_until(condition, processes=(), timeout=120):
     """Wait until a condition is true, which it must become before one of the processes ends."""
     end = time.monotonic() + timeout
     while not condition():
-        assert all(process.poll() is None for process in processes), "a process ended"
+        ended = [process for process in processes if process.poll() is not None]
+        assert not ended, ended[0].stdout.read()
         assert time.monotonic() < end, "the time is over"
         time.sleep(0.02)
 
