@@ -276,7 +276,7 @@ def test_every_rank_ends_with_an_error_and_a_resume_is_exact(
             for rank in ledger.files:
                 with ledger.open(rank) as reader:
                     moments = [r.moment for r in reader.records() if isinstance(r, Digests)]
-            assert moments == ["initial", "epoch"]
+            assert moments[:2] == ["initial", "epoch"]
         mend(hosts)
         statuses, outputs = wait_for([start_rank(hosts, rank, program) for rank in range(2)])
         assert statuses == [0, 0], "\n".join(outputs)

@@ -81,7 +81,7 @@ class Host:
         """Drop this share of the packets that the host sends, at random."""
         device = f"tc -n {self.name}"
         kept = "4294967295"  # the class of the filter; 0 is the next filter
-        program = f"4,32 0 0 4294963256,53 0 1 {round(share * 2**32)},6 0 0 0,6 0 0 {kept},"
+        program = f"4,32 0 0 4294963256,53 1 0 {round(share * 2**32)},6 0 0 0,6 0 0 {kept},"
         _run(f"{device} qdisc add dev {INTERFACE} root handle 1: htb default 2")
         for number, queue in ((1, "pfifo limit 1000"), (2, "pfifo limit 0")):
             _run(f"{device} class add dev {INTERFACE} parent 1: classid 1:{number} htb rate 10gbit")
