@@ -27,7 +27,12 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PARTS = ("repeat", "resume", "tests")
 TESTS = (
-    "tests/control",
+    "tests/control/test_session.py",
+    "tests/control/test_seeding.py",
+    "tests/control/test_settings.py",
+    "tests/control/test_torch_flags.py",
+    "tests/control/data/test_loaders.py",
+    "tests/control/data/test_seeded_dataset.py",
     "tests/lightning/test_lightning_private.py",
     "tests/lightning/test_callback.py",
 )
