@@ -174,6 +174,19 @@ def test_slurm_requeues_a_job(tmp_path, one_process):
             assert read_final(ledger) == read_final(one_process)
 
 
+def test_a_checkpoint_of_one_host_is_refused_on_all(tmp_path):
+    """Rank 0 saves it in a folder that the other host does not share."""
+    program = [shared_python(*MODULES), SCRIPT, "runs", "kept=kept"]
+    with make_hosts(2, tmp_path) as hosts:
+        statuses, outputs = wait_for([start_rank(hosts, rank, program) for rank in range(2)])
+        assert statuses == [0, 0], "\n".join(outputs)
+        statuses, outputs = wait_for([start_rank(hosts, rank, program) for rank in range(2)])
+        assert statuses == [1, 1]
+    for output in outputs:
+        assert "CheckpointError Ranks would resume from different states: rank 0 loads" in output
+        assert "and rank 1 found no checkpoint" in output
+
+
 FAKE_CLOCK = """
 #define _GNU_SOURCE
 #include <dlfcn.h>
