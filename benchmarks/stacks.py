@@ -6,7 +6,8 @@ Each stack has a virtual environment in FOLDER, which is made if it is not there
 that is built here. The interpreter that it names must be on PATH. The parts: ``repeat`` trains
 examples/digits.py twice with ``d9m repeat`` and two loader workers, ``resume`` trains its model
 from a checkpoint within the second epoch and compares weights with an uninterrupted fit, ``tests``
-runs the tests of control and of the callback from this checkout against the wheel.
+runs the tests of control and of the callback from this checkout against the wheel, each with a
+time limit of two minutes.
 benchmarks/results/stacks.json and stacks.md keep the results; what does not run keeps the result
 that was there.
 """
@@ -18,7 +19,6 @@ import re
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,10 @@ PARTS = ("repeat", "resume", "tests")
 TESTS = (
     "tests/control/test_session.py",
     "tests/control/test_seeding.py",
+    "tests/control/test_settings.py",
     "tests/control/test_torch_flags.py",
+    "tests/control/data/test_loaders.py",
+    "tests/control/data/test_seeded_dataset.py",
     "tests/lightning/test_lightning_private.py",
     "tests/lightning/test_callback.py",
 )
@@ -66,21 +69,24 @@ print("epoch=1" in path and all(torch.equal(straight[name], resumed[name]) for n
 """
 
 
-@dataclass(frozen=True)
 class Stack:
-    """The interpreter of a stack, and its packages."""
+    """A stack: its interpreter, versions of torch and Lightning, and other packages."""
 
-    python: str
-    packages: tuple[str, ...]
+    def __init__(self, python: str, torch: str, lightning: str, *others: str) -> None:
+        self.python = python
+        both = (f"lightning=={lightning}", f"pytorch-lightning=={lightning}")
+        self.packages = (f"torch=={torch}", *both, *others)
 
 
+# Lightning 2.2 and 2.3 import pkg_resources, which setuptools 80 and later no longer has.
+OLD = ("numpy==1.26.4", "setuptools<80")
 STACKS = {
-    "oldest": Stack("python3.11", ("torch==2.4.1", "lightning==2.2.5", "numpy==1.26.4")),
-    "torch-2.6": Stack("python3.11", ("torch==2.6.0", "lightning==2.3.3", "numpy==1.26.4")),
-    "torch-2.10": Stack("python3.11", ("torch==2.10.0", "lightning==2.5.6")),
-    "torch-2.13": Stack("python3.11", ("torch==2.13.0", "lightning==2.6.6")),
-    "python-3.13": Stack("python3.13", ("torch==2.15.0", "lightning==2.6.6")),
-    "python-3.14": Stack("python3.14", ("torch==2.15.0", "lightning==2.6.6")),
+    "oldest": Stack("python3.10", "2.4.1", "2.2.5", *OLD),
+    "torch-2.6": Stack("python3.11", "2.6.0", "2.3.3", *OLD),
+    "torch-2.8": Stack("python3.12", "2.8.0", "2.4.0"),
+    "torch-2.10": Stack("python3.11", "2.10.0", "2.5.6"),
+    "torch-2.13": Stack("python3.12", "2.13.0", "2.6.1"),
+    "newest": Stack("python3.13", "2.15.0", "2.6.6"),
 }
 
 
@@ -149,7 +155,15 @@ def resume(programs: Path, log: Path) -> dict[str, Any]:
 
 def run_tests(programs: Path, log: Path) -> dict[str, Any]:
     """Run the tests against the wheel; warnings of old packages do not fail them."""
-    options = ("-q", "-o", "filterwarnings=", "-p", "no:cacheprovider", f"--rootdir={ROOT}")
+    options = (
+        "-q",
+        "-o",
+        "filterwarnings=",
+        "-p",
+        "no:cacheprovider",
+        "--timeout=120",
+        f"--rootdir={ROOT}",
+    )
     paths = [ROOT / path for path in TESTS]
     done = run(programs / "pytest", *options, "-c", ROOT / "pyproject.toml", *paths, log=log)
     counts = re.findall(r"(\d+) (passed|failed|skipped|error)", done.stdout.splitlines()[-1])

@@ -65,6 +65,8 @@ def pytest_configure(config: pytest.Config) -> None:
             warnings.simplefilter("ignore")
             for module in FIRST:
                 import_module(module)
+            # torch 2.4 imports it, and with it SymPy, in each worker of a loader: seconds.
+            import_module("torch.nested._internal.nested_tensor")
         leave_out_work()
     config.add_cleanup(gc.unfreeze)  # of imports_frozen: what is frozen at the end counts as leaked
     if config.option.raise_sites:

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-WITH_OBJECTS = ("chemprop_mpnn", "pytorch_forecasting_tft")
+WITH_OBJECTS = ("chemprop_mpnn", "monai_unet", "pytorch_forecasting_tft")
 OUTPUT = HERE.parent / "results" / "wild.json"
 PARTS = ("repeat", "interrupt", "overhead")
 # The library of each program, and the Lightning package that it uses.
@@ -32,6 +32,7 @@ PARTS = ("repeat", "interrupt", "overhead")
 PROGRAMS = {
     "chemprop_mpnn": ("chemprop", "lightning.pytorch"),
     "gluonts_deepar": ("gluonts", "lightning.pytorch"),
+    "monai_unet": ("monai", "lightning.pytorch"),
     "scvi_model": ("scvi-tools", "lightning.pytorch"),
     "pytorch_forecasting_tft": ("pytorch-forecasting", "lightning.pytorch"),
     "torch_geometric_gin": ("torch-geometric", "lightning.pytorch"),

@@ -1,10 +1,13 @@
 """Checkpoint files: damage is detected when a file is loaded, before its content is used."""
 
+import json
 import warnings
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
+from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +19,12 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from lightning_d9m.attribute_patches import replace_method
 from lightning_d9m.errors import CheckpointError, CommandError
-from lightning_d9m.hashing.checkpoint_manifest import Damage, check_manifest, make_manifest
+from lightning_d9m.hashing.checkpoint_manifest import (
+    Damage,
+    check_manifest,
+    make_manifest,
+)
+from lightning_d9m.lightning.lightning_private import wrap_resume_start
 from lightning_d9m.lightning.saved_state import (
     CALLBACKS,
     KEY,
@@ -26,11 +34,11 @@ from lightning_d9m.lightning.saved_state import (
     replace_state,
 )
 from lightning_d9m.lightning.strategies import is_sharded
+from lightning_d9m.lightning.trainer_ranks import ranks_of
 from lightning_d9m.text import describe_names, escape
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
-    from lightning.pytorch.strategies import Strategy
 
 
 _CHUNK = 2**20
@@ -39,12 +47,14 @@ _PICKLE = b"\x80"  # the first byte
 
 
 @contextmanager
-def loads_checked(strategy: "Strategy") -> Iterator[None]:
-    """Check every checkpoint that the strategy loads in the body.
+def loads_checked(trainer: "Trainer") -> Iterator[None]:
+    """Check every checkpoint that the Trainer loads in the body.
 
     Raises:
-        CheckpointError: From the load, if the checkpoint is damaged.
+        CheckpointError: From the load, if the checkpoint is damaged, or another one than that of
+            rank 0.
     """
+    strategy = trainer.strategy
     original = strategy.load_checkpoint
 
     def load_checkpoint(checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any:
@@ -56,7 +66,37 @@ def loads_checked(strategy: "Strategy") -> Iterator[None]:
 
     with ExitStack() as stack:
         replace_method(stack, strategy, "load_checkpoint", load_checkpoint)
+        if not is_sharded(strategy):  # whose load is a collective call
+            around = partial(_load_on_all_ranks, trainer)
+            wrap_resume_start(trainer, around, stack)
         yield
+
+
+def _load_on_all_ranks(
+    trainer: "Trainer", path: Any, load: Callable[[], Mapping[str, Any]]
+) -> None:
+    """Load the same checkpoint on all ranks, or raise on all: hosts may share no folder."""
+    ranks = ranks_of(trainer)
+    checkpoint = ranks.raise_on_all(load)
+    place = f"epoch {checkpoint.get('epoch')}, step {checkpoint.get('global_step')}"
+    manifest = find_manifest(checkpoint) or {"tensors": torch.empty(0), "values": ""}
+    content = manifest["tensors"].numpy().tobytes() + str(manifest["values"]).encode()
+    own = [str(path) if checkpoint else "", place, blake2b(content, digest_size=16).hexdigest()]
+    rows = [json.loads(row) for row in ranks.gather_bytes(json.dumps(own).encode())]
+    other = next((rank for rank, row in enumerate(rows) if row[1:] != rows[0][1:]), None)
+    if other is None:
+        return
+    texts = [
+        f"rank {rank} loads {rows[rank][0]} ({rows[rank][1]})"
+        if rows[rank][0]
+        else f"rank {rank} found no checkpoint"
+        for rank in (0, other)
+    ]
+    raise CheckpointError(
+        f"Ranks would resume from different states: {texts[0]}, and {texts[1]}. Rank 0 saves the "
+        "checkpoints. Keep them in a folder that all hosts share, or copy the checkpoint to the "
+        "same path on every host."
+    )
 
 
 def add_manifests(trainer: "Trainer", *, once: bool = False) -> ExitStack:

@@ -9,6 +9,7 @@ supported one.
 import copy
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from functools import wraps
 from importlib import import_module
 from pathlib import Path
@@ -56,6 +57,29 @@ def resume_next_fit(trainer: "Trainer", path: Path) -> None:
         original(path, **options)
 
     connector.resume_start = resume_start  # type: ignore[assignment] # it takes any arguments
+
+
+def wrap_resume_start(
+    trainer: "Trainer",
+    around: Callable[[Any, Callable[[], Mapping[str, Any]]], None],
+    stack: ExitStack,
+) -> None:
+    """Call a function instead of the load of a checkpoint, until ``stack`` is closed.
+
+    It gets the path, None if the run starts from the beginning, and a function that loads the
+    checkpoint and returns it; empty without one.
+    """
+    connector = trainer._checkpoint_connector
+    original = connector.resume_start
+
+    def resume_start(checkpoint_path: Any = None, **options: Any) -> None:
+        def load() -> Mapping[str, Any]:
+            original(checkpoint_path, **options)
+            return connector._loaded_checkpoint if connector._ckpt_path else {}
+
+        around(checkpoint_path, load)
+
+    replace_method(stack, connector, "resume_start", resume_start)
 
 
 def wrap_launches(package: str, around: Callable[..., Any]) -> None:

@@ -78,7 +78,7 @@ class TrainerSession:
             if (connect := getattr(trainer.strategy, "connect_session", None)) is not None:
                 connect(self)
                 stack.callback(connect, None)
-            stack.enter_context(loads_checked(trainer.strategy))
+            stack.enter_context(loads_checked(trainer))
             stack.enter_context(add_manifests(trainer))
             patches = AttributePatches()
             stack.callback(patches.undo)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch_features import needs_accelerator
 
 from lightning_d9m.control.seeding import (
     capture_host,
@@ -155,6 +156,7 @@ class Accelerator:
 
 
 @pytest.mark.parametrize("single", [False, True])
+@needs_accelerator
 def test_the_generators_of_an_accelerator_are_restored(monkeypatch, single):
     device = Accelerator(single=single)
     monkeypatch.setattr(torch, "xpu", device)
@@ -167,6 +169,7 @@ def test_the_generators_of_an_accelerator_are_restored(monkeypatch, single):
 
 
 @pytest.mark.parametrize("single", [False, True])
+@needs_accelerator
 def test_an_accelerator_that_has_not_started_is_left_alone(monkeypatch, single):
     monkeypatch.setattr(torch, "xpu", Accelerator(single=single, started=False))
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("xpu"))

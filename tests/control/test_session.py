@@ -11,6 +11,7 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 import torch
+from torch_features import needs_accelerator, needs_compiler_flag, needs_patches
 
 import lightning_d9m
 from lightning_d9m import SettingError, Settings
@@ -289,6 +290,7 @@ def cuda(monkeypatch):
     return applied
 
 
+@needs_patches
 def test_operations_are_patched_where_there_is_cuda_and_once(cuda):
     with deterministic(), deterministic(patch_ops=True, unpatched_ops=("histc",)):
         assert cuda == [("CUDA", ("histc",))]
@@ -303,6 +305,7 @@ def test_operations_are_patched_where_there_is_cuda_and_once(cuda):
     assert cuda == []
 
 
+@needs_accelerator
 def test_nothing_starts_a_driver(monkeypatch):
     """A launcher that forks after `enable` needs it so; torch is one that was built for CUDA."""
 
@@ -321,6 +324,7 @@ def test_nothing_starts_a_driver(monkeypatch):
         assert seeds == [7]  # every device's, lazily
 
 
+@needs_patches
 def test_patches_can_be_registered_for_cuda_without_a_device():
     """The registration itself, which is all of it that a machine without CUDA can show."""
     with patches_applied("CUDA") as applied:
@@ -346,6 +350,7 @@ for value in None, "1":
 """
 
 
+@needs_compiler_flag
 def test_a_compiler_that_is_loaded_in_a_session_is_left_as_the_user_asked():
     done = subprocess.run([sys.executable, "-c", FRESH], capture_output=True, text=True, check=True)
     assert done.stdout == "None False\n1 True\n", done.stderr

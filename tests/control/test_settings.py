@@ -22,7 +22,10 @@ from lightning_d9m.control.settings import HIGHEST_SEED
         ({"threads": 2.0}, r"threads is 2\.0; allowed"),
         ({"per_sample_rng": 1}, "per_sample_rng is 1; allowed: True or False"),
         ({"patch_ops": None}, "patch_ops is None; allowed: True or False"),
-        ({"unpatched_ops": ("histc",)}, r"unpatched_ops is \['histc'\] and patch_ops is off"),
+        (
+            {"unpatched_ops": ("histc",), "patch_ops": False},
+            r"unpatched_ops is \['histc'\] and patch_ops is off",
+        ),
         ({"unpatched_ops": ("tokp",), "patch_ops": True}, "no op 'tokp'"),
         ({"fill_uninitialized_memory": "no"}, "fill_uninitialized_memory is 'no'; allowed"),
     ],
@@ -38,7 +41,7 @@ def test_the_range_of_seeds_is_that_of_lightning():
 
 
 def test_the_record_holds_every_setting():
-    assert Settings(seed=3, threads=2).as_record() == {
+    assert Settings(seed=3, threads=2, patch_ops=False).as_record() == {
         "seed": 3,
         "per_sample_rng": False,
         "threads": 2,

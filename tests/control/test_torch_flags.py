@@ -7,6 +7,7 @@ import torch
 import torch._inductor.config  # `use_deterministic_algorithms` loads it, and switches it too
 from hypothesis import given
 from hypothesis import strategies as st
+from torch_features import needs_all_flags, needs_compiler_flag
 
 from lightning_d9m import SettingError
 from lightning_d9m.control import torch_flags
@@ -49,6 +50,7 @@ def test_any_state_is_captured_and_restored(state, disturbance):
     assert capture_flags() == state
 
 
+@needs_all_flags
 def test_torch_computes_with_deterministic_kernels_and_times_none():
     with algorithms_switched(fill_uninitialized_memory=False):
         assert torch.get_deterministic_debug_mode() == 2  # others raise
@@ -61,6 +63,7 @@ def test_torch_computes_with_deterministic_kernels_and_times_none():
 
 
 @given(STATES, st.booleans())
+@needs_all_flags
 def test_any_state_is_switched_and_restored_also_on_error(state, fill):
     restore_flags(state)
     with pytest.raises(ZeroDivisionError), algorithms_switched(fill_uninitialized_memory=fill):
@@ -80,6 +83,7 @@ def test_each_flag_that_somebody_switches_is_found(name):
 
 
 @pytest.mark.parametrize("value", [None, "0", "1"])
+@needs_compiler_flag
 def test_a_compiler_that_is_not_loaded_counts_as_its_variable_says(monkeypatch, value):
     monkeypatch.delitem(sys.modules, torch_flags._INDUCTOR)
     if value is None:

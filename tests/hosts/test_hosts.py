@@ -1,34 +1,50 @@
 """Trainings on several hosts, which are network namespaces of this machine."""
 
+import importlib.util
 import re
 import shutil
+import signal
+import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from network_hosts import explain_missing, make_hosts, wait_for
-from rank_processes import run_ranks
+from forking_python import HOROVOD, TRAINING, shared_python
+from network_hosts import explain_missing, make_hosts, start_rank, wait_for, wait_until
 
-from lightning_d9m import compare
+from lightning_d9m import compare, read_ledger
+from lightning_d9m.ledger.format.records import Digests
 
 SCRIPT = Path(__file__).parents[1] / "support" / "hosts_training.py"
+HAS_HOROVOD = importlib.util.find_spec("horovod") is not None
+MODULES = (*(HOROVOD if HAS_HOROVOD else TRAINING), "torch.distributed.run")
 MISSING = explain_missing()
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING)
 
 
-def start_training(hosts, *arguments, backend="static"):
-    """Start an agent of torchrun on each host, with one worker."""
-    first = hosts[0].name
-    place = [f"--master-addr={first}", "--master-port=29511"]
-    if backend == "c10d":
-        place = ["--rdzv-backend=c10d", f"--rdzv-endpoint={first}:29511", "--rdzv-id=run"]
-    agent = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={len(hosts)}"]
-    agent += ["--nproc-per-node=1", *place]
-    numbers = [[f"--node-rank={number}"] * (backend == "static") for number in range(len(hosts))]
+def start_agents(hosts, nodes, *arguments, first):
+    """Start an agent of torchrun on each host, with one worker; the first host has the store."""
+    python = shared_python(*MODULES)
+    agent = [python, "-m", "torch.distributed.run", f"--nnodes={nodes}", "--nproc-per-node=1"]
+    agent += ["--max-restarts=3", "--monitor-interval=0.1", "--no-python", "--rdzv-backend=c10d"]
+    agent += [f"--rdzv-endpoint={first.name}:29511", "--rdzv-id=run"]
+    timeouts = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3"
+    words = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     return [
-        host.start([*agent, *number, SCRIPT, *arguments])
-        for host, number in zip(hosts, numbers, strict=True)
+        host.start(
+            [
+                *agent,
+                f"--local-addr={host.address}",
+                f"--rdzv-conf=is_host={str(host is first).lower()},{timeouts}",
+                python,
+                SCRIPT,
+                *arguments,
+            ],
+            **words,
+        )
+        for host in hosts
     ]
 
 
@@ -36,14 +52,26 @@ def start_training(hosts, *arguments, backend="static"):
 def one_process(tmp_path_factory):
     """Return the ledger of the training on one process."""
     folder = tmp_path_factory.mktemp("one")
-    run_ranks(SCRIPT, 1, folder)
+    subprocess.run([shared_python(*MODULES), SCRIPT, folder], check=True)
     return folder / "1" / "fit-000"
+
+
+def read_final(ledger):
+    """Return the digests at the end of each rank's file."""
+    found = read_ledger(ledger)
+    finals = []
+    for rank in found.files:
+        with found.open(rank) as reader:
+            records = [record for record in reader.records() if isinstance(record, Digests)]
+        assert records[-1].moment == "final"
+        finals.append(records[-1])
+    return finals
 
 
 def test_hosts_end_with_the_bits_of_one_process(tmp_path, one_process):
     """Without a shared file system each host has the file of its rank; they can be collected."""
     with make_hosts(3, tmp_path) as hosts:
-        statuses, outputs = wait_for(start_training(hosts, "runs", backend="c10d"))
+        statuses, outputs = wait_for(start_agents(hosts, 3, "runs", first=hosts[0]))
     assert statuses == [0] * 3, "\n".join(outputs)
     for host in hosts:
         ledger = host.folder / "runs" / "3" / "fit-000"
@@ -53,18 +81,217 @@ def test_hosts_end_with_the_bits_of_one_process(tmp_path, one_process):
     assert compare(one_process, tmp_path / "collected").equal
 
 
-def test_every_rank_ends_with_an_error_when_a_link_is_cut(tmp_path):
-    seconds = 10
-    with make_hosts(2, tmp_path) as hosts:
-        agents = start_training(hosts, "runs", seconds)
-        while not all((host.folder / "waiting").exists() for host in hosts):
-            assert all(agent.poll() is None for agent in agents)
-            time.sleep(0.05)
-        hosts[1].set_link("down")
-        for host in hosts:
-            (host.folder / "go").touch()
+def test_a_host_is_lost_and_another_is_added(tmp_path, one_process):
+    """Torchrun restarts the workers; each time they continue from the checkpoint."""
+    arguments = ("runs", "wait=1", f"kept={tmp_path / 'kept'}")
+    with make_hosts(3, tmp_path) as hosts:
+        first, lost, added = hosts
+        agents = start_agents([first, lost], "1:2", *arguments, first=first)
+        wait_until(
+            lambda: all((host.folder / "waiting0").exists() for host in (first, lost)), agents
+        )
+        lost.send_signal(signal.SIGKILL)
+        (first.folder / "go0").touch()
+        wait_until((first.folder / "waiting1").exists, agents[:1])
+        assert not (added.folder / "runs").exists()
+        agents += start_agents([added], "1:2", *arguments, first=first)
+        wait_until((added.folder / "waiting0").exists, [agents[0], agents[2]])
+        (first.folder / "go1").touch()
+        (added.folder / "go0").touch()
         statuses, outputs = wait_for(agents)
-    assert 0 not in statuses
-    for rank, output in enumerate(outputs):
-        assert "ended by " in output
-        assert re.search(rf"Rank {1 - rank} \(process \d+\) did not respond within", output)
+        assert [statuses[0], statuses[2]] == [0, 0], "\n".join(outputs)
+        assert re.search(r"Rank 1 \(process \d+\) did not respond", outputs[0])
+        expected = read_final(one_process)
+        for host in (first, added):
+            ledger = max((host.folder / "runs" / "2").iterdir())
+            assert read_final(ledger) == expected
+
+
+@pytest.mark.horovod
+@pytest.mark.skipif(not HAS_HOROVOD, reason="needs Horovod, which `d9m install-horovod` builds")
+def test_horovodrun_trains_on_two_hosts(tmp_path, one_process):
+    """Logical ranks give the bits of one process; fixed buckets those of two on one host."""
+    python = shared_python(*MODULES)
+    run = [python, "-m", "horovod.runner.launch", "-np", "2", "--gloo"]
+    with make_hosts(2, tmp_path) as hosts:
+        places = ["-H", ",".join(f"{host.name}:1" for host in hosts)]
+        trainings = [
+            hosts[0].start([*run, *where, python, SCRIPT, *words])
+            for where, words in [
+                (places, ["logical", "logical=4"]),
+                (places, ["fixed"]),
+                (["-H", f"{hosts[0].name}:2"], ["alone"]),
+            ]
+        ]
+        statuses, outputs = wait_for(trainings)
+        assert statuses == [0] * 3, "\n".join(outputs)
+        for name in ("logical", "fixed"):
+            for host in hosts:
+                ledger = host.folder / name / "1" / "fit-000"
+                assert len(list(ledger.iterdir())) == 1
+                shutil.copytree(ledger, tmp_path / name, dirs_exist_ok=True)
+    assert compare(one_process, tmp_path / "logical").equal
+    assert read_final(tmp_path / "fixed") == read_final(hosts[0].folder / "alone" / "1" / "fit-000")
+
+
+def test_slurm_requeues_a_job(tmp_path, one_process):
+    """The signal of ``#SBATCH --signal=SIGUSR1@90`` saves; the next run of the job continues."""
+    with make_hosts(2, tmp_path) as hosts:
+        scontrol = tmp_path / "bin" / "scontrol"
+        scontrol.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/requeued\n')
+        scontrol.chmod(0o755)
+        common = {
+            "SLURM_JOB_ID": "4711",
+            "SLURM_JOB_NAME": "train",
+            "SLURM_NTASKS": "2",
+            "SLURM_NTASKS_PER_NODE": "1",
+            "SLURM_NNODES": "2",
+            "SLURM_NODELIST": ",".join(host.name for host in hosts),
+            "SLURM_LOCALID": "0",
+        }
+
+        def srun(*words):
+            command = [shared_python(*MODULES), SCRIPT, "runs", f"kept={tmp_path / 'kept'}", *words]
+            return [
+                host.start(command, SLURM_PROCID=str(rank), SLURM_NODEID=str(rank), **common)
+                for rank, host in enumerate(hosts)
+            ]
+
+        tasks = srun("wait=1")
+        wait_until(lambda: all((host.folder / "waiting0").exists() for host in hosts), tasks)
+        for task in tasks:
+            task.send_signal(signal.SIGUSR1)
+        wait_until((tmp_path / "requeued").exists, tasks)
+        for host in hosts:
+            host.send_signal(signal.SIGKILL)
+        wait_for(tasks)
+        statuses, outputs = wait_for(srun())
+        assert statuses == [0, 0], "\n".join(outputs)
+        assert (tmp_path / "requeued").read_text() == "requeue 4711\n"
+        for host in hosts:
+            # The variable that names the folder is not set by srun.
+            ledger = max((host.folder / "runs" / "1").iterdir())
+            assert read_final(ledger) == read_final(one_process)
+
+
+def test_a_checkpoint_of_one_host_is_refused_on_all(tmp_path):
+    """Rank 0 saves it in a folder that the other host does not share."""
+    program = [shared_python(*MODULES), SCRIPT, "runs", "kept=kept"]
+    with make_hosts(2, tmp_path) as hosts:
+        statuses, outputs = wait_for([start_rank(hosts, rank, program) for rank in range(2)])
+        assert statuses == [0, 0], "\n".join(outputs)
+        statuses, outputs = wait_for([start_rank(hosts, rank, program) for rank in range(2)])
+        assert statuses == [1, 1]
+    for output in outputs:
+        assert "CheckpointError Ranks would resume from different states: rank 0 loads" in output
+        assert "and rank 1 found no checkpoint" in output
+
+
+FAKE_CLOCK = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <sys/time.h>
+#include <time.h>
+typedef int get(clockid_t, struct timespec *);
+int clock_gettime(clockid_t clock, struct timespec *now) {
+  int status = ((get *)dlsym(RTLD_NEXT, "clock_gettime"))(clock, now);
+  if (clock == CLOCK_REALTIME) now->tv_sec += 600;
+  return status;
+}
+time_t time(time_t *now) {
+  struct timespec found;
+  clock_gettime(CLOCK_REALTIME, &found);
+  if (now) *now = found.tv_sec;
+  return found.tv_sec;
+}
+"""
+
+
+def test_lost_packets_and_a_wrong_clock_change_nothing(tmp_path, one_process):
+    """One host loses five packets in a hundred; the clock of the other is ten minutes ahead."""
+    source, library = tmp_path / "clock.c", tmp_path / "clock.so"
+    source.write_text(FAKE_CLOCK)
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
+    with make_hosts(2, tmp_path) as hosts:
+        hosts[0].lose_packets(0.05)
+        words = [SCRIPT, "runs"]
+        ranks = [
+            start_rank(hosts, 0, [shared_python(*MODULES), *words]),
+            start_rank(hosts, 1, [sys.executable, *words], LD_PRELOAD=str(library)),
+        ]
+        statuses, outputs = wait_for(ranks)
+        assert statuses == [0, 0], "\n".join(outputs)
+        assert hosts[0].count_lost()
+        for host in hosts:
+            shutil.copytree(host.folder / "runs/2/fit-000", tmp_path / "all", dirs_exist_ok=True)
+    assert compare(one_process, tmp_path / "all").equal
+
+
+LIMIT = 5
+
+
+def cut(hosts):
+    """Cut the link of the last host."""
+    hosts[-1].set_link("down")
+
+
+def pause(hosts):
+    """Stop all processes of the last host, and continue them when the others have ended."""
+    hosts[-1].send_signal(signal.SIGSTOP)
+
+
+def fill(hosts):
+    """Fill the disk of the last host."""
+    with suppress(OSError), (hosts[-1].folder / "rest").open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
+
+
+def mend(hosts):
+    """Undo all of it."""
+    hosts[-1].set_link("up")
+    hosts[-1].send_signal(signal.SIGCONT)
+    (hosts[-1].folder / "rest").unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize(
+    ("fault", "messages"),
+    [
+        (cut, (r"Rank 1 \(process \d+\) did not", r"Rank 0 \(process \d+\) did not")),
+        (pause, (r"Rank 1 \(process \d+\) did not", r"Rank 0 ")),
+        (fill, (r"Rank 1 failed", r"No space left on device")),
+    ],
+    ids=["link", "pause", "disk"],
+)
+def test_every_rank_ends_with_an_error_and_a_resume_is_exact(
+    tmp_path, one_process, fault, messages
+):
+    program = [shared_python(*MODULES), SCRIPT, "runs", f"limit={LIMIT}"]
+    program.append(f"kept={tmp_path / 'kept'}")
+    with make_hosts(2, tmp_path, small_disk=2**20) as hosts:
+        ranks = [start_rank(hosts, rank, [*program, "wait=1"]) for rank in range(2)]
+        wait_until(lambda: all((host.folder / "waiting0").exists() for host in hosts), ranks)
+        for host in hosts:
+            (host.folder / "go0").touch()
+            if host is hosts[0]:
+                fault(hosts)
+        began = time.monotonic()
+        first = wait_for(ranks[:1])
+        if fault is pause:
+            mend(hosts)
+        second = wait_for(ranks[1:])
+        assert time.monotonic() - began < LIMIT + 60
+        for rank, ((status,), (output,)) in enumerate((first, second)):
+            assert status == 1
+            assert re.search(messages[rank], output), output
+        for host in hosts:
+            ledger = read_ledger(host.folder / "runs/2/fit-000")
+            for rank in ledger.files:
+                with ledger.open(rank) as reader:
+                    moments = [r.moment for r in reader.records() if isinstance(r, Digests)]
+            assert moments[:2] == ["initial", "epoch"]
+        mend(hosts)
+        statuses, outputs = wait_for([start_rank(hosts, rank, program) for rank in range(2)])
+        assert statuses == [0, 0], "\n".join(outputs)
+        for host in hosts:
+            assert read_final(host.folder / "runs/2/fit-001") == read_final(one_process)

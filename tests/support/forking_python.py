@@ -7,9 +7,9 @@ of torch's DDP, ``horovodrun``. It understands ``python SCRIPT``, ``-c CODE`` an
 also after ``-W ACTION``, ``-B``, ``-u`` and ``-XNAME``, which torchrun, multiprocessing and Jupyter
 give.
 
-A fork has the arguments, variables, folder, pipes and signals of the process that stands for it
-(``forking_client.py``), and is killed if that process is. It differs from a new interpreter in
-these points; a test of one of them starts ``sys.executable``:
+A fork has the arguments, variables, folder, pipes, signals, network and mounts of the process that
+stands for it (``forking_client.py``), and is killed if that process is. It differs from a new
+interpreter in these points; a test of one of them starts ``sys.executable``:
 
 - The modules are imported before the program begins; nothing runs at its ``import torch``.
   ``LIGHTNING_D9M=1`` takes effect when the fork begins.
@@ -22,6 +22,7 @@ these points; a test of one of them starts ``sys.executable``:
 
 import array
 import atexit
+import ctypes
 import fcntl
 import gc
 import json
@@ -33,6 +34,7 @@ import shlex
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -144,6 +146,18 @@ def _fill_caches():
                 list_stored_by(base)
 
 
+def _enter_namespaces(client):
+    """Enter the network, the host name and the mounts of the client, if they are its own."""
+    process = struct.unpack("3i", client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
+    libc = ctypes.CDLL(None, use_errno=True)
+    for kind in ("net", "uts", "mnt"):
+        place = Path(f"/proc/{process}/ns/{kind}")
+        if place.readlink() != Path(f"/proc/self/ns/{kind}").readlink():
+            with place.open() as file:
+                if libc.setns(file.fileno(), 0):
+                    raise OSError(ctypes.get_errno(), f"cannot enter {place}")
+
+
 def _guard(client):
     """Fork the program and tell the client of its end; return in the fork."""
     process = os.fork()
@@ -250,6 +264,8 @@ def _execute(arguments):
 if __name__ == "__main__":
     CLIENT = _serve(socket.socket(fileno=int(sys.argv[1])), sys.argv[3:])
     CLIENT = socket.socket(fileno=fcntl.fcntl(CLIENT.detach(), fcntl.F_DUPFD_CLOEXEC, _FREE))
+    with suppress(FileNotFoundError):  # the client was killed
+        _enter_namespaces(CLIENT)
     PROGRAM = _receive(CLIENT)
     _guard(CLIENT)
     CLIENT.close()

@@ -1,8 +1,14 @@
-"""One worker of torchrun on one of several hosts; see tests/hosts.
+"""One worker of torchrun, horovodrun or srun on one of several hosts; see tests/hosts.
 
-Usage: torchrun ... hosts_training.py FOLDER [SECONDS]. With a number of seconds, which is the time
-limit of the process group, it writes a file ``waiting`` after the first epoch and waits for a file
-``go``; its error is printed.
+Usage: hosts_training.py FOLDER [WORD=VALUE ...]. The words:
+
+- ``limit``: the time limit of the process group in seconds.
+- ``wait``: the epoch before which it writes a file ``waiting0``, and waits for a file ``go0``;
+  after a restart by torchrun ``waiting1`` and ``go1``.
+- ``kept``: a folder of checkpoints, from the last of which it continues.
+- ``logical``: the number of logical ranks under Horovod; without it, it has fixed buckets.
+
+An error is printed.
 """
 
 import logging
@@ -14,39 +20,59 @@ from datetime import timedelta
 from pathlib import Path
 
 import lightning as L
+from lightning.pytorch.callbacks import ModelCheckpoint
 from logical_trainings import fit
 
-from lightning_d9m import DDPDeterministicStrategy
+from lightning_d9m import DDPDeterministicStrategy, HorovodDeterministicStrategy
 
 
 class Waiting(L.Callback):
     """Waits between two epochs until the test has changed the network."""
 
+    def __init__(self, epoch):
+        self.epoch = epoch
+
     def on_train_epoch_start(self, trainer, module):
-        if trainer.current_epoch == 1:
-            Path("waiting").touch()
-            while not Path("go").exists():
+        if trainer.current_epoch == self.epoch:
+            restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+            Path(f"waiting{restarts}").touch()
+            while not Path(f"go{restarts}").exists():
                 time.sleep(0.01)
+                if trainer.received_sigterm:  # Lightning would stop after the next batch
+                    sys.exit(1)
+
+
+def make_arguments(words):
+    """Return the Trainer's arguments that differ between the tests."""
+    if "HOROVOD_SIZE" in os.environ:
+        logical = int(words["logical"]) if "logical" in words else None
+        return {"strategy": HorovodDeterministicStrategy(logical_ranks=logical), "devices": 1}
+    callbacks, made = [], {}
+    if "limit" in words:
+        limit = timedelta(seconds=int(words["limit"]))
+        made["strategy"] = DDPDeterministicStrategy(logical_ranks=4, timeout=limit)
+    if "wait" in words:
+        callbacks.append(Waiting(int(words["wait"])))
+    if "SLURM_NTASKS" in os.environ:  # Lightning saves and resumes by itself
+        made |= {"devices": 1, "num_nodes": int(os.environ["SLURM_NNODES"])}
+        return made | {"callbacks": callbacks, "default_root_dir": words["kept"]}
+    if "kept" in words:
+        callbacks.append(ModelCheckpoint(words["kept"], save_last=True, every_n_train_steps=1))
+        made |= {"enable_checkpointing": True, "resumed": "last"}
+    return made | {
+        "callbacks": callbacks,
+        "devices": int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+        "num_nodes": int(os.environ.get("GROUP_WORLD_SIZE", "1")),
+    }
 
 
 def main():
     """Train with four logical ranks, and write the ledger below the folder."""
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    words = {}
-    if len(sys.argv) > 2:
-        limit = timedelta(seconds=int(sys.argv[2]))
-        strategy = DDPDeterministicStrategy(logical_ranks=4, timeout=limit)
-        words = {"strategy": strategy, "callbacks": [Waiting()]}
+    words = dict(word.split("=") for word in sys.argv[2:])
     try:
-        fit(
-            Path(sys.argv[1]),
-            "cnn",
-            4,
-            devices=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
-            num_nodes=int(os.environ.get("GROUP_WORLD_SIZE", "1")),
-            **words,
-        )
+        fit(Path(sys.argv[1]), "cnn", 4, **make_arguments(words))
     except BaseException as error:
         print("ended by", type(error).__name__, error, flush=True)  # noqa: T201 - the test reads it
         raise

@@ -5,12 +5,28 @@ have no shared file system.
 """
 
 import os
+import re
 import shlex
+import signal
 import subprocess
-from contextlib import ExitStack, contextmanager
+import time
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 INTERFACE = "eth0"
+# As ssh does: the command runs in a shell, with few variables; options are left out.
+_SSH = """#!/bin/sh
+while case "$1" in -*) true;; *) test -z "$host";; esac; do
+  case "$1" in -*) shift 2;; *) host=$1; shift;; esac
+done
+exec env -i PATH="$PATH" {folder}/enter-$host sh -c "$*"
+"""
+_ENTER = """#!/bin/sh
+exec nsenter --net=/run/netns/{name} unshare --uts --mount sh -ec '
+  mount --bind {names} /etc/hosts; mount --bind {names}.order /etc/nsswitch.conf
+  hostname {name}; mount --bind {own} {shared}
+  cd {shared}; exec "$@"' host "$@"
+"""
 
 
 def explain_missing():
@@ -35,24 +51,23 @@ class Host:
         name: Its host name, which all hosts resolve.
         address: Its IPv4 address.
         folder: What it sees at ``shared`` of `make_hosts`.
+        shared: That folder. A host may have mounted another one there.
     """
 
-    def __init__(self, name, address, names, folder, shared):
+    def __init__(self, name, address, folder, shared):
         self.name = name
         self.address = address
         self.folder = folder
-        self._names = names
-        self._shared = shared
+        self.shared = shared
 
     def start(self, command, **variables):
         """Start a command on this host; its output can be read from the process."""
-        mounts = f"mount --bind {self._names} /etc/hosts; hostname {self.name}; "
-        mounts += f"mount --bind {self.folder} {self._shared}; cd {self._shared}; "
-        enter = ["nsenter", f"--net=/run/netns/{self.name}", "unshare", "--uts", "--mount"]
+        path = os.pathsep.join([str(self.folder.parent / "bin"), os.environ["PATH"]])
+        common = {"GLOO_SOCKET_IFNAME": INTERFACE, "OMP_NUM_THREADS": "1", "PATH": path}
         return subprocess.Popen(
-            [*enter, "sh", "-ec", f'{mounts}exec "$@"', "host", *map(str, command)],
-            env=os.environ | {"GLOO_SOCKET_IFNAME": INTERFACE, "OMP_NUM_THREADS": "1"} | variables,
-            cwd=self._shared,
+            [self.folder.parent / f"enter-{self.name}", *map(str, command)],
+            env=os.environ | common | variables,
+            cwd=self.shared,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -62,14 +77,52 @@ class Host:
         """Connect ("up") or disconnect ("down") the host."""
         _run(f"ip -n {self.name} link set {INTERFACE} {state}")
 
+    def lose_packets(self, share):
+        """Drop this share of the packets that the host sends, at random."""
+        device = f"tc -n {self.name}"
+        kept = "4294967295"  # the class of the filter; 0 is the next filter
+        program = f"4,32 0 0 4294963256,53 1 0 {round(share * 2**32)},6 0 0 0,6 0 0 {kept},"
+        _run(f"{device} qdisc add dev {INTERFACE} root handle 1: htb default 2")
+        for number, queue in ((1, "pfifo limit 1000"), (2, "pfifo limit 0")):
+            _run(f"{device} class add dev {INTERFACE} parent 1: classid 1:{number} htb rate 10gbit")
+            _run(f"{device} qdisc add dev {INTERFACE} parent 1:{number} {queue}")
+        where = f"dev {INTERFACE} parent 1: protocol all"
+        _run(f"{device} filter add {where} bpf bytecode '{program}' flowid 1:1")
+
+    def limit_bandwidth(self, gigabits):
+        """Send at most so many gigabits in a second."""
+        _run(
+            f"tc -n {self.name} qdisc replace dev {INTERFACE} root tbf rate {gigabits}gbit "
+            "burst 1mb latency 50ms"
+        )
+
+    def count_lost(self):
+        """Return the number of packets that were dropped so."""
+        classes = subprocess.check_output(
+            ["tc", "-n", self.name, "-s", "class", "show", "dev", INTERFACE], text=True
+        )
+        return sum(map(int, re.findall(r"dropped (\d+)", classes)))
+
+    def list_processes(self):
+        """Return the ids of the processes that run on the host."""
+        listing = ["ip", "netns", "pids", self.name]
+        return list(map(int, subprocess.check_output(listing, text=True).split()))
+
+    def send_signal(self, number):
+        """Send a signal to all processes of the host."""
+        for process in self.list_processes():
+            with suppress(ProcessLookupError):
+                os.kill(process, number)
+
 
 @contextmanager
-def make_hosts(count, folder):
-    """Make hosts that are connected by one switch; remove them at the end.
+def make_hosts(count, folder, small_disk=None):
+    """Make hosts that are connected by one switch; remove them and their processes at the end.
 
     Args:
         count: The number of hosts.
         folder: A folder for their files.
+        small_disk: The size in bytes of the disk of the last host's working folder.
     """
     tag = f"d9m{os.getpid()}"
     shared = Path(folder) / "shared"
@@ -79,7 +132,11 @@ def make_hosts(count, folder):
         "127.0.0.1 localhost\n"
         + "".join(f"{address} {name}\n" for name, address in addresses.items())
     )
+    # Without DNS: a name that is not in the file is unknown at once.
+    names.with_suffix(".order").write_text("hosts: files\n")
     shared.mkdir(parents=True)
+    (Path(folder) / "bin").mkdir()
+    _write_program(Path(folder) / "bin" / "ssh", _SSH.format(folder=folder))
     with ExitStack() as stack:
         _run(f"ip netns add {tag}")
         stack.callback(_run, f"ip netns delete {tag}")
@@ -89,6 +146,11 @@ def make_hosts(count, folder):
         for number, (name, address) in enumerate(addresses.items()):
             own = Path(folder) / name
             own.mkdir()
+            if small_disk and number == count - 1:
+                _run(f"mount -t tmpfs -o size={small_disk} tmpfs {own}")
+                stack.callback(_run, f"umount --lazy {own}")
+            words = {"name": name, "names": names, "own": own, "shared": shared}
+            _write_program(Path(folder) / f"enter-{name}", _ENTER.format(**words))
             _run(f"ip netns add {name}")
             stack.callback(_run, f"ip netns delete {name}")
             _run(f"ip -n {tag} link add port{number} type veth peer name {INTERFACE} netns {name}")
@@ -96,11 +158,44 @@ def make_hosts(count, folder):
             _run(f"ip -n {name} address add {address}/24 dev {INTERFACE}")
             _run(f"ip -n {name} link set {INTERFACE} up")
             _run(f"ip -n {name} link set lo up")
-            hosts.append(Host(name, address, names, own, shared))
+            hosts.append(Host(name, address, own, shared))
+            stack.callback(hosts[-1].send_signal, signal.SIGKILL)
         yield hosts
 
 
-def wait_for(processes, timeout=240):
+def _write_program(path, text):
+    path.write_text(text)
+    path.chmod(0o755)
+
+
+def start_rank(hosts, rank, command, **variables):
+    """Start the process of a rank, which has a host of its own."""
+    return hosts[rank].start(
+        command,
+        RANK=str(rank),
+        LOCAL_RANK="0",
+        GROUP_RANK=str(rank),
+        WORLD_SIZE=str(len(hosts)),
+        LOCAL_WORLD_SIZE="1",
+        GROUP_WORLD_SIZE=str(len(hosts)),
+        MASTER_ADDR=hosts[0].name,
+        MASTER_PORT="29511",
+        TORCHELASTIC_RUN_ID="d9m",
+        **variables,
+    )
+
+
+def wait_until(condition, processes=(), timeout=120):
+    """Wait until a condition is true, which it must become before one of the processes ends."""
+    end = time.monotonic() + timeout
+    while not condition():
+        ended = [process for process in processes if process.poll() is not None]
+        assert not ended, ended[0].stdout.read()
+        assert time.monotonic() < end, "the time is over"
+        time.sleep(0.02)
+
+
+def wait_for(processes, timeout=120):
     """Return the statuses and outputs of processes, which are killed if one takes too long."""
     try:
         outputs = [process.communicate(timeout=timeout)[0] for process in processes]

@@ -24,6 +24,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 from torch.utils.data.distributed import DistributedSampler
+from torch_features import needs_in_order
 
 from lightning_d9m.control.data.loaders import LoaderControl
 
@@ -230,6 +231,7 @@ class FirstWorkerIsSlow(Stream):
 
 @pytest.mark.parametrize("words", WORKERS, ids=["workers", "persistent"])
 @pytest.mark.parametrize("dataset", [FirstIsSlow, FirstWorkerIsSlow])
+@needs_in_order
 def test_batches_come_in_order_although_the_loader_allows_any(words, dataset):
     """``in_order=False`` gives batches as workers finish them, which varies from run to run."""
     loader = make(dataset(), shuffle=None, in_order=False, **words)

@@ -13,8 +13,10 @@ from trainings import QUIET, make_exception_saver, make_loader, make_model
 
 from lightning_d9m import D9mError, DeterminismCallback
 from lightning_d9m.errors import CheckpointError, InexactResumeError
+from lightning_d9m.lightning import checkpoint_io
 from lightning_d9m.lightning.checkpoint_io import check_checkpoint
 from lightning_d9m.lightning.saved_state import KEY, MANIFEST_KEY, find_state
+from lightning_d9m.ranks.ranks import Ranks
 
 pytestmark = pytest.mark.usefixtures("unseeded", "new_process")
 
@@ -318,3 +320,36 @@ def test_a_search_for_the_learning_rate_is_no_resume(fits):
 def test_a_wrong_policy_is_refused():
     with pytest.raises(D9mError, match="on_inexact_resume is 'ignore'"):
         DeterminismCallback(on_inexact_resume="ignore")
+
+
+@pytest.mark.filterwarnings("ignore")  # a fit without validation
+def test_ranks_that_load_other_checkpoints_raise(tmp_path, monkeypatch):
+    """What this process sends for one checkpoint stands for what rank 0 sends."""
+    sent, of_rank_0 = [], []
+
+    def exchange(data):
+        sent.append(data)
+        return [of_rank_0.pop(0) if of_rank_0 else data, data]
+
+    def fit(epochs, path=None, *, rank_0=()):
+        of_rank_0[:] = rank_0
+        sent.clear()
+        trainer = L.Trainer(
+            max_epochs=epochs, callbacks=[DeterminismCallback(ledger_dir=tmp_path)], **QUIET
+        )
+        trainer.fit(make_model(), make_loader(), ckpt_path=path)
+        trainer.save_checkpoint(tmp_path / f"{epochs}.ckpt")
+        return list(sent)
+
+    fit(1)
+    fit(2)
+    monkeypatch.setattr(checkpoint_io, "ranks_of", lambda _: Ranks(1, exchange))
+    loads_first = fit(3, tmp_path / "1.ckpt")
+    fit(3, tmp_path / "1.ckpt", rank_0=loads_first)
+    text = (
+        r"rank 0 loads .*1\.ckpt \(epoch \d, step 6\), and rank 1 .*2\.ckpt \(epoch \d, step 12\)"
+    )
+    with pytest.raises(CheckpointError, match=text):
+        fit(3, tmp_path / "2.ckpt", rank_0=loads_first)
+    with pytest.raises(CheckpointError, match="and rank 1 found no checkpoint"):
+        fit(3, rank_0=loads_first)

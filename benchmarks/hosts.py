@@ -1,0 +1,112 @@
+"""Measure logical ranks against DDP on two hosts, which are network namespaces of this machine.
+
+    python benchmarks/hosts.py [--rounds N] [--bandwidths GBIT ...]
+
+Needs root. One process on each host, two logical ranks, Gloo over TCP: no shared memory. Bytes are
+those that the interface of the first host counts, with the headers of all layers. The rounds, the
+models and the ratios are those of ``benchmarks/logical_ranks.py``. A bandwidth of 0 is unlimited;
+the others are limited by ``tc ... tbf``. Results go to ``benchmarks/results/hosts.json``.
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+import tempfile
+from datetime import datetime, timezone
+from pathlib import Path
+
+import torch
+from logical_ranks import WAYS, time_rounds
+from torch import distributed
+
+from lightning_d9m.logical_ranks.malloc import disable_malloc_trim
+from lightning_d9m.logical_ranks.tree import Blocks
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
+import network_hosts
+
+RESULT = Path(__file__).parent / "results" / "hosts.json"
+STEPS = {"small": 20, "large": 3}
+COMPARED = ("logical", "ddp")
+
+
+def count_sent():
+    """Return the bytes that this host has sent."""
+    rows = [line.split() for line in Path("/proc/net/dev").read_text().splitlines()]
+    return next(int(row[9]) for row in rows if row[0] == f"{network_hosts.INTERFACE}:")
+
+
+def work(model, rounds, path):
+    """Run the process of one host, and write what it measured."""
+    torch.set_num_threads(1)
+    disable_malloc_trim()
+    distributed.init_process_group("gloo")
+    process = distributed.get_rank()
+    blocks = Blocks(2, 2)
+    trainings = {name: WAYS[name](model, blocks, process, 1) for name in COMPARED}
+    times = time_rounds(trainings, STEPS[model], rounds)
+    sent = {}
+    for name, training in trainings.items():
+        distributed.barrier()
+        before = count_sent()
+        for _ in range(STEPS[model]):
+            training.step()
+        distributed.barrier()
+        sent[name] = (count_sent() - before) / STEPS[model]
+    size = sum(parameter.nbytes for parameter in trainings["ddp"].model.parameters())
+    Path(path).write_text(json.dumps({"times": times, "sent": sent, "gradient_bytes": size}))
+    distributed.barrier()
+    os._exit(0)  # the destruction of a Gloo group may wait for its threads
+
+
+def measure(model, bandwidth, rounds):
+    """Return the medians of a model on two hosts."""
+    with tempfile.TemporaryDirectory() as folder, network_hosts.make_hosts(2, folder) as hosts:
+        for host in hosts:
+            if bandwidth:
+                host.limit_bandwidth(bandwidth)
+        command = [sys.executable, __file__, "--work", model, "--rounds", rounds]
+        command += ["--file", "found.json"]
+        ranks = [network_hosts.start_rank(hosts, rank, command) for rank in range(2)]
+        statuses, outputs = network_hosts.wait_for(ranks, timeout=900)
+        assert statuses == [0, 0], "\n".join(outputs)
+        found = json.loads((hosts[0].folder / "found.json").read_text())
+    wall = {way: [t[0] for t in times] for way, times in found["times"].items()}
+    ratios = [a / b for a, b in zip(wall["logical"], wall["ddp"], strict=True)]
+    return {
+        "milliseconds": {way: round(1e3 * statistics.median(t), 2) for way, t in wall.items()},
+        "wall_over_ddp": [round(each, 3) for each in statistics.quantiles(ratios, n=4)],
+        "gradient_bytes": found["gradient_bytes"],
+        "bytes_of_the_interface": {way: round(sent) for way, sent in found["sent"].items()},
+    }
+
+
+def main():
+    """Measure, print and write."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--bandwidths", type=float, nargs="+", default=[0, 10, 1])
+    parser.add_argument("--work", choices=STEPS, help=argparse.SUPPRESS)
+    parser.add_argument("--file", help=argparse.SUPPRESS)
+    words = parser.parse_args()
+    if words.work:
+        work(words.work, words.rounds, words.file)
+    load = round(os.getloadavg()[0], 1)
+    machine = {"cores": os.cpu_count(), "torch": torch.__version__, "load_at_start": load}
+    machine |= {"python": platform.python_version(), "kernel": platform.release()}
+    found = {}
+    for model in STEPS:
+        for bandwidth in words.bandwidths:
+            name = f"{model}, {f'{bandwidth:g} Gbit/s' if bandwidth else 'unlimited'}"
+            found[name] = measure(model, bandwidth, words.rounds)
+            print(name, json.dumps(found[name]), flush=True)
+    result = {"date": f"{datetime.now(timezone.utc):%Y-%m-%d}", "machine": machine}
+    result |= {"ratios_are": "quartiles over rounds", "networks": found}
+    RESULT.write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

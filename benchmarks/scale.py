@@ -1,0 +1,258 @@
+"""Measure what many ranks cost, in runs on few processes and in a simulation of 1,024 in one.
+
+    python benchmarks/scale.py [--ranks N]
+
+The runs train ``tests/support/logical_trainings.py`` on 1, 2, 4 and 8 processes with eight logical
+ranks, and count what each rank contributes to agreement, and the bytes of its ledger. The
+simulation has a thread for each rank, whose exchange of gradients runs as it does over Gloo, and
+compares the sum with that of one process; the agreement and ``compare`` of ledgers run as they
+would on one rank. Results go to ``benchmarks/results/scale.json``.
+"""
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from datetime import datetime, timezone
+from pathlib import Path
+
+import torch
+from compare import WEIGHTS
+
+from lightning_d9m import compare
+from lightning_d9m.launch.processes import make_rank_variables
+from lightning_d9m.ledger.format.records import Digests, End, Header
+from lightning_d9m.ledger.format.writer import LedgerWriter
+from lightning_d9m.logical_ranks.exchange import RootExchange
+from lightning_d9m.logical_ranks.tree import Blocks, Fold, Node
+from lightning_d9m.recording import collective
+from lightning_d9m.recording.rank_agreement import RankAgreement, encode_digests
+from lightning_d9m.recording.replicated_state import ReplicatedState
+
+RESULT = Path(__file__).parent / "results" / "scale.json"
+SUPPORT = Path(__file__).parents[1] / "tests" / "support"
+RUNS = (1, 2, 4, 8)
+LOGICAL_RANKS = 8
+EPOCHS = (2, 6)
+VALUES = 100_000  # of the simulated gradients
+
+
+def train(folder):
+    """Run one process: count what it contributes to gathers, and print it."""
+    sys.path.insert(0, str(SUPPORT))
+    from logical_trainings import PROCESSES, fit
+
+    counted = {}
+    plain = collective.Ranks.__init__
+
+    def count(self, rank, exchange=None):
+        def counting(data):
+            counted["gathers"] += 1
+            counted["gathered_bytes"] += len(data)
+            return exchange(data)
+
+        plain(self, rank, None if exchange is None else counting)
+
+    collective.Ranks.__init__ = count
+    found = []
+    for epochs in EPOCHS:
+        counted |= {"gathers": 0, "gathered_bytes": 0}
+        run_folder = Path(folder, str(epochs))
+        fit(run_folder, "mlp", LOGICAL_RANKS, max_epochs=epochs)
+        ledger = run_folder / str(PROCESSES) / "fit-000" / f"rank-{os.environ['RANK']}.jsonl"
+        found.append(counted | {"ledger_bytes": ledger.stat().st_size})
+    print("counted", json.dumps(found))
+
+
+def run(processes):
+    """Train on some processes; return what the first rank counted."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-W", "ignore", __file__, "--train", folder]
+        common = os.environ | {"OMP_NUM_THREADS": "1"}
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
+        ranks = [
+            subprocess.Popen(command, env=common | own, **pipes)
+            for own in make_rank_variables(processes)
+        ]
+        outputs = [rank.communicate()[0] for rank in ranks]
+    lines = [line for line in outputs[0].splitlines() if line.startswith("counted ")]
+    short, long = json.loads(lines[0].removeprefix("counted "))
+    more = EPOCHS[1] - EPOCHS[0]
+    each = {f"{key}_of_an_epoch": (long[key] - short[key]) / more for key in short}
+    return {"two_epochs": short} | each
+
+
+class SimulatedGroup:
+    """The collectives of one rank, which is a thread."""
+
+    def __init__(self, rank, slots, barrier):
+        self._rank, self._slots, self._barrier = rank, slots, barrier
+
+    def rank(self):
+        """Return the rank."""
+        return self._rank
+
+    def size(self):
+        """Return the number of ranks."""
+        return len(self._slots)
+
+    def _exchange(self, sent):
+        self._slots[self._rank] = sent
+        self._barrier.wait()
+        slots = list(self._slots)
+        self._barrier.wait()
+        return slots
+
+    def alltoall_base(self, received, sent, counts, sizes):
+        """Receive this rank's part of what each rank sends."""
+        begin = self._rank * sizes[0]
+        rows = self._exchange(sent.clone())
+        parts = [row[begin : begin + n] for row, n in zip(rows, counts, strict=True)]
+        received.copy_(torch.cat(parts))
+        return self
+
+    def allgather(self, outputs, inputs):
+        """Receive what each rank sends."""
+        for out, row in zip(outputs[0], self._exchange(inputs[0].clone()), strict=True):
+            out.copy_(row)
+        return self
+
+    def wait(self):
+        """Wait for nothing."""
+
+
+def sum_on(processes, leaves):
+    """Return the sum of the leaves on simulated processes, and the bytes that a process sends."""
+    blocks = Blocks(len(leaves), processes)
+    slots, barrier = [None] * processes, threading.Barrier(processes)
+    sums, sent = [None] * processes, [0] * processes
+
+    def work(process):
+        group = SimulatedGroup(process, slots, barrier)
+        exchange = RootExchange(blocks, process, group, shares_memory=False)
+        fold = Fold(len(leaves), torch.add)
+        for rank in blocks.of(process):
+            fold.push(Node(rank, rank + 1), leaves[rank].clone())
+        sums[process] = torch.empty(VALUES)
+        exchange.start([value for _, value in fold.held], sums[process], len(leaves)).finish()
+        sent[process] = exchange.bytes_sent
+
+    threading.stack_size(2**18)
+    threads = [threading.Thread(target=work, args=(process,)) for process in range(processes)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(torch.equal(each, sums[0]) for each in sums)
+    return sums[0], max(sent)
+
+
+def simulate_sums(ranks):
+    """Sum the gradients of as many logical ranks on several numbers of processes."""
+    torch.set_num_threads(1)
+    generator = torch.Generator().manual_seed(0)
+    leaves = list(torch.randn(ranks, VALUES, generator=generator))
+    alone, _ = sum_on(1, leaves)
+    found = {"values": VALUES, "ring_bytes": round(2 * 4 * VALUES * (ranks - 1) / ranks)}
+    for processes in (8, 64, ranks):
+        total, sent = sum_on(processes, leaves)
+        assert torch.equal(total, alone)
+        found[f"bytes_sent_by_each_of_{processes}"] = sent
+    left_to_right = torch.stack(leaves).cumsum(0)[-1] / ranks
+    found["values_that_another_order_changes"] = int((left_to_right != alone).sum())
+    return found
+
+
+def simulate_agreement(ranks):
+    """Time the comparison of all ranks on one of them, with and without a difference."""
+    weights = {f"layers.{n:03}.weight": f"{n:032x}" for n in range(150)}
+    changed = weights | {"layers.077.weight": "f" * 32}
+    found = {"weights": len(weights)}
+    for name, other in (("equal", weights), ("one differs", changed)):
+        states = [weights] * (ranks - 1) + [other]
+        vectors = [encode_digests(state) for state in states]
+        agreement = RankAgreement(lambda _, v=vectors: v, ReplicatedState(weights=weights))
+        rows = [agreement.summarize({"weights": state}) for state in reversed(states)][::-1]
+        began = time.process_time()
+        differences = agreement.compare(rows)
+        seconds = time.process_time() - began
+        ends = [(each.ranks, each.names) for each in differences.values()]
+        assert ends == ([] if other is weights else [((ranks - 1,), ("layers.077.weight",))])
+        found[name] = {
+            "milliseconds_on_a_rank": round(1e3 * seconds, 1),
+            "bytes_of_a_rank": 8 * len(rows[0]) + (8 * len(vectors[0]) if ends else 0),
+        }
+    return found
+
+
+def write_ledger(folder, ranks, epochs, *, last="0" * 32):
+    """Write a ledger of many ranks; ``last`` is a digest of the last one."""
+    folder.mkdir()
+    for rank in range(ranks):
+        with LedgerWriter(folder / f"rank-{rank}.jsonl") as writer:
+            words = {"created": "", "settings": {}, "stack": {}, "package": "0"}
+            writer.write(Header(rank=rank, world_size=ranks, fit=0, seed=0, **words).as_record())
+            for epoch in range(epochs):
+                weights = {f"layers.{n}.weight": f"{epoch * 31 + n:032x}" for n in range(WEIGHTS)}
+                if rank == ranks - 1:
+                    weights["layers.0.weight"] = last
+                record = Digests(
+                    moment="epoch", epoch=epoch, step=epoch, totals={}, groups={"weights": weights}
+                )
+                writer.write(record.as_record())
+            writer.write(End(status="finished").as_record())
+
+
+def time_compare(ranks):
+    """Time ``compare`` of two ledgers of many ranks."""
+    found = {"epochs": 10, "weights": WEIGHTS}
+    with tempfile.TemporaryDirectory() as folder:
+        base = Path(folder)
+        write_ledger(base / "a", ranks, 10)
+        write_ledger(base / "b", ranks, 10)
+        write_ledger(base / "c", ranks, 10, last="f" * 32)
+        found["ledger_bytes"] = sum(file.stat().st_size for file in (base / "a").iterdir())
+        for name, expected in (("b", True), ("c", False)):
+            began = time.process_time()
+            assert compare(base / "a", base / name).equal is expected
+            seconds = round(time.process_time() - began, 2)
+            found["seconds_equal" if expected else "seconds_different"] = seconds
+    return found
+
+
+def main():
+    """Measure, print and write."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--ranks", type=int, default=1024)
+    parser.add_argument("--train", help=argparse.SUPPRESS)
+    words = parser.parse_args()
+    if words.train:
+        train(words.train)
+        return
+    result = {"date": f"{datetime.now(timezone.utc):%Y-%m-%d}", "ranks": words.ranks}
+    result["machine"] = {
+        "cores": os.cpu_count(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+    for name, function in (
+        ("sums", simulate_sums),
+        ("agreement", simulate_agreement),
+        ("compare", time_compare),
+    ):
+        result[name] = function(words.ranks)
+        print(name, json.dumps(result[name]), flush=True)
+    result["runs"] = {}
+    for processes in RUNS:
+        result["runs"][processes] = run(processes)
+        print(processes, json.dumps(result["runs"][processes]), flush=True)
+    RESULT.write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
