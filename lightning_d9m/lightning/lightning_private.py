@@ -15,6 +15,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from lightning_d9m.attribute_patches import replace_method
+
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
