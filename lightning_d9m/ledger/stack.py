@@ -52,6 +52,8 @@ _PACKAGES = (
     *("torchvision", "torchaudio", "torchdata", "torchmetrics", "scipy", "scikit-learn"),
     *("pillow", "opencv-python", "opencv-python-headless", "transformers", "accelerate", "timm"),
     *("flash-attn", "transformer-engine", "deepspeed", "apex"),
+    # torch takes other kernels if they are installed.
+    *("nvidia-cutlass-dsl", "apache-tvm-ffi", "nvmath-python"),
 )
 
 # Variables by name only, never by prefix: a prefix would also record paths, addresses, ports and
@@ -73,7 +75,9 @@ _VARIABLES = (
     *("TORCH_BLAS_PREFER_HIPBLASLT", "TORCH_LINALG_PREFER_CUSOLVER"),
     *("TORCH_CUDNN_V8_API_DISABLED", "TORCH_CUDNN_SDPA_ENABLED", "DISABLE_ADDMM_CUDA_LT"),
     *("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_NO_CUDA_MEMORY_CACHING"),
-    *("MIOPEN_FIND_MODE", "MIOPEN_FIND_ENFORCE", "FLASH_ATTENTION_DETERMINISTIC"),
+    *("TORCH_DISABLE_NATIVE_JIT", "TORCH_DISABLE_NATIVE_AOT", "TORCH_NATIVE_SKIP_VERSION_CHECK"),
+    *("PYTORCH_SUM_INNER_TREE", "MIOPEN_FIND_MODE", "MIOPEN_FIND_ENFORCE"),
+    "FLASH_ATTENTION_DETERMINISTIC",
     "NVTE_ALLOW_NONDETERMINISTIC_ALGO",
     # What the compiler generates.
     *("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE", "TORCHINDUCTOR_DETERMINISTIC"),

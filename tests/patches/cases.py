@@ -152,17 +152,6 @@ GRADIENT_CASES = [
         (2, 3, 17, 6),
         _interpolate(size=(5, 11), mode="bicubic", antialias=True),
     ),
-    *(
-        [
-            GradientCase(
-                "lanczos-antialiased",
-                (2, 3, 17, 6),
-                lambda x: torch.ops.aten._upsample_lanczos2d_aa(x, [5, 11], align_corners=False),
-            )
-        ]
-        if hasattr(torch.ops.aten, "_upsample_lanczos2d_aa")  # torch 2.11 has no such op
-        else []
-    ),
     GradientCase("reflection1d", (2, 3, 7), _pad(3, 5), exact=True),
     GradientCase("reflection1d-long", (3, 3), _pad(2, 2), exact=True),
     GradientCase("reflection2d", (2, 3, 7, 6), _pad(3, 5, 6, 1), cpu_keeps_format=True),

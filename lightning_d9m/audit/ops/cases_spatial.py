@@ -152,12 +152,6 @@ def _resampled() -> Iterator[Case]:
 
             yield from _differentiated(op, dims, forward, listed, factor=factor)
 
-    def enlarge(image: Tensor) -> Tensor:
-        size = [image.shape[-1] * 2] * 2
-        found: Tensor = torch.ops.aten._upsample_lanczos2d_aa(image, size, align_corners=False)  # noqa: SLF001 - it has no public name
-        return found
-
-    yield from _differentiated("upsample_lanczos2d_aa_backward", 2, enlarge, factor=2.0)
     for dims in (2, 3):
         for size, side in enumerate(_SIDES[dims]):
             for crowd in (1.0, 0.05):  # spread of the samples: over all inputs, or a few

@@ -136,12 +136,12 @@ def explain_op(name: str) -> tuple[Op, str, str]:
         does = f"does {does}"
     reason = f"{backward}{op.cause} With deterministic algorithms on, torch {does}"
     rule = rule_of(op)
-    if rule in {"D9M101", "D9M102"}:
+    if rule in {"D9M101", "D9M102"} and op.kernels:
         fix = (
             f"Turn patch_ops on, which replaces it (`d9m ops {name}`), or use an op that is "
             "deterministic."
         )
-    elif rule == "D9M104":
+    elif rule in {"D9M102", "D9M104"}:
         fix = op.reason
     elif op.status == "exempt" and not op.reason.startswith("torch itself"):
         fix = f"{op.reason} DeterminismCallback() sets it."
@@ -419,6 +419,7 @@ _ATTENTION = [
 FUNCTIONS: Mapping[str, tuple[Condition, ...]] = MappingProxyType(
     {
         **_list_layers(),
+        **dict.fromkeys(("torch.sparse.mm", "torch.sparse.addmm"), (_always("sparse_mm"),)),
         **dict.fromkeys(_SCATTERING, (_always("scatter_add", "depends"),)),
         **dict.fromkeys(
             _ATTENTION,

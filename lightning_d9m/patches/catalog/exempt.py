@@ -17,7 +17,7 @@ EXEMPT: tuple[Op, ...] = (
         cause="The parallel scan of floating point was split differently from run to run.",
         reason=(
             "torch fixed it and tests it (test_deterministic_cumsum); only the docstring is stale. "
-            "Inside torch.compile the scan may still vary."
+            "Inside torch.compile the scan varies before 2.15."
         ),
     ),
     make_exempt(
@@ -42,14 +42,10 @@ EXEMPT: tuple[Op, ...] = (
     ),
     make_exempt(
         "topk",
-        **_UNNEEDED,
+        torch_does="Runs kernels that write equal elements by prefix sums.",
         cause=(
-            "On ROCm, threads reserve the places of equal elements with atomics. On NVIDIA GPUs "
-            "none: it selects by a radix search over integer counts and writes by prefix sums."
-        ),
-        reason=(
-            "torch's CUDA kernel is deterministic; which of several equal elements it returns is "
-            "unspecified, but fixed."
+            "On ROCm, and for some sizes from torch 2.13 on, threads reserve the places of equal "
+            "elements with atomics."
         ),
     ),
     make_exempt(
@@ -151,6 +147,17 @@ EXEMPT: tuple[Op, ...] = (
         "torch.bmm",
         cause="cuSPARSE adds the products of a sparse matrix in no fixed order.",
         torch_does="Selects cuSPARSE's deterministic algorithm.",
+    ),
+    make_exempt(
+        "sparse_mm",
+        flag_effect=FlagEffect.NONE,
+        torch_does="Runs as always: it does not ask whether algorithms must be deterministic.",
+        cause="cuSPARSE's algorithm for a sparse matrix times a dense one promises no fixed order.",
+        reason=(
+            "Coalesce the matrix, and multiply by torch.bmm(matrix[None], dense[None])[0], for "
+            "which torch selects a deterministic algorithm."
+        ),
+        operators=("_sparse_mm", "_sparse_addmm"),
     ),
     make_exempt(
         "index_put",

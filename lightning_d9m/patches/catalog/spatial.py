@@ -150,7 +150,6 @@ SPATIAL: tuple[Op, ...] = (
     _make_interpolation("trilinear3d", "trilinear", **_DECOMPOSED),
     _make_interpolation("bilinear2d_aa", prefix="_"),
     _make_interpolation("bicubic2d_aa", prefix="_"),
-    _make_interpolation("lanczos2d_aa", prefix="_", since="2.12"),
     *(
         _make_gradient(
             "separable:reflection_pad_backward",

@@ -186,7 +186,6 @@ trilinear3d_backward = partial(_interpolation_backward, dims=3, keep_format=True
 bicubic2d_backward = _resize("upsample_bicubic2d")
 bilinear2d_aa_backward = _resize("_upsample_bilinear2d_aa", keep_format=True)
 bicubic2d_aa_backward = _resize("_upsample_bicubic2d_aa")
-lanczos2d_aa_backward = _resize("_upsample_lanczos2d_aa")  # torch 2.11 has no such op
 adaptive_avg_pool2d_backward = partial(_adaptive_backward, dims=2)
 adaptive_avg_pool3d_backward = partial(_adaptive_backward, dims=3)
 reflection_pad_backward = partial(_padding_backward, forward="reflection_pad1d")

@@ -21,10 +21,10 @@ OUT_OF_SIGHT = {
     "cumsum",  # deterministic; torch's documentation says otherwise
     "embedding_dense_backward",  # deterministic; patched for its speed
     "kthvalue",  # deterministic since 2.11
+    "topk",  # chosen by sizes
     "resize_quantized",  # the source does not say what is quantized
     "grid_sampler_3d_backward",  # spelled as the one in two dimensions
     "upsample_bicubic2d_aa_backward",  # by the arguments of interpolate, below
-    "upsample_lanczos2d_aa_backward",  # not reached by interpolate
 }
 CALLS = """
 import torch

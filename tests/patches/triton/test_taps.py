@@ -9,7 +9,7 @@ from lightning_d9m.errors import D9mError
 from lightning_d9m.patches import taps
 
 DTYPES = (torch.float32, torch.float64, torch.float16)
-WORDS = ("avg_pool", "linear", "cubic", "lanczos", "flection", "cation")
+WORDS = ("avg_pool", "linear", "cubic", "flection", "cation")
 
 
 @interpreted
