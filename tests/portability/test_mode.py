@@ -129,6 +129,16 @@ def test_products_of_whole_numbers_are_exact():
         assert torch.addmm(numbers, numbers, numbers)[1, 1] == 3 * 5 + 7 * 7 - 7
 
 
+@pytest.mark.parametrize("name", ["sum", "cumsum", "prod", "cumprod"])
+def test_fractions_become_whole_numbers_before_they_are_added(name):
+    values = torch.tensor([1.75, 2.5, 3.9])
+    expected = getattr(values, name)(0, dtype=torch.int32)
+    with portable():
+        found = getattr(values, name)(0, dtype=torch.int32)
+    assert found.dtype == torch.int32
+    assert torch.equal(found, expected)
+
+
 def test_convolutions_of_whole_numbers_are_exact():
     values = torch.full((1, 1, 3, 3), 2**30 + 1)
     with portable():
