@@ -308,6 +308,11 @@ def median(values: Tensor, dim: int | None = None, keepdim: bool = False) -> Any
     return tuple(one if keepdim else one.squeeze(dim) for one in found)
 
 
+def _make_whole(values: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """Convert numbers whose sum or product is wanted in whole numbers, as torch does first."""
+    return values if dtype is None or dtype.is_floating_point else to_copy(values, dtype=dtype)
+
+
 @rule("sum")
 def sum_values(
     values: Tensor,
@@ -317,6 +322,7 @@ def sum_values(
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     """The exact sum, rounded once."""
+    values = _make_whole(values, dtype)
     if not values.is_floating_point():
         if dtype is None or not dtype.is_floating_point:
             dims = {} if dim is None else {"dim": dim, "keepdim": keepdim}
@@ -417,6 +423,7 @@ def vector_norm(
 @along_dim
 def cumsum(values: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
     """The exact sum of the values up to each one, rounded once."""
+    values = _make_whole(values, dtype)
     if not values.is_floating_point() and (dtype is None or not dtype.is_floating_point):
         return torch.cumsum(values, dim, dtype=dtype)
     values = values if dtype is None else values.to(dtype)
@@ -438,6 +445,7 @@ def product(
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     """The product of neighbors, of these products, and so on."""
+    values = _make_whole(values, dtype)
     if not values.is_floating_point() and (dtype is None or not dtype.is_floating_point):
         dims = {} if dim is None else {"dim": dim, "keepdim": keepdim}
         return torch.prod(values, **dims, dtype=dtype)
@@ -458,6 +466,7 @@ def product(
 @along_dim
 def cumprod(values: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
     """The product of the values up to each one, by doubling."""
+    values = _make_whole(values, dtype)
     if not values.is_floating_point() and (dtype is None or not dtype.is_floating_point):
         return torch.cumprod(values, dim, dtype=dtype)
     result = values.clone() if dtype is None else values.to(dtype, copy=True)

@@ -17,6 +17,7 @@ from lightning_d9m.portability.registry import COMPOSED, RULES
 
 SCRIPT = Path(__file__).parents[1] / "support" / "portable_cases.py"
 GOLDEN = SCRIPT.with_name("portable_digests.json")
+INDEX = torch.tensor([[0, 1, 0], [0, 2, 0], [3, 2, 0], [0, 0, 1]])
 BAGS = torch.tensor([[0, 2], [1, 1]])
 # What is drawn differs from torch's own draws.
 DRAWN = {"RReLU", "FractionalMaxPool2d(2, output_size=3)", "attention dropout", "dropout"}
@@ -97,8 +98,19 @@ def test_an_operation_in_no_class_is_refused_with_its_line():
         lambda: F.embedding_bag(BAGS, torch.ones(3, 2, requires_grad=True), sparse=True),
         lambda: F.embedding_bag(BAGS, torch.ones(3, 2), mode="max"),
         lambda: torch.linalg.qr(torch.ones(2, 3, 3)),
+        lambda: torch.ones(4, 3).scatter_reduce(0, INDEX, torch.ones(4, 3), "prod"),
     ],
-    ids=["fft", "complex", "sparse", "poisson", "bessel", "sparse bags", "greatest", "batch"],
+    ids=[
+        "fft",
+        "complex",
+        "sparse",
+        "poisson",
+        "bessel",
+        "sparse bags",
+        "greatest",
+        "batch",
+        "product",
+    ],
 )
 def test_what_would_pass_unseen_is_refused(call):
     with portable(), pytest.raises(NotPortableError):
@@ -115,6 +127,16 @@ def test_products_of_whole_numbers_are_exact():
     with portable():
         assert torch.equal(numbers @ numbers, torch.tensor(numbers.numpy() @ numbers.numpy()))
         assert torch.addmm(numbers, numbers, numbers)[1, 1] == 3 * 5 + 7 * 7 - 7
+
+
+@pytest.mark.parametrize("name", ["sum", "cumsum", "prod", "cumprod"])
+def test_fractions_become_whole_numbers_before_they_are_added(name):
+    values = torch.tensor([1.75, 2.5, 3.9])
+    expected = getattr(values, name)(0, dtype=torch.int32)
+    with portable():
+        found = getattr(values, name)(0, dtype=torch.int32)
+    assert found.dtype == torch.int32
+    assert torch.equal(found, expected)
 
 
 def test_convolutions_of_whole_numbers_are_exact():
@@ -177,7 +199,6 @@ def test_images_of_width_1_are_resized_with_antialiasing(mode):
 
 # The rows have more places than the longest label.
 LABELS = (torch.tensor([[1, 2, 0, 0], [3, 3, 1, 0]]), torch.tensor([9, 8]), torch.tensor([2, 3]))
-INDEX = torch.tensor([[0, 1, 0], [0, 2, 0], [3, 2, 0], [0, 0, 1]])
 WEIGHT = torch.randn(3, 2, 3, 2, generator=torch.Generator().manual_seed(1))
 
 
