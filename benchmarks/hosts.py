@@ -97,15 +97,14 @@ def main():
     load = round(os.getloadavg()[0], 1)
     machine = {"cores": os.cpu_count(), "torch": torch.__version__, "load_at_start": load}
     machine |= {"python": platform.python_version(), "kernel": platform.release()}
-    found = {}
+    result = {"date": f"{datetime.now(timezone.utc):%Y-%m-%d}", "machine": machine}
+    result |= {"ratios_are": "quartiles over rounds", "networks": {}}
     for model in STEPS:
         for bandwidth in words.bandwidths:
             name = f"{model}, {f'{bandwidth:g} Gbit/s' if bandwidth else 'unlimited'}"
-            found[name] = measure(model, bandwidth, words.rounds)
-            print(name, json.dumps(found[name]), flush=True)
-    result = {"date": f"{datetime.now(timezone.utc):%Y-%m-%d}", "machine": machine}
-    result |= {"ratios_are": "quartiles over rounds", "networks": found}
-    RESULT.write_text(json.dumps(result, indent=2) + "\n")
+            found = result["networks"][name] = measure(model, bandwidth, words.rounds)
+            print(name, json.dumps(found), flush=True)
+            RESULT.write_text(json.dumps(result, indent=2) + "\n")
 
 
 if __name__ == "__main__":
