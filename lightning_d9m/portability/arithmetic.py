@@ -13,7 +13,6 @@ from lightning_d9m.patches.exact_sums import (
     find_cuts,
     plan_pieces,
     read_exponents,
-    round_sums,
 )
 from lightning_d9m.portability import functions
 from lightning_d9m.portability.functions import evaluate
@@ -422,7 +421,7 @@ def vector_norm(
 @rule("cumsum")
 @along_dim
 def cumsum(values: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
-    """The exact sum of the values up to each one, rounded once."""
+    """The exact sum of the values up to each one, rounded once (twice to 16 bits)."""
     values = _make_whole(values, dtype)
     if not values.is_floating_point() and (dtype is None or not dtype.is_floating_point):
         return torch.cumsum(values, dim, dtype=dtype)
@@ -430,10 +429,17 @@ def cumsum(values: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Ten
     if not values.numel():
         return values.clone()
     terms = values.double()
-    tops = read_exponents(terms).amax(dim, keepdim=True)
-    cuts = find_cuts(tops, plan_pieces(values.dtype, values.shape[dim]), values.dtype)
-    sums = [piece.cumsum(dim) for piece in cut_terms(terms, cuts)]
-    return round_sums(sums, tops, values.dtype).add_(0.0)
+    finite = terms.isfinite()
+    sums = [torch.where(finite, 0.0, terms).cumsum(dim)]
+    rest = torch.where(finite, terms, 0.0)
+    pieces = plan_pieces(values.dtype, values.shape[dim])._replace(number=1)
+    while rest.any():  # the sums of pieces are exact
+        cuts = find_cuts(read_exponents(rest).amax(dim, keepdim=True), pieces, values.dtype)
+        piece = cut_terms(rest, cuts)[0]
+        piece = piece if cuts.scale is None else piece / cuts.scale
+        sums.append(piece.cumsum(dim))
+        rest = rest - piece
+    return add_terms(torch.stack(sums), [0], keepdim=False, dtype=values.dtype)
 
 
 @rule("prod")

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_d9m import portable
 from lightning_d9m.portability.products import Convolution, convolve, convolve_backward, matmul
 from lightning_d9m.portability.sums import add_exactly, add_terms
 
@@ -35,6 +36,20 @@ def test_a_sum_is_the_exact_sum_rounded_in_any_order(numbers, random):
     assert add_values(torch.tensor(numbers)).item() == expected
     random.shuffle(numbers)
     assert add_values(torch.tensor(numbers)).item() == expected
+
+
+@given(st.lists(FLOATS, min_size=1, max_size=20))
+def test_each_running_sum_is_the_exact_sum_rounded(numbers):
+    expected = [round_fraction(sum(map(Fraction, numbers[: n + 1]))) for n in range(len(numbers))]
+    with portable():
+        assert torch.tensor(numbers).cumsum(0).tolist() == expected
+
+
+def test_a_running_sum_is_right_before_an_infinity():
+    with portable():
+        assert torch.tensor([1.0, math.inf, 2.0]).cumsum(0).tolist() == [1.0, math.inf, math.inf]
+        large = torch.tensor([1e-300, 1.7e308, 1.7e308], dtype=torch.float64)
+        assert large.cumsum(0).tolist() == [1e-300, 1.7e308, math.inf]
 
 
 @given(st.lists(st.tuples(FLOATS, FLOATS), min_size=1, max_size=40), st.randoms())
