@@ -303,7 +303,7 @@ class HorovodBaseStrategy(_ParallelStrategy):
 
     def _refuse_stray(self, name: str) -> None:
         trainer = cast(Any, self.lightning_module).trainer
-        if trainer.training and not self._runs_backward:
+        if trainer.training and not (self._runs_backward or self._is_blocked):
             raise SettingError(
                 f"{name!r} got a gradient outside Lightning's backward, so the ranks would not "
                 "reduce it: call self.manual_backward(loss) instead of loss.backward()."

@@ -74,12 +74,12 @@ def wrap_resume_start(
     connector = trainer._checkpoint_connector
     original = connector.resume_start
 
-    def resume_start(checkpoint_path: Any = None, **options: Any) -> None:
+    def resume_start(*args: Any, **words: Any) -> None:
         def load() -> Mapping[str, Any]:
-            original(checkpoint_path, **options)
+            original(*args, **words)
             return connector._loaded_checkpoint if connector._ckpt_path else {}
 
-        around(checkpoint_path, load)
+        around(args[0] if args else words.get("checkpoint_path"), load)
 
     replace_method(stack, connector, "resume_start", resume_start)
 

@@ -70,7 +70,7 @@ class Pieces(NamedTuple):
 
 
 class Cuts(NamedTuple):
-    """What cuts the terms of sums; see :func:`find_cuts`.
+    """The numbers that cut the terms of sums; see :func:`find_cuts`.
 
     Attributes:
         constants: For each piece the numbers whose addition and subtraction round a term.
@@ -194,13 +194,11 @@ def _write_few(flat: Tensor, size: int, places: Tensor, terms: Tensor, pieces: P
     """Write sums that go to few of many places: those places are numbered, and no other is read."""
     ranks = torch.arange(len(places), dtype=torch.int32, device=flat.device)
     # The number of a place is the position of its last term.
-    last = ranks.new_zeros(size).scatter_reduce_(0, places, ranks, "amax")
-    numbers = last.gather(0, places).to(torch.int64)
+    last = ranks.new_full((size,), -1).scatter_reduce_(0, places, ranks, "amax").to(torch.int64)
+    numbers = last.gather(0, places)
     sums = _sum_terms(flat, len(places), lambda: [(numbers, terms)], pieces)
-    whole = flat.new_zeros(size)
-    # Sums for one place are equal, so the order of the writes has no effect.
-    whole.index_put_((places,), sums.gather(0, numbers))
-    flat.copy_(whole[: flat.numel()])
+    last = last[: flat.numel()]
+    flat.copy_(torch.where(last < 0, 0.0, sums.gather(0, last.clamp(min=0))))
 
 
 def _sum_terms(

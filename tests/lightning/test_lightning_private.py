@@ -433,7 +433,6 @@ NOT_OF_LIGHTNING = {
         "_autograd",
         "_current_autograd_node",
         "_dispatch_get_all_op_names",
-        "_foreach_copy_",
         "_get_sequence_nr",
         "_get_tracing_state",
         "_op",
@@ -448,7 +447,7 @@ NOT_OF_LIGHTNING = {
         "_version",
     },
     "torch.amp": {"_get_scale_async"},
-    "torch.distributed": {"_Options", "_devices", "_get_default_store", "_timeout"},
+    "torch.distributed": {"_Options", "_devices", "_timeout"},
     "torchmetrics": {"_computed", "_defaults", "_reductions"},
 }
 

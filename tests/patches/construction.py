@@ -17,7 +17,15 @@ from lightning_d9m.patches.kernels.places import Update
 
 ONE_THREAD_PER_OUTPUT = {
     *("arange", "empty.memory_format", "full", "full_like", "new_full", "new_zeros", "ones_like"),
-    *("zeros", "zeros_like", "scalar_tensor", "lift_fresh", "detach_", "_unsafe_view"),
+    *(
+        "zeros",
+        "zeros_like",
+        "empty_like",
+        "scalar_tensor",
+        "lift_fresh",
+        "detach_",
+        "_unsafe_view",
+    ),
     *("_to_copy", "copy_", "clone", "cat", "stack", "flip", "floor_divide"),
     *("fill_.Scalar", "gather", "index.Tensor", "index_select", "searchsorted.Tensor"),
     *("_assert_async", "_local_scalar_dense"),

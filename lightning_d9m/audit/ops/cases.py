@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from functools import cache
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 import torch.nn.functional as nnf
@@ -36,7 +37,8 @@ def _list_other_cases() -> Iterator[Case]:
         yield Case("sum", shape, _on_one(torch.sum, length))
     yield Case("mm", {"side": 256}, _multiply)
     shape, listed = {"side": 128, "entries": 4096}, ("torch.bmm sparse",)
-    yield Case("bmm_sparse", shape, _multiply_sparse, listed, dtypes=_WIDE)
+    yield Case("bmm_sparse", shape, _multiply_sparse(torch.bmm, 4, 128, 128), listed, dtypes=_WIDE)
+    yield Case("sparse_mm", shape, _multiply_sparse(torch.sparse.mm, 128, 128), dtypes=_WIDE)
     yield Case("lstsq", {"rows": 100, "columns": 64}, _least_squares, dtypes=_WIDE)
     yield Case("cdist_backward", {"rows": 256, "norm": 1}, _distances, dtypes=_WIDE)
     yield Case("batch_norm_backward", {"side": 32}, _batch_norm)
@@ -80,13 +82,14 @@ def _multiply(inputs: Inputs) -> Call:
     return lambda: left @ right
 
 
-def _multiply_sparse(inputs: Inputs) -> Call:
-    index = torch.stack([inputs.whole(high, 4096) for high in (4, 128, 128)])
-    sparse = torch.sparse_coo_tensor(
-        index, inputs.normal(4096), (4, 128, 128), check_invariants=True
-    )
-    dense = inputs.normal(4, 128, 32)
-    return lambda: torch.bmm(sparse, dense)
+def _multiply_sparse(multiply: Callable[..., Any], *sizes: int) -> Callable[[Inputs], Call]:
+    def make(inputs: Inputs) -> Call:
+        index = torch.stack([inputs.whole(high, 4096) for high in sizes])
+        sparse = torch.sparse_coo_tensor(index, inputs.normal(4096), sizes, check_invariants=True)
+        dense = inputs.normal(*sizes[:-1], 32)
+        return lambda: multiply(sparse, dense)
+
+    return make
 
 
 def _least_squares(inputs: Inputs) -> Call:

@@ -58,7 +58,7 @@ class ReachedPosition:
 
 
 class ControlledLoader:
-    """What is replaced in a loader, and where an interrupted epoch continues."""
+    """The parts of a loader that are replaced, and where an interrupted epoch continues."""
 
     def __init__(
         self,
