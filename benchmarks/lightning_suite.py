@@ -1,15 +1,15 @@
 """Run Lightning's own tests with ``LIGHTNING_D9M=1``, and list those that break because of it.
 
     python benchmarks/lightning_suite.py CHECKOUT [--files FILE ...] [--partitions N]
-                                         [--work FOLDER] [--output FILE]
+                                         [--jobs N] [--work FOLDER] [--output FILE]
 
 CHECKOUT is a clone of Lightning's repository at the release that is installed, or a close one. Its
 ``tests/tests_pytorch`` run against the installed package. The environment needs what those tests
 use, above all pytest-rerunfailures. Whole files run: each partition shuffles them by its number and
-gives every twelve to one process. No test gets a second try. A group in which tests fail runs
-again without the variable; a test breaks if it passes there. ``UNFAIR`` gives the reasons of those
-that test what determinism must change; the exit status is 1 if any other breaks. FOLDER keeps the
-outcomes of each group, and a group that is there does not run again.
+gives every twelve to one process, of which ``--jobs`` run at once. No test gets a second try. Files
+in which tests fail run again without the variable; a test breaks if it passes there. ``UNFAIR``
+gives the reasons of those that test what determinism must change; the exit status is 1 if any other
+breaks. FOLDER keeps the outcomes of each group, and a group that is there does not run again.
 """
 
 import argparse
@@ -19,6 +19,7 @@ import random
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from fnmatch import fnmatchcase
 from importlib.metadata import version
@@ -44,8 +45,8 @@ UNFAIR = {
         "sets the world size to 2 in a single process, in which no second rank can be compared"
     ),
     "loops.test_loops::test_fit_loop_save_and_restore_dataloaders*": (
-        "expects that a list of the module is empty after a resume, which restores what the fit had "
-        "put there; or resumes within an epoch of an iterable that does not save its position"
+        "expects that a list of the module is empty after a resume, which restores what the fit "
+        "had put there; or resumes in an epoch of an iterable that does not save its position"
     ),
     "loops.test_training_epoch_loop::test_resume_mid_epoch_warning": (
         "resumes within an epoch of an iterable that does not save its position"
@@ -123,22 +124,44 @@ def is_failure(outcome: str) -> bool:
     return bool(outcome) and not outcome.startswith("skipped")
 
 
+def list_failing(files: list[str], outcomes: dict[str, str] | None) -> list[str]:
+    """Return the files in which tests failed, in order; all, if the process crashed."""
+    if outcomes is None:
+        return files
+    failed = [name for name, outcome in outcomes.items() if is_failure(outcome)]
+    modules = {file: file.removesuffix(".py").replace("/", ".") for file in files}
+    return [
+        file
+        for file, module in modules.items()
+        if any(name.startswith((f"{module}.", f"{module}::")) for name in failed)
+    ]
+
+
 def run_group(tests: Path, work: Path, name: str, files: list[str]) -> dict[str, Any]:
     """Return the outcomes of a group by mode; run it if it has not run."""
     kept = work / f"{name}.json"
     if not kept.exists():
         found = {"with": run_tests(tests, "with", files)}
-        if found["with"] is None or any(map(is_failure, found["with"].values())):
-            found["without"] = run_tests(tests, "without", files)
+        again = list_failing(files, found["with"])
+        if again:
+            found["without"] = run_tests(tests, "without", again)
         kept.write_text(json.dumps(found, indent=1) + "\n")
     return cast(dict[str, Any], json.loads(kept.read_text()))
 
 
-def count_partition(tests: Path, work: Path, files: list[str], partition: int) -> dict[str, Any]:
+def count_partition(
+    tests: Path, work: Path, files: list[str], partition: int, jobs: int
+) -> dict[str, Any]:
     """Run a partition; return how many tests pass, and those that break with their outcomes."""
     passed, broken, crashed = 0, dict[str, str](), list[list[str]]()
-    for number, group in enumerate(list_groups(files, partition)):
-        outcomes = run_group(tests, work, f"{partition}-{number:02d}", group)
+    groups = list_groups(files, partition)
+
+    def run_one(number: int) -> dict[str, Any]:
+        return run_group(tests, work, f"{partition}-{number:02d}", groups[number])
+
+    with ThreadPoolExecutor(jobs) as pool:
+        found = list(pool.map(run_one, range(len(groups))))
+    for group, outcomes in zip(groups, found, strict=True):
         plain = outcomes.get("without") or {}
         if outcomes["with"] is None:
             crashed.append(group)
@@ -162,6 +185,7 @@ def main() -> int:
     parser.add_argument("checkout", type=Path)
     parser.add_argument("--files", nargs="*", help="below tests_pytorch; default: all")
     parser.add_argument("--partitions", type=int, default=3)
+    parser.add_argument("--jobs", type=int, default=1, help="processes that run at once")
     parser.add_argument("--work", type=Path, help="default: a temporary folder")
     parser.add_argument("--output", type=Path, default=RESULTS / "lightning-suite.json")
     options = parser.parse_args()
@@ -170,7 +194,9 @@ def main() -> int:
     work.mkdir(parents=True, exist_ok=True)
     every = [str(path.relative_to(tests)) for path in tests.rglob("test_*.py")]
     files = options.files or every
-    counted = [count_partition(tests, work, files, n + 1) for n in range(options.partitions)]
+    counted = [
+        count_partition(tests, work, files, n + 1, options.jobs) for n in range(options.partitions)
+    ]
     names = sorted({name for found in counted for name in found["broken"]})
     broken = {
         name: {
