@@ -70,12 +70,8 @@ def _render_cell(cell: dict[str, Any]) -> list[str]:
 
 
 def _render_output(output: dict[str, Any]) -> str:
-    data = output.get("data", {})
-    if "text/html" in data:
-        # A blank line would end the block of HTML.
-        html = re.sub(r"\n\s*\n", "\n", "".join(data["text/html"]))
-        return f'<div class="output">\n{html.strip()}\n</div>'
-    return _fence("text", "".join(output.get("text", data.get("text/plain", ()))).strip("\n"))
+    text = output.get("text", output.get("data", {}).get("text/plain", ()))
+    return _fence("text", "".join(text).strip("\n"))
 
 
 def _fence(language: str, text: str) -> str:
