@@ -397,15 +397,13 @@ class RootBucket:
             elif value is not view:
                 view.copy_(value)
 
-    def start(self, *, in_background: bool) -> None:
+    def start(self) -> None:
         """Start the exchange of the packed roots."""
         if self._is_alone:
             return
         roots = [as_real(root).view(-1) for root in self._roots]
         result = as_real(self._result).view(-1)
-        self._wait = self._exchange.submit(
-            roots, result, self._divisor, in_background=in_background
-        )
+        self._wait = self._exchange.start(roots, result, self._divisor).finish
 
     def finish(self) -> None:
         """Wait for the result, and set the gradients to views of it, but not those that lack."""
@@ -518,14 +516,12 @@ class WholeGradient:
     def _make_empty(self) -> Tensor:
         return torch.empty_strided(self._parameter.shape, self._stride, dtype=self._parameter.dtype)
 
-    def start(self, *, in_background: bool) -> None:
+    def start(self) -> None:
         """Start the exchange of the roots."""
         if self._is_alone:
             return
         roots = [root.as_strided((root.numel(),), (1,)) for root in self._roots]
-        self._wait = self._exchange.submit(
-            roots, roots[-1], self._divisor, in_background=in_background
-        )
+        self._wait = self._exchange.start(roots, roots[-1], self._divisor).finish
 
     def finish(self) -> None:
         """Wait for the sum, and set the gradient to it."""

@@ -11,7 +11,7 @@ processor. Therefore every NaN of a result is replaced by torch's ``nan``.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -20,10 +20,6 @@ from torch import Tensor, distributed
 
 from lightning_d9m.errors import SettingError
 from lightning_d9m.logical_ranks.accumulation import add_wide, is_half, split_in_chunks
-from lightning_d9m.logical_ranks.background import (
-    BackgroundThread,
-    flushes_subnormal_numbers,
-)
 from lightning_d9m.logical_ranks.shared_memory import (
     SLOT_BYTES,
     SharedMemory,
@@ -76,7 +72,6 @@ class RootExchange:
         self._shares_memory = shares_memory
         self._memory: SharedMemory | None = None
         self._scratch: dict[tuple[torch.dtype, int], list[Tensor]] = {}
-        self._thread: BackgroundThread | None = None
         self.group: Any = None
         if blocks.processes > 1:
             self.group = distributed.group.WORLD if group is None else group
@@ -98,6 +93,8 @@ class RootExchange:
     def start(self, roots: Sequence[Tensor], result: Tensor, divisor: int = 1) -> "PendingSum":
         """Start to write the sum of all processes' roots, divided by a number, to ``result``.
 
+        Sums must be finished in the order in which they were started.
+
         Args:
             roots: The values of this process's roots: flat, contiguous, of one dtype and length.
                 They are scratch from now on.
@@ -112,29 +109,12 @@ class RootExchange:
             return SharedSum(self, roots, result, fold)
         return CollectiveSum(self, roots, result, fold)
 
-    def submit(
-        self, roots: Sequence[Tensor], result: Tensor, divisor: int, *, in_background: bool
-    ) -> Callable[[], None]:
-        """Start a sum, to be folded on a thread or when it is waited for; return what waits.
-
-        Sums must be waited for in the order in which they were started.
-        """
-        pending = self.start(roots, result, divisor)
-        if not in_background or self.group is None or result.device.type != "cpu":
-            return pending.finish
-        if self._thread is None:
-            self._thread = BackgroundThread()
-        return self._thread.submit(pending.finish).wait
-
     def close(self) -> None:
-        """Let the thread end, and release memory."""
+        """Release memory."""
         self._scratch.clear()
         if self._memory is not None:
             self._memory.disconnect()
             self._memory = None
-        if self._thread is not None:
-            self._thread.close()
-            self._thread = None
 
     @property
     def memory(self) -> SharedMemory | None:
@@ -223,6 +203,11 @@ def replace_nans(tensor: Tensor) -> None:
     # One NaN makes the sum NaN. A sum is only read, a mask is written, and NaNs are rare.
     if tensor.device.type != "cpu" or not math.isfinite(tensor.sum().item()):
         tensor.masked_fill_(tensor.isnan(), math.nan)
+
+
+def flushes_subnormal_numbers() -> bool:
+    """Return whether this thread adds subnormal numbers as zeros."""
+    return torch.tensor([2.0**-149]).add(0.0).item() == 0.0
 
 
 def _check_group(group: Any, blocks: Blocks, process: int) -> None:

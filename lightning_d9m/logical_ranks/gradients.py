@@ -363,8 +363,7 @@ class LogicalGradients:
                 bucket.pack_one(position, gradient, self._fold)
         bucket.pack_small(lacking, self._fold)
         self._launched += 1
-        # This thread has nothing else to do than to finish the last bucket.
-        bucket.start(in_background=self._launched < len(self._buckets))
+        bucket.start()
 
     def _take(self, index: int) -> Tensor | None:
         """Take the gradient of a parameter away."""

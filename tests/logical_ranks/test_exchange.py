@@ -109,21 +109,16 @@ def test_half_types_travel_as_they_are_only_if_every_root_is_a_leaf():
         assert run_processes(2, send) == [2048 * size + 2048 * 2] * 2
 
 
-@pytest.mark.parametrize("in_background", [False, True])
 @pytest.mark.parametrize("shares_memory", [False, True])
-def test_sums_that_overlap_do_not_mix(shares_memory, in_background):
+def test_sums_that_overlap_do_not_mix(shares_memory):
     blocks = Blocks(4, 2)
     words = {"chunk_bytes": 2**12, "shares_memory": shares_memory}
 
     def exchange(process, group):
         it = RootExchange(blocks, process, group, **words)
         roots = [torch.full([n], float(process + n)) for n in (100, 50_000, 70_000)]
-        waits = [
-            it.submit([root], root, 1, in_background=in_background and root is not roots[-1])
-            for root in roots
-        ]
-        for wait in waits:
-            wait()
+        for pending in [it.start([root], root) for root in roots]:
+            pending.finish()
         it.close()
         return [root.unique().tolist() for root in roots]
 

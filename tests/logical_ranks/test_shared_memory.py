@@ -145,10 +145,10 @@ def test_sums_of_any_sizes_share_the_slots():
     def run(process, group):
         it = RootExchange(blocks, process, group, chunk_bytes=2**12)
         waits, results = [], []
-        for number, leaves in enumerate(sums):
+        for _number, leaves in enumerate(sums):
             roots = [leaves[rank].clone() for rank in blocks.of(process)]  # no two have a sum
             results.append(roots[-1])
-            waits.append(it.submit(roots, roots[-1], 5, in_background=number < 39))
+            waits.append(it.start(roots, roots[-1], 5).finish)
         for wait in waits:
             wait()
         it.close()
@@ -175,7 +175,7 @@ def test_a_process_that_closes_lets_no_other_wait_and_all_may_begin_again():
         roots = [torch.ones(1000) for _ in range(2)]
         it.start(roots[:1], roots[0]).finish()
         if process != 1:
-            wait = it.submit(roots[1:], roots[1], 1, in_background=process == 0)
+            wait = it.start(roots[1:], roots[1], 1).finish
             with pytest.raises(RuntimeError, match="by peer"):
                 wait()
         it.restart()
