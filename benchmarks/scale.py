@@ -30,9 +30,8 @@ from lightning_d9m.ledger.format.records import Digests, End, Header
 from lightning_d9m.ledger.format.writer import LedgerWriter
 from lightning_d9m.logical_ranks.exchange import RootExchange
 from lightning_d9m.logical_ranks.tree import Blocks, Fold, Node
-from lightning_d9m.recording import collective
-from lightning_d9m.recording.rank_agreement import RankAgreement, encode_digests
-from lightning_d9m.recording.replicated_state import ReplicatedState
+from lightning_d9m.ranks.ranks import Ranks
+from lightning_d9m.recording.rank_agreement import RankAgreement, ReplicatedState
 
 RESULT = Path(__file__).parent / "results" / "scale.json"
 SUPPORT = Path(__file__).parents[1] / "tests" / "support"
@@ -48,7 +47,7 @@ def train(folder):
     from logical_trainings import PROCESSES, fit
 
     counted = {}
-    plain = collective.Ranks.__init__
+    plain = Ranks.__init__
 
     def count(self, rank, exchange=None):
         def counting(data):
@@ -58,7 +57,7 @@ def train(folder):
 
         plain(self, rank, None if exchange is None else counting)
 
-    collective.Ranks.__init__ = count
+    Ranks.__init__ = count
     found = []
     for epochs in EPOCHS:
         counted |= {"gathers": 0, "gathered_bytes": 0}
@@ -175,8 +174,7 @@ def simulate_agreement(ranks):
     found = {"weights": len(weights)}
     for name, other in (("equal", weights), ("one differs", changed)):
         states = [weights] * (ranks - 1) + [other]
-        vectors = [encode_digests(state) for state in states]
-        agreement = RankAgreement(lambda _, v=vectors: v, ReplicatedState(weights=weights))
+        agreement = RankAgreement(lambda _, s=states: s, ReplicatedState(weights=weights))
         rows = [agreement.summarize({"weights": state}) for state in reversed(states)][::-1]
         began = time.process_time()
         differences = agreement.compare(rows)
@@ -185,7 +183,9 @@ def simulate_agreement(ranks):
         assert ends == ([] if other is weights else [((ranks - 1,), ("layers.077.weight",))])
         found[name] = {
             "milliseconds_on_a_rank": round(1e3 * seconds, 1),
-            "bytes_of_a_rank": 8 * len(rows[0]) + (8 * len(vectors[0]) if ends else 0),
+            "bytes_of_a_rank": sum(
+                len(json.dumps(v)) for v in [rows[0], *([weights] * bool(ends))]
+            ),
         }
     return found
 
