@@ -162,6 +162,7 @@ GatherJson: TypeAlias = Callable[[Json], list[Any]]
 
 GROUPS = ("weights", "buffers", "optimizers", "schedulers")
 _MOST = 32  # steps that are kept
+_FIRST_BYTES = 256  # that ranks gather at once: a hash of each group
 # Buffers that a training step may set from each rank's own data.
 _FREE_BUFFERS = "free buffers"
 _COMPARED = (*GROUPS[:2], _FREE_BUFFERS, *GROUPS[2:])
@@ -172,7 +173,8 @@ _ENTRIES = {"optimizers": "optimizer entries"}
 
 def gather_json(ranks: Ranks, value: Json) -> list[Any]:
     """Return the JSON value of each rank, in order of ranks; each rank calls this."""
-    return [json.loads(row) for row in ranks.gather_bytes(json.dumps(value).encode())]
+    rows = ranks.gather_bytes(json.dumps(value).encode(), first=_FIRST_BYTES)
+    return [json.loads(row) for row in rows]
 
 
 class StepDigests:
