@@ -135,12 +135,12 @@ class RankComparison:
 
     @property
     def trained_alike(self) -> bool:
-        """Whether nothing differs but logged values and evaluations."""
+        """True if only logged values and evaluations differ."""
         return EVALUATED.issuperset(self.groups)
 
     @property
     def cut_off(self) -> bool:
-        """Whether one file is the beginning of the other, because its run was ended early."""
+        """True if one file is the beginning of the other: its run ended early."""
         both = self.expected.alone and self.actual.alone
         if self.differing or self.differing_places or both:
             return False
@@ -148,7 +148,7 @@ class RankComparison:
 
     @property
     def equal(self) -> bool:
-        """Whether both files have the same contents."""
+        """True if both files have the same contents."""
         differing = self.differing or self.differing_places
         return not (differing or self.expected.alone or self.actual.alone)
 
@@ -219,7 +219,7 @@ class Comparison:
 
     @property
     def equal(self) -> bool:
-        """Whether the runs are proven to be bit-exact."""
+        """True if the ledgers prove that the runs are bit-exact."""
         return self.verdict == "equal"
 
     @property

@@ -180,7 +180,7 @@ class Timeline:
 
     @property
     def differs(self) -> bool:
-        """Whether any module has a place that differs."""
+        """True if a place of any module differs."""
         return any(module.differing for module in self.modules.values())
 
     def find_recorded(self, path: str) -> tuple[StepHistogram, ...]:

@@ -49,7 +49,7 @@ def flatten_tensor(tensor: torch.Tensor) -> DenseTensor | NestedTensor:
     Call it under ``torch._C.DisableTorchFunctionSubclass()``, so that no subclass interferes.
 
     Raises:
-        DigestError: The tensor has no bytes of its own, or they have no defined order.
+        DigestError: The tensor owns no memory, or its bytes have no defined order.
     """
     if type(tensor) not in _ORDINARY:
         other = _flatten_subclass(tensor)
@@ -134,7 +134,7 @@ def _flatten_subclass(tensor: torch.Tensor) -> DenseTensor | NestedTensor | None
     if kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__ or tensor.is_nested:
         return None
     wrapper = cast(Any, tensor)
-    if hasattr(kind, "to_local"):  # DTensor: this rank's shard, as if it were a tensor of its own
+    if hasattr(kind, "to_local"):  # DTensor: this rank's shard, read as an ordinary tensor
         with torch.no_grad():
             return flatten_tensor(wrapper.to_local())
     if hasattr(kind, "trigger_wait"):  # AsyncCollectiveTensor: the result of a collective under way
@@ -242,7 +242,7 @@ class DigestQueue:
 
     @property
     def pending(self) -> bool:
-        """Whether devices compute digests; fetching waits for them."""
+        """True while devices compute digests; fetching waits for them."""
         return self._chunks.pending
 
     def together(self) -> AbstractContextManager[None]:
@@ -350,7 +350,7 @@ class ChunkDigests:
 
     @property
     def pending(self) -> bool:
-        """Whether devices compute digests; fetching waits for them."""
+        """True while devices compute digests; fetching waits for them."""
         return bool(self._streams)
 
     @contextmanager

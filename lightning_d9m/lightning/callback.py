@@ -43,10 +43,6 @@ from lightning_d9m.ranks.liveness import RankLiveness, add_lost_ranks, connect_l
 from lightning_d9m.recording.run_recorder import Policy
 
 if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
-
-
-if TYPE_CHECKING:
     from lightning.pytorch import Callback as _Callback
     from lightning.pytorch import LightningModule, Trainer
     from torch import Tensor

@@ -1,6 +1,5 @@
 """Checkpoint files: damage is detected when a file is loaded, before its content is used."""
 
-import json
 import warnings
 import zipfile
 import zlib
@@ -19,11 +18,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from lightning_d9m.attribute_patches import replace_method
 from lightning_d9m.errors import CheckpointError, CommandError
-from lightning_d9m.hashing.checkpoint_manifest import (
-    Damage,
-    check_manifest,
-    make_manifest,
-)
+from lightning_d9m.hashing.checkpoint_manifest import Damage, check_manifest, make_manifest
 from lightning_d9m.lightning.lightning_private import wrap_resume_start
 from lightning_d9m.lightning.saved_state import (
     CALLBACKS,
@@ -35,6 +30,7 @@ from lightning_d9m.lightning.saved_state import (
 )
 from lightning_d9m.lightning.strategies import is_sharded
 from lightning_d9m.lightning.trainer_ranks import ranks_of
+from lightning_d9m.recording.rank_agreement import gather_json
 from lightning_d9m.text import describe_names, escape
 
 if TYPE_CHECKING:
@@ -82,7 +78,7 @@ def _load_on_all_ranks(
     manifest = find_manifest(checkpoint) or {"tensors": torch.empty(0), "values": ""}
     content = manifest["tensors"].numpy().tobytes() + str(manifest["values"]).encode()
     own = [str(path) if checkpoint else "", place, blake2b(content, digest_size=16).hexdigest()]
-    rows = [json.loads(row) for row in ranks.gather_bytes(json.dumps(own).encode())]
+    rows = gather_json(ranks, own)
     other = next((rank for rank, row in enumerate(rows) if row[1:] != rows[0][1:]), None)
     if other is None:
         return

@@ -82,7 +82,7 @@ class RootExchange:
         """Forget the sums that were started, when Gloo does not use their memory any more."""
         self.close()
         self._is_asked = not self._shares_memory  # whether the processes have tried
-        # Torch's threads have a flag of the processor of their own.
+        # Processes must agree on this flag of the processor, which changes bits.
         self.flushes = flushes_subnormal_numbers()
 
     @property

@@ -27,9 +27,6 @@ from lightning_d9m.loop.interruption import Interruption
 from lightning_d9m.loop.recorder import Recorder
 from lightning_d9m.loop.run_setup import find_ranks, find_session
 
-if TYPE_CHECKING:
-    from transformers import TrainerCallback
-
 
 class TrainerInterruption(Interruption):
     """Lets the Trainer save at a point, keeps its checkpoint, and kills the process."""
