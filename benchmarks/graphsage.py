@@ -23,6 +23,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from lightning_d9m.output.svg.charts import draw_lines
 from torch import Tensor, nn
 from torch.nn import functional as nnf
 
@@ -30,7 +31,6 @@ from lightning_d9m import deterministic
 from lightning_d9m.comparison.numeric_difference import measure_variation
 from lightning_d9m.hashing.digest import digest_value
 from lightning_d9m.output.columns import markdown_table, short
-from lightning_d9m.output.svg.charts import draw_lines
 
 PAPERS, LINKS, CLASSES, FEATURES, HIDDEN = 2708, 5278, 7, 128, 64
 TRAINED, TESTED = 140, 1000

@@ -5,7 +5,7 @@ Run it with: python docs/draw_diagrams.py
 
 from pathlib import Path
 
-from lightning_d9m.output.svg.elements import element, line, text
+from lightning_d9m.output.svg import element, line, text
 
 FOLDER = Path(__file__).parent / "images"
 _STYLE = """

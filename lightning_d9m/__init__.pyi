@@ -1,6 +1,4 @@
 from . import probe as probe
-from .audit.inference.fixed_batch import FixedShape as FixedShape
-from .audit.inference.fixed_batch import PerSample as PerSample
 from .comparison.differences import Divergence as Divergence
 from .comparison.ledgers import Comparison as Comparison
 from .comparison.ledgers import compare as compare

@@ -1,161 +1,71 @@
 """``d9m audit model``: the distances between trainings, by epoch and by layer.
 
-The ledgers and weights of runs with and without determinism come in; a report goes out.
+The ledgers of runs with and without determinism come in; a report goes out.
 """
 
+import math
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from itertools import chain
+from typing import Any, TypeAlias
 
 from lightning_d9m.comparison.ledgers import compare_ledgers
+from lightning_d9m.comparison.weight_distance import (
+    NO_DISTANCE,
+    STANDARD_ERROR,
+    Distance,
+    measure_distances,
+    read_ends,
+)
 from lightning_d9m.errors import CommandError
+from lightning_d9m.launch.run import Run
 from lightning_d9m.ledger.folder import Ledger
 from lightning_d9m.ledger.format.records import Digests
-from lightning_d9m.output.columns import format_table, markdown_table, short
-from lightning_d9m.output.run_table import RunRow, list_columns
-from lightning_d9m.output.svg.charts import draw_lines
-from lightning_d9m.output.terminal import WIDTH
+from lightning_d9m.ledger.kinds import ROOT
+from lightning_d9m.output.columns import Column, format_markdown_table, format_table, short
+from lightning_d9m.output.result_tables import RunRow, list_run_columns, make_run_row
+from lightning_d9m.output.svg import draw_file
 from lightning_d9m.text import pluralize
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from lightning_d9m.comparison.numeric_difference import Variation
-
 CONDITIONS = ("without", "with")
-_EXPLANATION = """\
-Each run is compared with the first one in its condition. Vermv is the mean of |A - B| / |A| over
-all weights, Vc the fraction of the weights that differ in any bit (Shanmugavelu et al. 2024, arXiv
-2408.05148), ulps the greatest distance in representable numbers. *Without* is the same program with
-the same seeds and every determinism setting off."""
+_EXPLANATION = f"""\
+Each run is compared with the first one in its condition. *distance* is the norm of the difference
+of the weights, relative to that of the weights, as a mean over the runs: 0 exactly if all bits
+agree, else estimated from the ledgers with a standard error of {STANDARD_ERROR:.0%}. *tensors* is
+the greatest number of weights that differ. *Without* is the same program with the same seeds and
+every determinism setting off."""
+# The distances of the weights of each layer; None for a weight that differs and has no sketch.
+_Layers: TypeAlias = Mapping[str, Sequence[Distance | None]]
+# The figures of one moment, layer or value in both conditions.
+_Pair: TypeAlias = tuple[Mapping[str, Any], Mapping[str, Any]]
 
 
-@dataclass
-class Fit:
-    """One fit of one training.
-
-    Attributes:
-        moments: Digests of the end of each epoch, then of the end of the fit.
-        equal: Whether the whole ledger equals that of the first run.
-        epochs: Distance of all weights from the first run's, for each of ``moments``.
-        layers: The same by layer, at the end of the fit.
-    """
-
-    moments: list[Digests]
-    equal: bool = True
-    epochs: "list[Variation]" = field(default_factory=list)
-    layers: "dict[str, Variation]" = field(default_factory=dict)
-
-    @property
-    def last(self) -> Digests:
-        """The digests of the end of the fit."""
-        return self.moments[-1]
-
-
-class Training:
-    """One run of the command.
-
-    Args:
-        folder: Its ledgers, and its weights until they are measured.
-        seconds: Duration of the command.
-        ledgers: By name of the fit; its folder may have another name, as after ``pair_fits``.
+def summarize(trainings: Mapping[str, Sequence[Run]]) -> dict[str, Any]:
+    """Return all figures of the runs in each condition.
 
     Raises:
-        CommandError: A fit did not finish.
+        CommandError: The runs did not fit the same models, or a fit did not finish.
     """
-
-    def __init__(self, folder: Path, seconds: float, ledgers: Mapping[str, Ledger]) -> None:
-        self.folder = folder
-        self.seconds = seconds
-        self.ledgers = dict(ledgers)
-        self.fits = {name: Fit(_moments(ledger)) for name, ledger in ledgers.items()}
-
-    @property
-    def seed(self) -> int:
-        """The base seed of the first fit."""
-        return next(iter(self.ledgers.values())).header.seed
-
-    def measure(self, first: "Training") -> None:
-        """Compare ledgers and weights with those of the first run in the condition.
-
-        Raises:
-            CommandError: The runs did not fit the same models.
-        """
-        if list(first.fits) != list(self.fits):
-            raise CommandError(
-                f"The runs left different numbers of ledgers: {len(first.fits)} in "
-                f"{first.folder}, {len(self.fits)} in {self.folder}. Each run must fit the same "
-                "models in the same order."
-            )
-        for name, fit in self.fits.items():
-            fit.equal = compare_ledgers(first.ledgers[name], self.ledgers[name]).equal
-            known = {(moment.moment, moment.epoch) for moment in first.fits[name].moments}
-            for moment in fit.moments:
-                if (moment.moment, moment.epoch) in known:
-                    self._measure_moment(first, name, moment)
-
-    def _measure_moment(self, first: "Training", name: str, moment: Digests) -> None:
-        from lightning_d9m.comparison.numeric_difference import measure_variation
-
-        fit = self.fits[name]
-        expected, actual = (run.load(name, moment) for run in (first, self))
-        fit.epochs.append(measure_variation(list(expected.values()), list(actual.values())))
-        if moment is fit.last:
-            layers = sorted({layer.rpartition(".")[0] for layer in expected})
-            for layer in layers:
-                old, new = (
-                    [weights[name] for name in weights if name.rpartition(".")[0] == layer]
-                    for weights in (expected, actual)
-                )
-                fit.layers[layer or "(top)"] = measure_variation(old, new)
-
-    def load(self, name: str, moment: Digests) -> "dict[str, Tensor]":
-        """Load the weights of one moment.
-
-        Raises:
-            CommandError: They were not saved.
-        """
-        from lightning_d9m.lightning.recording.weight_snapshots import (
-            load_weight_snapshot,
-            weight_snapshot_path,
-        )
-
-        written_as = self.ledgers[name].path.name
-        path = weight_snapshot_path(
-            self.folder / "weights", written_as, moment.moment, moment.epoch
-        )
-        if not path.exists():
-            raise CommandError(
-                f"The run left no weights in {path}: its lightning_d9m is an older version. "
-                "Install this version in the environment of the command."
-            )
-        return load_weight_snapshot(path)
-
-
-def _moments(ledger: Ledger) -> list[Digests]:
-    records = ledger.list_ends()
-    if not records:
-        raise CommandError(
-            f"The training of {ledger.path} did not finish, so it cannot be measured. See its log, "
-            "output.log in the same folder."
-        )
-    return records
-
-
-def render_json(trainings: Mapping[str, Sequence[Training]]) -> dict[str, Any]:
-    """Return all figures."""
     names = list(trainings[CONDITIONS[0]][0].fits)
-    seconds = {name: [round(run.seconds, 3) for run in trainings[name]] for name in CONDITIONS}
-    fits = []
-    for name in names:
-        entry: dict[str, Any] = {"fit": name}
-        for condition in CONDITIONS:
-            runs = trainings[condition]
-            entry[condition] = _summarize(runs, [run.fits[name] for run in runs])
-        fits.append(entry)
-    medians = {condition: statistics.median(seconds[condition]) for condition in CONDITIONS}
+    for run in (run for runs in trainings.values() for run in runs):
+        if list(run.fits) != names:
+            raise CommandError(
+                f"The runs left different numbers of ledgers: {len(names)} and {len(run.fits)}. "
+                "Each run must fit the same models in the same order."
+            )
+    seconds = {
+        name: [round(run.seconds or 0.0, 3) for run in trainings[name]] for name in trainings
+    }
+    medians = {name: statistics.median(seconds[name]) for name in CONDITIONS}
+    fits = [
+        {"fit": name}
+        | {
+            condition: _summarize_fit([run.fits[name] for run in trainings[condition]])
+            for condition in CONDITIONS
+        }
+        for name in names
+    ]
     return {
         "runs": len(seconds["with"]),
         "seconds": seconds,
@@ -165,39 +75,40 @@ def render_json(trainings: Mapping[str, Sequence[Training]]) -> dict[str, Any]:
     }
 
 
-def _summarize(runs: Sequence[Training], fits: Sequence[Fit]) -> dict[str, Any]:
-    scalars = sorted(set.intersection(*(set(fit.last.scalars) for fit in fits)))
-    values = {name: [fit.last.scalars[name] for fit in fits] for name in scalars}
-    losses = [fit.last.loss for fit in fits if fit.last.loss is not None]
+def _summarize_fit(ledgers: Sequence[Ledger]) -> dict[str, Any]:
+    """Return the figures of one fit in one condition."""
+    equal = [compare_ledgers(ledgers[0], ledger).equal for ledger in ledgers]
+    words = ["reference", *("equal" if same else "differs" for same in equal[1:])]
+    rows = [
+        make_run_row(number, 1, ledger, word)
+        for number, (ledger, word) in enumerate(zip(ledgers, words, strict=True), start=1)
+    ]
+    ends = [read_ends(ledger) for ledger in ledgers]
+    last = [run[-1] for run in ends]
+    scalars = sorted(set.intersection(*(set(record.scalars) for record in last)))
+    values = {name: [record.scalars[name] for record in last] for name in scalars}
+    losses = [record.loss for record in last if record.loss is not None]
     if losses:
         values = {"final loss": losses} | values
-    moments = min(len(fit.epochs) for fit in fits)
+    moments = list(zip(*ends, strict=False))
+    layers = [_measure_layers(last[0], record) for record in last[1:]]
     return {
-        "equal": all(fit.equal for fit in fits),
-        "distinct": len({fit.last.totals["weights"] for fit in fits}),
-        "runs": [
-            {
-                "run": number,
-                "seed": run.seed,
-                "weights": fit.last.totals["weights"],
-                "loss": fit.last.loss,
-                "equal": fit.equal,
-            }
-            for number, (run, fit) in enumerate(zip(runs, fits, strict=True), start=1)
-        ],
+        "equal": all(equal),
+        "distinct": len({record.totals["weights"] for record in last}),
+        "runs": [asdict(row) for row in rows],
         "scalars": {name: _spread_of(texts) for name, texts in values.items()},
         "moments": [
             {
-                "moment": fits[0].moments[place].moment,
-                "epoch": fits[0].moments[place].epoch,
-                "distinct": len({fit.moments[place].totals["weights"] for fit in fits}),
-                **_vary([fit.epochs[place] for fit in fits]),
+                "moment": first.moment,
+                "epoch": first.epoch,
+                "distinct": len({record.totals["weights"] for record in (first, *others)}),
+                **_vary([_measure_layers(first, record) for record in others]),
             }
-            for place in range(moments)
+            for first, *others in moments
         ],
         "layers": {
-            layer: _vary([fit.layers[layer] for fit in fits if layer in fit.layers])
-            for layer in fits[0].layers
+            layer or ROOT: _vary([{layer: run[layer]} for run in layers if layer in run])
+            for layer in layers[0]
         },
     }
 
@@ -212,29 +123,40 @@ def _spread_of(texts: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def _vary(variations: Sequence[Any]) -> dict[str, Any]:
+def _measure_layers(expected: Digests, actual: Digests) -> _Layers:
+    layers: dict[str, list[Distance | None]] = {}
+    for name, distance in measure_distances(expected, actual).items():
+        layers.setdefault(name.rpartition(".")[0], []).append(distance)
+    return layers
+
+
+def _vary(runs: Sequence[_Layers]) -> dict[str, Any]:
     """Return the figures of all runs but the first, which is their reference."""
-    others = variations[1:]
+    sizes, tensors = [], []
+    for found in (list(chain.from_iterable(layers.values())) for layers in runs):
+        sized = [distance for distance in found if distance is not None]
+        whole = len(sized) == len(found)
+        sizes.append(sum(sized, NO_DISTANCE).relative if whole else math.nan)
+        tensors.append(sum(distance is None or distance.differing for distance in found))
+    known = all(map(math.isfinite, sizes))
     return {
-        "vermv": statistics.fmean(one.vermv for one in others),
-        "vermv_max": max(one.vermv for one in others),
-        "vc": statistics.fmean(one.vc for one in others),
-        "vc_max": max(one.vc for one in others),
-        "ulps": max(one.ulps for one in others),
+        "distance": statistics.fmean(sizes) if known else None,
+        "distance_max": max(sizes) if known else None,
+        "tensors": max(tensors),
     }
 
 
 def render_plot(entry: Mapping[str, Any]) -> str:
-    """Return a plot of the spread of one fit by epoch, as SVG."""
+    """Return a plot of the distances of one fit by epoch, as SVG."""
     series = {
-        f"{condition}: {name}": [
-            m[key] for m in entry[condition]["moments"] if m["moment"] == "epoch"
+        f"{condition} determinism": [
+            moment["distance"] or 0.0
+            for moment in entry[condition]["moments"]
+            if moment["moment"] == "epoch"
         ]
         for condition in CONDITIONS
-        for name, key in (("Vermv", "vermv"), ("Vc", "vc"))
     }
-    title = "Distance between the weights of the runs"
-    return draw_lines(title, ("epoch", "mean over the runs"), series)
+    return draw_file("Distance between the weights of the runs: the mean", "epoch", series)
 
 
 def render_text(result: Mapping[str, Any]) -> str:
@@ -256,13 +178,13 @@ def render_text(result: Mapping[str, Any]) -> str:
             parts.append(
                 f"{condition} determinism: {entry['distinct']} distinct of {result['runs']}"
             )
-            parts.append(_format_runs(entry))
+            parts.append(_format_runs(entry, format_table))
         names = fit["without"]["scalars"]
         parts += ["\n".join(_describe_scalar(fit, c, name) for c in CONDITIONS) for name in names]
+    medians = {name: statistics.median(result["seconds"][name]) for name in CONDITIONS}
     parts.append(
-        f"time: {statistics.median(result['seconds']['with']):.2f} s with, "
-        f"{statistics.median(result['seconds']['without']):.2f} s without (medians of the whole "
-        f"command): {result['ratio']} times."
+        f"time: {medians['with']:.2f} s with, {medians['without']:.2f} s without (medians of the "
+        f"whole command): {result['ratio']} times."
     )
     return "\n\n".join(parts)
 
@@ -277,37 +199,32 @@ def _describe_scalar(fit: Mapping[str, Any], condition: str, name: str) -> str:
     return f"{name}, {condition}: {entry['distinct']} values, {span}"
 
 
-def _format_runs(entry: Mapping[str, Any]) -> str:
+def _format_runs(entry: Mapping[str, Any], form: Callable[..., str]) -> str:
     """Return the table of the runs in one condition."""
-    rows = [
-        RunRow(
-            run=run["run"],
-            fit=1,
-            seed=run["seed"],
-            weights=run["weights"],
-            loss=run["loss"],
-            verdict="reference" if run["run"] == 1 else "equal" if run["equal"] else "differs",
-        )
-        for run in entry["runs"]
-    ]
-    return format_table(list_columns(rows), rows, WIDTH)
+    rows = [RunRow(**run) for run in entry["runs"]]
+    return form(list_run_columns(rows), rows)
 
 
 def render_markdown(result: Mapping[str, Any], command: Sequence[str]) -> str:
     """Return the result as a page."""
     runs = f"`{' '.join(command)}`, {result['runs']} runs in each condition."
-    parts = ["# Audit of a training", runs]
-    parts.append(_EXPLANATION)
+    parts = ["# Audit of a training", runs, _EXPLANATION]
     for fit in result["fits"]:
-        parts.append(f"## {fit['fit']}")
-        parts.append(f"![Spread by epoch]({fit['fit']}.svg)")
-        parts += [
-            f"### Runs {condition} determinism\n\n```\n{_format_runs(fit[condition])}\n```"
-            for condition in CONDITIONS
+        parts += [f"## {fit['fit']}", f"![Distance by epoch]({fit['fit']}.svg)"]
+        for condition in CONDITIONS:
+            table = _format_runs(fit[condition], format_markdown_table)
+            parts += [f"### Runs {condition} determinism", table]
+        without, with_ = (fit[condition] for condition in CONDITIONS)
+        moments = [
+            (str(one["epoch"]) if one["moment"] == "epoch" else one["moment"], (one, other))
+            for one, other in zip(without["moments"], with_["moments"], strict=False)
         ]
-        parts.append("### Loss and metrics\n\n" + _scalar_table(fit))
-        parts.append("### Weights by epoch\n\n" + _moment_table(fit))
-        parts.append("### Weights by layer, at the end\n\n" + _layer_table(fit))
+        for title, first, names, rows in (
+            ("Loss and metrics", "value", _VALUES, _pair_up(fit, "scalars")),
+            ("Weights by epoch", "epoch", ("distinct", *_DISTANCES), moments),
+            ("Weights by layer, at the end", "layer", _DISTANCES, _pair_up(fit, "layers")),
+        ):
+            parts += [f"### {title}", format_markdown_table(_list_columns(first, names), rows)]
     parts.append(
         "## Time\n\nSeconds of the whole command, imports included: "
         + "; ".join(f"{condition} {result['seconds'][condition]}" for condition in CONDITIONS)
@@ -316,38 +233,22 @@ def render_markdown(result: Mapping[str, Any], command: Sequence[str]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _scalar_table(fit: Mapping[str, Any]) -> str:
-    rows = []
-    for name in fit["without"]["scalars"]:
-        for condition in CONDITIONS:
-            entry = fit[condition]["scalars"].get(name)
-            if entry:
-                span = (entry["least"], entry["greatest"], entry["deviation"])
-                rows.append((name, condition, str(entry["distinct"]), *span))
-    return markdown_table(("", "condition", "distinct", "least", "greatest", "deviation"), rows)
+_VALUES = ("distinct", "least", "greatest", "deviation")
+_DISTANCES = ("distance", "tensors")
 
 
-def _moment_table(fit: Mapping[str, Any]) -> str:
-    rows = []
-    for without, with_ in zip(fit["without"]["moments"], fit["with"]["moments"], strict=False):
-        title = str(without["epoch"]) if without["moment"] == "epoch" else without["moment"]
-        rows.append((title, *_figures(without), *_figures(with_)))
-    return markdown_table(("epoch", *_columns("distinct")), rows)
+def _pair_up(fit: Mapping[str, Any], key: str) -> list[tuple[str, _Pair]]:
+    """Return (name, its figures in both conditions) of each value or layer."""
+    without, with_ = (fit[condition][key] for condition in CONDITIONS)
+    return [(f"`{name}`", (found, with_.get(name, {}))) for name, found in without.items()]
 
 
-def _layer_table(fit: Mapping[str, Any]) -> str:
-    rows = [
-        (f"`{layer}`", *_figures(entry), *_figures(fit["with"]["layers"].get(layer, entry)))
-        for layer, entry in fit["without"]["layers"].items()
-    ]
-    return markdown_table(("layer", *_columns()), rows)
+def _list_columns(first: str, names: Sequence[str]) -> list[Column[tuple[str, _Pair]]]:
+    """Return the columns of figures in both conditions."""
 
+    def make(name: str, number: int) -> Column[tuple[str, _Pair]]:
+        title = f"{name}, {CONDITIONS[number]}"
+        return Column(title, lambda row: short(row[1][number].get(name)), is_number=True)
 
-def _columns(*first: str) -> list[str]:
-    names = (*first, "Vermv", "Vc", "ulps")
-    return [f"{name}, {condition}" for condition in CONDITIONS for name in names]
-
-
-def _figures(entry: Mapping[str, Any]) -> list[str]:
-    first = [str(entry["distinct"])] if "distinct" in entry else []
-    return [*first, short(entry["vermv"]), short(entry["vc"]), str(entry["ulps"])]
+    named: Column[tuple[str, _Pair]] = Column(first, lambda row: row[0])
+    return [named, *(make(name, number) for number in range(len(CONDITIONS)) for name in names)]

@@ -9,7 +9,7 @@ from pathlib import Path
 from lightning_d9m.cli.arguments import add_format_arguments, add_ledger_arguments, choose_ledgers
 from lightning_d9m.comparison.ledgers import compare_ledgers
 from lightning_d9m.comparison.noise import judge_change
-from lightning_d9m.comparison.timeline import Timeline
+from lightning_d9m.comparison.weight_distance import DistanceSeries
 from lightning_d9m.errors import LedgerError, SettingError
 from lightning_d9m.file_errors import explain_file_error
 from lightning_d9m.launch.progress import show_progress
@@ -20,13 +20,13 @@ from lightning_d9m.output.comparison_text import (
     format_evidence,
     state_verdict,
 )
-from lightning_d9m.output.distance_table import format_distances, list_distances
 from lightning_d9m.output.noise_text import (
     draw_noise,
     format_noise,
     list_noise_facts,
     state_noise,
 )
+from lightning_d9m.output.result_tables import format_distances, list_distances
 from lightning_d9m.output.terminal import (
     find_command,
     format_next_steps,
@@ -81,22 +81,22 @@ def run(arguments: argparse.Namespace) -> int:
             "--noise DIR, or leave them out."
         )
     verbose = arguments.verbose
-    timeline = Timeline()
+    distances = DistanceSeries()
     with show_progress("records compared") as progress:
-        watch = timeline.watch if verbose else None
+        watch = distances.watch if verbose else None
         comparison = compare_ledgers(expected, actual, progress=progress, watch=watch)
     if arguments.format == "json":
         facts = comparison.as_json()
         if verbose:
-            facts["distances"] = list_distances(timeline.distances)
+            facts["distances"] = list_distances(distances)
         print(json.dumps(facts, indent=2))
     elif arguments.format == "markdown":
         evidence = format_evidence(comparison, verbose=verbose)
         print(format_markdown(state_verdict(comparison), evidence))
     else:
         print_lines(format_comparison(comparison, verbose=verbose))
-        if timeline.distances.moments and not comparison.equal:
-            print("\n".join(format_distances(timeline.distances, terminal_width())))
+        if distances.moments and not comparison.equal:
+            print("\n".join(format_distances(distances, terminal_width())))
         if comparison.verdict == "different":
             command = f"-- {printable(find_command((expected, actual)) or 'COMMAND')}"
             ledgers = printable(" ".join(shlex.quote(str(path)) for path in paths))

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from lightning_d9m.cli.arguments import add_command_arguments, get_command, whole_number
 from lightning_d9m.history.bundle import LOCATE_JSON, LOCATE_TEXT
 from lightning_d9m.launch.run import make_output
-from lightning_d9m.locate.search import Runner, Search, SearchResult
+from lightning_d9m.locate.search import Runner, Search, SearchResult, find_cause_lines
 from lightning_d9m.output.locate_text import describe
 from lightning_d9m.output.terminal import print_lines, wrap
 
@@ -56,8 +56,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Locate; return 0 if no runs differ, 1 if something was found."""
-    from lightning_d9m.locate.source_scan import find_cause_lines
-
     command = get_command(arguments, "locate")
     variables = _without_determinism() if arguments.no_determinism else {}
     output = make_output(arguments.output)

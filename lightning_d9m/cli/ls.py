@@ -8,7 +8,7 @@ from pathlib import Path
 from lightning_d9m.cli.arguments import whole_number
 from lightning_d9m.launch.progress import show_progress
 from lightning_d9m.ledger.folder import search_ledgers
-from lightning_d9m.output.ledger_table import format_ledgers, make_row
+from lightning_d9m.output.result_tables import format_ledgers, make_ledger_row
 from lightning_d9m.output.terminal import terminal_width
 
 
@@ -40,7 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
     with show_progress("ledgers read") as progress:
         for number, entry in enumerate(found[first:], start=first):
             before = [other for other in found[:number] if other.precedes(entry)]
-            rows.append(make_row(entry, before[-1] if before else None))
+            rows.append(make_ledger_row(entry, before[-1] if before else None))
             if progress is not None:
                 progress(len(rows))
     if arguments.json:

@@ -1,7 +1,6 @@
 """``d9m report``: write the comparison of runs as one HTML file that needs no network."""
 
 import argparse
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,6 @@ from lightning_d9m.file_errors import explain_file_error
 from lightning_d9m.launch.progress import show_progress
 from lightning_d9m.launch.run import Run, read_runs
 from lightning_d9m.ledger.folder import Ledger, read_ledger
-from lightning_d9m.output.distance_table import list_distances
 from lightning_d9m.output.html_page import GENERATOR, RepeatedRuns, render_page
 from lightning_d9m.output.repeat_text import RepeatReport
 from lightning_d9m.output.terminal import print_lines
@@ -34,22 +32,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--force", action="store_true", help="replace the file even if it is not a report"
     )
-    parser.add_argument(
-        "--json", action="store_true", help="print the facts as JSON instead of writing a file"
-    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Compare ledgers, write the page, and return 0 if they are equal, else 1."""
-    if not arguments.json:
-        check_output(arguments.output, force=arguments.force)
+    check_output(arguments.output, force=arguments.force)
     found = compare_chosen(arguments)
-    if arguments.json:
-        print(json.dumps(_collect_facts(found.comparison, found.timeline), indent=2))
-    else:
-        page = render_page(found.comparison, found.timeline, found.ledgers, found.repeated)
-        write_page(arguments.output, page)
-        print_lines([f"{found.verdict}: the report is {printable(str(arguments.output))}"])
+    page = render_page(found.comparison, found.timeline, found.ledgers, found.repeated)
+    write_page(arguments.output, page)
+    print_lines([f"{found.verdict}: the report is {printable(str(arguments.output))}"])
     return 0 if found.verdict == "equal" else 1
 
 
@@ -104,41 +95,14 @@ def _compare_runs(runs: Mapping[int, Run], folder: Path) -> Compared:
             f"{folder} holds run 1 of a `d9m repeat` and no run to compare it with. Name a folder "
             "with two runs, such as d9m-runs/000, or two ledgers."
         )
-    of_fit = [found for (_, name), found in timelines.items() if name == shown.name]
-    reference = {name: series.runs[0] for name, series in of_fit[0].values.items()}
-    others = [{name: series.runs[1] for name, series in one.values.items()} for one in of_fit]
+    values = [found.values for (_, name), found in timelines.items() if name == shown.name]
     return Compared(
         report.verdict,
         shown.comparison,
-        timelines[shown.run, shown.name],
+        timelines[shown.row.run, shown.name],
         (runs[1].fits[shown.name], shown.ledger),
-        RepeatedRuns(report.state_verdict(), report.rows, [reference, *others]),
+        RepeatedRuns(report.state_verdict(), report.rows, values),
     )
-
-
-def _collect_facts(comparison: Comparison, timeline: Timeline) -> dict[str, object]:
-    histograms = {
-        name: [[s.first, s.last, s.compared, s.differing] for s in found.ordered()]
-        for name, found in (("places", timeline.places), ("weights", timeline.weights))
-    }
-    ranks = {
-        rank: [[s.first, s.last, s.compared, s.differing, s.alone] for s in found.ordered()]
-        for rank, found in timeline.ranks.items()
-    }
-    moments = [[m.rank, m.where, m.status, list(m.groups)] for m in timeline.moments]
-    modules = {
-        path: {"differing": module.differing, "first": module.first}
-        for path, module in timeline.modules.items()
-    }
-    return comparison.as_json() | {
-        "growth": histograms,
-        "distances": list_distances(timeline.distances),
-        "timeline": ranks,
-        "moments": moments,
-        "moments_left_out": timeline.moments_left_out,
-        "modules": modules,
-        "modules_left_out": timeline.modules_left_out,
-    }
 
 
 def check_output(path: Path, *, force: bool) -> None:

@@ -5,7 +5,6 @@ a batch differ in places.
 """
 
 import json
-import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,7 +21,7 @@ from lightning_d9m.ledger.format.records import (
     Record,
     RunFacts,
 )
-from lightning_d9m.ledger.keys import describe_record
+from lightning_d9m.ledger.keys import Item, describe_record
 from lightning_d9m.ledger.kinds import PROBE_KINDS
 from lightning_d9m.ledger.stack import same_logical_ranks
 from lightning_d9m.ledger.tables import MISSING, TableValue, table_differences
@@ -38,9 +37,6 @@ _TOTAL = "(total)"
 OTHER = "other fields"
 # The kinds that each rank computes alone: from the inputs up to the exchange of gradients.
 _COMPUTED = PROBE_KINDS[PROBE_KINDS.index("input") : PROBE_KINDS.index("gradient")]
-_MAX_PATH_CHARACTERS = 2**26
-# A name that cannot be mistaken for a path.
-_PLAIN = re.compile(r"[^.\[\"]+")
 GROUPS = ("weights", "buffers", "optimizers", "schedulers")
 
 # Settings in which two comparable runs may differ, each with the reason.
@@ -209,27 +205,9 @@ class Divergence:
 
     def as_json(self) -> dict[str, object]:
         """Return the difference as JSON types."""
-        named = ("rank", "moment", "epoch", "step", "batch", "kind", "name", "call", "position")
-        counted = ("expected", "actual", "places", "count", "compared", "one_sided")
-        return {name: getattr(self, name) for name in (*named, *counted)}
-
-    def summarize(self) -> dict[str, object]:
-        """Return the record that differs as JSON types, with the names of its first group."""
-        probed = self.moment == "batch"
-        return {
-            "kind": "probes" if probed else "digests" if self.moment else self.kind,
-            "where": self.where,
-            "moment": "" if probed else self.moment,
-            "epoch": self.epoch,
-            "step": self.step,
-            "group": self.kind,
-            "names": self.names,
-            "count": self.count,
-            "total": self.compared,
-            "expected": self.expected,
-            "actual": self.actual,
-            "by_group": self.by_kind,
-        }
+        named = ("rank", "where", "moment", "epoch", "step", "batch", "kind", "name", "call")
+        counted = ("position", "expected", "actual", "places", "count", "compared", "one_sided")
+        return {name: getattr(self, name) for name in (*named, *counted, "by_kind")}
 
 
 def name_call(name: str, call: int) -> str:
@@ -295,11 +273,26 @@ def _run_table(facts: RunFacts) -> dict[str, Json]:
     table |= {f"trainer.{name}": value for name, value in facts.trainer.items()}
     extras = [dict(loader.extra) for loader in facts.train]
     for unknown in ({"train": extras} if any(extras) else {}, facts.extra):
-        for path, leaf in _flatten(unknown).items():
-            while path in table:  # a name of ours
-                path += "."  # noqa: PLW2901 - a free one
-            table[path] = leaf
+        for name, value in _write_out(unknown).items():
+            while name in table:  # a name of ours
+                name += "."  # noqa: PLW2901 - a free one
+            table[name] = value
     return table
+
+
+def find_difference(expected: Item, actual: Item) -> Divergence | None:
+    """Return how a record, or the probes of a batch, differ from their counterpart.
+
+    None if their contents are equal. The difference of a batch may consist of places that only one
+    run has; then its ``count`` is 0.
+    """
+    if expected is actual:
+        return None
+    if isinstance(expected, Batch) and isinstance(actual, Batch):
+        return batch_difference(expected, actual)
+    if isinstance(expected, Batch) or isinstance(actual, Batch):
+        return None
+    return record_difference(expected, actual)
 
 
 def record_difference(expected: Record, actual: Record) -> Divergence | None:
@@ -331,42 +324,22 @@ def record_difference(expected: Record, actual: Record) -> Divergence | None:
 
 
 def _comparable_fields(record: Record) -> dict[str, Json]:
-    """Return every leaf of a record but of the fields that are never compared."""
+    """Return the fields of a record but those that are never compared."""
     fields = record.as_record()
     for name in () if isinstance(record, Opaque) else record.uncompared:
         fields.pop(name, None)
-    return _flatten(fields)
+    return _write_out(fields)
 
 
-def _flatten(table: Mapping[str, Json]) -> dict[str, Json]:
-    """Return the leaves of nested tables and lists by path, such as ``train[0].samples``.
-
-    Different tables have different leaves: a name that looks like a path is quoted. If the paths
-    need too much memory, the top-level entries are the leaves, as JSON.
-    """
-    leaves: dict[str, Json] = {}
-    characters = 0
-    for path, leaf in _leaves(table, ""):
-        leaves[path] = leaf
-        characters += len(path)
-        if characters > _MAX_PATH_CHARACTERS:
-            return {_quote(key): json.dumps(value, sort_keys=True) for key, value in table.items()}
-    return leaves
-
-
-def _quote(name: str) -> str:
-    return name if _PLAIN.fullmatch(name) else json.dumps(name)
-
-
-def _leaves(value: Json, path: str) -> Iterator[tuple[str, Json]]:
-    if isinstance(value, list | tuple) and value:
-        for number, entry in enumerate(value):
-            yield from _leaves(entry, f"{path}[{number}]")
-    elif isinstance(value, Mapping) and (value or not path):
-        for name, entry in value.items():
-            yield from _leaves(entry, f"{path}.{_quote(name)}" if path else _quote(name))
-    else:
-        yield path, value
+def _write_out(table: Mapping[str, Json]) -> dict[str, Json]:
+    """Return a table with lists and tables in it as JSON, and texts that look like these too."""
+    return {
+        name: json.dumps(value, sort_keys=True)
+        if isinstance(value, list | tuple | Mapping)
+        or (isinstance(value, str) and value.startswith(("[", "{")))
+        else value
+        for name, value in table.items()
+    }
 
 
 def _differing(expected: Record, actual: Record) -> Iterator[tuple[str, int, list[TableValue]]]:
@@ -400,7 +373,7 @@ def _tables(expected: Record, actual: Record) -> dict[str, tuple[Table, Table]]:
     tables["loss"] = (losses[0], losses[1])
     tables["scalars"] = (expected.scalars, actual.scalars)
     tables["step"] = ({"global step": str(expected.step)}, {"global step": str(actual.step)})
-    extras = [_flatten(record.extra) for record in (expected, actual)]
+    extras = [_write_out(record.extra) for record in (expected, actual)]
     tables["other fields"] = (extras[0], extras[1])
     return tables
 

@@ -1,35 +1,59 @@
-"""Compare two ledgers as streams: differences in stack and settings, then divergences."""
+"""Compare two ledgers, or the ranks of one, as streams.
+
+First differences in stack and settings, then the divergences of the records of each rank.
+"""
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from lightning_d9m.comparison.alignment import align_records
 from lightning_d9m.comparison.differences import (
     Divergence,
     FieldDifference,
-    batch_difference,
+    PlaceDifference,
+    find_difference,
     header_refusals,
     name_call,
-    record_difference,
     run_refusals,
     setting_differences,
 )
 from lightning_d9m.ledger.folder import Ledger, read_ledger
-from lightning_d9m.ledger.format.frames import Batch
-from lightning_d9m.ledger.format.reader import RankReader
-from lightning_d9m.ledger.format.records import Digests, Header, RunFacts
-from lightning_d9m.ledger.keys import Item, describe_record
+from lightning_d9m.ledger.format.frames import Batch, Frames
+from lightning_d9m.ledger.format.reader import ABOUT_FRAMES, RankReader
+from lightning_d9m.ledger.format.records import Digests, End, Header, RankDrift, RunFacts
+from lightning_d9m.ledger.keys import (
+    LEDGER_START,
+    Item,
+    Key,
+    LedgerPosition,
+    describe_record,
+    record_key,
+    record_place,
+)
 from lightning_d9m.ledger.resumed_runs import Break, LineageReader
-from lightning_d9m.ledger.stack import are_portable, same_logical_ranks, stack_differences
+from lightning_d9m.ledger.stack import (
+    PIPELINE_STAGES,
+    SHARDED_PARAMETERS,
+    are_portable,
+    same_logical_ranks,
+    stack_differences,
+)
 from lightning_d9m.text import escape
 
 # Groups of digests and kinds of probes and records that hold logged values, and evaluations.
 LOGGED = frozenset({"scalar", "scalars"})
 EVALUATED = LOGGED | {"evaluation"}
 _TICK = 2**16
+RecordPair: TypeAlias = tuple[Item | None, Item | None]
+# A batch with more places is compared in parts of about so many, which bounds memory.
+_PART_PLACES = 2**17
+# Records of one step may come in a different order in each run. Most bytes of a step that are kept
+# to find their counterparts; beyond that, waiting records count as records of one run only.
+_KEPT_BYTES = 64 * 2**20
 
 RecordObserver: TypeAlias = Callable[[int, Item | None, Item | None, Divergence | None], None]
 
@@ -74,16 +98,6 @@ class Side:
         """Number of records and places that the other run does not have."""
         return self.records.count + self.places.count
 
-    def as_json(self, name: str) -> dict[str, object]:
-        """Return the facts as JSON types, under the name of the run."""
-        return {
-            f"only_{name}": asdict(self.records),
-            f"only_{name}_places": asdict(self.places),
-            f"{name}_complete": self.complete,
-            f"{name}_truncated": self.truncated,
-            f"{name}_breaks": [asdict(one) for one in self.breaks],
-        }
-
 
 @dataclass(slots=True)
 class RankComparison:
@@ -122,16 +136,47 @@ class RankComparison:
     differing_places: int = 0
     groups: tuple[str, ...] = ()
     divergence: Divergence | None = None
+    # The last batch that was counted, and the last one that was counted as differing.
+    _batch: tuple[int, int] | None = None
+    _differing_batch: tuple[int, int] | None = None
+
+    def begins(self, item: Batch) -> bool:
+        """Return whether some probes are the first of their batch that are counted."""
+        known, self._batch = self._batch, (item.epoch, item.batch)
+        return self._batch != known
+
+    def count(self, item: Item, found: Divergence | None) -> None:
+        """Count a pair of counterparts, of which one is given, and how they differ."""
+        differing = 0 if found is None else found.count
+        if not isinstance(item, Batch):
+            self.records += 1
+            self.differing += bool(differing)
+            self.digests += isinstance(item, Digests)
+            self.epochs += isinstance(item, Digests) and item.moment == "epoch"
+        else:
+            self.batches += self.begins(item)
+            self.places += item.size if found is None else found.compared
+            self.differing_places += differing
+            if differing and self._batch != self._differing_batch:
+                self.differing_batches += 1
+                self._differing_batch = self._batch
+        if found is None:
+            return
+        for side, run in ((self.expected, "actual"), (self.actual, "expected")):
+            if places := [place for place in found.one_sided if getattr(place, run) is None]:
+                name = f"{places[0].kind} {name_call(places[0].name, places[0].call)}"
+                side.places = side.places.add(len(places), f"{escape(name)} in {found.where}")
+        if differing and self.trained_alike:
+            self.groups = tuple(dict.fromkeys((*self.groups, *found.by_kind)))
+        if differing and self.divergence is None:
+            self.divergence = found.keep(self.rank)
 
     def as_json(self) -> dict[str, object]:
         """Return the comparison as JSON types; the names are those of the attributes."""
         found = self.divergence
-        facts = asdict(replace(self, divergence=None)) | {
-            "first": None if found is None else found.summarize(),
-            "divergence": None if found is None else found.as_json(),
-        }
-        del facts["expected"], facts["actual"]
-        return facts | self.expected.as_json("expected") | self.actual.as_json("actual")
+        facts = asdict(replace(self, divergence=None))
+        del facts["_batch"], facts["_differing_batch"]
+        return facts | {"divergence": None if found is None else found.as_json()}
 
     @property
     def trained_alike(self) -> bool:
@@ -355,81 +400,6 @@ def _merge(found: Iterable[FieldDifference]) -> tuple[FieldDifference, ...]:
     return tuple(merged.values())
 
 
-@dataclass(slots=True)
-class _Tally:
-    """The comparison of one rank's files so far.
-
-    Attributes:
-        found: The counts.
-        refusals: What makes the runs incomparable.
-        batch: The last batch that was counted.
-        differing_batch: The last batch that was counted as differing.
-    """
-
-    found: RankComparison
-    refusals: list[FieldDifference] = field(default_factory=list)
-    batch: tuple[int, int] = (-1, -1)
-    differing_batch: tuple[int, int] = (-1, -1)
-
-    def count(self, one: Item, other: Item) -> Divergence | None:
-        """Count two counterparts and their differences."""
-        found = self.found
-        if isinstance(other, Batch):
-            return self._count_batch(one, other)
-        found.records += 1
-        if isinstance(other, Digests):
-            found.digests += 1
-            found.epochs += other.moment == "epoch"
-        if one is other or isinstance(one, Batch):
-            return None
-        if isinstance(one, RunFacts) and isinstance(other, RunFacts):
-            self.refusals = run_refusals(one, other)
-            return None
-        difference = record_difference(one, other)
-        if difference is not None:
-            found.differing += 1
-            self._note(difference)
-        return difference
-
-    def leave_out(self, probes: Batch) -> None:
-        """Count batches whose probes are not compared."""
-        self.found.uncompared_batches += self._enter(probes)
-
-    def _note(self, difference: Divergence) -> None:
-        """Note the groups in which something differs, and the first difference."""
-        found = self.found
-        if found.trained_alike:
-            found.groups = tuple(dict.fromkeys((*found.groups, *difference.by_kind)))
-        if found.divergence is None:
-            found.divergence = difference.keep(found.rank)
-
-    def _enter(self, probes: Batch) -> bool:
-        """Return whether a batch begins with some probes."""
-        known, self.batch = self.batch, (probes.epoch, probes.batch)
-        return self.batch != known
-
-    def _count_batch(self, one: Item, other: Batch) -> Divergence | None:
-        found = self.found
-        found.batches += self._enter(other)
-        if one is other:
-            found.places += other.size
-            return None
-        assert isinstance(one, Batch), "its counterpart is one"
-        compared = batch_difference(one, other)
-        found.places += compared.compared
-        for side, run in ((found.expected, "actual"), (found.actual, "expected")):
-            if places := [place for place in compared.one_sided if getattr(place, run) is None]:
-                name = f"{places[0].kind} {name_call(places[0].name, places[0].call)}"
-                where = f"{escape(name)} in {compared.where}"
-                side.places = side.places.add(len(places), where)
-        if compared.count:
-            found.differing_batches += self.batch != self.differing_batch
-            self.differing_batch = self.batch
-            found.differing_places += compared.count
-            self._note(compared)
-        return compared
-
-
 def _compare_rank(
     rank: int,
     files: tuple[RankReader, RankReader],
@@ -440,21 +410,25 @@ def _compare_rank(
 ) -> tuple[RankComparison, list[FieldDifference]]:
     """Compare two files; stop if they are incomparable."""
     result = RankComparison(rank)
-    tally = _Tally(result)
+    refusals: list[FieldDifference] = []
     ticked = 0
     for one, other in align_records(*files):
+        item = other or one
+        assert item is not None, "one run has it"
         found = None
-        item = other if one is None else one
-        if not probes and isinstance(item, Batch):
-            tally.leave_out(item)
+        if isinstance(item, Batch) and not probes:
+            result.uncompared_batches += result.begins(item)
             continue
-        if one is not None and other is not None:
-            found = tally.count(one, other)
-            if tally.refusals:
-                break
-        elif item is not None:
+        if one is None or other is None:
             side = result.actual if one is None else result.expected
             side.records = side.records.add(1, describe_record(item))
+        elif one is not other and isinstance(one, RunFacts) and isinstance(other, RunFacts):
+            result.records += 1
+            if refusals := run_refusals(one, other):
+                break
+        else:
+            found = find_difference(one, other)
+            result.count(item, found)
         if watch is not None:
             watch(rank, one, other, found)
         done = result.records + result.places
@@ -464,4 +438,239 @@ def _compare_rank(
     for side, file in zip((result.expected, result.actual), files, strict=True):
         side.complete, side.truncated = file.complete, file.truncated
         side.breaks = tuple(file.breaks) if isinstance(file, LineageReader) else ()
-    return result, tally.refusals
+    return result, refusals
+
+
+# Weights must be equal. An optimizer may shard the others: they count only after a batch in which
+# all ranks agreed on them. If the header says that parameters are sharded, none of them counts.
+_WEIGHT = "weight"
+_MAYBE_SHARDED = frozenset({"optimizer", "gradient"})
+_FLAT = "_flat_param"  # the name that FSDP1 gives them
+# Kind of probe by the group of the entry that the run itself found to differ.
+_KINDS = {"weights": "weight", "buffers": "buffer", "optimizers": "optimizer"}
+
+
+def find_rank_drift(ledger: Ledger) -> tuple[Divergence, ...]:
+    """Return where ranks first differ from the others, for each rank that differs there.
+
+    The end of a run that a ``DriftError`` ended names the entry that differed. It counts from the
+    start, beside those that must be equal in every run.
+
+    ``expected`` of a ``Divergence`` is the value on the rank that the others are compared with:
+    rank 0, or rank 1 if all ranks but rank 0 agree.
+
+    Args:
+        ledger: A run with several ranks. With probes of weights, buffers, gradients and the
+            optimizer it shows the step; without, the epoch.
+
+    Raises:
+        LedgerError: If a record is malformed or was edited.
+    """
+    if PIPELINE_STAGES in ledger.header.stack:  # each rank trains another part of the model
+        return ()
+    first, *others = ledger.files
+    known = _read_known_drift(ledger)
+    found = [drift for rank in others if (drift := _compare_ranks(ledger, first, rank, known))]
+    start = min((drift.when for drift in found), default=None)
+    found = [drift for drift in found if drift.when == start]
+    alike = {(drift.kind, drift.name, drift.actual) for drift in found}
+    if 1 < len(found) == len(others) and len(alike) == 1:  # all agree but the first rank
+        places = [
+            place._replace(expected=place.actual, actual=place.expected)
+            for place in found[0].places
+        ]
+        return (replace(found[0], rank=first, places=places),)
+    return tuple(found)
+
+
+def reference_rank(drift: Divergence) -> int:
+    """Return the rank whose values ``drift`` has as expected."""
+    return 1 if drift.rank == 0 else 0
+
+
+def _read_known_drift(ledger: Ledger) -> RankDrift | None:
+    """Return the difference that the run itself has found."""
+    ends = (
+        record
+        for rank in ledger.files
+        for record in ledger.line_records(rank)
+        if type(record) is End
+    )
+    return next((end.drift for end in ends if end.drift is not None), None)
+
+
+def _compare_ranks(
+    ledger: Ledger, first: int, rank: int, known: RankDrift | None
+) -> Divergence | None:
+    sharded = bool(ledger.header.stack.get(SHARDED_PARAMETERS))
+    comparable: set[str] = set() if sharded else {_WEIGHT}
+    with ledger.open(first) as one_file, ledger.open(rank) as other_file:
+        for one, other in align_records(one_file, other_file):
+            if one is None or not isinstance(other, Digests | Batch):
+                continue
+            found = find_difference(one, other)
+            differing = () if found is None else found.places
+            if isinstance(other, Digests):
+                places = [
+                    entry
+                    for entry in differing
+                    if _must_be_equal(entry) or _is_known_entry(entry, other, known)
+                ]
+                size = len(other.groups.get(places[0].kind, ())) if places else 0
+            else:
+                claimed = None if sharded else known
+                places = [
+                    place
+                    for place in differing
+                    if place.kind in comparable or _is_known_place(place, claimed)
+                ]
+                size = 0 if found is None else found.compared
+                if not sharded:
+                    comparable |= _list_kinds(other) - {place.kind for place in differing}
+            if places and found is not None:
+                compared = max(size, len(places))
+                found = replace(found, places=places, count=len(places), compared=compared)
+                return found.keep(rank)
+    return None
+
+
+def _must_be_equal(entry: PlaceDifference) -> bool:
+    """Return whether an entry is a weight; the digest of a flat one of FSDP1 is a shard's."""
+    return entry.kind == "weights" and not entry.name.endswith(_FLAT)
+
+
+def _is_known_entry(entry: PlaceDifference, record: Digests, known: RankDrift | None) -> bool:
+    """Return whether an entry of a record is the one that the run found there."""
+    return (
+        known is not None
+        and (entry.kind, entry.name) == (known.group, known.name)
+        and (record.moment, record.epoch, record.step) == (known.moment, known.epoch, known.step)
+    )
+
+
+def _is_known_place(place: PlaceDifference, known: RankDrift | None) -> bool:
+    """Return whether a place holds the entry that the run found to differ."""
+    if known is None or place.kind != _KINDS.get(known.group):
+        return False
+    return place.name == known.name or place.name.startswith(f"{known.name}:")
+
+
+def _list_kinds(batch: Batch) -> set[str]:
+    return {kind for kind, _, _ in batch.list_places()} & _MAYBE_SHARDED
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """A record of one run: as it is in the file, read, and where it belongs."""
+
+    raw: bytes | Batch
+    item: Item
+    key: Key
+    place: LedgerPosition
+
+    @property
+    def size(self) -> int:
+        """The memory that it takes, in bytes, about: an empty list of 2 bytes takes 64."""
+        return 2 * len(self.raw.digests) if isinstance(self.raw, Batch) else 32 * len(self.raw)
+
+
+def align_records(expected: RankReader, actual: RankReader) -> Iterator[RecordPair]:
+    """Pair the records of two runs, as streams: memory is bounded by one step's records.
+
+    The run that is behind (by epoch and step) advances. Within one step, records are paired by
+    their keys, in any order. Layouts are not paired: they are part of the probes that name them.
+
+    Yields:
+        (record, its counterpart), the same object twice if their bytes are equal; (record, None) or
+        (None, record) if only one run has it. The probes of a batch come as one ``Batch``, or as
+        several of at least 131,072 places.
+    """
+    streams = _read_entries(expected), _read_entries(actual)
+    heads = [next(stream, None) for stream in streams]
+    waiting: tuple[dict[Key, deque[_Entry]], ...] = ({}, {})
+    floor, kept = LEDGER_START, 0
+    while places := [head.place for head in heads if head is not None]:
+        one, other = heads
+        if one and other and one.key == other.key and not any(one.key in own for own in waiting):
+            yield _pair(one, other)
+            heads = [next(stream, None) for stream in streams]
+            continue
+        lowest = min(places)
+        if lowest > floor or kept > _KEPT_BYTES:
+            yield from _flush(*waiting)
+            floor, kept = max(floor, lowest), 0
+        for number, head in enumerate((one, other)):
+            if head is None or head.place != lowest:
+                continue
+            heads[number] = next(streams[number], None)
+            others = waiting[1 - number]
+            if queue := others.get(head.key):
+                found = queue.popleft()
+                if not queue:
+                    del others[head.key]
+                yield _pair(found, head) if number else _pair(head, found)
+            else:
+                waiting[number].setdefault(head.key, deque()).append(head)
+                kept += head.size
+    yield from _flush(*waiting)
+
+
+def _pair(one: _Entry, other: _Entry) -> RecordPair:
+    return (one.item, one.item) if one.raw == other.raw else (one.item, other.item)
+
+
+def _flush(*waiting: dict[Key, deque[_Entry]]) -> Iterator[RecordPair]:
+    """Yield the waiting records as records of one run only; no counterpart can follow."""
+    for number, table in enumerate(waiting):
+        for entry in (entry for queue in table.values() for entry in queue):
+            yield (None, entry.item) if number else (entry.item, None)
+        table.clear()
+
+
+def _read_entries(reader: RankReader) -> Iterator[_Entry]:
+    """Yield the records of a run, sorted by their places."""
+    place = LEDGER_START
+    for raw in _join_batches(reader):
+        item = raw if isinstance(raw, Batch) else reader.parse(raw)
+        place = record_place(item, place)
+        yield _Entry(raw, item, record_key(item), place)
+
+
+def _join_batches(reader: RankReader) -> Iterator[bytes | Batch]:
+    """Yield the records of a ledger, with the consecutive frames of a batch together."""
+    known, before = (-1, -1), 0  # of the current batch: its (epoch, batch), the places so far
+    for key, group in groupby(_split_frames(reader), key=_find_batch):
+        if key is None:
+            yield from (entry for entry in group if isinstance(entry, bytes))
+            continue
+        known, before = key[:2], before if key[:2] == known else 0
+        parts: list[Frames] = []
+        size = 0
+        for frame in (entry for entry in group if isinstance(entry, Frames)):
+            if size >= _PART_PLACES:
+                yield _join(parts, before)
+                before, size, parts = before + size, 0, []
+            parts.append(frame)
+            size += frame.size
+        yield _join(parts, before)
+        before += size
+
+
+def _split_frames(reader: RankReader) -> Iterator[bytes | Frames]:
+    """Yield each line, but those about frames, and each frame."""
+    for entry in reader.entries():
+        if isinstance(entry, Frames):
+            yield from entry.split()
+        elif not entry.startswith(ABOUT_FRAMES):
+            yield entry
+
+
+def _find_batch(entry: bytes | Frames) -> tuple[int, int, int] | None:
+    return (entry.epoch, entry.batch, entry.step) if isinstance(entry, Frames) else None
+
+
+def _join(parts: list[Frames], before: int) -> Batch:
+    layouts = tuple(part.layout for part in parts)
+    digests = b"".join(part.digests for part in parts)
+    first = parts[0]
+    return Batch(first.epoch, first.step, first.batch, before, layouts, digests)

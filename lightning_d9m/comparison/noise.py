@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from lightning_d9m.comparison.weight_distance import NO_DISTANCE, measure_distances
+from lightning_d9m.comparison.weight_distance import NO_DISTANCE, measure_distances, read_ends
 from lightning_d9m.errors import LedgerError
 from lightning_d9m.ledger.folder import Ledger
 from lightning_d9m.ledger.format.records import Digests
@@ -117,7 +117,7 @@ def judge_change(
             "and the runs that show the noise have one. Use one seed for both, or name runs with "
             "several seeds."
         )
-    runs = [_read_ends(ledger) for ledger in (expected, actual, *noise)]
+    runs = [read_ends(ledger) for ledger in (expected, actual, *noise)]
     ends = [_list_values(run[-1]) for run in runs]
     names = list(dict.fromkeys(name for end in ends[:2] for name in end))
     if chosen is not None:
@@ -151,17 +151,6 @@ def judge_change(
         [pair for pair in pairs if pair is not None],
         dict(_list_series(runs, values[0].name if values else None)),
     )
-
-
-def _read_ends(ledger: Ledger) -> list[Digests]:
-    """Return the records of the ends of epochs and of the fit, of the lowest rank."""
-    records = ledger.list_ends()
-    if not records:
-        raise LedgerError(
-            f"{ledger.path} is a training without its end, which cannot be compared with noise. "
-            "Name trainings that finished."
-        )
-    return records
 
 
 def _list_values(record: Digests) -> dict[str, float]:

@@ -71,34 +71,28 @@ def measure_difference(expected: Tensor, actual: Tensor) -> Magnitude | None:
     (1, 1, (1,))
     """
     one, other = expected.detach().cpu(), actual.detach().cpu()
-    same = one.shape == other.shape and one.dtype == other.dtype
-    if not same or one.layout is not torch.strided or other.layout is not torch.strided:
+    if _list_forms([one]) != _list_forms([other]) or {one.layout, other.layout} != {torch.strided}:
         return None
     if one.is_complex():
-        one, other = (
-            torch.view_as_real(one.resolve_conj()),
-            torch.view_as_real(other.resolve_conj()),
-        )
+        one, other = (torch.view_as_real(part.resolve_conj()) for part in (one, other))
     one, other = one.contiguous(), other.contiguous()
     integer = _INTEGERS[one.element_size()]
     differing = one.view(integer) != other.view(integer)
-    places = differing.nonzero()[:_EXAMPLES].tolist()
-    examples = tuple((tuple(at), float(one[tuple(at)]), float(other[tuple(at)])) for at in places)
-    x, y = one[differing].double(), other[differing].double()
+    places = [tuple(at) for at in differing.nonzero()[:_EXAMPLES].tolist()]
+    old, new = one[differing], other[differing]
+    x, y = old.double(), new.double()
     finite = x.isfinite() & y.isfinite()
     gap = (x - y)[finite].abs()
     scale = torch.maximum(x.abs(), y.abs())[finite]
     relative = torch.where(scale > 0, gap / scale, gap)
-    ulps = None
-    if one.is_floating_point() and bool(finite.all()):
-        ulps = _ulps(one[differing], other[differing]) if places else 0
+    ordered = one.is_floating_point() and bool(finite.all())
     return Magnitude(
-        count=int(differing.sum()),
+        count=len(old),
         total=one.numel(),
-        ulps=ulps,
+        ulps=(_ulps(old, new) if places else 0) if ordered else None,
         absolute=float(gap.max()) if gap.numel() else 0.0,
         relative=float(relative.max()) if gap.numel() else 0.0,
-        examples=examples,
+        examples=tuple((at, float(one[at]), float(other[at])) for at in places),
     )
 
 

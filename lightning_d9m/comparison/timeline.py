@@ -1,16 +1,17 @@
-"""The timeline of two runs: how their difference grows, at which records, in which modules.
+"""The timeline of two runs: at which records they differ, in which modules, by how much.
 
 It is collected while two ledgers are compared, in bounded memory. Steps are merged when there are
 too many. Records and modules that differ are kept before those that agree; the rest is counted.
 """
 
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import TypeAlias
 
 from lightning_d9m.comparison.differences import Divergence
 from lightning_d9m.comparison.weight_distance import DistanceSeries
-from lightning_d9m.ledger.format.frames import Batch
+from lightning_d9m.ledger.format.frames import Batch, unpack_places
 from lightning_d9m.ledger.format.records import Digests
 from lightning_d9m.ledger.keys import Item, describe_record
 from lightning_d9m.ledger.kinds import ROOT
@@ -19,15 +20,16 @@ MAX_STEPS = 512
 MAX_MARKS = 256
 MAX_MOMENTS = 400
 MAX_MODULES = 1_500
-MAX_CACHED_LAYOUTS = 1_500
 MAX_EPOCHS = 10_000
-MAX_VALUES = 512
 MAX_SERIES = 24
 _MODULE_STEPS = 64
 # Sets of modules that are recorded together.
 _MAX_SETS = 64
 _OF_MODULES = frozenset({"input", "output", "grad_output"})
 _OF_PARAMETERS = frozenset({"weight", "buffer", "gradient", "local_gradient", "weights", "buffers"})
+
+
+ValuePair: TypeAlias = tuple[int, float | None, float | None]
 
 
 @dataclass(slots=True)
@@ -82,36 +84,6 @@ class StepHistogram:
         return [self.steps[number] for number in sorted(self.steps)]
 
 
-@dataclass(slots=True)
-class ValueSeries:
-    """A logged number at the ends of epochs, in both runs.
-
-    Attributes:
-        points: (step, the reference's value, this run's value); None where a run has no such
-            record. If there are more than ``MAX_VALUES``, every second one is kept.
-    """
-
-    points: list[tuple[int, float | None, float | None]] = field(default_factory=list)
-    _stride: int = 1
-    _count: int = 0
-
-    def add(self, step: int, expected: float | None, actual: float | None) -> None:
-        """Add a point."""
-        if self._count % self._stride == 0:
-            self.points.append((step, expected, actual))
-        self._count += 1
-        if len(self.points) > MAX_VALUES:
-            self.points = self.points[::2]
-            self._stride *= 2
-
-    @property
-    def runs(self) -> tuple[list[tuple[int, float]], list[tuple[int, float]]]:
-        """(step, value) of the reference, and the same of this run, where it has a record."""
-        reference = [(step, value) for step, value, _ in self.points if value is not None]
-        this_run = [(step, value) for step, _, value in self.points if value is not None]
-        return reference, this_run
-
-
 @dataclass(frozen=True, slots=True)
 class TimelinePoint:
     """A record of digests and how it compares.
@@ -150,11 +122,10 @@ class Timeline:
     """Collects the timeline; pass ``watch`` to ``compare_ledgers``.
 
     Attributes:
-        places: Differences among probes, by step.
-        weights: Differences among the weights at the ends of epochs, by step.
         ranks: All that was compared on each rank, by step.
         epochs: The first step of each epoch, at most ``MAX_EPOCHS``.
-        values: The loss and the logged values of the first rank, by name; at most ``MAX_SERIES``.
+        values: The loss and the logged values of the first rank by name, at most ``MAX_SERIES``:
+            (step, the reference's value, this run's value), None where a run has no such record.
         distances: How far the weights of each layer are apart at the ends of epochs.
         modules: Modules by path, at most ``MAX_MODULES``; those that differ take precedence. "" is
             the model itself.
@@ -163,19 +134,15 @@ class Timeline:
         moments_left_out: Number of records that were left out.
     """
 
-    places: StepHistogram = field(default_factory=StepHistogram)
-    weights: StepHistogram = field(default_factory=StepHistogram)
     ranks: dict[int, StepHistogram] = field(default_factory=dict)
     epochs: dict[int, int] = field(default_factory=dict)
-    values: dict[str, ValueSeries] = field(default_factory=dict)
+    values: dict[str, list[ValuePair]] = field(default_factory=dict)
     distances: DistanceSeries = field(default_factory=DistanceSeries)
     modules: dict[str, Module] = field(default_factory=dict)
     modules_left_out: bool = False
     moments: list[TimelinePoint] = field(default_factory=list)
     moments_left_out: int = 0
     _recorded: dict[frozenset[str], StepHistogram] = field(default_factory=dict)
-    # The steps of batches with the same layouts, by the hash of these.
-    _layouts: dict[int, StepHistogram] = field(default_factory=dict)
     _rank: int | None = None  # whose values are kept
 
     @property
@@ -191,6 +158,7 @@ class Timeline:
         self, rank: int, one: Item | None, other: Item | None, found: Divergence | None
     ) -> None:
         """Count a pair of records; a ``RecordObserver``."""
+        self.distances.watch(rank, one, other, found)
         item = one or other
         if isinstance(item, Batch):
             self._note_epoch(item.epoch, item.step)
@@ -214,30 +182,25 @@ class Timeline:
         if alone:
             self._mark(rank, batch.step, 0, 0, batch.size)
             return
-        key = hash(batch.layouts)
-        if key not in self._layouts and len(self._layouts) < MAX_CACHED_LAYOUTS:
-            places = (module_of(*place[:2]) for place in batch.list_places())
-            self._layouts[key] = self._note_modules(places)
-        if key in self._layouts:
-            self._layouts[key].add(batch.step, 1, 0)
+        self._note_modules(_list_modules(batch.layouts), batch.step)
         if found is None:
-            self.places.add(batch.step, batch.size, 0)
             self._mark(rank, batch.step, batch.size, 0, 0)
             return
-        self.places.add(batch.step, found.compared, found.count)
         self._mark(rank, batch.step, found.compared, found.count, len(found.one_sided))
         for place in found.places:
             what = f"{place.kind} {place.name}"
             where = (batch.epoch, batch.step, batch.batch, place.position, what)
             self._differs(module_of(place.kind, place.name), where)
 
-    def _note_modules(self, paths: Iterable[str]) -> StepHistogram:
-        """Return the steps at which these modules are recorded."""
-        known = frozenset(path for path in dict.fromkeys(paths) if self._find_module(path))
-        found = self._recorded.get(known, StepHistogram(_MODULE_STEPS))
-        if len(self._recorded) < _MAX_SETS:
-            self._recorded[known] = found
-        return found
+    def _note_modules(self, paths: frozenset[str], step: int) -> None:
+        """Note that digests of these modules were compared at a step."""
+        if paths not in self._recorded:
+            if len(self._recorded) >= _MAX_SETS:
+                return
+            self._recorded[paths] = StepHistogram(_MODULE_STEPS)
+            for path in sorted(paths):
+                self._find_module(path)
+        self._recorded[paths].add(step, 1, 0)
 
     def _take_digests(
         self, rank: int, one: Item | None, other: Item | None, found: Divergence | None
@@ -250,7 +213,7 @@ class Timeline:
                 self._mark(rank, item.step, 0, 0, 1)
             return
         named = ((group, name) for group, names in other.groups.items() for name in names)
-        self._note_modules(module_of(*entry) for entry in named).add(other.step, 1, 0)
+        self._note_modules(frozenset(module_of(*entry) for entry in named), other.step)
         entries = () if found is None else found.places
         groups = Counter(entry.kind for entry in entries)
         sizes = {group: len(names) for group, names in other.groups.items()}
@@ -258,9 +221,6 @@ class Timeline:
         status = "different" if entries else "equal"
         self._add_moment(TimelinePoint(rank, describe_record(other), status, listed))
         self._mark(rank, other.step, sum(sizes.values()) + 1, len(entries), 0)
-        if other.moment == "epoch":
-            self.distances.add(one, other)
-        self.weights.add(other.step, sizes.get("weights", 0), groups["weights"])
         for entry in entries:
             # After the batches of its epoch.
             where = (other.epoch, other.step, 2**63, entry.position, f"{entry.kind} {entry.name}")
@@ -273,8 +233,8 @@ class Timeline:
         values = [_list_values(record) for record in (one, other)]
         for name in values[0] | values[1]:
             if name in self.values or len(self.values) < MAX_SERIES:
-                series = self.values.setdefault(name, ValueSeries())
-                series.add(item.step, values[0].get(name), values[1].get(name))
+                pair = (values[0].get(name), values[1].get(name))
+                self.values.setdefault(name, []).append((item.step, *pair))
 
     def _add_moment(self, moment: TimelinePoint) -> None:
         self.moments.append(moment)
@@ -304,6 +264,14 @@ class Timeline:
         module.steps.add(where[1], 1, 1)
         if module.first is None or where < module.first:
             module.first = where
+
+
+# A training has few layouts.
+@lru_cache(maxsize=4)
+def _list_modules(layouts: tuple[bytes, ...]) -> frozenset[str]:
+    """Return the modules whose places a batch holds."""
+    places = (place for token in layouts for place in unpack_places(token))
+    return frozenset(module_of(kind, name) for kind, name, _ in places)
 
 
 def _list_values(record: Item | None) -> dict[str, float]:

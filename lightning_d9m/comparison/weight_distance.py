@@ -11,7 +11,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from struct import unpack
 
+from msgspec.structs import replace
+
+from lightning_d9m.errors import LedgerError
+from lightning_d9m.ledger.folder import Ledger
 from lightning_d9m.ledger.format.records import SKETCH_BUCKETS, Digests
+from lightning_d9m.ledger.keys import Item
 
 # Relative distances below it are those of the rounding of the sketches themselves.
 RESOLUTION = 1e-14
@@ -55,8 +60,36 @@ class Distance:
 NO_DISTANCE = Distance(0.0, 0.0, 0)
 
 
+def read_ends(ledger: Ledger) -> list[Digests]:
+    """Return the records of the ends of epochs and of the fit, of the lowest rank.
+
+    The last record has no sketches of its own: if its weights are those of the last epoch, it gets
+    that record's.
+
+    Raises:
+        LedgerError: If the fit did not finish.
+    """
+    records = ledger.list_ends()
+    if not records:
+        raise LedgerError(
+            f"The training of {ledger.path} did not finish, so it cannot be measured. Its log, "
+            "output.log in the same folder, may say why. Use trainings that finished."
+        )
+    *_, before, last = [None, *records]
+    if (
+        before is not None
+        and not last.sketches
+        and before.totals.get("weights") == last.totals.get("weights")
+    ):
+        records[-1] = replace(last, sketches=before.sketches)
+    return records
+
+
 def measure_distances(expected: Digests, actual: Digests) -> dict[str, Distance | None]:
-    """Return the distance of each weight that both records name; None without a sketch."""
+    """Return the distance of each weight that both records name; None if it is not known.
+
+    That is one that differs and of which a record has no sketch.
+    """
     weights = expected.groups.get("weights", {}), actual.groups.get("weights", {})
     return {
         name: _measure(
@@ -71,7 +104,7 @@ def measure_distances(expected: Digests, actual: Digests) -> dict[str, Distance 
 
 def _measure(expected: str | None, actual: str | None, *, equal: bool) -> Distance | None:
     if expected is None or actual is None:
-        return None
+        return NO_DISTANCE if equal else None
     one, other = _unpack_sketch(expected), _unpack_sketch(actual)
     norm = max(sum(x * x for x in one), sum(x * x for x in other))
     if equal:
@@ -108,6 +141,11 @@ class DistanceSeries:
     _layers: dict[str, None] = field(default_factory=dict)
     _stride: int = 1
 
+    def watch(self, _: int, one: Item | None, other: Item | None, _found: object) -> None:
+        """Add a pair of records if it is the end of an epoch; a ``RecordObserver``."""
+        if isinstance(one, Digests) and isinstance(other, Digests) and other.moment == "epoch":
+            self.add(one, other)
+
     def add(self, expected: Digests, actual: Digests) -> None:
         """Add the records of one rank at the end of an epoch."""
         if actual.epoch % self._stride:
@@ -133,10 +171,7 @@ class DistanceSeries:
             if distance is not None:
                 layer = self._name_layer(name)
                 layers[layer] = layers.get(layer, NO_DISTANCE) + distance
-            elif (
-                expected.groups["weights"][name] != actual.groups["weights"][name]
-                and len(self.unknown) < MAX_LAYERS
-            ):
+            elif len(self.unknown) < MAX_LAYERS:
                 self.unknown[name] = None
         return layers
 

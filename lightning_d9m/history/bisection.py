@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from lightning_d9m.comparison.ledgers import Comparison, compare_ledgers
-from lightning_d9m.comparison.timeline import Timeline
+from lightning_d9m.comparison.weight_distance import DistanceSeries
 from lightning_d9m.errors import CommandError
 from lightning_d9m.history.repository import Commit, Repository, Worktree
 from lightning_d9m.launch.progress import EpochCounter
@@ -253,10 +253,10 @@ class Bisection:
             for name, expected in self._reference.items():
                 if name not in pairs:
                     continue
-                timeline = Timeline()
-                found = compare_ledgers(expected, pairs[name], watch=timeline.watch)
+                distances = DistanceSeries()
+                found = compare_ledgers(expected, pairs[name], watch=distances.watch)
                 if found.verdict == "different" or found.refusals:
-                    distance = _first_distance(timeline)
+                    distance = _first_distance(distances)
                     return Trial(commit, "different", seconds, "", found, distance)
             if failure is None and not cut and pairs.keys() != self._reference.keys():
                 return Trial(commit, "different", seconds)
@@ -290,10 +290,10 @@ def _read_what_is_there(folder: Path, command: Sequence[str]) -> dict[str, Ledge
         return {}
 
 
-def _first_distance(timeline: Timeline) -> float | None:
+def _first_distance(distances: DistanceSeries) -> float | None:
     """Return the greatest relative distance of a layer at the first epoch that differs."""
-    for step in sorted(timeline.distances.moments):
-        layers = timeline.distances.moments[step].values()
+    for step in sorted(distances.moments):
+        layers = distances.moments[step].values()
         if found := [layer.relative for layer in layers if layer.differing]:
             return max(found)
     return None

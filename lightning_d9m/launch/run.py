@@ -169,30 +169,28 @@ def read_runs(output: Path) -> dict[int, Run]:
 
 
 def read_fits(
-    folder: Path, command: Sequence[str], *, with_weights: bool = False
+    folder: Path, command: Sequence[str], *, evaluations: bool = True
 ) -> dict[str, Ledger]:
     """Return the ledgers that a run left, by name.
 
     Args:
         folder: The run's folder.
         command: The command, for the error.
-        with_weights: Whether to leave out evaluations, whose weights are not kept, as a Recorder's.
+        evaluations: Whether to read those of evaluations too.
 
     Raises:
         CommandError: If there is none.
         LedgerError: If one cannot be read.
     """
-    evaluations = [] if with_weights else list_evaluations(folder)
-    fits = {path.name: read_ledger(path) for path in (*list_fits(folder), *evaluations)}
+    paths = [*list_fits(folder), *(list_evaluations(folder) if evaluations else ())]
+    fits = {path.name: read_ledger(path) for path in paths}
     if not fits:
-        others = (
-            "" if with_weights else " Any other loop needs an optimizer of torch or a Recorder."
-        )
         raise CommandError(
             f"The command {describe_command(command)} ended well but wrote no ledger. Let it fit a "
             "model with a Trainer of Lightning, in the environment in which lightning_d9m is "
             "installed; where LIGHTNING_D9M is 0, with lightning_d9m.DeterminismCallback() in "
-            f"Trainer(callbacks=[...]).{others} Log: {folder / 'output.log'}."
+            "Trainer(callbacks=[...]). Any other loop needs an optimizer of torch or a Recorder. "
+            f"Log: {folder / 'output.log'}."
         )
     return fits
 

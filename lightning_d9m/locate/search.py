@@ -1,13 +1,16 @@
 """Pairs of runs of one command, the search for their first divergence, and its result.
 
-Environment variables control the runs: what is probed, and which values are saved.
+Environment variables control the runs: what is probed, and which values are saved. Lines of the
+program that the rules of ``d9m scan`` report may explain what is found.
 """
 
+import ast
 import re
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from importlib.metadata import version
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,8 +26,12 @@ from lightning_d9m.comparison.causes import (
     name_module,
 )
 from lightning_d9m.comparison.differences import Divergence
-from lightning_d9m.comparison.ledgers import Comparison, compare_ledgers
-from lightning_d9m.comparison.rank_drift import find_rank_drift, reference_rank
+from lightning_d9m.comparison.ledgers import (
+    Comparison,
+    compare_ledgers,
+    find_rank_drift,
+    reference_rank,
+)
 from lightning_d9m.errors import CommandError, DriftError
 from lightning_d9m.launch.left_files import FileWatch
 from lightning_d9m.launch.run import make_run_folder, pair_fits, read_fits, run_once
@@ -32,12 +39,28 @@ from lightning_d9m.ledger.folder import Ledger, list_fits, read_ledger
 from lightning_d9m.ledger.format.records import Digests
 from lightning_d9m.ledger.kinds import ROOT, STATE, WRITTEN, describe_batch
 from lightning_d9m.ledger.stack import SHARDED_PARAMETERS
+from lightning_d9m.lint.files import SourceFile
+from lightning_d9m.lint.programs import list_imports
+from lightning_d9m.lint.rules import Finding
+from lightning_d9m.lint.scanner import scan_file
+from lightning_d9m.lint.source import SourceError, read_python
 from lightning_d9m.text import escape
 
 if TYPE_CHECKING:
     from lightning_d9m.comparison.numeric_difference import Magnitude
-    from lightning_d9m.lint.rules import Finding
     from lightning_d9m.locate.op_evidence import OpFinding, SampleComparison
+
+_MOST_FILES = 500
+_ORDER = ("D9M301", "D9M302", "D9M303", "D9M304", "D9M305")
+_DRAWS = ("D9M201", "D9M202", "D9M203", "D9M204", "D9M206", "D9M207", "D9M208")
+# By the kind of the cause. An order may also decide values: of labels that a set numbers, say.
+_RULES = {
+    "data": (*_DRAWS, *_ORDER),
+    "initial weights": (*_DRAWS, *_ORDER),
+    "random numbers": ("D9M202", "D9M204"),
+    "uninitialized memory": ("D9M107",),
+}
+_ANY = (*_DRAWS, *_ORDER, "D9M107")
 
 _DUMP = "LIGHTNING_D9M_DUMP"
 _DUMP_NAMES = "LIGHTNING_D9M_DUMP_NAMES"
@@ -258,40 +281,40 @@ class SearchResult:
     magnitude: "Magnitude | None" = None
     reference_rank: int | None = None
     samples: "SampleComparison | None" = None
-    lines: "list[Finding]" = field(default_factory=list)
+    lines: list[Finding] = field(default_factory=list)
     left: str = ""
     writer: str = ""
 
     def as_json(self) -> dict[str, Any]:
         """Return the result for ``--json``."""
-        record: dict[str, Any] = {
-            "verdict": "equal" if self.cause is None else "different",
-            "looks": self.looks,
-        }
         if self.cause is None:
-            return record
-        record |= {"cause": self.cause.kind, "text": self.cause.text, "advice": self.cause.advice}
-        record["ranks"] = [entry.rank for entry in self.divergences]
-        if self.pair is not None:
-            record["fit"] = self.pair.fit
-        if self.divergences:
-            first = self.divergences[0]
-            for name in ("moment", "epoch", "step", "batch", "kind", "name", "call", "count"):
-                record[name] = getattr(first, name)
+            return {"verdict": "equal", "looks": self.looks}
+        named = ("moment", "epoch", "step", "batch", "kind", "name", "call", "count")
+        place = {name: getattr(first, name) for first in self.divergences[:1] for name in named}
+        op = None
         if self.op is not None:
             patch = None if self.op.patch is None else self.op.patch.name
-            magnitude = _recorded(self.op.magnitude)
-            record["op"] = vars(self.op) | {"magnitude": magnitude, "patch": patch}
-        elif self.magnitude is not None:
-            record["magnitude"] = _recorded(self.magnitude)
-        if self.reference_rank is not None:
-            record["reference_rank"] = self.reference_rank
-        if self.samples is not None:
-            record["samples"] = asdict(self.samples) | {"same": self.samples.same}
-        lines = [finding.as_record() for finding in self.lines]
-        further = {"lines": lines, "left": self.left, "writer": self.writer}
-        record |= {name: value for name, value in further.items() if value}
-        return record
+            op = vars(self.op) | {"magnitude": _recorded(self.op.magnitude), "patch": patch}
+        further = {
+            "fit": self.pair and self.pair.fit,
+            "op": op,
+            "magnitude": None if op is not None else _recorded(self.magnitude),
+            "reference_rank": self.reference_rank,
+            "samples": self.samples and asdict(self.samples) | {"same": self.samples.same},
+            "lines": [finding.as_record() for finding in self.lines] or None,
+            "left": self.left or None,
+            "writer": self.writer or None,
+        }
+        return {
+            "verdict": "different",
+            "looks": self.looks,
+            "cause": self.cause.kind,
+            "text": self.cause.text,
+            "advice": self.cause.advice,
+            "ranks": [entry.rank for entry in self.divergences],
+            **place,
+            **{name: value for name, value in further.items() if value is not None},
+        }
 
 
 def _recorded(magnitude: "Magnitude | None") -> Mapping[str, object] | None:
@@ -351,7 +374,7 @@ class Search:
         else:
             pair = self._look(_WHOLE)
         if pair is not None and pair.rank_drift:
-            locate_rank_drift(self._runner, pair, self._found)
+            self._look_at_ranks(pair)
             return
         while pair is not None:
             pair = self._look_into_epoch(pair)
@@ -480,10 +503,56 @@ class Search:
                 found.samples = compare_samples(pair.dumps)
                 return
 
+    def _look_at_ranks(self, pair: RunPair) -> None:
+        """Find the step, rank, tensor and index of a drift that every run has."""
+        drift = pair.rank_drift
+        self._found.pair, self._found.ranks = pair, len(pair.expected.files)
+        self._report_ranks("whole run", drift, steps_seen=False)
+        low = drift[0].step
+        # Probes hold the digests of shards, which are not compared across ranks.
+        if drift[0].moment != "initial" and not pair.expected.header.stack.get(SHARDED_PARAMETERS):
+            low, high = pair.steps_of_epoch(drift[0].epoch)
+            _, narrowed = self._run_ranks(pair, "steps of the epoch", f"{low}:{max(high, low + 1)}")
+            if not narrowed or narrowed[0].epoch > drift[0].epoch:
+                self._found.looks.append("steps of the epoch: the drift did not occur again")
+                return
+            self._report_ranks("steps of the epoch", narrowed, steps_seen=True)
+        self._measure_ranks(pair, low)
+
+    def _run_ranks(
+        self, pair: RunPair, stage: str, steps: str, dump: str = ""
+    ) -> tuple[Path, tuple[Divergence, ...]]:
+        """Run once; return the folder of dumps, and where its ranks differ."""
+        run = self._runner.run(stage, dump=dump, probes=_RANK_PROBES, probe_steps=steps)
+        return run.dump, find_rank_drift(run.fits[pair.fit]) if pair.fit in run.fits else ()
+
+    def _report_ranks(self, stage: str, drift: tuple[Divergence, ...], *, steps_seen: bool) -> None:
+        self._found.divergences = drift
+        self._found.reference_rank = reference_rank(drift[0])
+        self._found.cause = find_rank_cause(drift[0], steps_seen=steps_seen)
+        self._found.looks.append(f"{stage}: {describe_place(drift)}")
+
+    def _measure_ranks(self, pair: RunPair, low: int) -> None:
+        """Save the values of the first place on all ranks, and measure how far they are apart."""
+        from lightning_d9m.locate.op_evidence import measure_saved
+
+        first = self._found.divergences[0]
+        kind = kind_of_place(first)
+        if kind is None:  # the state of a scheduler
+            return
+        # The step before shows that the ranks were still equal there.
+        steps = f"{max(low, first.step - 1)}:{first.step + 1}"
+        dump, again = self._run_ranks(pair, _VALUES, steps, dump=first.name)
+        place = (first.rank, first.step, first.kind, first.name)
+        if [(own.rank, own.step, own.kind, own.name) for own in again[:1]] != [place]:
+            self._found.looks.append("values: the drift did not occur again")
+            return
+        self._found.looks.append(f"values: {describe_place(again)}")
+        ranks = (reference_rank(first), first.rank)
+        self._found.magnitude = measure_saved(first, kind, [dump, dump], ranks=ranks)
+
     def _find_lines(self) -> None:
         """Search the program's source for lines that may explain the cause."""
-        from lightning_d9m.locate.source_scan import find_cause_lines
-
         found = self._found
         if found.cause is not None:
             order_only = found.samples is not None and found.samples.same
@@ -568,53 +637,72 @@ def _find_again(known: Divergence, first: Divergence) -> Divergence | None:
     return replace(first, places=[*again, *first.places]) if again else None
 
 
-def locate_rank_drift(runner: Runner, pair: RunPair, found: SearchResult) -> None:
-    """Find the step, rank, tensor and index of a drift that every run has; fill ``found``."""
-    drift = pair.rank_drift
-    found.pair, found.ranks = pair, len(pair.expected.files)
-    _report_ranks(found, "whole run", drift, steps_seen=False)
-    # Probes hold the digests of shards, which are not compared across ranks.
-    divided = pair.expected.header.stack.get(SHARDED_PARAMETERS)
-    if drift[0].moment == "initial" or divided:
-        _measure_ranks(runner, pair, found, drift[0].step)
-        return
-    low, high = pair.steps_of_epoch(drift[0].epoch)
-    steps = f"{low}:{max(high, low + 1)}"
-    run = runner.run("steps of the epoch", probes=_RANK_PROBES, probe_steps=steps)
-    narrowed = find_rank_drift(run.fits[pair.fit]) if pair.fit in run.fits else ()
-    if not narrowed or narrowed[0].epoch > drift[0].epoch:
-        found.looks.append("steps of the epoch: the drift did not occur again")
-        return
-    _report_ranks(found, "steps of the epoch", narrowed, steps_seen=True)
-    _measure_ranks(runner, pair, found, low)
+def find_cause_lines(
+    command: Sequence[str], cause: str, *, order_only: bool = False
+) -> list[Finding]:
+    """Scan the program of a command and the modules beside it that it imports.
+
+    Returns:
+        The findings of the rules that explain the cause, the likeliest first; then what is certain
+        and explains others. An empty cause has these alone.
+    """
+    program = find_program(command)
+    rules = _RULES.get(cause, ())
+    if program is None:
+        return []
+    torch_version = version("torch")
+    scans = [
+        scan_file(SourceFile(str(path)), torch_version, frozenset((*rules, *_ANY)))
+        for path in _list_modules(program)
+    ]
+    found = [finding for scan in scans for finding in scan.findings]
+    found = [one for one in found if one.rule in rules or one.certainty == "certain"]
+    if order_only:
+        found = [finding for finding in found if finding.rule in _ORDER] or found
+    order = (*rules, *_ANY)
+    return sorted(found, key=lambda f: (order.index(f.rule), f.certainty != "certain"))
 
 
-def _report_ranks(
-    found: SearchResult, stage: str, drift: tuple[Divergence, ...], *, steps_seen: bool
-) -> None:
-    found.divergences = drift
-    found.reference_rank = reference_rank(drift[0])
-    found.cause = find_rank_cause(drift[0], steps_seen=steps_seen)
-    found.looks.append(f"{stage}: {describe_place(drift)}")
+def explains(rule: str, cause: str) -> bool:
+    """Return whether what a rule finds can be a cause of this kind."""
+    return rule in _RULES.get(cause, ())
 
 
-def _measure_ranks(runner: Runner, pair: RunPair, found: SearchResult, low: int) -> None:
-    """Save the values of the first place on all ranks, and measure how far they are apart."""
-    from lightning_d9m.locate.op_evidence import measure_saved
+def find_program(command: Sequence[str]) -> Path | None:
+    """Return the Python file that a command runs, or None.
 
-    first = found.divergences[0]
-    kind = kind_of_place(first)
-    if kind is None:  # the state of a scheduler
-        return
-    # The step before shows that the ranks were still equal there.
-    steps = f"{max(low, first.step - 1)}:{first.step + 1}"
-    run = runner.run("values", dump=first.name, probes=_RANK_PROBES, probe_steps=steps)
-    again = find_rank_drift(run.fits[pair.fit]) if pair.fit in run.fits else ()
-    place = (first.rank, first.step, first.kind, first.name)
-    if not again or (again[0].rank, again[0].step, again[0].kind, again[0].name) != place:
-        found.looks.append("values: the drift did not occur again")
-        return
-    found.looks.append(f"values: {describe_place(again)}")
-    found.magnitude = measure_saved(
-        first, kind, [run.dump, run.dump], ranks=(reference_rank(first), first.rank)
-    )
+    >>> find_program(["no-such-program", "--fast"])
+    """
+    for flag, word in zip(("", *command), command, strict=False):
+        stem = Path(*word.split(".")) if flag == "-m" else None
+        candidates = (
+            [Path(word)] if stem is None else [stem.with_suffix(".py"), stem / "__main__.py"]
+        )
+        for path in candidates:
+            if path.suffix == ".py" and path.is_file():
+                return path
+    return None
+
+
+def _list_modules(program: Path) -> Iterator[Path]:
+    """Yield the program and, transitively, the files that it imports from its folder."""
+    waiting, seen = [program], {program}
+    while waiting and len(seen) <= _MOST_FILES:
+        path = waiting.pop(0)
+        yield path
+        for name in _read_imports(path):
+            parts = name.split(".")
+            for folder in (program.parent, path.parent):
+                for end in range(1, len(parts) + 1):
+                    stem = folder.joinpath(*parts[:end])
+                    found = (stem.with_suffix(".py"), stem / "__init__.py")
+                    new = [file for file in found if file not in seen and file.is_file()]
+                    waiting += new
+                    seen.update(new)
+
+
+def _read_imports(path: Path) -> list[str]:
+    try:
+        return sorted(set(list_imports(ast.parse(read_python(path.read_bytes()).text))))
+    except (OSError, SourceError, SyntaxError, ValueError, RecursionError, MemoryError):
+        return []  # the scan reports such a file

@@ -1,4 +1,7 @@
-"""The columns of a result, described once for its table on a terminal and in Markdown."""
+"""The columns of a result, described once for a terminal, Markdown and a page.
+
+A row is a dataclass, whose fields are its JSON; its columns say how they look in a table.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,15 +30,34 @@ class Column(Generic[Row]):
 
 
 def format_table(
-    columns: Sequence[Column[Row]], rows: Sequence[Row], width: int = 0, *, plain: bool = True
+    columns: Sequence[Column[Row]],
+    rows: Sequence[Row],
+    width: int = 0,
+    *,
+    plain: bool = True,
+    optional: Sequence[str] = (),
 ) -> str:
-    """Return a table as text; where the width is too small, lines are longer and nothing is cut."""
-    cells = [
-        [style(one.cell(row)) if one.has_meaning else one.cell(row) for one in columns]
-        for row in rows
-    ]
-    table = make_table([one.title for one in columns], cells)
-    for made, column in zip(table.columns, columns, strict=True):
+    """Return a table as text; where the width is too small, lines are longer and nothing is cut.
+
+    Args:
+        columns: Its columns.
+        rows: Its rows.
+        width: The width of the terminal.
+        plain: Whether to leave out colors on a terminal too.
+        optional: Titles of columns that are left out, in this order, until the table fits.
+    """
+    shown, left_out = list(columns), iter(optional)
+    while True:
+        cells = [
+            [style(one.cell(row)) if one.has_meaning else one.cell(row) for one in shown]
+            for row in rows
+        ]
+        table = make_table([column.title for column in shown], cells)
+        title = next(left_out, None) if measure(table) > width else None
+        if title is None:
+            break
+        shown = [column for column in shown if column.title != title]
+    for made, column in zip(table.columns, shown, strict=True):
         made.justify = "right" if column.is_number else "left"
     return render(table, max(width, measure(table)), plain=plain)
 
@@ -48,27 +70,23 @@ def format_markdown_table(columns: Sequence[Column[Row]], rows: Sequence[Row]) -
     | --- | --- |
     | a\|b | 'a\|b' |
     """
-    cells = [[one.cell(row) for one in columns] for row in rows]
-    return markdown_table([one.title for one in columns], cells)
+    cells = [[column.cell(row) for column in columns] for row in rows]
+    return markdown_table([column.title for column in columns], cells)
 
 
 def short(figure: float | None) -> str:
-    """Return a figure in three digits; nothing for None.
+    """Return a figure: a float in three digits, and nothing for None.
 
-    >>> short(0.00012345), short(0.0), short(None)
-    ('0.000123', '0', '')
+    >>> short(0.00012345), short(0.0), short(1000), short(None)
+    ('0.000123', '0', '1000', '')
     """
-    return "" if figure is None else f"{figure:.3g}"
+    if isinstance(figure, float):
+        return f"{figure:.3g}"
+    return "" if figure is None else str(figure)
 
 
 def markdown_table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    r"""Return a table.
-
-    >>> print(markdown_table(("op", "Vc"), [("a|b", "0")]))
-    | op | Vc |
-    | --- | --- |
-    | a\|b | 0 |
-    """
+    """Return a table of texts in Markdown."""
     lines = [titles, ["---"] * len(titles), *rows]
     escaped = ([cell.replace("|", "\\|") for cell in line] for line in lines)
     return "\n".join(f"| {' | '.join(line)} |" for line in escaped)

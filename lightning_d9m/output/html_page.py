@@ -11,14 +11,21 @@ from dataclasses import dataclass
 from functools import cache
 from hashlib import sha256
 from itertools import takewhile
-from math import isfinite
+from math import inf, isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_d9m.comparison.causes import find_cause
 from lightning_d9m.comparison.differences import Divergence, PlaceDifference, name_call
 from lightning_d9m.comparison.ledgers import Comparison
-from lightning_d9m.comparison.timeline import Module, StepHistogram, Timeline, module_of
+from lightning_d9m.comparison.timeline import (
+    Module,
+    StepHistogram,
+    Timeline,
+    ValuePair,
+    module_of,
+)
+from lightning_d9m.comparison.weight_distance import RESOLUTION, STANDARD_ERROR
 from lightning_d9m.ledger.folder import Ledger
 from lightning_d9m.ledger.format.records import Header, Scalar
 from lightning_d9m.output.comparison_text import (
@@ -29,19 +36,22 @@ from lightning_d9m.output.comparison_text import (
     name_ranks,
     state_verdict,
 )
-from lightning_d9m.output.distance_table import make_distance_table
-from lightning_d9m.output.run_table import RunRow
-from lightning_d9m.output.svg.heat_map import HeatMap, HeatMapRow
-from lightning_d9m.output.svg.timeline import (
-    Points,
-    draw_gaps,
-    draw_growth,
+from lightning_d9m.output.result_tables import (
+    LAYER_COLUMNS,
+    RunRow,
+    list_layer_lines,
+    list_layers,
+    list_run_columns,
+)
+from lightning_d9m.output.svg import (
+    HeatMap,
+    HeatMapRow,
+    draw_chart,
     draw_key,
     draw_timeline,
-    draw_values,
 )
 from lightning_d9m.output.terminal import find_command
-from lightning_d9m.text import cut_digests, describe_pair, pluralize, quote
+from lightning_d9m.text import describe_pair, pluralize, quote
 from lightning_d9m.version import __version__
 
 if TYPE_CHECKING:
@@ -79,12 +89,12 @@ class RepeatedRuns:
     Attributes:
         verdict: The verdict on all runs.
         rows: The table of all runs.
-        values: For each run, its logged values by name: (step, value).
+        values: For each run but the first, the logged values of the first and its own by name.
     """
 
     verdict: str
     rows: Sequence[RunRow]
-    values: Sequence[Mapping[str, Points]]
+    values: Sequence[Mapping[str, Sequence[ValuePair]]]
 
 
 def render_page(
@@ -100,7 +110,8 @@ def render_page(
     folder = files("lightning_d9m.output") / "templates"
     style, script = ((folder / name).read_text() for name in ("style.css", "script.js"))
     found = comparison.divergences
-    digests = [] if repeated is None else [row.weights for row in repeated.rows]
+    values = [timeline.values] if repeated is None else repeated.values
+    rows = [] if repeated is None else repeated.rows
     basis = state_verdict(comparison)
     if comparison.verdict == "different":  # the header says the rest
         basis = f"{count_compared(comparison)} compared."
@@ -111,7 +122,7 @@ def render_page(
         comparison=comparison,
         timeline=timeline,
         repeated=repeated,
-        digests=dict(zip(digests, cut_digests(digests), strict=True)),
+        run_columns=list_run_columns(rows),
         title=f"{comparison.verdict}: {_name_pair(comparison.expected, comparison.actual)}",
         cause=find_cause(comparison) if found or comparison.stack else None,
         weights=_find_weights(ledgers[1]) if comparison.equal else "",
@@ -126,10 +137,13 @@ def render_page(
         places=list(_list_places(found)),
         modules=_make_module_map(timeline, comparison),
         marks=draw_timeline(shown, timeline.epochs) if shown else "",
-        growth=dict(_draw_growths(timeline)),
-        values=list(_draw_values(timeline, repeated)),
-        keys=[draw_key(n) for n in range(len(repeated.values))] if repeated else [],
-        distances=make_distance_table(timeline),
+        values=list(_draw_values(timeline, values)),
+        keys=[draw_key(number) for number in range(1 + len(values))] if repeated else [],
+        layers=list(enumerate(list_layers(timeline.distances))),
+        layer_columns=LAYER_COLUMNS,
+        layer_chart=_draw_layers(timeline),
+        standard_error=f"{STANDARD_ERROR:.0%}",
+        draw_key=draw_key,
         ranks_left_out=len(timeline.ranks) - len(shown),
         max_ranks=_MAX_RANKS,
         max_fields=_MAX_FIELDS,
@@ -179,23 +193,29 @@ def _find_weights(ledger: Ledger) -> str:
 
 
 def _draw_values(
-    timeline: Timeline, repeated: RepeatedRuns | None
+    timeline: Timeline, runs: Sequence[Mapping[str, Sequence[ValuePair]]]
 ) -> Iterator[tuple[str, str, str]]:
     """Yield (name, drawing of the values, drawing of their difference) of each logged value."""
-    for number, (name, series) in enumerate(timeline.values.items(), start=1):
-        runs: Sequence[Points] = series.runs
-        if repeated is not None:
-            runs = [run.get(name, ()) for run in repeated.values]
-        gaps = [
-            (step, abs(one - other))
-            for step, one, other in series.points
-            if one is not None and other is not None
-        ]
+    for number, (name, pairs) in enumerate(timeline.values.items(), start=1):
+        series = [[(step, one) for step, one, _ in pairs]]
+        series += [[(step, other) for step, _, other in run.get(name, ())] for run in runs]
+        lines = [[(step, value) for step, value in own if value is not None] for own in series]
+        both = [(step, one, other) for step, one, other in pairs if None not in (one, other)]
+        gaps = [(step, abs(one - other)) for step, one, other in both]  # type: ignore[operator]
         label = f"Logged value {number}"
-        epochs = timeline.epochs
-        differs = any(gap > 0 and isfinite(gap) for _, gap in gaps)
-        drawing = draw_gaps(f"{label}: difference", gaps, epochs) if differs else ""
-        yield name, draw_values(label, runs, epochs), drawing
+        drawing = ""
+        if any(gap > 0 and isfinite(gap) for _, gap in gaps):
+            drawing = draw_chart(f"{label}: difference", [gaps], timeline.epochs, log=True)
+        yield name, draw_chart(label, lines, timeline.epochs, name="run"), drawing
+
+
+def _draw_layers(timeline: Timeline) -> str:
+    """Draw the distances of the layers; return nothing if they are too small for that."""
+    lines = list_layer_lines(timeline.distances)
+    if not any(RESOLUTION <= value < inf for points in lines for _, value in points):
+        return ""
+    label = "Size of the difference of each layer by step"
+    return draw_chart(label, lines, timeline.epochs, log=True)
 
 
 @cache
@@ -214,7 +234,6 @@ def _make_environment() -> "Environment":
         "untrusted": _mark_untrusted,
         "name": _break_name,
         "sides": _mark_sides,
-        "loss": lambda text: "none" if text is None else repr(float.fromhex(text)),
         "call_name": lambda place: name_call(place.name, place.call),
         "ranks": lambda ranks: name_ranks(ranks).partition(" ")[2],
         "position": _describe_position,
@@ -290,17 +309,6 @@ def _list_places(found: list[Divergence]) -> Iterator[tuple[int, Any]]:
     for number, entry in enumerate(found):
         for place in entry.places[: share if number else _MAX_ROWS_FIRST]:
             yield entry.rank, place
-
-
-def _draw_growths(timeline: Timeline) -> Iterator[tuple[str, str]]:
-    for title, growth in (
-        ("Share of probed places that differ, by step", timeline.places),
-        ("Share of weights that differ, by step", timeline.weights),
-    ):
-        steps = [step for step in growth.ordered() if step.compared]
-        # One point shows no growth; the table of moments has it.
-        if steps[1:] and any(step.differing for step in steps):
-            yield title, draw_growth(title, growth, timeline.epochs)
 
 
 @dataclass(frozen=True)

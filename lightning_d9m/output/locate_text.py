@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from lightning_d9m.ledger.kinds import STATE
-from lightning_d9m.locate.search import describe_place
+from lightning_d9m.locate.search import describe_place, explains
 from lightning_d9m.output.comparison_text import format_field
 from lightning_d9m.output.terminal import make_table, measure, render, wrap
 from lightning_d9m.text import escape, printable
@@ -43,8 +43,6 @@ def describe(found: "SearchResult", *, determinism: bool, verbose: bool = False)
 
 
 def _describe_cause(found: "SearchResult", *, verbose: bool) -> Iterator[str]:
-    from lightning_d9m.locate.source_scan import explains
-
     assert found.cause is not None, "something differs"
     yield from _describe_moment(found)
     for finding in found.lines:

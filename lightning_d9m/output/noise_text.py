@@ -4,7 +4,7 @@ from dataclasses import asdict
 
 from lightning_d9m.comparison.noise import LEVEL, NoiseVerdict, ValueChange
 from lightning_d9m.output.columns import Column, format_table
-from lightning_d9m.output.svg.charts import draw_lines
+from lightning_d9m.output.svg import draw_file
 from lightning_d9m.output.terminal import wrap
 from lightning_d9m.text import describe_names, escape, pluralize
 
@@ -85,4 +85,4 @@ def format_noise(found: NoiseVerdict) -> list[str]:
 
 def draw_noise(found: NoiseVerdict) -> str:
     """Return a plot of the sizes of change and noise by epoch, as SVG."""
-    return draw_lines("The change, and noise", ("epoch", "size"), found.series)
+    return draw_file("The change, and noise", "epoch", found.series)

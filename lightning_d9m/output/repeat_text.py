@@ -13,7 +13,7 @@ from lightning_d9m.ledger.folder import Ledger
 from lightning_d9m.ledger.stack import LAST_BITS_SETTING, LOGICAL_RANKS
 from lightning_d9m.output.columns import format_markdown, format_markdown_table, format_table
 from lightning_d9m.output.comparison_text import format_evidence, state_verdict
-from lightning_d9m.output.run_table import RunRow, list_columns
+from lightning_d9m.output.result_tables import RunRow, list_run_columns, make_run_row
 from lightning_d9m.output.terminal import (
     format_next_steps,
     list_next_steps,
@@ -46,44 +46,21 @@ class FitOutcome:
     """One fit of one run, compared with the same fit of run 1.
 
     Attributes:
-        run: Number of the run.
-        fit: Number of the fit within the run.
         name: Name of its ledger in run 1.
         ledger: Its ledger.
         comparison: Its comparison; None for run 1, or if run 1 has no such fit.
-        source: The run.
+        row: Its row of the table.
     """
 
-    run: int
-    fit: int
     name: str
     ledger: Ledger
     comparison: Comparison | None
-    source: Run
+    row: RunRow
 
     @property
     def differs(self) -> bool:
         """Whether it was compared and differs."""
         return self.comparison is not None and not self.comparison.equal
-
-    def as_row(self) -> RunRow:
-        """Return its row of the table."""
-        last = self.ledger.outcome(min(self.ledger.files)).final
-        verdict = "no match" if self.comparison is None else "differs" if self.differs else "equal"
-        records = None
-        if self.source.processes is not None:  # of all ranks, without the headers
-            records = sum(self.ledger.outcome(rank).records - 1 for rank in self.ledger.files)
-        return RunRow(
-            run=self.run,
-            fit=self.fit,
-            seed=self.ledger.header.seed,
-            weights="" if last is None else last.totals.get("weights", ""),
-            loss=None if last is None else last.loss,
-            verdict="reference" if self.run == 1 else verdict,
-            processes=self.source.processes,
-            seconds=self.source.seconds,
-            records=records,
-        )
 
 
 class RepeatReport:
@@ -125,23 +102,17 @@ class RepeatReport:
         names = list(dict.fromkeys(name for run in runs.values() for name in run.fits))
         self._fits = len(names)
         first = runs[1].fits
-        self._entries = [
-            FitOutcome(
-                run=number,
-                fit=names.index(name) + 1,
-                name=name,
-                ledger=ledger,
-                comparison=(
-                    compare_ledgers(first[name], ledger, watch=watch and watch(number, name))
-                    if number > 1 and name in first
-                    else None
-                ),
-                source=run,
-            )
-            for number, run in runs.items()
-            for name, ledger in run.fits.items()
-        ]
-        self._rows = [entry.as_row() for entry in self._entries]
+        self._entries: list[FitOutcome] = []
+        for number, run in runs.items():
+            for name, ledger in run.fits.items():
+                seen = watch and watch(number, name)
+                known = number > 1 and name in first
+                found = compare_ledgers(first[name], ledger, watch=seen) if known else None
+                fit = names.index(name) + 1
+                self._entries.append(
+                    FitOutcome(name, ledger, found, _make_row(number, run, fit, ledger, found))
+                )
+        self._rows = [entry.row for entry in self._entries]
         self._differing = [entry for entry in self._entries if entry.differs]
         self._unmatched = [n for n, run in runs.items() if run.fits.keys() != first.keys()]
 
@@ -169,7 +140,7 @@ class RepeatReport:
             print(json.dumps(self._as_json(), indent=2))
             return
         print_lines([*wrap(self.state_verdict()), ""])
-        columns = list_columns(self._rows, verbose=verbose)
+        columns = list_run_columns(self._rows, verbose=verbose)
         print(format_table(columns, self._rows, terminal_width(), plain=False))
         labels = {number: run.label for number, run in self._runs.items()}
         labels |= {failure.run: failure.label for failure in self._failures}
@@ -199,7 +170,7 @@ class RepeatReport:
         evidence = [] if differing is None else format_evidence(differing)
         evidence += [f"Run {failure.run} failed: {failure.error}" for failure in self._failures]
         evidence += self._list_left()
-        table = format_markdown_table(list_columns(self._rows), self._rows)
+        table = format_markdown_table(list_run_columns(self._rows), self._rows)
         return format_markdown(self.state_verdict(), evidence, table)
 
     def state_verdict(self) -> str:
@@ -207,22 +178,22 @@ class RepeatReport:
         runs = len(self._runs)
         failed = pluralize(len(self._failures), "run")
         if self.verdict == "different":
-            count = len({entry.run for entry in self._differing} | set(self._unmatched))
+            count = len({entry.row.run for entry in self._differing} | set(self._unmatched))
             verb = "differs" if count == 1 else "differ"
             failures = f"; {failed} failed" if self._failures else ""
             first = ""
             for entry in self._differing[:1]:
                 assert entry.comparison is not None, "it differs"
-                fit = f", fit {entry.fit}" if self._fits > 1 else ""
+                fit = f", fit {entry.row.fit}" if self._fits > 1 else ""
                 first = state_verdict(entry.comparison).removeprefix("different: ")
-                first = f"Run {entry.run}{fit}: {first}"
+                first = f"Run {entry.row.run}{fit}: {first}"
             which = f"{count} of {runs} runs {verb} from run 1{failures}."
             return " ".join(filter(None, (f"different: {which}", first, self._describe_rate())))
         last = max(self._runs)
         records = sum(
             rank.records
             for entry in self._entries
-            if entry.run == last and entry.comparison is not None
+            if entry.row.run == last and entry.comparison is not None
             for rank in entry.comparison.ranks
         )
         agree = f"the fits of {runs} runs agree bit for bit in {pluralize(records, 'record')} each"
@@ -232,8 +203,8 @@ class RepeatReport:
 
     def _describe_rate(self) -> str:
         """Say so if the others agree, or if only some of several runs differ."""
-        compared = {entry.run for entry in self._entries} - {1}
-        differing = {entry.run for entry in self._differing}
+        compared = {entry.row.run for entry in self._entries} - {1}
+        differing = {entry.row.run for entry in self._differing}
         several = differing and len(compared) >= _SEVERAL
         if self._resumed or self._counts or not several:
             return ""
@@ -253,8 +224,8 @@ class RepeatReport:
     def _first_alone(self) -> bool:
         """Whether several later runs end with the same weights, and run 1 with others."""
         final = {
-            entry.fit: [row.weights for row in self._rows if row.fit == entry.fit and row.run > 1]
-            for entry in self._differing
+            fit: [row.weights for row in self._rows if row.fit == fit and row.run > 1]
+            for fit in {entry.row.fit for entry in self._differing}
         }
         return bool(final) and all(
             len(weights) >= _SEVERAL and len(set(weights)) == 1 and weights[0]
@@ -309,8 +280,8 @@ class RepeatReport:
                 (f"d9m compare -v {shown}", "shows what differs, and by how much"),
                 (f"d9m report {shown}", "shows the difference as a page"),
             ]
-        compared = {found.run for found in self._entries} - {1}
-        rare = len({found.run for found in self._differing}) < len(compared)
+        compared = {found.row.run for found in self._entries} - {1}
+        rare = len({found.row.run for found in self._differing}) < len(compared)
         tries = f"--tries {2 * len(compared)} " if rare else ""
         command = tries + "-- " + printable(shlex.join(self._command))
         return list_next_steps(command, shown)
@@ -319,20 +290,33 @@ class RepeatReport:
         return {
             "verdict": self.verdict,
             "output": str(self._output),
-            "runs": [
-                row.as_json() | ({"label": label} if (label := self._runs[row.run].label) else {})
-                for row in self._rows
-            ],
+            "runs": [asdict(row) for row in self._rows],
             "printed": self._printed,
             "left": self._list_left(),
             "failed": [asdict(failure) for failure in self._failures],
             "ledgers": [list(run.fits) for run in self._runs.values()],
             "differing": [
-                {"run": entry.run, "fit": entry.fit, "comparison": entry.comparison.as_json()}
+                {
+                    "run": entry.row.run,
+                    "fit": entry.row.fit,
+                    "comparison": entry.comparison.as_json(),
+                }
                 for entry in self._differing
                 if entry.comparison is not None
             ],
         }
+
+
+def _make_row(number: int, run: Run, fit: int, ledger: Ledger, found: Comparison | None) -> RunRow:
+    if number == 1:
+        verdict = "reference"
+    else:
+        verdict = "no match" if found is None else "equal" if found.equal else "differs"
+    facts: dict[str, object] = {"label": run.label}
+    if run.processes is not None:  # the records are those of all ranks, without the headers
+        records = sum(ledger.outcome(rank).records - 1 for rank in ledger.files)
+        facts |= {"processes": run.processes, "seconds": run.seconds, "records": records}
+    return make_run_row(number, fit, ledger, verdict, **facts)
 
 
 def _show_path(path: Path) -> str:

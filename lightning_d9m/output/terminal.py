@@ -31,6 +31,8 @@ _STYLES = {
     "reference": "dim",
     "differs": "bold red",
     "no match": "red",
+    "other": "bold red",
+    "invalid": "bold red",
     "problem": "bold red",
     "note": "yellow",
     "warning": "bold yellow",

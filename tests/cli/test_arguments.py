@@ -23,10 +23,6 @@ COMMAND = ["--", "true"]
         (["audit", "ops", "--runs", "1"], "--runs: 1 is not valid; allowed: a whole number from 2"),
         (["audit", "ops", "--threads", "0"], "--threads: 0 is not valid"),
         (["audit", "ops", "--timeout", "0"], "--timeout: 0 is not valid"),
-        (["audit", "inference", "m", "--runs", "1"], "--runs: 1 is not valid"),
-        (["audit", "inference", "m", "--samples", "1"], "--samples: 1 is not valid"),
-        (["audit", "inference", "m", "--threads", "0"], "--threads: 0 is not valid"),
-        (["audit", "inference", "m", "--batch-sizes", "0"], "--batch-sizes: 0 is not valid"),
         (["scan", "--jobs", "0"], "--jobs: 0 is not valid; allowed: a whole number from 1."),
     ],
 )

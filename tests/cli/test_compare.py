@@ -275,9 +275,9 @@ def test_json(tmp_path, capsys, changes, verdict, status):
     assert (found, facts["verdict"]) == (status, verdict)
     assert (facts["expected"], facts["actual"]) == (str(one), str(other))
     if verdict == "different":
-        first = facts["ranks"][0]["first"]
-        assert (first["epoch"], first["group"], first["count"]) == (1, "weights", 13)
-        assert first["names"] == NAMES[:10]
+        first = facts["ranks"][0]["divergence"]
+        assert (first["epoch"], first["kind"], first["count"]) == (1, "weights", 13)
+        assert [place[2] for place in first["places"]][:10] == NAMES[:10]
     if verdict == "not comparable":
         assert facts["refusals"] == [{"field": "seed", "expected": 42, "actual": 1, "ranks": [0]}]
 

@@ -20,7 +20,7 @@ def test_help_names_every_command_at_80_columns(monkeypatch):
     assert max(map(len, text.splitlines())) <= 80
 
 
-@pytest.mark.parametrize("command", [*COMMANDS, "audit ops", "audit model", "audit inference"])
+@pytest.mark.parametrize("command", [*COMMANDS, "audit ops", "audit model"])
 def test_each_command_explains_itself_in_80_columns(command, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit) as ended:

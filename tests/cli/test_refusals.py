@@ -6,8 +6,8 @@ import pytest
 from lightning.pytorch.strategies import FSDPStrategy
 
 from lightning_d9m.audit.device import check_device
-from lightning_d9m.audit.ops.rows import RowFile
-from lightning_d9m.audit.ops.worker import plan_cases
+from lightning_d9m.audit.ops.cases import plan_cases
+from lightning_d9m.audit.ops.worker_process import RowFile
 from lightning_d9m.cli import scan
 from lightning_d9m.errors import CommandError, SettingError, TooLateError
 from lightning_d9m.lightning.autoload import entry_points

@@ -176,7 +176,7 @@ def test_other_numbers_of_fits_are_a_difference_and_shared_fits_are_compared(rep
     assert "different: 2 of 3 runs differ from run 1" in out
     assert "0 of" not in out
     assert seen in out
-    assert [line.split()[0] for line in rows(out)] == ["1.1", "2.1", "2.2", "3.1", "3.2"]
+    assert ["".join(line.split()[:2]) for line in rows(out)] == ["11", "21", "22", "31", "32"]
     assert rows(out)[2].split()[-2:] == ["no", "match"]
 
 

@@ -249,7 +249,7 @@ def test_another_step_of_the_same_batch_is_a_difference(runs):
 
 def test_large_batches_are_compared_in_parts(runs, monkeypatch):
     """Each place still finds its counterpart where the order is the same."""
-    monkeypatch.setattr("lightning_d9m.comparison.alignment._PART_PLACES", 3)
+    monkeypatch.setattr("lightning_d9m.comparison.ledgers._PART_PLACES", 3)
     one = runs.write(edit=traced(range(3), part=2))
     other = runs.write(edit=traced(range(2), part=2).add(2, part=2, changed=PLACES[6:]))
     rank = compare(one, other)

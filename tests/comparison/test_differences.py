@@ -1,6 +1,5 @@
 """Two records of any content, and the probes of one batch, are compared exactly."""
 
-import tracemalloc
 from dataclasses import replace
 
 import pytest
@@ -10,43 +9,19 @@ from lightning_d9m.ledger.format.frames import Batch, Layouts
 from lightning_d9m.ledger.format.records import Opaque, ProbeLayout
 
 
-def nested(last, *, levels=8, items=20_000, key="k" * 4000):
-    """Return a table whose leaves would have paths of megabytes, or gigabytes in all."""
-    value = [*range(items - 1), last]
-    for _ in range(levels):
-        value = {key: value}
-    return Opaque("note", {"small": 1, "large": value})
-
-
-def test_paths_that_would_fill_the_memory_are_left_out():
-    tracemalloc.start()
-    try:
-        assert record_difference(nested(1), nested(1)) is None
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    assert peak < 400 * 2**20  # the paths of 20,000 leaves have 640 MB
-
-
-@pytest.mark.parametrize("last", [2, True, 1.0, None, "1", [1], {"1": 1}])
-def test_each_difference_there_is_found(last):
-    difference = record_difference(nested(1), nested(last))
-    assert (difference.names, difference.count) == (("large",), 1)
-
-
 @pytest.mark.parametrize(
     ("expected", "actual", "names"),
     [
-        ({"a": {"b": [1, 2]}}, {"a": {"b": [1, 3]}}, ("a.b[1]",)),
-        ({"a.b": 1}, {"a": {"b": 1}}, ('"a.b"', "a.b")),
-        ({"a[0]": 1}, {"a": [1]}, ('"a[0]"', "a[0]")),
-        ({"a": {"b": 1}}, {"a": {"c": 1}}, ("a.b", "a.c")),
+        ({"a": {"b": [1, 2]}}, {"a": {"b": [1, 3]}}, ("a",)),
+        ({"a.b": 1}, {"a": {"b": 1}}, ("a.b", "a")),
         ({"a": []}, {"a": {}}, ("a",)),
+        ({"a": [1]}, {"a": "[1]"}, ("a",)),
         ({"a": 0.0}, {"a": -0.0}, ("a",)),
-        ({"a": {"b": 1}}, {"a": {"b": True}}, ("a.b",)),
+        *(({"a": {"b": 1}}, {"a": {"b": b}}, ("a",)) for b in (True, 1.0, None, "1", [1])),
+        *(({"a": 1}, {"a": a}, ("a",)) for a in (True, 1.0, None, "1", [1], {"1": 1})),
     ],
 )
-def test_a_leaf_that_differs_is_named_by_its_path(expected, actual, names):
+def test_a_field_that_differs_is_named(expected, actual, names):
     difference = record_difference(Opaque("note", expected), Opaque("note", actual))
     assert difference.names == names
     assert record_difference(Opaque("note", expected), Opaque("note", dict(expected))) is None

@@ -167,7 +167,7 @@ def test_a_value_that_is_not_finite_is_left_out_or_a_change(tmp_path):
     [
         (["before", "much", "--noise", "before"], "1 runs show the noise, and at least 3"),
         (["before", "much", "--noise", "."], "is among the runs that show the noise"),
-        (["before", "killed", "--noise", "noise"], "is a training without its end, which"),
+        (["before", "killed", "--noise", "noise"], "did not finish, so it cannot be measured"),
         (["before", "bare", "--noise", "noise"], "neither a value that all of them log nor"),
         (["before", "seeded", "--noise", "noise"], "have the seeds 42 and 7, and the runs"),
         (["before", "much", "--value", "a"], "--value and --plot are only for --noise"),

@@ -3,7 +3,7 @@
 import pytest
 
 from lightning_d9m.comparison.causes import find_rank_cause
-from lightning_d9m.comparison.rank_drift import find_rank_drift, reference_rank
+from lightning_d9m.comparison.ledgers import find_rank_drift, reference_rank
 from lightning_d9m.ledger.folder import read_ledger
 
 PLACES = (("weight", "a.weight"), ("optimizer", "0.exp_avg.a.weight"), ("gradient", "a.weight"))

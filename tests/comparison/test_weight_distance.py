@@ -76,7 +76,7 @@ def test_a_run_without_sketches_has_no_distances():
             record({"a.w": one, "b.w": one}, sketched=sketched),
             record({"a.w": other, "b.w": one}, sketched=False),
         )
-        assert (series.moments, list(series.unknown)) == ({}, ["a.w"])
+        assert (series.rank_layers(), list(series.unknown)) == ([], ["a.w"])
     assert measure_distances(record({"a": one}), record({"b": one})) == {}
 
 

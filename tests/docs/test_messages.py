@@ -202,7 +202,6 @@ CASES = [
         lambda g: g.module.load_checkpoint(g.folder),
         ("… cannot be read: …", "{folder} cannot be read: ", "Is a directory"),
     ),
-    ("cli.audit.inference", asks("run", batch_sizes=[1]), "include at least one size above 1."),
     (
         "horovod.build",
         lambda g: g.module.find_tools(
@@ -343,11 +342,6 @@ CASES = [
     ("lint.scanner", lambda g: g.module.choose_version("new"), "is not a version of torch."),
     ("cli.scan", lambda g: g.module._expand(["D9X"]), "does not match a rule."),
     ("control.torch_flags", forget_the_flags, "something changed it during the run"),
-    (
-        "audit.inference.fixed_batch",
-        lambda g: g.module.FixedShape(torch.nn.Identity(), 0),
-        "allowed: an integer from 1.",
-    ),
     (
         "hashing.digest",
         lambda g: g.module.flatten_tensor(torch.ones(2, device="meta")),

@@ -18,8 +18,7 @@ from rank_processes import run_ranks
 
 from lightning_d9m import SettingError
 from lightning_d9m.cli.main import main
-from lightning_d9m.comparison.ledgers import compare_ledgers
-from lightning_d9m.comparison.rank_drift import find_rank_drift
+from lightning_d9m.comparison.ledgers import compare_ledgers, find_rank_drift
 from lightning_d9m.ledger.folder import read_ledger
 from lightning_d9m.ledger.format.records import Digests
 from lightning_d9m.ledger.stack import COMPILER_CACHE

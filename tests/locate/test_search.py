@@ -7,7 +7,7 @@ import pytest
 
 from lightning_d9m.comparison.differences import Divergence, FieldDifference, PlaceDifference
 from lightning_d9m.comparison.ledgers import OneSided, Side
-from lightning_d9m.locate import op_evidence, source_scan
+from lightning_d9m.locate import op_evidence
 from lightning_d9m.locate import search as search_module
 from lightning_d9m.locate.op_evidence import SampleComparison, find_patch
 from lightning_d9m.locate.search import Search
@@ -298,7 +298,7 @@ def test_samples_and_lines_are_reported(common, monkeypatch):
 
     compared = SampleComparison(16, 16, common)
     monkeypatch.setattr(op_evidence, "compare_samples", lambda _: compared)
-    monkeypatch.setattr(source_scan, "find_cause_lines", find_cause_lines)
+    monkeypatch.setattr(search_module, "find_cause_lines", find_cause_lines)
     found, _ = search(pair(**EPOCH), *[pair("batch", "batch:0", step=4)] * 3)
     assert (found.samples, len(found.lines)) == (compared, 5)
     assert scans == [(["true"], "data", common == 16)]
@@ -311,7 +311,7 @@ def test_samples_and_lines_are_reported(common, monkeypatch):
 
 def test_a_line_that_cannot_be_the_cause_stays_a_suspect(monkeypatch):
     finding = SimpleNamespace(location="t.py:3:1", code="hash(x)", rule="D9M303", reason="Why.")
-    monkeypatch.setattr(source_scan, "find_cause_lines", lambda *_, **__: [finding])
+    monkeypatch.setattr(search_module, "find_cause_lines", lambda *_, **__: [finding])
     for kind, label in (("gradient", "suspect: "), ("batch", "line:    ")):
         found, _ = search(pair(**EPOCH), *[pair(kind, "a", step=4)] * 3)
         text = "\n".join(describe(found, determinism=True))

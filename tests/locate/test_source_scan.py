@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightning_d9m.locate.source_scan import find_cause_lines, find_program
+from lightning_d9m.locate.search import find_cause_lines, find_program
 
 SORTED = "order = sorted({'a', 'b'})\n"
 SETS = "import helper\norder = {name: i for i, name in enumerate({'a', 'b'})}\n"

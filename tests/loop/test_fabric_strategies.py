@@ -11,7 +11,7 @@ from lightning.fabric import Fabric
 from rank_processes import run_ranks
 
 from lightning_d9m import HorovodDeterministicStrategy, compare, read_ledger
-from lightning_d9m.comparison.rank_drift import find_rank_drift
+from lightning_d9m.comparison.ledgers import find_rank_drift
 
 SCRIPT = Path(__file__).parents[1] / "support" / "fabric_training.py"
 REPLICATED = ["ddp", "ddp, unused parameters", "ddp, fp16_compress_hook", "ddp, static_graph"]

@@ -1,6 +1,6 @@
 """A case: one op on one shape, with its inputs and the documentation lines about it."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -54,6 +54,29 @@ class Inputs:
         return lambda: torch.autograd.grad(output, leaves, given, retain_graph=True)
 
 
+Make: TypeAlias = Callable[[Inputs], Call]
+
+
+def called(function: Callable[..., Tensor], *shapes: Sequence[int]) -> Make:
+    """Return what makes calls of a function of tensors of these shapes."""
+
+    def make(inputs: Inputs) -> Call:
+        drawn = [inputs.normal(*shape) for shape in shapes]
+        return lambda: function(*drawn)
+
+    return make
+
+
+def graded(function: Callable[..., Tensor], *shapes: Sequence[int]) -> Make:
+    """Return what makes backward passes of a function of tensors of these shapes."""
+
+    def make(inputs: Inputs) -> Call:
+        leaves = [inputs.leaf(*shape) for shape in shapes]
+        return inputs.gradient(function(*leaves), *leaves)
+
+    return make
+
+
 @dataclass(frozen=True)
 class Case:
     """One op on one shape.
@@ -73,7 +96,7 @@ class Case:
 
     op: str
     parameters: Mapping[str, Scalar]
-    make: Callable[[Inputs], Call]
+    make: Make
     documented: tuple[str, ...] = ()
     entry: str = ""
     quick: bool = True

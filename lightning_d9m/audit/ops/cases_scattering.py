@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
-from lightning_d9m.audit.ops.case import FLOATS, Call, Case, Inputs
+from lightning_d9m.audit.ops.case import FLOATS, Call, Case, Inputs, Make, called
 
 # Numbers of values and of places: few and many duplicates, and one place for all.
 SIZES = ((1_000, 100), (1_000, 1_000), (100_000, 1_000), (100_000, 100_000), (2_000_000, 50))
@@ -92,7 +92,7 @@ def _embed_scaled(inputs: Inputs) -> Call:
     return lambda: nnf.embedding(rows, table.clone(), max_norm=1.0)
 
 
-def _bag(mode: str) -> Callable[[Inputs], Call]:
+def _bag(mode: str) -> Make:
     def make(inputs: Inputs) -> Call:
         table, rows = inputs.leaf(1000, 64), inputs.whole(1000, 8192)
         starts = torch.arange(0, 8192, 8, device=inputs.device)
@@ -101,18 +101,10 @@ def _bag(mode: str) -> Callable[[Inputs], Call]:
     return make
 
 
-def _count(values: int, places: int) -> Callable[[Inputs], Call]:
+def _count(values: int, places: int) -> Make:
     def make(inputs: Inputs) -> Call:
         index, weights = inputs.whole(places, values), inputs.normal(values)
         return lambda: torch.bincount(index, weights, places)
-
-    return make
-
-
-def _histogram(values: int, bins: int) -> Callable[[Inputs], Call]:
-    def make(inputs: Inputs) -> Call:
-        given = inputs.normal(values)
-        return lambda: torch.histc(given, bins, -1, 1)
 
     return make
 
@@ -190,5 +182,6 @@ def list_scattering_cases() -> Iterator[Case]:
     for values, places, quick in ((100_000, 1_000, True), (2_000_000, 50, False)):
         shape, listed = {"values": values, "places": places}, ("torch.bincount weights",)
         yield Case("bincount", shape, _count(values, places), listed, quick=quick)
-        histogram, listed = _histogram(values, places), ("torch.histc",)
+        histogram = called(partial(torch.histc, bins=places, min=-1, max=1), [values])
+        listed = ("torch.histc",)
         yield Case("histc", shape, histogram, listed, quick=quick, dtypes=wide)

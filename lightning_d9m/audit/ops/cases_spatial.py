@@ -1,12 +1,13 @@
 """Cases on images and volumes: convolution, pooling, resampling, padding."""
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 
 import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
-from lightning_d9m.audit.ops.case import Call, Case, Inputs, Scalar
+from lightning_d9m.audit.ops.case import Call, Case, Inputs, Scalar, called, graded
 
 Forward = Callable[[Tensor], Tensor]
 # Side of an input by its number of dimensions, for --quick and otherwise.
@@ -22,15 +23,10 @@ def _differentiated(
 ) -> Iterator[Case]:
     """Yield the gradients of ``forward`` for a small and a large input of 4 x 8 channels."""
     for size, side in enumerate(_SIDES[dims]):
-
-        def make(inputs: Inputs, side: int = side) -> Call:
-            image = inputs.leaf(4, 8, *[side] * dims)
-            return inputs.gradient(forward(image), image)
-
         yield Case(
             op=op,
             parameters={"side": side, **parameters},
-            make=make,
+            make=graded(forward, [4, 8, *[side] * dims]),
             documented=(documented,) if documented else (),
             quick=size == 0,
         )
@@ -40,20 +36,13 @@ def _convolved(dims: int, *, transposed: bool) -> Iterator[Case]:
     name = f"{'ConvTranspose' if transposed else 'Conv'}{dims}d"
     convolve = getattr(nnf, f"conv{'_transpose' if transposed else ''}{dims}d")
     for size, side in enumerate(_SIDES[dims]):
-        for backward in (False, True):
-
-            def make(inputs: Inputs, side: int = side, backward: bool = backward) -> Call:
-                image, kernel = inputs.leaf(4, 8, *[side] * dims), inputs.leaf(8, 8, *[3] * dims)
-                if backward:
-                    return inputs.gradient(convolve(image, kernel, stride=2), image, kernel)
-                fixed, weights = image.detach(), kernel.detach()
-                return lambda: convolve(fixed, weights, stride=2)
-
+        shapes = [4, 8, *[side] * dims], [8, 8, *[3] * dims]
+        for suffix, wrapped in (("", called), ("_backward", graded)):
             yield Case(
-                op=f"{name.lower()}{'_backward' if backward else ''}",
+                op=f"{name.lower()}{suffix}",
                 entry="convolution",
                 parameters={"side": side, "kernel": 3, "stride": 2},
-                make=make,
+                make=wrapped(partial(convolve, stride=2), *shapes),
                 documented=(f"torch.nn.{name}",),
                 quick=size == 0,
             )
@@ -97,29 +86,20 @@ def _fractional(dims: int) -> Iterator[Case]:
 
 
 def _pooled() -> Iterator[Case]:
-    yield from _differentiated("avg_pool2d_backward", 2, lambda x: nnf.avg_pool2d(x, 3, 2, 1))
-    yield from _differentiated(
-        "avg_pool3d_backward", 3, lambda x: nnf.avg_pool3d(x, 3, 2, 1), "torch.nn.AvgPool3d"
-    )
+    for name, dims in (("Avg", 2), ("Avg", 3), ("Max", 2), ("Max", 3)):
+        pool = getattr(nnf, f"{name.lower()}_pool{dims}d")
+        listed = None if (name, dims) == ("Avg", 2) else f"torch.nn.{name}Pool{dims}d"
+        forward = partial(pool, kernel_size=3, stride=2, padding=1)
+        yield from _differentiated(f"{name.lower()}_pool{dims}d_backward", dims, forward, listed)
     for dims in (2, 3):
         for kind, label in (("avg", "Avg"), ("max", "Max")):
             pool = getattr(nnf, f"adaptive_{kind}_pool{dims}d")
             # Overlapping windows share inputs; torch lists no adaptive 3-D max pooling.
             listed = None if (kind, dims) == ("max", 3) else f"torch.nn.Adaptive{label}Pool{dims}d"
             for output in (5, 32):
-                yield from _differentiated(
-                    f"adaptive_{kind}_pool{dims}d_backward",
-                    dims,
-                    lambda x, pool=pool, output=output: pool(x, output),  # type: ignore[misc]
-                    listed,
-                    output=output,
-                )
-    yield from _differentiated(
-        "max_pool2d_backward", 2, lambda x: nnf.max_pool2d(x, 3, 2, 1), "torch.nn.MaxPool2d"
-    )
-    yield from _differentiated(
-        "max_pool3d_backward", 3, lambda x: nnf.max_pool3d(x, 3, 2, 1), "torch.nn.MaxPool3d"
-    )
+                name = f"adaptive_{kind}_pool{dims}d_backward"
+                forward = partial(pool, output_size=output)
+                yield from _differentiated(name, dims, forward, listed, output=output)
     for dims in (2, 3):
         yield from _fractional(dims)
     for dims in (1, 2, 3):
@@ -141,33 +121,22 @@ def _resampled() -> Iterator[Case]:
         words = "some cases" if more else f"``{mode}``"
         listed = None if mode == "nearest" else f"torch.nn.functional.interpolate {words}"
         for factor in (2.0, 0.5):
-
-            def forward(
-                image: Tensor,
-                mode: str = mode,
-                factor: float = factor,
-                more: Mapping[str, bool] = more,
-            ) -> Tensor:
-                return nnf.interpolate(image, scale_factor=factor, mode=mode, **more)
-
+            forward = partial(nnf.interpolate, scale_factor=factor, mode=mode, **more)
             yield from _differentiated(op, dims, forward, listed, factor=factor)
 
+
+def _sampled() -> Iterator[Case]:
     for dims in (2, 3):
         for size, side in enumerate(_SIDES[dims]):
             for crowd in (1.0, 0.05):  # spread of the samples: over all inputs, or a few
 
-                def make(
-                    inputs: Inputs, dims: int = dims, side: int = side, crowd: float = crowd
-                ) -> Call:
-                    image = inputs.leaf(4, 8, *[side] * dims)
-                    grid = (inputs.normal(4, *[side] * dims, dims) * crowd).requires_grad_()
-                    output = nnf.grid_sample(image, grid, align_corners=False)
-                    return inputs.gradient(output, image, grid)
+                def sample(image: Tensor, grid: Tensor, crowd: float = crowd) -> Tensor:
+                    return nnf.grid_sample(image, grid * crowd, align_corners=False)
 
                 yield Case(
                     op=f"grid_sampler_{dims}d_backward",
                     parameters={"side": side, "crowd": crowd},
-                    make=make,
+                    make=graded(sample, [4, 8, *[side] * dims], [4, *[side] * dims, dims]),
                     documented=("torch.nn.functional.grid_sample",),
                     quick=size == 0 and crowd < 1,
                 )
@@ -176,13 +145,9 @@ def _resampled() -> Iterator[Case]:
 def _padded() -> Iterator[Case]:
     for dims in (1, 2, 3):
         for mode, kind in (("reflect", "Reflection"), ("replicate", "Replication")):
-            yield from _differentiated(
-                f"{kind.lower()}_pad{dims}d_backward",
-                dims,
-                lambda x, mode=mode, dims=dims: nnf.pad(x, [7] * (2 * dims), mode=mode),  # type: ignore[misc]
-                f"torch.nn.{kind}Pad{dims}d",
-                pad=7,
-            )
+            forward = partial(nnf.pad, pad=[7] * (2 * dims), mode=mode)
+            name, listed = f"{kind.lower()}_pad{dims}d_backward", f"torch.nn.{kind}Pad{dims}d"
+            yield from _differentiated(name, dims, forward, listed, pad=7)
 
 
 def list_spatial_cases() -> Iterator[Case]:
@@ -192,4 +157,5 @@ def list_spatial_cases() -> Iterator[Case]:
         yield from _convolved(dims, transposed=True)
     yield from _pooled()
     yield from _resampled()
+    yield from _sampled()
     yield from _padded()

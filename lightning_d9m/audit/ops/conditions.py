@@ -3,7 +3,7 @@
 import re
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -12,12 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_d9m.audit.device import check_device
 from lightning_d9m.audit.ops.case import Call, Case, Inputs, NotHereError
+from lightning_d9m.audit.ops.cases import list_cases, plan_cases
 from lightning_d9m.comparison.numeric_difference import SpreadMeter, measure_variation
 from lightning_d9m.compatibility import synchronize
 from lightning_d9m.control.torch_flags import algorithms_switched, capture_flags, restore_flags
 from lightning_d9m.patches.catalog.catalog import OPS
-from lightning_d9m.patches.catalog.torch_docs import Line, find_documented_lines
+from lightning_d9m.patches.catalog.torch_docs import (
+    Line,
+    find_documented_lines,
+    read_documentation,
+)
 from lightning_d9m.patches.registration import patches_applied
 
 CONDITIONS = ("default", "deterministic", "patched")
@@ -39,6 +45,28 @@ class Budget:
 
     runs: int
     seconds: float
+
+
+def plan_rows(settings: Mapping[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Return the row of each case without its conditions, and facts about this machine.
+
+    Raises:
+        SettingError: torch cannot use the device, or a pattern matches no op.
+    """
+    check_device(settings["device"])
+    cases = list(plan_cases(settings["ops"], settings["dtypes"], quick=settings["quick"]))
+    lines = read_documentation(torch.use_deterministic_algorithms.__doc__ or "")
+    known = {name for case in list_cases() for name in case.documented}
+    facts = {
+        "torch": torch.__version__,
+        "threads": settings["threads"] or torch.get_num_threads(),
+        "unknown": [
+            line.text
+            for line in lines
+            if not find_documented_lines((line,), known, (line.devices or ("cpu",))[0])
+        ],
+    }
+    return [begin_row(case, settings["device"], dtype, lines) for case, dtype in cases], facts
 
 
 def begin_row(case: Case, device: str, dtype: str, lines: tuple[Line, ...]) -> dict[str, Any]:

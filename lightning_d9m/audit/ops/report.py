@@ -1,11 +1,10 @@
-"""The report of ``d9m audit ops``: for a terminal, as JSON, Markdown and a plot."""
+"""The report of ``d9m audit ops``: for a terminal, as JSON and Markdown."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
-from lightning_d9m.output.columns import markdown_table, short
-from lightning_d9m.output.svg.charts import draw_dots
+from lightning_d9m.output.columns import Column, format_markdown_table, short
 from lightning_d9m.text import pluralize
 
 CONDITION_TITLES = {
@@ -14,6 +13,7 @@ CONDITION_TITLES = {
     "patched": "patched",
     "oracle": "oracle",
 }
+_Case: TypeAlias = tuple[Mapping[str, Any], str]
 _TIMED = ("deterministic", "patched")
 _INTRODUCTION = """\
 Each case ran {runs} times (fewer if its time was over) in four conditions: torch as it is; torch
@@ -78,38 +78,13 @@ def render_markdown(summary: Mapping[str, Any]) -> str:
         f"{facts}.",
         _INTRODUCTION.format(runs=settings["runs"]),
         "## Findings",
-        markdown_table(
-            ("op", "varies", "with the flag", "patched varies", "finding"),
-            [
-                (
-                    f"`{entry['op']}`",
-                    *("yes" if entry["varied"][a] else "no" for a in list(CONDITION_TITLES)[:3]),
-                    " ".join(entry["findings"]),
-                )
-                for entry in summary["ops"]
-            ],
-        ),
+        format_markdown_table(_OPS, summary["ops"]),
         "## Cases",
-        markdown_table(
-            ("case", "condition", "outputs", "runs", "Vs", "Vermv", "Vc", "error", "µs", "time"),
-            [line for row in summary["rows"] for line in _lines(row)],
+        format_markdown_table(
+            _CASES, [(row, name) for row in summary["rows"] for name in CONDITION_TITLES]
         ),
     ]
     return "\n\n".join(parts) + "\n"
-
-
-def render_plot(summary: Mapping[str, Any]) -> str:
-    """Return the plot of each op's time in the deterministic conditions over torch's default."""
-    rows = [
-        (
-            entry["op"] + (" *" if entry["varied"]["default"] else ""),
-            {CONDITION_TITLES[name]: ratio for name, ratio in entry["ratio"].items() if ratio},
-        )
-        for entry in summary["ops"]
-    ]
-    caption = "time over torch's default (median of the cases); * varied by default"
-    title = f"Determinism's cost on {summary['settings']['device']}"
-    return draw_dots(title, caption, rows, _TIMED)
 
 
 def _median_ratio(entries: Sequence[Mapping[str, Any]]) -> float | None:
@@ -117,24 +92,46 @@ def _median_ratio(entries: Sequence[Mapping[str, Any]]) -> float | None:
     return ratios[len(ratios) // 2] if ratios else None
 
 
-def _lines(row: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    lines = []
-    for condition, name in CONDITION_TITLES.items():
-        entry = row["conditions"][condition]
-        if entry["outcome"] != "ran":
-            rest = (f"{entry['outcome']}: {entry['reason']}", *[""] * 7)
-        else:
-            spread = entry["spread"]
-            figures = (spread["vs"], spread["vermv"], spread["vc"], entry.get("error"))
-            rest = (
-                str(spread["distinct"]),
-                str(spread["runs"]),
-                *(short(figure) for figure in figures),
-                short(entry["microseconds"]),
-                short(entry.get("ratio")),
-            )
-        lines.append((f"`{row['key']}`" if condition == "default" else "", name, *rest))
-    return lines
+def _read_figure(case: _Case, *path: str) -> str:
+    """Return a figure of a case in a condition; nothing where the case did not run."""
+    found: Any = case[0]["conditions"][case[1]]
+    if found["outcome"] == "ran":
+        for key in path:
+            found = found.get(key)
+        return short(found)
+    return f"{found['outcome']}: {found['reason']}" if path[-1] == "distinct" else ""
+
+
+_OPS: tuple[Column[Mapping[str, Any]], ...] = (
+    Column("op", lambda entry: f"`{entry['op']}`"),
+    *(
+        Column(title, lambda entry, name=name: "yes" if entry["varied"][name] else "no")  # type: ignore[misc]
+        for title, name in (
+            ("varies", "default"),
+            ("with the flag", "deterministic"),
+            ("patched varies", "patched"),
+        )
+    ),
+    Column("finding", lambda entry: " ".join(entry["findings"])),
+)
+# A row, and one of its conditions.
+_CASES: tuple[Column[_Case], ...] = (
+    Column("case", lambda case: f"`{case[0]['key']}`" if case[1] == "default" else ""),
+    Column("condition", lambda case: CONDITION_TITLES[case[1]]),
+    *(
+        Column(title, lambda case, path=path: _read_figure(case, *path))  # type: ignore[misc]
+        for title, path in (
+            ("outputs", ("spread", "distinct")),
+            ("runs", ("spread", "runs")),
+            ("Vs", ("spread", "vs")),
+            ("Vermv", ("spread", "vermv")),
+            ("Vc", ("spread", "vc")),
+            ("error", ("error",)),
+            ("µs", ("microseconds",)),
+            ("time", ("ratio",)),
+        )
+    ),
+)
 
 
 def judge_op(rows: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -1,4 +1,4 @@
-"""``d9m audit``: measure the nondeterminism of ops, trainings and inference, and its cost.
+"""``d9m audit``: measure the nondeterminism of ops and trainings, and its cost.
 
 The words of a command come in; its report goes out as text, JSON, Markdown and plots. Each command
 has a file. Read ``ops.py`` first.
@@ -10,8 +10,6 @@ from importlib import import_module
 _COMMANDS = {
     "ops": "measure every op that is, or is documented as, nondeterministic",
     "model": "measure the spread of several trainings without and with determinism",
-    "inference": "check that a model is repeatable and that a sample's output does not depend on "
-    "its batch",
 }
 
 

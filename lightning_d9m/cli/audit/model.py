@@ -3,17 +3,15 @@
 import argparse
 import json
 import shlex
-import shutil
 import time
 from pathlib import Path
 
 from lightning_d9m.audit.training import (
     CONDITIONS,
-    Training,
-    render_json,
     render_markdown,
     render_plot,
     render_text,
+    summarize,
 )
 from lightning_d9m.cli.arguments import (
     MOST_RUNS,
@@ -21,11 +19,18 @@ from lightning_d9m.cli.arguments import (
     get_command,
     whole_number,
 )
-from lightning_d9m.launch.run import make_output, make_run_folder, pair_fits, read_fits, run_once
+from lightning_d9m.launch.run import (
+    Run,
+    make_output,
+    make_run_folder,
+    pair_fits,
+    read_fits,
+    run_once,
+)
 from lightning_d9m.output.terminal import format_next_steps, print_lines
 
-# Set for the command; `control.environment` and `weight_snapshots` read them.
-CONTROL, WEIGHTS = "LIGHTNING_D9M_CONTROL", "LIGHTNING_D9M_KEEP_WEIGHTS"
+# Set for the command; `control.environment` reads it.
+CONTROL = "LIGHTNING_D9M_CONTROL"
 _FEWEST_RUNS = 2
 
 
@@ -57,9 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
     command = get_command(arguments, "audit model")
     output = make_output(arguments.output, "d9m-audit", "model-")
     trainings = _train(command, output, arguments.runs, arguments.timeout)
-    result = render_json(trainings)
-    for condition in CONDITIONS:
-        shutil.rmtree(output / f"{condition}-001" / "weights", ignore_errors=True)
+    result = summarize(trainings)
     (output / "model.json").write_text(json.dumps(result, indent=1) + "\n")
     for fit in result["fits"]:
         (output / f"{fit['fit']}.svg").write_text(render_plot(fit))
@@ -80,33 +83,25 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _train(
     command: list[str], output: Path, runs: int, timeout: float | None
-) -> dict[str, list[Training]]:
-    """Train in both conditions, and measure each training against the first of its condition."""
-    trainings: dict[str, list[Training]] = {condition: [] for condition in CONDITIONS}
+) -> dict[str, list[Run]]:
+    """Train in both conditions."""
+    trainings: dict[str, list[Run]] = {condition: [] for condition in CONDITIONS}
     for number in range(1, runs + 1):
         for condition in CONDITIONS:  # alternate, so that machine load affects both alike
             folder = make_run_folder(output, f"{condition}-{number:03d}")
             before = trainings[condition]
-            # The first training of all names the fits.
-            named = before or trainings[CONDITIONS[0]]
             began = time.perf_counter()
             run_once(
                 command,
                 folder,
                 title=f"run {number} of {runs}, {condition} determinism",
                 timeout=timeout,
-                variables={
-                    CONTROL: "off" if condition == "without" else "on",
-                    WEIGHTS: str(folder / "weights"),
-                },
+                variables={CONTROL: "off" if condition == "without" else "on"},
                 expected_seconds=before[-1].seconds if before else None,
             )
             seconds = time.perf_counter() - began
-            fits = read_fits(folder, command, with_weights=True)
-            before.append(
-                Training(folder, seconds, pair_fits(named[0].ledgers, fits) if named else fits)
-            )
-            before[-1].measure(before[0])
-            if number > 1:  # they are large, and have been compared with the first run's
-                shutil.rmtree(folder / "weights", ignore_errors=True)
+            fits = read_fits(folder, command, evaluations=False)
+            # The first training of all names the fits.
+            named = before or trainings[CONDITIONS[0]]
+            before.append(Run(pair_fits(named[0].fits, fits) if named else fits, seconds=seconds))
     return trainings

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import shutil
 import sys
 from contextlib import closing
 from pathlib import Path
@@ -12,13 +11,10 @@ from lightning_d9m.audit.ops.report import (
     find_broken,
     render_findings,
     render_markdown,
-    render_plot,
     summarize,
 )
-from lightning_d9m.audit.ops.rows import RowFile
-from lightning_d9m.audit.ops.worker_process import measure_rows
+from lightning_d9m.audit.ops.worker_process import RowFile, measure_rows
 from lightning_d9m.cli.arguments import positive_seconds, whole_number
-from lightning_d9m.errors import SettingError
 from lightning_d9m.output.terminal import print_wrapped
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
@@ -68,30 +64,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure, and write rows, JSON, Markdown and plot; return 1 if a patched op varied."""
+    """Measure, and write rows, JSON and Markdown; return 1 if a patched op varied."""
+    # Imported here, so that parsing the arguments does not load torch.
+    from lightning_d9m.audit.ops.conditions import plan_rows
+
     settings = _read_settings(arguments)
+    plan, facts = plan_rows(settings)
     kind = "-quick" if arguments.quick else ""
     folder = (
         arguments.output or Path("d9m-audit") / f"ops-{arguments.device.replace(':', '')}{kind}"
     )
-    made = [path for path in (folder, *folder.parents) if not path.exists()]
-    try:
-        with closing(RowFile(folder / "ops.jsonl", settings)) as rows:
-            facts = measure_rows(rows, settings, arguments.timeout, folder / "worker.log")
-            summary = summarize(settings | facts, rows.rows)
-    except SettingError:  # by the worker, which knows ops and devices
-        for path in made[-1:]:
-            shutil.rmtree(path)
-        raise
+    with closing(RowFile(folder / "ops.jsonl", settings)) as rows:
+        measure_rows(rows, plan, settings, arguments.timeout, folder / "worker.log")
+        summary = summarize(settings | facts, rows.rows)
     (folder / "ops.json").write_text(json.dumps(summary, indent=1) + "\n")
     (folder / "ops.md").write_text(render_markdown(summary))
-    (folder / "ops.svg").write_text(render_plot(summary))
     broken = find_broken(summary["rows"])
     if arguments.json:
         print(json.dumps(summary, indent=1))
     else:
         print_wrapped(render_findings(summary).splitlines())
-        print(f"audit: {folder / 'ops.md'}, ops.json, ops.svg")
+        print(f"audit: {folder / 'ops.md'}, ops.json")
     if facts["unknown"]:
         unknown = "; ".join(facts["unknown"])
         print(f"documented by torch, but not measured by this audit: {unknown}", file=sys.stderr)

@@ -27,7 +27,6 @@ from lightning_d9m.ledger.stack import LOGICAL_RANKS, capture_compiler
 from lightning_d9m.lightning.lightning_private import is_compiled, list_loaders
 from lightning_d9m.lightning.packages import rank_zero
 from lightning_d9m.lightning.recording.ledger_location import make_ledger_folder
-from lightning_d9m.lightning.recording.weight_snapshots import save_weight_snapshot
 from lightning_d9m.lightning.saved_state import PendingRecords
 from lightning_d9m.lightning.trainer_ranks import ranks_of
 from lightning_d9m.lightning.trainer_session import TrainerSession
@@ -239,7 +238,6 @@ class TrainerRecorder:
         finally:
             self._append_evaluations()
         assert self._run.folder is not None, "the ledger is open"
-        save_weight_snapshot(trainer, module, self._run.folder.name, moment, self._epoch)
         if moment == "final" or not trainer.is_global_zero:  # the loggers are closed by then
             return
         log_digest(trainer.loggers, digests.totals["weights"], trainer.global_step)

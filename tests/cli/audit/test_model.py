@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from lightning_d9m.cli.main import main
+from lightning_d9m.hashing.sketches import sketch_tensors
 
-# A command that leaves ledgers and weights as a training does, without the seconds of loading
-# torch. VALUE says, by condition and number of the run, which of the prepared weights it ends with.
+# A command that leaves ledgers as a training does, without the seconds of loading torch. VALUE
+# says, by condition and number of the run, which of the prepared sketches its weights have.
 COMMAND = """
-import os, shutil
+import json, os
 from pathlib import Path
 from lightning_d9m.ledger.format.writer import LedgerWriter
 from lightning_d9m.ledger.folder import create_ledger_folder, rank_path
@@ -22,8 +23,7 @@ place = Path(os.environ["LIGHTNING_D9M_LEDGER_DIR"])
 condition, number = place.name.split("-")[0], int(place.name.split("-")[1])
 assert os.environ["LIGHTNING_D9M_CONTROL"] == {"with": "on", "without": "off"}[condition]
 assert os.environ["PYTHONHASHSEED"].isdigit()
-weights = Path(os.environ["LIGHTNING_D9M_KEEP_WEIGHTS"])
-weights.mkdir()
+sketches = json.loads(Path("sketches.json").read_text())
 for _ in range(FITS):
     folder = create_ledger_folder(place)
     with LedgerWriter(rank_path(folder, 0)) as ledger:
@@ -34,11 +34,11 @@ for _ in range(FITS):
             value = 0 if (moment, epoch) == ("epoch", 0) else VALUE
             ledger.write(Digests(moment=moment, epoch=epoch, step=epoch,
                                  totals={"weights": f"{value:032x}"},
-                                 groups={"weights": {"w": f"{value:032x}"}},
+                                 groups={"weights": {"first.w": f"{value:032x}",
+                                                     "second.w": "0" * 32}},
+                                 sketches=sketches[value] if SKETCHED and moment == "epoch" else {},
                                  loss=float(value).hex(),
                                  scalars={"accuracy": (0.5).hex()}).as_record())
-            if SAVED:
-                shutil.copy(f"{value}.pt", weights / f"{folder.name}-{moment}-{epoch:06d}.pt")
         ledger.write(End(status="finished").as_record())
 """
 WHOLE = [("epoch", 0), ("epoch", 1), ("final", 1)]
@@ -48,14 +48,16 @@ WHOLE = [("epoch", 0), ("epoch", 1), ("final", 1)]
 def audit(tmp_path, monkeypatch, capsys):
     """Return a function that audits such a command; it gives status, output and errors."""
     monkeypatch.chdir(tmp_path)
-    for value in range(4):  # one element of two, in one layer of two, moves by a quarter
-        weights = {"first.w": torch.tensor([1.0, 1.0 + value / 4]), "second.w": torch.ones(2)}
-        torch.save(weights, tmp_path / f"{value}.pt")
+    sketches = [  # one element of two, in one layer of two, moves by a quarter
+        sketch_tensors({"first.w": torch.tensor([1.0, 1.0 + value / 4]), "second.w": torch.ones(2)})
+        for value in range(4)
+    ]
+    (tmp_path / "sketches.json").write_text(json.dumps(sketches))
 
-    def run(value, *words, fits="1", moments=WHOLE, keep=True):
+    def run(value, *words, fits="1", moments=WHOLE, sketched=True):
         code = COMMAND.replace("VALUE", value).replace("FITS", fits)
         (tmp_path / "script.py").write_text(
-            code.replace("MOMENTS", repr(moments)).replace("SAVED", str(keep))
+            code.replace("MOMENTS", repr(moments)).replace("SKETCHED", str(sketched))
         )
         command = ["audit", "model", "-n", "3", *words, "--", sys.executable, "script.py"]
         status = main(command)
@@ -69,14 +71,14 @@ VARIES = "(0 if condition == 'with' else number - 1)"
 
 
 def test_parallel_fits_are_paired_by_content(audit):
-    """Also between the conditions, and with their weights."""
+    """Also between the conditions."""
     value = "(1 + (_ if number == 1 or condition == 'without' and number == 2 else 1 - _))"
     status, out, _ = audit(value, "--json", fits="2")
     first, second = json.loads(out)["fits"]
     assert status == 0
     for fit in (first, second):
         assert [fit[condition]["distinct"] for condition in ("without", "with")] == [1, 1]
-        assert [moment["vc"] for moment in fit["with"]["moments"]] == [0, 0, 0]
+        assert [moment["distance"] for moment in fit["with"]["moments"]] == [0, 0, 0]
 
 
 def test_what_varies_without_determinism_is_measured(audit):
@@ -87,12 +89,14 @@ def test_what_varies_without_determinism_is_measured(audit):
     assert fit["without"]["distinct"] == 3
     assert fit["with"]["distinct"] == 1
     assert [moment["distinct"] for moment in fit["without"]["moments"]] == [1, 3, 3]
-    assert [moment["vc"] for moment in fit["without"]["moments"]] == [0, 0.25, 0.25]
+    assert [moment["tensors"] for moment in fit["without"]["moments"]] == [0, 1, 1]
     final = fit["without"]["moments"][-1]
     # Runs 2 and 3 lie by 1/4 and 1/2 from run 1 in one element of four.
-    assert final["vermv"] == pytest.approx((0.25 / 4 + 0.5 / 4) / 2)
-    assert fit["without"]["layers"]["second"]["vc"] == 0
-    assert fit["without"]["layers"]["first"]["vc_max"] == 0.5
+    norms = [2.0, (3 + 1.25**2) ** 0.5, (3 + 1.5**2) ** 0.5]
+    assert final["distance_max"] == pytest.approx(0.5 / norms[2])
+    assert final["distance"] == pytest.approx((0.25 / norms[1] + 0.5 / norms[2]) / 2)
+    assert fit["without"]["layers"]["second"]["distance"] == 0
+    assert fit["without"]["layers"]["first"]["tensors"] == 1
     assert fit["without"]["scalars"]["final loss"] | {"deviation": ""} == {
         "distinct": 3,
         "least": "0.0",
@@ -102,7 +106,7 @@ def test_what_varies_without_determinism_is_measured(audit):
     assert fit["without"]["scalars"]["accuracy"]["distinct"] == 1
 
 
-def test_the_report_and_the_plot_are_left_and_the_weights_are_not(audit, tmp_path):
+def test_the_report_and_the_plot_are_left(audit, tmp_path):
     status, out, err = audit(VARIES)
     folder = tmp_path / "d9m-audit" / "model-000"
     assert status == 0
@@ -114,10 +118,19 @@ def test_the_report_and_the_plot_are_left_and_the_weights_are_not(audit, tmp_pat
     assert "final loss, without: 3 values, 0.0 to 2.0" in out
     assert "accuracy, with: 0.5 in every run" in out
     assert "run 3 of 3, with determinism: done, 2 epochs\n" in err
-    assert "| `first` | 0.1" in (folder / "model.md").read_text()
-    assert (folder / "fit-000.svg").read_text().count("<polyline") == 4
-    assert "plot" not in json.loads((folder / "model.json").read_text())["fits"][0]
-    assert list(folder.rglob("*.pt")) == []
+    page = (folder / "model.md").read_text()
+    assert "| `first` | 0.2" in page
+    assert "| final | 3 | 0.1" in page
+    assert "| `final loss` | 3 | 0.0 | 2.0 |" in page
+    assert (folder / "fit-000.svg").read_text().count("<polyline") == 2
+    assert json.loads((folder / "model.json").read_text())["equal"]
+
+
+def test_without_sketches_the_number_of_tensors_is_known(audit):
+    _, out, _ = audit(VARIES, "--json", sketched=False)
+    (fit,) = json.loads(out)["fits"]
+    assert [moment["distance"] for moment in fit["without"]["moments"]] == [0, None, None]
+    assert [moment["tensors"] for moment in fit["without"]["moments"]] == [0, 1, 1]
 
 
 def test_runs_that_differ_with_determinism_are_found(audit):
@@ -138,7 +151,6 @@ def test_each_fit_is_reported(audit):
     [
         ({"fits": "0"}, "wrote no ledger"),
         ({"fits": "number"}, "left different numbers of ledgers"),
-        ({"keep": False}, "The run left no weights"),
         ({"moments": WHOLE[:2]}, "did not finish"),
     ],
 )

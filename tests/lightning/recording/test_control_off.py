@@ -1,4 +1,4 @@
-"""The variables of ``d9m audit model``: control switched off, and weights kept."""
+"""The variable of ``d9m audit model``, which switches control off."""
 
 import lightning.pytorch as lightning
 import pytest
@@ -8,10 +8,6 @@ from trainings import QUIET, make_loader, make_model
 from lightning_d9m import DeterminismCallback, SettingError
 from lightning_d9m.hashing.digest import digest_value
 from lightning_d9m.ledger.folder import read_ledger
-from lightning_d9m.lightning.recording.weight_snapshots import (
-    load_weight_snapshot,
-    weight_snapshot_path,
-)
 
 pytestmark = [
     pytest.mark.usefixtures("unseeded", "new_process"),
@@ -31,25 +27,6 @@ def fit(folder, **overrides):
 @pytest.fixture
 def control_off(monkeypatch):
     monkeypatch.setenv("LIGHTNING_D9M_CONTROL", "off")
-
-
-def test_weights_of_every_moment_are_kept(tmp_path, monkeypatch):
-    monkeypatch.setenv("LIGHTNING_D9M_KEEP_WEIGHTS", str(tmp_path / "weights"))
-    model = fit(tmp_path)
-    names = sorted(path.name for path in (tmp_path / "weights").iterdir())
-    assert names == [
-        "fit-000-epoch-000000.pt",
-        "fit-000-epoch-000001.pt",
-        "fit-000-final-000001.pt",
-        "fit-000-initial-000000.pt",
-    ]
-    kept = load_weight_snapshot(weight_snapshot_path(tmp_path / "weights", "fit-000", "final", 1))
-    assert digest_value(kept) == digest_value(dict(model.named_parameters()))
-
-
-def test_no_weights_are_kept_unasked(tmp_path):
-    fit(tmp_path)
-    assert list(tmp_path.rglob("*.pt")) == []
 
 
 def test_control_off_seeds_and_records_but_switches_nothing(
