@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, distributed
 
-from lightning_d9m.errors import SettingError
+from lightning_d9m.errors import RankLostError, SettingError
 from lightning_d9m.lightning.logical_ranks.strategy import LogicalRanksMixin
 from lightning_d9m.lightning.packages import combined_base
 from lightning_d9m.lightning.strategies import register_in_loaded_packages
@@ -16,7 +16,8 @@ from lightning_d9m.ranks.connections import (
     is_default_group_closed,
     reopen_default_group,
 )
-from lightning_d9m.ranks.groups import broadcast_tensors
+from lightning_d9m.ranks.groups import broadcast_tensors, ranks_of_group
+from lightning_d9m.ranks.liveness import connect_liveness
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import DDPStrategy as _DDPStrategy
@@ -65,13 +66,14 @@ class DDPDeterministicStrategy(LogicalRanksMixin, _DDPStrategy):
         """Connect the processes, again if an error has closed their connections."""
         reopen_default_group(**self._group_options)
         super().setup_distributed()
+        self._liveness = connect_liveness(ranks_of_group())
 
     def configure_ddp(self) -> None:
         """Wrap the model; with logical ranks it stays as it is."""
         if self.logical_ranks is None:
             super().configure_ddp()
 
-    def make_logical_gradients(self, blocks: Blocks) -> LogicalGradients:
+    def make_logical_gradients(self, blocks: Blocks, **options: Any) -> LogicalGradients:
         """Return sums over the default process group."""
         module: Any = self.lightning_module
         return LogicalGradients(
@@ -79,10 +81,13 @@ class DDPDeterministicStrategy(LogicalRanksMixin, _DDPStrategy):
             blocks,
             self.global_rank,
             sparse_as_dense=self._sparse_as_dense,
+            **options,
         )
 
-    def close_connections(self, _exception: BaseException) -> None:
-        """Close the connections of torch's default group; the callback has published the error."""
+    def close_connections(self, exception: BaseException) -> None:
+        """Publish the error, and close the connections of torch's default group."""
+        if self._liveness is not None and not isinstance(exception, RankLostError):
+            self._liveness.report_error(exception)
         if self.world_size > 1:
             close_default_group()
 

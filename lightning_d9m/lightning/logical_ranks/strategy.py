@@ -1,7 +1,7 @@
 """The part of a strategy that trains with logical ranks, for any strategy of ours."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_d9m.attribute_patches import AttributePatches
 from lightning_d9m.control.env_settings import read_variable, variable_of
 from lightning_d9m.control.torch_flags import read_threads
-from lightning_d9m.errors import DriftError
+from lightning_d9m.errors import DriftError, RanksDisagreeError
 from lightning_d9m.lightning.lightning_private import BEFORE_BATCH_TRANSFER
 from lightning_d9m.lightning.logical_ranks.collectives import refuse_collective, watch_collectives
 from lightning_d9m.lightning.logical_ranks.loaders import group_loader
@@ -24,7 +24,9 @@ from lightning_d9m.logical_ranks.gradients import LogicalGradients
 from lightning_d9m.logical_ranks.malloc import disable_malloc_trim
 from lightning_d9m.logical_ranks.scalars import sum_exactly
 from lightning_d9m.logical_ranks.tree import Blocks
-from lightning_d9m.ranks.groups import gather_bytes
+from lightning_d9m.ranks.agreement import agree
+from lightning_d9m.ranks.groups import gather_bytes, ranks_of_group
+from lightning_d9m.ranks.liveness import RankLiveness, lost_ranks_named
 from lightning_d9m.state.plain_data import decode_plain, encode_plain
 
 if TYPE_CHECKING:
@@ -49,11 +51,14 @@ class LogicalRanksMixin(_Base):
     Attributes:
         logical_ranks: Their number; None trains as Lightning does.
         logical_steps: The steps of a run; None outside one, and without logical ranks.
+        closes_after_errors: Whether an error closes the connections also without logical ranks.
     """
 
+    closes_after_errors = False
     logical_ranks: int | None = None
     logical_steps: LogicalSteps | None = None
     _session: Any = None
+    _liveness: RankLiveness | None = None
 
     def set_logical_ranks(self, logical_ranks: int | None) -> None:
         """Set the number of logical ranks; None takes the variable, if it is set.
@@ -90,7 +95,8 @@ class LogicalRanksMixin(_Base):
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
         """Return the bytes of every process."""
-        return gather_bytes(data)
+        with self.naming_lost("an exchange of values"):
+            return gather_bytes(data)
 
     def connect_session(self, session: Any) -> None:
         """Take the seeds of a run from its ``TrainerSession``; None when it ends."""
@@ -138,22 +144,10 @@ class LogicalRanksMixin(_Base):
         if fitting:
             if self.root_device.type == "cpu":
                 disable_malloc_trim()
-            with torch.no_grad():
-                send_tensors(
-                    [*module.parameters(), *module.buffers()],
-                    self.broadcast_tensors,
-                    self.gather_values,
-                )
+            self.broadcast_model()
+        gradients = self.make_logical_gradients(blocks) if fitting else None
         steps = self.logical_steps = LogicalSteps(
-            trainer,
-            self.block,
-            seeds,
-            ranks=self.logical_ranks,
-            to_device=super().batch_to_device,
-            broadcast=self.broadcast_tensors,
-            gather=self.gather_values,
-            gather_bytes=self.gather_bytes,
-            gradients=self.make_logical_gradients(blocks) if fitting else None,
+            trainer, self, seeds, gradients, super().batch_to_device
         )
         self._patches.replace(module, BEFORE_BATCH_TRANSFER, steps.before_transfer)
         optimization = trainer.fit_loop.epoch_loop.automatic_optimization
@@ -169,22 +163,60 @@ class LogicalRanksMixin(_Base):
             self.logical_steps.close()
         self.logical_steps = None
 
+    def broadcast_model(self) -> None:
+        """Overwrite the parameters and buffers with those of process 0.
+
+        Raises:
+            RanksDisagreeError: Another process has other ones.
+        """
+        module: Any = self.lightning_module
+        named = [*module.named_parameters(), *module.named_buffers()]
+        described = [f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in named]
+        self.agree("the first broadcast of the model", described)
+        with torch.no_grad():
+            tensors = [tensor for _, tensor in named]
+            send_tensors(tensors, self)
+
+    def agree(self, activity: str, items: Sequence[str] = ()) -> None:
+        """Wait until every process announces the same activity and items.
+
+        Raises:
+            RanksDisagreeError: They differ; raised on every process.
+        """
+        with self.naming_lost(activity):
+            agree(ranks_of_group(), activity, items)
+
     # Collectives. These are methods, because Lightning compares `reduce` of one fit and the next.
+
+    @contextmanager
+    def naming_lost(self, activity: str) -> Iterator[None]:
+        """Raise a ``RankLostError`` for a collective inside that fails as a process is lost."""
+        with lost_ranks_named(activity, self.global_rank, self._liveness):
+            yield
+
+    @contextmanager
+    def collective(self, name: str, *_: Any) -> Iterator[None]:
+        """Refuse a collective inside while a step of a logical rank runs."""
+        rank = None if self.logical_steps is None else self.logical_steps.step_rank
+        if rank is not None:
+            refuse_collective(name, rank)
+        with self.naming_lost(name):
+            yield
 
     def all_gather(self, *args: Any, **kwargs: Any) -> Any:
         """Gather from all processes; not in a step."""
-        self._check_collective("all_gather")
-        return super().all_gather(*args, **kwargs)
+        with self.collective("all_gather", *args):
+            return super().all_gather(*args, **kwargs)
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """Wait for all processes; not in a step."""
-        self._check_collective("barrier")
-        super().barrier(*args, **kwargs)
+        with self.collective("barrier"):
+            super().barrier(*args, **kwargs)
 
     def broadcast(self, *args: Any, **kwargs: Any) -> Any:
         """Send an object of one process to all; not in a step."""
-        self._check_collective("broadcast")
-        return super().broadcast(*args, **kwargs)
+        with self.collective("broadcast"):
+            return super().broadcast(*args, **kwargs)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce a value over all processes; not in a step.
@@ -192,18 +224,13 @@ class LogicalRanksMixin(_Base):
         What a hook logs with ``sync_dist=True`` is that of process 0. It counts once for each
         logical rank, as it does in DDP.
         """
-        self._check_collective("reduce")
-        if self.logical_steps is None or not isinstance(reduce_op, str):
-            return super().reduce(tensor, group, reduce_op)
+        with self.collective("reduce", tensor):
+            if self.logical_steps is None or not isinstance(reduce_op, str):
+                return super().reduce(tensor, group, reduce_op)
         if self.world_size > 1:
             first = self.gather_values(tensor)[0]
             tensor = first.to(tensor.device) if isinstance(tensor, Tensor) else first
         return tensor * self.logical_ranks if reduce_op.lower() == "sum" else tensor
-
-    def _check_collective(self, name: str) -> None:
-        rank = None if self.logical_steps is None else self.logical_steps.step_rank
-        if rank is not None:
-            refuse_collective(name, rank)
 
     # Loaders
 
@@ -247,20 +274,31 @@ class LogicalRanksMixin(_Base):
         if self.logical_steps is None:
             return super().backward(closure_loss, optimizer, *args, **kwargs)
         loss = self.run_backward(closure_loss, optimizer, *args, **kwargs)
-        self.logical_steps.finish_gradients()
-        module: Any = self.lightning_module
-        loss = self.precision_plugin.post_backward(loss, module)
-        self.post_backward(loss)
-        return loss
+        with self.naming_lost("the sum of gradients"):
+            self.logical_steps.finish_gradients()
+        return self.end_backward(loss)
 
     def run_backward(self, loss: Tensor, optimizer: Any = None, *args: Any, **kw: Any) -> Tensor:
         """Run the backward pass of a loss, which overlaps the sums, without the hooks after it."""
-        assert self.logical_steps is not None, "it is called with logical ranks"
         module: Any = self.lightning_module
         self.pre_backward(loss)
         loss = self.precision_plugin.pre_backward(loss, module)
-        with self.logical_steps.backward():
+        with self.overlapping_sums():
             self.precision_plugin.backward(loss, module, optimizer, *args, **kw)
+        return loss
+
+    @contextmanager
+    def overlapping_sums(self) -> Iterator[None]:
+        """Sum the gradients of the backward pass inside while it runs."""
+        assert self.logical_steps is not None, "it is called with logical ranks"
+        with self.logical_steps.backward():
+            yield
+
+    def end_backward(self, loss: Tensor) -> Tensor:
+        """Run the hooks after the backward passes of a step."""
+        module: Any = self.lightning_module
+        loss = self.precision_plugin.post_backward(loss, module)
+        self.post_backward(loss)
         return loss
 
     @contextmanager
@@ -318,8 +356,9 @@ class LogicalRanksMixin(_Base):
 
     def on_exception(self, exception: BaseException) -> None:
         """Let no other process wait for this one, and forget the step."""
-        # A drift is raised on all ranks together, so none waits, and they may train again.
-        if self.logical_ranks is not None and not isinstance(exception, DriftError):
+        # These are raised on all ranks together, so none waits, and they may train again.
+        is_common = isinstance(exception, DriftError | RanksDisagreeError)
+        if not is_common and (self.closes_after_errors or self.logical_ranks is not None):
             self.close_connections(exception)
         if self.logical_steps is not None:
             self.logical_steps.discard()

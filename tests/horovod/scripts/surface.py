@@ -16,7 +16,6 @@ import torchmetrics
 from pytorch_lightning.callbacks import BaseFinetuning, EarlyStopping, ModelCheckpoint
 from torch import nn
 from torch.nn import functional
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_d9m import DeterminismCallback
 from lightning_d9m.errors import D9mError
@@ -213,32 +212,6 @@ def collectives():
 
 
 @check
-def sync_batchnorm():
-    """Statistics over all ranks equal those of the whole batch in one process."""
-    whole = nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6), nn.Linear(6, 1)).double()
-    state = {name: value.clone() for name, value in whole.state_dict().items()}
-    data = models.loader(32, shuffle=False).dataset
-    inputs, targets = (tensor.double() for tensor in data.tensors)
-    optimizer = torch.optim.SGD(whole.parameters(), lr=0.05, momentum=0.9)
-    for start in range(0, 32, 8):
-        optimizer.zero_grad()
-        loss = functional.mse_loss(whole(inputs[start : start + 8]), targets[start : start + 8])
-        loss.backward()
-        optimizer.step()
-    split = nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6), nn.Linear(6, 1)).double()
-    split.load_state_dict(state)
-    dataset = TensorDataset(inputs, targets)
-    sampler = DistributedSampler(dataset, 2, trainer().global_rank, shuffle=False)
-    loader = DataLoader(dataset, batch_size=4, sampler=sampler)
-    options = {"sync_batchnorm": True, "use_distributed_sampler": False, "max_epochs": 1}
-    fit(Base(split), loader, **options)
-    return [
-        float((whole.state_dict()[name].double() - value.double()).abs().max())
-        for name, value in split.state_dict().items()
-    ]
-
-
-@check
 def parameters():
     """Unused, shared, frozen and unfrozen parameters, channels_last and sparse gradients."""
     digests = {}
@@ -297,7 +270,7 @@ def options():
     digests = {}
     for name, given in {
         "static": {},
-        "off": {"fusion": "off"},
+        "small buckets": {"bucket_bytes": 0},
         "sum": {"op": "sum"},
         "fp16": {"compression": "fp16"},
         "bf16": {"compression": "bf16"},
