@@ -20,8 +20,8 @@ from lightning_d9m.horovod.environment import (
     set_variables,
 )
 from lightning_d9m.lightning.logical_ranks.collectives import watch_functions
-from lightning_d9m.lightning.logical_ranks.ddp import DDPDeterministicStrategy
 from lightning_d9m.lightning.logical_ranks.sandbox import send_tensors
+from lightning_d9m.lightning.logical_ranks.strategy import DDPDeterministicStrategy
 from lightning_d9m.lightning.strategies import register_in_loaded_packages
 from lightning_d9m.logical_ranks.buckets import check_options
 from lightning_d9m.logical_ranks.gradients import BUCKET_BYTES, LogicalGradients

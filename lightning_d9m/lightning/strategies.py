@@ -11,7 +11,7 @@ from lightning_d9m.lightning.packages import loaded_packages
 
 _STRATEGIES = {
     "ddp_d9m": (
-        "lightning_d9m.lightning.logical_ranks.ddp:DDPDeterministicStrategy",
+        "lightning_d9m.lightning.logical_ranks.strategy:DDPDeterministicStrategy",
         "Bit-exact data-parallel training on any number of processes",
     ),
     "horovod_d9m": (
