@@ -347,6 +347,8 @@ class Sandbox:
         if stage == "predict":
             self._refuse_predicted(records)
             return [extra]
+        if self._watch is None:
+            return [extra]
         own = [*_describe(records), extra]
         parts = self._processes.gather_values(own) if self.shared else [own]
         self._merge(records, parts, stage)
