@@ -37,7 +37,7 @@ SLOW_STEPS = {"small": 8, "digits": 40, "resnet50-shapes": 6}
 OURS = "static"
 MODES = (
     *("plain", "default-spinning", "default", "threshold0", "groups"),
-    *("static-horovod", OURS, "ddp"),
+    *(OURS, "ddp"),
 )
 ON_REQUEST = ("static-trimming",)
 LIMIT_SECONDS = 600

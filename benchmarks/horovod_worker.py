@@ -10,13 +10,15 @@ import resource
 import sys
 import time
 from contextlib import nullcontext
+from datetime import timedelta
 from pathlib import Path
 
 import torch
 from torch import nn
 from torch.nn import functional
 
-from lightning_d9m.horovod.communication.intents import CollectiveIntent
+from lightning_d9m.ranks.agreement import agree
+from lightning_d9m.ranks.groups import ranks_of_group
 
 mode, workload, steps, folder = sys.argv[1], sys.argv[2], int(sys.argv[3]), Path(sys.argv[4])
 WARM_UP = 4
@@ -104,29 +106,24 @@ def distribute(model, optimizer):
         )
         return torch.distributed.get_rank(), parallel, optimizer, None
     if mode.startswith("static"):
-        from lightning_d9m.horovod.communication.communicator import Communicator
-        from lightning_d9m.horovod.environment import set_variables
-        from lightning_d9m.horovod.gradient_sums import WatchedGradients
-        from lightning_d9m.logical_ranks.gradients import BUCKET_BYTES
+        from lightning_d9m.horovod.environment import connect_store, set_variables
+        from lightning_d9m.logical_ranks.gradients import BUCKET_BYTES, LogicalGradients
         from lightning_d9m.logical_ranks.malloc import disable_malloc_trim
         from lightning_d9m.logical_ranks.tree import Blocks
 
-        transport = "horovod" if mode == "static-horovod" else "torch"
-        set_variables(initialized=False, stall_seconds=600, transport=transport)
+        set_variables(initialized=False, stall_seconds=600)
         import horovod.torch as hvd
 
         hvd.init()
         if mode != "static-trimming":
             disable_malloc_trim()
-        communicator = Communicator(hvd)
-        if transport == "torch":
-            communicator.connect(limit_seconds=600)
-        sums = WatchedGradients(
-            communicator,
+        rank, size = hvd.rank(), hvd.size()
+        store = connect_store(hvd, timedelta(seconds=600))
+        torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=size)
+        sums = LogicalGradients(
             model.named_parameters(),
-            Blocks(hvd.size(), hvd.size()),
-            hvd.rank(),
-            communicator.process_group,
+            Blocks(size, size),
+            rank,
             bucket_bytes=int(os.environ.get("D9M_BUCKET_BYTES", BUCKET_BYTES)),
         )
         return hvd.rank(), model, optimizer, sums
@@ -159,7 +156,7 @@ def main():
         with nullcontext() if sums is None else sums.backward():
             loss.backward()
         if sums is not None:
-            sums.communicator.agree(CollectiveIntent("the backward pass"))  # as the strategy does
+            agree(ranks_of_group(), "the backward pass")  # as the strategy does
             sums.finish(rank)
         optimizer.step()
     seconds, busy = time.perf_counter() - began, time.process_time() - busy

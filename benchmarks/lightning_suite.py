@@ -2,6 +2,7 @@
 
     python benchmarks/lightning_suite.py CHECKOUT [--files FILE ...] [--partitions N]
                                          [--jobs N] [--work FOLDER] [--output FILE]
+                                         [--logical-ranks N]
 
 CHECKOUT is a clone of Lightning's repository at the release that is installed, or a close one. Its
 ``tests/tests_pytorch`` run against the installed package. The environment needs what those tests
@@ -16,6 +17,7 @@ import argparse
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 import tempfile
@@ -81,6 +83,9 @@ UNFAIR = {
     ),
 }
 
+# What logical ranks refuse or change, by patterns of the reports, with the reasons.
+REFUSED: dict[str, str] = {}
+
 
 def list_groups(files: list[str], partition: int) -> list[list[str]]:
     """Return the files of each process of a partition."""
@@ -91,7 +96,8 @@ def list_groups(files: list[str], partition: int) -> list[list[str]]:
 def run_tests(tests: Path, mode: str, arguments: list[str]) -> dict[str, str] | None:
     """Run tests in one process; return their outcomes, None if the process crashed."""
     kept = {name: v for name, v in os.environ.items() if not name.startswith("LIGHTNING_D9M")}
-    paths = os.pathsep.join(filter(None, [str(tests.parent), kept.get("PYTHONPATH", "")]))
+    folders = [str(tests.parent), str(Path(__file__).parent), kept.get("PYTHONPATH", "")]
+    paths = os.pathsep.join(filter(None, folders))
     environment = {**kept, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths, **MODES[mode]}
     with tempfile.TemporaryDirectory() as folder:
         environment["XDG_STATE_HOME"] = folder  # ledgers of Trainers that write no files
@@ -175,9 +181,13 @@ def count_partition(
     return {"passed": passed, "broken": broken, "crashed": crashed}
 
 
-def find_reason(name: str) -> str | None:
+def find_reason(name: str, outcomes: list[str]) -> str | None:
     """Return why a test is unfair, or None if no reason is known."""
-    return next((why for pattern, why in UNFAIR.items() if fnmatchcase(name, pattern)), None)
+    for pattern, why in UNFAIR.items():
+        if fnmatchcase(name, pattern):
+            return why
+    found = next(filter(None, outcomes), "")
+    return next((why for pattern, why in REFUSED.items() if re.search(pattern, found)), None)
 
 
 def main() -> int:
@@ -188,7 +198,13 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1, help="processes that run at once")
     parser.add_argument("--work", type=Path, help="default: a temporary folder")
     parser.add_argument("--output", type=Path, default=RESULTS / "lightning-suite.json")
+    parser.add_argument("--logical-ranks", type=int)
     options = parser.parse_args()
+    if options.logical_ranks:
+        MODES["with"] |= {
+            "PYTEST_PLUGINS": "suite_logical_ranks",
+            "SUITE_LOGICAL_RANKS": str(options.logical_ranks),
+        }
     tests = options.checkout.resolve() / "tests" / "tests_pytorch"
     work = options.work or Path(tempfile.mkdtemp())
     work.mkdir(parents=True, exist_ok=True)
@@ -198,13 +214,10 @@ def main() -> int:
         count_partition(tests, work, files, n + 1, options.jobs) for n in range(options.partitions)
     ]
     names = sorted({name for found in counted for name in found["broken"]})
-    broken = {
-        name: {
-            "outcomes": [found["broken"].get(name, "") for found in counted],
-            "reason": find_reason(name),
-        }
-        for name in names
-    }
+    broken = {}
+    for name in names:
+        outcomes = [found["broken"].get(name, "") for found in counted]
+        broken[name] = {"outcomes": outcomes, "reason": find_reason(name, outcomes)}
     result: dict[str, Any] = {
         "date": datetime.now(UTC).date().isoformat(),
         "versions": {

@@ -248,7 +248,7 @@ def summarize(setting, found):
     if "peak_sets" in found[0]:
         sets = max(part["peak_sets"] for part in found)
         summary["gradient_sets_at_peak"] = round(sets, 3)
-        largest = Blocks(logical_ranks, processes).largest
+        largest = len(Blocks(logical_ranks, processes).of(processes - 1))  # the last block
         allowed = math.ceil(math.log2(largest)) + 1
         # An accumulation keeps one more set for each logical rank.
         summary["gradient_sets_allowed"] = allowed + (largest if accumulated > 1 else 0)

@@ -51,7 +51,12 @@ def draw_panel(processes: int, left: float) -> list[str]:
                 parts.append(f'<path d="M{x} {y}L{cx} {cy}" fill="none"/>')
     for node in nodes:
         x, y = place(node, left)
-        owners = {blocks.owner(leaf) for leaf in range(node.start, node.stop)}
+        owners = {
+            process
+            for process in range(blocks.processes)
+            for leaf in range(node.start, node.stop)
+            if leaf in blocks.of(process)
+        }
         look = f'fill="{COLORS[min(owners)]}"' if len(owners) == 1 else 'class="shared"'
         if any(node in own for own in roots):
             look += ' class="sent"'

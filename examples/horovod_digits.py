@@ -19,10 +19,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Train on digits in several processes.")
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--batch-size", type=int, default=32, help="samples per process")
-    parser.add_argument("--fusion", choices=("static", "off"), default="static")
     given = parser.parse_args()
     trainer = L.Trainer(
-        strategy=HorovodDeterministicStrategy(fusion=given.fusion),
+        strategy=HorovodDeterministicStrategy(),
         callbacks=[DeterminismCallback()],
         max_epochs=given.epochs,
         enable_progress_bar=False,

@@ -29,7 +29,7 @@ from .horovod.strategy import HorovodDeterministicStrategy as HorovodDeterminist
 from .ledger.folder import Ledger as Ledger
 from .ledger.folder import read_ledger as read_ledger
 from .lightning.callback import DeterminismCallback as DeterminismCallback
-from .lightning.logical_ranks.ddp import DDPDeterministicStrategy as DDPDeterministicStrategy
+from .lightning.logical_ranks.strategy import DDPDeterministicStrategy as DDPDeterministicStrategy
 from .loop.final_model import record_final as record_final
 from .loop.recorder import Recorder as Recorder
 from .loop.transformers_callback import TransformersCallback as TransformersCallback

@@ -2,5 +2,5 @@
 
 A model in the processes of ``horovodrun`` comes in; gradients that are summed as those of logical
 ranks go out. Importing this package imports no module of it: ``build`` needs neither torch nor
-Lightning. Read ``base_strategy.py`` first, then ``gradient_sums.py``.
+Lightning. Read ``strategy.py`` first, then ``environment.py``.
 """

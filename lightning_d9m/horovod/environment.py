@@ -1,11 +1,15 @@
-"""The environment variables that Horovod and NCCL read when Horovod starts."""
+"""The start of Horovod: its environment variables, the store of its ranks, and their stacks."""
 
 import os
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from datetime import timedelta
+from typing import Any
 
+import psutil
 import torch
+from torch import distributed
 
 from lightning_d9m.control.environment import allows_nvls
 from lightning_d9m.errors import SettingError, StackDifferenceError, TooLateError
@@ -45,8 +49,9 @@ CHOSEN = {
 }
 # Milliseconds between two cycles of Horovod's threads, which exchange messages in each cycle even
 # if there is nothing to do. At the default of 1 ms they take a good part of the cores from ranks
-# that compute on them. With torch's transport Horovod is idle. No result depends on the cycle time.
-CYCLE_MS = {"horovod": "3", "torch": "50"}
+# that compute on them. Collectives are torch's, so Horovod is idle.
+_CYCLE_MS = "50"
+_STORE_BYTES = 256  # of the address of a store
 
 _started_with: dict[str, str] | None = None  # the variables when this process started Horovod
 
@@ -63,9 +68,7 @@ class SavedEnvironment:
             os.environ.pop(name, None)
 
 
-def set_variables(
-    *, initialized: bool, stall_seconds: float, transport: Literal["horovod", "torch"] = "horovod"
-) -> SavedEnvironment:
+def set_variables(*, initialized: bool, stall_seconds: float) -> SavedEnvironment:
     """Set the variables before Horovod starts, or check those of a running Horovod.
 
     Horovod gives up waiting for a rank after ``stall_seconds``.
@@ -97,11 +100,14 @@ def set_variables(
         _check_running(wanted)
     else:
         _started_with = wanted
-    # Horovod waits indefinitely for a rank that hangs unless this is set.
-    bounds = {"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": str(max(1, round(stall_seconds)))}
-    if transport == "torch" or not torch.cuda.is_available():
-        bounds["HOROVOD_CYCLE_TIME"] = CYCLE_MS[transport]
-    missing = {n: v for n, v in {**wanted, **bounds}.items() if n not in os.environ}
+    added = {
+        # Horovod waits indefinitely for a rank that hangs unless this is set.
+        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": str(max(1, round(stall_seconds))),
+        "HOROVOD_CYCLE_TIME": _CYCLE_MS,
+    }
+    if interface := os.environ.get("HOROVOD_GLOO_IFACE"):  # that horovodrun has found
+        added["GLOO_SOCKET_IFNAME"] = interface
+    missing = {n: v for n, v in {**wanted, **added}.items() if n not in os.environ}
     os.environ.update(missing)
     return SavedEnvironment(tuple(missing))
 
@@ -118,6 +124,43 @@ def _check_running(wanted: Mapping[str, str]) -> None:
                 "do not call hvd.init() yourself, the strategy does; or set the variable before "
                 f"it: `{name}={wanted[name]} horovodrun ...`."
             )
+
+
+def connect_store(hvd: Any, timeout: timedelta) -> Any:
+    """Return a store on rank 0, whose address Horovod sends; every rank must call this.
+
+    After the timeout connecting, or waiting for a key, fails.
+
+    Raises:
+        SettingError: This rank cannot connect to rank 0.
+    """
+    make: Any = distributed.TCPStore  # type: ignore[attr-defined] # public, but not in __all__
+    options = {"timeout": timeout, "wait_for_workers": False}
+    store, sent = None, torch.zeros(_STORE_BYTES, dtype=torch.uint8)
+    if hvd.rank() == 0:
+        store = make("127.0.0.1", 0, is_master=True, **options)
+        text = f"{_find_address()} {store.port}".encode()
+        sent[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
+    received = hvd.broadcast(sent, 0, name="d9m.store")
+    host, port = bytes(received.tolist()).rstrip(b"\0").decode().split()
+    try:
+        return store or make(host, int(port), is_master=False, **options)
+    except (RuntimeError, OSError) as error:
+        raise SettingError(
+            f"Rank {hvd.rank()} cannot connect to rank 0 at {host}:{port} ({error}): set "
+            "GLOO_SOCKET_IFNAME to a network interface that connects the hosts."
+        ) from error
+
+
+def _find_address() -> str:
+    """Return the IPv4 address by which other hosts reach this one."""
+    for address in psutil.net_if_addrs().get(os.environ.get("GLOO_SOCKET_IFNAME", ""), []):
+        if address.family == socket.AF_INET:
+            return str(address.address)
+    try:
+        return socket.gethostbyname(socket.gethostname())
+    except OSError:
+        return "127.0.0.1"
 
 
 def describe_rank(options: Mapping[str, Scalar]) -> dict[str, Scalar]:

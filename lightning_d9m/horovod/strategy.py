@@ -1,123 +1,363 @@
 """``Trainer(strategy="horovod_d9m")``: bit-exact training in the processes of ``horovodrun``."""
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
-from torch.nn import Module
+from torch import Tensor, distributed
 
 from lightning_d9m.attribute_patches import AttributePatches
-from lightning_d9m.errors import SettingError
-from lightning_d9m.horovod.base_strategy import HorovodBaseStrategy
-from lightning_d9m.horovod.environment import import_horovod
+from lightning_d9m.errors import RankLostError, SettingError
+from lightning_d9m.horovod.cluster_environment import HorovodEnvironment
+from lightning_d9m.horovod.environment import (
+    SavedEnvironment,
+    check_rank_stacks,
+    connect_store,
+    describe_rank,
+    import_horovod,
+    set_variables,
+)
 from lightning_d9m.lightning.logical_ranks.collectives import watch_functions
-from lightning_d9m.lightning.logical_ranks.strategy import LogicalRanksMixin
+from lightning_d9m.lightning.logical_ranks.sandbox import send_tensors
+from lightning_d9m.lightning.logical_ranks.strategy import DDPDeterministicStrategy
 from lightning_d9m.lightning.strategies import register_in_loaded_packages
-from lightning_d9m.logical_ranks.gradients import LogicalGradients
+from lightning_d9m.logical_ranks.buckets import check_options
+from lightning_d9m.logical_ranks.gradients import BUCKET_BYTES, LogicalGradients
+from lightning_d9m.logical_ranks.malloc import disable_malloc_trim
 from lightning_d9m.logical_ranks.tree import Blocks
+from lightning_d9m.ranks.connections import close_group_at_exit, is_default_group_closed
+from lightning_d9m.state.plain_data import decode_plain, encode_plain
 
-_OPERATIONS = ("allgather", "allreduce", "alltoall", "broadcast", "reducescatter")
-_COLLECTIVES = {
-    "allgather_object",
-    "barrier",
-    "broadcast_object",
-    "broadcast_parameters",
-    *_OPERATIONS,
-    *(f"{name}_" for name in _OPERATIONS),
-    *(f"{name}_async" for name in _OPERATIONS),
-    *(f"{name}_async_" for name in _OPERATIONS),
-    *(f"grouped_{name}" for name in _OPERATIONS),
-}
+# The collectives of horovod.torch, whose names begin so.
+_COLLECTIVES = ("all", "barrier", "broadcast", "grouped_", "reducescatter")
 
 
-class HorovodDeterministicStrategy(LogicalRanksMixin, HorovodBaseStrategy):
+class HorovodDeterministicStrategy(DDPDeterministicStrategy):
     """Train one copy of the model per process, bit for bit the same in every run.
 
-    Start it with ``horovodrun -np N python train.py`` or under MPI. The learning rate is not scaled
-    by the number of processes.
+    Start it with ``horovodrun -np N python train.py`` or under MPI. Horovod connects the processes;
+    their collectives are those of ``torch.distributed``, whose default process group this sets up.
+    The learning rate is not scaled by the number of processes.
 
     Args:
         logical_ranks: With this number, the same bits on any number of processes up to it: the
             samples of a step are split among logical ranks, and each process computes some of them.
             None takes the variable ``LIGHTNING_D9M_LOGICAL_RANKS``; without it, the bits depend on
             the number of processes.
-        fusion: ``"static"`` reduces gradients in fixed buckets while the backward pass runs,
-            ``"off"`` reduces each gradient alone. Both give the same bits in every run.
         op: ``"average"`` or ``"sum"`` of the ranks' gradients.
-        transport: ``"torch"``, the default, uses torch's Gloo for every collective, and its NCCL
-            for tensors on CUDA; ``"horovod"`` uses Horovod. Gloo is faster if ranks compute on the
-            cores that a collective needs. With torch's NCCL streams wait, and not the host.
-        bucket_bytes: Size at which a bucket is closed, in bytes; the first one at 1 MiB, to start
-            early.
+        bucket_bytes: Size at which a bucket of gradients is closed, in bytes; the first one at
+            1 MiB, to start early. It changes no bit.
         compression: ``"fp16"`` or ``"bf16"`` rounds gradients before they are sent.
         sparse_as_dense: Reduce sparse gradients as dense ones; otherwise they are an error.
         broadcast_buffers: After each reduced backward pass, copy the buffers of rank 0 (such as the
             running statistics of batch normalization) to all ranks, as DDP does before a forward
             pass.
         stall_seconds: Time after which a collective that some rank does not join fails.
-        options: Further ones, as for any strategy of Lightning: ``accelerator``,
-            ``parallel_devices``, ``checkpoint_io``, ``precision_plugin``.
+        accelerator: As for any strategy of Lightning.
+        parallel_devices: The same.
+        checkpoint_io: The same.
+        precision_plugin: The same.
 
     Raises:
         SettingError: A value is not allowed.
     """
 
-    def __init__(self, *, logical_ranks: int | None = None, **options: Any) -> None:
-        super().__init__(**options)
-        self.set_logical_ranks(logical_ranks)
-        if self.logical_ranks is not None:
-            self._check_options()
+    strategy_name = "horovod_d9m"
+    closes_after_errors = True
 
-    def _check_options(self) -> None:
-        refused = {
-            "compression": (self._options["compression"], None),
-            "transport": (self._transport, "torch"),
-            "broadcast_buffers": (self._broadcast_buffers, True),
-        }
-        for name, (value, allowed) in refused.items():
-            if value not in {None, allowed}:
+    def __init__(  # noqa: PLR0913 - one keyword for each setting
+        self,
+        *,
+        logical_ranks: int | None = None,
+        op: Literal["average", "sum"] = "average",
+        bucket_bytes: int = BUCKET_BYTES,
+        compression: Literal["fp16", "bf16"] | None = None,
+        sparse_as_dense: bool = False,
+        broadcast_buffers: bool = True,
+        stall_seconds: float = 1800.0,
+        accelerator: Any = None,
+        parallel_devices: list[torch.device] | None = None,
+        checkpoint_io: Any = None,
+        precision_plugin: Any = None,
+    ) -> None:
+        check_options(op=op, bucket_bytes=bucket_bytes, compression=compression)
+        super().__init__(
+            logical_ranks=logical_ranks,
+            sparse_as_dense=sparse_as_dense,
+            cluster_environment=HorovodEnvironment(),
+            timeout=timedelta(seconds=stall_seconds),
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+        )
+        self._sum_options = {"op": op, "bucket_bytes": bucket_bytes, "compression": compression}
+        self._broadcast_buffers = broadcast_buffers
+        if self.logical_ranks is not None:
+            _check_options(compression=compression, broadcast_buffers=broadcast_buffers)
+        self._stall_seconds = stall_seconds
+        self._saved_environment: SavedEnvironment | None = None
+        self._sums: LogicalGradients | None = None
+        self._is_blocked = False  # whether gradients accumulate on this rank alone
+        self._runs_backward = False
+
+    # Processes and devices
+
+    def _configure_launcher(self) -> None:
+        """Do nothing: ``horovodrun`` has started the processes."""
+
+    @property
+    def root_device(self) -> torch.device:
+        """The CPU, or the CUDA device of the local rank."""
+        devices = self.parallel_devices or [torch.device("cpu")]
+        if devices[0].type != "cuda":
+            return devices[0]
+        if len(devices) > 1:
+            if self.local_rank >= len(devices):
                 raise SettingError(
-                    f"{name}={value!r} does not go with logical_ranks, whose sums are exact for "
-                    f"any number of processes and travel by torch: leave out {name}, or "
-                    "logical_ranks."
+                    f"Rank {self.global_rank} has local rank {self.local_rank}, but "
+                    f"Trainer(devices=...) names {len(devices)} devices: name one per process."
                 )
+            return devices[self.local_rank]
+        visible = torch.cuda.device_count()
+        if visible == 1:  # a launcher that makes one device visible to each process
+            return torch.device("cuda", 0)
+        if self.local_rank >= visible:
+            raise SettingError(
+                f"Rank {self.global_rank} has local rank {self.local_rank} on a host with only "
+                f"{visible} CUDA devices: start at most {visible} processes on it."
+            )
+        return torch.device("cuda", self.local_rank)
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """The arguments of Lightning's `DistributedSampler`."""
+        if self.logical_ranks is not None:
+            return super().distributed_sampler_kwargs
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    def setup_environment(self) -> None:
+        """Set the environment variables, start Horovod, and compare the ranks."""
+        hvd = import_horovod()
+        running = hvd.is_initialized()
+        self._saved_environment = set_variables(
+            initialized=running, stall_seconds=self._stall_seconds
+        )
+        if not running:
+            hvd.init()
+        if self.root_device.type == "cpu":
+            disable_malloc_trim()
+        environment: Any = self.cluster_environment
+        environment.update(hvd)
+        super().setup_environment()
+        described = describe_rank(
+            {
+                **self._sum_options,
+                "sparse_as_dense": self._sparse_as_dense,
+                "broadcast_buffers": self._broadcast_buffers,
+                "logical_ranks": self.logical_ranks,
+                "device": self.root_device.type,
+                "precision": str(self.precision_plugin.precision),
+            }
+        )
+        check_rank_stacks(self.gather_values(described))
+
+    def setup_distributed(self) -> None:
+        """Connect the processes by torch, over a store whose address Horovod sends."""
+        if not distributed.is_initialized():
+            close_group_at_exit()
+            limit = timedelta(seconds=self._stall_seconds)
+            distributed.init_process_group(
+                # Agreements are of the host, also while sums are on the device.
+                "gloo" if self.root_device.type == "cpu" else "cpu:gloo,cuda:nccl",
+                store=connect_store(import_horovod(), limit),
+                rank=self.global_rank,
+                world_size=self.world_size,
+                timeout=limit,
+            )
+        super().setup_distributed()
+
+    def configure_ddp(self) -> None:
+        """Send the model of rank 0 to all ranks; torch's DDP does not wrap it."""
+        if self.logical_ranks is None:
+            self.broadcast_model()
+
+    def setup(self, trainer: Any) -> None:
+        """Run Lightning's setup, and sum gradients in a fit; each process is a logical rank.
+
+        Raises:
+            SettingError: ``sync_batchnorm`` is set on a CPU.
+        """
+        if self._layer_sync is not None and self.root_device.type == "cpu":
+            raise SettingError(
+                "sync_batchnorm is True, and torch's SyncBatchNorm computes on a GPU only: leave "
+                "it out, or train on GPUs."
+            )
+        super().setup(trainer)
+        if self.logical_ranks is None and self.optimizers and self.world_size > 1:
+            blocks = Blocks(self.world_size, self.world_size)
+            self._sums = self.make_logical_gradients(blocks, adds=True, on_stray=self._refuse_stray)
+            self._sums.prepare()
+
+    def make_logical_gradients(self, blocks: Blocks, **options: Any) -> LogicalGradients:
+        """Return sums over the default process group."""
+        return super().make_logical_gradients(blocks, **self._sum_options, **options)
 
     def watch_collectives(
         self, patches: AttributePatches, current: Callable[[], int | None]
     ) -> None:
         """Refuse collectives of torch and of Horovod while a step of a logical rank runs."""
         super().watch_collectives(patches, current)
-        watch_functions(patches, current, import_horovod(), _COLLECTIVES, "horovod.torch.")
+        hvd = import_horovod()
+        names = [name for name in vars(hvd) if name.startswith(_COLLECTIVES)]
+        watch_functions(patches, current, hvd, names, "horovod.torch.")
 
-    def set_up_reductions(self, module: Module) -> None:
-        """Lay out the buckets, unless logical ranks sum the gradients."""
-        if self.logical_ranks is None:
-            super().set_up_reductions(module)
+    # Gradients
 
-    def make_logical_gradients(self, blocks: Blocks) -> LogicalGradients:
-        """Return sums over the process group that torch has between Horovod's processes."""
-        return self.make_sums(blocks)
+    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """Run Lightning's backward, and reduce the gradients before ``on_after_backward``."""
+        if self.logical_ranks is not None:
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+        loss = self.run_backward(closure_loss, optimizer, *args, **kwargs)
+        if self._sums is not None and not self._is_blocked:
+            self.agree("the backward pass")
+            with self.naming_lost("the sum of gradients"):
+                self._sums.finish(self.global_rank)
+            module: Any = self.lightning_module
+            if self._broadcast_buffers:
+                send_tensors([*module.buffers()], self)
+        return self.end_backward(loss)
 
-    def is_reduced(self, parameter: Tensor) -> bool:
-        """Whether the gradients of this parameter are reduced."""
-        if self.logical_steps is None:
-            return super().is_reduced(parameter)
-        return self.logical_steps.sums.holds(parameter)
+    @contextmanager
+    def overlapping_sums(self) -> Iterator[None]:
+        """Sum the gradients of the backward pass inside, unless they accumulate on this rank."""
+        if self.logical_ranks is not None:
+            with super().overlapping_sums():
+                yield
+            return
+        self._runs_backward = True
+        try:
+            if self._sums is None or self._is_blocked:
+                yield
+            else:
+                with self._sums.backward():
+                    yield
+        finally:
+            self._runs_backward = False
 
-    def close_connections(self, exception: BaseException) -> None:
-        """Publish the exception, and close the connections."""
-        if self._communicator is not None:
-            self._communicator.leave(exception)
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Accumulate gradients on this rank; Lightning enters this for all but the last batch."""
+        self._is_blocked = True
+        try:
+            yield
+        finally:
+            self._is_blocked = False
 
-    def broadcast_tensors(self, tensors: list[Tensor]) -> None:
-        """Overwrite tensors with those of process 0."""
-        with torch.no_grad():
-            self.communicator.broadcast_tensors(tensors, "d9m.logical")
+    def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
+        """Check that the gradients of all parameters are reduced, and run Lightning's step."""
+        sums = self._sums if self.logical_steps is None else self.logical_steps.sums
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if sums is not None and parameter.requires_grad and not sums.holds(parameter):
+                    raise SettingError(
+                        f"An optimizer holds a parameter of shape {tuple(parameter.shape)} that "
+                        "was not in the LightningModule at setup, so its gradient is not reduced: "
+                        "create it in __init__ or configure_model."
+                    )
+        return super().optimizer_step(optimizer, closure, model, **kwargs)
 
-    def gather_bytes(self, data: bytes) -> list[bytes]:
-        """Return the bytes of every process."""
-        return self.communicator.gather_objects(data)
+    def _refuse_stray(self, name: str) -> None:
+        module: Any = self.lightning_module
+        if module.trainer.training and not (self._runs_backward or self._is_blocked):
+            raise SettingError(
+                f"{name!r} got a gradient outside Lightning's backward, so the ranks would not "
+                "reduce it: call self.manual_backward(loss) instead of loss.backward()."
+            )
+
+    # Collectives
+
+    @contextmanager
+    def collective(self, name: str, *args: Any) -> Iterator[None]:
+        """Agree on a collective before it starts."""
+        with super().collective(name):
+            value = args[0] if args else None
+            if isinstance(value, Tensor):
+                name = f"{name} of a tensor {tuple(value.shape)}, {value.dtype}"
+            self.agree(name)
+            yield
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Return the object of rank ``src``, which must be plain data (see `encode_plain`)."""
+        if not distributed.is_initialized() or self.world_size == 1:
+            return obj
+        data = encode_plain(obj) if self.global_rank == src else b""
+        with self.collective(f"a broadcast from rank {src}"):
+            return decode_plain(self.gather_bytes(data)[src])
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for all ranks; return at once after an error, as the other ranks would not join."""
+        if not distributed.is_initialized() or is_default_group_closed():
+            return
+        try:
+            with self.collective(f"the barrier {name!r}"):
+                return
+        except RankLostError:
+            # After the run, other ranks may have exited while a script saves a checkpoint.
+            if self._saved_environment is not None:
+                raise
+
+    # The run
+
+    def on_train_start(self) -> None:
+        """Raise at once if the ranks have different numbers of batches."""
+        module: Any = self.lightning_module
+        number = module.trainer.num_training_batches
+        self.agree(f"training on {number} batches per epoch")
+
+    def on_train_end(self) -> None:
+        """Raise if other ranks still have batches."""
+        self.agree("the end of training")
+
+    def on_validation_end(self) -> None:
+        """Raise if another rank calls a collective in its validation."""
+        self.agree("the end of validation")
+
+    def on_test_end(self) -> None:
+        """Raise if another rank calls a collective in its test."""
+        self.agree("the end of testing")
+
+    def on_predict_end(self) -> None:
+        """Raise if another rank calls a collective in its prediction."""
+        self.agree("the end of prediction")
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Release the sums, and let no other process wait for this one."""
+        if self._sums is not None:
+            self._sums.close()
+        super().on_exception(exception)
+
+    def teardown(self) -> None:
+        """End the run. Horovod and torch's process group stay until the process ends."""
+        if self._sums is not None:
+            self._sums.close()
+            self._sums = None
+        super().teardown()
+        if self._saved_environment is not None:
+            self._saved_environment.restore()
+            self._saved_environment = None
+
+
+def _check_options(*, compression: str | None, broadcast_buffers: bool) -> None:
+    refused = {"compression": (compression, None), "broadcast_buffers": (broadcast_buffers, True)}
+    for name, (value, allowed) in refused.items():
+        if value != allowed:
+            raise SettingError(
+                f"{name}={value!r} does not go with logical_ranks, whose sums are exact for any "
+                f"number of processes: leave out {name}, or logical_ranks."
+            )
 
 
 register_in_loaded_packages()  # a Trainer takes the name after this import

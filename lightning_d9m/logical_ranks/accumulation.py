@@ -80,6 +80,23 @@ class GradientFold:
             end(value)
         return value
 
+    def take_roots(
+        self,
+        index: int,
+        gradient: Tensor | None,
+        out: Tensor | None = None,
+        end: Callable[[Tensor], None] | None = None,
+    ) -> Gradients:
+        """Take one part of each root of this process, given its gradient of the last logical rank.
+
+        ``out`` and ``end`` are of the last root, as in `fold_one`.
+        """
+        values: Gradients = []
+        for held in self.held[: len(self.held) - self.merges]:
+            values.append(held[index])
+            held[index] = None
+        return [*values, self.fold_one(index, gradient, out, end)]
+
     def push(self, values: Gradients) -> None:
         """Hold the folded gradients of the next logical rank."""
         del self.held[len(self.held) - self.merges :]

@@ -387,10 +387,7 @@ class RootBucket:
         self, part: int, gradient: Tensor | None, views: list[Tensor], fold: GradientFold
     ) -> None:
         end = partial(end_sum, divisor=self._divisor) if self._is_alone else None
-        values = [held[part] for held in fold.held[: len(views) - 1]]
-        for held in fold.held[: len(views) - 1]:
-            held[part] = None
-        values.append(fold.fold_one(part, gradient, views[-1], end))
+        values = fold.take_roots(part, gradient, views[-1], end)
         for view, value in zip(views, values, strict=True):
             if value is None:
                 view.zero_()
@@ -477,20 +474,10 @@ class WholeGradient:
 
     def pack_one(self, position: int, gradient: Tensor | None, fold: GradientFold) -> None:
         """Add the gradient of the last logical rank, and take the memory of each root."""
-        part = self.indices[0]
         if gradient is not None and not fold.merges:
             gradient = self._take_over(gradient)
-        count = len(self._exchange.roots[self._exchange.process])
-        values = [held[part] for held in fold.held[: count - 1]]
-        for held in fold.held[: count - 1]:
-            held[part] = None
-        values.append(
-            fold.fold_one(
-                part,
-                gradient,
-                end=partial(end_sum, divisor=self._divisor) if self._is_alone else None,
-            )
-        )
+        end = partial(end_sum, divisor=self._divisor) if self._is_alone else None
+        values = fold.take_roots(self.indices[0], gradient, end=end)
         self._roots = [self._settle(value) for value in values]
         self.packed.add(position)
 

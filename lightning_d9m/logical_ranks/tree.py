@@ -62,21 +62,6 @@ class Blocks:
         ranks, processes = self.logical_ranks, self.processes
         return range(process * ranks // processes, (process + 1) * ranks // processes)
 
-    def owner(self, logical_rank: int) -> int:
-        """Return the process that owns a logical rank."""
-        if not 0 <= logical_rank < self.logical_ranks:
-            raise SettingError(
-                f"logical_rank={logical_rank!r} is not allowed: there are the logical ranks 0 to "
-                f"{self.logical_ranks - 1}."
-            )
-        # The largest p with p * V // P <= v, that is, with p * V < (v + 1) * P.
-        return ((logical_rank + 1) * self.processes - 1) // self.logical_ranks
-
-    @property
-    def largest(self) -> int:
-        """The number of logical ranks in the largest block."""
-        return -(-self.logical_ranks // self.processes)
-
 
 class Node(NamedTuple):
     """The leaves from ``start`` up to, but without, ``stop``."""

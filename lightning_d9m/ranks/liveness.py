@@ -6,14 +6,15 @@ import socket
 import threading
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch.distributed
 
-from lightning_d9m.errors import D9mError
+from lightning_d9m.errors import D9mError, RankLostError
 from lightning_d9m.ranks.connections import close_default_group
 from lightning_d9m.ranks.ranks import Ranks
 
@@ -152,7 +153,7 @@ def connect_liveness(ranks: Ranks) -> RankLiveness | None:
     """Connect the ranks by the store of torch's default group; every rank must call this.
 
     Returns:
-        None without a process group of torch's. The Horovod strategy names lost ranks itself.
+        None without a process group of torch's.
     """
     gather = ranks.gather
     if gather is None or not torch.distributed.is_available():
@@ -165,12 +166,42 @@ def connect_liveness(ranks: Ranks) -> RankLiveness | None:
 
 def add_lost_ranks(error: BaseException, liveness: RankLiveness | None) -> None:
     """Append the lost ranks to the error of a failed collective; publish any other error."""
-    if liveness is None:
+    if liveness is None or isinstance(error, RankLostError):
         return
-    is_failure = isinstance(error, RuntimeError) and not isinstance(error, D9mError)
-    if not (is_failure and _FAILURE.search(str(error))):
+    if not _is_failure(error):
         liveness.report_error(error)
         return
-    close_default_group()  # a rank that waits for this one would seem to hang
-    if lost := liveness.find_lost():
+    if lost := _find_lost(liveness):
         error.args = ("\n".join([str(error), *lost.values()]),)
+
+
+@contextmanager
+def lost_ranks_named(activity: str, rank: int, liveness: RankLiveness | None) -> Iterator[None]:
+    """Raise a ``RankLostError`` that names the lost ranks if a collective inside fails."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not _is_failure(error):
+            raise
+        lost = {} if liveness is None else _find_lost(liveness)
+        cause = " ".join(lost.values()) or (
+            "Another rank has ended: look at the output of the other ranks for the first error."
+        )
+        raise RankLostError(
+            f"Rank {rank} waited for {activity}, but the collective failed. {cause} The "
+            f"collective reported: {summarize_error(error)}",
+            rank=rank,
+            activity=activity,
+            lost=tuple(lost),
+        ) from error
+
+
+def _is_failure(error: BaseException) -> bool:
+    """Return whether a collective has raised this error."""
+    is_native = isinstance(error, RuntimeError) and not isinstance(error, D9mError)
+    return is_native and bool(_FAILURE.search(str(error)))
+
+
+def _find_lost(liveness: RankLiveness) -> dict[int, str]:
+    close_default_group()  # a rank that waits for this one would seem to hang
+    return liveness.find_lost()

@@ -188,11 +188,6 @@ def forget_the_flags(g):
     g.module.verify_flags(fill_uninitialized_memory=True)
 
 
-def normalise_one_value(g):
-    layer = torch.nn.BatchNorm1d(2)
-    g.module._forward(layer, lambda value: value.unsqueeze(0), torch.ones(1, 2))
-
-
 # The module that raises, what makes it raise, and words of the message that no other message of the
 # module has. If these are few, also values that are filled in.
 CASES = [
@@ -293,7 +288,6 @@ CASES = [
         lambda g: g.module.read_value("LIGHTNING_D9M_SEED", "x", int),
         ("The variable … is …; allowed: ….", "LIGHTNING_D9M_SEED is 'x'; allowed: "),
     ),
-    ("horovod.sync_batchnorm", normalise_one_value, "more than one value per channel"),
     (
         "logical_ranks.buckets",
         lambda g: g.module.check_options(op="max", bucket_bytes=0),
@@ -310,24 +304,9 @@ CASES = [
         "is not allowed: pass a whole number, 0 or more.",
     ),
     (
-        "horovod.communication.reductions",
-        lambda g: g.module._combine([torch.ones(1)] * 2, "median"),
-        "is not known: pass 'mean', 'sum', 'min', 'max' or 'product'.",
-    ),
-    (
-        "horovod.communication.reductions",
-        lambda g: g.module.refuse_group("a group"),
-        "this strategy has one group, all ranks. Pass None.",
-    ),
-    (
         "horovod.environment",
         set_variable("NCCL_ALGO", "NVLS", "set_variables", initialized=False, stall_seconds=1.0),
         "which lets NCCL reduce by NVLS",
-    ),
-    (
-        "horovod.base_strategy",
-        lambda g: g.module.HorovodBaseStrategy(fusion="on"),
-        "is not known: pass 'static' or 'off'.",
     ),
     (
         "logical_ranks.accumulation",

@@ -5,12 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import nn
 
-from lightning_d9m.attribute_patches import AttributePatches
 from lightning_d9m.errors import SettingError, StackDifferenceError, TooLateError
 from lightning_d9m.horovod import environment as settings
-from lightning_d9m.horovod import sync_batchnorm
 from lightning_d9m.horovod.cluster_environment import HorovodEnvironment, RankInfo, read_rank_info
 from lightning_d9m.horovod.environment import (
     PINNED,
@@ -25,37 +22,21 @@ from lightning_d9m.horovod.strategy import HorovodDeterministicStrategy
 def no_variables(monkeypatch):
     """Start without any of the variables, in a process that has not started Horovod."""
     for name in list(os.environ):
-        if name.startswith(("HOROVOD_", "NCCL_", "OMPI_", "PMI_")):
+        if name.startswith(("GLOO_", "HOROVOD_", "NCCL_", "OMPI_", "PMI_")):
             monkeypatch.delenv(name)
     monkeypatch.setattr(settings, "_started_with", None)
 
 
-def test_variables_are_set_and_restored():
+def test_variables_are_set_and_restored(monkeypatch):
+    """The network interface is that of horovodrun."""
+    monkeypatch.setenv("HOROVOD_GLOO_IFACE", "eth7")
     saved = set_variables(initialized=False, stall_seconds=60)
     assert os.environ["HOROVOD_FUSION_THRESHOLD"] == "0"
     assert os.environ["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"] == "60"
     assert os.environ["NCCL_ALGO"] == "Ring"
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "eth7"
     saved.restore()
-    assert not [name for name in os.environ if name.startswith(("HOROVOD_", "NCCL_"))]
-
-
-@pytest.mark.parametrize(("transport", "expected"), [("horovod", "3"), ("torch", "50")])
-def test_the_cycle_is_longer_with_torchs_transport(monkeypatch, transport, expected):
-    """Horovod is idle then. With Horovod's NCCL, or if the user sets it, it stays as it is."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with_transport = {"initialized": False, "stall_seconds": 60, "transport": transport}
-    saved = set_variables(**with_transport)
-    assert os.environ["HOROVOD_CYCLE_TIME"] == expected
-    saved.restore()
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    saved = set_variables(**with_transport)
-    assert os.environ.get("HOROVOD_CYCLE_TIME") == ("50" if transport == "torch" else None)
-    saved.restore()
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setenv("HOROVOD_CYCLE_TIME", "1")
-    saved = set_variables(**with_transport)
-    assert os.environ["HOROVOD_CYCLE_TIME"] == "1"
-    saved.restore()
+    assert not [name for name in os.environ if name.startswith(("HOROVOD_C", "GLOO_", "NCCL_"))]
 
 
 def test_a_users_choice_of_nccl_stays(monkeypatch):
@@ -159,23 +140,10 @@ def test_environment_follows_horovod(monkeypatch):
     assert environment.creates_processes_externally
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"fusion": "dynamic"},
-        {"op": "max"},
-        {"compression": "int8"},
-        {"bucket_bytes": -1},
-    ],
-)
+@pytest.mark.parametrize("options", [{"op": "max"}, {"compression": "int8"}, {"bucket_bytes": -1}])
 def test_strategy_refuses_unknown_options(options):
     with pytest.raises(SettingError, match=next(iter(options))):
         HorovodDeterministicStrategy(**options)
-
-
-def test_strategy_refuses_an_unknown_transport():
-    with pytest.raises(SettingError, match=r"='mpi' is not known: pass 'torch', 'horovod'"):
-        HorovodDeterministicStrategy(transport="mpi")
 
 
 @pytest.mark.parametrize(
@@ -197,14 +165,6 @@ def test_root_device_is_that_of_the_local_rank(monkeypatch, visible, devices, lo
     assert str(strategy.root_device) == expected
 
 
-def test_collectives_use_torch_unless_the_user_chooses(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    for devices in (None, [torch.device("cuda", 0)]):
-        assert HorovodDeterministicStrategy(parallel_devices=devices).transport == "torch"
-        chosen = HorovodDeterministicStrategy(transport="horovod", parallel_devices=devices)
-        assert chosen.transport == "horovod"
-
-
 def test_more_processes_than_devices_are_refused(monkeypatch):
     monkeypatch.setenv("HOROVOD_RANK", "2")
     monkeypatch.setenv("HOROVOD_LOCAL_RANK", "2")
@@ -212,23 +172,3 @@ def test_more_processes_than_devices_are_refused(monkeypatch):
     strategy = HorovodDeterministicStrategy(parallel_devices=[torch.device("cuda", 0)])
     with pytest.raises(SettingError, match="only 2 CUDA devices"):
         _ = strategy.root_device
-
-
-@pytest.mark.parametrize("momentum", [0.1, None])
-def test_batch_norm_over_one_rank_is_torchs_own(momentum):
-    """Values, gradients and running statistics agree up to rounding; forward is restored."""
-    torch.manual_seed(0)
-    own = nn.BatchNorm2d(3, momentum=momentum).double()
-    ours = nn.BatchNorm2d(3, momentum=momentum).double()
-    patches = AttributePatches()
-    sync_batchnorm.synchronize(patches, ours, lambda tensor: tensor[None])
-    for _ in range(2):
-        x = torch.randn(4, 3, 2, 2, dtype=torch.double, requires_grad=True)
-        y = x.detach().clone().requires_grad_()
-        (own(x) ** 3).sum().backward()
-        (ours(y) ** 3).sum().backward()
-        torch.testing.assert_close(y.grad, x.grad)
-    for name, value in own.state_dict().items():
-        torch.testing.assert_close(ours.state_dict()[name], value)
-    patches.undo()
-    assert "forward" not in vars(ours)

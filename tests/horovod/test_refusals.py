@@ -1,17 +1,19 @@
-"""Errors of ranks, raised in this process."""
+"""Errors of the strategy, raised in this process, and what ranks say that do different things."""
 
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
+from rank_threads import RANKS, Threads
 
 from lightning_d9m.errors import RanksDisagreeError, SettingError
-from lightning_d9m.horovod.communication.communicator import Communicator
-from lightning_d9m.horovod.communication.intents import CollectiveIntent
 from lightning_d9m.horovod.environment import import_horovod
 from lightning_d9m.horovod.strategy import HorovodDeterministicStrategy
+from lightning_d9m.ranks.agreement import agree
+from lightning_d9m.ranks.ranks import Ranks
 
 
 @pytest.fixture
@@ -25,16 +27,18 @@ def strategy(monkeypatch):
     return made
 
 
-def use_the_communicator(strategy):
-    return strategy.communicator
-
-
 def use_a_device(strategy):
     return strategy.root_device
 
 
 def step(strategy):
     strategy.optimizer_step(torch.optim.SGD([torch.nn.Parameter(torch.ones(2, 3))]), nullcontext)
+
+
+def synchronize(strategy):
+    strategy._layer_sync = object()
+    strategy.parallel_devices = [torch.device("cpu")]
+    strategy.setup(None)
 
 
 def report_a_stray_gradient(strategy):
@@ -44,9 +48,9 @@ def report_a_stray_gradient(strategy):
 @pytest.mark.parametrize(
     ("act", "words"),
     [
-        (use_the_communicator, "Horovod has not started yet"),
         (use_a_device, r"Rank 2 has local rank 2.*names 2 devices"),
         (step, r"a parameter of shape \(2, 3\) that was not in the LightningModule"),
+        (synchronize, "torch's SyncBatchNorm computes on a GPU only"),
         (report_a_stray_gradient, "'layer.weight' got a gradient outside Lightning's backward"),
     ],
 )
@@ -61,28 +65,33 @@ def test_a_horovod_that_is_not_there(monkeypatch):
         import_horovod()
 
 
-@pytest.fixture
-def make_communicator(monkeypatch):
-    """Return a function that makes the communicator of two ranks; the other one is faked."""
+def announce(*announced):
+    """Return the error of each rank, which announces an activity and items; None without one."""
+    threads = Threads()
 
-    def make(*, agree):
-        communicator = Communicator(SimpleNamespace(rank=lambda: 0, size=lambda: 2))
-        monkeypatch.setattr(communicator, "_is_common", lambda *_: agree)
-        monkeypatch.setattr(
-            communicator, "gather_objects", lambda intent: [intent, ("the end", ())]
+    def one(rank):
+        try:
+            agree(Ranks(rank, threads.exchange_of(rank)), *announced[rank])
+        except RanksDisagreeError as error:
+            return error
+
+    with ThreadPoolExecutor(RANKS) as pool:
+        return list(pool.map(one, range(RANKS)))
+
+
+def test_ranks_that_do_different_things_find_each_other():
+    assert announce(*[("the backward pass", ("a", "b"))] * RANKS) == [None] * RANKS
+    found = announce(("the backward pass",), ("the barrier 'x'",), ("the backward pass",))
+    for error in found:
+        assert "  rank 0: the backward pass\n  rank 1: the barrier 'x'\n  rank 2:" in str(error)
+        assert error.intents == ("the backward pass", "the barrier 'x'", "the backward pass")
+
+
+def test_different_parts_are_named_with_their_ranks():
+    names = [f"p{number:02}" for number in range(20)]
+    found = announce(("a broadcast", ["a", *names]), ("a broadcast", ["a"]), ("a broadcast", ["a"]))
+    for error in found:
+        assert "what takes part in a broadcast:\n  p00: yes on rank 0; no on rank 1, 2" in str(
+            error
         )
-        return communicator
-
-    return make
-
-
-def test_ranks_that_do_different_things(make_communicator):
-    communicator = make_communicator(agree=False)
-    with pytest.raises(RanksDisagreeError, match="rank 0: a barrier\n  rank 1: the end"):
-        communicator.agree(CollectiveIntent("a barrier"))
-
-
-def test_ranks_that_end_together_exchange_nothing_more(make_communicator):
-    communicator = make_communicator(agree=True)
-    communicator.announce(ValueError("all have it"))
-    assert str(communicator.broken) == "This rank has ended its part of the run."
+        assert str(error).endswith("and 12 more")

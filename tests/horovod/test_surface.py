@@ -62,44 +62,17 @@ def test_learning_rate_is_not_scaled(found):
     assert both(found, "loops", "lr") == 0.05
 
 
-def test_early_stopping_on_one_rank_stops_all(found):
-    assert both(found, "early_stopping") == 2
-
-
-def test_resume_is_exact(found):
-    straight, resumed, steps = both(found, "resume")
-    assert straight == resumed
-    assert steps == 16
-
-
-def test_all_gather_stacks_and_keeps_dtypes(found):
-    assert both(found, "collectives", "all_gather") == [2, 3, 4]
-    assert both(found, "collectives", "dtypes") == [[1.0, 2.0], [1, 2], [1, 2], [1.0, 2.0]]
-
-
-def test_all_gather_carries_gradients_back(found):
-    """A rank's gradient is the sum over all ranks: 1 x (1 + 2) and 10 x (1 + 2)."""
-    assert [rank["collectives"]["gradient"] for rank in found] == [[3.0, 3.0], [30.0, 30.0]]
-
-
-def test_broadcast_carries_objects(found):
-    assert both(found, "collectives", "broadcast") is True
-    assert both(found, "collectives", "broadcast_1") == ["from", 1]
-
-
-def test_reduce_knows_its_operations_and_dtypes(found):
-    assert both(found, "collectives", "reduce") == [[3], [1], [2], [1]]
-    assert both(found, "collectives", "reduce_half") == [1.5]
-    assert both(found, "collectives", "text") == "text"
-
-
-def test_decisions_are_all_or_any(found):
-    assert both(found, "collectives", "decisions") == [False, True, True]
-
-
-def test_batch_norm_is_synchronized_on_the_cpu(found):
-    """Half a batch per rank gives the same weights as the whole batch in one process, rounded."""
-    assert max(both(found, "sync_batchnorm")) < 1e-12
+def test_collectives(found):
+    """Plain objects are sent without pickle."""
+    noted = both(found, "collectives")
+    assert noted == {
+        "all_gather": [[0.0] * 3, [1.0] * 3],
+        "broadcast": True,
+        "broadcast_1": ["from", 1],
+        "reduce": [3],
+        "decision": False,
+        "horovod": 2.0,
+    }
 
 
 def test_odd_parameters_train_and_stay_equal(found):
@@ -120,9 +93,9 @@ def test_probes_have_gradients_of_before_and_after_the_exchange(found):
 
 
 def test_options_leave_the_ranks_equal(found):
-    """With two ranks a sum has one order, so fusion changes nothing; the other options do."""
+    """Buckets change no bit; the other options do."""
     digests = {name: both(found, "options", name) for name in found[0]["options"]}
-    assert digests["static"] == digests["off"]
+    assert digests["static"] == digests["small buckets"]
     assert len({digests[name] for name in ("static", "sum", "fp16", "bf16")}) == 4
 
 

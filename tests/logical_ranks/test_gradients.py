@@ -1,6 +1,5 @@
 """Gradients of logical ranks have the same bits on every number of processes."""
 
-import math
 import threading
 from contextlib import nullcontext
 
@@ -8,7 +7,6 @@ import pytest
 import torch
 from gloo_threads import run_processes
 from logical_sums import add_in_tree_order, average_leaves, bits, make_leaf
-from simulated_device import Waits
 from torch import nn
 
 from lightning_d9m.errors import RanksDisagreeError, SettingError
@@ -113,15 +111,6 @@ def test_a_gradient_is_none_only_if_all_logical_ranks_lack_it():
             assert [number for number, each in enumerate(found) if each is None] == [1]
 
 
-@pytest.mark.parametrize(("processes", "waits"), [(1, 0), (2, 2), (4, 4)])
-def test_missing_gradients_are_read_once_for_all_buckets(processes, waits):
-    """On each process, and never on a single one, which knows them."""
-    with Waits() as counted:
-        sum_on(processes, [make_gradients(4, missing=True)], bucket_bytes=0)
-    found = {place: n for place, n in counted.found.items() if "in settle_missing" in place}
-    assert sum(found.values()) == waits
-
-
 def test_a_missing_gradient_turns_a_negative_zero_positive_on_every_number_of_processes():
     rows = make_gradients(4)
     for rank, row in enumerate(rows):
@@ -155,54 +144,6 @@ def test_gradients_that_share_memory_are_added_once():
         assert first.grad.data_ptr() == second.grad.data_ptr()
         (sums.finish if rank == 3 else sums.set_aside)(rank)
     assert first.grad.unique().tolist() == second.grad.unique().tolist() == [4.0]
-
-
-@pytest.mark.parametrize("processes", [1, 2])
-def test_a_gradient_that_others_share_or_that_lies_elsewhere_is_copied(processes):
-    """Without a copy, a gradient is summed in its memory."""
-
-    def train(process, group):
-        found = []
-        kept = torch.arange(2**16 + 1, dtype=torch.float32)
-        both = torch.cat([kept, kept])
-        length = len(kept)
-        makers = (
-            kept.clone,
-            lambda: kept[:],
-            lambda: torch.empty(0).set_(both.clone().untyped_storage(), 1, (length,)),
-            lambda: torch.empty(0).set_(both.clone().untyped_storage(), 0, (length,), (2,)),
-            lambda: kept.clone().requires_grad_(),
-        )
-        (pair,) = named = make_parameters(shapes=[(2**16 + 1,)])
-        sums = LogicalGradients(named, Blocks(processes, processes), process, group)
-        for make in makers:
-            gradient = make()
-            expected, address = gradient.detach().clone(), gradient.data_ptr()
-            pair[1].grad = gradient
-            del gradient
-            sums.finish(process)
-            assert bits(pair[1].grad) == bits(expected)
-            assert pair[1].grad.data_ptr() % 64 == 0
-            assert pair[1].grad.is_contiguous()
-            found.append(pair[1].grad.data_ptr() == address)
-            pair[1].grad = None
-        assert kept.tolist() == list(range(2**16 + 1))
-        sums.close()
-        return found
-
-    for found in run_processes(processes, train):
-        whole = buckets_module.is_whole(nn.Parameter(torch.zeros(2**16)))
-        assert found == [whole, False, False, False, False]
-
-
-def test_set_aside_moves_a_large_gradient():
-    (pair,) = named = make_parameters(shapes=[(2**14,)])
-    sums = LogicalGradients(named, Blocks(2, 1), 0)
-    gradient = pair[1].grad = torch.ones(2**14)
-    sums.set_aside(0)
-    assert pair[1].grad is None
-    (held,) = sums._fold.held
-    assert held[0].data_ptr() == gradient.data_ptr()
 
 
 def test_parameters_may_be_frozen_and_unfrozen_between_steps():
@@ -251,15 +192,6 @@ def test_a_logical_rank_out_of_order_is_refused():
     sums.set_aside(0)
     with pytest.raises(SettingError, match="logical rank 2 came in, but 1 is next"):
         sums.set_aside(2)
-
-
-def test_the_last_logical_rank_must_be_finished_and_no_other():
-    sums = LogicalGradients(make_parameters(), Blocks(2, 1), 0)
-    with pytest.raises(SettingError, match=r"finish\(1\)"):
-        sums.finish(0)
-    sums.set_aside(0)
-    with pytest.raises(SettingError, match=r"finish\(1\)"):
-        sums.set_aside(1)
 
 
 def test_gradients_that_were_not_set_to_none_are_refused():
@@ -401,21 +333,6 @@ def test_conjugated_gradients_are_added():
         assert torch.equal(parameter.grad, torch.full_like(parameter, 1 - 2j))
 
 
-def test_the_bytes_of_all_messages_are_counted(is_whole):
-    def train(process, group):
-        parameter = nn.Parameter(torch.zeros(2**15))
-        sums = LogicalGradients([("p", parameter)], Blocks(2, 2), process, group)
-        parameter.grad = torch.ones(2**15)
-        sums.finish(process)
-        return sums.bytes_sent
-
-    sizes = run_processes(2, train)
-    assert buckets_module.is_whole(nn.Parameter(torch.zeros(2**15))) is is_whole
-    # The gradient and its flag; shards are rounded up to 64 bytes.
-    assert sum(sizes) == 2 * 4 * (2**15 + 1)
-    assert math.isclose(*sizes, rel_tol=0.01)
-
-
 class Model(nn.Module):
     """Large and small parameters, a shared one, and one that only some logical ranks use."""
 
@@ -484,28 +401,6 @@ def test_a_bucket_leaves_before_the_backward_pass_ends():
     assert launched == [0, 3, 0, 3]
 
 
-def test_a_large_gradient_is_added_as_soon_as_it_arrives():
-    model = nn.Sequential(*[nn.Linear(200, 200, bias=False) for _ in range(2)])
-    sums = LogicalGradients(model.named_parameters(), Blocks(4, 1), 0)
-    seen = []
-    model[0].weight.register_hook(lambda _: seen.append(model[1].weight.grad is None))
-    for rank in range(2):
-        with sums.backward():
-            model(torch.ones(2, 200)).sum().backward()
-        sums.set_aside(rank)
-    assert seen == [False, True]
-
-
-def test_a_backward_pass_outside_is_not_exchanged():
-    model = nn.Linear(300, 300)
-    sums = LogicalGradients(model.named_parameters(), Blocks(1, 1), 0)
-    for _ in range(2):
-        model.zero_grad()
-        model(torch.ones(1, 300)).sum().backward()
-        assert sums._launched == 0
-        sums.finish(0)
-
-
 def test_a_second_gradient_in_one_backward_pass_is_refused():
     model = nn.Linear(300, 300)
     sums = LogicalGradients(model.named_parameters(), Blocks(1, 1), 0)
@@ -530,21 +425,3 @@ def test_processes_that_train_other_parameters_are_reported():
     first, second = run_processes(2, train)
     assert first == second
     assert len(set(first)) == 2
-
-
-def test_hooks_and_the_thread_end_when_the_sums_are_closed():
-    before = set(threading.enumerate())
-
-    def train(process, group):
-        return train_model(process, group, Blocks(2, 2), overlapped=True, bucket_bytes=2**18)
-
-    run_processes(2, train)
-    for thread in set(threading.enumerate()) - before:
-        thread.join(60)
-        assert not thread.is_alive()
-    model = nn.Linear(2, 2)
-    sums = LogicalGradients(model.named_parameters(), Blocks(1, 1), 0)
-    model(torch.ones(1, 2)).sum().backward()
-    sums.finish(0)
-    sums.close()
-    assert not model.weight._post_accumulate_grad_hooks

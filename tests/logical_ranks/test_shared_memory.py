@@ -159,16 +159,6 @@ def test_sums_of_any_sizes_share_the_slots():
             assert bits(result) == bits(average_leaves(leaves))
 
 
-def test_a_process_writes_its_roots_and_its_part_of_the_result():
-    def run(process, group):
-        it = RootExchange(Blocks(8, 4), process, group)
-        root = torch.randn(4 * 3 * 16 * 64)
-        it.start([root], root).finish()
-        return it.bytes_sent
-
-    assert run_processes(4, run) == [4 * 4 * 3 * 16 * 64] * 4
-
-
 def test_a_process_that_closes_lets_no_other_wait_and_all_may_begin_again():
     def run(process, group):
         it = RootExchange(Blocks(3, 3), process, group)
@@ -212,18 +202,3 @@ def test_a_process_that_does_not_come_is_an_error(pair):
     ours.detach()
     with pytest.raises(RuntimeError, match="timed out"):
         memory.meet()
-
-
-def test_the_group_says_how_long_a_process_may_take():
-    def find(_process, group):
-        return shared_memory._find_timeout(group)
-
-    assert run_processes(2, find) == [timedelta(seconds=120)] * 2
-    assert shared_memory._find_timeout(object()) == timedelta(minutes=30)
-
-
-def test_memory_that_nothing_uses_closes_its_sockets():
-    ours, theirs = socket.socketpair()
-    with theirs:
-        SharedMemory(mmap.mmap(-1, 6 * 4096), [ours], 4096)
-        assert theirs.recv(1) == b""

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from two_ranks import train_on_two_ranks
+from rank_processes import run_ranks
 
 from lightning_d9m.comparison.ledgers import compare_ledgers
 from lightning_d9m.ledger.folder import read_ledger
@@ -13,7 +13,7 @@ SCRIPT = Path(__file__).parents[1] / "support" / "loop_training.py"
 
 
 def test_two_ranks(tmp_path):
-    train_on_two_ranks(SCRIPT, tmp_path)
+    run_ranks(SCRIPT, 2, tmp_path)
     one, other = (json.loads((tmp_path / f"found-{rank}.json").read_text()) for rank in range(2))
     of_peers, of_own = one.pop("refused"), other.pop("refused")
     assert of_peers == [["D9mError", "Rank 1 failed,"]] * 2

@@ -1,18 +1,10 @@
-"""One rank of trainings whose callbacks steer them; see lightning/logical_ranks/test_callbacks.py.
+"""Trainings whose callbacks steer them; see lightning/logical_ranks/test_training.py."""
 
-Usage: logical_callbacks.py FOLDER
-"""
-
-import json
-import logging
 import os
-import sys
-import warnings
 from pathlib import Path
 from unittest import mock
 
 import lightning as L
-import logical_trainings
 import numpy as np
 import torch
 from lightning.pytorch.callbacks import (
@@ -23,7 +15,7 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
     WeightAveraging,
 )
-from logical_trainings import PROCESSES, Classifier, make_data, make_net
+from logical_trainings import PROCESSES, Classifier, fit, make_data, make_net
 from torch.utils.data import DataLoader
 from trainings import QUIET
 
@@ -69,31 +61,27 @@ class Noting(L.Callback):
     def on_test_batch_end(self, trainer, module, outputs, batch, batch_idx, loader=0):
         self.note("test", trainer, batch_idx, loader)
 
-    def on_predict_batch_end(self, trainer, module, outputs, batch, batch_idx, loader=0):
-        self.note("predict", trainer, batch_idx, loader)
-
 
 class Writing(BasePredictionWriter):
-    """Keeps the predictions of each batch, and the indices of its samples."""
+    """Keeps the digest of each sample's prediction."""
 
     def __init__(self):
-        super().__init__("batch_and_epoch")
-        self.batches = []
-        self.epoch = None
+        super().__init__("batch")
+        self.found = {}
 
     def write_on_batch_end(self, trainer, module, prediction, indices, batch, number, loader):
-        self.batches.append([number, loader, indices, [digest_value(one) for one in prediction]])
-
-    def write_on_epoch_end(self, trainer, module, predictions, batch_indices):
-        self.epoch = batch_indices
+        for part, samples in zip(prediction, indices, strict=True):
+            for row, sample in zip(part, samples, strict=True):
+                assert self.found.setdefault(f"{loader} {sample}", digest_value(row))
 
 
 def name_numbers(metrics):
-    """Return logged values with their bits."""
-    return {name: float(value).hex() for name, value in metrics.items()}
+    """Return logged values with their bits; those of a step alone are the process's own."""
+    own = {"least_step", "mean_loss_step"}
+    return {name: float(value).hex() for name, value in metrics.items() if name not in own}
 
 
-def fit_steered(folder, name, net="cnn", **words):
+def fit_steered(folder, name, net="cnn"):
     """Train until a callback stops it; test and predict with what it leaves."""
     session._fits = 0
     stop = EarlyStopping("val_loss", patience=1, min_delta=0.3)
@@ -108,10 +96,7 @@ def fit_steered(folder, name, net="cnn", **words):
         callbacks=[
             DeterminismCallback(seed=5, ledger_dir=folder / name / str(PROCESSES)),
             EMAWeightAveraging(decay=0.8, update_every_n_steps=2),
-            stop,
-            best,
-            noting,
-            writing,
+            *(stop, best, noting, writing),
         ],
         **QUIET | {"enable_checkpointing": True},
     )
@@ -124,39 +109,17 @@ def fit_steered(folder, name, net="cnn", **words):
         "fit": name_numbers(trainer.callback_metrics),
     }
     checkpoint = torch.load(best.best_model_path, weights_only=True)
-    found["weights"] = digest_value(checkpoint["state_dict"])
-    found["optimizer"] = digest_value(checkpoint["optimizer_states"])
+    found["saved"] = digest_value([checkpoint["state_dict"], checkpoint["optimizer_states"]])
     loaders = [DataLoader(make_data(size), batch_size=2) for size in (23, 11)]
     trainer.test(model, loaders)
-    found["test"] = name_numbers(trainer.callback_metrics)
-    predictions = trainer.predict(model, loaders)
-    found["predictions"] = [
-        [[digest_value(one) for one in batch] for batch in part] for part in predictions
-    ]
-    found |= {"calls": noting.calls, "written": writing.batches, "indices": writing.epoch}
-    return found
+    found |= {"test": name_numbers(trainer.callback_metrics), "calls": noting.calls}
+    trainer.predict(model, loaders)
+    return found, writing.found
 
 
-def add_rounded(self, number):
+def merge_rounded(self, number):
     """Add a number in float32, as a process that sums what it has logged does."""
     self.partials = [float(np.float32(sum(self.partials) + number))]
-
-
-def fit_averaged(folder):
-    """Train with stochastic weight averaging, which counts statistics of batches at its end."""
-    trainer = logical_trainings.fit(
-        folder / "swa",
-        "cnn",
-        LOGICAL_RANKS,
-        max_epochs=4,
-        callbacks=[StochasticWeightAveraging(0.01, 2, annealing_epochs=2)],
-    )
-    state = trainer.lightning_module.state_dict()
-    return {
-        "state": digest_value(state),
-        "counted": int(state["net.2.num_batches_tracked"]),
-        "steps": trainer.global_step,
-    }
 
 
 class Averaging(WeightAveraging):
@@ -167,26 +130,21 @@ class Averaging(WeightAveraging):
         super().on_train_end(trainer, module)
 
 
-def fit_mean(folder):
-    """Train with the mean of the weights."""
+def fit_all(folder):
+    """Train in each of the ways; return what is found, and the digests of the predictions."""
+    steered, predicted = fit_steered(folder, "steered")
+    with mock.patch.object(scalars.ExactMean, "_add", merge_rounded):
+        rounded, _ = fit_steered(folder, "rounded", "plain")
+    swa = [StochasticWeightAveraging(0.01, 2, annealing_epochs=2)]
+    state = fit(folder / "swa", "cnn", LOGICAL_RANKS, max_epochs=4, callbacks=swa)
+    state = state.lightning_module.state_dict()
     averaging = Averaging()
-    trainer = logical_trainings.fit(folder / "mean", "cnn", LOGICAL_RANKS, callbacks=[averaging])
-    return [averaging.trained, digest_value(trainer.lightning_module.state_dict())]
-
-
-def main():
-    """Train in each of the ways, and write what each rank found."""
-    folder = Path(sys.argv[1])
-    warnings.filterwarnings("ignore")
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    found = {"steered": fit_steered(folder, "steered")}
-    with mock.patch.object(scalars.ExactMean, "_add", add_rounded):
-        found["control"] = fit_steered(folder, "control", "plain")
-    found["swa"] = fit_averaged(folder)
-    found["mean"] = fit_mean(folder)
-    rank = int(os.environ.get("RANK", "0"))
-    (folder / f"found-{PROCESSES}-{rank}.json").write_text(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main()
+    mean = fit(folder / "mean", "cnn", LOGICAL_RANKS, callbacks=[averaging])
+    return {
+        **steered,
+        "rounded": rounded["best"],
+        "swa": [digest_value(state), int(state["net.2.num_batches_tracked"])],
+        "mean": [averaging.trained, digest_value(mean.lightning_module.state_dict())],
+        "predicted": predicted,
+        "rank": int(os.environ.get("RANK", "0")),
+    }

@@ -25,7 +25,12 @@ from torch.utils.data.distributed import DistributedSampler
 from torchmetrics import MeanMetric
 from trainings import QUIET
 
-from lightning_d9m import DDPDeterministicStrategy, DeterminismCallback, SettingError
+from lightning_d9m import (
+    DDPDeterministicStrategy,
+    DeterminismCallback,
+    RanksDisagreeError,
+    SettingError,
+)
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # of torch about torch
@@ -44,7 +49,7 @@ def fit(folder, model=None, loader=None, callbacks=None, options=None, ranks=4, 
     strategy = words.pop("strategy", None)
     strategy = strategy or DDPDeterministicStrategy(logical_ranks=ranks, **options or {})
     callbacks = [DeterminismCallback()] if callbacks is None else callbacks
-    resumed = words.pop("resumed", None)
+    resumed, predicted = words.pop("resumed", None), words.pop("predicted", None)
     trainer = L.Trainer(
         default_root_dir=folder,
         devices=PROCESSES,
@@ -53,6 +58,9 @@ def fit(folder, model=None, loader=None, callbacks=None, options=None, ranks=4, 
         **{"max_epochs": 1} | QUIET | words,
     )
     loader = DataLoader(DATA, batch_size=2) if loader is None else loader
+    if predicted is not None:
+        trainer.found = trainer.predict(BoringModel(), DataLoader(RandomDataset(32, predicted)))
+        return trainer
     trainer.fit(model or BoringModel(), loader, ckpt_path=resumed)
     return trainer
 
@@ -157,10 +165,25 @@ def make_logging_model():
     return model
 
 
+def make_hooked_model():
+    """Return a model with a hook that gets outputs which cannot be sent."""
+    model = BoringModel()
+    model.validation_step = lambda batch, batch_idx: object()
+    model.on_validation_batch_end = lambda outputs, batch, batch_idx, dataloader_idx=0: None
+    return model
+
+
 def keep_pattern(model, batch):
     """Keep what ranks do not send each other, another one on each logical rank."""
     model.last = re.compile(str(batch.sum()))
     return model(batch).sum()
+
+
+def make_buffered_model():
+    """Return a model with a buffer of another shape in each process."""
+    model = BoringModel()
+    model.register_buffer("seen", torch.zeros(int(os.environ.get("RANK", "0"))))
+    return model
 
 
 def step_in_backward(parameters):
@@ -267,6 +290,9 @@ REFUSALS = {
     },
     "has the sampler SequentialSampler, which all": lambda: {"use_distributed_sampler": False},
     "The evaluation changes 'total', and not alike": lambda: {"model": make_counting_model()},
+    "gets the outputs and batches of all logical ranks, and these cannot be sent": lambda: {
+        "model": make_hooked_model()
+    },
     "'last', and not alike on all logical ranks, so its value is sent": lambda: {
         "model": make_model(keep_pattern, last=None)
     },
@@ -289,21 +315,27 @@ REFUSALS = {
 }
 
 
+# Refused only on several processes.
+SEVERAL = {
+    "only 1 logical ranks": lambda: {"ranks": 1},
+    "There are 1 samples, and the last of 2 processes begins": lambda: {"predicted": 1},
+    r"broadcast of the model:\n  seen \(0,\) torch.float32: yes on rank 0; no on rank 1": lambda: {
+        "model": make_buffered_model()
+    },
+}
+
+
 def main():
     """Run all trainings, with two logical ranks, and one without a fault."""
     folder = Path(sys.argv[1])
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     found = {}
-    programs = REFUSALS | {
-        "only 1 logical ranks": lambda: {"ranks": 1},
-        "none": dict,
-    }
-    for message, make in programs.items():
+    for message, make in {**REFUSALS, **SEVERAL, "none": dict}.items():
         try:
             words = {"ranks": PROCESSES} | make()
             found[message] = fit(folder, **words).global_step
-        except SettingError as error:
+        except (SettingError, RanksDisagreeError) as error:
             found[message] = str(error)
     rank = int(os.environ["RANK"])
     (folder / f"found-{rank}.json").write_text(json.dumps(found))

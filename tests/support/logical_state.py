@@ -21,7 +21,7 @@ from torch.utils.data.distributed import DistributedSampler
 from torchmetrics import MaxMetric, MeanMetric
 from trainings import QUIET
 
-from lightning_d9m import DDPDeterministicStrategy, DeterminismCallback
+from lightning_d9m import DDPDeterministicStrategy, DeterminismCallback, RankLostError
 from lightning_d9m.control import session
 
 PROCESSES = int(os.environ.get("WORLD_SIZE", "1"))
@@ -294,12 +294,30 @@ def fit(model, strategy, folder):
     return [state, logged, own, steps, trainer.global_step]
 
 
+class Failing(Base):
+    """Fails on the last rank."""
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 1 and RANK == PROCESSES - 1:
+            raise ValueError("this step fails")
+        return super().training_step(batch, batch_idx)
+
+
+def find_error(folder):
+    """Return the error of a training that one rank fails; all may train again."""
+    try:
+        fit(Failing(), DDPDeterministicStrategy(logical_ranks=4), folder)
+    except (ValueError, RankLostError) as error:
+        return f"{type(error).__name__}: {error}"
+    raise AssertionError("no error was raised")
+
+
 def main():
     """Train all programs."""
     folder = Path(sys.argv[1])
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    found = {}
+    found = {"error": find_error(folder)} if PROCESSES < 4 else {}
     for name, program in PROGRAMS.items():
         if PROCESSES < 4:
             found[name] = fit(program(), DDPDeterministicStrategy(logical_ranks=4), folder)

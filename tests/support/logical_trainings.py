@@ -1,5 +1,6 @@
 """One rank of trainings with logical ranks; see lightning/logical_ranks/test_training.py."""
 
+import json
 import logging
 import os
 import sys
@@ -217,7 +218,11 @@ def main():
         if ranks >= PROCESSES and (net == "mlp" or PROCESSES <= 4):
             fit(folder / f"{net} {ranks}", net, ranks)
     if PROCESSES < 4:
+        import logical_callbacks
+
         fit_variants(folder)
+        found = logical_callbacks.fit_all(folder)
+        (folder / f"found-{PROCESSES}-{found['rank']}.json").write_text(json.dumps(found))
     if PROCESSES in {1, 2}:
         fit_controls(folder)
 

@@ -1,7 +1,8 @@
 """One rank of a DDP training in which rank 1 is lost; see lightning/test_lost_ranks.py.
 
 Usage: lost_rank_training.py FOLDER, which ends in the way in which rank 1 is lost: "killed",
-"stopped" or "hung". Rank 0 writes the message of its error and kills rank 1.
+"stopped", "hung", or "logical", killed with logical ranks. Rank 0 writes the message of its error
+and kills rank 1.
 """
 
 import os
@@ -16,7 +17,7 @@ import lightning as L
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from trainings import QUIET, make_loader, make_model
 
-from lightning_d9m import DeterminismCallback
+from lightning_d9m import DDPDeterministicStrategy, DeterminismCallback, RankLostError
 
 RANK = int(os.environ["RANK"])
 folder = Path(sys.argv[1])
@@ -25,6 +26,7 @@ ways = {
     "stopped": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "hung": lambda: threading.Event().wait(),
 }
+ways["logical"] = ways["killed"]
 
 
 def lose_rank_1(self, *_):
@@ -38,12 +40,15 @@ def lose_rank_1(self, *_):
 
 if __name__ == "__main__":
     callback = DeterminismCallback(seed=5, ledger_dir=folder / "d9m")
-    trainer = L.Trainer(max_epochs=2, strategy="ddp", devices=2, callbacks=[callback], **QUIET)
+    logical = folder.name == "logical"
+    strategy = DDPDeterministicStrategy(logical_ranks=4) if logical else "ddp"
+    trainer = L.Trainer(max_epochs=2, strategy=strategy, devices=2, callbacks=[callback], **QUIET)
     model = make_model(on_train_batch_start=lose_rank_1)
     (folder / f"pid-{RANK}").write_text(str(os.getpid()))
     try:
         trainer.fit(model, make_loader())
     except RuntimeError as error:
-        (folder / f"error-{RANK}").write_text(str(error))
+        lost = f"lost {error.lost}: " if isinstance(error, RankLostError) else ""
+        (folder / f"error-{RANK}").write_text(f"{lost}{error}")
         with suppress(ProcessLookupError):
             os.kill(int((folder / "pid-1").read_text()), signal.SIGKILL)

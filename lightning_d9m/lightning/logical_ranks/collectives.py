@@ -12,39 +12,11 @@ from torch import distributed
 from lightning_d9m.attribute_patches import AttributePatches
 from lightning_d9m.errors import SettingError
 
-_COLLECTIVES = {
-    "all_gather",
-    "all_gather_coalesced",
-    "all_gather_into_tensor",
-    "all_gather_object",
-    "all_gather_single",
-    "all_reduce",
-    "all_reduce_coalesced",
-    "all_to_all",
-    "all_to_all_single",
-    "barrier",
-    "batch_isend_irecv",
-    "broadcast",
-    "broadcast_object_list",
-    "gather",
-    "gather_object",
-    "irecv",
-    "isend",
-    "monitored_barrier",
-    "recv",
-    "recv_object_list",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_single",
-    "reduce_scatter_tensor",
-    "scatter",
-    "scatter_object_list",
-    "send",
-    "send_object_list",
-}
 # What each collective of torch calls first. It is looked up again in each call, so that replacing
 # it also reaches collectives that the user's module has imported by name.
 _FIRST_CALL = "_rank_not_in_group"
+# Functions that call it, too, and begin so, ask for ranks and sizes.
+_QUERIES = ("_", "get_")
 # The namespaces of ops that communicate: the functional collectives, and those that they wrap.
 _NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd", "c10d")
 _LOCAL_OPS = {"check_for_nan", "wait_tensor"}  # which wait for no process that has not begun
@@ -66,47 +38,44 @@ def watch_collectives(patches: AttributePatches, current: Callable[[], int | Non
     """
     if not distributed.is_available():
         return
-    watch_functions(patches, current, distributed, _COLLECTIVES, "torch.distributed.")
-    module = distributed.distributed_c10d
-    if first := getattr(module, _FIRST_CALL, None):
+    module: Any = distributed.distributed_c10d
+    first = getattr(module, _FIRST_CALL)
 
-        @wraps(first)
-        def check_group(*args: Any, **kwargs: Any) -> Any:
+    @wraps(first)
+    def check_group(*args: Any, **kwargs: Any) -> Any:
+        rank = current()
+        if rank is not None:
             caller = sys._getframe(1).f_code.co_name  # noqa: SLF001 - no other is as fast
-            rank = current()
-            if rank is not None and caller in _COLLECTIVES:
+            if not caller.startswith(_QUERIES):
                 refuse_collective(f"torch.distributed.{caller}", rank)
-            return first(*args, **kwargs)
+        return first(*args, **kwargs)
 
-        patches.replace(module, _FIRST_CALL, check_group)
+    patches.replace(module, _FIRST_CALL, check_group)
+    # These first check the other rank, of which there may be none.
+    watch_functions(patches, current, distributed, ("send", "recv"), "torch.distributed.")
     for name in torch._C._dispatch_get_all_op_names():  # noqa: SLF001 - torch lists them nowhere else
         namespace, _, op = name.partition(".")[0].partition("::")
         if namespace in _NAMESPACES and op not in _LOCAL_OPS:
-            _watch_op(patches, current, f"torch.ops.{namespace}.{op}")
-
-
-def _watch_op(patches: AttributePatches, current: Callable[[], int | None], title: str) -> None:
-    """Refuse an op, called with or without the name of its overload."""
-    packet = attrgetter(title.removeprefix("torch."))(torch)
-    for op in (packet, *(getattr(packet, name) for name in packet.overloads())):
-        # Both classes look up this function in each call.
-        if function := getattr(op, "_op", None):
-            patches.replace(op, "_op", partial(_call, title, function, current))
+            title = f"ops.{namespace}.{op}"
+            packet = attrgetter(title)(torch)
+            for each in (packet, *(getattr(packet, name) for name in packet.overloads())):
+                # Both classes look up this function in each call.
+                watch_functions(patches, current, each, ["_op"], f"torch.{title}")
 
 
 def watch_functions(
     patches: AttributePatches,
     current: Callable[[], int | None],
-    owner: object,
+    owner: Any,
     names: Iterable[str],
-    prefix: str = "",
+    title: str,
 ) -> None:
-    """Refuse functions or methods, of those names that the owner has, if a step calls them."""
-    for name in sorted(names):
+    """Refuse functions of an owner, or the one that a title names, if a step calls them."""
+    for name in names:
         function = getattr(owner, name, None)
         if function is not None:
-            watched = partial(_call, prefix + name, function, current)
-            patches.replace(owner, name, wraps(function)(watched))
+            full = title + name if title.endswith(".") else title
+            patches.replace(owner, name, partial(_call, full, function, current))
 
 
 def _call(

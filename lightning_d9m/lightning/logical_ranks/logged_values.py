@@ -16,9 +16,6 @@ from lightning_d9m.logical_ranks.scalars import ExactMean
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-# Values on an accelerator that are read together, because each reading waits for it.
-_MOST_UNREAD = 256
-
 GatherValues = Callable[[Any], list[Any]]
 
 
@@ -30,32 +27,28 @@ class LoggedValue:
 
     def __init__(self, result: Any) -> None:
         self.result = result
-        self._step: list[float] = []
-        self._sum = ExactMean()
-        self._extreme: float | None = None
-        self._unread: list[tuple[Tensor, int, bool]] = []
+        self.clear()
 
     def clear(self) -> None:
         """Forget the values of the last epoch."""
-        self._sum, self._extreme = ExactMean(), None
-        self._step, self._unread = [], []
+        self._sum = ExactMean()
+        self._extreme: float | None = None
+        self._step: list[float] = []
+        # Those of a step are read together, because each reading waits for an accelerator.
+        self._unread: list[tuple[Tensor, int, bool]] = []
 
     def add(self, value: Tensor, weight: int, *, with_step: bool) -> None:
         """Add a value for a batch of a size, to that of the step only if ``with_step``."""
-        if value.device.type == "cpu":
-            self._add(value.item(), weight, with_step=with_step)
-            return
-        self._unread.append((value.detach().clone(), weight, with_step))
-        if len(self._unread) > _MOST_UNREAD:
-            self._read()
+        self._unread.append(
+            (value.detach().to(torch.float64, copy=True).reshape(()), weight, with_step)
+        )
 
     def _read(self) -> None:
         unread, self._unread = self._unread, []
-        if not unread:
-            return
-        numbers = torch.stack([value.double().reshape(()) for value, *_ in unread]).tolist()
-        for (_, weight, with_step), number in zip(unread, numbers, strict=True):
-            self._add(number, weight, with_step=with_step)
+        if unread:
+            numbers = torch.stack([value for value, *_ in unread]).tolist()
+            for (_, weight, with_step), number in zip(unread, numbers, strict=True):
+                self._add(number, weight, with_step=with_step)
 
     def _add(self, number: float, weight: int, *, with_step: bool) -> None:
         meta = self.result.meta

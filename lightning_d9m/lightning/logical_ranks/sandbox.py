@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_map_only
 from torchmetrics import Metric
 
 from lightning_d9m.errors import SettingError
+from lightning_d9m.logical_ranks.tree import Blocks
 from lightning_d9m.state.parts import (
     DICT,
     GENERATOR,
@@ -38,6 +39,30 @@ _COMPARED_STEPS = 2
 # A larger tensor is digested only if processes must agree on it.
 _SMALL = 1024
 _LIBRARIES = ("torch", "torchmetrics", "lightning", "pytorch_lightning", "lightning_d9m")
+
+
+class Processes(Protocol):
+    """The processes that have the logical ranks; a strategy implements it.
+
+    Attributes:
+        blocks: The logical ranks of all processes.
+        block: Those of this process.
+    """
+
+    @property
+    def blocks(self) -> Blocks: ...  # noqa: D102 - an attribute
+
+    @property
+    def block(self) -> range: ...  # noqa: D102 - an attribute
+
+    def gather_values(self, values: Any) -> list[Any]:
+        """Return what each process passes, plain data (see `encode_plain`)."""
+
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        """Return the bytes of every process."""
+
+    def broadcast_tensors(self, tensors: list[Tensor]) -> None:
+        """Overwrite tensors with those of process 0."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -94,10 +119,6 @@ class _Record:
         for change in self.changes.values():
             change.put_back()
 
-    def sign(self) -> str:
-        """Return a text that is equal if the changes are."""
-        return "\n".join(f"{path}\t{change.token}" for path, change in sorted(self.changes.items()))
-
 
 class Sandbox:
     """Lets each logical rank of a step start from the same state, and merges what they change.
@@ -111,10 +132,7 @@ class Sandbox:
 
     Args:
         module: The user's module.
-        block: The logical ranks of this process.
-        ranks: The number of logical ranks.
-        gather: Returns the plain values of every process.
-        broadcast: Overwrites tensors with those of process 0.
+        processes: Those that have the logical ranks.
         add_metric: Called with the path of each metric, which keeps its states itself.
         add_generator: Called with the path of each generator, which is seeded for each rank.
     """
@@ -122,19 +140,14 @@ class Sandbox:
     def __init__(
         self,
         module: nn.Module,
-        block: range,
-        ranks: int,
-        *,
-        gather: Callable[[Any], list[Any]],
-        broadcast: Callable[[list[Tensor]], None],
+        processes: Processes,
         add_metric: Callable[[str, Any], None],
         add_generator: Callable[[str, Any], None],
     ) -> None:
         self._module = module
-        self._block = block
-        self._ranks = ranks
-        self._gather = gather
-        self._broadcast = broadcast
+        self._processes = processes
+        self._block = processes.block
+        self._ranks = processes.blocks.logical_ranks
         self._add_metric = add_metric
         self._add_generator = add_generator
         self._hidden = _list_own_attributes(module)
@@ -334,27 +347,17 @@ class Sandbox:
         if stage == "predict":
             self._refuse_predicted(records)
             return [extra]
-        merged = any(record.changes or record.added for record in records.values())
-        signs = {record.sign() for record in records.values()}
-        alike = len(signs) == 1 and not any(record.added for record in records.values())
-        if not self.shared:
-            if merged:
-                self._merge(records, [_describe(records)], stage)
+        if self._watch is None:
             return [extra]
-        summary = [digest_value(signs.pop()) if alike else "", merged, extra]
-        summaries = self._gather(summary)
-        if any(one[1] for one in summaries):
-            if alike and all(one[0] == summary[0] for one in summaries):
-                _settle(records, self._block.start)
-                self._send_buffers(records[self._block.start].changes.values())
-            else:
-                self._merge(records, self._gather(_describe(records)), stage)
-        return [one[2] for one in summaries]
+        own = [*_describe(records), extra]
+        parts = self._processes.gather_values(own) if self.shared else [own]
+        self._merge(records, parts, stage)
+        return [part[-1] for part in parts]
 
     def _merge(self, records: dict[int, _Record], parts: list[Any], stage: str) -> None:
         tokens: dict[str, dict[int, str]] = {}
         added: dict[str, dict[int, list[Any]]] = {}
-        for changes, grown in parts:
+        for changes, grown, _ in parts:
             for rank, paths in changes.items():
                 for path, token in paths.items():
                     tokens.setdefault(path, {})[rank] = token
@@ -367,14 +370,11 @@ class Sandbox:
             for path, found in sorted(tokens.items())
             if len(found) < self._ranks or len(set(found.values())) > 1
         ]
-        self._keep_first(records, differing, stage)
-        alike = [
-            change
-            for path, change in records[self._block.start].changes.items()
-            if path not in differing
-        ]
+        if differing:
+            self._keep_first(records, differing, stage)
         if self.shared:
-            self._send_buffers(alike)
+            changes = records[self._block.start].changes
+            self._send_buffers([changes[path] for path in sorted(changes.keys() - {*differing})])
         for path, by_rank in added.items():
             self._add_all(path, by_rank)
 
@@ -386,7 +386,7 @@ class Sandbox:
         first = records[0].changes if self._block.start == 0 else {}
         unknown, received = _make_plain([first[path] for path in paths if path in first])
         if self.shared:
-            unknown, received = self._gather((unknown, received))[0]
+            unknown, received = self._processes.gather_values((unknown, received))[0]
         if unknown:
             raise SettingError(
                 f"A step changes {unknown!r}, and not alike on all logical ranks, so its value is "
@@ -451,14 +451,15 @@ class Sandbox:
             return value
         return tree_map_only(Tensor, lambda tensor: tensor.to(device), value)
 
-    def _send_buffers(self, changes: Any) -> None:
-        tensors = []
-        for change in sorted(changes, key=lambda change: change.path):
-            if change.token.startswith("buffer"):
-                owner = change.node.owner
-                tensors.append(owner if change.key is None else owner[change.key[0]])
-        if tensors:
-            send_tensors(tensors, self._broadcast, self._gather)
+    def _send_buffers(self, changes: list[_Change]) -> None:
+        owners = [
+            (change.node.owner, change.key)
+            for change in changes
+            if change.token.startswith("buffer")
+        ]
+        if owners:
+            tensors = [owner if key is None else owner[key[0]] for owner, key in owners]
+            send_tensors(tensors, self._processes)
 
     def _refuse_predicted(self, records: dict[int, _Record]) -> None:
         for record in records.values():
@@ -470,18 +471,14 @@ class Sandbox:
             record.put_back()
 
 
-def send_tensors(
-    tensors: list[Tensor],
-    broadcast: Callable[[list[Tensor]], None],
-    gather: Callable[[Any], list[Any]],
-) -> None:
+def send_tensors(tensors: list[Tensor], processes: Processes) -> None:
     """Overwrite tensors with those of process 0, also sparse and expanded ones."""
     dense = [one for one in tensors if one.layout is torch.strided and not _is_expanded(one)]
     if dense:
-        broadcast(dense)
+        processes.broadcast_tensors(dense)
     others = [one for one in tensors if one.layout is not torch.strided or _is_expanded(one)]
     if others:
-        for own, first in zip(others, gather(others)[0], strict=True):
+        for own, first in zip(others, processes.gather_values(others)[0], strict=True):
             if not TENSOR.matches(own.cpu(), first):
                 TENSOR.write(own, first.to(own.device))
 

@@ -19,7 +19,7 @@ from lightning_d9m.lightning.logical_ranks.batch_hooks import BatchHooks
 from lightning_d9m.lightning.logical_ranks.logged_values import LoggedValues
 from lightning_d9m.lightning.logical_ranks.metric_states import MetricStates
 from lightning_d9m.lightning.logical_ranks.random_draws import MicroBatchSeeds
-from lightning_d9m.lightning.logical_ranks.sandbox import Sandbox
+from lightning_d9m.lightning.logical_ranks.sandbox import Processes, Sandbox
 from lightning_d9m.logical_ranks.gradients import LogicalGradients
 from lightning_d9m.logical_ranks.kept_gradients import KeptGradients
 
@@ -32,10 +32,8 @@ Step = Callable[..., Any]
 class LogicalSteps:
     """Runs the steps of one process in a Trainer's run.
 
-    ``ranks`` is the number of all logical ranks.
     ``to_device`` moves a batch to the device; it is the strategy's, not that of its logical
-    ranks. ``broadcast`` sends tensors of process 0 to all. Outside a fit there are no
-    gradients.
+    ranks. Outside a fit there are no gradients.
 
     Attributes:
         logical_rank: The logical rank whose micro-batch is computed now, or None.
@@ -47,24 +45,21 @@ class LogicalSteps:
         kept: The gradients of earlier batches, to which later ones are added.
     """
 
-    def __init__(  # noqa: PLR0913 - one keyword for each function of the strategy
+    def __init__(
         self,
         trainer: "Trainer",
-        block: range,
+        processes: Processes,
         seeds: MicroBatchSeeds,
-        *,
-        ranks: int,
-        to_device: Callable[..., Any],
-        broadcast: Callable[[list[Tensor]], None],
-        gather: Callable[[Any], list[Any]],
-        gather_bytes: Callable[[bytes], list[bytes]],
         gradients: LogicalGradients | None,
+        to_device: Callable[..., Any],
     ) -> None:
         self.logical_rank: int | None = None
         self.step_rank: int | None = None
-        self.block = block
-        self.metrics = MetricStates(trainer, block, lambda: self.logical_rank, gather_bytes)
-        self.logged = LoggedValues(trainer, block, lambda: self.logical_rank, gather)
+        self.block = block = processes.block
+        gather = processes.gather_values
+        current = lambda: self.logical_rank  # noqa: E731 - given to two objects
+        self.metrics = MetricStates(trainer, block, current, processes.gather_bytes)
+        self.logged = LoggedValues(trainer, block, current, gather)
         self.hooks = BatchHooks(trainer, gather)
         self._trainer = trainer
         self._seeds = seeds
@@ -72,15 +67,7 @@ class LogicalSteps:
         self._gradients = gradients
         self._module: Any = trainer.lightning_module
         self._before_transfer: Callable[..., Any] = getattr(self._module, BEFORE_BATCH_TRANSFER)
-        self._sandbox = Sandbox(
-            self._module,
-            block,
-            ranks,
-            gather=gather,
-            broadcast=broadcast,
-            add_metric=self.metrics.add,
-            add_generator=seeds.add_generator,
-        )
+        self._sandbox = Sandbox(self._module, processes, self.metrics.add, seeds.add_generator)
         self.kept = KeptGradients(self._module.named_parameters())
         self._accumulates = False
         self._ran = False

@@ -1,18 +1,18 @@
-"""The part of a strategy that trains with logical ranks, for any strategy of ours."""
+"""``DDPDeterministicStrategy(logical_ranks=8)``: the same bits on any number of processes."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 
 from lightning_d9m.attribute_patches import AttributePatches
 from lightning_d9m.control.env_settings import read_variable, variable_of
 from lightning_d9m.control.torch_flags import read_threads
-from lightning_d9m.errors import DriftError
+from lightning_d9m.errors import DriftError, RankLostError, RanksDisagreeError, SettingError
 from lightning_d9m.lightning.lightning_private import BEFORE_BATCH_TRANSFER
 from lightning_d9m.lightning.logical_ranks.collectives import refuse_collective, watch_collectives
 from lightning_d9m.lightning.logical_ranks.loaders import group_loader
@@ -20,63 +20,108 @@ from lightning_d9m.lightning.logical_ranks.random_draws import MicroBatchSeeds
 from lightning_d9m.lightning.logical_ranks.refusals import check_devices, check_trainer
 from lightning_d9m.lightning.logical_ranks.sandbox import send_tensors
 from lightning_d9m.lightning.logical_ranks.steps import LogicalSteps, holds_micro_batches
+from lightning_d9m.lightning.packages import combined_base
+from lightning_d9m.lightning.strategies import register_in_loaded_packages
 from lightning_d9m.logical_ranks.gradients import LogicalGradients
 from lightning_d9m.logical_ranks.malloc import disable_malloc_trim
 from lightning_d9m.logical_ranks.scalars import sum_exactly
 from lightning_d9m.logical_ranks.tree import Blocks
-from lightning_d9m.ranks.groups import gather_bytes
+from lightning_d9m.ranks.agreement import agree
+from lightning_d9m.ranks.connections import (
+    close_default_group,
+    is_default_group_closed,
+    reopen_default_group,
+)
+from lightning_d9m.ranks.groups import broadcast_tensors, gather_bytes, ranks_of_group
+from lightning_d9m.ranks.liveness import RankLiveness, connect_liveness, lost_ranks_named
 from lightning_d9m.state.plain_data import decode_plain, encode_plain
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
-
-    # Any strategy that implements the abstract methods.
-    from lightning.pytorch.strategies import DDPStrategy as _Base
+    from lightning.pytorch.strategies import DDPStrategy as _DDPStrategy
 else:
-    _Base = object
+    _DDPStrategy = combined_base("strategies.DDPStrategy")
 
 # Our names of Lightning's stages.
 _STAGES = {"sanity_check": "validate"}
 
 
-class LogicalRanksMixin(_Base):
-    """Runs every step for all logical ranks of a process, if ``logical_ranks`` is set.
+class DDPDeterministicStrategy(_DDPStrategy):
+    """Train on any number of processes with the same bits.
 
-    A strategy derives from it and then from Lightning's strategy, calls ``set_logical_ranks`` in
-    its constructor, and implements ``make_logical_gradients``, ``broadcast_tensors`` and
-    ``close_connections``.
+    The samples of each step are split among ``logical_ranks``, not among the processes. Each
+    process computes some of them, one after the other, and gradients are added in an order that
+    only their number decides. So the batch size is that of one logical rank, and one step trains
+    ``batch_size * logical_ranks`` samples.
+
+    Args:
+        logical_ranks: Their number, at least that of the processes. None takes the variable
+            ``LIGHTNING_D9M_LOGICAL_RANKS``; without it this is Lightning's ``DDPStrategy``.
+        sparse_as_dense: Sum sparse gradients as dense ones; otherwise they are an error.
+        options: As for Lightning's ``DDPStrategy``.
 
     Attributes:
         logical_ranks: Their number; None trains as Lightning does.
         logical_steps: The steps of a run; None outside one, and without logical ranks.
+        closes_after_errors: Whether an error closes the connections also without logical ranks.
+
+    Raises:
+        SettingError: If a value is not allowed.
     """
 
-    logical_ranks: int | None = None
-    logical_steps: LogicalSteps | None = None
-    _session: Any = None
+    strategy_name = "ddp_d9m"
+    closes_after_errors = False
 
-    def set_logical_ranks(self, logical_ranks: int | None) -> None:
-        """Set the number of logical ranks; None takes the variable, if it is set.
-
-        Raises:
-            SettingError: If it is not a whole number from 1.
-        """
+    def __init__(
+        self,
+        *,
+        logical_ranks: int | None = None,
+        sparse_as_dense: bool = False,
+        **options: Any,
+    ) -> None:
         if logical_ranks is None:
             logical_ranks = read_variable(variable_of("logical_ranks"), os.environ, int)
         if logical_ranks is not None:
             Blocks(logical_ranks, 1)
+            _check_options(options)
+        super().__init__(**options)
         self.logical_ranks = logical_ranks
+        self.logical_steps: LogicalSteps | None = None
         # Not torch's number, which Lightning's launcher sets by the number of processes.
         self._threads = read_threads() or 1
         self._patches = AttributePatches()
+        self._session: Any = None
+        self._liveness: RankLiveness | None = None
+        self._sparse_as_dense = sparse_as_dense
+        self._group_options = {"timeout": options["timeout"]} if "timeout" in options else {}
 
-    def make_logical_gradients(self, blocks: Blocks) -> LogicalGradients:
-        """Return the sums of the gradients."""
-        raise NotImplementedError
+    def setup_distributed(self) -> None:
+        """Connect the processes, again if an error has closed their connections."""
+        reopen_default_group(**self._group_options)
+        super().setup_distributed()
+        self._liveness = connect_liveness(ranks_of_group())
+
+    def configure_ddp(self) -> None:
+        """Wrap the model; with logical ranks it stays as it is."""
+        if self.logical_ranks is None:
+            super().configure_ddp()
+
+    def make_logical_gradients(self, blocks: Blocks, **options: Any) -> LogicalGradients:
+        """Return sums over the default process group."""
+        module: Any = self.lightning_module
+        return LogicalGradients(
+            module.named_parameters(),
+            blocks,
+            self.global_rank,
+            sparse_as_dense=self._sparse_as_dense,
+            **options,
+        )
 
     def broadcast_tensors(self, tensors: list[Tensor]) -> None:
         """Overwrite tensors with those of process 0."""
-        raise NotImplementedError
+        if self.world_size > 1:
+            with torch.no_grad():
+                broadcast_tensors(tensors, lambda flat: distributed.broadcast(flat, src=0))
 
     def watch_collectives(
         self, patches: AttributePatches, current: Callable[[], int | None]
@@ -90,7 +135,8 @@ class LogicalRanksMixin(_Base):
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
         """Return the bytes of every process."""
-        return gather_bytes(data)
+        with self.naming_lost("an exchange of values"):
+            return gather_bytes(data)
 
     def connect_session(self, session: Any) -> None:
         """Take the seeds of a run from its ``TrainerSession``; None when it ends."""
@@ -138,22 +184,10 @@ class LogicalRanksMixin(_Base):
         if fitting:
             if self.root_device.type == "cpu":
                 disable_malloc_trim()
-            with torch.no_grad():
-                send_tensors(
-                    [*module.parameters(), *module.buffers()],
-                    self.broadcast_tensors,
-                    self.gather_values,
-                )
+            self.broadcast_model()
+        gradients = self.make_logical_gradients(blocks) if fitting else None
         steps = self.logical_steps = LogicalSteps(
-            trainer,
-            self.block,
-            seeds,
-            ranks=self.logical_ranks,
-            to_device=super().batch_to_device,
-            broadcast=self.broadcast_tensors,
-            gather=self.gather_values,
-            gather_bytes=self.gather_bytes,
-            gradients=self.make_logical_gradients(blocks) if fitting else None,
+            trainer, self, seeds, gradients, super().batch_to_device
         )
         self._patches.replace(module, BEFORE_BATCH_TRANSFER, steps.before_transfer)
         optimization = trainer.fit_loop.epoch_loop.automatic_optimization
@@ -169,22 +203,61 @@ class LogicalRanksMixin(_Base):
             self.logical_steps.close()
         self.logical_steps = None
 
+    def broadcast_model(self) -> None:
+        """Overwrite the parameters and buffers with those of process 0.
+
+        Raises:
+            RanksDisagreeError: Another process has other ones.
+        """
+        module: Any = self.lightning_module
+        named = [*module.named_parameters(), *module.named_buffers()]
+        described = [f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in named]
+        self.agree("the first broadcast of the model", described)
+        with torch.no_grad():
+            tensors = [tensor for _, tensor in named]
+            send_tensors(tensors, self)
+
+    def agree(self, activity: str, items: Sequence[str] = ()) -> None:
+        """Wait until every process announces the same activity and items.
+
+        Raises:
+            RanksDisagreeError: They differ; raised on every process.
+        """
+        with self.naming_lost(activity):
+            agree(ranks_of_group(), activity, items)
+
     # Collectives. These are methods, because Lightning compares `reduce` of one fit and the next.
+
+    @contextmanager
+    def naming_lost(self, activity: str) -> Iterator[None]:
+        """Raise a ``RankLostError`` for a collective inside that fails as a process is lost."""
+        with lost_ranks_named(activity, self.global_rank, self._liveness):
+            yield
+
+    @contextmanager
+    def collective(self, name: str, *_: Any) -> Iterator[None]:
+        """Refuse a collective inside while a step of a logical rank runs."""
+        rank = None if self.logical_steps is None else self.logical_steps.step_rank
+        if rank is not None:
+            refuse_collective(name, rank)
+        with self.naming_lost(name):
+            yield
 
     def all_gather(self, *args: Any, **kwargs: Any) -> Any:
         """Gather from all processes; not in a step."""
-        self._check_collective("all_gather")
-        return super().all_gather(*args, **kwargs)
+        with self.collective("all_gather", *args):
+            return super().all_gather(*args, **kwargs)
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """Wait for all processes; not in a step."""
-        self._check_collective("barrier")
-        super().barrier(*args, **kwargs)
+        """Wait for all processes; not in a step. Return at once after an error."""
+        if not is_default_group_closed():
+            with self.collective("barrier"):
+                super().barrier(*args, **kwargs)
 
     def broadcast(self, *args: Any, **kwargs: Any) -> Any:
         """Send an object of one process to all; not in a step."""
-        self._check_collective("broadcast")
-        return super().broadcast(*args, **kwargs)
+        with self.collective("broadcast"):
+            return super().broadcast(*args, **kwargs)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce a value over all processes; not in a step.
@@ -192,18 +265,13 @@ class LogicalRanksMixin(_Base):
         What a hook logs with ``sync_dist=True`` is that of process 0. It counts once for each
         logical rank, as it does in DDP.
         """
-        self._check_collective("reduce")
-        if self.logical_steps is None or not isinstance(reduce_op, str):
-            return super().reduce(tensor, group, reduce_op)
+        with self.collective("reduce", tensor):
+            if self.logical_steps is None or not isinstance(reduce_op, str):
+                return super().reduce(tensor, group, reduce_op)
         if self.world_size > 1:
             first = self.gather_values(tensor)[0]
             tensor = first.to(tensor.device) if isinstance(tensor, Tensor) else first
         return tensor * self.logical_ranks if reduce_op.lower() == "sum" else tensor
-
-    def _check_collective(self, name: str) -> None:
-        rank = None if self.logical_steps is None else self.logical_steps.step_rank
-        if rank is not None:
-            refuse_collective(name, rank)
 
     # Loaders
 
@@ -247,20 +315,31 @@ class LogicalRanksMixin(_Base):
         if self.logical_steps is None:
             return super().backward(closure_loss, optimizer, *args, **kwargs)
         loss = self.run_backward(closure_loss, optimizer, *args, **kwargs)
-        self.logical_steps.finish_gradients()
-        module: Any = self.lightning_module
-        loss = self.precision_plugin.post_backward(loss, module)
-        self.post_backward(loss)
-        return loss
+        with self.naming_lost("the sum of gradients"):
+            self.logical_steps.finish_gradients()
+        return self.end_backward(loss)
 
     def run_backward(self, loss: Tensor, optimizer: Any = None, *args: Any, **kw: Any) -> Tensor:
         """Run the backward pass of a loss, which overlaps the sums, without the hooks after it."""
-        assert self.logical_steps is not None, "it is called with logical ranks"
         module: Any = self.lightning_module
         self.pre_backward(loss)
         loss = self.precision_plugin.pre_backward(loss, module)
-        with self.logical_steps.backward():
+        with self.overlapping_sums():
             self.precision_plugin.backward(loss, module, optimizer, *args, **kw)
+        return loss
+
+    @contextmanager
+    def overlapping_sums(self) -> Iterator[None]:
+        """Sum the gradients of the backward pass inside while it runs."""
+        assert self.logical_steps is not None, "it is called with logical ranks"
+        with self.logical_steps.backward():
+            yield
+
+    def end_backward(self, loss: Tensor) -> Tensor:
+        """Run the hooks after the backward passes of a step."""
+        module: Any = self.lightning_module
+        loss = self.precision_plugin.post_backward(loss, module)
+        self.post_backward(loss)
         return loss
 
     @contextmanager
@@ -313,13 +392,17 @@ class LogicalRanksMixin(_Base):
     # Errors
 
     def close_connections(self, exception: BaseException) -> None:
-        """Close the connections, so that the processes that wait for this one get an error."""
-        raise NotImplementedError
+        """Publish the error, and close the connections of torch's default group."""
+        if self._liveness is not None and not isinstance(exception, RankLostError):
+            self._liveness.report_error(exception)
+        if self.world_size > 1:
+            close_default_group()
 
     def on_exception(self, exception: BaseException) -> None:
         """Let no other process wait for this one, and forget the step."""
-        # A drift is raised on all ranks together, so none waits, and they may train again.
-        if self.logical_ranks is not None and not isinstance(exception, DriftError):
+        # These are raised on all ranks together, so none waits, and they may train again.
+        is_common = isinstance(exception, DriftError | RanksDisagreeError)
+        if not is_common and (self.closes_after_errors or self.logical_ranks is not None):
             self.close_connections(exception)
         if self.logical_steps is not None:
             self.logical_steps.discard()
@@ -329,3 +412,25 @@ class LogicalRanksMixin(_Base):
         """End the run."""
         self._end_logical_ranks()
         super().teardown()
+
+
+def _check_options(options: dict[str, Any]) -> None:
+    allowed = {
+        "accelerator",
+        "parallel_devices",
+        "cluster_environment",
+        "checkpoint_io",
+        "precision_plugin",
+        "process_group_backend",
+        "timeout",
+        "start_method",
+        "find_unused_parameters",  # not needed: this is what they handle
+    }
+    for name in sorted(options.keys() - allowed):
+        raise SettingError(
+            f"{name}={options[name]!r} is an option of DDP, and with logical_ranks gradients are "
+            f"not reduced by DDP: leave out {name}, or logical_ranks."
+        )
+
+
+register_in_loaded_packages()  # a Trainer takes the name after this import

@@ -1,6 +1,6 @@
 """Break one rank in each of several trainings; the other ranks must raise, too, with the cause.
 
-Usage: faults.py FOLDER TRANSPORT FAULT... (killed and hung end the process, and come last)
+Usage: faults.py FOLDER FAULT... (killed and hung end the process, and come last)
 """
 
 import os
@@ -15,6 +15,7 @@ from pathlib import Path
 import models
 import pytorch_lightning as pl
 import torch
+from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.nn import functional
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -22,7 +23,7 @@ from lightning_d9m.horovod.strategy import HorovodDeterministicStrategy
 from lightning_d9m.lightning.callback import DeterminismCallback
 
 warnings.filterwarnings("ignore")
-folder, transport, *faults = sys.argv[1:]
+folder, *faults = sys.argv[1:]
 rank = int(os.environ["HOROVOD_RANK"])
 
 
@@ -42,7 +43,8 @@ class Model(pl.LightningModule):
             if wrong:
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)  # else Lightning delays it
                 time.sleep(600)
-            shorten_waits(self.trainer.strategy)
+            # Rank 0 waits for 5 s; before, no load makes it take rank 1 for lost.
+            _set_pg_timeout(timedelta(seconds=5))
         if wrong and self.fault == "raising":
             raise ValueError("the third batch is bad")
         out = self.net(batch[0])
@@ -61,13 +63,6 @@ class Model(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
-def shorten_waits(strategy):
-    """Let rank 0 wait for 5 s; before, no load makes it take rank 1 for lost."""
-    communicator = strategy._communicator
-    for group in (communicator._tensors, communicator._control):
-        group._set_default_timeout(timedelta(seconds=5))
-
-
 class Stream(IterableDataset):
     """A dataset of unknown length, which is shorter on rank 1."""
 
@@ -81,7 +76,7 @@ def train(fault):
     samples = 48 if rank == 1 and fault == "batches" else 64
     trainer = pl.Trainer(
         accelerator="cpu",
-        strategy=HorovodDeterministicStrategy(transport=transport, **options),
+        strategy=HorovodDeterministicStrategy(**options),
         max_epochs=1,
         logger=False,
         enable_checkpointing=False,

@@ -14,11 +14,10 @@ import horovod.torch as hvd
 import lightning.pytorch as pl
 import models
 import torch
-from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.strategies import DDPStrategy
 from torch.nn import functional
 from torch.utils.data import DataLoader
 
-from lightning_d9m.horovod.communication.communicator import Communicator
 from lightning_d9m.horovod.strategy import HorovodDeterministicStrategy
 
 
@@ -30,20 +29,18 @@ class PortedStrategy(HorovodDeterministicStrategy):
         with mock.patch.dict(os.environ, HOROVOD_FUSION_THRESHOLD=str(number % 2 * 2**26)):
             hvd.init()
         self.cluster_environment.update(hvd)
-        self.set_world_ranks()
-        self._communicator = Communicator(hvd)
-        ParallelStrategy.setup_environment(self)
+        DDPStrategy.setup_environment(self)
 
     def setup(self, trainer):
-        ParallelStrategy.setup(self, trainer)
+        DDPStrategy.setup(self, trainer)
         named = list(self.lightning_module.named_parameters())
         self.optimizers = [hvd.DistributedOptimizer(own, named) for own in self.optimizers]
         self._synchronized = ExitStack()
         for optimizer in self.optimizers:
             self._synchronized.enter_context(optimizer.skip_synchronize())
 
-    backward = ParallelStrategy.backward
-    optimizer_step = ParallelStrategy.optimizer_step
+    backward = DDPStrategy.backward
+    optimizer_step = DDPStrategy.optimizer_step
 
     def post_backward(self, closure_loss):
         for optimizer in self.optimizers:

@@ -9,6 +9,7 @@ import warnings
 from pathlib import Path
 from textwrap import wrap
 
+import horovod.torch
 import models
 import pytorch_lightning as pl
 import torch
@@ -16,7 +17,6 @@ import torchmetrics
 from pytorch_lightning.callbacks import BaseFinetuning, EarlyStopping, ModelCheckpoint
 from torch import nn
 from torch.nn import functional
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_d9m import DeterminismCallback
 from lightning_d9m.errors import D9mError
@@ -137,105 +137,25 @@ def loops():
 
 
 @check
-def early_stopping():
-    """A metric that stops improving on one rank stops all ranks."""
-
-    class Model(Base):
-        def validation_step(self, batch, index):
-            self.log("own", float(self.current_epoch if self.global_rank else -self.current_epoch))
-
-    own = trainer(callbacks=[EarlyStopping("own", patience=1)], max_epochs=9)
-    own.fit(Model(models.network()), models.loader(), models.loader(16))
-    return own.current_epoch
-
-
-@check
-def resume():
-    """Two epochs, and two more after a resume, give the same weights as four."""
-    path = str(folder / "half.ckpt")
-
-    # Dropout draws from the global generator, which Lightning does not save.
-    def without_dropout(model):
-        model.net[3].p = 0.0
-        return model
-
-    straight = without_dropout(Base(models.network()))
-    state = {name: value.clone() for name, value in straight.state_dict().items()}
-    fit(straight, models.loader(shuffle=False), max_epochs=4)
-    half = without_dropout(Base(models.network()))
-    half.load_state_dict(state)
-    own = fit(half, models.loader(shuffle=False), max_epochs=2)
-    own.save_checkpoint(path)
-    rest = without_dropout(Base(models.network()))
-    again = trainer(max_epochs=4)
-    again.fit(rest, models.loader(shuffle=False), ckpt_path=path)
-    return [models.digest(straight), models.digest(rest), again.global_step]
-
-
-@check
 def collectives():
-    """Shapes, dtypes, gradients and objects across the ranks."""
+    """Objects and tensors across the ranks, and a collective of Horovod between steps."""
     noted = {}
 
     class Model(Base):
         def on_train_start(self):
             rank = self.global_rank
-            noted["all_gather"] = list(self.all_gather(torch.full((3, 4), float(rank))).shape)
-            noted["dtypes"] = [
-                self.all_gather(torch.tensor([rank, 1], dtype=dtype)).sum(0).tolist()
-                for dtype in (torch.bfloat16, torch.int64, torch.uint8, torch.float64)
-            ]
-            value = torch.tensor([1.0 + rank, 2.0], requires_grad=True)
-            gathered = self.all_gather(value, sync_grads=True)
-            (gathered * torch.tensor([[1.0], [10.0]]) * (rank + 1)).sum().backward()
-            noted["gradient"] = value.grad.tolist()
+            noted["all_gather"] = self.all_gather(torch.full((3,), float(rank))).tolist()
             strategy = self.trainer.strategy
-            noted["broadcast"] = strategy.broadcast({"from": rank, "path": folder}) == {
-                "from": 0,
-                "path": folder,
-            }
+            sent = {"from": rank, "path": folder}
+            noted["broadcast"] = strategy.broadcast(sent) == sent | {"from": 0}
             noted["broadcast_1"] = strategy.broadcast(("from", rank), src=1)
-            one = torch.tensor([1 + rank])
-            noted["reduce"] = [
-                strategy.reduce(one, reduce_op=op).tolist() for op in ("sum", "mean", "max", "min")
-            ]
-            noted["reduce_half"] = strategy.reduce(one.bfloat16()).tolist()
-            noted["text"] = strategy.reduce("text")
-            noted["decisions"] = [
-                strategy.reduce_boolean_decision(rank == 0),
-                strategy.reduce_boolean_decision(rank == 0, all=False),
-                strategy.reduce_boolean_decision(rank < 2),
-            ]
+            noted["reduce"] = strategy.reduce(torch.tensor([1 + rank]), reduce_op="sum").tolist()
+            noted["decision"] = strategy.reduce_boolean_decision(rank == 0)
+            noted["horovod"] = horovod.torch.allreduce(torch.ones(1), op=horovod.torch.Sum).item()
             strategy.barrier("ours")
 
     fit(Model(models.network()))
     return noted
-
-
-@check
-def sync_batchnorm():
-    """Statistics over all ranks equal those of the whole batch in one process."""
-    whole = nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6), nn.Linear(6, 1)).double()
-    state = {name: value.clone() for name, value in whole.state_dict().items()}
-    data = models.loader(32, shuffle=False).dataset
-    inputs, targets = (tensor.double() for tensor in data.tensors)
-    optimizer = torch.optim.SGD(whole.parameters(), lr=0.05, momentum=0.9)
-    for start in range(0, 32, 8):
-        optimizer.zero_grad()
-        loss = functional.mse_loss(whole(inputs[start : start + 8]), targets[start : start + 8])
-        loss.backward()
-        optimizer.step()
-    split = nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6), nn.Linear(6, 1)).double()
-    split.load_state_dict(state)
-    dataset = TensorDataset(inputs, targets)
-    sampler = DistributedSampler(dataset, 2, trainer().global_rank, shuffle=False)
-    loader = DataLoader(dataset, batch_size=4, sampler=sampler)
-    options = {"sync_batchnorm": True, "use_distributed_sampler": False, "max_epochs": 1}
-    fit(Base(split), loader, **options)
-    return [
-        float((whole.state_dict()[name].double() - value.double()).abs().max())
-        for name, value in split.state_dict().items()
-    ]
 
 
 @check
@@ -297,7 +217,7 @@ def options():
     digests = {}
     for name, given in {
         "static": {},
-        "off": {"fusion": "off"},
+        "small buckets": {"bucket_bytes": 0},
         "sum": {"op": "sum"},
         "fp16": {"compression": "fp16"},
         "bf16": {"compression": "bf16"},

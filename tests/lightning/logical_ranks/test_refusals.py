@@ -13,8 +13,7 @@ import lightning as L
 import logical_refusals
 import pytest
 import torch
-from lightning.pytorch.demos.boring_classes import RandomDataset
-from logical_refusals import DATA, REFUSALS, make_model
+from logical_refusals import DATA, REFUSALS, SEVERAL, make_model
 from rank_processes import run_ranks
 from torch import nn
 from torch.utils.data import DataLoader, WeightedRandomSampler
@@ -29,9 +28,7 @@ from lightning_d9m import (
     read_ledger,
 )
 from lightning_d9m.control.torch_flags import threads_pinned
-from lightning_d9m.lightning.logical_ranks.loaders import group_loader
 from lightning_d9m.lightning.logical_ranks.refusals import check_devices
-from lightning_d9m.logical_ranks.tree import Blocks
 
 SCRIPT = Path(logical_refusals.__file__)
 
@@ -54,7 +51,7 @@ def test_a_program_is_refused_on_one_process(fit, message):
         fit(**REFUSALS[message]())
 
 
-@pytest.mark.parametrize("message", [*REFUSALS, "only 1 logical ranks"])
+@pytest.mark.parametrize("message", [*REFUSALS, *SEVERAL])
 def test_a_program_is_refused_if_each_logical_rank_has_a_process(found, message):
     for rank, messages in enumerate(found):
         text = messages[message]
@@ -218,12 +215,9 @@ def test_weights_that_are_first_changed_after_the_compared_steps_are_refused(fit
         fit(make_model(change_late), max_epochs=2)
 
 
-def test_a_process_without_a_sample_to_predict_is_refused():
-    blocks = Blocks(logical_ranks=4, processes=2)
-    data = RandomDataset(32, 2)
-    loader = DataLoader(data, sampler=DistributedSampler(data, 1, 0))
-    with pytest.raises(SettingError, match="There are 2 samples, and the last of 2 processes beg"):
-        group_loader(loader, blocks, 0, padded=False)
+def test_fewer_samples_than_logical_ranks_are_predicted_once(fit):
+    batches = fit(predicted=3).found
+    assert [[part.shape for part in batch] for batch in batches] == [[(1, 2)] * 3]
 
 
 def test_predictions_that_are_appended_to_a_list_are_refused(fit):

@@ -48,6 +48,16 @@ def test_the_values_are_those_of_plain_ddp_but_for_rounding(found, program):
             assert one == pytest.approx(other, rel=1e-3, abs=1e-5), name
 
 
+def test_an_error_of_one_rank_is_named_on_all_which_train_again(found):
+    """The programs of the other tests come after it."""
+    for (count, rank), programs in found.items():
+        if count < 4 and rank == count - 1:
+            assert programs["error"] == "ValueError: this step fails"
+        elif count < 4:
+            assert programs["error"].startswith("RankLostError: ")
+            assert f"Rank {count - 1} ended with ValueError: this step fails." in programs["error"]
+
+
 def flatten(values):
     """Return the numbers of nested lists."""
     if not isinstance(values, list):

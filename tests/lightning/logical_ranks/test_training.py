@@ -1,5 +1,6 @@
 """Trainings on 1 to 4, 5 and 8 processes have the same ledgers with logical ranks."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -92,3 +93,51 @@ def test_buffers_that_are_not_put_back_differ_and_no_weight_does(folder):
     assert len({record.totals["weights"] for record in totals}) == 1
     assert len({record.totals["buffers"] for record in totals}) > 1
     assert len({record.scalars["val_loss"] for record in totals}) > 1
+
+
+@pytest.fixture(scope="module")
+def found(folder):
+    """Return what each rank found in trainings that callbacks steer, by number of processes."""
+    return {
+        count: [json.loads((folder / f"found-{count}-{n}.json").read_text()) for n in range(count)]
+        for count in (1, 2, 3)
+    }
+
+
+@pytest.mark.parametrize("key", ["stopped", "best", "saved", "fit", "test", "calls", "swa", "mean"])
+def test_callbacks_find_the_same_on_every_rank(found, key):
+    assert {json.dumps(rank[key]) for ranks in found.values() for rank in ranks} == {
+        json.dumps(found[1][0][key])
+    }
+
+
+def test_callbacks_steer_the_training(found):
+    steered = found[1][0]
+    name, score = steered["best"]
+    assert steered["stopped"] == [1, 6]
+    assert name == f"epoch=1-val_loss={float.fromhex(score):.9f}.ckpt"
+    assert {"loss", "loss_step", "val_loss", "val_cat"} <= steered["fit"].keys()
+    ended = [call for call in steered["calls"] if call[0] == "train end"]
+    assert ended == [
+        ["train end", epoch, 3 * epoch + batch + 1, batch] for epoch in (0, 1) for batch in range(3)
+    ]
+    assert steered["swa"][1] == 3  # batches of its last epoch, which has no steps
+    assert len({*steered["mean"]}) == 2
+
+
+def test_sums_that_are_rounded_in_each_process_lead_to_other_checkpoints(found):
+    assert len({str(ranks[0]["rounded"]) for ranks in found.values()}) > 1
+
+
+def test_every_sample_is_predicted_once_and_alike(found):
+    (alone,) = (rank["predicted"] for rank in found[1])
+    assert len(alone) == len({*alone.values()}) == 23 + 11
+    for ranks in found.values():
+        assert sum(len(rank["predicted"]) for rank in ranks) == len(alone)
+        assert {k: v for rank in ranks for k, v in rank["predicted"].items()} == alone
+
+
+@pytest.mark.parametrize("training", ["steered", "swa", "mean"])
+def test_the_ledgers_of_steered_trainings_agree(folder, training):
+    runs = [folder / training / str(count) for count in (1, 2, 3)]
+    assert all(compare(runs[0], run).equal for run in runs[1:])

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from ledger_runs import list_batches
-from two_ranks import train_on_two_ranks
+from rank_processes import run_ranks
 
 from lightning_d9m.ledger.folder import read_ledger
 
@@ -16,7 +16,7 @@ SCRIPT = Path(__file__).parents[2] / "support" / "ddp_probing.py"
 def folder(tmp_path_factory):
     """Train in two processes once for all tests."""
     folder = tmp_path_factory.mktemp("ddp")
-    train_on_two_ranks(SCRIPT, folder)
+    run_ranks(SCRIPT, 2, folder)
     return folder
 
 
