@@ -128,18 +128,6 @@ def test_too_late_is_an_error_that_says_what_to_do(monkeypatch, start, library, 
     assert f"{name}=" in message
 
 
-@pytest.mark.parametrize(
-    ("library", "name", "good"), [("cuda", CUBLAS, ":16:8"), ("nccl", NCCL, "Ring")]
-)
-def test_a_library_that_started_under_a_good_value_is_fine(monkeypatch, start, library, name, good):
-    monkeypatch.setenv(name, good)
-    start(library)
-    early = EarlyVariables()
-    early.set()
-    assert os.environ[name] == good
-    early.restore()
-
-
 @pytest.mark.parametrize("library", ["cuda", "nccl"])
 def test_a_library_that_started_in_an_earlier_session_is_fine(start, library):
     """The second fit of a program: the variable was restored, what the library has read stays."""

@@ -4,7 +4,6 @@ import random
 import re
 
 import pytest
-import torch
 from control.drawing import SIZE, WORKERS, BatchDraws, Draws, Stream, make, rows
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler
 
@@ -142,10 +141,6 @@ def test_a_loader_that_is_cycled_goes_on_in_the_right_round(skip, words):
     assert rest
 
 
-def test_a_loader_that_ends_early_and_is_not_cycled_stays_at_its_end():
-    assert take(make(), skip=100) == []
-
-
 def test_a_stream_draws_by_batch_in_its_workers():
     straight = take(make(Stream(), shuffle=False, **WORKERS[0]))
     assert take(make(Stream(), shuffle=False, **WORKERS[1])) == straight
@@ -161,21 +156,6 @@ def test_batches_are_skipped_as_if_they_were_taken(count, drop_last):
     rest, skipped = skip_batches(list(batches), count)
     assert list(rest) == list(batches)[count:]
     assert skipped == min(count, len(batches))
-
-
-@pytest.mark.parametrize("words", [{}, {"num_samples": 6}, {"replacement": True}], ids=str)
-@pytest.mark.parametrize("count", range(6))
-def test_a_shuffled_order_is_skipped_as_if_it_was_taken(count, words):
-    """What the generator has drawn at the end counts: the next epoch may draw on."""
-
-    def epochs(take_first):
-        generator = torch.Generator().manual_seed(3)
-        sampler = RandomSampler(range(10), generator=generator, **words)
-        first = take_first(BatchSampler(sampler, 3, drop_last=False))
-        return first, list(sampler), generator.get_state().tolist()
-
-    straight = epochs(lambda batches: list(batches)[count:])
-    assert epochs(lambda batches: list(skip_batches(batches, count)[0])) == straight
 
 
 class OwnGenerator(Draws):

@@ -8,6 +8,7 @@ import torch
 from control.drawing import (
     SIZE,
     Draws,
+    begin,
     epochs,
     make,
     order,
@@ -23,7 +24,6 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from lightning_d9m.control.data.loaders import LoaderControl
 from lightning_d9m.control.seeding import capture_rng, restore_rng
 
 SAMPLERS = {
@@ -59,9 +59,7 @@ class TestOrder:
 
     def test_leaves_the_generators_of_the_training_alone(self, sampler):
         loader = self.loader(sampler)
-        control = LoaderControl(1, fit=0, rank=0, per_sample_rng=True)
-        control.wrap_loader(loader, "train")
-        control.start_epoch("train", 0)
+        control = begin(loader, 0, per_sample=True)
         state = capture_rng()
         expected = torch.rand(3), random.random()
         restore_rng(state)
@@ -119,19 +117,6 @@ def test_ranks_share_out_what_a_users_batch_sampler_deals():
     assert sorted(found[0] + found[1]) == list(range(SIZE))
 
 
-def test_a_resumed_run_sees_the_order_of_its_epoch():
-    """Before Lightning says the epoch, long after it has made the iterator."""
-
-    def loader():
-        return make(shuffle=False, sampler=DistributedSampler(range(SIZE), 1, 0))
-
-    straight = order(epochs(loader(), count=3))
-    assert order(epochs(loader(), start=2, count=1)) == straight[2:]
-    resumed = loader()
-    epochs(resumed, start=2, count=1)
-    assert resumed.sampler.epoch == 0  # put back
-
-
 class Turning(SequentialSampler):
     """A user's own sampler, which is told the epoch."""
 
@@ -174,9 +159,7 @@ def test_a_generator_that_is_not_torchs_or_cannot_be_set_is_left_alone(own):
     sampler = Peculiar(range(SIZE))
     sampler.own = own
     loader = make(shuffle=False, sampler=sampler)
-    control = LoaderControl(1, fit=0, rank=0, per_sample_rng=False)
-    control.wrap_loader(loader, "train")
-    control.start_epoch("train", 0)
+    control = begin(loader, 0)
     assert sampler.generator is own
     control.release()
     assert sampler.generator is own
