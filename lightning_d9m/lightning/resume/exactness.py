@@ -125,7 +125,7 @@ def report(heading: str, problems: list[str], *, raises: bool, then: str = "") -
     Raises:
         InexactResumeError: If ``raises``.
     """
-    text = "\n- ".join([f"{heading} cannot be resumed exactly:", *problems]) + then
+    text = "\n- ".join([f"{heading} be resumed exactly:", *problems]) + then
     if raises:
         raise InexactResumeError(text, reasons=problems)
     rank_zero().rank_zero_info(text)
@@ -145,7 +145,7 @@ def report_unresumable(trainer: "Trainer", *, raises: bool) -> None:
             if raises
             else "\nThis is an error when such a checkpoint is loaded."
         )
-        report("Checkpoints of this run", problems, raises=raises, then=then)
+        report("Checkpoints of this run could not", problems, raises=raises, then=then)
 
 
 def _saves_within_epochs(trainer: "Trainer") -> bool:

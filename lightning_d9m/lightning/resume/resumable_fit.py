@@ -297,7 +297,7 @@ class ResumableFit:
         if names and not self._late:
             self._late = [exactness.LATE_HOOK.format(names[0])]
             raises = self._on_inexact == "raise_early"
-            exactness.report("The checkpoint that was just saved", self._late, raises=raises)
+            exactness.report("The checkpoint that was just saved cannot", self._late, raises=raises)
 
     def _load_training(self, load: Callable[[], None]) -> None:
         load()
