@@ -8,7 +8,7 @@ from control.drawing import SIZE, WORKERS, BatchDraws, Draws, Stream, make, rows
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler
 
 from lightning_d9m.control.data.loaders import LoaderControl
-from lightning_d9m.control.data.resumable_sampler import find_position_problem, skip_batches
+from lightning_d9m.control.data.resumable_sampler import find_loader_problems, skip_batches
 from lightning_d9m.control.seeding import seed_host
 
 
@@ -220,7 +220,7 @@ def test_what_cannot_go_on_exactly_is_told(loader, problem):
     loader = loader()
     control = LoaderControl(1, fit=0, rank=0, per_sample_rng=False)
     control.wrap_loader(loader, "train")
-    found = find_position_problem(loader)
+    found = find_loader_problems(loader, within=True)
     control.release()
-    assert (found is None) == (problem is None)
-    assert problem is None or re.search(problem, found)
+    assert len(found) == (problem is not None)
+    assert problem is None or re.search(problem, found[0])
