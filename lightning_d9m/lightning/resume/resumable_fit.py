@@ -23,7 +23,6 @@ from lightning_d9m.lightning.resume.loop_position import (
     draws_when_iterated,
     drop_consumed_states,
     find_position,
-    finish_last_batch,
     finish_pending_work,
     iterate_again,
     makes_iterator_again,
@@ -161,7 +160,8 @@ class ResumableFit:
             return
         if state.is_untrained:
             return
-        if problems := exactness.find_resume_problems(state, trainer, self._describe_settings()):
+        settings = exactness.describe_settings(trainer, self._session)
+        if problems := exactness.find_resume_problems(state, trainer, settings):
             self._raise_or_warn(problems)
         self._resumed = state
         if state.position.phase == "cut" and not exactness.reaches_max_steps(
@@ -235,7 +235,7 @@ class ResumableFit:
             self._has_settled = True
             self._program.settle()
         if self._resumed is not None and self._has_begun:
-            missing = self._restore_program()
+            missing = self._program.restore(self._rank_state.program, self._rank_state.reset)
             self._raise_or_warn_on_all_ranks(name_all(exactness.MISSING_OBJECTS, missing))
             run_state.restore_outside(
                 self._trainer, self._session, self._rank_state, self._report_problems
@@ -250,10 +250,6 @@ class ResumableFit:
             self._cut = self.capture()
             self._at_cut = _Moment(self._digest(callbacks=True), self._program.capture())
         end()
-
-    def _restore_program(self) -> list[str]:
-        rank = self._rank_state
-        return self._program.restore(rank.program, rank.reset)
 
     def _reset_epoch(self, reset: Callable[[], None]) -> None:
         with catch_warnings():
@@ -278,11 +274,12 @@ class ResumableFit:
         lightning_private.clear_restart(trainer.fit_loop)
         if self._at_end:
             self._at_end = False
-            finish_last_batch(trainer)
+            # It repeats nothing of the last batch, and ends at once if no batch is left.
+            lightning_private.clear_restart(trainer.fit_loop.epoch_loop)
         # The generators of training, as late as possible before the next batch.
         if self._has_begun:
             if self._resumed is not None and self._resumed.position.phase != "epoch":
-                self._restore_program()
+                self._program.restore(self._rank_state.program, self._rank_state.reset)
                 run_state.restore_within(trainer, self._rank_state, self._report_problems)
             self._resumed = None
 
@@ -415,9 +412,6 @@ class ResumableFit:
         ranks, logical_ranks = self._trainer.world_size, get_logical_ranks(self._trainer)
         return self._resumed.of_rank(self._trainer.global_rank, ranks, logical_ranks)
 
-    def _describe_settings(self) -> dict[str, Any]:
-        return exactness.describe_settings(self._trainer, self._session)
-
     def capture(self, checkpoint: Mapping[str, Any] = MappingProxyType({})) -> SavedState:
         """Return the state of the run, with the state of this rank alone.
 
@@ -454,7 +448,8 @@ class ResumableFit:
         return SavedState(
             seed=session.settings.seed,
             fit=session.fit,
-            settings=self._describe_settings() | run_state.capture_frozen(self._parts),
+            settings=exactness.describe_settings(trainer, session)
+            | run_state.capture_frozen(self._parts),
             world_size=trainer.world_size,
             position=position,
             ranks=[rank],
