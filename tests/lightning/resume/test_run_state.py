@@ -16,7 +16,7 @@ from torchmetrics.classification import MulticlassAccuracy
 from trainings import NoisyDigits, make_model
 
 from lightning_d9m import D9mError
-from lightning_d9m.control import seeding, session
+from lightning_d9m.control import session
 from lightning_d9m.control.seeding import capture_generators
 from lightning_d9m.lightning.saved_state import FORMAT, KEY, MANIFEST_KEY
 from lightning_d9m.state.plain_data import decode_plain, encode_plain, pack_bytes, unpack_bytes
@@ -59,38 +59,10 @@ def own_order():
     return DataLoader(DrawingDigits(), batch_sampler=OwnOrder(), collate_fn=DrawingCollate())
 
 
-class Device:
-    """Stands for an accelerator: a generator that is none of the CPU's, nor the program's."""
-
-    __module__ = "torch"
-
-    def __init__(self):
-        generator = torch.Generator()
-        self._find = lambda: generator  # where nobody looks for it
-
-    @property
-    def generator(self):
-        return self._find()
-
-    def device_count(self):
-        return 1
-
-    def get_rng_state(self, number):
-        return self.generator.get_state()
-
-    def set_rng_state(self, state, number):
-        self.generator.set_state(state)
-
-
-DEVICE = Device()
-
-
 def drawing_step(self, batch, batch_idx):
     """Draw from every kind of generator, and measure in every way, as user code does."""
     noise = random.random() + float(np.random.rand()) + torch.rand(64) + self.own.random()
     noise = noise + torch.rand(64, generator=self.noise) + self.numpy.random() + self.legacy.rand()
-    if self.on_device:
-        noise = noise + torch.rand(64, generator=DEVICE.generator)
     outputs = self.layers(batch[0] + 0.01 * noise)
     loss = torch.nn.functional.cross_entropy(outputs, batch[1])
     self.log("train_loss", loss, on_step=True, on_epoch=True)
@@ -124,14 +96,12 @@ def measuring_validation(self, batch, batch_idx):
         self.log("earlier_loss", loss)
 
 
-def make_drawing_model(*, on_device=False):
+def make_drawing_model():
     model = make_model(
         training_step=drawing_step,
         validation_step=measuring_validation,
         on_train_epoch_end=log_measured,
     )
-    model.on_device = on_device
-    DEVICE.generator.manual_seed(2)
     model.own = random.Random(6)
     model.noise = torch.Generator().manual_seed(3)
     model.numpy = np.random.default_rng(4)
@@ -151,7 +121,6 @@ RUN = {
     "val_check_interval": 3,
     "max_epochs": 2,
 }
-ON_DEVICE = RUN | {"model": lambda: make_drawing_model(on_device=True)}
 OTHER = torch.Generator().manual_seed(1).get_state()
 
 
@@ -225,7 +194,6 @@ PIECES = {
     "Python's generator": (["rng", "host"], replace_host(0)),
     "NumPy's generator": (["rng", "host"], replace_host(1)),
     "torch's generator": (["rng", "torch"], lambda old: OTHER),
-    "a device's generator": (["rng", "devices"], lambda old: {}),
     "all generators of the process": (["rng"], lambda old: None),
     **{f"the generator {name}": (["generators", name], another(name)) for name in GENERATORS},
     **{f"{name} of the program": (["program"], drop(name)) for name in PROGRAM},
@@ -277,11 +245,6 @@ REFUSED = {
         None,
         r"only in this run: train\.0\.dataset\.rng",
     ),
-    "a device that is not visible": (
-        ["callbacks", KEY, "ranks", 0, "rng", "own", "simulated"],
-        lambda own: own + 1,
-        "Numbers were drawn on the device simulated:0, and its generator cannot be restored",
-    ),
     "what it says itself": (
         ["callbacks", KEY, "ranks", 0, "inexact"],
         lambda old: ["A reason."],
@@ -299,10 +262,7 @@ REFUSED = {
 def interrupted(tmp_path_factory):
     """Train, and save in the middle of an epoch, between two micro-batches."""
     fits = Fits(tmp_path_factory.mktemp("pieces"), lambda: setattr(session, "_fits", 0))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "simulated", DEVICE, raising=False)
-        patch.setattr(seeding, "_list_initialized_devices", lambda: [("simulated", DEVICE)])
-        yield fits, evidence(fits.check({"batch": 5}, **ON_DEVICE))
+    return fits, evidence(fits.check({"batch": 5}, **RUN))
 
 
 def resume_edited(fits, edit, **words):
@@ -317,7 +277,7 @@ def resume_edited(fits, edit, **words):
 def resume(interrupted, edit):
     """Return whether the evidence is equal after a resume from an edited state."""
     fits, straight = interrupted
-    folder = resume_edited(fits, edit, **ON_DEVICE)
+    folder = resume_edited(fits, edit, **RUN)
     found = evidence(folder)
     (place,) = find_breaks(folder / "rank-0.jsonl")
     return (place.epoch, place.step, place.batch) == (1, 5, 5) and all(
@@ -454,7 +414,8 @@ ELSEWHERE = {
     ("reset",),
     ("logged",),
     ("metric_states",),
-    ("rng", "own"),  # REFUSED
+    ("rng", "devices"),  # control/test_generators.py
+    ("rng", "own"),
     ("inexact",),
 }
 
