@@ -303,6 +303,9 @@ class _Ignored(Kind):
     def read(self, owner: Any) -> Any:
         pass
 
+    def matches(self, _owner: Any, _content: Any) -> bool:
+        return True
+
     def sign(self, _owner: Any) -> object:
         return 0
 
