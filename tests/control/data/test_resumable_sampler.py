@@ -5,7 +5,14 @@ import re
 
 import pytest
 from control.drawing import SIZE, WORKERS, BatchDraws, Draws, Stream, make, rows
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    RandomSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from lightning_d9m.control.data.loaders import LoaderControl
 from lightning_d9m.control.data.resumable_sampler import find_loader_problems, skip_batches
@@ -40,32 +47,39 @@ class DrawnBatches:
         return SIZE // 3
 
 
+def by(sampler):
+    return lambda **words: make(shuffle=False, sampler=sampler(), **words)
+
+
+def in_batches(sampler):
+    return lambda **words: DataLoader(Draws(), batch_sampler=sampler(), **words)
+
+
 LOADERS = {
     "shuffled": make,
     "in order": lambda **words: make(shuffle=False, **words),
     "batches at once": lambda **words: make(BatchDraws(), **words),
     "a collate function that draws": lambda **words: make(collate_fn=Collated(), **words),
     "the last batch dropped": lambda **words: make(drop_last=True, **words),
-    "replacement": lambda **words: make(
-        shuffle=False, sampler=RandomSampler(range(SIZE), replacement=True), **words
-    ),
-    "a distributed sampler": lambda **words: make(
-        shuffle=False, sampler=DistributedSampler(range(2 * SIZE), 2, 1), **words
-    ),
-    "a batch sampler of the user's": lambda **words: DataLoader(
-        Draws(), batch_sampler=DrawnBatches(), **words
-    ),
+    "replacement": by(lambda: RandomSampler(range(SIZE), replacement=True)),
+    "weighted": by(lambda: WeightedRandomSampler([1.0, 2.0] * (SIZE // 2), SIZE)),
+    "subset": by(lambda: SubsetRandomSampler(range(2, SIZE))),
+    "a distributed sampler": by(lambda: DistributedSampler(range(2 * SIZE), 2, 1)),
+    "a batch sampler": in_batches(lambda: BatchSampler(RandomSampler(range(SIZE)), 3, False)),
+    "a batch sampler of the user's": in_batches(DrawnBatches),
     "no batches": lambda **words: DataLoader(Draws(), batch_size=None, shuffle=True, **words),
 }
 
 
-def take(loader, *, skip=0, epoch=1, noise=0, per_sample=False):
+def take(
+    loader, *, skip=0, epoch=1, noise=0, per_sample=False, seed=1, fit=0, stage="train"
+):
     """Return the batches of an epoch that follow the first ``skip``."""
-    control = LoaderControl(1, fit=0, rank=0, per_sample_rng=per_sample)
-    control.wrap_loader(loader, "train")
+    control = LoaderControl(seed, fit=fit, rank=0, per_sample_rng=per_sample)
+    control.wrap_loader(loader, stage)
     if skip:
-        control.resume_epoch("train", epoch, batches=skip, cycled=bool)
-    control.start_epoch("train", epoch)
+        control.resume_epoch(stage, epoch, batches=skip, cycled=bool)
+    control.start_epoch(stage, epoch)
     found = []
     for batch in loader:
         found.append(repr(batch))
@@ -88,6 +102,13 @@ class TestLoader:
             for skip in (1,) if words else (1, len(straight) - 1, len(straight)):
                 resumed = take(kind(**words), skip=skip, noise=1, per_sample=per_sample)
                 assert resumed == straight[skip:]
+
+    def test_draws_by_seed_fit_stage_and_epoch(self, kind, per_sample):
+        found = [
+            take(kind(), per_sample=per_sample, **other)
+            for other in ({}, {"seed": 2}, {"fit": 1}, {"stage": "validate"}, {"epoch": 2})
+        ]
+        assert all(found.count(one) == 1 for one in found)
 
     def test_leaves_the_generators_of_the_training_alone(self, kind, per_sample):
         seed_host(5)

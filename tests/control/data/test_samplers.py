@@ -1,6 +1,5 @@
 """The order of the samples depends on (seed, fit, rank, epoch) alone."""
 
-import random
 
 import numpy as np
 import pytest
@@ -12,7 +11,6 @@ from control.drawing import (
     epochs,
     make,
     order,
-    rows,
 )
 from torch.utils.data import (
     BatchSampler,
@@ -20,53 +18,7 @@ from torch.utils.data import (
     DistributedSampler,
     RandomSampler,
     SequentialSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
 )
-
-from lightning_d9m.control.seeding import capture_rng, restore_rng
-
-SAMPLERS = {
-    "random": lambda: {"sampler": RandomSampler(range(SIZE))},
-    "replacement": lambda: {"sampler": RandomSampler(range(SIZE), replacement=True)},
-    "weighted": lambda: {"sampler": WeightedRandomSampler([1.0, 2.0] * (SIZE // 2), SIZE)},
-    "subset": lambda: {"sampler": SubsetRandomSampler(range(2, SIZE))},
-    "batch sampler": lambda: {
-        "batch_sampler": BatchSampler(RandomSampler(range(SIZE)), 3, drop_last=False)
-    },
-}
-
-
-@pytest.mark.parametrize("sampler", SAMPLERS.values(), ids=SAMPLERS.keys())
-class TestOrder:
-    """The order of the samples."""
-
-    @staticmethod
-    def loader(sampler):
-        words = sampler()
-        return DataLoader(
-            Draws(), **words, **({} if "batch_sampler" in words else {"batch_size": 3})
-        )
-
-    def test_is_a_function_of_seed_fit_and_epoch(self, sampler):
-        base = order(epochs(self.loader(sampler)))
-        torch.rand(7)
-        assert order(epochs(self.loader(sampler))) == base
-        assert base[0] != base[1]
-        assert order(epochs(self.loader(sampler), start=1, count=1)) == base[1:]
-        for other in ({"seed": 2}, {"fit": 1}, {"rank": 1}, {"stage": "validate"}):
-            assert order(epochs(self.loader(sampler), **other))[0] != base[0]
-
-    def test_leaves_the_generators_of_the_training_alone(self, sampler):
-        loader = self.loader(sampler)
-        control = begin(loader, 0, per_sample=True)
-        state = capture_rng()
-        expected = torch.rand(3), random.random()
-        restore_rng(state)
-        rows(loader)
-        assert torch.equal(torch.rand(3), expected[0])
-        assert random.random() == expected[1]
-        control.release()
 
 
 def test_ranks_cut_one_permutation():
