@@ -125,7 +125,8 @@ def report(heading: str, problems: list[str], *, raises: bool, then: str = "") -
     Raises:
         InexactResumeError: If ``raises``.
     """
-    text = "\n- ".join([f"{heading} be resumed exactly:", *problems]) + then
+    listed = "\n- ".join(problems)
+    text = f"{heading} be resumed exactly:\n- {listed}{then}"
     if raises:
         raise InexactResumeError(text, reasons=problems)
     rank_zero().rank_zero_info(text)
