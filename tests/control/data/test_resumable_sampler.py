@@ -71,9 +71,7 @@ LOADERS = {
 }
 
 
-def take(
-    loader, *, skip=0, epoch=1, noise=0, per_sample=False, seed=1, fit=0, stage="train"
-):
+def take(loader, *, skip=0, epoch=1, noise=0, per_sample=False, seed=1, fit=0, stage="train"):
     """Return the batches of an epoch that follow the first ``skip``."""
     control = LoaderControl(seed, fit=fit, rank=0, per_sample_rng=per_sample)
     control.wrap_loader(loader, stage)

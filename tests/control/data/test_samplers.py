@@ -1,6 +1,5 @@
 """The order of the samples depends on (seed, fit, rank, epoch) alone."""
 
-
 import numpy as np
 import pytest
 import torch
