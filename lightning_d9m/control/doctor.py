@@ -140,11 +140,11 @@ def _check_host_name() -> Iterator[CheckResult]:
     if first in ("", "localhost") or first.startswith("127."):
         return
     try:
-        address = socket.gethostbyname(socket.gethostname())
+        address = "" if interface else socket.gethostbyname(socket.gethostname())
     except OSError:
         address = "no address"
     yield judge(
-        not interface and (not address[0].isdigit() or address.startswith("127.")),
+        not interface and (not address[:1].isdigit() or address.startswith("127.")),
         CheckResult(
             _GLOO,
             "problem",
