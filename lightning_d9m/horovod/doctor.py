@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 
-from lightning_d9m.control.doctor import CheckResult, check_optional_variable
+from lightning_d9m.control.doctor import CheckResult, check_variable, judge
 from lightning_d9m.errors import SettingError
 from lightning_d9m.horovod.environment import PINNED_REASONS, import_horovod
 
@@ -17,7 +17,7 @@ def check_installation() -> Iterator[CheckResult]:
         return
     yield _check_extension(found)
     for name, (wanted, reason) in PINNED_REASONS.items():
-        yield check_optional_variable(name, (wanted,), reason, unset="the strategy sets it")
+        yield check_variable(name, wanted, wanted.__eq__, reason, unset="the strategy sets it")
     yield _check_elastic()
 
 

@@ -95,13 +95,18 @@ def _load_on_all_ranks(
     )
 
 
-def add_manifests(trainer: "Trainer", *, once: bool = False) -> ExitStack:
+def add_manifests(
+    trainer: "Trainer",
+    *,
+    once: bool = False,
+    before: Callable[[dict[str, Any]], object] = bool,
+) -> ExitStack:
     """Add a manifest to the checkpoints that the Trainer writes.
 
     The manifest is made when a checkpoint is written: until then other callbacks, the datamodule
     and the module may change it.
 
-    With ``once`` only the next checkpoint gets one.
+    With ``once`` only the next checkpoint gets one. ``before`` is called with each checkpoint.
 
     Returns:
         A stack that restores the strategy when it is closed.
@@ -119,6 +124,7 @@ def add_manifests(trainer: "Trainer", *, once: bool = False) -> ExitStack:
     def save_checkpoint(checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         if once:
             stack.close()
+        before(checkpoint)
         state = find_state(checkpoint)
         if state is not None and trainer.is_global_zero:
             state[MANIFEST_KEY] = make_manifest(checkpoint)

@@ -13,6 +13,7 @@ from control.drawing import (
     BatchDraws,
     Draws,
     Stream,
+    begin,
     epochs,
     make,
     rows,
@@ -149,9 +150,7 @@ def test_a_loader_that_is_iterated_again_within_an_epoch_draws_anew(workers):
 
     def found():
         loader = make(shuffle=False, **workers)
-        control = LoaderControl(1, fit=0, rank=0, per_sample_rng=False)
-        control.wrap_loader(loader, "train")
-        control.start_epoch("train", 0)
+        control = begin(loader, 0)
         twice = rows(loader), rows(loader)
         control.release()
         return twice
@@ -227,18 +226,6 @@ def test_the_users_function_for_workers_is_kept_and_called(context):
     zero, one = found(0), found(1)
     assert [row[4] + 1 for row in zero] == [row[4] for row in one]
     assert [row[:4] for row in zero] == [row[:4] for row in one]  # a batch has a seed of its own
-
-
-def test_the_stand_in_answers_for_the_users_dataset():
-    dataset = Draws()
-    dataset.classes = ["a", "b"]
-    loader = make(dataset)
-    control = LoaderControl(1, fit=0, rank=0, per_sample_rng=True)
-    control.wrap_loader(loader, "train")
-    assert loader.dataset.classes == ["a", "b"]
-    assert len(loader.dataset) == SIZE
-    assert not hasattr(loader.dataset, "no_such_thing")
-    control.release()
 
 
 def test_the_stand_in_passes_for_the_users_dataset():
