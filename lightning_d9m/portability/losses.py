@@ -1,6 +1,6 @@
 """Composed rules for operations that torch does not take apart itself."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -34,42 +34,7 @@ def differentiate(
         return tuple(torch.autograd.grad(result, leaves, gradient, materialize_grads=True))
 
 
-@composed("_weight_norm_interface_backward")
-def weight_norm_backward(
-    gradient: Tensor, v: Tensor, g: Tensor, norms: Tensor, dim: int
-) -> tuple[Tensor, ...]:
-    """The gradients of weight normalization."""
-    others = [one for one in range(v.dim()) if one != dim % v.dim()]
-    shape = [1 if one in others else -1 for one in range(v.dim())]
-
-    def normalize(v: Tensor, g: Tensor) -> Tensor:
-        size: Tensor = torch.linalg.vector_norm(v, dim=others, keepdim=True)
-        return v * (g.view(shape) / size)
-
-    del norms
-    return differentiate(normalize, gradient, v, g)
-
-
-@composed("_trilinear")
-def trilinear(
-    first: Tensor,
-    second: Tensor,
-    third: Tensor,
-    expand1: Sequence[int],
-    expand2: Sequence[int],
-    expand3: Sequence[int],
-    sumdim: Sequence[int],
-    unroll_dim: int = 1,
-) -> Tensor:
-    """The sum of products of three tensors."""
-    del unroll_dim
-    result = None
-    for values, dims in ((first, expand1), (second, expand2), (third, expand3)):
-        for dim in sorted(dims):
-            values = values.unsqueeze(dim)  # noqa: PLW2901
-        result = values if result is None else result * values
-    assert result is not None
-    return result.sum(list(sumdim)) if sumdim else result
+composed("_weight_norm_interface_backward")(torch.ops.aten._weight_norm_differentiable_backward)  # noqa: SLF001
 
 
 @composed("softshrink")
@@ -99,12 +64,6 @@ def rrelu(
     drawn = torch.empty_like(values).uniform_(lower, upper, generator=generator)
     noise.copy_(torch.where(values <= 0, drawn, 1.0))
     return values * noise
-
-
-@composed("rrelu_with_noise_")
-def rrelu_in_place(values: Tensor, noise: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """The randomized leaky ReLU, in place."""
-    return values.copy_(rrelu(values.clone(), noise, *args, **kwargs))
 
 
 @composed("_cdist_forward")
@@ -228,11 +187,8 @@ def embedding_bag(
         raise UnsupportedError("Its gradient is a sparse tensor: pass sparse=False")
     if mode > 1:
         raise UnsupportedError("Mode 'max' has no rule: use mode 'sum' or 'mean'")
-    ends = (
-        offsets[1:]
-        if include_last_offset
-        else torch.cat([offsets[1:], offsets.new_tensor([len(indices)])])
-    )
+    last = offsets[:0] if include_last_offset else offsets.new_tensor([len(indices)])
+    ends = torch.cat([offsets[1:], last])
     starts = offsets[: len(ends)]
     bags = torch.arange(len(ends), device=indices.device).repeat_interleave(ends - starts)
     kept = indices != padding_idx
@@ -246,23 +202,21 @@ def embedding_bag(
     return result, bags, sizes, torch.zeros_like(sizes)
 
 
-@composed("_embedding_bag_backward")
+@composed("_embedding_bag_dense_backward")
 def embedding_bag_backward(
     gradient: Tensor,
     indices: Tensor,
-    offsets: Tensor,
     bags: Tensor,
     sizes: Tensor,
     maxima: Tensor,
     count: int,
     by_frequency: bool,
     mode: int,
-    sparse: bool,
     per_sample_weights: Tensor | None,
     padding_idx: int = -1,
 ) -> Tensor:
     """The gradient of the rows."""
-    del offsets, maxima, sparse
+    del maxima
     if mode == 1:
         gradient = gradient / sizes.clamp(min=1).unsqueeze(1)
     rows = gradient[bags]
@@ -270,16 +224,6 @@ def embedding_bag_backward(
         rows = rows * per_sample_weights.unsqueeze(1)
     backward = torch.ops.aten.embedding_dense_backward
     return backward(rows, indices, count, padding_idx, by_frequency)  # type: ignore[no-any-return]
-
-
-@composed("_embedding_bag_dense_backward")
-def embedding_bag_dense_backward(
-    gradient: Tensor, indices: Tensor, bags: Tensor, sizes: Tensor, maxima: Tensor, *args: Any
-) -> Tensor:
-    """The gradient of the rows, as torch 2.4 calls it."""
-    count, by_frequency, mode, *rest = args
-    given = (gradient, indices, sizes, bags, sizes, maxima, count, by_frequency, mode, False)
-    return embedding_bag_backward(*given, *rest)
 
 
 @composed("linalg_qr")

@@ -13,6 +13,7 @@ import math
 import struct
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,30 +27,47 @@ _CHUNK = 2**15  # sums that are rounded at a time: they stay in a core's cache
 _MOST_TERMS = 2**20  # that are added exactly at a time
 
 
-def settle(total: Tensor, bound: Tensor, find_terms: Callable[[Tensor], Tensor]) -> Tensor:
+def settle(
+    total: Tensor,
+    bound: Tensor,
+    find_terms: Callable[[Tensor], Tensor],
+    have_terms: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
     """Round float64 sums to float32 as their exact values round.
 
     Args:
         total: The sums, contiguous; any order of additions.
         bound: At least twice the greatest error of each sum, contiguous.
         find_terms: Returns the terms of sums, ``[sums, terms]``, given their flat positions.
+        have_terms: Returns which of these sums have a term that is not 0, if that is fast.
     """
     flat, margins = total.view(-1), bound.view(-1)
-    result = torch.empty_like(flat, dtype=torch.float32)
-    found = []
-    each = _CHUNK if flat.device.type == "cpu" else max(len(flat), 1)
-    for start in range(0, len(flat), each):
-        part = slice(start, start + each)
-        highest = (flat[part] + margins[part]).float()
-        unsure = (flat[part] - margins[part]).float() != highest
-        result[part] = highest
-        if bool(unsure.any()):
-            found.append(unsure.nonzero().view(-1).add_(start))
-    if found:
-        places = torch.cat(found)
+    result, places = _round(flat, margins)
+    if len(places):
         result[places] = flat[places].float()
-        _add_unsure(result, places[flat[places].isfinite()], find_terms)
+        places = places[flat[places].isfinite()]
+        places = places if have_terms is None else places[have_terms(places)]
+        _add_unsure(result, places, find_terms)
     return result.add_(0.0).view(total.shape)  # one zero
+
+
+def _round(total: Tensor, bound: Tensor) -> tuple[Tensor, Tensor]:
+    """Return sums in float32, and the places of those that a bound of the error may change."""
+    if total.device.type != "cpu":
+        result = (total + bound).float()
+        return result, ((total - bound).float() != result).nonzero().view(-1)
+    result = torch.empty_like(total, dtype=torch.float32)
+    sums, margins, highest = (one.numpy() for one in (total, bound, result))
+    lowest = np.empty(min(len(sums), _CHUNK), dtype=np.float32)
+    places = []
+    with np.errstate(all="ignore"):  # NumPy adds and rounds in one pass
+        for start in range(0, len(sums), _CHUNK):
+            part = slice(start, start + _CHUNK)
+            high, low = highest[part], lowest[: len(highest[part])]
+            np.add(sums[part], margins[part], out=high, casting="same_kind")
+            np.subtract(sums[part], margins[part], out=low, casting="same_kind")
+            places.append(np.flatnonzero(high != low) + start)
+    return result, torch.from_numpy(np.concatenate(places))
 
 
 def _add_unsure(result: Tensor, places: Tensor, find_terms: Callable[[Tensor], Tensor]) -> None:
@@ -162,11 +180,23 @@ def multiply(left: Tensor, right: Tensor, size: Tensor | None = None) -> Tensor:
     size = measure(right, 1) if size is None else size
     bound = measure(left, 2).mul_(2 * terms * UNIT) * size
 
-    def find_terms(places: Tensor) -> Tensor:
+    def locate(places: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         batch, place = places // (rows * columns), places % (rows * columns)
-        return left[batch, place // columns] * right[batch, :, place % columns]
+        return batch, place // columns, place % columns
 
-    return settle(total, bound, find_terms)
+    def find_terms(places: Tensor) -> Tensor:
+        batch, row, column = locate(places)
+        return left[batch, row] * right[batch, :, column]
+
+    def have_terms(places: Tensor) -> Tensor:  # units that ReLU turns off leave few
+        batch, row, column = (one.numpy() for one in locate(places))
+        mine, other = (
+            np.packbits(one.numpy() != 0, axis=axis) for one, axis in ((left, 2), (right, 1))
+        )
+        return torch.from_numpy((mine[batch, row] & other.swapaxes(1, 2)[batch, column]).any(1))
+
+    fast = have_terms if left.device.type == "cpu" else None
+    return settle(total, bound, find_terms, fast)
 
 
 def _multiply_in_blocks(left: Tensor, right: Tensor) -> Tensor:
