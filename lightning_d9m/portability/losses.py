@@ -132,35 +132,24 @@ def ctc_loss(
     """The losses, and the forward variables of each state and step (Graves et al. 2006)."""
     del zero_infinity
     steps, batch, _ = log_probs.shape
-    times, counts = (
-        one.tolist() if isinstance(one, Tensor) else list(one)
-        for one in (input_lengths, target_lengths)
-    )
-    size = max(counts, default=0)
-    labels = torch.full((batch, 2 * size + 1), blank, device=log_probs.device)
+    times, counts = (torch.as_tensor(one).tolist() for one in (input_lengths, target_lengths))
+    width = 2 * max(counts, default=0) + 1
+    labels = torch.full((batch, width), blank, device=log_probs.device)
     given = targets if targets.dim() > 1 else targets.split(counts)
     for row, count in enumerate(counts):
         labels[row, 1 : 2 * count : 2] = given[row][:count].to(labels)
     emitted = log_probs.gather(2, labels.expand(steps, -1, -1))
     jumps = torch.zeros_like(labels, dtype=torch.bool)
     jumps[:, 2:] = (labels[:, 2:] != labels[:, :-2]) & (labels[:, 2:] != blank)
-    nowhere = torch.full_like(emitted[0], -torch.inf)
-    state = nowhere.clone()
-    state[:, :2] = emitted[0][:, :2]
-    for row, count in enumerate(counts):
-        state[row, 2 * count + 1 :] = -torch.inf
-    path = [state]
+    states, nowhere = torch.arange(width).to(labels), torch.full_like(emitted[0], -torch.inf)
+    last_time, last_state = (torch.tensor(one).to(labels)[:, None] for one in (times, counts))
+    real = states <= 2 * last_state
+    path = [torch.where(real & (states < 2), emitted[0], -torch.inf)]
     for step in range(1, steps):
-        ways = [state, torch.cat([nowhere[:, :1], state[:, :-1]], 1)]
-        jumped = torch.cat([nowhere[:, :2], state[:, :-2]], 1)[:, : state.shape[1]]
-        ways.append(torch.where(jumps, jumped, -torch.inf))
-        top = torch.maximum(torch.maximum(ways[0], ways[1]), ways[2])
-        top = torch.where(top == -torch.inf, 0.0, top)
-        grown = [(way - top).exp() for way in ways]
-        state = (grown[0] + grown[1] + grown[2]).log() + top + emitted[step]
-        for row, (time, count) in enumerate(zip(times, counts, strict=True)):
-            state[row, 2 * count + 1 if step < time else 0 :] = -torch.inf
-        path.append(state)
+        stay, move, jump = (torch.cat([nowhere[:, :n], path[-1]], 1)[:, :width] for n in range(3))
+        ways = torch.stack([stay, move, torch.where(jumps, jump, -torch.inf)])
+        state = ways.logsumexp(0) + emitted[step]
+        path.append(torch.where(real & (step < last_time), state, -torch.inf))
     alpha = torch.stack(path, 1)
     losses = []
     for row, (time, count) in enumerate(zip(times, counts, strict=True)):

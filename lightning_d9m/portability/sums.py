@@ -11,7 +11,7 @@ those of ``patches.exact_sums``, and products of float64 numbers come from Ozaki
 
 import math
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import torch
@@ -27,19 +27,20 @@ _CHUNK = 2**15  # sums that are rounded at a time: they stay in a core's cache
 _MOST_TERMS = 2**20  # that are added exactly at a time
 
 
+Terms = Callable[[Tensor], Tensor]
+"""What returns something for each of some sums, given their flat positions."""
+
+
 def settle(
-    total: Tensor,
-    bound: Tensor,
-    find_terms: Callable[[Tensor], Tensor],
-    have_terms: Callable[[Tensor], Tensor] | None = None,
+    total: Tensor, bound: Tensor, find_terms: Terms, have_terms: Terms | None = None
 ) -> Tensor:
     """Round float64 sums to float32 as their exact values round.
 
     Args:
         total: The sums, contiguous; any order of additions.
         bound: At least twice the greatest error of each sum, contiguous.
-        find_terms: Returns the terms of sums, ``[sums, terms]``, given their flat positions.
-        have_terms: Returns which of these sums have a term that is not 0, if that is fast.
+        find_terms: Returns the terms, ``[sums, terms]``.
+        have_terms: Returns which sums have a term that is not 0, if that is fast.
     """
     flat, margins = total.view(-1), bound.view(-1)
     result, places = _round(flat, margins)
@@ -70,7 +71,7 @@ def _round(total: Tensor, bound: Tensor) -> tuple[Tensor, Tensor]:
     return result, torch.from_numpy(np.concatenate(places))
 
 
-def _add_unsure(result: Tensor, places: Tensor, find_terms: Callable[[Tensor], Tensor]) -> None:
+def _add_unsure(result: Tensor, places: Tensor, find_terms: Terms) -> None:
     """Write the sums of which the float64 sum did not decide the last bit."""
     if not len(places):
         return
@@ -171,14 +172,9 @@ def multiply(left: Tensor, right: Tensor, size: Tensor | None = None) -> Tensor:
 
     ``size`` has bounds of the norms of the right matrix's columns, if the caller knows them.
     """
-    inner, columns = left.shape[2], right.shape[2]
-    rows = left.shape[1]
+    rows, columns = left.shape[1], right.shape[2]
     if not left.numel() or not right.numel():
         return left.new_zeros((len(left), rows, columns), dtype=torch.float32)
-    total = _multiply_in_blocks(left, right)
-    terms = min(inner, BLOCK) + -(-inner // BLOCK) + 2
-    size = measure(right, 1) if size is None else size
-    bound = measure(left, 2).mul_(2 * terms * UNIT) * size
 
     def locate(places: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         batch, place = places // (rows * columns), places % (rows * columns)
@@ -196,15 +192,35 @@ def multiply(left: Tensor, right: Tensor, size: Tensor | None = None) -> Tensor:
         return torch.from_numpy((mine[batch, row] & other.swapaxes(1, 2)[batch, column]).any(1))
 
     fast = have_terms if left.device.type == "cpu" else None
-    return settle(total, bound, find_terms, fast)
+    parts = zip(left.split(BLOCK, 2), right.split(BLOCK, 1), strict=True)
+    return multiply_parts(parts, find_terms, fast, size)
 
 
-def _multiply_in_blocks(left: Tensor, right: Tensor) -> Tensor:
-    total = torch.bmm(left[:, :, :BLOCK], right[:, :BLOCK])
-    for start in range(BLOCK, left.shape[2], BLOCK):
-        part = slice(start, start + BLOCK)
-        total.baddbmm_(left[:, :, part], right[:, part])
-    return total
+def multiply_parts(
+    parts: Iterable[tuple[Tensor, Tensor]],
+    find_terms: Terms,
+    have_terms: Terms | None = None,
+    size: Tensor | None = None,
+) -> Tensor:
+    """Return the sum of the products of pairs of matrices, each rounded once; see ``multiply``.
+
+    Args:
+        parts: The pairs, each with at most ``BLOCK`` terms.
+        find_terms: See :func:`settle`.
+        have_terms: See :func:`settle`.
+        size: Bounds of the norms of all columns of the right matrices, if they are known.
+    """
+    (first, second), *others = parts
+    total, terms = torch.bmm(first, second), first.shape[2] + 3
+    bounds = [measure(first, 2), measure(second, 1) if size is None else size]
+    for left, right in others:
+        total.baddbmm_(left, right)
+        terms = max(terms, left.shape[2]) + 1
+        bounds[0] = torch.hypot(bounds[0], measure(left, 2)).mul_(1.0 + 2.0**-40)
+        if size is None:
+            bounds[1] = torch.hypot(bounds[1], measure(right, 1)).mul_(1.0 + 2.0**-40)
+    bound = bounds[0].mul(2 * terms * UNIT) * bounds[1]
+    return settle(total, bound, find_terms, have_terms)
 
 
 def measure(matrices: Tensor, dim: int) -> Tensor:
