@@ -147,8 +147,8 @@ class Convolution(NamedTuple):
         view = self.view_windows(padded, kernel)
         windowed, out = view.movedim(2 + len(kernel), 0), view.shape[1 : 2 + len(kernel)]
         batch, rows, inner = len(gradient), gradient.shape[1] // groups, prod(out)
-        grown = gradient.reshape(batch, groups, rows, -1).permute(1, 2, 0, 3)
-        places = max(1, grown.shape[3])
+        places = prod(gradient.shape[2:])
+        grown = gradient.reshape(batch, groups, rows, places).permute(1, 2, 0, 3)
         some = batch
         if product is multiply and batch * places > BLOCK:
             some = max(1, min(_MOST_COLUMNS // (groups * inner * places), BLOCK // places))
