@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -17,19 +17,34 @@ from lightning_d9m.patches.exact_sums import (
 from lightning_d9m.portability import functions
 from lightning_d9m.portability.functions import evaluate
 from lightning_d9m.portability.products import matmul
-from lightning_d9m.portability.registry import RULES, along_dim, as_tensor, composed, rule
+from lightning_d9m.portability.registry import RULES, Rule, along_dim, as_tensor, composed, rule
 from lightning_d9m.portability.sums import add_terms
 
 _FUNCTIONS = (
     *("acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "cos", "cosh", "erf", "erfc"),
-    *("erfinv", "exp", "exp2", "expm1", "log", "log10", "log1p", "log2", "sigmoid", "sin", "sinh"),
+    *(
+        "erfinv",
+        "exp",
+        "exp2",
+        "expm1",
+        "hypot",
+        "log",
+        "log10",
+        "log1p",
+        "log2",
+        "sigmoid",
+        "sin",
+        "sinh",
+    ),
     *("silu", "tan", "tanh"),
 )
 RULES.update({name: partial(evaluate, getattr(functions, name)) for name in _FUNCTIONS})
 
 
 # These round once, or not at all; complex numbers are refused.
-RULES |= {name: getattr(torch, name) for name in ("mul", "multiply", "abs", "absolute", "sgn")}
+RULES |= {
+    name: getattr(torch.ops.aten, name) for name in ("mul", "abs", "sgn", "_amp_update_scale_")
+}
 RULES["mul_"] = Tensor.mul_
 
 
@@ -80,12 +95,6 @@ def copy_in_place(target: Tensor, source: Tensor, non_blocking: bool = False) ->
     return target.copy_(_bound_to(source, target.dtype), non_blocking=non_blocking)
 
 
-@rule("copy")
-def copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
-    """Return numbers with the shape and dtype of a tensor."""
-    return copy_in_place(torch.empty_like(target), source, non_blocking)
-
-
 # One rounding for each operation: a machine with fused operations rounds `a + alpha * b` once.
 def _add(function: Callable[..., Tensor], left: Any, right: Any, alpha: float = 1) -> Tensor:
     return function(left, right if alpha == 1 else right * alpha)
@@ -101,7 +110,7 @@ def subtract_from(left: Tensor, right: Any, alpha: float = 1) -> Tensor:
     return torch.sub(as_tensor(right, left), left if alpha == 1 else left * alpha)
 
 
-@rule("div", "true_divide")
+@rule("div")
 def divide(left: Any, right: Any, rounding_mode: str | None = None) -> Tensor:
     """The quotient; CUDA multiplies by the reciprocal of a number, so it gets a tensor."""
     if rounding_mode is None:
@@ -135,18 +144,16 @@ def _remainder(mode: str, left: Any, right: Any) -> Tensor:
 RULES |= {"remainder": partial(_remainder, "floor"), "fmod": partial(_remainder, "trunc")}
 
 
-@rule("addcmul")
-def addcmul(start: Tensor, left: Tensor, right: Tensor, value: float = 1) -> Tensor:
-    """``start + value * left * right``, each operation rounded."""
-    product = left * right
-    return start + (product if value == 1 else product * value)
+def _add_scaled(
+    add: Rule, combine: Rule, start: Tensor, left: Tensor, right: Tensor, value: float = 1
+) -> Tensor:
+    term = combine(left, right)
+    return add(start, term if value == 1 else term * value)  # type: ignore[no-any-return]
 
 
-@rule("addcdiv")
-def addcdiv(start: Tensor, left: Tensor, right: Tensor, value: float = 1) -> Tensor:
-    """``start + value * left / right``, each operation rounded."""
-    quotient = left / right
-    return start + (quotient if value == 1 else quotient * value)
+for _name, _combine in (("addcmul", torch.mul), ("addcdiv", torch.div)):
+    RULES[_name] = partial(_add_scaled, torch.add, _combine)
+    RULES[f"{_name}_"] = partial(_add_scaled, Tensor.add_, _combine)
 
 
 @rule("lerp")
@@ -169,17 +176,10 @@ def reciprocal(values: Tensor) -> Tensor:
 
 @rule("sqrt")
 def sqrt(values: Tensor) -> Tensor:
-    """The square root; torch's own is not correctly rounded on x86."""
-    if values.dtype == torch.float64:
-        return evaluate(functions.sqrt, values)
-    # A root of a float32 number is never so near to the middle of two float32 numbers.
-    return evaluate(torch.sqrt, values)
-
-
-@rule("hypot")
-def hypot(left: Tensor, right: Tensor) -> Tensor:
-    """The length of a vector of two numbers."""
-    return evaluate(lambda x, y: functions.sqrt(x * x + y * y), left, right)
+    """The square root."""
+    if values.dtype in (torch.float32, torch.float64):
+        return functions.sqrt(values)
+    return evaluate(functions.sqrt, values)
 
 
 @rule("rsqrt")
@@ -193,7 +193,8 @@ def power(base: Any, exponent: Any) -> Tensor:
     """The power; whole exponents up to 3 are products."""
     if not isinstance(base, Tensor):
         base = torch.full((), base, dtype=torch.result_type(exponent, base)).to(exponent.device)
-    if not torch.result_type(base, exponent).is_floating_point:
+    dtype = torch.result_type(base, exponent)
+    if not dtype.is_floating_point:
         return torch.pow(base, exponent)
     if not isinstance(exponent, Tensor):
         simple: dict[float, Callable[[], Tensor]] = {
@@ -208,9 +209,6 @@ def power(base: Any, exponent: Any) -> Tensor:
         if base.is_floating_point() and float(exponent) in simple:
             return simple[float(exponent)]()
         exponent = torch.full((), exponent, dtype=torch.float64, device=base.device)
-        dtype = base.dtype if base.is_floating_point() else torch.get_default_dtype()
-        return evaluate(functions.pow, base.double(), exponent).to(dtype)
-    dtype = torch.result_type(base, exponent)
     return evaluate(functions.pow, base.double(), exponent.double()).to(dtype)
 
 
@@ -231,32 +229,29 @@ RULES |= {"maximum": partial(_choose, torch.gt, False), "fmax": partial(_choose,
 RULES |= {"minimum": partial(_choose, torch.lt, False), "fmin": partial(_choose, torch.lt, True)}
 
 
-@rule("amax")
-def amax(values: Tensor, dim: Sequence[int] = (), keepdim: bool = False) -> Tensor:
-    """The greatest value; zero has one sign."""
-    return torch.amax(values, list(dim), keepdim=keepdim) + 0
+def _find_extreme(name: str, values: Tensor, dim: Any = (), keepdim: bool = False) -> Tensor:
+    """Return the greatest or least values; zero has one sign."""
+    found: Tensor = getattr(torch, name)(values, list(dim), keepdim=keepdim)
+    return found + 0
 
 
-@rule("amin")
-def amin(values: Tensor, dim: Sequence[int] = (), keepdim: bool = False) -> Tensor:
-    """The least value; zero has one sign."""
-    return torch.amin(values, list(dim), keepdim=keepdim) + 0
+RULES |= {name: partial(_find_extreme, name) for name in ("amax", "amin")}
 
 
-def _extreme(name: str, values: Tensor, *args: Any, **kwargs: Any) -> Any:
-    result = getattr(torch, name)(values, *args, **kwargs)
-    if isinstance(result, Tensor):
-        return result + 0
-    dim = args[0] if args else kwargs["dim"]
-    keepdim = args[1] if len(args) > 1 else kwargs.get("keepdim", False)
-    if not values.dim():
-        return values.clone(), result[1]
-    index = result[1] if keepdim else result[1].unsqueeze(dim)
-    chosen = values.gather(dim, index)
-    return (chosen if keepdim else chosen.squeeze(dim)), result[1]
+def _choose_at(values: Tensor, index: Tensor, dim: int, keepdim: bool) -> tuple[Tensor, Tensor]:
+    """Return the values at positions, which have the size 1 along a dimension, and these."""
+    found = (values.gather(dim, index), index)
+    return found if keepdim else (found[0].squeeze(dim), found[1].squeeze(dim))
 
 
-RULES |= {name: partial(_extreme, name) for name in ("max", "min")}
+def _find_first(name: str, values: Tensor, dim: Any = None, keepdim: bool = False) -> Any:
+    find = getattr(torch, name)
+    if dim is None:
+        return find(values) + 0
+    return along_dim(_choose_at)(values, find(values, dim, keepdim=True)[1], dim, keepdim)
+
+
+RULES |= {name: partial(_find_first, name) for name in ("max", "min")}
 
 
 @rule("sort")
@@ -272,24 +267,17 @@ def sort(
 @rule("topk")
 @along_dim
 def topk(
-    values: Tensor,
-    k: int,
-    dim: int = -1,
-    largest: bool = True,
-    sorted: bool = True,  # noqa: A002
-) -> tuple[Tensor, Tensor]:
+    values: Tensor, k: int, dim: int = -1, largest: bool = True, *_: Any
+) -> tuple[Tensor, ...]:
     """The first k of the stable order."""
-    del sorted
-    found = sort(values, dim, largest)
-    return tuple(one.narrow(dim, 0, k).contiguous() for one in found)  # type: ignore[return-value]
+    return tuple(one.narrow(dim, 0, k).contiguous() for one in sort(values, dim, largest))
 
 
 @rule("kthvalue")
 @along_dim
 def kthvalue(values: Tensor, k: int, dim: int = -1, keepdim: bool = False) -> tuple[Tensor, Tensor]:
     """The k-th of the stable order."""
-    found = [one.narrow(dim, k - 1, 1) for one in sort(values, dim)]
-    return tuple(one if keepdim else one.squeeze(dim) for one in found)  # type: ignore[return-value]
+    return _choose_at(values, sort(values, dim)[1].narrow(dim, k - 1, 1), dim, keepdim)
 
 
 @rule("median")
@@ -298,38 +286,34 @@ def median(values: Tensor, dim: int | None = None, keepdim: bool = False) -> Any
     """The lower median, or NaN."""
     if dim is None:
         return median(values.reshape(-1), 0)[0]
-    ordered = sort(values, dim)
-    last = ordered[0].narrow(dim, -1, 1).isnan()
-    first_nan = values.isnan().int().argmax(dim, keepdim=True)
-    middle = (values.shape[dim] - 1) // 2
-    index = torch.where(last, first_nan, ordered[1].narrow(dim, middle, 1))
-    found = (values.gather(dim, index), index)
-    return tuple(one if keepdim else one.squeeze(dim) for one in found)
+    index = sort(values, dim)[1].narrow(dim, (values.shape[dim] - 1) // 2, 1)
+    missing = values.isnan()
+    first = missing.int().argmax(dim, keepdim=True)
+    return _choose_at(values, torch.where(missing.any(dim, True), first, index), dim, keepdim)
 
 
-def _make_whole(values: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """Convert numbers whose sum or product is wanted in whole numbers, as torch does first."""
-    return values if dtype is None or dtype.is_floating_point else to_copy(values, dtype=dtype)
+def _converting(torchs: Callable[..., Tensor]) -> Callable[[Rule], Rule]:
+    """Convert numbers to the dtype of the result first; leave whole numbers to torch."""
+
+    def wrap(function: Rule) -> Rule:
+        @wraps(function)
+        def call(values: Tensor, *args: Any, dtype: torch.dtype | None = None, **more: Any) -> Any:
+            if dtype is not None and dtype != values.dtype:
+                values = to_copy(values, dtype=dtype)
+            if values.is_floating_point():
+                return function(values, *args, **more)
+            return torchs(values, *args, dtype=dtype, **more)
+
+        return call
+
+    return wrap
 
 
 @rule("sum")
-def sum_values(
-    values: Tensor,
-    dim: Sequence[int] | None = None,
-    keepdim: bool = False,
-    *,
-    dtype: torch.dtype | None = None,
-) -> Tensor:
+@_converting(torch.sum)
+def sum_values(values: Tensor, dim: Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
     """The exact sum, rounded once."""
-    values = _make_whole(values, dtype)
-    if not values.is_floating_point():
-        if dtype is None or not dtype.is_floating_point:
-            dims = {} if dim is None else {"dim": dim, "keepdim": keepdim}
-            return torch.sum(values, **dims, dtype=dtype)
-        values = values.to(dtype)
-    if dtype == torch.float64:
-        values = values.to(dtype)
-    return add_terms(values, _as_list(dim), keepdim=keepdim, dtype=dtype or values.dtype)
+    return add_terms(values, dim, keepdim=keepdim, dtype=values.dtype)
 
 
 @rule("mean")
@@ -341,43 +325,39 @@ def mean(
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     """The exact sum, divided by the number of terms."""
-    total = sum_values(values, dim, keepdim, dtype=_at_least_32(dtype or values.dtype))
-    result = total / torch.full((1,) * total.dim(), _count(values, dim)).to(total)
-    return result.to(dtype or values.dtype)
+    dtype = dtype or values.dtype
+    total = sum_values(values, dim, keepdim, dtype=at_least_32(dtype))
+    return _divide_by(total, _count(values, dim)).to(dtype)
+
+
+def _divide_by(total: Tensor, number: float) -> Tensor:
+    return total / torch.full((1,) * total.dim(), number).to(total)
 
 
 def spread(
     values: Tensor, dim: Sequence[int] | None, correction: float = 1
 ) -> tuple[Tensor, Tensor]:
     """Return the variance and the mean, with the dimensions kept, in float32 or float64."""
-    dtype = _at_least_32(values.dtype)
+    dtype = at_least_32(values.dtype)
     center = mean(values, dim, keepdim=True, dtype=dtype)
     gaps = values.double() - center
-    total = add_terms(gaps.mul_(gaps), _as_list(dim), keepdim=True, dtype=dtype)
-    degrees = max(_count(values, dim) - correction, 0)
-    return total / torch.full((1,) * total.dim(), degrees).to(total), center
+    total = add_terms(gaps.mul_(gaps), dim, keepdim=True, dtype=dtype)
+    return _divide_by(total, max(_count(values, dim) - correction, 0)), center
 
 
 def _variance(
     root: bool,
     with_mean: bool,
     values: Tensor,
-    dim: Any = None,
-    unbiased: Any = None,
-    keepdim: bool = False,
+    dim: Sequence[int] | None = None,
     *,
     correction: float | None = None,
+    keepdim: bool = False,
 ) -> Any:
-    if isinstance(dim, bool):
-        dim, unbiased = None, dim
-    if correction is None:
-        correction = 0 if unbiased is False else 1
-    result, center = spread(values, dim, correction)
-    result = sqrt(result) if root else result
-    dims = _as_list(dim) or list(range(values.dim()))
-    shown = [one.to(values.dtype) for one in (result, center)]
+    result, center = spread(values, dim, 1 if correction is None else correction)
+    shown = [one.to(values.dtype) for one in (sqrt(result) if root else result, center)]
     if not keepdim and values.dim():
-        shown = [one.squeeze(tuple(dims)) for one in shown]
+        shown = [one.squeeze(tuple(dim or range(values.dim()))) for one in shown]
     return tuple(shown) if with_mean else shown[0]
 
 
@@ -393,41 +373,26 @@ RULES |= {
 def vector_norm(
     values: Tensor,
     ord: float = 2,  # noqa: A002 - torch's
-    dim: Sequence[int] | None = None,
+    dim: Any = None,
     keepdim: bool = False,
     *,
     dtype: torch.dtype | None = None,
-) -> Tensor:
-    """A norm; the sum of squares is exact and rounded once."""
+) -> Any:
+    """The root of the exact sum of squares; torch takes other norms apart."""
+    if ord != 2:
+        return NotImplemented
     values = values if dtype is None else values.to(dtype)
-    out = _at_least_32(values.dtype)
-    dims = _as_list(dim)
-    add_up = partial(add_terms, dims=dims, keepdim=keepdim, dtype=out)
-    if ord == 2:
-        wide = values.double()
-        result = sqrt(add_up(wide * wide))
-    elif ord == 1:
-        result = add_up(values.abs())
-    elif ord == 0:
-        result = add_up((values != 0).to(out))
-    elif math.isinf(ord):
-        find = torch.amax if ord > 0 else torch.amin
-        result = find(values.abs(), dims or list(range(values.dim())), keepdim=keepdim)
-    else:
-        result = power(add_up(power(values.abs(), ord)), 1 / ord)
-    return result.to(values.dtype)
+    wide = values.double()
+    dims = [dim] if isinstance(dim, int) else dim
+    total = add_terms(wide * wide, dims, keepdim=keepdim, dtype=at_least_32(values.dtype))
+    return sqrt(total).to(values.dtype)
 
 
 @rule("cumsum")
 @along_dim
-def cumsum(values: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
+@_converting(torch.cumsum)
+def cumsum(values: Tensor, dim: int) -> Tensor:
     """The exact sum of the values up to each one, rounded once (twice to 16 bits)."""
-    values = _make_whole(values, dtype)
-    if not values.is_floating_point() and (dtype is None or not dtype.is_floating_point):
-        return torch.cumsum(values, dim, dtype=dtype)
-    values = values if dtype is None else values.to(dtype)
-    if not values.numel():
-        return values.clone()
     terms = values.double()
     finite = terms.isfinite()
     sums = [torch.where(finite, 0.0, terms).cumsum(dim)]
@@ -443,19 +408,9 @@ def cumsum(values: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Ten
 
 
 @rule("prod")
-def product(
-    values: Tensor,
-    dim: int | None = None,
-    keepdim: bool = False,
-    *,
-    dtype: torch.dtype | None = None,
-) -> Tensor:
+@_converting(torch.prod)
+def product(values: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
     """The product of neighbors, of these products, and so on."""
-    values = _make_whole(values, dtype)
-    if not values.is_floating_point() and (dtype is None or not dtype.is_floating_point):
-        dims = {} if dim is None else {"dim": dim, "keepdim": keepdim}
-        return torch.prod(values, **dims, dtype=dtype)
-    values = values if dtype is None else values.to(dtype)
     rest = values.reshape(-1) if dim is None or not values.dim() else values.movedim(dim, -1)
     if not rest.shape[-1]:
         rest = torch.ones((*rest.shape[:-1], 1)).to(values)
@@ -463,20 +418,16 @@ def product(
         odd = rest[..., -1:] if rest.shape[-1] % 2 else rest[..., :0]
         even = rest[..., : rest.shape[-1] // 2 * 2]
         rest = torch.cat([even[..., 0::2] * even[..., 1::2], odd], -1)
-    result = rest[..., 0]
     keepdim = keepdim and dim is not None and values.dim() > 0
-    return result.unsqueeze(dim) if keepdim else result.clone()  # type: ignore[arg-type]
+    return rest.movedim(-1, dim).clone() if keepdim else rest[..., 0].clone()  # type: ignore[arg-type]
 
 
 @rule("cumprod")
 @along_dim
-def cumprod(values: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
+@_converting(torch.cumprod)
+def cumprod(values: Tensor, dim: int) -> Tensor:
     """The product of the values up to each one, by doubling."""
-    values = _make_whole(values, dtype)
-    if not values.is_floating_point() and (dtype is None or not dtype.is_floating_point):
-        return torch.cumprod(values, dim, dtype=dtype)
-    result = values.clone() if dtype is None else values.to(dtype, copy=True)
-    step, length = 1, values.shape[dim]
+    result, step, length = values.clone(), 1, values.shape[dim]
     while step < length:
         later = result.narrow(dim, step, length - step)
         later.copy_(later * result.narrow(dim, 0, length - step))
@@ -487,7 +438,7 @@ def cumprod(values: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Te
 RULES |= {"mm": matmul, "bmm": matmul}
 
 
-@rule("dot", "vdot")
+@rule("dot")
 def dot(left: Tensor, right: Tensor) -> Tensor:
     """The exact sum of products, rounded once."""
     return matmul(left.unsqueeze(0), right.unsqueeze(1)).view(())
@@ -497,10 +448,6 @@ def dot(left: Tensor, right: Tensor) -> Tensor:
 def multiply_vector(matrix: Tensor, vector: Tensor) -> Tensor:
     """The product of a matrix and a vector."""
     return matmul(matrix, vector.unsqueeze(1)).squeeze(1)
-
-
-def _placed(kwargs: dict[str, Any]) -> dict[str, Any]:
-    return {} if kwargs.get("device") is None else {"device": kwargs["device"]}
 
 
 @rule("arange")
@@ -526,16 +473,10 @@ def add_products(
     return torch.ops.aten.addmm(start, rows, columns, beta=beta, alpha=alpha)  # type: ignore[no-any-return]
 
 
-def _as_list(dim: Any) -> list[int] | None:
-    if dim is None:
-        return None
-    return [dim] if isinstance(dim, int) else list(dim)
+def _count(values: Tensor, dim: Sequence[int] | None) -> int:
+    return math.prod(values.shape[one] for one in dim or range(values.dim())) if values.dim() else 1
 
 
-def _count(values: Tensor, dim: Any) -> int:
-    dims = _as_list(dim) or range(values.dim())
-    return math.prod(values.shape[one] for one in dims) if values.dim() else 1
-
-
-def _at_least_32(dtype: torch.dtype) -> torch.dtype:
+def at_least_32(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of sums: float32, or float64 for float64."""
     return torch.float64 if dtype == torch.float64 else torch.float32

@@ -3,14 +3,14 @@
 Each function is a fixed sequence of single IEEE operations in float64, so no machine can contract,
 reorder or replace any of them. The result is rounded once to the dtype of the input: for float32
 its error is below 0.501 units in the last place. Coefficients without a source are minimax fits
-that mpmath made (``chebyfit``, 60 digits); those of the logarithm, sine and cosine are fdlibm's,
-those of the inverse error function are Wichura's AS 241.
+that mpmath made (``chebyfit``, 60 digits); those of the logarithm, sine and cosine are fdlibm's.
 """
 
 import math
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -70,39 +70,6 @@ _ATAN = (
     *(0.05857988350245762, -0.06664492945806264, 0.07692181876036845),
     *(-0.0909090452147169, 0.11111111013860688, -0.14285714284649173),
     *(0.19999999999995438, -0.3333333333333333),
-)
-# Wichura (1988): numerator and denominator in the middle, in the tail, and far out in it.
-_NDTRI = (
-    (
-        *(2.5090809287301226727e3, 3.3430575583588128105e4, 6.7265770927008700853e4),
-        *(4.5921953931549871457e4, 1.3731693765509461125e4, 1.9715909503065514427e3),
-        *(1.3314166789178437745e2, 3.3871328727963666080e0),
-    ),
-    (
-        *(5.2264952788528545610e3, 2.8729085735721942674e4, 3.9307895800092710610e4),
-        *(2.1213794301586595867e4, 5.3941960214247511077e3, 6.8718700749205790830e2),
-        *(4.2313330701600911252e1, 1.0),
-    ),
-    (
-        *(7.74545014278341407640e-4, 2.27238449892691845833e-2, 2.41780725177450611770e-1),
-        *(1.27045825245236838258e0, 3.64784832476320460504e0, 5.76949722146069140550e0),
-        *(4.63033784615654529590e0, 1.42343711074968357734e0),
-    ),
-    (
-        *(1.05075007164441684324e-9, 5.47593808499534494600e-4, 1.51986665636164571966e-2),
-        *(1.48103976427480074590e-1, 6.89767334985100004550e-1, 1.67638483018380384940e0),
-        *(2.05319162663775882187e0, 1.0),
-    ),
-    (
-        *(2.01033439929228813265e-7, 2.71155556874348757815e-5, 1.24266094738807843860e-3),
-        *(2.65321895265761230930e-2, 2.96560571828504891230e-1, 1.78482653991729133580e0),
-        *(5.46378491116411436990e0, 6.65790464350110377720e0),
-    ),
-    (
-        *(2.04426310338993978564e-15, 1.42151175831644588870e-7, 1.84631831751005468180e-5),
-        *(7.86869131145613259100e-4, 1.48753612908506148525e-2, 1.36929880922735805310e-1),
-        *(5.99832206555887937690e-1, 1.0),
-    ),
 )
 
 
@@ -216,54 +183,20 @@ def exp2(x: Tensor) -> Tensor:
 
 
 def sqrt(x: Tensor) -> Tensor:
-    """The square root of float64 numbers, rounded correctly.
+    """The square root, correctly rounded.
 
-    Torch's root may be off by one unit in the last place. The root of a scaled number is corrected
-    with the exact residual of its square, so that only one neighbor can be right.
+    Torch's root on x86, from MKL, may be off by one unit in the last place; NumPy's is that of the
+    processor.
     """
-    scale = torch.where(x < 2.0**-900, 2.0**500, torch.ones_like(x))
-    scale = torch.where(x > 2.0**900, 2.0**-500, scale)
-    scaled = (x * scale).mul_(scale)
-    root = torch.where((scaled > 0) & (scaled < math.inf), scaled, 1.0).sqrt()
-    scaled = torch.where((scaled > 0) & (scaled < math.inf), scaled, 1.0)
-    bits = root.view(torch.int64)
-    for _ in range(2):
-        below = (bits - 1).view(torch.float64)
-        above = (bits + 1).view(torch.float64)
-        middle = bits.view(torch.float64)
-        bits = torch.where(_is_below_middle(scaled, below, middle), bits - 1, bits)
-        bits = torch.where(~_is_below_middle(scaled, middle, above), bits + 1, bits)
-    result = bits.view(torch.float64) / scale
-    result = torch.where((x == 0) | (x == math.inf), x, result)
-    return torch.where((x < 0) | x.isnan(), math.nan, result)
+    if x.device.type != "cpu":
+        return x.sqrt()
+    with np.errstate(invalid="ignore"):
+        return torch.from_numpy(np.asarray(np.sqrt(x.detach().numpy())))
 
 
-def _is_below_middle(x: Tensor, low: Tensor, high: Tensor) -> Tensor:
-    """Return whether the root of x is nearer to the lower one of two neighbors.
-
-    Their middle's square is ``low**2 + low * step + step**2 / 4``. In units of ``step**2`` all
-    other terms are whole numbers, and near the middle float64 holds them.
-    """
-    product, error = multiply_exactly(low, low)
-    step = high - low
-    gap = (x - product) - error
-    return gap <= low * step
-
-
-def multiply_exactly(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the rounded product and its error (Dekker), without a fused operation."""
-    left_high, left_low = _halve(left)
-    right_high, right_low = _halve(right)
-    product = left * right
-    error = left_high * right_high - product
-    error = (error + left_high * right_low) + left_low * right_high
-    return product, error + left_low * right_low
-
-
-def _halve(x: Tensor) -> tuple[Tensor, Tensor]:
-    big = x * 134217729.0
-    high = big - (big - x)
-    return high, x - high
+def hypot(x: Tensor, y: Tensor) -> Tensor:
+    """The length of a vector of two numbers."""
+    return sqrt(x * x + y * y)
 
 
 def sigmoid(x: Tensor) -> Tensor:
@@ -312,18 +245,18 @@ def _erfc_tail(x: Tensor) -> Tensor:
 
 
 def erfinv(x: Tensor) -> Tensor:
-    """The inverse of the error function."""
-    middle, below, tail, tail_below, far, far_below = _NDTRI
-    q = x * 0.5
-    r = 0.180625 - q * q
-    near = (polynomial(r, middle) / polynomial(r, below)) * q
-    rest = (1.0 - x.abs()).mul_(0.5)
-    r = sqrt(-log(rest.clamp_(min=1e-300)))
-    out = polynomial(r - 1.6, tail) / polynomial(r - 1.6, tail_below)
-    further = polynomial(r - 5.0, far) / polynomial(r - 5.0, far_below)
-    out = torch.copysign(torch.where(r <= 5.0, out, further), x)
-    result = torch.where(q.abs() <= 0.425, near, out) * 0.7071067811865476
-    result = torch.where(x.abs() == 1, x * math.inf, result)
+    """The inverse of the error function, from Winitzki's estimate by Halley's steps."""
+    rest = 1.0 - x.abs()
+    lost = log((rest * (2.0 - rest)).clamp_(min=1e-300))
+    half = lost * 0.5 + 4.330746750799873  # 2 / (pi * a), with a = 0.147
+    y = sqrt(sqrt(half * half - lost / 0.147) - half)
+    for _ in range(3):
+        # Both sides lose no digits: the function is near x or its complement near 1 - x.
+        error = torch.where(rest < 0.5, rest - erfc(y), erf(y) - x.abs())
+        step = error / (exp(-(y * y)) * 1.1283791670955126)
+        y = y - step / (step * y + 1.0)
+    result = torch.copysign(y, x)
+    result = torch.where(x.abs() == 1, x * math.inf, torch.where(x == 0, x, result))
     return torch.where((x.abs() > 1) | x.isnan(), math.nan, result)
 
 
@@ -382,8 +315,7 @@ def tan(x: Tensor) -> Tensor:
 
 def atan(x: Tensor) -> Tensor:
     """The inverse tangent."""
-    size = x.abs()
-    return torch.copysign(_atan_of_ratio(size.clamp(max=1e300), torch.ones_like(x)), x)
+    return atan2(x, torch.ones_like(x))
 
 
 def _atan_of_ratio(y: Tensor, x: Tensor) -> Tensor:
@@ -416,16 +348,12 @@ def atan2(y: Tensor, x: Tensor) -> Tensor:
 
 def asin(x: Tensor) -> Tensor:
     """The inverse sine."""
-    size = x.abs().clamp(max=1.0)
-    angle = _atan_of_ratio(size, sqrt((1.0 - size) * (size + 1.0)))
-    return torch.where(x.abs() <= 1.0, torch.copysign(angle, x), math.nan)
+    return atan2(x, sqrt((1.0 - x) * (x + 1.0)))
 
 
 def acos(x: Tensor) -> Tensor:
     """The inverse cosine."""
-    inside = x.clamp(-1.0, 1.0)
-    angle = _atan_of_ratio(sqrt(1.0 - inside), sqrt(inside + 1.0)) * 2.0
-    return torch.where(x.abs() <= 1.0, angle, math.nan)
+    return atan2(sqrt((1.0 - x) * (x + 1.0)), x)
 
 
 def sinh(x: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """Composed rules for operations that torch does not take apart itself."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -34,42 +34,7 @@ def differentiate(
         return tuple(torch.autograd.grad(result, leaves, gradient, materialize_grads=True))
 
 
-@composed("_weight_norm_interface_backward")
-def weight_norm_backward(
-    gradient: Tensor, v: Tensor, g: Tensor, norms: Tensor, dim: int
-) -> tuple[Tensor, ...]:
-    """The gradients of weight normalization."""
-    others = [one for one in range(v.dim()) if one != dim % v.dim()]
-    shape = [1 if one in others else -1 for one in range(v.dim())]
-
-    def normalize(v: Tensor, g: Tensor) -> Tensor:
-        size: Tensor = torch.linalg.vector_norm(v, dim=others, keepdim=True)
-        return v * (g.view(shape) / size)
-
-    del norms
-    return differentiate(normalize, gradient, v, g)
-
-
-@composed("_trilinear")
-def trilinear(
-    first: Tensor,
-    second: Tensor,
-    third: Tensor,
-    expand1: Sequence[int],
-    expand2: Sequence[int],
-    expand3: Sequence[int],
-    sumdim: Sequence[int],
-    unroll_dim: int = 1,
-) -> Tensor:
-    """The sum of products of three tensors."""
-    del unroll_dim
-    result = None
-    for values, dims in ((first, expand1), (second, expand2), (third, expand3)):
-        for dim in sorted(dims):
-            values = values.unsqueeze(dim)  # noqa: PLW2901
-        result = values if result is None else result * values
-    assert result is not None
-    return result.sum(list(sumdim)) if sumdim else result
+composed("_weight_norm_interface_backward")(torch.ops.aten._weight_norm_differentiable_backward)  # noqa: SLF001
 
 
 @composed("softshrink")
@@ -99,12 +64,6 @@ def rrelu(
     drawn = torch.empty_like(values).uniform_(lower, upper, generator=generator)
     noise.copy_(torch.where(values <= 0, drawn, 1.0))
     return values * noise
-
-
-@composed("rrelu_with_noise_")
-def rrelu_in_place(values: Tensor, noise: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """The randomized leaky ReLU, in place."""
-    return values.copy_(rrelu(values.clone(), noise, *args, **kwargs))
 
 
 @composed("_cdist_forward")
@@ -173,35 +132,24 @@ def ctc_loss(
     """The losses, and the forward variables of each state and step (Graves et al. 2006)."""
     del zero_infinity
     steps, batch, _ = log_probs.shape
-    times, counts = (
-        one.tolist() if isinstance(one, Tensor) else list(one)
-        for one in (input_lengths, target_lengths)
-    )
-    size = max(counts, default=0)
-    labels = torch.full((batch, 2 * size + 1), blank, device=log_probs.device)
+    times, counts = (torch.as_tensor(one).tolist() for one in (input_lengths, target_lengths))
+    width = 2 * max(counts, default=0) + 1
+    labels = torch.full((batch, width), blank, device=log_probs.device)
     given = targets if targets.dim() > 1 else targets.split(counts)
     for row, count in enumerate(counts):
         labels[row, 1 : 2 * count : 2] = given[row][:count].to(labels)
     emitted = log_probs.gather(2, labels.expand(steps, -1, -1))
     jumps = torch.zeros_like(labels, dtype=torch.bool)
     jumps[:, 2:] = (labels[:, 2:] != labels[:, :-2]) & (labels[:, 2:] != blank)
-    nowhere = torch.full_like(emitted[0], -torch.inf)
-    state = nowhere.clone()
-    state[:, :2] = emitted[0][:, :2]
-    for row, count in enumerate(counts):
-        state[row, 2 * count + 1 :] = -torch.inf
-    path = [state]
+    states, nowhere = torch.arange(width).to(labels), torch.full_like(emitted[0], -torch.inf)
+    last_time, last_state = (torch.tensor(one).to(labels)[:, None] for one in (times, counts))
+    real = states <= 2 * last_state
+    path = [torch.where(real & (states < 2), emitted[0], -torch.inf)]
     for step in range(1, steps):
-        ways = [state, torch.cat([nowhere[:, :1], state[:, :-1]], 1)]
-        jumped = torch.cat([nowhere[:, :2], state[:, :-2]], 1)[:, : state.shape[1]]
-        ways.append(torch.where(jumps, jumped, -torch.inf))
-        top = torch.maximum(torch.maximum(ways[0], ways[1]), ways[2])
-        top = torch.where(top == -torch.inf, 0.0, top)
-        grown = [(way - top).exp() for way in ways]
-        state = (grown[0] + grown[1] + grown[2]).log() + top + emitted[step]
-        for row, (time, count) in enumerate(zip(times, counts, strict=True)):
-            state[row, 2 * count + 1 if step < time else 0 :] = -torch.inf
-        path.append(state)
+        stay, move, jump = (torch.cat([nowhere[:, :n], path[-1]], 1)[:, :width] for n in range(3))
+        ways = torch.stack([stay, move, torch.where(jumps, jump, -torch.inf)])
+        state = ways.logsumexp(0) + emitted[step]
+        path.append(torch.where(real & (step < last_time), state, -torch.inf))
     alpha = torch.stack(path, 1)
     losses = []
     for row, (time, count) in enumerate(zip(times, counts, strict=True)):
@@ -228,11 +176,8 @@ def embedding_bag(
         raise UnsupportedError("Its gradient is a sparse tensor: pass sparse=False")
     if mode > 1:
         raise UnsupportedError("Mode 'max' has no rule: use mode 'sum' or 'mean'")
-    ends = (
-        offsets[1:]
-        if include_last_offset
-        else torch.cat([offsets[1:], offsets.new_tensor([len(indices)])])
-    )
+    last = offsets[:0] if include_last_offset else offsets.new_tensor([len(indices)])
+    ends = torch.cat([offsets[1:], last])
     starts = offsets[: len(ends)]
     bags = torch.arange(len(ends), device=indices.device).repeat_interleave(ends - starts)
     kept = indices != padding_idx
@@ -246,23 +191,21 @@ def embedding_bag(
     return result, bags, sizes, torch.zeros_like(sizes)
 
 
-@composed("_embedding_bag_backward")
+@composed("_embedding_bag_dense_backward")
 def embedding_bag_backward(
     gradient: Tensor,
     indices: Tensor,
-    offsets: Tensor,
     bags: Tensor,
     sizes: Tensor,
     maxima: Tensor,
     count: int,
     by_frequency: bool,
     mode: int,
-    sparse: bool,
     per_sample_weights: Tensor | None,
     padding_idx: int = -1,
 ) -> Tensor:
     """The gradient of the rows."""
-    del offsets, maxima, sparse
+    del maxima
     if mode == 1:
         gradient = gradient / sizes.clamp(min=1).unsqueeze(1)
     rows = gradient[bags]
@@ -270,16 +213,6 @@ def embedding_bag_backward(
         rows = rows * per_sample_weights.unsqueeze(1)
     backward = torch.ops.aten.embedding_dense_backward
     return backward(rows, indices, count, padding_idx, by_frequency)  # type: ignore[no-any-return]
-
-
-@composed("_embedding_bag_dense_backward")
-def embedding_bag_dense_backward(
-    gradient: Tensor, indices: Tensor, bags: Tensor, sizes: Tensor, maxima: Tensor, *args: Any
-) -> Tensor:
-    """The gradient of the rows, as torch 2.4 calls it."""
-    count, by_frequency, mode, *rest = args
-    given = (gradient, indices, sizes, bags, sizes, maxima, count, by_frequency, mode, False)
-    return embedding_bag_backward(*given, *rest)
 
 
 @composed("linalg_qr")

@@ -1,7 +1,7 @@
 """The mode that computes each operation of torch with the same bits on every machine.
 
 Every operation belongs to one class: torch's own kernel moves values or compares them (``MOVES``),
-a rule computes it, torch's decomposition runs under the mode, or it takes only whole numbers. An
+a rule computes it, torch takes it apart under the mode, or it takes only whole numbers. An
 operation in no class raises an error.
 """
 
@@ -38,31 +38,25 @@ _REGISTERED = (arithmetic, layers, losses, optimizers, random_numbers, resamplin
 # Torch's own kernels serve: they move values, compare them, or round them to whole numbers.
 MOVES = frozenset(
     """
-    _conj_physical _copy_from _local_scalar_dense _pack_padded_sequence
-    _pack_padded_sequence_backward _pin_memory _reshape_alias _unique2 _unsafe_index
-    _unsafe_view _upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d
-    adaptive_max_pool2d adaptive_max_pool3d all any argmax argmin argwhere as_strided
-    as_strided_copy as_strided_scatter bitwise_and bitwise_left_shift bitwise_not bitwise_or
-    bitwise_right_shift bitwise_xor block_diag bucketize cat ceil channel_shuffle clone
-    complex constant_pad_nd count_nonzero cummax cummin detach_copy diag_embed
-    diagonal_backward diagonal_scatter embedding empty empty_like empty_permuted empty_strided
-    eq equal expand_copy eye fill flip floor frac fractional_max_pool2d fractional_max_pool3d
-    full full_like gather ge gt heaviside im2col index index_copy index_fill index_select
-    is_pinned is_same_size is_set_to isin isinf isnan isneginf isposinf item le lift
-    lift_fresh lift_fresh_copy logical_and logical_not logical_or logical_xor lt masked_fill
-    masked_scatter masked_select max_pool2d_with_indices max_pool3d_with_indices max_unpool2d
-    max_unpool3d nan_to_num narrow_copy ne neg negative new_empty new_empty_strided new_full
-    new_ones new_zeros nextafter nonzero nonzero_static ones ones_like permute_copy
-    pixel_shuffle pixel_unshuffle record_stream reflection_pad1d reflection_pad2d
+    _conj_physical _copy_from _local_scalar_dense _pack_padded_sequence _pin_memory _reshape_alias
+    _unique2 _unsafe_index _unsafe_view _upsample_nearest_exact1d _upsample_nearest_exact2d
+    _upsample_nearest_exact3d adaptive_max_pool2d adaptive_max_pool3d all any argmax argmin
+    argwhere as_strided as_strided_scatter bitwise_and bitwise_left_shift bitwise_not bitwise_or
+    bitwise_right_shift bitwise_xor bucketize cat ceil clone complex constant_pad_nd
+    count_nonzero cummax cummin embedding empty empty_like empty_permuted empty_strided eq equal
+    eye fill flip floor frac fractional_max_pool2d fractional_max_pool3d full full_like gather ge
+    gt heaviside im2col index index_copy index_fill index_select is_pinned is_same_size is_set_to
+    isin isinf isnan isneginf isposinf item le lift lift_fresh lift_fresh_copy logical_and
+    logical_not logical_or logical_xor lt masked_fill masked_scatter masked_select
+    max_pool2d_with_indices max_pool3d_with_indices max_unpool2d max_unpool3d nan_to_num
+    narrow_copy ne neg new_empty new_empty_strided new_full new_ones new_zeros nextafter nonzero
+    nonzero_static ones ones_like record_stream reflection_pad1d reflection_pad2d
     reflection_pad3d repeat repeat_interleave replication_pad1d replication_pad2d
-    replication_pad3d resize resize_as roll rot90 round scalar_tensor scatter searchsorted
-    select_backward select_copy select_scatter set sign slice_backward slice_copy
-    slice_scatter split_copy split_with_sizes_copy squeeze_copy stack sym_numel sym_size
-    sym_storage_offset sym_stride t_copy take threshold transpose_copy tril tril_indices triu
-    triu_indices trunc unbind_copy unfold_copy unique_consecutive unique_dim unsafe_split
-    unsafe_split_with_sizes unsqueeze_copy upsample_nearest1d upsample_nearest2d
-    upsample_nearest3d view_as_complex_copy view_as_real_copy view_copy where zero zeros
-    zeros_like
+    replication_pad3d resize resize_as roll round scalar_tensor scatter searchsorted
+    select_backward set sign slice_backward stack sym_numel sym_size sym_storage_offset
+    sym_stride take threshold tril triu trunc unique_consecutive unique_dim unsafe_split
+    unsafe_split_with_sizes upsample_nearest1d upsample_nearest2d upsample_nearest3d where zero
+    zeros zeros_like
     """.split()  # noqa: SIM905 - a table is easier to read
 )
 # Transfers between processes that compute nothing.
@@ -73,11 +67,13 @@ _TRANSFERS = frozenset(
     gather_ monitored_barrier_ recv_ recv_any_source_ scatter_ send wait_tensor
     """.split()  # noqa: SIM905 - a table is easier to read
 )
+# Torch's kernels of these call other operations only.
+_COMPOSITE = frozenset(("_embedding_bag_backward", "_trilinear", "copy"))
 _FOREIGN = ("torch", "lightning", "pytorch_lightning", "lightning_fabric")
 _PATCHES = {overload: path for op in OPS for overload, path in op.kernels.items()}
 _MOST_NESTED = 8  # calls of one operation within each other
 _PLAIN = Tensor.__torch_dispatch__  # what a subclass that only has a name inherits
-_IMPLICIT = torch._C.DispatchKey.CompositeImplicitAutograd  # noqa: SLF001 - torch has no public name
+_KEYS = torch._C.DispatchKey  # noqa: SLF001 - torch has no public name
 
 
 class PortableMode(TorchDispatchMode):
@@ -107,37 +103,38 @@ class PortableMode(TorchDispatchMode):
         if space in ("c10d", "_c10d_functional", "c10d_functional"):
             return func if name in _TRANSFERS else partial(_reduce, func)
         found = self._find_in_tables(func, name) if space == "aten" else None
-        if found is not None:
-            return found
-        implicit = func.has_kernel_for_dispatch_key(_IMPLICIT)
-        if func in decomposition_table or implicit:
-            return self._compose(decomposition_table.get(func, func.decompose), func)
+        return found or self._take_apart(func)
+
+    def _find_in_tables(self, func: Any, name: str) -> Rule | None:
+        base = name.removesuffix("_") if not name.startswith("__") else name
+        for one in (name, base):
+            found = self._compose(COMPOSED[one]) if one in COMPOSED else RULES.get(one)
+            if found is not None:
+                writes = one != name or any(arg.is_out for arg in func._schema.arguments)  # noqa: SLF001
+                found = partial(_write, func, found) if writes else found
+                return partial(_checked, func, found, partial(self._take_apart, func))
+        plain = _find_functional(func)
+        moves = base in MOVES and "reduce" not in func._overloadname  # noqa: SLF001 - a sum
+        copies = torch.Tag.view_copy in func.tags
+        if moves or copies or _is_view(func) or (plain is not None and _is_view(plain)):
+            return func  # type: ignore[no-any-return]
+        return None
+
+    def _take_apart(self, func: Any) -> Rule:
+        """Return what computes an operation by others, or refuses it."""
+        apart = _find_composite(func) or decomposition_table.get(func)
+        if apart is None and func.has_kernel_for_dispatch_key(_KEYS.CompositeImplicitAutograd):
+            apart = func.decompose
+        if apart is not None:
+            return self._compose(apart, func)
         functional = _find_functional(func)
         if functional is not None:
             return partial(_write, func, self._find(functional))
         return partial(_take_integers, func, self._find_patch(func))
 
-    def _find_in_tables(self, func: Any, name: str) -> Rule | None:
-        base = name.removesuffix("_") if not name.startswith("__") else name
-        exact, general = self._rule(name), self._rule(base)
-        if exact is not None and not any(one.is_out for one in func._schema.arguments):  # noqa: SLF001
-            return partial(_checked, func, exact)
-        if general is not None:
-            return partial(_checked, func, partial(_write, func, general))
-        apart = optimizers.take_apart(name) if name.startswith("_foreach_") else None
-        if apart is not None:
-            return self._compose(apart)
-        plain = _find_functional(func)
-        moves = base in MOVES and "reduce" not in func._overloadname  # noqa: SLF001 - a sum
-        if moves or _is_view(func) or (plain is not None and _is_view(plain)):
-            return func  # type: ignore[no-any-return]
-        return None
-
     def _find_patch(self, func: Any) -> Rule | None:
         """Return the deterministic replacement of an operation, run under the mode."""
-        name = func._schema.name.partition("::")[2]  # noqa: SLF001 - torch has no public form
-        overload = func._overloadname  # noqa: SLF001
-        path = _PATCHES.get(name if overload == "default" else f"{name}.{overload}")
+        path = _PATCHES.get(func.name().partition("::")[2])
         if path is None:
             return None
         kernel = resolve_name(path)
@@ -145,22 +142,19 @@ class PortableMode(TorchDispatchMode):
         def call(*args: Any, **kwargs: Any) -> Any:
             try:
                 result = kernel(*args, **kwargs)
-            except RefusedError as error:
+            except RefusedError:
+                result = NotImplemented
+            if result is NotImplemented:
                 raise UnsupportedError(
                     "Its arguments are none that its deterministic replacement takes"
-                ) from error
+                )
             if isinstance(result, Update):
                 target = args[0].clone()
                 result.write(target)
                 return target
             return result
 
-        return partial(_checked, func, self._compose(call, func))
-
-    def _rule(self, name: str) -> Rule | None:
-        if name in COMPOSED:
-            return self._compose(COMPOSED[name])
-        return RULES.get(name)
+        return partial(_checked, func, self._compose(call, func), partial(refuse, func))
 
     def _compose(self, function: Rule, func: Any = None) -> Rule:
         """Run a function under the mode; refuse an operation that leads back to itself."""
@@ -182,6 +176,22 @@ def _is_view(func: Any) -> bool:
     returns = func._schema.returns  # noqa: SLF001 - torch has no public form
     alias = returns[0].alias_info if returns else None
     return alias is not None and not alias.is_write
+
+
+def _find_composite(func: Any) -> Rule | None:
+    """Return torch's kernel of an operation if it only calls others: those then come to the mode.
+
+    Torch's kernel for any device handles the tensors of ``_foreach_`` operations one by one, or
+    makes a tensor and fills it with random numbers in place.
+    """
+    name = func._schema.name.partition("::")[2]  # noqa: SLF001 - its public name
+    keys = [_KEYS.CompositeExplicitAutograd]
+    if name.startswith("_foreach_") or name in _COMPOSITE:
+        keys += [_KEYS.CompositeExplicitAutogradNonFunctional, _KEYS.CPU]
+    elif torch.Tag.nondeterministic_seeded not in func.tags:
+        return None
+    found = [key for key in keys if func.has_kernel_for_dispatch_key(key)]
+    return partial(func._op_dk, found[0]) if found else None  # noqa: SLF001 - as torch decomposes
 
 
 def _find_functional(func: Any) -> Any:
@@ -208,16 +218,14 @@ def _write(func: Any, general: Rule, *args: Any, **kwargs: Any) -> Any:
     """Compute a functional form, and write the results where the operation writes them."""
     schema = func._schema  # noqa: SLF001 - torch has no public form
     outs = [one.name for one in schema.arguments if one.is_out]
-    if not outs:
-        if not schema.is_mutable:
-            return general(*args, **kwargs)
-        return args[0].copy_(general(*args, **kwargs))
-    targets = [kwargs.pop(name) for name in outs]
+    targets = [kwargs.pop(name) for name in outs] if outs else list(args[:1])
     results = general(*args, **kwargs)
+    if results is NotImplemented:
+        return NotImplemented
     for target, result in zip(
         targets, results if isinstance(results, tuple) else (results,), strict=True
     ):
-        if target.shape != result.shape:
+        if outs and target.shape != result.shape:
             target.resize_(result.shape)
         target.copy_(result)
     return targets[0] if len(targets) == 1 else tuple(targets)
@@ -231,7 +239,9 @@ def _tensors(values: Any) -> Iterator[Tensor]:
             yield from _tensors(value)
 
 
-def _checked(func: Any, rule: Rule, *args: Any, **kwargs: Any) -> Any:
+def _checked(
+    func: Any, rule: Rule, take_apart: Callable[[], Rule], *args: Any, **kwargs: Any
+) -> Any:
     """Apply a rule to dense real numbers; leave shapes without values, and no values, to torch."""
     given = [value for value in args if isinstance(value, Tensor)]
     if any(one.is_complex() or one.layout != torch.strided for one in given if not one.is_meta):
@@ -240,9 +250,10 @@ def _checked(func: Any, rule: Rule, *args: Any, **kwargs: Any) -> Any:
     if any(one.is_meta for one in given) or (given and not any(one.numel() for one in given)):
         return func(*args, **kwargs)
     try:
-        return rule(*args, **kwargs)
+        found = rule(*args, **kwargs)
     except UnsupportedError as error:
         refuse(func, f"{error}.")
+    return take_apart()(*args, **kwargs) if found is NotImplemented else found
 
 
 def _take_integers(func: Any, patch: Rule | None, *args: Any, **kwargs: Any) -> Any:

@@ -1,108 +1,47 @@
-"""Fused and ``foreach`` optimizer operations, taken apart into operations on single tensors."""
+"""Fused steps of optimizers, taken apart by torch's own code for single tensors."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
+from torch.optim.adagrad import adagrad
+from torch.optim.adam import adam
+from torch.optim.adamw import adamw
+from torch.optim.sgd import sgd
 
 from lightning_d9m.portability.registry import composed
 
 
-def take_apart(name: str) -> Callable[..., Any] | None:
-    """Return a function for ``_foreach_NAME`` that calls ``NAME`` for each tensor."""
-    base = name.removeprefix("_foreach_")
-    operation: Any = getattr(torch.ops.aten, base, None)
-    if base == "norm":
-        operation = torch.linalg.vector_norm
-    elif operation is None and base.endswith("_"):
-        plain = getattr(torch.ops.aten, base.removesuffix("_"), None)
-        operation = plain and (lambda one, *rest: one.copy_(plain(one, *rest)))
-    if operation is None:
-        return None
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        count = next(len(one) for one in args if isinstance(one, list | tuple))
-        if base.startswith("pow") and not isinstance(args[0], list | tuple):
-            args = ([args[0]] * count, *args[1:])
-        given = [one if isinstance(one, list | tuple) else [one] * count for one in args]
-        if base.startswith(("addcmul", "addcdiv")) and len(given) > 3:
-            kwargs, given = {"value": given[3], **kwargs}, given[:3]
-            if isinstance(kwargs["value"], Tensor):
-                kwargs["value"] = kwargs["value"].tolist()
-        results = []
-        for place, one in enumerate(zip(*given, strict=True)):
-            named = {
-                key: value[place] if isinstance(value, list | tuple) else value
-                for key, value in kwargs.items()
-                if value is not None
-            }
-            if isinstance(named.get("value"), Tensor):
-                named["value"] = named["value"].item()
-            results.append(operation(*one, **named))
-        return None if base.endswith("_") else results
-
-    return call
-
-
-def _as_number(value: Any) -> float:
-    return float(value.item()) if isinstance(value, Tensor) else float(value)
-
-
-def _take_gradients(
+def _step(
+    function: Callable[..., None],
     params: Sequence[Tensor],
     grads: Sequence[Tensor],
-    weight_decay: float,
-    maximize: bool,
-    grad_scale: Tensor | None,
-) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Yield (place, parameter, gradient): unscaled, turned to minimize, with the weight decay."""
-    for place, param in enumerate(params):
-        grad = grads[place] if grad_scale is None else grads[place] / grad_scale
-        grad = -grad if maximize else grad
-        yield place, param, grad + param * weight_decay if weight_decay else grad
+    *state: Sequence[Tensor],
+    lr: Any,
+    grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+    **options: Any,
+) -> None:
+    """Take the step that an optimizer takes with ``foreach=False``."""
+    if found_inf is not None and found_inf.item():
+        return
+    if grad_scale is not None:
+        grads = [grad / grad_scale for grad in grads]
+    rate = lr.item() if isinstance(lr, Tensor) else lr
+    function(list(params), list(grads), *state, foreach=False, fused=False, lr=rate, **options)
 
 
-def _adam(decoupled: bool) -> Callable[..., None]:
-    def step(
-        params: Sequence[Tensor],
-        grads: Sequence[Tensor],
-        averages: Sequence[Tensor],
-        squares: Sequence[Tensor],
-        greatest: Sequence[Tensor],
-        steps: Sequence[Tensor],
-        *,
-        lr: Any,
-        beta1: float,
-        beta2: float,
-        weight_decay: float,
-        eps: float,
-        amsgrad: bool,
-        maximize: bool,
-        grad_scale: Tensor | None = None,
-        found_inf: Tensor | None = None,
-    ) -> None:
-        if found_inf is not None and found_inf.item():
-            return
-        rate = _as_number(lr)
-        added = 0.0 if decoupled else weight_decay
-        for place, param, grad in _take_gradients(params, grads, added, maximize, grad_scale):
-            count = steps[place].item()
-            if decoupled and weight_decay:
-                param.mul_(1 - rate * weight_decay)
-            averages[place].lerp_(grad, 1 - beta1)
-            squares[place].mul_(beta2).add_(grad * grad * (1 - beta2))
-            second = squares[place]
-            if amsgrad:
-                second = greatest[place].copy_(torch.maximum(greatest[place], second))
-            root = (second / (1 - beta2**count)).sqrt()
-            param.sub_(averages[place] / (root + eps) * (rate / (1 - beta1**count)))
+def _counted(function: Callable[..., None]) -> Callable[..., None]:
+    """Let a function count a step that the caller has counted."""
+
+    def step(params: Any, grads: Any, *state: Sequence[Tensor], **options: Any) -> None:
+        _step(function, params, grads, *state[:-1], [one - 1 for one in state[-1]], **options)
 
     return step
 
 
-composed("_fused_adam_")(_adam(decoupled=False))
-composed("_fused_adamw_")(_adam(decoupled=True))
+for _function in (adam, adamw, adagrad):
+    composed(f"_fused_{_function.__name__}_")(_counted(_function))
 
 
 @composed("_fused_sgd_")
@@ -111,53 +50,15 @@ def fused_sgd(
     grads: Sequence[Tensor],
     buffers: Sequence[Tensor],
     *,
-    weight_decay: float,
-    momentum: float,
-    lr: Any,
-    dampening: float,
-    nesterov: bool,
-    maximize: bool,
     is_first_step: bool,
-    grad_scale: Tensor | None = None,
-    found_inf: Tensor | None = None,
+    **options: Any,
 ) -> None:
-    """A step of SGD."""
-    if found_inf is not None and found_inf.item():
-        return
-    for place, param, grad in _take_gradients(params, grads, weight_decay, maximize, grad_scale):
-        change = grad
-        if momentum:
-            buffer = buffers[place]
-            if is_first_step:
-                buffer.copy_(grad)
-            else:
-                buffer.mul_(momentum).add_(grad * (1 - dampening))
-            change = grad + buffer * momentum if nesterov else buffer
-        param.sub_(change * _as_number(lr))
-
-
-@composed("_fused_adagrad_")
-def fused_adagrad(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    sums: Sequence[Tensor],
-    steps: Sequence[Tensor],
-    *,
-    lr: Any,
-    lr_decay: float,
-    weight_decay: float,
-    eps: float,
-    maximize: bool,
-    grad_scale: Tensor | None = None,
-    found_inf: Tensor | None = None,
-) -> None:
-    """A step of Adagrad."""
-    if found_inf is not None and found_inf.item():
-        return
-    for place, param, grad in _take_gradients(params, grads, weight_decay, maximize, grad_scale):
-        rate = _as_number(lr) / (1 + (steps[place].item() - 1) * lr_decay)
-        sums[place].add_(grad * grad)
-        param.sub_(grad / (sums[place].sqrt() + eps) * rate)
+    """A step of SGD, which fills the buffers of the momentum at first."""
+    found: list[Any] = [None] * len(params) if is_first_step else list(buffers)
+    _step(sgd, params, grads, found or [None] * len(params), **options)
+    for buffer, values in zip(buffers, found, strict=False):
+        if values is not None and values is not buffer:
+            buffer.copy_(values)
 
 
 @composed("_amp_foreach_non_finite_check_and_unscale_")

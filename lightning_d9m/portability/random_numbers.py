@@ -1,6 +1,8 @@
-"""Rules for random numbers: integers of torch's generator on the CPU, and exact arithmetic."""
+"""Rules for random numbers: integers of torch's generator on the CPU, and exact arithmetic.
 
-from functools import partial
+Operations that make a tensor fill it in place, so these rules serve them.
+"""
+
 from typing import Any
 
 import torch
@@ -10,8 +12,10 @@ from lightning_d9m.errors import SettingError
 from lightning_d9m.portability import functions
 from lightning_d9m.portability.registry import RULES, composed, rule
 
+Generator = torch.Generator | None
 
-def draw(size: Any, generator: torch.Generator | None, bits: int = 53) -> Tensor:
+
+def draw(size: Any, generator: Generator, bits: int = 53) -> Tensor:
     """Return whole numbers below ``2**bits``, drawn on the CPU."""
     if generator is not None and generator.device.type != "cpu":
         raise SettingError(
@@ -22,17 +26,14 @@ def draw(size: Any, generator: torch.Generator | None, bits: int = 53) -> Tensor
     return torch.empty(size, dtype=torch.int64).random_(0, 2**bits, generator=generator)
 
 
-def _draw_uniform(like: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Return float64 numbers in [0, 1) that the dtype of a tensor holds."""
-    bits = {torch.float64: 53, torch.bfloat16: 8, torch.float16: 11}.get(like.dtype, 24)
-    return draw(like.shape, generator, bits).double() * 2.0**-bits
+def draw_uniform(size: Any, generator: Generator, bits: int = 53) -> Tensor:
+    """Return float64 numbers in [0, 1) that have so many bits."""
+    return draw(size, generator, bits).double() * 2.0**-bits
 
 
-def _draw_normal(size: Any, generator: torch.Generator | None) -> Tensor:
+def _draw_normal(size: torch.Size, generator: Generator) -> Tensor:
     """Return float64 numbers from the standard normal distribution (Box and Muller)."""
-    size = torch.Size(size)
-    pairs = (size.numel() + 1) // 2
-    first = 1.0 - draw((2, pairs), generator).double() * 2.0**-53
+    first = 1.0 - draw_uniform((2, (size.numel() + 1) // 2), generator)
     radius = functions.sqrt(functions.log(first[0]) * -2.0)
     angle = first[1] * 6.283185307179586
     both = torch.cat([radius * functions.cos(angle), radius * functions.sin(angle)])
@@ -40,66 +41,48 @@ def _draw_normal(size: Any, generator: torch.Generator | None) -> Tensor:
 
 
 @rule("uniform")
-def uniform(
-    values: Tensor, low: float = 0, high: float = 1, *, generator: torch.Generator | None = None
-) -> Tensor:
-    """Numbers between two bounds."""
-    return (_draw_uniform(values, generator) * (high - low) + low).to(values)
+def uniform(values: Tensor, low: float = 0, high: float = 1, *, generator: Any = None) -> Tensor:
+    """Numbers between two bounds, of as many bits as the dtype has."""
+    bits = {torch.float64: 53, torch.bfloat16: 8, torch.float16: 11}.get(values.dtype, 24)
+    return (draw_uniform(values.shape, generator, bits) * (high - low) + low).to(values)
 
 
 @rule("normal")
-def normal(
-    mean: Any = 0,
-    std: Any = 1,
-    size: Any = None,
-    *,
-    generator: torch.Generator | None = None,
-    **kwargs: Any,
-) -> Tensor:
-    """Normal numbers; the means or the deviations may be tensors."""
-    if size is not None:
-        numbers = _draw_normal(size, generator) * std + mean
-        return _place(numbers, **kwargs)
-    like = mean if isinstance(mean, Tensor) else std
-    shape = torch.broadcast_shapes(*(one.shape for one in (mean, std) if isinstance(one, Tensor)))
-    numbers = _draw_normal(shape, generator).to(like)
-    result: Tensor = numbers * std + mean
-    return result
+def normal(mean: Any, std: Any = 1, *_size: Any, generator: Any = None, **_: Any) -> Any:
+    """Normal numbers, where the means or the deviations are tensors."""
+    given = [one for one in (mean, std) if isinstance(one, Tensor)]
+    if not given:
+        return NotImplemented
+    shape = torch.broadcast_shapes(*(one.shape for one in given))
+    return _draw_normal(shape, generator).to(given[0]) * std + mean
 
 
 @rule("normal_")
 def normal_in_place(
-    values: Tensor, mean: float = 0, std: float = 1, *, generator: torch.Generator | None = None
+    values: Tensor, mean: float = 0, std: float = 1, *, generator: Any = None
 ) -> Tensor:
     """Fill a tensor with normal numbers."""
     return values.copy_(_draw_normal(values.shape, generator) * std + mean)
 
 
 @rule("bernoulli")
-def bernoulli(values: Tensor, p: Any = None, *, generator: torch.Generator | None = None) -> Tensor:
+def bernoulli(values: Tensor, p: Any = None, *, generator: Any = None) -> Tensor:
     """One with a probability, else zero."""
     chance = values if p is None else p
-    chance = chance.double() if isinstance(chance, Tensor) else chance
-    return (draw(values.shape, generator).double() * 2.0**-53 < chance).to(values)
+    chance = chance.to("cpu", torch.float64) if isinstance(chance, Tensor) else chance
+    return (draw_uniform(values.shape, generator) < chance).to(values)
 
 
 @rule("bernoulli_")
-def bernoulli_in_place(
-    values: Tensor, p: Any = 0.5, *, generator: torch.Generator | None = None
-) -> Tensor:
+def bernoulli_in_place(values: Tensor, p: Any = 0.5, *, generator: Any = None) -> Tensor:
     """Fill a tensor with ones with a probability."""
-    if isinstance(p, Tensor):
-        p = p.to("cpu")
     return values.copy_(bernoulli(values, p, generator=generator))
 
 
 @rule("exponential")
-def exponential(
-    values: Tensor, lambd: float = 1, *, generator: torch.Generator | None = None
-) -> Tensor:
+def exponential(values: Tensor, lambd: float = 1, *, generator: Any = None) -> Tensor:
     """Exponential numbers."""
-    uniform_numbers = draw(values.shape, generator).double() * 2.0**-53
-    return (functions.log1p(-uniform_numbers) / -lambd).to(values)
+    return (functions.log1p(-draw_uniform(values.shape, generator)) / -lambd).to(values)
 
 
 @rule("multinomial")
@@ -107,78 +90,33 @@ def multinomial(
     weights: Tensor, count: int, replacement: bool = False, *, generator: Any = None
 ) -> Tensor:
     """Draw indices by weight: with replacement by the sums, else by exponential races."""
-    wide = weights.double()
-    rows = wide if wide.dim() > 1 else wide.unsqueeze(0)
+    rows = torch.atleast_2d(weights).to("cpu", torch.float64)
     if replacement:
-        numbers = draw((len(rows), count), generator).double() * 2.0**-53
         sums = RULES["cumsum"](rows, 1)
-        result = torch.searchsorted(sums, numbers * sums[:, -1:], right=True)
-        result.clamp_(max=rows.shape[1] - 1)
+        places = draw_uniform((len(rows), count), generator) * sums[:, -1:]
+        result = torch.searchsorted(sums, places, right=True).clamp_(max=rows.shape[1] - 1)
     else:
         times = exponential(rows, generator=generator) / rows
         result = torch.sort(times, stable=True, dim=1)[1][:, :count].contiguous()
-    return result if wide.dim() > 1 else result[0]
+    return result.to(weights.device).view(*weights.shape[:-1], count)
 
 
-def _place(numbers: Tensor, **kwargs: Any) -> Tensor:
-    dtype = kwargs.get("dtype") or torch.get_default_dtype()
-    device = kwargs.get("device")
-    return numbers.to(dtype=dtype, **({} if device is None else {"device": device}))
-
-
-@rule("rand", "rand_like")
-def rand(size: Any, *, generator: Any = None, memory_format: Any = None, **kwargs: Any) -> Tensor:
-    """Numbers between 0 and 1."""
-    del memory_format
-    like = _template(size, kwargs)
-    return _place(_draw_uniform(like, generator), **(kwargs | {"dtype": like.dtype}))
-
-
-@rule("randn", "randn_like")
-def randn(size: Any, *, generator: Any = None, memory_format: Any = None, **kwargs: Any) -> Tensor:
-    """Normal numbers."""
-    del memory_format
-    like = _template(size, kwargs)
-    return _place(_draw_normal(like.shape, generator), **(kwargs | {"dtype": like.dtype}))
-
-
-def _template(size: Any, kwargs: dict[str, Any]) -> Tensor:
-    if isinstance(size, Tensor):
-        if kwargs.get("device") is None:
-            kwargs["device"] = size.device
-        return size.to(kwargs.get("dtype") or size.dtype)
-    dtype = kwargs.get("dtype") or torch.get_default_dtype()
-    return torch.empty((), dtype=dtype).expand(torch.Size(size))
-
-
-def _draw_on_cpu(name: str, *args: Any, **kwargs: Any) -> Tensor:
-    """Draw whole numbers on the CPU, and move them."""
-    device = kwargs.pop("device", None)
-    for unused in ("pin_memory", "layout"):
-        kwargs.pop(unused, None)
-    result: Tensor = getattr(torch.ops.aten, name)(*args, **kwargs)
-    return result if device is None else result.to(device)
-
-
-RULES |= {name: partial(_draw_on_cpu, name) for name in ("randint", "randperm")}
-
-
-@rule("randint_like")
-def randint_like(values: Tensor, *args: int, **kwargs: Any) -> Tensor:
-    """Whole numbers of a tensor's shape."""
-    low, high = (0, *args)[-2:]
-    dtype = kwargs.get("dtype") or values.dtype
-    numbers = torch.empty(values.shape, dtype=torch.int64).random_(low, high)
-    return numbers.to(dtype=dtype, device=values.device)
+@rule("randperm")
+def permute(
+    n: int, *, generator: Any = None, dtype: Any = None, device: Any = None, **_: Any
+) -> Tensor:
+    """A permutation, drawn on the CPU and moved."""
+    return torch.randperm(n, generator=generator, dtype=dtype or torch.int64).to(device or "cpu")
 
 
 @rule("random_")
 def random_in_place(values: Tensor, *args: Any, generator: Any = None) -> Tensor:
-    """Fill a tensor with whole numbers."""
+    """Fill a tensor with whole numbers, drawn on the CPU."""
     if values.device.type == "cpu":
         return values.random_(*args, generator=generator)
-    numbers = torch.empty(values.shape, dtype=values.dtype)
-    return values.copy_(numbers.random_(*args, generator=generator))
+    return values.copy_(
+        torch.empty(values.shape, dtype=values.dtype).random_(*args, generator=generator)
+    )
 
 
 @composed("native_dropout")

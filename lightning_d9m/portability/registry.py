@@ -1,8 +1,9 @@
 """The table of rules: which function computes an operation of torch portably.
 
 Rules have the arguments of the functional overloads of ``aten``, and call torch outside the mode:
-they may use only what gives the same bits everywhere. A *composed* rule runs under the mode, so
-each operation in it is looked up itself.
+they may use only what gives the same bits everywhere. A rule may return ``NotImplemented``: then
+torch's decomposition serves. A *composed* rule runs under the mode, so each operation in it is
+looked up itself.
 """
 
 from collections.abc import Callable
@@ -23,11 +24,11 @@ class UnsupportedError(Exception):
     """A rule does not take its arguments; the mode says so in the words of ``NotPortableError``."""
 
 
-def rule(*names: str) -> Callable[[_Rule], _Rule]:
+def rule(*names: str, table: dict[str, Rule] = RULES) -> Callable[[_Rule], _Rule]:
     """Register a function for operations, by their names without the namespace."""
 
     def register(function: _Rule) -> _Rule:
-        RULES.update(dict.fromkeys(names, function))
+        table.update(dict.fromkeys(names, function))
         return function
 
     return register
@@ -35,12 +36,7 @@ def rule(*names: str) -> Callable[[_Rule], _Rule]:
 
 def composed(*names: str) -> Callable[[_Rule], _Rule]:
     """Register a function that runs under the mode."""
-
-    def register(function: _Rule) -> _Rule:
-        COMPOSED.update(dict.fromkeys(names, function))
-        return function
-
-    return register
+    return rule(*names, table=COMPOSED)
 
 
 def along_dim(function: _Rule) -> _Rule:

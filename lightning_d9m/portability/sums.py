@@ -11,8 +11,9 @@ those of ``patches.exact_sums``, and products of float64 numbers come from Ozaki
 
 import math
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,33 +27,51 @@ _CHUNK = 2**15  # sums that are rounded at a time: they stay in a core's cache
 _MOST_TERMS = 2**20  # that are added exactly at a time
 
 
-def settle(total: Tensor, bound: Tensor, find_terms: Callable[[Tensor], Tensor]) -> Tensor:
+Terms = Callable[[Tensor], Tensor]
+"""What returns something for each of some sums, given their flat positions."""
+
+
+def settle(
+    total: Tensor, bound: Tensor, find_terms: Terms, have_terms: Terms | None = None
+) -> Tensor:
     """Round float64 sums to float32 as their exact values round.
 
     Args:
         total: The sums, contiguous; any order of additions.
         bound: At least twice the greatest error of each sum, contiguous.
-        find_terms: Returns the terms of sums, ``[sums, terms]``, given their flat positions.
+        find_terms: Returns the terms, ``[sums, terms]``.
+        have_terms: Returns which sums have a term that is not 0, if that is fast.
     """
     flat, margins = total.view(-1), bound.view(-1)
-    result = torch.empty_like(flat, dtype=torch.float32)
-    found = []
-    each = _CHUNK if flat.device.type == "cpu" else max(len(flat), 1)
-    for start in range(0, len(flat), each):
-        part = slice(start, start + each)
-        highest = (flat[part] + margins[part]).float()
-        unsure = (flat[part] - margins[part]).float() != highest
-        result[part] = highest
-        if bool(unsure.any()):
-            found.append(unsure.nonzero().view(-1).add_(start))
-    if found:
-        places = torch.cat(found)
+    result, places = _round(flat, margins)
+    if len(places):
         result[places] = flat[places].float()
-        _add_unsure(result, places[flat[places].isfinite()], find_terms)
+        places = places[flat[places].isfinite()]
+        places = places if have_terms is None else places[have_terms(places)]
+        _add_unsure(result, places, find_terms)
     return result.add_(0.0).view(total.shape)  # one zero
 
 
-def _add_unsure(result: Tensor, places: Tensor, find_terms: Callable[[Tensor], Tensor]) -> None:
+def _round(total: Tensor, bound: Tensor) -> tuple[Tensor, Tensor]:
+    """Return sums in float32, and the places of those that a bound of the error may change."""
+    if total.device.type != "cpu":
+        result = (total + bound).float()
+        return result, ((total - bound).float() != result).nonzero().view(-1)
+    result = torch.empty_like(total, dtype=torch.float32)
+    sums, margins, highest = (one.numpy() for one in (total, bound, result))
+    lowest = np.empty(min(len(sums), _CHUNK), dtype=np.float32)
+    places = []
+    with np.errstate(all="ignore"):  # NumPy adds and rounds in one pass
+        for start in range(0, len(sums), _CHUNK):
+            part = slice(start, start + _CHUNK)
+            high, low = highest[part], lowest[: len(highest[part])]
+            np.add(sums[part], margins[part], out=high, casting="same_kind")
+            np.subtract(sums[part], margins[part], out=low, casting="same_kind")
+            places.append(np.flatnonzero(high != low) + start)
+    return result, torch.from_numpy(np.concatenate(places))
+
+
+def _add_unsure(result: Tensor, places: Tensor, find_terms: Terms) -> None:
     """Write the sums of which the float64 sum did not decide the last bit."""
     if not len(places):
         return
@@ -153,28 +172,55 @@ def multiply(left: Tensor, right: Tensor, size: Tensor | None = None) -> Tensor:
 
     ``size`` has bounds of the norms of the right matrix's columns, if the caller knows them.
     """
-    inner, columns = left.shape[2], right.shape[2]
-    rows = left.shape[1]
+    rows, columns = left.shape[1], right.shape[2]
     if not left.numel() or not right.numel():
         return left.new_zeros((len(left), rows, columns), dtype=torch.float32)
-    total = _multiply_in_blocks(left, right)
-    terms = min(inner, BLOCK) + -(-inner // BLOCK) + 2
-    size = measure(right, 1) if size is None else size
-    bound = measure(left, 2).mul_(2 * terms * UNIT) * size
+
+    def locate(places: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        batch, place = places // (rows * columns), places % (rows * columns)
+        return batch, place // columns, place % columns
 
     def find_terms(places: Tensor) -> Tensor:
-        batch, place = places // (rows * columns), places % (rows * columns)
-        return left[batch, place // columns] * right[batch, :, place % columns]
+        batch, row, column = locate(places)
+        return left[batch, row] * right[batch, :, column]
 
-    return settle(total, bound, find_terms)
+    def have_terms(places: Tensor) -> Tensor:  # units that ReLU turns off leave few
+        batch, row, column = (one.numpy() for one in locate(places))
+        mine, other = (
+            np.packbits(one.numpy() != 0, axis=axis) for one, axis in ((left, 2), (right, 1))
+        )
+        return torch.from_numpy((mine[batch, row] & other.swapaxes(1, 2)[batch, column]).any(1))
+
+    fast = have_terms if left.device.type == "cpu" else None
+    parts = zip(left.split(BLOCK, 2), right.split(BLOCK, 1), strict=True)
+    return multiply_parts(parts, find_terms, fast, size)
 
 
-def _multiply_in_blocks(left: Tensor, right: Tensor) -> Tensor:
-    total = torch.bmm(left[:, :, :BLOCK], right[:, :BLOCK])
-    for start in range(BLOCK, left.shape[2], BLOCK):
-        part = slice(start, start + BLOCK)
-        total.baddbmm_(left[:, :, part], right[:, part])
-    return total
+def multiply_parts(
+    parts: Iterable[tuple[Tensor, Tensor]],
+    find_terms: Terms,
+    have_terms: Terms | None = None,
+    size: Tensor | None = None,
+) -> Tensor:
+    """Return the sum of the products of pairs of matrices, each rounded once; see ``multiply``.
+
+    Args:
+        parts: The pairs, each with at most ``BLOCK`` terms.
+        find_terms: See :func:`settle`.
+        have_terms: See :func:`settle`.
+        size: Bounds of the norms of all columns of the right matrices, if they are known.
+    """
+    (first, second), *others = parts
+    total, terms = torch.bmm(first, second), first.shape[2] + 3
+    bounds = [measure(first, 2), measure(second, 1) if size is None else size]
+    for left, right in others:
+        total.baddbmm_(left, right)
+        terms = max(terms, left.shape[2]) + 1
+        bounds[0] = torch.hypot(bounds[0], measure(left, 2)).mul_(1.0 + 2.0**-40)
+        if size is None:
+            bounds[1] = torch.hypot(bounds[1], measure(right, 1)).mul_(1.0 + 2.0**-40)
+    bound = bounds[0].mul(2 * terms * UNIT) * bounds[1]
+    return settle(total, bound, find_terms, have_terms)
 
 
 def measure(matrices: Tensor, dim: int) -> Tensor:
