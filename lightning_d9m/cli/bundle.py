@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from lightning_d9m.cli.arguments import add_format_arguments
+from lightning_d9m.cli.arguments import add_format_arguments, declare
 from lightning_d9m.cli.report import check_output, compare_chosen, compare_pair, write_page
 from lightning_d9m.comparison.ledgers import Comparison
 from lightning_d9m.errors import LedgerError, SettingError
@@ -23,6 +23,15 @@ from lightning_d9m.text import printable
 _OPEN = "open"
 _PAIR = 2
 
+_ARGUMENTS = """
+paths:PATH*  two ledgers, or a folder that d9m locate or d9m repeat left (default: the last two
+    ledgers in the working folder); or the word open and a bundle
+-o, --output FILE  the bundle to write (default: d9m-bundle.zip). After open: an HTML file for the
+    report of its ledgers
+--add PATH ...  a file or folder, such as a checkpoint or a log, that is added as it is; may be
+    given several times
+"""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``d9m bundle``."""
@@ -31,34 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "                  [REFERENCE [THIS_RUN]]\n"
         "       d9m bundle open [-o REPORT] [--format FORMAT | --json] [-v] FILE"
     )
-    parser.add_argument(
-        "paths",
-        nargs="*",
-        metavar="PATH",
-        help="two ledgers, or a folder that d9m locate or d9m repeat left (default: the last two "
-        "ledgers in the working folder); or the word open and a bundle",
-    )
-    parser.add_argument(
-        "-o",
-        "--output",
-        type=Path,
-        metavar="FILE",
-        help="the bundle to write (default: d9m-bundle.zip). After open: an HTML file for the "
-        "report of its ledgers",
-    )
-    parser.add_argument(
-        "--add",
-        action="append",
-        default=[],
-        type=Path,
-        metavar="PATH",
-        help="a file or folder, such as a checkpoint or a log, that is added as it is; may be "
-        "given several times",
-    )
+    declare(parser, _ARGUMENTS, paths={"type": str}, add={"default": []})
     add_format_arguments(parser)
-    parser.add_argument(
-        "-v", "--verbose", action="store_true", help="show whole digests and the bits of numbers"
-    )
+    declare(parser, "-v, --verbose  show whole digests and the bits of numbers")
 
 
 def run(arguments: argparse.Namespace) -> int:

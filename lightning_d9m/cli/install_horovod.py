@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from lightning_d9m.cli.arguments import declare
 from lightning_d9m.errors import CommandError
 from lightning_d9m.horovod.build import (
     HOROVOD_VERSION,
@@ -38,29 +39,21 @@ assert total.tolist() == [0.0, 3.0, 6.0, 9.0, 12.0], total
 hvd.shutdown()
 """
 
+_ARGUMENTS = """
+--cache DIR  the folder for wheels (default: $XDG_CACHE_HOME/lightning_d9m/wheels)
+--mpi  build with MPI in addition to Gloo
+--gpu {auto,nccl,none}  NCCL operations for CUDA; auto: when torch is a CUDA build (default: auto)
+--rebuild  build even if a cached or installed one works
+--json  print the result as JSON
+"""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.description = (
         f"Build Horovod {HOROVOD_VERSION} for the torch of this Python, install it and test it."
     )
-    parser.add_argument(
-        "--cache",
-        type=Path,
-        metavar="DIR",
-        help="the folder for wheels (default: $XDG_CACHE_HOME/lightning_d9m/wheels)",
-    )
-    parser.add_argument("--mpi", action="store_true", help="build with MPI in addition to Gloo")
-    parser.add_argument(
-        "--gpu",
-        choices=("auto", "nccl", "none"),
-        default="auto",
-        help="NCCL operations for CUDA; auto: when torch is a CUDA build (default: auto)",
-    )
-    parser.add_argument(
-        "--rebuild", action="store_true", help="build even if a cached or installed one works"
-    )
-    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    declare(parser, _ARGUMENTS, gpu={"default": "auto"})
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -58,15 +58,10 @@ class PackageBisection(Bisection):
     )
     environment: "Environment"
 
-    def find_folder(self, worktree: Worktree) -> Path:
-        """Return the user's working folder."""
-        del worktree
-        return Path.cwd()
-
-    def prepare(self, worktree: Worktree) -> Mapping[str, str]:
-        """Install the packages of the commit; return the variables that select them."""
+    def prepare(self, worktree: Worktree) -> tuple[Path, Mapping[str, str]]:
+        """Install the packages of the commit; return the user's folder and their variables."""
         self.environment.install(worktree.folder / _LIST)
-        return self.environment.variables
+        return Path.cwd(), self.environment.variables
 
 
 class Environment:

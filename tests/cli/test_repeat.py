@@ -416,8 +416,8 @@ def test_a_process_that_hangs_is_shown(repeat, tmp_path, monkeypatch):
         (["-1,2"], "expected one argument"),
         (["1,2,1"], "1,2,1 is not valid; a number occurs twice"),
         (["2"], "2 is not valid; one run cannot be compared"),
-        (["1,2", "--interrupt"], "--processes is 1,2, and --interrupt is given too"),
-        (["1,2", "-n", "2"], "--processes is 1,2, and --runs is given too"),
+        (["1,2", "--interrupt"], "--interrupt: not allowed with argument --processes"),
+        (["1,2", "-n", "2"], "-n/--runs: not allowed with argument --processes"),
         (["1,8"], "--processes is 1,8, but LIGHTNING_D9M_LOGICAL_RANKS is 4"),
     ],
 )
@@ -599,12 +599,6 @@ def test_objects_are_allowed_in_resumed_runs_only(resume, tmp_path, monkeypatch,
     for name, text in logs.items():
         resumed = name != "run-001" and "killed" not in name
         assert text == ("0 1\n" if options and resumed else "1 None\n")
-
-
-def test_runs_beside_interrupt_are_misuse(resume):
-    status, _, err = resume("train()", "-n", "3")
-    assert status == 2
-    assert "--runs is 3, but --interrupt makes one run for each point" in err
 
 
 def test_a_command_that_outlives_its_kill_is_killed(resume):

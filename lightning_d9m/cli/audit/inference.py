@@ -3,50 +3,39 @@
 import argparse
 import json
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
-from lightning_d9m.cli.arguments import whole_number
+from lightning_d9m.cli.arguments import declare, whole_number
 from lightning_d9m.errors import SettingError
 from lightning_d9m.output.terminal import print_wrapped
 
 _SIZES = (2, 3, 4, 5, 7, 8, 16, 32, 64, 128, 256)
 
+_ARGUMENTS = """
+target:TARGET  module:function or script.py:function that returns (module, samples)
+-n, --runs RUNS  number of evaluations of one batch (default: 10)
+--samples SAMPLES  maximum number of samples (default: 32)
+--batch-sizes SIZE+  in addition to 1 (default: a range)
+--device DEVICE  any torch device (default: cpu)
+--threads THREADS  intra-op CPU threads
+--deterministic  run in a deterministic session
+-o, --output FILE  also write Markdown
+--json  print the result as one JSON object
+"""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``d9m audit inference``."""
-    parser.add_argument(
-        "target",
-        metavar="TARGET",
-        help="module:function or script.py:function that returns (module, samples)",
+    size = whole_number(1, 1_000_000)
+    declare(
+        parser,
+        _ARGUMENTS,
+        runs={"type": whole_number(2, 10_000), "default": 10},
+        samples={"type": whole_number(2, 1_000_000), "default": 32},
+        batch_sizes={"type": size},
+        device={"default": "cpu"},
+        threads={"type": whole_number(1, 4096)},
     )
-    parser.add_argument(
-        "-n",
-        "--runs",
-        type=whole_number(2, 10_000),
-        default=10,
-        help="number of evaluations of one batch (default: 10)",
-    )
-    parser.add_argument(
-        "--samples",
-        type=whole_number(2, 1_000_000),
-        default=32,
-        help="maximum number of samples (default: 32)",
-    )
-    parser.add_argument(
-        "--batch-sizes",
-        type=whole_number(1, 1_000_000),
-        nargs="+",
-        metavar="SIZE",
-        help="in addition to 1 (default: a range)",
-    )
-    parser.add_argument("--device", default="cpu", help="any torch device (default: cpu)")
-    parser.add_argument("--threads", type=whole_number(1, 4096), help="intra-op CPU threads")
-    parser.add_argument(
-        "--deterministic", action="store_true", help="run in a deterministic session"
-    )
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="also write Markdown")
-    parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
 
 
 def run(arguments: argparse.Namespace) -> int:
