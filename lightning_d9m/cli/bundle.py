@@ -60,9 +60,9 @@ def _write(arguments: argparse.Namespace) -> int:
             "one folder; add other files with --add."
         )
     output = arguments.output or Path("d9m-bundle.zip")
-    located = find_located(paths[-1]) if paths else None
-    if len(paths) == 1 and located is not None and located.ledgers:
-        paths = list(located.ledgers)
+    located, compared = find_located(paths[-1]) if paths else ({}, [])
+    if len(paths) == 1:
+        paths = compared or paths
     arguments.expected, arguments.actual = [*paths, None, None][:_PAIR]
     found = compare_chosen(arguments)
     if output.exists():
@@ -70,7 +70,7 @@ def _write(arguments: argparse.Namespace) -> int:
             f"{output} exists already, so no bundle was written. Give another file with --output, "
             "or remove it."
         )
-    located = located or find_located(found.ledgers[1].path)
+    located = located or find_located(found.ledgers[1].path)[0]
     command = find_command(found.ledgers)
     write_bundle(output, found.ledgers, found.comparison.verdict, command, located, arguments.add)
     # From the archive: what is shown is what others see.

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 
 from lightning_d9m.cli.arguments import declare
@@ -23,7 +22,6 @@ from lightning_d9m.horovod.build import (
 from lightning_d9m.launch.progress import StatusLine
 
 _TRIAL_SECONDS = 180
-_QUIET_PROGRESS_SECONDS = 30
 _TERMINAL_COLUMNS = 100
 
 # Two processes, because one reduces nothing; integers, so that every order of the sum is exact.
@@ -65,7 +63,8 @@ def run(arguments: argparse.Namespace) -> int:
     target = _find_target(mpi=arguments.mpi, gpu=arguments.gpu)
     if not arguments.rebuild and _try_installed(target) is None:
         return _report(arguments, "kept", target, None)
-    folder = (arguments.cache or default_cache()) / target.key
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = (arguments.cache or base / "lightning_d9m" / "wheels") / target.key
     wheel = next(iter(sorted(folder.glob("horovod-*.whl"))), None)
     built = wheel is None or arguments.rebuild
     _install_requirements()
@@ -79,12 +78,6 @@ def run(arguments: argparse.Namespace) -> int:
             f"{failure} Run `d9m install-horovod --rebuild` to build it again."
         )
     return _report(arguments, "built" if built else "installed", target, wheel)
-
-
-def default_cache() -> Path:
-    """Return the folder for wheels under the user's cache directory (XDG Base Directory)."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "lightning_d9m" / "wheels"
 
 
 def _find_target(*, mpi: bool, gpu: str) -> Target:
@@ -124,27 +117,17 @@ def _build_into(folder: Path, target: Target, *, quiet: bool) -> Path:
     with tempfile.TemporaryDirectory(dir=folder, prefix="build-") as name:
         work = Path(name)
         environment = build_environment(target, tools, work, os.environ)
-        _say(
-            f"Building Horovod {HOROVOD_VERSION} for torch {target.torch}; log: {log}", quiet=quiet
-        )
+        if not quiet:
+            title = f"Building Horovod {HOROVOD_VERSION} for torch {target.torch}; log: {log}"
+            print(title, file=sys.stderr, flush=True)
         with StatusLine(quiet=quiet) as line:
-            built = build_wheel(work, log, environment, _make_progress(line, quiet=quiet))
+
+            def show(seconds: float, text: str) -> None:
+                passed = f"{int(seconds) // 60}:{int(seconds) % 60:02}"
+                line.update(f"{passed} {text}"[:_TERMINAL_COLUMNS])
+
+            built = build_wheel(work, log, environment, show)
         return built.replace(folder / built.name)
-
-
-def _make_progress(status: StatusLine, *, quiet: bool) -> Callable[[float, str], None]:
-    """Return a function that shows the last line of the build; in a pipe every half minute."""
-    due = 0.0
-
-    def show(seconds: float, line: str) -> None:
-        nonlocal due
-        text = f"{int(seconds) // 60}:{int(seconds) % 60:02} {line}"[:_TERMINAL_COLUMNS]
-        status.update(text)
-        if not status.live and seconds >= due:
-            due = seconds + _QUIET_PROGRESS_SECONDS
-            _say(text, quiet=quiet)
-
-    return show
 
 
 def _install_requirements() -> None:
@@ -155,11 +138,7 @@ def _install_requirements() -> None:
 
 
 def _is_installed(distribution: str) -> bool:
-    try:
-        importlib.metadata.distribution(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
+    return next(importlib.metadata.distributions(name=distribution), None) is not None
 
 
 def _pip(*arguments: str) -> None:
@@ -198,11 +177,6 @@ def _try_installed(target: Target) -> str | None:
         return None
     lines = [line for line in (done.stdout + done.stderr).splitlines() if "Error" in line]
     return f"{lines[0] if lines else f'exit status {done.returncode}'}."
-
-
-def _say(text: str, *, quiet: bool) -> None:
-    if not quiet:
-        print(text, file=sys.stderr, flush=True)
 
 
 def _report(arguments: argparse.Namespace, done: str, target: Target, wheel: Path | None) -> int:

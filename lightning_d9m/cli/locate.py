@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightning_d9m.cli.arguments import add_command_arguments, declare, get_command
-from lightning_d9m.history.bundle import LOCATE_JSON, LOCATE_TEXT
+from lightning_d9m.history.bundle import LOCATE_JSON
 from lightning_d9m.launch.run import make_output
 from lightning_d9m.locate.search import Runner, Search, SearchResult
 from lightning_d9m.output.locate_text import describe
@@ -67,11 +67,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _keep(found: SearchResult, lines: list[str], output: Path) -> None:
     """Write the result beside the ledgers, for `d9m bundle`."""
-    facts = found.as_json()
+    facts = found.as_json() | {"report": lines}
     if found.pair is not None:
         ledgers = (found.pair.comparison.expected, found.pair.comparison.actual)
         facts["ledgers"] = [os.path.relpath(ledger, output) for ledger in ledgers]
-    (output / LOCATE_TEXT).write_text("\n".join([*lines, ""]), encoding="utf-8")
     (output / LOCATE_JSON).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
 
 
