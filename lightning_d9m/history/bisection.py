@@ -133,19 +133,21 @@ class Bisection:
             result = BisectResult(
                 (), good, bad, len(repository.list_commits(bad, *known)), (), "", self.noun
             )
-            skipped = {bad.sha}
+            tested, skips = {bad.sha}, 0
             while left := [
                 sha
                 for sha in repository.list_commits(bad, "--bisect-all", *known)
-                if sha not in skipped
+                if sha not in tested
             ]:
-                commit = repository.find_commit(left[0])
+                # Neighbors of a commit that does not run often do not run either.
+                commit = repository.find_commit(left[min(skips**2, len(left) - 1)])
                 verdict = self._try(commit).verdict
+                tested.add(commit.sha)
+                skips = skips + 1 if verdict == "skipped" else 0
                 if verdict == "equal":
                     known.append(f"^{commit.sha}")
                 elif verdict == "different":
                     bad = commit
-                skipped.add(commit.sha)
         found = tuple(map(repository.find_commit, repository.list_commits(bad, *known)))
         patch = repository.show(bad) if len(found) == 1 else ""
         return replace(result, candidates=found, trials=tuple(self._trials), patch=patch)
