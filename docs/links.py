@@ -24,9 +24,11 @@ def read_urls() -> dict[str, str]:
     assert found is not None, "pyproject.toml names the repository"
     host, owner, name = found.groups()
     repository = f"https://{host}/{owner}/{name}"
+    # Each version of the pages has a folder; `latest` is that of the last release.
+    pages = f"https://{owner.lower()}.{host.partition('.')[0]}.io/{name}/latest/"
     return {
         "Homepage": repository,
-        "Documentation": f"https://{owner.lower()}.{host.partition('.')[0]}.io/{name}/",
+        "Documentation": pages,
         "Issues": f"{repository}/issues",
         "Changelog": f"{repository}/blob/main/CHANGELOG.md",
     }

@@ -107,14 +107,6 @@ def test_an_environment_that_is_not_whole_heals(dev, made, leave):
     assert not dev.UNFINISHED.exists()
 
 
-def test_an_environment_without_pip_keeps_what_is_in_it(dev, made):
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", dev.ENVIRONMENT], check=True)
-    (dev.ENVIRONMENT / "mine").touch()
-    dev.make_environment()
-    assert dev.works("pip")
-    assert (dev.ENVIRONMENT / "mine").exists()
-
-
 @pytest.mark.parametrize("failing", [0, 1, 2, None])
 def test_a_part_that_fails_hides_no_other(dev, tmp_path, monkeypatch, failing):
     """Each test is in one of the parts, and each part's status counts."""
@@ -145,36 +137,6 @@ def test_the_oldest_lightning_is_the_lower_bound_of_the_metadata(dev):
     metadata = SCRIPT.with_name("pyproject.toml").read_text()
     bounds = set(re.findall(r'"(?:pytorch-)?lightning>=([\d.]+)"', metadata))
     assert bounds == {dev.OLDEST_LIGHTNING.removesuffix(".0")}
-
-
-def test_the_oldest_lightning_comes_before_that_of_the_environment(dev, made, monkeypatch):
-    """The rest, and the tests, come from the environment."""
-    dev.make_environment()
-    (site,) = dev.ENVIRONMENT.glob("lib/python*/site-packages")
-    for name in ("lightning", "torch"):
-        (site / f"{name}.py").write_text(f"origin = '{name} of .venv'")
-    commands = []
-
-    def run(*command, **_):
-        if "venv" in command:
-            subprocess.run(list(map(str, command)), check=True)
-        else:
-            commands.append(list(map(str, command)))
-
-    monkeypatch.setattr(dev, "run", run)
-    monkeypatch.setattr(dev, "install", lambda *_, **__: None)
-    dev.test_oldest_lightning(["tests/some.py"])
-    pip, pytest_command = commands
-    assert pip[-2:] == ["lightning==2.2.5", "pytorch-lightning==2.2.5"]
-    assert pytest_command[-1] == "tests/some.py"
-    folder = dev.ROOT / dev.OLDEST_LIGHTNING_ENVIRONMENT
-    (own,) = folder.glob("lib/python*/site-packages")
-    (own / "lightning.py").write_text("origin = 'lightning 2.5.0'")
-    code = "import lightning, torch; print(lightning.origin, torch.origin, sep=', ')"
-    done = subprocess.run(
-        [pytest_command[0], "-c", code], capture_output=True, text=True, check=True
-    )
-    assert done.stdout.strip() == "lightning 2.5.0, torch of .venv"
 
 
 def test_a_portable_digest_that_is_not_the_readmes_is_reported(dev, tmp_path, capsys):

@@ -14,6 +14,8 @@ import pytest
 import yaml
 from scripts import load_script
 
+from lightning_d9m.version import __version__
+
 ROOT = Path(__file__).parents[1]
 
 TRAINING = """
@@ -176,9 +178,9 @@ def test_the_conda_recipe_needs_what_the_package_needs():
     (block,) = re.findall(r"^dependencies = \[(.*?)^\]", text, re.DOTALL | re.MULTILINE)
     declared = dict(re.findall(r'"([\w-]+)(>=[\d.]+)"', block))
     (python,) = re.findall(r'^requires-python = "(.*)"', text, re.MULTILINE)
-    recipe = (ROOT / "conda/meta.yaml").read_text()
-    (run,) = re.findall(r"^  run:\n((?:    - .*\n)+)", recipe, re.MULTILINE)
-    needed = dict(re.findall(r"- ([\w-]+) (.*)", run))
+    recipe = yaml.safe_load((ROOT / "conda/recipe.yaml").read_text())
     names = {"pytorch": "torch", "python-xxhash": "xxhash"}
+    needed = dict(line.split() for line in recipe["requirements"]["run"])
     needed = {names.get(name, name): version for name, version in needed.items()}
     assert needed == {**declared, "python": python}
+    assert recipe["context"]["version"] == __version__

@@ -222,7 +222,7 @@ def check_line(line, project, script):
             assert f"\n{group} = [" in project.partition("[dependency-groups]")[2]
         case ["mkdocs", "build", "--strict"]:
             assert 'run("mkdocs", "build", "--strict"' in script
-        case ["mike", "deploy", *_, "latest"]:
+        case ["mike", "deploy" | "set-default", *_, "latest"]:
             assert '"mike>=' in project
         case ["python3", "dev.py", command, *_]:
             assert f'"{command}"' in script
@@ -240,6 +240,8 @@ def test_a_release_is_published_by_trust_and_attested_only_after_the_wheel_was_c
     *_, attested, published = publish["steps"]
     assert attested["uses"].startswith("actions/attest-build-provenance@")
     assert published["with"] == {"attestations": True}  # no password: the identity is enough
+    # mike commits, and refuses to without an identity.
+    assert jobs["docs"]["env"].keys() == {"GIT_COMMITTER_NAME", "GIT_COMMITTER_EMAIL"}
 
 
 def test_the_image_runs_the_main_job():

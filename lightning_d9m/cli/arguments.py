@@ -1,8 +1,10 @@
-"""Arguments that several commands share, and the checks of their values."""
+"""The description of a command's arguments, and arguments that several commands share."""
 
 import argparse
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from lightning_d9m.errors import SettingError
 from lightning_d9m.ledger.folder import find_last_pair
@@ -46,23 +48,100 @@ def positive_seconds(text: str) -> float:
     return value
 
 
+_PATHS = (
+    "CHECKPOINT",
+    "DIR",
+    "OUTPUT",
+    "FILE",
+    "FOLDER",
+    "LEDGER",
+    "PATH",
+    "OLD",
+    "NEW",
+    "REFERENCE",
+    "THIS_RUN",
+)
+_TYPES: Mapping[str, Callable[[str], Any]] = {
+    **dict.fromkeys(_PATHS, Path),
+    "EPOCH": whole_number(0),
+    "N": whole_number(1),
+    "SECONDS": positive_seconds,
+}
+_FORMAT = """
+--format {text,json,markdown}  text for a terminal, one JSON object, or Markdown, for example for
+    the summary of a CI job (default: text)
+| --json  short for --format json
+"""
+_LEDGERS = """
+expected:REFERENCE?  ledger of the earlier run: a folder fit-NNN, a folder that holds exactly one,
+    or one file rank-N.jsonl. Alone: ALL_RUNSa folder, whose last two ledgers are compared (default:
+    the working folder)
+actual:THIS_RUN?  ledger of the later run, in the same forms
+"""
+_COMMAND = """
+--timeout SECONDS  stop a run that takes longer and treat it as hanging
+--json  print the result as one JSON object
+"""
+
+
+def declare(parser: argparse.ArgumentParser, text: str, **settings: Mapping[str, Any]) -> None:
+    """Declare the arguments that a text describes: for each a form, two blanks, and the help.
+
+    The forms are ``-o, --output DIR`` for an option with a value, ``--json`` for a flag, and
+    ``name:PATH`` for a positional argument. Behind the value, ``?`` stands for at most one, ``*``
+    and ``+`` for several, and ``...`` for an option that may be given again; ``{a,b}`` is a choice.
+    The name of a value decides its type. An argument after ``| `` excludes the one before.
+
+    Args:
+        parser: The parser of a command.
+        text: The description; further lines of an argument are indented.
+        settings: Further settings of an argument, by its name.
+    """
+    blocks = re.split(r"\n(?=\S)", text.strip("\n"))
+    group: Any = parser
+    for number, block in enumerate(blocks):
+        form, _, described = block.removeprefix("| ").partition("  ")
+        if not block.startswith("| "):
+            excluded = blocks[number + 1 : number + 2]
+            alone = not any(other.startswith("| ") for other in excluded)
+            group = parser if alone else parser.add_mutually_exclusive_group()
+        words = form.split()
+        names = [word.rstrip(",") for word in words if word.startswith("-")]
+        given = _read_form(words[len(names) :], is_option=bool(names))
+        name = given.pop("dest", None) or names[-1].lstrip("-")
+        given |= {"help": " ".join(described.split()), **settings.get(name.replace("-", "_"), {})}
+        group.add_argument(*(names or [name]), **given)
+
+
+def _read_form(values: list[str], *, is_option: bool) -> dict[str, Any]:
+    """Return what argparse needs to know of the values of an argument."""
+    if not values:
+        return {"action": "store_true"}
+    given: dict[str, Any] = {}
+    if values[-1] == "...":
+        given = {"action": "append"}
+        values = values[:-1]
+    dest, colon, metavar = values[0].rpartition(":")
+    if colon and not is_option:
+        given["dest"] = dest
+        values[0] = metavar
+    if len(values) > 1:
+        given |= {"nargs": len(values), "metavar": tuple(values)}
+    elif values[0].startswith("{"):
+        given["choices"] = values[0].strip("{}").split(",")
+    else:
+        given["metavar"] = values[0].rstrip("?*+")
+        if nargs := values[0][len(given["metavar"]) :]:
+            given["nargs"] = nargs
+    kind = _TYPES.get(values[0].rstrip("?*+"))
+    return given if kind is None else {"type": kind, **given}
+
+
 def add_format_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the format of the output; ``arguments.format`` is one of the three."""
-    form = parser.add_mutually_exclusive_group()
-    form.add_argument(
-        "--format",
-        choices=("text", "json", "markdown"),
-        default="text",
-        help="text for a terminal, one JSON object, or Markdown, for example for the summary of a "
-        "CI job (default: text)",
-    )
-    form.add_argument(
-        "--json",
-        action="store_const",
-        dest="format",
-        const="json",
-        default=argparse.SUPPRESS,
-        help="short for --format json",
+    json = {"action": "store_const", "dest": "format", "const": "json"}
+    declare(
+        parser, _FORMAT, format={"default": "text"}, json={**json, "default": argparse.SUPPRESS}
     )
 
 
@@ -70,43 +149,15 @@ def add_command_arguments(
     parser: argparse.ArgumentParser, what: str, *, with_json: bool = True
 ) -> None:
     """Declare the training's command, its timeout, and the form of the output."""
-    parser.add_argument(
-        "--timeout",
-        type=positive_seconds,
-        metavar="SECONDS",
-        help="stop a run that takes longer and treat it as hanging",
-    )
-    if with_json:
-        parser.add_argument(
-            "--json", action="store_true", help="print the result as one JSON object"
-        )
-    parser.add_argument(
-        "argv",
-        nargs=argparse.REMAINDER,
-        metavar="-- COMMAND",
-        help=f"{what}, such as: python train.py",
-    )
+    declare(parser, _COMMAND if with_json else _COMMAND.partition("\n--json")[0])
+    described = f"{what}, such as: python train.py"
+    parser.add_argument("argv", nargs=argparse.REMAINDER, metavar="-- COMMAND", help=described)
 
 
 def add_ledger_arguments(parser: argparse.ArgumentParser, *, repeat: bool = False) -> None:
     """Declare the two ledgers that a command compares; ``choose_ledgers`` reads them."""
-    forms = "a folder fit-NNN, a folder that holds exactly one, or one file rank-N.jsonl"
     all_runs = "the folder of a `d9m repeat`, all of whose runs are compared, or " if repeat else ""
-    parser.add_argument(
-        "expected",
-        metavar="REFERENCE",
-        type=Path,
-        nargs="?",
-        help=f"ledger of the earlier run: {forms}. Alone: {all_runs}a folder, whose last two "
-        "ledgers are compared (default: the working folder)",
-    )
-    parser.add_argument(
-        "actual",
-        metavar="THIS_RUN",
-        type=Path,
-        nargs="?",
-        help="ledger of the later run, in the same forms",
-    )
+    declare(parser, _LEDGERS.replace("ALL_RUNS", all_runs))
 
 
 def choose_ledgers(arguments: argparse.Namespace) -> tuple[Path, Path]:

@@ -4,7 +4,7 @@ import argparse
 import json
 from pathlib import Path
 
-from lightning_d9m.cli.arguments import add_command_arguments, get_command, whole_number
+from lightning_d9m.cli.arguments import add_command_arguments, declare, get_command
 from lightning_d9m.errors import SettingError
 from lightning_d9m.history.bisection import Bisection
 from lightning_d9m.history.packages import PackageBisection, open_package_history
@@ -13,6 +13,19 @@ from lightning_d9m.launch.run import make_output
 from lightning_d9m.ledger.folder import read_ledger
 from lightning_d9m.output.bisection_text import format_bisection, list_facts
 from lightning_d9m.output.terminal import print_lines
+
+_ARGUMENTS = """
+commits:GOOD..BAD?  a commit with the right bits and a later one with others; without BAD it is
+    HEAD. With --golden, BAD is enough
+--golden LEDGER  compare with this ledger in place of that of the good commit
+--packages OLD NEW  search for a package in place of a commit: two lists as pip freeze prints them,
+    with which the training has the right bits and others
+--until EPOCH  end each training after this epoch, counted from 0 (default: train to the end)
+--link PATH ...  a path below the repository's top that git does not track and the training needs,
+    such as a folder of data; may be given several times
+-o, --output DIR  new folder for ledgers and logs
+-v, --verbose  show the whole patch, and bits of numbers
+"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,47 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "       d9m bisect --golden LEDGER [...] [GOOD..]BAD -- COMMAND ...\n"
         "       d9m bisect --packages OLD NEW [...] -- COMMAND ..."
     )
-    parser.add_argument(
-        "commits",
-        nargs="?",
-        metavar="GOOD..BAD",
-        help="a commit with the right bits and a later one with others; without BAD it is HEAD. "
-        "With --golden, BAD is enough",
-    )
-    parser.add_argument(
-        "--golden",
-        type=Path,
-        metavar="LEDGER",
-        help="compare with this ledger in place of that of the good commit",
-    )
-    parser.add_argument(
-        "--packages",
-        nargs=2,
-        type=Path,
-        metavar=("OLD", "NEW"),
-        help="search for a package in place of a commit: two lists as pip freeze prints them, with "
-        "which the training has the right bits and others",
-    )
-    parser.add_argument(
-        "--until",
-        type=whole_number(0),
-        metavar="EPOCH",
-        help="end each training after this epoch, counted from 0 (default: train to the end)",
-    )
-    parser.add_argument(
-        "--link",
-        action="append",
-        default=[],
-        metavar="PATH",
-        help="a path below the repository's top that git does not track and the training needs, "
-        "such as a folder of data; may be given several times",
-    )
-    parser.add_argument(
-        "-o", "--output", type=Path, metavar="DIR", help="new folder for ledgers and logs"
-    )
-    parser.add_argument(
-        "-v", "--verbose", action="store_true", help="show the whole patch, and bits of numbers"
-    )
+    declare(parser, _ARGUMENTS, link={"default": [], "type": str})
     add_command_arguments(parser, "a training")
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from lightning_d9m.cli.arguments import add_format_arguments
+from lightning_d9m.cli.arguments import add_format_arguments, declare
 from lightning_d9m.cli.report import check_output, compare_chosen, compare_pair, write_page
 from lightning_d9m.comparison.ledgers import Comparison
 from lightning_d9m.errors import LedgerError, SettingError
@@ -23,6 +23,15 @@ from lightning_d9m.text import printable
 _OPEN = "open"
 _PAIR = 2
 
+_ARGUMENTS = """
+paths:PATH*  two ledgers, or a folder that d9m locate or d9m repeat left (default: the last two
+    ledgers in the working folder); or the word open and a bundle
+-o, --output FILE  the bundle to write (default: d9m-bundle.zip). After open: an HTML file for the
+    report of its ledgers
+--add PATH ...  a file or folder, such as a checkpoint or a log, that is added as it is; may be
+    given several times
+"""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``d9m bundle``."""
@@ -31,34 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "                  [REFERENCE [THIS_RUN]]\n"
         "       d9m bundle open [-o REPORT] [--format FORMAT | --json] [-v] FILE"
     )
-    parser.add_argument(
-        "paths",
-        nargs="*",
-        metavar="PATH",
-        help="two ledgers, or a folder that d9m locate or d9m repeat left (default: the last two "
-        "ledgers in the working folder); or the word open and a bundle",
-    )
-    parser.add_argument(
-        "-o",
-        "--output",
-        type=Path,
-        metavar="FILE",
-        help="the bundle to write (default: d9m-bundle.zip). After open: an HTML file for the "
-        "report of its ledgers",
-    )
-    parser.add_argument(
-        "--add",
-        action="append",
-        default=[],
-        type=Path,
-        metavar="PATH",
-        help="a file or folder, such as a checkpoint or a log, that is added as it is; may be "
-        "given several times",
-    )
+    declare(parser, _ARGUMENTS, paths={"type": str}, add={"default": []})
     add_format_arguments(parser)
-    parser.add_argument(
-        "-v", "--verbose", action="store_true", help="show whole digests and the bits of numbers"
-    )
+    declare(parser, "-v, --verbose  show whole digests and the bits of numbers")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -76,9 +60,9 @@ def _write(arguments: argparse.Namespace) -> int:
             "one folder; add other files with --add."
         )
     output = arguments.output or Path("d9m-bundle.zip")
-    located = find_located(paths[-1]) if paths else None
-    if len(paths) == 1 and located is not None and located.ledgers:
-        paths = list(located.ledgers)
+    located, compared = find_located(paths[-1]) if paths else ({}, [])
+    if len(paths) == 1:
+        paths = compared or paths
     arguments.expected, arguments.actual = [*paths, None, None][:_PAIR]
     found = compare_chosen(arguments)
     if output.exists():
@@ -86,7 +70,7 @@ def _write(arguments: argparse.Namespace) -> int:
             f"{output} exists already, so no bundle was written. Give another file with --output, "
             "or remove it."
         )
-    located = located or find_located(found.ledgers[1].path)
+    located = located or find_located(found.ledgers[1].path)[0]
     command = find_command(found.ledgers)
     write_bundle(output, found.ledgers, found.comparison.verdict, command, located, arguments.add)
     # From the archive: what is shown is what others see.

@@ -6,7 +6,12 @@ import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
-from lightning_d9m.cli.arguments import add_format_arguments, add_ledger_arguments, choose_ledgers
+from lightning_d9m.cli.arguments import (
+    add_format_arguments,
+    add_ledger_arguments,
+    choose_ledgers,
+    declare,
+)
 from lightning_d9m.comparison.ledgers import compare_ledgers
 from lightning_d9m.comparison.noise import judge_change
 from lightning_d9m.comparison.weight_distance import DistanceSeries
@@ -37,36 +42,22 @@ from lightning_d9m.output.terminal import (
 )
 from lightning_d9m.text import printable
 
+_ARGUMENTS = """
+-v, --verbose  show whole digests, the bits of numbers, and how far the weights of each layer are
+    apart
+--noise DIR ...  compare the difference of the two trainings with that of runs without the change: a
+    folder with at least three, as d9m repeat or d9m audit model leaves it; may be given several
+    times. Exit status 0: noise explains the difference
+--value NAME  with --noise: the logged value that decides (default: all)
+--plot FILE  with --noise: write change and noise by epoch as an SVG
+"""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``d9m compare``."""
     add_ledger_arguments(parser)
     add_format_arguments(parser)
-    parser.add_argument(
-        "-v",
-        "--verbose",
-        action="store_true",
-        help="show whole digests, the bits of numbers, and how far the weights of each layer are "
-        "apart",
-    )
-    parser.add_argument(
-        "--noise",
-        action="append",
-        type=Path,
-        metavar="DIR",
-        help="compare the difference of the two trainings with that of runs without the change: a "
-        "folder with at least three, as d9m repeat or d9m audit model leaves it; may be given "
-        "several times. Exit status 0: noise explains the difference",
-    )
-    parser.add_argument(
-        "--value", metavar="NAME", help="with --noise: the logged value that decides (default: all)"
-    )
-    parser.add_argument(
-        "--plot",
-        type=Path,
-        metavar="FILE",
-        help="with --noise: write change and noise by epoch as an SVG",
-    )
+    declare(parser, _ARGUMENTS)
 
 
 def run(arguments: argparse.Namespace) -> int:

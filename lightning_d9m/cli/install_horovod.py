@@ -7,9 +7,9 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 
+from lightning_d9m.cli.arguments import declare
 from lightning_d9m.errors import CommandError
 from lightning_d9m.horovod.build import (
     HOROVOD_VERSION,
@@ -22,7 +22,6 @@ from lightning_d9m.horovod.build import (
 from lightning_d9m.launch.progress import StatusLine
 
 _TRIAL_SECONDS = 180
-_QUIET_PROGRESS_SECONDS = 30
 _TERMINAL_COLUMNS = 100
 
 # Two processes, because one reduces nothing; integers, so that every order of the sum is exact.
@@ -38,29 +37,21 @@ assert total.tolist() == [0.0, 3.0, 6.0, 9.0, 12.0], total
 hvd.shutdown()
 """
 
+_ARGUMENTS = """
+--cache DIR  the folder for wheels (default: $XDG_CACHE_HOME/lightning_d9m/wheels)
+--mpi  build with MPI in addition to Gloo
+--gpu {auto,nccl,none}  NCCL operations for CUDA; auto: when torch is a CUDA build (default: auto)
+--rebuild  build even if a cached or installed one works
+--json  print the result as JSON
+"""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.description = (
         f"Build Horovod {HOROVOD_VERSION} for the torch of this Python, install it and test it."
     )
-    parser.add_argument(
-        "--cache",
-        type=Path,
-        metavar="DIR",
-        help="the folder for wheels (default: $XDG_CACHE_HOME/lightning_d9m/wheels)",
-    )
-    parser.add_argument("--mpi", action="store_true", help="build with MPI in addition to Gloo")
-    parser.add_argument(
-        "--gpu",
-        choices=("auto", "nccl", "none"),
-        default="auto",
-        help="NCCL operations for CUDA; auto: when torch is a CUDA build (default: auto)",
-    )
-    parser.add_argument(
-        "--rebuild", action="store_true", help="build even if a cached or installed one works"
-    )
-    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    declare(parser, _ARGUMENTS, gpu={"default": "auto"})
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -72,7 +63,8 @@ def run(arguments: argparse.Namespace) -> int:
     target = _find_target(mpi=arguments.mpi, gpu=arguments.gpu)
     if not arguments.rebuild and _try_installed(target) is None:
         return _report(arguments, "kept", target, None)
-    folder = (arguments.cache or default_cache()) / target.key
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = (arguments.cache or base / "lightning_d9m" / "wheels") / target.key
     wheel = next(iter(sorted(folder.glob("horovod-*.whl"))), None)
     built = wheel is None or arguments.rebuild
     _install_requirements()
@@ -86,12 +78,6 @@ def run(arguments: argparse.Namespace) -> int:
             f"{failure} Run `d9m install-horovod --rebuild` to build it again."
         )
     return _report(arguments, "built" if built else "installed", target, wheel)
-
-
-def default_cache() -> Path:
-    """Return the folder for wheels under the user's cache directory (XDG Base Directory)."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "lightning_d9m" / "wheels"
 
 
 def _find_target(*, mpi: bool, gpu: str) -> Target:
@@ -131,27 +117,17 @@ def _build_into(folder: Path, target: Target, *, quiet: bool) -> Path:
     with tempfile.TemporaryDirectory(dir=folder, prefix="build-") as name:
         work = Path(name)
         environment = build_environment(target, tools, work, os.environ)
-        _say(
-            f"Building Horovod {HOROVOD_VERSION} for torch {target.torch}; log: {log}", quiet=quiet
-        )
+        if not quiet:
+            title = f"Building Horovod {HOROVOD_VERSION} for torch {target.torch}; log: {log}"
+            print(title, file=sys.stderr, flush=True)
         with StatusLine(quiet=quiet) as line:
-            built = build_wheel(work, log, environment, _make_progress(line, quiet=quiet))
+
+            def show(seconds: float, text: str) -> None:
+                passed = f"{int(seconds) // 60}:{int(seconds) % 60:02}"
+                line.update(f"{passed} {text}"[:_TERMINAL_COLUMNS])
+
+            built = build_wheel(work, log, environment, show)
         return built.replace(folder / built.name)
-
-
-def _make_progress(status: StatusLine, *, quiet: bool) -> Callable[[float, str], None]:
-    """Return a function that shows the last line of the build; in a pipe every half minute."""
-    due = 0.0
-
-    def show(seconds: float, line: str) -> None:
-        nonlocal due
-        text = f"{int(seconds) // 60}:{int(seconds) % 60:02} {line}"[:_TERMINAL_COLUMNS]
-        status.update(text)
-        if not status.live and seconds >= due:
-            due = seconds + _QUIET_PROGRESS_SECONDS
-            _say(text, quiet=quiet)
-
-    return show
 
 
 def _install_requirements() -> None:
@@ -162,11 +138,7 @@ def _install_requirements() -> None:
 
 
 def _is_installed(distribution: str) -> bool:
-    try:
-        importlib.metadata.distribution(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
+    return next(importlib.metadata.distributions(name=distribution), None) is not None
 
 
 def _pip(*arguments: str) -> None:
@@ -205,11 +177,6 @@ def _try_installed(target: Target) -> str | None:
         return None
     lines = [line for line in (done.stdout + done.stderr).splitlines() if "Error" in line]
     return f"{lines[0] if lines else f'exit status {done.returncode}'}."
-
-
-def _say(text: str, *, quiet: bool) -> None:
-    if not quiet:
-        print(text, file=sys.stderr, flush=True)
 
 
 def _report(arguments: argparse.Namespace, done: str, target: Target, wheel: Path | None) -> int:

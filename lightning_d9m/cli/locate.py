@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightning_d9m.cli.arguments import add_command_arguments, get_command, whole_number
-from lightning_d9m.history.bundle import LOCATE_JSON, LOCATE_TEXT
+from lightning_d9m.cli.arguments import add_command_arguments, declare, get_command
+from lightning_d9m.history.bundle import LOCATE_JSON
 from lightning_d9m.launch.run import make_output
 from lightning_d9m.locate.search import Runner, Search, SearchResult, find_cause_lines
 from lightning_d9m.output.locate_text import describe
@@ -24,6 +24,13 @@ if TYPE_CHECKING:
     from lightning_d9m.lint.rules import Finding
 
 _MOST_SUSPECTS = 5
+_ARGUMENTS = """
+--no-determinism  seed and record, but leave the determinism settings alone: shows what differs
+    without lightning_d9m
+--tries N  most pairs of runs for each look (default: 2)
+-o, --output DIR  new folder for ledgers, logs and dumps
+-v, --verbose  show more values that differ, and their bits
+"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,25 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "d9m locate [--no-determinism] [--tries N] [-o DIR] [--timeout SECONDS]\n"
         "                  [--json] [-v] -- COMMAND ..."
     )
-    parser.add_argument(
-        "--no-determinism",
-        action="store_true",
-        help="seed and record, but leave the determinism settings alone: shows what differs "
-        "without lightning_d9m",
-    )
-    parser.add_argument(
-        "--tries",
-        type=whole_number(1),
-        default=2,
-        metavar="N",
-        help="most pairs of runs for each look (default: 2)",
-    )
-    parser.add_argument(
-        "-o", "--output", type=Path, metavar="DIR", help="new folder for ledgers, logs and dumps"
-    )
-    parser.add_argument(
-        "-v", "--verbose", action="store_true", help="show more values that differ, and their bits"
-    )
+    declare(parser, _ARGUMENTS, tries={"default": 2})
     add_command_arguments(parser, "a training")
 
 
@@ -76,11 +65,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _keep(found: SearchResult, lines: list[str], output: Path) -> None:
     """Write the result beside the ledgers, for `d9m bundle`."""
-    facts = found.as_json()
+    facts = found.as_json() | {"report": lines}
     if found.pair is not None:
         ledgers = (found.pair.comparison.expected, found.pair.comparison.actual)
         facts["ledgers"] = [os.path.relpath(ledger, output) for ledger in ledgers]
-    (output / LOCATE_TEXT).write_text("\n".join([*lines, ""]), encoding="utf-8")
     (output / LOCATE_JSON).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
 
 

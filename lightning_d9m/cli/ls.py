@@ -5,31 +5,22 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from lightning_d9m.cli.arguments import whole_number
+from lightning_d9m.cli.arguments import declare
 from lightning_d9m.launch.progress import show_progress
 from lightning_d9m.ledger.folder import search_ledgers
 from lightning_d9m.output.result_tables import format_ledgers, make_ledger_row
 from lightning_d9m.output.terminal import terminal_width
 
+_ARGUMENTS = """
+folder:FOLDER?  folder to search (default: the working folder)
+-n, --last N  list only the last N ledgers
+--json  print a JSON list instead of a table
+"""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``d9m ls``."""
-    parser.add_argument(
-        "folder",
-        metavar="FOLDER",
-        type=Path,
-        nargs="?",
-        default=Path(),
-        help="folder to search (default: the working folder)",
-    )
-    parser.add_argument(
-        "-n",
-        "--last",
-        type=whole_number(1),
-        metavar="N",
-        help="list only the last N ledgers",
-    )
-    parser.add_argument("--json", action="store_true", help="print a JSON list instead of a table")
+    declare(parser, _ARGUMENTS, folder={"default": Path()})
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -5,18 +5,22 @@ import json
 import sys
 from collections.abc import Iterable
 
+from lightning_d9m.cli.arguments import declare
 from lightning_d9m.output.terminal import format_next_steps
 from lightning_d9m.patches.catalog.catalog import OPS, find_op
 from lightning_d9m.patches.catalog.listing import render_markdown, render_op
 from lightning_d9m.patches.catalog.op import Op
 
+_ARGUMENTS = """
+name:NAME?  print all facts about this op
+--json  print JSON
+| --markdown  print the documentation's page
+"""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``d9m ops``."""
-    parser.add_argument("name", nargs="?", metavar="NAME", help="print all facts about this op")
-    form = parser.add_mutually_exclusive_group()
-    form.add_argument("--json", action="store_true", help="print JSON")
-    form.add_argument("--markdown", action="store_true", help="print the documentation's page")
+    declare(parser, _ARGUMENTS)
 
 
 def run(arguments: argparse.Namespace) -> int:

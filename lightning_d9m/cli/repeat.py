@@ -24,6 +24,7 @@ from lightning_d9m.cli.arguments import (
     MOST_RUNS,
     add_command_arguments,
     add_format_arguments,
+    declare,
     get_command,
     whole_number,
 )
@@ -72,6 +73,20 @@ _THREADS = "OMP_NUM_THREADS"
 _PLACEHOLDER = "{processes}"
 _MOST_PROCESSES = 1024
 _CHECKPOINTS = "checkpoints"
+_ARGUMENTS = """
+-n, --runs RUNS  number of runs (default: 2)
+| --portable  compute portable bits, and run with one thread, with two, and without vector
+    instructions
+| --processes P,P,...  numbers of processes, such as 1,2,4: run once on each, started as torchrun
+    starts them; a command that contains {processes} starts them itself
+| --interrupt  kill runs at several points, resume them, and compare them with a straight run
+--last-bits  change the last bit of each weight at the beginning of all runs but the first, to see
+    what noise does; the runs then differ. For d9m compare --noise
+--allow-objects  with --interrupt: resume also from checkpoints that hold Python objects, as
+    fit(..., weights_only=False) does
+-o, --output DIR  new folder for ledgers and logs (default: the next free d9m-runs/NNN)
+-v, --verbose  show whole digests and the bits of losses
+"""
 # torch reads the first only where the caller of `torch.load` leaves weights_only at its default,
 # as Lightning does, and raises if the second is set beside it.
 _ALLOW_OBJECTS = {"TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1", "TORCH_FORCE_WEIGHTS_ONLY_LOAD": "0"}
@@ -120,52 +135,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "                  [--last-bits] [-o DIR] [--timeout SECONDS]\n"
         "                  [--format FORMAT | --json] [-v] -- COMMAND ..."
     )
-    parser.add_argument(
-        "-n",
-        "--runs",
-        type=whole_number(_FEWEST_RUNS, MOST_RUNS),
-        help="number of runs (default: 2)",
-    )
-    parser.add_argument(
-        "--portable",
-        action="store_true",
-        help="compute portable bits, and run with one thread, with two, and without vector "
-        "instructions",
-    )
-    parser.add_argument(
-        "--processes",
-        type=_read_counts,
-        metavar="P,P,...",
-        help="numbers of processes, such as 1,2,4: run once on each, started as torchrun starts "
-        "them; a command that contains {processes} starts them itself",
-    )
-    parser.add_argument(
-        "--interrupt",
-        action="store_true",
-        help="kill runs at several points, resume them, and compare them with a straight run",
-    )
-    parser.add_argument(
-        "--last-bits",
-        action="store_true",
-        help="change the last bit of each weight at the beginning of all runs but the first, to "
-        "see what noise does; the runs then differ. For d9m compare --noise",
-    )
-    parser.add_argument(
-        "--allow-objects",
-        action="store_true",
-        help="with --interrupt: resume also from checkpoints that hold Python objects, as "
-        "fit(..., weights_only=False) does",
-    )
-    parser.add_argument(
-        "-o",
-        "--output",
-        type=Path,
-        metavar="DIR",
-        help="new folder for ledgers and logs (default: the next free d9m-runs/NNN)",
-    )
-    parser.add_argument(
-        "-v", "--verbose", action="store_true", help="show whole digests and the bits of losses"
-    )
+    runs = {"type": whole_number(_FEWEST_RUNS, MOST_RUNS)}
+    declare(parser, _ARGUMENTS, runs=runs, processes={"type": _read_counts})
     add_format_arguments(parser)
     add_command_arguments(parser, "a training", with_json=False)
 
@@ -273,43 +244,23 @@ def _read_printed(log: Path) -> list[str]:
 
 
 def _check_arguments(arguments: argparse.Namespace) -> None:
-    if arguments.portable and (arguments.runs or arguments.processes or arguments.interrupt):
-        raise SettingError(
-            "--portable is given with --runs, --processes or --interrupt. --portable makes one run "
-            "for each setting of this machine. Leave one of them out."
-        )
-    if arguments.last_bits and (arguments.portable or arguments.processes or arguments.interrupt):
+    counts = arguments.processes or ()
+    if arguments.last_bits and (arguments.portable or counts or arguments.interrupt):
         raise SettingError(
             "--last-bits is given with --portable, --processes or --interrupt, whose runs should "
             "be equal. Leave one of them out."
-        )
-    if arguments.processes is not None:
-        _check_processes(arguments)
-    if arguments.interrupt and arguments.runs is not None:
-        raise SettingError(
-            f"--runs is {arguments.runs}, but --interrupt makes one run for each point that it "
-            "chooses. Leave one of them out."
         )
     if arguments.allow_objects and not arguments.interrupt:
         raise SettingError(
             "--allow-objects is only for --interrupt, which loads checkpoints. Leave it out, or "
             "add --interrupt."
         )
-
-
-def _check_processes(arguments: argparse.Namespace) -> None:
-    given = ",".join(map(str, arguments.processes))
-    for name in ("interrupt", "runs"):
-        if getattr(arguments, name):
-            raise SettingError(
-                f"--processes is {given}, and --{name} is given too. --processes makes one run on "
-                f"each number of processes. Leave one of them out."
-            )
     logical_ranks = os.environ.get(_LOGICAL_RANKS, "")
-    if logical_ranks.isdigit() and max(arguments.processes) > int(logical_ranks):
+    if logical_ranks.isdigit() and max(counts, default=0) > int(logical_ranks):
         raise SettingError(
-            f"--processes is {given}, but {_LOGICAL_RANKS} is {logical_ranks}: each process needs "
-            f"at least one logical rank. Allowed: numbers from 1 to {logical_ranks}."
+            f"--processes is {','.join(map(str, counts))}, but {_LOGICAL_RANKS} is "
+            f"{logical_ranks}: each process needs at least one logical rank. Allowed: numbers from "
+            f"1 to {logical_ranks}."
         )
 
 

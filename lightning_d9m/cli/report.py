@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightning_d9m.cli.arguments import add_ledger_arguments, choose_ledgers
+from lightning_d9m.cli.arguments import add_ledger_arguments, choose_ledgers, declare
 from lightning_d9m.comparison.ledgers import Comparison, RecordObserver, compare_ledgers
 from lightning_d9m.comparison.timeline import Timeline
 from lightning_d9m.errors import LedgerError
@@ -18,20 +18,17 @@ from lightning_d9m.output.repeat_text import RepeatReport
 from lightning_d9m.output.terminal import print_lines
 from lightning_d9m.text import printable
 
+_ARGUMENTS = """
+-o, --output OUTPUT  file to write (default: report.html); replaces an earlier report
+--force  replace the file even if it is not a report
+--json  print the facts as JSON instead of writing a file
+"""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``d9m report``."""
     add_ledger_arguments(parser, repeat=True)
-    parser.add_argument(
-        "-o",
-        "--output",
-        type=Path,
-        default=Path("report.html"),
-        help="file to write (default: report.html); replaces an earlier report",
-    )
-    parser.add_argument(
-        "--force", action="store_true", help="replace the file even if it is not a report"
-    )
+    declare(parser, _ARGUMENTS, output={"default": Path("report.html")})
 
 
 def run(arguments: argparse.Namespace) -> int:

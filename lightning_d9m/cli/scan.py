@@ -7,13 +7,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from lightning_d9m.cli.arguments import whole_number
+from lightning_d9m.cli.arguments import declare
 from lightning_d9m.errors import SettingError
 from lightning_d9m.lint.files import list_files
 from lightning_d9m.lint.fixes import FileFix, fix_text
 from lightning_d9m.lint.programs import find_seeded
 from lightning_d9m.lint.rules import RULES
-from lightning_d9m.lint.scanner import LARGEST, choose_version, scan_entries
+from lightning_d9m.lint.scanner import choose_version, scan_entries
 from lightning_d9m.lint.source import read_source
 from lightning_d9m.output.lint_text import (
     render_github,
@@ -27,69 +27,37 @@ from lightning_d9m.text import pluralize
 # The findings of these two rules depend on all files.
 _FLAGGED, _UNSEEDED = "D9M103", "D9M210"
 
+_ARGUMENTS = """
+paths:PATH*  files and folders (default: the current folder)
+--format {text,json,sarif,github}  text for a terminal (80 columns), JSON, SARIF 2.1.0, or
+    annotations of GitHub Actions (default: text)
+| --json  short for --format json
+--output FILE  write to a file instead of the terminal
+--select RULES ...  only these rules, by ids or prefixes of ids, separated by commas: D9M2,D9M301
+--ignore RULES ...  not these rules, by ids or prefixes of ids, separated by commas: D9M2,D9M301
+--exclude GLOB ...  leave out paths or names that match
+--no-gitignore  scan files that git ignores, too
+--torch VERSION  the torch release that decides about ops (default: the installed one)
+--deterministic  assume deterministic algorithms: leave out ops that vary only without them
+    (D9M103). The default if a scanned file turns them on
+--jobs N  processes (default: 1)
+--fix  edit the files where there is one right answer (a missing seed becomes 0, a listing or a set
+    of strings is sorted), then report what is left
+| --diff  print what --fix would edit
+--rules  list the rules and exit
+"""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``d9m scan``."""
-    parser.add_argument(
-        "paths",
-        nargs="*",
-        type=Path,
-        metavar="PATH",
-        help="files and folders (default: the current folder)",
+    declare(
+        parser,
+        _ARGUMENTS,
+        format={"default": "text"},
+        json={"action": "store_const", "const": "json", "dest": "format"},
+        exclude={"default": []},
+        jobs={"default": 1},
     )
-    form = parser.add_mutually_exclusive_group()
-    form.add_argument(
-        "--format",
-        choices=("text", "json", "sarif", "github"),
-        default="text",
-        help="text for a terminal (80 columns), JSON, SARIF 2.1.0, or annotations of GitHub "
-        "Actions (default: text)",
-    )
-    form.add_argument(
-        "--json", action="store_const", const="json", dest="format", help="short for --format json"
-    )
-    parser.add_argument(
-        "--output", type=Path, metavar="FILE", help="write to a file instead of the terminal"
-    )
-    rules = "rules, by ids or prefixes of ids, separated by commas: D9M2,D9M301"
-    parser.add_argument("--select", action="append", metavar="RULES", help=f"only these {rules}")
-    parser.add_argument("--ignore", action="append", metavar="RULES", help=f"not these {rules}")
-    parser.add_argument(
-        "--exclude",
-        action="append",
-        default=[],
-        metavar="GLOB",
-        help="leave out paths or names that match",
-    )
-    parser.add_argument(
-        "--no-gitignore", action="store_true", help="scan files that git ignores, too"
-    )
-    parser.add_argument(
-        "--torch",
-        metavar="VERSION",
-        help="the torch release that decides about ops (default: the installed one)",
-    )
-    parser.add_argument(
-        "--deterministic",
-        action="store_true",
-        help="assume deterministic algorithms: leave out ops that vary only without them (D9M103). "
-        "The default if a scanned file turns them on",
-    )
-    parser.add_argument(
-        "--jobs", type=whole_number(1), default=1, metavar="N", help="processes (default: 1)"
-    )
-    parser.add_argument(
-        "--max-bytes", type=int, default=LARGEST, metavar="N", help=argparse.SUPPRESS
-    )
-    edit = parser.add_mutually_exclusive_group()
-    edit.add_argument(
-        "--fix",
-        action="store_true",
-        help="edit the files where there is one right answer (a missing seed becomes 0, a listing "
-        "or a set of strings is sorted), then report what is left",
-    )
-    edit.add_argument("--diff", action="store_true", help="print what --fix would edit")
-    parser.add_argument("--rules", action="store_true", help="list the rules and exit")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -103,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
     paths = arguments.paths or [Path()]
     entries = list(list_files(paths, arguments.exclude, ignored=arguments.no_gitignore))
     entries = [replace(entry, path=_shorten(entry.path)) for entry in entries]
-    scans = scan_entries(entries, torch_version, rules, arguments.jobs, arguments.max_bytes)
+    scans = scan_entries(entries, torch_version, rules, arguments.jobs)
     if arguments.fix or arguments.diff:
         edited = [entry.path for entry, scan in zip(entries, scans, strict=True) if scan.edits]
         fixes = [
@@ -113,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
             print("".join(fix.as_diff() for fix in fixes), end="")
             return 1 if fixes else 0
         _fix(fixes)
-        scans = scan_entries(entries, torch_version, rules, arguments.jobs, arguments.max_bytes)
+        scans = scan_entries(entries, torch_version, rules, arguments.jobs)
     turned_on = arguments.deterministic or any(scan.turns_on for scan in scans)
     found = [finding for scan in scans for finding in scan.findings]
     unseeded = {finding.file for finding in found if finding.rule == _UNSEEDED}

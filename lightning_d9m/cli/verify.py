@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lightning_d9m.cli.arguments import declare
 from lightning_d9m.errors import CheckpointError, CommandError, LedgerError
 from lightning_d9m.ledger.folder import Ledger, read_ledger
 from lightning_d9m.ledger.format.records import Digests
@@ -19,30 +20,19 @@ from lightning_d9m.text import describe_names, escape, pluralize
 if TYPE_CHECKING:
     from lightning_d9m.lightning.saved_state import LoopPosition, SavedState
 
+_ARGUMENTS = """
+checkpoint:CHECKPOINT  a checkpoint that a Trainer saved (a folder if it is sharded), or a file of
+    weights, alone (also .safetensors) or under the key state_dict
+ledger:LEDGER?  the ledger to search (default: the one that the checkpoint names, if it exists)
+--allow-objects  also load Python objects, which can run code from the file: use it only for files
+    that you trust
+--json  print the result as one JSON object
+"""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``d9m verify``."""
-    parser.add_argument(
-        "checkpoint",
-        metavar="CHECKPOINT",
-        type=Path,
-        help="a checkpoint that a Trainer saved (a folder if it is sharded), or a file of weights, "
-        "alone (also .safetensors) or under the key state_dict",
-    )
-    parser.add_argument(
-        "ledger",
-        metavar="LEDGER",
-        type=Path,
-        nargs="?",
-        help="the ledger to search (default: the one that the checkpoint names, if it exists)",
-    )
-    parser.add_argument(
-        "--allow-objects",
-        action="store_true",
-        help="also load Python objects, which can run code from the file: use it only for files "
-        "that you trust",
-    )
-    parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
+    declare(parser, _ARGUMENTS)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -7,8 +7,8 @@ golden ledger. A training that has a reference ends at its first epoch that diff
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -21,7 +21,6 @@ from lightning_d9m.launch.run import make_run_folder, pair_fits, read_fits, run_
 from lightning_d9m.ledger.folder import Ledger
 
 _REFERENCE = "LIGHTNING_D9M_REFERENCE"
-_MARKS = {"equal": "good", "different": "bad", "skipped": "skip"}
 
 TrialVerdict = Literal["equal", "different", "skipped"]
 
@@ -121,40 +120,47 @@ class Bisection:
         Raises:
             CommandError: If ``good`` differs from itself or does not run, or ``bad`` is equal.
         """
-        with self.repository.open_worktree(self.links) as worktree:
-            self._worktree = worktree
-            folder = self.find_folder(worktree)
+        repository = self.repository
+        with repository.open_worktree(self.links) as self._worktree:
             if self.golden is not None:
                 self._reference = {self.golden.path.name: self.golden}
             if good is not None:
-                self._check_good(worktree, folder, good)
-            self._check_bad(worktree, folder, bad)
+                self._check_good(good)
+            self._check_bad(bad)
             if good is None:
-                good, bad = self._find_good(worktree, folder, bad)
-            found, done = worktree.start(good, bad)
-            while not done:
-                trial = self._try(folder, found[0])
-                found, done = worktree.mark(_MARKS[trial.verdict])
-        patch = self.repository.show(found[0]) if len(found) == 1 else ""
-        count = self.repository.count_between(good, bad)
-        return BisectResult(tuple(found), good, bad, count, tuple(self._trials), patch, self.noun)
+                good, bad = self._find_good(bad)
+            known = [f"^{good.sha}"]
+            result = BisectResult(
+                (), good, bad, len(repository.list_commits(bad, *known)), (), "", self.noun
+            )
+            tested, skips = {bad.sha}, 0
+            while left := [
+                sha
+                for sha in repository.list_commits(bad, "--bisect-all", *known)
+                if sha not in tested
+            ]:
+                # Neighbors of a commit that does not run often do not run either.
+                commit = repository.find_commit(left[min(skips**2, len(left) - 1)])
+                verdict = self._try(commit).verdict
+                tested.add(commit.sha)
+                skips = skips + 1 if verdict == "skipped" else 0
+                if verdict == "equal":
+                    known.append(f"^{commit.sha}")
+                elif verdict == "different":
+                    bad = commit
+        found = tuple(map(repository.find_commit, repository.list_commits(bad, *known)))
+        patch = repository.show(bad) if len(found) == 1 else ""
+        return replace(result, candidates=found, trials=tuple(self._trials), patch=patch)
 
-    def find_folder(self, worktree: Worktree) -> Path:
-        """Return the folder in which the command runs: the counterpart of the working folder."""
-        return worktree.folder / Path.cwd().resolve().relative_to(self.repository.root.resolve())
+    def prepare(self, worktree: Worktree) -> tuple[Path, Mapping[str, str]]:
+        """Return the folder in which the command runs, and further variables of it."""
+        below = Path.cwd().resolve().relative_to(self.repository.root.resolve())
+        return worktree.folder / below, {}
 
-    def prepare(self, worktree: Worktree) -> Mapping[str, str]:
-        """Prepare the training of the commit that is checked out; return further variables."""
-        del worktree
-        return {}
-
-    def _check_good(self, worktree: Worktree, folder: Path, good: Commit) -> None:
+    def _check_good(self, good: Commit) -> None:
         """Train a good commit; twice if its own training is the reference."""
         for again in (False, True) if self.golden is None else (True,):
-            worktree.check_out(good)
-            trial = self._try(folder, good)
-            self._check_trained("good", trial)
-            if trial.verdict == "different":
+            if self._train("good", good).verdict == "different":
                 raise CommandError(
                     f"The good {self.side} {good.short} differs from the golden ledger "
                     f"{self.golden.path}. Give an earlier one."
@@ -165,36 +171,34 @@ class Bisection:
             if not again:
                 self._reference = dict(self._fits)
 
-    def _check_bad(self, worktree: Worktree, folder: Path, bad: Commit) -> None:
-        worktree.check_out(bad)
-        trial = self._try(folder, bad)
-        self._check_trained("bad", trial)
-        if trial.verdict == "equal":
+    def _check_bad(self, bad: Commit) -> None:
+        if self._train("bad", bad).verdict == "equal":
             until = "" if self.until is None else f" until epoch {self.until}"
             raise CommandError(
                 f"The training of the bad {self.side} {bad.short} is equal to the good "
                 f"one{until}. Give a later epoch or another {self.side}. {self.equal_advice}"
             )
 
-    def _check_trained(self, role: str, trial: Trial) -> None:
+    def _train(self, role: str, commit: Commit) -> Trial:
+        """Train a commit that must run."""
+        trial = self._try(commit)
         if trial.verdict == "skipped":
             raise CommandError(
-                f"The {role} {self.side} {trial.commit.short} must train, and it does not: "
-                f"{trial.reason}"
+                f"The {role} {self.side} {commit.short} must train, and it does not: {trial.reason}"
             )
+        return trial
 
-    def _find_good(self, worktree: Worktree, folder: Path, bad: Commit) -> tuple[Commit, Commit]:
+    def _find_good(self, bad: Commit) -> tuple[Commit, Commit]:
         """Return an ancestor that agrees with the golden ledger, and the next one that does not.
 
         The steps back are 1, 2, 4, 8, ... commits along first parents.
         """
-        ancestors = self.repository.list_ancestors(bad)
+        ancestors = self.repository.list_commits(bad, "--first-parent")
         last = len(ancestors) - 1
         powers = range(last.bit_length() + 1) if last else ()
         for step in dict.fromkeys(min(2**power, last) for power in powers):
             commit = self.repository.find_commit(ancestors[step])
-            worktree.check_out(commit)
-            verdict = self._try(folder, commit).verdict
+            verdict = self._try(commit).verdict
             if verdict == "equal":
                 return commit, bad
             if verdict == "different":
@@ -206,8 +210,8 @@ class Bisection:
             "d9m bisect GOOD..BAD -- COMMAND"
         )
 
-    def _try(self, folder: Path, commit: Commit) -> Trial:
-        """Train the commit that is checked out, compare it, and keep the result."""
+    def _try(self, commit: Commit) -> Trial:
+        """Train a commit, compare it, and keep the result."""
         number = len(self._trials) + 1
         own = make_run_folder(self.output, f"{number:03d}-{commit.sha[:10]}")
         counter = EpochCounter(own)
@@ -219,8 +223,9 @@ class Bisection:
         start = time.monotonic()
         failure: CommandError | None = None
         try:
+            self._worktree.check_out(commit)
+            folder, variables = self.prepare(self._worktree)
             with _working_in(folder):
-                variables = self.prepare(self._worktree)
                 run_once(
                     self.command,
                     own,
@@ -233,7 +238,9 @@ class Bisection:
             self._fits = read_fits(own, self.command)
         except CommandError as error:
             failure = error
-            self._fits = _read_what_is_there(own, self.command)
+            self._fits = {}
+            with suppress(CommandError):
+                self._fits = read_fits(own, self.command)
         trial = self._judge(commit, failure, time.monotonic() - start, cut=has_reached_end())
         self._trials.append(trial)
         return trial
@@ -281,13 +288,6 @@ def _working_in(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.chdir(before)
-
-
-def _read_what_is_there(folder: Path, command: Sequence[str]) -> dict[str, Ledger]:
-    try:
-        return read_fits(folder, command)
-    except CommandError:
-        return {}
 
 
 def _first_distance(distances: DistanceSeries) -> float | None:

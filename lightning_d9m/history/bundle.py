@@ -12,7 +12,6 @@ import zipfile
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -26,16 +25,14 @@ from lightning_d9m.ledger.format.frames import Frames, Layouts
 from lightning_d9m.ledger.format.records import (
     Digests,
     FramesEnd,
-    Json,
     ProbeLayout,
     ProbesRecord,
-    Record,
 )
 from lightning_d9m.ledger.format.writer import LedgerWriter
 from lightning_d9m.version import __version__
 
-# Files that `d9m locate` leaves in its folder.
-LOCATE_JSON, LOCATE_TEXT = "locate.json", "locate.txt"
+# `d9m locate` leaves its result in its folder, with its report and the ledgers that it compared.
+LOCATE_JSON = "locate.json"
 SIDES = ("reference", "this-run")
 _MANIFEST, _ADDED = "bundle.json", "added"
 _LEDGER_FILE = re.compile(rf"(?:{'|'.join(SIDES)})/rank-\d{{1,9}}\.(?:jsonl|frames)", re.ASCII)
@@ -43,6 +40,7 @@ _CONTEXT = 5
 _CALLED_AT = re.compile(r"(.+):(\d+) in ")
 # The first date that a zip archive knows: the bytes do not depend on the time.
 _DATE = (1980, 1, 1, 0, 0, 0)
+_OF_FRAMES = ("epoch", "step", "batch", "digests", "count", "steps", "batches")
 MOST_BYTES = 4 * 2**30
 _MOST_MANIFEST = 64 * 2**20
 
@@ -89,42 +87,25 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     secrets: int
 
 
-@dataclass(frozen=True)
-class Located:
-    """The result that `d9m locate` left in a folder.
-
-    Attributes:
-        facts: Its JSON.
-        report: Its report as text.
-        ledgers: The two ledgers that it compared last; empty if it found no difference.
-    """
-
-    facts: dict[str, Any]
-    report: list[str]
-    ledgers: tuple[Path, ...]
-
-
-def find_located(start: Path) -> Located | None:
-    """Return the result of `d9m locate` that a folder, or one above it, holds.
+def find_located(start: Path) -> tuple[dict[str, Any], list[Path]]:
+    """Return the result of `d9m locate` that a folder, or one above it, holds, and its two ledgers.
 
     Raises:
-        LedgerError: If its JSON cannot be read.
+        LedgerError: If it cannot be read.
     """
     for folder in (start, *list(start.absolute().parents)[:3]):
         path = folder / LOCATE_JSON
-        if not path.is_file():
-            continue
         try:
-            facts = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-            report = (folder / LOCATE_TEXT).read_text(encoding="utf-8").splitlines()
-            names = msgspec.convert(facts.get("ledgers", []), list[str])
+            if path.is_file():
+                facts = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+                names = msgspec.convert(facts.get("ledgers", []), list[str])
+                return facts, [folder / name for name in names]
         except (OSError, ValueError) as error:
             raise LedgerError(
                 f"The result of d9m locate in {folder} cannot be used: {error}. Run d9m locate "
                 "again, or remove it."
             ) from error
-        return Located(facts, report, tuple(folder / name for name in names))
-    return None
+    return {}, []
 
 
 def write_bundle(
@@ -132,9 +113,9 @@ def write_bundle(
     ledgers: Sequence[Ledger],
     verdict: str,
     command: str,
-    located: Located | None,
+    located: Mapping[str, Any],
     added: Sequence[Path],
-) -> Manifest:
+) -> None:
     """Write an archive; equal inputs give equal bytes.
 
     Args:
@@ -142,13 +123,14 @@ def write_bundle(
         ledgers: The two ledgers.
         verdict: How they compare.
         command: The command that trains.
-        located: The result of `d9m locate`.
+        located: The result of `d9m locate`; empty without one.
         added: Files and folders that are added as they are.
 
     Raises:
         LedgerError: If a file cannot be read, or the archive cannot be written.
     """
     secrets = SecretFilter()
+    facts = {name: value for name, value in located.items() if name != "report"}
     with tempfile.TemporaryDirectory(prefix="d9m-bundle-") as name:
         folder = Path(name)
         for side, ledger in zip(SIDES, ledgers, strict=True):
@@ -157,18 +139,15 @@ def write_bundle(
                 _copy_records(ledger, rank, rank_path(folder / side, rank), secrets)
         files = {str(one.relative_to(folder)): one for one in folder.glob("*/*")}
         files |= _list_added(added)
-        facts = None if located is None else secrets.clean_values(located.facts)
-        report = [] if located is None else [secrets.clean_code(ln) for ln in located.report]
-        excerpts = [] if located is None else list(_read_excerpts(located.facts, secrets))
         try:
             manifest = Manifest(
                 package=__version__,
                 verdict=verdict,
                 command=secrets.clean_command(command),
                 ledgers=[secrets.clean(str(ledger.path)) for ledger in ledgers],
-                locate=facts,
-                report=report,
-                excerpts=excerpts,
+                locate=secrets.clean_values(facts) or None,
+                report=[secrets.clean_code(line) for line in located.get("report", [])],
+                excerpts=list(_read_excerpts(located, secrets)),
                 sizes={name: files[name].stat().st_size for name in sorted(files)},
                 secrets=secrets.count,
             )
@@ -177,7 +156,6 @@ def write_bundle(
             raise LedgerError(
                 f"No bundle is written to {path}: {explain_file_error(error)}"
             ) from error
-    return manifest
 
 
 def _copy_records(ledger: Ledger, rank: int, path: Path, secrets: SecretFilter) -> None:
@@ -188,33 +166,17 @@ def _copy_records(ledger: Ledger, rank: int, path: Path, secrets: SecretFilter) 
         writer.write(secrets.clean_values(ledger.headers[rank].as_record()))
         for record in ledger.records(rank):
             if isinstance(record, Frames):
-                writer.write(_as_record(record, numbers[record.layout]))
+                fields = {name: getattr(record, name) for name in _OF_FRAMES}
+                layout = numbers[record.layout]
+                writer.write(ProbesRecord(**fields, layout=layout).as_record())
             elif isinstance(record, ProbeLayout):
                 layouts.add(record)
                 numbers[layouts.get(record.id)] = record.id
                 writer.write(record)
+            elif isinstance(record, Digests):  # names of tensors and digests hold no secrets
+                writer.write(record.as_record())
             elif not isinstance(record, FramesEnd):  # the writer adds its own
-                writer.write(_clean(record, secrets))
-
-
-def _clean(record: Record, secrets: SecretFilter) -> Mapping[str, Json]:
-    """Return a record without secrets; digests by the names of tensors hold none."""
-    fields = record.as_record()
-    return fields if isinstance(record, Digests) else secrets.clean_values(fields)
-
-
-def _as_record(frames: Frames, layout: int) -> Mapping[str, Json]:
-    record = ProbesRecord(
-        epoch=frames.epoch,
-        step=frames.step,
-        batch=frames.batch,
-        layout=layout,
-        digests=frames.digests,
-        count=frames.count,
-        steps=frames.steps,
-        batches=frames.batches,
-    )
-    return record.as_record()
+                writer.write(secrets.clean_values(record.as_record()))
 
 
 def _list_added(added: Sequence[Path]) -> dict[str, Path]:

@@ -58,15 +58,10 @@ class PackageBisection(Bisection):
     )
     environment: "Environment"
 
-    def find_folder(self, worktree: Worktree) -> Path:
-        """Return the user's working folder."""
-        del worktree
-        return Path.cwd()
-
-    def prepare(self, worktree: Worktree) -> Mapping[str, str]:
-        """Install the packages of the commit; return the variables that select them."""
+    def prepare(self, worktree: Worktree) -> tuple[Path, Mapping[str, str]]:
+        """Install the packages of the commit; return the user's folder and their variables."""
         self.environment.install(worktree.folder / _LIST)
-        return self.environment.variables
+        return Path.cwd(), self.environment.variables
 
 
 class Environment:
@@ -74,43 +69,33 @@ class Environment:
 
     Args:
         folder: Its folder, which does not exist.
-
-    Raises:
-        CommandError: If it cannot be made.
     """
 
     def __init__(self, folder: Path) -> None:
-        self._bin = folder / "bin"
-        self._python = str(self._bin / "python")
+        self._folder = folder
         self._uv = shutil.which("uv")
-        self._pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--python")
-        if self._uv:
-            _run(self._uv, "venv", "--quiet", "--python", sys.executable, str(folder))
-        else:
-            _run(sys.executable, "-m", "venv", "--without-pip", str(folder))
 
     @property
     def variables(self) -> Mapping[str, str]:
         """The variables with which a command finds the environment's python first."""
-        path = f"{self._bin}{os.pathsep}{os.environ.get('PATH', '')}"
-        return {"PATH": path, "VIRTUAL_ENV": str(self._bin.parent)}
+        path = f"{self._folder / 'bin'}{os.pathsep}{os.environ.get('PATH', '')}"
+        return {"PATH": path, "VIRTUAL_ENV": str(self._folder)}
 
     def install(self, path: Path) -> None:
-        """Install what a list holds, exactly: what it does not hold is removed.
+        """Install exactly what a list holds; only uv does so without beginning again.
 
         Raises:
-            CommandError: If it cannot be installed.
+            CommandError: If it cannot be made or filled.
         """
+        python = str(self._folder / "bin" / "python")
         if self._uv:
-            _run(self._uv, "pip", "sync", "--quiet", "--python", self._python, str(path))
-            return
-        pip = (*self._pip, self._python)
-        _run(*pip, "install", "--quiet", "--no-deps", "-r", str(path))
-        wanted, _ = read_packages(path)
-        frozen = _run(*pip, "list", "--format=freeze", "--exclude-editable").splitlines()
-        names = [line.partition("==")[0] for line in frozen]
-        if extra := [name for name in names if _normalize(name) not in wanted]:
-            _run(*pip, "uninstall", "--quiet", "--yes", *extra)
+            if not self._folder.exists():
+                _run(self._uv, "venv", "--quiet", "--python", sys.executable, str(self._folder))
+            _run(self._uv, "pip", "sync", "--quiet", "--python", python, str(path))
+        else:
+            _run(sys.executable, "-m", "venv", "--clear", "--without-pip", str(self._folder))
+            pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", python)
+            _run(*pip, "install", "--quiet", "--no-deps", "-r", str(path))
 
 
 def read_packages(path: Path) -> tuple[dict[str, str], list[str]]:

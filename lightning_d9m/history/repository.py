@@ -1,11 +1,10 @@
 """A git repository, and a worktree in which its commits are checked out one after another.
 
-``git bisect`` chooses the commit to test next: it knows merges and skipped commits. Its state
-belongs to the worktree, so that the user's folder, index and branches stay as they are.
+``git rev-list --bisect-all`` orders the commits in question: it knows merges. The user's folder,
+index and branches stay as they are.
 """
 
 import os
-import re
 import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -16,9 +15,6 @@ from pathlib import Path
 from lightning_d9m.errors import CommandError, SettingError
 
 _FORMAT = "%H%x00%s%x00%an%x00%as"
-_FIRST_BAD = re.compile(r"^([0-9a-f]{40,64}) is the first bad commit", re.MULTILINE)
-_ONLY_SKIPPED = "There are only 'skip'ped commits left"
-_COMMIT_LINE = re.compile(r"^[0-9a-f]{40,64}$", re.MULTILINE)
 # Variables that would point git at the user's folder instead of the worktree.
 _LOCATIONS = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX")
 
@@ -30,7 +26,7 @@ class Commit:
     Attributes:
         sha: Its full name.
         subject: The first line of its message.
-        author: The author's name.
+        author: The author's name; empty for a list of packages.
         date: The day on which it was written, as ``YYYY-MM-DD``.
     """
 
@@ -41,7 +37,7 @@ class Commit:
 
     @property
     def short(self) -> str:
-        """The first ten digits of its name; the subject of a list of packages, without author."""
+        """The first ten digits of its name; the subject of a list of packages."""
         return self.sha[:10] if self.author else self.subject
 
 
@@ -92,13 +88,10 @@ class Repository:
             return True
         return False
 
-    def count_between(self, earlier: Commit, later: Commit) -> int:
-        """Return how many commits ``earlier..later`` has."""
-        return int(run_git(self.root, "rev-list", "--count", f"{earlier.sha}..{later.sha}"))
-
-    def list_ancestors(self, commit: Commit) -> list[str]:
-        """Return the names of a commit and its first parents, newest first."""
-        return run_git(self.root, "rev-list", "--first-parent", commit.sha).split()
+    def list_commits(self, last: Commit, *words: str) -> list[str]:
+        """Return the names of a commit and its ancestors, as options of ``git rev-list`` say."""
+        lines = run_git(self.root, "rev-list", last.sha, *words).splitlines()
+        return [line.partition(" ")[0] for line in lines]
 
     def show(self, commit: Commit) -> str:
         """Return what a commit changed, as a patch below a list of files."""
@@ -124,7 +117,7 @@ class Repository:
             folder = Path(parent, self.root.name)
             run_git(self.root, "worktree", "add", "--detach", "--quiet", str(folder), "HEAD")
             try:
-                yield Worktree(self, folder, tuple(links))
+                yield Worktree(self.root, folder, tuple(links))
             finally:
                 run_git(self.root, "worktree", "remove", "--force", str(folder))
 
@@ -134,59 +127,28 @@ class Worktree:
     """A separate working tree for the commits of a repository.
 
     Attributes:
-        repository: The repository.
-        folder: The top of the working tree.
+        root: The top of the user's working tree.
+        folder: The top of this one.
         links: Paths that link to those of the user's working tree.
     """
 
-    repository: Repository
+    root: Path
     folder: Path
     links: tuple[str, ...]
 
     def check_out(self, commit: Commit) -> None:
-        """Check out a commit; files that an earlier training left are removed."""
-        self._clean()
-        run_git(self.folder, "checkout", "--quiet", "--detach", commit.sha)
-        self._link()
-
-    def start(self, good: Commit, bad: Commit) -> tuple[list[Commit], bool]:
-        """Begin a bisection; see ``mark`` for what is returned."""
-        self._clean()
-        return self._read(run_git(self.folder, "bisect", "start", bad.sha, good.sha))
-
-    def mark(self, verdict: str) -> tuple[list[Commit], bool]:
-        """Tell git that the current commit is ``"good"`` or ``"bad"``, or to ``"skip"`` it.
-
-        Returns:
-            The next commit, which is checked out, and False. At the end: the first bad commit, or
-            if skipped commits hide it, all that it may be; and True.
-        """
-        self._clean()
-        return self._read(run_git(self.folder, "bisect", verdict, allowed=(0, 2)))
-
-    def _read(self, output: str) -> tuple[list[Commit], bool]:
-        find = self.repository.find_commit
-        if found := _FIRST_BAD.search(output):
-            return [find(found[1])], True
-        if _ONLY_SKIPPED in output:
-            return [find(sha) for sha in _COMMIT_LINE.findall(output)], True
-        self._link()
-        return [find(run_git(self.folder, "rev-parse", "HEAD").strip())], False
-
-    def _clean(self) -> None:
-        """Remove what a training changed and left, also what git ignores, and the links."""
+        """Check out a commit; files that an earlier training left are removed, ignored ones too."""
         run_git(self.folder, "reset", "--hard", "--quiet")
         run_git(self.folder, "clean", "-ffdxq")
-
-    def _link(self) -> None:
+        run_git(self.folder, "checkout", "--quiet", "--detach", commit.sha)
         for link in self.links:
             path = self.folder / link
             if not path.exists():
                 path.parent.mkdir(parents=True, exist_ok=True)
-                path.symlink_to(self.repository.root / link)
+                path.symlink_to(self.root / link)
 
 
-def run_git(folder: Path, *words: str, allowed: Sequence[int] = (0,)) -> str:
+def run_git(folder: Path, *words: str) -> str:
     """Run git in a folder and return what it printed.
 
     Raises:
@@ -205,6 +167,6 @@ def run_git(folder: Path, *words: str, allowed: Sequence[int] = (0,)) -> str:
         )
     except OSError as error:
         raise CommandError(f"git cannot be started: {error.strerror}. Install git.") from error
-    if done.returncode not in allowed:
+    if done.returncode:
         raise CommandError(f"The git command `git {' '.join(words)}` failed: {done.stderr.strip()}")
     return done.stdout

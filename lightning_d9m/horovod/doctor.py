@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 
-from lightning_d9m.control.doctor import CheckResult, check_variable, judge
+from lightning_d9m.control.doctor import CheckResult, check_variable
 from lightning_d9m.errors import SettingError
 from lightning_d9m.horovod.environment import PINNED_REASONS, import_horovod
 

@@ -52,15 +52,17 @@ def list_files(
             raise SettingError(f"{str(path)!r} does not exist. Give a file or a folder to scan.")
         if path.exists() and not path.is_file() and not path.is_dir():
             raise SettingError(f"{str(path)!r} is neither a file nor a folder. Give one of these.")
-    seen: set[tuple[int, int]] = set()
+    seen: set[str] = set()
     for path in paths:
-        if not _is_new(path, seen):
-            continue
+        entries: Iterable[SourceFile] = [SourceFile(str(path))]
         if path.is_dir():
             skipped = frozenset() if ignored else find_ignored(path)
-            yield from _walk(str(path), patterns, skipped, seen)
-        else:
-            yield SourceFile(str(path))
+            entries = _walk(str(path), patterns, skipped)
+        for entry in entries:
+            real = os.path.realpath(entry.path)
+            if real not in seen:
+                seen.add(real)
+                yield entry
 
 
 def find_ignored(folder: Path) -> frozenset[str]:
@@ -80,44 +82,26 @@ def find_ignored(folder: Path) -> frozenset[str]:
     return frozenset() if done.returncode or "." in names else frozenset(names)
 
 
-def _walk(
-    top: str, patterns: tuple[str, ...], skipped: frozenset[str], seen: set[tuple[int, int]]
-) -> Iterator[SourceFile]:
-    """Yield the files below a folder; a link to a folder that was seen is not followed again."""
+def _walk(top: str, patterns: tuple[str, ...], skipped: frozenset[str]) -> Iterator[SourceFile]:
+    """Yield the files below a folder; links to folders are not followed."""
     failed: list[OSError] = []
-    for folder, folders, names in os.walk(top, onerror=failed.append, followlinks=True):
-        inner = folder.removeprefix(top).lstrip(os.sep)
-        kept = [
-            Path(folder, name)
-            for name in sorted((*folders, *names))
-            if (below := str(Path(inner, name))) not in skipped
+    for folder, folders, names in os.walk(top, onerror=failed.append):
+        inner = Path(folder).relative_to(top)
+        kept = {
+            name
+            for name in (*folders, *names)
+            if (below := str(inner / name)) not in skipped
             and not any(fnmatch(text, pattern) for text in (below, name) for pattern in patterns)
-        ]
-        folders[:] = [
-            path.name
-            for path in kept
-            if path.name in folders
-            and path.name not in SKIPPED_FOLDERS
-            and not Path(path, "pyvenv.cfg").exists()
-            and _is_new(path, seen)
-        ]
-        for path in kept:
-            is_source = path.name in names and path.name.endswith(SUFFIXES)
-            if is_source and (path.is_file() or path.is_symlink()) and _is_new(path, seen):
-                yield SourceFile(f"{folder.rstrip(os.sep)}{os.sep}{path.name}")
+        }
+        folders[:] = sorted(
+            name
+            for name in kept.intersection(folders) - SKIPPED_FOLDERS
+            if not Path(folder, name, "pyvenv.cfg").exists()
+        )
+        for name in sorted(kept.intersection(names)):
+            path = Path(folder, name)
+            if name.endswith(SUFFIXES) and (path.is_file() or path.is_symlink()):
+                yield SourceFile(os.path.join(folder, name))  # noqa: PTH118 - keeps a leading dot
     for error in failed:
         problem = f"The folder cannot be read: {error.strerror or error}."
         yield SourceFile(str(error.filename), problem)
-
-
-def _is_new(path: Path, seen: set[tuple[int, int]]) -> bool:
-    """Return whether a path is new, or cannot be read and must be reported."""
-    try:
-        state = path.stat()
-    except OSError:
-        return True
-    key = (state.st_dev, state.st_ino)
-    if key in seen:
-        return False
-    seen.add(key)
-    return True

@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path, PurePath
 
 from lightning_d9m.lint.source import SourceError, parse, read_source
-from lightning_d9m.lint.tree import Scope, read_last_name, resolve
+from lightning_d9m.lint.tree import Call, Tree, read_last_name
 
 # Names that contain "seed", of functions that do not set a seed.
 _READS = re.compile(r"(initial|get|derive|make|next|new)_?\w*seed|SeedSequence", re.IGNORECASE)
@@ -28,19 +28,17 @@ def runs(tree: ast.Module) -> bool:
     return False
 
 
-def seeds(tree: ast.Module) -> bool:
+def seeds(tree: Tree) -> bool:
     """Return whether a module seeds torch, or calls a function whose name says so."""
-    scope = Scope(tree, None, "")
-    return any(_SEEDED.search(name) for name in list_imports(tree)) or any(
-        isinstance(node, ast.Call) and _seeds_torch(node, scope) for node in ast.walk(tree)
-    )
+    imported = list_imports(tree.module)
+    return any(map(_SEEDED.search, imported)) or any(map(_seeds_torch, tree.calls))
 
 
-def _seeds_torch(call: ast.Call, scope: Scope) -> bool:
-    name = read_last_name(call.func)
+def _seeds_torch(call: Call) -> bool:
+    name = read_last_name(call.node.func)
     if name == "seed":
         # random.seed, np.random.seed and env.seed do not seed torch; a local `seed` may.
-        return isinstance(call.func, ast.Name) and not resolve(call.func, scope)
+        return isinstance(call.node.func, ast.Name) and not call.name
     return name == "set_rng_state" or ("seed" in name.lower() and not _READS.match(name))
 
 
@@ -87,4 +85,6 @@ def _read_program(path: str) -> tuple[bool, frozenset[str]]:
         return False, frozenset()  # reported as D9M001
     if isinstance(tree, tuple):
         return False, frozenset()  # likewise
-    return seeds(tree), frozenset(part for name in list_imports(tree) for part in name.split("."))
+    return seeds(Tree(tree)), frozenset(
+        part for name in list_imports(tree) for part in name.split(".")
+    )

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 Severity = Literal["error", "warning", "note"]
 Certainty = Literal["certain", "depends"]
@@ -220,6 +220,30 @@ class Finding:
     fix: str
     code: str = ""
     op: str = ""
+
+    @classmethod
+    def at(
+        cls,
+        file: str,
+        rule: str,
+        start: tuple[int, int],
+        end: tuple[int, int] | None = None,
+        **facts: Any,
+    ) -> "Finding":
+        """Return a finding between two places, (line, column), with the texts of its rule."""
+        (line, column), (end_line, end_column) = start, end or (start[0], 1)
+        for name in ("reason", "fix"):
+            facts[name] = facts.get(name) or getattr(RULES[rule], name)
+        return cls(
+            file=file,
+            line=line,
+            column=column,
+            rule=rule,
+            end_line=end_line,
+            end_column=end_column,
+            file_line=line,
+            **facts,
+        )
 
     @property
     def severity(self) -> Severity:

@@ -11,21 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from lightning_d9m.errors import SettingError
-from lightning_d9m.lint.checks import (
-    indexing,
-    kernels,
-    memory,
-    ops,
-    order,
-    seeds,
-    sets,
-    settings,
-    threads,
-    training,
-)
+from lightning_d9m.lint.checks import memory, ops, order, seeds, settings
 from lightning_d9m.lint.files import SourceFile
 from lightning_d9m.lint.rules import CODE, RULES, Finding
-from lightning_d9m.lint.source import Source, SourceError, parse, read_source
+from lightning_d9m.lint.source import Problem, Source, SourceError, parse, read_source
 from lightning_d9m.lint.suppression import suppress
 from lightning_d9m.lint.tree import Call, Report, Tree
 from lightning_d9m.patches.catalog.catalog import OPS, find_op
@@ -33,34 +22,36 @@ from lightning_d9m.patches.catalog.catalog import OPS, find_op
 LARGEST = 5_000_000
 """Largest size of a source file, in bytes; larger files hold data."""
 
+_NOT_SCANNED = "D9M001"
 # Files per task of a process, enough to make the overhead negligible.
 _CHUNK = 16
 _CALLS: tuple[Callable[[Call], Iterator[Report]], ...] = (
     ops.check_op,
-    kernels.check_atomic,
-    kernels.check_choice_by_time,
+    memory.check_atomic,
+    settings.check_choice_by_time,
     memory.check_empty,
     seeds.check_seed,
+    seeds.check_system_draw,
     seeds.check_worker_seed,
     seeds.check_rank_seeds,
     seeds.check_dataset,
     seeds.check_learning_rate_call,
-    training.check_training,
-    training.check_environment,
+    seeds.check_training,
+    seeds.check_environment,
     order.check_listing,
     order.check_modification_time,
     order.check_completion,
     order.check_hash,
-    order.check_hash_seed_call,
-    sets.check_set_call,
-    threads.check_thread,
+    settings.check_hash_seed_call,
+    order.check_set_call,
+    memory.check_thread,
     settings.check_setting_call,
 )
 _NODES: Mapping[type[ast.AST], Sequence[Callable[[Any, Tree], Iterator[Report]]]] = {
-    ast.Assign: (settings.check_setting, order.check_hash_seed, seeds.check_learning_rate),
+    ast.Assign: (settings.check_setting, settings.check_hash_seed, seeds.check_learning_rate),
     ast.AugAssign: (seeds.check_learning_rate,),
-    ast.Subscript: (indexing.check_index,),
-    **dict.fromkeys((ast.Set, ast.SetComp, ast.Name, ast.Attribute, ast.BinOp), (sets.check_set,)),
+    ast.Subscript: (ops.check_index,),
+    **dict.fromkeys((ast.Set, ast.SetComp, ast.Name, ast.Attribute, ast.BinOp), (order.check_set,)),
 }
 
 
@@ -105,37 +96,31 @@ def choose_version(given: str | None) -> str:
 
 
 def scan_entries(
-    entries: Iterable[SourceFile],
-    torch_version: str,
-    rules: frozenset[str],
-    jobs: int = 1,
-    largest: int = LARGEST,
+    entries: Iterable[SourceFile], torch_version: str, rules: frozenset[str], jobs: int = 1
 ) -> list[FileScan]:
     """Scan files, in one process or several; the results are in the order of the files."""
-    scan = partial(scan_file, torch_version=torch_version, rules=rules, largest=largest)
+    scan = partial(scan_file, torch_version=torch_version, rules=rules)
     if jobs == 1:
         return [scan(entry) for entry in entries]
     with ProcessPoolExecutor(jobs) as pool:
         return list(pool.map(scan, entries, chunksize=_CHUNK))
 
 
-def scan_file(
-    entry: SourceFile, torch_version: str, rules: frozenset[str], largest: int = LARGEST
-) -> FileScan:
+def scan_file(entry: SourceFile, torch_version: str, rules: frozenset[str]) -> FileScan:
     """Scan one file. A file that cannot be scanned gives a finding."""
     path = entry.path
     problem = entry.problem
     try:
-        if not problem and (size := Path(path).stat().st_size) > largest:
-            problem = f"It has {size:,} bytes, more than the {largest:,} of --max-bytes."
+        if not problem and (size := Path(path).stat().st_size) > LARGEST:
+            problem = f"It has {size:,} bytes, more than {LARGEST:,}."
         source = Source("") if problem else read_source(Path(path))
     except OSError as error:
         problem = f"It cannot be read: {error.strerror or error}."
     except SourceError as error:
         problem = str(error)
     if problem:
-        found = [_describe_problem(path, 1, problem)] if "D9M001" in rules else []
-        return FileScan(found)
+        found = [Finding.at(path, _NOT_SCANNED, (1, 1), reason=problem)]
+        return FileScan(found if _NOT_SCANNED in rules else [])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the parser's, about the scanned code
         return scan_source(source, path, torch_version, rules)
@@ -143,17 +128,17 @@ def scan_file(
 
 def scan_source(source: Source, path: str, torch_version: str, rules: frozenset[str]) -> FileScan:
     """Scan one module; see :func:`scan_file`."""
-    problems = [_describe_problem(path, one.line, one.reason, one.cell) for one in source.problems]
-    module = parse(source.text)
+    problems = list(source.problems)
     reports: dict[Report, None] = {}
     try:
+        module = parse(source.text)
         if isinstance(module, tuple):
-            problems.append(_describe_problem(path, *module))
+            problems.append(Problem(module[0], 0, module[1]))
         else:
             package = _find_package(path) if "from ." in source.text else ""
             reports = dict.fromkeys(_check(Tree(module, package)))
     except RecursionError:
-        problems.append(_describe_problem(path, 1, "It is nested too deeply to be scanned."))
+        problems.append(Problem(1, 0, "It is nested too deeply to be scanned."))
     lines = source.text.split("\n")
     kept: dict[tuple[object, ...], Finding] = {}
     edits: dict[Finding, str] = {}
@@ -164,10 +149,13 @@ def scan_source(source: Source, path: str, torch_version: str, rules: frozenset[
             kept.setdefault((f.rule,) if once else (f.line, f.column, f.rule, f.op), f)
             edits |= {f: report.edit} if report.edit and not source.cells else {}
     found = [
-        _locate(finding, source) for finding in suppress(kept.values(), source.text, path, rules)
+        Finding.at(path, _NOT_SCANNED, (one.line, 1), reason=one.reason, cell=one.cell)
+        for one in problems
     ]
+    unsuppressed = suppress(kept.values(), source.text, path, rules)
+    found += [_locate(finding, source) for finding in unsuppressed]
     return FileScan(
-        findings=sorted(finding for finding in (*problems, *found) if finding.rule in rules),
+        findings=sorted(finding for finding in found if finding.rule in rules),
         lines=len(lines),
         turns_on=any(report.rule == settings.TURNED_ON for report in reports),
         edits={finding: edits[finding] for finding in found if finding in edits},
@@ -178,29 +166,24 @@ def _check(tree: Tree) -> Iterator[Report]:
     for node in tree.nodes:
         for check in _NODES.get(type(node), ()):
             yield from check(node, tree)
-        if isinstance(node, ast.Call):
-            call = Call(node, tree)
-            for check_call in _CALLS:
-                yield from check_call(call)
+    for call in tree.calls:
+        for check_call in _CALLS:
+            yield from check_call(call)
 
 
 def _describe(report: Report, path: str, lines: Sequence[str]) -> Finding:
     node: Any = report.node
-    rule = RULES[report.rule]
     line, end_line = node.lineno, node.end_lineno or node.lineno
     start = _find_column(lines[line - 1], node.col_offset)
     end = _find_column(lines[end_line - 1], node.end_col_offset or 0)
-    return Finding(
-        file=path,
-        line=line,
-        column=start,
-        rule=rule.id,
-        end_line=end_line,
-        end_column=end,
-        file_line=line,
+    return Finding.at(
+        path,
+        report.rule,
+        (line, start),
+        (end_line, end),
         certainty=report.certainty,
-        reason=report.reason or rule.reason,
-        fix=report.fix or rule.fix,
+        reason=report.reason,
+        fix=report.fix,
         code=lines[line - 1][start - 1 : end - 1 if line == end_line else None][:CODE],
         op=report.op,
     )
@@ -220,20 +203,6 @@ def _locate(finding: Finding, source: Source) -> Finding:
     cell, line, file_line = source.cells[finding.line - 1]
     end = finding.end_line - finding.line + line
     return replace(finding, cell=cell, line=line, end_line=end, file_line=file_line)
-
-
-def _describe_problem(path: str, line: int, reason: str, cell: int = 0) -> Finding:
-    rule = RULES["D9M001"]
-    return Finding(
-        file=path,
-        cell=cell,
-        line=line,
-        rule=rule.id,
-        end_line=line,
-        file_line=line,
-        reason=reason,
-        fix=rule.fix,
-    )
 
 
 def _find_package(path: str) -> str:

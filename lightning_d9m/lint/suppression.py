@@ -49,14 +49,11 @@ def suppress(
     for number, one in enumerate(suppressions):
         unused = [rule for rule in one.rules if rule in rules and (number, rule) not in used]
         if one.problem:
-            yield _at(one.comment, "D9M002", one.problem)
+            yield replace(one.comment, reason=one.problem)
         elif unused:
             reason = f"It suppresses {', '.join(unused)}, which is not found here."
-            yield _at(one.comment, "D9M003", reason)
-
-
-def _at(comment: Finding, rule: str, reason: str) -> Finding:
-    return replace(comment, rule=rule, reason=reason, fix=RULES[rule].fix)
+            fix = RULES["D9M003"].fix
+            yield replace(one.comment, rule="D9M003", reason=reason, fix=fix)
 
 
 def _read_suppressions(text: str, path: str) -> Iterator[_Suppression]:
@@ -77,16 +74,11 @@ def _read_suppressions(text: str, path: str) -> Iterator[_Suppression]:
                 target += 1
             target += 1
         rules = tuple(word.strip() for word in (match["rules"] or "").split(",") if word.strip())
-        comment = Finding(
-            file=path,
-            line=row,
-            column=column + 1,
-            rule="",
-            end_line=row,
-            end_column=token.end[1] + 1,
-            file_line=row,
-            reason="",
-            fix="",
+        comment = Finding.at(
+            path,
+            "D9M002",
+            (row, column + 1),
+            (row, token.end[1] + 1),
             code=lines[row - 1][column:][:CODE],
         )
         problem = _find_problem(match["verb"], rules, match["reason"])

@@ -87,48 +87,38 @@ class Binding:
 
     Attributes:
         kind: How.
-        name: The full name, for an import.
         node: The value of an assignment, the annotation of a parameter, or the definition.
+        name: The full name, for an import.
     """
 
     kind: Literal["import", "assign", "parameter", "definition", "other"]
-    name: str = ""
     node: ast.AST | None = None
+    name: str = ""
 
 
 class Scope:
-    """A module, class or function with its bindings, which are read at their first use."""
+    """A module, class or function: its bindings, and the values that a class's methods store.
 
-    def __init__(self, node: ast.AST, parent: "Scope | None", package: str) -> None:
-        self.node = node
-        self.parent = parent
-        self.package = package
+    Attributes:
+        node: The module, class or function.
+        parent: The scope around it.
+        bindings: By name.
+        attributes: Of a class: the values that are assigned to an attribute, by its name.
+        stars: The modules all of whose names are imported.
+        enclosing_class: The class that the innermost method belongs to.
+    """
+
+    def __init__(self, node: ast.AST, parent: "Scope | None" = None) -> None:
+        self.node, self.parent = node, parent
+        self.bindings: dict[str, list[Binding]] = defaultdict(list)
+        self.attributes: dict[str, list[ast.AST]] = defaultdict(list)
         self.stars: list[str] = []
-
-    @cached_property
-    def bindings(self) -> dict[str, list[Binding]]:
-        """The bindings of the scope, by name."""
-        found: dict[str, list[Binding]] = defaultdict(list)
-        if isinstance(self.node, FUNCTION_NODES):
-            given = self.node.args
-            extra = filter(None, (given.vararg, given.kwarg))
-            for argument in (*given.posonlyargs, *given.args, *given.kwonlyargs, *extra):
-                found[argument.arg].append(Binding("parameter", node=argument.annotation))
-        if not isinstance(self.node, ast.Lambda):
-            for name, binding in self._read_body(getattr(self.node, "body", ())):
-                found[name].append(binding)
-        return found
-
-    @cached_property
-    def attributes(self) -> dict[str, list[ast.AST]]:
-        """The values that a class's methods assign to attributes, by attribute."""
-        found: dict[str, list[ast.AST]] = defaultdict(list)
-        for node in ast.walk(self.node):
-            if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None:
-                for target in list_targets(node):
-                    if isinstance(target, ast.Attribute):
-                        found[target.attr].append(node.value)
-        return found
+        above = None if parent is None else parent.enclosing_class
+        self.enclosing_class: Scope | None = self if isinstance(node, ast.ClassDef) else above
+        if isinstance(node, FUNCTION_NODES):
+            for part in ast.iter_child_nodes(node.args):
+                if isinstance(part, ast.arg):
+                    self.bindings[part.arg].append(Binding("parameter", part.annotation))
 
     def find(self, name: str) -> tuple[list[Binding], "Scope"]:
         """Return the visible bindings of a name and their scope; without any, [] and the module."""
@@ -147,26 +137,20 @@ class Scope:
         once = len(found) == 1 and found[0].kind == "assign"
         return found[0].node if once else None, where
 
-    @property
-    def enclosing_class(self) -> "Scope | None":
-        """The scope of the class that the innermost method belongs to."""
-        scope: Scope | None = self
-        while scope is not None and not isinstance(scope.node, ast.ClassDef):
-            scope = scope.parent
-        return scope
+    def follow(self, target: ast.AST | None) -> tuple[list[ast.AST], ast.AST | None, str]:
+        """Return the possible values of an expression, where it is used, and its name there.
 
-    def find_area(self, target: ast.AST | None) -> tuple[ast.AST | None, str]:
-        """Return where an assigned name or attribute is followed, and its name.
-
-        A ``name`` is followed in its scope, ``self.name`` in its class, anything else nowhere.
+        A name is followed in its scope, ``self.name`` in its class, anything else nowhere.
         """
         enclosing = self.enclosing_class
         match target:
             case ast.Name(name):
-                return self.node, name
+                found, where = self.find(name)
+                values = [one.node for one in found if one.kind == "assign" and one.node]
+                return values, where.node, name
             case ast.Attribute(attr=name) if enclosing is not None:
-                return enclosing.node, name
-        return None, ""
+                return enclosing.attributes.get(name, []), enclosing.node, name
+        return [] if target is None else [target], None, ""
 
     def find_function(self, node: ast.AST) -> Function | None:
         """Return the definition of a function: a lambda, by name, or a method by ``self.name``."""
@@ -180,75 +164,6 @@ class Scope:
             case ast.Attribute(ast.Name("self") | ast.Attribute(attr="self"), name) if enclosing:
                 found = enclosing.bindings.get(name, [])
         return next((entry.node for entry in found if isinstance(entry.node, FUNCTION_NODES)), None)
-
-    def list_values(self, node: ast.AST) -> tuple[list[ast.AST], ast.AST]:
-        """Return the possible values of an expression, and the node in which they are bound."""
-        enclosing = self.enclosing_class
-        match node:
-            case ast.Name(name):
-                found, where = self.find(name)
-                return [one.node for one in found if one.kind == "assign" and one.node], where.node
-            case ast.Attribute(attr=name) if enclosing is not None:
-                return enclosing.attributes.get(name, []), enclosing.node
-        return [node], self.node
-
-    def _read_body(self, body: Iterable[ast.AST]) -> Iterator[tuple[str, Binding]]:
-        for statement in body:
-            match statement:
-                case ast.Import(names):
-                    for alias in names:
-                        top = alias.name.partition(".")[0]
-                        yield (
-                            alias.asname or top,
-                            Binding("import", alias.name if alias.asname else top),
-                        )
-                case ast.ImportFrom():
-                    yield from self._read_from(statement)
-                case ast.FunctionDef(name) | ast.AsyncFunctionDef(name) | ast.ClassDef(name):
-                    yield name, Binding("definition", node=statement)
-                case ast.Assign() | ast.AnnAssign():
-                    value = statement.value or getattr(statement, "annotation", None)
-                    for target in list_targets(statement):
-                        yield from _read_target(target, value)
-                case _:
-                    items = getattr(statement, "items", ())
-                    for target in (
-                        getattr(statement, "target", None),
-                        *(item.optional_vars for item in items),
-                    ):
-                        yield from _read_target(target, None)
-                    for block in ("body", "orelse", "finalbody", "handlers", "cases"):
-                        yield from self._read_body(getattr(statement, block, ()))
-
-    def _read_from(self, statement: ast.ImportFrom) -> Iterator[tuple[str, Binding]]:
-        module = statement.module or ""
-        if statement.level:
-            parts = self.package.split(".")
-            base = ".".join(parts[: len(parts) - statement.level + 1])
-            module = f"{base}.{module}".strip(".")
-        for alias in statement.names:
-            if alias.name == "*":
-                self.stars.append(module)
-            else:
-                yield alias.asname or alias.name, Binding("import", f"{module}.{alias.name}")
-
-
-def list_targets(statement: ast.Assign | ast.AnnAssign | ast.AugAssign) -> list[ast.expr]:
-    """Return the targets of an assignment."""
-    return statement.targets if isinstance(statement, ast.Assign) else [statement.target]
-
-
-def _read_target(target: ast.AST | None, value: ast.AST | None) -> Iterator[tuple[str, Binding]]:
-    match target:
-        case ast.Name(name):
-            yield name, Binding("assign", node=value) if value else Binding("other")
-        case ast.Tuple(targets) | ast.List(targets):
-            values = value.elts if isinstance(value, (ast.Tuple, ast.List)) else []
-            paired = len(values) == len(targets)
-            for index, element in enumerate(targets):
-                yield from _read_target(element, values[index] if paired else None)
-        case ast.Starred(inner):
-            yield from _read_target(inner, None)
 
 
 class Tree:
@@ -266,16 +181,17 @@ class Tree:
     """
 
     def __init__(self, module: ast.Module, package: str = "") -> None:
-        self.module = module
+        self.module, self._package = module, package
         self.nodes: list[ast.AST] = []
         self.parent: dict[ast.AST, ast.AST] = {}
         self.scope: dict[ast.AST, Scope] = {}
-        waiting: list[tuple[ast.AST, Scope]] = [(module, Scope(module, None, package))]
+        waiting: list[tuple[ast.AST, Scope]] = [(module, Scope(module))]
         while waiting:
             node, scope = waiting.pop()
             self.nodes.append(node)
             self.scope[node] = scope
-            inner = Scope(node, scope, package) if isinstance(node, _SCOPES) else scope
+            self._bind(node, scope)
+            inner = Scope(node, scope) if isinstance(node, _SCOPES) else scope
             children: list[tuple[ast.AST, Scope]] = []
             for name, value in ast.iter_fields(node):
                 for child in value if isinstance(value, list) else (value,):
@@ -284,21 +200,100 @@ class Tree:
                         children.append((child, inner if name == "body" else scope))
             waiting += reversed(children)
 
+    @cached_property
+    def calls(self) -> "list[Call]":
+        """All calls."""
+        return [Call(node, self) for node in self.nodes if isinstance(node, ast.Call)]
+
+    def _bind(self, node: ast.AST, scope: Scope) -> None:
+        """Note what a node binds in its scope, or stores in an attribute of its class."""
+        match node:
+            case ast.Import(aliases):
+                for alias in aliases:
+                    top = alias.name if alias.asname else alias.name.partition(".")[0]
+                    scope.bindings[alias.asname or top].append(Binding("import", name=top))
+            case ast.ImportFrom():
+                self._bind_names(node, scope)
+            case ast.FunctionDef(name) | ast.AsyncFunctionDef(name) | ast.ClassDef(name):
+                scope.bindings[name].append(Binding("definition", node))
+            case ast.Name(name, ast.Store()):
+                value, statement = self._find_stored(node)
+                if not isinstance(statement, ast.comprehension):
+                    kind: Literal["assign", "other"] = "other" if value is None else "assign"
+                    scope.bindings[name].append(Binding(kind, value))
+            case ast.Attribute(attr=name, ctx=ast.Store()) if scope.enclosing_class is not None:
+                value, statement = self._find_stored(node)
+                if value is not None and getattr(statement, "value", None) is not None:
+                    scope.enclosing_class.attributes[name].append(value)
+
+    def _bind_names(self, statement: ast.ImportFrom, scope: Scope) -> None:
+        """Note what ``from module import name`` binds."""
+        parts = self._package.split(".")
+        kept = parts[: len(parts) - statement.level + 1] if statement.level else []
+        module = ".".join([*kept, *([statement.module] if statement.module else [])]).strip(".")
+        for alias in statement.names:
+            if alias.name == "*":
+                scope.stars.append(module)
+            else:
+                found = Binding("import", name=f"{module}.{alias.name}")
+                scope.bindings[alias.asname or alias.name].append(found)
+
+    def _find_stored(self, target: ast.AST) -> tuple[ast.AST | None, ast.AST]:
+        """Return the value that a target is given, None if it is not written, and by what."""
+        outer = self.parent[target]
+        match outer:
+            case (
+                ast.Assign(value=value)
+                | ast.AnnAssign(value=ast.expr() as value)
+                | ast.AnnAssign(annotation=value)
+            ):
+                return value, outer
+            case ast.Tuple(targets) | ast.List(targets):
+                whole, statement = self._find_stored(outer)
+                values = whole.elts if isinstance(whole, (ast.Tuple, ast.List)) else []
+                paired = len(values) == len(targets)
+                return values[targets.index(target)] if paired else None, statement  # type: ignore[arg-type] # it is one of them
+            case ast.Starred():
+                return None, self._find_stored(outer)[1]
+        return None, outer
+
     def around(self, node: ast.AST) -> Iterator[ast.AST]:
         """Yield the nodes around a node, the nearest first."""
         while (found := self.parent.get(node)) is not None:
             yield found
             node = found
 
-    def find_uses(self, area: ast.AST, key: str, skipped: ast.AST | None = None) -> list[ast.AST]:
+    def find_uses(
+        self, area: ast.AST | None, key: str, skipped: ast.AST | None = None
+    ) -> list[ast.AST]:
         """Return the loads of a name or attribute in an area, without those within ``skipped``."""
         return [
             node
-            for node in ast.walk(area)
+            for node in (() if area is None else ast.walk(area))
             if isinstance(getattr(node, "ctx", None), ast.Load)
             and is_named(node, key)
             and (skipped is None or skipped not in self.around(node))
         ]
+
+    def find_taker(self, node: ast.AST) -> ast.Call | None:
+        """Return the call that an expression is an argument of."""
+        outer = self.parent[node]
+        outer = self.parent[outer] if isinstance(outer, ast.keyword) else outer
+        return outer if isinstance(outer, ast.Call) and outer.func is not node else None
+
+    def find_method(self, node: ast.AST) -> tuple[str, ast.Call | None]:
+        """Return the attribute of an object that is read, as a dotted name, and its call."""
+        names = []
+        while isinstance(outer := self.parent[node], ast.Attribute):
+            names.append(outer.attr)
+            node = outer
+        called = isinstance(outer, ast.Call) and outer.func is node
+        return ".".join(names), outer if called else None
+
+
+def list_targets(statement: ast.Assign | ast.AnnAssign | ast.AugAssign) -> list[ast.expr]:
+    """Return the targets of an assignment."""
+    return statement.targets if isinstance(statement, ast.Assign) else [statement.target]
 
 
 class Call:

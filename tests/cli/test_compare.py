@@ -327,15 +327,6 @@ def test_it_loads_no_torch(tmp_path, drift, status, verdict):
     assert done.stdout.startswith(verdict)
 
 
-def test_misuse_has_status_2(tmp_path):
-    """With one sentence on the error stream, and no traceback."""
-    words = [sys.executable, "-m", "lightning_d9m", "compare", str(tmp_path), "gone"]
-    done = subprocess.run(words, check=False, capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith(f"d9m: error: {tmp_path} holds no ledger")
-    assert "Traceback" not in done.stderr
-
-
 def write_trace(parent, *, drift=lambda _: None, places=4, batches=3, world_size=1):
     """Write a run with probes; from batch ``drift(rank)`` on, the last two places differ."""
     folder = create_ledger_folder(parent)
@@ -349,13 +340,6 @@ def write_trace(parent, *, drift=lambda _: None, places=4, batches=3, world_size
             records.append(record | {"digests": digests})
         write_rank(folder, records, rank=rank, world_size=world_size)
     return folder
-
-
-def test_probes_that_are_equal(tmp_path, capsys):
-    """How many, of how many batches."""
-    status, output = compare(capsys, write_trace(tmp_path), write_trace(tmp_path))
-    assert status == 0
-    assert narrow(output).startswith("equal: 1 record and 12 probes of 3 batches bit for bit")
 
 
 def test_probes_that_differ(tmp_path, capsys):

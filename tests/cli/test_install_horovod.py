@@ -1,7 +1,6 @@
 """``d9m install-horovod`` without a build: what it chooses, does and prints."""
 
 import json
-import subprocess
 import sys
 
 import pytest
@@ -9,7 +8,6 @@ import pytest
 from lightning_d9m.cli import install_horovod
 from lightning_d9m.cli.main import main
 from lightning_d9m.errors import CommandError
-from lightning_d9m.launch.progress import StatusLine
 
 
 @pytest.fixture
@@ -96,22 +94,3 @@ def test_kernels_are_compiled_for_the_present_devices(monkeypatch, chosen, expec
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     assert install_horovod._find_target(mpi=False, gpu="nccl").capabilities == ()
     assert install_horovod._find_target(mpi=False, gpu="none").capabilities == ()
-
-
-def test_the_cache_follows_xdg(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert install_horovod.default_cache() == tmp_path / "lightning_d9m" / "wheels"
-
-
-def test_importing_the_command_loads_no_torch():
-    code = "import sys, lightning_d9m.cli.install_horovod; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
-def test_in_a_pipe_a_line_is_printed_every_half_minute(capsys):
-    for quiet, expected in ((False, "0:00 a\n1:01 c\n1:31 e\n"), (True, "")):
-        with StatusLine(quiet=quiet) as line:
-            show = install_horovod._make_progress(line, quiet=quiet)
-            for seconds, text in ((0.0, "a"), (10.0, "b"), (61.0, "c"), (90.9, "d"), (91.0, "e")):
-                show(seconds, text)
-        assert capsys.readouterr().err == expected

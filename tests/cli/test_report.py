@@ -14,7 +14,7 @@ from ledger_runs import make_facts, make_weights, write_rank
 from lightning_d9m.cli.main import main
 from lightning_d9m.cli.report import add_arguments, run
 from lightning_d9m.comparison.ledgers import compare_ledgers
-from lightning_d9m.comparison.timeline import MAX_STEPS, StepHistogram, Timeline
+from lightning_d9m.comparison.timeline import Timeline
 from lightning_d9m.errors import LedgerError
 from lightning_d9m.hashing.digest import digest
 from lightning_d9m.hashing.sketches import sketch_tensors
@@ -93,6 +93,22 @@ def write_weights(parent, changes, *, sketched=True):
     return write_rank(create_ledger_folder(parent), records)
 
 
+def write_losses(parent, losses, *, digit="0", program=None, folder=None):
+    """Write a run with one epoch for each loss, and a logged value that is half of it."""
+    records = []
+    for epoch, loss in enumerate(losses):
+        values = {
+            "loss": None if loss is None else loss.hex(),
+            "scalars": {} if loss is None else {"val_<b>": (loss / 2).hex()},
+            "totals": {"weights": digit * 32},
+        }
+        moments = ("epoch", "final")[: 2 if epoch == len(losses) - 1 else 1]
+        records += [make_weights(moment, epoch, {"a": digit * 32}, **values) for moment in moments]
+    created, stack = "2026-11-22T19:18:44.311245+00:00", {"torch.version": "2.13.0"}
+    folder = folder or create_ledger_folder(parent)
+    return write_rank(folder, records, created=created, program=program or {}, stack=stack)
+
+
 def parse(*words):
     """Parse the arguments of the command."""
     parser = argparse.ArgumentParser()
@@ -161,13 +177,88 @@ def test_different_runs(tmp_path, capsys):
     assert capsys.readouterr().out.startswith("different: the report is")
 
 
-def test_equal_runs(tmp_path):
-    words = Page(report(tmp_path, write(tmp_path), write(tmp_path), status=0)).words
-    assert "Equal" in words
-    assert "Modules by step" not in words
-    assert "How the difference grows" not in words
-    assert "Stack differences None." in words
-    assert "The stacks are equal." in words
+# How two runs are written, and what their page says and does not say.
+PAGES = {
+    "equal": (
+        lambda folder: (write(folder), write(folder)),
+        ["Equal", "Stack differences None.", "The stacks are equal."],
+        ["Modules by step", "How the difference grows"],
+    ),
+    "digest of equal weights": (
+        lambda folder: (write_losses(folder, [1.0]), write_losses(folder, [1.0])),
+        [f"Weights of both runs: {'0' * 32}"],
+        ["The size of the difference"],
+    ),
+    "another stack and equal bits": (
+        lambda folder: (write(folder), write(folder, stack="570")),
+        ["The stacks differ in 1 field, but the runs are equal: device.driver ."],
+        ["Modules by step"],
+    ),
+    "a ledger and itself": (
+        lambda folder: (write(folder),) * 2,
+        ["Both are one ledger"],
+        ["Modules by step"],
+    ),
+    "buffers": (
+        lambda folder: [write_epochs(folder, drift=d, group="buffers") for d in (None, 1)],
+        ["4 buffers weight , epoch 1, step 18 "],
+        [],
+    ),
+    "ended early": (
+        lambda folder: (write(folder), write(folder, end=False)),
+        [
+            "The records that both runs have are equal, but one run has what the other lacks:",
+            "Rank 0: this run was ended before it finished its ledger.",
+            "No probe and no weight differs",
+        ],
+        [],
+    ),
+    "a module of one run": (
+        lambda folder: (write(folder), write(folder, names=[*MODULES, "extra"], drift=2)),
+        ["Only this run has output extra in that batch."],
+        [],
+    ),
+    "a number": (
+        lambda folder: [write_losses(folder, [loss]) for loss in (0.5, 0.25)],
+        ["Reference: 0.5 ; this run: 0.25 ."],
+        [],
+    ),
+    "other world sizes": (
+        lambda folder: (write(folder), write(folder, world_size=2)),
+        ["Not comparable", "world_size : reference: 1; this run: 2. A different number of ranks"],
+        ["How the difference grows"],
+    ),
+    "no digests": (
+        lambda folder: [write_epochs(folder, epochs=0) for _ in range(2)],
+        ["Not comparable"],
+        ["Modules by step"],
+    ),
+    "one command": (
+        lambda folder: [
+            write(folder, drift=drift, program={"command": "python 'a <b>.py'"})
+            for drift in (None, 8)
+        ],
+        ["Next: d9m locate -- python 'a <b>.py' narrows this down"],
+        [],
+    ),
+    "two commands": (
+        lambda folder: [
+            write(folder, drift=drift, program={"command": f"python {drift}.py"})
+            for drift in (None, 8)
+        ],
+        ["Next: d9m locate -- COMMAND , with the command that trains,"],
+        [],
+    ),
+}
+
+
+@pytest.mark.parametrize(("make", "said", "unsaid"), PAGES.values(), ids=PAGES)
+def test_a_page_says(tmp_path, make, said, unsaid):
+    equal = any(line.startswith(("Equal", "Weights of both", "Both")) for line in said)
+    equal |= any("but the runs are equal" in line for line in said)
+    words = Page(report(tmp_path, *make(tmp_path), status=0 if equal else 1)).words
+    assert [line for line in said if line not in words] == []
+    assert [line for line in unsaid if line in words] == []
 
 
 def test_of_many_ranks_the_first_is_named(tmp_path):
@@ -195,51 +286,6 @@ def test_without_probes(tmp_path):
     assert "3 weights weight , epoch 2, step 27 " in words
 
 
-def test_buffers_belong_to_modules_too(tmp_path):
-    """For example the running means of a normalization."""
-    one, other = (write_epochs(tmp_path, drift=d, group="buffers") for d in (None, 1))
-    words = Page(report(tmp_path, one, other)).words
-    assert "4 buffers weight , epoch 1, step 18 " in words
-
-
-def test_a_run_that_ended_early_is_different_for_that_alone(tmp_path):
-    """The verdict says that the ledger was cut short."""
-    one, other = write(tmp_path), write(tmp_path, end=False)
-    text = report(tmp_path, one, other)
-    words = Page(text.partition("</header>")[0] + "</header></main></body></html>").words
-    assert (
-        "The records that both runs have are equal, but one run has what the other lacks:" in words
-    )
-    assert "Rank 0: this run was ended before it finished its ledger." in words
-
-
-def test_a_number_is_a_decimal_and_a_digest_is_cut(tmp_path):
-    """All of a digest, and the bits of a number, show when the mouse points at it."""
-    ledgers = []
-    weights = dict.fromkeys(MODULES, "0" * 32)
-    for loss in (0.5, 0.25):
-        records = [make_weights("epoch", 0, weights, loss=loss.hex())]
-        ledgers.append(write_rank(create_ledger_folder(tmp_path), records))
-    text = report(tmp_path, *ledgers)
-    assert f'<span title="{(0.5).hex()}">0.5</span>' in text
-    words = Page(text).words
-    assert "Reference: 0.5 ; this run: 0.25 ." in words
-
-
-def test_what_one_run_alone_computed_is_said_at_once(tmp_path):
-    """A module that only one run calls may explain the difference."""
-    one, other = write(tmp_path), write(tmp_path, names=[*MODULES, "extra"], drift=2)
-    words = Page(report(tmp_path, one, other)).words
-    assert "Only this run has output extra in that batch." in words
-
-
-def test_where_nothing_differs_no_cell_is_red(tmp_path):
-    text = report(tmp_path, write(tmp_path), write(tmp_path, end=False))
-    assert text.partition("Modules by step")[0].count("<svg") == 1
-    assert 'class="heat-' not in text
-    assert "No module differs." in text
-
-
 def test_what_differs_goes_before_what_agrees(tmp_path, monkeypatch):
     """Limits drop modules and moments that agree."""
     monkeypatch.setattr("lightning_d9m.comparison.timeline.MAX_MODULES", 2)
@@ -257,22 +303,6 @@ def test_what_differs_goes_before_what_agrees(tmp_path, monkeypatch):
     assert len(timeline.modules) == 2
     assert all(module.differing for module in timeline.modules.values())
     assert timeline.modules_left_out
-
-
-def write_losses(parent, losses, *, digit="0", program=None, folder=None):
-    """Write a run with one epoch for each loss, and a logged value that is half of it."""
-    records = []
-    for epoch, loss in enumerate(losses):
-        values = {
-            "loss": None if loss is None else loss.hex(),
-            "scalars": {} if loss is None else {"val_<b>": (loss / 2).hex()},
-            "totals": {"weights": digit * 32},
-        }
-        moments = ("epoch", "final")[: 2 if epoch == len(losses) - 1 else 1]
-        records += [make_weights(moment, epoch, {"a": digit * 32}, **values) for moment in moments]
-    created, stack = "2026-11-22T19:18:44.311245+00:00", {"torch.version": "2.13.0"}
-    folder = folder or create_ledger_folder(parent)
-    return write_rank(folder, records, created=created, program=program or {}, stack=stack)
 
 
 def test_what_ran_and_the_logged_values_are_shown(tmp_path):
@@ -294,28 +324,6 @@ def test_what_ran_and_the_logged_values_are_shown(tmp_path):
     assert "val_<b> at the ends of epochs, both runs: the wide line" in words
 
 
-@pytest.mark.parametrize(
-    ("commands", "shown"),
-    [
-        (("python 'a <b>.py'",) * 2, "d9m locate -- python 'a <b>.py' narrows this down"),
-        (("python a.py", "python b.py"), "d9m locate -- COMMAND , with the command that trains,"),
-    ],
-)
-def test_the_next_step_has_the_command_that_both_runs_have(tmp_path, commands, shown):
-    ledgers = [
-        write(tmp_path, drift=drift, program={"command": command})
-        for drift, command in zip((None, 8), commands, strict=True)
-    ]
-    assert f"Next: {shown}" in Page(report(tmp_path, *ledgers)).words
-
-
-def test_equal_runs_show_the_digest_of_their_weights(tmp_path):
-    one, other = write_losses(tmp_path, [1.0]), write_losses(tmp_path, [1.0])
-    words = Page(report(tmp_path, one, other, status=0)).words
-    assert f"Weights of both runs: {'0' * 32}" in words
-    assert "The size of the difference" not in words
-
-
 def test_all_runs_of_a_repeat_are_shown(tmp_path):
     for number, loss in ((1, 0.5), (2, 0.5), (3, 0.25)):
         folder = tmp_path / f"run-{number:03d}" / "fit-000"
@@ -331,33 +339,6 @@ def test_all_runs_of_a_repeat_are_shown(tmp_path):
     assert "run 3, step 18: 0.25" in words
     assert "all runs: the wide line" in words
     assert "run-003/fit-000" in words
-
-
-def test_a_repeat_with_one_run_is_one_clear_error(tmp_path):
-    (tmp_path / "run-001" / "fit-000").mkdir(parents=True)
-    write_losses(tmp_path, [1.0], folder=tmp_path / "run-001" / "fit-000")
-    with pytest.raises(LedgerError, match="holds run 1 of a `d9m repeat` and no run to compare"):
-        run(parse(tmp_path, "-o", tmp_path / "a.html"))
-
-
-def test_runs_of_other_world_sizes(tmp_path):
-    """They are not comparable, and the page says why."""
-    words = Page(report(tmp_path, write(tmp_path), write(tmp_path, world_size=2))).words
-    assert "Not comparable" in words
-    assert "world_size : reference: 1; this run: 2. A different number of ranks gives" in words
-    assert "How the difference grows" not in words
-
-
-def test_another_stack_and_equal_bits(tmp_path):
-    """The verdict is equal, and the difference of the stacks is shown."""
-    words = Page(report(tmp_path, write(tmp_path), write(tmp_path, stack="570"), status=0)).words
-    assert "The stacks differ in 1 field, but the runs are equal: device.driver ." in words
-    assert "device.driver 560.35 570 0" in words
-
-
-def test_a_ledger_compared_with_itself(tmp_path):
-    one = write(tmp_path)
-    assert "Both are one ledger" in report(tmp_path, one, one, status=0)
 
 
 def test_nothing_is_loaded_from_anywhere(tmp_path):
@@ -415,41 +396,27 @@ def test_a_file_that_is_not_a_report_is_kept(tmp_path, force):
         assert path.read_text() == "my thesis"
 
 
-def test_places_that_cannot_be_written(tmp_path):
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["a", "b", "-o", "no/report.html"], "in a folder that does not exist"),
+        (["a", "b", "-o", "."], "is a folder"),
+        (["text", "fit-000"], "is not a ledger"),
+        (["gone", "fit-000"], "There is no ledger"),
+        (["repeat"], "holds run 1 of a `d9m repeat` and no run to compare"),
+    ],
+)
+def test_wrong_words_are_one_clear_error(tmp_path, monkeypatch, words, message):
     """The error comes before the work."""
-    with pytest.raises(LedgerError, match="in a folder that does not exist"):
-        run(parse("a", "b", "-o", tmp_path / "no" / "report.html"))
-    with pytest.raises(LedgerError, match="is a folder"):
-        run(parse("a", "b", "-o", tmp_path))
-
-
-def test_a_file_that_is_not_a_ledger(tmp_path):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path)
     (tmp_path / "text").write_text("x")
-    with pytest.raises(LedgerError, match="is not a ledger"):
-        run(parse(tmp_path / "text", write(tmp_path), "-o", tmp_path / "report.html"))
-    with pytest.raises(LedgerError, match="There is no ledger"):
-        run(parse(tmp_path / "gone", write(tmp_path), "-o", tmp_path / "report.html"))
+    only = tmp_path / "repeat" / "run-001" / "fit-000"
+    only.mkdir(parents=True)
+    write_losses(tmp_path, [1.0], folder=only)
+    with pytest.raises(LedgerError, match=message):
+        run(parse(*words))
     assert not (tmp_path / "report.html").exists()
-
-
-def test_many_steps_are_merged():
-    """Merging keeps all counts."""
-    growth = StepHistogram()
-    for step in range(10 * MAX_STEPS):
-        growth.add(step, 3, step % 2)
-    steps = growth.ordered()
-    assert len(steps) <= MAX_STEPS
-    assert sum(step.compared for step in steps) == 30 * MAX_STEPS
-    assert sum(step.differing for step in steps) == 5 * MAX_STEPS
-    assert (steps[0].first, steps[-1].last) == (0, 10 * MAX_STEPS - 1)
-
-
-def test_runs_without_digests(tmp_path):
-    """Two runs that were killed before their first digest have no timeline and no plots."""
-    ledgers = [write_epochs(tmp_path, epochs=0) for _ in range(2)]
-    text = report(tmp_path, *ledgers)
-    assert "Not comparable" in Page(text).words
-    assert "<svg" not in text
 
 
 def browse(tmp_path, text, *options):
@@ -463,19 +430,6 @@ def browse(tmp_path, text, *options):
 BROWSER = pytest.mark.skipif(
     CHROMIUM is None, reason="needs the browser Chromium (the command chromium)"
 )
-
-
-@BROWSER
-def test_in_a_browser(tmp_path):
-    """Our script runs; the policy blocks any other, also one that is not escaped."""
-    names = [*MODULES, *EVIL]
-    one, other = write(tmp_path, names=names), write(tmp_path, names=names, drift=2)
-    text = report(tmp_path, one, other)
-    marked = text.replace("alert(1)", "document.title='broken'")
-    marked = marked.replace("</main>", "<script>document.title='broken'</script></main>")
-    dom = browse(tmp_path, marked)
-    assert "<title>d9m: different: fit-000 and fit-001</title>" in dom
-    assert "2 of 2 shown" in dom
 
 
 # A reader's actions with the keyboard, on a phone; the results go into the title.

@@ -126,7 +126,7 @@ def test_no_secret_is_in_any_file(located, capsys, monkeypatch):
 
 def test_the_records_are_those_of_the_runs(here):
     ledgers = [read_ledger(here / f"runs/run-{number:03d}") for number in (1, 2)]
-    write_bundle(Path("b.zip"), ledgers, "different", "", None, [])
+    write_bundle(Path("b.zip"), ledgers, "different", "", {}, [])
     with open_bundle(Path("b.zip")) as (_, copies):
         for ledger, copy in zip(ledgers, copies, strict=True):
             assert list_batches(copy) == list_batches(ledger)
@@ -138,7 +138,7 @@ def test_the_records_are_those_of_the_runs(here):
 def test_equal_inputs_give_equal_bytes(here):
     ledgers = [read_ledger(here / "runs/run-001")] * 2
     for name in ("a.zip", "b.zip"):
-        write_bundle(Path(name), ledgers, "equal", "", None, [here / "runs"])
+        write_bundle(Path(name), ledgers, "equal", "", {}, [here / "runs"])
     assert Path("a.zip").read_bytes() == Path("b.zip").read_bytes()
 
 
@@ -155,7 +155,7 @@ def test_a_resumed_run_becomes_one_ledger(here, runs):
     resumed = runs.write(3, edit=continue_run)
     ledgers = [read_ledger(whole), read_ledger(resumed)]
     assert compare_ledgers(*ledgers).equal
-    write_bundle(Path("b.zip"), ledgers, "equal", "", None, [])
+    write_bundle(Path("b.zip"), ledgers, "equal", "", {}, [])
     with open_bundle(Path("b.zip")) as (_, copies):
         assert compare_ledgers(*copies).equal
 
@@ -224,7 +224,7 @@ def write_archive(path, members):
 @pytest.fixture
 def members(here):
     """The members of a bundle, by name."""
-    write_bundle(Path("b.zip"), [read_ledger(here / "runs/run-001")] * 2, "equal", "", None, [])
+    write_bundle(Path("b.zip"), [read_ledger(here / "runs/run-001")] * 2, "equal", "", {}, [])
     with zipfile.ZipFile("b.zip") as archive:
         return {name: archive.read(name) for name in archive.namelist()}
 

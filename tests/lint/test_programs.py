@@ -7,6 +7,7 @@ import pytest
 
 from lightning_d9m.cli.main import main
 from lightning_d9m.lint.programs import runs, seeds
+from lightning_d9m.lint.tree import Tree
 
 MAIN = """\
 from {imported} import prepare
@@ -84,7 +85,7 @@ def test_a_notebook_is_a_program(tmp_path, capsys):
     ],
 )
 def test_what_seeds_torch(text, answer):
-    assert seeds(ast.parse(text)) is answer
+    assert seeds(Tree(ast.parse(text))) is answer
 
 
 @pytest.mark.parametrize(

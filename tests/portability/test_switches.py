@@ -56,8 +56,9 @@ def test_a_recorder_is_portable_within_its_block_and_its_ledger_says_so(tmp_path
 
 
 def test_repeat_takes_one_way_to_choose_its_runs(capsys):
-    assert main(["repeat", "--portable", "-n", "3", "--", "true"]) == 2
-    assert "--portable is given with" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["repeat", "--portable", "-n", "3", "--", "true"])
+    assert "-n/--runs: not allowed with argument --portable" in capsys.readouterr().err
 
 
 def test_a_generator_of_a_device_is_refused():

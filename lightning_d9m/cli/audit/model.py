@@ -16,6 +16,7 @@ from lightning_d9m.audit.training import (
 from lightning_d9m.cli.arguments import (
     MOST_RUNS,
     add_command_arguments,
+    declare,
     get_command,
     whole_number,
 )
@@ -32,6 +33,11 @@ from lightning_d9m.output.terminal import format_next_steps, print_lines
 # Set for the command; `control.environment` reads it.
 CONTROL = "LIGHTNING_D9M_CONTROL"
 _FEWEST_RUNS = 2
+_ARGUMENTS = """
+-n, --runs RUNS  number of runs in each condition (default: 5)
+-o, --output DIR  new folder for the report, ledgers and logs (default: next free
+    d9m-audit/model-NNN)
+"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,20 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "d9m audit model [-n RUNS] [-o DIR] [--timeout SECONDS] [--json]\n"
         "                       -- COMMAND ..."
     )
-    parser.add_argument(
-        "-n",
-        "--runs",
-        type=whole_number(_FEWEST_RUNS, MOST_RUNS),
-        default=5,
-        help="number of runs in each condition (default: 5)",
-    )
-    parser.add_argument(
-        "-o",
-        "--output",
-        type=Path,
-        metavar="DIR",
-        help="new folder for the report, ledgers and logs (default: next free d9m-audit/model-NNN)",
-    )
+    runs = {"type": whole_number(_FEWEST_RUNS, MOST_RUNS), "default": 5}
+    declare(parser, _ARGUMENTS, runs=runs)
     add_command_arguments(parser, "a training with a Trainer")
 
 

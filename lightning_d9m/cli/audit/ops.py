@@ -14,53 +14,37 @@ from lightning_d9m.audit.ops.report import (
     summarize,
 )
 from lightning_d9m.audit.ops.worker_process import RowFile, measure_rows
-from lightning_d9m.cli.arguments import positive_seconds, whole_number
+from lightning_d9m.cli.arguments import declare, whole_number
 from lightning_d9m.output.terminal import print_wrapped
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 _QUICK_SECONDS, _SECONDS = 0.25, 30.0
+_ARGUMENTS = """
+--device DEVICE  any torch device (default: cpu)
+--quick  small cases, float32, 30 runs: under two minutes
+-n, --runs RUNS  number of runs of each case (default: 100; 30 with --quick)
+--ops NAME+  only these ops; * matches anything
+--dtypes DTYPE+  dtypes among float32, float64, bfloat16, float16 (default: all; float32 with
+    --quick)
+--threads THREADS  intra-op CPU threads (default: torch's)
+-o, --output DIR  folder of the audit; continues one that was interrupted (default: d9m-audit/...)
+--timeout SECONDS  kill a case that takes longer, and note it in its row (default: 300)
+--json  print the audit as one JSON object
+"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``d9m audit ops``."""
-    parser.add_argument("--device", default="cpu", help="any torch device (default: cpu)")
-    parser.add_argument(
-        "--quick", action="store_true", help="small cases, float32, 30 runs: under two minutes"
+    declare(
+        parser,
+        _ARGUMENTS,
+        device={"default": "cpu"},
+        runs={"type": whole_number(2, 1_000_000)},
+        ops={"default": []},
+        dtypes={"choices": DTYPES},
+        threads={"type": whole_number(1)},
+        timeout={"default": 300.0},
     )
-    parser.add_argument(
-        "-n",
-        "--runs",
-        type=whole_number(2, 1_000_000),
-        help="number of runs of each case (default: 100; 30 with --quick)",
-    )
-    parser.add_argument(
-        "--ops", nargs="+", default=[], metavar="NAME", help="only these ops; * matches anything"
-    )
-    parser.add_argument(
-        "--dtypes",
-        nargs="+",
-        choices=DTYPES,
-        metavar="DTYPE",
-        help=f"dtypes among {', '.join(DTYPES)} (default: all; float32 with --quick)",
-    )
-    parser.add_argument(
-        "--threads", type=whole_number(1), help="intra-op CPU threads (default: torch's)"
-    )
-    parser.add_argument(
-        "-o",
-        "--output",
-        type=Path,
-        metavar="DIR",
-        help="folder of the audit; continues one that was interrupted (default: d9m-audit/...)",
-    )
-    parser.add_argument(
-        "--timeout",
-        type=positive_seconds,
-        default=300.0,
-        metavar="SECONDS",
-        help="kill a case that takes longer, and note it in its row (default: 300)",
-    )
-    parser.add_argument("--json", action="store_true", help="print the audit as one JSON object")
 
 
 def run(arguments: argparse.Namespace) -> int:

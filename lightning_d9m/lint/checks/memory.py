@@ -1,42 +1,60 @@
-"""Reads of memory that was not, or only partly, written."""
+"""Memory that is read before it is written, or that threads write in no fixed order."""
 
 import ast
 from collections.abc import Iterator
+from itertools import pairwise
 
 from lightning_d9m.lint.rules import Certainty
-from lightning_d9m.lint.tree import Call, Report, Tree, read_constant, resolve
+from lightning_d9m.lint.tree import (
+    Call,
+    Function,
+    Report,
+    Tree,
+    list_targets,
+    mentions,
+    read_constant,
+    read_last_name,
+    resolve,
+)
 
 _EMPTY = {"torch.empty", "torch.empty_like", "torch.empty_strided"}
 # With sizes they return uninitialized memory; with a list or an array they do not.
 _SHAPED = {f"torch.{kind}Tensor" for kind in ("", "Float", "Double", "Half", "Int", "Long")}
-# Attributes that do not read values.
-_SHAPE_ONLY = {
-    "shape", "size", "dim", "ndim", "numel", "dtype", "device", "stride", "is_cuda",
-    "element_size", "data_ptr", "untyped_storage", "storage", "nbytes", "itemsize", "type",
-    "requires_grad", "layout", "is_contiguous", "get_device", "is_floating_point", "names",
-    "is_sparse", "grad_fn", "is_complex",
-}  # fmt: skip
-_SAME_MEMORY = {
-    "to", "cuda", "cpu", "float", "half", "double", "view", "reshape", "pin_memory", "t",
-    "transpose", "contiguous", "expand", "unsqueeze", "squeeze", "flatten", "detach", "clone",
-    "permute", "data", "requires_grad_", "share_memory_", "set_", "unbind", "split", "chunk",
-    "long", "bfloat16", "T", "resize_", "as_subclass", "numpy", "expand_as", "view_as",
-    "narrow", "type_as", "select",
-}  # fmt: skip
-# They write where an index says, which may be everywhere.
-_WRITING = ("index_copy", "index_put", "scatter", "masked_scatter")
+# Methods that read values, and attributes that do not.
+_READING = {"sum", "mean", "max", "min", "abs", "norm", "item", "tolist", "backward"}
+_SHAPE_ONLY = {"shape", "size", "dim", "ndim", "numel", "dtype", "device", "stride", "is_cuda"}
 _PARTLY = "Only a part of the memory is written; the rest is whatever was in memory."
-_ARITHMETIC = (ast.BinOp, ast.Compare, ast.UnaryOp)
+_ORDERED = {"triton.language.atomic_add", "numba.cuda.atomic.add", "numba.cuda.atomic.sub"}
+_LAST_WINS = {
+    *("triton.language.atomic_xchg", "triton.language.atomic_cas"),
+    *("numba.cuda.atomic.exch", "numba.cuda.atomic.cas"),
+}
+# Their result is the same in any order; their return value is not.
+_ANY_ORDER = {f"triton.language.atomic_{kind}" for kind in ("max", "min", "and", "or", "xor")}
+_FLOATS = ("float", "bfloat", "fp", "half", "double")
+_RETURNED = (
+    "What an atomic returns, and which of several writes is the last, depends on the order in "
+    "which programs meet, which is not fixed."
+)
+_PARAMETERS = {"parameters", "named_parameters"}
+_HARMLESS = {"requires_grad_", "share_memory_"}
 
 
 def check_empty(call: Call) -> Iterator[Report]:
     """Find uninitialized tensors whose values are read."""
-    if not _is_uninitialized(call):
+    sizes = [read_constant(size, call.scope) for size in call.node.args]
+    if call.name in _EMPTY:
+        empty = call.read(None, "device") != "meta" and 0 not in sizes and (0,) not in sizes
+    elif call.name in _SHAPED:
+        empty = bool(sizes) and all(type(size) is int and size > 0 for size in sizes)
+    else:
+        empty = call.method == "new_empty"
+    if not empty:
         return
-    area = call.scope.node
     if _reads(call.node, call.tree):
         yield Report("D9M107", call.node)
         return
+    area = call.scope.node
     match call.parent:
         case ast.Assign([ast.Name(name)]) if not isinstance(area, (ast.Module, ast.ClassDef)):
             certainty, partly = _judge_uses(area, name, call.tree)
@@ -44,28 +62,18 @@ def check_empty(call: Call) -> Iterator[Report]:
                 yield Report("D9M107", call.node, certainty, _PARTLY if partly else "")
 
 
-def _is_uninitialized(call: Call) -> bool:
-    sizes = [read_constant(size, call.scope) for size in call.node.args]
-    if call.name in _EMPTY:
-        return call.read(None, "device") != "meta" and 0 not in sizes and (0,) not in sizes
-    if call.name in _SHAPED:
-        return bool(sizes) and all(type(size) is int and size > 0 for size in sizes)
-    return call.method == "new_empty"
-
-
 def _reads(node: ast.AST, tree: Tree) -> bool:
     """Return whether arithmetic, or a method of the tensor, reads its values."""
-    parent = tree.parent[node]
-    if not isinstance(parent, ast.Attribute):
-        return isinstance(parent, _ARITHMETIC)
-    outer = tree.parent[parent]
-    return (
-        isinstance(outer, ast.Call)
-        and outer.func is parent
-        and parent.attr not in _SHAPE_ONLY | _SAME_MEMORY
-        and not parent.attr.endswith("_")
-        and not parent.attr.startswith(("new_", "is_", "_", "register_", "fill", *_WRITING))
-    )
+    arithmetic = isinstance(tree.parent[node], (ast.BinOp, ast.Compare, ast.UnaryOp))
+    return arithmetic or tree.find_method(node)[0] in _READING
+
+
+def _is_taken(node: ast.AST, tree: Tree) -> bool:
+    """Return whether a function of torch reads an argument and returns something else."""
+    taker = tree.find_taker(node)
+    name = "" if taker is None else resolve(taker.func, tree.scope[taker])
+    writes = taker is None or any(word.arg == "out" for word in taker.keywords)
+    return name.startswith("torch.") and not name.endswith("_") and not writes
 
 
 def _judge_uses(area: ast.AST, name: str, tree: Tree) -> tuple[Certainty | None, bool]:
@@ -76,56 +84,117 @@ def _judge_uses(area: ast.AST, name: str, tree: Tree) -> tuple[Certainty | None,
         if it is not read, or anything else may write to it. And whether a part is written.
     """
     parts: list[ast.expr] = []
-    certainty: Certainty | None = None
-    written = passed = False
+    found: set[Certainty] = set()
+    stores, passed = 0, False
     for use in ast.walk(area):
         if not isinstance(use, ast.Name) or use.id != name:
             continue
-        stored = isinstance(use.ctx, ast.Store)
         match tree.parent[use]:
             case ast.Subscript(slice=part, ctx=ast.Store()):
                 parts.append(part)
-            case ast.Assign(value=value) if stored:
-                written |= not (isinstance(value, ast.Call) and "empty" in ast.unparse(value.func))
             case ast.Return():
-                certainty, passed = certainty or "depends", True
+                found.add("depends")
+            case _ if _is_taken(use, tree):
+                found.add("certain")
+                passed = True
             case ast.Attribute(attr=attribute) if attribute in _SHAPE_ONLY:
                 pass
-            case ast.Call() as call if _reads_argument(call, use, tree):
-                certainty, passed = "certain", True
-            case _ if _reads(use, tree) and not stored:
-                certainty = "certain"
+            case ast.Assign() if isinstance(use.ctx, ast.Store):
+                stores += 1
+            case _ if _reads(use, tree):
+                found.add("certain")
             case _:
                 return None, False
-    if not parts and not passed:
-        return certainty, False
-    once = len(parts) == 1 and not written and _leaves_rest(parts[0])
-    return certainty if once else None, True
+    certainty = min(found, default=None)
+    if not parts:
+        return (certainty if "certain" in found and not passed and stores == 1 else None), False
+    rest = len(parts) == 1 and stores == 1 and _leaves_rest(parts[0], tree)
+    return certainty if rest else None, True
 
 
-def _reads_argument(call: ast.Call, node: ast.expr, tree: Tree) -> bool:
-    """Return whether a function of torch reads an argument and returns something else."""
-    name = resolve(call.func, tree.scope[call])
-    writes = name.endswith("_") or any(word.arg == "out" for word in call.keywords)
-    return name.startswith("torch.") and node in call.args and not writes
-
-
-def _leaves_rest(part: ast.expr) -> bool:
+def _leaves_rest(part: ast.expr, tree: Tree) -> bool:
     """Return whether an index never covers a whole dimension: ``1:``, ``:-1`` or ``::2``."""
     match part:
         case ast.Tuple(parts):
-            return any(map(_leaves_rest, parts))
+            return any(_leaves_rest(one, tree) for one in parts)
         case ast.Slice(lower, upper, step):
-            first, end, stride = map(_read_integer, (lower, upper, step))
+            found = [read_constant(one, tree.scope[part]) for one in (lower, upper, step)]
+            first, end, stride = (one if isinstance(one, int) else 0 for one in found)
             return first > 0 or end < 0 or stride > 1
     return False
 
 
-def _read_integer(node: ast.expr | None) -> int:
-    """Return a constant integer; 0 for anything else."""
+def check_atomic(call: Call) -> Iterator[Report]:
+    """Find atomics whose result depends on the order of the threads."""
+    if call.name in _ORDERED:
+        value = call.get(2 if call.name.startswith("numba") else 1, "val", "value")
+        dtype = ""
+        match value:
+            case ast.Call(
+                ast.Attribute(attr="to" | "cast" | "full" | "zeros"), [*_, ast.Attribute(attr=name)]
+            ):
+                dtype = name
+        whole = isinstance(read_constant(value, call.scope), int)
+        if not whole and not dtype.strip("u").startswith("int"):
+            certain = isinstance(value, ast.Constant) or dtype.startswith(_FLOATS)
+            yield Report("D9M105", call.node, "certain" if certain else "depends")
+            return
+    used = not isinstance(call.parent, ast.Expr)
+    if call.name in _LAST_WINS or (used and call.name in _ORDERED | _ANY_ORDER):
+        fix = "Compute places from the program's number, for instance with a prefix sum."
+        yield Report("D9M105", call.node, "depends", _RETURNED, fix)
+
+
+def check_thread(call: Call) -> Iterator[Report]:
+    """Find a thread whose function writes to parameters, or steps an optimizer."""
+    starts = call.name in {"threading.Thread", "threading.Timer"}
+    target = call.get(1, "target", "function") if starts else None
+    function = None if target is None else call.scope.find_function(target)
+    if function is not None and _writes_parameters(function) and not _is_joined(call):
+        yield Report("D9M307", call.node, "depends")
+
+
+def _writes_parameters(function: Function) -> bool:
+    names: set[str] = set()
+    for part in ast.walk(function):
+        if isinstance(part, (ast.For, ast.comprehension)):
+            names |= _name_parameters(part.target, part.iter)
+    return any(_writes(part, names) for part in ast.walk(function))
+
+
+def _name_parameters(target: ast.AST, values: ast.AST) -> set[str]:
+    """Return the names of a loop that stand for parameters."""
+    match target, values:
+        case ast.Tuple(targets), ast.Call(ast.Name("zip"), args):
+            return set().union(*map(_name_parameters, targets, args))
+    named = any(read_last_name(one) in _PARAMETERS for one in ast.walk(values))
+    return {one.id for one in ast.walk(target) if isinstance(one, ast.Name)} if named else set()
+
+
+def _writes(node: ast.AST, names: set[str]) -> bool:
     match node:
-        case ast.UnaryOp(ast.USub(), ast.Constant(int() as value)):
-            return -value
-        case ast.Constant(int() as value):
-            return value
-    return 0
+        case ast.Assign() | ast.AugAssign():
+            return any(
+                isinstance(target, (ast.Attribute, ast.Subscript))
+                and getattr(target, "attr", "data") == "data"
+                and mentions(target.value, names)
+                for target in list_targets(node)
+            )
+        case ast.Call(ast.Attribute(receiver, "step")):
+            return "optim" in read_last_name(receiver).lower()
+        case ast.Call(ast.Attribute(receiver, method)) if method not in _HARMLESS:
+            in_place = method.endswith("_") and not method.endswith("__")
+            return in_place and "grad" not in ast.unparse(receiver) and mentions(receiver, names)
+    return False
+
+
+def _is_joined(call: Call) -> bool:
+    """Return whether the thread is waited for as soon as it is started."""
+    name = ast.unparse(call.parent.targets[0]) if isinstance(call.parent, ast.Assign) else "-"
+    for block in ast.walk(call.scope.node):
+        body = getattr(block, "body", None)
+        lines = [ast.unparse(line) for line in body] if isinstance(body, list) else []
+        for first, second in pairwise(lines):
+            if first == f"{name}.start()" and second.startswith(f"{name}.join("):
+                return True
+    return False

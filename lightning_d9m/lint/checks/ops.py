@@ -91,7 +91,7 @@ def _is_spared(op: str, call: Call, name: str) -> bool:
     makes_module = name.rpartition(".")[2][:1].isupper()
     if not op.endswith("_backward") or makes_module:
         return False
-    return _is_new(_find_first(call)) or is_without_gradient(call.node, call.tree)
+    return _is_new(_find_first(call)) or _is_without_gradient(call.node, call.tree)
 
 
 def _find_first(call: Call) -> ast.expr | None:
@@ -106,7 +106,7 @@ def _is_new(node: ast.AST | None) -> bool:
     return False
 
 
-def is_without_gradient(node: ast.AST, tree: Tree) -> bool:
+def _is_without_gradient(node: ast.AST, tree: Tree) -> bool:
     """Return whether a node is in code that turns gradients off."""
     for parent in tree.around(node):
         if isinstance(parent, (ast.With, ast.AsyncWith)):
@@ -125,6 +125,48 @@ def _turns_off(node: ast.expr, tree: Tree) -> bool:
     if name == "torch.set_grad_enabled":
         return bool(node.args) and read_constant(node.args[0], scope) is False
     return name in _NO_GRADIENTS
+
+
+def check_index(node: ast.Subscript, tree: Tree) -> Iterator[Report]:
+    """Find a parameter that is read by an index with equal entries, whose gradient adds to them."""
+    scope = tree.scope[node]
+    values, area, _ = scope.follow(node.value)
+    if area is None or not values or not isinstance(node.ctx, ast.Load):
+        return
+    parts = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
+    repeats = any(_has_duplicates(part, tree) for part in parts)
+    makers = [Call(value, tree) for value in values if isinstance(value, ast.Call)]
+    trained = len(makers) == len(values) and all(map(_makes_gradient, makers))
+    if repeats and trained and not _is_without_gradient(node, tree):
+        op, reason, fix = explain_op("index_put_accumulate")
+        reason = f"The index repeats entries, so its gradient adds to them by index_put_. {reason}"
+        yield Report(rule_of(op), node, "certain", reason, fix, op.name)
+
+
+def _makes_gradient(call: Call) -> bool:
+    is_parameter = call.name in {"torch.nn.Parameter", "torch.nn.parameter.Parameter"}
+    given = call.read(1 if is_parameter else None, "requires_grad", default=is_parameter)
+    return call.name.startswith("torch.") and given is True
+
+
+def _has_duplicates(index: ast.expr, tree: Tree) -> bool:
+    """Return whether an index is written with equal integers, or repeats a range."""
+    scope = tree.scope[index]
+    values, area, _ = scope.follow(index)
+    if area is not None and len(values) == 1:
+        (index,) = values  # type: ignore[assignment] # the value of an assignment
+    if not isinstance(index, ast.Call):
+        entries = read_constant(index, scope) if isinstance(index, ast.List) else ()
+    else:
+        call = Call(index, tree)
+        if call.method in {"repeat", "repeat_interleave"} and call.receiver is not None:
+            source = find_value(call.receiver, scope)
+            made = resolve(source.func, scope) if isinstance(source, ast.Call) else ""
+            count = call.read(0)
+            return made in {"torch.arange", "torch.randperm"} and type(count) is int and count > 1
+        entries = call.read(0, "data") if call.name == "torch.tensor" else ()
+    whole = isinstance(entries, tuple) and all(type(entry) is int for entry in entries)
+    return whole and len(set(entries)) < len(entries)  # type: ignore[arg-type] # a tuple
 
 
 def explain_op(name: str) -> tuple[Op, str, str]:

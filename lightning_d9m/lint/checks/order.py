@@ -1,36 +1,82 @@
-"""Orders of listings, times, hashes and completion, which differ from run to run."""
+"""Orders that differ from run to run, and whether the code that uses them depends on the order.
+
+Listings of folders, sets, modification times, results as they complete, and hashes of strings.
+"""
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Literal
 
-from lightning_d9m.lint.checks.order_use import (
-    is_choice,
-    is_message,
-    judge_list,
-    judge_order,
-)
 from lightning_d9m.lint.rules import Certainty
 from lightning_d9m.lint.tree import (
+    FUNCTION_NODES,
     Call,
     Report,
+    Scope,
     Tree,
+    is_named,
+    list_targets,
+    mentions,
     read_constant,
     read_kind,
     read_last_name,
     resolve,
 )
 
+Elements = Literal["numbers", "strings", "unknown"]
+
 _LISTINGS = {"os.listdir", "os.scandir", "glob.glob", "glob.iglob"}
-_WALKS = {"os.walk", "os.fwalk"}
 _COMPLETIONS = {"concurrent.futures.as_completed", "asyncio.as_completed"}
-_FILE_TIMES = {"getmtime", "getctime", "getatime"}
-_STAT_TIMES = {f"st_{kind}time{unit}" for kind in "mca" for unit in ("", "_ns")}
+_FILE_TIMES = {
+    *("getmtime", "getctime", "getatime"),
+    *(f"st_{kind}time{unit}" for kind in "mca" for unit in ("", "_ns")),
+}
+_SETS = {"builtins.set", "builtins.frozenset"}
+_SET_TYPES = {*_SETS, "typing.Set", "typing.FrozenSet"}
+_SET_METHODS = {"union", "intersection", "difference", "symmetric_difference"}
+_TEXTS = {"str", "repr", "chr", "hex", "format", "basename", "strip", "lower", "upper", "split"}
+_NUMBERS = {"range", "int", "len", "ord", "round", "arange", "float"}
+_MIXED = (
+    "If its elements are strings, or hashed by address, the order of the set changes from run to "
+    "run."
+)
+# Functions that give a set an order.
+_ORDERING = {
+    "list", "tuple", "enumerate", "iter", "zip", "map", "filter", "reversed", "array",
+    "fromiter", "tensor", "join", "extend", "fromkeys", "deque", "Series", "DataFrame",
+    "shuffle", "sample", "choice", "tqdm", "chain", "cycle", "Index", "Subset", "DataLoader",
+    "writelines", "as_tensor", "asarray",
+}  # fmt: skip
+# Functions whose result does not depend on the order of their argument.
+_FREE = {
+    "sorted", "len", "set", "frozenset", "any", "all", "max", "min", "sum", "Counter", "bool",
+    "isinstance", "print", "natsorted", "unique", "sum_", "type", "repr", "str", "update",
+    "issubset", "union", "intersection", "difference", "isdisjoint", "issuperset", "heapify",
+    "fsum", "iter_sorted",
+}  # fmt: skip
+_PASSED_ON = {
+    "list", "tuple", "iter", "map", "filter", "reversed", "chain", "tqdm", "array", "asarray",
+    "from_iterable", "deque", "fspath", "islice", "enumerate", "zip",
+}  # fmt: skip
+_NUMBERED = {"enumerate", "zip"}
+_COLLECTING = {
+    "append", "extend", "insert", "appendleft", "put", "write", "writelines", "writerow",
+    "add_module", "register_module", "register_buffer", "register_parameter", "send",
+}  # fmt: skip
+_SAYING = {"warn", "warning", "info", "debug", "rank_zero_warn", "rank_zero_info"}
+# They pick or pair items by position, or keep them in their order as data.
+_PLACING = {
+    "shuffle", "sample", "choice", "choices", "permutation", "random_split", "Subset", "DataLoader",
+    "array", "asarray", "fromiter", "tensor", "as_tensor", "stack", "cat", "concatenate", "vstack",
+}  # fmt: skip
+_DRAWING = ("random", "rand", "randn", "randint", "shuffle", "choice", "normal_", "uniform_")
+_DEPTH = 4  # most names and loops that are followed to what shows that its order matters
 
 
 def check_listing(call: Call) -> Iterator[Report]:
     """Find listings of folders whose order is used."""
     certainty: Certainty = "certain"
-    if call.name in _WALKS:
+    if call.name in {"os.walk", "os.fwalk"}:
         if _sorts_in_loop(call.parent):
             return
         certainty = "depends"
@@ -39,9 +85,9 @@ def check_listing(call: Call) -> Iterator[Report]:
         path_like = call.method in {"iterdir", "rglob"} or one_pattern
         if not path_like or read_kind(call.receiver, call.scope) == "tensor":
             return
-    if _expects_one_file(call) or is_message(call.node, call.tree):
+    if _expects_one_file(call) or _is_message(call.node, call.tree):
         return
-    if judged := judge_order(call.node, call.tree):
+    if judged := _judge_order(call.node, call.tree):
         edit = "sorted({})" if certainty == "certain" else ""
         if call.name == "os.scandir":  # its entries have no order, and are closed by `with`
             named = edit and not isinstance(call.parent, ast.withitem)
@@ -62,13 +108,8 @@ def _expects_one_file(call: Call) -> bool:
 
 def _sorts_in_loop(loop: ast.AST) -> bool:
     """Return whether the loop over ``os.walk`` sorts what it is given."""
-    for node in ast.walk(loop) if isinstance(loop, ast.For) else ():
-        match node:
-            case ast.Call(ast.Name(name)) if "sort" in name:
-                return True
-            case ast.Call(ast.Attribute(attr="sort")):
-                return True
-    return False
+    calls = (one for one in ast.walk(loop) if isinstance(one, ast.Call))
+    return isinstance(loop, ast.For) and any("sort" in read_last_name(one.func) for one in calls)
 
 
 def check_modification_time(call: Call) -> Iterator[Report]:
@@ -77,32 +118,25 @@ def check_modification_time(call: Call) -> Iterator[Report]:
     The newest file of a sorted list is a common way to find a checkpoint; it is not found.
     """
     key = call.named.get("key")
-    if key is None or not _reads_file_time(key, call):
+    names = () if key is None else map(read_last_name, ast.walk(key))
+    if not any(name in _FILE_TIMES for name in names):
         return
     judged: Certainty | None = None
     if call.name == "builtins.sorted":
         if isinstance(call.parent, ast.Assign):
-            judged = judge_list(call.parent.targets[0], call.parent, call.tree)
-        elif not is_choice(call.parent):
-            judged = judge_order(call.node, call.tree)
+            judged = _judge_name(call.parent.targets[0], call.parent, call.tree, choices=False)
+        elif not _is_choice(call.parent):
+            judged = _judge_order(call.node, call.tree)
     elif call.receiver is not None and call.method == "sort":
-        judged = judge_list(call.receiver, call.parent, call.tree)
+        judged = _judge_name(call.receiver, call.parent, call.tree, choices=False)
     if judged:
         yield Report("D9M306", call.node, judged)
-
-
-def _reads_file_time(key: ast.expr, call: Call) -> bool:
-    if isinstance(key, ast.Lambda):
-        names = map(read_last_name, ast.walk(key.body))
-        return any(name in _FILE_TIMES | _STAT_TIMES for name in names)
-    name = resolve(key, call.scope)
-    return name.startswith("os.path.") and name.removeprefix("os.path.") in _FILE_TIMES
 
 
 def check_completion(call: Call) -> Iterator[Report]:
     """Find results in order of completion, and loaders with ``in_order=False``."""
     unordered = call.name in _COMPLETIONS or call.method == "imap_unordered"
-    if unordered and (judged := judge_order(call.node, call.tree)):
+    if unordered and (judged := _judge_order(call.node, call.tree)):
         yield Report("D9M305", call.node, judged)
     if call.read(None, "in_order") is False:
         reason = "With in_order=False batches come as the workers finish them."
@@ -118,27 +152,9 @@ def check_hash(call: Call) -> Iterator[Report]:
         methods = (one for one in call.tree.around(call.node) if isinstance(one, ast.FunctionDef))
         if getattr(next(methods, None), "name", "") in {"__hash__", "__eq__"}:
             return
-        text = _is_text(call.node.args[0], call)
-        if text is not False and _is_number_used(call):
-            yield Report("D9M303", call.node, "certain" if text else "depends")
-
-
-def _is_text(node: ast.expr, call: Call) -> bool | None:
-    """Return whether an expression is, or contains, a string; None if that is unknown."""
-    found: bool | None = None
-    match node:
-        case ast.JoinedStr():
-            found = True
-        case ast.Constant(value):
-            found = isinstance(value, (str, bytes))
-        case ast.Tuple(elements) | ast.List(elements):
-            kinds = {_is_text(element, call) for element in elements}
-            found = True if True in kinds else (None if None in kinds else False)
-        case ast.Call(function):
-            name = resolve(function, call.scope).removeprefix("builtins.")
-            texts = name in {"str", "repr"}
-            found = True if texts else False if name in {"int", "float", "id", "len"} else None
-    return found
+        kind = _read_element(call.node.args[0])
+        if kind != "numbers" and _is_number_used(call):
+            yield Report("D9M303", call.node, "certain" if kind == "strings" else "depends")
 
 
 def _is_number_used(call: Call) -> bool:
@@ -154,26 +170,347 @@ def _is_number_used(call: Call) -> bool:
     return False
 
 
-def check_hash_seed(node: ast.Assign, tree: Tree) -> Iterator[Report]:
-    """Find ``os.environ["PYTHONHASHSEED"] = ...``."""
-    for target in node.targets:
-        match target:
-            case ast.Subscript(owner, key) if _is_hash_seed(key, tree):
-                if resolve(owner, tree.scope[node]) == "os.environ":
-                    yield Report("D9M304", node)
+def check_set(node: ast.expr, tree: Tree) -> Iterator[Report]:
+    """Find sets whose order decides the order of something else."""
+    site = _find_iteration(node, tree)
+    elements = _read_elements(node, tree.scope[node]) if site else None
+    if elements in {None, "numbers"} or _has_one_element(node, tree):
+        return
+    judged = None if _is_message(node, tree) else _judge_order(node, tree)
+    if judged or site == "popped":
+        texts = elements == "strings"
+        # A loop that pops all elements of a set mostly treats them alike.
+        picked = site == "popped" and not any(isinstance(o, ast.While) for o in tree.around(node))
+        certain = texts and (picked or judged == "certain")
+        reason = "" if texts else _MIXED
+        ordered = texts and site == "iterated" and _has_order(node, tree.scope[node])
+        edit = "sorted({})" if ordered else ""
+        yield Report("D9M301", node, "certain" if certain else "depends", reason, edit=edit)
 
 
-def check_hash_seed_call(call: Call) -> Iterator[Report]:
-    """Find PYTHONHASHSEED set in the program's own environment by a function."""
-    keys: list[ast.expr | None] = []
-    if call.name in {"os.environ.setdefault", "os.putenv"}:
-        keys = [*call.node.args[:1]]
-    elif call.name == "os.environ.update" and isinstance(call.get(0), ast.Dict):
-        keys = call.node.args[0].keys  # type: ignore[attr-defined] # it is a dict
-    named = call.name == "os.environ.update" and "PYTHONHASHSEED" in call.named
-    if named or any(key is not None and _is_hash_seed(key, call.tree) for key in keys):
-        yield Report("D9M304", call.node)
+def check_set_call(call: Call) -> Iterator[Report]:
+    """Find sets that a call makes; see :func:`check_set`."""
+    return check_set(call.node, call.tree)
 
 
-def _is_hash_seed(node: ast.expr, tree: Tree) -> bool:
-    return read_constant(node, tree.scope[node]) == "PYTHONHASHSEED"
+def _has_order(node: ast.expr, scope: Scope) -> bool:
+    """Return whether elements can be sorted: a text and a number cannot."""
+    for value in scope.follow(node)[0]:
+        match value:
+            case ast.Set(elements) | ast.Call(
+                _, [ast.List(elements) | ast.Tuple(elements) | ast.Set(elements)]
+            ) if set(map(_read_element, elements)) != {"strings"}:
+                return False
+    return True
+
+
+def _find_iteration(node: ast.expr, tree: Tree) -> Literal["iterated", "popped", ""]:
+    """Return whether a set expression is iterated or popped."""
+    parent = tree.parent[node]
+    iterated = False
+    match parent:
+        case ast.For(iter=values) | ast.comprehension(iter=values):
+            iterated = values is node
+        case ast.Starred():
+            iterated = not isinstance(tree.parent[parent], ast.Set)
+        case ast.YieldFrom():
+            iterated = True
+        case ast.Call(function) if node is not function:
+            iterated = read_last_name(function) in _ORDERING
+        case ast.Attribute(attr="pop"):
+            call = tree.find_method(node)[1]
+            return "popped" if call is not None and not call.args else ""
+    return "iterated" if iterated else ""
+
+
+def _has_one_element(node: ast.expr, tree: Tree) -> bool:
+    """Return whether a set is written with one element, or tested to have one before its use."""
+    if isinstance(node, ast.Set):
+        return len(node.elts) == 1 and not isinstance(node.elts[0], ast.Starred)
+    written = ast.dump(node)
+    for test in ast.walk(tree.scope[node].node):
+        match test:
+            case ast.Compare(
+                ast.Call(ast.Name("len"), [measured]), comparators=[ast.Constant(1), *_]
+            ) if test.lineno <= node.lineno and ast.dump(measured) == written:
+                return True
+    return False
+
+
+def _read_elements(node: ast.AST, scope: Scope, depth: int = _DEPTH) -> Elements | None:
+    """Return the kind of a set's elements; None if the expression is not known to be a set."""
+    found: Elements | None = None
+    match node:
+        case _ if depth == 0:
+            pass
+        case ast.Set(elements):
+            found = _read_all(elements)
+        case ast.SetComp(element):
+            found = _read_all([element])
+        case ast.Call(function, given) if resolve(function, scope) in _SETS:
+            found = _read_made(given[0], scope, depth) if given else "unknown"
+        case ast.Call(ast.Attribute(value, method)) if method in _SET_METHODS:
+            found = _read_elements(value, scope, depth - 1)
+        case ast.BinOp(left, ast.BitOr() | ast.BitAnd() | ast.BitXor(), right):
+            found = _merge(_read_elements(side, scope, depth - 1) for side in (left, right))
+        case ast.BinOp(left, ast.Sub()):
+            found = _read_elements(left, scope, depth - 1)
+        case ast.Name(name):
+            bindings, where = scope.find(name)
+            found = _merge(
+                _read_bound(one.node, where, depth, assigned=one.kind == "assign")
+                for one in bindings
+            )
+        case ast.Attribute(ast.Name("self")) if scope.enclosing_class is not None:
+            values = scope.follow(node)[0]
+            found = _merge(_read_elements(value, scope, depth - 1) for value in values)
+    return found
+
+
+def _read_made(given: ast.expr, scope: Scope, depth: int) -> Elements:
+    """Return the kind of the elements of ``set(given)``."""
+    match given:
+        case ast.GeneratorExp(element) | ast.ListComp(element):
+            return _read_all([element])
+        case ast.List(elements) | ast.Tuple(elements) | ast.Set(elements):
+            return _read_all(elements)
+        case ast.Constant() | ast.Call(ast.Attribute(attr="split")):
+            return "strings"
+        case ast.Call(ast.Name("range")):
+            return "numbers"
+    return _read_elements(given, scope, depth - 1) or "unknown"
+
+
+def _read_bound(
+    node: ast.AST | None, scope: Scope, depth: int, *, assigned: bool
+) -> Elements | None:
+    """Return the kind of the elements of a name's value, or by its annotation."""
+    base = node.value if isinstance(node, ast.Subscript) else node
+    if resolve(base, scope) in _SET_TYPES:  # an annotation
+        return "unknown"
+    return _read_elements(node, scope, depth - 1) if assigned and node is not None else None
+
+
+def _merge(found: Iterable[Elements | None]) -> Elements | None:
+    """Return the kind of several values, all of which must be sets."""
+    kinds = set(found)
+    if not kinds or None in kinds:
+        return None
+    return kinds.pop() if len(kinds) == 1 else "unknown"
+
+
+def _read_all(elements: Sequence[ast.AST]) -> Elements:
+    kinds = set(map(_read_element, elements))
+    if kinds <= {"numbers"}:
+        return "numbers"
+    return "strings" if "strings" in kinds else "unknown"
+
+
+def _read_element(node: ast.AST) -> Elements:
+    found: Elements = "unknown"
+    match node:
+        case ast.Constant(value):
+            found = "strings" if isinstance(value, (str, bytes)) else "numbers"
+        case ast.JoinedStr() | ast.Attribute(attr="name" | "stem" | "suffix" | "__name__"):
+            found = "strings"
+        case ast.Tuple(elements) | ast.List(elements):
+            found = _read_all(elements)
+        case ast.UnaryOp(operand=operand):
+            found = _read_element(operand)
+        case ast.Call(function) if (name := read_last_name(function)) in _TEXTS | _NUMBERS:
+            found = "strings" if name in _TEXTS else "numbers"
+        case ast.BinOp(left, ast.Mod() | ast.FloorDiv()):
+            text = isinstance(left, (ast.Constant, ast.JoinedStr))
+            found = "strings" if text else "numbers"
+    return found
+
+
+def _judge_order(  # noqa: C901, PLR0912 - one case for each kind of parent
+    node: ast.AST, tree: Tree, *, numbered: bool = False, depth: int = _DEPTH
+) -> Certainty | None:
+    """Return how the order of an iterable affects the code that uses it; None if it does not.
+
+    It does so certainly if the source shows what the order decides: its elements get numbers, are
+    picked by position in ``__getitem__``, by a slice or at random, become an array, or random
+    numbers are drawn for each of them. What leaves a function only depends: another one may sort
+    it.
+
+    Args:
+        node: The iterable.
+        tree: Its module.
+        numbered: Whether numbers go with its elements, as ``enumerate`` gives them.
+        depth: Most names and loops that are followed.
+    """
+    parent = tree.parent.get(node)
+    judged: Certainty | None = None
+    match parent:
+        case ast.Call(function) if node is not function:
+            judged = _judge_argument(parent, tree, numbered=numbered, depth=depth)
+        case ast.comprehension(iter=values) if values is node:
+            made = tree.parent[parent]
+            if not isinstance(made, (ast.SetComp, ast.DictComp)):
+                judged = _judge_order(made, tree, numbered=numbered, depth=depth)
+            elif numbered and isinstance(made, ast.DictComp):
+                # The order decides only the numbers; otherwise keys find the values.
+                judged = "certain"
+        case ast.For(iter=values) | ast.AsyncFor(iter=values):
+            if values is node and _collects(parent, numbered=numbered):
+                placed = depth and _is_placed(parent, tree, numbered=numbered, depth=depth - 1)
+                judged = "certain" if placed else "depends"
+        case ast.Assign() | ast.AnnAssign():
+            target = list_targets(parent)[0]
+            judged = _judge_name(target, parent, tree, depth - 1) if depth else None
+        case ast.Subscript(value, part) if value is node:
+            functions = (one for one in tree.around(node) if isinstance(one, FUNCTION_NODES))
+            given = getattr(next(functions, None), "name", "") == "__getitem__"
+            judged = "certain" if given or isinstance(part, ast.Slice) else "depends"
+        case ast.BoolOp() if getattr(tree.parent[parent], "test", None) is parent:
+            pass
+        case ast.BinOp() | ast.Starred() | ast.IfExp() | ast.NamedExpr() | ast.List() | ast.Tuple():
+            judged = _judge_order(parent, tree, numbered=numbered, depth=depth)
+        case ast.BoolOp() | ast.Await() | ast.keyword() | ast.withitem():
+            used = _judge_order(parent, tree, numbered=numbered, depth=depth)
+            judged = "depends" if used else None
+        case ast.With(body=body) | ast.AsyncWith(body=body):
+            used_within = any(isinstance(one, ast.For) and _collects(one) for one in body)
+            judged = "depends" if used_within else None
+        case ast.Return() | ast.YieldFrom() | ast.AugAssign():
+            judged = "depends"
+    return judged
+
+
+def _judge_argument(call: ast.Call, tree: Tree, *, numbered: bool, depth: int) -> Certainty | None:
+    """Judge the order of an argument of a call."""
+    name = read_last_name(call.func)
+    if name in _PASSED_ON:
+        numbered |= name in _NUMBERED
+        judged = _judge_order(call, tree, numbered=numbered, depth=depth)
+        if judged and name == "zip":  # it may pair the elements with those of an equal order
+            judged = "depends"
+    else:
+        judged = None if name in _FREE or "sort" in name.lower() else "depends"
+    return "certain" if judged and name in _PLACING else judged
+
+
+def _judge_name(
+    target: ast.AST,
+    statement: ast.AST,
+    tree: Tree,
+    depth: int = _DEPTH,
+    *,
+    choices: bool = True,
+) -> Certainty | None:
+    """Judge the order of a named iterable: a name in its scope, an attribute in its class.
+
+    Args:
+        target: The name or attribute.
+        statement: The statement that makes the iterable; uses within it do not count.
+        tree: The module.
+        depth: Most names and loops that are followed.
+        choices: Whether a choice of a single item counts, such as ``files[-1]``.
+    """
+    _, area, key = tree.scope[statement].follow(target)
+    if area is None:
+        return "depends" if choices else None
+    uses = tree.find_uses(area, key, statement)
+    # A name of a module or class without uses may be used elsewhere.
+    unused = not uses and not isinstance(area, FUNCTION_NODES) and choices
+    found: set[Certainty | None] = {"depends" if unused else None}
+    for use in uses:
+        parent = tree.parent[use]
+        match parent:
+            case ast.Attribute(attr=name):
+                if name == "sort" and choices:  # assume that it is sorted before it is used
+                    return None
+                found.add("depends" if name in {"index", "pop"} and choices else None)
+            case ast.Call(function) if "sort" in read_last_name(function).lower():
+                outer = tree.parent[parent]
+                if isinstance(outer, ast.Assign) and is_named(outer.targets[0], key):
+                    return None
+            case _ if not _is_message(use, tree) and (choices or not _is_choice(parent)):
+                # A further assignment counts as a use.
+                again: Certainty | None = "depends" if isinstance(parent, ast.Assign) else None
+                found.add(_judge_order(use, tree, depth=depth) or again)
+    return "certain" if "certain" in found else "depends" if "depends" in found else None
+
+
+def _is_placed(loop: ast.For | ast.AsyncFor, tree: Tree, *, numbered: bool, depth: int) -> bool:
+    """Return whether a loop draws random numbers, stores a number, or fills a list that proves."""
+    first = loop.target.elts[:1] if isinstance(loop.target, ast.Tuple) else []
+    counts = {one.id for one in first if numbered and isinstance(one, ast.Name)}
+    for part in (part for statement in loop.body for part in ast.walk(statement)):
+        match part:
+            case ast.Assign([ast.Subscript(), *_], value) if mentions(value, counts) or any(
+                map(_is_drawn_or_counted, ast.walk(value))
+            ):
+                return True
+            case ast.Call(ast.Attribute(owner, "append"), [_]):
+                if depth and _judge_name(owner, loop, tree, depth - 1) == "certain":
+                    return True
+            case ast.Call(function) if read_last_name(function).startswith(_DRAWING):
+                return True
+    return False
+
+
+def _is_message(node: ast.AST, tree: Tree) -> bool:
+    """Return whether a value is only said: in an exception, a warning or a log."""
+    for outer in tree.around(node):
+        if isinstance(outer, ast.Call) and read_last_name(outer.func) in _SAYING:
+            return True
+        if isinstance(outer, ast.stmt):
+            return isinstance(outer, ast.Raise)
+    return False
+
+
+def _is_choice(node: ast.AST) -> bool:
+    """Return whether an expression takes items at fixed positions, such as ``files[-1]``."""
+    return isinstance(node, ast.Subscript) and not any(
+        isinstance(part, ast.Name) for part in ast.walk(node.slice)
+    )
+
+
+def _collects(loop: ast.For | ast.AsyncFor, *, numbered: bool = False) -> bool:
+    """Return whether the body of a loop depends on the order of iterations."""
+    names = {node.id for node in ast.walk(loop.target) if isinstance(node, ast.Name)}
+    # What is made within the loop collects what one iteration gives.
+    made = {
+        node.id
+        for statement in loop.body
+        for node in ast.walk(statement)
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+    }
+    waiting: list[ast.AST] = list(loop.body)
+    while waiting and not numbered:
+        node = waiting.pop()
+        numbered = _shows_order(node, names, made)
+        waiting += [] if isinstance(node, FUNCTION_NODES) else ast.iter_child_nodes(node)
+    return numbered
+
+
+def _shows_order(node: ast.AST, names: set[str], made: set[str]) -> bool:
+    match node:
+        case ast.Yield() | ast.YieldFrom():
+            return True
+        case ast.Return(ast.expr() as value):
+            return mentions(value, names)
+        case ast.AugAssign(op=operator, value=value):
+            counts = isinstance(value, ast.Constant)
+            counts |= isinstance(operator, (ast.BitOr, ast.BitAnd))
+            return not counts and mentions(value, names)
+        case ast.Assign([ast.Subscript(), *_], value):
+            return any(map(_is_drawn_or_counted, ast.walk(value)))
+        case ast.Call(function):
+            name, owner = read_last_name(function), getattr(function, "value", None)
+            kept = isinstance(owner, ast.Name) and owner.id in made
+            return (name in _COLLECTING and not kept) or name.startswith(_DRAWING)
+    return False
+
+
+def _is_drawn_or_counted(node: ast.AST) -> bool:
+    """Return whether a value is a length, or a module whose weights are drawn here."""
+    match node:
+        case ast.Call(ast.Name(name)):
+            return name == "len"
+        case ast.Call(ast.Attribute(owner)):
+            return read_last_name(owner) == "nn"
+    return False

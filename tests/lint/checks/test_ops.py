@@ -91,26 +91,6 @@ def test_every_op_is_spelled_or_excused(op):
     assert fix.endswith(".")
 
 
-@pytest.mark.parametrize(
-    ("name", "rule"),
-    [
-        ("avg_pool3d_backward", "D9M101"),
-        ("convolution", "D9M103"),
-        ("upsample_bilinear2d_backward", "D9M103"),
-        ("flash_attn_package_backward", "D9M104"),
-    ],
-)
-def test_the_effect_of_torchs_flag_chooses_the_rule(name, rule):
-    """The rule does not depend on the words that describe the effect."""
-    assert rule_of(find_op(name)) == rule
-    assert rule_of(replace(find_op(name), torch_does="Anything.")) == rule
-
-
-def test_every_op_that_a_spelling_names_is_in_the_catalogue():
-    for name in spell_all():
-        assert find_op(name).name == name
-
-
 @pytest.mark.parametrize("name", sorted(name for name in FUNCTIONS if name.startswith("torch.")))
 def test_every_spelling_of_torch_exists(name):
     """A misspelt name would never be found."""
