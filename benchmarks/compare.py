@@ -82,7 +82,7 @@ def write_trace(
             ]
             record = {"kind": "probes", "epoch": 0, "step": first, "batch": first, "layout": 0}
             writer.write(record | {"digests": b"".join(frames), "count": len(frames)})
-        writer.write(End(status="finished").as_record())
+        writer.write(End(status="finished"))
 
 
 def write_epochs(path, epochs, *, other_from=None):
@@ -97,8 +97,8 @@ def write_epochs(path, epochs, *, other_from=None):
             digests = Digests(
                 moment="epoch", epoch=epoch, step=epoch, totals={}, groups={"weights": weights}
             )
-            writer.write(digests.as_record())
-        writer.write(End(status="finished").as_record())
+            writer.write(digests)
+        writer.write(End(status="finished"))
 
 
 def write_small_records(path, count):
@@ -108,7 +108,7 @@ def write_small_records(path, count):
         for step in range(count):
             record = {"kind": "probe", "epoch": 0, "step": step, "name": "layers.0.weight"}
             writer.write(record | {"digest": f"{step:032x}"})
-        writer.write(End(status="finished").as_record())
+        writer.write(End(status="finished"))
 
 
 def begin(writer):
@@ -117,8 +117,8 @@ def begin(writer):
     header = Header(
         rank=0, world_size=1, fit=0, seed=0, created=created, settings={}, stack={}, package="0"
     )
-    writer.write(header.as_record())
-    writer.write(RunFacts(model="m", parameters=1, train=()).as_record())
+    writer.write(header)
+    writer.write(RunFacts(model="m", parameters=1, train=()))
 
 
 def measure_here(paths, repeats):

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from lightning_d9m.ledger.format.frames import Batch, Frames
-from lightning_d9m.ledger.format.reader import ABOUT_FRAMES, RankReader
+from lightning_d9m.ledger.format.reader import RankReader
+from lightning_d9m.ledger.format.records import Digests, FramesEnd, ProbeLayout
 from lightning_d9m.ledger.keys import (
     LEDGER_START,
     Item,
@@ -32,7 +33,7 @@ def align_records(expected: RankReader, actual: RankReader) -> Iterator[RecordPa
     their keys, in any order. Layouts are not paired: they are part of the probes that name them.
 
     Yields:
-        (record, its counterpart), the same object twice if their bytes are equal; (record, None) or
+        (record, its counterpart), the same object twice if they are equal; (record, None) or
         (None, record) if only one run has it. The probes of a batch come as one ``Batch``, or as
         several of at least 131,072 places.
     """
@@ -40,7 +41,7 @@ def align_records(expected: RankReader, actual: RankReader) -> Iterator[RecordPa
     step = _Step()
     while one.current is not None or other.current is not None:
         if one.current == other.current:
-            item = one.parse()
+            item = one.current
             one.advance()
             other.advance()
             yield item, item
@@ -63,48 +64,46 @@ class _Cursor:
     """A position in one of two ledgers that are read side by side.
 
     Attributes:
-        current: The bytes of the current record, or the current batch; None at the end.
+        current: The current record or batch; None at the end.
     """
 
     def __init__(self, reader: RankReader) -> None:
-        self._reader = reader
-        self._entries = _join_batches(reader)
+        self._items = _join_batches(reader)
         self.advance()
 
     def advance(self) -> None:
         """Move to the next record."""
-        self.current = next(self._entries, None)
+        self.current = next(self._items, None)
         self._record: _Record | None = None
-
-    def parse(self) -> Item:
-        """Return the current record."""
-        assert self.current is not None, "the caller has compared it"
-        return self.current if isinstance(self.current, Batch) else self._reader.parse(self.current)
 
     def look(self, floor: LedgerPosition) -> _Record | None:
         """Return the current record with its key and place."""
         if self._record is None and self.current is not None:
-            entry, item = self.current, self.parse()
-            # An empty list of 2 bytes takes about 64.
-            size = 2 * len(entry.digests) if isinstance(entry, Batch) else 32 * len(entry)
-            self._record = _Record(item, size, record_key(item), record_place(item, floor))
+            item = self.current
+            key, place = record_key(item), record_place(item, floor)
+            self._record = _Record(item, _estimate_bytes(item), key, place)
         return self._record
 
 
-def _join_batches(reader: RankReader) -> Iterator[bytes | Batch]:
+def _estimate_bytes(item: Item) -> int:
+    if isinstance(item, Batch):
+        return 2 * len(item.digests)
+    names = sum(map(len, item.groups.values())) if isinstance(item, Digests) else 0
+    return 1024 + 256 * names
+
+
+def _join_batches(reader: RankReader) -> Iterator[Item]:
     """Yield the records of a ledger, with the consecutive frames of a batch together."""
     parts: list[Frames] = []
     # Of the current batch: its (epoch, batch), and its places before the parts, and in them.
     current, before, size = (-1, -1), 0, 0
-    for entry in reader.entries():
-        frames = entry.split() if isinstance(entry, Frames) else ()
-        line = None if isinstance(entry, Frames) else entry
-        if line is not None and line.startswith(ABOUT_FRAMES):
+    for record in reader.records():
+        if isinstance(record, ProbeLayout | FramesEnd):
             continue
-        if parts and line is not None:
+        if parts and not isinstance(record, Frames):
             yield _join(parts, before)
             before, size, parts = before + size, 0, []
-        for frame in frames:
+        for frame in record.split() if isinstance(record, Frames) else ():
             found = (frame.epoch, frame.batch)
             if parts and (found != current or frame.step != parts[0].step or size >= _PART_PLACES):
                 yield _join(parts, before)
@@ -113,8 +112,8 @@ def _join_batches(reader: RankReader) -> Iterator[bytes | Batch]:
             current = found
             parts.append(frame)
             size += frame.size
-        if line is not None:
-            yield line
+        if not isinstance(record, Frames):
+            yield record
     if parts:
         yield _join(parts, before)
 

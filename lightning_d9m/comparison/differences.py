@@ -17,7 +17,6 @@ from lightning_d9m.ledger.format.records import (
     Digests,
     Header,
     Json,
-    Opaque,
     ProbeKey,
     Record,
     RunFacts,
@@ -38,7 +37,6 @@ _TOTAL = "(total)"
 OTHER = "other fields"
 # The kinds that each rank computes alone: from the inputs up to the exchange of gradients.
 _COMPUTED = PROBE_KINDS[PROBE_KINDS.index("input") : PROBE_KINDS.index("gradient")]
-_MAX_PATH_CHARACTERS = 2**26
 # A name that cannot be mistaken for a path.
 _PLAIN = re.compile(r"[^.\[\"]+")
 GROUPS = ("weights", "buffers", "optimizers", "schedulers")
@@ -293,12 +291,6 @@ def _run_table(facts: RunFacts) -> dict[str, Json]:
         counted = " + ".join("unknown" if value is None else str(value) for value in values)
         table["dataset" if name == "samples" else name] = f"{counted or 'no'} {unit}"
     table |= {f"trainer.{name}": value for name, value in facts.trainer.items()}
-    extras = [dict(loader.extra) for loader in facts.train]
-    for unknown in ({"train": extras} if any(extras) else {}, facts.extra):
-        for path, leaf in _flatten(unknown).items():
-            while path in table:  # a name of ours
-                path += "."  # noqa: PLW2901 - a free one
-            table[path] = leaf
     return table
 
 
@@ -333,7 +325,7 @@ def record_difference(expected: Record, actual: Record) -> Divergence | None:
 def _comparable_fields(record: Record) -> dict[str, Json]:
     """Return every leaf of a record but of the fields that are never compared."""
     fields = record.as_record()
-    for name in () if isinstance(record, Opaque) else record.uncompared:
+    for name in record.uncompared:
         fields.pop(name, None)
     return _flatten(fields)
 
@@ -341,17 +333,9 @@ def _comparable_fields(record: Record) -> dict[str, Json]:
 def _flatten(table: Mapping[str, Json]) -> dict[str, Json]:
     """Return the leaves of nested tables and lists by path, such as ``train[0].samples``.
 
-    Different tables have different leaves: a name that looks like a path is quoted. If the paths
-    need too much memory, the top-level entries are the leaves, as JSON.
+    Different tables have different leaves: a name that looks like a path is quoted.
     """
-    leaves: dict[str, Json] = {}
-    characters = 0
-    for path, leaf in _leaves(table, ""):
-        leaves[path] = leaf
-        characters += len(path)
-        if characters > _MAX_PATH_CHARACTERS:
-            return {_quote(key): json.dumps(value, sort_keys=True) for key, value in table.items()}
-    return leaves
+    return dict(_leaves(table, ""))
 
 
 def _quote(name: str) -> str:
@@ -400,8 +384,6 @@ def _tables(expected: Record, actual: Record) -> dict[str, tuple[Table, Table]]:
     tables["loss"] = (losses[0], losses[1])
     tables["scalars"] = (expected.scalars, actual.scalars)
     tables["step"] = ({"global step": str(expected.step)}, {"global step": str(actual.step)})
-    extras = [_flatten(record.extra) for record in (expected, actual)]
-    tables["other fields"] = (extras[0], extras[1])
     return tables
 
 

@@ -13,11 +13,9 @@ from lightning_d9m.ledger.format.writer import LedgerWriter
 from lightning_d9m.ledger.resumed_runs import holds_record
 from lightning_d9m.output.comparison_text import format_comparison
 
-HEADER = Header(
-    rank=0, world_size=1, fit=0, seed=1, created="", settings={}, stack={}, package="0"
-).as_record()
-FACTS = RunFacts(model="m", parameters=1, train=[]).as_record()
-END = End(status="finished").as_record()
+HEADER = Header(rank=0, world_size=1, fit=0, seed=1, created="", settings={}, stack={}, package="0")
+FACTS = RunFacts(model="m", parameters=1, train=())
+END = End(status="finished")
 
 
 def digests(moment, epoch, digit=0):
@@ -28,7 +26,7 @@ def digests(moment, epoch, digit=0):
         step=6 * epoch,
         totals={"weights": value},
         groups={"weights": {"w": value}},
-    ).as_record()
+    )
 
 
 def write(folder, records):
@@ -61,7 +59,7 @@ def chain(tmp_path):
     first = [HEADER, FACTS, digests("initial", 0), digests("epoch", 0), digests("epoch", 1, 7)]
     checks = write(tmp_path / "fit-001", first)
     second = [HEADER, resume("../fit-001", checks[3], epoch=1, batch=3), FACTS]
-    second += [digests("epoch", 1), digests("final", 1), {**END, "status": "failed"}]
+    second += [digests("epoch", 1), digests("final", 1), End(status="failed")]
     checks = write(tmp_path / "fit-002", second)
     third = [HEADER, resume("../fit-002", checks[4], epoch=2), FACTS]
     write(tmp_path / "fit-003", [*third, digests("epoch", 2), digests("final", 2), END])
@@ -200,7 +198,7 @@ def test_each_part_of_a_resumed_run_has_its_own_layouts(tmp_path):
     checks = write(tmp_path / "fit-000", [HEADER, FACTS, layout, digests("epoch", 0)])
     second = [HEADER, resume("../fit-000", checks[-1], epoch=1), FACTS, layout]
     write(tmp_path / "fit-001", [*second, digests("epoch", 1)])
-    kinds = [r.as_record()["kind"] for r in read_ledger(tmp_path / "fit-001").records(0)]
+    kinds = [r.kind for r in read_ledger(tmp_path / "fit-001").records(0)]
     assert kinds == ["run", "layout", "digests", "layout", "digests"]
 
 

@@ -45,7 +45,7 @@ def make_header(**changes):
 def find_breaks(path):
     """Return the interruptions of the run that wrote one rank's file, in order."""
     with open_lineage(path) as reader:
-        deque(reader.entries(), maxlen=0)
+        deque(reader.records(), maxlen=0)
         return getattr(reader, "breaks", ())
 
 
@@ -135,7 +135,7 @@ def write_rank(folder, records, *, rank=0, end=True, **header):
     header = {"stack": {}, "settings": {}} | header
     with LedgerWriter(rank_path(folder, rank)) as writer:
         for record in (make_header(rank=rank, **header), *records, *[End(status="finished")] * end):
-            writer.write(record if isinstance(record, dict) else record.as_record())
+            writer.write(record)
     return folder
 
 

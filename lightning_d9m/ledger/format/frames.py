@@ -7,14 +7,13 @@ import json
 import os
 import stat
 import zlib
-from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from struct import Struct
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple, TypeAlias
 
 from xxhash import xxh3_64_intdigest
 
@@ -26,7 +25,6 @@ from lightning_d9m.ledger.format.records import (
     MAX_WHOLE,
     FieldError,
     ProbeKey,
-    ProbeLayout,
     ProbesRecord,
 )
 
@@ -39,8 +37,8 @@ HEAD = Struct("<HHBB")
 # Epoch, step and batch of the frame before the next one. The two last are -1 before the first.
 POSITION = Struct("<qqq")
 CHAIN_HASH = Struct("<Q")
-# A writer refers to layouts of at most this many places in all; older ones may be forgotten.
-_MAX_STORED_PLACES = 4_000_000
+# Number of places and token of each layout, by its number.
+Layouts: TypeAlias = Mapping[int, tuple[int, bytes]]
 
 
 class FramePosition(NamedTuple):
@@ -112,36 +110,12 @@ class Frames:
         return (self.take(number, number + 1) for number in range(self.count))
 
 
-class Layouts:
-    """The layouts of a file by number, compressed: a trace may have millions of places.
+def pack_places(places: Iterable[ProbeKey]) -> bytes:
+    """Return the token of a layout: equal for two layouts exactly when their places are equal.
 
-    Attributes:
-        packed: (number of places, the places packed) by number of the layout, oldest first.
+    It is compressed: a trace may have millions of places.
     """
-
-    def __init__(self) -> None:
-        self.packed: OrderedDict[int, tuple[int, bytes]] = OrderedDict()
-        self._places = 0
-
-    def add(self, layout: ProbeLayout) -> None:
-        """Add a layout; it replaces an older one of the same number."""
-        text = json.dumps(layout.places, separators=(",", ":")).encode("ascii")
-        self._places += len(layout.places) - self.size(layout.id)
-        self.packed.pop(layout.id, None)
-        self.packed[layout.id] = len(layout.places), zlib.compress(text, 1)
-        while self._places > _MAX_STORED_PLACES:
-            self._places -= self.packed.popitem(last=False)[1][0]
-
-    def size(self, number: int) -> int:
-        """Return the number of places of a layout; 0 when it is unknown."""
-        return self.packed.get(number, (0, b""))[0]
-
-    def get(self, number: int) -> bytes:
-        """Return the token of a layout: equal for two layouts exactly when their places are equal.
-
-        Empty when the layout is unknown.
-        """
-        return self.packed.get(number, (0, b""))[1]
+    return zlib.compress(json.dumps([*places], separators=(",", ":")).encode("ascii"), 1)
 
 
 # A training has few layouts, which recur.
@@ -183,31 +157,29 @@ def check_frames(record: ProbesRecord, places: int) -> None:
     Raises:
         FieldError: When they do not.
     """
-    _check_head(record.layout, record.count, record.batches, places)
+    size = _measure(record.layout, record.count, record.batches, places)
     if record.layout >= MAX_LAYOUTS:
         raise FieldError("layout", f"must be below {MAX_LAYOUTS}, and is {record.layout}")
-    if len(record.digests) != record.count * places * DIGEST_BYTES:
-        allowed = f"must be {record.count * places} digests of {DIGEST_BYTES} bytes"
+    if len(record.digests) != size:
         raise FieldError(
             "digests",
-            f"{allowed}, one for each place of its layout, and has {len(record.digests)} bytes",
+            f"must be {record.count * places} digests of {DIGEST_BYTES} bytes, one for each place "
+            f"of its layout, and has {len(record.digests)} bytes",
         )
     place = FramePosition(record.epoch, record.step, record.batch)
     _check_position(place.after(record.count - 1, record.steps, record.batches))
 
 
-def _check_head(layout: int, count: int, batches: int, places: int) -> None:
+def _measure(layout: int, count: int, batches: int, places: int) -> int:
+    """Return the bytes of the digests of some frames."""
     if not places:
         raise FieldError("layout", f"is {layout}, and no record before it says what that is")
-    if count * places * DIGEST_BYTES > MAX_BLOCK:
+    size = count * places * DIGEST_BYTES
+    if size > MAX_BLOCK:
         raise FieldError("count", f"is {count}, which makes more than {MAX_BLOCK} bytes of digests")
     if count > 1 and not batches:
         raise FieldError("batches", f"must be at least 1 for {count} frames, and is 0")
-
-
-def _check_end(stop: int, end: int | None) -> None:
-    if end is not None and stop > end:
-        raise FieldError("count", f"makes it end beyond byte {end}")
+    return size
 
 
 def _check_position(place: FramePosition) -> None:
@@ -292,35 +264,14 @@ class FrameReader(AbstractContextManager["FrameReader"]):
         Raises:
             LedgerError: When a block was edited, is malformed, or ends beyond ``end``.
         """
-        while self.offset < end:
-            head = self._stream.read(HEAD.size)
-            if len(head) < HEAD.size:
-                self.truncated = True
-                return
-            layout, count, steps, batches = HEAD.unpack(head)
+        while self.offset < end and not self.truncated:
             try:
-                size = self._measure(layout, count, steps, batches, layouts)
-                stop = self.offset + HEAD.size + size + CHAIN_HASH.size
-                _check_end(stop, None if torn else end)
-                body, stored = self._stream.read(size), self._stream.read(CHAIN_HASH.size)
-                if stop > end or len(stored) < CHAIN_HASH.size:
-                    self.truncated = True
-                    return
-                self._verify(head + body, *CHAIN_HASH.unpack(stored))
-                frames = None
-                if count:
-                    place = self._move(count, steps, batches)
-                    frames = Frames(*place, steps, batches, count, layouts.get(layout), body)
-                else:
-                    self._position = FramePosition(*POSITION.unpack(body))
+                yield from self._read_block(end, layouts, torn=torn)
             except FieldError as error:
                 raise LedgerError(
                     f"{self.path}, the block at byte {self.offset}: {error}. The file was not "
                     "written by lightning_d9m, or was edited; record the run again."
                 ) from error
-            self.offset = stop
-            if frames is not None:
-                yield frames
 
     def close(self) -> None:
         """Close the file."""
@@ -329,31 +280,41 @@ class FrameReader(AbstractContextManager["FrameReader"]):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _measure(self, layout: int, count: int, steps: int, batches: int, layouts: Layouts) -> int:
-        """Return the bytes between head and check of a block."""
-        if not count:
-            if layout or steps or batches:
-                raise FieldError("count", "is 0, and the rest of its head is not")
-            return POSITION.size
-        _check_head(layout, count, batches, layouts.size(layout))
-        return count * layouts.size(layout) * DIGEST_BYTES
-
-    def _verify(self, block: bytes, stored: int) -> None:
-        self._check = xxh3_64_intdigest(block, self._check)
-        if stored != self._check:
+    def _read_block(self, end: int, layouts: Layouts, *, torn: bool) -> Iterator[Frames]:
+        """Yield the frames of a block, if it is whole and does not move the position only."""
+        head = self._stream.read(HEAD.size)
+        self.truncated = len(head) < HEAD.size
+        if self.truncated:
+            return
+        layout, count, steps, batches = HEAD.unpack(head)
+        places, token = layouts.get(layout, (0, b""))
+        size = _measure(layout, count, batches, places) if count else POSITION.size
+        if not count and (layout or steps or batches):
+            raise FieldError("count", "is 0, and the rest of its head is not")
+        stop = self.offset + HEAD.size + size + CHAIN_HASH.size
+        if not torn and stop > end:
+            raise FieldError("count", f"makes it end beyond byte {end}")
+        body, stored = self._stream.read(size), self._stream.read(CHAIN_HASH.size)
+        self.truncated = stop > end or len(stored) < CHAIN_HASH.size
+        if self.truncated:
+            return
+        self._check = xxh3_64_intdigest(head + body, self._check)
+        if CHAIN_HASH.unpack(stored) != (self._check,):
             raise LedgerError(
                 f"{self.path}, the block at byte {self.offset} does not fit its check: it was "
                 "edited, or a block before it was removed, added or moved. Nothing from here on "
                 "can be trusted; take an unedited copy, or record the run again."
             )
-
-    def _move(self, count: int, steps: int, batches: int) -> FramePosition:
-        """Move the position behind some frames; return that of the first of them."""
         first = self._position.after(1, steps, batches)
-        self._position = self._position.after(count, steps, batches)
-        for place in (first, self._position):
-            _check_position(place)
-        return first
+        if count:
+            self._position = self._position.after(count, steps, batches)
+            for place in (first, self._position):
+                _check_position(place)
+        else:
+            self._position = FramePosition(*POSITION.unpack(body))
+        self.offset = stop
+        if count:
+            yield Frames(*first, steps, batches, count, token, body)
 
 
 @dataclass(slots=True)

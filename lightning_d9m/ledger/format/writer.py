@@ -1,7 +1,7 @@
 """The ledger's writer: files to which whole records are appended, whatever ends the process."""
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -23,6 +23,7 @@ from lightning_d9m.ledger.format.records import (
     FieldError,
     FramesEnd,
     Json,
+    ProbeLayout,
     ProbesRecord,
     Record,
     chain_record,
@@ -57,17 +58,8 @@ class AppendedFile(Generic[State]):
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
         self._file = os.open(path, flags, 0o666)
 
-    @property
-    def is_interrupted(self) -> bool:
-        """True if something, such as Ctrl-C, interrupted the last append."""
-        return self._begun[0] != self.size
-
     def resolve(self) -> None:
-        """Find out whether an interrupted append was completed; take back a part of a piece.
-
-        Raises:
-            OSError: When the file was deleted or changed by another program.
-        """
+        """Find out whether an append that Ctrl-C interrupted was completed; undo a part of it."""
         status = os.fstat(self._file)
         if status.st_nlink == 0:
             raise OSError("the file was deleted while the run wrote it")
@@ -78,12 +70,14 @@ class AppendedFile(Generic[State]):
         elif status.st_size != self.size:
             raise OSError("another program has changed the file")
 
-    def append(self, piece: bytes, state: State) -> None:
-        """Append all of a piece, or nothing of it.
+    def append(self, make: Callable[[State], tuple[bytes, State]]) -> None:
+        """Append all of the piece that follows the present state, or nothing of it.
 
         Raises:
-            OSError: When it cannot be written.
+            OSError: When it cannot be written, or another program changed or deleted the file.
         """
+        self.resolve()
+        piece, state = make(self.state)
         self._begun = (self.size + len(piece), state)
         try:
             written = os.write(self._file, piece)
@@ -142,7 +136,7 @@ class LedgerWriter(AbstractContextManager["LedgerWriter"]):
         return self._lines.state[0].decode()
 
     def write(self, record: Record | Mapping[str, Json]) -> None:
-        """Append one record, typed or as it is written.
+        """Append one record, typed or as JSON values by name.
 
         After a failure the writer refuses records: a ledger with a gap must not look complete.
 
@@ -151,13 +145,13 @@ class LedgerWriter(AbstractContextManager["LedgerWriter"]):
                 then ends with the record before it and stays readable.
         """
         self._check_open()
-        fields = record if isinstance(record, Mapping) else record.as_record()
-        kind = fields.get("kind")
+        kind = record.get("kind") if isinstance(record, Mapping) else record.kind
         try:
-            if kind == "probes":
-                self._write_frames(fields)
+            typed = parse_record(record) if isinstance(record, Mapping) else record
+            if isinstance(typed, ProbesRecord):
+                self._write_frames(typed)
             else:
-                self._write_line(fields)
+                self._append(typed)
         except FieldError as error:
             raise LedgerError(
                 f"A record {quote(kind)} for {self.path} is malformed: {error}."
@@ -170,7 +164,7 @@ class LedgerWriter(AbstractContextManager["LedgerWriter"]):
             LedgerError: When the record cannot be written.
         """
         self._check_open()
-        self._append_lines([])
+        self._append()
         return self.chain_hash
 
     def close(self) -> None:
@@ -208,51 +202,54 @@ class LedgerWriter(AbstractContextManager["LedgerWriter"]):
                 "run in the forked process."
             )
 
-    def _write_line(self, record: Mapping[str, Json]) -> None:
-        body = encode_record(record)
-        if record["kind"] == "frames":
-            raise FieldError("kind", "is 'frames', a record that the writer adds itself")
-        limit = MAX_LINE if self._lines.size else MAX_HEADER
-        if record["kind"] == "layout":
-            # Before it is written: an interruption may come between the two.
-            self._layouts[record["id"]] = len(record["places"])
-        self._append_lines([body], limit)
-
-    def _append_lines(self, bodies: list[bytes], limit: int = MAX_LINE) -> None:
+    def _append(self, *records: Record) -> None:
+        """Append records, after one that refers to the frames that were written before them."""
+        bodies = [*map(encode_record, records)]
+        for record in records:
+            if isinstance(record, FramesEnd):
+                raise FieldError("kind", "is 'frames', a record that the writer adds itself")
+            if isinstance(record, ProbeLayout):
+                # Before it is written: an interruption may come between the two.
+                self._layouts[record.id] = len(record.places)
         if self._frames is not None:
             with self._appending(self._frames):
                 self._frames.resolve()
-        with self._appending(self._lines):
-            self._lines.resolve()
-            check, referred = self._lines.state
-            if self._frames is not None and self._frames.size != referred:
-                referred = self._frames.size
-                end = FramesEnd(referred, f"{self._frames.state[1]:016x}")
-                bodies = [encode_record(end.as_record()), *bodies]
+
+        def make(state: tuple[bytes, int]) -> tuple[bytes, tuple[bytes, int]]:
+            check, referred = state
+            is_first = check == CHAIN_START
+            frames, lines = self._frames, bodies
+            if frames is not None and frames.size != referred:
+                referred = frames.size
+                end = FramesEnd(referred, f"{frames.state[1]:016x}")
+                lines = [encode_record(end), *bodies]
             data = b""
-            for body in bodies:
+            for body in lines:
                 line, check = chain_record(body, check)
+                limit = MAX_HEADER if is_first else MAX_LINE
                 if len(line) > limit:
                     raise OSError(f"a record of {len(line)} bytes exceeds the {limit} allowed")
                 data += line
-            if not self._lines.size:
+            if is_first:
                 self._start = check
-            if data:
-                self._lines.append(data, (check, referred))
+            return data, (check, referred)
 
-    def _write_frames(self, record: Mapping[str, Json]) -> None:
-        frames = parse_record(record)
-        assert isinstance(frames, ProbesRecord), "the kind says so"
-        check_frames(frames, self._layouts.get(frames.layout, 0))
-        file = self._frames
-        if file is None:
+        with self._appending(self._lines):
+            self._lines.append(make)
+
+    def _write_frames(self, record: ProbesRecord) -> None:
+        check_frames(record, self._layouts.get(record.layout, 0))
+        if self._frames is None:
             state = (FIRST_FRAME, int(self._start, 16))
-            file = self._frames = self._open(frames_path(self.path), state)
-        with self._appending(file):
-            if file.is_interrupted:
-                file.resolve()
-            data, position, check = encode_frames(frames, *file.state)
-            file.append(data if file.size else MAGIC + data, (position, check))
+            self._frames = self._open(frames_path(self.path), state)
+
+        def make(state: tuple[FramePosition, int]) -> tuple[bytes, tuple[FramePosition, int]]:
+            data, *after = encode_frames(record, *state)
+            magic = MAGIC if state[0] == FIRST_FRAME else b""
+            return magic + data, (after[0], after[1])
+
+        with self._appending(self._frames):
+            self._frames.append(make)
 
     @contextmanager
     def _appending(self, file: AppendedFile[Any]) -> Iterator[None]:

@@ -27,14 +27,14 @@ def ledger(runs, tmp_path):
     """Write a ledger of four batches, two in each of its files' parts."""
     path = tmp_path / "rank-0.jsonl"
     with LedgerWriter(path) as writer:
-        writer.write(runs.header().as_record())
+        writer.write(runs.header())
         writer.write({"kind": "layout", "id": 0, "places": PLACES})
         for batch in (0, 1):
             writer.write(probes(batch))
-        writer.write(runs.digests("epoch", 0).as_record())
+        writer.write(runs.digests("epoch", 0))
         for batch in (0, 1):
             writer.write(probes(batch, epoch=1, step=2 + batch))
-        writer.write(End(status="finished").as_record())
+        writer.write(End(status="finished"))
     return path
 
 
@@ -106,7 +106,7 @@ def test_frames_of_another_run(ledger, runs, tmp_path):
     """The chain starts from the header of the records."""
     other = tmp_path / "other.jsonl"
     with LedgerWriter(other) as writer:
-        writer.write(runs.header(seed=7).as_record())
+        writer.write(runs.header(seed=7))
         writer.write({"kind": "layout", "id": 0, "places": PLACES})
         writer.write(probes(0))
     frames_path(other).replace(frames_path(ledger))
@@ -167,7 +167,7 @@ def test_a_block_that_goes_beyond_what_its_line_says(ledger, runs):
 def test_a_block_among_many_that_were_edited_is_named(runs, tmp_path):
     path = tmp_path / "rank-0.jsonl"
     with LedgerWriter(path) as writer:
-        writer.write(runs.header().as_record())
+        writer.write(runs.header())
         writer.write({"kind": "layout", "id": 0, "places": PLACES})
         for batch in range(100):
             writer.write(probes(batch))
