@@ -215,13 +215,8 @@ def digest_value(value: object) -> str:
         >>> digest_value({"lr": 0.1, "betas": (0.9, 0.999)})
         '6b6610f8b7295d2fa4d80d3ea0427121'
     """
-    return digest_pieces(encode(value))
-
-
-def digest_pieces(pieces: Iterable[Piece]) -> str:
-    """Return the digest of a value that ``value_bytes.encode`` has encoded."""
     queue = DigestQueue()
-    queue.add_pieces(pieces)
+    queue.add_value(value)
     return queue.fetch()[0]
 
 
@@ -270,10 +265,7 @@ class DigestQueue:
         Raises:
             DigestError: As ``digest_value``; then nothing is appended.
         """
-        self.add_pieces(encode(value))
-
-    def add_pieces(self, pieces: Iterable[Piece]) -> None:
-        """Append the digest of a value that ``value_bytes.encode`` has encoded."""
+        pieces = encode(value)
         self._add(lambda dense: [_plan_pieces([_VALUE, *pieces], dense)])
 
     def _add(self, plan: Callable[[list[DenseTensor]], list[_Recipe]]) -> None:

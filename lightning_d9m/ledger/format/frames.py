@@ -90,24 +90,13 @@ class Frames:
         """Number of places, of all frames."""
         return len(self.digests) // DIGEST_BYTES
 
-    def take(self, start: int, stop: int) -> "Frames":
-        """Return the frames from ``start`` up to ``stop``."""
-        if start == 0 and stop == self.count:
-            return self
-        return Frames(
-            self.epoch,
-            self.step + self.steps * start,
-            self.batch + self.batches * start,
-            self.steps,
-            self.batches,
-            stop - start,
-            self.layout,
-            self.digests[self.width * start : self.width * stop],
-        )
-
     def split(self) -> Iterator["Frames"]:
         """Yield each frame."""
-        return (self.take(number, number + 1) for number in range(self.count))
+        for number in range(self.count):
+            at = self.width * number
+            step, batch = self.step + self.steps * number, self.batch + self.batches * number
+            place = self.epoch, step, batch, self.steps, self.batches
+            yield Frames(*place, 1, self.layout, self.digests[at : at + self.width])
 
 
 def pack_places(places: Iterable[ProbeKey]) -> bytes:
