@@ -1,7 +1,6 @@
 """Ledgers of resumed runs are read as one run, and say where it was interrupted."""
 
 from functools import partial
-from pathlib import Path
 
 import pytest
 from ledger_runs import find_breaks, list_batches
@@ -120,12 +119,6 @@ def test_probes_after_the_checkpoint_are_those_of_the_later_run(tmp_path):
     assert [(epoch, len(entries)) for epoch, _, _, entries in batches] == [(0, 1), (1, 1)]
 
 
-def test_both_folders_may_be_moved_together(chain):
-    moved = chain.parent / "moved"
-    chain.rename(moved)
-    assert moments(moved / "fit-003") == STRAIGHT
-
-
 def test_a_parent_that_is_beside_it_is_found(chain):
     checks = write(chain / "x" / "fit-000", [HEADER, FACTS, digests("initial", 0)])
     second = [HEADER, resume("/gone/fit-000", checks[-1], epoch=0), FACTS, digests("epoch", 0)]
@@ -191,27 +184,3 @@ def test_a_record_is_found_anywhere_in_the_chain(chain):
     assert holds_record(file, first[-18:-2])
     assert not holds_record(chain / "fit-000" / "rank-0.jsonl", first[-18:-2])
     assert not holds_record(file, "0" * 16)
-
-
-def test_each_part_of_a_resumed_run_has_its_own_layouts(tmp_path):
-    layout = {"kind": "layout", "id": 0, "places": [["batch", "0", 0]]}
-    checks = write(tmp_path / "fit-000", [HEADER, FACTS, layout, digests("epoch", 0)])
-    second = [HEADER, resume("../fit-000", checks[-1], epoch=1), FACTS, layout]
-    write(tmp_path / "fit-001", [*second, digests("epoch", 1)])
-    kinds = [r.kind for r in read_ledger(tmp_path / "fit-001").records(0)]
-    assert kinds == ["run", "layout", "digests", "layout", "digests"]
-
-
-def test_a_long_chain_takes_time_in_proportion(tmp_path, monkeypatch):
-    """Each file is looked up a few times, not once for each later file."""
-    checks = write(tmp_path / "fit-0", [HEADER, FACTS, digests("epoch", 0)])
-    fits = 100
-    for number in range(1, fits):
-        above = resume(f"../fit-{number - 1}", checks[-1], epoch=number)
-        checks = write(tmp_path / f"fit-{number}", [HEADER, above, FACTS, digests("epoch", number)])
-    calls = []
-    original = Path.stat
-    monkeypatch.setattr(Path, "stat", lambda *a, **k: (calls.append(1), original(*a, **k))[1])
-    breaks = find_breaks(tmp_path / f"fit-{fits - 1}" / "rank-0.jsonl")
-    assert len(breaks) == fits - 1
-    assert len(calls) < 10 * fits

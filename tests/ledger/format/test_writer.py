@@ -15,7 +15,7 @@ from ledger_runs import list_batches
 from lightning_d9m.errors import LedgerError
 from lightning_d9m.ledger.folder import create_ledger_folder, list_fits, rank_path, read_ledger
 from lightning_d9m.ledger.format.frames import Frames, frames_path
-from lightning_d9m.ledger.format.records import Digests, End
+from lightning_d9m.ledger.format.records import End
 from lightning_d9m.ledger.format.writer import LedgerWriter
 
 
@@ -46,36 +46,6 @@ with LedgerWriter(Path(sys.argv[1])) as writer:
         writer.write(Evaluation(name="x" * (step % 4000), step=step, **words))
         print(step, flush=True)
 """
-
-FILL_UP = """
-import resource, sys
-from pathlib import Path
-from lightning_d9m.errors import LedgerError
-from lightning_d9m.ledger.format.writer import LedgerWriter
-from lightning_d9m.ledger.format.records import Header
-resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
-header = Header(rank=0, world_size=1, fit=0, seed=1, created="", settings={}, stack={}, package="0")
-with LedgerWriter(Path(sys.argv[1])) as writer:
-    writer.write(header)
-    for step in range(1000):
-        try:
-            writer.write(Evaluation(name="x" * 300, step=step, **words))
-        except LedgerError as error:
-            print(step, error)
-            break
-"""
-
-
-PROBE_FOR_EVER = (
-    WRITE_FOR_EVER.partition("    for step")[0]
-    + """
-    writer.write({"kind": "layout", "id": 0, "places": [["loss", "loss", 0]]})
-    for step in range(10**9):
-        record = {"kind": "probes", "epoch": 0, "step": step, "batch": step, "layout": 0}
-        writer.write(record | {"digests": b"0" * 16})
-        print(step, flush=True)
-"""
-)
 
 
 def kill_after(count, program, path):
@@ -116,12 +86,6 @@ class TestFolder:
             made = list(pool.map(lambda _: create_ledger_folder(tmp_path), range(16)))
         assert len(set(made)) == 16
 
-    def test_a_folder_that_another_made_first_is_left_alone(self, tmp_path, monkeypatch):
-        """Between the look and the making another process may come."""
-        (tmp_path / "fit-000").mkdir()
-        monkeypatch.setattr(type(tmp_path), "iterdir", lambda _: iter(()))
-        assert create_ledger_folder(tmp_path).name == "fit-001"
-
     def test_a_file_in_the_way_is_named(self, tmp_path):
         (tmp_path / "log").write_text("")
         with pytest.raises(LedgerError, match=r"No ledger can be made in .*/log/d9m: Not a dir"):
@@ -130,17 +94,6 @@ class TestFolder:
 
 class TestWriter:
     """``LedgerWriter`` appends whole records, or nothing."""
-
-    def test_each_record_is_one_write(self, runs, tmp_path, monkeypatch):
-        """Whoever kills the process between two calls finds whole lines only."""
-        written = []
-        real = os.write
-        monkeypatch.setattr(os, "write", lambda fd, data: written.append(data) or real(fd, data))
-        with LedgerWriter(tmp_path / "rank-0.jsonl") as writer:
-            for record in runs.records():
-                writer.write(record)
-        assert len(written) == len(runs.records())
-        assert all(data.endswith(b'"}\n') and data.count(b"\n") == 1 for data in written)
 
     def test_what_was_written_is_read(self, runs):
         ledger = read_ledger(runs.write(epochs=2))
@@ -193,14 +146,6 @@ class TestWriter:
                 writer.write(runs.facts(trainer={"a": object()}))
             writer.write(runs.facts())
         assert len(read_all(path)[1]) == 1
-
-    def test_a_header_beyond_its_bound_is_refused(self, runs, tmp_path):
-        stack = {f"field.{number}": "x" * 4000 for number in range(300)}
-        with (
-            LedgerWriter(tmp_path / "rank-0.jsonl") as writer,
-            pytest.raises(LedgerError, match=r"exceeds the 1048576 allowed"),
-        ):
-            writer.write(runs.header(stack=stack))
 
     def test_a_closed_writer_takes_nothing(self, runs, tmp_path):
         writer = LedgerWriter(tmp_path / "rank-0.jsonl")
@@ -261,18 +206,6 @@ class TestFailures:
             writer.write(runs.header())
         assert read_ledger(tmp_path / "rank-0.jsonl").header == runs.header()
 
-    def test_a_file_that_may_not_grow(self, tmp_path):
-        """A real limit of the kernel's, in a process of its own."""
-        path = tmp_path / "rank-0.jsonl"
-        done = subprocess.run(
-            [sys.executable, "-c", FILL_UP, str(path)], capture_output=True, text=True, check=True
-        )
-        step, message = done.stdout.split(" ", 1)
-        assert "File too large. Raise the limit on the size of a file" in message
-        reader, records = read_all(path)
-        assert [record.step for record in records] == list(range(int(step)))
-        assert not reader.truncated
-
     @pytest.mark.parametrize("written", [0, 10, None], ids=["nothing", "a part", "all"])
     def test_ctrl_c_in_the_middle_of_a_write(self, runs, tmp_path, monkeypatch, written):
         """Whether the record got through is read off the file; the chain stays whole."""
@@ -326,18 +259,6 @@ class TestFailures:
             assert len(records) == data[:size].count(b"\n") - 1
             assert reader.truncated == (not data[:size].endswith(b"\n"))
             assert not reader.complete
-
-    @pytest.mark.parametrize("end", [True, False])
-    def test_the_outcome_of_a_killed_run(self, runs, end):
-        """It has no final digests, and no end."""
-
-        def kill(_, records):
-            del records[4 if not end else -1 :]
-
-        outcome = read_ledger(runs.write(edit=kill)).outcome(0)
-        assert outcome.end is None
-        assert isinstance(outcome.last, Digests)
-        assert (outcome.final is None) == (not end)
 
 
 LAYOUT = {"kind": "layout", "id": 0, "places": [["loss", "loss", 0]]}
@@ -441,16 +362,6 @@ def test_frames_are_referred_to_before_the_next_record(runs, writer):
 def test_a_record_that_refers_to_frames_is_refused(writer):
     with pytest.raises(LedgerError, match="'kind' is 'frames', a record that the writer adds"):
         writer.write({"kind": "frames", "bytes": 8, "last": "0" * 16})
-
-
-def test_kill_loses_at_most_the_last_frames(tmp_path):
-    choice = random.Random(7)
-    for number in range(4):
-        path = tmp_path / f"rank-{number}.jsonl"
-        acknowledged = kill_after(choice.randrange(1, 400), PROBE_FOR_EVER, path)
-        steps = [where[1] for where in list_batches(read_ledger(path))]
-        assert steps == list(range(len(steps)))
-        assert len(steps) - 1 in (acknowledged, acknowledged + 1)
 
 
 def test_frames_cut_anywhere(runs, writer):
