@@ -33,7 +33,6 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_d9m.control.env_settings import read_settings, read_variable, variable_of
 from lightning_d9m.control.session import Session, active_session
@@ -300,7 +299,7 @@ class OptimizerSteps:
         self._stopped = False
         # Whether steps are sought in backward passes, and what was found there.
         self._passes_left = _MOST_PASSES
-        self._reached = WeakTensorKeyDictionary()
+        self._reached = torch.utils.weak.WeakTensorKeyDictionary()
         self._unknown: UnknownOptimizer | None = None
         self._undo: list[Callable[[], object]] = []
 
