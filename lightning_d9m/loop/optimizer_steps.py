@@ -374,10 +374,12 @@ class OptimizerSteps:
         if not self._passes_left or self._is_idle():
             return
         if self._unknown is not None:
+            self._open_or_continue(self._unknown)
             self._after_step()
             return
         self._passes_left -= 1
-        leaves = list_leaves(roots)
+        trained = {id(parameter) for parameter in list_parameters(self._list_optimizers())}
+        leaves = [leaf for leaf in list_leaves(roots) if id(leaf) not in trained]
         try:
             digests = digest_many(leaves)
         except D9mError:  # tensors without memory, such as those of a transform
