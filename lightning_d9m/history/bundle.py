@@ -191,7 +191,7 @@ def _copy_records(ledger: Ledger, rank: int, path: Path, secrets: SecretFilter) 
             elif isinstance(record, ProbeLayout):
                 numbers[pack_places(record.places)] = record.id
                 writer.write(record)
-            elif not isinstance(record, FramesEnd):  # the writer adds its own
+            elif not isinstance(record, FramesEnd):  # of schema 2
                 writer.write(_clean(record, secrets))
 
 

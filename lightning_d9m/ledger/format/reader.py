@@ -5,8 +5,9 @@ chain hash of the previous line (16 zeros before the first) and the bytes of thi
 ``,"check":``. The chain finds accidents and naive edits: a record that was changed, removed, added
 or moved. It is not a signature: anyone can recompute it.
 
-The digests of probes are frames in a file of their own. A record ``frames`` says how many bytes of
-them precede the next record; those after the last such record come at the end.
+Earlier schemas are read as the present one: schema 1 has other digests of probes, and schema 2 has
+them in a file of their own. There, a record ``frames`` says how many bytes of it precede the next
+record; those after the last such record come at the end.
 """
 
 import os
@@ -19,14 +20,8 @@ from msgspec import MsgspecError, Struct
 from msgspec.json import decode
 
 from lightning_d9m.errors import LedgerError
-from lightning_d9m.ledger.format.frames import (
-    FrameReader,
-    Frames,
-    check_frames,
-    frames_path,
-    open_regular,
-    pack_places,
-)
+from lightning_d9m.ledger.format.files import open_regular
+from lightning_d9m.ledger.format.frames import Frames, check_frames, pack_places
 from lightning_d9m.ledger.format.records import (
     CHAIN_START,
     MAX_HEADER,
@@ -43,6 +38,7 @@ from lightning_d9m.ledger.format.records import (
     decode_record,
     upgrade_record,
 )
+from lightning_d9m.ledger.format.schema_2 import FrameReader, frames_path
 from lightning_d9m.text import quote
 from lightning_d9m.version import __version__
 
@@ -94,21 +90,22 @@ class RankReader(AbstractContextManager["RankReader"]):
         return self._chain_hash.decode()
 
     def records(self, *, lines_only: bool = False) -> Iterator[Record | Frames]:
-        """Yield each record after the header, and frames in order among them.
+        """Yield each record after the header, with frames in place of records of probes.
 
-        With ``lines_only``, the file of frames is not read.
+        With ``lines_only``, there are no frames.
         """
         path = frames_path(self.path)
-        exists = not lines_only and os.path.exists(path)  # noqa: PTH110 - a name that is too long does not exist
+        has_frames = self.header.schema == 2 and not lines_only  # noqa: PLR2004 - a version
+        exists = has_frames and os.path.exists(path)  # noqa: PTH110 - a name that is too long does not exist
         with FrameReader(path, self._start) if exists else nullcontext() as frames:
             for record in self._read_lines():
-                if isinstance(record, ProbesRecord):  # of schema 1
+                if isinstance(record, ProbesRecord):
                     if not lines_only:
                         yield self._make_frames(record)
                     continue
                 if isinstance(record, ProbeLayout):
                     self._layouts[record.id] = len(record.places), pack_places(record.places)
-                elif isinstance(record, FramesEnd) and not lines_only:
+                elif isinstance(record, FramesEnd) and has_frames:
                     yield from self._frames_before(record, frames)
                 yield record
             if frames is not None:

@@ -20,7 +20,7 @@ from msgspec.json import Decoder, Encoder
 from lightning_d9m.errors import DriftError
 from lightning_d9m.text import quote
 
-SCHEMA = 2
+SCHEMA = 3
 MAX_RANKS = 65_536
 MAX_NAME = 4096
 MAX_WHOLE = 2**63 - 1
@@ -417,7 +417,7 @@ class ProbeLayout(Entry, frozen=True, tag="layout"):
 class ProbesRecord(Entry, frozen=True, tag="probes", kw_only=True):
     """Digests at the places of consecutive batches, or of a part of one batch.
 
-    The writer makes frames of this record. Ledgers of schema 1 have it among the other records.
+    A reader makes frames of it.
 
     Attributes:
         epoch: Counted from 0.
@@ -438,7 +438,7 @@ class ProbesRecord(Entry, frozen=True, tag="probes", kw_only=True):
         bytes,
         Meta(
             min_length=DIGEST_BYTES,
-            description=f"{DIGEST_DIGITS} lowercase hex digits for each place",
+            description=f"base64 of {DIGEST_BYTES} bytes for each place",
         ),
     ]
     count: Annotated[int, _bounded(1, MAX_GROUP)] = 1
@@ -447,10 +447,10 @@ class ProbesRecord(Entry, frozen=True, tag="probes", kw_only=True):
 
 
 class FramesEnd(Entry, frozen=True, tag="frames"):
-    """The end of the digests of probes that precede the next record, in the file of frames.
+    """The end of the digests of probes that precede the next record of a ledger of schema 2.
 
     Attributes:
-        bytes: The size of the file.
+        bytes: The size of the file of frames until there.
         last: The check of its last block.
     """
 
@@ -563,7 +563,7 @@ def _field_error(error: Exception) -> FieldError:
 
 
 def upgrade_record(body: bytes) -> bytes:
-    """Return the text that schema 2 has for a record of schema 1.
+    """Return the present text of a record of schema 1.
 
     Schema 1 has digests of probes in hexadecimal, where bytes are base64 now.
 

@@ -4,21 +4,11 @@ import json
 import os
 
 import pytest
-from ledger_runs import write_lines
+from ledger_runs import chain_lines, write_lines
 
 from lightning_d9m.errors import LedgerError
 from lightning_d9m.ledger.folder import rank_path, read_ledger
 from lightning_d9m.ledger.format import reader as rank_file
-from lightning_d9m.ledger.format.records import CHAIN_START, chain_record
-
-
-def chain_lines(lines):
-    """Return a file with a valid chain over JSON texts that need not be records."""
-    data, check = b"", CHAIN_START
-    for body in lines:
-        line, check = chain_record(body, check)
-        data += line
-    return data
 
 
 def read(path, rank=0):
@@ -151,7 +141,7 @@ class TestNotALedger:
         assert str(path) in str(caught.value)
         assert str(caught.value).isprintable()
 
-    @pytest.mark.parametrize("schema", [3, 2**40])
+    @pytest.mark.parametrize("schema", [4, 2**40])
     @pytest.mark.parametrize("unknown_form", [False, True])
     def test_a_newer_schema(self, runs, tmp_path, schema, unknown_form):
         """The version that can read it is named, also when its header has another form."""
@@ -164,7 +154,7 @@ class TestNotALedger:
         with pytest.raises(LedgerError) as caught:
             read_ledger(tmp_path)
         assert (
-            f"has schema {schema}; the lightning_d9m that is installed reads schemas 1 to 2. "
+            f"has schema {schema}; the lightning_d9m that is installed reads schemas 1 to 3. "
             in str(caught.value)
         )
         assert "It was written by lightning_d9m '7.0.0': install that version" in str(caught.value)

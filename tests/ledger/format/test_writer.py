@@ -14,7 +14,6 @@ from ledger_runs import list_batches
 
 from lightning_d9m.errors import LedgerError
 from lightning_d9m.ledger.folder import create_ledger_folder, list_fits, rank_path, read_ledger
-from lightning_d9m.ledger.format.frames import Frames, frames_path
 from lightning_d9m.ledger.format.records import End
 from lightning_d9m.ledger.format.writer import LedgerWriter
 
@@ -267,7 +266,7 @@ PROBES = {"kind": "probes", "epoch": 0, "step": 1, "batch": 2, "layout": 0, "dig
 
 @pytest.fixture
 def writer(runs, tmp_path):
-    """Begin a ledger with a layout of one place."""
+    """A ledger with a layout of one place."""
     with LedgerWriter(tmp_path / "rank-0.jsonl") as writer:
         writer.write(runs.header())
         writer.write(LAYOUT)
@@ -293,7 +292,7 @@ def test_probes_are_checked_when_they_are_written(writer, change, message):
     assert [where[1] for where in list_batches(read_ledger(writer.path))] == [1, 2]
 
 
-def test_probes_of_a_layout_that_is_too_large_for_a_block(writer):
+def test_probes_of_a_layout_that_is_too_large_for_a_record(writer):
     places = [["op", str(number), 0] for number in range(16_384)]
     writer.write({"kind": "layout", "id": 1, "places": places})
     record = PROBES | {"layout": 1, "count": 5, "digests": bytes(5 * 16_384 * 16)}
@@ -301,86 +300,22 @@ def test_probes_of_a_layout_that_is_too_large_for_a_block(writer):
         writer.write(record)
 
 
-def test_frames_that_are_gone_are_noticed_by_the_next_record(runs, writer):
-    writer.write(PROBES)
-    frames_path(writer.path).unlink()
-    with pytest.raises(LedgerError, match=r"was deleted while the run wrote it.*first 38 bytes"):
-        writer.write(runs.facts())
-    with pytest.raises(LedgerError, match="missing from here on"):
-        writer.write(PROBES)
-
-
-def test_frames_of_an_older_run_are_never_overwritten(writer):
-    frames_path(writer.path).write_bytes(b"older")
-    with pytest.raises(LedgerError, match=r"rank-0.frames cannot be made: File exists"):
-        writer.write(PROBES)
-    assert frames_path(writer.path).read_bytes() == b"older"
-
-
-def test_a_full_disk_leaves_whole_frames(writer, monkeypatch):
-    writer.write(PROBES)
-    real, answers = os.write, [OSError(errno.ENOSPC, ""), 10]
-
-    def write(fd, data):
-        answer = answers.pop()
-        if isinstance(answer, OSError):
-            raise answer
-        return real(fd, data[:answer])
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "write", write)
-        with pytest.raises(LedgerError, match=r"rank-0\.frames cannot be written: No space"):
-            writer.write(PROBES | {"step": 2})
-    writer.close()
-    assert [where[1] for where in list_batches(read_ledger(writer.path))] == [1]
-
-
-@pytest.mark.parametrize("written", [0, 10, None], ids=["nothing", "a part", "all"])
-@pytest.mark.parametrize("following", [[PROBES | {"step": 2, "batch": 3}], []])
-def test_ctrl_c_in_probes_before_another_record(writer, written, following, monkeypatch):
-    write_interrupted(writer, PROBES, written, monkeypatch)
-    for record in (*following, End(status="failed")):
-        writer.write(record)
-    steps = [where[1] for where in list_batches(read_ledger(writer.path))]
-    assert steps == [1] * (written is None) + [2] * len(following)
-
-
-def test_frames_are_referred_to_before_the_next_record(runs, writer):
-    writer.write(PROBES)
-    check = writer.refer_to_frames()
-    assert writer.refer_to_frames() == check == writer.chain_hash
+def test_probes_are_read_in_order_and_line_by_line_without_them(runs, writer):
+    writer.write(PROBES | {"count": 2, "digests": b"f" * 32})
     writer.write(runs.digests("epoch", 0))
     writer.write(PROBES | {"step": 2, "batch": 0, "epoch": 1})
     writer.write(End(status="finished"))
-    kinds = [json.loads(line)["kind"] for line in writer.path.read_text().splitlines()]
-    assert kinds == ["header", "layout", "frames", "digests", "frames", "end"]
-    found = list(read_ledger(writer.path).records(0))
-    shown = [getattr(record, "moment", type(record).__name__) for record in found]
-    assert shown == ["ProbeLayout", "Frames", "FramesEnd", "epoch", "Frames", "FramesEnd", "End"]
+    ledger = read_ledger(writer.path)
+    assert [batch[:3] for batch in list_batches(ledger)] == [(0, 1, 2), (0, 2, 3), (1, 2, 0)]
+    kinds = [type(record).__name__ for record in ledger.records(0)]
+    assert kinds == ["ProbeLayout", "Frames", "Digests", "Frames", "End"]
+    kinds = [type(record).__name__ for record in ledger.line_records(0)]
+    assert kinds == ["ProbeLayout", "Digests", "End"]
 
 
-def test_a_record_that_refers_to_frames_is_refused(writer):
-    with pytest.raises(LedgerError, match="'kind' is 'frames', a record that the writer adds"):
+def test_a_record_of_an_older_schema_is_refused(writer):
+    with pytest.raises(LedgerError, match="'kind' is 'frames', which only ledgers of schema 2"):
         writer.write({"kind": "frames", "bytes": 8, "last": "0" * 16})
-
-
-def test_frames_cut_anywhere(runs, writer):
-    """Each prefix reads as its whole blocks; a torn block is reported."""
-    for step in range(4):
-        writer.write(PROBES | {"step": step, "batch": 2 * step})
-    writer.close()
-    lines = writer.path.read_bytes().splitlines(keepends=True)
-    writer.path.write_bytes(b"".join(line for line in lines if b'"frames"' not in line))
-    path = frames_path(writer.path)
-    data = path.read_bytes()
-    ends = [8 + 30 * number for number in range(1, 5)]
-    assert len(data) == ends[-1]
-    for size in range(len(data)):
-        path.write_bytes(data[:size])
-        reader, records = read_all(writer.path)
-        count = sum(record.count for record in records if isinstance(record, Frames))
-        assert count == sum(size >= end for end in ends)
-        assert reader.truncated == (size not in (0, 8, *ends))
 
 
 def test_a_forked_process_does_not_write_into_the_ledger_of_its_parent(tmp_path, monkeypatch):
