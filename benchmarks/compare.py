@@ -26,8 +26,7 @@ from pathlib import Path
 
 from lightning_d9m.comparison.ledgers import compare_ledgers
 from lightning_d9m.ledger.folder import read_ledger
-from lightning_d9m.ledger.format.frames import frames_path
-from lightning_d9m.ledger.format.records import Digests, End, Header, RunFacts
+from lightning_d9m.ledger.format.records import Digests, End, Evaluation, Header, RunFacts
 from lightning_d9m.ledger.format.writer import LedgerWriter
 
 # Places a batch, for the modules of a small network and of a large one; share of all places;
@@ -82,7 +81,7 @@ def write_trace(
             ]
             record = {"kind": "probes", "epoch": 0, "step": first, "batch": first, "layout": 0}
             writer.write(record | {"digests": b"".join(frames), "count": len(frames)})
-        writer.write(End(status="finished").as_record())
+        writer.write(End(status="finished"))
 
 
 def write_epochs(path, epochs, *, other_from=None):
@@ -97,18 +96,18 @@ def write_epochs(path, epochs, *, other_from=None):
             digests = Digests(
                 moment="epoch", epoch=epoch, step=epoch, totals={}, groups={"weights": weights}
             )
-            writer.write(digests.as_record())
-        writer.write(End(status="finished").as_record())
+            writer.write(digests)
+        writer.write(End(status="finished"))
 
 
 def write_small_records(path, count):
-    """Write records of a kind that this version does not know, of one digest each."""
+    """Write evaluations, of one digest each."""
     with LedgerWriter(path) as writer:
         begin(writer)
         for step in range(count):
-            record = {"kind": "probe", "epoch": 0, "step": step, "name": "layers.0.weight"}
-            writer.write(record | {"digest": f"{step:032x}"})
-        writer.write(End(status="finished").as_record())
+            words = {"name": "test", "epoch": 0, "step": step, "batches": 1}
+            writer.write(Evaluation(**words, outputs=f"{step:032x}"))
+        writer.write(End(status="finished"))
 
 
 def begin(writer):
@@ -117,8 +116,8 @@ def begin(writer):
     header = Header(
         rank=0, world_size=1, fit=0, seed=0, created=created, settings={}, stack={}, package="0"
     )
-    writer.write(header.as_record())
-    writer.write(RunFacts(model="m", parameters=1, train=()).as_record())
+    writer.write(header)
+    writer.write(RunFacts(model="m", parameters=1, train=()))
 
 
 def measure_here(paths, repeats):
@@ -141,8 +140,7 @@ def measure_here(paths, repeats):
 
 def size_of(path):
     """Return the bytes of a ledger's files."""
-    frames = frames_path(path)
-    return path.stat().st_size + (frames.stat().st_size if frames.exists() else 0)
+    return path.stat().st_size
 
 
 def measure(name, write, other, count, repeats):

@@ -2,30 +2,27 @@
 
     python benchmarks/fuzz_ledger.py -n 10000 -o benchmarks/results/fuzz-ledger.json
 
-Each mutation changes the records or the frames of a small run with probes. Half of them change
-bytes; the other half change values, order or number of records and blocks and compute all checks
-again, so that only the schema and the comparison can notice. A mutation fails if the comparison
-raises anything but a ``LedgerError``, takes longer than ten seconds or more memory than promised,
-or calls runs equal of which an independent reader finds different contents.
+Each mutation changes the records of a small run with probes. Half of them change bytes; the other
+half change values, order or number of records and compute all checks again, so that only the schema
+and the comparison can notice. A mutation fails if the comparison raises anything but a
+``LedgerError``, takes longer than ten seconds or more memory than promised, or calls runs equal of
+which an independent reader finds different contents.
 """
 
 import argparse
 import json
 import random
 import signal
-import struct
 import tempfile
 import time
 import tracemalloc
+from base64 import b64decode
 from collections import Counter
 from pathlib import Path
-
-from xxhash import xxh3_64_intdigest
 
 from lightning_d9m.comparison.ledgers import compare_ledgers
 from lightning_d9m.errors import LedgerError
 from lightning_d9m.ledger.folder import read_ledger
-from lightning_d9m.ledger.format.frames import frames_path
 from lightning_d9m.ledger.format.records import (
     CHAIN_START,
     Digests,
@@ -42,7 +39,6 @@ from lightning_d9m.ledger.format.writer import LedgerWriter
 SECONDS = 10
 # Bytes that reading may take: the buffers, and so many times the size of the files.
 BUFFERS, FACTOR = 8 * 2**20, 64
-HEAD, POSITION = struct.Struct("<HHBB"), struct.Struct("<qqq")
 VALUES = (
     0,
     1,
@@ -84,27 +80,26 @@ def write_run(path, draw):
     facts = RunFacts(model="m", parameters=3, train=(LoaderFacts(8, 2, 4),), trainer={"a": 1})
     layouts = [["output", "a", 0], ["output", "b", 0], ["loss", "loss", 0]], [["op", "c", 0]]
     with LedgerWriter(path) as writer:
-        writer.write(header.as_record())
-        writer.write(facts.as_record())
+        writer.write(header)
+        writer.write(facts)
         writer.write(digests_of("initial", 0, 0, draw))
         for number, places in enumerate(layouts):
             writer.write({"kind": "layout", "id": number, "places": places})
         step = 0
         for epoch in range(2):
             for batch in range(4):
-                add_frames(writer, epoch, step, batch, draw)
+                add_probes(writer, epoch, step, batch, draw)
                 step += batch % 2
             record = {"epoch": epoch, "step": step, "batch": 4, "count": 3, "batches": 2}
             writer.write({"kind": "probes", "layout": 1, **record, "digests": draw.randbytes(48)})
             writer.write(digests_of("epoch", epoch, step, draw))
             writer.write(evaluation_of(epoch, step, draw))
-            writer.write({"kind": "later", "epoch": epoch, "step": step, "x": [1, {"y": None}]})
         writer.write(replay_of(step, draw))
         writer.write(digests_of("final", 1, step, draw))
-        writer.write(End(status="finished").as_record())
+        writer.write(End(status="finished"))
 
 
-def add_frames(writer, epoch, step, batch, draw):
+def add_probes(writer, epoch, step, batch, draw):
     """Write one batch in two parts."""
     for layout, places in ((0, 3), (1, 1)):
         record = {"epoch": epoch, "step": step, "batch": batch, "layout": layout}
@@ -122,7 +117,7 @@ def digests_of(moment, epoch, step, draw):
         groups={"weights": weights},
         loss=draw.random().hex(),
         scalars={"accuracy": draw.random().hex()},
-    ).as_record()
+    )
 
 
 def evaluation_of(epoch, step, draw):
@@ -136,7 +131,7 @@ def evaluation_of(epoch, step, draw):
         undigested=1,
         problem="no digest",
         scalars={"val_loss": draw.random().hex()},
-    ).as_record()
+    )
 
 
 def replay_of(step, draw):
@@ -150,23 +145,10 @@ def replay_of(step, draw):
         actual=None,
         count=1,
         total=3,
-    ).as_record()
+    )
 
 
 # What an independent reader finds.
-
-
-def read_blocks(data, places):
-    """Return (head, body) of each whole block."""
-    blocks, at = [], 8
-    while at + 6 <= len(data):
-        head = HEAD.unpack_from(data, at)
-        end = at + 6 + (16 * head[1] * places.get(head[0], 0) or 24)
-        if end + 8 > len(data):
-            break
-        blocks.append((head, data[at + 6 : end]))
-        at = end + 8
-    return blocks
 
 
 def list_contents(path):
@@ -175,19 +157,14 @@ def list_contents(path):
     The first has how often each occurs. A group may be written by its total alone.
     """
     found, named, layouts = Counter(), {}, {}
-    position, done = (0, -1, -1), 8
-    data = frames_path(path).read_bytes()
-    lines = path.read_bytes().split(b"\n")[:-1]
-    for line in [*lines, b'{"kind":"frames","bytes":%d,"check":""}' % len(data)]:
+    for line in path.read_bytes().split(b"\n")[:-1]:
         record = json.loads(line)
         record.pop("check")
         match record["kind"]:
             case "layout":
                 layouts[record["id"]] = [tuple(place) for place in record["places"]]
-            case "frames":
-                part = bytes(8) + data[done : record["bytes"]]
-                position = count_digests(part, layouts, position, found)
-                done = record["bytes"]
+            case "probes":
+                count_digests(record, layouts[record["layout"]], found)
             case "header":
                 names = ("seed", "fit", "world_size", "settings")
                 found[json.dumps([record.get(name) for name in names], sort_keys=True)] += 1
@@ -196,29 +173,25 @@ def list_contents(path):
     return found, named
 
 
-def count_digests(data, layouts, position, found):
-    """Count the digests of some blocks by batch and place; return the position of the last."""
-    sizes = {number: len(places) for number, places in layouts.items()}
-    for (layout, count, steps, batches), body in read_blocks(data, sizes):
-        if not count:
-            position = POSITION.unpack(body)
-        for number in range(count):
-            position = position[0], position[1] + steps, position[2] + batches
-            at = 16 * number * sizes[layout]
-            for index, place in enumerate(layouts[layout]):
-                digest = body[at + 16 * index : at + 16 * index + 16]
-                found[position, place, digest] += 1
-    return position
+def count_digests(record, places, found):
+    """Count the digests of a record by batch and place."""
+    digests, size = b64decode(record["digests"]), len(places)
+    for number in range(record.get("count", 1)):
+        step = record["step"] + number * record.get("steps", 1)
+        batch = record["batch"] + number * record.get("batches", 1)
+        for at, place in enumerate(places, number * size):
+            found[record["epoch"], step, batch, place, digests[16 * at : 16 * at + 16]] += 1
 
 
 def count_record(record, found, named):
-    """Count a record by its contents."""
+    """Count a record by its contents; a field that is missing has its default."""
+    record = {name: value for name, value in record.items() if value not in (None, 0, {}, [])}
     if record["kind"] == "end":
         record.pop("error", None)
         record.pop("drift", None)
     if record["kind"] == "digests":
-        totals, groups = record["totals"], record.pop("groups")
-        when = record["moment"], record["epoch"], record["step"]
+        totals, groups = record.get("totals", {}), record.pop("groups", {})
+        when = record["moment"], record.get("epoch"), record.get("step")
         for group, names in groups.items():
             if group in totals:
                 named[when, group] = names
@@ -312,69 +285,19 @@ def change_object(value, draw):
             return {**value, name: change_value(value[name], draw)}
 
 
-def change_block(block, draw):
-    """Change the head or the body of a block."""
-    head, body = block
-    if draw.random() < 0.5:
-        head = list(head)
-        at = draw.randrange(4)
-        limit = (2**16, 2**16, 256, 256)[at]
-        head[at] = draw.choice((0, 1, 2, (head[at] + 1) % limit, draw.randrange(limit)))
-        return tuple(head), body
-    if not head[1]:
-        position = list(POSITION.unpack(body))
-        position[draw.randrange(3)] = draw.choice((0, 1, -1, 5, -(2**63), 2**63 - 1))
-        return head, POSITION.pack(*position)
-    return head, draw.choice((change_bytes(body, draw), body[:-16], body + bytes(16)))
-
-
 def forge(path, draw):
-    """Change values, order or number of records or blocks, and compute all checks again."""
+    """Change values, order or number of records, and compute all checks again."""
     records = [json.loads(line) for line in path.read_bytes().split(b"\n")[:-1]]
     for record in records:
         record.pop("check")
-    places = {r["id"]: len(r["places"]) for r in records if r["kind"] == "layout"}
-    data = frames_path(path).read_bytes()
-    blocks = read_blocks(data, places)
-    # How many blocks precede each record of frames.
-    ends, at = {}, 8
-    for number, (_, body) in enumerate(blocks, start=1):
-        at += 14 + len(body)
-        ends[at] = number
-    counts = [ends[record["bytes"]] for record in records if record["kind"] == "frames"]
-    if draw.random() < 0.5:
-        if draw.random() < 0.5:
-            blocks = change_list(blocks, draw)
-        else:
-            at = draw.randrange(len(blocks))
-            blocks[at] = change_block(blocks[at], draw)
-    elif draw.random() < 0.3:
+    if draw.random() < 0.3:
         records = records[:1] + change_list(records[1:], draw)
     else:
         at = draw.randrange(len(records))
         records[at] = change_value(records[at], draw)
-    write_forged(path, records, blocks, counts)
-
-
-def write_forged(path, records, blocks, counts):
-    """Write records and blocks with checks that fit, and records of frames that refer to them."""
-    bodies = [json.dumps(record, separators=(",", ":")).encode() for record in records]
-    _, start = chain_record(bodies[0], CHAIN_START)
-    check, data, places = int(start, 16), b"d9mprb2\n", []
-    for head, body in blocks:
-        block = HEAD.pack(*head) + body
-        check = xxh3_64_intdigest(block, check)
-        data += block + struct.pack("<Q", check)
-        places.append((len(data), f"{check:016x}"))
-    frames_path(path).write_bytes(data)
     lines, check = [], CHAIN_START
-    for record, body in zip(records, bodies, strict=True):
-        fitting = body
-        if isinstance(record, dict) and record.get("kind") == "frames" and counts:
-            number = counts.pop(0) - 1
-            size, last = places[min(number, len(places) - 1)]
-            fitting = b'{"kind":"frames","bytes":%d,"last":"%b"}' % (size, last.encode())
-        line, check = chain_record(fitting, check)
+    for record in records:
+        line, check = chain_record(json.dumps(record, separators=(",", ":")).encode(), check)
         lines.append(line)
     path.write_bytes(b"".join(lines))
 
@@ -393,7 +316,7 @@ def give_up(*_):
 
 def judge(base, mutated, contents):
     """Return (outcome, what is wrong with it; empty for nothing)."""
-    size = sum(path.stat().st_size for path in (mutated, frames_path(mutated)))
+    size = mutated.stat().st_size
     tracemalloc.reset_peak()
     before = tracemalloc.get_traced_memory()[0]
     signal.alarm(SECONDS)
@@ -424,7 +347,7 @@ def fuzz(count, seed, folder):
     base, mutated = folder / "base.jsonl", folder / "mutated.jsonl"
     write_run(base, random.Random(seed))  # noqa: S311 - no secret
     contents = list_contents(base)
-    originals = base.read_bytes(), frames_path(base).read_bytes()
+    original = base.read_bytes()
     outcomes, failures = Counter(), []
     import numpy  # noqa: F401, ICN001 - its memory is not a ledger's
 
@@ -432,13 +355,11 @@ def fuzz(count, seed, folder):
     tracemalloc.start()
     for number in range(count):
         draw = random.Random(seed * 1_000_003 + number)  # noqa: S311 - no secret
-        mutated.write_bytes(originals[0])
-        frames_path(mutated).write_bytes(originals[1])
+        mutated.write_bytes(original)
         if number % 2:
             forge(mutated, draw)
         else:
-            path = draw.choice((mutated, frames_path(mutated)))
-            path.write_bytes(change_bytes(path.read_bytes(), draw))
+            mutated.write_bytes(change_bytes(original, draw))
         outcome, wrong = judge(base, mutated, contents)
         outcomes["forged" if number % 2 else "bytes", outcome] += 1
         if wrong:

@@ -31,7 +31,7 @@ from torch.utils.data import DataLoader
 
 from lightning_d9m import DeterminismCallback
 from lightning_d9m.ledger.folder import read_ledger
-from lightning_d9m.ledger.format.frames import Frames, frames_path
+from lightning_d9m.ledger.format.frames import Frames
 from lightning_d9m.ledger.stack import capture_stack
 
 MODULES = ["input", "output", "grad_output"]
@@ -135,12 +135,10 @@ def train(kind: type[Digits], device: str, words: dict, folder: Path) -> tuple[S
 
 def measure_file(file: Path) -> dict[str, float]:
     """Return how many places a ledger records and how many bytes each takes."""
-    frames = frames_path(file)
-    size = frames.stat().st_size if frames.exists() else 0
-    places = layouts = 0
+    size = places = layouts = 0
     for line in file.read_bytes().splitlines(keepends=True):
         kind = json.loads(line)["kind"]
-        size += len(line) if kind == "frames" else 0
+        size += len(line) if kind == "probes" else 0
         layouts += len(line) if kind == "layout" else 0
     for entry in read_ledger(file).records(0):
         places += entry.size if isinstance(entry, Frames) else 0

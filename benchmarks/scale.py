@@ -196,7 +196,7 @@ def write_ledger(folder, ranks, epochs, *, last="0" * 32):
     for rank in range(ranks):
         with LedgerWriter(folder / f"rank-{rank}.jsonl") as writer:
             words = {"created": "", "settings": {}, "stack": {}, "package": "0"}
-            writer.write(Header(rank=rank, world_size=ranks, fit=0, seed=0, **words).as_record())
+            writer.write(Header(rank=rank, world_size=ranks, fit=0, seed=0, **words))
             for epoch in range(epochs):
                 weights = {f"layers.{n}.weight": f"{epoch * 31 + n:032x}" for n in range(WEIGHTS)}
                 if rank == ranks - 1:
@@ -204,8 +204,8 @@ def write_ledger(folder, ranks, epochs, *, last="0" * 32):
                 record = Digests(
                     moment="epoch", epoch=epoch, step=epoch, totals={}, groups={"weights": weights}
                 )
-                writer.write(record.as_record())
-            writer.write(End(status="finished").as_record())
+                writer.write(record)
+            writer.write(End(status="finished"))
 
 
 def time_compare(ranks):

@@ -106,7 +106,7 @@ def soak(folder, steps):
     seconds = time.perf_counter() - start
     frames = [found for found in read_ledger(ledger).records(0) if isinstance(found, Frames)]
     digests = sum(found.count * found.width for found in frames) // 16
-    written = (ledger / "rank-0.frames").stat().st_size
+    written = (ledger / "rank-0.jsonl").stat().st_size
     assert sum(found.count for found in frames) == steps, "every step was probed"
     readings = {step: round(value, 2) for step, value in watch.megabytes.items()}
     kept = [(step, value) for step, value in watch.megabytes.items() if step > steps // 10]

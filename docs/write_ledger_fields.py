@@ -12,7 +12,7 @@ from typing import get_args
 from msgspec import Meta
 from msgspec.structs import FieldInfo, fields
 
-from lightning_d9m.ledger.format.records import RECORD_TYPES, Entry, LoaderFacts, RankDrift
+from lightning_d9m.ledger.format.records import RECORD_TYPES, LoaderFacts, Part, RankDrift
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "ledger-fields.md"
@@ -21,8 +21,7 @@ _HEAD = """# Ledger fields
 Each field of each record of [the ledger](ledger.md), in the order in which they are written. The
 classes of `lightning_d9m.ledger.format.records` describe the fields; reading, checking and writing
 follow from the same descriptions. A record with a value that is not allowed is refused, and so is
-one without a required field. Other fields are kept and compared, except in `layout`, `probes` and
-`frames`, which refuse them.
+one without a required field, or with another one. Fields with their default are left out.
 
 This page is written from the code by `python docs/write_ledger_fields.py`.
 """
@@ -35,12 +34,11 @@ def format_page() -> str:
     return "\n".join([_HEAD, *(_format_entry(*part) for part in parts.items())])
 
 
-def _format_entry(title: str, entry: type[Entry]) -> str:
+def _format_entry(title: str, entry: type[Part]) -> str:
     text = inspect.getdoc(entry) or ""
     rows = [
         f"| `{part.name}` | {_name_values(part)} | {_describe(part, entry)} | {meaning} |"
         for part in fields(entry)
-        if part.name != "extra"
         for meaning in [_read_meaning(text, part.name)]
     ]
     head = ["| field | value | in a record | means |", "| --- | --- | --- | --- |"]
@@ -53,7 +51,7 @@ def _name_values(part: FieldInfo) -> str:
     return str(metas[-1].description)
 
 
-def _describe(part: FieldInfo, entry: type[Entry]) -> str:
+def _describe(part: FieldInfo, entry: type[Part]) -> str:
     is_required = part.required or part.name == "schema"
     presence = "required" if is_required else "may be missing"
     return presence + (", never compared" if part.name in entry.uncompared else "")

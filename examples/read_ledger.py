@@ -1,18 +1,17 @@
-"""Check a ledger and list its frames, without lightning_d9m, as a reader in another language would.
+"""Check a ledger and list its probes, without lightning_d9m, as a reader in another language would.
 
-docs/ledger.md describes both files of a rank. Run it on a ledger of yours:
+docs/ledger.md describes the file of a rank. Run it on a ledger of yours:
 
     python examples/read_ledger.py d9m/fit-000
 """
 
 import argparse
 import json
-from collections.abc import Iterator, Mapping
+from base64 import b64decode
+from collections.abc import Iterable, Iterator
 from hashlib import blake2b
 from pathlib import Path
-from struct import unpack_from
-
-from xxhash import xxh3_64_intdigest
+from typing import Any
 
 
 def verify(path: Path) -> str | None:
@@ -27,48 +26,32 @@ def verify(path: Path) -> str | None:
     return None
 
 
-def list_frames(
-    data: bytes, check: int, places: Mapping[int, int]
-) -> Iterator[tuple[int, int, int, int, bytes]]:
-    """Yield epoch, step, batch, layout and digests of each frame in ``rank-N.frames``.
-
-    Args:
-        data: The bytes of the file.
-        check: The check of the header in ``rank-N.jsonl``.
-        places: The number of places of each layout, by its id.
-
-    Raises:
-        ValueError: If a block was changed.
-    """
-    epoch, step, batch = 0, -1, -1
-    at = 8
-    while at < len(data):
-        layout, count, steps, batches = unpack_from("<HHBB", data, at)
-        size = 16 * places[layout]
-        end = at + 6 + (count * size or 24)
-        check = xxh3_64_intdigest(data[at:end], check)
-        if unpack_from("<Q", data, end) != (check,):
-            raise ValueError(f"the block at byte {at} does not fit its check")
-        if not count:
-            epoch, step, batch = unpack_from("<qqq", data, at + 6)
-        for start in range(at + 6, at + 6 + count * size, size):
-            step, batch = step + steps, batch + batches
-            yield epoch, step, batch, layout, data[start : start + size]
-        at = end + 8
+def list_batches(
+    records: Iterable[dict[str, Any]],
+) -> Iterator[tuple[int, int, int, list[tuple[list[Any], bytes]]]]:
+    """Yield epoch, step and batch of each part of a batch, with the digest at each place."""
+    layouts = {}
+    for record in records:
+        if record["kind"] == "layout":
+            layouts[record["id"]] = record["places"]
+        if record["kind"] == "probes":
+            places, digests = layouts[record["layout"]], b64decode(record["digests"])
+            for number in range(record.get("count", 1)):
+                start = 16 * len(places) * number
+                found = [digests[at : at + 16] for at in range(start, start + 16 * len(places), 16)]
+                step = record["step"] + number * record.get("steps", 1)
+                batch = record["batch"] + number * record.get("batches", 1)
+                yield record["epoch"], step, batch, list(zip(places, found, strict=True))
 
 
 def main() -> None:
-    """Print what is wrong with each rank's files, and the number of its frames."""
+    """Print what is wrong with each rank's file, and the number of its probed batches."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("ledger", type=Path, help="a folder fit-NNN")
     for path in sorted(parser.parse_args().ledger.glob("rank-*.jsonl")):
-        records = [json.loads(line) for line in path.read_text().splitlines()]
-        places = {r["id"]: len(r["places"]) for r in records if r["kind"] == "layout"}
-        frames, count = path.with_suffix(".frames"), 0
-        if frames.exists():
-            check = int(records[0]["check"], 16)
-            count = sum(1 for _ in list_frames(frames.read_bytes(), check, places))
-        print(f"{path.name}: {verify(path) or 'whole'}, {len(records)} records, {count} frames")
+        records = [json.loads(line) for line in path.open("rb")]
+        count = sum(1 for _ in list_batches(records))
+        print(f"{path.name}: {verify(path) or 'whole'}, {len(records)} records, {count} batches")
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ from lightning_d9m.ledger.format.records import (
     Digests,
     Header,
     Json,
-    Opaque,
     ProbeKey,
     Record,
     RunFacts,
@@ -271,12 +270,6 @@ def _run_table(facts: RunFacts) -> dict[str, Json]:
         counted = " + ".join("unknown" if value is None else str(value) for value in values)
         table["dataset" if name == "samples" else name] = f"{counted or 'no'} {unit}"
     table |= {f"trainer.{name}": value for name, value in facts.trainer.items()}
-    extras = [dict(loader.extra) for loader in facts.train]
-    for unknown in ({"train": extras} if any(extras) else {}, facts.extra):
-        for name, value in _write_out(unknown).items():
-            while name in table:  # a name of ours
-                name += "."  # noqa: PLW2901 - a free one
-            table[name] = value
     return table
 
 
@@ -326,7 +319,7 @@ def record_difference(expected: Record, actual: Record) -> Divergence | None:
 def _comparable_fields(record: Record) -> dict[str, Json]:
     """Return the fields of a record but those that are never compared."""
     fields = record.as_record()
-    for name in () if isinstance(record, Opaque) else record.uncompared:
+    for name in record.uncompared:
         fields.pop(name, None)
     return _write_out(fields)
 
@@ -373,8 +366,6 @@ def _tables(expected: Record, actual: Record) -> dict[str, tuple[Table, Table]]:
     tables["loss"] = (losses[0], losses[1])
     tables["scalars"] = (expected.scalars, actual.scalars)
     tables["step"] = ({"global step": str(expected.step)}, {"global step": str(actual.step)})
-    extras = [_write_out(record.extra) for record in (expected, actual)]
-    tables["other fields"] = (extras[0], extras[1])
     return tables
 
 

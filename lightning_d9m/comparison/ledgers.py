@@ -23,8 +23,17 @@ from lightning_d9m.comparison.differences import (
 )
 from lightning_d9m.ledger.folder import Ledger, read_ledger
 from lightning_d9m.ledger.format.frames import Batch, Frames
-from lightning_d9m.ledger.format.reader import ABOUT_FRAMES, RankReader
-from lightning_d9m.ledger.format.records import Digests, End, Header, RankDrift, RunFacts
+from lightning_d9m.ledger.format.reader import RankReader
+from lightning_d9m.ledger.format.records import (
+    Digests,
+    End,
+    FramesEnd,
+    Header,
+    ProbeLayout,
+    RankDrift,
+    Record,
+    RunFacts,
+)
 from lightning_d9m.ledger.keys import (
     LEDGER_START,
     Item,
@@ -561,17 +570,12 @@ def _list_kinds(batch: Batch) -> set[str]:
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """A record of one run: as it is in the file, read, and where it belongs."""
+    """A record of one run, the bytes of memory that it takes, about, and where it belongs."""
 
-    raw: bytes | Batch
     item: Item
+    size: int
     key: Key
     place: LedgerPosition
-
-    @property
-    def size(self) -> int:
-        """The memory that it takes, in bytes, about: an empty list of 2 bytes takes 64."""
-        return 2 * len(self.raw.digests) if isinstance(self.raw, Batch) else 32 * len(self.raw)
 
 
 def align_records(expected: RankReader, actual: RankReader) -> Iterator[RecordPair]:
@@ -581,7 +585,7 @@ def align_records(expected: RankReader, actual: RankReader) -> Iterator[RecordPa
     their keys, in any order. Layouts are not paired: they are part of the probes that name them.
 
     Yields:
-        (record, its counterpart), the same object twice if their bytes are equal; (record, None) or
+        (record, its counterpart), the same object twice if they are equal; (record, None) or
         (None, record) if only one run has it. The probes of a batch come as one ``Batch``, or as
         several of at least 131,072 places.
     """
@@ -616,7 +620,7 @@ def align_records(expected: RankReader, actual: RankReader) -> Iterator[RecordPa
 
 
 def _pair(one: _Entry, other: _Entry) -> RecordPair:
-    return (one.item, one.item) if one.raw == other.raw else (one.item, other.item)
+    return (one.item, one.item) if one.item == other.item else (one.item, other.item)
 
 
 def _flush(*waiting: dict[Key, deque[_Entry]]) -> Iterator[RecordPair]:
@@ -630,18 +634,24 @@ def _flush(*waiting: dict[Key, deque[_Entry]]) -> Iterator[RecordPair]:
 def _read_entries(reader: RankReader) -> Iterator[_Entry]:
     """Yield the records of a run, sorted by their places."""
     place = LEDGER_START
-    for raw in _join_batches(reader):
-        item = raw if isinstance(raw, Batch) else reader.parse(raw)
+    for item in _join_batches(reader):
         place = record_place(item, place)
-        yield _Entry(raw, item, record_key(item), place)
+        yield _Entry(item, _estimate_bytes(item), record_key(item), place)
 
 
-def _join_batches(reader: RankReader) -> Iterator[bytes | Batch]:
+def _estimate_bytes(item: Item) -> int:
+    if isinstance(item, Batch):
+        return 2 * len(item.digests)
+    names = sum(map(len, item.groups.values())) if isinstance(item, Digests) else 0
+    return 1024 + 256 * names
+
+
+def _join_batches(reader: RankReader) -> Iterator[Item]:
     """Yield the records of a ledger, with the consecutive frames of a batch together."""
     known, before = (-1, -1), 0  # of the current batch: its (epoch, batch), the places so far
     for key, group in groupby(_split_frames(reader), key=_find_batch):
         if key is None:
-            yield from (entry for entry in group if isinstance(entry, bytes))
+            yield from (entry for entry in group if not isinstance(entry, Frames))
             continue
         known, before = key[:2], before if key[:2] == known else 0
         parts: list[Frames] = []
@@ -656,16 +666,16 @@ def _join_batches(reader: RankReader) -> Iterator[bytes | Batch]:
         before += size
 
 
-def _split_frames(reader: RankReader) -> Iterator[bytes | Frames]:
-    """Yield each line, but those about frames, and each frame."""
-    for entry in reader.entries():
-        if isinstance(entry, Frames):
-            yield from entry.split()
-        elif not entry.startswith(ABOUT_FRAMES):
-            yield entry
+def _split_frames(reader: RankReader) -> Iterator[Record | Frames]:
+    """Yield each record, but those about frames, and each frame."""
+    for record in reader.records():
+        if isinstance(record, Frames):
+            yield from record.split()
+        elif not isinstance(record, ProbeLayout | FramesEnd):
+            yield record
 
 
-def _find_batch(entry: bytes | Frames) -> tuple[int, int, int] | None:
+def _find_batch(entry: Record | Frames) -> tuple[int, int, int] | None:
     return (entry.epoch, entry.batch, entry.step) if isinstance(entry, Frames) else None
 
 

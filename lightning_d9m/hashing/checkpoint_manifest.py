@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from lightning_d9m.errors import CheckpointError, DigestError
-from lightning_d9m.hashing.digest import digest_many, digest_pieces
-from lightning_d9m.hashing.value_bytes import PLAIN_TYPES, Piece, encode, encode_exact
+from lightning_d9m.hashing.digest import digest_many, digest_value
+from lightning_d9m.hashing.value_bytes import PLAIN_TYPES, encode
 from lightning_d9m.text import quote
 
 _HALF = 8  # bytes of each entry: 64 bits find accidents
@@ -94,19 +94,17 @@ def _digest_content(
     """
     named: list[tuple[bytes, str]] = []
     tensors: list[Tensor] = []
-    pieces: list[Piece] = []
-    count = 0
+    values: list[list[object]] = []
     for path, key, leaf in _list_leaves(content, "", "", (id(content),)):
         text = path if version == 1 else key
         if isinstance(leaf, Tensor):
             named.append((blake2b(text.encode(), digest_size=_HALF).digest(), path))
             tensors.append(leaf)
-            continue
-        count += 1
-        pieces += (b"L2:%b" % encode_exact(text), *_encode_leaf(leaf))
+        else:
+            values.append([text, _make_digestible(leaf)])
     halves = [bytes.fromhex(digest)[:_HALF] for digest in digest_many(tensors)]
     found = {name: (path, half) for (name, path), half in zip(named, halves, strict=True)}
-    return found, digest_pieces([b"L%x:" % count, *pieces])
+    return found, digest_value(values)
 
 
 def _list_leaves(
@@ -128,8 +126,11 @@ def _list_leaves(
             yield from _list_leaves(entry, below, inner, (*above, id(entry)))
 
 
-def _encode_leaf(leaf: object) -> list[Piece]:
-    try:
-        return encode(leaf)
-    except DigestError:
-        return [encode_exact(f"{type(leaf).__module__}.{type(leaf).__qualname__}")]
+def _make_digestible(leaf: object) -> object:
+    """Return a leaf; of an object without defined bytes, the name of its type."""
+    if type(leaf) not in PLAIN_TYPES:
+        try:
+            encode(leaf)
+        except DigestError:
+            return f"{type(leaf).__module__}.{type(leaf).__qualname__}"
+    return leaf

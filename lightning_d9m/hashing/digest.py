@@ -6,7 +6,7 @@ of each 128 KiB of the elements. It does not depend on thread counts, blocks or 
 
 import functools
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from types import ModuleType
 from typing import Any, NamedTuple, cast
@@ -215,13 +215,8 @@ def digest_value(value: object) -> str:
         >>> digest_value({"lr": 0.1, "betas": (0.9, 0.999)})
         '6b6610f8b7295d2fa4d80d3ea0427121'
     """
-    return digest_pieces(encode(value))
-
-
-def digest_pieces(pieces: Iterable[Piece]) -> str:
-    """Return the digest of a value that ``value_bytes.encode`` has encoded."""
     queue = DigestQueue()
-    queue.add_pieces(pieces)
+    queue.add_value(value)
     return queue.fetch()[0]
 
 
@@ -262,7 +257,10 @@ class DigestQueue:
         Raises:
             DigestError: As ``digest``, for the first tensor without one; nothing is appended then.
         """
-        self._add(lambda dense: [_plan(tensor, dense) for tensor in tensors])
+        dense: list[DenseTensor] = []
+        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - documented in "Extending PyTorch"
+            recipes = [self._plan(tensor, dense) for tensor in tensors]
+            self._append(recipes, dense)
 
     def add_value(self, value: object) -> None:
         """Read the tensors of a nested value and append its digest, that of ``digest_value``.
@@ -270,20 +268,28 @@ class DigestQueue:
         Raises:
             DigestError: As ``digest_value``; then nothing is appended.
         """
-        self.add_pieces(encode(value))
-
-    def add_pieces(self, pieces: Iterable[Piece]) -> None:
-        """Append the digest of a value that ``value_bytes.encode`` has encoded."""
-        self._add(lambda dense: [_plan_pieces([_VALUE, *pieces], dense)])
-
-    def _add(self, plan: Callable[[list[DenseTensor]], list[_Recipe]]) -> None:
+        pieces = encode(value)
         dense: list[DenseTensor] = []
-        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - documented in "Extending PyTorch"
-            recipes = plan(dense)
-            self._chunks.add([part.data for part in dense])
-        start = len(self._headers)
+        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - as above
+            recipe = self._plan_pieces([_VALUE, *pieces], dense)
+            self._append([recipe], dense)
+
+    def _append(self, recipes: list[_Recipe], dense: list[DenseTensor]) -> None:
+        self._chunks.add([part.data for part in dense])
         self._headers += [part.header for part in dense]
-        self._recipes += [_shift(recipe, start) for recipe in recipes]
+        self._recipes += recipes
+
+    def _plan(self, tensor: torch.Tensor, dense: list[DenseTensor]) -> _Recipe:
+        """Append a tensor's dense tensors to ``dense``; return the parts of its digest."""
+        parts = flatten_tensor(tensor)
+        if isinstance(parts, DenseTensor):
+            dense.append(parts)
+            return len(self._headers) + len(dense) - 1
+        context = [] if parts.context is None else encode(parts.context)
+        return self._plan_pieces([parts.header, *parts.components, *context], dense)
+
+    def _plan_pieces(self, pieces: Iterable[Piece], dense: list[DenseTensor]) -> _Recipe:
+        return [own if isinstance(own, bytes) else self._plan(own, dense) for own in pieces]
 
     def start_copies(self) -> None:
         """Copy the results of CUDA devices to the host without waiting."""
@@ -297,27 +303,6 @@ class DigestQueue:
             recipe if isinstance(recipe, str) else _follow(recipe, dense).hex()
             for recipe in self._recipes
         ]
-
-
-def _plan(tensor: torch.Tensor, dense: list[DenseTensor]) -> _Recipe:
-    """Append a tensor's dense tensors to ``dense``; return the parts of its digest."""
-    parts = flatten_tensor(tensor)
-    if isinstance(parts, DenseTensor):
-        dense.append(parts)
-        return len(dense) - 1
-    context = [] if parts.context is None else encode(parts.context)
-    return _plan_pieces([parts.header, *parts.components, *context], dense)
-
-
-def _plan_pieces(pieces: Iterable[Piece], dense: list[DenseTensor]) -> list["bytes | _Recipe"]:
-    return [piece if isinstance(piece, bytes) else _plan(piece, dense) for piece in pieces]
-
-
-def _shift(recipe: _Recipe, start: int) -> _Recipe:
-    """Return a recipe with ``start`` added to each number of a dense tensor."""
-    if isinstance(recipe, int):
-        return recipe + start
-    return [part if isinstance(part, bytes) else _shift(part, start) for part in recipe]
 
 
 def _follow(recipe: _Recipe, dense: Sequence[bytes]) -> bytes:

@@ -8,13 +8,12 @@ from lightning_d9m.errors import DigestError
 from lightning_d9m.hashing.digest import DigestQueue
 from lightning_d9m.ledger.format.records import Json
 
-# Batches whose digests are fetched together, when as many more have been added: the device has
-# computed them by then.
+# Batches whose digests are fetched together: waiting for a device after each would slow it down.
 _BATCHES = 64
 
 
 class OutputDigest:
-    """Digests the outputs of each batch, in order, without keeping them or waiting for a device.
+    """Digests the outputs of each batch, in order, without keeping them.
 
     The digest is XXH3-128 over one line for each batch: the number of its dataloader, its own
     number, and the digest of its outputs. A batch whose outputs have no digest (an object of a
@@ -23,8 +22,8 @@ class OutputDigest:
 
     def __init__(self) -> None:
         self._hash = xxh3_128()
-        self._queues = [DigestQueue()]
-        self._names: list[str] = []  # of the batches in the queues
+        self._queue = DigestQueue()
+        self._names: list[str] = []  # of the batches in the queue
         self._batches = 0
         self._undigested = 0
         self._problem: str | None = None
@@ -33,28 +32,23 @@ class OutputDigest:
         """Read the outputs of one batch."""
         self._batches += 1
         self._names.append(f"{loader} {batch}")
-        queue = self._queues[-1]
         try:
-            queue.add_value(outputs)
+            self._queue.add_value(outputs)
         except DigestError as error:
             self._undigested += 1
             self._problem = self._problem or str(error)
-            queue.add_digest("none")
-        if len(queue) == _BATCHES:
-            queue.start_copies()
-            self._queues.append(DigestQueue())
-            self._fetch(self._queues[:-2])
+            self._queue.add_digest("none")
+        if len(self._queue) == _BATCHES:
+            self._fetch()
 
-    def _fetch(self, queues: Sequence[DigestQueue]) -> None:
-        digests = [digest for queue in queues for digest in queue.fetch()]
-        for name, digest in zip(self._names, digests, strict=False):
+    def _fetch(self) -> None:
+        for name, digest in zip(self._names, self._queue.fetch(), strict=True):
             self._hash.update(f"{name} {digest}\n".encode())
-        del self._queues[: len(queues)], self._names[: len(digests)]
+        self._queue, self._names = DigestQueue(), []
 
     def as_fields(self) -> dict[str, Json]:
         """Return the fields of a ledger's record; this waits for the device."""
-        self._fetch(self._queues)
-        self._queues.append(DigestQueue())
+        self._fetch()
         problem = {"undigested": self._undigested, "problem": self._problem}
         return {
             "batches": self._batches,

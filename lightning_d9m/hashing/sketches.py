@@ -84,46 +84,18 @@ def _is_sketched(tensor: Tensor) -> bool:
 def _sketch(tensor: Tensor) -> str:
     """Return the sketch of a tensor, which is copied to the host in pieces."""
     sums = np.zeros(_WIDTH)  # of each place of a row, over all rows
-    buffer = torch.from_numpy(np.empty(_BLOCK))
     flat = tensor.reshape(-1)
-    blocks = max(1, _PIECE_BYTES // (flat.itemsize * _BLOCK))
-    for start in range(0, flat.numel(), blocks * _BLOCK):
+    size = max(1, _PIECE_BYTES // (flat.itemsize * _BLOCK)) * _BLOCK
+    for start in range(0, flat.numel(), size):
         # A cast in the same call as the copy would be done on the device.
-        piece = flat[start : start + blocks * _BLOCK].cpu()
-        _add_rows(piece, buffer, sums, start // _BLOCK)
+        piece = flat[start : start + size].cpu()
+        for number, block in enumerate(piece.split(_BLOCK), start // _BLOCK):
+            values = np.zeros((-(-len(block) // _WIDTH), _WIDTH))  # with zeros at the end
+            torch.from_numpy(values).view(-1)[: len(block)].copy_(block)
+            signed = np.einsum("ij,ij->j", values, _draw_block()[: len(values)])
+            sums += signed * _draw_turn(number) if number else signed
     found = np.bincount(_draw_buckets(), sums, SKETCH_BUCKETS)
     return found.astype("<f8", copy=False).tobytes().hex()
-
-
-def _add_rows(flat: Tensor, buffer: Tensor, sums: _Floats, first: int) -> None:
-    """Add elements of a tensor with their signs.
-
-    Args:
-        flat: A dense tensor of one dimension on the CPU.
-        buffer: ``_BLOCK`` elements on the CPU, which are overwritten.
-        sums: Those of each place of a row.
-        first: The number of the block in the tensor with which the elements begin.
-    """
-    signs, values = _draw_block(), buffer.numpy()
-    for block, start in enumerate(range(0, flat.numel(), _BLOCK), start=first):
-        part = flat[start : start + _BLOCK]
-        size = part.numel()
-        buffer[:size].copy_(part)
-        rows, rest = divmod(size, _WIDTH)
-        whole = size - rest
-        if not block:  # the rest as another row
-            rows = -(-size // _WIDTH)
-            values[size : rows * _WIDTH] = 0.0
-            sums += np.einsum(
-                "ij,ij->j", values[: rows * _WIDTH].reshape(rows, _WIDTH), signs[:rows]
-            )
-            continue
-        turned = _draw_turn(block)
-        if rows:
-            shaped = values[:whole].reshape(rows, _WIDTH)
-            sums += np.einsum("ij,ij->j", shaped, signs[:rows]) * turned
-        if rest:
-            sums[:rest] += values[whole:size] * signs[rows, :rest] * turned[:rest]
 
 
 @cache

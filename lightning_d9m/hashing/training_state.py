@@ -139,7 +139,7 @@ def take_snapshot(
     Raises:
         DigestError: When a weight or a buffer has no defined bytes.
     """
-    return _read_state(model, optimizers, schedulers, None).finish()
+    return take_partial_snapshot(model, optimizers, schedulers).finish()
 
 
 def take_partial_snapshot(
@@ -156,25 +156,13 @@ def take_partial_snapshot(
         model: As ``take_snapshot``.
         optimizers: As above.
         schedulers: As above.
-        layouts: What ``find_flat_layouts`` returns.
+        layouts: What ``find_flat_layouts`` returns; None to digest shards as if they were tensors.
         sketches: Whether to sketch the weights that this rank holds whole. Those of an
             accelerator are copied to the host, in pieces of 16 MiB that each wait for it.
 
     Raises:
         DigestError: When a weight or a buffer has no defined bytes.
     """
-    return _read_state(model, optimizers, schedulers, layouts or {}, sketches=sketches)
-
-
-def _read_state(
-    model: nn.Module,
-    optimizers: Sequence[torch.optim.Optimizer],
-    schedulers: Sequence[Any],
-    layouts: Mapping[int, FlatLayout] | None,
-    *,
-    sketches: bool = False,
-) -> PartialSnapshot:
-    """Digest the state; without layouts, shards as if they were tensors."""
     parameters, buffers, names = ModelTensors(model).look()
     state = _State(layouts, names)
     for group, named in (("weights", parameters), ("buffers", buffers)):

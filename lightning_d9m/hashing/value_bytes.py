@@ -75,11 +75,6 @@ PLAIN_TYPES = frozenset(_EXACT)
 """The exact types of most leaves. A subclass may be a member of an enumeration."""
 
 
-def encode_exact(value: Any) -> bytes:
-    """Encode a value whose type is one of ``PLAIN_TYPES``."""
-    return _EXACT[type(value)](value)
-
-
 def _encode_scalar(value: object, where: str) -> bytes | None:  # noqa: PLR0911 - one case for each type
     if (exact := _EXACT.get(type(value))) is not None:
         return exact(value)

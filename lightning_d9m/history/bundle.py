@@ -21,7 +21,7 @@ from lightning_d9m.errors import LedgerError
 from lightning_d9m.file_errors import explain_file_error
 from lightning_d9m.history.secrets import SecretFilter
 from lightning_d9m.ledger.folder import Ledger, rank_path, read_ledger
-from lightning_d9m.ledger.format.frames import Frames, Layouts
+from lightning_d9m.ledger.format.frames import Frames, pack_places
 from lightning_d9m.ledger.format.records import (
     Digests,
     FramesEnd,
@@ -161,7 +161,6 @@ def write_bundle(
 def _copy_records(ledger: Ledger, rank: int, path: Path, secrets: SecretFilter) -> None:
     """Write the records of one rank again, without secrets."""
     numbers: dict[bytes, int] = {}
-    layouts = Layouts()
     with LedgerWriter(path) as writer:
         writer.write(secrets.clean_values(ledger.headers[rank].as_record()))
         for record in ledger.records(rank):
@@ -170,8 +169,7 @@ def _copy_records(ledger: Ledger, rank: int, path: Path, secrets: SecretFilter) 
                 layout = numbers[record.layout]
                 writer.write(ProbesRecord(**fields, layout=layout).as_record())
             elif isinstance(record, ProbeLayout):
-                layouts.add(record)
-                numbers[layouts.get(record.id)] = record.id
+                numbers[pack_places(record.places)] = record.id
                 writer.write(record)
             elif isinstance(record, Digests):  # names of tensors and digests hold no secrets
                 writer.write(record.as_record())

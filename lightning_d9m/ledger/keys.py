@@ -1,6 +1,5 @@
 """Keys and positions of ledger records."""
 
-from collections.abc import Mapping
 from typing import TypeAlias
 
 from lightning_d9m.ledger.format.frames import Batch
@@ -8,8 +7,6 @@ from lightning_d9m.ledger.format.records import (
     Digests,
     End,
     Evaluation,
-    Json,
-    Opaque,
     Record,
     ReplayDrift,
 )
@@ -20,10 +17,9 @@ Key: TypeAlias = tuple[object, ...]
 LedgerPosition: TypeAlias = tuple[int, int, int]
 Item: TypeAlias = Record | Batch
 LEDGER_START: LedgerPosition = (0, 0, 0)
-# The fields that identify a record of another kind.
-_NAMED = ("moment", "epoch", "step", "batch", "phase", "name", "module", "op", "call")
+# The fields that identify an evaluation or a replay.
+_NAMED = ("epoch", "step", "batch", "name")
 _LAST = 2**63
-_Named: TypeAlias = Evaluation | ReplayDrift | Opaque
 
 
 def record_key(record: Item) -> Key:
@@ -37,13 +33,8 @@ def record_key(record: Item) -> Key:
     if isinstance(record, Digests):
         counted = record.moment in {"initial", "epoch", "final"}
         return ("digests", record.moment, record.epoch, None if counted else record.step)
-    if isinstance(record, _Named):
-        key: Key = (record.kind, *map(_fields(record).get, _NAMED))
-        try:
-            hash(key)
-        except TypeError:  # a name that is a list or an object
-            return (record.kind, repr(key))
-        return key
+    if isinstance(record, Evaluation | ReplayDrift):
+        return (record.kind, *(getattr(record, name, None) for name in _NAMED))
     return (record.kind,)
 
 
@@ -61,18 +52,9 @@ def record_place(record: Item, previous: LedgerPosition) -> LedgerPosition:
         return max(previous, (record.epoch, *phases.get(record.moment, (1, record.step))))
     if isinstance(record, End):
         return (_LAST, 1, 0)
-    if isinstance(record, Batch):
+    if isinstance(record, Batch | Evaluation | ReplayDrift):
         return max(previous, (record.epoch, 1, record.step))
-    if isinstance(record, _Named):
-        fields = _fields(record)
-        epoch, step = fields.get("epoch", previous[0]), fields.get("step")
-        if isinstance(epoch, int) and isinstance(step, int):
-            return max(previous, (epoch, 1, step))
     return previous
-
-
-def _fields(record: _Named) -> Mapping[str, Json]:
-    return record.fields if isinstance(record, Opaque) else record.as_record()
 
 
 def describe_record(record: Item) -> str:
@@ -81,12 +63,9 @@ def describe_record(record: Item) -> str:
         return describe_moment(record.moment, record.epoch, record.step)
     if isinstance(record, Batch):
         return f"{describe_batch(record.batch)} of epoch {record.epoch} (step {record.step})"
-    if isinstance(record, _Named):
-        fields = _fields(record)
-        named = [(name, fields[name]) for name in _NAMED if name in fields]
-        return " ".join(
-            [escape(record.kind), *(f"{name} {escape(value)}" for name, value in named)]
-        )
+    if isinstance(record, Evaluation | ReplayDrift):
+        named = [(name, getattr(record, name)) for name in _NAMED if hasattr(record, name)]
+        return " ".join([record.kind, *(f"{name} {escape(value)}" for name, value in named)])
     return {"run": "the facts of the run", "end": "the end of the run"}.get(
         record.kind, "the header"
     )

@@ -7,8 +7,6 @@ these records back and yields each record once, as the uninterrupted run would h
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
-from itertools import filterfalse
 from pathlib import Path
 from typing import TypeAlias
 
@@ -22,13 +20,10 @@ from lightning_d9m.ledger.format.records import (
     Record,
     Resume,
     RunFacts,
-    kind_prefix,
 )
 
-_Entry: TypeAlias = bytes | Frames
+_Entry: TypeAlias = Record | Frames
 
-_RESUME, _END = kind_prefix(Resume), kind_prefix(End)
-_RUN, _DIGESTS = kind_prefix(RunFacts), kind_prefix(Digests)
 _MAX_LENGTH = 10_000
 _FIRST_RANK = "rank-0.jsonl"
 
@@ -67,45 +62,32 @@ class LineageReader(RankReader):
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
-        self._part: RankReader | None = None  # that is being read
         try:
             self._parts, self.breaks = _follow(path)
         except BaseException:
             self.close()
             raise
 
-    def entries(self, *, lines_only: bool = False) -> Iterator[_Entry]:
-        """Yield the JSON text of each record after the header, and frames in order among them."""
+    def records(self, *, lines_only: bool = False) -> Iterator[Record | Frames]:
+        """Yield each record after the header once, and frames in order among them."""
         for number, (path, resume) in enumerate(self._parts):
-            with RankReader(path) as self._part:
-                left_out = partial(self._leave_out, number, self._part)
-                entries = self._part.entries(lines_only=lines_only)
-                yield from filterfalse(left_out, _inner(self._part, entries, resume))
-        self._part = None
-        left_out = partial(self._leave_out, len(self._parts), self)
-        yield from filterfalse(left_out, super().entries(lines_only=lines_only))
+            with RankReader(path) as part:
+                inner = _continued(part, part.records(lines_only=lines_only), resume)
+                yield from self._select(number, inner)
+        yield from self._select(len(self._parts), super().records(lines_only=lines_only))
 
-    def parse(self, body: bytes) -> Record:
-        """Parse the record that ``entries`` yielded last; an error names the file that has it."""
-        return super().parse(body) if self._part is None else self._part.parse(body)
-
-    def _leave_out(self, number: int, reader: RankReader, entry: _Entry) -> bool:
-        """Return whether the part with this number repeats a record; keep the reasons it gives."""
-        if not isinstance(entry, bytes):
-            return False
-        if entry.startswith(_RUN):
-            return number > 0
-        if not entry.startswith(_RESUME):
-            return False
-        # The oldest part continues a ledger, too, if that cannot be read.
-        place = number + len(self.breaks) - len(self._parts) - 1
-        if place >= 0:
-            record = reader.parse(entry)
-            assert isinstance(record, Resume), "told by the first bytes"
-            known = self.breaks[place]
-            reasons = tuple(dict.fromkeys((*known.inexact, *record.inexact)))
-            self.breaks[place] = replace(known, inexact=reasons)
-        return True
+    def _select(self, number: int, records: Iterator[_Entry]) -> Iterator[_Entry]:
+        """Leave out what the part with this number repeats; keep the reasons that it gives."""
+        for record in records:
+            if isinstance(record, Resume):
+                # The oldest part continues a ledger, too, if that cannot be read.
+                place = number + len(self.breaks) - len(self._parts) - 1
+                if place >= 0:
+                    known = self.breaks[place]
+                    reasons = tuple(dict.fromkeys((*known.inexact, *record.inexact)))
+                    self.breaks[place] = replace(known, inexact=reasons)
+            elif not (isinstance(record, RunFacts) and number):
+                yield record
 
 
 def open_lineage(path: Path) -> RankReader:
@@ -124,7 +106,7 @@ def holds_record(path: Path, chain_hash: str) -> bool:
 
 def _holds(path: Path, chain_hash: str) -> bool:
     with RankReader(path) as reader:
-        return any(reader.chain_hash == chain_hash for _ in reader.bodies())
+        return any(reader.chain_hash == chain_hash for _ in reader.line_records())
 
 
 def _follow(path: Path) -> tuple[list[tuple[Path, Resume]], list[Break]]:
@@ -185,32 +167,20 @@ def _find_problem(
     return "it does not hold the record at which the checkpoint was saved"
 
 
-def _inner(reader: RankReader, entries: Iterator[_Entry], resume: Resume) -> Iterator[_Entry]:
+def _continued(reader: RankReader, records: Iterator[_Entry], resume: Resume) -> Iterator[_Entry]:
     """Yield the records of a file that its continuation does not repeat."""
     reached = False
-    for entry in entries:
-        if (not reached or _is_earlier(reader, entry, resume.epoch)) and not _is_last(
-            reader, entry
-        ):
-            yield entry
-        if isinstance(entry, bytes):
+    for record in records:
+        # The resumed run has not reached the end of a run.
+        is_last = isinstance(record, End) or getattr(record, "moment", "") == "final"
+        if not is_last and (not reached or _is_earlier(record, resume.epoch)):
+            yield record
+        if not isinstance(record, Frames):
             reached = reached or reader.chain_hash == resume.parent_check
 
 
-def _is_last(reader: RankReader, entry: _Entry) -> bool:
-    """Return whether an entry is about the end of a run, which the resumed one has not reached."""
-    if not isinstance(entry, bytes) or not entry.startswith((_END, _DIGESTS)):
+def _is_earlier(record: _Entry, epoch: int) -> bool:
+    """Return whether what follows the checkpoint belongs to an epoch before it."""
+    if isinstance(record, Digests) and record.moment != "epoch":
         return False
-    record = reader.parse(entry)
-    return isinstance(record, End) or getattr(record, "moment", "") == "final"
-
-
-def _is_earlier(reader: RankReader, entry: _Entry, epoch: int) -> bool:
-    """Return whether an entry that follows the checkpoint belongs to an epoch before it."""
-    if isinstance(entry, Frames):
-        return entry.epoch < epoch
-    record = reader.parse(entry)
-    if isinstance(record, Digests):
-        return record.moment == "epoch" and record.epoch < epoch
-    found = record.as_record().get("epoch")
-    return isinstance(record, ProbeLayout) or (type(found) is int and found < epoch)
+    return isinstance(record, ProbeLayout) or getattr(record, "epoch", epoch) < epoch

@@ -4,6 +4,9 @@ With ``LIGHTNING_D9M=1``, ``load`` installs them when torch is imported. The fir
 ledger, every 100th step is recorded like an epoch, and the end of the process as the final state.
 While a Trainer or a ``Recorder`` writes a ledger, nothing is recorded here.
 
+A library with its own optimizers calls no hook. Its steps show in its backward passes: tensors that
+one pass reached have changed before the next one, which then ends a step.
+
 Ranks do not communicate for it, because a program need not step on every rank.
 """
 
@@ -34,7 +37,7 @@ from torch.optim.optimizer import (
 from lightning_d9m.control.env_settings import read_settings, read_variable, variable_of
 from lightning_d9m.control.session import Session, active_session
 from lightning_d9m.errors import D9mError, SettingError
-from lightning_d9m.hashing.digest import digest_value
+from lightning_d9m.hashing.digest import digest_many, digest_value
 from lightning_d9m.launch.interruption_points import INTERRUPT, RESUME
 from lightning_d9m.launch.run import LEDGER_VARIABLE
 from lightning_d9m.ledger.folder import create_ledger_folder
@@ -128,11 +131,34 @@ def _find_free_name(name: str, module: nn.Module) -> str:
     return taken
 
 
+class UnknownOptimizer(Optimizer):
+    """Stands for code that changes tensors without an optimizer of torch."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        super().__init__(tensors, {})
+
+
+def list_leaves(roots: Sequence[Tensor]) -> list[Tensor]:
+    """Return the tensors in which a backward pass accumulates gradients, in the graph's order."""
+    nodes = [root.grad_fn for root in roots if root.grad_fn is not None]
+    seen, leaves = set(nodes), []
+    for node in nodes:  # which grows
+        if node.name() == "torch::autograd::AccumulateGrad":
+            leaves.append(node.variable)  # type: ignore[attr-defined]
+        for inner, _ in node.next_functions:
+            if inner is not None and inner not in seen:
+                seen.add(inner)
+                nodes.append(inner)
+    return leaves
+
+
 EVERY = variable_of("every_n_steps")
 _EVERY = 100
 # A program that makes a new model for each of many tasks would otherwise fill the disk.
 _MOST_LEDGERS = 100
 _FOLDER_SECONDS = 60.0
+# A program whose tensors do not change between so many backward passes trains nothing.
+_MOST_PASSES = 100
 _FOLDER_KEY = "lightning_d9m/optimizer_steps"
 
 
@@ -271,6 +297,10 @@ class OptimizerSteps:
         self._run: StepRun | None = None
         self._ledgers = 0
         self._stopped = False
+        # Whether steps are sought in backward passes, and what was found there.
+        self._passes_left = _MOST_PASSES
+        self._reached = torch.utils.weak.WeakTensorKeyDictionary()
+        self._unknown: UnknownOptimizer | None = None
         self._undo: list[Callable[[], object]] = []
 
     def install(self) -> None:
@@ -283,12 +313,21 @@ class OptimizerSteps:
             self._made.append(weakref.ref(optimizer))
 
         Optimizer.__init__ = note  # type: ignore[method-assign,assignment]
+        backward = torch.autograd.backward
+
+        @wraps(backward)
+        def note_backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
+            self._before_backward([tensors] if isinstance(tensors, Tensor) else [*tensors])
+            backward(tensors, *args, **kwargs)
+
+        torch.autograd.backward = note_backward
         before = register_optimizer_step_pre_hook(self._before_step)
         after = register_optimizer_step_post_hook(self._after_step)
         self._undo = [
             before.remove,
             after.remove,
             lambda: setattr(Optimizer, "__init__", original),
+            lambda: setattr(torch.autograd, "backward", backward),
         ]
         if read_settings(ProbeSettings, os.environ):
             # The first step's own forward pass is probed, too.
@@ -330,9 +369,33 @@ class OptimizerSteps:
             if any(id(parameter) in trained for parameter in module.parameters()):
                 self._before_step(optimizers[0])
 
-    def _before_step(self, optimizer: Optimizer, *_: object) -> None:
-        if self._is_idle():
+    def _before_backward(self, roots: list[Tensor]) -> None:
+        """End a step of code without an optimizer of torch, or find out whether there is any."""
+        if not self._passes_left or self._is_idle():
             return
+        if self._unknown is not None:
+            self._open_or_continue(self._unknown)
+            self._after_step()
+            return
+        self._passes_left -= 1
+        trained = {id(parameter) for parameter in list_parameters(self._list_optimizers())}
+        leaves = [leaf for leaf in list_leaves(roots) if id(leaf) not in trained]
+        try:
+            digests = digest_many(leaves)
+        except D9mError:  # tensors without memory, such as those of a transform
+            return
+        found = zip(leaves, digests, strict=True)
+        if any(self._reached.get(leaf, digest) != digest for leaf, digest in found):
+            self._unknown = UnknownOptimizer(leaves)
+            self._open_or_continue(self._unknown)
+        self._reached.update(zip(leaves, digests, strict=True))
+
+    def _before_step(self, optimizer: Optimizer, *_: object) -> None:
+        if not self._is_idle():
+            self._passes_left = 0
+            self._open_or_continue(optimizer)
+
+    def _open_or_continue(self, optimizer: Optimizer) -> None:
         with self._lock:
             if self._process != os.getpid():  # forked: the ledger belongs to the parent process
                 self._process, self._run, self._ledgers = os.getpid(), None, 0

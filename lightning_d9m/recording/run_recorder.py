@@ -143,12 +143,7 @@ class RunRecorder:
         """The ledger's folder, and the check of this rank's last record; None without one."""
         if self._writer is None or self.folder is None:
             return None
-        try:
-            check = self._writer.refer_to_frames()
-        except LedgerError as error:
-            self._problem = self._problem or error
-            check = self._writer.chain_hash
-        return {"folder": str(self.folder.absolute()), "check": check}
+        return {"folder": str(self.folder.absolute()), "check": self._writer.chain_hash}
 
     @property
     def loss_text(self) -> str | None:

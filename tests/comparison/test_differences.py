@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from lightning_d9m.comparison.differences import OTHER, batch_difference, record_difference
-from lightning_d9m.ledger.format.frames import Batch, Layouts
-from lightning_d9m.ledger.format.records import Opaque, ProbeLayout
+from lightning_d9m.ledger.format.frames import Batch
+from lightning_d9m.ledger.format.records import Opaque
 
 
 @pytest.mark.parametrize(
@@ -29,10 +29,8 @@ def test_a_field_that_differs_is_named(expected, actual, names):
 
 def make_batch(places, *, step=7, offset=0):
     """A batch whose places are given as ``{(kind, name, call): digit of the digest}``."""
-    layouts = Layouts()
-    layouts.add(ProbeLayout(0, tuple(places)))
     digests = b"".join(bytes([digit] * 16) for digit in places.values())
-    return Batch(1, step, 3, offset, (layouts.get(0),), digests)
+    return Batch(1, step, 3, offset, (pack_places(places),), digests)
 
 
 A, B, C = ("output", "a", 0), ("output", "b", 0), ("gradient", "a", 0)

@@ -176,7 +176,6 @@ class TestDivergence:
             (lambda r: r.update(loss=None), "loss", "loss", ("0x1.0000000000000p-2", "missing")),
             (lambda r: r["scalars"].update(train_loss="nan"), "scalars", "train_loss", None),
             (lambda r: r.update(step=47), "step", "global step", ("46", "47")),
-            (lambda r: r.update(rng="0"), "other fields", "rng", ("missing", "0")),
             (lambda r: r["totals"].update(weights="f" * 32), "weights", "(total)", None),
             (lambda r: r["groups"]["weights"].update(new="f" * 32), "weights", "new", None),
             (lambda r: r["groups"].update(ema={"a": "f" * 32}), "ema", "a", None),
@@ -188,7 +187,6 @@ class TestDivergence:
             "no loss",
             "scalar",
             "step",
-            "unknown field",
             "total alone",
             "new name",
             "new group",
@@ -358,15 +356,6 @@ class TestNotComparable:
             ({"train": [LoaderFacts(1437, 32, 23)]}, "batch_size", "64", "32 samples a batch"),
             ({"train": [LoaderFacts(1437, 64, 9)]}, "batches", "23", "9 batches an epoch"),
             ({"trainer": {"precision": "bf16"}}, "trainer.precision", "32-true", "bf16"),
-            ({"extra": {"plan": {"a": 1}}}, "plan.a", "missing", "1"),
-            # A field that this version does not know hides none that it knows.
-            (
-                {"train": [LoaderFacts(99, 64, 23)], "extra": {"dataset": "1437 samples"}},
-                "dataset",
-                "1437 samples",
-                "99 samples",
-            ),
-            ({"extra": {"dataset": "1437 samples"}}, "dataset.", "missing", "1437 samples"),
         ],
     )
     def test_by_their_facts(self, runs, facts, field, expected, actual):
@@ -396,62 +385,42 @@ class TestNotComparable:
         assert [entry.field for entry in comparison.settings] == ["threads"]
 
 
-class TestUnknownKinds:
+def evaluation(name, step=0, batches=1):
+    words = {"kind": "evaluation", "epoch": 0, "step": step, "outputs": "0" * 32}
+    return words | {"name": name, "batches": batches}
+
+
+class TestEvaluations:
+    """Records between the digests, in any order within a step."""
+
     @staticmethod
-    def probes(names):
-        """Return an edit that adds the probes of a step before the end of the first epoch."""
-        record = {"kind": "probe", "epoch": 0, "step": 0}
-        added = [record | {"name": name, "digest": "0" * 32} for name in names]
+    def insert(entries):
+        """Return an edit that adds evaluations before the end of the first epoch."""
+        added = [evaluation(*entry) for entry in entries]
         return lambda _, records: records.__setitem__(slice(3, 3), added)
 
-    def test_kinds_without_a_place(self, runs):
-        def notes(order):
-            def edit(_, records):
-                records[4:4] = [{"kind": "note", "name": name, "n": [1, 2]} for name in order]
-
-            return edit
-
-        assert compare(runs.write(edit=notes("ab")), runs.write(edit=notes("ba"))).equal
-        (rank,) = compare(runs.write(edit=notes("ab")), runs.write(edit=notes("b"))).ranks
-        assert (rank.expected.records.count, rank.expected.records.first) == (1, "note name a")
-
     def test_the_same_key_several_times(self, runs):
-        def calls(digits):
-            def edit(_, records):
-                records[3:3] = [
-                    {"kind": "call", "step": 1, "epoch": 0, "name": name, "x": digit}
-                    for name, digit in digits
-                ]
+        one = runs.write(edit=self.insert([("a", 0, 1), ("a", 0, 2), ("b",)]))
+        again = runs.write(edit=self.insert([("b",), ("a", 0, 1), ("a", 0, 2)]))
+        assert compare(one, again).equal
+        other = runs.write(edit=self.insert([("b",), ("a", 0, 1), ("a", 0, 3)]))
+        (rank,) = compare(one, other).ranks
+        divergence = rank.divergence
+        assert (rank.differing, divergence.names, divergence.expected) == (1, ("batches",), "2")
 
-            return edit
-
-        one = runs.write(edit=calls([("a", 1), ("a", 2), ("b", 0)]))
-        assert compare(one, runs.write(edit=calls([("b", 0), ("a", 1), ("a", 2)]))).equal
-        (rank,) = compare(one, runs.write(edit=calls([("b", 0), ("a", 1), ("a", 3)]))).ranks
-        assert (rank.differing, rank.divergence.names, rank.divergence.expected) == (1, ("x",), "2")
-
-    def test_one_is_not_true_nor_the_text_1(self, runs):
-        def value(x):
-            return lambda _, records: records.insert(3, {"kind": "v", "x": x})
-
-        folders = [
-            runs.write(edit=value(x)) for x in (1, True, "1", 1.0, [1], {"0": 1}, {"[0]": 1}, None)
-        ]
-        for number, one in enumerate(folders):
-            for other in folders[number + 1 :]:
-                assert not compare(one, other).equal
-
-    def test_a_name_that_is_no_text(self, runs):
-        def odd(name):
-            return lambda _, records: records.insert(3, {"kind": "v", "name": name, "step": "x"})
-
-        one, other = runs.write(edit=odd(["a"])), runs.write(edit=odd({"b": 1}))
-        assert compare(one, other).ranks[0].actual.records.count == 1
+    def test_one_that_one_run_lacks(self, runs):
+        one, other = (runs.write(edit=self.insert(map(tuple, names))) for names in ("ab", "b"))
+        (rank,) = compare(one, other).ranks
+        first = rank.expected.records.first
+        assert (rank.expected.records.count, first) == (1, "evaluation epoch 0 step 0 name a")
 
     def test_memory_is_bounded(self, runs, monkeypatch):
         monkeypatch.setattr(alignment, "_KEPT_BYTES", 2000)
         names = [f"n{number}" for number in range(300)]
-        one, other = (runs.write(edit=self.probes(order)) for order in (names, names[::-1]))
+        one, other = (
+            runs.write(edit=self.insert((name,) for name in order))
+            for order in (names, names[::-1])
+        )
         (rank,) = compare(one, other).ranks
         assert rank.expected.records.count == rank.actual.records.count > 0
         assert rank.differing == 0
@@ -465,10 +434,10 @@ class TestUnknownKinds:
                 path = tmp_path / f"{side}{count}.jsonl"
                 with LedgerWriter(path) as writer:
                     for record in runs.records()[:3]:
-                        writer.write(record.as_record())
+                        writer.write(record)
                     for step in range(count):
                         name = side if step % 2 else "both"
-                        writer.write({"kind": "probe", "epoch": 0, "step": step, "name": name})
+                        writer.write(evaluation(name, step))
                 paths.append(path)
             tracemalloc.start()
             (rank,) = compare(*paths).ranks

@@ -26,7 +26,6 @@ from scripts import load_script
 from lightning_d9m.errors import D9mError
 from lightning_d9m.launch.left_files import FileWatch
 from lightning_d9m.ledger.folder import read_ledger
-from lightning_d9m.ledger.format.frames import Layouts
 from lightning_d9m.ledger.format.records import Header
 from lightning_d9m.ledger.format.writer import LedgerWriter
 
@@ -184,7 +183,7 @@ def read_a_malformed_block(g):
     block = bytes([1, 0, 1, 0, 1, 1])
     path.write_bytes(b"d9mprb2\n" + block)
     with g.module.FrameReader(path, "0" * 16) as reader:
-        list(reader.read(14, Layouts()))
+        list(reader.read(14, {}))
 
 
 def forget_the_flags(g):
@@ -371,16 +370,16 @@ CASES = [
         ("… cannot be read: …", "{folder} cannot be read: ", "Input/output error"),
     ),
     (
-        "ledger.format.frames",
+        "ledger.format.schema_2",
         read_a_malformed_block,
         (
             "…, the block at byte …: …. The file was not",
             "byte 8: field 'layout' is 1, and no record",
         ),
     ),
-    ("ledger.format.reader", read_a_malformed_line, "or was edited; record the run again."),
+    ("ledger.format.reader", read_a_malformed_line, "or record the run again."),
     (
-        "ledger.format.frames",
+        "ledger.format.files",
         lambda g: g.module.open_regular(g.folder / "none"),
         ("… cannot be read: …", "{folder}/none cannot be read: ", "No such file"),
     ),

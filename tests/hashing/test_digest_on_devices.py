@@ -75,17 +75,6 @@ def test_many_probes_keep_their_order():
     assert queue.fetch() == digest_many(values)
 
 
-def test_one_launch_for_many_follows_probes_in_the_same_batch():
-    values = [torch.randn(n) for n in (3, 70_000, 0, 5)]
-    queue = DigestQueue()
-    queue.add([put(values[0])])
-    queue.add(map(put, values[1:]))
-    queue.add([put(values[0])])
-    assert [count for _, count in device.launches] == [1, 3, 1]
-    queue.start_copies()
-    assert queue.fetch() == digest_many([*values, values[0]])
-
-
 def test_tensors_of_the_host_and_of_a_device_are_digested_together():
     values = [torch.randn(n) for n in (3, 70_000, 0, 5)]
     mixed = [put(values[0]), values[1], put(values[2]), values[3]]

@@ -7,9 +7,7 @@ import torch
 from torch import nn
 from xxhash import xxh3_128_hexdigest
 
-from lightning_d9m.hashing.digest import digest_value
 from lightning_d9m.hashing.training_state import (
-    ModelTensors,
     describe_model,
     replicated_names,
     take_snapshot,
@@ -112,23 +110,6 @@ def test_a_model_is_described_by_names_shapes_and_dtypes_not_by_values(training)
     assert describe_model(nn.Sequential(nn.Linear(4, 3)))[0] != description
 
 
-def test_a_description_is_the_digest_of_a_dict():
-    model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 3), nn.LazyLinear(2), nn.Linear(3, 3))
-    model[1].bias.data = model[1].bias.data.half()
-    model.add_module("none", nn.Module())
-    model.none.register_parameter("scale", nn.Parameter(torch.ones(0, 2)))
-    expected = {
-        name: [None if name.startswith("2.") else list(tensor.shape), str(tensor.dtype), kind]
-        for kind, entries in (
-            ("parameter", model.named_parameters()),
-            ("buffer", model.named_buffers()),
-        )
-        for name, tensor in entries
-    }
-    assert describe_model(model) == (digest_value(expected), 6 + 12 + 12)
-    assert describe_model(nn.ReLU()) == (digest_value({}), 0)
-
-
 def test_parameters_with_digests_of_shards_alone_are_not_compared_across_ranks(training):
     model = training[0]
     model[0].weight._is_flat_param = True  # of FSDP1 with use_orig_params=False
@@ -170,21 +151,3 @@ def test_lazy_parameters_count_by_their_type_until_they_have_a_shape():
     assert before["weights"]["0.weight"] != after["weights"]["0.weight"]
     assert describe_model(model)[0] != description
     assert describe_model(model)[1] == 15 + 6
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit")
-def test_tensors_of_a_torchscript_module_are_found():
-    model = nn.Sequential(torch.jit.script(nn.BatchNorm1d(2)))
-    tensors = ModelTensors(model)
-    assert list(tensors.look()[0]) == ["0.weight", "0.bias"]
-    assert list(tensors.look()[1]) == ["0.running_mean", "0.running_var", "0.num_batches_tracked"]
-    model[0].weight = nn.Parameter(torch.zeros(2))
-    assert torch.equal(tensors.look()[0]["0.weight"], torch.zeros(2))
-
-
-def test_tensors_are_selected_by_name_and_all_parameters_are_named():
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    parameters, buffers, names = ModelTensors(model, lambda name: name.startswith("1.")).look()
-    assert list(parameters) == ["1.weight", "1.bias"]
-    assert buffers == {}
-    assert len(names) == 4

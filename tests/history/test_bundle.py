@@ -96,7 +96,7 @@ def test_a_bundle_shows_on_another_machine_what_it_shows_here(located, capsys, m
     assert "reference: reference\nthis run:  this-run\n" in shown
     assert "command:" in shown
     assert "--hf-token [removed]" in shown
-    assert "reference/rank-0.frames" in shown
+    assert "reference/rank-0.jsonl" in shown
     assert max(map(len, shown.splitlines())) <= 80
     status, page, _ = bundle(capsys, "open", "b.zip", "-o", "report.html", "--json")
     assert json.loads(page)["comparison"]["verdict"] == "different"

@@ -21,14 +21,3 @@ def test_a_wrong_verdict_is_found(script, tmp_path, monkeypatch):
     monkeypatch.setattr(script, "compare_ledgers", lambda *_: equal)
     _, failures = script.fuzz(20, 3, tmp_path)
     assert {failure["wrong"] for failure in failures} == {"different contents are called equal"}
-
-
-@pytest.mark.parametrize("error", [ValueError("x"), MemoryError(), RecursionError()])
-def test_another_error_is_found(script, tmp_path, monkeypatch, error):
-    def fail(*_):
-        raise error
-
-    monkeypatch.setattr(script, "compare_ledgers", fail)
-    failures = script.fuzz(6, 3, tmp_path)[1]
-    assert failures  # the header of the others cannot be read
-    assert {failure["wrong"] for failure in failures} == {f"{type(error).__name__}: {error}"}

@@ -105,6 +105,52 @@ def test_a_reference_stops_the_run_that_differs(record):
         record(lambda: train(disturb=0), "second", REFERENCE=first)
 
 
+def train_by_hand(disturb=None):
+    """As libraries do that have their own optimizers: ``data`` hides a change from autograd."""
+    model = nn.Linear(4, 1)
+    for step in range(6):
+        model(torch.randn(8, 4)).square().mean().backward()
+        for parameter in model.parameters():
+            parameter.data.add_(parameter.grad, alpha=-0.1)
+            parameter.grad = None
+        if step == disturb:
+            model.weight.data.view(torch.int32)[0, 0] ^= 1
+
+
+def test_steps_without_an_optimizer_are_recorded_from_the_second_on(record):
+    first, again = (record(train_by_hand, name)[0] for name in ("first", "again"))
+    places = [("initial", 0, 0), ("epoch", 0, 2), ("epoch", 1, 4), ("final", 1, 4)]
+    assert moments(first) == places
+    assert compare(first, again).verdict == "equal"
+    (changed,) = record(lambda: train_by_hand(disturb=2), "changed")
+    found = compare(first, changed).ranks[0].divergence
+    assert (found.moment, found.step) == ("epoch", 2)
+    assert [name for name in found.names if "weight" in name]
+
+
+def test_backward_passes_that_change_nothing_leave_no_ledger(record):
+    def program():
+        model = nn.Linear(4, 1)
+        for _ in range(5):
+            model(torch.randn(8, 4)).sum().backward()
+
+    assert record(program) == []
+
+
+def test_accumulated_gradients_do_not_hide_the_first_step(record):
+    def program():
+        model = nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters())
+        for step in range(8):
+            model(torch.randn(8, 4)).sum().backward()
+            if step % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    (folder,) = record(program)
+    assert [moment for moment, *_ in moments(folder)] == ["initial", "epoch", "epoch", "final"]
+
+
 def test_probes_see_the_first_steps_forward_pass(record):
     (folder,) = record(train, PROBES="output,gradient,weight")
     records = [r for r in read_ledger(folder).records(0) if type(r).__name__ != "Digests"]

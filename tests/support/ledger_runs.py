@@ -5,6 +5,7 @@ from collections import deque
 from hashlib import blake2b
 
 import pytest
+from xxhash import xxh3_64_intdigest
 
 from lightning_d9m.ledger.folder import create_ledger_folder, rank_path
 from lightning_d9m.ledger.format.frames import Frames, unpack_places
@@ -45,7 +46,7 @@ def make_header(**changes):
 def find_breaks(path):
     """Return the interruptions of the run that wrote one rank's file, in order."""
     with open_lineage(path) as reader:
-        deque(reader.entries(), maxlen=0)
+        deque(reader.records(), maxlen=0)
         return getattr(reader, "breaks", ())
 
 
@@ -104,15 +105,39 @@ def as_schema_1(records):
     return old
 
 
+def chain_lines(bodies):
+    """Return lines with a valid chain over JSON texts that need not be records."""
+    data, check = b"", CHAIN_START
+    for body in bodies:
+        line, check = chain_record(body, check)
+        data += line
+    return data
+
+
 def write_lines(path, records):
     """Write records that need not be of the schema, with a valid chain; return the path."""
-    lines, check = [], CHAIN_START
-    for record in records:
-        body = json.dumps(record, separators=(",", ":")).encode()
-        line, check = chain_record(body, check)
-        lines.append(line)
-    path.write_bytes(b"".join(lines))
+    path.write_bytes(
+        chain_lines(json.dumps(record, separators=(",", ":")).encode() for record in records)
+    )
     return path
+
+
+def write_schema_2(path, header, records):
+    """Write records, and bytes that are blocks of frames, as schema 2 had them: in two files."""
+    header = {**header.as_record(), "schema": 2}
+    check = int(json.loads(write_lines(path, [header]).read_bytes())["check"], 16)
+    data, lines, referred = b"d9mprb2\n", [header], 8
+    for record in records:
+        if isinstance(record, bytes):
+            check = xxh3_64_intdigest(record, check)
+            data += record + check.to_bytes(8, "little")
+            continue
+        if len(data) > referred:
+            lines.append({"kind": "frames", "bytes": len(data), "last": f"{check:016x}"})
+            referred = len(data)
+        lines.append(record if isinstance(record, dict) else record.as_record())
+    path.with_suffix(".frames").write_bytes(data)
+    return write_lines(path, lines)
 
 
 def list_batches(ledger, rank=0):
@@ -135,7 +160,7 @@ def write_rank(folder, records, *, rank=0, end=True, **header):
     header = {"stack": {}, "settings": {}} | header
     with LedgerWriter(rank_path(folder, rank)) as writer:
         for record in (make_header(rank=rank, **header), *records, *[End(status="finished")] * end):
-            writer.write(record if isinstance(record, dict) else record.as_record())
+            writer.write(record)
     return folder
 
 

@@ -1,9 +1,7 @@
-"""Train with a Learner of fastai and an optimizer of torch; fastai's own ones have no hooks."""
-
-from functools import partial
+"""Train with a Learner of fastai and its own Adam, which is not an optimizer of torch."""
 
 import torch
-from fastai.basics import CrossEntropyLossFlat, DataLoaders, OptimWrapper, accuracy
+from fastai.basics import CrossEntropyLossFlat, DataLoaders, accuracy
 from fastai.callback.schedule import Learner  # with fit_one_cycle
 from sklearn.datasets import load_digits
 from torch import nn
@@ -13,8 +11,5 @@ images = torch.tensor(d.data, dtype=torch.float32) / 16
 rows = list(zip(images, torch.tensor(d.target), strict=True))
 loaders = DataLoaders.from_dsets(rows[:1500], rows[1500:], bs=32, num_workers=0)
 model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Dropout(), nn.Linear(64, 10))
-optimizer = partial(OptimWrapper, opt=torch.optim.AdamW)
-learner = Learner(
-    loaders, model, loss_func=CrossEntropyLossFlat(), metrics=accuracy, opt_func=optimizer
-)
+learner = Learner(loaders, model, loss_func=CrossEntropyLossFlat(), metrics=accuracy)
 learner.fit_one_cycle(2)

@@ -1,5 +1,5 @@
-"""The files of a ledger, byte by byte: records as lines, digests of probes as frames.
+"""The files of a ledger, byte by byte: a record is a line with a check.
 
-In come records and digests; out go ``rank-N.jsonl`` and ``rank-N.frames``, and back. Read
-``records.py`` first, then ``writer.py`` and ``reader.py``.
+In come records and digests; out goes ``rank-N.jsonl``, and back. Read ``records.py`` first, then
+``writer.py`` and ``reader.py``.
 """

@@ -1,46 +1,25 @@
-"""Frames: the digests of the probes of consecutive batches, in blocks whose hash chain is verified.
-
-docs/ledger.md describes the file for readers in other languages.
-"""
+"""Frames: the digests of the probes of consecutive batches."""
 
 import json
-import os
-import stat
 import zlib
-from collections import OrderedDict
-from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
-from struct import Struct
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple, TypeAlias
 
-from xxhash import xxh3_64_intdigest
-
-from lightning_d9m.errors import LedgerError
-from lightning_d9m.file_errors import explain_file_error
 from lightning_d9m.ledger.format.records import (
     DIGEST_BYTES,
-    MAX_GROWTH,
     MAX_WHOLE,
     FieldError,
     ProbeKey,
-    ProbeLayout,
     ProbesRecord,
 )
 
-MAGIC = b"d9mprb2\n"
-# The most bytes of digests in one block; a layout of the most places needs a quarter of it.
+# The most bytes of digests in one record; a layout of the most places needs a quarter of it.
 MAX_BLOCK = 2**20
 MAX_LAYOUTS = 2**16
-# Layout, number of frames, growth of the step and of the batch from frame to frame.
-HEAD = Struct("<HHBB")
-# Epoch, step and batch of the frame before the next one. The two last are -1 before the first.
-POSITION = Struct("<qqq")
-CHAIN_HASH = Struct("<Q")
-# A writer refers to layouts of at most this many places in all; older ones may be forgotten.
-_MAX_STORED_PLACES = 4_000_000
+# Number of places and token of each layout, by its number.
+Layouts: TypeAlias = Mapping[int, tuple[int, bytes]]
 
 
 class FramePosition(NamedTuple):
@@ -53,9 +32,6 @@ class FramePosition(NamedTuple):
     def after(self, count: int, steps: int, batches: int) -> "FramePosition":
         """Return the position after so many frames with a growth."""
         return FramePosition(self.epoch, self.step + count * steps, self.batch + count * batches)
-
-
-FIRST_FRAME = FramePosition(0, -1, -1)
 
 
 @dataclass(slots=True)
@@ -92,56 +68,21 @@ class Frames:
         """Number of places, of all frames."""
         return len(self.digests) // DIGEST_BYTES
 
-    def take(self, start: int, stop: int) -> "Frames":
-        """Return the frames from ``start`` up to ``stop``."""
-        if start == 0 and stop == self.count:
-            return self
-        return Frames(
-            self.epoch,
-            self.step + self.steps * start,
-            self.batch + self.batches * start,
-            self.steps,
-            self.batches,
-            stop - start,
-            self.layout,
-            self.digests[self.width * start : self.width * stop],
-        )
-
     def split(self) -> Iterator["Frames"]:
         """Yield each frame."""
-        return (self.take(number, number + 1) for number in range(self.count))
+        for number in range(self.count):
+            at = self.width * number
+            step, batch = self.step + self.steps * number, self.batch + self.batches * number
+            place = self.epoch, step, batch, self.steps, self.batches
+            yield Frames(*place, 1, self.layout, self.digests[at : at + self.width])
 
 
-class Layouts:
-    """The layouts of a file by number, compressed: a trace may have millions of places.
+def pack_places(places: Iterable[ProbeKey]) -> bytes:
+    """Return the token of a layout: equal for two layouts exactly when their places are equal.
 
-    Attributes:
-        packed: (number of places, the places packed) by number of the layout, oldest first.
+    It is compressed: a trace may have millions of places.
     """
-
-    def __init__(self) -> None:
-        self.packed: OrderedDict[int, tuple[int, bytes]] = OrderedDict()
-        self._places = 0
-
-    def add(self, layout: ProbeLayout) -> None:
-        """Add a layout; it replaces an older one of the same number."""
-        text = json.dumps(layout.places, separators=(",", ":")).encode("ascii")
-        self._places += len(layout.places) - self.size(layout.id)
-        self.packed.pop(layout.id, None)
-        self.packed[layout.id] = len(layout.places), zlib.compress(text, 1)
-        while self._places > _MAX_STORED_PLACES:
-            self._places -= self.packed.popitem(last=False)[1][0]
-
-    def size(self, number: int) -> int:
-        """Return the number of places of a layout; 0 when it is unknown."""
-        return self.packed.get(number, (0, b""))[0]
-
-    def get(self, number: int) -> bytes:
-        """Return the token of a layout: equal for two layouts exactly when their places are equal.
-
-        Empty when the layout is unknown.
-        """
-        return self.packed.get(number, (0, b""))[1]
+    return zlib.compress(json.dumps([*places], separators=(",", ":")).encode("ascii"), 1)
 
 
 # A training has few layouts, which recur.
@@ -150,27 +91,6 @@ def unpack_places(token: bytes) -> tuple[ProbeKey, ...]:
     """Return the places, in order of execution, of the layout with this token."""
     entries = json.loads(zlib.decompress(token))
     return tuple((kind, name, call) for kind, name, call in entries)
-
-
-def open_regular(path: Path) -> BinaryIO:
-    """Open a file for reading; refuse a pipe or a device, which might never end."""
-    try:
-        # Without O_NONBLOCK, opening a named pipe waits for its writer.
-        number = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    except (OSError, ValueError) as error:
-        raise LedgerError(f"{path} cannot be read: {explain_file_error(error)}") from error
-    if not stat.S_ISREG(os.fstat(number).st_mode):
-        os.close(number)
-        raise LedgerError(
-            f"{path} is not a ledger: it is not a regular file. Name a folder fit-NNN or a file "
-            "rank-N.jsonl."
-        )
-    return os.fdopen(number, "rb", buffering=2**20)
-
-
-def frames_path(path: Path) -> Path:
-    """Return the file of frames that belongs to a file of records."""
-    return path.with_suffix(".frames")
 
 
 def check_frames(record: ProbesRecord, places: int) -> None:
@@ -183,177 +103,36 @@ def check_frames(record: ProbesRecord, places: int) -> None:
     Raises:
         FieldError: When they do not.
     """
-    _check_head(record.layout, record.count, record.batches, places)
+    size = measure_frames(record.layout, record.count, record.batches, places)
     if record.layout >= MAX_LAYOUTS:
         raise FieldError("layout", f"must be below {MAX_LAYOUTS}, and is {record.layout}")
-    if len(record.digests) != record.count * places * DIGEST_BYTES:
-        allowed = f"must be {record.count * places} digests of {DIGEST_BYTES} bytes"
+    if len(record.digests) != size:
         raise FieldError(
             "digests",
-            f"{allowed}, one for each place of its layout, and has {len(record.digests)} bytes",
+            f"must be {record.count * places} digests of {DIGEST_BYTES} bytes, one for each place "
+            f"of its layout, and has {len(record.digests)} bytes",
         )
     place = FramePosition(record.epoch, record.step, record.batch)
-    _check_position(place.after(record.count - 1, record.steps, record.batches))
+    check_position(place.after(record.count - 1, record.steps, record.batches))
 
 
-def _check_head(layout: int, count: int, batches: int, places: int) -> None:
+def measure_frames(layout: int, count: int, batches: int, places: int) -> int:
+    """Return the bytes of the digests of some frames."""
     if not places:
         raise FieldError("layout", f"is {layout}, and no record before it says what that is")
-    if count * places * DIGEST_BYTES > MAX_BLOCK:
+    size = count * places * DIGEST_BYTES
+    if size > MAX_BLOCK:
         raise FieldError("count", f"is {count}, which makes more than {MAX_BLOCK} bytes of digests")
     if count > 1 and not batches:
         raise FieldError("batches", f"must be at least 1 for {count} frames, and is 0")
+    return size
 
 
-def _check_end(stop: int, end: int | None) -> None:
-    if end is not None and stop > end:
-        raise FieldError("count", f"makes it end beyond byte {end}")
-
-
-def _check_position(place: FramePosition) -> None:
+def check_position(place: FramePosition) -> None:
+    """Raise a ``FieldError`` if a position is out of bounds."""
     for name, value in zip(place._fields, place, strict=True):
         if not 0 <= value <= MAX_WHOLE:
             raise FieldError(name, f"must be a whole number from 0 to {MAX_WHOLE}, and is {value}")
-
-
-def encode_frames(
-    record: ProbesRecord, before: FramePosition, check: int
-) -> tuple[bytes, FramePosition, int]:
-    """Return (the blocks of frames, the position of the last, the last block's check).
-
-    Args:
-        record: The frames, which were checked.
-        before: The position of the frame before them.
-        check: The check of the block before them.
-    """
-    steps, batches = record.steps, record.batches
-    if record.count == 1:
-        steps, batches = record.step - before.step, record.batch - before.batch
-        if not (0 <= steps <= MAX_GROWTH and 0 <= batches <= MAX_GROWTH):
-            steps = batches = 1
-    blocks = b""
-    expected = FramePosition(record.epoch, record.step - steps, record.batch - batches)
-    if expected != before:
-        body = HEAD.pack(0, 0, 0, 0) + POSITION.pack(*expected)
-        check = xxh3_64_intdigest(body, check)
-        blocks = body + CHAIN_HASH.pack(check)
-    body = HEAD.pack(record.layout, record.count, steps, batches) + record.digests
-    check = xxh3_64_intdigest(body, check)
-    after = expected.after(record.count, steps, batches)
-    return blocks + body + CHAIN_HASH.pack(check), after, check
-
-
-class FrameReader(AbstractContextManager["FrameReader"]):
-    """Streams one rank's frames once, block by block.
-
-    Args:
-        path: The file.
-        start: The check of the header of the rank's records, from which the chain starts.
-
-    Attributes:
-        size: Bytes of the file when it was opened; a run may still append to it.
-        offset: Bytes that were read.
-        truncated: Whether the last block is torn, as a killed run leaves it.
-
-    Raises:
-        LedgerError: When the file cannot be read or is not a file of frames; while reading, when a
-            block was edited or is malformed.
-    """
-
-    def __init__(self, path: Path, start: str) -> None:
-        self.path = path
-        self._check = int(start, 16)
-        self._position = FIRST_FRAME
-        self._stream = open_regular(path)
-        self.size = os.fstat(self._stream.fileno()).st_size
-        begin = self._stream.read(len(MAGIC))
-        self.offset = len(begin)
-        self.truncated = 0 < len(begin) < len(MAGIC)
-        if not MAGIC.startswith(begin):
-            self.close()
-            raise LedgerError(
-                f"{path} does not hold the digests of probes: it begins with {begin.hex()}. Copy "
-                "it again together with the file rank-N.jsonl beside it."
-            )
-
-    @property
-    def chain_hash(self) -> str:
-        """The check of the last block that was read: 16 hex digits."""
-        return f"{self._check:016x}"
-
-    def read(self, end: int, layouts: Layouts, *, torn: bool = False) -> Iterator[Frames]:
-        """Yield the frames up to a byte of the file, block by block.
-
-        Args:
-            end: The byte at which a block ends.
-            layouts: The layouts that the blocks refer to.
-            torn: Whether the last block may end beyond ``end``; it is left out.
-
-        Raises:
-            LedgerError: When a block was edited, is malformed, or ends beyond ``end``.
-        """
-        while self.offset < end:
-            head = self._stream.read(HEAD.size)
-            if len(head) < HEAD.size:
-                self.truncated = True
-                return
-            layout, count, steps, batches = HEAD.unpack(head)
-            try:
-                size = self._measure(layout, count, steps, batches, layouts)
-                stop = self.offset + HEAD.size + size + CHAIN_HASH.size
-                _check_end(stop, None if torn else end)
-                body, stored = self._stream.read(size), self._stream.read(CHAIN_HASH.size)
-                if stop > end or len(stored) < CHAIN_HASH.size:
-                    self.truncated = True
-                    return
-                self._verify(head + body, *CHAIN_HASH.unpack(stored))
-                frames = None
-                if count:
-                    place = self._move(count, steps, batches)
-                    frames = Frames(*place, steps, batches, count, layouts.get(layout), body)
-                else:
-                    self._position = FramePosition(*POSITION.unpack(body))
-            except FieldError as error:
-                raise LedgerError(
-                    f"{self.path}, the block at byte {self.offset}: {error}. The file was not "
-                    "written by lightning_d9m, or was edited; record the run again."
-                ) from error
-            self.offset = stop
-            if frames is not None:
-                yield frames
-
-    def close(self) -> None:
-        """Close the file."""
-        self._stream.close()
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _measure(self, layout: int, count: int, steps: int, batches: int, layouts: Layouts) -> int:
-        """Return the bytes between head and check of a block."""
-        if not count:
-            if layout or steps or batches:
-                raise FieldError("count", "is 0, and the rest of its head is not")
-            return POSITION.size
-        _check_head(layout, count, batches, layouts.size(layout))
-        return count * layouts.size(layout) * DIGEST_BYTES
-
-    def _verify(self, block: bytes, stored: int) -> None:
-        self._check = xxh3_64_intdigest(block, self._check)
-        if stored != self._check:
-            raise LedgerError(
-                f"{self.path}, the block at byte {self.offset} does not fit its check: it was "
-                "edited, or a block before it was removed, added or moved. Nothing from here on "
-                "can be trusted; take an unedited copy, or record the run again."
-            )
-
-    def _move(self, count: int, steps: int, batches: int) -> FramePosition:
-        """Move the position behind some frames; return that of the first of them."""
-        first = self._position.after(1, steps, batches)
-        self._position = self._position.after(count, steps, batches)
-        for place in (first, self._position):
-            _check_position(place)
-        return first
 
 
 @dataclass(slots=True)

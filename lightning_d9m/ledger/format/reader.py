@@ -5,32 +5,28 @@ chain hash of the previous line (16 zeros before the first) and the bytes of thi
 ``,"check":``. The chain finds accidents and naive edits: a record that was changed, removed, added
 or moved. It is not a signature: anyone can recompute it.
 
-The digests of probes are frames in a file of their own. A record ``frames`` says how many bytes of
-them precede the next record; those after the last such record come at the end.
+Earlier schemas are read as the present one: schema 1 has other digests of probes, and schema 2 has
+them in a file of their own. There, a record ``frames`` says how many bytes of it precede the next
+record; those after the last such record come at the end.
 """
 
 import os
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import cast
+
+from msgspec import MsgspecError, Struct
+from msgspec.json import decode
 
 from lightning_d9m.errors import LedgerError
-from lightning_d9m.ledger.format.frames import (
-    FrameReader,
-    Frames,
-    Layouts,
-    check_frames,
-    frames_path,
-    open_regular,
-)
+from lightning_d9m.ledger.format.files import open_regular
+from lightning_d9m.ledger.format.frames import Frames, check_frames, pack_places
 from lightning_d9m.ledger.format.records import (
     CHAIN_START,
     MAX_HEADER,
     MAX_LINE,
     SCHEMA,
-    Digests,
     End,
     FieldError,
     FramesEnd,
@@ -40,15 +36,21 @@ from lightning_d9m.ledger.format.records import (
     Record,
     chain_record,
     decode_record,
-    kind_prefix,
+    upgrade_record,
 )
+from lightning_d9m.ledger.format.schema_2 import FrameReader, frames_path
 from lightning_d9m.text import quote
+from lightning_d9m.version import __version__
 
-_HEADER, _END = kind_prefix(Header), kind_prefix(End)
-_FRAMES, _LAYOUT = kind_prefix(FramesEnd), kind_prefix(ProbeLayout)
-_PROBES = kind_prefix(ProbesRecord)
-ABOUT_FRAMES = (_FRAMES, _LAYOUT, _PROBES)
+_HEADER = b'{"kind":"header",'
 _TAIL = len(b',"check":"0123456789abcdef"}\n')
+
+
+class _Origin(Struct):
+    """What each version writes into a header."""
+
+    schema: int
+    package: str
 
 
 class RankReader(AbstractContextManager["RankReader"]):
@@ -72,23 +74,64 @@ class RankReader(AbstractContextManager["RankReader"]):
         self.line = 0
         self.truncated = False
         self.complete = False
-        self._layouts = Layouts()
-        self._chain_hash = self._start = CHAIN_START
+        self._layouts: dict[int, tuple[int, bytes]] = {}
+        self._chain_hash = CHAIN_START
         self._stream = open_regular(path)
         try:
             self.header = self._read_header()
         except BaseException:
             self.close()
             raise
+        self._start = self.chain_hash
 
     @property
     def chain_hash(self) -> str:
         """The chain hash of the record that was read last: 16 hex digits."""
         return self._chain_hash.decode()
 
-    def bodies(self) -> Iterator[bytes]:
-        """Yield the JSON text of each record after the header, verified but not parsed."""
-        body = b""
+    def records(self, *, lines_only: bool = False) -> Iterator[Record | Frames]:
+        """Yield each record after the header, with frames in place of records of probes.
+
+        With ``lines_only``, there are no frames.
+        """
+        path = frames_path(self.path)
+        has_frames = self.header.schema == 2 and not lines_only  # noqa: PLR2004 - a version
+        exists = has_frames and os.path.exists(path)  # noqa: PTH110 - a name that is too long does not exist
+        with FrameReader(path, self._start) if exists else nullcontext() as frames:
+            for record in self._read_lines():
+                if isinstance(record, ProbesRecord):
+                    if not lines_only:
+                        yield self._make_frames(record)
+                    continue
+                if isinstance(record, ProbeLayout):
+                    self._layouts[record.id] = len(record.places), pack_places(record.places)
+                elif isinstance(record, FramesEnd) and has_frames:
+                    yield from self._frames_before(record, frames)
+                yield record
+            if frames is not None:
+                if self.complete and frames.offset < frames.size:
+                    raise LedgerError(
+                        f"{path} continues after byte {frames.offset}, and {self.path.name} ends "
+                        "with a record that the run has ended. One of the two was edited or "
+                        "replaced; take an unedited copy, or record the run again."
+                    )
+                yield from frames.read(frames.size, self._layouts, torn=True)
+                self.truncated |= frames.truncated
+
+    def line_records(self) -> Iterator[Record]:
+        """Yield each record after the header, without frames."""
+        return (own for own in self.records(lines_only=True) if not isinstance(own, Frames))
+
+    def close(self) -> None:
+        """Close the file."""
+        self._stream.close()
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _read_lines(self) -> Iterator[Record]:
+        """Yield each record after the header, verified and parsed."""
+        record: Record | None = None
         for line in iter(partial(self._stream.readline, MAX_LINE + 1), b""):
             if not line.endswith(b"\n"):
                 if len(line) > MAX_LINE:
@@ -99,85 +142,29 @@ class RankReader(AbstractContextManager["RankReader"]):
                     )
                 self.truncated = True
                 break
-            self.line += 1
-            body = line[:-_TAIL] + b"}"
-            expected, chain_hash = chain_record(body, self._chain_hash)
-            if line != expected:
-                raise self._broken(line)
-            self._chain_hash = chain_hash
-            if not body.startswith(b'{"kind":"'):
-                self.parse(body)  # says what is wrong
-            yield body
-        self.complete = body.startswith(_END)
+            body = self._verify(line)
+            try:
+                record = decode_record(upgrade_record(body) if self.header.schema == 1 else body)
+            except FieldError as error:
+                raise self._malformed(error) from error
+            if isinstance(record, Header):
+                raise self._malformed(FieldError("kind", "is 'header' a second time"))
+            yield record
+        self.complete = isinstance(record, End)
 
-    def entries(self, *, lines_only: bool = False) -> Iterator[bytes | Frames]:
-        """Yield the JSON text of each record after the header, and frames in order among them.
-
-        The text of a record that is about frames (``ABOUT_FRAMES``) comes after them. With
-        ``lines_only``, the file of frames is not read.
-        """
-        if lines_only:
-            yield from self.bodies()
-            return
-        path = frames_path(self.path)
-        exists = os.path.exists(path)  # noqa: PTH110 - a name that is too long does not exist
-        frames = FrameReader(path, self._start.decode()) if exists else None
-        try:
-            for body in self.bodies():
-                if body.startswith(_FRAMES):
-                    yield from self._frames_before(body, frames)
-                elif body.startswith(_LAYOUT):
-                    self.parse(body)
-                elif body.startswith(_PROBES):
-                    yield self._read_probes(body)
-                yield body
-            if frames is not None:
-                if self.complete and frames.offset < frames.size:
-                    raise LedgerError(
-                        f"{path} continues after byte {frames.offset}, and {self.path.name} ends "
-                        "with a record that the run has ended. One of the two was edited or "
-                        "replaced; take an unedited copy, or record the run again."
-                    )
-                yield from frames.read(frames.size, self._layouts, torn=True)
-                self.truncated |= frames.truncated
-        finally:
-            if frames is not None:
-                frames.close()
-
-    def records(self) -> Iterator[Record | Frames]:
-        """Yield each record after the header, and frames in order among them."""
-        for entry in self.entries():
-            if not isinstance(entry, bytes):
-                yield entry
-            elif not entry.startswith(_PROBES):
-                yield self.parse(entry)
-
-    def line_records(self) -> Iterator[Record]:
-        """Yield each record after the header; of a ledger of schema 2, without frames."""
-        return map(self.parse, cast("Iterator[bytes]", self.entries(lines_only=True)))
-
-    def parse(self, body: bytes) -> Record:
-        """Parse the record that ``bodies`` yielded last.
-
-        Raises:
-            LedgerError: With file, line and field, when the record breaks the schema.
-        """
-        try:
-            record = decode_record(body)
-        except FieldError as error:
-            raise self._malformed(error) from error
-        if isinstance(record, Header):
-            raise self._malformed(FieldError("kind", "is 'header' a second time"))
-        if isinstance(record, ProbeLayout):
-            self._layouts.add(record)
-        return record
-
-    def close(self) -> None:
-        """Close the file."""
-        self._stream.close()
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def _verify(self, line: bytes) -> bytes:
+        """Return the JSON text of a line whose chain hash is right."""
+        self.line += 1
+        body = line[:-_TAIL] + b"}"
+        expected, chain_hash = chain_record(body, self._chain_hash)
+        if line != expected:
+            raise LedgerError(
+                f"{self.path}, line {self.line}{_describe_line(body)} does not fit its check: this "
+                "record was edited, or a record before it was removed, added or moved. Nothing "
+                "from here on can be trusted; take an unedited copy, or record the run again."
+            )
+        self._chain_hash = chain_hash
+        return body
 
     def _read_header(self) -> Header:
         line = self._stream.readline(MAX_HEADER + 1)
@@ -186,7 +173,7 @@ class RankReader(AbstractContextManager["RankReader"]):
                 f"{self.path} is empty: the run was ended before it wrote its first record. Record "
                 "the run again."
             )
-        if not line.startswith(_HEADER + b","):
+        if not line.startswith(_HEADER):
             raise self._not_a_ledger(f"begins with {quote(line[:40].decode('latin-1'))}")
         if not line.endswith(b"\n"):
             if len(line) > MAX_HEADER:
@@ -197,24 +184,25 @@ class RankReader(AbstractContextManager["RankReader"]):
             )
         body = line[:-_TAIL] + b"}"
         try:
+            origin = decode(body, type=_Origin)
+        except (MsgspecError, UnicodeDecodeError) as error:
+            raise self._not_a_ledger(f"has a first record that is not a header: {error}") from error
+        if origin.schema > SCHEMA:
+            raise LedgerError(
+                f"{self.path} has schema {origin.schema}; the lightning_d9m that is installed "
+                f"reads schemas 1 to {SCHEMA}. It was written by lightning_d9m "
+                f"{quote(origin.package)}: install that version or a later one."
+            )
+        try:
             header = decode_record(body)
         except FieldError as error:
-            self._refuse_newer(body, error)
             raise self._not_a_ledger(f"has a first record whose {error}") from error
         assert isinstance(header, Header), "told by the first bytes"
-        if header.schema > SCHEMA:
-            raise self._newer(header.schema, header.package)
-        self.line = 1
-        expected, self._chain_hash = chain_record(body, CHAIN_START)
-        if line != expected:
-            raise self._broken(line)
-        self._start = self._chain_hash
+        self._verify(line)
         return header
 
-    def _frames_before(self, body: bytes, frames: FrameReader | None) -> Iterator[Frames]:
+    def _frames_before(self, end: FramesEnd, frames: FrameReader | None) -> Iterator[Frames]:
         """Yield the frames that precede a record ``frames``, and check that these are all."""
-        end = self.parse(body)
-        assert isinstance(end, FramesEnd), "told by the first bytes"
         if frames is None:
             raise LedgerError(
                 f"{self.path}, line {self.line} refers to {end.bytes} bytes of digests of probes, "
@@ -229,38 +217,20 @@ class RankReader(AbstractContextManager["RankReader"]):
                 "record the run again."
             )
 
-    def _read_probes(self, body: bytes) -> Frames:
-        """Parse the probes of schema 1."""
-        record = self.parse(body)
-        assert isinstance(record, ProbesRecord), "told by the first bytes"
+    def _make_frames(self, record: ProbesRecord) -> Frames:
+        places, token = self._layouts.get(record.layout, (0, b""))
         try:
-            check_frames(record, self._layouts.size(record.layout))
+            check_frames(record, places)
         except FieldError as error:
             raise self._malformed(error) from error
         place = record.epoch, record.step, record.batch, record.steps, record.batches
-        return Frames(*place, record.count, self._layouts.get(record.layout), record.digests)
-
-    def _refuse_newer(self, body: bytes, error: FieldError) -> None:
-        """Raise if a header that cannot be parsed has a newer schema."""
-        try:
-            opaque = decode_record(body.replace(_HEADER, b'{"kind":"?"', 1)).as_record()
-        except FieldError:
-            return
-        schema = opaque.get("schema")
-        if type(schema) is int and schema > SCHEMA:
-            raise self._newer(schema, opaque.get("package")) from error
+        return Frames(*place, record.count, token, record.digests)
 
     def _malformed(self, error: FieldError) -> LedgerError:
         return LedgerError(
-            f"{self.path}, line {self.line}: {error}. The file was not written by lightning_d9m, "
-            "or was edited; record the run again."
-        )
-
-    def _newer(self, schema: int, package: object) -> LedgerError:
-        return LedgerError(
-            f"{self.path} has schema {quote(schema)}; the lightning_d9m that is installed reads "
-            f"schemas 1 to {SCHEMA}. It was written by lightning_d9m {quote(package)}: install "
-            "that version or a later one."
+            f"{self.path}, line {self.line}: {error}. The file was edited, or another version of "
+            f"lightning_d9m wrote it: it names {quote(self.header.package)}, and this one is "
+            f"{__version__}. Install the version that it names, or record the run again."
         )
 
     def _not_a_ledger(self, reason: str) -> LedgerError:
@@ -269,20 +239,10 @@ class RankReader(AbstractContextManager["RankReader"]):
             "rank-N.jsonl for each rank; name such a folder or file."
         )
 
-    def _broken(self, line: bytes) -> LedgerError:
-        return LedgerError(
-            f"{self.path}, line {self.line}{_describe_line(line)} does not fit its check: this "
-            "record was edited, or a record before it was removed, added or moved. Nothing from "
-            "here on can be trusted; take an unedited copy, or record the run again."
-        )
 
-
-def _describe_line(line: bytes) -> str:
+def _describe_line(body: bytes) -> str:
     """Return the kind of record that an edited line claims to be; empty if it is unreadable."""
     try:
-        record = decode_record(line[:-_TAIL] + b"}")
+        return f" ({decode_record(body).kind})"
     except FieldError:
         return ""
-    if isinstance(record, Digests):
-        return f" (digests, {quote(record.moment)}, epoch {record.epoch}, step {record.step})"
-    return f" ({quote(record.kind)})"

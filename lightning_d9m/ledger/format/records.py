@@ -4,21 +4,23 @@ Each kind of record is a ``msgspec.Struct`` whose annotations say which values a
 Reading, checking, writing and docs/ledger-fields.md follow from these classes. A ledger may come
 from an untrusted source: nothing of it is unpickled or executed.
 
-Reading loses nothing: a text is accepted only if writing its values again gives the same bytes.
-Fields that this version does not know are kept in ``extra``, and unknown kinds in ``Opaque``.
+A kind or a field that this version does not know is refused: a later version wrote it.
 """
 
-import json
-from collections.abc import Mapping
+import re
+from base64 import b64encode
+from collections.abc import Iterable, Mapping
 from hashlib import blake2b
+from math import isfinite
 from typing import Annotated, Any, ClassVar, TypeAlias, cast, get_args
 
-from msgspec import Meta, Struct, ValidationError, convert, structs
+from msgspec import Meta, MsgspecError, Struct, convert, field, structs, to_builtins
+from msgspec.json import Decoder, Encoder
 
 from lightning_d9m.errors import DriftError
 from lightning_d9m.text import quote
 
-SCHEMA = 2
+SCHEMA = 3
 MAX_RANKS = 65_536
 MAX_NAME = 4096
 MAX_WHOLE = 2**63 - 1
@@ -30,9 +32,6 @@ MAX_GROWTH = 255
 # A record of 100,000 tensors with long names has 20 MB; the header is a few kB.
 MAX_LINE = 64 * 2**20
 MAX_HEADER = 2**20
-MAX_DEPTH = 16
-# Bounds the memory that parsing one record takes: a JSON value of 3 bytes becomes about 100 bytes.
-MAX_ITEMS = 1_000_000
 DIGEST_DIGITS = 32
 DIGEST_BYTES = DIGEST_DIGITS // 2
 # Numbers of a sketch of a weight, and the hex digits of these float64.
@@ -48,15 +47,12 @@ ProbeKey: TypeAlias = tuple[str, str, int]
 _text = Meta(max_length=MAX_NAME, description=f"a text of at most {MAX_NAME} characters")
 _short = Meta(max_length=MAX_NAME)
 _whole = Meta(ge=0, le=MAX_WHOLE, description="a whole number from 0 to 2^63 - 1")
-# What `float.hex` gives: equal texts mean equal bits.
-_HEX_FLOAT = (
-    r"\A(?:nan|-?(?:inf|0x(?:0\.0p\+0|0\.(?!0{13})[0-9a-f]{13}p-1022|1\.[0-9a-f]{13}p"
-    r"(?:\+(?:0|[1-9]\d?|[1-9]\d\d|10[01]\d|102[0-3])|-(?:[1-9]\d?|[1-9]\d\d|10[01]\d|102[0-2])))))\Z"
-)
 
 
 def _hex(digits: int) -> Meta:
-    return Meta(pattern=rf"\A[0-9a-f]{{{digits}}}\Z", description=f"{digits} lowercase hex digits")
+    """Require a length; ``_check_hex`` checks the digits of many texts at once."""
+    description = f"{digits} lowercase hex digits"
+    return Meta(min_length=digits, max_length=digits, description=description)
 
 
 def _describe(description: str) -> Meta:
@@ -76,9 +72,8 @@ Digest: TypeAlias = Annotated[str, _hex(DIGEST_DIGITS)]
 DigestOrNone: TypeAlias = Annotated[
     Digest | None, _describe(f"{DIGEST_DIGITS} lowercase hex digits, or null")
 ]
-HexFloat: TypeAlias = Annotated[str, Meta(pattern=_HEX_FLOAT)]
 HexFloats: TypeAlias = Annotated[
-    Mapping[Name, HexFloat], _describe("an object of texts that float.hex() gives")
+    Mapping[Name, Name], _describe("an object of texts that float.hex() gives")
 ]
 Digests32: TypeAlias = Mapping[Name, Digest]
 Scalars: TypeAlias = Annotated[
@@ -89,6 +84,31 @@ Place: TypeAlias = Annotated[
     tuple[Name, Name, Whole],
     _describe(f"[kind, name, call], texts of at most {MAX_NAME} characters and a number"),
 ]
+
+
+def _check_hex(field: str, texts: Iterable[str | None]) -> None:
+    """Check all texts at once: a pattern for each takes ten times as long as reading them."""
+    if not re.fullmatch("[0-9a-f]*", "".join(filter(None, texts))):
+        raise ValueError(f"`{field}` has characters other than lowercase hex digits")
+
+
+def _check_floats(field: str, texts: Iterable[str | None]) -> None:
+    """Check that each text is what ``float.hex`` gives, so that equal texts mean equal bits."""
+    for text in texts:
+        try:
+            known = text if text is None else float.fromhex(text).hex()
+        except (OverflowError, ValueError):
+            known = ""
+        if known != text:
+            raise ValueError(f"`{field}` has {quote(text)}, which float.hex() does not give")
+
+
+def _name_floats(table: Mapping[str, Scalar]) -> Mapping[str, Scalar]:
+    """Return a table in which infinities and NaN, which JSON does not have, are texts."""
+    return {
+        name: repr(value) if isinstance(value, float) and not isfinite(value) else value
+        for name, value in table.items()
+    }
 
 
 class FieldError(ValueError):
@@ -105,24 +125,16 @@ class FieldError(ValueError):
         self.problem = problem
 
 
-class Entry(Struct, frozen=True, kw_only=True):
-    """A record, or a part of one. Fields are written in the order of the class.
+class Part(Struct, frozen=True, forbid_unknown_fields=True):
+    """A part of a record. Fields are written in the order of the class.
 
     Attributes:
-        kind: What the record begins with; empty for a part of a record.
-        parts: The class of each field that holds an entry, or a list of entries.
-        omitted: Fields that are left out while they are null, 0 or without items.
         cut: Fields whose texts are cut to ``MAX_NAME`` characters.
         uncompared: Fields that are never compared.
-        extra: Fields that this version does not know; not a field of the file.
     """
 
-    kind: ClassVar[str] = ""
-    parts: ClassVar[Mapping[str, "type[Entry]"]] = {}
-    omitted: ClassVar[tuple[str, ...]] = ()
     cut: ClassVar[tuple[str, ...]] = ()
     uncompared: ClassVar[tuple[str, ...]] = ()
-    extra: Mapping[str, Json] = {}
 
     def __post_init__(self) -> None:
         for name in self.cut:
@@ -130,25 +142,37 @@ class Entry(Struct, frozen=True, kw_only=True):
             if text is not None:
                 structs.force_setattr(self, name, text[:MAX_NAME])
 
+
+class Entry(Part, frozen=True, tag_field="kind", omit_defaults=True):
+    """A record. Fields that have their default are left out."""
+
+    @property
+    def kind(self) -> str:
+        """What the record begins with."""
+        return kind_of(type(self))
+
     def as_record(self) -> dict[str, Json]:
         """Return what is written, JSON values by name."""
-        record: dict[str, Json] = {"kind": self.kind} if self.kind else {}
-        for name in self.__struct_fields__:
-            value = getattr(self, name)
-            if name != "extra" and (value or value == "" or name not in self.omitted):
-                record[name] = _to_plain(value)
-        return {**record, **self.extra}
+        plain: dict[str, Json] = to_builtins(self, builtin_types=(bytes,), enc_hook=_to_plain)
+        return plain
 
 
-def _to_plain(value: Any) -> Json:
-    if isinstance(value, Entry):
-        return value.as_record()
+def kind_of(entry: type[Entry]) -> str:
+    """Return the kind of the records of a class."""
+    return str(entry.__struct_config__.tag)
+
+
+def _to_plain(value: object) -> Json:
+    """Return a mapping or the value of a subclass as the JSON type."""
     if isinstance(value, Mapping):
-        return {name: _to_plain(entry) for name, entry in value.items()}
-    return [*map(_to_plain, value)] if isinstance(value, tuple | list) else value
+        return dict(value)
+    for base in (str, int, float):
+        if isinstance(value, base):
+            return base(value)
+    raise TypeError(f"Values of {type(value).__qualname__} have no JSON text")
 
 
-class Header(Entry, frozen=True, kw_only=True):
+class Header(Entry, frozen=True, tag="header", kw_only=True):
     """The first record of a rank's file: the origin of the digests.
 
     Attributes:
@@ -165,12 +189,10 @@ class Header(Entry, frozen=True, kw_only=True):
         stack: Everything that bit-exactness may depend on, flat; see ``ledger.stack``.
     """
 
-    kind: ClassVar[str] = "header"
-    omitted: ClassVar[tuple[str, ...]] = ("program",)
     uncompared: ClassVar[tuple[str, ...]] = ("package", "created", "program")
     schema: Annotated[
         int, Meta(ge=1, le=MAX_WHOLE, description="a whole number from 1 to 2^63 - 1")
-    ] = SCHEMA
+    ] = field(default_factory=lambda: SCHEMA)  # unlike another default, always written
     package: Text
     rank: Annotated[int, _bounded(0, MAX_RANKS - 1)]
     world_size: Annotated[int, _bounded(1, MAX_RANKS)]
@@ -184,9 +206,10 @@ class Header(Entry, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if self.rank >= self.world_size:
             raise ValueError(f"rank {self.rank} is not below world_size {self.world_size}")
+        structs.force_setattr(self, "settings", _name_floats(self.settings))
 
 
-class LoaderFacts(Entry, frozen=True):
+class LoaderFacts(Part, frozen=True):
     """The size of a training dataloader; None where it is unknown, as of an iterable dataset.
 
     Attributes:
@@ -200,7 +223,7 @@ class LoaderFacts(Entry, frozen=True):
     batches: WholeOrNone
 
 
-class RunFacts(Entry, frozen=True, kw_only=True):
+class RunFacts(Entry, frozen=True, tag="run", kw_only=True):
     """The model, data and arithmetic: two runs that differ here are not comparable.
 
     Attributes:
@@ -210,15 +233,16 @@ class RunFacts(Entry, frozen=True, kw_only=True):
         trainer: Settings of the Trainer that change the arithmetic (precision, accumulation, ...).
     """
 
-    kind: ClassVar[str] = "run"
-    parts: ClassVar[Mapping[str, type[Entry]]] = {"train": LoaderFacts}
     model: Text
     parameters: Whole
     train: Annotated[tuple[LoaderFacts, ...], _describe("a list of LoaderFacts")]
     trainer: Scalars = {}
 
+    def __post_init__(self) -> None:
+        structs.force_setattr(self, "trainer", _name_floats(self.trainer))
 
-class Digests(Entry, frozen=True, kw_only=True):
+
+class Digests(Entry, frozen=True, tag="digests", kw_only=True):
     """Digests of one moment of the training.
 
     Attributes:
@@ -232,23 +256,29 @@ class Digests(Entry, frozen=True, kw_only=True):
         sketches: Sketch by name of a weight, see ``hashing.sketches``.
     """
 
-    kind: ClassVar[str] = "digests"
-    omitted: ClassVar[tuple[str, ...]] = ("sketches",)
     uncompared: ClassVar[tuple[str, ...]] = ("sketches",)
     moment: Text
     epoch: Whole
     step: Whole
     totals: Annotated[Digests32, _describe(f"an object of digests of {DIGEST_DIGITS} hex digits")]
     groups: Annotated[Mapping[Name, Digests32], _describe("an object of objects of digests")]
-    loss: Annotated[HexFloat | None, _describe("a text that float.hex() gives, or null")] = None
+    loss: Annotated[Name | None, _describe("a text that float.hex() gives, or null")] = None
     scalars: HexFloats = {}
     sketches: Annotated[
         Mapping[Name, Annotated[str, _hex(SKETCH_DIGITS)]],
         _describe(f"an object of sketches of {SKETCH_DIGITS} hex digits"),
     ] = {}
 
+    def __post_init__(self) -> None:
+        _check_hex("totals", self.totals.values())
+        for table in self.groups.values():
+            _check_hex("groups", table.values())
+        _check_hex("sketches", self.sketches.values())
+        _check_floats("loss", [self.loss])
+        _check_floats("scalars", self.scalars.values())
 
-class Evaluation(Entry, frozen=True, kw_only=True):
+
+class Evaluation(Entry, frozen=True, tag="evaluation", kw_only=True):
     """A validation, a test or a prediction.
 
     Attributes:
@@ -262,8 +292,6 @@ class Evaluation(Entry, frozen=True, kw_only=True):
         scalars: Each logged scalar.
     """
 
-    kind: ClassVar[str] = "evaluation"
-    omitted: ClassVar[tuple[str, ...]] = ("undigested", "problem")
     cut: ClassVar[tuple[str, ...]] = ("problem",)
     name: Text
     epoch: Whole
@@ -274,8 +302,13 @@ class Evaluation(Entry, frozen=True, kw_only=True):
     problem: Annotated[Name | None, _describe(f"{_text.description}, or null")] = None
     scalars: HexFloats = {}
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_hex("outputs", [self.outputs])
+        _check_floats("scalars", self.scalars.values())
 
-class ReplayDrift(Entry, frozen=True, kw_only=True):
+
+class ReplayDrift(Entry, frozen=True, tag="replay", kw_only=True):
     """The difference between two runs of one training step from the same state.
 
     Attributes:
@@ -289,7 +322,6 @@ class ReplayDrift(Entry, frozen=True, kw_only=True):
         total: Number of places that were compared.
     """
 
-    kind: ClassVar[str] = "replay"
     epoch: Whole
     step: Whole
     batch: Whole
@@ -299,8 +331,12 @@ class ReplayDrift(Entry, frozen=True, kw_only=True):
     count: Whole
     total: Whole
 
+    def __post_init__(self) -> None:
+        _check_hex("expected", [self.expected])
+        _check_hex("actual", [self.actual])
 
-class RankDrift(Entry, frozen=True, kw_only=True):
+
+class RankDrift(Part, frozen=True, kw_only=True):
     """The difference between ranks that ended a fit.
 
     Attributes:
@@ -321,7 +357,7 @@ class RankDrift(Entry, frozen=True, kw_only=True):
     name: Text
 
 
-class End(Entry, frozen=True, kw_only=True):
+class End(Entry, frozen=True, tag="end", kw_only=True):
     """The last record of a fit that finished or failed; a killed fit has none.
 
     Attributes:
@@ -330,9 +366,6 @@ class End(Entry, frozen=True, kw_only=True):
         drift: The difference between ranks, if that is the error.
     """
 
-    kind: ClassVar[str] = "end"
-    omitted: ClassVar[tuple[str, ...]] = ("error", "drift")
-    parts: ClassVar[Mapping[str, type[Entry]]] = {"drift": RankDrift}
     cut: ClassVar[tuple[str, ...]] = ("error",)
     uncompared: ClassVar[tuple[str, ...]] = ("error", "drift")
     status: Annotated[
@@ -357,7 +390,7 @@ class End(Entry, frozen=True, kw_only=True):
         return cls(status="failed", error=f"{type(error).__name__}: {error}", drift=drift)
 
 
-class ProbeLayout(Entry, frozen=True, forbid_unknown_fields=True):
+class ProbeLayout(Entry, frozen=True, tag="layout"):
     """The places of probes; later records refer to it by number.
 
     Attributes:
@@ -366,7 +399,6 @@ class ProbeLayout(Entry, frozen=True, forbid_unknown_fields=True):
             occurred before within the batch.
     """
 
-    kind: ClassVar[str] = "layout"
     id: Whole
     places: Annotated[
         tuple[Place, ...],
@@ -382,11 +414,10 @@ class ProbeLayout(Entry, frozen=True, forbid_unknown_fields=True):
             raise ValueError("`places` has a place twice")
 
 
-class ProbesRecord(Entry, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ProbesRecord(Entry, frozen=True, tag="probes", kw_only=True):
     """Digests at the places of consecutive batches, or of a part of one batch.
 
-    Ledgers of schema 1 have them among the records. Later ones have frames instead, which the
-    writer makes of this record; its digests are then bytes.
+    A reader makes frames of it.
 
     Attributes:
         epoch: Counted from 0.
@@ -399,7 +430,6 @@ class ProbesRecord(Entry, frozen=True, kw_only=True, forbid_unknown_fields=True)
         batches: Growth of the index.
     """
 
-    kind: ClassVar[str] = "probes"
     epoch: Whole
     step: Whole
     batch: Whole
@@ -408,7 +438,7 @@ class ProbesRecord(Entry, frozen=True, kw_only=True, forbid_unknown_fields=True)
         bytes,
         Meta(
             min_length=DIGEST_BYTES,
-            description=f"{DIGEST_DIGITS} lowercase hex digits for each place",
+            description=f"base64 of {DIGEST_BYTES} bytes for each place",
         ),
     ]
     count: Annotated[int, _bounded(1, MAX_GROUP)] = 1
@@ -416,20 +446,22 @@ class ProbesRecord(Entry, frozen=True, kw_only=True, forbid_unknown_fields=True)
     batches: Growth = 1
 
 
-class FramesEnd(Entry, frozen=True, forbid_unknown_fields=True):
-    """The end of the digests of probes that precede the next record, in the file of frames.
+class FramesEnd(Entry, frozen=True, tag="frames"):
+    """The end of the digests of probes that precede the next record of a ledger of schema 2.
 
     Attributes:
-        bytes: The size of the file.
+        bytes: The size of the file of frames until there.
         last: The check of its last block.
     """
 
-    kind: ClassVar[str] = "frames"
     bytes: Whole
     last: Annotated[str, _hex(16)]
 
+    def __post_init__(self) -> None:
+        _check_hex("last", [self.last])
 
-class Resume(Entry, frozen=True, kw_only=True):
+
+class Resume(Entry, frozen=True, tag="resume", kw_only=True):
     """The ledger that a resumed run continues.
 
     Attributes:
@@ -441,8 +473,6 @@ class Resume(Entry, frozen=True, kw_only=True):
         inexact: Why the resumed run cannot end at the bits of an uninterrupted one.
     """
 
-    kind: ClassVar[str] = "resume"
-    omitted: ClassVar[tuple[str, ...]] = ("inexact",)
     parent: Text
     parent_check: Annotated[
         str,
@@ -460,17 +490,6 @@ class Resume(Entry, frozen=True, kw_only=True):
         structs.force_setattr(self, "inexact", tuple(text[:MAX_NAME] for text in self.inexact))
 
 
-class Opaque(Struct, frozen=True):
-    """A record of an unknown kind, compared field by field."""
-
-    kind: str
-    fields: Mapping[str, Json]
-
-    def as_record(self) -> dict[str, Json]:
-        """Return the record that is written."""
-        return {"kind": self.kind, **self.fields}
-
-
 Record: TypeAlias = (
     Header
     | RunFacts
@@ -482,17 +501,13 @@ Record: TypeAlias = (
     | ReplayDrift
     | Resume
     | End
-    | Opaque
 )
-RECORD_TYPES: dict[str, type[Entry]] = {
-    entry.kind: cast("type[Entry]", entry) for entry in get_args(Record) if entry is not Opaque
-}
-
-# Made once: `json.dumps` makes one in each call.
-_to_json = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
-
-
+RECORD_TYPES: dict[str, type[Entry]] = {kind_of(entry): entry for entry in get_args(Record)}
 CHAIN_START = b"0" * 16
+
+_encode = Encoder(enc_hook=_to_plain).encode
+_decode = Decoder(Record).decode
+_PROBES = b'{"kind":"probes",'
 
 
 def chain_record(body: bytes, previous: bytes) -> tuple[bytes, bytes]:
@@ -502,22 +517,15 @@ def chain_record(body: bytes, previous: bytes) -> tuple[bytes, bytes]:
     return b'%b,"check":"%b"}\n' % (head, chain_hash), chain_hash
 
 
-def kind_prefix(entry: type[Entry]) -> bytes:
-    """Return the bytes with which the JSON text of each record of a kind begins."""
-    return b'{"kind":"%b"' % entry.kind.encode()
-
-
-def encode_record(record: Mapping[str, Json]) -> bytes:
-    """Return the JSON text of one record: ASCII, compact, fields in the order given.
+def encode_record(record: Record) -> bytes:
+    """Return the JSON text of one record: compact, the kind first, without its chain hash.
 
     Raises:
         FieldError: When the record is not one that ``decode_record`` would accept.
     """
     try:
-        body = _to_json(record).encode("ascii")
-    except RecursionError as error:
-        raise FieldError("record", f"nests deeper than {MAX_DEPTH} levels") from error
-    except (TypeError, ValueError) as error:
+        body = _encode(record)
+    except (TypeError, UnicodeEncodeError) as error:
         raise FieldError("record", f"cannot be written as JSON: {error}") from error
     decode_record(body)
     return body
@@ -529,80 +537,43 @@ def decode_record(body: bytes) -> Record:
     Raises:
         FieldError: When it is not JSON, or not a record of the schema.
     """
-    if len(body) > MAX_ITEMS and body.count(b",") + body.count(b"[") + body.count(b"{") > MAX_ITEMS:
-        raise FieldError("record", f"holds more than {MAX_ITEMS} values")
     try:
-        fields = json.loads(body)
-        _check_depth([fields], -1)
-        lossless = _to_json(fields).encode("ascii") == body
-    except RecursionError as error:
-        raise FieldError("record", f"nests deeper than {MAX_DEPTH} levels") from error
-    except ValueError as error:
-        if isinstance(error, FieldError):
-            raise
-        raise FieldError("record", f"is not JSON: {error}") from error
-    if not lossless:
-        raise FieldError("record", "is not compact ASCII JSON, or names a field twice")
-    return parse_record(fields)
+        return cast("Record", _decode(body))
+    except (MsgspecError, UnicodeDecodeError) as error:
+        raise _field_error(error) from error
 
 
-def _check_depth(value: Json, depth: int = 0) -> None:
-    if depth > MAX_DEPTH:
-        raise FieldError("record", f"nests deeper than {MAX_DEPTH} levels")
-    for inner in value.values() if isinstance(value, dict) else value:
-        if isinstance(inner, dict | list):
-            _check_depth(inner, depth + 1)
-
-
-def parse_record(fields: Json) -> Record:
-    """Check a decoded record and return it as its type.
+def parse_record(fields: Mapping[str, Json]) -> Record:
+    """Return a record that is given as JSON values by name; digests of probes are bytes.
 
     Raises:
         FieldError: When a field is missing, has another type, or is out of bounds.
     """
-    if not isinstance(fields, Mapping) or next(iter(fields), "") != "kind":
-        raise FieldError("kind", "must come first")
-    kind = fields["kind"]
-    if not isinstance(kind, str) or len(kind) > MAX_NAME:
-        raise FieldError("kind", f"must be a short text, and is {quote(kind)}")
-    if "check" in fields:
-        raise FieldError("check", "occurs twice")
-    rest = {name: value for name, value in fields.items() if name != "kind"}
-    entry = RECORD_TYPES.get(kind)
-    if entry is None:
-        return Opaque(kind, rest)
-    if entry is Header and "schema" not in rest:
-        raise FieldError("schema", "is missing")
-    if entry is ProbesRecord and isinstance(rest.get("digests"), str):
-        rest["digests"] = _unpack_digests(rest["digests"])
     try:
-        return cast("Record", convert(_part_unknown(entry, rest), entry))
-    except ValidationError as error:
-        problem, _, path = str(error).partition(" - at ")
-        name = path.replace("`", "").removeprefix("key in ").removeprefix("$").removeprefix(".")
-        raise FieldError(name or kind, f"does not fit: {problem}") from error
+        plain = to_builtins(fields, builtin_types=(bytes,), enc_hook=_to_plain)
+        return cast("Record", convert(plain, Record, builtin_types=(bytes,)))
+    except (MsgspecError, TypeError) as error:
+        raise _field_error(error) from error
 
 
-def _part_unknown(entry: type[Entry], fields: Json) -> Json:
-    """Return the fields of an entry, with those that its class does not know as ``extra``."""
-    if isinstance(fields, list):
-        return [_part_unknown(entry, part) for part in fields]
-    if not isinstance(fields, dict) or entry.__struct_config__.forbid_unknown_fields:
-        return fields
-    known = {name for name in entry.__struct_fields__ if name != "extra"}
-    sorted_out = {name: value for name, value in fields.items() if name in known}
-    for name in entry.parts.keys() & sorted_out.keys():
-        sorted_out[name] = _part_unknown(entry.parts[name], sorted_out[name])
-    extra = {name: value for name, value in fields.items() if name not in known}
-    return {**sorted_out, "extra": extra}
+def _field_error(error: Exception) -> FieldError:
+    problem, _, path = str(error).partition(" - at ")
+    name = path.replace("`", "").removeprefix("key in ").removeprefix("$").removeprefix(".")
+    return FieldError(name or "record", f"does not fit: {problem}")
 
 
-def _unpack_digests(text: str) -> bytes:
-    """Return the digests of a record of schema 1, which are text."""
-    try:
-        digests = bytes.fromhex(text)
-    except ValueError:
-        digests = b""
-    if digests.hex() != text:
-        raise FieldError("digests", f"must be lowercase hex digits, and is {quote(text)}")
-    return digests
+def upgrade_record(body: bytes) -> bytes:
+    """Return the present text of a record of schema 1.
+
+    Schema 1 has digests of probes in hexadecimal, where bytes are base64 now.
+
+    Raises:
+        FieldError: When the digests are not lowercase hexadecimal.
+    """
+    if not body.startswith(_PROBES):
+        return body
+    found = re.search(rb'"digests":"((?:[0-9a-f]{2})*)"', body)
+    if found is None:
+        raise FieldError("digests", "must be lowercase hex digits")
+    digests = b64encode(bytes.fromhex(found[1].decode()))
+    return body[: found.start(1)] + digests + body[found.end(1) :]

@@ -1,21 +1,13 @@
-"""The ledger's writer: files to which whole records are appended, whatever ends the process."""
+"""The ledger's writer: a file to which whole records are appended, whatever ends the process."""
 
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Generic, TypeVar
 
 from lightning_d9m.errors import LedgerError
 from lightning_d9m.file_errors import explain_file_error
-from lightning_d9m.ledger.format.frames import (
-    FIRST_FRAME,
-    MAGIC,
-    FramePosition,
-    check_frames,
-    encode_frames,
-    frames_path,
-)
+from lightning_d9m.ledger.format.frames import check_frames
 from lightning_d9m.ledger.format.records import (
     CHAIN_START,
     MAX_HEADER,
@@ -23,6 +15,7 @@ from lightning_d9m.ledger.format.records import (
     FieldError,
     FramesEnd,
     Json,
+    ProbeLayout,
     ProbesRecord,
     Record,
     chain_record,
@@ -31,94 +24,16 @@ from lightning_d9m.ledger.format.records import (
 )
 from lightning_d9m.text import quote
 
-State = TypeVar("State")
-
-
-class AppendedFile(Generic[State]):
-    """A new file to which whole pieces are appended, each in one system call.
-
-    Args:
-        path: The file, which must not exist.
-        state: What follows from the pieces in the file, such as the hash that chains them.
-
-    Attributes:
-        size: Bytes of all pieces.
-        state: The state after the last of them.
-
-    Raises:
-        OSError: When the file exists or cannot be made.
-    """
-
-    def __init__(self, path: Path, state: State) -> None:
-        self.path = path
-        self.size = 0
-        self.state = state
-        self._begun = (0, state)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
-        self._file = os.open(path, flags, 0o666)
-
-    @property
-    def is_interrupted(self) -> bool:
-        """True if something, such as Ctrl-C, interrupted the last append."""
-        return self._begun[0] != self.size
-
-    def resolve(self) -> None:
-        """Find out whether an interrupted append was completed; take back a part of a piece.
-
-        Raises:
-            OSError: When the file was deleted or changed by another program.
-        """
-        status = os.fstat(self._file)
-        if status.st_nlink == 0:
-            raise OSError("the file was deleted while the run wrote it")
-        if status.st_size == self._begun[0]:
-            self.size, self.state = self._begun
-        elif self.size < status.st_size < self._begun[0]:
-            os.ftruncate(self._file, self.size)
-        elif status.st_size != self.size:
-            raise OSError("another program has changed the file")
-
-    def append(self, piece: bytes, state: State) -> None:
-        """Append all of a piece, or nothing of it.
-
-        Raises:
-            OSError: When it cannot be written.
-        """
-        self._begun = (self.size + len(piece), state)
-        try:
-            written = os.write(self._file, piece)
-            while written < len(piece):
-                # After a short write on a full disk, the next write raises the error.
-                written += os.write(self._file, piece[written:])
-        except OSError:
-            os.ftruncate(self._file, self.size)
-            self._begun = (self.size, self.state)
-            raise
-        self.size, self.state = self._begun
-
-    def close(self) -> None:
-        """Write the file to the disk and close it.
-
-        Raises:
-            OSError: When the disk reports that it could not keep the data.
-        """
-        try:
-            os.fsync(self._file)
-        finally:
-            os.close(self._file)
-
 
 class LedgerWriter(AbstractContextManager["LedgerWriter"]):
-    """Appends records to one rank's files.
+    """Appends records to one rank's file.
 
     ``write`` passes each record to the kernel in one system call: a process that is killed loses at
     most the record that it was writing. Only ``close`` waits for the disk (``fsync``): a machine
     that loses power may lose the last seconds.
 
-    Probes go into a file of frames beside the other records, which is made with the first of them.
-
     Args:
-        path: The file of the records, which must not exist, nor the file of frames.
+        path: The file, which must not exist.
 
     Raises:
         LedgerError: When the file exists or cannot be made.
@@ -129,20 +44,24 @@ class LedgerWriter(AbstractContextManager["LedgerWriter"]):
         self._process = os.getpid()
         self._closed = False
         self._failure: str | None = None
-        # The check of the header, and the number of places of each layout.
-        self._start = CHAIN_START
-        self._layouts: dict[int, int] = {}
-        # The last check, and the bytes of frames that a record has referred to.
-        self._lines: AppendedFile[tuple[bytes, int]] = self._open(path, (CHAIN_START, 0))
-        self._frames: AppendedFile[tuple[FramePosition, int]] | None = None
+        self._layouts: dict[int, int] = {}  # the number of places of each
+        # The bytes and the last check of all whole records, and those with the one under way.
+        self._written = self._begun = (0, CHAIN_START)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
+        try:
+            self._file = os.open(path, flags, 0o666)
+        except (OSError, ValueError) as error:
+            raise LedgerError(
+                f"The ledger {path} cannot be made: {explain_file_error(error)}"
+            ) from error
 
     @property
     def chain_hash(self) -> str:
         """The chain hash of the last record: 16 hex digits."""
-        return self._lines.state[0].decode()
+        return self._written[1].decode()
 
     def write(self, record: Record | Mapping[str, Json]) -> None:
-        """Append one record, typed or as it is written.
+        """Append one record, typed or as JSON values by name.
 
         After a failure the writer refuses records: a ledger with a gap must not look complete.
 
@@ -151,27 +70,23 @@ class LedgerWriter(AbstractContextManager["LedgerWriter"]):
                 then ends with the record before it and stays readable.
         """
         self._check_open()
-        fields = record if isinstance(record, Mapping) else record.as_record()
-        kind = fields.get("kind")
+        kind = record.get("kind") if isinstance(record, Mapping) else record.kind
         try:
-            if kind == "probes":
-                self._write_frames(fields)
-            else:
-                self._write_line(fields)
+            body = self._encode(parse_record(record) if isinstance(record, Mapping) else record)
         except FieldError as error:
             raise LedgerError(
                 f"A record {quote(kind)} for {self.path} is malformed: {error}."
             ) from error
-
-    def refer_to_frames(self) -> str:
-        """Refer to the frames that were written so far, and return the chain hash.
-
-        Raises:
-            LedgerError: When the record cannot be written.
-        """
-        self._check_open()
-        self._append_lines([])
-        return self.chain_hash
+        try:
+            self._resolve()
+            self._append(body)
+        except OSError as error:
+            self._failure = (
+                f"The ledger {self.path} cannot be written: {explain_file_error(error)} Records of "
+                f"this run are missing from here on; the first {self._written[0]} bytes stay "
+                "readable."
+            )
+            raise LedgerError(self._failure) from error
 
     def close(self) -> None:
         """Write the ledger to the disk and close it; a second call does nothing.
@@ -182,16 +97,14 @@ class LedgerWriter(AbstractContextManager["LedgerWriter"]):
         if self._closed:
             return
         self._closed = True
-        files: list[AppendedFile[Any]] = [self._lines]
-        if self._frames is not None:
-            files.insert(0, self._frames)
-        for file in files:
-            try:
-                file.close()
-            except OSError as error:
-                raise LedgerError(
-                    f"The ledger {file.path} was not kept: {explain_file_error(error)}"
-                ) from error
+        try:
+            os.fsync(self._file)
+        except OSError as error:
+            raise LedgerError(
+                f"The ledger {self.path} was not kept: {explain_file_error(error)}"
+            ) from error
+        finally:
+            os.close(self._file)
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -208,68 +121,44 @@ class LedgerWriter(AbstractContextManager["LedgerWriter"]):
                 "run in the forked process."
             )
 
-    def _write_line(self, record: Mapping[str, Json]) -> None:
+    def _encode(self, record: Record) -> bytes:
+        if isinstance(record, FramesEnd):
+            raise FieldError("kind", "is 'frames', which only ledgers of schema 2 have")
+        if isinstance(record, ProbesRecord):
+            check_frames(record, self._layouts.get(record.layout, 0))
         body = encode_record(record)
-        if record["kind"] == "frames":
-            raise FieldError("kind", "is 'frames', a record that the writer adds itself")
-        limit = MAX_LINE if self._lines.size else MAX_HEADER
-        if record["kind"] == "layout":
+        if isinstance(record, ProbeLayout):
             # Before it is written: an interruption may come between the two.
-            self._layouts[record["id"]] = len(record["places"])
-        self._append_lines([body], limit)
+            self._layouts[record.id] = len(record.places)
+        return body
 
-    def _append_lines(self, bodies: list[bytes], limit: int = MAX_LINE) -> None:
-        if self._frames is not None:
-            with self._appending(self._frames):
-                self._frames.resolve()
-        with self._appending(self._lines):
-            self._lines.resolve()
-            check, referred = self._lines.state
-            if self._frames is not None and self._frames.size != referred:
-                referred = self._frames.size
-                end = FramesEnd(referred, f"{self._frames.state[1]:016x}")
-                bodies = [encode_record(end.as_record()), *bodies]
-            data = b""
-            for body in bodies:
-                line, check = chain_record(body, check)
-                if len(line) > limit:
-                    raise OSError(f"a record of {len(line)} bytes exceeds the {limit} allowed")
-                data += line
-            if not self._lines.size:
-                self._start = check
-            if data:
-                self._lines.append(data, (check, referred))
+    def _resolve(self) -> None:
+        """Find out whether an append that Ctrl-C interrupted was completed; undo a part of it."""
+        status = os.fstat(self._file)
+        if status.st_nlink == 0:
+            raise OSError("the file was deleted while the run wrote it")
+        if status.st_size == self._begun[0]:
+            self._written = self._begun
+        elif self._written[0] < status.st_size < self._begun[0]:
+            os.ftruncate(self._file, self._written[0])
+        elif status.st_size != self._written[0]:
+            raise OSError("another program has changed the file")
 
-    def _write_frames(self, record: Mapping[str, Json]) -> None:
-        frames = parse_record(record)
-        assert isinstance(frames, ProbesRecord), "the kind says so"
-        check_frames(frames, self._layouts.get(frames.layout, 0))
-        file = self._frames
-        if file is None:
-            state = (FIRST_FRAME, int(self._start, 16))
-            file = self._frames = self._open(frames_path(self.path), state)
-        with self._appending(file):
-            if file.is_interrupted:
-                file.resolve()
-            data, position, check = encode_frames(frames, *file.state)
-            file.append(data if file.size else MAGIC + data, (position, check))
-
-    @contextmanager
-    def _appending(self, file: AppendedFile[Any]) -> Iterator[None]:
-        """Refuse further records if one cannot be appended."""
+    def _append(self, body: bytes) -> None:
+        """Append all of a record, or nothing of it."""
+        size, check = self._written
+        line, check = chain_record(body, check)
+        limit = MAX_LINE if size else MAX_HEADER
+        if len(line) > limit:
+            raise OSError(f"a record of {len(line)} bytes exceeds the {limit} allowed")
+        self._begun = (size + len(line), check)
         try:
-            yield
-        except OSError as error:
-            self._failure = (
-                f"The ledger {file.path} cannot be written: {explain_file_error(error)} Records "
-                f"of this run are missing from here on; the first {file.size} bytes stay readable."
-            )
-            raise LedgerError(self._failure) from error
-
-    def _open(self, path: Path, state: State) -> AppendedFile[State]:
-        try:
-            return AppendedFile(path, state)
-        except (OSError, ValueError) as error:
-            raise LedgerError(
-                f"The ledger {path} cannot be made: {explain_file_error(error)}"
-            ) from error
+            written = os.write(self._file, line)
+            while written < len(line):
+                # After a short write on a full disk, the next write raises the error.
+                written += os.write(self._file, line[written:])
+        except OSError:
+            os.ftruncate(self._file, size)
+            self._begun = self._written
+            raise
+        self._written = self._begun

@@ -14,11 +14,7 @@ from ledger_runs import list_batches
 
 from lightning_d9m.errors import LedgerError
 from lightning_d9m.ledger.folder import create_ledger_folder, list_fits, rank_path, read_ledger
-from lightning_d9m.ledger.format.frames import Frames, frames_path
-from lightning_d9m.ledger.format.records import (
-    Digests,
-    End,
-)
+from lightning_d9m.ledger.format.records import End
 from lightning_d9m.ledger.format.writer import LedgerWriter
 
 
@@ -40,44 +36,15 @@ WRITE_FOR_EVER = """
 import sys
 from pathlib import Path
 from lightning_d9m.ledger.format.writer import LedgerWriter
-from lightning_d9m.ledger.format.records import Header
+from lightning_d9m.ledger.format.records import Evaluation, Header
+words = {"epoch": 0, "batches": 0, "outputs": "0" * 32}
 header = Header(rank=0, world_size=1, fit=0, seed=1, created="", settings={}, stack={}, package="0")
 with LedgerWriter(Path(sys.argv[1])) as writer:
-    writer.write(header.as_record())
+    writer.write(header)
     for step in range(10**9):
-        writer.write({"kind": "probe", "step": step, "padding": "x" * (step % 5000)})
+        writer.write(Evaluation(name="x" * (step % 4000), step=step, **words))
         print(step, flush=True)
 """
-
-FILL_UP = """
-import resource, sys
-from pathlib import Path
-from lightning_d9m.errors import LedgerError
-from lightning_d9m.ledger.format.writer import LedgerWriter
-from lightning_d9m.ledger.format.records import Header
-resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
-header = Header(rank=0, world_size=1, fit=0, seed=1, created="", settings={}, stack={}, package="0")
-with LedgerWriter(Path(sys.argv[1])) as writer:
-    writer.write(header.as_record())
-    for step in range(1000):
-        try:
-            writer.write({"kind": "probe", "step": step, "padding": "x" * 300})
-        except LedgerError as error:
-            print(step, error)
-            break
-"""
-
-
-PROBE_FOR_EVER = (
-    WRITE_FOR_EVER.partition("    for step")[0]
-    + """
-    writer.write({"kind": "layout", "id": 0, "places": [["loss", "loss", 0]]})
-    for step in range(10**9):
-        record = {"kind": "probes", "epoch": 0, "step": step, "batch": step, "layout": 0}
-        writer.write(record | {"digests": b"0" * 16})
-        print(step, flush=True)
-"""
-)
 
 
 def kill_after(count, program, path):
@@ -118,12 +85,6 @@ class TestFolder:
             made = list(pool.map(lambda _: create_ledger_folder(tmp_path), range(16)))
         assert len(set(made)) == 16
 
-    def test_a_folder_that_another_made_first_is_left_alone(self, tmp_path, monkeypatch):
-        """Between the look and the making another process may come."""
-        (tmp_path / "fit-000").mkdir()
-        monkeypatch.setattr(type(tmp_path), "iterdir", lambda _: iter(()))
-        assert create_ledger_folder(tmp_path).name == "fit-001"
-
     def test_a_file_in_the_way_is_named(self, tmp_path):
         (tmp_path / "log").write_text("")
         with pytest.raises(LedgerError, match=r"No ledger can be made in .*/log/d9m: Not a dir"):
@@ -132,17 +93,6 @@ class TestFolder:
 
 class TestWriter:
     """``LedgerWriter`` appends whole records, or nothing."""
-
-    def test_each_record_is_one_write(self, runs, tmp_path, monkeypatch):
-        """Whoever kills the process between two calls finds whole lines only."""
-        written = []
-        real = os.write
-        monkeypatch.setattr(os, "write", lambda fd, data: written.append(data) or real(fd, data))
-        with LedgerWriter(tmp_path / "rank-0.jsonl") as writer:
-            for record in runs.records():
-                writer.write(record.as_record())
-        assert len(written) == len(runs.records())
-        assert all(data.endswith(b'"}\n') and data.count(b"\n") == 1 for data in written)
 
     def test_what_was_written_is_read(self, runs):
         ledger = read_ledger(runs.write(epochs=2))
@@ -186,28 +136,22 @@ class TestWriter:
         """What would not be readable is refused when it is written; the ledger goes on."""
         path = tmp_path / "rank-0.jsonl"
         with LedgerWriter(path) as writer:
-            writer.write(runs.header().as_record())
-            with pytest.raises(LedgerError, match=r"'digests' .* field 'loss' does not fit"):
-                writer.write(runs.digests("epoch", 0, loss="0.5"))
+            writer.write(runs.header())
+            with pytest.raises(LedgerError, match=r"'digests' .* field 'epoch' does not fit"):
+                writer.write(runs.digests("epoch", -1))
+            with pytest.raises(LedgerError, match=r"'later' .* field 'kind' does not fit"):
+                writer.write({"kind": "later"})
             with pytest.raises(LedgerError, match="cannot be written as JSON"):
-                writer.write({"kind": "probe", "value": float("nan")})
-            writer.write(runs.facts().as_record())
+                writer.write(runs.facts(trainer={"a": object()}))
+            writer.write(runs.facts())
         assert len(read_all(path)[1]) == 1
-
-    def test_a_header_beyond_its_bound_is_refused(self, runs, tmp_path):
-        stack = {f"field.{number}": "x" * 4000 for number in range(300)}
-        with (
-            LedgerWriter(tmp_path / "rank-0.jsonl") as writer,
-            pytest.raises(LedgerError, match=r"exceeds the 1048576 allowed"),
-        ):
-            writer.write(runs.header(stack=stack).as_record())
 
     def test_a_closed_writer_takes_nothing(self, runs, tmp_path):
         writer = LedgerWriter(tmp_path / "rank-0.jsonl")
         writer.close()
         writer.close()
         with pytest.raises(LedgerError, match="is closed; no record can be added"):
-            writer.write(runs.header().as_record())
+            writer.write(runs.header())
 
     def test_a_disk_that_loses_data_is_reported_on_close(self, tmp_path, monkeypatch):
         """Some file systems say so only then."""
@@ -230,7 +174,7 @@ class TestFailures:
         path = tmp_path / "rank-0.jsonl"
         real = os.write
         writer = LedgerWriter(path)
-        writer.write(runs.header().as_record())
+        writer.write(runs.header())
         size = path.stat().st_size
         answers = iter([lambda fd, data: real(fd, data[: len(data) // 2]), OSError(code, "")])
 
@@ -243,13 +187,13 @@ class TestFailures:
         with monkeypatch.context() as patch:
             patch.setattr(os, "write", write)
             with pytest.raises(LedgerError) as caught:
-                writer.write(runs.facts().as_record())
+                writer.write(runs.facts())
         assert str(path) in str(caught.value)
         assert os.strerror(code) in str(caught.value)
         assert f"the first {size} bytes stay readable" in str(caught.value)
         assert path.stat().st_size == size
         with pytest.raises(LedgerError, match="Records of this run are missing from here on"):
-            writer.write(End(status="finished").as_record())
+            writer.write(End(status="finished"))
         writer.close()
         assert read_ledger(path).outcome(0).records == 1
 
@@ -258,29 +202,17 @@ class TestFailures:
         real = os.write
         monkeypatch.setattr(os, "write", lambda fd, data: real(fd, data[:7]))
         with LedgerWriter(tmp_path / "rank-0.jsonl") as writer:
-            writer.write(runs.header().as_record())
+            writer.write(runs.header())
         assert read_ledger(tmp_path / "rank-0.jsonl").header == runs.header()
-
-    def test_a_file_that_may_not_grow(self, tmp_path):
-        """A real limit of the kernel's, in a process of its own."""
-        path = tmp_path / "rank-0.jsonl"
-        done = subprocess.run(
-            [sys.executable, "-c", FILL_UP, str(path)], capture_output=True, text=True, check=True
-        )
-        step, message = done.stdout.split(" ", 1)
-        assert "File too large. Raise the limit on the size of a file" in message
-        reader, records = read_all(path)
-        assert [record.fields["step"] for record in records] == list(range(int(step)))
-        assert not reader.truncated
 
     @pytest.mark.parametrize("written", [0, 10, None], ids=["nothing", "a part", "all"])
     def test_ctrl_c_in_the_middle_of_a_write(self, runs, tmp_path, monkeypatch, written):
         """Whether the record got through is read off the file; the chain stays whole."""
         path = tmp_path / "rank-0.jsonl"
         with LedgerWriter(path) as writer:
-            writer.write(runs.header().as_record())
-            write_interrupted(writer, runs.facts().as_record(), written, monkeypatch)
-            writer.write(End(status="failed", error="KeyboardInterrupt").as_record())
+            writer.write(runs.header())
+            write_interrupted(writer, runs.facts(), written, monkeypatch)
+            writer.write(End(status="failed", error="KeyboardInterrupt"))
         reader, records = read_all(path)
         assert len(records) == (2 if written is None else 1)
         assert reader.complete
@@ -289,19 +221,19 @@ class TestFailures:
         """Otherwise the ledger would be written into nothing."""
         path = tmp_path / "rank-0.jsonl"
         with LedgerWriter(path) as writer:
-            writer.write(runs.header().as_record())
+            writer.write(runs.header())
             path.unlink()
             with pytest.raises(LedgerError, match="was deleted while the run wrote it"):
-                writer.write(runs.facts().as_record())
+                writer.write(runs.facts())
 
     def test_a_second_writer_is_noticed(self, runs, tmp_path):
         """Two programs must not write one file."""
         path = tmp_path / "rank-0.jsonl"
         with LedgerWriter(path) as writer:
-            writer.write(runs.header().as_record())
+            writer.write(runs.header())
             path.write_bytes(path.read_bytes() + b"junk")
             with pytest.raises(LedgerError, match="another program has changed the file"):
-                writer.write(runs.facts().as_record())
+                writer.write(runs.facts())
 
     def test_kill_loses_at_most_the_last_record(self, tmp_path):
         """SIGKILL at random moments: all that was acknowledged reads, in order, without a gap."""
@@ -310,7 +242,7 @@ class TestFailures:
             path = tmp_path / f"rank-{number}.jsonl"
             acknowledged = kill_after(choice.randrange(1, 400), WRITE_FOR_EVER, path)
             reader, records = read_all(path)
-            steps = [record.fields["step"] for record in records]
+            steps = [record.step for record in records]
             assert steps == list(range(len(steps)))
             assert len(steps) - 1 in (acknowledged, acknowledged + 1)
             assert not reader.complete
@@ -327,18 +259,6 @@ class TestFailures:
             assert reader.truncated == (not data[:size].endswith(b"\n"))
             assert not reader.complete
 
-    @pytest.mark.parametrize("end", [True, False])
-    def test_the_outcome_of_a_killed_run(self, runs, end):
-        """It has no final digests, and no end."""
-
-        def kill(_, records):
-            del records[4 if not end else -1 :]
-
-        outcome = read_ledger(runs.write(edit=kill)).outcome(0)
-        assert outcome.end is None
-        assert isinstance(outcome.last, Digests)
-        assert (outcome.final is None) == (not end)
-
 
 LAYOUT = {"kind": "layout", "id": 0, "places": [["loss", "loss", 0]]}
 PROBES = {"kind": "probes", "epoch": 0, "step": 1, "batch": 2, "layout": 0, "digests": b"f" * 16}
@@ -346,9 +266,9 @@ PROBES = {"kind": "probes", "epoch": 0, "step": 1, "batch": 2, "layout": 0, "dig
 
 @pytest.fixture
 def writer(runs, tmp_path):
-    """Begin a ledger with a layout of one place."""
+    """A ledger with a layout of one place."""
     with LedgerWriter(tmp_path / "rank-0.jsonl") as writer:
-        writer.write(runs.header().as_record())
+        writer.write(runs.header())
         writer.write(LAYOUT)
         yield writer
 
@@ -368,11 +288,11 @@ def test_probes_are_checked_when_they_are_written(writer, change, message):
     with pytest.raises(LedgerError, match=f"field {message}"):
         writer.write(PROBES | change)
     writer.write(PROBES | {"step": 2, "batch": 3})
-    writer.write(End(status="finished").as_record())
+    writer.write(End(status="finished"))
     assert [where[1] for where in list_batches(read_ledger(writer.path))] == [1, 2]
 
 
-def test_probes_of_a_layout_that_is_too_large_for_a_block(writer):
+def test_probes_of_a_layout_that_is_too_large_for_a_record(writer):
     places = [["op", str(number), 0] for number in range(16_384)]
     writer.write({"kind": "layout", "id": 1, "places": places})
     record = PROBES | {"layout": 1, "count": 5, "digests": bytes(5 * 16_384 * 16)}
@@ -380,122 +300,22 @@ def test_probes_of_a_layout_that_is_too_large_for_a_block(writer):
         writer.write(record)
 
 
-def test_a_number_of_a_layout_that_does_not_fit_a_block(writer):
-    writer.write(LAYOUT | {"id": 2**16})
-    with pytest.raises(LedgerError, match="'layout' must be below 65536, and is 65536"):
-        writer.write(PROBES | {"layout": 2**16})
-
-
-def test_probes_before_the_header_are_refused(tmp_path):
-    with LedgerWriter(tmp_path / "rank-0.jsonl") as writer, pytest.raises(LedgerError, match="lay"):
-        writer.write(PROBES)
-
-
-def test_a_file_that_is_gone_is_noticed_by_the_next_record_that_is_no_probes(runs, writer):
-    writer.path.unlink()
-    writer.write(PROBES)
-    with pytest.raises(LedgerError, match="was deleted while the run wrote it"):
-        writer.write(runs.facts().as_record())
-
-
-def test_frames_that_are_gone_are_noticed_by_the_next_record(runs, writer):
-    writer.write(PROBES)
-    frames_path(writer.path).unlink()
-    with pytest.raises(LedgerError, match=r"was deleted while the run wrote it.*first 38 bytes"):
-        writer.write(runs.facts().as_record())
-    with pytest.raises(LedgerError, match="missing from here on"):
-        writer.write(PROBES)
-
-
-def test_frames_of_an_older_run_are_never_overwritten(writer):
-    frames_path(writer.path).write_bytes(b"older")
-    with pytest.raises(LedgerError, match=r"rank-0.frames cannot be made: File exists"):
-        writer.write(PROBES)
-    assert frames_path(writer.path).read_bytes() == b"older"
-
-
-def test_a_full_disk_leaves_whole_frames(writer, monkeypatch):
-    writer.write(PROBES)
-    real, answers = os.write, [OSError(errno.ENOSPC, ""), 10]
-
-    def write(fd, data):
-        answer = answers.pop()
-        if isinstance(answer, OSError):
-            raise answer
-        return real(fd, data[:answer])
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "write", write)
-        with pytest.raises(LedgerError, match=r"rank-0\.frames cannot be written: No space"):
-            writer.write(PROBES | {"step": 2})
-    writer.close()
-    assert [where[1] for where in list_batches(read_ledger(writer.path))] == [1]
-
-
-@pytest.mark.parametrize("written", [0, 10, None], ids=["nothing", "a part", "all"])
-def test_ctrl_c_before_a_record_of_probes(writer, written, monkeypatch):
-    """They do not look at the file, unless the write before was interrupted."""
-    write_interrupted(writer, PROBES, written, monkeypatch)
-    writer.write(PROBES | {"step": 2, "batch": 3})
-    writer.close()
-    steps = [where[1] for where in list_batches(read_ledger(writer.path))]
-    assert steps == ([1, 2] if written is None else [2])
-
-
-@pytest.mark.parametrize("written", [0, 10, None], ids=["nothing", "a part", "all"])
-def test_ctrl_c_in_probes_before_another_record(writer, written, monkeypatch):
-    write_interrupted(writer, PROBES, written, monkeypatch)
-    writer.write(End(status="failed").as_record())
-    steps = [where[1] for where in list_batches(read_ledger(writer.path))]
-    assert steps == ([1] if written is None else [])
-
-
-def test_frames_are_referred_to_before_the_next_record(runs, writer):
-    writer.write(PROBES)
-    check = writer.refer_to_frames()
-    assert writer.refer_to_frames() == check == writer.chain_hash
-    writer.write(runs.digests("epoch", 0).as_record())
+def test_probes_are_read_in_order_and_line_by_line_without_them(runs, writer):
+    writer.write(PROBES | {"count": 2, "digests": b"f" * 32})
+    writer.write(runs.digests("epoch", 0))
     writer.write(PROBES | {"step": 2, "batch": 0, "epoch": 1})
-    writer.write(End(status="finished").as_record())
-    kinds = [json.loads(line)["kind"] for line in writer.path.read_text().splitlines()]
-    assert kinds == ["header", "layout", "frames", "digests", "frames", "end"]
-    found = list(read_ledger(writer.path).records(0))
-    shown = [getattr(record, "moment", type(record).__name__) for record in found]
-    assert shown == ["ProbeLayout", "Frames", "FramesEnd", "epoch", "Frames", "FramesEnd", "End"]
+    writer.write(End(status="finished"))
+    ledger = read_ledger(writer.path)
+    assert [batch[:3] for batch in list_batches(ledger)] == [(0, 1, 2), (0, 2, 3), (1, 2, 0)]
+    kinds = [type(record).__name__ for record in ledger.records(0)]
+    assert kinds == ["ProbeLayout", "Frames", "Digests", "Frames", "End"]
+    kinds = [type(record).__name__ for record in ledger.line_records(0)]
+    assert kinds == ["ProbeLayout", "Digests", "End"]
 
 
-def test_a_record_that_refers_to_frames_is_refused(writer):
-    with pytest.raises(LedgerError, match="'kind' is 'frames', a record that the writer adds"):
+def test_a_record_of_an_older_schema_is_refused(writer):
+    with pytest.raises(LedgerError, match="'kind' is 'frames', which only ledgers of schema 2"):
         writer.write({"kind": "frames", "bytes": 8, "last": "0" * 16})
-
-
-def test_kill_loses_at_most_the_last_frames(tmp_path):
-    choice = random.Random(7)
-    for number in range(4):
-        path = tmp_path / f"rank-{number}.jsonl"
-        acknowledged = kill_after(choice.randrange(1, 400), PROBE_FOR_EVER, path)
-        steps = [where[1] for where in list_batches(read_ledger(path))]
-        assert steps == list(range(len(steps)))
-        assert len(steps) - 1 in (acknowledged, acknowledged + 1)
-
-
-def test_frames_cut_anywhere(runs, writer):
-    """Each prefix reads as its whole blocks; a torn block is reported."""
-    for step in range(4):
-        writer.write(PROBES | {"step": step, "batch": 2 * step})
-    writer.close()
-    lines = writer.path.read_bytes().splitlines(keepends=True)
-    writer.path.write_bytes(b"".join(line for line in lines if b'"frames"' not in line))
-    path = frames_path(writer.path)
-    data = path.read_bytes()
-    ends = [8 + 30 * number for number in range(1, 5)]
-    assert len(data) == ends[-1]
-    for size in range(len(data)):
-        path.write_bytes(data[:size])
-        reader, records = read_all(writer.path)
-        count = sum(record.count for record in records if isinstance(record, Frames))
-        assert count == sum(size >= end for end in ends)
-        assert reader.truncated == (size not in (0, 8, *ends))
 
 
 def test_a_forked_process_does_not_write_into_the_ledger_of_its_parent(tmp_path, monkeypatch):
@@ -503,6 +323,6 @@ def test_a_forked_process_does_not_write_into_the_ledger_of_its_parent(tmp_path,
     with LedgerWriter(path) as writer:
         monkeypatch.setattr(os, "getpid", lambda: -1)
         with pytest.raises(LedgerError, match="was forked from it and must not write there"):
-            writer.write(End(status="finished").as_record())
+            writer.write(End(status="finished"))
         monkeypatch.undo()
     assert path.read_bytes() == b""
