@@ -117,7 +117,7 @@ class Training:
         Raises:
             CommandError: They were not saved.
         """
-        from lightning_d9m.lightning.recording.weight_snapshots import (
+        from lightning_d9m.lightning.recording.trainer_recorder import (
             load_weight_snapshot,
             weight_snapshot_path,
         )

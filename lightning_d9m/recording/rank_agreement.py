@@ -17,7 +17,7 @@ from lightning_d9m.comparison.differences import NAMES_KEPT
 from lightning_d9m.errors import DriftError
 from lightning_d9m.hashing.shards import FlatLayout, has_base, may_be_sharded
 from lightning_d9m.hashing.training_state import Groups, count_sharded, plain_name, replicated_names
-from lightning_d9m.ledger.format.records import Json, Scalar
+from lightning_d9m.ledger.format.records import Digests, Json, Scalar
 from lightning_d9m.ledger.stack import PIPELINE_STAGES, SHARDED_PARAMETERS
 from lightning_d9m.ranks.ranks import Ranks
 from lightning_d9m.text import describe_moment, describe_names, describe_pair, escape
@@ -161,7 +161,6 @@ GatherJson: TypeAlias = Callable[[Json], list[Any]]
 """Gathers JSON values of all ranks, in order of ranks; each rank calls this."""
 
 GROUPS = ("weights", "buffers", "optimizers", "schedulers")
-_MOST = 32  # steps that are kept
 _FIRST_BYTES = 256  # that ranks gather at once: a hash of each group
 # Buffers that a training step may set from each rank's own data.
 _FREE_BUFFERS = "free buffers"
@@ -175,49 +174,6 @@ def gather_json(ranks: Ranks, value: Json) -> list[Any]:
     """Return the JSON value of each rank, in order of ranks; each rank calls this."""
     rows = ranks.gather_bytes(json.dumps(value).encode(), first=_FIRST_BYTES)
     return [json.loads(row) for row in rows]
-
-
-class StepDigests:
-    """Keeps a hash of each group after every n-th step; n doubles as soon as there are too many.
-
-    So the number of digests grows with the logarithm of the number of steps. Ranks keep the same
-    steps, as these depend on nothing else.
-    """
-
-    def __init__(self) -> None:
-        self._every = 1
-        self._kept: dict[int, list[str]] = {}
-
-    def wants(self, step: int) -> bool:
-        """Return whether the state after a step should be added."""
-        return step % self._every == 0 and step not in self._kept
-
-    def add(self, step: int, groups: Mapping[str, Mapping[str, str]]) -> None:
-        """Add the digests of the state that must be equal on all ranks."""
-        self._kept[step] = [_hash(groups.get(group, {}).items()) for group in GROUPS]
-        while len(self._kept) > _MOST:
-            self._every *= 2
-            self._kept = {at: row for at, row in self._kept.items() if at % self._every == 0}
-
-    def forget(self) -> None:
-        """Forget the steps, because the ranks agree."""
-        self._kept.clear()
-
-    def find_first(self, gather: GatherJson) -> dict[str, tuple[int | None, int]]:
-        """Return by group the last step that was equal on all ranks and the first that was not.
-
-        Every rank calls this and gets the same.
-        """
-        tables = [dict(rows) for rows in gather([*self._kept.items()])]
-        found: dict[str, tuple[int | None, int]] = {}
-        before: dict[str, int] = {}
-        for step in sorted(set.intersection(*map(set, tables))):
-            for group, *values in zip(GROUPS, *(table[step] for table in tables), strict=True):
-                if len(set(values)) == 1:
-                    before[group] = step
-                elif group not in found:
-                    found[group] = (before.get(group), step)
-        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,19 +252,6 @@ class RankAgreement:
         self._replicated = replicated
         self._tables: dict[str, dict[str, str]] = {}
         self._agreed: dict[str, str] = {}  # what all ranks held, by name of a buffer
-        self._steps = StepDigests()
-
-    def wants_step(self, step: int) -> bool:
-        """Return whether the state after a step should be kept until the next record."""
-        return self._steps.wants(step)
-
-    def keep_step(self, step: int, groups: Mapping[str, Mapping[str, str]]) -> None:
-        """Keep the digests of a step, which tell when ranks that differ began to."""
-        self._steps.add(step, self._replicated.select(groups))
-
-    def find_steps(self) -> dict[str, tuple[int | None, int]]:
-        """Return what ``StepDigests.find_first`` does; every rank must call this."""
-        return self._steps.find_first(self._gather)
 
     def summarize(self, groups: Mapping[str, Mapping[str, str]]) -> list[str]:
         """Return the hash of each group, which ``compare`` needs of every rank."""
@@ -332,8 +275,6 @@ class RankAgreement:
             difference = compare_ranks(tables)
             if difference is not None:
                 found.setdefault(group, difference)
-        if not found:
-            self._steps.forget()
         return found
 
     def _select_shared(self, tables: list[dict[str, str]]) -> list[dict[str, str]]:
@@ -354,20 +295,12 @@ class RankAgreement:
         return [{name: table[name] for name in self._agreed} for table in tables]
 
 
-def rank_error(
-    difference: RankDifference,
-    *,
-    moment: str,
-    epoch: int,
-    step: int,
-    group: str = "weights",
-    steps: tuple[int | None, int] | None = None,
-) -> DriftError:
+def rank_error(difference: RankDifference, digests: Digests, group: str = "weights") -> DriftError:
     """Build the error that names the rank that differs, and what differs on it.
 
-    ``steps`` are the last step after which the ranks were equal in this, if it is known, and the
-    first after which they were not.
+    ``digests`` is the record in which it differs.
     """
+    moment, epoch, step = digests.moment, digests.epoch, digests.step
     first, expected_rank = difference.rank, difference.expected_rank
     expected, actual = describe_pair(difference.expected, difference.actual)
     labels = [f"rank {expected_rank} (reference):", f"rank {first}:"]
@@ -388,7 +321,7 @@ def rank_error(
     return DriftError(
         f"{who} in {describe_moment(moment, epoch, step)}: {what}.\n"
         f"  {labels[0]:<{width}} {expected}\n"
-        f"  {labels[1]:<{width}} {actual}\n{_describe_steps(steps)}"
+        f"  {labels[1]:<{width}} {actual}\n"
         "All ranks must hold the same bits after each step. Look for what only one rank does: a "
         "change to its weights, a learning rate that follows its own metric (log the metric with "
         "sync_dist=True), a module that is not synchronized, a failing device.",
@@ -404,13 +337,6 @@ def rank_error(
         actual=difference.actual,
         expected_rank=expected_rank,
     )
-
-
-def _describe_steps(steps: tuple[int | None, int] | None) -> str:
-    if steps is None:
-        return ""
-    equal = "" if steps[0] is None else f" They were still equal after step {steps[0]}."
-    return f"The ranks differed in this after step {steps[1]}.{equal}\n"
 
 
 def _hash(parts: Iterable[object]) -> str:

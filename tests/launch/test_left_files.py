@@ -107,23 +107,3 @@ def test_a_file_that_a_later_run_reads_is_named(folder, monkeypatch):
     for expected in ("", "", "read or written in a later one: cache."):
         watch.note_run()
         assert watch.describe(first_alone=False).endswith(expected)
-
-
-def test_files_that_other_programs_share_count_only_if_the_first_run_is_alone(folder):
-    watch = FileWatch(["python", "train.py"], folder / "runs")
-    for run in (1, 2):
-        (folder / "temporary" / "state").write_text(str(run))
-        watch.note_run()
-    assert watch.describe(first_alone=False) == ""
-    assert str(folder / "temporary" / "state") in watch.describe(first_alone=True)
-
-
-def test_the_folder_of_the_program_is_watched_too(folder):
-    program = folder / "elsewhere" / "train.py"
-    program.parent.mkdir()
-    program.touch()
-    watch = FileWatch(["python", str(program)], folder / "runs")
-    for run in (1, 2):
-        (program.parent / "state").write_text(str(run))
-        watch.note_run()
-    assert str(program.parent / "state") in watch.describe(first_alone=False)

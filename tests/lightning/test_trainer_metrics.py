@@ -7,14 +7,12 @@ import pytest
 import torch
 from resuming import Fits, agree
 from torch import nn
-from torchmetrics import CatMetric, MetricTracker, MinMaxMetric, SumMetric
+from torchmetrics import CatMetric, MinMaxMetric, SumMetric
 from torchmetrics.classification import MulticlassAccuracy
 from torchmetrics.wrappers import Running
 from trainings import make_model
 
-from lightning_d9m.errors import InexactResumeError
 from lightning_d9m.lightning import trainer_metrics
-from lightning_d9m.lightning.trainer_metrics import name_callbacks
 
 pytestmark = pytest.mark.usefixtures("unseeded", "new_process")
 
@@ -95,25 +93,11 @@ def test_metrics_of_each_kind_go_on(fits, model):
         agree(straight, fits.resume(**run))
 
 
-def test_a_metric_that_is_made_in_training_is_missed(fits):
-    def add(self):
-        self.metric.increment()
-
-    methods = {"training_step": step_by_hand, "on_train_epoch_start": add}
-    run = {
-        "model": partial(with_metric, lambda: MetricTracker(SumMetric(), maximize=True), **methods)
-    }
-    fits.interrupt(**run, at={"batch": 2})
-    with pytest.raises(InexactResumeError, match=r"model\.metric\.1 changes in the fit"):
-        fits.resume(**run)
-
-
 class Same(L.Callback):
     """A callback that may be there twice."""
 
 
 def test_callbacks_are_named_by_their_class():
     same = [Same(), Same()]
-    named = name_callbacks([same[0], L.Callback(), same[1]])
     named = trainer_metrics.name_callbacks([same[0], L.Callback(), same[1]])
     assert list(named) == ["callbacks.Same", "callbacks.Callback", "callbacks.Same#1"]

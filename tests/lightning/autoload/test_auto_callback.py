@@ -74,8 +74,8 @@ def test_variables_reach_the_callback(asked):
     asked.setenv("LIGHTNING_D9M_SEED", "11")
     asked.setenv("LIGHTNING_D9M_ON_DRIFT", "warn")
     callback = make_callback("lightning.pytorch")
-    assert callback._given.seed == 11
-    assert callback._recorder._policy.on_drift == "warn"
+    assert callback._given["seed"] == 11
+    assert callback._recorder._options.on_drift == "warn"
     callback.early_variables.restore()
 
 

@@ -93,7 +93,7 @@ PLANTED = {
 @pytest.mark.parametrize("wait", PLANTED.values(), ids=PLANTED)
 def test_a_wait_that_is_planted_in_a_batch_is_counted(wait, tmp_path, monkeypatch):
     """In a function of the package that runs in each batch of a validation."""
-    keep = TrainerRecorder.keep_outputs
+    keep = TrainerRecorder.end_evaluation_batch
     code = wait.__code__.replace(co_filename=keep.__code__.co_filename)
     planted = FunctionType(code, wait.__globals__)
 
@@ -101,7 +101,7 @@ def test_a_wait_that_is_planted_in_a_batch_is_counted(wait, tmp_path, monkeypatc
         planted(outputs["outputs"])
         keep(self, outputs, *words)
 
-    monkeypatch.setattr(TrainerRecorder, "keep_outputs", keep_and_wait)
+    monkeypatch.setattr(TrainerRecorder, "end_evaluation_batch", keep_and_wait)
     added = count(run_trainer, "validate", tmp_path)
     assert max(added.values(), default=0) == BATCHES[1] - BATCHES[0]
 

@@ -8,7 +8,7 @@ from trainings import QUIET, make_loader, make_model
 from lightning_d9m import DeterminismCallback, SettingError
 from lightning_d9m.hashing.digest import digest_value
 from lightning_d9m.ledger.folder import read_ledger
-from lightning_d9m.lightning.recording.weight_snapshots import (
+from lightning_d9m.lightning.recording.trainer_recorder import (
     load_weight_snapshot,
     weight_snapshot_path,
 )
@@ -45,11 +45,6 @@ def test_weights_of_every_moment_are_kept(tmp_path, monkeypatch):
     ]
     kept = load_weight_snapshot(weight_snapshot_path(tmp_path / "weights", "fit-000", "final", 1))
     assert digest_value(kept) == digest_value(dict(model.named_parameters()))
-
-
-def test_no_weights_are_kept_unasked(tmp_path):
-    fit(tmp_path)
-    assert list(tmp_path.rglob("*.pt")) == []
 
 
 def test_control_off_seeds_and_records_but_switches_nothing(
