@@ -61,7 +61,6 @@ from lightning_d9m.recording.rank_agreement import (
     describe_division,
     find_replicated_state,
     gather_json,
-    rank_error,
 )
 from lightning_d9m.recording.reference import Reference
 from lightning_d9m.state.plain_data import decode_plain, encode_plain
@@ -422,8 +421,7 @@ class RunRecorder:
         if drifted and not found:
             errors.append(self._other_rank_error(digests, drifted[0], counts[drifted[0]]))
         if agreement is not None:
-            differences = agreement.compare([row[1:] for row in rows])
-            errors += [rank_error(own, digests, group) for group, own in differences.items()]
+            errors += agreement.compare([row[1:] for row in rows], digests).values()
         return errors
 
     def _other_rank_error(self, digests: Digests, rank: int, count: int) -> DriftError:
