@@ -1,16 +1,12 @@
 """Files that one run leaves and a later one uses are named, however they are written."""
 
-import mmap
-import os
 import sqlite3
 import subprocess
 import tempfile
 from contextlib import closing
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
 
 from lightning_d9m.launch.left_files import FileWatch
 
@@ -38,36 +34,12 @@ def count_in_database(path, run):
         database.commit()
 
 
-def map_memory(path, run):
-    with path.open("wb") as file:
-        file.truncate(8)
-    with path.open("r+b") as file, mmap.mmap(file.fileno(), 8) as memory:
-        memory[0] = run
-        memory.flush()
-
-
-def write_by_number(path, run):
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.write(descriptor, b"%d" % run)
-    os.close(descriptor)
-
-
 WAYS = {
     "text": lambda path, run: path.write_text(str(run)),
     "replaced": replace,
     "database": count_in_database,
-    "mapped": map_memory,
-    "descriptor": write_by_number,
     "another process": lambda path, run: subprocess.run(
         ["sh", "-c", f"echo {run} > {path}"], check=True
-    ),
-    "torch": lambda path, run: torch.save({"run": run}, path),
-    "array": lambda path, run: np.full(3, run).tofile(path),
-    "linked": lambda path, run: (
-        path.unlink(missing_ok=True),
-        Path("made").write_text(str(run)),
-        path.hardlink_to("made"),
-        Path("made").unlink(),
     ),
 }
 

@@ -24,7 +24,7 @@ from lightning_d9m.cli.arguments import (
 from lightning_d9m.launch.run import make_output, make_run_folder, pair_fits, read_fits, run_once
 from lightning_d9m.output.terminal import format_next_steps, print_lines
 
-# Set for the command; `control.environment` and `weight_snapshots` read them.
+# Set for the command; `control.environment` and `trainer_recorder` read them.
 CONTROL, WEIGHTS = "LIGHTNING_D9M_CONTROL", "LIGHTNING_D9M_KEEP_WEIGHTS"
 _FEWEST_RUNS = 2
 
