@@ -215,58 +215,6 @@ def test_a_local_gradient_is_taken_before_a_strategy_sends_it_away():
     assert [gradient.tolist() for gradient in met] == [[[1.0, 1.0]]]
 
 
-def test_a_parameter_that_a_module_returns_keeps_no_hook(fit):
-    class Returned(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(10))
-
-        def forward(self):
-            return self.weight
-
-    def step(self, batch, batch_idx):
-        assert not self.returned.weight._backward_hooks
-        return nn.functional.cross_entropy(self.layers(batch[0]) * self.returned(), batch[1])
-
-    model = make_model(training_step=step)
-    model.returned = Returned()
-    places = places_of(fit(model=model, probes=["output", "grad_output", "gradient"]))
-    assert ("output", "returned", 0) in places
-    assert ("grad_output", "returned", 0) not in places
-    assert ("gradient", "returned.weight", 0) in places
-
-
-def test_two_optimizers_by_hand(fit):
-    def step(self, batch, batch_idx):
-        for optimizer, layer in zip(
-            self.optimizers(), (self.layers[0], self.layers[4]), strict=True
-        ):
-            optimizer.zero_grad()
-            loss = nn.functional.cross_entropy(self.layers(batch[0]), batch[1])
-            self.manual_backward(loss)
-            optimizer.step()
-            assert layer.weight.grad is not None
-
-    def optimizers(self):
-        layers = (self.layers[0], self.layers[4])
-        return [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in layers]
-
-    def make():
-        model = make_model(training_step=step, configure_optimizers=optimizers)
-        model.automatic_optimization = False
-        return model
-
-    plain, probed = fit(model=make()), fit(model=make(), probes="all")
-    assert final(probed) == final(plain)
-    assert [name for _, name, _ in places_of(probed, "gradient")] == [
-        "layers.0.weight",
-        "layers.0.bias",
-        "layers.4.weight",
-        "layers.4.bias",
-    ]
-    assert len(places_of(probed, "loss")) == 2
-
-
 def test_a_compiled_module_is_seen_from_outside_and_stays_compiled(fit):
     compiled = []
 

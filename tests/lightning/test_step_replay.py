@@ -63,16 +63,6 @@ def test_training_is_bit_identical_to_one_without_it(fit, words):
     assert replayed.header.settings["replay_every"] == 1
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit", "ignore::torch.jit.TracerWarning")
-def test_the_buffers_of_a_torchscript_module_are_put_back(fit):
-    def make():
-        model = make_model()
-        model.layers[1] = torch.jit.trace(model.layers[1], torch.ones(4, 32))
-        return model
-
-    assert final(fit(model=make(), replay_every=1)) == final(fit(model=make()))
-
-
 def test_a_scaled_loss_is_no_false_alarm(fit):
     """With a GradScaler the loss is scaled between the place that is compared and the gradient."""
 

@@ -7,11 +7,9 @@ import pytest
 import torch
 from simulated_device import Waits, put, simulate
 from trainings import QUIET, make_loader, make_model
-from xxhash import xxh3_128_hexdigest
 
 from lightning_d9m import DeterminismCallback, Recorder, deterministic
 from lightning_d9m.hashing.digest import digest_value
-from lightning_d9m.hashing.output_digest import OutputDigest
 from lightning_d9m.lightning.recording.trainer_recorder import TrainerRecorder
 
 pytestmark = pytest.mark.usefixtures("unseeded", "new_process")
@@ -104,16 +102,3 @@ def test_a_wait_that_is_planted_in_a_batch_is_counted(wait, tmp_path, monkeypatc
     monkeypatch.setattr(TrainerRecorder, "end_evaluation_batch", keep_and_wait)
     added = count(run_trainer, "validate", tmp_path)
     assert max(added.values(), default=0) == BATCHES[1] - BATCHES[0]
-
-
-def test_many_batches_are_rolled_up_as_one_after_the_other():
-    """Whatever is fetched together, with outputs without a digest between."""
-    values = [torch.randn(number % 7) for number in range(200)]
-    digests, text = OutputDigest(), ""
-    for number, value in enumerate(values):
-        digests.add(put(value) if number % 50 else object(), loader=1, batch=number)
-        text += f"1 {number} {digest_value(value) if number % 50 else 'none'}\n"
-    fields = digests.as_fields()
-    assert fields == digests.as_fields()
-    assert fields["outputs"] == xxh3_128_hexdigest(text.encode())
-    assert (fields["batches"], fields["undigested"]) == (200, 4)
