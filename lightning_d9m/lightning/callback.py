@@ -33,8 +33,7 @@ from lightning_d9m.lightning.resume.resumable_fit import CheckpointState
 from lightning_d9m.lightning.resume.run_state import mark_used_gradients
 from lightning_d9m.lightning.saved_state import KEY
 from lightning_d9m.lightning.strategies import check_strategy, register_strategies
-from lightning_d9m.lightning.trainer_attributes import list_callbacks
-from lightning_d9m.lightning.trainer_ranks import ranks_of
+from lightning_d9m.lightning.trainer_attributes import list_callbacks, ranks_of
 from lightning_d9m.lightning.trainer_session import TrainerSession
 from lightning_d9m.ranks.connections import close_group_at_exit
 from lightning_d9m.ranks.liveness import RankLiveness, add_lost_ranks, connect_liveness

@@ -21,8 +21,7 @@ from lightning_d9m.launch.interruption_points import (
 from lightning_d9m.ledger.stack import LAST_BITS_SETTING
 from lightning_d9m.lightning.lightning_private import is_search, resume_next_fit
 from lightning_d9m.lightning.packages import combined_base
-from lightning_d9m.lightning.trainer_attributes import list_callbacks
-from lightning_d9m.lightning.trainer_ranks import ranks_of
+from lightning_d9m.lightning.trainer_attributes import list_callbacks, ranks_of
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer

@@ -23,7 +23,7 @@ from lightning_d9m.ledger.format.records import Json, ReplayDrift
 from lightning_d9m.ledger.kinds import ROOT
 from lightning_d9m.lightning.lightning_private import is_compiled
 from lightning_d9m.lightning.strategies import is_sharded
-from lightning_d9m.lightning.trainer_ranks import ranks_of
+from lightning_d9m.lightning.trainer_attributes import ranks_of
 from lightning_d9m.probes.module_hooks import hook_model
 from lightning_d9m.probes.settings import ProbeSettings
 from lightning_d9m.probes.trace import (

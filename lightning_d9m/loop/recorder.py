@@ -560,7 +560,6 @@ class Recorder:
 
     def _finish(self) -> None:
         try:
-            self._run.probes.close()
             self._record("final", max(0, self.next_epoch - 1 + (self._iterated > 0)))
             self.interruption.write_survey()
         except BaseException as error:

@@ -77,12 +77,12 @@ class BatchProbes:
         ``scaler`` is the ``torch.amp.GradScaler``, where the precision has one.
         """
         self._ops_entered.close()
+        if point.batch < VALIDATION:
+            self._validated = 0
         if not self._kinds or point.step not in self._settings.steps:
             self.unhook()
             self.collector.close()
             return
-        if point.batch < VALIDATION:
-            self._validated = 0
         self.collector.begin(point)
         self._took_loss = False
         if point.batch <= VALIDATION:  # no later batch of a validation changes it

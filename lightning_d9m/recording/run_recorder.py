@@ -308,6 +308,8 @@ class RunRecorder:
         """
         self.probes.save_state(StatePoint(epoch, step, moment))
         self.probes.collector.close()
+        if moment == "final":
+            self.probes.unhook()
         partial = self.ranks.raise_on_all(lambda: self._read(verify, sketches=moment == "epoch"))
         snapshot = complete_snapshot(partial, self.ranks)
         self.digest = snapshot.totals["weights"]

@@ -33,8 +33,7 @@ from lightning_d9m.lightning.packages import rank_zero
 from lightning_d9m.lightning.recording.ledger_location import make_ledger_folder
 from lightning_d9m.lightning.saved_state import PendingRecords
 from lightning_d9m.lightning.step_replay import Replay
-from lightning_d9m.lightning.trainer_attributes import get_logical_ranks
-from lightning_d9m.lightning.trainer_ranks import ranks_of
+from lightning_d9m.lightning.trainer_attributes import get_logical_ranks, ranks_of
 from lightning_d9m.lightning.trainer_session import TrainerSession
 from lightning_d9m.probes.batch_probes import BatchProbes
 from lightning_d9m.probes.dispatch_mode import OpMode
@@ -380,6 +379,8 @@ class TrainerRecorder:
 
         If both differ, the weights are then reported first: they usually cause the difference.
         """
+        if self._evaluations:
+            self.probes.collector.close()
         for record in self._evaluations:
             self._run.append(record)
         self._evaluations.clear()

@@ -21,8 +21,7 @@ from lightning_d9m.lightning.resume.program_state import (
     find_changed,
 )
 from lightning_d9m.lightning.strategies import is_sharded
-from lightning_d9m.lightning.trainer_attributes import list_callbacks
-from lightning_d9m.lightning.trainer_metrics import name_callbacks
+from lightning_d9m.lightning.trainer_attributes import list_callbacks, name_callbacks
 from lightning_d9m.state.watch import digest_value
 
 if TYPE_CHECKING:

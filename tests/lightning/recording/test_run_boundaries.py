@@ -11,7 +11,7 @@ from trainings import QUIET, make_loader, make_model
 from lightning_d9m import DeterminismCallback, SettingError
 from lightning_d9m.ledger.folder import read_ledger
 from lightning_d9m.ledger.format.records import Digests, End
-from lightning_d9m.lightning.trainer_ranks import ranks_of
+from lightning_d9m.lightning.trainer_attributes import ranks_of
 
 
 def make_trainer(folder, **options):

@@ -12,7 +12,7 @@ from torchmetrics.classification import MulticlassAccuracy
 from torchmetrics.wrappers import Running
 from trainings import make_model
 
-from lightning_d9m.lightning import trainer_metrics
+from lightning_d9m.lightning import trainer_attributes
 
 pytestmark = pytest.mark.usefixtures("unseeded", "new_process")
 
@@ -99,5 +99,5 @@ class Same(L.Callback):
 
 def test_callbacks_are_named_by_their_class():
     same = [Same(), Same()]
-    named = trainer_metrics.name_callbacks([same[0], L.Callback(), same[1]])
+    named = trainer_attributes.name_callbacks([same[0], L.Callback(), same[1]])
     assert list(named) == ["callbacks.Same", "callbacks.Callback", "callbacks.Same#1"]
