@@ -46,7 +46,7 @@ from lightning_d9m.ledger.folder import create_ledger_folder
 from lightning_d9m.ledger.format.records import Digests, End
 from lightning_d9m.lightning.recording.ledger_location import state_folder
 from lightning_d9m.loop.batches import unwrap_model
-from lightning_d9m.loop.recorder import Recorder
+from lightning_d9m.loop.recorder import Recorder, find_ranks
 from lightning_d9m.probes.settings import ProbeSettings
 from lightning_d9m.ranks.ranks import Ranks
 from lightning_d9m.recording.run_recorder import RunOptions, RunRecorder
@@ -162,7 +162,8 @@ class StepRecorder(Recorder):
         self._options = build_from_variables(RunOptions, read_settings(RunOptions, os.environ))
         self.run, self._session, self._fit, self._every = self._run, session, number, _read_every()
         self._sizes = {id(own): _count(own) for own in optimizers}
-        rank, self._world_size = _find_rank()
+        peers, self._world_size = find_ranks()
+        rank = peers.rank
         self._ranks = Ranks(rank)
         self._make_folder = lambda: _make_folder(rank, self._world_size, number)
         self._check_options()
@@ -377,12 +378,6 @@ def _override(session: Session) -> dict[str, str]:
     """Set the flags again that the program has changed before its first step; return them."""
     names = session.switch_again()
     return {"overridden": ", ".join(names)} if names else {}
-
-
-def _find_rank() -> tuple[int, int]:
-    if not distributed.is_available() or not distributed.is_initialized():
-        return 0, 1
-    return distributed.get_rank(), distributed.get_world_size()
 
 
 def _make_folder(rank: int, size: int, number: int) -> Path:

@@ -307,9 +307,7 @@ class RunRecorder:
         of numbers; ``verify`` raises a ``SettingError`` if a switch was changed.
         """
         self.probes.save_state(StatePoint(epoch, step, moment))
-        self.probes.collector.close()
-        if moment == "final":
-            self.probes.unhook()
+        (self.probes if moment == "final" else self.probes.collector).close()
         partial = self.ranks.raise_on_all(lambda: self._read(verify, sketches=moment == "epoch"))
         snapshot = complete_snapshot(partial, self.ranks)
         self.digest = snapshot.totals["weights"]
