@@ -276,12 +276,27 @@ class TransformersCallback(TrainerCallback or object):  # type: ignore[misc]
         self, args: "TrainingArguments", state: "TrainerState", chosen: Path | None
     ) -> Any:
         """Return what this rank saved in the checkpoint that is resumed; None without one."""
-        wanted = self._recorder.interruption.is_wanted
-        _check_interruption(args, state, chosen, wanted=wanted)
+        if self._recorder.interruption.is_wanted and args.save_only_model:
+            raise SettingError(
+                f"The variable {INTERRUPT} asks for a checkpoint from which the training can "
+                "resume, and the Trainer saves only the model. Leave out save_only_model=True."
+            )
+        if chosen is not None and state.global_step == 0:
+            raise SettingError(
+                f"The variable {RESUME} is '{chosen}', and the Trainer begins at step 0, because "
+                "its class overrides train(). Call super().train(resume_from_checkpoint) there."
+            )
         if state.global_step == 0:
             return None
-        path = Path(chosen or self._resumed_from or _name_checkpoint(args, state))
-        return _load_state(_name_state(path, args), path)
+        checkpoint = Path(chosen or self._resumed_from or _name_checkpoint(args, state))
+        path = _name_state(checkpoint, args)
+        if not path.exists():
+            raise CheckpointError(
+                f"The training resumes from a checkpoint, and {path} does not exist. If the "
+                f"checkpoint is not {checkpoint}, name it: TransformersCallback(resumed_from=...). "
+                "It must have been saved with this callback, by as many ranks."
+            )
+        return torch.load(path, weights_only=True)
 
     def _save_state(self, folder: Path, args: "TrainingArguments") -> None:
         if folder.is_dir():
@@ -306,35 +321,9 @@ class TransformersCallback(TrainerCallback or object):  # type: ignore[misc]
         self._recorder.__exit__(None if error is None else type(error), error, None)
 
 
-def _check_interruption(
-    args: "TrainingArguments", state: "TrainerState", chosen: Path | None, *, wanted: bool
-) -> None:
-    """Raise unless the training can be interrupted, and was resumed, as the variables ask."""
-    if wanted and args.save_only_model:
-        raise SettingError(
-            f"The variable {INTERRUPT} asks for a checkpoint from which the training can resume, "
-            "and the Trainer saves only the model. Leave out save_only_model=True."
-        )
-    if chosen is not None and state.global_step == 0:
-        raise SettingError(
-            f"The variable {RESUME} is '{chosen}', and the Trainer begins at step 0, because its "
-            "class overrides train(). Call super().train(resume_from_checkpoint) there."
-        )
-
-
 def _name_checkpoint(args: "TrainingArguments", state: "TrainerState") -> Path:
     return Path(args.output_dir) / f"checkpoint-{state.global_step}"
 
 
 def _name_state(checkpoint: Path, args: "TrainingArguments") -> Path:
     return checkpoint / f"d9m-{args.process_index}.pt"
-
-
-def _load_state(path: Path, checkpoint: Path) -> Any:
-    if not path.exists():
-        raise CheckpointError(
-            f"The training resumes from a checkpoint, and {path} does not exist. If the checkpoint "
-            f"is not {checkpoint}, name it: TransformersCallback(resumed_from=...). It must have "
-            "been saved with this callback, by as many ranks."
-        )
-    return torch.load(path, weights_only=True)

@@ -6,7 +6,7 @@ Ranks communicate through ``Ranks``, so tests need no processes.
 import json
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -540,8 +540,9 @@ def share_new_folder(ranks: Ranks, create: Callable[[], Path] | None, advice: st
 
 # Digests of whole tensors of which each rank holds a part, from the parts of all ranks.
 _Place = tuple[str, str]  # group and name
-# Bytes of each rank that are gathered at a time: every rank holds those of all.
-_ROUND = 2**20
+# Tensors whose parts are gathered at a time. Every rank holds those of all ranks: up to 256 KiB of
+# bytes for each tensor and rank, and the digests of chunks.
+_ROUND = 32
 
 
 class _Entry(NamedTuple):
@@ -585,7 +586,11 @@ def complete_snapshot(partial: PartialSnapshot, ranks: Ranks) -> Snapshot:
     ]
     wanted = _select_parts(tables, ranks.rank)
     digests = {place: entry.header for place, entry in wanted.items() if entry.size is None}
-    for places in _divide_into_rounds(tables):
+    divided = dict.fromkeys(
+        place for table in tables for place, entry in table.items() if entry.size is not None
+    )
+    for start in range(0, len(divided), _ROUND):
+        places = [*divided][start : start + _ROUND]
         payload = b"".join(b"".join(own[place][1:]) for place in places if place in own)
         rows = ranks.gather_bytes(payload)
         found = ranks.raise_on_all(lambda: _combine_parts(tables, places, rows, wanted))  # noqa: B023 - called here
@@ -616,24 +621,6 @@ def _select_parts(tables: Sequence[_Table], rank: int) -> _Table:
             if rank in entry.ranks:
                 selected.setdefault(place, entry)
     return selected
-
-
-def _divide_into_rounds(tables: Sequence[_Table]) -> Iterator[list[_Place]]:
-    """Yield the places whose parts are gathered together, the same on all ranks."""
-    places = dict.fromkeys(
-        place for table in tables for place, entry in table.items() if entry.size is not None
-    )
-    chosen: list[_Place] = []
-    filled = [0] * len(tables)
-    for place in places:
-        lengths = [sum(table[place].lengths) if place in table else 0 for table in tables]
-        if chosen and max(map(sum, zip(filled, lengths, strict=True))) > _ROUND:
-            yield chosen
-            chosen, filled = [], [0] * len(tables)
-        chosen.append(place)
-        filled = list(map(sum, zip(filled, lengths, strict=True)))
-    if chosen:
-        yield chosen
 
 
 def _combine_parts(

@@ -100,7 +100,7 @@ def test_every_rank_has_the_digests_of_the_whole(whole, count):
 
 
 def test_a_state_is_gathered_in_rounds(whole, monkeypatch):
-    monkeypatch.setattr(run_recorder, "_ROUND", 10)
+    monkeypatch.setattr(run_recorder, "_ROUND", 1)
     assert complete([Rank(number, 2) for number in range(2)]) == [whole] * 2
 
 

@@ -54,6 +54,11 @@ if TYPE_CHECKING:
 
 
 _LONGEST = 4096
+# What a program may not expect that seeds again before its second fit.
+_SECOND_FIT = (
+    ". This second fit drew other numbers than the first, even after seed_everything(); to repeat "
+    "a fit, train within `with lightning_d9m.deterministic(seed={seed}):`."
+)
 
 
 @dataclass
@@ -83,16 +88,8 @@ class FitSummary:
             rank_zero().rank_zero_info(
                 f"d9m: {pluralize(self.epochs, 'epoch')} recorded, weights "
                 f"{cut_digests([self.digest])[0]}, ledger {escape(folder, _LONGEST)}"
-                + (_describe_second_fit(seed) if fit == 1 else "")
+                + (_SECOND_FIT.format(seed=seed) if fit == 1 else "")
             )
-
-
-def _describe_second_fit(seed: int) -> str:
-    """Return what a program may not expect that seeds again before its second fit."""
-    return (
-        ". This second fit drew other numbers than the first, even after seed_everything(); to "
-        f"repeat a fit, train within `with lightning_d9m.deterministic(seed={seed}):`."
-    )
 
 
 RecordKind = Literal["initial", "epoch", "final"]
