@@ -30,8 +30,8 @@ from .ledger.folder import Ledger as Ledger
 from .ledger.folder import read_ledger as read_ledger
 from .lightning.callback import DeterminismCallback as DeterminismCallback
 from .lightning.logical_ranks.strategy import DDPDeterministicStrategy as DDPDeterministicStrategy
-from .loop.final_model import record_final as record_final
 from .loop.recorder import Recorder as Recorder
+from .loop.recorder import record_final as record_final
 from .loop.transformers_callback import TransformersCallback as TransformersCallback
 from .portability.mode import portable as portable
 from .testing import assert_bit_exact as assert_bit_exact

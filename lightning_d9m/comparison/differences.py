@@ -5,6 +5,7 @@ a batch differ in places.
 """
 
 import json
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -36,6 +37,8 @@ _TOTAL = "(total)"
 OTHER = "other fields"
 # The kinds that each rank computes alone: from the inputs up to the exchange of gradients.
 _COMPUTED = PROBE_KINDS[PROBE_KINDS.index("input") : PROBE_KINDS.index("gradient")]
+# A name that cannot be mistaken for a path.
+_PLAIN = re.compile(r"[^.\[\"]+")
 GROUPS = ("weights", "buffers", "optimizers", "schedulers")
 
 # Settings in which two comparable runs may differ, each with the reason.
@@ -317,22 +320,34 @@ def record_difference(expected: Record, actual: Record) -> Divergence | None:
 
 
 def _comparable_fields(record: Record) -> dict[str, Json]:
-    """Return the fields of a record but those that are never compared."""
+    """Return every leaf of a record but of the fields that are never compared."""
     fields = record.as_record()
     for name in record.uncompared:
         fields.pop(name, None)
-    return _write_out(fields)
+    return _flatten(fields)
 
 
-def _write_out(table: Mapping[str, Json]) -> dict[str, Json]:
-    """Return a table with lists and tables in it as JSON, and texts that look like these too."""
-    return {
-        name: json.dumps(value, sort_keys=True)
-        if isinstance(value, list | tuple | Mapping)
-        or (isinstance(value, str) and value.startswith(("[", "{")))
-        else value
-        for name, value in table.items()
-    }
+def _flatten(table: Mapping[str, Json]) -> dict[str, Json]:
+    """Return the leaves of nested tables and lists by path, such as ``train[0].samples``.
+
+    Different tables have different leaves: a name that looks like a path is quoted.
+    """
+    return dict(_leaves(table, ""))
+
+
+def _quote(name: str) -> str:
+    return name if _PLAIN.fullmatch(name) else json.dumps(name)
+
+
+def _leaves(value: Json, path: str) -> Iterator[tuple[str, Json]]:
+    if isinstance(value, list | tuple) and value:
+        for number, entry in enumerate(value):
+            yield from _leaves(entry, f"{path}[{number}]")
+    elif isinstance(value, Mapping) and (value or not path):
+        for name, entry in value.items():
+            yield from _leaves(entry, f"{path}.{_quote(name)}" if path else _quote(name))
+    else:
+        yield path, value
 
 
 def _differing(expected: Record, actual: Record) -> Iterator[tuple[str, int, list[TableValue]]]:

@@ -1,4 +1,13 @@
-"""Points at which a fit can be interrupted: their names, and the choice among them.
+"""Interruptions of a training, for ``d9m repeat --interrupt``: survey, save and kill, resume.
+
+The command sets variables, which apply to the first fit of a process, so that the program needs no
+change:
+
+- ``LIGHTNING_D9M_INTERRUPT``: ``survey``, or a point such as ``batch:1:7``; see
+  :class:`InterruptionPoint`;
+- ``LIGHTNING_D9M_CHECKPOINT_DIR``: the folder for the survey, or for the checkpoint and a file that
+  marks that the point was reached;
+- ``LIGHTNING_D9M_RESUME``: the checkpoint to resume from.
 
 Nothing here imports torch.
 """
@@ -6,12 +15,14 @@ Nothing here imports torch.
 import json
 import os
 import re
+import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
 from lightning_d9m.errors import CommandError, SettingError
+from lightning_d9m.ranks.ranks import Ranks
 from lightning_d9m.text import pluralize
 
 INTERRUPT = "LIGHTNING_D9M_INTERRUPT"
@@ -147,10 +158,76 @@ def parse_point(text: str) -> InterruptionPoint:
     return InterruptionPoint(kind, int(match[2]), int(match[3] or 0), int(match[4] or 0))
 
 
-def write_survey(folder: Path, epochs: Sequence[EpochShape]) -> None:
-    """Write the shapes of a fit's epochs, for ``read_survey``."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / SURVEY).write_text(json.dumps([asdict(shape) for shape in epochs]))
+class Interruption:
+    """Surveys a training, or kills its process at a point after it has saved itself.
+
+    The training calls ``reach`` at each point, on all ranks. If that returns True, it saves itself
+    to ``checkpoint`` and calls ``end_save``. ``before_kill`` waits for a save in the background.
+    """
+
+    def __init__(
+        self,
+        request: InterruptRequest,
+        ranks: Ranks,
+        before_kill: Callable[[], object] = lambda: None,
+    ) -> None:
+        self._request = request
+        self._ranks = ranks
+        self._before_kill = before_kill
+        self._shapes: list[EpochShape] = []
+        self._remaining: int | None = None  # batches until the kill
+
+    @property
+    def is_wanted(self) -> bool:
+        """True if this run, or the one after a survey, needs a checkpoint."""
+        return self._request.folder is not None
+
+    @property
+    def checkpoint(self) -> Path:
+        """The path of the checkpoint."""
+        assert self._request.folder is not None, "there is a point"
+        return self._request.folder / CHECKPOINT
+
+    def reach(self, kind: InterruptionKind, epoch: int, number: int = 0) -> bool:
+        """Return whether the training must save itself now; kill it if this is the last batch."""
+        point = self._request.point
+        if point is None:
+            return False
+        if self._remaining is None:
+            return (kind, epoch, number) == (point.kind, point.epoch, point.number)
+        self._count_down(int(kind == "batch"))
+        return False
+
+    def end_save(self) -> None:
+        """Count the batches to the kill from now on."""
+        assert self._request.point is not None, "it was reached"
+        self._remaining = self._request.point.later
+        self._count_down(0)
+
+    def note_epoch(self, shape: EpochShape) -> None:
+        """Note the batches of an epoch that is done."""
+        self._shapes.append(shape)
+
+    def write_survey(self) -> None:
+        """Write the shapes of the epochs for ``read_survey``, if they were asked for."""
+        folder = self._request.folder
+        if folder is not None and self._request.point is None and self._ranks.rank == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / SURVEY).write_text(json.dumps([asdict(shape) for shape in self._shapes]))
+
+    def _count_down(self, batches: int) -> None:
+        """Kill this process with SIGKILL, on every rank, if no batch remains."""
+        assert self._remaining is not None, "it was saved"
+        self._remaining -= batches
+        if self._remaining:
+            return
+        self._before_kill()
+        # A launcher ends all ranks when one has died; that must not happen before the file exists.
+        self._ranks.raise_on_all(lambda: None)
+        if self._ranks.rank == 0:
+            self.checkpoint.with_name(MARK).write_text(str(self._request.point))
+        self._ranks.raise_on_all(lambda: None)
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def read_survey(folder: Path) -> list[EpochShape]:

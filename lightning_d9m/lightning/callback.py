@@ -3,10 +3,10 @@
 Each hook calls one function of :mod:`lightning_d9m.lightning` or of a lower layer.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass
-from functools import cache, partial
+from dataclasses import dataclass, fields
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -23,24 +23,21 @@ from lightning_d9m.control.session import (
 from lightning_d9m.control.settings import read_path, validate_choice
 from lightning_d9m.errors import SettingError
 from lightning_d9m.ledger.format.records import End
-from lightning_d9m.lightning.fault_injection import apply_interrupt_variables, change_last_bits
+from lightning_d9m.lightning.interruptions import apply_interrupt_variables, change_last_bits
 from lightning_d9m.lightning.lightning_private import wrap_launches
 from lightning_d9m.lightning.logical_ranks.refusals import refuse_unread_variable
 from lightning_d9m.lightning.packages import combined_base, extend_base, import_packages, rank_zero
-from lightning_d9m.lightning.probing.recorder import ProbeRecorder
 from lightning_d9m.lightning.recording.trainer_recorder import FitSummary, TrainerRecorder
-from lightning_d9m.lightning.resolved_settings import GivenSettings
+from lightning_d9m.lightning.resolved_settings import resolve_settings, select_given
 from lightning_d9m.lightning.resume.resumable_fit import CheckpointState
 from lightning_d9m.lightning.resume.run_state import mark_used_gradients
 from lightning_d9m.lightning.saved_state import KEY
 from lightning_d9m.lightning.strategies import check_strategy, register_strategies
-from lightning_d9m.lightning.trainer_attributes import list_callbacks
-from lightning_d9m.lightning.trainer_ranks import ranks_of
+from lightning_d9m.lightning.trainer_attributes import list_callbacks, ranks_of
 from lightning_d9m.lightning.trainer_session import TrainerSession
-from lightning_d9m.probes.settings import make_settings
 from lightning_d9m.ranks.connections import close_group_at_exit
 from lightning_d9m.ranks.liveness import RankLiveness, add_lost_ranks, connect_liveness
-from lightning_d9m.recording.run_recorder import Policy
+from lightning_d9m.recording.run_recorder import RunOptions
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback as _Callback
@@ -132,36 +129,17 @@ class DeterminismCallback(_Callback):
         replay_every: int = 0,
         summary: bool = True,
     ) -> None:
+        arguments = dict(locals())
         _serve_packages()
         super().__init__()
         validate_choice("on_inexact_resume", on_inexact_resume, ("raise", "warn", "raise_early"))
-        self._given = GivenSettings(
-            seed=seed,
-            per_sample_rng=per_sample_rng,
-            threads=threads,
-            fill_uninitialized_memory=fill_uninitialized_memory,
-            patch_ops=patch_ops,
-            unpatched_ops=None if unpatched_ops is None else _as_tuple(unpatched_ops),
-            portable=portable,
-        )
         read_path("ledger_dir", ledger_dir)  # a URL passes, too
-        path = read_path("reference", reference)
-        self._policy = Policy(path, on_drift, on_stack_difference)
-        probe_settings = make_settings(
-            probes=probes,
-            probe_modules=probe_modules,
-            probe_steps=probe_steps,
-            probe_ranks=probe_ranks,
-            replay_every=replay_every,
-        )
+        self._given = select_given(arguments)
+        options = RunOptions(**_select(arguments, RunOptions))
         ignored = _as_tuple(ignored_metrics)
-        self._recorder = TrainerRecorder(
-            self._policy, ledger_dir, ignored, spare_cwd=self._auto_added
-        )
+        self._recorder = TrainerRecorder(options, ledger_dir, ignored, spare_cwd=self._auto_added)
         self._shows_summary = summary
         self._checkpoint_state = CheckpointState(on_inexact_resume)
-        self._probe_recorder = ProbeRecorder(probe_settings, ignored)
-        self._benchmark_was_on = torch.backends.cudnn.benchmark
         self._session: TrainerSession | None = None
         self._liveness: RankLiveness | None = None
         # The launcher and NCCL start before `setup` is called and read these variables then.
@@ -215,7 +193,7 @@ class DeterminismCallback(_Callback):
         add_lost_ranks(exception, self._liveness)
         if self._session is not None:
             with suppress(Exception):  # do not hide the error that is being raised
-                self._probe_recorder.flush()
+                self._recorder.probes.collector.close()
                 self._checkpoint_state.keep(trainer, ended=False)
         self._close(End.failed(exception))
 
@@ -224,29 +202,26 @@ class DeterminismCallback(_Callback):
         self._open_session.has_trained = True
         self._checkpoint_state.fit.begin()
         last_bits = change_last_bits(pl_module)
-        self._recorder.further_settings = self._probe_recorder.as_record() | last_bits
-        self._probe_recorder.begin(trainer, pl_module, self._recorder, self._policy.on_drift)
-        self._probe_recorder.save_state(trainer, "initial")
-        self._recorder.begin(trainer, pl_module, self._open_session)
+        self._recorder.begin(trainer, pl_module, self._open_session, last_bits)
 
     def on_train_batch_start(
         self, trainer: "Trainer", pl_module: "LightningModule", batch: Any, batch_idx: int
     ) -> None:
         """Probe the state that the batch starts from."""
-        self._probe_recorder.start_batch(trainer, batch, batch_idx)
+        self._recorder.start_batch(trainer, batch, batch_idx)
 
     def on_before_backward(
         self, trainer: "Trainer", pl_module: "LightningModule", loss: "Tensor"
     ) -> None:
         """Probe the loss."""
-        self._probe_recorder.take_loss(loss)
+        self._recorder.probes.take_loss(loss)
 
     def on_before_optimizer_step(
         self, trainer: "Trainer", pl_module: "LightningModule", optimizer: "Optimizer"
     ) -> None:
         """Probe gradients and optimizer, and tell apart gradients that are still added to."""
         mark_used_gradients(trainer, optimizer)
-        self._probe_recorder.take_step(optimizer)
+        self._recorder.probes.take_step(optimizer)
 
     def on_train_epoch_start(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
         """Seed the epoch."""
@@ -261,21 +236,15 @@ class DeterminismCallback(_Callback):
         batch_idx: int,
     ) -> None:
         """Keep the loss on its device, and write the probes of the batch."""
-        self._recorder.keep_loss(outputs)
-        self._recorder.keep_step(trainer)
-        self._probe_recorder.end_batch(trainer, outputs)
+        self._recorder.end_batch(trainer, outputs)
 
     def on_train_epoch_end(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
         """Record the epoch; compare it with the reference and across ranks."""
         self._checkpoint_state.fit.end_epoch()
-        self._probe_recorder.flush()
-        self._probe_recorder.save_state(trainer, "epoch")
         self._recorder.record(trainer, pl_module, self._open_session, "epoch")
 
     def on_fit_end(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
         """Record the final weights, after averaging callbacks have rewritten them."""
-        self._probe_recorder.save_state(trainer, "final")
-        self._probe_recorder.end()
         self._recorder.record(trainer, pl_module, self._open_session, "final")
         self._checkpoint_state.keep(trainer, ended=True)
         session = self._open_session
@@ -286,7 +255,7 @@ class DeterminismCallback(_Callback):
         self, trainer: "Trainer", pl_module: "LightningModule", checkpoint: dict[str, Any]
     ) -> None:
         """Add the state that an exact resume needs, even after the fit has ended."""
-        self._probe_recorder.flush()
+        self._recorder.probes.collector.close()
         self._checkpoint_state.save(trainer, checkpoint)
 
     def on_load_checkpoint(
@@ -311,8 +280,7 @@ class DeterminismCallback(_Callback):
         dataloader_idx: int = 0,
     ) -> None:
         """Probe a validation within a fit."""
-        if trainer.state.fn == "fit":
-            self._probe_recorder.start_validation_batch(trainer, batch)
+        self._recorder.start_validation_batch(trainer, batch)
 
     def on_validation_batch_end(
         self,
@@ -324,44 +292,18 @@ class DeterminismCallback(_Callback):
         dataloader_idx: int = 0,
     ) -> None:
         """Digest the outputs of the batch."""
-        if trainer.state.fn == "fit":
-            self._probe_recorder.end_validation_batch()
-        self._recorder.keep_outputs(outputs, batch_idx, dataloader_idx)
+        self._recorder.end_evaluation_batch(outputs, batch_idx, dataloader_idx)
 
     def on_validation_end(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
         """Record the evaluation and restore the RNG."""
         stage = _find_stage(trainer)
-        self._probe_recorder.end_validation()
-        self._recorder.end_evaluation(trainer, pl_module, stage)
+        self._recorder.end_evaluation(trainer, stage)
         if trainer.state.fn != "fit":
             self._open_session.end_evaluation(stage)
 
     on_test_start = on_predict_start = on_validation_start
     on_test_batch_end = on_predict_batch_end = on_validation_batch_end
     on_test_end = on_predict_end = on_validation_end
-
-    def run_launched(
-        self, trainer: "Trainer", session: InheritedSession, run: Callable[[], object]
-    ) -> tuple[object, int, dict[str, Any]]:
-        """Run in a process that Lightning has forked or spawned, as under ``ddp_spawn``.
-
-        The process takes over the session and the number of fits of the one that started it.
-
-        Returns:
-            The result, the number of fits, and what this process knows of its last fit.
-        """
-        with session_inherited(session):
-            try:
-                result = run()
-            except BaseException as error:
-                # Lightning calls `on_exception` only in the process that started this one.
-                self.on_exception(trainer, trainer.lightning_module, error)
-                raise
-            return result, capture_session().fits, asdict(self._recorder.summary)
-
-    def restore_summary(self, summary: dict[str, Any]) -> None:
-        """Take over what another process knows of its last fit."""
-        self._recorder.summary = FitSummary(**summary)
 
     @property
     def _open_session(self) -> TrainerSession:
@@ -370,25 +312,23 @@ class DeterminismCallback(_Callback):
 
     def _open(self, trainer: "Trainer", stage: str) -> None:
         check_callbacks(len(list_program_callbacks(trainer)))
-        check_benchmark(trainer, was_on=self._benchmark_was_on, overrides=self._auto_added)
+        check_benchmark(trainer, overrides=self._auto_added)
         check_strategy(trainer.strategy)
         if stage == "fit":
             refuse_unread_variable(trainer.strategy)
         self.early_variables.set()
         # With logical ranks the number of threads must not depend on that of the processes.
         threads = getattr(trainer.strategy, "logical_threads", None)
-        self._session = TrainerSession(trainer, self._given.resolve(threads), stage)
+        self._session = TrainerSession(trainer, resolve_settings(self._given, threads), stage)
         self._checkpoint_state.attach(trainer, self._session, self._recorder)
         apply_interrupt_variables(trainer, stage)
         if trainer.is_global_zero:
             report_hash_seed()
         if stage == "fit":
-            self._probe_recorder.read_variables()
-            self._recorder.check_reference()
+            self._recorder.prepare_fit()
 
     def _close(self, end: End) -> None:
         try:
-            self._probe_recorder.end()
             self._recorder.end(end)
         finally:
             session, self._session = self._session, None
@@ -399,16 +339,27 @@ class DeterminismCallback(_Callback):
 
 @dataclass(frozen=True)
 class _LaunchedRun:
-    """A run that new processes call."""
+    """A run in a process that Lightning forks or spawns, as under ``ddp_spawn``.
+
+    The process takes over the session and the number of fits of the one that started it. A call
+    returns the result, the number of fits, and what the process knows of its last fit.
+    """
 
     trainer: "Trainer"
     run: Callable[..., object]
     callback: DeterminismCallback
     session: InheritedSession
 
-    def __call__(self, *args: Any, **kwargs: Any) -> tuple[object, int, dict[str, Any]]:
-        run = partial(self.run, *args, **kwargs)
-        return self.callback.run_launched(self.trainer, self.session, run)
+    def __call__(self, *args: Any, **kwargs: Any) -> tuple[object, int, FitSummary]:
+        callback, trainer = self.callback, self.trainer
+        with session_inherited(self.session):
+            try:
+                result = self.run(*args, **kwargs)
+            except BaseException as error:
+                # Lightning calls `on_exception` only in the process that started this one.
+                callback.on_exception(trainer, trainer.lightning_module, error)
+                raise
+            return result, capture_session().fits, callback._recorder.summary  # noqa: SLF001 - our own class
 
 
 def _launch(
@@ -433,10 +384,10 @@ def _launch(
             stack.callback(callback.early_variables.restore)
         first.early_variables.set()  # the processes must find them
         try:
-            result, fits, summary = start(_LaunchedRun(trainer, run, first, session))
+            launched = start(_LaunchedRun(trainer, run, first, session))
+            result, fits, first._recorder.summary = launched  # noqa: SLF001 - our own class
         finally:
             set_fits(fits)
-    first.restore_summary(summary)
     return result
 
 
@@ -468,6 +419,11 @@ def _find_stage(trainer: "Trainer") -> str:
     return "validate" if function == "fit" else str(function)
 
 
+def _select(arguments: Mapping[str, Any], owner: Any) -> dict[str, Any]:
+    """Return the arguments that are fields of a dataclass."""
+    return {field.name: arguments[field.name] for field in fields(owner) if field.name in arguments}
+
+
 def _as_tuple(names: Sequence[str]) -> tuple[str, ...]:
     """Return names as a tuple; a single name need not be in a list."""
     return (names,) if isinstance(names, str) else tuple(names)
@@ -482,25 +438,17 @@ def check_callbacks(count: int) -> None:
         )
 
 
-def check_benchmark(trainer: "Trainer", *, was_on: bool, overrides: bool) -> None:
-    """Refuse cuDNN's benchmark mode, or say that the run switches it off.
-
-    ``was_on`` says whether it was on before the callback was built, ``overrides`` whether the
-    run switches it off.
+def check_benchmark(trainer: "Trainer", *, overrides: bool) -> None:
+    """Refuse cuDNN's benchmark mode, or say that the run switches it off, if it overrides it.
 
     Raises:
         SettingError: If it is on, unless the run overrides it.
     """
     if not torch.backends.cudnn.benchmark:
         return
-    origin = (
-        "since before this callback was built, as an earlier Trainer(benchmark=True) leaves it"
-        if was_on
-        else "since this callback was built, as this Trainer's benchmark=True sets it"
-    )
     problem = (
-        f"cuDNN's benchmark mode is on, {origin}: it chooses algorithms by timing them, so "
-        "runs differ."
+        "cuDNN's benchmark mode is on, as benchmark=True of this or of an earlier Trainer leaves "
+        "it: it chooses algorithms by timing them, so runs differ."
     )
     if not overrides:
         raise SettingError(

@@ -29,7 +29,7 @@ from lightning_d9m.lightning.saved_state import (
     replace_state,
 )
 from lightning_d9m.lightning.strategies import is_sharded
-from lightning_d9m.lightning.trainer_ranks import ranks_of
+from lightning_d9m.lightning.trainer_attributes import ranks_of
 from lightning_d9m.recording.rank_agreement import gather_json
 from lightning_d9m.text import describe_names, escape
 

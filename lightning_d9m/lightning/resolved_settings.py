@@ -1,7 +1,8 @@
 """The settings of a Trainer's run: given to the callback, inherited, or the defaults."""
 
 import os
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from lightning_d9m.control.session import active_session
@@ -9,56 +10,45 @@ from lightning_d9m.control.settings import HIGHEST_SEED, Settings
 from lightning_d9m.errors import SettingError
 
 
-@dataclass(frozen=True, kw_only=True)
-class GivenSettings:
-    """The callback's arguments among the ``Settings``; None means that one was not given.
+def select_given(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of the callback that are ``Settings``; None means not given.
 
     Raises:
         SettingError: If a value is not allowed.
     """
+    found = {name: arguments.get(name) for name in Settings.__dataclass_fields__}
+    given: dict[str, Any] = {name: value for name, value in found.items() if value is not None}
+    if names := given.get("unpatched_ops"):
+        given["unpatched_ops"] = (names,) if isinstance(names, str) else tuple(names)
+    replace(Settings(), **given)
+    return given
 
-    seed: int | None = None
-    per_sample_rng: bool | None = None
-    threads: int | None = None
-    fill_uninitialized_memory: bool | None = None
-    patch_ops: bool | None = None
-    unpatched_ops: tuple[str, ...] | None = None
-    portable: bool | None = None
 
-    def __post_init__(self) -> None:
-        replace(Settings(), **self._given())
+def resolve_settings(given: Mapping[str, Any], threads: int | None = None) -> Settings:
+    """Return the settings of a run that begins now.
 
-    def resolve(self, threads: int | None = None) -> Settings:
-        """Return the settings of a run that begins now.
+    A setting that was not given is that of the active session, whose switches stay on during the
+    run and therefore belong in the ledger. ``threads`` is their number if it is neither given nor
+    inherited.
 
-        A setting that was not given is that of the active session, whose switches stay on during
-        the run and therefore belong in the ledger.
-
-        ``threads`` is their number if it is neither given nor inherited.
-
-        Raises:
-            SettingError: If ``PL_GLOBAL_SEED`` is not a seed, or the active session has patched
-                operations that this run must not patch.
-        """
-        session = active_session()
-        inherited = Settings() if session is None else session.settings
-        if inherited.patch_ops and self.patch_ops is False:
+    Raises:
+        SettingError: If ``PL_GLOBAL_SEED`` is not a seed, or the active session has a switch on
+            that this run must not have.
+    """
+    session = active_session()
+    inherited = Settings() if session is None else session.settings
+    for name, effect in (
+        ("patch_ops", "has patched the operations already"),
+        ("portable", "computes portable bits"),
+    ):
+        if getattr(inherited, name) and given.get(name) is False:
             raise SettingError(
-                "patch_ops is False, but the active session of lightning_d9m.enable() has patched "
-                "the operations already. Leave patch_ops out here, or call enable(patch_ops=False)."
+                f"{name} is False, but the active session of lightning_d9m.enable() {effect}. "
+                f"Leave {name} out here, or call enable({name}=False)."
             )
-        if inherited.portable and self.portable is False:
-            raise SettingError(
-                "portable is False, but the active session of lightning_d9m.enable() computes "
-                "portable bits. Leave portable out here, or call enable(portable=False)."
-            )
-        if inherited.threads is None:
-            inherited = replace(inherited, threads=threads)
-        return replace(inherited, **(self._given() | {"seed": resolve_seed(self.seed)}))
-
-    def _given(self) -> dict[str, Any]:
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: value for name, value in values.items() if value is not None}
+    if inherited.threads is None:
+        inherited = replace(inherited, threads=threads)
+    return replace(inherited, **{**given, "seed": resolve_seed(given.get("seed"))})
 
 
 def resolve_seed(seed: int | None) -> int:

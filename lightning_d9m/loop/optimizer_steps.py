@@ -34,7 +34,12 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from lightning_d9m.control.env_settings import read_settings, read_variable, variable_of
+from lightning_d9m.control.env_settings import (
+    build_from_variables,
+    read_settings,
+    read_variable,
+    variable_of,
+)
 from lightning_d9m.control.session import Session, active_session
 from lightning_d9m.errors import D9mError, SettingError
 from lightning_d9m.hashing.digest import digest_many, digest_value
@@ -44,11 +49,10 @@ from lightning_d9m.ledger.folder import create_ledger_folder
 from lightning_d9m.ledger.format.records import Digests, End
 from lightning_d9m.lightning.recording.ledger_location import state_folder
 from lightning_d9m.loop.batches import unwrap_model
-from lightning_d9m.loop.probing import LoopProbes, read_probe_settings
+from lightning_d9m.loop.recorder import Recorder, find_ranks
 from lightning_d9m.probes.settings import ProbeSettings
-from lightning_d9m.probes.trace import ProbePoint, StatePoint
 from lightning_d9m.ranks.ranks import Ranks
-from lightning_d9m.recording.run_recorder import Policy, RunRecorder, describe_training
+from lightning_d9m.recording.run_recorder import RunOptions, RunRecorder
 
 
 class _Combined(nn.Module):
@@ -162,8 +166,16 @@ _MOST_PASSES = 100
 _FOLDER_KEY = "lightning_d9m/optimizer_steps"
 
 
-class StepRun:
-    """The ledger of the optimizers that exist when one of them makes its first step."""
+class StepRecorder(Recorder):
+    """Records the optimizers that exist when one of them makes its first step.
+
+    Every N-th step ends an epoch. The ranks do not communicate.
+
+    Attributes:
+        run: What writes the ledger.
+    """
+
+    _is_hosted = True
 
     def __init__(self, session: Session, optimizers: list[Optimizer], number: int) -> None:
         if interrupting := [name for name in (INTERRUPT, RESUME) if os.environ.get(name)]:
@@ -172,71 +184,48 @@ class StepRun:
                 "lightning_d9m.Recorder, so it cannot be saved and resumed. Add a Recorder to the "
                 "loop; see docs/loops.md."
             )
-        self._session = session
-        self._every = _read_every()
-        self.optimizers = optimizers
-        self._model = find_trained_module(optimizers)
+        super().__init__("", find_trained_module(optimizers), optimizers)
+        self._options = build_from_variables(RunOptions, read_settings(RunOptions, os.environ))
+        self.run, self._session, self._fit, self._every = self._run, session, number, _read_every()
         self._sizes = {id(own): _count(own) for own in optimizers}
-        self._steps = self._records = 0
-        policy = Policy(**read_settings(Policy, os.environ))
-        policy.check_reference()
-        self._run = RunRecorder(policy)
-        rank, size = _find_rank()
-        settings = read_probe_settings(ProbeSettings(), size)
-        further = settings.as_record() | {"every_n_steps": self._every} | _override(session)
-        ranks = Ranks(rank)
-        self._probe_settings = settings
-        self._probes = self._make_probes(ProbeSettings())
+        peers, self._world_size = find_ranks()
+        rank = peers.rank
+        self._ranks = Ranks(rank)
+        self._make_folder = lambda: _make_folder(rank, self._world_size, number)
+        self._check_options()
+        self._further = {"every_n_steps": self._every, **_override(session)}
         with self._ended_by_an_error():
-            self._run.begin(
-                ranks,
-                self._model,
-                lambda: describe_training(
-                    ranks,
-                    session.settings,
-                    {"world.size": size},
-                    self._model,
-                    self._model,
-                    fit=number,
-                    further=further,
-                    optimizers=optimizers,
-                ),
-                lambda: _make_folder(rank, size, number),
-            )
-            self._record("initial")
-            self._start_probes()
+            self.begin()
+            self.start_batch()
 
     def covers(self, optimizer: Optimizer) -> bool:
         """Return whether this ledger records all that an optimizer changes."""
         if self._sizes.get(id(optimizer)) == _count(optimizer):
             return True
-        held = {id(p) for p in (*self._model.parameters(), *self._model.buffers())}
+        model = self._training.model
+        held = {id(p) for p in (*model.parameters(), *model.buffers())}
         if not all(id(parameter) in held for parameter in list_parameters([optimizer])):
             return False
-        if optimizer not in self.optimizers:
-            self.optimizers.append(optimizer)
-            self._start_probes()
+        if optimizer not in self._optimizers:
+            self._optimizers = (*self._optimizers, optimizer)
+            self._run.probes.unhook()
+            self._batch -= 1
+            self.start_batch()
         self._sizes[id(optimizer)] = _count(optimizer)
         return True
 
     def end_step(self) -> None:
         """Count a step, and record every N-th one."""
         with self._ended_by_an_error():
-            self._probes.end(None, {})
-            self._steps += 1
-            if self._steps % self._every == 0:
-                self._probes.flush()
-                self._record("epoch")
-                self._records += 1
-            self._start_batch()
+            self.step()
+            self._iterated = 1
+            if self.epoch_steps == self._every:
+                self.epoch()
+            self.start_batch()
 
     def finish(self, error: BaseException | None = None) -> None:
         """Record the final state, and close the ledger."""
-        with self._ended_by_an_error():
-            self._probes.close()
-            if error is None:
-                self._record("final")
-        self._run.end(End(status="finished") if error is None else End.failed(error))
+        self.__exit__(type(error) if error else None, error, None)
 
     @contextmanager
     def _ended_by_an_error(self) -> Iterator[None]:
@@ -247,44 +236,21 @@ class StepRun:
             self._run.end(End.failed(error))
             raise
 
-    def _make_probes(self, settings: ProbeSettings) -> LoopProbes:
-        """Hook the model and the optimizers that are known now."""
-        rank, optimizers = self._run.ranks.rank, tuple(self.optimizers)
-        return LoopProbes(settings, self._model, optimizers, rank, self._run.append)
-
-    def _start_probes(self) -> None:
-        self._probes.close()
-        if self._probe_settings.takes_rank(self._run.ranks.rank):
-            self._probes = self._make_probes(self._probe_settings)
-        self._start_batch()
-
-    def _start_batch(self) -> None:
-        point = ProbePoint(self._records, self._steps, self._steps % self._every)
-        self._probes.start(point)
-
-    def _record(self, moment: str) -> None:
-        epoch = self._records
-        if moment == "final":  # that of the last step
-            epoch = max(0, self._steps - 1) // self._every
-        self._probes.save_state(StatePoint(epoch, self._steps, moment))
-        taken = self._run.take(
-            moment,
-            epoch=epoch,
-            step=self._steps,
-            optimizers=self.optimizers,
-            verify=self._verify,
-        )
-        self._run.record(_add_gradients(taken, self._model))
+    def _record(self, moment: str, epoch: int) -> None:
+        step, model = self.global_step, self._training.model
+        taken = self._run.take(moment, epoch=epoch, step=step, verify=self._verify)
+        self._run.record(_add_gradients(taken, model))
 
     def _verify(self) -> None:
         """Set the flags again that the program has changed, as the user asked from outside."""
-        if active_session() is not self._session:
+        session = self._open_session
+        if active_session() is not session:
             return
         try:
-            self._session.verify()
+            session.verify()
         except SettingError as error:
             warnings.warn(f"{error} LIGHTNING_D9M=1 sets the flag again now.", stacklevel=2)
-            self._session.switch_again()
+            session.switch_again()
 
 
 class OptimizerSteps:
@@ -294,7 +260,7 @@ class OptimizerSteps:
         self._lock = threading.RLock()
         self._process = os.getpid()
         self._made: list[weakref.ref[Optimizer]] = []
-        self._run: StepRun | None = None
+        self._run: StepRecorder | None = None
         self._ledgers = 0
         self._stopped = False
         # Whether steps are sought in backward passes, and what was found there.
@@ -414,7 +380,7 @@ class OptimizerSteps:
         session = active_session()
         if self._stopped or session is None or session.in_trainer or torch.compiler.is_compiling():
             return True
-        own = None if self._run is None else self._run._run  # noqa: SLF001 - of this module
+        own = None if self._run is None else self._run.run
         if any(recorder is not own for recorder in RunRecorder.open_recorders):
             return True
         return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
@@ -428,7 +394,7 @@ class OptimizerSteps:
         if optimizer not in optimizers:  # it was unpickled
             optimizers.append(optimizer)
         number, self._ledgers = self._ledgers, self._ledgers + 1
-        self._run = StepRun(session, optimizers, number)
+        self._run = StepRecorder(session, optimizers, number)
 
     def _list_optimizers(self) -> list[Optimizer]:
         """Return the optimizers that exist, in the order in which they were made."""
@@ -475,12 +441,6 @@ def _override(session: Session) -> dict[str, str]:
     """Set the flags again that the program has changed before its first step; return them."""
     names = session.switch_again()
     return {"overridden": ", ".join(names)} if names else {}
-
-
-def _find_rank() -> tuple[int, int]:
-    if not distributed.is_available() or not distributed.is_initialized():
-        return 0, 1
-    return distributed.get_rank(), distributed.get_world_size()
 
 
 def _make_folder(rank: int, size: int, number: int) -> Path:

@@ -1,13 +1,19 @@
-"""``with Recorder("runs", model, optimizer) as run:`` writes the ledger of any training loop."""
+"""``with Recorder("runs", model, optimizer) as run:`` writes the ledger of any training loop.
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, fields, replace
+Ranks are those of ``torch.distributed``, as launched by torchrun, Fabric or Accelerate.
+"""
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from torch import distributed
 
 from lightning_d9m.control.data.samplers import list_unsaved
 from lightning_d9m.control.seeding import (
@@ -20,108 +26,124 @@ from lightning_d9m.control.seeding import (
     rng_restored,
     seed_all,
 )
-from lightning_d9m.control.session import Session, next_fit
-from lightning_d9m.control.settings import read_path
+from lightning_d9m.control.session import Session, active_session, next_fit
+from lightning_d9m.control.settings import Settings
 from lightning_d9m.errors import CheckpointError, InexactResumeError, SettingError
 from lightning_d9m.hashing.shards import find_hybrid_sharding
-from lightning_d9m.launch.interruption_points import InterruptRequest, read_request
-from lightning_d9m.ledger.format.records import End, Resume
-from lightning_d9m.ledger.kinds import VALIDATION
+from lightning_d9m.launch.interruption_points import (
+    EpochShape,
+    Interruption,
+    InterruptionKind,
+    InterruptRequest,
+    read_request,
+)
+from lightning_d9m.launch.run import LEDGER_VARIABLE
+from lightning_d9m.ledger.folder import create_ledger_folder
+from lightning_d9m.ledger.format.records import End, Resume, Scalar
 from lightning_d9m.loop.batches import Batches, EpochBatches, unwrap_model, unwrap_optimizer
-from lightning_d9m.loop.interruption import Interruption, name_parts
-from lightning_d9m.loop.probing import LoopProbes, read_probe_settings
-from lightning_d9m.loop.run_setup import as_tuple, find_ranks, find_session, make_folder
-from lightning_d9m.probes.settings import ProbeSettings, make_settings
-from lightning_d9m.probes.trace import ProbePoint, StatePoint
+from lightning_d9m.probes.trace import ProbePoint
+from lightning_d9m.ranks.groups import ranks_of_group
 from lightning_d9m.ranks.ranks import Ranks
-from lightning_d9m.recording.run_recorder import Policy, RunRecorder, describe_training
+from lightning_d9m.recording.run_recorder import (
+    OptionArguments,
+    RunOptions,
+    RunRecorder,
+    Training,
+    describe_training,
+    share_new_folder,
+)
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing_extensions import Self, Unpack
 
 
 _FORMAT = 1
-
-
-@dataclass(frozen=True)
-class SavedLoop:
-    """The position of a recorded loop, and what its rest depends on.
-
-    Attributes:
-        rank: The rank that saved it.
-        world_size: Number of ranks.
-        seed: The base seed.
-        fit: Ordinal of the fit within its process.
-        epoch: The epoch that is next or under way.
-        step: The global step.
-        batch: Number of batches of the epoch that were given out.
-        rng: The state of all generators.
-        samplers: The states of the samplers' generators, by number of the loader.
-        loss: ``float.hex()`` of the last loss; None without one.
-        scalars: The same of each scalar, by name.
-        folder: The ledger's folder; empty without one.
-        check: The check of its last record.
-    """
-
-    rank: int
-    world_size: int
-    seed: int
-    fit: int
-    epoch: int
-    step: int
-    batch: int
-    rng: dict[str, Any]
-    samplers: dict[str, Any]
-    loss: str | None
-    scalars: dict[str, str]
-    folder: str
-    check: str
-
-    def as_plain(self) -> dict[str, Any]:
-        """Return plain values, which ``torch.load(weights_only=True)`` reads."""
-        return {"format": _FORMAT, **asdict(self)}
-
-    def as_record(self) -> dict[str, Any]:
-        """Return the record that names the ledger which a resumed run continues."""
-        return Resume(
-            parent=self.folder,
-            parent_check=self.check,
-            epoch=self.epoch,
-            step=self.step,
-            batch=self.batch,
-        ).as_record()
-
-    @classmethod
-    def from_plain(cls, state: object) -> "SavedLoop":
-        """Read what ``as_plain`` returned.
-
-        Raises:
-            CheckpointError: If it is not such a state.
-        """
-        names = {part.name for part in fields(cls)} | {"format"}
-        if not isinstance(state, Mapping) or state.keys() != names or state["format"] != _FORMAT:
-            found = sorted(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
-            raise CheckpointError(
-                f"The state for Recorder.load_state_dict has {found}, and this version of "
-                f"lightning_d9m reads format {_FORMAT} with {sorted(names)}. Pass what "
-                "Recorder.state_dict() returned."
-            )
-        return cls(**{name: value for name, value in state.items() if name != "format"})
-
-    def check_run(self, *, rank: int, world_size: int, seed: int) -> None:
-        """Raise a ``CheckpointError`` unless a run may continue from here."""
-        for name, actual in (("rank", rank), ("world_size", world_size), ("seed", seed)):
-            expected = getattr(self, name)
-            if expected != actual:
-                raise CheckpointError(
-                    f"The saved Recorder has {name} {expected}, and this run has {actual}, so it "
-                    "would not end at the same bits. Let each rank load the state that it saved, "
-                    "with the same seed and as many ranks."
-                )
-
-
-T = TypeVar("T")
+# What `Recorder.state_dict` returns.
+_STATE = {
+    *("format", "rank", "world_size", "seed", "fit", "epoch", "step", "batch", "rng", "samplers"),
+    *("loss", "scalars", "folder", "check"),
+}
 _CALLS = "Use it as `with lightning_d9m.Recorder(...) as run:`, and iterate run.batches(loader)."
+T = TypeVar("T")
+
+
+def find_ranks() -> tuple[Ranks, int]:
+    """Return the ranks of the default process group and their number; one without a group."""
+    if not distributed.is_available() or not distributed.is_initialized():
+        return ranks_of_group(), 1
+    return ranks_of_group(), distributed.get_world_size()
+
+
+def find_session() -> Session:
+    """Return the session that a recorder opens in.
+
+    Raises:
+        SettingError: If there is none.
+    """
+    session = active_session()
+    if session is None:
+        raise SettingError(
+            "There is no deterministic session, so this training would be recorded but not "
+            "repeatable. Put it into `with lightning_d9m.deterministic(seed=...):`, or call "
+            "lightning_d9m.enable(seed=...) first."
+        )
+    return session
+
+
+def _as_tuple(given: Any) -> tuple[Any, ...]:
+    """Return one object or several as a tuple."""
+    return tuple(given) if isinstance(given, list | tuple) else (given,)
+
+
+def _make_folder(ranks: Ranks, ledger_dir: Path, *, kind: str = "fit") -> Path:
+    """Make the folder of a new ledger on rank 0, and return it on all ranks.
+
+    ``ledger_dir`` is its parent, if no variable names another one.
+
+    Raises:
+        LedgerError: If it cannot be made.
+    """
+    parent = Path(os.environ.get(LEDGER_VARIABLE) or ledger_dir)
+    create = partial(create_ledger_folder, parent, kind)
+    return share_new_folder(ranks, create if ranks.rank == 0 else None)
+
+
+def record_final(
+    model: torch.nn.Module, *, ledger_dir: str | Path = "d9m", **scalars: float
+) -> Path | None:
+    """Record the model with which a program ends, so that ``d9m repeat`` compares it too.
+
+    The ledgers of fits show nothing that a program does after them, such as loading other weights.
+    Call this once, where the program has its result. On several ranks, rank 0 records its model,
+    which must hold whole parameters.
+
+    Args:
+        model: The model.
+        ledger_dir: Parent of the folder ``final-NNN``; ``d9m repeat`` and ``d9m locate`` name their
+            own.
+        scalars: Results by name, such as ``accuracy=0.93``.
+
+    Returns:
+        The folder of the ledger; None on other ranks.
+
+    Raises:
+        LedgerError: If the ledger cannot be written.
+    """
+    if find_ranks()[0].rank:
+        return None
+    session, alone, training = active_session(), Ranks(0), Training(model)
+    settings = Settings() if session is None else session.settings
+    run = RunRecorder(RunOptions())
+    run.begin(
+        alone,
+        training,
+        lambda: describe_training(alone, settings, {"world.size": 1}, training, fit=0),
+        partial(_make_folder, alone, Path(ledger_dir), kind="final"),
+    )
+    results = {name: float(value).hex() for name, value in scalars.items()}
+    run.append(run.take("final", epoch=0, step=0, scalars=results))
+    run.end(End(status="finished"))
+    return run.folder
 
 
 class Recorder:
@@ -137,18 +159,11 @@ class Recorder:
         model: The model; also one that DDP, Fabric or Accelerate has wrapped.
         optimizers: One optimizer or several.
         schedulers: One learning rate scheduler or several.
-        reference: Ledger of an earlier run to compare this run with.
-        on_drift: ``"raise"`` stops the training with a ``DriftError``; ``"warn"`` warns.
-        on_stack_difference: What to do if the stack differs from the reference's: ``"raise"``,
-            ``"warn"`` or ``"ignore"``.
-        probes: Kinds of values whose digests are recorded in every batch, such as ``"weight"``,
-            ``"loss"`` or ``"output"``; ``"all"`` for all of them.
-        probe_modules: Patterns of the names of modules that are probed.
-        probe_steps: Global steps that are probed, ``"a:b"`` from a up to but without b.
-        probe_ranks: Ranks that record probes; None means all.
         portable: Compute the same bits on every machine within the ``with`` block; see
             ``lightning_d9m.portable``. The initial weights are portable only if the model was
             built so.
+        **options: ``reference``, ``on_drift``, ``on_stack_difference``, ``probes``,
+            ``probe_modules``, ``probe_steps`` and ``probe_ranks``, as of ``DeterminismCallback``.
 
     Raises:
         SettingError: If a value is not allowed.
@@ -156,71 +171,68 @@ class Recorder:
     Attributes:
         next_epoch: The epoch that is next or under way; above 0 in a run that was resumed.
         global_step: Number of calls of ``step``, including those before a resume.
+        epoch_steps: Those in this epoch, since this process began it.
+        interruption: What interrupts the loop for ``d9m repeat --interrupt``.
     """
 
-    def __init__(  # noqa: PLR0913 - one keyword for each setting
+    # Whether something else iterates the loop, and saves and resumes it.
+    _is_hosted = False
+
+    def __init__(
         self,
         ledger_dir: str | Path,
         model: torch.nn.Module,
         optimizers: Any = (),
         schedulers: Any = (),
         *,
-        reference: str | Path | None = None,
-        on_drift: Literal["raise", "warn"] = "raise",
-        on_stack_difference: Literal["raise", "warn", "ignore"] = "raise",
-        probes: str | Sequence[str] = (),
-        probe_modules: str | Sequence[str] = "*",
-        probe_steps: str | None = None,
-        probe_ranks: int | Sequence[int] | None = None,
         portable: bool = False,
+        **options: "Unpack[OptionArguments]",
     ) -> None:
-        self._wrapped = model
-        self._model = unwrap_model(model)
-        self._optimizers = tuple(map(unwrap_optimizer, as_tuple(optimizers)))
-        self._schedulers = as_tuple(schedulers)
-        self._ledger_dir = Path(ledger_dir)
-        path = read_path("reference", reference)
-        self._policy = Policy(path, on_drift, on_stack_difference)
-        self._probe_settings = make_settings(
-            probes=probes,
-            probe_modules=probe_modules,
-            probe_steps=probe_steps,
-            probe_ranks=probe_ranks,
-        )
+        self._options = RunOptions.of(**options)
+        inner, self._schedulers = unwrap_model(model), _as_tuple(schedulers)
+        self._optimizers = tuple(map(unwrap_optimizer, _as_tuple(optimizers)))
+        self._training = Training(inner, model, lambda: self._optimizers, lambda: self._schedulers)
+        self._make_folder: Callable[[], Path] = lambda: _make_folder(self._ranks, Path(ledger_dir))
+        self._further: dict[str, Scalar] = {}  # what the header records, too
         self._portable, self._switched = portable, ExitStack()
         self._session: Session | None = None
         self._ranks, self._world_size = Ranks(0), 1
-        self._run = RunRecorder(self._policy)
-        self._probes = self._make_probes(ProbeSettings())
+        self._run = RunRecorder(self._options)
         self._batches: Batches | None = None
-        self._resumed: SavedLoop | None = None
-        self._interruption = self._interrupt(InterruptRequest())
+        self._resumed: Mapping[str, Any] | None = None
+        self.interruption = Interruption(InterruptRequest(), self._ranks)
         self._fit = self._batch = 0
-        self.next_epoch = self.global_step = 0
+        self.next_epoch = self.global_step = self.epoch_steps = 0
         self._iterated = 0  # iterations of `batches` in this epoch
         self._stepped = False  # in this epoch
-        self._validated = 0  # batches of validations since the last step
         self._scalars: dict[str, float] = {}
 
     def __enter__(self) -> "Self":
         self._ranks, self._world_size = find_ranks()
-        self._session = session = self._ranks.raise_on_all(self._check_setup)
+        request = self._ranks.raise_on_all(self._check_setup)
+        settings = self._open_session.settings
         self._fit = next_fit()
-        self._batches = Batches(session.settings, self._fit, self._ranks.rank)
+        self._batches = Batches(settings, self._fit, self._ranks.rank)
         if self._portable:
             from lightning_d9m.portability.mode import portable
 
             self._switched.enter_context(portable())
-        self._interruption.resume()
+        self.interruption = Interruption(request, self._ranks)
+        if request.resume is not None and not self._is_hosted:
+            self._load_interrupted(request.resume)
         return self
 
-    def _check_setup(self) -> Session:
-        """Check what the arguments and variables name; return the session."""
-        session = find_session()
-        self._probe_settings = read_probe_settings(self._probe_settings, self._world_size)
-        self._policy.check_reference()
-        self._interruption = self._interrupt(read_request())
-        return session
+    def _check_setup(self) -> InterruptRequest:
+        """Check what the arguments and variables name; return what interrupts the loop."""
+        self._session = find_session()
+        self._check_options()
+        return read_request()
+
+    def _check_options(self) -> None:
+        options = self._run.options = self._options.overridden(os.environ)
+        options.refuse_replays()
+        options.check_ranks(self._world_size)
+        options.check_reference()
 
     def __exit__(
         self,
@@ -229,10 +241,10 @@ class Recorder:
         trace: TracebackType | None,
     ) -> None:
         try:
-            if error is not None:
-                self._fail(error)
-            else:
+            if error is None and self._run.is_open:
                 self._finish()
+            elif error is not None:
+                self._run.end(End.failed(error))
         finally:
             if self._batches is not None:
                 self._batches.release()
@@ -267,34 +279,24 @@ class Recorder:
         """
         if self._run.folder is not None:
             return
-        session, resumed = self._open_session, self._resumed
+        settings, resumed = self._open_session.settings, self._resumed
         self._run.begin(
             self._ranks,
-            self._model,
+            self._training,
             lambda: describe_training(
                 self._ranks,
-                replace(session.settings, portable=self._portable or session.settings.portable),
+                replace(settings, portable=self._portable or settings.portable),
                 {"world.size": self._world_size},
-                self._model,
-                self._wrapped,
+                self._training,
                 fit=self._fit,
-                further=self._probe_settings.as_record(),
+                further={**self._run.options.as_record(), **self._further},
                 loaders=[] if loader is None else [loader],
-                optimizers=self._optimizers,
-                schedulers=self._schedulers,
             ),
-            lambda: make_folder(self._ranks, self._ledger_dir),
-            wrapped=self._wrapped,
-            resumed=None if resumed is None else resumed.as_record(),
+            self._make_folder,
+            resumed=None if resumed is None else _name_resumed(resumed),
         )
-        if self._probe_settings.takes_rank(self._ranks.rank):
-            self._probes = self._make_probes(self._probe_settings)
         if resumed is None:
             self._record("initial", 0)
-
-    def _make_probes(self, settings: ProbeSettings) -> LoopProbes:
-        rank, append = self._ranks.rank, self._run.append
-        return LoopProbes(settings, self._model, self._optimizers, rank, append)
 
     def batches(self, loader: Iterable[T]) -> EpochBatches[T]:
         """Return the batches of a loader, whose order and draws depend on seed and epoch only.
@@ -310,17 +312,51 @@ class Recorder:
         self.begin(loader)
         resumed, self._resumed = self._resumed, None
         if self._iterated == 0:
-            self._interruption.start_epoch(epoch)
+            self._reach("epoch", epoch - 1)
             source.start_epoch(epoch, loader)
         self._iterated += 1
-        self._batch = 0 if resumed is None else resumed.batch
-        found = source.iterate(loader, epoch, self._batch, resumed.samplers if resumed else {})
-        if resumed is not None and resumed.batch:
-            restore_rng(decode_rng(resumed.rng))
+        self._batch = 0 if resumed is None else resumed["batch"]
+        samplers = {} if resumed is None else resumed["samplers"]
+        found = source.iterate(loader, epoch, self._batch, samplers)
+        if resumed is not None and self._batch:
+            restore_rng(decode_rng(resumed["rng"]))
         for batch in found:
             self.start_batch(batch)
+            before = self.epoch_steps
             yield batch
-            self._interruption.end_batch(epoch)
+            if self.epoch_steps > before:  # gradients between steps are not saved
+                self._reach("batch", epoch, self.epoch_steps)
+
+    def _reach(self, kind: InterruptionKind, epoch: int, number: int = 0) -> None:
+        """Save what the recorder knows, if the loop is to be interrupted here.
+
+        This is where the loop asks for its next batch, after all that follows ``step`` and
+        ``epoch`` in the program. Each rank saves its own file.
+        """
+        if self.interruption.reach(kind, epoch, number):
+            saved = {name: part.state_dict() for name, part in self._name_parts().items()}
+            path = self._path_of_rank(self.interruption.checkpoint)
+            self._ranks.raise_on_all(lambda: torch.save(saved, path))
+            self.interruption.end_save()
+
+    def _load_interrupted(self, checkpoint: Path) -> None:
+        path = self._path_of_rank(checkpoint)
+        saved = self._ranks.raise_on_all(
+            lambda: torch.load(path, map_location="cpu", weights_only=True)
+        )
+        for name, part in self._name_parts().items():
+            part.load_state_dict(saved[name])
+
+    def _name_parts(self) -> dict[str, Any]:
+        """Return all that is saved by name; this recorder, which restores generators, is last."""
+        named: dict[str, Any] = {"model": self._training.model}
+        for kind, parts in (("optimizer", self._optimizers), ("scheduler", self._schedulers)):
+            named |= {f"{kind} {number}": part for number, part in enumerate(parts)}
+        return {**named, "recorder": self}
+
+    def _path_of_rank(self, path: Path) -> Path:
+        rank = self._ranks.rank
+        return path if rank == 0 else path.with_name(f"{path.name}-{rank}")
 
     def start_batch(self, batch: object = None) -> None:
         """Begin the next batch of the epoch; ``batches`` does it.
@@ -331,16 +367,14 @@ class Recorder:
         if not self._run.is_open:
             raise SettingError(f"start_batch() was called before the training began. {_CALLS}")
         resumed, self._resumed = self._resumed, None
-        self._batch = self._batch if resumed is None else resumed.batch
+        self._batch = self._batch if resumed is None else resumed["batch"]
         point = ProbePoint(self.next_epoch, self.global_step, self._batch)
-        self._probes.start(point)
-        if batch is not None:
-            self._probes.take_batch(batch)
+        self._run.probes.start(point, batch)
         self._batch += 1
 
     def take_batch(self, batch: object) -> None:
         """Probe what the model is given, in a loop that does not show its batches before."""
-        self._probes.take_batch(batch)
+        self._run.probes.take_batch(batch)
 
     def validation(self, loader: Iterable[T]) -> Iterator[T]:
         """Give out the batches of a validation within the training, which probes record too.
@@ -366,15 +400,11 @@ class Recorder:
 
     def start_validation_batch(self, batch: object) -> None:
         """Probe a batch of a validation; ``validation`` does it."""
-        # It belongs to the training batch before it.
-        step, number = max(self.global_step - 1, 0), VALIDATION + self._validated
-        self._validated += 1
-        self._probes.start(ProbePoint(self.next_epoch, step, number))
-        self._probes.take_batch(batch)
+        self._run.probes.start_validation(self.next_epoch, self.global_step, batch)
 
     def end_validation_batch(self) -> None:
         """Write the probes of a batch of a validation; ``validation`` does it."""
-        self._probes.end(None, {})
+        self._run.probes.end()
 
     def step(self, loss: torch.Tensor | float | None = None, **scalars: float) -> None:
         """Count a step of the optimizer, after it.
@@ -386,11 +416,10 @@ class Recorder:
         if not self._run.is_open:
             raise SettingError(f"step() was called before the training began. {_CALLS}")
         self.log(loss, **scalars)
-        self._probes.end(None if loss is None else self._run.loss, scalars)
+        self._run.probes.end(None if loss is None else self._run.loss, scalars)
         self.global_step += 1
-        self._run.keep_step(self.global_step, self._optimizers, self._schedulers)
-        self._stepped, self._validated = True, 0
-        self._interruption.end_step()
+        self.epoch_steps += 1
+        self._stepped = True
 
     def log(self, loss: torch.Tensor | float | None = None, **scalars: float) -> None:
         """Keep a loss and numbers for the next record."""
@@ -427,11 +456,12 @@ class Recorder:
                 "again, and call run.step() after each step of the optimizer."
             )
         self.log(**scalars)
-        self._probes.flush()
         self._record("epoch", self.next_epoch)
-        self._interruption.end_epoch(self.next_epoch, self._iterated)
+        # Within an epoch of several loaders nothing can be saved.
+        steps = self.epoch_steps if self._is_hosted or self._iterated == 1 else 1
+        self.interruption.note_epoch(EpochShape(self.next_epoch, steps, 1, 0, unit="step"))
         self.next_epoch += 1
-        self._batch = self._iterated = 0
+        self._batch = self._iterated = self.epoch_steps = 0
         self._stepped = False
 
     def state_dict(self) -> dict[str, Any]:
@@ -447,22 +477,22 @@ class Recorder:
                 f"called {self._iterated} times, so the position in each loader is not known. "
                 "Save checkpoints after epoch()."
             )
-        self._probes.flush()
-        position = self._run.ledger_position or {"folder": "", "check": ""}
-        return SavedLoop(
-            rank=self._ranks.rank,
-            world_size=self._world_size,
-            seed=session.settings.seed,
-            fit=self._fit,
-            epoch=self.next_epoch,
-            step=self.global_step,
-            batch=self._batch,
-            rng=encode_rng(capture_rng()),
-            samplers=source.capture_samplers(within=self._batch > 0),
-            loss=self._run.loss_text,
-            scalars=self._list_scalars(),
-            **position,
-        ).as_plain()
+        self._run.probes.collector.close()
+        return {
+            "format": _FORMAT,
+            "rank": self._ranks.rank,
+            "world_size": self._world_size,
+            "seed": session.settings.seed,
+            "fit": self._fit,
+            "epoch": self.next_epoch,
+            "step": self.global_step,
+            "batch": self._batch,
+            "rng": encode_rng(capture_rng()),
+            "samplers": source.capture_samplers(within=self._batch > 0),
+            "loss": self._run.loss_text,
+            "scalars": self._list_scalars(),
+            **(self._run.ledger_position or {"folder": "", "check": ""}),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue the run that returned this state, and its ledger, before the first batch.
@@ -484,29 +514,24 @@ class Recorder:
             )
         self._ranks.raise_on_all(lambda: self._load_state(state))
 
-    def _load_state(self, state: Mapping[str, Any]) -> None:
-        session, saved = self._open_session, SavedLoop.from_plain(state)
-        rank, seed = self._ranks.rank, session.settings.seed
-        saved.check_run(rank=rank, world_size=self._world_size, seed=seed)
-        sharding = find_hybrid_sharding(self._wrapped.modules())
-        problems = [*filter(None, [sharding]), *find_lost_devices(saved.rng)]
-        if problems := problems + list_unsaved(saved.samplers):
+    def _load_state(self, saved: Mapping[str, Any]) -> None:
+        settings, rank = self._open_session.settings, self._ranks.rank
+        _check_state(saved, rank=rank, world_size=self._world_size, seed=settings.seed)
+        wrapped = self._training.wrapped or self._training.model
+        sharding = find_hybrid_sharding(wrapped.modules())
+        problems = [*filter(None, [sharding]), *find_lost_devices(saved["rng"])]
+        if problems := problems + list_unsaved(saved["samplers"]):
             text = f"This loop would not resume exactly: {' '.join(problems)}"
             raise InexactResumeError(text, reasons=problems)
         self._open_batches.release()
-        self._fit = saved.fit
-        self._batches = Batches(session.settings, saved.fit, rank)
+        self._fit = saved["fit"]
+        self._batches = Batches(settings, self._fit, rank)
         self._resumed = saved
-        self.next_epoch, self.global_step = saved.epoch, saved.step
-        self._stepped = saved.batch > 0
-        self._run.load_loss(saved.loss)
-        self._scalars = {name: float.fromhex(text) for name, text in saved.scalars.items()}
-        restore_rng(decode_rng(saved.rng))
-
-    def _interrupt(self, request: InterruptRequest) -> Interruption:
-        """Return what interrupts the loop as a request says."""
-        parts = name_parts(self._model, self._optimizers, self._schedulers, self)
-        return Interruption(request, parts, self._ranks)
+        self.next_epoch, self.global_step = saved["epoch"], saved["step"]
+        self._stepped = saved["batch"] > 0
+        self._run.load_loss(saved["loss"])
+        self._scalars = {name: float.fromhex(text) for name, text in saved["scalars"].items()}
+        restore_rng(decode_rng(saved["rng"]))
 
     @property
     def _open_session(self) -> Session:
@@ -521,13 +546,10 @@ class Recorder:
         return self._batches
 
     def _record(self, moment: str, epoch: int) -> None:
-        self._probes.save_state(StatePoint(epoch, self.global_step, moment))
         digests = self._run.take(
             moment,
             epoch=epoch,
             step=self.global_step,
-            optimizers=self._optimizers,
-            schedulers=self._schedulers,
             scalars=self._list_scalars(),
             verify=self._open_session.verify,
         )
@@ -537,18 +559,42 @@ class Recorder:
         return {name: float(value).hex() for name, value in sorted(self._scalars.items())}
 
     def _finish(self) -> None:
-        if not self._run.is_open:
-            return
-        self._probes.close()
         try:
             self._record("final", max(0, self.next_epoch - 1 + (self._iterated > 0)))
-            self._interruption.finish()
+            self.interruption.write_survey()
         except BaseException as error:
             self._run.end(End.failed(error))
             raise
         self._run.end(End(status="finished"))
 
-    def _fail(self, error: BaseException) -> None:
-        with suppress(Exception):  # do not hide the error that is being raised
-            self._probes.close()
-        self._run.end(End.failed(error))
+
+def _name_resumed(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the record that names the ledger which a resumed run continues."""
+    return Resume(
+        parent=state["folder"],
+        parent_check=state["check"],
+        epoch=state["epoch"],
+        step=state["step"],
+        batch=state["batch"],
+    ).as_record()
+
+
+def _check_state(state: object, **run: int) -> None:
+    """Raise a ``CheckpointError`` unless a run may continue from what ``state_dict`` returned.
+
+    ``run`` has the facts of the run that must be those of the state.
+    """
+    if not isinstance(state, Mapping) or state.keys() != _STATE or state["format"] != _FORMAT:
+        found = sorted(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
+        raise CheckpointError(
+            f"The state for Recorder.load_state_dict has {found}, and this version of "
+            f"lightning_d9m reads format {_FORMAT} with {sorted(_STATE)}. Pass what "
+            "Recorder.state_dict() returned."
+        )
+    for name, actual in run.items():
+        if state[name] != actual:
+            raise CheckpointError(
+                f"The saved Recorder has {name} {state[name]}, and this run has {actual}, so it "
+                "would not end at the same bits. Let each rank load the state that it saved, "
+                "with the same seed and as many ranks."
+            )

@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,64 +20,16 @@ from lightning_d9m.launch.interruption_points import (
     INTERRUPT,
     RESUME,
     InterruptionKind,
-    InterruptRequest,
     find_checkpoint,
 )
-from lightning_d9m.loop.interruption import Interruption
-from lightning_d9m.loop.recorder import Recorder
-from lightning_d9m.loop.run_setup import find_ranks, find_session
-
-
-class TrainerInterruption(Interruption):
-    """Lets the Trainer save at a point, keeps its checkpoint, and kills the process."""
-
-    _is_saving = False
-
-    @property
-    def is_wanted(self) -> bool:
-        """True if this run, or the one after a survey, needs a checkpoint."""
-        return self._request.folder is not None
-
-    def resume(self) -> None:
-        """Do nothing: the Trainer has loaded its checkpoint."""
-
-    def end_epoch(self, epoch: int, loaders: int) -> None:
-        """Note the number of steps in an epoch that is done."""
-        super().end_epoch(epoch, max(1, loaders))
-        self._steps = 0
-
-    def reach(self, kind: InterruptionKind, epoch: int) -> bool:
-        """Return whether the Trainer must save a checkpoint; kill the process if it is time.
-
-        Call it for ``"batch"`` after each step, and for ``"epoch"`` after each epoch.
-        """
-        number = self._steps if kind == "batch" else 0
-        if number:
-            self._count_down()
-        self._is_saving = self._is_point(kind, epoch, number)
-        return self._is_saving
-
-    def keep(self, checkpoint: Path) -> None:
-        """Copy the checkpoint that the Trainer has saved, if it was for a point."""
-        if not self._is_saving:
-            return
-        self._is_saving = False
-        self._wait_for_ranks()  # each adds its files
-        copies = self._ranks.rank == 0
-        self._ranks.raise_on_all(
-            lambda: shutil.copytree(checkpoint, self._checkpoint) if copies else None
-        )
-        self._end_save()
+from lightning_d9m.loop.recorder import Recorder, find_ranks, find_session
+from lightning_d9m.recording.run_recorder import OptionArguments
 
 
 class TransformersRecorder(Recorder):
-    """The recorder of a Trainer."""
+    """The recorder of a Trainer, which iterates, saves and resumes itself."""
 
-    interruption: TrainerInterruption
-
-    def _interrupt(self, request: InterruptRequest) -> Interruption:
-        self.interruption = TrainerInterruption(request, {}, self._ranks)
-        return self.interruption
+    _is_hosted = True
 
 
 def resume_first_training(callback: "TrainerCallback") -> None:
@@ -107,6 +59,7 @@ def resume_first_training(callback: "TrainerCallback") -> None:
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+    from typing_extensions import Unpack
 else:
     try:
         from transformers import TrainerCallback
@@ -134,15 +87,9 @@ class TransformersCallback(TrainerCallback or object):  # type: ignore[misc]
             ``checkpoint-STEP`` in the Trainer's ``output_dir``.
         ignored_metrics: Names, or patterns such as ``"time/*"``, of logged numbers that are not
             recorded. Measured times and means of the loss never are.
-        reference: Ledger of an earlier run to compare this run with.
-        on_drift: ``"raise"`` stops the training with a ``DriftError``; ``"warn"`` warns.
-        on_stack_difference: What to do if the stack differs from the reference's: ``"raise"``,
-            ``"warn"`` or ``"ignore"``.
-        probes: Kinds of values whose digests are recorded in every step, such as ``"weight"`` or
-            ``"output"``. A batch is what the model is given.
-        probe_modules: Patterns of the names of modules that are probed.
-        probe_steps: Global steps that are probed, ``"a:b"`` from a up to but without b.
-        probe_ranks: Ranks that record probes; None means all.
+        **options: ``reference``, ``on_drift``, ``on_stack_difference``, ``probes``,
+            ``probe_modules``, ``probe_steps`` and ``probe_ranks``, as of ``DeterminismCallback``.
+            A batch is what the model is given.
 
     Raises:
         SettingError: If transformers is not installed.
@@ -151,19 +98,13 @@ class TransformersCallback(TrainerCallback or object):  # type: ignore[misc]
         recorder: The recorder of the last training; None before one.
     """
 
-    def __init__(  # noqa: PLR0913 - one keyword for each setting
+    def __init__(
         self,
         ledger_dir: str | Path | None = None,
         *,
         resumed_from: str | Path | None = None,
         ignored_metrics: Sequence[str] = (),
-        reference: str | Path | None = None,
-        on_drift: Literal["raise", "warn"] = "raise",
-        on_stack_difference: Literal["raise", "warn", "ignore"] = "raise",
-        probes: str | Sequence[str] = (),
-        probe_modules: str | Sequence[str] = "*",
-        probe_steps: str | None = None,
-        probe_ranks: int | Sequence[int] | None = None,
+        **options: "Unpack[OptionArguments]",
     ) -> None:
         if TrainerCallback is None:
             raise SettingError(
@@ -174,17 +115,9 @@ class TransformersCallback(TrainerCallback or object):  # type: ignore[misc]
         self._resumed_from = resumed_from
         given = [ignored_metrics] if isinstance(ignored_metrics, str) else ignored_metrics
         self._ignored_metrics = (*_NOT_RECORDED, *given)
-        self._settings: dict[str, Any] = {
-            "reference": reference,
-            "on_drift": on_drift,
-            "on_stack_difference": on_stack_difference,
-            "probes": probes,
-            "probe_modules": probe_modules,
-            "probe_steps": probe_steps,
-            "probe_ranks": probe_ranks,
-        }
+        self._options = options
         self.recorder: TransformersRecorder | None = None
-        self._is_open = False
+        self._is_open = self._interrupts = False
         self._loss: Tensor | None = None
         self._model_hooks: list[RemovableHandle] = []
         resume_first_training(self)
@@ -220,7 +153,7 @@ class TransformersCallback(TrainerCallback or object):  # type: ignore[misc]
             kwargs["model"],
             kwargs["optimizer"],
             kwargs["lr_scheduler"],
-            **self._settings,
+            **self._options,
         )
         self.recorder.__enter__()
         self._is_open = True
@@ -260,8 +193,7 @@ class TransformersCallback(TrainerCallback or object):  # type: ignore[misc]
     ) -> None:
         """Count the step."""
         self._recorder.step(self._loss)
-        if self._recorder.interruption.reach("batch", self._recorder.next_epoch):
-            control.should_save = True
+        self._reach(control, "batch", self._recorder.next_epoch, self._recorder.epoch_steps)
 
     def on_epoch_end(
         self,
@@ -272,8 +204,14 @@ class TransformersCallback(TrainerCallback or object):  # type: ignore[misc]
     ) -> None:
         """Record the epoch; compare it with the reference and across ranks."""
         self._record_epoch()
-        if self._recorder.interruption.reach("epoch", self._recorder.next_epoch - 1):
-            control.should_save = True
+        self._reach(control, "epoch", self._recorder.next_epoch - 1)
+
+    def _reach(
+        self, control: "TrainerControl", kind: InterruptionKind, epoch: int, number: int = 0
+    ) -> None:
+        """Let the Trainer save a checkpoint, if the training is to be interrupted here."""
+        self._interrupts = self._recorder.interruption.reach(kind, epoch, number)
+        control.should_save |= self._interrupts
 
     def on_log(
         self,
@@ -300,7 +238,11 @@ class TransformersCallback(TrainerCallback or object):  # type: ignore[misc]
             folder = _name_checkpoint(args, state)
             ranks = find_ranks()[0]
             ranks.raise_on_all(lambda: self._save_state(folder, args))
-            self._recorder.interruption.keep(folder)
+            if self._interrupts:
+                self._interrupts = False
+                copies, target = ranks.rank == 0, self._recorder.interruption.checkpoint
+                ranks.raise_on_all(lambda: shutil.copytree(folder, target) if copies else None)
+                self._recorder.interruption.end_save()
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         """Record the final state, and close the ledger."""
@@ -334,12 +276,27 @@ class TransformersCallback(TrainerCallback or object):  # type: ignore[misc]
         self, args: "TrainingArguments", state: "TrainerState", chosen: Path | None
     ) -> Any:
         """Return what this rank saved in the checkpoint that is resumed; None without one."""
-        wanted = self._recorder.interruption.is_wanted
-        _check_interruption(args, state, chosen, wanted=wanted)
+        if self._recorder.interruption.is_wanted and args.save_only_model:
+            raise SettingError(
+                f"The variable {INTERRUPT} asks for a checkpoint from which the training can "
+                "resume, and the Trainer saves only the model. Leave out save_only_model=True."
+            )
+        if chosen is not None and state.global_step == 0:
+            raise SettingError(
+                f"The variable {RESUME} is '{chosen}', and the Trainer begins at step 0, because "
+                "its class overrides train(). Call super().train(resume_from_checkpoint) there."
+            )
         if state.global_step == 0:
             return None
-        path = Path(chosen or self._resumed_from or _name_checkpoint(args, state))
-        return _load_state(_name_state(path, args), path)
+        checkpoint = Path(chosen or self._resumed_from or _name_checkpoint(args, state))
+        path = _name_state(checkpoint, args)
+        if not path.exists():
+            raise CheckpointError(
+                f"The training resumes from a checkpoint, and {path} does not exist. If the "
+                f"checkpoint is not {checkpoint}, name it: TransformersCallback(resumed_from=...). "
+                "It must have been saved with this callback, by as many ranks."
+            )
+        return torch.load(path, weights_only=True)
 
     def _save_state(self, folder: Path, args: "TrainingArguments") -> None:
         if folder.is_dir():
@@ -364,35 +321,9 @@ class TransformersCallback(TrainerCallback or object):  # type: ignore[misc]
         self._recorder.__exit__(None if error is None else type(error), error, None)
 
 
-def _check_interruption(
-    args: "TrainingArguments", state: "TrainerState", chosen: Path | None, *, wanted: bool
-) -> None:
-    """Raise unless the training can be interrupted, and was resumed, as the variables ask."""
-    if wanted and args.save_only_model:
-        raise SettingError(
-            f"The variable {INTERRUPT} asks for a checkpoint from which the training can resume, "
-            "and the Trainer saves only the model. Leave out save_only_model=True."
-        )
-    if chosen is not None and state.global_step == 0:
-        raise SettingError(
-            f"The variable {RESUME} is '{chosen}', and the Trainer begins at step 0, because its "
-            "class overrides train(). Call super().train(resume_from_checkpoint) there."
-        )
-
-
 def _name_checkpoint(args: "TrainingArguments", state: "TrainerState") -> Path:
     return Path(args.output_dir) / f"checkpoint-{state.global_step}"
 
 
 def _name_state(checkpoint: Path, args: "TrainingArguments") -> Path:
     return checkpoint / f"d9m-{args.process_index}.pt"
-
-
-def _load_state(path: Path, checkpoint: Path) -> Any:
-    if not path.exists():
-        raise CheckpointError(
-            f"The training resumes from a checkpoint, and {path} does not exist. If the checkpoint "
-            f"is not {checkpoint}, name it: TransformersCallback(resumed_from=...). It must have "
-            "been saved with this callback, by as many ranks."
-        )
-    return torch.load(path, weights_only=True)

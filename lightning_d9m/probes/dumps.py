@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map
 from lightning_d9m.errors import LedgerError
 from lightning_d9m.hashing.pytree_leaves import list_pytree_leaves
 from lightning_d9m.ledger.format.records import ProbeKey
-from lightning_d9m.probes.trace import ProbePoint, StatePoint
+from lightning_d9m.probes.trace import Listener, ProbePoint, StatePoint
 
 _INDEX = "index.jsonl"
 # The key of a dict that stands for a value of another type.
@@ -79,7 +79,7 @@ class Dump:
             ) from error
 
 
-class StateDump:
+class StateDump(Listener):
     """Saves the state of one moment; a listener of probed values."""
 
     def __init__(self, dump: Dump, point: StatePoint) -> None:
@@ -91,11 +91,6 @@ class StateDump:
         for path, leaf in list_pytree_leaves(value):
             place = (kind, f"{name}:{path}" if path else name, 0)
             self._dump.save(self._point, place, {"value": leaf})
-
-    def add_tensors(self, kind: str, tensors: Mapping[str, Tensor]) -> None:
-        """Save tensors by name."""
-        for name, tensor in tensors.items():
-            self.add(kind, name, tensor)
 
 
 def read_index(folder: Path) -> list[dict[str, Any]]:

@@ -4,20 +4,19 @@ Framework-free: the framework's profiler says when a hook begins and ends.
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-import torch
-
 from lightning_d9m.hashing.digest import digest_value
+from lightning_d9m.probes.trace import Listener
 
 _FILE = "hooks.jsonl"
 
 
-class StateDigest:
-    """Digests the values whose names match patterns; a listener of probed values."""
+class StateDigest(Listener):
+    """Digests the values whose names match patterns."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = names
@@ -28,48 +27,37 @@ class StateDigest:
         if any(fnmatchcase(name, pattern) for pattern in self._names):
             self._digests.append(digest_value(value))
 
-    def add_tensors(self, kind: str, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Take tensors by name."""
-        for name, tensor in tensors.items():
-            self.add(kind, name, tensor)
-
     def digest(self) -> str:
         """Return the digest of all values that were taken."""
         return digest_value(self._digests)
 
 
-class HookTrace:
-    """Writes a line before and after each hook: its name, and the digest of the state.
+Profile = Callable[[str], AbstractContextManager[object]]
+
+
+def trace_hooks(folder: Path, take: Callable[[], str | None], profile: Profile) -> Profile:
+    """Return a profiler's method ``profile`` that also writes a line before and after each hook.
 
     Args:
         folder: The folder of a rank's dumps.
         take: Returns the digest of the state; None where hooks are not traced.
+        profile: The method.
     """
 
-    def __init__(self, folder: Path, take: Callable[[], str | None]) -> None:
-        self._file = folder / _FILE
-        self._take = take
-
-    def around(
-        self, profile: Callable[[str], AbstractContextManager[object]]
-    ) -> Callable[[str], AbstractContextManager[object]]:
-        """Return a profiler's method ``profile`` that also traces."""
-
-        @contextmanager
-        def traced(name: str) -> Iterator[object]:
-            self._write("before", name)
-            with profile(name) as given:
-                yield given
-            self._write("after", name)
-
-        return traced
-
-    def _write(self, when: str, name: str) -> None:
-        digest = self._take()
-        if digest is not None:
-            self._file.parent.mkdir(parents=True, exist_ok=True)
-            with self._file.open("a", encoding="utf-8") as stream:
+    def write(when: str, name: str) -> None:
+        if (digest := take()) is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            with (folder / _FILE).open("a", encoding="utf-8") as stream:
                 stream.write(json.dumps([when, name, digest]) + "\n")
+
+    @contextmanager
+    def traced(name: str) -> Iterator[object]:
+        write("before", name)
+        with profile(name) as given:
+            yield given
+        write("after", name)
+
+    return traced
 
 
 def find_writer(folders: Sequence[Path], rank: int) -> str:

@@ -8,6 +8,7 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import cached_property, partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from lightning_d9m.control.env_settings import (
     build_from_variables,
@@ -17,12 +18,15 @@ from lightning_d9m.control.env_settings import (
 from lightning_d9m.errors import SettingError
 from lightning_d9m.ledger.kinds import ALL, PROBE_KINDS, ROOT
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 _STEPS = re.compile(r"([0-9]*):([0-9]*)")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeSettings:
-    """The settings of probes.
+    """The settings of probes; one name or rank need not be in a list.
 
     Attributes:
         probes: Kinds to record; ``("all",)`` for all of them, empty for none.
@@ -48,6 +52,15 @@ class ProbeSettings:
     dump_names: tuple[str, ...] = ("*",)
 
     def __post_init__(self) -> None:
+        ranks: Any = self.probe_ranks
+        plain = {
+            "probes": _split(self.probes),
+            "probe_modules": _split(self.probe_modules),
+            "probe_steps": self.probe_steps or "",
+            "probe_ranks": (ranks,) if isinstance(ranks, int) else tuple(ranks or ()),
+        }
+        for name, value in plain.items():
+            object.__setattr__(self, name, value)
         for kind in self.probes:
             _check_kind(kind)
         if not self.probe_modules or "" in self.probe_modules:
@@ -104,7 +117,7 @@ class ProbeSettings:
         """Return the patterns that fit none of a model's modules, parameters and buffers."""
         return [p for p in self.probe_modules if not any(fnmatchcase(n or ROOT, p) for n in names)]
 
-    def overridden(self, environment: Mapping[str, str]) -> "ProbeSettings":
+    def overridden(self, environment: Mapping[str, str]) -> "Self":
         """Return the settings with the values of variables, which take precedence.
 
         Raises:
@@ -133,29 +146,6 @@ class ProbeSettings:
         if self.replay_every:
             record["replay_every"] = self.replay_every
         return record
-
-
-def make_settings(
-    *,
-    probes: str | Sequence[str] = (),
-    probe_modules: str | Sequence[str] = "*",
-    probe_steps: str | None = None,
-    probe_ranks: int | Sequence[int] | None = None,
-    replay_every: int = 0,
-) -> ProbeSettings:
-    """Return settings as a callback's arguments give them: one value need not be in a list.
-
-    Raises:
-        SettingError: When a value is not allowed.
-    """
-    ranks = (probe_ranks,) if isinstance(probe_ranks, int) else probe_ranks or ()
-    return ProbeSettings(
-        probes=_split(probes),
-        probe_modules=_split(probe_modules),
-        probe_steps=probe_steps or "",
-        probe_ranks=tuple(ranks),
-        replay_every=replay_every,
-    )
 
 
 def _split(names: str | Sequence[str]) -> tuple[str, ...]:

@@ -5,9 +5,10 @@ Framework-free: hooks pass values as (kind, name, value).
 
 import math
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -65,19 +66,20 @@ class StatePoint(NamedTuple):
 Save = Callable[[ProbePoint, ProbeKey, Mapping[str, Any]], None]
 
 
-class Listener(Protocol):
+class Listener(ABC):
     """Receives probed values."""
 
+    @abstractmethod
     def add(self, kind: str, name: str, value: object) -> None:
         """Take the value at a place."""
-        ...
 
     def add_tensors(self, kind: str, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Take tensors by name, together."""
-        ...
+        """Take tensors by name; a subclass may take them together."""
+        for name, tensor in tensors.items():
+            self.add(kind, name, tensor)
 
 
-class Trace:
+class Trace(Listener):
     """The places of a batch in order, and the digests of their values.
 
     Attributes:
@@ -112,8 +114,7 @@ class Trace:
         try:
             self.queue.add(tensors.values())
         except DigestError:
-            for name, tensor in tensors.items():
-                self.add(kind, name, tensor)
+            super().add_tensors(kind, tensors)
         else:
             for name in tensors:
                 self._add_place(kind, name)
@@ -125,7 +126,7 @@ class Trace:
         self.places.append((*key, call))
 
 
-class ProbeCollector:
+class ProbeCollector(Listener):
     """Writes the probes of each batch as records ``layout`` and ``probes``.
 
     Bytes are read when a value is added. Records are written in the order of batches; those of

@@ -1,4 +1,4 @@
-"""Record a run's ledger and compare it with a reference and across ranks.
+"""Record a run's ledger and its probes, and compare it with a reference and across ranks.
 
 A model, its optimizers and the ranks come in; records go out to the ledger, and a ``DriftError`` on
 all ranks if one differs. Read ``run_recorder.py`` first, then ``reference.py``.

@@ -17,7 +17,7 @@ from lightning_d9m.comparison.differences import NAMES_KEPT
 from lightning_d9m.errors import DriftError
 from lightning_d9m.hashing.shards import FlatLayout, has_base, may_be_sharded
 from lightning_d9m.hashing.training_state import Groups, count_sharded, plain_name, replicated_names
-from lightning_d9m.ledger.format.records import Json, Scalar
+from lightning_d9m.ledger.format.records import Digests, Json, Scalar
 from lightning_d9m.ledger.stack import PIPELINE_STAGES, SHARDED_PARAMETERS
 from lightning_d9m.ranks.ranks import Ranks
 from lightning_d9m.text import describe_moment, describe_names, describe_pair, escape
@@ -161,12 +161,12 @@ GatherJson: TypeAlias = Callable[[Json], list[Any]]
 """Gathers JSON values of all ranks, in order of ranks; each rank calls this."""
 
 GROUPS = ("weights", "buffers", "optimizers", "schedulers")
-_MOST = 32  # steps that are kept
 _FIRST_BYTES = 256  # that ranks gather at once: a hash of each group
 # Buffers that a training step may set from each rank's own data.
 _FREE_BUFFERS = "free buffers"
 _COMPARED = (*GROUPS[:2], _FREE_BUFFERS, *GROUPS[2:])
 _NAMES = "names of the entries"
+_PAIR = 2
 # The words for a group's entries in messages.
 _ENTRIES = {"optimizers": "optimizer entries"}
 
@@ -177,90 +177,23 @@ def gather_json(ranks: Ranks, value: Json) -> list[Any]:
     return [json.loads(row) for row in rows]
 
 
-class StepDigests:
-    """Keeps a hash of each group after every n-th step; n doubles as soon as there are too many.
-
-    So the number of digests grows with the logarithm of the number of steps. Ranks keep the same
-    steps, as these depend on nothing else.
-    """
-
-    def __init__(self) -> None:
-        self._every = 1
-        self._kept: dict[int, list[str]] = {}
-
-    def wants(self, step: int) -> bool:
-        """Return whether the state after a step should be added."""
-        return step % self._every == 0 and step not in self._kept
-
-    def add(self, step: int, groups: Mapping[str, Mapping[str, str]]) -> None:
-        """Add the digests of the state that must be equal on all ranks."""
-        self._kept[step] = [_hash(groups.get(group, {}).items()) for group in GROUPS]
-        while len(self._kept) > _MOST:
-            self._every *= 2
-            self._kept = {at: row for at, row in self._kept.items() if at % self._every == 0}
-
-    def forget(self) -> None:
-        """Forget the steps, because the ranks agree."""
-        self._kept.clear()
-
-    def find_first(self, gather: GatherJson) -> dict[str, tuple[int | None, int]]:
-        """Return by group the last step that was equal on all ranks and the first that was not.
-
-        Every rank calls this and gets the same.
-        """
-        tables = [dict(rows) for rows in gather([*self._kept.items()])]
-        found: dict[str, tuple[int | None, int]] = {}
-        before: dict[str, int] = {}
-        for step in sorted(set.intersection(*map(set, tables))):
-            for group, *values in zip(GROUPS, *(table[step] for table in tables), strict=True):
-                if len(set(values)) == 1:
-                    before[group] = step
-                elif group not in found:
-                    found[group] = (before.get(group), step)
-        return found
-
-
-@dataclass(frozen=True, slots=True)
-class RankDifference:
-    """The entries of a group that differ across ranks.
-
-    Attributes:
-        rank: The first rank that differs.
-        ranks: All ranks that differ.
-        world_size: Number of ranks.
-        expected_rank: The rank that the others are compared with.
-        names: The first names that differ on ``rank``, at most ``NAMES_KEPT``.
-        count: Number of entries that differ on ``rank``.
-        total: Number of entries that were compared.
-        expected: The digest of the first of ``names`` on ``expected_rank``.
-        actual: The same on ``rank``.
-    """
-
-    rank: int
-    ranks: tuple[int, ...]
-    world_size: int
-    expected_rank: int
-    names: tuple[str, ...]
-    count: int
-    total: int
-    expected: str
-    actual: str
-
-
-def compare_ranks(tables: Sequence[Mapping[str, str]]) -> RankDifference | None:
-    """Compare the digests by name of each rank.
+def compare_ranks(
+    tables: Sequence[Mapping[str, str]], digests: Digests, group: str = "weights"
+) -> DriftError | None:
+    """Compare the digests by name of each rank in a group of a record.
 
     The other ranks are compared with rank 0. If they differ from it and agree with each other, rank
     0 is the one that differs. Two ranks differ from each other; ``rank`` is then 1. Ranks that list
     different names are not compared entry by entry.
 
     Returns:
-        The difference, the same on all ranks; None when all agree.
+        The error that names the rank that differs, and what differs on it, the same on all ranks;
+        None when all agree.
     """
     total = len(tables[0])
-    names = [_hash(table) for table in tables]
-    if len(set(names)) > 1:
-        tables, total = [{_NAMES: own} for own in names], 0
+    lists = [_hash(table) for table in tables]
+    if len(set(lists)) > 1:
+        tables, total = [{_NAMES: own} for own in lists], 0
     base = tables[0]
     differing = [rank for rank, table in enumerate(tables) if table != base]
     if not differing:
@@ -270,19 +203,49 @@ def compare_ranks(tables: Sequence[Mapping[str, str]]) -> RankDifference | None:
     if 1 < others == len(differing) and all(table == tables[1] for table in tables[2:]):
         expected_rank, differing, base = 1, [0], tables[1]
     rank = differing[0]
-    actual = tables[rank]
-    changed = [name for name in base if base[name] != actual[name]]
-    return RankDifference(
+    names = [name for name in base if base[name] != tables[rank][name]]
+    expected, actual = base[names[0]], tables[rank][names[0]]
+    moment, epoch, step = digests.moment, digests.epoch, digests.step
+    entries = _ENTRIES.get(group, escape(group))
+    what = f"they do not list the same {entries}"
+    if total:
+        named = describe_names(names[:NAMES_KEPT], len(names))
+        what = f"{len(names)} of {total} {entries} differ, first {named}"
+    return DriftError(
+        f"{_describe_ranks(differing, expected_rank, len(tables))} in "
+        f"{describe_moment(moment, epoch, step)}: {what}.\n"
+        f"{_describe_sides(rank, expected_rank, len(tables), (expected, actual))}"
+        "All ranks must hold the same bits after each step. Look for what only one rank does: a "
+        "change to its weights, a learning rate that follows its own metric (log the metric with "
+        "sync_dist=True), a module that is not synchronized, a failing device.",
+        moment=moment,
+        epoch=epoch,
+        step=step,
         rank=rank,
-        ranks=tuple(differing),
-        world_size=len(tables),
-        expected_rank=expected_rank,
-        names=tuple(changed[:NAMES_KEPT]),
-        count=len(changed),
+        group=group,
+        names=names[:NAMES_KEPT],
+        count=len(names),
         total=total,
-        expected=base[changed[0]],
-        actual=actual[changed[0]],
+        expected=expected,
+        actual=actual,
+        expected_rank=expected_rank,
     )
+
+
+def _describe_ranks(differing: Sequence[int], expected_rank: int, world_size: int) -> str:
+    if world_size == _PAIR:  # nothing tells which of two is wrong
+        return "Ranks 0 and 1 differ from each other"
+    if len(differing) == 1:
+        return f"Rank {differing[0]} differs from rank {expected_rank}"
+    listed = ", ".join(map(str, differing[:8])) + (", ..." if differing[8:] else "")
+    return f"Ranks {listed} differ from rank {expected_rank}"
+
+
+def _describe_sides(rank: int, expected_rank: int, world_size: int, pair: tuple[str, str]) -> str:
+    reference = " (reference)" if world_size > _PAIR else ""
+    labels = [f"rank {expected_rank}{reference}:", f"rank {rank}:"]
+    shown = zip(labels, describe_pair(*pair), strict=True)
+    return "".join(f"  {label:<{len(labels[0])}} {value}\n" for label, value in shown)
 
 
 class RankAgreement:
@@ -296,19 +259,6 @@ class RankAgreement:
         self._replicated = replicated
         self._tables: dict[str, dict[str, str]] = {}
         self._agreed: dict[str, str] = {}  # what all ranks held, by name of a buffer
-        self._steps = StepDigests()
-
-    def wants_step(self, step: int) -> bool:
-        """Return whether the state after a step should be kept until the next record."""
-        return self._steps.wants(step)
-
-    def keep_step(self, step: int, groups: Mapping[str, Mapping[str, str]]) -> None:
-        """Keep the digests of a step, which tell when ranks that differ began to."""
-        self._steps.add(step, self._replicated.select(groups))
-
-    def find_steps(self) -> dict[str, tuple[int | None, int]]:
-        """Return what ``StepDigests.find_first`` does; every rank must call this."""
-        return self._steps.find_first(self._gather)
 
     def summarize(self, groups: Mapping[str, Mapping[str, str]]) -> list[str]:
         """Return the hash of each group, which ``compare`` needs of every rank."""
@@ -317,23 +267,20 @@ class RankAgreement:
         self._tables = {group: selected.get(group, {}) for group in _COMPARED}
         return [_hash(table.items()) for table in self._tables.values()]
 
-    def compare(self, rows: Sequence[Sequence[str]]) -> dict[str, RankDifference]:
-        """Return the differences by group, the same on every rank.
+    def compare(self, rows: Sequence[Sequence[str]], digests: Digests) -> dict[str, DriftError]:
+        """Return the errors by group, the same on every rank.
 
-        ``rows`` has what ``summarize`` returned on each rank.
+        ``rows`` has what ``summarize`` returned on each rank of the groups of ``digests``.
         """
-        found: dict[str, RankDifference] = {}
+        found: dict[str, DriftError] = {}
         for (group, table), hashes in zip(
             self._tables.items(), zip(*rows, strict=True), strict=True
         ):
             tables = [table] if len(set(hashes)) == 1 else self._gather(table)
             if group == _FREE_BUFFERS:
                 tables, group = self._select_shared(tables), "buffers"  # noqa: PLW2901 - compared alike
-            difference = compare_ranks(tables)
-            if difference is not None:
-                found.setdefault(group, difference)
-        if not found:
-            self._steps.forget()
+            if (error := compare_ranks(tables, digests, group)) is not None:
+                found.setdefault(group, error)
         return found
 
     def _select_shared(self, tables: list[dict[str, str]]) -> list[dict[str, str]]:
@@ -352,65 +299,6 @@ class RankAgreement:
             elif before.get(name) in held:
                 self._agreed[name] = before[name]
         return [{name: table[name] for name in self._agreed} for table in tables]
-
-
-def rank_error(
-    difference: RankDifference,
-    *,
-    moment: str,
-    epoch: int,
-    step: int,
-    group: str = "weights",
-    steps: tuple[int | None, int] | None = None,
-) -> DriftError:
-    """Build the error that names the rank that differs, and what differs on it.
-
-    ``steps`` are the last step after which the ranks were equal in this, if it is known, and the
-    first after which they were not.
-    """
-    first, expected_rank = difference.rank, difference.expected_rank
-    expected, actual = describe_pair(difference.expected, difference.actual)
-    labels = [f"rank {expected_rank} (reference):", f"rank {first}:"]
-    if difference.world_size == len(labels):  # nothing tells which of two is wrong
-        labels, who = ["rank 0:", "rank 1:"], "Ranks 0 and 1 differ from each other"
-    elif difference.ranks[1:]:
-        who = f"Ranks {', '.join(str(rank) for rank in difference.ranks[:8])}"
-        who += f"{', ...' if difference.ranks[8:] else ''} differ from rank {expected_rank}"
-    else:
-        who = f"Rank {first} differs from rank {expected_rank}"
-    width = len(labels[0])
-    entries = _ENTRIES.get(group, escape(group))
-    if difference.names == (_NAMES,):
-        what = f"they do not list the same {entries}"
-    else:
-        named = describe_names(difference.names, difference.count)
-        what = f"{difference.count} of {difference.total} {entries} differ, first {named}"
-    return DriftError(
-        f"{who} in {describe_moment(moment, epoch, step)}: {what}.\n"
-        f"  {labels[0]:<{width}} {expected}\n"
-        f"  {labels[1]:<{width}} {actual}\n{_describe_steps(steps)}"
-        "All ranks must hold the same bits after each step. Look for what only one rank does: a "
-        "change to its weights, a learning rate that follows its own metric (log the metric with "
-        "sync_dist=True), a module that is not synchronized, a failing device.",
-        moment=moment,
-        epoch=epoch,
-        step=step,
-        rank=first,
-        group=group,
-        names=difference.names,
-        count=difference.count,
-        total=difference.total,
-        expected=difference.expected,
-        actual=difference.actual,
-        expected_rank=expected_rank,
-    )
-
-
-def _describe_steps(steps: tuple[int | None, int] | None) -> str:
-    if steps is None:
-        return ""
-    equal = "" if steps[0] is None else f" They were still equal after step {steps[0]}."
-    return f"The ranks differed in this after step {steps[1]}.{equal}\n"
 
 
 def _hash(parts: Iterable[object]) -> str:

@@ -1,27 +1,27 @@
-"""The recorder of a training: writes its ledger, and compares it.
+"""The recorder of a training: writes its ledger, takes its probes, and compares its state.
 
-The callback of a Trainer and the recorder of a loop share it. Ranks communicate through ``Ranks``,
-so tests need no processes.
+Ranks communicate through ``Ranks``, so tests need no processes.
 """
 
 import json
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypedDict, cast
 from weakref import WeakSet
 
 import torch
 
+from lightning_d9m.control.env_settings import variable_of
 from lightning_d9m.control.environment import control_is_on
-from lightning_d9m.control.settings import Settings, validate_choice
-from lightning_d9m.errors import D9mError, DriftError, LedgerError
+from lightning_d9m.control.settings import Settings, read_path, validate_choice
+from lightning_d9m.errors import DriftError, LedgerError, SettingError
 from lightning_d9m.hashing.digest import digest
 from lightning_d9m.hashing.shards import (
     ShardParts,
@@ -49,7 +49,11 @@ from lightning_d9m.ledger.format.records import (
 )
 from lightning_d9m.ledger.format.writer import LedgerWriter
 from lightning_d9m.ledger.program import capture_program
-from lightning_d9m.ledger.stack import SHARDED_PARAMETERS, are_portable, capture_stack, check_stack
+from lightning_d9m.ledger.stack import are_portable, capture_stack, check_stack
+from lightning_d9m.probes.batch_probes import BatchProbes
+from lightning_d9m.probes.dispatch_mode import OpMode
+from lightning_d9m.probes.settings import ProbeSettings
+from lightning_d9m.probes.trace import StatePoint
 from lightning_d9m.ranks.ranks import Ranks
 from lightning_d9m.recording.rank_agreement import (
     RankAgreement,
@@ -57,19 +61,38 @@ from lightning_d9m.recording.rank_agreement import (
     describe_division,
     find_replicated_state,
     gather_json,
-    rank_error,
 )
 from lightning_d9m.recording.reference import Reference
+from lightning_d9m.state.plain_data import decode_plain, encode_plain
 from lightning_d9m.version import __version__
+
+if TYPE_CHECKING:
+    from typing_extensions import Self, Unpack
 
 NO_SCALARS: Mapping[str, str] = MappingProxyType({})
 
 
-@dataclass(frozen=True)
-class Policy:
-    """The reference of a run, and the effect of differences.
+class OptionArguments(TypedDict, total=False):
+    """The fields of ``RunOptions`` as the arguments of a recorder or a callback give them."""
 
-    ``reference`` is the ledger of an earlier run; None for none.
+    reference: str | Path | None
+    on_drift: Literal["raise", "warn"]
+    on_stack_difference: Literal["raise", "warn", "ignore"]
+    probes: str | Sequence[str]
+    probe_modules: str | Sequence[str]
+    probe_steps: str | None
+    probe_ranks: int | Sequence[int] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions(ProbeSettings):
+    """The options of a recorded run: its reference, the effect of differences, and its probes.
+
+    Attributes:
+        reference: Ledger of an earlier run to compare this run with; None for none.
+        on_drift: ``"raise"`` stops the training with a ``DriftError``; ``"warn"`` warns.
+        on_stack_difference: What to do if the stack differs from the reference's: ``"raise"``,
+            ``"warn"`` or ``"ignore"``.
 
     Raises:
         SettingError: If a value is not allowed.
@@ -80,23 +103,63 @@ class Policy:
     on_stack_difference: Literal["raise", "warn", "ignore"] = "raise"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "reference", read_path("reference", self.reference))
         validate_choice("on_drift", self.on_drift, ("raise", "warn"))
         allowed = ("raise", "warn", "ignore")
         validate_choice("on_stack_difference", self.on_stack_difference, allowed)
+
+    @classmethod
+    def of(cls, *, replay_every: int = 0, **given: "Unpack[OptionArguments]") -> "Self":
+        """Return the options that arguments give."""
+        return cls(replay_every=replay_every, **cast(dict[str, Any], given))
 
     def check_reference(self) -> None:
         """Raise a ``LedgerError`` if the reference cannot be read."""
         if self.reference is not None:
             read_ledger(self.reference)
 
+    def refuse_replays(self) -> None:
+        """Raise a ``SettingError`` if steps should run twice, which only the callback can do."""
+        if self.replay_every:
+            raise SettingError(
+                f"{variable_of('replay_every')} is {self.replay_every}, and a Recorder cannot run "
+                "a step of your own loop twice. Unset it, or train with a Trainer of Lightning and "
+                "DeterminismCallback(replay_every=...)."
+            )
 
-class RunRecorder:
-    """Writes the ledger of a training, and checks its state as it is written.
 
-    An error on one rank is raised on all ranks, so that none waits for another.
+@dataclass(frozen=True)
+class Training:
+    """What a run records.
 
     Attributes:
+        model: The model, as the user's optimizers see it.
+        wrapped: The model with the wrappers around it; None if it has none.
+        list_optimizers: Returns the optimizers.
+        list_schedulers: Returns the learning rate schedulers.
+        wrap_steps: See ``BatchProbes``.
+        is_compiled: See ``hook_model``.
+    """
+
+    model: torch.nn.Module
+    wrapped: torch.nn.Module | None = None
+    list_optimizers: Callable[[], Sequence[Any]] = tuple
+    list_schedulers: Callable[[], Sequence[Any]] = tuple
+    wrap_steps: Callable[[ExitStack, OpMode], None] | None = None
+    is_compiled: bool = False
+
+
+class RunRecorder:
+    """Writes the ledger of a training, takes its probes, and compares its state as it is written.
+
+    The callback of a Trainer, the recorder of a loop and the hooks around optimizer steps share
+    it. An error on one rank is raised on all ranks, so that none waits for another.
+
+    Attributes:
+        options: The options.
         ranks: The ranks of the training.
+        probes: The probes of the open ledger.
         loss: The last loss, on its device; None without one.
         digest: The digest of the weights that were digested last; None before the first.
         folder: The folder of the ledger that was opened last; None before.
@@ -105,8 +168,8 @@ class RunRecorder:
 
     open_recorders: ClassVar["WeakSet[RunRecorder]"] = WeakSet()
 
-    def __init__(self, policy: Policy) -> None:
-        self._policy = self._present_policy = policy
+    def __init__(self, options: RunOptions) -> None:
+        self.options = self._present_options = options
         self.digest: str | None = None
         self.folder: Path | None = None
         self._forget()
@@ -118,15 +181,30 @@ class RunRecorder:
         self._problem: LedgerError | None = None
         self._reference: Reference | None = None
         self._agreement: RankAgreement | None = None
-        self._model: torch.nn.Module | None = None
-        self._wrapped: torch.nn.Module | None = None
+        self._training = Training(torch.nn.Module())
         self.ranks = Ranks(0)
         self.loss: torch.Tensor | None = None
+        self._start_probes(RunOptions())
+
+    def _start_probes(self, options: RunOptions) -> None:
+        training = self._training
+        self.probes = BatchProbes(
+            options,
+            training.model,
+            self.ranks.rank,
+            self.append,
+            training.list_optimizers,
+            training.wrap_steps,
+            is_compiled=training.is_compiled,
+        )
 
     def __getstate__(self) -> dict[str, Any]:
-        copied = RunRecorder(self._policy)
-        copied.digest, copied.folder = self.digest, self.folder
-        return vars(copied)
+        copied = RunRecorder(self.options)
+        return vars(copied) | {"digest": self.digest, "folder": self.folder, "probes": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._forget()
 
     @property
     def is_open(self) -> bool:
@@ -158,50 +236,49 @@ class RunRecorder:
     def begin(
         self,
         ranks: Ranks,
-        model: torch.nn.Module,
+        training: Training,
         describe: Callable[[], tuple[Header, RunFacts, ReplicatedState | None]],
         make_folder: Callable[[], Path],
         *,
-        wrapped: torch.nn.Module | None = None,
         resumed: Mapping[str, Json] | None = None,
-        policy: Policy | None = None,
+        options: RunOptions | None = None,
     ) -> None:
         """Open a ledger, write its header and the facts, and accept or refuse the reference.
 
         ``describe`` returns the header, the facts, and what must be equal on all ranks;
-        ``make_folder`` makes the ledger's folder, the same on all ranks. ``wrapped`` is the
-        model with the wrappers around it, if it has any; ``resumed`` the record that names
-        the continued ledger. A policy takes the place of the recorder's.
+        ``make_folder`` makes the ledger's folder, the same on all ranks. ``resumed`` is the record
+        that names the continued ledger. Options take the place of the recorder's.
 
         Raises:
             LedgerError: If the ledger cannot be written, or the reference not be read.
             ReferenceRefusedError: If the reference comes from another experiment.
-            StackDifferenceError: If the reference's stack differs, unless the policy allows it.
+            StackDifferenceError: If the reference's stack differs, unless the options allow it.
         """
         self.ranks = ranks
         header, facts, replicated = ranks.raise_on_all(describe)
         self.folder = make_folder()
-        self._header, self._present_policy = header, policy or self._policy
+        self._header, self._present_options = header, options or self.options
         if ranks.gather is not None and replicated is not None:
             self._agreement = RankAgreement(partial(gather_json, ranks), replicated)
-        self._model, self._wrapped = model, model if wrapped is None else wrapped
+        self._training = training
         self.open_recorders.add(self)
         ranks.raise_on_all(lambda: self._begin(header, facts, resumed))
+        self._start_probes(self._present_options)
 
     def _begin(self, header: Header, facts: RunFacts, resumed: Mapping[str, Json] | None) -> None:
         assert self.folder is not None, "begin() has made it"
-        policy = self._present_policy
+        options = self._present_options
         self._writer = LedgerWriter(rank_path(self.folder, header.rank))
         self._writer.write(header)
         if resumed is not None:
             self._writer.write(_name_parent(resumed, self.folder))
         self._writer.write(facts)
-        if policy.reference is None:
+        if options.reference is None:
             return
-        reference = self._reference = Reference(policy.reference, header.rank, writing=self.folder)
+        reference = self._reference = Reference(options.reference, header.rank, writing=self.folder)
         # The stack first: a different driver must not look like nondeterminism.
         portable = are_portable(reference.header.settings, header.settings)
-        allowed = "ignore" if portable else policy.on_stack_difference
+        allowed = "ignore" if portable else options.on_stack_difference
         warning = check_stack(reference.header.stack, header.stack, allowed)
         if warning is not None:
             warnings.warn(warning, stacklevel=2)
@@ -216,8 +293,6 @@ class RunRecorder:
         *,
         epoch: int,
         step: int,
-        optimizers: Sequence[Any] = (),
-        schedulers: Sequence[Any] = (),
         scalars: Mapping[str, str] = NO_SCALARS,
         verify: Callable[[], None] | None = None,
     ) -> Digests:
@@ -226,9 +301,9 @@ class RunRecorder:
         The moment is ``"initial"``, ``"epoch"`` or ``"final"``. Scalars are ``float.hex()``
         of numbers; ``verify`` raises a ``SettingError`` if a switch was changed.
         """
-        partial = self.ranks.raise_on_all(
-            lambda: self._read(optimizers, schedulers, verify, sketches=moment == "epoch")
-        )
+        self.probes.save_state(StatePoint(epoch, step, moment))
+        (self.probes if moment == "final" else self.probes.collector).close()
+        partial = self.ranks.raise_on_all(lambda: self._read(verify, sketches=moment == "epoch"))
         snapshot = complete_snapshot(partial, self.ranks)
         self.digest = snapshot.totals["weights"]
         return Digests(
@@ -242,21 +317,19 @@ class RunRecorder:
             sketches=snapshot.sketches,
         )
 
-    def _read(
-        self,
-        optimizers: Sequence[Any],
-        schedulers: Sequence[Any],
-        verify: Callable[[], None] | None,
-        *,
-        sketches: bool,
-    ) -> PartialSnapshot:
-        assert self._model is not None and self._wrapped is not None, "begin() comes first"  # noqa: PT018
+    def _read(self, verify: Callable[[], None] | None, *, sketches: bool) -> PartialSnapshot:
+        training = self._training
         if verify is not None:
             verify()
-        reshard(self._wrapped)
-        layouts = find_flat_layouts(self._wrapped)
+        wrapped = training.model if training.wrapped is None else training.wrapped
+        reshard(wrapped)
+        layouts = find_flat_layouts(wrapped)
         return take_partial_snapshot(
-            self._model, optimizers, schedulers, layouts, sketches=sketches
+            training.model,
+            training.list_optimizers(),
+            training.list_schedulers(),
+            layouts,
+            sketches=sketches,
         )
 
     def record(self, digests: Digests) -> int:
@@ -275,27 +348,12 @@ class RunRecorder:
         found += self._across_ranks(digests, found)
         if not found:
             return 0
-        if self._present_policy.on_drift == "raise":
+        if self._present_options.on_drift == "raise":
             raise found[0]
         for error in found:
             if self._header.rank in (0, error.rank):
                 warnings.warn(str(error), stacklevel=2)
         return max(error.count for error in found)
-
-    def keep_step(
-        self, step: int, optimizers: Sequence[Any] = (), schedulers: Sequence[Any] = ()
-    ) -> None:
-        """Keep this rank's digests of a step until the next record, if ranks are compared.
-
-        An error is left to the next record, which all ranks see.
-        """
-        agreement, header = self._agreement, self._header
-        if agreement is None or header is None or SHARDED_PARAMETERS in header.stack:
-            return
-        if agreement.wants_step(step):
-            with suppress(D9mError):
-                found = self._read(optimizers, schedulers, None, sketches=False)
-                agreement.keep_step(step, found.groups)
 
     def append(self, record: Record | Mapping[str, Json]) -> None:
         """Write a record that is not compared during training, if a ledger is open.
@@ -310,14 +368,22 @@ class RunRecorder:
             self._problem = error
 
     def end(self, end: End) -> None:
-        """Write the last record, close the ledger, and warn of records that were not compared."""
-        writer, reference = self._writer, self._reference
-        self.open_recorders.discard(self)
-        self._forget()
-        if writer is not None:
-            # If the ledger could not be written, its error was raised and failed the run.
-            with suppress(LedgerError) if end.status == "failed" else nullcontext(), writer:
-                writer.write(end)
+        """Write the last record, close the ledger, and warn of records that were not compared.
+
+        If the training failed, errors of this do not hide that error.
+        """
+        failed = end.status == "failed"
+        try:
+            with suppress(Exception) if failed else nullcontext():
+                self.probes.close()
+        finally:
+            writer, reference = self._writer, self._reference
+            self.open_recorders.discard(self)
+            self._forget()
+            if writer is not None:
+                # If the ledger could not be written, its error was raised and failed the run.
+                with suppress(LedgerError) if failed else nullcontext(), writer:
+                    writer.write(end)
         if reference is None:
             return
         if end.status != "finished":
@@ -349,21 +415,8 @@ class RunRecorder:
         errors: list[DriftError] = []
         if drifted and not found:
             errors.append(self._other_rank_error(digests, drifted[0], counts[drifted[0]]))
-        if agreement is None:
-            return errors
-        differences = agreement.compare([row[1:] for row in rows])
-        steps = agreement.find_steps() if differences else {}
-        for group, difference in differences.items():
-            errors.append(
-                rank_error(
-                    difference,
-                    moment=digests.moment,
-                    epoch=digests.epoch,
-                    step=digests.step,
-                    group=group,
-                    steps=steps.get(group),
-                )
-            )
+        if agreement is not None:
+            errors += agreement.compare([row[1:] for row in rows], digests).values()
         return errors
 
     def _other_rank_error(self, digests: Digests, rank: int, count: int) -> DriftError:
@@ -395,27 +448,24 @@ def _name_parent(resumed: Mapping[str, Json], folder: Path) -> Mapping[str, Json
     return resumed
 
 
-def describe_training(  # noqa: PLR0913 - one keyword for each fact
+def describe_training(
     ranks: Ranks,
     settings: Settings,
     layout: Mapping[str, Any],
-    model: torch.nn.Module,
-    wrapped: torch.nn.Module,
+    training: Training,
     *,
     fit: int,
     further: Mapping[str, Scalar] = MappingProxyType({}),
     loaders: Iterable[object] = (),
     trainer: Mapping[str, Scalar] = MappingProxyType({}),
-    optimizers: Sequence[Any] = (),
-    schedulers: Sequence[Any] = (),
 ) -> tuple[Header, RunFacts, ReplicatedState | None]:
     """Return the header of this rank's ledger, the facts, and what must be equal on all ranks.
 
     ``layout`` is what the stack says of processes and devices, ``"world.size"`` their number;
-    ``wrapped`` is the model with the wrappers around it, and ``trainer`` has settings that two
-    comparable trainings must share.
+    ``trainer`` has settings that two comparable trainings must share.
     """
-    layouts = find_flat_layouts(wrapped)
+    model = training.model
+    layouts = find_flat_layouts(model if training.wrapped is None else training.wrapped)
     control = {} if control_is_on() else {"control": "off"}
     header = Header(
         rank=ranks.rank,
@@ -433,6 +483,7 @@ def describe_training(  # noqa: PLR0913 - one keyword for each fact
     facts = RunFacts(model=described, parameters=parameters, train=train, trainer=trainer)
     if layout["world.size"] == 1:
         return header, facts, None
+    optimizers, schedulers = training.list_optimizers(), training.list_schedulers()
     return header, facts, find_replicated_state(model, optimizers, schedulers, layouts=layouts)
 
 
@@ -484,12 +535,12 @@ def share_new_folder(ranks: Ranks, create: Callable[[], Path] | None, advice: st
 
 # Digests of whole tensors of which each rank holds a part, from the parts of all ranks.
 _Place = tuple[str, str]  # group and name
-# Bytes of each rank that are gathered at a time: every rank holds those of all.
-_ROUND = 2**20
+# Tensors whose parts are gathered at a time. Every rank holds those of all ranks: up to 256 KiB of
+# bytes for each tensor and rank, and the digests of chunks.
+_ROUND = 32
 
 
-@dataclass(frozen=True)
-class _Entry:
+class _Entry(NamedTuple):
     """A rank's description of its part of a tensor, or of a value that belongs to one.
 
     Attributes:
@@ -524,10 +575,17 @@ def complete_snapshot(partial: PartialSnapshot, ranks: Ranks) -> Snapshot:
         return partial.finish()
     read = ranks.raise_on_all(lambda: read_shards(partial.shards.values()))
     own = dict(zip(partial.shards, read, strict=True))
-    tables = [*map(_decode_table, gather_json(ranks, _encode_table(_describe_parts(partial, own))))]
+    rows = ranks.gather_bytes(encode_plain(_describe_parts(partial, own)))
+    tables: list[_Table] = [
+        {place: _Entry(*entry) for place, entry in decode_plain(row).items()} for row in rows
+    ]
     wanted = _select_parts(tables, ranks.rank)
     digests = {place: entry.header for place, entry in wanted.items() if entry.size is None}
-    for places in _divide_into_rounds(tables):
+    divided = dict.fromkeys(
+        place for table in tables for place, entry in table.items() if entry.size is not None
+    )
+    for start in range(0, len(divided), _ROUND):
+        places = [*divided][start : start + _ROUND]
         payload = b"".join(b"".join(own[place][1:]) for place in places if place in own)
         rows = ranks.gather_bytes(payload)
         found = ranks.raise_on_all(lambda: _combine_parts(tables, places, rows, wanted))  # noqa: B023 - called here
@@ -550,24 +608,6 @@ def _describe_parts(partial: PartialSnapshot, own: Mapping[_Place, ShardParts]) 
     return table
 
 
-def _encode_table(table: _Table) -> Json:
-    groups = list(dict.fromkeys(entry.ranks for entry in table.values()))
-    numbers = {ranks: number for number, ranks in enumerate(groups)}
-    entries = [
-        [*place, numbers[own.ranks], own.header, own.size, own.begin, own.lengths]
-        for place, own in table.items()
-    ]
-    return [groups, entries]
-
-
-def _decode_table(encoded: Json) -> _Table:
-    groups, entries = encoded
-    return {
-        (group, name): _Entry(tuple(groups[number]), header, size, begin, tuple(lengths))
-        for group, name, number, header, size, begin, lengths in entries
-    }
-
-
 def _select_parts(tables: Sequence[_Table], rank: int) -> _Table:
     """Return what this rank records: its own entries, and those of the ranks it shares with."""
     selected = dict(tables[rank])
@@ -576,24 +616,6 @@ def _select_parts(tables: Sequence[_Table], rank: int) -> _Table:
             if rank in entry.ranks:
                 selected.setdefault(place, entry)
     return selected
-
-
-def _divide_into_rounds(tables: Sequence[_Table]) -> Iterator[list[_Place]]:
-    """Yield the places whose parts are gathered together, the same on all ranks."""
-    places = dict.fromkeys(
-        place for table in tables for place, entry in table.items() if entry.size is not None
-    )
-    chosen: list[_Place] = []
-    filled = [0] * len(tables)
-    for place in places:
-        lengths = [sum(table[place].lengths) if place in table else 0 for table in tables]
-        if chosen and max(map(sum, zip(filled, lengths, strict=True))) > _ROUND:
-            yield chosen
-            chosen, filled = [], [0] * len(tables)
-        chosen.append(place)
-        filled = list(map(sum, zip(filled, lengths, strict=True)))
-    if chosen:
-        yield chosen
 
 
 def _combine_parts(

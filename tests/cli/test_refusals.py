@@ -11,7 +11,7 @@ from lightning_d9m.audit.ops.worker_process import RowFile
 from lightning_d9m.cli import scan
 from lightning_d9m.errors import CommandError, SettingError, TooLateError
 from lightning_d9m.lightning.autoload import entry_points
-from lightning_d9m.lightning.probing.step_replay import _check_repeatable
+from lightning_d9m.lightning.step_replay import _check_repeatable
 
 
 def test_an_audit_of_what_is_not_here():

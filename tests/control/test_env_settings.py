@@ -19,8 +19,8 @@ from lightning_d9m.control.env_settings import (
 )
 from lightning_d9m.control.environment import control_is_on
 from lightning_d9m.control.session import deterministic
-from lightning_d9m.lightning.resolved_settings import GivenSettings
-from lightning_d9m.probes.settings import ProbeSettings, make_settings
+from lightning_d9m.lightning.resolved_settings import resolve_settings, select_given
+from lightning_d9m.probes.settings import ProbeSettings
 
 
 def test_the_callbacks_settings():
@@ -128,7 +128,7 @@ def test_a_misspelt_variable_is_said():
     ],
 )
 def test_variables_of_probes_take_precedence_over_arguments(setting, argument, text, value):
-    given = make_settings(**{"probes": "all", setting: argument})
+    given = ProbeSettings(**{"probes": "all", setting: argument})
     assert getattr(given.overridden({variable_of(setting): text}), setting) == value
     assert variable_of(setting) in CONTROL_VARIABLES
 
@@ -154,10 +154,10 @@ def test_arguments_take_precedence_over_the_session_that_variables_configure(
     variables = {"LIGHTNING_D9M_PATCH_OPS": "1"} if further else {}
     variables[variable_of(setting)] = text
     with deterministic(Settings(**read_settings(Settings, variables))):
-        assert getattr(GivenSettings().resolve(), setting) == value
-        given = GivenSettings(**{setting: argument}, **further)
-        assert getattr(given.resolve(), setting) == argument
-    assert getattr(GivenSettings().resolve(), setting) == getattr(Settings(), setting)
+        assert getattr(resolve_settings({}), setting) == value
+        given = select_given({setting: argument, **further})
+        assert getattr(resolve_settings(given), setting) == argument
+    assert getattr(resolve_settings({}), setting) == getattr(Settings(), setting)
     assert variable_of(setting) not in CONTROL_VARIABLES
 
 

@@ -1,16 +1,12 @@
 """Files that one run leaves and a later one uses are named, however they are written."""
 
-import mmap
-import os
 import sqlite3
 import subprocess
 import tempfile
 from contextlib import closing
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
 
 from lightning_d9m.launch.left_files import FileWatch
 
@@ -38,36 +34,12 @@ def count_in_database(path, run):
         database.commit()
 
 
-def map_memory(path, run):
-    with path.open("wb") as file:
-        file.truncate(8)
-    with path.open("r+b") as file, mmap.mmap(file.fileno(), 8) as memory:
-        memory[0] = run
-        memory.flush()
-
-
-def write_by_number(path, run):
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.write(descriptor, b"%d" % run)
-    os.close(descriptor)
-
-
 WAYS = {
     "text": lambda path, run: path.write_text(str(run)),
     "replaced": replace,
     "database": count_in_database,
-    "mapped": map_memory,
-    "descriptor": write_by_number,
     "another process": lambda path, run: subprocess.run(
         ["sh", "-c", f"echo {run} > {path}"], check=True
-    ),
-    "torch": lambda path, run: torch.save({"run": run}, path),
-    "array": lambda path, run: np.full(3, run).tofile(path),
-    "linked": lambda path, run: (
-        path.unlink(missing_ok=True),
-        Path("made").write_text(str(run)),
-        path.hardlink_to("made"),
-        Path("made").unlink(),
     ),
 }
 
@@ -107,23 +79,3 @@ def test_a_file_that_a_later_run_reads_is_named(folder, monkeypatch):
     for expected in ("", "", "read or written in a later one: cache."):
         watch.note_run()
         assert watch.describe(first_alone=False).endswith(expected)
-
-
-def test_files_that_other_programs_share_count_only_if_the_first_run_is_alone(folder):
-    watch = FileWatch(["python", "train.py"], folder / "runs")
-    for run in (1, 2):
-        (folder / "temporary" / "state").write_text(str(run))
-        watch.note_run()
-    assert watch.describe(first_alone=False) == ""
-    assert str(folder / "temporary" / "state") in watch.describe(first_alone=True)
-
-
-def test_the_folder_of_the_program_is_watched_too(folder):
-    program = folder / "elsewhere" / "train.py"
-    program.parent.mkdir()
-    program.touch()
-    watch = FileWatch(["python", str(program)], folder / "runs")
-    for run in (1, 2):
-        (program.parent / "state").write_text(str(run))
-        watch.note_run()
-    assert str(program.parent / "state") in watch.describe(first_alone=False)

@@ -33,13 +33,7 @@ def test_the_added_callback_switches_it_off_logs_records_and_restores_it(tmp_pat
     assert during == [False]
     assert torch.backends.cudnn.benchmark
     (line,) = [r.message for r in caplog.records if "benchmark" in r.message]
-    assert "since this callback was built, as this Trainer's benchmark=True sets it" in line
-    assert read_ledger(tmp_path / "d9m").header.settings["overridden"] == "cudnn.benchmark"
-
-
-def test_it_leaks_into_a_later_trainer_which_is_served_too(tmp_path):
-    pl.Trainer(benchmark=True, default_root_dir=tmp_path, **QUIET)
-    train(tmp_path, AddedCallback())
+    assert "as benchmark=True of this or of an earlier Trainer leaves it" in line
     assert read_ledger(tmp_path / "d9m").header.settings["overridden"] == "cudnn.benchmark"
 
 
@@ -52,14 +46,6 @@ def test_a_run_without_it_records_nothing_and_is_comparable(tmp_path, new_proces
 
 
 def test_a_callback_of_the_program_names_this_trainer(tmp_path):
-    with pytest.raises(
-        SettingError, match=r"benchmark mode is on, since this .* this Trainer"
-    ) as e:
+    with pytest.raises(SettingError, match="Remove benchmark=True from that Trainer") as e:
         train(tmp_path, DeterminismCallback(), benchmark=True)
     assert "\n" not in str(e.value)
-
-
-def test_a_callback_of_the_program_names_an_earlier_trainer(tmp_path):
-    pl.Trainer(benchmark=True, default_root_dir=tmp_path, **QUIET)
-    with pytest.raises(SettingError, match=r"benchmark mode is on, since before .* an earlier Tr"):
-        train(tmp_path, DeterminismCallback())

@@ -1,7 +1,5 @@
 """Where Lightning promises something, the callback keeps the promise."""
 
-from copy import deepcopy
-
 import lightning.pytorch as pl
 import pytest
 import torch
@@ -70,20 +68,6 @@ def test_a_sampler_without_an_epoch_gets_each_once(make_trainer):
     assert [sampler.epochs for sampler in samplers] == [[0, 1], [0, 1]]
 
 
-class Copies(pl.Callback):
-    """Copies the Trainer within its run."""
-
-    def on_fit_start(self, trainer, module):
-        self.copy = deepcopy(trainer)
-
-
-def test_a_trainer_can_be_copied_within_a_run(make_trainer):
-    trainer = make_trainer(controlled=True)
-    trainer.callbacks.append(Copies())
-    trainer.fit(BoringModel())
-    assert trainer.callbacks[-1].copy.max_epochs == 2
-
-
 def search_rates(trainer):
     torch.manual_seed(0)
     return Tuner(trainer).lr_find(BoringModel(), num_training=12, early_stop_threshold=None).results
@@ -101,28 +85,6 @@ def test_a_search_for_a_learning_rate_counts_as_no_fit(make_trainer, monkeypatch
     make_trainer(controlled=True, seed=3).fit(models[2])
     trained = [model.seen["train"] for model in models]
     assert trained[0] == trained[2] != trained[1]
-
-
-class StopsAtOnce(pl.Callback):
-    """Fails in the second epoch, and keeps the iterator over the training loader."""
-
-    def on_train_epoch_end(self, trainer, module):
-        if trainer.current_epoch == 1:
-            raise ZeroDivisionError
-
-
-def test_an_error_stops_persistent_workers(make_trainer):
-    loader = DataLoader(RandomDataset(32, 8), num_workers=1, persistent_workers=True)
-    trainer = make_trainer(controlled=True, limit_val_batches=0)
-    trainer.callbacks.append(StopsAtOnce())
-    iterators = []
-    begin = loader._get_iterator
-    loader._get_iterator = lambda: iterators.append(begin()) or iterators[-1]
-    with pytest.raises(ZeroDivisionError):
-        trainer.fit(BoringModel(), loader)
-    workers = [worker for iterator in iterators for worker in iterator._workers]
-    assert workers
-    assert [worker.is_alive() for worker in workers] == [False] * len(workers)
 
 
 class LoggingSampler(DistributedSampler):

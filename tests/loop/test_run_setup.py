@@ -7,7 +7,7 @@ from rank_processes import run_ranks
 
 from lightning_d9m.comparison.ledgers import compare_ledgers
 from lightning_d9m.ledger.folder import read_ledger
-from lightning_d9m.loop.run_setup import find_ranks
+from lightning_d9m.loop.recorder import find_ranks
 
 SCRIPT = Path(__file__).parents[1] / "support" / "loop_training.py"
 

@@ -11,7 +11,7 @@ from lightning_d9m import Recorder, Settings, compare, deterministic
 from lightning_d9m.cli.main import main
 from lightning_d9m.errors import SettingError, StackDifferenceError
 from lightning_d9m.ledger.folder import read_ledger
-from lightning_d9m.lightning.resolved_settings import GivenSettings
+from lightning_d9m.lightning.resolved_settings import resolve_settings
 from lightning_d9m.output.comparison_text import format_comparison
 from lightning_d9m.portability.mode import is_portable
 from lightning_d9m.portability.random_numbers import draw
@@ -34,9 +34,9 @@ def test_only_a_portable_run_records_the_setting():
 
 def test_a_run_cannot_leave_the_portable_bits_of_its_session():
     with deterministic(portable=True):
-        assert GivenSettings().resolve().portable
+        assert resolve_settings({}).portable
         with pytest.raises(SettingError, match="portable is False"):
-            GivenSettings(portable=False).resolve()
+            resolve_settings({"portable": False})
 
 
 def test_a_recorder_is_portable_within_its_block_and_its_ledger_says_so(tmp_path):

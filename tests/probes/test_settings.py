@@ -6,7 +6,7 @@ import pytest
 
 from lightning_d9m.errors import SettingError
 from lightning_d9m.ledger.kinds import PROBE_KINDS
-from lightning_d9m.probes.settings import ProbeSettings, make_settings
+from lightning_d9m.probes.settings import ProbeSettings
 
 
 @pytest.mark.parametrize(
@@ -26,13 +26,13 @@ from lightning_d9m.probes.settings import ProbeSettings, make_settings
 )
 def test_what_is_not_allowed_is_said(words, message):
     with pytest.raises(SettingError, match=message):
-        make_settings(**words)
+        ProbeSettings(**words)
 
 
 def test_one_value_need_not_be_in_a_list():
-    assert make_settings(probes="loss, weight").probes == ("loss", "weight")
-    assert make_settings(probe_ranks=1).probe_ranks == (1,)
-    assert make_settings(probes="all").kinds == set(PROBE_KINDS)
+    assert ProbeSettings(probes="loss, weight").probes == ("loss", "weight")
+    assert ProbeSettings(probe_ranks=1).probe_ranks == (1,)
+    assert ProbeSettings(probes="all").kinds == set(PROBE_KINDS)
 
 
 def test_steps_are_half_open():
@@ -52,7 +52,7 @@ def test_modules_are_selected_by_pattern():
 
 
 def test_variables_go_before_settings():
-    settings = make_settings(probes="loss", replay_every=3).overridden(
+    settings = ProbeSettings(probes="loss", replay_every=3).overridden(
         {
             "LIGHTNING_D9M_PROBES": "all",
             "LIGHTNING_D9M_PROBE_MODULES": "a,b.*",

@@ -84,12 +84,6 @@ def test_what_holds_only_plain_values_is_one_leaf(value):
     assert list_pytree_leaves(value) == [("", value)]
 
 
-def test_a_value_that_holds_itself_ends():
-    value = [torch.ones(1)]
-    value += [value, value]
-    assert paths(value) == ["0", "1", "2"]
-
-
 def test_calls_of_a_place_are_counted_within_a_batch():
     x = torch.ones(2)
     records = write_batches([("output", "a", x), ("output", "b", x), ("output", "a", x)])
@@ -150,25 +144,6 @@ def test_a_batch_with_many_places_is_written_in_parts():
     assert records[2]["places"][0] == ["op", "a", RECORD_PLACES]
 
 
-def test_equal_parts_of_a_batch_are_other_calls():
-    x = torch.ones(1)
-    records = write_batches(*[[("op", "a", x)] * (2 * RECORD_PLACES)] * 2)
-    layouts = [r["places"] for r in records if r["kind"] == "layout"]
-    assert [places[0][2] for places in layouts] == [0, RECORD_PLACES]
-    assert [r["layout"] for r in records if r["kind"] == "probes"] == [0, 1, 0, 1]
-
-
-def test_tensors_beyond_the_limit_are_written_in_parts():
-    records = []
-    probes = ProbeCollector(records.append)
-    probes.begin(ProbePoint(0, 0, 0))
-    x = torch.ones(1)
-    probes.add_tensors("weight", {str(n): x for n in range(2 * RECORD_PLACES + 1)})
-    probes.close()
-    sizes = [len(r["digests"]) // 16 for r in records if r["kind"] == "probes"]
-    assert sizes == [RECORD_PLACES, RECORD_PLACES, 1]
-
-
 def test_short_batches_are_written_together(monkeypatch):
     """Nothing waits longer than a tenth of a second, the end, or who wants it written."""
     now = SimpleNamespace(time=7.0)
@@ -187,18 +162,6 @@ def test_short_batches_are_written_together(monkeypatch):
     assert hexed(records[3])[:32] == digest(torch.full((2,), 2.0))
 
 
-def test_many_places_do_not_wait(monkeypatch):
-    monkeypatch.setattr("lightning_d9m.probes.trace.time.monotonic", lambda: 7.0)
-    records, written = [], []
-    probes = ProbeCollector(records.append)
-    for batch in range(6):
-        probes.begin(ProbePoint(0, batch, batch))
-        probes.add_tensors("weight", {str(n): torch.ones(1) for n in range(RECORD_PLACES // 2)})
-        probes.end()
-        written.append(len(records))
-    assert written == [2, 2, 4, 4, 6, 6]
-
-
 def test_outside_batches_and_when_paused_nothing_is_taken():
     records = []
     probes = ProbeCollector(records.append)
@@ -209,18 +172,6 @@ def test_outside_batches_and_when_paused_nothing_is_taken():
         probes.add_tensors("weight", {"a": torch.ones(1)})
     probes.close()
     assert records == []
-
-
-def test_a_queue_gives_what_digest_gives():
-    x = torch.randn(3, 4)
-    tensors = [x, x.t(), x.to(torch.complex64).conj(), x.to_sparse(), torch.empty(0), x[1]]
-    queue = DigestQueue()
-    for tensor in tensors:
-        queue.add([tensor])
-    queue.add_digest("f" * 32)
-    queue.add(tensors)
-    assert queue.fetch() == [*digest_many(tensors), "f" * 32, *digest_many(tensors)]
-    assert not queue.pending
 
 
 def test_a_form_that_was_met_before_gives_the_same():
@@ -249,15 +200,6 @@ def test_a_form_that_was_met_before_gives_the_digests_of_the_moment(size):
         x += 1
     assert queue.fetch() == expected
     assert size == 0 or len(set(expected)) == 3
-
-
-def test_a_negated_tensor_of_a_known_form_is_read_as_it_is():
-    queue = DigestQueue()
-    z = torch.randn(4, dtype=torch.complex64)
-    negated = torch._neg_view(torch.ones(4))
-    for tensor in (torch.ones(4), negated, torch.view_as_real(z)[:, 0].contiguous()):
-        queue.add([tensor])
-    assert queue.fetch()[:2] == digest_many([torch.ones(4), -torch.ones(4)])
 
 
 @pytest.mark.parametrize("kept", [0, 8])
@@ -291,11 +233,3 @@ def test_a_monitor_returns_what_it_is_given_and_tells_who_listens():
     monitor(1, "after")
     assert [name for name, _ in heard] == ["x", "twice", "nothing"]
     assert x.grad.tolist() == [2, 2]
-
-
-def test_a_monitor_is_public():
-    import lightning_d9m
-    from lightning_d9m import probe
-
-    assert lightning_d9m.probe is probe
-    assert lightning_d9m.probe.monitor("text", "name") == "text"

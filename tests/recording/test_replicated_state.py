@@ -13,13 +13,15 @@ from torch.distributed.pipelining import PipelineStage
 
 from lightning_d9m.hashing.shards import find_flat_layouts
 from lightning_d9m.hashing.training_state import take_snapshot
+from lightning_d9m.ledger.format.records import Digests
 from lightning_d9m.recording.rank_agreement import (
     RankAgreement,
-    ReplicatedState,
     count_stages,
     describe_division,
     find_replicated_state,
 )
+
+RECORD = Digests(moment="epoch", epoch=0, step=1, totals={}, groups={})
 
 
 class Net(nn.Module):
@@ -86,12 +88,13 @@ def find_differences(disturb, count=3, *, at=1):
                 rank.step()
             if record == at and rank.number == 1:
                 disturb(rank)
-            results.append(agreement.compare(gather(agreement.summarize(rank.groups()))))
+            hashes = gather(agreement.summarize(rank.groups()))
+            results.append(agreement.compare(hashes, RECORD))
         return results
 
     with ThreadPoolExecutor(count) as pool:
         results = list(pool.map(run, ranks))
-    assert all(result == results[0] for result in results)  # the same on every rank
+    assert len({repr(result) for result in results}) == 1  # the same on every rank
     return results[0]
 
 
@@ -130,19 +133,8 @@ def table_of_another_shape(rank):
 def test_a_difference_on_one_rank_is_named(disturb, group, name):
     _, found, _ = find_differences(disturb)
     difference = found[group]
-    assert (difference.rank, difference.ranks, difference.names) == (1, (1,), (name,))
+    assert (difference.rank, difference.names) == (1, (name,))
     assert difference.expected != difference.actual
-
-
-def test_of_two_ranks_rank_1_is_named():
-    found = find_differences(lambda rank: one_ulp(state(rank)["exp_avg"]), count=2)
-    assert found[1]["optimizers"].rank == 1
-    assert found[1]["optimizers"].total == 13  # 4 parameters of 3 tensors, and the settings
-
-
-def test_a_buffer_that_differs_stays_a_difference():
-    found = find_differences(lambda rank: one_ulp(rank.model.table))
-    assert found[2]["buffers"].names == ("table",)
 
 
 def test_state_that_one_rank_lacks_is_a_difference():
@@ -199,28 +191,6 @@ def test_the_loss_of_a_rank_that_lbfgs_keeps_may_differ():
     selected = find_replicated_state(model, [optimizer]).select(groups)["optimizers"]
     assert "0.d.weight" in selected
     assert "0.prev_loss.weight" not in selected
-
-
-def test_entries_travel_only_when_their_digest_differs():
-    sent = []
-
-    def gather(value):
-        sent.append(value)
-        return [value] * 2
-
-    groups = {"weights": {f"w{n}": f"{n:032x}" for n in range(1000)}}
-    agreement = RankAgreement(gather, ReplicatedState(weights=list(groups["weights"])))
-    row = agreement.summarize(groups)
-    assert agreement.compare([row, row]) == {}
-    assert sent == []
-    assert len(row) == 5
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script. is deprecated")
-def test_a_torchscript_model_has_replicated_state():
-    model = torch.jit.script(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
-    replicated = find_replicated_state(model)
-    assert replicated.weights == {"0.weight", "0.bias", "1.weight", "1.bias"}
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""One rank of trainings with probes under DDP; see lightning/probing/test_recorder_ddp.py."""
+"""One rank of trainings with probes under DDP; see lightning/test_probes_ddp.py."""
 
 import json
 import os

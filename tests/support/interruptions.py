@@ -8,7 +8,6 @@ import pytest
 
 from lightning_d9m import compare
 from lightning_d9m.launch import interruption_points
-from lightning_d9m.loop import interruption
 
 
 class KilledError(BaseException):
@@ -20,10 +19,10 @@ def begin_run(monkeypatch, tmp_path):
     """Return a function that sets the variables of a run, as in a process of its own."""
 
     def kill(pid, number):
-        assert (pid, number) == (interruption.os.getpid(), signal.SIGKILL)
+        assert (pid, number) == (interruption_points.os.getpid(), signal.SIGKILL)
         raise KilledError
 
-    monkeypatch.setattr(interruption.os, "kill", kill)
+    monkeypatch.setattr(interruption_points.os, "kill", kill)
     monkeypatch.setenv("LIGHTNING_D9M_CHECKPOINT_DIR", str(tmp_path / "points"))
     (tmp_path / "points").mkdir()
 

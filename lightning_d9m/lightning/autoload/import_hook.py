@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Sequence
-from importlib.abc import Loader, MetaPathFinder
+from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import ModuleType
@@ -34,24 +34,13 @@ class _Finder(MetaPathFinder):
         sys.meta_path.remove(self)
         spec = find_spec(fullname)
         if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader, self._func)
+            # On the module's own loader, which `inspect` and others use later.
+            load = spec.loader.exec_module
+
+            def load_and_call(module: ModuleType) -> None:
+                del vars(spec.loader)["exec_module"]
+                load(module)
+                self._func()
+
+            vars(spec.loader)["exec_module"] = load_and_call
         return spec
-
-
-class _Loader(Loader):
-    """Loads a module with its own loader, then calls the function."""
-
-    def __init__(self, original: Loader, func: Callable[[], None]) -> None:
-        self._original = original
-        self._func = func
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self._original.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        # The module must not see this loader: `inspect` and others use more of a loader's methods.
-        module.__loader__ = self._original
-        if module.__spec__ is not None:
-            module.__spec__.loader = self._original
-        self._original.exec_module(module)
-        self._func()

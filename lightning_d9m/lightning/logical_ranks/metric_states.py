@@ -11,7 +11,7 @@ from torchmetrics import MetricCollection
 
 from lightning_d9m.attribute_patches import AttributePatches
 from lightning_d9m.errors import SettingError
-from lightning_d9m.lightning.trainer_metrics import find_metrics
+from lightning_d9m.lightning.trainer_attributes import find_metrics
 from lightning_d9m.state.plain_data import decode_plain, encode_plain, pack_bytes, unpack_bytes
 
 if TYPE_CHECKING:

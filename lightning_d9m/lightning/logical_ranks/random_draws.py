@@ -8,8 +8,11 @@ import numpy as np
 import torch
 
 from lightning_d9m.control.seeding import derive_seed, seed_micro_batch
-from lightning_d9m.lightning.trainer_attributes import get_datamodule, list_callbacks
-from lightning_d9m.lightning.trainer_metrics import name_callbacks
+from lightning_d9m.lightning.trainer_attributes import (
+    get_datamodule,
+    list_callbacks,
+    name_callbacks,
+)
 from lightning_d9m.state.parts import GENERATOR, find_kind, is_of_program
 from lightning_d9m.state.search import find_generators
 

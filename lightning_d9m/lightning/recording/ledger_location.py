@@ -1,6 +1,7 @@
 """The folder in which a Trainer's run writes its ledger."""
 
 import os
+from collections.abc import Iterable
 from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -12,7 +13,7 @@ from lightning_d9m.errors import LedgerError
 from lightning_d9m.launch.run import LEDGER_VARIABLE
 from lightning_d9m.ledger.folder import create_ledger_folder
 from lightning_d9m.lightning.packages import rank_zero
-from lightning_d9m.lightning.trainer_ranks import ranks_of
+from lightning_d9m.lightning.trainer_attributes import ranks_of
 from lightning_d9m.recording.run_recorder import share_new_folder
 
 if TYPE_CHECKING:
@@ -81,30 +82,31 @@ def _choose_parent(
 
 
 def _list_checkpoint_folders(trainer: "Trainer") -> set[Path]:
-    return {
-        _local_path(folder).absolute()
-        for callback in trainer.checkpoint_callbacks
-        if (folder := getattr(callback, "dirpath", None)) and _is_local(folder)
-    }
+    return _list_local(
+        getattr(callback, "dirpath", None) for callback in trainer.checkpoint_callbacks
+    )
 
 
 def _list_profiler_folders(trainer: "Trainer") -> set[Path]:
     profiler = cast(Any, trainer).profiler
     # Without a name it writes no files, and yet has a folder.
-    folder = profiler.dirpath if getattr(profiler, "filename", None) else None
-    return {_local_path(folder).absolute()} if folder and _is_local(folder) else set()
+    return _list_local([profiler.dirpath] if getattr(profiler, "filename", None) else [])
 
 
 def _writes_into_cwd(trainer: "Trainer") -> bool:
     """Return whether a logger or a checkpoint callback writes below the working folder."""
-    logged = {
-        _local_path(folder).absolute()
-        for logger in trainer.loggers
-        if (folder := logger.save_dir) is not None and _is_local(folder)
-    }
     saves = trainer.state.fn == "fit" and not cast(Any, trainer).fast_dev_run
-    written = (_list_checkpoint_folders(trainer) if saves else set()) | logged
+    written = _list_local(logger.save_dir for logger in trainer.loggers)
+    written |= _list_checkpoint_folders(trainer) if saves else set()
     return any(folder.is_relative_to(Path.cwd()) for folder in written)
+
+
+def _list_local(folders: Iterable[str | Path | None]) -> set[Path]:
+    return {
+        _local_path(folder).absolute()
+        for folder in folders
+        if folder is not None and _is_local(folder)
+    }
 
 
 def state_folder() -> Path:

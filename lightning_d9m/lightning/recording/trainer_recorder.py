@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import torch
 from torch import nn
 
+from lightning_d9m.attribute_patches import replace_method, wrap_method
 from lightning_d9m.control.environment import control_is_on
 from lightning_d9m.hashing.output_digest import LogicalOutputDigest, OutputDigest
 from lightning_d9m.ledger.format.records import (
@@ -23,16 +25,27 @@ from lightning_d9m.ledger.format.records import (
     RunFacts,
     Scalar,
 )
+from lightning_d9m.ledger.kinds import WRITTEN
 from lightning_d9m.ledger.stack import LOGICAL_RANKS, capture_compiler
 from lightning_d9m.lightning.lightning_private import is_compiled, list_loaders
 from lightning_d9m.lightning.packages import rank_zero
 from lightning_d9m.lightning.recording.ledger_location import make_ledger_folder
 from lightning_d9m.lightning.saved_state import PendingRecords
-from lightning_d9m.lightning.trainer_ranks import ranks_of
+from lightning_d9m.lightning.step_replay import Replay
+from lightning_d9m.lightning.trainer_attributes import get_logical_ranks, ranks_of
 from lightning_d9m.lightning.trainer_session import TrainerSession
+from lightning_d9m.probes.batch_probes import BatchProbes
+from lightning_d9m.probes.dispatch_mode import OpMode
+from lightning_d9m.probes.hook_trace import trace_hooks
+from lightning_d9m.probes.trace import ProbePoint
 from lightning_d9m.ranks.ranks import Ranks
 from lightning_d9m.recording.rank_agreement import ReplicatedState
-from lightning_d9m.recording.run_recorder import Policy, RunRecorder, describe_training
+from lightning_d9m.recording.run_recorder import (
+    RunOptions,
+    RunRecorder,
+    Training,
+    describe_training,
+)
 from lightning_d9m.text import cut_digests, escape, pluralize
 
 if TYPE_CHECKING:
@@ -40,6 +53,11 @@ if TYPE_CHECKING:
 
 
 _LONGEST = 4096
+# What a program may not expect that seeds again before its second fit.
+_SECOND_FIT = (
+    ". This second fit drew other numbers than the first, even after seed_everything(); to repeat "
+    "a fit, train within `with lightning_d9m.deterministic(seed={seed}):`."
+)
 
 
 @dataclass
@@ -69,16 +87,8 @@ class FitSummary:
             rank_zero().rank_zero_info(
                 f"d9m: {pluralize(self.epochs, 'epoch')} recorded, weights "
                 f"{cut_digests([self.digest])[0]}, ledger {escape(folder, _LONGEST)}"
-                + (_describe_second_fit(seed) if fit == 1 else "")
+                + (_SECOND_FIT.format(seed=seed) if fit == 1 else "")
             )
-
-
-def _describe_second_fit(seed: int) -> str:
-    """Return what a program may not expect that seeds again before its second fit."""
-    return (
-        ". This second fit drew other numbers than the first, even after seed_everything(); to "
-        f"repeat a fit, train within `with lightning_d9m.deterministic(seed={seed}):`."
-    )
 
 
 RecordKind = Literal["initial", "epoch", "final"]
@@ -90,55 +100,86 @@ class TrainerRecorder:
     See ``make_ledger_folder`` for ``spare_cwd``.
 
     Attributes:
-        further_settings: Settings that the header of the next ledger records, too.
         summary: The last fit in a few words.
     """
 
     def __init__(
         self,
-        policy: Policy,
+        options: RunOptions,
         ledger_dir: str | Path | None,
         ignored_metrics: Sequence[str] = (),
         *,
         spare_cwd: bool = False,
     ) -> None:
-        self._policy = policy
-        self._run = RunRecorder(policy)
+        self._options = options
+        self._run = RunRecorder(options)
         self._make_folder = partial(make_ledger_folder, ledger_dir=ledger_dir, spare_cwd=spare_cwd)
         self._ignored_metrics = tuple(ignored_metrics)
         self._outputs: OutputDigest | LogicalOutputDigest | None = None
         self._evaluations: list[dict[str, Json]] = []
         self._resumed: dict[str, Json] | None = None
-        self.further_settings: dict[str, str | int] = {}
+        self._replay: Replay | None = None
+        self._replayed = ExitStack()
+        self._traced = ExitStack()
         self.summary = FitSummary()
         self._epoch = 0
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_outputs": None}
+        empty = {"_outputs": None, "_replay": None}
+        return self.__dict__ | empty | {"_replayed": ExitStack(), "_traced": ExitStack()}
 
-    def check_reference(self) -> None:
-        """Raise a ``LedgerError`` before the setup if the reference cannot be read."""
-        self._policy.check_reference()
-
-    def begin(self, trainer: "Trainer", module: "LightningModule", session: TrainerSession) -> None:
-        """Open the ledger of a fit and record the state that training starts from.
+    def prepare_fit(self) -> None:
+        """Let variables override the options, and read the reference, before the setup.
 
         Raises:
-            SettingError: If a switch has been changed since the run began.
+            LedgerError: If the reference cannot be read.
+            SettingError: If a variable's value is not allowed.
         """
+        self._run.options = self._options.overridden(os.environ)
+        self._run.options.check_reference()
+
+    def begin(
+        self,
+        trainer: "Trainer",
+        module: "LightningModule",
+        session: TrainerSession,
+        further: Mapping[str, Scalar] = MappingProxyType({}),
+    ) -> None:
+        """Open the ledger of a fit and record the state that training starts from.
+
+        ``further`` has settings that the header records, too.
+
+        Raises:
+            SettingError: If a switch has been changed since the run began, a rank should be probed
+                that the training does not have, or no step can be run twice.
+        """
+        options, run = self._run.options, self._run
+        options.check_ranks(trainer.world_size)
+        if options.replay_every:
+            self._replay = Replay(trainer, module, self._append_in_order, options.on_drift)
         if self._resumed is None:
-            self._run.loss = None
+            run.loss = None
             self._evaluations.clear()
         self._epoch = trainer.current_epoch
         resumed, self._resumed = self._resumed, None
-        self._run.begin(
-            ranks_of(trainer),
+        training = Training(
             module,
-            lambda: describe_run(trainer, module, session, self.further_settings),
+            cast(nn.Module, trainer.model),
+            lambda: trainer.optimizers,
+            lambda: [config.scheduler for config in trainer.lr_scheduler_configs],
+            partial(_wrap_steps, trainer.strategy),
+            is_compiled=is_compiled(module),
+        )
+        settings = {**options.as_record(), **further}
+        run.begin(
+            ranks_of(trainer),
+            training,
+            lambda: _describe_run(trainer, training, session, settings),
             lambda: self._make_fit_folder(trainer),
-            wrapped=trainer.model,
             resumed=resumed,
         )
+        if run.probes.dump is not None and options.kinds & WRITTEN:
+            self._trace_hooks(trainer, run.probes.dump.folder)
         if resumed is None:
             self.record(trainer, module, session, "initial")
 
@@ -146,6 +187,29 @@ class TrainerRecorder:
         folder = self._make_folder(trainer, kind="fit")
         self.summary = FitSummary(str(folder))
         return folder
+
+    def _append_in_order(self, record: Mapping[str, Json]) -> None:
+        """Write a record after those of the finished batches."""
+        self._run.probes.collector.catch_up()
+        self._run.append(record)
+
+    def _trace_hooks(self, trainer: "Trainer", folder: Path) -> None:
+        """Trace the state that is saved, around each hook that Lightning calls."""
+        probes = self._run.probes
+
+        def take() -> str | None:
+            if self._run.probes is not probes:
+                return None
+            return probes.digest_state(trainer.global_step)
+
+        profiler = cast(Any, trainer).profiler
+        traced = trace_hooks(folder, take, profiler.profile)
+        replace_method(self._traced, profiler, "profile", traced)
+
+    @property
+    def probes(self) -> BatchProbes:
+        """The probes of the fit."""
+        return self._run.probes
 
     @property
     def ledger_position(self) -> dict[str, str] | None:
@@ -183,17 +247,31 @@ class TrainerRecorder:
         )
         self._run.append(record)
 
-    def keep_loss(self, outputs: object) -> None:
-        """Keep the loss of a step on its device, without waiting for it."""
-        loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
+    def start_batch(self, trainer: "Trainer", batch: Any, batch_idx: int) -> None:
+        """Probe the state at the start of a batch, and run its step twice if that is due."""
+        self._replayed.close()
+        point = ProbePoint(trainer.current_epoch, trainer.global_step, batch_idx)
+        self.probes.start(point, batch, _find_scaler(trainer))
+        # Last, because it comes off first.
+        every = self._run.options.replay_every
+        if self._replay is not None and trainer.fit_loop.total_batch_idx % every == 0:
+            self._replayed = self._replay.attach(point, self.probes.collector.paused)
+
+    def end_batch(self, trainer: "Trainer", outputs: object) -> None:
+        """Keep the loss on its device, without waiting for it, and write the probes of a batch."""
+        self._replayed.close()
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if isinstance(loss, torch.Tensor) and loss.numel() == 1:
             # Lightning has detached the loss of an automatic optimization already.
             self._run.loss = loss.detach() if loss.requires_grad else loss
+        scalars = trainer.callback_metrics if "scalar" in self._run.options.kinds else {}
+        self.probes.end(loss, {name: v for name, v in scalars.items() if self._takes(name)})
 
-    def keep_step(self, trainer: "Trainer") -> None:
-        """Keep the digests of a step, which tell when ranks that drift apart began to."""
-        schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
-        self._run.keep_step(trainer.global_step, trainer.optimizers, schedulers)
+    def start_validation_batch(self, trainer: "Trainer", batch: Any) -> None:
+        """Probe a batch of a validation within a fit, which may feed back into the training."""
+        if trainer.state.fn == "fit" and not trainer.sanity_checking:
+            step, scaler = trainer.global_step, _find_scaler(trainer)
+            self.probes.start_validation(trainer.current_epoch, step, batch, scaler)
 
     def reduce_loss(self, trainer: "Trainer") -> None:
         """With logical ranks, replace the loss by the mean of all; every rank must call this."""
@@ -221,14 +299,11 @@ class TrainerRecorder:
         if moment == "epoch":
             self._epoch = trainer.current_epoch
         self.reduce_loss(trainer)
-        scalars = {} if moment == "initial" else self._logged_scalars(trainer)
         digests = self._run.take(
             moment,
             epoch=self._epoch,
             step=trainer.global_step,
-            optimizers=trainer.optimizers,
-            schedulers=[config.scheduler for config in trainer.lr_scheduler_configs],
-            scalars=scalars,
+            scalars={} if moment == "initial" else self._logged_scalars(trainer),
             # Other callbacks may have restored their switches at the end.
             verify=None if moment == "final" else session.verify,
         )
@@ -244,10 +319,6 @@ class TrainerRecorder:
         if self._run.compares:
             log_drift(trainer.loggers, differing, trainer.global_step)
 
-    def append(self, record: Mapping[str, Json]) -> None:
-        """Write a record, such as one of probes, if a ledger is open."""
-        self._run.append(record)
-
     def begin_evaluation(
         self, trainer: "Trainer", module: "LightningModule", session: TrainerSession, stage: str
     ) -> None:
@@ -258,27 +329,28 @@ class TrainerRecorder:
         """
         if trainer.sanity_checking:  # its outputs are not recorded
             return
-        logical = getattr(trainer.strategy, "logical_ranks", None) is not None
+        logical = get_logical_ranks(trainer) is not None
         block = cast(Any, trainer.strategy).block if logical else None
         self._outputs = OutputDigest() if block is None else LogicalOutputDigest(block)
         if trainer.state.fn == "fit":
             return
+        training = Training(module, cast(nn.Module, trainer.model))
         self._run.begin(
             ranks_of(trainer),
-            module,
-            lambda: describe_run(trainer, module, session, trains=False),
+            training,
+            lambda: _describe_run(trainer, training, session, {}, trains=False),
             lambda: self._make_folder(trainer, kind=stage),
-            wrapped=trainer.model,
-            policy=Policy(),
+            options=RunOptions(),
         )
         self._append_model(trainer, "initial")
 
-    def keep_outputs(self, outputs: object, batch: int, loader: int) -> None:
-        """Digest the outputs of one batch of an evaluation."""
+    def end_evaluation_batch(self, outputs: object, batch: int, loader: int) -> None:
+        """Write the probes of a batch of an evaluation, and digest its outputs."""
+        self.probes.end()
         if self._outputs is not None and self._run.is_open:
             self._outputs.add(outputs, loader=loader, batch=batch)
 
-    def end_evaluation(self, trainer: "Trainer", module: "LightningModule", stage: str) -> None:
+    def end_evaluation(self, trainer: "Trainer", stage: str) -> None:
         """Record an evaluation."""
         outputs, self._outputs = self._outputs, None
         if outputs is None or not self._run.is_open:
@@ -302,6 +374,8 @@ class TrainerRecorder:
 
         If both differ, the weights are then reported first: they usually cause the difference.
         """
+        if self._evaluations:
+            self.probes.collector.close()
         for record in self._evaluations:
             self._run.append(record)
         self._evaluations.clear()
@@ -312,10 +386,16 @@ class TrainerRecorder:
         self._run.append(digests)
 
     def end(self, end: End) -> None:
-        """Close the ledger of the fit, if one is open."""
+        """Close the ledger of the fit, if one is open, and remove every hook."""
+        self._replayed.close()
+        self._traced.close()
+        self._replay = None
         if self._run.is_open:
             self._append_evaluations()
         self._run.end(end)
+
+    def _takes(self, metric: str) -> bool:
+        return not any(fnmatchcase(metric, pattern) for pattern in self._ignored_metrics)
 
     def _logged_scalars(self, trainer: "Trainer") -> dict[str, str]:
         """Return the logged scalars; vectors are left out.
@@ -326,20 +406,28 @@ class TrainerRecorder:
         scalars = {
             name: float(value).hex()
             for name, value in sorted(trainer.callback_metrics.items())
-            if torch.numel(value) == 1
-            and not any(fnmatchcase(name, pattern) for pattern in self._ignored_metrics)
+            if torch.numel(value) == 1 and self._takes(name)
         }
-        if getattr(trainer.strategy, "logical_ranks", None) is None:
+        if get_logical_ranks(trainer) is None:
             return scalars
         first: dict[str, str] = cast(Any, trainer.strategy).gather_values(scalars)[0]
         return first
 
 
-def describe_run(
+def _wrap_steps(strategy: object, stack: ExitStack, ops: OpMode) -> None:
+    for name in ("training_step", "backward", "validation_step"):
+        wrap_method(stack, strategy, name, ops.entered)
+
+
+def _find_scaler(trainer: "Trainer") -> Any:
+    return getattr(trainer.precision_plugin, "scaler", None)
+
+
+def _describe_run(
     trainer: "Trainer",
-    module: "LightningModule",
+    training: Training,
     session: TrainerSession,
-    further: Mapping[str, Scalar] = MappingProxyType({}),
+    further: Mapping[str, Scalar],
     *,
     trains: bool = True,
 ) -> tuple[Header, RunFacts, ReplicatedState | None]:
@@ -356,24 +444,13 @@ def describe_run(
         Ranks(trainer.global_rank),
         session.settings,
         _describe_layout(trainer),
-        module,
-        cast(nn.Module, trainer.model),
+        training,
         fit=session.fit,
         further={**({"overridden": overridden} if overridden else {}), **further},
         loaders=list_loaders(trainer.fit_loop) if trains else (),
         trainer=shared,
-        optimizers=trainer.optimizers,
-        schedulers=[config.scheduler for config in trainer.lr_scheduler_configs],
     )
     return header, facts, replicated if trains else None
-
-
-def _is_compiled(model: "LightningModule") -> bool:
-    """Return whether a module of a model, or the model, was passed to ``torch.compile``."""
-    return is_compiled(model) or any(
-        hasattr(module, "_orig_mod") or module._compiled_call_impl is not None  # noqa: SLF001 - module.compile() leaves no other trace
-        for module in model.modules()
-    )
 
 
 def _describe_layout(trainer: "Trainer") -> dict[str, Scalar]:
@@ -384,10 +461,13 @@ def _describe_layout(trainer: "Trainer") -> dict[str, Scalar]:
         "world.strategy": type(trainer.strategy).__name__,
         "world.accelerator": type(trainer.accelerator).__name__,
     }
-    if _is_compiled(trainer.lightning_module):
+    model = trainer.lightning_module
+    if is_compiled(model) or any(
+        hasattr(module, "_orig_mod") or module._compiled_call_impl is not None  # noqa: SLF001 - module.compile() leaves no other trace
+        for module in model.modules()
+    ):
         layout |= capture_compiler()
-    logical_ranks = getattr(trainer.strategy, "logical_ranks", None)
-    if logical_ranks is not None:
+    if (logical_ranks := get_logical_ranks(trainer)) is not None:
         layout[LOGICAL_RANKS] = logical_ranks
     return layout
 

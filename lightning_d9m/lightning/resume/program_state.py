@@ -25,8 +25,12 @@ from lightning_d9m.hashing.training_state import ModelTensors
 from lightning_d9m.lightning.lightning_private import list_loaders
 from lightning_d9m.lightning.saved_state import KEY
 from lightning_d9m.lightning.strategies import is_sharded
-from lightning_d9m.lightning.trainer_attributes import get_datamodule, list_callbacks
-from lightning_d9m.lightning.trainer_metrics import find_metrics, name_callbacks
+from lightning_d9m.lightning.trainer_attributes import (
+    find_metrics,
+    get_datamodule,
+    list_callbacks,
+    name_callbacks,
+)
 from lightning_d9m.state.changes import Changes, describe_unsaved, is_long
 from lightning_d9m.state.parts import Namespace, is_of_program
 from lightning_d9m.state.plain_data import decode_plain, pack_bytes, unpack_bytes

@@ -48,8 +48,7 @@ from lightning_d9m.lightning.saved_state import (
     find_state,
 )
 from lightning_d9m.lightning.strategies import is_sharded
-from lightning_d9m.lightning.trainer_attributes import get_logical_ranks
-from lightning_d9m.lightning.trainer_ranks import ranks_of
+from lightning_d9m.lightning.trainer_attributes import get_logical_ranks, ranks_of
 from lightning_d9m.lightning.trainer_session import TrainerSession
 from lightning_d9m.recording.rank_agreement import gather_json
 

@@ -39,8 +39,8 @@ from lightning_d9m.lightning.trainer_attributes import (
     get_epoch_counts,
     get_reload_interval,
     list_callbacks,
+    ranks_of,
 )
-from lightning_d9m.lightning.trainer_ranks import ranks_of
 from lightning_d9m.state.plain_data import decode_plain, encode_plain, pack_bytes, unpack_bytes
 from lightning_d9m.state.search import find_generators
 from lightning_d9m.text import pluralize

@@ -70,15 +70,6 @@ def test_variables_that_the_programs_own_callback_does_not_take_are_said(asked, 
         train("lightning.pytorch", [DeterminismCallback()], tmp_path)
 
 
-def test_variables_reach_the_callback(asked):
-    asked.setenv("LIGHTNING_D9M_SEED", "11")
-    asked.setenv("LIGHTNING_D9M_ON_DRIFT", "warn")
-    callback = make_callback("lightning.pytorch")
-    assert callback._given.seed == 11
-    assert callback._recorder._policy.on_drift == "warn"
-    callback.early_variables.restore()
-
-
 @pytest.mark.parametrize(
     ("variable", "value", "message"),
     [

@@ -75,12 +75,6 @@ def test_the_package_that_is_not_used_is_not_loaded(trained, style):
     assert trained[style]["is_callback"]
 
 
-def test_two_trainers_in_one_process_differ_as_they_do_in_another_run(trained):
-    first, second = trained["lightning"]["first"], trained["lightning"]["second"]
-    assert first != second
-    assert trained["pytorch_lightning"]["second"] == second
-
-
 def test_every_way_to_make_a_trainer(tmp_path, forking_python):
     """One list for two Trainers, barebones, the LR finder, LightningCLI, a callback of its own."""
     acts = ["list", "list again", "barebones", "fast_dev_run", "learning rate", "command line"]

@@ -7,11 +7,9 @@ import pytest
 import torch
 from simulated_device import Waits, put, simulate
 from trainings import QUIET, make_loader, make_model
-from xxhash import xxh3_128_hexdigest
 
 from lightning_d9m import DeterminismCallback, Recorder, deterministic
 from lightning_d9m.hashing.digest import digest_value
-from lightning_d9m.hashing.output_digest import OutputDigest
 from lightning_d9m.lightning.recording.trainer_recorder import TrainerRecorder
 
 pytestmark = pytest.mark.usefixtures("unseeded", "new_process")
@@ -93,7 +91,7 @@ PLANTED = {
 @pytest.mark.parametrize("wait", PLANTED.values(), ids=PLANTED)
 def test_a_wait_that_is_planted_in_a_batch_is_counted(wait, tmp_path, monkeypatch):
     """In a function of the package that runs in each batch of a validation."""
-    keep = TrainerRecorder.keep_outputs
+    keep = TrainerRecorder.end_evaluation_batch
     code = wait.__code__.replace(co_filename=keep.__code__.co_filename)
     planted = FunctionType(code, wait.__globals__)
 
@@ -101,19 +99,6 @@ def test_a_wait_that_is_planted_in_a_batch_is_counted(wait, tmp_path, monkeypatc
         planted(outputs["outputs"])
         keep(self, outputs, *words)
 
-    monkeypatch.setattr(TrainerRecorder, "keep_outputs", keep_and_wait)
+    monkeypatch.setattr(TrainerRecorder, "end_evaluation_batch", keep_and_wait)
     added = count(run_trainer, "validate", tmp_path)
     assert max(added.values(), default=0) == BATCHES[1] - BATCHES[0]
-
-
-def test_many_batches_are_rolled_up_as_one_after_the_other():
-    """Whatever is fetched together, with outputs without a digest between."""
-    values = [torch.randn(number % 7) for number in range(200)]
-    digests, text = OutputDigest(), ""
-    for number, value in enumerate(values):
-        digests.add(put(value) if number % 50 else object(), loader=1, batch=number)
-        text += f"1 {number} {digest_value(value) if number % 50 else 'none'}\n"
-    fields = digests.as_fields()
-    assert fields == digests.as_fields()
-    assert fields["outputs"] == xxh3_128_hexdigest(text.encode())
-    assert (fields["batches"], fields["undigested"]) == (200, 4)

@@ -7,7 +7,6 @@ from trainings import QUIET, make_loader, make_model
 
 from lightning_d9m import DeterminismCallback
 from lightning_d9m.comparison.ledgers import compare_ledgers
-from lightning_d9m.hashing.output_digest import OutputDigest
 from lightning_d9m.ledger.folder import list_evaluations, list_fits, read_ledger
 from lightning_d9m.ledger.format.records import Evaluation
 
@@ -90,16 +89,3 @@ def test_outputs_without_a_digest_are_said_and_stop_nothing(tmp_path):
     (record,) = evaluations(ledger)
     assert record["undigested"] == 6
     assert "Result" in record["problem"]
-
-
-def test_the_order_of_batches_and_loaders_counts():
-    def digest(*batches):
-        outputs = OutputDigest()
-        for loader, batch, value in batches:
-            outputs.add(value, loader=loader, batch=batch)
-        return outputs.as_fields()["outputs"]
-
-    assert digest((0, 0, 1.0), (0, 1, 2.0)) == digest((0, 0, 1.0), (0, 1, 2.0))
-    assert digest((0, 0, 1.0), (0, 1, 2.0)) != digest((0, 0, 2.0), (0, 1, 1.0))
-    assert digest((0, 0, 1.0), (0, 1, 2.0)) != digest((0, 0, 1.0), (1, 0, 2.0))
-    assert digest((0, 0, 0.0)) != digest((0, 0, -0.0))

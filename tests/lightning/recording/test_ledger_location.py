@@ -39,11 +39,6 @@ def train(tmp_path, monkeypatch):
     return run
 
 
-def test_the_default_is_the_root_folder(train):
-    train(default_root_dir=train.root / "root", checkpoints=train.root / "root/checkpoints")
-    assert (train.root / "root/d9m" / LEDGER).exists()
-
-
 def test_the_folder_of_the_checkpoints_holds_no_ledger(train, caplog):
     with caplog.at_level(logging.INFO):
         train(default_root_dir=train.root / "root", checkpoints=train.root / "root")
@@ -60,21 +55,10 @@ def test_the_folder_of_the_profiler_holds_no_ledger(train):
     assert (train.root / "cwd/d9m" / LEDGER).exists()
 
 
-def test_if_the_checkpoints_are_in_the_working_folder_too_the_ledger_is_among_the_logs(train):
-    train(checkpoints=".")
-    assert (train.root / "cwd/lightning_logs/d9m" / LEDGER).exists()
-    assert not (train.root / "cwd/d9m").exists()
-
-
 def test_a_remote_root_makes_no_local_folder_of_its_name(train):
     train(default_root_dir="memory://runs/one")
     assert [path.name for path in (train.root / "cwd").iterdir()] == ["d9m"]
     assert (train.root / "cwd/d9m" / LEDGER).exists()
-
-
-def test_a_url_of_a_local_folder_is_that_folder(train):
-    train(ledger_dir=f"file://{train.root}/ledgers")
-    assert (train.root / "ledgers" / LEDGER).exists()
 
 
 def test_an_added_callback_leaves_nothing_in_the_working_folder_of_a_trainer_without_files(
@@ -88,14 +72,6 @@ def test_an_added_callback_leaves_nothing_in_the_working_folder_of_a_trainer_wit
     assert folder.name.startswith("cwd-")
     assert (folder / LEDGER).exists()
     assert f"The ledger is written to {folder}" in caplog.text
-
-
-def test_a_single_process_that_denies_to_be_rank_0_writes_into_a_folder_too(train, monkeypatch):
-    """The ledger was a file of the working folder."""
-    monkeypatch.setattr(pl.Trainer, "is_global_zero", False)
-    train(default_root_dir=train.root / "root")
-    assert (train.root / "root/d9m" / LEDGER).exists()
-    assert list((train.root / "cwd").iterdir()) == []
 
 
 @pytest.mark.parametrize("way", ["fast_dev_run", "validate"])

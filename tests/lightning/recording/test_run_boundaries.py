@@ -6,33 +6,17 @@ from types import SimpleNamespace
 
 import lightning.pytorch as pl
 import pytest
-import torch
-from lightning.pytorch.trainer.states import TrainerFn
 from trainings import QUIET, make_loader, make_model
 
 from lightning_d9m import DeterminismCallback, SettingError
 from lightning_d9m.ledger.folder import read_ledger
 from lightning_d9m.ledger.format.records import Digests, End
-from lightning_d9m.lightning.trainer_ranks import ranks_of
+from lightning_d9m.lightning.trainer_attributes import ranks_of
 
 
 def make_trainer(folder, **options):
     options = QUIET | {"max_epochs": 1, "default_root_dir": folder} | options
     return pl.Trainer(callbacks=[DeterminismCallback()], **options)
-
-
-def test_a_checkpoint_can_be_loaded_outside_a_run(tmp_path):
-    trainer = make_trainer(tmp_path)
-    trainer.fit(make_model(), make_loader(), make_loader(shuffle=False))
-    trainer.save_checkpoint(tmp_path / "saved.ckpt")
-    other, model = make_trainer(tmp_path), make_model()
-    other.strategy.connect(model)
-    other.state.fn = TrainerFn.FITTING
-    other._checkpoint_connector.restore(tmp_path / "saved.ckpt")
-    for expected, actual in zip(
-        trainer.lightning_module.parameters(), model.parameters(), strict=True
-    ):
-        assert torch.equal(expected, actual)
 
 
 @pytest.fixture

@@ -21,11 +21,18 @@ from lightning_d9m.errors import DriftError, SettingError
 from lightning_d9m.hashing.training_state import plain_name
 from lightning_d9m.ledger.format.records import Json, ReplayDrift
 from lightning_d9m.ledger.kinds import ROOT
-from lightning_d9m.lightning.probing.module_hooks import hook_model
+from lightning_d9m.lightning.lightning_private import is_compiled
 from lightning_d9m.lightning.strategies import is_sharded
-from lightning_d9m.lightning.trainer_ranks import ranks_of
+from lightning_d9m.lightning.trainer_attributes import ranks_of
+from lightning_d9m.probes.module_hooks import hook_model
 from lightning_d9m.probes.settings import ProbeSettings
-from lightning_d9m.probes.trace import ProbePoint, Trace, TraceDifference, find_difference
+from lightning_d9m.probes.trace import (
+    Listener,
+    ProbePoint,
+    Trace,
+    TraceDifference,
+    find_difference,
+)
 from lightning_d9m.state.state import State
 from lightning_d9m.text import describe_pair
 
@@ -58,7 +65,7 @@ class _Step(NamedTuple):
     trace: Trace
 
 
-class Replay:
+class Replay(Listener):
     """Runs the steps of a fit twice, while it is attached.
 
     Raises:
@@ -90,7 +97,10 @@ class Replay:
         strategy = self._trainer.strategy
         self._silenced = silenced
         with ExitStack() as stack:
-            stack.enter_context(hook_model(self._module, ProbeSettings(), _COMPARED, self))
+            compiled = is_compiled(self._module)
+            stack.enter_context(
+                hook_model(self._module, ProbeSettings(), _COMPARED, self, is_compiled=compiled)
+            )
             step, backward = self._module.training_step, strategy.backward
 
             @functools.wraps(step)

@@ -15,7 +15,6 @@ from torch.compiler import is_compiling
 from lightning_d9m.hashing.pytree_leaves import list_pytree_leaves
 from lightning_d9m.hashing.training_state import plain_name
 from lightning_d9m.ledger.kinds import ROOT
-from lightning_d9m.lightning import lightning_private
 from lightning_d9m.probes.settings import ProbeSettings
 from lightning_d9m.probes.trace import Listener
 
@@ -26,17 +25,23 @@ _get_tracing_state = torch._C._get_tracing_state  # noqa: SLF001 - the only way 
 
 
 def hook_model(
-    model: nn.Module, settings: ProbeSettings, kinds: frozenset[str], listener: Listener
+    model: nn.Module,
+    settings: ProbeSettings,
+    kinds: frozenset[str],
+    listener: Listener,
+    *,
+    is_compiled: bool = False,
 ) -> ExitStack:
     """Pass the inputs, outputs and gradients of the selected modules to a listener.
 
-    Of a module that is shared, the first name counts.
+    Of a module that is shared, the first name counts. ``is_compiled`` says that the steps of the
+    model are compiled, so that no module of it is called from outside.
 
     Returns:
         A stack that removes the hooks when it is closed.
     """
     with ExitStack() as hooks:
-        for name, module in eager_modules(model):
+        for name, module in () if is_compiled else eager_modules(model):
             if not settings.takes_module(name):
                 continue
             if "input" in kinds:
@@ -60,8 +65,6 @@ def eager_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
     Of a compiled module only the call from outside is seen.
     """
-    if lightning_private.is_compiled(model):
-        return
     seen: set[int] = set()
     waiting: list[tuple[str, nn.Module]] = [("", model)]
     while waiting:

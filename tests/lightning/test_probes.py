@@ -12,17 +12,17 @@ from lightning.pytorch import Callback
 from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from trainings import make_loader, make_model
+from trainings import make_model
 
-from lightning_d9m import DeterminismCallback, probe
+from lightning_d9m import probe
 from lightning_d9m.comparison.ledgers import compare_ledgers
 from lightning_d9m.errors import SettingError
-from lightning_d9m.hashing.digest import digest, digest_value
+from lightning_d9m.hashing.digest import digest
 from lightning_d9m.ledger.kinds import PROBE_KINDS, VALIDATION
-from lightning_d9m.lightning.probing.module_hooks import hook_model
 from lightning_d9m.locate.search import describe_place
 from lightning_d9m.probes.dumps import find_dumps, read_dump, read_index, replay_op
 from lightning_d9m.probes.hook_trace import find_writer
+from lightning_d9m.probes.module_hooks import hook_model
 from lightning_d9m.probes.settings import ProbeSettings
 
 
@@ -94,10 +94,6 @@ def test_records_come_in_the_order_of_what_they_tell(fit):
     assert set(epochs) == {0, 1}
 
 
-def test_two_runs_have_the_same_probes(fit):
-    assert read_probes(fit(probes="all")) == read_probes(fit(probes="all"))
-
-
 def test_digests_are_those_of_the_values(fit):
     seen = {}
 
@@ -113,15 +109,6 @@ def test_digests_are_those_of_the_values(fit):
     assert first["batch", "batch:0", 0] == digest(seen["batch"])
     assert first["weight", "layers.0.weight", 0] == digest(seen["weight"])
     assert first["loss", "loss", 0] == digest(seen["loss"])
-
-
-def test_values_are_taken_before_they_are_overwritten(fit):
-    model = make_model()
-    model.layers[2] = nn.ReLU(inplace=True)
-    ledger = fit(model=model, probes="output")
-    (first, *_) = read_probes(ledger).values()
-    digests = dict(first)
-    assert digests["output", "layers.1", 0] != digests["output", "layers.2", 0]
 
 
 def test_modules_and_steps_are_selected(fit):
@@ -203,19 +190,6 @@ def test_a_checkpointed_module_is_seen_again_when_it_runs_again(fit, reentrant):
     assert ("op", "layers.0::aten.addmm.default", 1) in places
 
 
-def test_a_forward_pass_without_gradients_is_seen(fit):
-    def step(self, batch, batch_idx):
-        with torch.no_grad():
-            self.layers[0](batch[0])
-        return self.layers(batch[0]).sum()
-
-    ledger = fit(model=make_model(training_step=step), probes=["output", "grad_output"])
-    places = places_of(ledger)
-    assert ("output", "layers.0", 1) in places
-    assert ("grad_output", "layers.0", 0) in places
-    assert ("grad_output", "layers.0", 1) not in places
-
-
 def test_gradients_are_met_beside_hooks_of_the_program():
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     met = []
@@ -240,94 +214,6 @@ def test_a_local_gradient_is_taken_before_a_strategy_sends_it_away():
     with hook_model(model, ProbeSettings(), frozenset({"local_gradient"}), listener):
         model(torch.ones(1, 2)).sum().backward()
     assert [gradient.tolist() for gradient in met] == [[[1.0, 1.0]]]
-
-
-def test_a_parameter_that_a_module_returns_keeps_no_hook(fit):
-    class Returned(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(10))
-
-        def forward(self):
-            return self.weight
-
-    def step(self, batch, batch_idx):
-        assert not self.returned.weight._backward_hooks
-        return nn.functional.cross_entropy(self.layers(batch[0]) * self.returned(), batch[1])
-
-    model = make_model(training_step=step)
-    model.returned = Returned()
-    places = places_of(fit(model=model, probes=["output", "grad_output", "gradient"]))
-    assert ("output", "returned", 0) in places
-    assert ("grad_output", "returned", 0) not in places
-    assert ("gradient", "returned.weight", 0) in places
-
-
-def test_two_optimizers_by_hand(fit):
-    def step(self, batch, batch_idx):
-        for optimizer, layer in zip(
-            self.optimizers(), (self.layers[0], self.layers[4]), strict=True
-        ):
-            optimizer.zero_grad()
-            loss = nn.functional.cross_entropy(self.layers(batch[0]), batch[1])
-            self.manual_backward(loss)
-            optimizer.step()
-            assert layer.weight.grad is not None
-
-    def optimizers(self):
-        layers = (self.layers[0], self.layers[4])
-        return [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in layers]
-
-    def make():
-        model = make_model(training_step=step, configure_optimizers=optimizers)
-        model.automatic_optimization = False
-        return model
-
-    plain, probed = fit(model=make()), fit(model=make(), probes="all")
-    assert final(probed) == final(plain)
-    assert [name for _, name, _ in places_of(probed, "gradient")] == [
-        "layers.0.weight",
-        "layers.0.bias",
-        "layers.4.weight",
-        "layers.4.bias",
-    ]
-    assert len(places_of(probed, "loss")) == 2
-
-
-def test_accumulated_batches_have_gradients_when_the_optimizer_steps(fit):
-    plain = fit(trainer_accumulate_grad_batches=2)
-    probed = fit(trainer_accumulate_grad_batches=2, probes="all")
-    assert final(probed) == final(plain)
-    batches = list(read_probes(probed).values())
-    have = [any(place[0] == "gradient" for place, _ in batch) for batch in batches[:4]]
-    assert have == [False, True, False, True]
-
-
-def test_outputs_and_arguments_of_any_kind(fit):
-    class Odd(nn.Module):
-        def forward(self, x, *, scale, note=None):
-            return {"x": x * scale, "note": note, "nothing": None, "parts": (x, [x.sum()])}
-
-    def step(self, batch, batch_idx):
-        out = self.odd(batch[0], scale=2, note="text")
-        return self.layers(out["x"]).sum()
-
-    model = make_model(training_step=step)
-    model.odd = Odd()
-    ledger = fit(model=model, probes="all", probe_modules="odd")
-    names = [f"{kind} {name}" for kind, name, _ in places_of(ledger, "input", "output")]
-    assert names == [
-        "input odd:0",
-        "input odd:scale",
-        "input odd:note",
-        "output odd:x",
-        "output odd:note",
-        "output odd:nothing",
-        "output odd:parts.0",
-        "output odd:parts.1.0",
-    ]
-    (first, *_) = read_probes(ledger).values()
-    assert dict(first)["output", "odd:note", 0] == digest_value("text")
 
 
 def test_a_compiled_module_is_seen_from_outside_and_stays_compiled(fit):
@@ -411,51 +297,6 @@ def test_a_dump_has_inputs_outputs_and_the_line_of_each_operation(fit, tmp_path,
         assert "in training_step: loss = " in dumped["source"]
 
 
-def test_a_dropped_out_value_is_replayed_from_its_generator(fit, tmp_path, monkeypatch):
-    monkeypatch.setenv("LIGHTNING_D9M_DUMP", str(tmp_path / "dump"))
-    fit(probes="op", probe_modules="layers.3", probe_steps="0:1")
-    place = ("op", "layers.3::aten.bernoulli_.float", 0)
-    (file,) = find_dumps(tmp_path / "dump", step=0, place=place)
-    dumped = read_dump(file)
-    assert torch.equal(replay_op(dumped), dumped["outputs"][0])
-    assert 0 < dumped["outputs"][0].sum() < dumped["outputs"][0].numel()
-
-
-def test_values_at_other_places_are_dumped(fit, tmp_path, monkeypatch):
-    monkeypatch.setenv("LIGHTNING_D9M_DUMP", str(tmp_path / "dump"))
-    ledger = fit(probes=["output", "gradient"], probe_steps="0:1")
-    for place, expected in read_probes(ledger)[0, 0]:
-        (file,) = find_dumps(tmp_path / "dump", step=0, place=place)
-        assert digest(read_dump(file)["value"]) == expected
-
-
-def test_both_of_lightnings_packages(fit):
-    ledger = fit(package="pytorch_lightning", model=make_model("pytorch_lightning"), probes="all")
-    assert {kind for kind, _, _ in places_of(ledger)} == set(PROBE_KINDS) - {"monitor"}
-
-
-def test_a_wrong_kind_is_refused_at_once():
-    with pytest.raises(SettingError, match="The kinds are rng"):
-        DeterminismCallback(probes="everything")
-
-
-def test_a_loader_of_dicts_names_its_leaves(fit):
-    def step(self, batch, batch_idx):
-        return self.layers(batch["image"] if isinstance(batch, dict) else batch[0]).sum()
-
-    def collate(samples):
-        images = torch.stack([image for image, _ in samples])
-        return {"image": images, "names": ["a"] * len(samples), "more": [images, None]}
-
-    ledger = fit(
-        model=make_model(training_step=step),
-        loader=make_loader(collate_fn=collate),
-        probes="batch",
-    )
-    names = [name for _, name, _ in places_of(ledger)]
-    assert names == ["batch:image", "batch:names", "batch:more.0", "batch:more.1"]
-
-
 def test_the_scale_of_the_loss_is_a_state_of_the_optimizer(fit):
     def end(self, outputs, batch, batch_idx):
         if self.faulty and batch_idx == 2:
@@ -519,20 +360,11 @@ def test_a_rank_that_is_not_there_is_refused(fit):
         fit(probes=["output"], probe_ranks=[0, 1, 7])
 
 
-def test_a_pattern_may_fit_a_buffer_or_the_whole_model(fit, recwarn):
-    fit(probes=["output", "buffer"], probe_modules=["(model)", "layers.1.running_mean"])
-    assert not [found for found in recwarn if "probe_modules" in str(found.message)]
-
-
-# One of each kind: around a batch, within a step, in a validation, and between epochs.
+# Within a step, in a validation, and around a batch.
 PLACES = [
-    ("Net", "on_train_batch_start", 3),
     ("Net", "on_before_optimizer_step", 3),
-    ("Net", "configure_gradient_clipping", 3),
     ("Net", "on_validation_batch_end", 6),
-    ("Net", "on_train_epoch_start", 6),
     ("Scaling", "on_train_batch_start", 3),
-    ("Scaling", "on_validation_end", 6),
 ]
 
 

@@ -12,7 +12,7 @@ from lightning_d9m.errors import SettingError
 from lightning_d9m.launch import interruption_points
 from lightning_d9m.launch.interruption_points import EpochShape
 from lightning_d9m.ledger.format.records import Digests
-from lightning_d9m.lightning import fault_injection
+from lightning_d9m.lightning import interruptions
 
 
 class KilledError(Exception):
@@ -24,10 +24,10 @@ def killing(monkeypatch):
     """Let a fit of this process be killed without ending the process."""
 
     def kill(pid, number):
-        assert (pid, number) == (fault_injection.os.getpid(), signal.SIGKILL)
+        assert (pid, number) == (interruption_points.os.getpid(), signal.SIGKILL)
         raise KilledError
 
-    monkeypatch.setattr(fault_injection.os, "kill", kill)
+    monkeypatch.setattr(interruption_points.os, "kill", kill)
 
 
 @pytest.fixture
@@ -126,7 +126,7 @@ def test_misuse_is_named(steered, monkeypatch):
         steered(interrupt="soon")
     monkeypatch.setattr(interruption_points._FaultState, "fits", 0)
     with pytest.raises(SettingError, match="LIGHTNING_D9M_CHECKPOINT_DIR is not set"):
-        fault_injection.apply_interrupt_variables(
+        interruptions.apply_interrupt_variables(
             SimpleNamespace(callbacks=[]), "fit", {"LIGHTNING_D9M_INTERRUPT": "survey"}
         )
 
@@ -150,7 +150,7 @@ def digests_of(ledger):
 def test_a_changed_weight_is_the_next_number(dtype):
     module = torch.nn.Linear(50, 4, dtype=dtype)
     before = module.weight.detach().clone()
-    assert fault_injection.change_last_bits(module, {"LIGHTNING_D9M_LAST_BITS": "3"}) == {
+    assert interruptions.change_last_bits(module, {"LIGHTNING_D9M_LAST_BITS": "3"}) == {
         "last_bits": 3
     }
     above = torch.nextafter(before, torch.full_like(before, torch.inf))
@@ -158,6 +158,6 @@ def test_a_changed_weight_is_the_next_number(dtype):
     assert ((module.weight == above) | (module.weight == below)).all()
     assert (module.weight == above).any()
     assert (module.weight == below).any()
-    assert fault_injection.change_last_bits(module, {}) == {}
+    assert interruptions.change_last_bits(module, {}) == {}
     with pytest.raises(SettingError, match="LAST_BITS is 'x'; allowed: digits, such as 1"):
-        fault_injection.change_last_bits(module, {"LIGHTNING_D9M_LAST_BITS": "x"})
+        interruptions.change_last_bits(module, {"LIGHTNING_D9M_LAST_BITS": "x"})

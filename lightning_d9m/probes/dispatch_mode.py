@@ -24,8 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from lightning_d9m.attribute_patches import AttributePatches
 from lightning_d9m.hashing.training_state import plain_name
 from lightning_d9m.ledger.kinds import ROOT
-from lightning_d9m.lightning.probing.module_hooks import eager_modules
 from lightning_d9m.probes.dumps import keep, written_arguments
+from lightning_d9m.probes.module_hooks import eager_modules
 from lightning_d9m.probes.settings import ProbeSettings
 from lightning_d9m.probes.trace import ProbeCollector
 
@@ -83,10 +83,10 @@ class OpMode(TorchDispatchMode):
         """Leave compiled regions compiled; torch would run them eagerly otherwise."""
         return True
 
-    def attach(self, model: nn.Module) -> ExitStack:
-        """Track the running module, until the returned stack is closed."""
+    def attach(self, model: nn.Module, *, is_compiled: bool = False) -> ExitStack:
+        """Track the running module, until the returned stack is closed; see ``hook_model``."""
         with ExitStack() as hooks:
-            for name, module in eager_modules(model):
+            for name, module in () if is_compiled else eager_modules(model):
                 if not name:
                     continue  # it is around everything
                 enter, leave = partial(self._enter, name), self._leave

@@ -1,0 +1,261 @@
+"""The probes of a training's batches; hooks exist only during the probed batches."""
+
+import warnings
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_d9m.control.seeding import capture_rng
+from lightning_d9m.hashing.training_state import ModelTensors, optimizer_state, plain_name
+from lightning_d9m.ledger.kinds import VALIDATION
+from lightning_d9m.probes.dispatch_mode import OpMode
+from lightning_d9m.probes.dumps import Dump, StateDump
+from lightning_d9m.probes.hook_trace import StateDigest
+from lightning_d9m.probes.module_hooks import hook_model
+from lightning_d9m.probes.monitor import monitors_heard
+from lightning_d9m.probes.settings import ProbeSettings
+from lightning_d9m.probes.trace import Listener, ProbeCollector, ProbePoint, StatePoint, Write
+
+NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+
+class BatchProbes:
+    """Takes the probes that the settings name, of the batches of a training.
+
+    Without settings, and on ranks that they leave out, it takes none.
+
+    Args:
+        settings: The settings.
+        model: The model.
+        rank: The rank.
+        write: Takes the records.
+        list_optimizers: Returns the optimizers.
+        wrap_steps: Records operations while the training makes a step, until a stack is closed;
+            the training then calls ``take_step`` itself. Without it the optimizers call
+            ``take_step``, and operations are recorded from the start of a batch on, but for those
+            of an optimizer.
+        is_compiled: Whether the steps of the model are compiled; see ``hook_model``.
+    """
+
+    def __init__(
+        self,
+        settings: ProbeSettings,
+        model: nn.Module,
+        rank: int,
+        write: Write,
+        list_optimizers: Callable[[], Sequence[Any]],
+        wrap_steps: Callable[[ExitStack, OpMode], None] | None = None,
+        *,
+        is_compiled: bool = False,
+    ) -> None:
+        self._settings = settings
+        self._kinds = settings.kinds if settings.takes_rank(rank) else frozenset()
+        self._model = model
+        folder, names = settings.dump if self._kinds else None, settings.dump_names
+        self.dump = None if folder is None else Dump(folder, rank, names)
+        self.collector = ProbeCollector(write, None if self.dump is None else self.dump.save)
+        self._tensors = ModelTensors(model, settings.takes_parameter)
+        self._list_optimizers = list_optimizers
+        self._wrap_steps = wrap_steps
+        self._is_compiled = is_compiled
+        self._hooks: ExitStack | None = None
+        self._ops: OpMode | None = None
+        self._ops_entered = ExitStack()
+        self._took_loss = False
+        self._validated = 0  # batches of validations since the last batch of the training
+        if self._kinds:
+            _warn_of_idle_patterns(settings, model)
+
+    def start(self, point: ProbePoint, batch: Any = None, scaler: Any = None) -> None:
+        """Record the state at the start of a batch, and hook the model, if its step is probed.
+
+        ``scaler`` is the ``torch.amp.GradScaler``, where the precision has one.
+        """
+        self._ops_entered.close()
+        if point.batch < VALIDATION:
+            self._validated = 0
+        if not self._kinds or point.step not in self._settings.steps:
+            self.unhook()
+            self.collector.close()
+            return
+        self.collector.begin(point)
+        self._took_loss = False
+        if point.batch <= VALIDATION:  # no later batch of a validation changes it
+            self._take_states(self.collector, scaler)
+        if self._hooks is None:
+            self._hooks = self._hook()
+        if self._ops is not None:
+            self._ops.begin()
+        self._enter_ops()
+        self.take_batch(batch)
+
+    def start_validation(self, epoch: int, step: int, batch: Any, scaler: Any = None) -> None:
+        """Begin a batch of a validation, which belongs to the training batch before it."""
+        number = VALIDATION + self._validated
+        self._validated += 1
+        self.start(ProbePoint(epoch, max(step - 1, 0), number), batch, scaler)
+
+    def take_batch(self, batch: Any) -> None:
+        """Take the batch, or what the model is given of it; None if that is not known."""
+        if batch is not None and "batch" in self._kinds and self.collector.listens:
+            self.collector.add("batch", "batch", batch)
+
+    def take_loss(self, loss: Any) -> None:
+        """Take the loss that is about to be differentiated, or was."""
+        if "loss" in self._kinds:
+            self._took_loss = True
+            self.collector.add("loss", "loss", loss)
+
+    def take_step(self, optimizer: Any, *_: object) -> None:
+        """Take the gradients and the state that an optimizer is about to use.
+
+        The state was there when the batch began, too. What changed since would look like a change
+        of the weights in the next batch.
+        """
+        self._ops_entered.close()
+        if not self.collector.listens:
+            return
+        if "gradient" in self._kinds:
+            self._take_gradients(optimizer, self.collector)
+        if "optimizer" in self._kinds:
+            self._take_optimizers(self._tensors.look()[2], self.collector)
+
+    def end(self, loss: Any = None, scalars: Mapping[str, Any] = NOTHING) -> None:
+        """Record the results of the batch, and write its records."""
+        self._ops_entered.close()
+        if loss is not None and not self._took_loss:
+            self.take_loss(loss)
+        if "scalar" in self._kinds:
+            for name, value in sorted(scalars.items()):
+                self.collector.add("scalar", name, value)
+        self.collector.end()
+
+    def save_state(self, point: StatePoint) -> None:
+        """Save the state that the ledger is about to record, if values are saved at this step."""
+        if self.dump is not None and point.step in self._settings.steps:
+            self._take_states(StateDump(self.dump, point))
+
+    def digest_state(self, step: int) -> str | None:
+        """Return the digest of what is saved at a step, with gradients; None if nothing is."""
+        if step not in self._settings.steps:
+            return None
+        state = StateDigest(self._settings.dump_names)
+        self._take_states(state)
+        for optimizer in self._list_optimizers():
+            self._take_gradients(optimizer, state)
+        return state.digest()
+
+    def unhook(self) -> None:
+        """Remove the hooks."""
+        hooks, self._hooks, self._ops = self._hooks, None, None
+        if hooks is not None:
+            hooks.close()
+
+    def close(self) -> None:
+        """Remove the hooks and write the pending records."""
+        self._ops_entered.close()
+        self.unhook()
+        self.collector.close()
+
+    def _take_states(self, listener: Listener, scaler: Any = None) -> None:
+        """Pass the state of the selected kinds and parameters to a listener."""
+        kinds = self._kinds
+        if "rng" in kinds:
+            _take_rng(listener)
+        if kinds.isdisjoint({"weight", "buffer", "optimizer"}):
+            return
+        parameters, buffers, names = self._tensors.look()
+        if "weight" in kinds:
+            listener.add_tensors("weight", parameters)
+        if "buffer" in kinds:
+            listener.add_tensors("buffer", buffers)
+        if "optimizer" in kinds:
+            self._take_optimizers(names, listener)
+            if scaler is not None:
+                scale = scaler._get_scale_async()  # noqa: SLF001 - get_scale() waits for the device
+                scale = scaler.get_scale() if scale is None else scale
+                listener.add("optimizer", "scaler.scale", scale)
+
+    def _take_gradients(self, optimizer: Any, listener: Listener) -> None:
+        used = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        gradients = {
+            name: parameter.grad
+            for name, parameter in self._tensors.look()[0].items()
+            if id(parameter) in used and parameter.grad is not None
+        }
+        listener.add_tensors("gradient", gradients)
+
+    def _take_optimizers(self, names: Mapping[int, str], listener: Listener) -> None:
+        tensors: dict[str, Tensor] = {}
+        for number, optimizer in enumerate(self._list_optimizers()):
+            for name, value in optimizer_state(optimizer, names):
+                key, _, parameter = name.partition(".")
+                if key != "group" and not self._settings.takes_parameter(parameter):
+                    continue
+                if isinstance(value, Tensor):
+                    tensors[f"{number}.{name}"] = value
+                elif isinstance(value, Mapping):
+                    # One value for each setting of a group, so that a difference names it.
+                    for setting, own in value.items():
+                        listener.add("optimizer", f"{number}.{name}:{setting}", own)
+                else:
+                    listener.add("optimizer", f"{number}.{name}", value)
+        listener.add_tensors("optimizer", tensors)
+
+    def _hook(self) -> ExitStack:
+        with ExitStack() as stack:
+            if "op" in self._kinds:
+                self._ops = OpMode(self._settings, self.collector)
+                stack.enter_context(self._ops.attach(self._model, is_compiled=self._is_compiled))
+                if self._wrap_steps is not None:
+                    self._wrap_steps(stack, self._ops)
+            listener, is_compiled = self.collector, self._is_compiled
+            stack.enter_context(
+                hook_model(
+                    self._model, self._settings, self._kinds, listener, is_compiled=is_compiled
+                )
+            )
+            if "monitor" in self._kinds:
+                stack.enter_context(monitors_heard(partial(self.collector.add, "monitor")))
+            if self._wrap_steps is None:
+                for optimizer in self._list_optimizers():
+                    stack.callback(optimizer.register_step_pre_hook(self.take_step).remove)
+                    stack.callback(optimizer.register_step_post_hook(self._enter_ops).remove)
+            return stack.pop_all()
+
+    def _enter_ops(self, *_: object) -> None:
+        if self._ops is not None and self._wrap_steps is None and self.collector.listens:
+            self._ops_entered.close()
+            self._ops_entered.enter_context(self._ops.entered())
+
+
+def _warn_of_idle_patterns(settings: ProbeSettings, model: nn.Module) -> None:
+    """Warn if nothing will be recorded for a pattern; another model of the program may fit it."""
+    modules = [plain_name(name) for name, _ in model.named_modules()]
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    idle = settings.idle_patterns([*modules, *(plain_name(name) for name, _ in tensors)])
+    if idle:
+        some = ", ".join(map(repr, modules[1:6])) or "none"
+        warnings.warn(
+            f"probe_modules has {', '.join(map(repr, idle))}, and no module, parameter or buffer "
+            f"of {type(model).__name__} is called so: nothing is recorded for it. Its modules "
+            f"are {some}{', ...' if len(modules) > 6 else ''}.",  # noqa: PLR2004 - as many as are shown
+            stacklevel=2,
+        )
+
+
+def _take_rng(listener: Listener) -> None:
+    state = capture_rng()
+    version, words, normal = state.python
+    listener.add("rng", "python", f"{version} {array('Q', words).tobytes().hex()} {normal}")
+    own = state.numpy["state"]
+    rest = f"{own['pos']} {state.numpy['has_gauss']} {float(state.numpy['gauss']).hex()}"
+    listener.add("rng", "numpy", f"{own['key'].tobytes().hex()} {rest}")
+    listener.add("rng", "torch", state.torch_cpu)
+    for device, states in state.devices.items():
+        listener.add_tensors("rng", {f"{device}:{n}": own for n, own in states.items()})
