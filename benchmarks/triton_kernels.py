@@ -29,7 +29,7 @@ from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from lightning_d9m.patches.catalog.catalog import OPS, find_op
+from lightning_d9m.patches.catalog.catalog import find_op
 from lightning_d9m.patches.registration import patches_applied
 from lightning_d9m.patches.triton import launch
 
@@ -180,8 +180,7 @@ def _list_atomics(code: Path) -> set[str]:
 
 def run_workload(workload: Workload) -> tuple[list[Launch], dict[str, int]]:
     """Return the launches of a workload, and how often it calls each operator of torch."""
-    offered = [op.name for op in OPS if op.status == "offered"]
-    with patches_applied("CPU", include=offered):
+    with patches_applied("CPU"):
         call = workload.make("cpu")
         with launches_recorded() as recorded, torch.profiler.profile() as profile:
             call()
@@ -213,9 +212,15 @@ def count_bytes(recorded: list[Launch]) -> tuple[int, int]:
 
 def _count_launch(recorded: Launch) -> int:
     """Return the bytes of a launch; what atomics change is read and written."""
-    each = {part.data_ptr(): _count_tensor(part) for part in recorded.tensors}
-    changed = recorded.find("sums") if recorded.kernel.__name__ == "add_terms" else []
-    return sum(each.values()) + sum(map(_count_tensor, changed))
+    constants, used = recorded.constants, list(recorded.tensors)
+    if "FIRST" in constants:
+        terms = ("values", "weights", "index", "tops")
+        names = ((*terms, "tops"), (*terms, "sums", "sums"), ("sums", "out"))[constants["FIRST"]]
+        names += ("out",) if constants["INCLUDE"] else ()
+        names += ("tops",) if constants["LAST"] == 2 and not constants["BITS"] else ()
+        names = names if constants["WEIGHTED"] else [name for name in names if name != "weights"]
+        used = [part for name in names for part in recorded.find(name)]
+    return sum(map(_count_tensor, used))
 
 
 def _count_tensor(tensor: Tensor) -> int:

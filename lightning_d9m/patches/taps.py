@@ -38,17 +38,14 @@ class Taps(NamedTuple):
         outputs: The outputs of input 0, of input 1, ...; int32.
         weights: Their weights.
         size: The number of outputs.
-        turns: For each tap number the outputs and weights of the inputs that have that many, of
-            which those with the most taps are first; None for weights of 1.
-        ranks: The position of each input in that order; None if it is that of the inputs.
+        most: The greatest number of taps.
     """
 
     begins: Tensor
     outputs: Tensor
     weights: Tensor
     size: int
-    turns: tuple[tuple[Tensor, Tensor | None], ...]
-    ranks: Tensor | None
+    most: int
 
 
 def find_taps(forward: Forward, size: int, dtype: torch.dtype) -> Taps:
@@ -75,7 +72,9 @@ def find_taps(forward: Forward, size: int, dtype: torch.dtype) -> Taps:
     if dtype != torch.float64:
         inputs, outputs, weights = _probe(forward, centers, size, period, dtype)
     order = (inputs * len(centers) + outputs).argsort()
-    return _collect(inputs[order], outputs[order], weights[order], size, len(centers))
+    begins = torch.searchsorted(inputs[order], torch.arange(size + 1)).to(torch.int32)
+    most = int(begins.diff().max())
+    return Taps(begins, outputs[order].to(torch.int32), weights[order], len(centers), most)
 
 
 def _probe(
@@ -90,22 +89,6 @@ def _probe(
     last = (size - 1 - phase) // period
     inputs = nearest.clamp(min=0).minimum(last) * period + phase
     return inputs, outputs, forward(combs)[phase, outputs]
-
-
-def _collect(inputs: Tensor, outputs: Tensor, weights: Tensor, size: int, count: int) -> Taps:
-    begins = torch.searchsorted(inputs, torch.arange(size + 1))
-    numbers = begins.diff()
-    order = numbers.argsort(descending=True, stable=True)
-    turns = []
-    for turn in range(int(numbers.max())):
-        taps = begins[order[: int((numbers > turn).sum())]] + turn
-        factors = weights[taps]
-        turns.append((outputs[taps], None if (factors == 1).all() else factors.view(-1, 1)))
-    is_sorted = torch.equal(order, torch.arange(size))
-    ranks = None if is_sorted else order.argsort()
-    return Taps(
-        begins.to(torch.int32), outputs.to(torch.int32), weights, count, tuple(turns), ranks
-    )
 
 
 @cache
@@ -185,9 +168,12 @@ def _resize_row() -> Forward:
 
 def _apply(out: Tensor, source: Tensor, taps: Taps) -> None:
     step = max(1, _SOME // max(1, out.shape[1] * out.shape[2]))
+    numbers, last = taps.begins.diff()[:, None], len(taps.outputs) - 1
     for given, target in zip(source.split(step), out.split(step), strict=True):
         sums = torch.zeros(target.shape, dtype=taps.weights.dtype, device=out.device)
-        for outputs, weights in taps.turns:
-            terms = given.index_select(1, outputs).to(sums.dtype)
-            sums[:, : len(outputs)] += terms if weights is None else terms.mul_(weights)
-        target.copy_(sums if taps.ranks is None else sums.index_select(1, taps.ranks))
+        for turn in range(taps.most):
+            tap = (taps.begins[:-1] + turn).clamp(max=last)
+            terms = given.index_select(1, taps.outputs[tap]).to(sums.dtype)
+            terms.mul_(taps.weights[tap][:, None]).add_(sums)
+            sums = torch.where(turn < numbers, terms, sums)
+        target.copy_(sums)

@@ -65,7 +65,6 @@ def test_all_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
     broken = dataclasses.replace(
         OPS[0],
         kernels={"put_": "lightning_d9m.patches.kernels.updates:absent"},
-        status="patched",
     )
     monkeypatch.setattr(registration, "select_ops", lambda *_: (*OPS, broken))
     with pytest.raises(AttributeError, match="absent"), patches_applied("CPU"):

@@ -22,7 +22,7 @@ from lightning_d9m.patches.triton.launch import allocate
 _GUARD = 24  # bits that a single piece keeps of the few windows of one input
 
 
-def max_pool3d_backward(
+def max_pool3d_with_indices_backward(
     grad_output: Tensor,
     self: Tensor,
     kernel_size: Sequence[int],

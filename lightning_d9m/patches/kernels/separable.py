@@ -175,18 +175,18 @@ def _require_pooled(grad_output: Tensor, self: Tensor, dims: int) -> None:
     require(self.dim() in {dims + 1, dims + 2}, grad_output.dtype == self.dtype, is_floating)
 
 
-def _resize(name: str, **more: Any) -> Any:
-    """Return the gradient of an interpolation of two dimensions by torch's forward op."""
-    return partial(_interpolation_backward, dims=2, forward=name, **more)
-
-
-linear1d_backward = partial(_interpolation_backward, dims=1)
-bilinear2d_backward = partial(_interpolation_backward, dims=2, keep_format=True)
-trilinear3d_backward = partial(_interpolation_backward, dims=3, keep_format=True)
-bicubic2d_backward = _resize("upsample_bicubic2d")
-bilinear2d_aa_backward = _resize("_upsample_bilinear2d_aa", keep_format=True)
-bicubic2d_aa_backward = _resize("_upsample_bicubic2d_aa")
+_resize = partial(_interpolation_backward, dims=2)
+upsample_linear1d_backward = partial(_interpolation_backward, dims=1)
+upsample_bilinear2d_backward = partial(_resize, keep_format=True)
+upsample_trilinear3d_backward = partial(_interpolation_backward, dims=3, keep_format=True)
+upsample_bicubic2d_backward = partial(_resize, forward="upsample_bicubic2d")
+upsample_bilinear2d_aa_backward = partial(
+    _resize, forward="_upsample_bilinear2d_aa", keep_format=True
+)
+upsample_bicubic2d_aa_backward = partial(_resize, forward="_upsample_bicubic2d_aa")
 adaptive_avg_pool2d_backward = partial(_adaptive_backward, dims=2)
 adaptive_avg_pool3d_backward = partial(_adaptive_backward, dims=3)
-reflection_pad_backward = partial(_padding_backward, forward="reflection_pad1d")
-replication_pad_backward = partial(_padding_backward, forward="replication_pad1d")
+reflection_pad1d_backward = partial(_padding_backward, forward="reflection_pad1d")
+reflection_pad2d_backward = reflection_pad3d_backward = reflection_pad1d_backward
+replication_pad1d_backward = partial(_padding_backward, forward="replication_pad1d")
+replication_pad2d_backward = replication_pad3d_backward = replication_pad1d_backward

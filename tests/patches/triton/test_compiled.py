@@ -26,9 +26,9 @@ def benchmark():
 WORKLOADS = {
     "upsample_bicubic2d_aa_backward": ["apply_taps"] * 2,
     "replication_pad2d_backward": ["apply_taps"] * 2,
-    "max_pool3d_backward": ["add_terms", "add_terms", "round_sums"],
-    "index_add": ["add_terms", "add_terms", "round_sums"],
-    "grid_sampler_2d_backward": ["add_terms", "add_terms", "round_sums"],
+    "max_pool3d_backward": ["accumulate_terms"] * 3,
+    "index_add": ["accumulate_terms"] * 3,
+    "grid_sampler_2d_backward": ["accumulate_terms"] * 3,
 }
 FORMATS = {80: {"*fp32": "*fp64"}, 90: {"*fp32": "*bf16"}, 100: {}}
 # Each variant for one device at least, and each device with sums and with taps.
@@ -49,12 +49,17 @@ def test_atomics_are_exact_and_nothing_is_spilled(
     nothing anew.
     """
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    if op == "index_add" and capability == 90:  # a single program runs all phases
+        from lightning_d9m.patches.triton import sums
+
+        monkeypatch.setattr(sums, "_ALONE", 2**30)
+        monkeypatch.setitem(WORKLOADS, op, ["accumulate_terms"])
     workload = next(one for one in benchmark.WORKLOADS if one.op == op)
     recorded, _ = benchmark.run_workload(workload)
     assert [one.kernel.__name__ for one in recorded] == WORKLOADS[op]
     wider = FORMATS[capability]
     seen = set()
-    for one in (recorded[0], recorded[-2], recorded[-1]):
+    for one in recorded:
         sizes = {name for name, kind in one.signature.items() if kind in {"i32", "i64"}}
         assert sizes <= set(one.kernel.do_not_specialize)
         signature = {
