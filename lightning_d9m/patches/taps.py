@@ -11,9 +11,9 @@ reads, which is the forward pass of the positions.
 """
 
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -93,13 +93,11 @@ def _probe(
 
 @cache
 def cached_taps(
-    device: torch.device,
-    make: Callable[..., Forward],
-    size: int,
-    dtype: torch.dtype,
-    *arguments: object,
+    device: torch.device, size: int, dtype: torch.dtype, name: str, *arguments: Any
 ) -> Taps:
-    """Return the taps of ``make(*arguments)``, on a device.
+    """Return the taps of an op of torch along one dimension, on a device.
+
+    An op of two dimensions runs on as many columns as the first argument after the name ends with.
 
     Sizes seldom change during a training, so a layer pays for this at its first step only. Nothing
     is evicted: taps are only as long as a side, a CUDA graph reads the memory at each replay, and
@@ -116,9 +114,20 @@ def cached_taps(
         )
     # For any later use, whatever the default device is.
     with torch.device("cpu"), torch.inference_mode(mode=False), torch.no_grad():
-        taps = find_taps(make(*arguments), size, dtype)
+        taps = find_taps(partial(_run, getattr(torch.ops.aten, name), *arguments), size, dtype)
     moved: Taps = tree_map_only(Tensor, lambda part: part.to(device), taps)
     return moved
+
+
+def _run(op: Any, first: Sequence[int], *rest: Any) -> Tensor:
+    """Run an op, whose last argument has rows, along their columns."""
+    *arguments, rows = rest
+    if op.__name__.endswith("1d"):
+        result: Tensor = op(rows.unsqueeze(1), first, *arguments)
+        return result.squeeze(1)
+    image = rows[:, None, :, None].expand(-1, -1, -1, first[1]).contiguous()
+    result = op(image, first, *arguments)
+    return result[:, 0, :, 0]
 
 
 def apply_taps(gradient: Tensor, sides: Sequence[Taps], shape: Sequence[int]) -> Tensor:
@@ -155,15 +164,10 @@ def apply_taps(gradient: Tensor, sides: Sequence[Taps], shape: Sequence[int]) ->
 
 def _make_example(device: torch.device) -> tuple[Tensor, Tensor, Taps]:
     """Return arguments of :func:`_apply`: the gradient of a resized row."""
-    make: Callable[[], Forward] = _resize_row
-    taps = cached_taps(device, make, 7, torch.float32)
+    taps = cached_taps(device, 7, torch.float32, "upsample_linear1d", (17,), False)  # noqa: FBT003 - an argument of torch's
     source = (torch.arange(3 * taps.size * 5, dtype=torch.float32, device="cpu") * 0.37).sin()
     out = torch.zeros(3, 7, 5, device=device)
     return out, source.view(3, taps.size, 5).to(device), taps
-
-
-def _resize_row() -> Forward:
-    return lambda rows: torch.ops.aten.upsample_linear1d(rows[:, None], [17], False)[:, 0]  # noqa: FBT003 - an argument of torch's
 
 
 def _apply(out: Tensor, source: Tensor, taps: Taps) -> None:
