@@ -26,15 +26,7 @@ def look_up_bags(order: Tensor) -> Tensor:
     none = torch.zeros(TERMS, dtype=torch.int64)
     chosen = INDEX[order, None].expand(-1, 2)
     return aten._embedding_bag_dense_backward(
-        VALUES[order],
-        none,
-        none,
-        none + 1,
-        chosen,
-        PLACES,
-        False,
-        2,
-        None,
+        VALUES[order], none, none, none + 1, chosen, PLACES, False, 2, None
     )
 
 

@@ -10,11 +10,7 @@ import torch
 
 from lightning_d9m.errors import SettingError
 from lightning_d9m.patches.catalog import catalog
-from lightning_d9m.patches.catalog.catalog import (
-    OPS,
-    find_op,
-    select_ops,
-)
+from lightning_d9m.patches.catalog.catalog import OPS, find_op, select_ops
 from lightning_d9m.patches.catalog.op import FlagEffect, Op
 from lightning_d9m.patches.catalog.torch_docs import read_documentation
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from scripts import load_script
 
 pytest.importorskip("triton", reason="Triton has packages for Linux only")
@@ -72,6 +73,19 @@ def test_atomics_are_exact_and_nothing_is_spilled(
     name = "RED" if capability == 80 else "REDG"
     sums = {f"{name}.E.MAX.S32.STRONG.GPU", f"{name}.E.ADD.F64.RN.STRONG.GPU"}
     assert seen == (set() if recorded[0].kernel.__name__ == "apply_taps" else sums)
+
+
+def test_few_terms_are_added_by_three_launches(benchmark) -> None:
+    """One checks the index, one fills, and one of Triton adds all phases."""
+    target, rows, index = torch.zeros(40, 8), torch.ones(64, 8), torch.arange(64) % 40
+    call = benchmark.Workload("index_add", "", lambda _: lambda: target.index_add_(0, index, rows))
+    recorded, torch_ops = [benchmark.run_workload(call) for _ in range(2)][-1]
+    assert len(recorded) == 1
+    assert torch_ops.keys() - {"aten::index_add_", "aten::_debug_has_internal_overlap"} == {
+        "aten::gather",
+        "aten::fill_",
+    }
+    assert torch_ops["aten::gather"] == torch_ops["aten::fill_"] == 1
 
 
 def test_operators_of_torch_are_found(benchmark):
