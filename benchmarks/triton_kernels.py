@@ -16,7 +16,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,7 @@ _TYPES = {
     torch.bool: "i1",
 }
 _INT32_LIMIT = 2**31
+_compiled: dict[str, dict[str, Any]] = {}
 _ATOMIC = re.compile(r"\b(atom|red)\.")
 # Operators of torch that start no kernel on a device.
 _NO_KERNEL = re.compile(
@@ -132,7 +133,17 @@ def _describe_type(value: Any) -> Any:
 
 
 def compile_kernel(recorded: Launch, capability: int) -> dict[str, Any]:
-    """Compile a kernel and return its registers, spilled bytes and atomic instructions."""
+    """Compile a kernel and return its registers, spilled bytes and atomic instructions.
+
+    A variant is compiled once.
+    """
+    variant = repr((replace(recorded, tensors=()), capability))
+    if variant not in _compiled:
+        _compiled[variant] = _compile(recorded, capability)
+    return _compiled[variant]
+
+
+def _compile(recorded: Launch, capability: int) -> dict[str, Any]:
     source = ASTSource(
         recorded.kernel,
         recorded.signature,
