@@ -38,7 +38,6 @@ _STYLES = {
     "heading": "bold",
     "ok": "green",
     "patched": "green",
-    "offered": "yellow",
     "exempt": "dim",
 }
 
