@@ -28,11 +28,9 @@ from patches.cases import answer, deterministic_algorithms
 from torch import Tensor
 
 from lightning_d9m.errors import D9mError
-from lightning_d9m.patches.catalog.catalog import OPS
 from lightning_d9m.patches.registration import patches_applied
 from lightning_d9m.patches.triton import launch
 
-OFFERED = [op.name for op in OPS if op.status == "offered"]
 ROUNDINGS = 64  # more than the terms of any output
 WEIGHTED = ("linear", "cubic", "lanczos")
 # No sum is taken, or one of whole numbers.
@@ -53,7 +51,7 @@ def find_difference(case: EdgeCase) -> str | None:
     own = answer(case.call)
     # With the flag on, torch's alert would come before the error for an argument.
     flag = nullcontext() if isinstance(own[0], type) else deterministic_algorithms()
-    with patches_applied("CPU", include=OFFERED), flag:
+    with patches_applied("CPU"), flag:
         actual = run(case)
     if case.on_cpu_only and actual[0] is D9mError:
         return None
@@ -124,7 +122,7 @@ def kernels_counted() -> Iterator[list[str]]:
 
 def find_kernel_difference(case: EdgeCase) -> tuple[list[str], str | None]:
     """Return the kernels of a case, and how their answer differs from that of the torch ops."""
-    with patches_applied("CPU", include=OFFERED):
+    with patches_applied("CPU"):
         expected = run(case)
         with kernels_counted() as used:
             actual = run(case)

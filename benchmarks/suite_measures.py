@@ -12,7 +12,6 @@ from suite_client import Row
 from torch import Tensor
 
 from lightning_d9m.hashing.digest import digest_many
-from lightning_d9m.patches.catalog.catalog import find_op
 from lightning_d9m.patches.registration import patches_applied
 
 AHEAD_CYCLES = 2_000_000  # about a millisecond, in which the host enqueues work ahead of the device
@@ -58,10 +57,9 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 @contextmanager
-def patched(settings: Settings, op: str | None = None, *, fill: bool = True) -> Iterator[None]:
-    """Run the body under the settings of a session, with an op that is patched on request too."""
-    include = [op] if op is not None and find_op(op).status == "offered" else []
-    with patches_applied(settings.device.upper(), include=include), deterministic(fill=fill):
+def patched(settings: Settings, *, fill: bool = True) -> Iterator[None]:
+    """Run the body under the settings of a session."""
+    with patches_applied(settings.device.upper()), deterministic(fill=fill):
         yield
 
 

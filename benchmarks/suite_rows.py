@@ -23,10 +23,9 @@ from suite_measures import (
 
 from lightning_d9m.hashing.digest import digest, digest_many, load_kernel, locate
 from lightning_d9m.ledger.stack import capture_stack
-from lightning_d9m.patches.catalog.catalog import OPS, find_op
+from lightning_d9m.patches.catalog.catalog import find_op
 from lightning_d9m.patches.registration import patches_applied
 
-OFFERED = [op.name for op in OPS if op.status == "offered"]
 CUDA_SIZES = {"4 kB": 2**12, "1 MB": 2**20, "40 MB": 40 * 2**20, "400 MB": 400 * 2**20}
 CUDA_SIZES |= {"4 GB": 2**32 + 2**20}
 # Differences from torch's own values, over the greatest magnitude. Sums in another order differ by
@@ -61,7 +60,7 @@ def run_facts(name: str, settings: Settings) -> Row:
 def run_smoke(name: str, settings: Settings) -> Row:
     """Run something once."""
     if name == "patches":
-        with patches_applied(settings.device.upper(), include=OFFERED) as applied:
+        with patches_applied(settings.device.upper()) as applied:
             return {"patches": len(applied.names)}
     if name == "forward":
         return check_forward(settings)
@@ -73,7 +72,7 @@ def check_values(workload: Workload, settings: Settings) -> Row:
     with warnings.catch_warnings():  # torch's own; those that follow count
         warnings.simplefilter("ignore")
         original = list_outputs(workload.make(settings.device)())
-    with patched(settings, workload.op):
+    with patched(settings):
         call = workload.make(settings.device)
         first, second = list_outputs(call()), list_outputs(call())
     compared = 1 if workload.op in FREE_INDICES else len(first)
@@ -114,7 +113,7 @@ def run_determinism(name: str, settings: Settings) -> Row:
     workload = find_workload(name)
     row: Row = {"op": workload.op, "status": find_op(workload.op).status}
     row["original_outputs"] = count_outputs(workload.make(settings.device), settings)
-    with patched(settings, workload.op):
+    with patched(settings):
         row["patched_outputs"] = count_outputs(workload.make(settings.device), settings)
     if workload.make_deterministic:
         with deterministic():
@@ -131,7 +130,7 @@ def run_speed(name: str, settings: Settings) -> Row:
     row["original"] = measure(call, settings)
     original = list_outputs(call())
     for label, fill in (("patched", True), ("patched_fill_off", False)):
-        with patched(settings, workload.op, fill=fill):
+        with patched(settings, fill=fill):
             call = workload.make(settings.device)
             row[label] = measure(call, settings)
             row["difference"] = differ(list_outputs(call()), original)
@@ -148,9 +147,8 @@ def run_model(name: str, settings: Settings) -> Row:
     device, scale = settings.device, 8 if settings.device == "cuda" else 1
     make = MODELS[name]
     row: Row = {"plain": measure(make(device, scale), settings)}
-    versions = {"fill_on": (True, []), "fill_off": (False, []), "offered": (True, OFFERED)}
-    for label, (fill, include) in versions.items():
-        with patches_applied(device.upper(), include=include), deterministic(fill=fill):
+    for label, fill in (("fill_on", True), ("fill_off", False)):
+        with patched(settings, fill=fill):
             row[label] = measure(make(device, scale), settings)
         row[f"{label}_ratio"] = row[label]["device_us"] / row["plain"]["device_us"]
     return row
@@ -189,10 +187,10 @@ def run_digest(name: str, settings: Settings) -> Row:
 def run_graph(name: str, settings: Settings) -> Row:
     """Capture a call in a CUDA graph and replay it; without a device, call it."""
     if name == suite_graphs.COMPILED:
-        with patched(settings, "index_add"):
+        with patched(settings):
             return suite_graphs.train_compiled(settings)
     workload = find_workload(name)
-    with patched(settings, workload.op):
+    with patched(settings):
         if settings.device == "cuda":
             return suite_graphs.replay(workload, settings)
         workload.make(settings.device)()

@@ -16,7 +16,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from lightning_d9m.patches.catalog.catalog import OPS, find_op
+from lightning_d9m.patches.catalog.catalog import find_op
 from lightning_d9m.patches.registration import patches_applied
 from lightning_d9m.patches.triton import launch
 
@@ -46,6 +46,7 @@ _TYPES = {
     torch.bool: "i1",
 }
 _INT32_LIMIT = 2**31
+_compiled: dict[str, dict[str, Any]] = {}
 _ATOMIC = re.compile(r"\b(atom|red)\.")
 # Operators of torch that start no kernel on a device.
 _NO_KERNEL = re.compile(
@@ -132,7 +133,17 @@ def _describe_type(value: Any) -> Any:
 
 
 def compile_kernel(recorded: Launch, capability: int) -> dict[str, Any]:
-    """Compile a kernel and return its registers, spilled bytes and atomic instructions."""
+    """Compile a kernel and return its registers, spilled bytes and atomic instructions.
+
+    A variant is compiled once.
+    """
+    variant = repr((replace(recorded, tensors=()), capability))
+    if variant not in _compiled:
+        _compiled[variant] = _compile(recorded, capability)
+    return _compiled[variant]
+
+
+def _compile(recorded: Launch, capability: int) -> dict[str, Any]:
     source = ASTSource(
         recorded.kernel,
         recorded.signature,
@@ -180,8 +191,7 @@ def _list_atomics(code: Path) -> set[str]:
 
 def run_workload(workload: Workload) -> tuple[list[Launch], dict[str, int]]:
     """Return the launches of a workload, and how often it calls each operator of torch."""
-    offered = [op.name for op in OPS if op.status == "offered"]
-    with patches_applied("CPU", include=offered):
+    with patches_applied("CPU"):
         call = workload.make("cpu")
         with launches_recorded() as recorded, torch.profiler.profile() as profile:
             call()
@@ -213,9 +223,15 @@ def count_bytes(recorded: list[Launch]) -> tuple[int, int]:
 
 def _count_launch(recorded: Launch) -> int:
     """Return the bytes of a launch; what atomics change is read and written."""
-    each = {part.data_ptr(): _count_tensor(part) for part in recorded.tensors}
-    changed = recorded.find("sums") if recorded.kernel.__name__ == "add_terms" else []
-    return sum(each.values()) + sum(map(_count_tensor, changed))
+    constants, used = recorded.constants, list(recorded.tensors)
+    if "FIRST" in constants:
+        terms = ("values", "weights", "index", "tops")
+        names = ((*terms, "tops"), (*terms, "sums", "sums"), ("sums", "out"))[constants["FIRST"]]
+        names += ("out",) if constants["INCLUDE"] else ()
+        names += ("tops",) if constants["LAST"] == 2 and not constants["BITS"] else ()
+        names = names if constants["WEIGHTED"] else [name for name in names if name != "weights"]
+        used = [part for name in names for part in recorded.find(name)]
+    return sum(map(_count_tensor, used))
 
 
 def _count_tensor(tensor: Tensor) -> int:

@@ -21,7 +21,6 @@ _EXAMPLES = 3
 # By the status of the catalog's entry; an exempt entry has its own.
 _FIXES = {
     "patched": "On a CUDA machine, patch_ops=True (LIGHTNING_D9M_PATCH_OPS=1) replaces it.",
-    "offered": "Deterministic algorithms, which lightning_d9m enables.",
     "exempt": "",
 }
 # A line of the program, with its file's path, is shown in full.

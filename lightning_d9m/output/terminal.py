@@ -40,7 +40,6 @@ _STYLES = {
     "heading": "bold",
     "ok": "green",
     "patched": "green",
-    "offered": "yellow",
     "exempt": "dim",
 }
 

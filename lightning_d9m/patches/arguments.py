@@ -4,6 +4,9 @@ A replacement accepts exactly what torch's kernel accepts. Where a cheap check s
 would raise, the replacement refuses, and torch's own kernel is called to raise its error.
 """
 
+from collections.abc import Sequence
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -18,13 +21,19 @@ def require(*conditions: bool) -> None:
         raise RefusedError
 
 
-def require_everywhere(condition: Tensor) -> None:
-    """Refuse the arguments unless a condition on values holds everywhere.
+def require_places(index: Tensor, shape: Sequence[int], axis: int = 0) -> None:
+    """Refuse the arguments unless an index has places of a dimension of a shape only.
 
-    On CUDA the check runs on the device, as in torch's own kernels, and the host does not wait: a
-    failed check is a device-side assertion, which surfaces as an error at a later call.
+    ``gather`` checks it, in one launch. On CUDA the host does not wait: a place outside is a
+    device-side assertion, as in torch's own kernels, which surfaces as an error at a later call.
     """
-    torch.ops.aten._assert_async(condition.all())  # noqa: SLF001 - it does not wait for the device
+    sizes = [*index.shape[:axis], shape[axis], *index.shape[axis + 1 :]]
+    _keep_byte(index.device).expand(sizes).gather(axis, index.to(torch.int64))
+
+
+@cache
+def _keep_byte(device: torch.device) -> Tensor:
+    return torch.zeros((), dtype=torch.uint8, device=device)
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -8,7 +8,7 @@ traffic. The patched gradient would never run. These functions look the decompos
 again; the registered decompositions do not change.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -22,29 +22,15 @@ from lightning_d9m.attribute_patches import AttributePatches
 _native = torch._C._nn  # noqa: SLF001 - what torch.nn.functional calls with the flag off
 
 
-Native = Callable[..., Any]
-
-
-def _interpolate(image: Tensor, *_: Any) -> tuple[str, Native]:
-    kind = "trilinear3d" if image.dim() == 5 else "bilinear2d"  # noqa: PLR2004 - dimensions
-    return f"upsample_{kind}_backward", getattr(_native, f"upsample_{kind}")
-
-
-def _pad(_image: Tensor, padding: Sequence[int]) -> tuple[str, Native]:
-    pad = partial(_native.pad, mode="replicate")
-    return f"replication_pad{len(padding) // 2}d_backward", pad
-
-
-def _pool(*_: Any, **__: Any) -> tuple[str, Native]:
-    return "max_pool3d_backward", _native.max_pool3d_with_indices
-
-
-_DECOMPOSITIONS: dict[str, Callable[..., tuple[str, Native]]] = {
-    "_upsample_linear_vec": _interpolate,
-    "_replication_pad": _pad,
-    "max_pool3d_with_indices": _pool,  # from torch 2.13 on
-}
-"""By the decomposition: the gradient in the catalog, and the op, for some arguments."""
+def _find(name: str, image: Tensor, *args: Any) -> tuple[str, Callable[..., Any]]:
+    """Return the gradient in the catalog and the op, by the name of a decomposition."""
+    if name == "_upsample_linear_vec":
+        kind = "trilinear3d" if image.dim() == 5 else "bilinear2d"  # noqa: PLR2004 - dimensions
+        return f"upsample_{kind}_backward", getattr(_native, f"upsample_{kind}")
+    if name == "_replication_pad":
+        pad = partial(_native.pad, mode="replicate")
+        return f"replication_pad{len(args[0]) // 2}d_backward", pad
+    return "max_pool3d_backward", _native.max_pool3d_with_indices  # from torch 2.13 on
 
 
 @contextmanager
@@ -52,21 +38,15 @@ def decompositions_bypassed(names: Collection[str], device: str) -> Iterator[Non
     """Run the body with the ops of patched gradients in place of their decompositions."""
     patches = AttributePatches()
 
-    def replace(name: str, find: Callable[..., tuple[str, Native]]) -> None:
-        decompose = getattr(torch_decompositions, name, None)
-        if decompose is None:
-            return
-
-        def run(image: Tensor, *args: Any, **kwargs: Any) -> Any:
-            gradient, native = find(image, *args, **kwargs)
-            patched = gradient in names and image.device.type == device
-            return (native if patched else decompose)(image, *args, **kwargs)
-
-        patches.replace(torch_decompositions, name, run)
+    def run(name: str, decompose: Callable[..., Any], image: Tensor, *args: Any, **kw: Any) -> Any:
+        gradient, native = _find(name, image, *args)
+        patched = gradient in names and image.device.type == device
+        return (native if patched else decompose)(image, *args, **kw)
 
     try:
-        for name, find in _DECOMPOSITIONS.items():
-            replace(name, find)
+        for name in ("_upsample_linear_vec", "_replication_pad", "max_pool3d_with_indices"):
+            if decompose := getattr(torch_decompositions, name, None):
+                patches.replace(torch_decompositions, name, partial(run, name, decompose))
         yield
     finally:
         patches.undo()

@@ -32,7 +32,6 @@ GUARD = 40
 _FRACTION, _BIAS = 52, 1023  # of float64
 _LARGE, _DOWN = _BIAS + 900, 64  # the exponent from which terms are scaled by 2**-_DOWN
 _SLICE = 2**22  # terms that are cut at a time
-_FEW = 2  # places for each term, beyond which only those that get a term are read
 _MAGNITUDE = 2**63 - 1  # all bits of a number but its sign
 
 _FORMATS = {  # bits of the significand, and the exponent of the least normal number
@@ -177,56 +176,23 @@ def _accumulate(
     slots, flat = out.numel(), out.view(-1)
     # What goes to no place goes to the row after the last one.
     size = slots + out.shape[-1]
-    terms: Terms = partial(_list_terms, out, part)
-    number = len(part.places) * part.values.numel()
-    if number <= _SLICE:
-        held = list(terms())
-        terms = partial(iter, held)
-        if len(held) == 1 and _FEW * number < slots and not include:
-            _write_few(flat, size, *held[0], pieces)
-            return
-    own = flat.to(torch.float64) if include else None
-    result = _sum_terms(out, size, terms, pieces, own)[:slots]
-    flat.copy_(torch.where(flat.isnan(), flat, result) if include else result)
-
-
-def _write_few(flat: Tensor, size: int, places: Tensor, terms: Tensor, pieces: Pieces) -> None:
-    """Write sums that go to few of many places: those places are numbered, and no other is read."""
-    ranks = torch.arange(len(places), dtype=torch.int32, device=flat.device)
-    # The number of a place is the position of its last term.
-    last = ranks.new_full((size,), -1).scatter_reduce_(0, places, ranks, "amax").to(torch.int64)
-    numbers = last.gather(0, places)
-    sums = _sum_terms(flat, len(places), lambda: [(numbers, terms)], pieces)
-    last = last[: flat.numel()]
-    flat.copy_(torch.where(last < 0, 0.0, sums.gather(0, last.clamp(min=0))))
-
-
-def _sum_terms(
-    out: Tensor, size: int, terms: Terms, pieces: Pieces, own: Tensor | None = None
-) -> Tensor:
-    """Return the sums of the terms at so many places, each rounded once to the dtype of ``out``.
-
-    ``own`` has a first term, float64, of the first places.
-    """
+    terms: Terms = partial(_list_terms, out, part, include)
+    if len(part.places) * part.values.numel() <= _SLICE:
+        terms = partial(iter, list(terms()))
     # As integers, the magnitudes of numbers are in the order of the numbers.
     tops = torch.zeros(size, dtype=torch.int64, device=out.device)
-    if own is not None:
-        tops[: len(own)] = own.view(torch.int64) & _MAGNITUDE
     for places, values in terms():
         tops.scatter_reduce_(0, places, values.view(torch.int64) & _MAGNITUDE, "amax")
     tops = tops >> _FRACTION
     cuts = find_cuts(tops, pieces, out.dtype)
-    sums = [torch.zeros(size, dtype=torch.float64, device=out.device) for _ in cuts.constants]
-    if own is not None:
-        # Any number can be added to -0.0. A fresh sum of torch begins with 0.0.
-        sums[0].fill_(-0.0)
-        every = torch.arange(len(own), device=own.device)
-        for total, piece in zip(sums, cut_terms(own, cuts.at(every)), strict=True):
-            total[: len(own)] += piece
+    # Any number can be added to -0.0. A fresh sum of torch begins with 0.0.
+    start = torch.full_like(tops, -0.0 if include else 0.0, dtype=torch.float64)
+    sums = [start.clone() for _ in cuts.constants]
     for places, values in terms():
         for total, piece in zip(sums, cut_terms(values, cuts.at(places)), strict=True):
             total.index_add_(0, places, piece)
-    return round_sums(sums, tops, out.dtype)
+    result = round_sums(sums, tops, out.dtype)[:slots]
+    flat.copy_(torch.where(flat.isnan(), flat, result) if include else result)
 
 
 def _make_example(device: torch.device) -> tuple[Any, ...]:
@@ -240,8 +206,10 @@ def _make_example(device: torch.device) -> tuple[Any, ...]:
     return out, part, plan_pieces(out.dtype, 2**10), _FORMATS[out.dtype], True
 
 
-def _list_terms(out: Tensor, part: Part) -> Iterator[tuple[Tensor, Tensor]]:
+def _list_terms(out: Tensor, part: Part, include: bool) -> Iterator[tuple[Tensor, Tensor]]:
     """Return the places and the terms, in slices."""
+    if include:
+        yield torch.arange(out.numel(), device=out.device), out.view(-1).to(torch.float64)
     *shape, count, inner = out.shape
     lines = torch.arange(shape[0] * shape[1], device=out.device).view(*shape, 1, 1) * count
     column = torch.arange(inner, device=out.device)

@@ -10,7 +10,6 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pkgutil import resolve_name
 from typing import Any, cast
 
@@ -49,14 +48,13 @@ class AppliedPatches:
 
 @contextmanager
 def patches_applied(
-    device_key: str = "CUDA", exclude: Iterable[str] = (), include: Iterable[str] = ()
+    device_key: str = "CUDA", exclude: Iterable[str] = ()
 ) -> Iterator[AppliedPatches]:
     """Run the body with a deterministic kernel for each op that torch leaves nondeterministic.
 
     Args:
         device_key: The backend's dispatch key. Tests use ``"CPU"``.
         exclude: Names from the catalog of ops to leave to torch.
-        include: Names of ops that are patched on request only.
 
     Raises:
         SettingError: A name is not in the catalog or has no kernel, or the patches are already
@@ -65,7 +63,7 @@ def patches_applied(
     if problem := describe_missing_patches():
         raise SettingError(problem)
     excluded = tuple(sorted(set(exclude)))
-    ops = [op for op in select_ops(torch.__version__, excluded, include) if _exists(op)]
+    ops = [op for op in select_ops(torch.__version__, excluded) if _exists(op)]
     if device_key in _active:
         raise SettingError(
             f"The patches are already applied for the dispatch key {device_key!r}; applying them "
@@ -155,60 +153,59 @@ class Kernel:
 
     def __call__(self, keyset: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         """Run the replacement and return what torch's kernel would return."""
-        original = partial(self._call, keyset, *args, **kwargs)
         if getattr(_thread, "is_inside", False):
-            return original()
-        targets = [kwargs.pop(name) for name in self._outputs]
+            return self._call(keyset, *args, **kwargs)
         _thread.is_inside = True
         try:
-            returned, refusal = self._plan(args, kwargs, targets)
-            if returned is not NotImplemented:
-                return self._finish(returned, args[0], targets, original)
-            result = original()
+            returned, refusal = self._compute(args, kwargs)
+            if returned is NotImplemented:
+                returned = self._call(keyset, *args, **kwargs)
         finally:
             _thread.is_inside = False
         if refusal is not None and not self._switches:
             raise _make_refusal(args) from refusal
-        return result
+        return returned
 
-    def _plan(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], targets: list[Tensor]
+    def _compute(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, Exception | None]:
-        """Return what the replacement returns, or ``NotImplemented`` and the refusal."""
+        """Return what the call returns, or ``NotImplemented`` and the refusal."""
+        given = {name: kwargs[name] for name in kwargs if name not in self._outputs}
+        outputs = [kwargs[name] for name in self._outputs]
+        targets = [*outputs, *args[:1]] if self._in_place else outputs
         try:
             require(not self._in_place or not _shares_memory(args[0], args[1:]))
-            returned = self._replacement(*args, **kwargs)
-            if isinstance(returned, Update):
-                require(not any(_shares_memory(output, args[1:]) for output in targets))
+            result = self._replacement(*args, **given)
+            if result is NotImplemented:
+                return result, None
+            if isinstance(result, Update):
+                require(not any(_shares_memory(output, args[1:]) for output in outputs))
+                target = args[0]
+                if not self._in_place:
+                    target = target.clone(memory_format=torch.contiguous_format)
+                result.write(target)
+                result = target
+            results = result if isinstance(result, tuple) else (result,)
+            for target, one in zip(outputs, results, strict=False):
+                require(target.dtype == one.dtype, target.device == one.device)
         except torch.OutOfMemoryError:
             raise
         except (RefusedError, RuntimeError, IndexError, ValueError) as error:
             # Frames of a traceback would keep the tensors alive until a garbage collection.
             return NotImplemented, error.with_traceback(None) if self._switches else error
-        return returned, None
+        for target, one in zip(targets, results, strict=False):
+            _write(target, one)
+        return (tuple(targets) if len(targets) > 1 else targets[0]) if targets else result, None
 
-    def _finish(
-        self, returned: Any, first: Tensor, targets: list[Tensor], original: Callable[[], Any]
-    ) -> Any:
-        """Write what the replacement returned where torch's kernel writes its result."""
-        if isinstance(returned, Update):
-            target = first
-            if not self._in_place:
-                target = first.clone(memory_format=torch.contiguous_format)
-            returned.write(target)
-            returned = target
-        if self._in_place:
-            return returned if returned is first else first.copy_(returned)
-        for target, result in zip(targets, _as_tuple(returned), strict=False):
-            if target.dtype != result.dtype or target.device != result.device:
-                original()
-                raise _make_refusal((target, result))
-            if target.shape != result.shape:
-                # Warns, as torch does, if the output held something of a different shape.
-                _maybe_resize_out(target, result.shape)
-                target.as_strided_(result.shape, result.stride())
-            target.copy_(result)
-        return (tuple(targets) if len(targets) > 1 else targets[0]) if targets else returned
+
+def _write(target: Tensor, result: Tensor) -> None:
+    if target is result:
+        return
+    if target.shape != result.shape:
+        # Warns, as torch does, if the output held something of a different shape.
+        _maybe_resize_out(target, result.shape)
+        target.as_strided_(result.shape, result.stride())
+    target.copy_(result)
 
 
 def _make_refusal(arguments: Iterable[object]) -> D9mError:
@@ -225,33 +222,23 @@ def _describe_argument(argument: object) -> str:
     return repr(argument) if shape is None else f"{dtype} of shape {tuple(shape)}"
 
 
-def _as_tuple(returned: Any) -> tuple[Any, ...]:
-    return returned if isinstance(returned, tuple) else (returned,)
-
-
 def _shares_memory(target: Tensor, arguments: Iterable[Any]) -> bool:
     """Return whether elements of a written tensor share memory, with each other or with others.
 
     As in torch, only dense tensors without internal overlap are compared with each other.
     """
-    if _internal_overlap(target) == _OVERLAP:
+    overlap = torch._debug_has_internal_overlap  # noqa: SLF001 - torch's kernels check the same
+    if (own := overlap(target)) == _OVERLAP:
         return True
     given = [part for one in arguments for part in (one if isinstance(one, list) else [one])]
-    return any(isinstance(part, Tensor) and _overlap(target, part) for part in given)
-
-
-def _internal_overlap(tensor: Tensor) -> int:
-    return torch._debug_has_internal_overlap(tensor)  # noqa: SLF001 - torch's kernels check the same
-
-
-def _overlap(left: Tensor, right: Tensor) -> bool:
-    """Return what torch's ``get_overlap_status`` returns, where its answer is known."""
-    if not left.numel() or not right.numel() or left.device != right.device:
-        return False
-    if _internal_overlap(left) or _internal_overlap(right):
-        return False
-    (start, end), (other_start, other_end) = (
-        (part.data_ptr(), part.data_ptr() + part.numel() * part.element_size())
-        for part in (left, right)
-    )
-    return start < other_end and other_start < end
+    near = [
+        (part.data_ptr(), part.data_ptr() + part.nbytes)
+        for part in given
+        if isinstance(part, Tensor)
+        and part.numel()
+        and torch._C._overlaps(target, part)  # noqa: SLF001 - whether they have one storage
+        and not (own or overlap(part))
+    ]
+    start = target.data_ptr()
+    end = start + target.nbytes if target.numel() else 0
+    return any(start < last and first < end for first, last in near)

@@ -11,9 +11,9 @@ reads, which is the forward pass of the positions.
 """
 
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,17 +38,14 @@ class Taps(NamedTuple):
         outputs: The outputs of input 0, of input 1, ...; int32.
         weights: Their weights.
         size: The number of outputs.
-        turns: For each tap number the outputs and weights of the inputs that have that many, of
-            which those with the most taps are first; None for weights of 1.
-        ranks: The position of each input in that order; None if it is that of the inputs.
+        most: The greatest number of taps.
     """
 
     begins: Tensor
     outputs: Tensor
     weights: Tensor
     size: int
-    turns: tuple[tuple[Tensor, Tensor | None], ...]
-    ranks: Tensor | None
+    most: int
 
 
 def find_taps(forward: Forward, size: int, dtype: torch.dtype) -> Taps:
@@ -75,7 +72,9 @@ def find_taps(forward: Forward, size: int, dtype: torch.dtype) -> Taps:
     if dtype != torch.float64:
         inputs, outputs, weights = _probe(forward, centers, size, period, dtype)
     order = (inputs * len(centers) + outputs).argsort()
-    return _collect(inputs[order], outputs[order], weights[order], size, len(centers))
+    begins = torch.searchsorted(inputs[order], torch.arange(size + 1)).to(torch.int32)
+    most = int(begins.diff().max())
+    return Taps(begins, outputs[order].to(torch.int32), weights[order], len(centers), most)
 
 
 def _probe(
@@ -92,31 +91,13 @@ def _probe(
     return inputs, outputs, forward(combs)[phase, outputs]
 
 
-def _collect(inputs: Tensor, outputs: Tensor, weights: Tensor, size: int, count: int) -> Taps:
-    begins = torch.searchsorted(inputs, torch.arange(size + 1))
-    numbers = begins.diff()
-    order = numbers.argsort(descending=True, stable=True)
-    turns = []
-    for turn in range(int(numbers.max())):
-        taps = begins[order[: int((numbers > turn).sum())]] + turn
-        factors = weights[taps]
-        turns.append((outputs[taps], None if (factors == 1).all() else factors.view(-1, 1)))
-    is_sorted = torch.equal(order, torch.arange(size))
-    ranks = None if is_sorted else order.argsort()
-    return Taps(
-        begins.to(torch.int32), outputs.to(torch.int32), weights, count, tuple(turns), ranks
-    )
-
-
 @cache
 def cached_taps(
-    device: torch.device,
-    make: Callable[..., Forward],
-    size: int,
-    dtype: torch.dtype,
-    *arguments: object,
+    device: torch.device, size: int, dtype: torch.dtype, name: str, *arguments: Any
 ) -> Taps:
-    """Return the taps of ``make(*arguments)``, on a device.
+    """Return the taps of an op of torch along one dimension, on a device.
+
+    An op of two dimensions runs on as many columns as the first argument after the name ends with.
 
     Sizes seldom change during a training, so a layer pays for this at its first step only. Nothing
     is evicted: taps are only as long as a side, a CUDA graph reads the memory at each replay, and
@@ -133,9 +114,20 @@ def cached_taps(
         )
     # For any later use, whatever the default device is.
     with torch.device("cpu"), torch.inference_mode(mode=False), torch.no_grad():
-        taps = find_taps(make(*arguments), size, dtype)
+        taps = find_taps(partial(_run, getattr(torch.ops.aten, name), *arguments), size, dtype)
     moved: Taps = tree_map_only(Tensor, lambda part: part.to(device), taps)
     return moved
+
+
+def _run(op: Any, first: Sequence[int], *rest: Any) -> Tensor:
+    """Run an op, whose last argument has rows, along their columns."""
+    *arguments, rows = rest
+    if op.__name__.endswith("1d"):
+        result: Tensor = op(rows.unsqueeze(1), first, *arguments)
+        return result.squeeze(1)
+    image = rows[:, None, :, None].expand(-1, -1, -1, first[1]).contiguous()
+    result = op(image, first, *arguments)
+    return result[:, 0, :, 0]
 
 
 def apply_taps(gradient: Tensor, sides: Sequence[Taps], shape: Sequence[int]) -> Tensor:
@@ -172,22 +164,20 @@ def apply_taps(gradient: Tensor, sides: Sequence[Taps], shape: Sequence[int]) ->
 
 def _make_example(device: torch.device) -> tuple[Tensor, Tensor, Taps]:
     """Return arguments of :func:`_apply`: the gradient of a resized row."""
-    make: Callable[[], Forward] = _resize_row
-    taps = cached_taps(device, make, 7, torch.float32)
+    taps = cached_taps(device, 7, torch.float32, "upsample_linear1d", (17,), False)  # noqa: FBT003 - an argument of torch's
     source = (torch.arange(3 * taps.size * 5, dtype=torch.float32, device="cpu") * 0.37).sin()
     out = torch.zeros(3, 7, 5, device=device)
     return out, source.view(3, taps.size, 5).to(device), taps
 
 
-def _resize_row() -> Forward:
-    return lambda rows: torch.ops.aten.upsample_linear1d(rows[:, None], [17], False)[:, 0]  # noqa: FBT003 - an argument of torch's
-
-
 def _apply(out: Tensor, source: Tensor, taps: Taps) -> None:
     step = max(1, _SOME // max(1, out.shape[1] * out.shape[2]))
+    numbers, last = taps.begins.diff()[:, None], len(taps.outputs) - 1
     for given, target in zip(source.split(step), out.split(step), strict=True):
         sums = torch.zeros(target.shape, dtype=taps.weights.dtype, device=out.device)
-        for outputs, weights in taps.turns:
-            terms = given.index_select(1, outputs).to(sums.dtype)
-            sums[:, : len(outputs)] += terms if weights is None else terms.mul_(weights)
-        target.copy_(sums if taps.ranks is None else sums.index_select(1, taps.ranks))
+        for turn in range(taps.most):
+            tap = (taps.begins[:-1] + turn).clamp(max=last)
+            terms = given.index_select(1, taps.outputs[tap]).to(sums.dtype)
+            terms.mul_(taps.weights[tap][:, None]).add_(sums)
+            sums = torch.where(turn < numbers, terms, sums)
+        target.copy_(sums)

@@ -62,14 +62,10 @@ def _fixed_fractional(pool: Callable[..., Tensor], samples: int) -> Forward:
 GRADIENT_CASES = [
     GradientCase("avg_pool3d", (2, 3, 4, 6, 8), lambda x: nnf.avg_pool3d(x, 2), exact=True),
     GradientCase(
-        "avg_pool3d-divisor",
-        (3, 4, 6, 8),
-        lambda x: nnf.avg_pool3d(x, 2, divisor_override=5),
+        "avg_pool3d-divisor", (3, 4, 6, 8), lambda x: nnf.avg_pool3d(x, 2, divisor_override=5)
     ),
     GradientCase(
-        "avg_pool3d-overlap",
-        (2, 3, 7, 9, 8),
-        lambda x: nnf.avg_pool3d(x, 3, 2, 1, ceil_mode=True),
+        "avg_pool3d-overlap", (2, 3, 7, 9, 8), lambda x: nnf.avg_pool3d(x, 3, 2, 1, ceil_mode=True)
     ),
     GradientCase(
         "avg_pool3d-sides",
@@ -89,40 +85,22 @@ GRADIENT_CASES = [
     GradientCase(
         "adaptive_avg_pool3d", (2, 3, 7, 4, 5), lambda x: nnf.adaptive_avg_pool3d(x, (3, 2, 2))
     ),
+    GradientCase("adaptive_max_pool2d", (2, 3, 7, 9), lambda x: nnf.adaptive_max_pool2d(x, (3, 4))),
+    GradientCase("adaptive_max_pool2d-up", (3, 3, 4), lambda x: nnf.adaptive_max_pool2d(x, (5, 7))),
     GradientCase(
-        "adaptive_max_pool2d",
-        (2, 3, 7, 9),
-        lambda x: nnf.adaptive_max_pool2d(x, (3, 4)),
+        "adaptive_max_pool3d", (2, 3, 7, 4, 5), lambda x: nnf.adaptive_max_pool3d(x, (3, 2, 2))
     ),
     GradientCase(
-        "adaptive_max_pool2d-up",
-        (3, 3, 4),
-        lambda x: nnf.adaptive_max_pool2d(x, (5, 7)),
+        "max_pool3d", (2, 3, 7, 9, 8), lambda x: nnf.max_pool3d(x, 3, 2, 1, ceil_mode=True)
     ),
     GradientCase(
-        "adaptive_max_pool3d",
-        (2, 3, 7, 4, 5),
-        lambda x: nnf.adaptive_max_pool3d(x, (3, 2, 2)),
+        "max_pool3d-dilated", (3, 7, 6, 8), lambda x: nnf.max_pool3d(x, 3, 1, 1, dilation=2)
     ),
     GradientCase(
-        "max_pool3d",
-        (2, 3, 7, 9, 8),
-        lambda x: nnf.max_pool3d(x, 3, 2, 1, ceil_mode=True),
+        "fractional_max_pool2d", (2, 3, 9, 8), _fixed_fractional(nnf.fractional_max_pool2d, 2)
     ),
     GradientCase(
-        "max_pool3d-dilated",
-        (3, 7, 6, 8),
-        lambda x: nnf.max_pool3d(x, 3, 1, 1, dilation=2),
-    ),
-    GradientCase(
-        "fractional_max_pool2d",
-        (2, 3, 9, 8),
-        _fixed_fractional(nnf.fractional_max_pool2d, 2),
-    ),
-    GradientCase(
-        "fractional_max_pool3d",
-        (2, 3, 9, 8, 7),
-        _fixed_fractional(nnf.fractional_max_pool3d, 3),
+        "fractional_max_pool3d", (2, 3, 9, 8, 7), _fixed_fractional(nnf.fractional_max_pool3d, 3)
     ),
     GradientCase("linear", (2, 3, 7), _interpolate(scale_factor=2.3, mode="linear")),
     GradientCase(

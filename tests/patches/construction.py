@@ -64,8 +64,11 @@ def _counts(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return not args[0].is_floating_point()
 
 
-def _takes_greatest_integers(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    return args[4] == "amax" and not args[0].is_floating_point()
+def _takes_extremes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Of numbers that are equal only if their bits are; NaNs become one later."""
+    zeros = [part[part == 0] for part in (args[0], args[3])]
+    plain = not any(part.signbit().any() for part in zeros)
+    return plain and ("amax" in args or kwargs.get("reduce") in {"amax", "amin"})
 
 
 def _writes_alike_in_any_order(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -91,7 +94,7 @@ ON_CONDITION: dict[str, Callable[[tuple[Any, ...], dict[str, Any]], bool]] = {
     "logcumsumexp": _has_several_rows,
     "index_add_": _adds_exactly,
     "index_copy_": _writes_each_place_once,
-    "scatter_reduce_.two": _takes_greatest_integers,
+    "scatter_reduce_.two": _takes_extremes,
     "index_put_": _writes_alike_in_any_order,
 }
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lightning_d9m.patches.decompositions import decompositions_bypassed
 from lightning_d9m.patches.registration import patches_applied
 
+Forward = Callable[[Tensor], Tensor]
 NAMES = ("_upsample_linear_vec", "_replication_pad", "max_pool3d_with_indices")
 
 
@@ -27,22 +28,43 @@ def make_input(*shape: int) -> Tensor:
     return torch.randn(2, 3, *shape).as_subclass(LikeCuda).requires_grad_()
 
 
-def convolve(dims: int) -> Callable[[Tensor], Tensor]:
-    layer = getattr(nn, f"Conv{dims}d")(3, 3, 3, padding=1, padding_mode="replicate")
-    return lambda x: nnf.pad(x, layer._reversed_padding_repeated_twice, mode=layer.padding_mode)
+def interpolate(mode: str) -> Forward:
+    return lambda x: nnf.interpolate(x, scale_factor=2, mode=mode)
 
 
-OPS = {
-    "bilinear": ((5, 6), lambda x: nnf.interpolate(x, scale_factor=2, mode="bilinear")),
-    "trilinear": ((3, 4, 5), lambda x: nnf.interpolate(x, size=(5, 5, 5), mode="trilinear")),
-    "Upsample": ((5, 6), nn.Upsample(scale_factor=2, mode="bilinear", align_corners=True)),
-    "pad1d": ((5,), lambda x: nnf.pad(x, (1, 2), mode="replicate")),
-    "pad2d": ((5, 6), lambda x: nnf.pad(x, (1, 2, 3, 0), mode="replicate")),
-    "pad3d": ((3, 4, 5), lambda x: nnf.pad(x, (1, 2, 3, 0, 1, 1), mode="replicate")),
-    "ReplicationPad2d": ((5, 6), nn.ReplicationPad2d(2)),
-    "Conv2d": ((5, 6), convolve(2)),
+def convolve(dims: int) -> Forward:
+    def forward(x: Tensor) -> Tensor:
+        layer = getattr(nn, f"Conv{dims}d")(3, 3, 3, padding_mode="replicate", padding=1)
+        return nnf.pad(x, layer._reversed_padding_repeated_twice, mode=layer.padding_mode)
+
+    return forward
+
+
+POOL = "max_pool3d_with_indices_backward"
+# The input's sides, the op, and what its gradient has to call.
+OPS: dict[str, tuple[tuple[int, ...], Forward, str]] = {
+    "bilinear": ((5, 6), interpolate("bilinear"), "upsample_bilinear2d_backward"),
+    "trilinear": ((3, 4, 5), interpolate("trilinear"), "upsample_trilinear3d_backward"),
+    "Upsample": (
+        (5, 6),
+        nn.Upsample(scale_factor=2, mode="bilinear", align_corners=True),
+        "upsample_bilinear2d_backward",
+    ),
+    "ReplicationPad2d": ((5, 6), nn.ReplicationPad2d(2), "replication_pad2d_backward"),
+    **{
+        f"pad{dims}d": (
+            (3, 4, 5)[:dims],
+            lambda x, dims=dims: nnf.pad(x, (1, 2, 3, 0, 1, 1)[: 2 * dims], mode="replicate"),
+            f"replication_pad{dims}d_backward",
+        )
+        for dims in (1, 2, 3)
+    },
+    **{
+        f"Conv{dims}d": ((6,) * dims, convolve(dims), f"replication_pad{dims}d_backward")
+        for dims in (1, 2, 3)
+    },
     **(
-        {"MaxPool3d": ((6, 6, 6), nn.MaxPool3d(3, 2, 1, return_indices=True))}
+        {"MaxPool3d": ((6, 6, 6), nn.MaxPool3d(3, 2, 1, return_indices=True), POOL)}
         if hasattr(torch_decompositions, "max_pool3d_with_indices")  # from torch 2.13 on
         else {}
     ),
@@ -52,8 +74,8 @@ OPS = {
 @pytest.mark.parametrize("name", OPS)
 def test_the_op_runs_and_not_its_decomposition(name: str) -> None:
     """By the autograd graph: the op's own node with the patches, index_put's without."""
-    shape, forward = OPS[name]
-    image = make_input(*shape)
+    sides, forward, _ = OPS[name]
+    image = make_input(*sides)
 
     def run() -> Tensor:
         output = forward(image)

@@ -3,15 +3,14 @@
 Fake CUDA tensors need no device: torch computes shapes and graphs as it does for real ones.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
-import torch._decomp.decompositions as torch_decompositions
-import torch.nn.functional as nnf
 from patches.cases import deterministic_algorithms
-from torch import Tensor, nn
+from patches.test_decompositions import OPS
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import Node
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -20,68 +19,6 @@ from lightning_d9m.patches.catalog.catalog import select_ops
 from lightning_d9m.patches.registration import patches_applied
 
 pytestmark = pytest.mark.cuda_build
-
-# From torch 2.13 on, max_pool3d has a decomposition.
-DECOMPOSES_POOLING = hasattr(torch_decompositions, "max_pool3d_with_indices")
-
-
-def convolve(dims: int) -> Callable[[Tensor], Tensor]:
-    return getattr(nn, f"Conv{dims}d")(3, 3, 3, padding=1, padding_mode="replicate", device="cuda")
-
-
-# Shape, maker of the forward function, and the op that its gradient must call.
-OPS = {
-    "interpolate-bilinear": (
-        (5, 6),
-        lambda: lambda x: nnf.interpolate(x, scale_factor=2, mode="bilinear"),
-        "upsample_bilinear2d_backward",
-    ),
-    "interpolate-trilinear": (
-        (3, 4, 5),
-        lambda: lambda x: nnf.interpolate(x, size=(5, 5, 5), mode="trilinear"),
-        "upsample_trilinear3d_backward",
-    ),
-    "Upsample": (
-        (5, 6),
-        lambda: nn.Upsample(scale_factor=2, mode="bilinear", align_corners=True),
-        "upsample_bilinear2d_backward",
-    ),
-    "pad1d": (
-        (5,),
-        lambda: lambda x: nnf.pad(x, (1, 2), mode="replicate"),
-        "replication_pad1d_backward",
-    ),
-    "pad2d": (
-        (5, 6),
-        lambda: lambda x: nnf.pad(x, (1, 2, 3, 0), mode="replicate"),
-        "replication_pad2d_backward",
-    ),
-    "pad3d": (
-        (3, 4, 5),
-        lambda: lambda x: nnf.pad(x, (1, 2, 3, 0, 1, 1), mode="replicate"),
-        "replication_pad3d_backward",
-    ),
-    "ReplicationPad2d": ((5, 6), lambda: nn.ReplicationPad2d(2), "replication_pad2d_backward"),
-    **{
-        f"Conv{dims}d": (
-            (6,) * dims,
-            lambda dims=dims: convolve(dims),
-            f"replication_pad{dims}d_backward",
-        )
-        for dims in (1, 2, 3)
-    },
-    "max_pool3d": (
-        (6, 6, 6),
-        lambda: lambda x: nnf.max_pool3d(x, 3, 2, 1),
-        "max_pool3d_with_indices_backward",
-    ),
-    "MaxPool3d-indices": (
-        (6, 6, 6),
-        lambda: nn.MaxPool3d(3, 2, 1, return_indices=True),
-        "max_pool3d_with_indices_backward",
-    ),
-}
-DECOMPOSED = set(OPS) - {"max_pool3d"} - (set() if DECOMPOSES_POOLING else {"MaxPool3d-indices"})
 
 
 class CalledOps(TorchDispatchMode):
@@ -106,10 +43,10 @@ def session(*, patched: bool) -> Iterator[None]:
 
 def find_backward_ops(name: str, *, patched: bool) -> set[str]:
     """Return the ops that compute the gradient of a forward pass."""
-    shape, make, _ = OPS[name]
+    sides, forward, _ = OPS[name]
     with session(patched=patched):
-        image = torch.randn(2, 3, *shape, device="cuda", requires_grad=True)
-        output = make()(image)
+        image = torch.randn(2, 3, *sides, device="cuda", requires_grad=True)
+        output = forward(image)
         output = output[0] if isinstance(output, tuple) else output
         assert output.device.type == "cuda"
         nodes = list(walk(output.grad_fn))
@@ -144,7 +81,7 @@ def test_the_gradient_of_a_forward_pass_under_the_flag_is_the_patched_op(name: s
     assert not any("index_put" in op for op in called)
 
 
-@pytest.mark.parametrize("name", sorted(DECOMPOSED))
+@pytest.mark.parametrize("name", OPS)
 def test_without_patches_it_is_a_decomposition(name: str) -> None:
     """The negative control: this torch would not reach the op."""
     called = find_backward_ops(name, patched=False)

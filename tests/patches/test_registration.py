@@ -63,9 +63,7 @@ def test_all_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """A replacement that cannot be loaded takes the others back with it."""
     before = dump_kernels()
     broken = dataclasses.replace(
-        OPS[0],
-        kernels={"put_": "lightning_d9m.patches.kernels.updates:absent"},
-        status="patched",
+        OPS[0], kernels={"put_": "lightning_d9m.patches.kernels.updates:absent"}
     )
     monkeypatch.setattr(registration, "select_ops", lambda *_: (*OPS, broken))
     with pytest.raises(AttributeError, match="absent"), patches_applied("CPU"):

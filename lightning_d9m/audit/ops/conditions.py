@@ -18,7 +18,6 @@ from lightning_d9m.audit.ops.cases import list_cases, plan_cases
 from lightning_d9m.comparison.numeric_difference import SpreadMeter, measure_variation
 from lightning_d9m.compatibility import synchronize
 from lightning_d9m.control.torch_flags import algorithms_switched, capture_flags, restore_flags
-from lightning_d9m.patches.catalog.catalog import OPS
 from lightning_d9m.patches.catalog.torch_docs import (
     Line,
     find_documented_lines,
@@ -27,7 +26,6 @@ from lightning_d9m.patches.catalog.torch_docs import (
 from lightning_d9m.patches.registration import patches_applied
 
 CONDITIONS = ("default", "deterministic", "patched")
-_OFFERED = {op.name for op in OPS if op.status == "offered"}
 _FEWEST_RUNS = 3
 _MEMORY = re.compile(r"out of memory|can't allocate memory|not enough memory", re.IGNORECASE)
 _MISSING = re.compile(r"not implemented|could not run|not supported|unsupported", re.IGNORECASE)
@@ -97,7 +95,7 @@ def measure_case(case: Case, device: str, dtype: str, budget: Budget) -> dict[st
         if condition == "oracle":
             inputs, limits = Inputs("cpu", torch.float64, measured), Budget(2, 0.0)
         try:
-            with _enter(condition, kind, case.op):
+            with _enter(condition, kind):
                 found = _measure(case.make(inputs), inputs.device, limits, results, condition)
                 entries[condition] = {"outcome": "ran", **found}
         except Exception as error:  # noqa: BLE001 - an op may raise any error; it becomes the result
@@ -185,14 +183,10 @@ def _measure_error(oracle: tuple[Tensor, ...], results: tuple[Tensor, ...]) -> f
 
 
 @contextmanager
-def _enter(condition: str, kind: str, op: str) -> Iterator[None]:
+def _enter(condition: str, kind: str) -> Iterator[None]:
     """Set torch's flag, and nothing else; patched, all that a session does and the op's patch."""
     if condition == "patched":
-        include = [op] if op in _OFFERED else []
-        with (
-            algorithms_switched(fill_uninitialized_memory=True),
-            patches_applied(kind.upper(), include=include),
-        ):
+        with algorithms_switched(fill_uninitialized_memory=True), patches_applied(kind.upper()):
             yield
         return
     flags, threads = capture_flags(), torch.get_num_threads()

@@ -1,18 +1,77 @@
-"""The catalog: ops that are patched, ops that are patched on request, and ops that need no patch.
+"""The catalog: ops that are patched, and ops that need no patch or that no patch can help.
 
 :func:`~lightning_d9m.patches.registration.patches_applied`, ``d9m ops`` and docs/ops.md are made
 from it. It does not import torch.
 """
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
 
 from lightning_d9m.errors import SettingError
-from lightning_d9m.patches.catalog.exempt import EXEMPT
-from lightning_d9m.patches.catalog.op import Op
-from lightning_d9m.patches.catalog.scattering import SCATTERING
-from lightning_d9m.patches.catalog.spatial import SPATIAL
+from lightning_d9m.patches.catalog.op import FlagEffect, Op
 
-OPS: tuple[Op, ...] = tuple(sorted((*SPATIAL, *SCATTERING, *EXEMPT), key=lambda op: op.name))
+_KERNELS = "lightning_d9m.patches.kernels"
+
+
+def read_ops(text: str) -> Iterator[Op]:
+    """Return the ops of stanzas, in which each op of a stanza has all of its fields.
+
+    An op has a name, overloads and names in torch's documentation, without ``torch.``. Of the
+    overloads, ``*`` stands for the name, and ``a{,.out}`` for ``a a.out``. Their replacement is the
+    function of the module ``kernel`` that has the operator's name, without underscores around it.
+    """
+    _, shared, *stanzas = map(_read_fields, text.strip().split("\n\n"))
+    for stanza in stanzas:
+        fields = {
+            name: re.sub("[A-Z_]+", lambda word: shared.get(word[0], word)[0], " ".join(values))
+            for name, values in stanza.items()
+            if name != "op"
+        }
+        for line in stanza["op"]:
+            yield _make_op(line, fields, {name: text for name, [text] in shared.items()})
+
+
+def _read_fields(stanza: str) -> dict[str, list[str]]:
+    fields: dict[str, list[str]] = {}
+    for line in re.split(r"\n(?! )", stanza):
+        name, _, value = " ".join(line.split()).partition(":")
+        fields.setdefault(name, []).append(value.strip())
+    return fields
+
+
+def _make_op(line: str, fields: Mapping[str, str], shared: Mapping[str, str]) -> Op:
+    name, overloads, documented = (part.strip() for part in f"{line} | | ".split("|")[:3])
+    flag = FlagEffect(fields.get("flag", "raises"))
+    module = fields.get("kernel")
+    found = [
+        f"{packet}{ending}"
+        for packet, endings in re.findall(r"([^\s{]+)(?:\{(.*?)\})?", overloads.replace("*", name))
+        for ending in endings.split(",")
+    ]
+    kernels = {one: f"{_KERNELS}.{module}:{one.partition('.')[0].strip('_')}" for one in found}
+    return Op(
+        name=name,
+        flag_effect=flag,
+        torch_does=fields.get("torch") or shared[flag.value],
+        cause=fields.get("why") or shared["ATOMICS"],
+        instead=fields.get("instead", shared["EXACT"] if kernels else ""),
+        bits=fields.get("bits", shared["bits"] if kernels else ""),
+        reason=fields.get("reason", "" if kernels else shared["reason"]),
+        documented=tuple(f"torch.{one}" for one in documented.split(", ") if one),
+        kernels=MappingProxyType(kernels),
+        operators=tuple(filter(None, fields.get("operators", "").split(", "))),
+        since=fields.get("since", "2.11"),
+    )
+
+
+OPS: tuple[Op, ...] = tuple(
+    sorted(
+        read_ops(Path(__file__).with_name("ops.txt").read_text(encoding="utf-8")),
+        key=lambda op: op.name,
+    )
+)
 
 
 def find_op(name: str) -> Op:
@@ -32,33 +91,23 @@ def find_op(name: str) -> Op:
     )
 
 
-def select_ops(
-    torch_version: str, exclude: Iterable[str] = (), include: Iterable[str] = ()
-) -> tuple[Op, ...]:
+def select_ops(torch_version: str, exclude: Iterable[str] = ()) -> tuple[Op, ...]:
     """Return the ops to patch.
 
     Args:
         torch_version: ``torch.__version__``. Ops that need no patch in this version are skipped.
         exclude: Names of ops to leave to torch.
-        include: Names of ops that are patched on request only.
 
     Raises:
         SettingError: A name is not in the catalog, or the op has no replacement.
     """
-    excluded, included = set(exclude), set(include)
-    for name in sorted(excluded | included):
+    excluded = set(exclude)
+    for name in sorted(excluded):
         op = find_op(name)
         if not op.kernels:
             raise SettingError(
-                f"{name!r} cannot be excluded or included, because nothing replaces it: {op.reason}"
+                f"{name!r} cannot be excluded, because nothing replaces it: {op.reason}"
             )
-    both = sorted(excluded & included)
-    if both:
-        raise SettingError(f"{both[0]!r} is both excluded and included. Name it once.")
     return tuple(
-        op
-        for op in OPS
-        if (op.status == "patched" or op.name in included)
-        and op.name not in excluded
-        and op.is_needed(torch_version)
+        op for op in OPS if op.kernels and op.name not in excluded and op.is_needed(torch_version)
     )

@@ -1,7 +1,7 @@
-"""Sums by index into a new tensor: gradients of lookups, ``bincount`` with weights, and ``histc``.
+"""Sums by index into a new tensor: ``embedding_bag``, ``bincount`` with weights, and ``histc``.
 
-torch's CUDA kernels add with atomics, and its deterministic gradient of ``Embedding`` sorts by row.
-Here sums are exact, see ``exact_sums``, and ``histc`` counts integers.
+torch's CUDA kernels add with atomics. Here sums are exact, see ``exact_sums``, and ``histc`` counts
+integers.
 """
 
 import math
@@ -14,21 +14,6 @@ from lightning_d9m.patches.arguments import require
 from lightning_d9m.patches.kernels.places import sum_by_index
 
 _MODE_MAX = 2
-
-
-def embedding_dense_backward(
-    grad_output: Tensor,
-    indices: Tensor,
-    num_weights: int,
-    padding_idx: int,
-    scale_grad_by_freq: bool,
-) -> Tensor:
-    """Return the gradient with respect to the table, of shape ``[num_weights, features]``."""
-    require(not scale_grad_by_freq, grad_output.is_floating_point(), grad_output.numel() > 0)
-    keys = indices.flatten()
-    keys = torch.where(keys == padding_idx, -1, keys)
-    rows = grad_output.reshape(1, keys.numel(), grad_output.shape[-1])
-    return sum_by_index(keys, rows, num_weights, grad_output.dtype).squeeze(0)
 
 
 def embedding_bag_dense_backward(  # noqa: PLR0913, PLR0917 - torch's arguments

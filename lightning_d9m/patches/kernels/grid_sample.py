@@ -5,8 +5,8 @@ contributions to an element of the input are added exactly; see ``exact_sums``. 
 weights follow torch's ``GridSampler.h``.
 """
 
-from collections.abc import Iterable, Sequence
-from functools import partial
+from collections.abc import Sequence
+from functools import partial, reduce
 from itertools import product
 from math import prod
 from typing import NamedTuple
@@ -81,8 +81,9 @@ def _backward(
         return None, grad_grid
 
     corners = list(product(*taps))
-    weights = torch.stack([_multiply(tap.weight for tap in corner) for corner in corners])
-    index = torch.stack([_number_corner(corner, sizes) for corner in corners])
+    dtype = torch.int32 if prod(sizes) <= INT32_LIMIT else torch.int64
+    index = torch.stack([_find_place(corner, sizes).to(dtype) for corner in corners])
+    weights = torch.stack([_multiply([tap.weight for tap in corner]) for corner in corners])
     part = Part(index.unsqueeze(3), gradients.contiguous().unsqueeze(3), weights.unsqueeze(3))
     grad_image = allocate(image.shape, image.dtype, image.device)
     pieces = plan_pieces(image.dtype, outputs * len(corners))
@@ -110,31 +111,23 @@ def _differentiate_grid(
     slopes = [torch.zeros_like(side[0].weight) for side in taps]
     pixels = image.reshape(*image.shape[:2], prod(sizes))
     for corner in product(*taps) if not flat else ():
-        place, inside = _find_corner(corner, sizes)
-        read = pixels.gather(2, place.unsqueeze(1).expand(-1, channels, -1))
+        place = _find_place(corner, sizes)
+        read = pixels.gather(2, place.clamp(min=0).unsqueeze(1).expand(-1, channels, -1))
         match = (read.to(slopes[0].dtype) * gradients).sum(1)
         for side in range(len(sizes)):
-            factor = _multiply(
-                tap.slope if position == side else tap.weight for position, tap in enumerate(corner)
-            )
-            slopes[side] = slopes[side] + torch.where(inside, match * factor, 0)
+            factors = [tap.weight for tap in corner]
+            factors[side] = corner[side].slope
+            slopes[side] = slopes[side] + torch.where(place >= 0, match * _multiply(factors), 0)
     return torch.stack(slopes[::-1], dim=-1)
 
 
-def _find_corner(corner: Sequence[Tap], sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Return the position of one neighbor of each output, and whether it is inside."""
+def _find_place(corner: Sequence[Tap], sizes: Sequence[int]) -> Tensor:
+    """Return the position of one neighbor of each output, or -1 if it is outside."""
     place, inside = torch.zeros_like(corner[0].place), torch.ones_like(corner[0].place) > 0
     for tap, size in zip(corner, sizes, strict=True):
         inside = inside & (tap.place >= 0) & (tap.place < size)
         place = place * size + tap.place
-    return torch.where(inside, place, 0), inside
-
-
-def _number_corner(corner: Sequence[Tap], sizes: Sequence[int]) -> Tensor:
-    """Return the position of one neighbor of each output, or -1 if it is outside."""
-    place, inside = _find_corner(corner, sizes)
-    dtype = torch.int32 if prod(sizes) <= INT32_LIMIT else torch.int64
-    return torch.where(inside, place, -1).to(dtype)
+    return torch.where(inside, place, -1)
 
 
 def _find_taps(
@@ -159,11 +152,9 @@ def _find_cubic_taps(
     base = position.floor()
     after = position - base
     before = 1 - after
-    factors = [
-        (_weigh_outer(after + 1, _CUBIC), _differentiate_outer(after + 1)),
-        (_weigh_inner(after, _CUBIC), _differentiate_inner(after)),
-        (_weigh_inner(before, _CUBIC), -_differentiate_inner(before)),
-        (_weigh_outer(before + 1, _CUBIC), -_differentiate_outer(before + 1)),
+    factors = [_weigh_outer(after + 1), _weigh_inner(after)]
+    factors += [
+        (weight, -change) for weight, change in (_weigh_inner(before), _weigh_outer(before + 1))
     ]
     taps = []
     for offset, (weight, change) in enumerate(factors, start=-1):
@@ -206,26 +197,16 @@ def _pad(
     return torch.where(representable, position, _OUTSIDE), slope
 
 
-def _weigh_inner(distance: Tensor, a: float) -> Tensor:
-    """Return the weight of cubic convolution at a distance of 0 to 1."""
-    return ((a + 2) * distance - (a + 3)) * distance * distance + 1
+def _weigh_inner(distance: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the weight of cubic convolution at a distance of 0 to 1, and its derivative."""
+    weight = ((_CUBIC + 2) * distance - (_CUBIC + 3)) * distance * distance + 1
+    return weight, (3 * (_CUBIC + 2) * distance - 2 * (_CUBIC + 3)) * distance
 
 
-def _weigh_outer(distance: Tensor, a: float) -> Tensor:
-    """Return the weight of cubic convolution at a distance of 1 to 2."""
-    return ((a * distance - 5 * a) * distance + 8 * a) * distance - 4 * a
+def _weigh_outer(distance: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the weight of cubic convolution at a distance of 1 to 2, and its derivative."""
+    weight = ((_CUBIC * distance - 5 * _CUBIC) * distance + 8 * _CUBIC) * distance - 4 * _CUBIC
+    return weight, (3 * _CUBIC * distance - 10 * _CUBIC) * distance + 8 * _CUBIC
 
 
-def _differentiate_inner(distance: Tensor) -> Tensor:
-    return (3 * (_CUBIC + 2) * distance - 2 * (_CUBIC + 3)) * distance
-
-
-def _differentiate_outer(distance: Tensor) -> Tensor:
-    return (3 * _CUBIC * distance - 10 * _CUBIC) * distance + 8 * _CUBIC
-
-
-def _multiply(factors: Iterable[Tensor]) -> Tensor:
-    first, *others = factors
-    for factor in others:
-        first = first * factor
-    return first
+_multiply = partial(reduce, torch.mul)

@@ -15,14 +15,14 @@ from torch import Tensor
 from torch._prims_common import suggest_memory_format
 
 from lightning_d9m.patches.arguments import require
-from lightning_d9m.patches.exact_sums import Part, Pieces, accumulate, plan_pieces
+from lightning_d9m.patches.exact_sums import Part, accumulate, plan_pieces
 from lightning_d9m.patches.kernels.places import find_last
 from lightning_d9m.patches.triton.launch import allocate
 
 _GUARD = 24  # bits that a single piece keeps of the few windows of one input
 
 
-def max_pool3d_backward(
+def max_pool3d_with_indices_backward(
     grad_output: Tensor,
     self: Tensor,
     kernel_size: Sequence[int],
@@ -33,21 +33,10 @@ def max_pool3d_backward(
     indices: Tensor,
 ) -> Tensor:
     """Return the gradient of ``max_pool3d`` with respect to its input."""
-    dims = 3
     shape: tuple[Any, ...] = (kernel_size, stride, padding, dilation, ceil_mode)
     pooled = torch.max_pool3d(self.new_empty(self.shape, device="meta"), *shape)
     require(pooled.shape == grad_output.shape)
-    pieces = _plan_windows(self, kernel_size, dims)
-    return _add_chosen(grad_output, self, indices, dims, pieces, keep_format=True)
-
-
-def _plan_windows(values: Tensor, kernel_size: Sequence[int], dims: int) -> Pieces:
-    """Return the pieces of windows with different starts.
-
-    An input has as many places in such windows as a window has.
-    """
-    places = prod(kernel_size) ** (dims // len(kernel_size))
-    return plan_pieces(values.dtype, places, _GUARD)
+    return _add_chosen(grad_output, self, indices, 3, kernel_size, keep_format=True)
 
 
 def _adaptive_backward(grad_output: Tensor, self: Tensor, indices: Tensor, *, dims: int) -> Tensor:
@@ -67,7 +56,7 @@ def _fractional_backward(
 ) -> Tensor:
     """Return the gradient of a fractional max pooling with respect to its input."""
     require(list(output_size) == list(grad_output.shape[-dims:]))
-    return _add_chosen(grad_output, self, indices, dims, _plan_windows(self, kernel_size, dims))
+    return _add_chosen(grad_output, self, indices, dims, kernel_size)
 
 
 adaptive_max_pool2d_backward = partial(_adaptive_backward, dims=2)
@@ -81,10 +70,14 @@ def _add_chosen(
     self: Tensor,
     indices: Tensor,
     dims: int,
-    pieces: Pieces | None = None,
+    kernel_size: Sequence[int] = (),
     *,
     keep_format: bool = False,
 ) -> Tensor:
+    """Return the sums of the gradients of the outputs that chose each input.
+
+    An input has as many places in windows with different starts as a window has places.
+    """
     require(
         self.dim() in {dims + 1, dims + 2},
         grad_output.dim() == self.dim(),
@@ -100,7 +93,10 @@ def _add_chosen(
     places = indices.reshape(1, planes, outputs, 1)
     part = Part(places, grad_output.reshape(planes, 1, outputs, 1).contiguous())
     sums = result.view(planes, 1, prod(self.shape[-dims:]), 1)
-    accumulate(sums, part, pieces or plan_pieces(self.dtype, outputs), include=False)
+    pieces = plan_pieces(self.dtype, outputs)
+    if kernel_size:
+        pieces = plan_pieces(self.dtype, prod(kernel_size) ** (dims // len(kernel_size)), _GUARD)
+    accumulate(sums, part, pieces, include=False)
     if keep_format and not self.is_contiguous():
         memory_format = suggest_memory_format(self)
         return torch.empty_like(result, memory_format=memory_format).copy_(result)

@@ -7,7 +7,9 @@ order in which the values are given.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -126,7 +128,7 @@ def find_last(keys: Tensor, count: int) -> Tensor:
 
 def _add(rows: Tensor, keys: Tensor, values: Tensor, include_self: bool) -> None:
     if rows.is_floating_point():
-        sums, terms = rows.view(1, len(rows), -1), values.reshape(1, len(keys), -1)
+        sums, terms = rows.view(1, rows.shape[0], -1), values.reshape(1, keys.shape[0], -1)
         add_to_sums(sums, keys, terms, include=include_self)
     else:
         rows.index_put_((keys,), values, accumulate=True)  # integers are added exactly
@@ -188,28 +190,27 @@ def _average(rows: Tensor, keys: Tensor, values: Tensor, include_self: bool) -> 
     rows.copy_(torch.where(divisors > 0, mean.to(rows.dtype), rows))
 
 
-def _choose_greatest(
-    rows: Tensor, keys: Tensor, values: Tensor, include_self: bool, *, greatest: bool = True
-) -> None:
-    """Write the greatest value, or the least one, by integers in the order of the numbers."""
-    own, given = (_order(part, greatest=greatest) for part in (rows, values))
-    chosen = own.clone() if include_self else torch.full_like(own, torch.iinfo(own.dtype).min)
-    index = keys.to(torch.int64).view(-1, *[1] * (rows.dim() - 1)).expand_as(given)
-    chosen.scatter_reduce_(0, index, given, "amax")
-    kept = chosen == own if include_self else _count_terms(rows, keys) == 0
-    rows.copy_(torch.where(kept, rows, _restore(chosen, rows.dtype, greatest=greatest)))
+def _choose(rows: Tensor, keys: Tensor, values: Tensor, include_self: bool, *, reduce: str) -> None:
+    """Write the greatest or the least value; a zero is 0.0, and of NaNs there is one.
 
-
-def _choose_least(rows: Tensor, keys: Tensor, values: Tensor, include_self: bool) -> None:
-    _choose_greatest(rows, keys, values, include_self, greatest=False)
+    Without -0.0 the order of equal numbers cannot show. A place keeps its bits if its number stays.
+    """
+    index = keys.to(torch.int64).view(-1, *[1] * (rows.dim() - 1)).expand_as(values)
+    more: dict[str, Any] = {"reduce": reduce, "include_self": include_self}
+    chosen = (rows + 0).scatter_reduce_(0, index, values + 0, **more)
+    is_nan = chosen.isnan()
+    kept = (chosen == rows) | (is_nan & rows.isnan())
+    if rows.is_floating_point():
+        chosen.masked_fill_(is_nan, torch.nan)
+    rows.copy_(torch.where(kept, rows, chosen))
 
 
 _RULES: dict[str, Callable[[Tensor, Tensor, Tensor, bool], None]] = {
     "sum": _add,
     "prod": _multiply,
     "mean": _average,
-    "amax": _choose_greatest,
-    "amin": _choose_least,
+    "amax": partial(_choose, reduce="amax"),
+    "amin": partial(_choose, reduce="amin"),
     "last": _replace,
 }
 
@@ -219,27 +220,3 @@ def _count_terms(rows: Tensor, keys: Tensor) -> Tensor:
     terms = torch.zeros(len(rows), dtype=torch.int64, device=rows.device)
     terms.index_add_(0, keys, torch.ones_like(keys, dtype=torch.int64))
     return terms.view(-1, *[1] * (rows.dim() - 1))
-
-
-def _order(values: Tensor, *, greatest: bool) -> Tensor:
-    """Return integers whose order is that of the numbers, or the reverse; a NaN is the greatest."""
-    if not values.is_floating_point():
-        ordered = values.to(torch.int64)
-        return ordered if greatest else ~ordered
-    values = values.to(accumulation_dtype(values.dtype))
-    integer = torch.int64 if values.dtype == torch.float64 else torch.int32
-    limits = torch.iinfo(integer)
-    bits = values.contiguous().view(integer)
-    ordered = torch.where(bits < 0, bits ^ limits.max, bits)
-    return torch.where(values.isnan(), limits.max, ordered if greatest else ~ordered)
-
-
-def _restore(ordered: Tensor, dtype: torch.dtype, *, greatest: bool) -> Tensor:
-    """Return the numbers of :func:`_order`."""
-    limits = torch.iinfo(ordered.dtype)
-    plain = ordered if greatest else ~ordered
-    if not dtype.is_floating_point:
-        return plain.to(dtype)
-    bits = torch.where(plain < 0, plain ^ limits.max, plain)
-    values = bits.view(accumulation_dtype(dtype))
-    return torch.where(ordered == limits.max, torch.nan, values).to(dtype)

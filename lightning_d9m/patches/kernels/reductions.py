@@ -80,8 +80,8 @@ def _median(
     return values.contiguous(), indices.contiguous()
 
 
-median_dim = partial(_median, ignore_nan=False)
-nanmedian_dim = partial(_median, ignore_nan=True)
+median = partial(_median, ignore_nan=False)
+nanmedian = partial(_median, ignore_nan=True)
 
 
 def _scan(self: Tensor, dim: int, *, scan: Callable[..., Tensor], **dtype: Any) -> Any:

@@ -1,8 +1,8 @@
 """Gradients of interpolation, average pooling and padding, which act on one dimension at a time.
 
 torch's CUDA kernels start one thread per output and add into the inputs with atomics. Here each
-input adds the outputs that it went to; see ``taps``. Each side of a tensor names torch's own op,
-which is run along one dimension.
+input adds the outputs that it went to; see ``taps``. Each side of a tensor names torch's own op and
+the arguments with which it is run along one dimension.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,42 +14,7 @@ from torch import Tensor
 from torch._prims_common import suggest_memory_format
 
 from lightning_d9m.patches.arguments import accumulation_dtype, require
-from lightning_d9m.patches.taps import Forward, apply_taps, cached_taps
-
-_aten = torch.ops.aten
-
-
-def _along(name: str, first: Sequence[int], *arguments: Any, columns: int = 1) -> Forward:
-    """Return an op of torch along one dimension, whose first argument concerns that dimension.
-
-    An op of two dimensions has so many columns. Antialiased modes take their layout from the
-    strides of several columns.
-    """
-    op = getattr(_aten, name)
-
-    def forward(rows: Tensor) -> Tensor:
-        if name.endswith("1d"):
-            return op(rows.unsqueeze(1), first, *arguments).squeeze(1)  # type: ignore[no-any-return]
-        image = rows[:, None, :, None].expand(-1, -1, -1, columns).contiguous()
-        return op(image, [*first, columns], *arguments)[:, 0, :, 0]  # type: ignore[no-any-return]
-
-    return forward
-
-
-def _along_resized(name: str, outputs: int, align_corners: bool, scale: float | None) -> Forward:
-    more = () if name.endswith("1d") else (None,)
-    return _along(name, [outputs], align_corners, scale, *more, columns=2)
-
-
-def _along_windows(
-    kernel: int, stride: int, padding: int, ceil_mode: bool, include_pad: bool, divisor: int | None
-) -> Forward:
-    more = ([stride, 1], [padding, 0], ceil_mode, include_pad, divisor)
-    return _along("avg_pool2d", [kernel], *more)
-
-
-def _along_adaptive(outputs: int) -> Forward:
-    return _along("_adaptive_avg_pool2d", [outputs])
+from lightning_d9m.patches.taps import apply_taps, cached_taps
 
 
 def _differentiate(
@@ -64,7 +29,7 @@ def _differentiate(
     Args:
         grad_output: Of shape ``[..., *outputs]``.
         shape: Of the input, ``[..., *inputs]``.
-        sides: For each of the last dimensions a function that returns the op, and its arguments.
+        sides: For each of the last dimensions torch's op and its arguments.
         format_of: The tensor whose memory format torch's kernel keeps, if it keeps one.
     """
     dims = len(sides)
@@ -77,8 +42,8 @@ def _differentiate(
     dtype = accumulation_dtype(grad_output.dtype)
     dtype = dtype.to_real() if dtype.is_complex else dtype
     taps = [
-        cached_taps(grad_output.device, make, size, dtype, *arguments)
-        for size, (make, *arguments) in zip(shape[-dims:], sides, strict=True)
+        cached_taps(grad_output.device, size, dtype, *side)
+        for size, side in zip(shape[-dims:], sides, strict=True)
     ]
     require([one.size for one in taps] == list(grad_output.shape[-dims:]))
     result = apply_taps(grad_output, taps, shape)
@@ -110,8 +75,10 @@ def _interpolation_backward(
         list(grad_output.shape) == [*input_size[:2], *output_size],
         grad_output.is_floating_point(),
     )
+    # Antialiased modes take their layout from the strides of several columns.
+    columns, more = ((), ()) if forward.endswith("1d") else ((2,), (None,))
     sides = [
-        (_along_resized, forward, outputs, align_corners, scale)
+        (forward, (outputs, *columns), align_corners, scale, *more)
         for outputs, scale in zip(output_size, scales, strict=True)
     ]
     format_of = grad_output if keep_format else None
@@ -140,8 +107,8 @@ def avg_pool3d_backward(
     # The divisor of all dimensions is that of the first one.
     divisors = [divisor_override, *[None if divisor_override is None else 1] * (dims - 1)]
     sides = [
-        (_along_windows, *window, ceil_mode, count_include_pad, divisor)
-        for window, divisor in zip(windows, divisors, strict=True)
+        ("avg_pool2d", (size, 1), (step, 1), (pad, 0), ceil_mode, count_include_pad, divisor)
+        for (size, step, pad), divisor in zip(windows, divisors, strict=True)
     ]
     return _differentiate(grad_output, self.shape, sides)
 
@@ -149,7 +116,7 @@ def avg_pool3d_backward(
 def _adaptive_backward(grad_output: Tensor, self: Tensor, *, dims: int) -> Tensor:
     """Return the gradient of an adaptive average pooling with respect to its input."""
     _require_pooled(grad_output, self, dims)
-    sides = [(_along_adaptive, outputs) for outputs in grad_output.shape[-dims:]]
+    sides = [("_adaptive_avg_pool2d", (outputs, 1)) for outputs in grad_output.shape[-dims:]]
     # torch's kernel of two dimensions keeps the memory format.
     format_of = self if dims == 2 else None  # noqa: PLR2004 - as above
     return _differentiate(grad_output, self.shape, sides, format_of=format_of)
@@ -166,7 +133,7 @@ def _padding_backward(
         self.shape[-dims - 1] > 0,
     )
     # torch lists the last dimension first.
-    sides = [(_along, forward, tuple(padding[side : side + 2])) for side in range(0, 2 * dims, 2)]
+    sides = [(forward, tuple(padding[side : side + 2])) for side in range(0, 2 * dims, 2)]
     return _differentiate(grad_output, self.shape, sides[::-1])
 
 
@@ -175,18 +142,18 @@ def _require_pooled(grad_output: Tensor, self: Tensor, dims: int) -> None:
     require(self.dim() in {dims + 1, dims + 2}, grad_output.dtype == self.dtype, is_floating)
 
 
-def _resize(name: str, **more: Any) -> Any:
-    """Return the gradient of an interpolation of two dimensions by torch's forward op."""
-    return partial(_interpolation_backward, dims=2, forward=name, **more)
-
-
-linear1d_backward = partial(_interpolation_backward, dims=1)
-bilinear2d_backward = partial(_interpolation_backward, dims=2, keep_format=True)
-trilinear3d_backward = partial(_interpolation_backward, dims=3, keep_format=True)
-bicubic2d_backward = _resize("upsample_bicubic2d")
-bilinear2d_aa_backward = _resize("_upsample_bilinear2d_aa", keep_format=True)
-bicubic2d_aa_backward = _resize("_upsample_bicubic2d_aa")
+_resize = partial(_interpolation_backward, dims=2)
+upsample_linear1d_backward = partial(_interpolation_backward, dims=1)
+upsample_bilinear2d_backward = partial(_resize, keep_format=True)
+upsample_trilinear3d_backward = partial(_interpolation_backward, dims=3, keep_format=True)
+upsample_bicubic2d_backward = partial(_resize, forward="upsample_bicubic2d")
+upsample_bilinear2d_aa_backward = partial(
+    _resize, forward="_upsample_bilinear2d_aa", keep_format=True
+)
+upsample_bicubic2d_aa_backward = partial(_resize, forward="_upsample_bicubic2d_aa")
 adaptive_avg_pool2d_backward = partial(_adaptive_backward, dims=2)
 adaptive_avg_pool3d_backward = partial(_adaptive_backward, dims=3)
-reflection_pad_backward = partial(_padding_backward, forward="reflection_pad1d")
-replication_pad_backward = partial(_padding_backward, forward="replication_pad1d")
+reflection_pad1d_backward = partial(_padding_backward, forward="reflection_pad1d")
+reflection_pad2d_backward = reflection_pad3d_backward = reflection_pad1d_backward
+replication_pad1d_backward = partial(_padding_backward, forward="replication_pad1d")
+replication_pad2d_backward = replication_pad3d_backward = replication_pad1d_backward

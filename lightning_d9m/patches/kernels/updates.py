@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_d9m.patches.arguments import accumulation_dtype, require, require_everywhere
+from lightning_d9m.patches.arguments import accumulation_dtype, require, require_places
 from lightning_d9m.patches.kernels.places import Update, add_to_sums, gets_few, update_places
 
 _INDEX_DTYPES = (torch.int32, torch.int64)
@@ -29,13 +29,7 @@ def index_add(self: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: f
 
 
 def index_reduce(
-    self: Tensor,
-    dim: int,
-    index: Tensor,
-    source: Tensor,
-    reduce: str,
-    *,
-    include_self: bool = True,
+    self: Tensor, dim: int, index: Tensor, source: Tensor, reduce: str, *, include_self: bool = True
 ) -> Update:
     """Reduce the source's slices into a tensor; products are formed from first to last."""
     require(
@@ -52,18 +46,19 @@ def _update_slices(
 ) -> Update:
     dims = max(self.dim(), 1)
     require(-dims <= dim < dims, index.dtype in _INDEX_DTYPES, source.dim() == self.dim())
-    rows, slices = (_as_rows(part, dim) for part in (self, source))
-    keys = index.reshape(-1)
-    require(len(slices) == len(keys), slices.shape[1:] == rows.shape[1:])
+    rows, slices, keys = _as_rows(self, dim), _as_rows(source, dim), index.reshape(-1)
+    require(slices.shape[:1] == keys.shape, slices.shape[1:] == rows.shape[1:])
     if not source.numel():
         return _NOTHING
-    require_everywhere((keys >= 0) & (keys < len(rows)))
+    require_places(keys, rows.shape)
     sizes, more = rows.shape[:1], {"include_self": include_self}
     return Update(lambda t: update_places(_as_rows(t, dim), sizes, keys, slices, reduce, **more))
 
 
 def _as_rows(values: Tensor, dim: int) -> Tensor:
-    return (values if values.dim() else values.view(1)).movedim(dim, 0)
+    if not values.dim():
+        return values.view(1)
+    return values.movedim(dim, 0) if dim else values
 
 
 def _is_added(values: Tensor) -> bool:
@@ -106,21 +101,18 @@ def _scatter(
             for side, (have, want, give) in enumerate(zip(shape, wanted, given, strict=False))
         ),
     )
-    require_everywhere((index >= 0) & (index < shape[axis]))
     index, values = index.reshape(wanted), src.view(given)[tuple(slice(size) for size in wanted)]
+    require_places(index, shape, axis)
 
     def write(target: Tensor) -> None:
         target = target.view(shape)
         alike = wanted[:axis] + wanted[axis + 1 :] == shape[:axis] + shape[axis + 1 :]
         if reduce == "sum" and alike and self.is_floating_point() and not gets_few(target, values):
             _add_along(target, axis, index, values)
-        elif target.is_contiguous():
-            places = _find_places(index, shape, axis)
-            flat, more = target.view(-1), {"include_self": include_self}
-            update_places(flat, flat.shape, places, values.flatten(), reduce, **more)
-        else:
-            places, more = _find_places(index, shape, axis), {"include_self": include_self}
-            update_places(target, shape, places, values.flatten(), reduce, **more)
+            return
+        flat = target.view(-1) if target.is_contiguous() else target
+        places, more = _find_places(index, shape, axis), {"include_self": include_self}
+        update_places(flat, flat.shape, places, values.flatten(), reduce, **more)
 
     return Update(write)
 
@@ -148,7 +140,7 @@ def _find_places(index: Tensor, shape: torch.Size, axis: int) -> Tensor:
     return places.flatten()
 
 
-def index_put(
+def index_put_impl(
     self: Tensor,
     indices: Sequence[Tensor | None],
     values: Tensor,
@@ -169,14 +161,17 @@ def index_put(
     indexes = torch.broadcast_tensors(*given)
     rows = values.expand((*indexes[0].shape, *rest))
     require(rows.numel() > 0)
-    keys = torch.zeros_like(indexes[0], dtype=torch.int64)
-    inside = torch.ones_like(indexes[0], dtype=torch.bool)
+    keys: Any = 0
     for index, size in zip(indexes, sizes, strict=True):
-        inside = inside & (index >= -size) & (index < size)
-        keys = keys * size + torch.where(index < 0, index + size, index)
-    require_everywhere(inside)
-    rows = rows.reshape(keys.numel(), *rest)
-    return Update(lambda target: update_places(target, sizes, keys.flatten(), rows, "sum"))
+        keys = keys * size + _count_from_start(index.flatten(), size)
+    rows = rows.reshape(len(keys), *rest)
+    return Update(lambda target: update_places(target, sizes, keys, rows, "sum"))
+
+
+def _count_from_start(index: Tensor, size: int) -> Tensor:
+    """Return places that may be counted from the end, counted from the start."""
+    require_places(index + size, [2 * size])
+    return index.remainder(size)
 
 
 def put(self: Tensor, index: Tensor, source: Tensor, accumulate: bool = False) -> Update:
@@ -193,9 +188,7 @@ def put(self: Tensor, index: Tensor, source: Tensor, accumulate: bool = False) -
     )
     if not index.numel():
         return _NOTHING
-    places, values = index.flatten(), source.flatten()
-    require_everywhere((places >= -size) & (places < size))
-    places = torch.where(places < 0, places + size, places)
+    places, values = _count_from_start(index.flatten(), size), source.flatten()
     shape = self.shape or torch.Size([1])
     reduce = "sum" if accumulate else "last"
     return Update(lambda t: update_places(t.view(shape), shape, places, values, reduce))

@@ -26,6 +26,10 @@ _withdrawn: set[str] = set()
 _checked: set[tuple[str, torch.device]] = set()
 
 
+class _WrongBitsError(Exception):
+    """A kernel gave other bits than torch ops."""
+
+
 def run_kernel(
     path: str,
     reference: Callable[..., None],
@@ -51,28 +55,26 @@ def run_kernel(
             which cannot be part of a graph.
     """
     device = out.device
-    if device.type not in _device_types or path in _withdrawn:
-        reference(out, *args)
-        return
-    try:
-        kernel = _load(path)
-        if (path, device) not in _checked and not is_capturing():
-            _checked.add((path, device))
-            _check(path, kernel, reference, example, device)
-        if path not in _withdrawn:
+    if device.type in _device_types and path not in _withdrawn:
+        try:
+            kernel = _load(path)
+            if (path, device) not in _checked and not is_capturing():
+                _checked.add((path, device))
+                _check(kernel, reference, example, device)
             kernel(out, *args)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # TritonError is a plain Exception; any failure falls back
-        if is_capturing():
-            raise D9mError(
-                f"A CUDA graph is being captured, and the Triton kernel {path} failed "
-                f"({type(error).__name__}: {error}). It is compiled and loaded at its first use. "
-                "Run the same step once before the capture."
-            ) from error
-        _withdraw(path, explain_failure(error, device))
-    if path in _withdrawn:
-        reference(out, *args)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # TritonError is a plain Exception; any failure falls back
+            if is_capturing():
+                raise D9mError(
+                    f"A CUDA graph is being captured, and the Triton kernel {path} failed "
+                    f"({type(error).__name__}: {error}). It is compiled and loaded at its first "
+                    "use. Run the same step once before the capture."
+                ) from error
+            _withdraw(path, explain_failure(error, device))
+        else:
+            return
+    reference(out, *args)
 
 
 @cache
@@ -82,7 +84,6 @@ def _load(path: str) -> Callable[..., None]:
 
 
 def _check(
-    path: str,
     kernel: Callable[..., None],
     reference: Callable[..., None],
     example: Callable[[torch.device], tuple[Any, ...]],
@@ -92,7 +93,7 @@ def _check(
     kernel(*given)
     reference(*known)
     if not torch.equal(given[0].cpu().view(torch.uint8), known[0].view(torch.uint8)):
-        _withdraw(path, f"on {device} its bits for a small example are not the CPU's")
+        raise _WrongBitsError(f"on {device} its bits for a small example are not the CPU's")
 
 
 def is_capturing() -> bool:
@@ -109,6 +110,8 @@ def explain_failure(error: Exception, device: torch.device) -> str:
     """
     if device.type == "cuda" and torch.cuda.is_initialized():
         torch.cuda.synchronize(device)
+    if isinstance(error, _WrongBitsError):
+        return str(error)
     reason = f"{type(error).__name__}: {error}"
     if isinstance(error, ImportError | OSError | SubprocessError) or "C compiler" in str(error):
         return f"{reason}; Triton needs gcc and Python's headers"
@@ -124,36 +127,33 @@ def _withdraw(path: str, reason: str) -> None:
     )
 
 
-def launch_blocks(kernel: Any, like: Tensor, elements: int, *args: Any, **constants: Any) -> None:
-    """Launch a kernel with one program for each block of elements, on the device of a tensor.
+def launch_blocks(
+    kernel: Any,
+    like: Tensor,
+    elements: int,
+    *args: Any,
+    programs: int | None = None,
+    **constants: Any,
+) -> None:
+    """Launch a kernel with one program for each block of elements, or with fewer, on a device.
 
-    The kernel takes the number of elements after ``args``, and ``BLOCK``.
+    The kernel takes ``BLOCK``, the number of elements that it computes at a time.
     """
     if not elements:
         return
-    block = _SMALL_BLOCK if elements < _SMALL else _BLOCK
+    block = _SMALL_BLOCK if elements < _SMALL and programs is None else _BLOCK
     with torch.cuda.device(like.device if like.is_cuda else -1):
-        kernel[(-(-elements // block),)](
-            *args,
-            elements,
-            BLOCK=block,
-            num_warps=4,
-            # The CPU rounds each product before it adds it, and so does the kernel.
-            enable_fp_fusion=False,
-            **constants,
-        )
+        # The CPU rounds each product before it adds it, and so does the kernel.
+        options = {"BLOCK": block, "num_warps": 4, "enable_fp_fusion": False, **constants}
+        kernel[(programs or -(-elements // block),)](*args, **options)
 
 
 def needs_int64(*tensors: Tensor) -> bool:
-    """Return whether an offset in one of the tensors exceeds 32 bits, also past its last block."""
-    return any(_span(tensor) > INT32_LIMIT - _BLOCK for tensor in tensors)
-
-
-def _span(tensor: Tensor) -> int:
-    reach = sum(
-        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-    )
-    return max(reach + 1, tensor.numel())
+    """Return whether an offset in the tensors may exceed 32 bits, also past the last block."""
+    sizes = [
+        max(part.numel(), part.untyped_storage().nbytes() // part.itemsize) for part in tensors
+    ]
+    return max(sizes) > INT32_LIMIT - _BLOCK
 
 
 def allocate(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:

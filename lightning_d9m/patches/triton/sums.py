@@ -1,10 +1,11 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-# ruff: noqa: ANN001, ANN201, N803, PLR0124, PLR0913, PLR0917, PLR2004 - Triton's compiler reads these functions
+# ruff: noqa: ANN001, ANN201, C901, N803, PLR0124, PLR0912, PLR0913, PLR0917, PLR2004 - Triton's compiler reads these functions
 """Kernels of the sums of ``patches/exact_sums.py``, which has the definition, with the same bits.
 
-The first launch raises the exponent of each sum to that of its greatest term, by maxima of 32-bit
+The first phase raises the exponent of each sum to that of its greatest term, by maxima of 32-bit
 integers; the second one cuts the terms and adds their pieces in float64; the last one rounds. No
-addition of pieces rounds, and maxima compare, so the order of the threads has no effect.
+addition of pieces rounds, and maxima compare, so the order of the threads has no effect. Each phase
+is a launch; few terms take one launch of a single program.
 """
 
 import torch
@@ -12,6 +13,8 @@ import triton
 import triton.language as tl
 
 from lightning_d9m.patches.triton.launch import launch_blocks, needs_int64
+
+_ALONE = 2**13  # terms and sums that a single program adds
 
 
 @triton.jit
@@ -37,8 +40,8 @@ def is_finite(values):
 _SIZES = ["steps_tap", "steps_batch", "steps_row", "steps_column", "terms", "slots", "count"]
 
 
-@triton.jit(do_not_specialize=[*_SIZES, "rows", "inner", "group", "size", "elements"])
-def add_terms(
+@triton.jit(do_not_specialize=[*_SIZES, "rows", "inner", "group", "size"])
+def accumulate_terms(
     out,
     values,
     weights,
@@ -56,58 +59,69 @@ def add_terms(
     inner,
     group,
     size,
-    elements,
     TAPS: tl.constexpr,
     PIECES: tl.constexpr,
     WEIGHTED: tl.constexpr,
+    INCLUDE: tl.constexpr,
+    BITS: tl.constexpr,
+    LEAST: tl.constexpr,
+    FIRST: tl.constexpr,
+    LAST: tl.constexpr,
     WIDE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Raise the exponents of sums to those of their terms, or add the pieces of the terms.
+    """Run phases: 0 raises the exponents, 1 adds the pieces of the terms, 2 rounds the sums.
 
-    The terms are the values times their weights, then what is in ``out``. Without pieces the
-    exponents are raised.
+    The terms are the values times their weights, then what is in ``out``. A single program can run
+    all phases, with a barrier before each; several ones run one phase to a launch.
     """
-    first = tl.program_id(0)
+    first = tl.program_id(0) * BLOCK
     if WIDE:
-        first = first.to(tl.int64)
-    element = first * BLOCK + tl.arange(0, BLOCK)
-    given = element < terms
-    own = ~given & (element < elements)
-    line = element // inner
-    batch = line // rows
-    # The strides of the index: it may be the same for each batch, channel or column.
-    where = (batch // group) * steps_batch + (line % rows) * steps_row
-    where += (element % inner) * steps_column
-    value = tl.load(values + element, mask=given, other=0.0)
-    kept = tl.load(out + (element - terms), mask=own, other=0.0)
-    for tap in tl.static_range(TAPS):
-        key = tl.load(index + where, mask=given, other=-1).to(element.dtype)
-        mask = given & (key >= 0) & (key < count)
-        term = value.to(tl.float64)
-        if WEIGHTED:
-            weight = tl.load(weights + where, mask=mask, other=0.0)
-            term = (value.to(weight.dtype) * weight).to(tl.float64)
-        place = (batch * count + key) * inner + element % inner
-        if tap == 0:
-            term = tl.where(own, kept.to(tl.float64), term)
-            place = tl.where(own, element - terms, place)
-            mask = mask | own
-        if PIECES == 0:
-            raise_exponents(tops + place, term, mask)
-        else:
-            top = tl.load(tops + place, mask=mask, other=0)
-            add_pieces(sums + place, term, top, mask, slots, size, PIECES)
-        where += steps_tap
-
-
-@triton.jit
-def raise_exponents(tops, term, mask):
-    """Raise the exponents of sums to those of terms."""
-    # Exponents only grow: one that was read too early spares an atomic or not, and no more.
-    top = tl.load(tops, mask=mask, other=0)
-    exponent = read_exponents(term)
-    tl.atomic_max(tops, exponent, mask=mask & (exponent > top), sem="relaxed")
+        first = tl.program_id(0).to(tl.int64) * BLOCK
+    for phase in tl.static_range(FIRST, LAST + 1):
+        if phase > FIRST:
+            tl.debug_barrier()
+        elements = slots
+        if phase < 2:
+            elements = terms
+            if INCLUDE:
+                elements = terms + slots
+        for begin in range(first, elements, tl.num_programs(0) * BLOCK):
+            element = begin + tl.arange(0, BLOCK)
+            if phase == 2:
+                round_sums(out, tops, sums, element, slots, PIECES, INCLUDE, BITS, LEAST)
+            else:
+                given = element < terms
+                own = ~given & (element < elements)
+                line = element // inner
+                batch = line // rows
+                # The strides of the index: it may be the same for each batch, channel or column.
+                where = (batch // group) * steps_batch + (line % rows) * steps_row
+                where += (element % inner) * steps_column
+                value = tl.load(values + element, mask=given, other=0.0)
+                kept = tl.load(out + (element - terms), mask=own, other=0.0)
+                for tap in tl.static_range(TAPS):
+                    key = tl.load(index + where, mask=given, other=-1).to(element.dtype)
+                    mask = given & (key >= 0) & (key < count)
+                    term = value.to(tl.float64)
+                    if WEIGHTED:
+                        weight = tl.load(weights + where, mask=mask, other=0.0)
+                        term = (value.to(weight.dtype) * weight).to(tl.float64)
+                    place = (batch * count + key) * inner + element % inner
+                    if tap == 0:
+                        term = tl.where(own, kept.to(tl.float64), term)
+                        place = tl.where(own, element - terms, place)
+                        mask = mask | own
+                    # Of float64 that a new buffer holds, -0.0, the odd halves are negative.
+                    top = tl.maximum(tl.load(tops + place, mask=mask, other=0), 0)
+                    if phase == 0:
+                        # Exponents only grow: one that was read too early spares an atomic or not.
+                        exponent = read_exponents(term)
+                        higher = mask & (exponent > top)
+                        tl.atomic_max(tops + place, exponent, mask=higher, sem="relaxed")
+                    else:
+                        add_pieces(sums + place, term, top, mask, slots, size, PIECES)
+                    where += steps_tap
 
 
 @triton.jit
@@ -147,38 +161,36 @@ def add_to_odd(left, right):
     return bits.to(tl.float64, bitcast=True)
 
 
-@triton.jit(do_not_specialize=["elements"])
+@triton.jit
 def round_sums(
     out,
     tops,
     sums,
-    elements,
+    element,
+    slots,
     PIECES: tl.constexpr,
     INCLUDE: tl.constexpr,
     BITS: tl.constexpr,
     LEAST: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):
     """Write the sums of the pieces, rounded once. ``BITS`` is 0 for float64."""
-    element = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = element < elements
-    last = sums + (PIECES - 1) * elements.to(tl.int64) + element
+    mask = element < slots
+    last = sums + (PIECES - 1) * slots.to(tl.int64) + element
     total = tl.load(last, mask=mask, other=0.0)
     first = total
     tail = tl.zeros_like(total)
     for _ in tl.static_range(PIECES - 1):
-        last -= elements
+        last -= slots
         first = tl.load(last, mask=mask, other=0.0)
         total, error = add(first, total)
         tail = add_to_odd(error, tail)
     zero = (total == 0) & (tail == 0)
     if BITS == 0:
         result = tl.where(zero, total, total + tail)
+        top = tl.load(tops + element, mask=mask, other=0)
+        result = tl.where(top >= 1923, result * 18446744073709551616.0, result)  # 2**64
     else:
         result = tl.where(zero, total, add_to_odd(total, tail))
-    top = tl.load(tops + element, mask=mask, other=0)
-    result = tl.where(top >= 1923, result * 18446744073709551616.0, result)  # 2**64
-    if BITS > 0:
         exponents = tl.maximum(read_exponents(result), LEAST + 1023)
         rounded = round_to(result, exponents - (BITS - 1)).to(tl.int64, bitcast=True)
         sign = result.to(tl.int64, bitcast=True) & (-1 << 63)
@@ -197,24 +209,26 @@ def accumulate(out, part, pieces, form, include):
     """Write into each place of ``out`` the sum of the terms that go to it."""
     index, values, weights = part
     batch, group, rows, inner = values.shape
-    taps, slots, terms = len(index), out.numel(), values.numel()
+    taps, slots, terms = index.shape[0], out.numel(), values.numel()
     steps = index.expand(taps, batch, rows, inner).stride()
-    tops = torch.zeros(slots, dtype=torch.int32, device=out.device)
-    start = -0.0 if include else 0.0
-    shape = (pieces.number, slots)
-    sums = torch.full(shape, start, dtype=torch.float64, device=out.device)
+    added = terms + (slots if include else 0)
+    # One launch fills both; the halves of -0.0 are no exponents.
+    start, total = -0.0 if include else 0.0, pieces.number * slots
+    buffer = torch.full((total + (slots + 1) // 2,), start, dtype=torch.float64, device=out.device)
+    sums, tops = buffer[:total], buffer[total:].view(torch.int32)
+    alone = max(added, slots) <= _ALONE
     wide = needs_int64(values, sums, index)
-    for number in (0, pieces.number):
+    for first, last in ((0, 2),) if alone else ((0, 0), (1, 1), (2, 2)):
         launch_blocks(
-            add_terms,
-            values,
-            terms + (slots if include else 0),
+            accumulate_terms,
+            out,
+            max(added, slots) if alone else (added, added, slots)[first],
             out,
             values,
             values if weights is None else weights,
             index,
             tops,
-            sums if number else tops,
+            sums,
             *steps,
             terms,
             slots,
@@ -224,11 +238,13 @@ def accumulate(out, part, pieces, form, include):
             group,
             pieces.size,
             TAPS=taps,
-            PIECES=number,
+            PIECES=pieces.number,
             WEIGHTED=weights is not None,
+            INCLUDE=include,
+            BITS=form[0],
+            LEAST=form[1],
+            FIRST=first,
+            LAST=last,
             WIDE=wide,
+            programs=1 if alone else None,
         )
-    form = {"BITS": form[0], "LEAST": form[1]}
-    launch_blocks(
-        round_sums, out, slots, out, tops, sums, PIECES=pieces.number, INCLUDE=include, **form
-    )

@@ -58,5 +58,6 @@ def apply(out, source, taps):
         inputs,
         taps.size,
         inner,
+        out.numel(),
         WIDE=needs_int64(source, out),
     )

@@ -24,7 +24,7 @@ class Decoder(nn.Module):
         self.line = nn.Upsample(None, 2, "linear")  # expect: D9M101
         self.old = nn.UpsamplingBilinear2d(scale_factor=2)  # expect: D9M103
         self.nearest = nn.UpsamplingNearest2d(scale_factor=2)  # fine
-        self.reflect = nn.ReflectionPad2d(1)  # expect: D9M101
+        self.reflect = nn.ReflectionPad2d(1)  # expect: D9M103
         self.replicate = nn.ReplicationPad2d(1)  # expect: D9M103
         self.zeros = nn.ZeroPad2d(1)  # fine
         self.constant = nn.ConstantPad2d(1, 0.0)  # fine

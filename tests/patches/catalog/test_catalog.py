@@ -1,5 +1,6 @@
 """The catalog covers every op that torch refuses, and selects the ops to patch."""
 
+import json
 import re
 from importlib import import_module
 from pathlib import Path
@@ -9,16 +10,13 @@ import torch
 
 from lightning_d9m.errors import SettingError
 from lightning_d9m.patches.catalog import catalog
-from lightning_d9m.patches.catalog.catalog import (
-    OPS,
-    find_op,
-    select_ops,
-)
+from lightning_d9m.patches.catalog.catalog import OPS, find_op, select_ops
 from lightning_d9m.patches.catalog.op import FlagEffect, Op
 from lightning_d9m.patches.catalog.torch_docs import read_documentation
 
 DOCSTRING = torch.use_deterministic_algorithms.__doc__ or ""
 HERE = Path(__file__).parent
+COUNTS = HERE.parents[2] / "benchmarks" / "results" / "triton-kernels.json"
 ALERTS = {path.stem: path.read_text().splitlines() for path in HERE.glob("alerts/*.txt")}
 RELEASES = {path.stem: path.read_text() for path in HERE.glob("docstrings/*.txt")}
 # Affixes that torch's alerts add to the name of an op.
@@ -137,11 +135,14 @@ def test_entries_are_complete(op: Op) -> None:
         assert callable(getattr(import_module(module), name))
 
 
-def test_what_torch_does_itself_is_replaced_only_where_measured_faster() -> None:
-    """Until then torch's own deterministic version stays: the replacement is only offered."""
-    own = [op for op in OPS if op.kernels and op.flag_effect is FlagEffect.SWITCHES]
-    assert {"index_add", "scatter_add", "index_put_accumulate"} <= {op.name for op in own}
-    assert all(op.status == "offered" or op.cost for op in own)
+def test_what_torch_does_itself_is_replaced_where_an_exact_sum_moves_few_bytes() -> None:
+    """At most 3 times those of a kernel with atomics, where torch sorts, by counting."""
+    own = {op.name for op in OPS if op.kernels and op.flag_effect is FlagEffect.SWITCHES}
+    sorted_by_torch = own - {"reflection_pad2d_backward"}  # the documentation says that it raises
+    assert sorted_by_torch == {"index_add", "scatter_add", "index_put_accumulate"}
+    rows = [row for row in json.loads(COUNTS.read_text())["rows"] if row["op"] in sorted_by_torch]
+    assert {row["op"] for row in rows} == sorted_by_torch
+    assert all(row["bytes"] <= 3 * row["bytes_with_atomics"] for row in rows)
 
 
 def test_names_and_overloads_are_unique() -> None:
@@ -165,8 +166,7 @@ def test_every_overload_with_a_kernel_of_its_own_is_replaced(key: str) -> None:
         # One number, however often: the order cannot show.
         *("scatter.value_reduce", "scatter_.value_reduce", "scatter.value_reduce_out"),
     }
-    offered = [op.name for op in OPS if op.status == "offered"]
-    for op in select_ops(torch.__version__, include=offered):
+    for op in select_ops(torch.__version__):
         for packet in {overload.partition(".")[0] for overload in op.kernels}:
             for name in getattr(torch.ops.aten, packet).overloads():
                 overload = packet if name == "default" else f"{packet}.{name}"
@@ -188,8 +188,6 @@ def test_ops_without_a_replacement_cannot_be_chosen() -> None:
     """Excluding an exempt op would do nothing, and says so."""
     with pytest.raises(SettingError, match="'cumsum' cannot be excluded"):
         select_ops("2.13.0", exclude=["cumsum"])
-    with pytest.raises(SettingError, match="both excluded and included"):
-        select_ops("2.13.0", exclude=["put_"], include=["put_"])
 
 
 def test_versions_decide_which_ops_are_patched(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,10 +195,9 @@ def test_versions_decide_which_ops_are_patched(monkeypatch: pytest.MonkeyPatch) 
     texts = {"torch_does": "-", "cause": "-", "kernels": {"put_": "placement:put_"}}
     texts["flag_effect"] = FlagEffect.RAISES
     entries = (
-        Op(name="always", status="patched", **texts),
-        Op(name="fixed", status="patched", until="2.14", **texts),
-        Op(name="new", status="patched", since="2.14", **texts),
-        Op(name="offered", status="offered", **texts),
+        Op(name="always", **texts),
+        Op(name="fixed", until="2.14", **texts),
+        Op(name="new", since="2.14", **texts),
     )
     monkeypatch.setattr(catalog, "OPS", entries)
 
@@ -209,4 +206,4 @@ def test_versions_decide_which_ops_are_patched(monkeypatch: pytest.MonkeyPatch) 
 
     assert names("2.13.0+cu130") == ["always", "fixed"]
     assert names("2.14.0.dev20260901") == ["always", "new"]
-    assert names("2.13.1", include=["offered"], exclude=["fixed"]) == ["always", "offered"]
+    assert names("2.13.1", exclude=["fixed"]) == ["always"]

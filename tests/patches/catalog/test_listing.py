@@ -43,10 +43,10 @@ def test_the_table_has_a_line_for_each_op(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_one_op_is_shown_in_full(capsys: pytest.CaptureFixture[str]) -> None:
-    """What torch does, why, what is done, since when, the cost: all in 100 columns."""
+    """What torch does, why, what is done, since when: all in 100 columns."""
     assert run("put_") == 0
     shown = capsys.readouterr().out
-    for label in ("with the flag on, torch:", "why:", "instead:", "bits:", "needed:", "cost:"):
+    for label in ("with the flag on, torch:", "why:", "instead:", "bits:", "needed:"):
         assert f"\n{label}" in shown
     assert max(map(len, shown.splitlines())) <= 100
 

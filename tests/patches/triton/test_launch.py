@@ -4,7 +4,6 @@ import re
 import warnings
 from collections.abc import Callable, Iterator
 from subprocess import CalledProcessError
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -157,13 +156,12 @@ def test_a_lack_of_memory_is_raised(monkeypatch, withdrawn) -> None:
 
 
 def test_offsets_are_counted_past_the_last_block() -> None:
-    """A strided tensor may reach far with few elements."""
+    """A part of a large storage may reach far with few elements."""
     one = torch.empty(1, dtype=torch.int8)
     limit = 2**31 - 1 - 512
     assert not launch.needs_int64(one, one.as_strided((limit,), (0,)))
     assert launch.needs_int64(one, one.as_strided((limit + 1,), (0,)))
-    far = SimpleNamespace(shape=(2, 3), stride=lambda: (2**31, 1), numel=lambda: 6)
-    assert launch.needs_int64(far)
+    assert launch.needs_int64(torch.empty(limit + 1, dtype=torch.int8, device="meta")[:2])
 
 
 def test_allocated_memory_is_contiguous() -> None:

@@ -42,4 +42,4 @@ def test_every_op_has_the_bits_of_the_torch_ops() -> None:
 def test_taps_are_not_made_while_a_graph_is_captured(monkeypatch) -> None:
     monkeypatch.setattr(taps, "is_capturing", lambda: True)
     with pytest.raises(D9mError, match="has to copy a table for a side of 7 to cuda:0 first"):
-        taps.cached_taps(torch.device("cuda:0"), list, 7, torch.float32)
+        taps.cached_taps(torch.device("cuda:0"), 7, torch.float32, "avg_pool2d")

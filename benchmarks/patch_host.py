@@ -1,0 +1,145 @@
+"""Host time of patched calls on their way to a CUDA device, with a stand-in for the device.
+
+    PYTHONPATH=. python benchmarks/patch_host.py -o benchmarks/results/patch-host.json
+
+The tensors are small and on the CPU, so that torch's ops take about the time of their dispatch.
+Triton binds and looks up each launch as it does on CUDA, but a stand-in takes the place of the
+compiled kernel, so nothing is computed. A launch of torch or of the driver takes a few microseconds
+more on CUDA; their number is counted. The least of many short rounds is taken, so that other
+programs disturb less.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.nn.functional as nnf
+import triton
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+from lightning_d9m.patches.registration import Kernel, patches_applied
+from lightning_d9m.patches.triton import launch
+
+CALLS, ROUNDS = 10, 200
+_FREE = {
+    "_debug_has_internal_overlap",
+    "broadcast_tensors",
+    "empty",
+    "as_strided",
+    "set_",
+    "detach",
+    "alias",
+    "is_pinned",
+    "resize_",
+}
+
+
+class Counter(TorchDispatchMode):
+    """Counts torch's ops that start a kernel."""
+
+    names: list[str] = []  # noqa: RUF012 - one counter
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.removeprefix("aten::")  # noqa: SLF001 - its public name
+        if not func.is_view and name.split(".")[0] not in _FREE:
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def stand_in() -> list[int]:
+    """Let Triton launch nothing, on the CPU; return a list that gets an item at each launch."""
+    launches: list[int] = []
+    kernel = SimpleNamespace(
+        launch_metadata=lambda *_: None,
+        run=lambda *_: launches.append(1),
+        function=None,
+        packed_metadata=None,
+    )
+    JITFunction._do_compile = lambda self, key, *_: self.device_caches[0][0].setdefault(key, kernel)  # noqa: SLF001
+    device = SimpleNamespace(
+        get_current_device=lambda: 0,
+        get_current_stream=lambda _: 0,
+        get_current_target=lambda: GPUTarget("cuda", 90, 32),
+    )
+    triton.runtime.driver.set_active(device)
+    launch._check = lambda *_: None  # noqa: SLF001 - nothing is computed
+    return launches
+
+
+def list_calls() -> dict[str, Callable[[], object]]:
+    """Return calls of small sizes."""
+    target, rows = torch.randn(40, 8), torch.randn(64, 8)
+    index = torch.randint(40, (64,))
+    wide = index[:, None].expand(-1, 8)
+    leaf = torch.randn(2, 3, 8, 8).requires_grad_()
+    wider, pooled = nnf.interpolate(leaf, scale_factor=2.0, mode="bilinear"), leaf.view(6, 1, 8, 8)
+    pooled, _ = nnf.adaptive_max_pool2d(pooled, 3, return_indices=True)
+    return {
+        "index_add_": lambda: target.index_add_(0, index, rows),
+        "scatter_add_": lambda: target.scatter_add_(0, wide, rows),
+        "index_put_": lambda: target.index_put_((index,), rows, accumulate=True),
+        "bilinear": lambda: torch.autograd.grad(wider, leaf, wider, retain_graph=True),
+        "adaptive_max_pool2d": lambda: torch.autograd.grad(pooled, leaf, pooled, retain_graph=True),
+    }
+
+
+def measure(call: Callable[[], object]) -> float:
+    """Return microseconds: the least mean of several rounds."""
+    times = []
+    for _ in range(ROUNDS):
+        begin = time.perf_counter()
+        for _ in range(CALLS):
+            call()
+        times.append((time.perf_counter() - begin) / CALLS)
+    return min(times) * 1e6
+
+
+def main() -> None:
+    """Write host time and launches of each call."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("-o", "--output", type=Path)
+    words = parser.parse_args()
+    torch.set_num_threads(1)
+    rows, launches = [], stand_in()
+    for name, call in list_calls().items():
+        launch._device_types.discard("cpu")  # noqa: SLF001 - kernels run on CUDA only
+        own = measure(call)
+        launch._device_types.add("cpu")  # noqa: SLF001 - as above
+        with patches_applied("CPU"):
+            call()
+            ours = measure(call)
+            launches.clear()
+            Counter.names.clear()
+            run = Kernel.__call__
+
+            def counted(self: Any, *args: Any, run: Any = run, **kwargs: Any) -> Any:
+                with Counter():
+                    return run(self, *args, **kwargs)
+
+            Kernel.__call__ = counted  # type: ignore[method-assign]
+            call()
+            Kernel.__call__ = run  # type: ignore[method-assign]
+        rows.append(
+            {
+                "call": name,
+                "torch_us": round(own, 1),
+                "us": round(ours, 1),
+                "triton_launches": len(launches),
+                "torch_ops": Counter.names.copy(),
+            }
+        )
+        print(json.dumps(rows[-1]), flush=True)
+    if words.output:
+        record = {"torch": torch.__version__, "triton": triton.__version__, "rows": rows}
+        words.output.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
