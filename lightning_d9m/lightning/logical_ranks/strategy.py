@@ -287,7 +287,8 @@ class DDPDeterministicStrategy(_DDPStrategy):
         dataloader = super().process_dataloader(dataloader)
         if self.logical_ranks is None:
             return dataloader
-        padded = self._stage != "predict"
+        module: Any = self.lightning_module
+        padded = module.trainer.state.fn != "predict"
         return group_loader(dataloader, self.blocks, self.global_rank, padded=padded)
 
     def batch_to_device(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
