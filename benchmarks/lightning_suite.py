@@ -89,6 +89,7 @@ REFUSED = {
         "Lightning does not tune batch sizes with strategies of several processes"
     ),
     "has automatic_optimization=False": "manual optimization is refused",
+    "argument dataloader_iter": "a step that takes its batches itself is refused",
     "without a loss": "a training_step that returns no loss is refused",
     "ran the training step twice|LBFGS": "optimizers that run their closure again are refused",
     "is an IterableDataset": "an IterableDataset is refused",
