@@ -84,7 +84,22 @@ UNFAIR = {
 }
 
 # What logical ranks refuse or change, by patterns of the reports, with the reasons.
-REFUSED: dict[str, str] = {}
+REFUSED = {
+    "[Nn]ot supported with distributed strategies|Regex pattern did not match": (
+        "Lightning does not tune batch sizes with strategies of several processes"
+    ),
+    "has automatic_optimization=False": "manual optimization is refused",
+    "argument dataloader_iter": "a step that takes its batches itself is refused",
+    "without a loss": "a training_step that returns no loss is refused",
+    "ran the training step twice|LBFGS": "optimizers that run their closure again are refused",
+    "is an IterableDataset": "an IterableDataset is refused",
+    "loads the data, and logical ranks split": "loaders that are not torch's are refused",
+    "has batch_size=None": (
+        "has no batches to split; with DDP, Lightning drops the batch size of a BatchSampler"
+    ),
+    "has the sampler": "use_distributed_sampler=False is refused",
+    "'MicroBatches' object": "the outputs of an evaluation are a list, one for each logical rank",
+}
 
 
 def list_groups(files: list[str], partition: int) -> list[list[str]]:

@@ -48,8 +48,7 @@ def pytest_configure() -> None:
     def construct(self: Any, *args: Any, **words: Any) -> None:
         given = signature.bind(self, *args, **words).arguments
         if all(given.get(name, values[0]) in values for name, values in _CHOSEN.items()):
-            words |= {"strategy": DDPDeterministicStrategy(logical_ranks=RANKS), "devices": 1}
-            words["accelerator"] = "cpu"
+            words["strategy"] = DDPDeterministicStrategy(logical_ranks=RANKS)
         original(self, *args, **words)
 
     trainer.__init__ = construct

@@ -165,6 +165,13 @@ def make_logging_model():
     return model
 
 
+class Iterating(BoringModel):
+    """Takes its batches itself."""
+
+    def training_step(self, dataloader_iter):
+        return self.step(next(dataloader_iter)[0])
+
+
 def make_hooked_model():
     """Return a model with a hook that gets outputs which cannot be sent."""
     model = BoringModel()
@@ -267,6 +274,7 @@ REFUSALS = {
     "The parameter 'part.weight' is a DTensor": lambda: {
         "model": make_parallel_model(make_divided_parameter)
     },
+    "A step has the argument dataloader_iter": lambda: {"model": Iterating()},
     "returned NoneType without a loss": lambda: {"model": make_model(lambda model, batch: None)},
     r"add callbacks=\[DeterminismCallback\(\)\]": lambda: {"callbacks": []},
     "gradient_as_bucket_view=True is an option of DDP": lambda: {

@@ -241,6 +241,11 @@ class LogicalSteps:
         # A batch of several loaders is a collection of their micro-batches; a loader that has ended
         # may give None.
         parts = [part for part in tree_leaves(batches) if isinstance(part, MicroBatches)]
+        if not parts:
+            raise SettingError(
+                "A step has the argument dataloader_iter and takes its batches itself, so logical "
+                "ranks cannot split them: take batch and batch_idx, or train without logical_ranks."
+            )
         for place, rank in enumerate(self.block[: len(parts[0])]):  # predictions may end earlier
             yield rank, tree_map(lambda part, place=place: _select(part, place), batches)
 

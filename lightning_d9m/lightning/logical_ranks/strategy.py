@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 else:
     _DDPStrategy = combined_base("strategies.DDPStrategy")
 
+# Errors that another rank has caused, or all.
+_OF_OTHERS = (RankLostError, RanksDisagreeError)
 # Our names of Lightning's stages.
 _STAGES = {"sanity_check": "validate"}
 
@@ -223,8 +225,12 @@ class DDPDeterministicStrategy(_DDPStrategy):
         Raises:
             RanksDisagreeError: They differ; raised on every process.
         """
-        with self.naming_lost(activity):
-            agree(ranks_of_group(), activity, items)
+        try:
+            with self.naming_lost(activity):
+                agree(ranks_of_group(), activity, items)
+        except RanksDisagreeError:
+            close_default_group()  # the ranks end at different places, and none may wait there
+            raise
 
     # Collectives. These are methods, because Lightning compares `reduce` of one fit and the next.
 
@@ -287,7 +293,8 @@ class DDPDeterministicStrategy(_DDPStrategy):
         dataloader = super().process_dataloader(dataloader)
         if self.logical_ranks is None:
             return dataloader
-        padded = self._stage != "predict"
+        module: Any = self.lightning_module
+        padded = module.trainer.state.fn != "predict"
         return group_loader(dataloader, self.blocks, self.global_rank, padded=padded)
 
     def batch_to_device(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -393,16 +400,16 @@ class DDPDeterministicStrategy(_DDPStrategy):
 
     def close_connections(self, exception: BaseException) -> None:
         """Publish the error, and close the connections of torch's default group."""
-        if self._liveness is not None and not isinstance(exception, RankLostError):
+        if self._liveness is not None and not isinstance(exception, _OF_OTHERS):
             self._liveness.report_error(exception)
         if self.world_size > 1:
             close_default_group()
 
     def on_exception(self, exception: BaseException) -> None:
         """Let no other process wait for this one, and forget the step."""
-        # These are raised on all ranks together, so none waits, and they may train again.
-        is_common = isinstance(exception, DriftError | RanksDisagreeError)
-        if not is_common and (self.closes_after_errors or self.logical_ranks is not None):
+        # A drift is raised on all ranks together, so none waits, and they may train again.
+        closes = self.closes_after_errors or self.logical_ranks is not None
+        if closes and not isinstance(exception, DriftError):
             self.close_connections(exception)
         if self.logical_steps is not None:
             self.logical_steps.discard()
