@@ -69,7 +69,7 @@ def _takes_extremes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Of numbers that are equal only if their bits are; NaNs become one later."""
     zeros = [part[part == 0] for part in (args[0], args[3])]
     plain = not any(part.signbit().any() for part in zeros)
-    return plain and ("amax" in args or kwargs.get("reduce") in {"amax", "amin"})
+    return plain and args[4] in {"amax", "amin"}
 
 
 def _writes_alike_in_any_order(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

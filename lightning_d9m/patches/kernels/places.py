@@ -205,7 +205,7 @@ def _choose(rows: Tensor, keys: Tensor, values: Tensor, include_self: bool, *, r
     is_nan = chosen.isnan()
     kept = (chosen == rows) | (is_nan & rows.isnan())
     if is_float:
-        chosen.masked_fill_(is_nan, torch.nan)
+        chosen = torch.where(is_nan, torch.nan, chosen)
     rows.copy_(torch.where(kept, rows, chosen))
 
 
