@@ -43,12 +43,8 @@ class GradientCase:
         return len(self.shape) == dims + 2
 
 
-def _interpolate(**arguments: object) -> Forward:
-    return lambda x: nnf.interpolate(x, **arguments)
-
-
-def _pad(*sides: int, mode: str = "reflect") -> Forward:
-    return lambda x: nnf.pad(x, sides, mode=mode)
+def _call(name: str, *arguments: object, **more: object) -> Forward:
+    return lambda x: getattr(nnf, name)(x, *arguments, **more)
 
 
 def _fixed_fractional(pool: Callable[..., Tensor], samples: int) -> Forward:
@@ -59,90 +55,85 @@ def _fixed_fractional(pool: Callable[..., Tensor], samples: int) -> Forward:
     return forward
 
 
+_case = GradientCase
 GRADIENT_CASES = [
-    GradientCase("avg_pool3d", (2, 3, 4, 6, 8), lambda x: nnf.avg_pool3d(x, 2), exact=True),
-    GradientCase(
-        "avg_pool3d-divisor", (3, 4, 6, 8), lambda x: nnf.avg_pool3d(x, 2, divisor_override=5)
-    ),
-    GradientCase(
-        "avg_pool3d-overlap", (2, 3, 7, 9, 8), lambda x: nnf.avg_pool3d(x, 3, 2, 1, ceil_mode=True)
-    ),
-    GradientCase(
+    _case("avg_pool3d", (2, 3, 4, 6, 8), _call("avg_pool3d", 2), exact=True),
+    _case("avg_pool3d-divisor", (3, 4, 6, 8), _call("avg_pool3d", 2, divisor_override=5)),
+    _case("avg_pool3d-overlap", (2, 3, 7, 9, 8), _call("avg_pool3d", 3, 2, 1, ceil_mode=True)),
+    _case(
         "avg_pool3d-sides",
         (2, 3, 7, 9, 8),
-        lambda x: nnf.avg_pool3d(x, (2, 3, 2), (2, 1, 3), (1, 1, 0), count_include_pad=False),
+        _call("avg_pool3d", (2, 3, 2), (2, 1, 3), (1, 1, 0), count_include_pad=False),
     ),
-    GradientCase(
-        "adaptive_avg_pool2d",
-        (2, 3, 8, 6),
-        lambda x: nnf.adaptive_avg_pool2d(x, (2, 3)),
-        exact=True,
-    ),
-    GradientCase(
-        "adaptive_avg_pool2d-odd", (2, 3, 7, 9), lambda x: nnf.adaptive_avg_pool2d(x, (3, 4))
-    ),
-    GradientCase("adaptive_avg_pool2d-up", (3, 3, 4), lambda x: nnf.adaptive_avg_pool2d(x, (5, 7))),
-    GradientCase(
-        "adaptive_avg_pool3d", (2, 3, 7, 4, 5), lambda x: nnf.adaptive_avg_pool3d(x, (3, 2, 2))
-    ),
-    GradientCase("adaptive_max_pool2d", (2, 3, 7, 9), lambda x: nnf.adaptive_max_pool2d(x, (3, 4))),
-    GradientCase("adaptive_max_pool2d-up", (3, 3, 4), lambda x: nnf.adaptive_max_pool2d(x, (5, 7))),
-    GradientCase(
-        "adaptive_max_pool3d", (2, 3, 7, 4, 5), lambda x: nnf.adaptive_max_pool3d(x, (3, 2, 2))
-    ),
-    GradientCase(
-        "max_pool3d", (2, 3, 7, 9, 8), lambda x: nnf.max_pool3d(x, 3, 2, 1, ceil_mode=True)
-    ),
-    GradientCase(
-        "max_pool3d-dilated", (3, 7, 6, 8), lambda x: nnf.max_pool3d(x, 3, 1, 1, dilation=2)
-    ),
-    GradientCase(
-        "fractional_max_pool2d", (2, 3, 9, 8), _fixed_fractional(nnf.fractional_max_pool2d, 2)
-    ),
-    GradientCase(
+    _case("adaptive_avg_pool2d", (2, 3, 8, 6), _call("adaptive_avg_pool2d", (2, 3)), exact=True),
+    _case("adaptive_avg_pool2d-odd", (2, 3, 7, 9), _call("adaptive_avg_pool2d", (3, 4))),
+    _case("adaptive_avg_pool2d-up", (3, 3, 4), _call("adaptive_avg_pool2d", (5, 7))),
+    _case("adaptive_avg_pool3d", (2, 3, 7, 4, 5), _call("adaptive_avg_pool3d", (3, 2, 2))),
+    _case("adaptive_max_pool2d", (2, 3, 7, 9), _call("adaptive_max_pool2d", (3, 4))),
+    _case("adaptive_max_pool2d-up", (3, 3, 4), _call("adaptive_max_pool2d", (5, 7))),
+    _case("adaptive_max_pool3d", (2, 3, 7, 4, 5), _call("adaptive_max_pool3d", (3, 2, 2))),
+    _case("max_pool3d", (2, 3, 7, 9, 8), _call("max_pool3d", 3, 2, 1, ceil_mode=True)),
+    _case("max_pool3d-dilated", (3, 7, 6, 8), _call("max_pool3d", 3, 1, 1, dilation=2)),
+    _case("fractional_max_pool2d", (2, 3, 9, 8), _fixed_fractional(nnf.fractional_max_pool2d, 2)),
+    _case(
         "fractional_max_pool3d", (2, 3, 9, 8, 7), _fixed_fractional(nnf.fractional_max_pool3d, 3)
     ),
-    GradientCase("linear", (2, 3, 7), _interpolate(scale_factor=2.3, mode="linear")),
-    GradientCase(
-        "linear-corners", (2, 3, 7), _interpolate(size=5, mode="linear", align_corners=True)
+    _case("linear", (2, 3, 7), _call("interpolate", scale_factor=2.3, mode="linear")),
+    _case(
+        "linear-corners", (2, 3, 7), _call("interpolate", size=5, mode="linear", align_corners=True)
     ),
-    GradientCase("bilinear", (2, 3, 7, 6), _interpolate(size=(13, 4), mode="bilinear")),
-    GradientCase(
+    _case("bilinear", (2, 3, 7, 6), _call("interpolate", size=(13, 4), mode="bilinear")),
+    _case(
         "bilinear-corners",
         (2, 3, 7, 6),
-        _interpolate(scale_factor=2, mode="bilinear", align_corners=True),
+        _call("interpolate", scale_factor=2, mode="bilinear", align_corners=True),
     ),
-    GradientCase("bilinear-one", (2, 3, 1, 1), _interpolate(size=5, mode="bilinear")),
-    GradientCase("bicubic", (2, 3, 7, 6), _interpolate(size=(13, 4), mode="bicubic")),
-    GradientCase(
+    _case("bilinear-one", (2, 3, 1, 1), _call("interpolate", size=5, mode="bilinear")),
+    _case("bicubic", (2, 3, 7, 6), _call("interpolate", size=(13, 4), mode="bicubic")),
+    _case(
         "bicubic-corners",
         (2, 3, 7, 6),
-        _interpolate(scale_factor=2, mode="bicubic", align_corners=True),
+        _call("interpolate", scale_factor=2, mode="bicubic", align_corners=True),
     ),
-    GradientCase("trilinear", (2, 3, 4, 5, 6), _interpolate(size=(7, 3, 9), mode="trilinear")),
-    GradientCase(
+    _case("trilinear", (2, 3, 4, 5, 6), _call("interpolate", size=(7, 3, 9), mode="trilinear")),
+    _case(
         "bilinear-antialiased",
         (2, 3, 17, 6),
-        _interpolate(size=(5, 11), mode="bilinear", antialias=True),
+        _call("interpolate", size=(5, 11), mode="bilinear", antialias=True),
     ),
-    GradientCase(
+    _case(
         "bicubic-antialiased",
         (2, 3, 17, 6),
-        _interpolate(size=(5, 11), mode="bicubic", antialias=True),
+        _call("interpolate", size=(5, 11), mode="bicubic", antialias=True),
     ),
-    GradientCase("reflection1d", (2, 3, 7), _pad(3, 5), exact=True),
-    GradientCase("reflection1d-long", (3, 3), _pad(2, 2), exact=True),
-    GradientCase("reflection2d", (2, 3, 7, 6), _pad(3, 5, 6, 1), cpu_keeps_format=True),
-    GradientCase("reflection2d-crop", (2, 3, 7, 6), _pad(-1, 2, 2, -2), cpu_keeps_format=True),
-    GradientCase("reflection3d", (2, 3, 4, 5, 6), _pad(3, 5, 1, 0, 2, 3), cpu_keeps_format=True),
-    GradientCase("replication1d", (2, 3, 7), _pad(3, 9, mode="replicate"), exact=True),
-    GradientCase(
-        "replication2d", (2, 3, 7, 6), _pad(3, 0, 9, 1, mode="replicate"), cpu_keeps_format=True
+    _case("reflection1d", (2, 3, 7), _call("pad", (3, 5), "reflect"), exact=True),
+    _case("reflection1d-long", (3, 3), _call("pad", (2, 2), "reflect"), exact=True),
+    _case(
+        "reflection2d", (2, 3, 7, 6), _call("pad", (3, 5, 6, 1), "reflect"), cpu_keeps_format=True
     ),
-    GradientCase(
+    _case(
+        "reflection2d-crop",
+        (2, 3, 7, 6),
+        _call("pad", (-1, 2, 2, -2), "reflect"),
+        cpu_keeps_format=True,
+    ),
+    _case(
+        "reflection3d",
+        (2, 3, 4, 5, 6),
+        _call("pad", (3, 5, 1, 0, 2, 3), "reflect"),
+        cpu_keeps_format=True,
+    ),
+    _case("replication1d", (2, 3, 7), _call("pad", (3, 9), "replicate"), exact=True),
+    _case(
+        "replication2d",
+        (2, 3, 7, 6),
+        _call("pad", (3, 0, 9, 1), "replicate"),
+        cpu_keeps_format=True,
+    ),
+    _case(
         "replication3d",
         (2, 3, 4, 5, 6),
-        _pad(3, 5, 1, -1, 0, 7, mode="replicate"),
+        _call("pad", (3, 5, 1, -1, 0, 7), "replicate"),
         cpu_keeps_format=True,
     ),
 ]

@@ -32,6 +32,7 @@ ONE_THREAD_PER_OUTPUT = {
     *("_assert_async", "_local_scalar_dense"),
     "set_.source_Storage",  # memory that is not filled
     "_ctc_loss",  # forward: one thread for each state, one step after the other
+    "index_fill_.int_Scalar",  # one number, by however many threads
     "kthvalue",  # its value; the index, which may vary, is not used
 }
 """No two threads meet: they read, copy, or go through their own elements in order."""
@@ -68,7 +69,7 @@ def _takes_extremes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Of numbers that are equal only if their bits are; NaNs become one later."""
     zeros = [part[part == 0] for part in (args[0], args[3])]
     plain = not any(part.signbit().any() for part in zeros)
-    return plain and ("amax" in args or kwargs.get("reduce") in {"amax", "amin"})
+    return plain and args[4] in {"amax", "amin"}
 
 
 def _writes_alike_in_any_order(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -103,6 +104,7 @@ LEAVING = {
     *("cumprod", "logcumsumexp"),  # several rows, and integers
     *("nll_loss2d_forward", "scatter_reduce", "embedding_bag_dense_backward"),  # other modes
     *("histc", "bincount"),  # integers and nothing
+    "index_put_impl",  # without accumulate it sorts
 }
 """Replacements that leave some arguments to torch's kernel, which is deterministic there."""
 

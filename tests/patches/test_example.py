@@ -42,10 +42,10 @@ def test_it_trains_on_patched_ops(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.nn.functional.nll_loss(model(images), masks, model.weights).backward()
     assert ran == {
         "lightning_d9m.patches.kernels.separable:adaptive_avg_pool2d_backward",
-        "lightning_d9m.patches.kernels.separable:bicubic2d_backward",
-        "lightning_d9m.patches.kernels.separable:bilinear2d_backward",
+        "lightning_d9m.patches.kernels.separable:upsample_bicubic2d_backward",
+        "lightning_d9m.patches.kernels.separable:upsample_bilinear2d_backward",
         "lightning_d9m.patches.kernels.reductions:nll_loss2d_forward",
         "lightning_d9m.patches.kernels.max_pool:adaptive_max_pool2d_backward",
-        "lightning_d9m.patches.kernels.separable:reflection_pad_backward",
+        "lightning_d9m.patches.kernels.separable:reflection_pad2d_backward",
     }
     assert judge.refused == set()

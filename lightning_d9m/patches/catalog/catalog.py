@@ -23,14 +23,15 @@ def read_ops(text: str) -> Iterator[Op]:
     function of the module ``kernel`` that has the operator's name, without underscores around it.
     """
     _, shared, *stanzas = map(_read_fields, text.strip().split("\n\n"))
+    texts = {name: value for name, [value] in shared.items()}
     for stanza in stanzas:
+        lines = stanza.pop("op")
         fields = {
-            name: re.sub("[A-Z_]+", lambda word: shared.get(word[0], word)[0], " ".join(values))
-            for name, values in stanza.items()
-            if name != "op"
+            name: re.sub("[A-Z_]+", lambda word: texts.get(word[0], word[0]), value)
+            for name, [value] in stanza.items()
         }
-        for line in stanza["op"]:
-            yield _make_op(line, fields, {name: text for name, [text] in shared.items()})
+        for line in lines:
+            yield _make_op(line, fields, texts)
 
 
 def _read_fields(stanza: str) -> dict[str, list[str]]:

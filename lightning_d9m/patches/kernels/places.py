@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -195,13 +194,18 @@ def _choose(rows: Tensor, keys: Tensor, values: Tensor, include_self: bool, *, r
 
     Without -0.0 the order of equal numbers cannot show. A place keeps its bits if its number stays.
     """
-    index = keys.to(torch.int64).view(-1, *[1] * (rows.dim() - 1)).expand_as(values)
-    more: dict[str, Any] = {"reduce": reduce, "include_self": include_self}
-    chosen = (rows + 0).scatter_reduce_(0, index, values + 0, **more)
+    keys, chosen, is_float = keys.to(torch.int64), rows + 0, rows.is_floating_point()
+    if not include_self:
+        limits = (-torch.inf, torch.inf)
+        if not is_float:
+            limits = (torch.iinfo(rows.dtype).min, torch.iinfo(rows.dtype).max)
+        chosen.index_fill_(0, keys, limits[reduce == "amin"])
+    index = keys.view(-1, *[1] * (rows.dim() - 1)).expand_as(values)
+    chosen.scatter_reduce_(0, index, values + 0, reduce)
     is_nan = chosen.isnan()
     kept = (chosen == rows) | (is_nan & rows.isnan())
-    if rows.is_floating_point():
-        chosen.masked_fill_(is_nan, torch.nan)
+    if is_float:
+        chosen = torch.where(is_nan, torch.nan, chosen)
     rows.copy_(torch.where(kept, rows, chosen))
 
 

@@ -146,11 +146,12 @@ def index_put_impl(
     values: Tensor,
     accumulate: bool = False,
     unsafe: bool = False,  # noqa: ARG001 - torch's argument
-) -> Update:
+) -> Any:
     """Add the values where the indices of the first dimensions say."""
+    if not accumulate:
+        return NotImplemented
     given = [index for index in indices if index is not None]
     require(
-        accumulate,
         _is_added(self),
         0 < len(given) == len(indices) <= self.dim(),
         all(index.dtype in _INDEX_DTYPES for index in given),

@@ -26,10 +26,6 @@ _withdrawn: set[str] = set()
 _checked: set[tuple[str, torch.device]] = set()
 
 
-class _WrongBitsError(Exception):
-    """A kernel gave other bits than torch ops."""
-
-
 def run_kernel(
     path: str,
     reference: Callable[..., None],
@@ -93,7 +89,7 @@ def _check(
     kernel(*given)
     reference(*known)
     if not torch.equal(given[0].cpu().view(torch.uint8), known[0].view(torch.uint8)):
-        raise _WrongBitsError(f"on {device} its bits for a small example are not the CPU's")
+        raise RuntimeError(f"on {device} its bits for a small example are not the CPU's")
 
 
 def is_capturing() -> bool:
@@ -110,8 +106,6 @@ def explain_failure(error: Exception, device: torch.device) -> str:
     """
     if device.type == "cuda" and torch.cuda.is_initialized():
         torch.cuda.synchronize(device)
-    if isinstance(error, _WrongBitsError):
-        return str(error)
     reason = f"{type(error).__name__}: {error}"
     if isinstance(error, ImportError | OSError | SubprocessError) or "C compiler" in str(error):
         return f"{reason}; Triton needs gcc and Python's headers"

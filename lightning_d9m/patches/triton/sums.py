@@ -73,7 +73,8 @@ def accumulate_terms(
     """Run phases: 0 raises the exponents, 1 adds the pieces of the terms, 2 rounds the sums.
 
     The terms are the values times their weights, then what is in ``out``. A single program can run
-    all phases, with a barrier before each; several ones run one phase to a launch.
+    all phases, with a barrier before each; several ones run one phase to a launch. What atomics
+    change is read from the L2 cache, where they change it.
     """
     first = tl.program_id(0) * BLOCK
     if WIDE:
@@ -113,7 +114,8 @@ def accumulate_terms(
                         place = tl.where(own, element - terms, place)
                         mask = mask | own
                     # Of float64 that a new buffer holds, -0.0, the odd halves are negative.
-                    top = tl.maximum(tl.load(tops + place, mask=mask, other=0), 0)
+                    top = tl.load(tops + place, mask=mask, other=0, cache_modifier=".cg")
+                    top = tl.maximum(top, 0)
                     if phase == 0:
                         # Exponents only grow: one that was read too early spares an atomic or not.
                         exponent = read_exponents(term)
@@ -176,18 +178,18 @@ def round_sums(
     """Write the sums of the pieces, rounded once. ``BITS`` is 0 for float64."""
     mask = element < slots
     last = sums + (PIECES - 1) * slots.to(tl.int64) + element
-    total = tl.load(last, mask=mask, other=0.0)
+    total = tl.load(last, mask=mask, other=0.0, cache_modifier=".cg")
     first = total
     tail = tl.zeros_like(total)
     for _ in tl.static_range(PIECES - 1):
         last -= slots
-        first = tl.load(last, mask=mask, other=0.0)
+        first = tl.load(last, mask=mask, other=0.0, cache_modifier=".cg")
         total, error = add(first, total)
         tail = add_to_odd(error, tail)
     zero = (total == 0) & (tail == 0)
     if BITS == 0:
         result = tl.where(zero, total, total + tail)
-        top = tl.load(tops + element, mask=mask, other=0)
+        top = tl.load(tops + element, mask=mask, other=0, cache_modifier=".cg")
         result = tl.where(top >= 1923, result * 18446744073709551616.0, result)  # 2**64
     else:
         result = tl.where(zero, total, add_to_odd(total, tail))

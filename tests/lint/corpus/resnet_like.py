@@ -10,7 +10,7 @@ class Block(nn.Module):
         super().__init__()
         self.conv = nn.Conv2d(channels, channels, 3, padding=1)  # expect: D9M103
         self.norm = nn.BatchNorm2d(channels)  # fine
-        self.edge = nn.Conv2d(channels, channels, 3, padding_mode="reflect")  # expect: D9M103 D9M101
+        self.edge = nn.Conv2d(channels, channels, 3, padding_mode="reflect")  # expect: D9M103
         self.zero = nn.Linear(channels, channels)  # fine
 
     def forward(self, x):

@@ -48,7 +48,7 @@ class Decoder(nn.Module):
             size=size,
             mode="bilinear",
         )
-        x = pad(x, (1, 1, 1, 1), mode="reflect")  # expect: D9M101
+        x = pad(x, (1, 1, 1, 1), mode="reflect")  # expect: D9M103
         x = pad(x, (1, 1), mode="circular")  # fine
         x = pad(x, (1, 1))  # fine
         x = fn.pad(x, (1, 1), "replicate")  # expect: D9M103
