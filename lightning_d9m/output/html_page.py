@@ -13,7 +13,7 @@ from hashlib import sha256
 from itertools import takewhile
 from math import inf, isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from lightning_d9m.comparison.causes import find_cause
 from lightning_d9m.comparison.differences import Divergence, PlaceDifference, name_call
@@ -29,7 +29,6 @@ from lightning_d9m.comparison.weight_distance import RESOLUTION, STANDARD_ERROR
 from lightning_d9m.ledger.folder import Ledger
 from lightning_d9m.ledger.format.records import Header, Scalar
 from lightning_d9m.output.comparison_text import (
-    advise,
     count_compared,
     is_one_ledger,
     list_one_sided,
@@ -48,7 +47,6 @@ from lightning_d9m.output.svg import (
     HeatMapRow,
     draw_chart,
     draw_key,
-    draw_timeline,
 )
 from lightning_d9m.output.terminal import find_command
 from lightning_d9m.text import describe_pair, pluralize, quote
@@ -58,12 +56,14 @@ if TYPE_CHECKING:
     from jinja2 import Environment
     from markupsafe import Markup
 
+_T = TypeVar("_T")
 GENERATOR = '<meta name="generator" content="lightning_d9m'
 _MAX_RANKS = 64
 _MAX_ROWS_FIRST, _MAX_ROWS_OTHERS = 3_000, 1_000
 _MAX_FIELDS = 200
 _MAX_SENTENCES = 200
 _MAX_DEPTH = 12
+_MAX_MOMENTS, _MAX_MODULES = 400, 1_500
 # What ran, by its name on the page.
 _FACTS: dict[str, Callable[[Header], object]] = {
     "command": lambda header: header.program.get("command"),
@@ -115,9 +115,11 @@ def render_page(
     basis = state_verdict(comparison)
     if comparison.verdict == "different":  # the header says the rest
         basis = f"{count_compared(comparison)} compared."
+    moments = _choose(timeline.moments, lambda found: found.status != "equal", _MAX_MOMENTS)
     # If there are many ranks, those that diverge.
     chosen = list(dict.fromkeys([*(entry.rank for entry in found), *timeline.ranks]))[:_MAX_RANKS]
-    shown = {rank: timeline.ranks[rank] for rank in sorted(chosen) if rank in timeline.ranks}
+    parts = {rank: timeline.ranks[rank] for rank in sorted(chosen) if rank in timeline.ranks}
+    ranks = [(rank, HeatMapRow(part, (part,))) for rank, part in parts.items()]
     return environment.get_template("report.html.j2").render(
         comparison=comparison,
         timeline=timeline,
@@ -130,13 +132,14 @@ def render_page(
         command=find_command(ledgers),
         first=found[0] if found else None,
         first_ranks=_describe_first_ranks(comparison),
-        advice=(advise(comparison.first, comparison.extent) if comparison.first else ""),
         one_sided=list(list_one_sided(comparison)),
         one_ledger=is_one_ledger(comparison),
         basis=basis,
         places=list(_list_places(found)),
         modules=_make_module_map(timeline, comparison),
-        marks=draw_timeline(shown, timeline.epochs) if shown else "",
+        ranks=_make_heat_map(ranks, timeline.epochs) if ranks else None,
+        moments=moments,
+        moments_left_out=len(timeline.moments) - len(moments),
         values=list(_draw_values(timeline, values)),
         keys=[draw_key(number) for number in range(1 + len(values))] if repeated else [],
         layers=list(enumerate(list_layers(timeline.distances))),
@@ -144,7 +147,7 @@ def render_page(
         layer_chart=_draw_layers(timeline),
         standard_error=f"{STANDARD_ERROR:.0%}",
         draw_key=draw_key,
-        ranks_left_out=len(timeline.ranks) - len(shown),
+        ranks_left_out=len(timeline.ranks) - len(ranks),
         max_ranks=_MAX_RANKS,
         max_fields=_MAX_FIELDS,
         max_sentences=_MAX_SENTENCES,
@@ -343,16 +346,34 @@ class _Node:
         return kind, within, epoch, step
 
 
+def _choose(found: Sequence[_T], differs: Callable[[_T], bool], most: int) -> list[_T]:
+    """Return at most so many, in their order: those that differ before those that agree."""
+    order = sorted(range(len(found)), key=lambda number: not differs(found[number]))
+    return [found[number] for number in sorted(order[:most])]
+
+
+def _make_heat_map(
+    named: Sequence[tuple[object, HeatMapRow]], epochs: Mapping[int, int]
+) -> Mapping[str, object]:
+    heat = HeatMap([row for _, row in named])
+    return {
+        "rows": [(name, heat.draw_row(row)) for name, row in named],
+        "axis": heat.draw_axis(epochs),
+        "shades": heat.shades,
+    }
+
+
 def _make_module_map(timeline: Timeline, comparison: Comparison) -> Mapping[str, object] | None:
     """Return the tree of modules beside its heat map, layer 10 after layer 9; None without modules.
 
     Returns:
         ``rows`` with (module, its cells), ``axis`` with the steps of the columns, ``shades`` with
-        (number of the shade, fewest, most differing digests).
+        (number of the shade, fewest, most differing digests), ``left_out`` with a number.
     """
-    modules = timeline.modules
-    if not modules:
+    if not timeline.modules:
         return None
+    chosen = _choose([*timeline.modules.items()], lambda item: item[1].differing > 0, _MAX_MODULES)
+    modules = dict(chosen)
     first = [module_of(entry.kind, entry.name) for entry in comparison.divergences[:1]]
     paths = {"", *modules, *first}
     for path in list(paths):
@@ -362,17 +383,11 @@ def _make_module_map(timeline: Timeline, comparison: Comparison) -> Mapping[str,
     def order(path: str) -> list[str]:
         return [part.zfill(9) if part.isdecimal() else part for part in path.split(".")]
 
-    nodes = [_Node(path, modules.get(path), [path] == first) for path in sorted(paths, key=order)]
-    cells = [
-        HeatMapRow(
-            StepHistogram() if node.module is None else node.module.steps,
-            timeline.find_recorded(node.path),
-        )
-        for node in nodes
-    ]
-    heat = HeatMap(cells)
-    return {
-        "rows": [(node, heat.draw_row(row)) for node, row in zip(nodes, cells, strict=True)],
-        "axis": heat.draw_axis(timeline.epochs),
-        "shades": heat.shades,
-    }
+    rows: list[tuple[_Node, HeatMapRow]] = []
+    for path in sorted(paths, key=order):
+        module = modules.get(path)
+        steps = StepHistogram() if module is None else module.steps
+        node = _Node(path, module, [path] == first)
+        rows.append((node, HeatMapRow(steps, timeline.find_recorded(path))))
+    left_out = len(timeline.modules) - len(modules)
+    return {**_make_heat_map(rows, timeline.epochs), "left_out": left_out}
