@@ -210,9 +210,8 @@ _INSIDE = ("input", "output", "loss", "grad_output", "local_gradient")
 
 def earliest_divergences(comparison: Comparison) -> tuple[Divergence, ...]:
     """Return the divergences of the ranks that diverge first, all at the same place."""
-    found = [rank.divergence for rank in comparison.ranks if rank.divergence is not None]
-    first = min((entry.when for entry in found), default=None)
-    return tuple(entry for entry in found if entry.when == first)
+    found = comparison.divergences
+    return tuple(entry for entry in found if entry.when == found[0].when)
 
 
 def find_cause(comparison: Comparison, *, batches_seen: bool = False) -> Cause:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from lightning_d9m.comparison.causes import advise
+from lightning_d9m.comparison.causes import advise, earliest_divergences
 from lightning_d9m.comparison.differences import Divergence, FieldDifference, name_call
 from lightning_d9m.comparison.ledgers import Comparison, RankComparison
 from lightning_d9m.output.terminal import wrap
@@ -221,12 +221,12 @@ def count_compared(comparison: Comparison) -> str:
 
 def _name_first(comparison: Comparison) -> str:
     """Return a sentence that names the first divergence."""
-    first, found = comparison.first, comparison.divergences
-    if first is None:
+    found = earliest_divergences(comparison)
+    if not found:
         return ""
-    ranks = [entry.rank for entry in found if entry.when == found[0].when]
-    verb = "diverge" if ranks[1:] else "diverges"
-    return _begin(f"{name_ranks(sorted(ranks))} {verb} first, in {first.where}.")
+    verb = "diverge" if found[1:] else "diverges"
+    ranks = name_ranks(sorted(entry.rank for entry in found))
+    return _begin(f"{ranks} {verb} first, in {found[0].where}.")
 
 
 def _begin(sentence: str) -> str:

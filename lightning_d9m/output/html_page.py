@@ -15,7 +15,7 @@ from math import inf, isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from lightning_d9m.comparison.causes import find_cause
+from lightning_d9m.comparison.causes import earliest_divergences, find_cause
 from lightning_d9m.comparison.differences import Divergence, PlaceDifference, name_call
 from lightning_d9m.comparison.ledgers import Comparison
 from lightning_d9m.comparison.timeline import (
@@ -110,21 +110,12 @@ def render_page(
     folder = files("lightning_d9m.output") / "templates"
     style, script = ((folder / name).read_text() for name in ("style.css", "script.js"))
     found = comparison.divergences
-    values = [timeline.values] if repeated is None else repeated.values
-    rows = [] if repeated is None else repeated.rows
     basis = state_verdict(comparison)
     if comparison.verdict == "different":  # the header says the rest
         basis = f"{count_compared(comparison)} compared."
-    moments = _choose(timeline.moments, lambda found: found.status != "equal", _MAX_MOMENTS)
-    # If there are many ranks, those that diverge.
-    chosen = list(dict.fromkeys([*(entry.rank for entry in found), *timeline.ranks]))[:_MAX_RANKS]
-    parts = {rank: timeline.ranks[rank] for rank in sorted(chosen) if rank in timeline.ranks}
-    ranks = [(rank, HeatMapRow(part, (part,))) for rank, part in parts.items()]
     return environment.get_template("report.html.j2").render(
         comparison=comparison,
         timeline=timeline,
-        repeated=repeated,
-        run_columns=list_run_columns(rows),
         title=f"{comparison.verdict}: {_name_pair(comparison.expected, comparison.actual)}",
         cause=find_cause(comparison) if found or comparison.stack else None,
         weights=_find_weights(ledgers[1]) if comparison.equal else "",
@@ -137,17 +128,6 @@ def render_page(
         basis=basis,
         places=list(_list_places(found)),
         modules=_make_module_map(timeline, comparison),
-        ranks=_make_heat_map(ranks, timeline.epochs) if ranks else None,
-        moments=moments,
-        moments_left_out=len(timeline.moments) - len(moments),
-        values=list(_draw_values(timeline, values)),
-        keys=[draw_key(number) for number in range(1 + len(values))] if repeated else [],
-        layers=list(enumerate(list_layers(timeline.distances))),
-        layer_columns=LAYER_COLUMNS,
-        layer_chart=_draw_layers(timeline),
-        standard_error=f"{STANDARD_ERROR:.0%}",
-        draw_key=draw_key,
-        ranks_left_out=len(timeline.ranks) - len(ranks),
         max_ranks=_MAX_RANKS,
         max_fields=_MAX_FIELDS,
         max_sentences=_MAX_SENTENCES,
@@ -156,7 +136,42 @@ def render_page(
         style=style,
         script=script,
         script_hash=b64encode(sha256(script.encode()).digest()).decode(),
+        **_draw_runs(timeline, repeated),
+        **_draw_timeline(timeline, [entry.rank for entry in found]),
     )
+
+
+def _draw_runs(timeline: Timeline, repeated: RepeatedRuns | None) -> dict[str, object]:
+    """Return the values of the sections about all runs."""
+    values = [timeline.values] if repeated is None else repeated.values
+    return {
+        "repeated": repeated,
+        "run_columns": list_run_columns([] if repeated is None else repeated.rows),
+        "values": list(_draw_values(timeline, values)),
+        "keys": [draw_key(n) for n in range(1 + len(values))] if repeated else [],
+    }
+
+
+def _draw_timeline(timeline: Timeline, differing: list[int]) -> dict[str, object]:
+    """Return the values of the sections about ranks, layers and moments.
+
+    If there are many ranks, those that diverge are shown.
+    """
+    chosen = list(dict.fromkeys([*differing, *timeline.ranks]))[:_MAX_RANKS]
+    parts = {rank: timeline.ranks[rank] for rank in sorted(chosen) if rank in timeline.ranks}
+    ranks = [(rank, HeatMapRow(part, (part,))) for rank, part in parts.items()]
+    moments = _choose(timeline.moments, lambda found: found.status != "equal", _MAX_MOMENTS)
+    return {
+        "ranks": _make_heat_map(ranks, timeline.epochs) if ranks else None,
+        "ranks_left_out": len(timeline.ranks) - len(ranks),
+        "moments": moments,
+        "moments_left_out": len(timeline.moments) - len(moments),
+        "layers": list(enumerate(list_layers(timeline.distances))),
+        "layer_columns": LAYER_COLUMNS,
+        "layer_chart": _draw_layers(timeline),
+        "standard_error": f"{STANDARD_ERROR:.0%}",
+        "draw_key": draw_key,
+    }
 
 
 def list_run_facts(ledgers: Sequence[Ledger]) -> Iterator[tuple[str, list[str]]]:
@@ -297,13 +312,13 @@ def _describe_position(found: Divergence) -> str:
 
 def _describe_first_ranks(comparison: Comparison) -> str:
     """Return which of several ranks diverge first, and how many diverge later."""
-    found = comparison.divergences
+    found = earliest_divergences(comparison)
     if not found or not comparison.ranks[1:]:
         return ""
-    together = sorted(entry.rank for entry in found if entry.when == found[0].when)
-    later = len(found) - len(together)
+    later = len(comparison.divergences) - len(found)
     others = f"; {pluralize(later, 'more rank')} diverged later" if later else ""
-    return f"{name_ranks(together)} of {len(comparison.ranks)}{others}. ".capitalize()
+    together = name_ranks(sorted(entry.rank for entry in found))
+    return f"{together} of {len(comparison.ranks)}{others}. ".capitalize()
 
 
 def _list_places(found: list[Divergence]) -> Iterator[tuple[int, Any]]:

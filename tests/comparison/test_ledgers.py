@@ -4,7 +4,7 @@ import tracemalloc
 
 import pytest
 
-from lightning_d9m.comparison import alignment
+from lightning_d9m.comparison import ledgers
 from lightning_d9m.comparison.ledgers import OneSided, compare_ledgers
 from lightning_d9m.errors import LedgerError
 from lightning_d9m.ledger.folder import rank_path, read_ledger
@@ -358,7 +358,7 @@ class TestNotComparable:
             ({"train": [LoaderFacts(1437, 32, 23)]}, "batch_size", "64", "32 samples a batch"),
             ({"train": [LoaderFacts(1437, 64, 9)]}, "batches", "23", "9 batches an epoch"),
             ({"trainer": {"precision": "bf16"}}, "trainer.precision", "32-true", "bf16"),
-            ({"extra": {"plan": {"a": 1}}}, "plan.a", "missing", "1"),
+            ({"extra": {"plan": {"a": 1}}}, "plan", "missing", '{"a": 1}'),
             # A field that this version does not know hides none that it knows.
             (
                 {"train": [LoaderFacts(99, 64, 23)], "extra": {"dataset": "1437 samples"}},
@@ -449,7 +449,7 @@ class TestUnknownKinds:
         assert compare(one, other).ranks[0].actual.records.count == 1
 
     def test_memory_is_bounded(self, runs, monkeypatch):
-        monkeypatch.setattr(alignment, "_KEPT_BYTES", 2000)
+        monkeypatch.setattr(ledgers, "_KEPT_BYTES", 2000)
         names = [f"n{number}" for number in range(300)]
         one, other = (runs.write(edit=self.probes(order)) for order in (names, names[::-1]))
         (rank,) = compare(one, other).ranks

@@ -58,20 +58,6 @@ def test_one_flipped_bit_is_one_changed_element(values, place):
     assert found.vermv > 0
 
 
-def test_zeros_of_both_signs_differ():
-    found = measure_variation(torch.tensor([0.0, 1.0]), torch.tensor([-0.0, 1.0]))
-    assert (found.vc, found.vermv, found.ulps) == (0.5, 0.5, 1)
-
-
-def test_a_nan_agrees_with_its_own_bits_only():
-    nan = torch.tensor([math.nan])
-    other = nan.clone()
-    other.view(torch.int32)[0] ^= 1
-    assert measure_variation(nan, nan.clone()).vc == 0
-    assert measure_variation(nan, other).vc == 1
-    assert measure_variation(nan, other).vermv == 1
-
-
 def test_the_formulas():
     """Vermv is the mean of |A - B| / |A|, Vc the share that differs, and Vs is of one number."""
     found = measure_variation(torch.tensor([1.0, 2.0, 4.0, 8.0]), torch.tensor([1.0, 3.0, 3.0, 8]))
@@ -217,14 +203,10 @@ def test_one_ulp_is_one_in_every_dtype(dtype):
     assert found.examples[0][0] == (1, 2)
 
 
-def test_zero_and_minus_zero_differ_and_are_neighbours():
-    found = measure_difference(torch.tensor([0.0]), torch.tensor([-0.0]))
-    assert (found.count, found.ulps, found.absolute) == (1, 1, 0.0)
-
-
-def test_across_zero_the_floats_between_are_counted():
-    tiny = torch.tensor([2.0**-149])
-    assert measure_difference(tiny, -tiny).ulps == 3
+@pytest.mark.parametrize(("other", "ulps"), [(-0.0, 1), (2.0**-149, 1), (-(2.0**-149), 2)])
+def test_zeros_differ_and_are_neighbors(other, ulps):
+    found = measure_difference(torch.tensor([0.0]), torch.tensor([other]))
+    assert (found.count, found.ulps, found.absolute) == (1, ulps, abs(other))
 
 
 def test_no_number_has_no_distance():
