@@ -254,7 +254,6 @@ def _make_environment() -> "Environment":
         "sides": _mark_sides,
         "call_name": lambda place: name_call(place.name, place.call),
         "ranks": lambda ranks: name_ranks(ranks).partition(" ")[2],
-        "position": _describe_position,
         "is_digest": lambda text: _DIGEST.fullmatch(text) is not None,
         "count": pluralize,
         "commands": _mark_commands,
@@ -302,14 +301,6 @@ def _mark_sides(entry: PlaceDifference | Divergence) -> list["Markup"]:
     ]
 
 
-def _describe_position(found: Divergence) -> str:
-    batch = "" if found.batch is None else f", batch {found.batch}"
-    moment = f"{found.moment} state, " if found.moment in {"initial", "final"} else ""
-    if found.moment == "epoch":
-        moment = "end of "
-    return f"{moment}epoch {found.epoch}, step {found.step}{batch}"
-
-
 def _describe_first_ranks(comparison: Comparison) -> str:
     """Return which of several ranks diverge first, and how many diverge later."""
     found = earliest_divergences(comparison)
@@ -329,36 +320,24 @@ def _list_places(found: list[Divergence]) -> Iterator[tuple[int, Any]]:
             yield entry.rank, place
 
 
-@dataclass(frozen=True)
-class _Node:
-    path: str
-    module: Module | None
-    is_first: bool
-
-    @property
-    def depth(self) -> int:
-        return min(self.path.count(".") + 1, _MAX_DEPTH) if self.path else 0
-
-    @property
-    def label(self) -> str:
-        """The module's own name; below the greatest depth, its whole path."""
-        return self.path if self.path.count(".") >= _MAX_DEPTH else self.path.rpartition(".")[2]
-
-    @property
-    def state(self) -> str:
-        if self.is_first:
-            return "differs first"
-        return "differs" if self.module is not None and self.module.first is not None else "same"
-
-    @property
-    def first(self) -> tuple[str, str, int, int] | None:
-        """(kind, name within the module, epoch, step) of the first difference."""
-        if self.module is None or self.module.first is None:
-            return None
-        epoch, step, _, _, what = self.module.first
+def _describe_module(path: str, module: Module | None, *, is_first: bool) -> dict[str, object]:
+    """Return a row of the tree of modules; below the greatest depth it has its whole path."""
+    differs = module is not None and module.first is not None
+    first = None
+    if module is not None and module.first is not None:
+        epoch, step, _, _, what = module.first
         kind, _, name = what.partition(" ")
-        within = name.removeprefix(self.path).lstrip(".:") if self.path else name
-        return kind, within, epoch, step
+        within = name.removeprefix(path).lstrip(".:") if path else name
+        first = (kind, within, epoch, step)
+    deep = path.count(".") >= _MAX_DEPTH
+    return {
+        "label": path if deep else path.rpartition(".")[2],
+        "depth": min(path.count(".") + 1, _MAX_DEPTH) if path else 0,
+        "state": "differs first" if is_first else "differs" if differs else "same",
+        "differing": module.differing if module is not None else 0,
+        "first": first,
+        "is_first": is_first,
+    }
 
 
 def _choose(found: Sequence[_T], differs: Callable[[_T], bool], most: int) -> list[_T]:
@@ -398,11 +377,11 @@ def _make_module_map(timeline: Timeline, comparison: Comparison) -> Mapping[str,
     def order(path: str) -> list[str]:
         return [part.zfill(9) if part.isdecimal() else part for part in path.split(".")]
 
-    rows: list[tuple[_Node, HeatMapRow]] = []
+    rows: list[tuple[object, HeatMapRow]] = []
     for path in sorted(paths, key=order):
         module = modules.get(path)
         steps = StepHistogram() if module is None else module.steps
-        node = _Node(path, module, [path] == first)
+        node = _describe_module(path, module, is_first=[path] == first)
         rows.append((node, HeatMapRow(steps, timeline.find_recorded(path))))
     left_out = len(timeline.modules) - len(modules)
     return {**_make_heat_map(rows, timeline.epochs), "left_out": left_out}

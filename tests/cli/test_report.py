@@ -143,7 +143,7 @@ def test_different_runs(tmp_path, capsys):
     text = report(tmp_path, one, other)
     words = Page(text).words
     assert "Different" in words
-    assert "First divergence: epoch 0, step 8, batch 8 , gradient" in words
+    assert "First divergence: batch 8 of epoch 0 (step 8) , gradient" in words
     assert ". 2 of 10 places differ there." in words
     assert "The stacks differ in 1 field, which alone may change results: device.driver ." in words
     assert "device.driver 560.35 570.1" in words
@@ -174,9 +174,9 @@ def test_of_many_ranks_the_first_is_named(tmp_path):
     one, other = write_ranks(tmp_path, *[None] * 5), write_ranks(tmp_path, 6, 5, 3, None, 5)
     text = report(tmp_path, one, other)
     words = Page(text).words
-    assert "First divergence: epoch 0, step 3, batch 3 , gradient" in words
+    assert "First divergence: batch 3 of epoch 0 (step 3) , gradient" in words
     assert "Rank 2 of 5; 3 more ranks diverged later. 2 of 10 places differ there." in words
-    assert words.index("2 epoch 0, step 3, batch 3") < words.index("0 epoch 0, step 6, batch 6")
+    assert words.index("2 batch 3 of epoch 0") < words.index("0 batch 6 of epoch 0")
     assert "50 gradient weight , epoch 0, step 3 " in words
     assert all(f"rank {rank} step" in words for rank in range(5))
     assert words.count("step 3: 2 differ") == 2  # rank 2, and its module
@@ -186,9 +186,7 @@ def test_without_probes(tmp_path):
     one, other = write_epochs(tmp_path), write_epochs(tmp_path, drift=2)
     text = report(tmp_path, one, other)
     words = Page(text).words
-    assert (
-        "First divergence: end of epoch 2, step 27 , weights encoder.layers.0.norm.weight" in words
-    )
+    assert "First divergence: epoch 2 (step 27) , weights encoder.layers.0.norm.weight" in words
     assert "0 2 weights encoder.layers.1.linear.weight 0000" in words
     assert '<th scope="col" data-filter="text">name</th>' in text
     assert "3 weights weight , epoch 2, step 27 " in words

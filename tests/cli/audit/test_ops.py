@@ -10,8 +10,7 @@ import torch
 
 from lightning_d9m.audit.ops import conditions as audit_conditions
 from lightning_d9m.audit.ops import worker_process
-from lightning_d9m.audit.ops.case import Case, Inputs, NotHereError
-from lightning_d9m.audit.ops.cases import list_cases
+from lightning_d9m.audit.ops.cases import Case, Inputs, NotHereError, list_cases
 from lightning_d9m.audit.ops.conditions import Budget, begin_row, measure_case
 from lightning_d9m.audit.ops.report import judge_op
 from lightning_d9m.audit.ops.worker_process import RowFile
