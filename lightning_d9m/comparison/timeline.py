@@ -15,11 +15,10 @@ from lightning_d9m.ledger.format.records import Digests
 from lightning_d9m.ledger.keys import Item, describe_record
 from lightning_d9m.ledger.kinds import ROOT
 
-MAX_STEPS = 512
-MAX_MARKS = 256
+# Most steps that a histogram keeps: as many as a heat map has columns.
+MAX_STEPS = 64
 MAX_EPOCHS = 10_000
 MAX_SERIES = 24
-_MODULE_STEPS = 64
 # Sets of modules that are recorded together.
 _MAX_SETS = 64
 _OF_MODULES = frozenset({"input", "output", "grad_output"})
@@ -50,20 +49,15 @@ class TimelineStep:
 
 @dataclass(slots=True)
 class StepHistogram:
-    """The number of differences by step.
+    """The number of differences by step; neighbors are merged if there are too many."""
 
-    Attributes:
-        limit: Most steps that are kept; neighbors are merged if there are more.
-    """
-
-    limit: int = MAX_STEPS
     steps: dict[int, TimelineStep] = field(default_factory=dict)
     width: int = 1
 
     def add(self, step: int, compared: int, differing: int, alone: int = 0) -> None:
         """Count a step."""
         self._merge(TimelineStep(step, step, compared, differing, alone))
-        while len(self.steps) > self.limit:
+        while len(self.steps) > MAX_STEPS:
             old, self.steps, self.width = self.steps, {}, 2 * self.width
             for entry in old.values():
                 self._merge(entry)
@@ -111,7 +105,7 @@ class Module:
 
     differing: int = 0
     first: tuple[int, int, int, int, str] | None = None
-    steps: StepHistogram = field(default_factory=lambda: StepHistogram(_MODULE_STEPS))
+    steps: StepHistogram = field(default_factory=StepHistogram)
 
 
 @dataclass(slots=True)
@@ -165,7 +159,7 @@ class Timeline:
             self.epochs[epoch] = min(step, self.epochs.get(epoch, step))
 
     def _mark(self, rank: int, step: int, compared: int, differing: int, alone: int) -> None:
-        line = self.ranks.setdefault(rank, StepHistogram(MAX_MARKS))
+        line = self.ranks.setdefault(rank, StepHistogram())
         line.add(step, compared, differing, alone)
 
     def _take_batch(
@@ -189,7 +183,7 @@ class Timeline:
         if paths not in self._recorded:
             if len(self._recorded) >= _MAX_SETS:
                 return
-            self._recorded[paths] = StepHistogram(_MODULE_STEPS)
+            self._recorded[paths] = StepHistogram()
             for path in sorted(paths):
                 self.modules.setdefault(path, Module())
         self._recorded[paths].add(step, 1, 0)

@@ -13,7 +13,7 @@ from html import escape
 from itertools import groupby
 from typing import TypeAlias
 
-from lightning_d9m.comparison.timeline import StepHistogram
+from lightning_d9m.comparison.timeline import MAX_STEPS, StepHistogram
 
 COLORS = ("#c0392b", "#2471a3", "#1e8449", "#b9770e", "#6c3483", "#515a5a")
 LEFT, _RIGHT = 84, 708
@@ -22,7 +22,7 @@ _TOP, _BOTTOM = 14, 172
 _MAX_EPOCHS, _EPOCH_WIDTH = 8, 64
 _MAX_TICKS = 6
 _FEWEST_DIGITS, _MOST_DIGITS = 3, 7
-_MOST_COLUMNS, _MOST_SHADES = 64, 5
+_MOST_SHADES = 5
 _AXIS_WIDTH, _AXIS_HEIGHT = 480, 44
 _WORDS = {"same": "equal", "alone": "in one run only"}
 # (step, value), in order of the steps.
@@ -274,7 +274,7 @@ class HeatMap:
         steps = [step for part in parts for step in part.ordered()]
         first, self._last = min(s.first for s in steps), max(s.last for s in steps)
         width = max(part.width for part in parts)
-        while self._last // width - first // width >= _MOST_COLUMNS:
+        while self._last // width - first // width >= MAX_STEPS:
             width *= 2
         self._width, self._start = width, first // width
         self._columns = self._last // width - self._start + 1

@@ -87,7 +87,7 @@ def test_nothing_to_draw_is_drawn():
 
 def steps_of(*counts):
     """Return a histogram of (step, differing)."""
-    made = StepHistogram(64)
+    made = StepHistogram()
     for step, differing in counts:
         made.add(step, 1, differing)
     return made
