@@ -74,12 +74,8 @@ def read_ends(ledger: Ledger) -> list[Digests]:
             f"The training of {ledger.path} did not finish, so it cannot be measured. Its log, "
             "output.log in the same folder, may say why. Use trainings that finished."
         )
-    *_, before, last = [None, *records]
-    if (
-        before is not None
-        and not last.sketches
-        and before.totals.get("weights") == last.totals.get("weights")
-    ):
+    before, last = records[-2:] if records[1:] else (records[-1], records[-1])
+    if not last.sketches and before.totals.get("weights") == last.totals.get("weights"):
         records[-1] = replace(last, sketches=before.sketches)
     return records
 

@@ -536,6 +536,7 @@ def _pooled() -> Iterator[Case]:
 
 
 def _resampled() -> Iterator[Case]:
+    resize: Callable[..., Tensor] = nnf.interpolate
     modes: tuple[tuple[str, int, str, Mapping[str, bool]], ...] = (
         ("linear", 1, "upsample_linear1d_backward", {}),
         ("bilinear", 2, "upsample_bilinear2d_backward", {}),
@@ -550,7 +551,7 @@ def _resampled() -> Iterator[Case]:
         words = "some cases" if more else f"``{mode}``"
         listed = None if mode == "nearest" else f"torch.nn.functional.interpolate {words}"
         for factor in (2.0, 0.5):
-            forward = partial(nnf.interpolate, scale_factor=factor, mode=mode, **more)
+            forward = partial(resize, scale_factor=factor, mode=mode, **more)
             yield from _differentiated(op, dims, forward, listed, factor=factor)
 
 
