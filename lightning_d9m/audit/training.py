@@ -57,7 +57,7 @@ def summarize(trainings: Mapping[str, Sequence[Run]]) -> dict[str, Any]:
         name: [round(run.seconds or 0.0, 3) for run in trainings[name]] for name in trainings
     }
     medians = {name: statistics.median(seconds[name]) for name in CONDITIONS}
-    fits = [
+    fits: list[dict[str, Any]] = [
         {"fit": name}
         | {
             condition: _summarize_fit([run.fits[name] for run in trainings[condition]])
