@@ -23,7 +23,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from lightning_d9m.output.svg.charts import draw_lines
 from torch import Tensor, nn
 from torch.nn import functional as nnf
 
@@ -247,7 +246,7 @@ def render(result: dict) -> str:
 
 
 def main() -> None:
-    """Run the missing trainings, and write JSON, Markdown and a plot."""
+    """Run the missing trainings, and write JSON and Markdown."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--device", default="cpu")
@@ -263,12 +262,6 @@ def main() -> None:
     result = summarize(rows, device, epochs)
     (output / f"graphsage-{device}.json").write_text(json.dumps(result, indent=1) + "\n")
     (output / f"graphsage-{device}.md").write_text(render(result) + "\n")
-    series = {
-        f"{key.title()}, {arm}": result["arms"][arm][key] for arm in ARMS for key in ("vermv", "vc")
-    }
-    title = "GraphSAGE: weights against a deterministic training"
-    plot = draw_lines(title, ("epoch", "mean"), series, first=1)  # as the table counts
-    (output / f"graphsage-{device}.svg").write_text(plot)
     print(render(result))
 
 

@@ -25,7 +25,6 @@ from lightning_d9m.ledger.format.records import Digests
 from lightning_d9m.ledger.kinds import ROOT
 from lightning_d9m.output.columns import Column, format_markdown_table, format_table, short
 from lightning_d9m.output.result_tables import RunRow, list_run_columns, make_run_row
-from lightning_d9m.output.svg import draw_file
 from lightning_d9m.text import pluralize
 
 CONDITIONS = ("without", "with")
@@ -58,7 +57,7 @@ def summarize(trainings: Mapping[str, Sequence[Run]]) -> dict[str, Any]:
         name: [round(run.seconds or 0.0, 3) for run in trainings[name]] for name in trainings
     }
     medians = {name: statistics.median(seconds[name]) for name in CONDITIONS}
-    fits = [
+    fits: list[dict[str, Any]] = [
         {"fit": name}
         | {
             condition: _summarize_fit([run.fits[name] for run in trainings[condition]])
@@ -146,19 +145,6 @@ def _vary(runs: Sequence[_Layers]) -> dict[str, Any]:
     }
 
 
-def render_plot(entry: Mapping[str, Any]) -> str:
-    """Return a plot of the distances of one fit by epoch, as SVG."""
-    series = {
-        f"{condition} determinism": [
-            moment["distance"] or 0.0
-            for moment in entry[condition]["moments"]
-            if moment["moment"] == "epoch"
-        ]
-        for condition in CONDITIONS
-    }
-    return draw_file("Distance between the weights of the runs: the mean", "epoch", series)
-
-
 def render_text(result: Mapping[str, Any]) -> str:
     """Return the result for a terminal."""
     fits = result["fits"]
@@ -210,7 +196,7 @@ def render_markdown(result: Mapping[str, Any], command: Sequence[str]) -> str:
     runs = f"`{' '.join(command)}`, {result['runs']} runs in each condition."
     parts = ["# Audit of a training", runs, _EXPLANATION]
     for fit in result["fits"]:
-        parts += [f"## {fit['fit']}", f"![Distance by epoch]({fit['fit']}.svg)"]
+        parts.append(f"## {fit['fit']}")
         for condition in CONDITIONS:
             table = _format_runs(fit[condition], format_markdown_table)
             parts += [f"### Runs {condition} determinism", table]

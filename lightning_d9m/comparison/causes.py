@@ -105,7 +105,8 @@ no communication hook of yours reorders the sum.
 
 scalar: logged value
 Only a logged value differs; the training itself is equal.
-Advice: If it cannot be equal, such as a measured time, exclude it with ignored_metrics.
+Advice: If it cannot be equal, such as a measured time, exclude it with ignored_metrics, or with
+LIGHTNING_D9M_IGNORED_METRICS=NAME before the command.
 
 evaluation: logged value ...
 What an evaluation computes differs; the training itself is equal in these two runs.
@@ -209,9 +210,8 @@ _INSIDE = ("input", "output", "loss", "grad_output", "local_gradient")
 
 def earliest_divergences(comparison: Comparison) -> tuple[Divergence, ...]:
     """Return the divergences of the ranks that diverge first, all at the same place."""
-    found = [rank.divergence for rank in comparison.ranks if rank.divergence is not None]
-    first = min((entry.when for entry in found), default=None)
-    return tuple(entry for entry in found if entry.when == first)
+    found = comparison.divergences
+    return tuple(entry for entry in found if entry.when == found[0].when)
 
 
 def find_cause(comparison: Comparison, *, batches_seen: bool = False) -> Cause:
@@ -226,6 +226,19 @@ def find_cause(comparison: Comparison, *, batches_seen: bool = False) -> Cause:
         return _CAUSES["incomparable"]
     if comparison.stack and not comparison.portable:
         return _CAUSES["stack"]
+    return _find_cause(comparison, batches_seen=batches_seen)
+
+
+def advise(comparison: Comparison) -> str:
+    """Return what the first difference alone shows, and advice; empty unless it allows any."""
+    if not comparison.divergences:
+        return ""
+    cause = _find_cause(comparison, batches_seen=False)
+    alone = cause.kind in ("initial weights", "buffers", "logged value")
+    return f"{cause.text} {cause.advice}" if alone else ""
+
+
+def _find_cause(comparison: Comparison, *, batches_seen: bool) -> Cause:
     found = earliest_divergences(comparison)
     if not found:
         alone = [side.records for rank in comparison.ranks for side in (rank.expected, rank.actual)]

@@ -401,18 +401,30 @@ def _group_tables(expected: Digests, actual: Digests, group: str) -> tuple[Table
 
 def batch_difference(expected: Batch, actual: Batch) -> Divergence:
     """Compare the probes of one batch with their counterparts, place by place."""
-    match = _match_layouts(expected.layouts, actual.layouts)
-    ours, theirs = expected.list_digests(), actual.list_digests()
+    ours, theirs = _number_places(expected.layouts), _number_places(actual.layouts)
+    one, other = expected.list_digests(), actual.list_digests()
+    both = [(key[0], n, theirs[key]) for key, n in ours.items() if key in theirs]
     places = []
     if expected.step != actual.step:
         steps = str(expected.step), str(actual.step)
         places.append(PlaceDifference(expected.offset, OTHER, "global step", 0, *steps))
     places += [
-        PlaceDifference(expected.offset + n, *place, ours[n].hex(), theirs[m].hex())
-        for place, n, m in match.common
-        if ours[n] != theirs[m]
+        PlaceDifference(expected.offset + n, *place, one[n].hex(), other[m].hex())
+        for place, n, m in both
+        if one[n] != other[m]
+    ]
+    alone = [
+        PlaceDifference(expected.offset + n, *key[0], one[n].hex(), None)
+        for key, n in ours.items()
+        if key not in theirs
+    ]
+    alone += [
+        PlaceDifference(actual.offset + n, *key[0], None, other[n].hex())
+        for key, n in theirs.items()
+        if key not in ours
     ]
     found = Counter(place.kind for place in places)
+    sizes = Counter(place[0] for place, _, _ in both) if places else found
     return Divergence(
         where=describe_record(actual),
         moment="batch",
@@ -421,44 +433,15 @@ def batch_difference(expected: Batch, actual: Batch) -> Divergence:
         batch=expected.batch,
         places=places,
         count=len(places),
-        compared=len(match.common) + (expected.step != actual.step),
-        by_kind={kind: (count, max(count, match.sizes[kind])) for kind, count in found.items()},
-        one_sided=[
-            *(
-                PlaceDifference(expected.offset + n, *place, ours[n].hex(), None)
-                for n, place in match.only_expected
-            ),
-            *(
-                PlaceDifference(actual.offset + n, *place, None, theirs[n].hex())
-                for n, place in match.only_actual
-            ),
-        ],
+        compared=len(both) + (expected.step != actual.step),
+        by_kind={kind: (count, max(count, sizes[kind])) for kind, count in found.items()},
+        one_sided=alone,
     )
-
-
-class _LayoutMatch(NamedTuple):
-    """The places that are counterparts, with their index in each run; those of one run alone."""
-
-    common: list[tuple[ProbeKey, int, int]]
-    sizes: Counter[str]
-    only_expected: list[tuple[int, ProbeKey]]
-    only_actual: list[tuple[int, ProbeKey]]
 
 
 # A training has few layouts.
 @lru_cache(maxsize=4)
-def _match_layouts(expected: tuple[bytes, ...], actual: tuple[bytes, ...]) -> _LayoutMatch:
-    """Return which places of two batches are counterparts, given the layouts of their parts."""
-    ours, theirs = _number_places(expected), _number_places(actual)
-    return _LayoutMatch(
-        [(key[0], n, theirs[key]) for key, n in ours.items() if key in theirs],
-        Counter(key[0][0] for key in ours if key in theirs),
-        [(n, key[0]) for key, n in ours.items() if key not in theirs],
-        [(n, key[0]) for key, n in theirs.items() if key not in ours],
-    )
-
-
-def _number_places(layouts: tuple[bytes, ...]) -> dict[tuple[ProbeKey, int], int]:
+def _number_places(layouts: tuple[bytes, ...]) -> Mapping[tuple[ProbeKey, int], int]:
     """Return the index of each place by (place, how often the batch has it before)."""
     seen: Counter[ProbeKey] = Counter()
     numbers: dict[tuple[ProbeKey, int], int] = {}

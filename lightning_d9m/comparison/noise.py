@@ -7,8 +7,8 @@ with one degree of freedom less than there are runs (for values that are spread 
 
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 from lightning_d9m.comparison.weight_distance import NO_DISTANCE, measure_distances, read_ends
@@ -64,7 +64,6 @@ class NoiseVerdict:
         left_out: Names of values that are not finite, or that some run did not log.
         weights: The relative distance of the weights of the two trainings; None if unknown.
         noise_weights: The same for each run without a change and the first of them.
-        series: The size of the change and of the noise by epoch, by what is measured.
     """
 
     runs: int
@@ -74,7 +73,6 @@ class NoiseVerdict:
     left_out: Sequence[str]
     weights: float | None
     noise_weights: Sequence[float]
-    series: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
     @property
     def verdict(self) -> Literal["within noise", "beyond noise"]:
@@ -117,8 +115,8 @@ def judge_change(
             "and the runs that show the noise have one. Use one seed for both, or name runs with "
             "several seeds."
         )
-    runs = [read_ends(ledger) for ledger in (expected, actual, *noise)]
-    ends = [_list_values(run[-1]) for run in runs]
+    last = [read_ends(ledger)[-1] for ledger in (expected, actual, *noise)]
+    ends = list(map(_list_values, last))
     names = list(dict.fromkeys(name for end in ends[:2] for name in end))
     if chosen is not None:
         if not all(chosen in end for end in ends):
@@ -134,8 +132,8 @@ def judge_change(
         values += [found] if found else []
         left_out += [] if found else [name]
     values.sort(key=lambda value: value.chance)
-    weights = _measure_weights(runs[0][-1], runs[1][-1])
-    pairs = [_measure_weights(runs[2][-1], run[-1]) for run in runs[3:]]
+    weights = _measure_weights(last[0], last[1])
+    pairs = [_measure_weights(last[2], record) for record in last[3:]]
     if not values and (weights is None or None in pairs):
         raise LedgerError(
             "The runs have neither a value that all of them log nor comparable weights, so nothing "
@@ -149,7 +147,6 @@ def judge_change(
         left_out,
         weights,
         [pair for pair in pairs if pair is not None],
-        dict(_list_series(runs, values[0].name if values else None)),
     )
 
 
@@ -198,21 +195,3 @@ def _measure_weights(expected: Digests, actual: Digests) -> float | None:
         return None
     size = sum(known, NO_DISTANCE).relative
     return size if math.isfinite(size) else None
-
-
-def _list_series(
-    runs: Sequence[Sequence[Digests]], name: str | None
-) -> Iterator[tuple[str, list[float]]]:
-    """Yield the sizes of change and noise at the ends of the epochs that all runs have."""
-    epochs = list(zip(*([r for r in run if r.moment == "epoch"] for run in runs), strict=False))
-    if name is not None:
-        rows = [[_list_values(record).get(name, math.nan) for record in row] for row in epochs]
-        rows = [row for row in rows if all(map(math.isfinite, row))]
-        yield f"{name}: the change", [abs(row[1] - row[0]) for row in rows]
-        deviations = [statistics.stdev(row[2:]) for row in rows]
-        yield f"{name}: noise", [math.sqrt(2) * size for size in deviations]
-    change = [_measure_weights(row[0], row[1]) or 0.0 for row in epochs]
-    pairs = [[_measure_weights(row[2], other) or 0.0 for other in row[3:]] for row in epochs]
-    if any(change):
-        yield "weights: the change", change
-        yield "weights: noise", [statistics.fmean(sizes) for sizes in pairs]

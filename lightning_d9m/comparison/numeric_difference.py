@@ -156,7 +156,6 @@ class Spread:
         vermv_max: Greatest Vermv of a run.
         vc: Mean Vc over the runs.
         vc_max: Greatest Vc of a run.
-        varying: Share of the elements whose bits differed in any of the runs.
         ulps: Greatest ulp distance of an element in any run.
     """
 
@@ -167,7 +166,6 @@ class Spread:
     vermv_max: float
     vc: float
     vc_max: float
-    varying: float
     ulps: int
 
     def as_record(self) -> dict[str, int | float | None]:
@@ -179,7 +177,7 @@ class SpreadMeter:
     """Measures outputs one after the other; keeps only the reference.
 
     With a given reference, no figure depends on the order of the runs. Otherwise the first output
-    is the reference, and all figures but ``distinct`` and ``varying`` depend on which run came
+    is the reference, and all figures but ``distinct`` depend on which run came
     first. Memory: the reference, a byte for each of its elements, and 32 bytes for each distinct
     output.
 
@@ -190,7 +188,6 @@ class SpreadMeter:
 
     def __init__(self, reference: Output | None = None) -> None:
         self._reference = None if reference is None else _keep(reference)
-        self._varying: list[Tensor] | None = None
         self._digests: set[tuple[str, ...]] = set()
         # Exact sums do not depend on the order of the runs.
         self._sums = {"vs": Fraction(0), "vermv": Fraction(0), "vc": Fraction(0)}
@@ -216,16 +213,12 @@ class SpreadMeter:
             max(self._most.vc, variation.vc),
             max(self._most.ulps, variation.ulps),
         )
-        if variation.vc:
-            self._mark(self._reference, tensors)
         return variation
 
     def spread(self) -> Spread:
         """Return the figures of all outputs so far."""
         runs = max(self._runs, 1)
         means = {name: float(total / runs) for name, total in self._sums.items()}
-        marks = self._varying or []
-        elements = sum(mark.numel() for mark in marks)
         return Spread(
             runs=self._runs,
             distinct=len(self._digests),
@@ -234,23 +227,8 @@ class SpreadMeter:
             vermv_max=self._most.vermv,
             vc=means["vc"],
             vc_max=self._most.vc,
-            varying=sum(int(mark.sum()) for mark in marks) / elements if elements else 0.0,
             ulps=self._most.ulps,
         )
-
-    def _mark(self, expected: list[Tensor], actual: list[Tensor]) -> None:
-        """Mark the elements whose bits differ from the reference's."""
-        if self._varying is None:
-            self._varying = [torch.zeros(t.numel(), dtype=torch.bool) for t in expected]
-        if _list_forms(expected) != _list_forms(actual):
-            for mark in self._varying:
-                mark.fill_(value=True)
-            return
-        for mark, left, right in zip(self._varying, expected, actual, strict=True):
-            start = 0
-            for old, new in _chunks(left, right):
-                mark[start : start + len(old)] |= (_bits(old) != _bits(new)).any(1).cpu()
-                start += len(old)
 
 
 def _as_list(output: Output) -> list[Tensor]:

@@ -1,7 +1,6 @@
 """The timeline of two runs: at which records they differ, in which modules, by how much.
 
-It is collected while two ledgers are compared, in bounded memory. Steps are merged when there are
-too many. Records and modules that differ are kept before those that agree; the rest is counted.
+It is collected while two ledgers are compared. Steps are merged when there are too many.
 """
 
 from collections import Counter
@@ -16,13 +15,10 @@ from lightning_d9m.ledger.format.records import Digests
 from lightning_d9m.ledger.keys import Item, describe_record
 from lightning_d9m.ledger.kinds import ROOT
 
-MAX_STEPS = 512
-MAX_MARKS = 256
-MAX_MOMENTS = 400
-MAX_MODULES = 1_500
+# Most steps that a histogram keeps: as many as a heat map has columns.
+MAX_STEPS = 64
 MAX_EPOCHS = 10_000
 MAX_SERIES = 24
-_MODULE_STEPS = 64
 # Sets of modules that are recorded together.
 _MAX_SETS = 64
 _OF_MODULES = frozenset({"input", "output", "grad_output"})
@@ -53,20 +49,15 @@ class TimelineStep:
 
 @dataclass(slots=True)
 class StepHistogram:
-    """The number of differences by step.
+    """The number of differences by step; neighbors are merged if there are too many."""
 
-    Attributes:
-        limit: Most steps that are kept; neighbors are merged if there are more.
-    """
-
-    limit: int = MAX_STEPS
     steps: dict[int, TimelineStep] = field(default_factory=dict)
     width: int = 1
 
     def add(self, step: int, compared: int, differing: int, alone: int = 0) -> None:
         """Count a step."""
         self._merge(TimelineStep(step, step, compared, differing, alone))
-        while len(self.steps) > self.limit:
+        while len(self.steps) > MAX_STEPS:
             old, self.steps, self.width = self.steps, {}, 2 * self.width
             for entry in old.values():
                 self._merge(entry)
@@ -114,7 +105,7 @@ class Module:
 
     differing: int = 0
     first: tuple[int, int, int, int, str] | None = None
-    steps: StepHistogram = field(default_factory=lambda: StepHistogram(_MODULE_STEPS))
+    steps: StepHistogram = field(default_factory=StepHistogram)
 
 
 @dataclass(slots=True)
@@ -127,11 +118,8 @@ class Timeline:
         values: The loss and the logged values of the first rank by name, at most ``MAX_SERIES``:
             (step, the reference's value, this run's value), None where a run has no such record.
         distances: How far the weights of each layer are apart at the ends of epochs.
-        modules: Modules by path, at most ``MAX_MODULES``; those that differ take precedence. "" is
-            the model itself.
-        modules_left_out: Whether modules were left out.
-        moments: The records of digests, at most ``MAX_MOMENTS``; those that differ take precedence.
-        moments_left_out: Number of records that were left out.
+        modules: Modules by path; "" is the model itself.
+        moments: The records of digests.
     """
 
     ranks: dict[int, StepHistogram] = field(default_factory=dict)
@@ -139,9 +127,7 @@ class Timeline:
     values: dict[str, list[ValuePair]] = field(default_factory=dict)
     distances: DistanceSeries = field(default_factory=DistanceSeries)
     modules: dict[str, Module] = field(default_factory=dict)
-    modules_left_out: bool = False
     moments: list[TimelinePoint] = field(default_factory=list)
-    moments_left_out: int = 0
     _recorded: dict[frozenset[str], StepHistogram] = field(default_factory=dict)
     _rank: int | None = None  # whose values are kept
 
@@ -173,7 +159,7 @@ class Timeline:
             self.epochs[epoch] = min(step, self.epochs.get(epoch, step))
 
     def _mark(self, rank: int, step: int, compared: int, differing: int, alone: int) -> None:
-        line = self.ranks.setdefault(rank, StepHistogram(MAX_MARKS))
+        line = self.ranks.setdefault(rank, StepHistogram())
         line.add(step, compared, differing, alone)
 
     def _take_batch(
@@ -197,9 +183,9 @@ class Timeline:
         if paths not in self._recorded:
             if len(self._recorded) >= _MAX_SETS:
                 return
-            self._recorded[paths] = StepHistogram(_MODULE_STEPS)
+            self._recorded[paths] = StepHistogram()
             for path in sorted(paths):
-                self._find_module(path)
+                self.modules.setdefault(path, Module())
         self._recorded[paths].add(step, 1, 0)
 
     def _take_digests(
@@ -209,7 +195,7 @@ class Timeline:
             item = one or other
             if isinstance(item, Digests):
                 status = "only this run" if one is None else "only the reference"
-                self._add_moment(TimelinePoint(rank, describe_record(item), status))
+                self.moments.append(TimelinePoint(rank, describe_record(item), status))
                 self._mark(rank, item.step, 0, 0, 1)
             return
         named = ((group, name) for group, names in other.groups.items() for name in names)
@@ -219,7 +205,7 @@ class Timeline:
         sizes = {group: len(names) for group, names in other.groups.items()}
         listed = tuple((g, n, max(n, sizes.get(g, 0))) for g, n in groups.items())
         status = "different" if entries else "equal"
-        self._add_moment(TimelinePoint(rank, describe_record(other), status, listed))
+        self.moments.append(TimelinePoint(rank, describe_record(other), status, listed))
         self._mark(rank, other.step, sum(sizes.values()) + 1, len(entries), 0)
         for entry in entries:
             # After the batches of its epoch.
@@ -236,30 +222,8 @@ class Timeline:
                 pair = (values[0].get(name), values[1].get(name))
                 self.values.setdefault(name, []).append((item.step, *pair))
 
-    def _add_moment(self, moment: TimelinePoint) -> None:
-        self.moments.append(moment)
-        if len(self.moments) > MAX_MOMENTS:
-            self.moments_left_out += 1
-            agreeing = (
-                n for n in reversed(range(MAX_MOMENTS)) if self.moments[n].status == "equal"
-            )
-            differs = moment.status != "equal"
-            del self.moments[next(agreeing, MAX_MOMENTS) if differs else MAX_MOMENTS]
-
-    def _find_module(self, path: str, *, differs: bool = False) -> Module | None:
-        """Return a module; None if there are too many, and none that agrees can make room."""
-        if path not in self.modules and len(self.modules) >= MAX_MODULES:
-            self.modules_left_out = True
-            agreeing = (other for other, found in self.modules.items() if not found.differing)
-            if not differs or (other := next(agreeing, None)) is None:
-                return None
-            del self.modules[other]
-        return self.modules.setdefault(path, Module())
-
     def _differs(self, path: str, where: tuple[int, int, int, int, str]) -> None:
-        module = self._find_module(path, differs=True)
-        if module is None:
-            return
+        module = self.modules.setdefault(path, Module())
         module.differing += 1
         module.steps.add(where[1], 1, 1)
         if module.first is None or where < module.first:

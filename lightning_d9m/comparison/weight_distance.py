@@ -22,8 +22,7 @@ from lightning_d9m.ledger.keys import Item
 RESOLUTION = 1e-14
 STANDARD_ERROR = math.sqrt(1 / (2 * SKETCH_BUCKETS))
 MAX_KEPT_EPOCHS = 256
-MAX_LAYERS = 256
-# Stands for all layers beyond the first ``MAX_LAYERS``; no layer has this name.
+# Stands for all layers but the greatest; no layer has this name.
 OTHERS = "..."
 
 
@@ -75,12 +74,8 @@ def read_ends(ledger: Ledger) -> list[Digests]:
             f"The training of {ledger.path} did not finish, so it cannot be measured. Its log, "
             "output.log in the same folder, may say why. Use trainings that finished."
         )
-    *_, before, last = [None, *records]
-    if (
-        before is not None
-        and not last.sketches
-        and before.totals.get("weights") == last.totals.get("weights")
-    ):
+    before, last = records[-2:] if records[1:] else (records[-1], records[-1])
+    if not last.sketches and before.totals.get("weights") == last.totals.get("weights"):
         records[-1] = replace(last, sketches=before.sketches)
     return records
 
@@ -130,15 +125,14 @@ class DistanceSeries:
     ``MAX_KEPT_EPOCHS`` epochs, every second one is kept.
 
     Attributes:
-        moments: For each step, the distance by layer; at most ``MAX_LAYERS`` and ``OTHERS``.
+        moments: For each step, the distance by layer.
         epochs: The epoch that ends at each step.
-        unknown: Names of differing weights of which a run has no sketch; at most ``MAX_LAYERS``.
+        unknown: Names of differing weights of which a run has no sketch.
     """
 
     moments: dict[int, dict[str, Distance]] = field(default_factory=dict)
     epochs: dict[int, int] = field(default_factory=dict)
     unknown: dict[str, None] = field(default_factory=dict)
-    _layers: dict[str, None] = field(default_factory=dict)
     _stride: int = 1
 
     def watch(self, _: int, one: Item | None, other: Item | None, _found: object) -> None:
@@ -168,20 +162,12 @@ class DistanceSeries:
         """Return the distance of each layer, and note weights whose distance is not known."""
         layers: dict[str, Distance] = {}
         for name, distance in measure_distances(expected, actual).items():
-            if distance is not None:
-                layer = self._name_layer(name)
-                layers[layer] = layers.get(layer, NO_DISTANCE) + distance
-            elif len(self.unknown) < MAX_LAYERS:
+            if distance is None:
                 self.unknown[name] = None
+                continue
+            layer = name.rpartition(".")[0]
+            layers[layer] = layers.get(layer, NO_DISTANCE) + distance
         return layers
-
-    def _name_layer(self, weight: str) -> str:
-        layer = weight.rpartition(".")[0]
-        if layer not in self._layers:
-            if len(self._layers) >= MAX_LAYERS:
-                return OTHERS
-            self._layers[layer] = None
-        return layer
 
     def rank_layers(self) -> list[str]:
         """Return the layers that differ, those with the greatest relative distance first."""
@@ -190,14 +176,14 @@ class DistanceSeries:
             for layer, distance in distances.items():
                 if distance.differing:
                     greatest[layer] = max(_rate(distance), greatest.get(layer, 0.0))
-        return sorted(greatest, key=lambda layer: (layer == OTHERS, -greatest[layer]))
+        return sorted(greatest, key=lambda layer: -greatest[layer])
 
     def list_series(self, count: int) -> Iterator[tuple[str, Mapping[int, Distance]]]:
         """Yield (layer, distance by step) of the ``count`` greatest, and the sum of all others.
 
         The others include the layers that never differ.
         """
-        shown = [layer for layer in self.rank_layers() if layer != OTHERS][:count]
+        shown = self.rank_layers()[:count]
         for layer in shown:
             yield layer, {s: found[layer] for s, found in self.moments.items() if layer in found}
         others: dict[int, Distance] = {}

@@ -74,7 +74,7 @@ def format_markdown_table(columns: Sequence[Column[Row]], rows: Sequence[Row]) -
     return markdown_table([column.title for column in columns], cells)
 
 
-def short(figure: float | None) -> str:
+def short(figure: object) -> str:
     """Return a figure: a float in three digits, and nothing for None.
 
     >>> short(0.00012345), short(0.0), short(1000), short(None)

@@ -2,8 +2,9 @@
 
 from collections.abc import Iterator, Sequence
 
+from lightning_d9m.comparison.causes import advise, earliest_divergences
 from lightning_d9m.comparison.differences import Divergence, FieldDifference, name_call
-from lightning_d9m.comparison.ledgers import LOGGED, Comparison, RankComparison
+from lightning_d9m.comparison.ledgers import Comparison, RankComparison
 from lightning_d9m.output.terminal import wrap
 from lightning_d9m.text import describe_names, describe_pair, escape, pluralize
 
@@ -97,7 +98,7 @@ def _format_divergences(comparison: Comparison, *, verbose: bool) -> Iterator[st
     for number, found in enumerate(comparison.divergences):
         if number == 0:
             rank = ranks[found.rank]
-            yield from _format_divergence(rank, found, comparison.extent, verbose=verbose)
+            yield from _format_divergence(rank, found, advise(comparison), verbose=verbose)
             continue
         sentence = (
             f"in {found.where}: {name_place(found)}; {found.count:,} of {found.compared:,} differ."
@@ -109,7 +110,7 @@ def _format_divergences(comparison: Comparison, *, verbose: bool) -> Iterator[st
 
 
 def _format_divergence(
-    rank: RankComparison, first: Divergence, extent: str, *, verbose: bool
+    rank: RankComparison, first: Divergence, advice: str, *, verbose: bool
 ) -> Iterator[str]:
     yield from wrap(f"Rank {rank.rank}, {first.where}:")
     for group, (count, of) in first.by_kind.items():
@@ -120,8 +121,8 @@ def _format_divergence(
     expected, actual = describe_pair(first.expected, first.actual, verbose=verbose)
     yield f"    reference: {expected}"
     yield f"    this run:  {actual}"
-    if text := advise(first, extent):
-        yield from wrap(text, "  ")
+    if advice:
+        yield from wrap(advice, "  ")
     if rank.differing or not rank.places:
         yield f"  Records that differ: {rank.differing:,} of {rank.records:,}."
     if rank.places:
@@ -134,39 +135,6 @@ def name_place(found: Divergence) -> str:
     if found.name == "(total)":
         return escape(found.kind)
     return f"{escape(found.kind)} {escape(name_call(found.name, found.call))}"
-
-
-def advise(first: Divergence, extent: str) -> str:
-    """Return advice on a first difference; empty unless the difference alone allows any.
-
-    Args:
-        first: The difference.
-        extent: What differs in the runs at most; see ``Comparison.extent``.
-    """
-    if first.moment == "initial" and first.kind in ("weights", "buffers"):
-        return (
-            "It differs before the training: seed before the model is built (lightning_d9m.enable "
-            "or seed_everything at the top of the program)."
-        )
-    if extent == "logged values":
-        return (
-            "Only logged values differ in the whole run. Exclude one that cannot be equal, such as "
-            "a measured time, with ignored_metrics, or with LIGHTNING_D9M_IGNORED_METRICS=NAME "
-            "before the command."
-        )
-    if extent == "evaluations":
-        return (
-            "What an evaluation computes differs, and no record of the training does. In other "
-            "runs it may steer the training, as val_loss does under EarlyStopping or "
-            "ReduceLROnPlateau. Only if nothing reads it, such as a measured time, exclude it with "
-            "ignored_metrics."
-        )
-    if LOGGED.issuperset(first.by_kind):
-        return (
-            "A logged value differs first, and the training differs later: do not exclude it. It "
-            "may steer the training, as val_loss does under EarlyStopping or ReduceLROnPlateau."
-        )
-    return ""
 
 
 def list_one_sided(comparison: Comparison) -> Iterator[str]:
@@ -253,12 +221,12 @@ def count_compared(comparison: Comparison) -> str:
 
 def _name_first(comparison: Comparison) -> str:
     """Return a sentence that names the first divergence."""
-    first, found = comparison.first, comparison.divergences
-    if first is None:
+    found = earliest_divergences(comparison)
+    if not found:
         return ""
-    ranks = [entry.rank for entry in found if entry.when == found[0].when]
-    verb = "diverge" if ranks[1:] else "diverges"
-    return _begin(f"{name_ranks(sorted(ranks))} {verb} first, in {first.where}.")
+    verb = "diverge" if found[1:] else "diverges"
+    ranks = name_ranks(sorted(entry.rank for entry in found))
+    return _begin(f"{ranks} {verb} first, in {found[0].where}.")
 
 
 def _begin(sentence: str) -> str:

@@ -13,9 +13,9 @@ from hashlib import sha256
 from itertools import takewhile
 from math import inf, isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from lightning_d9m.comparison.causes import find_cause
+from lightning_d9m.comparison.causes import earliest_divergences, find_cause
 from lightning_d9m.comparison.differences import Divergence, PlaceDifference, name_call
 from lightning_d9m.comparison.ledgers import Comparison
 from lightning_d9m.comparison.timeline import (
@@ -29,7 +29,6 @@ from lightning_d9m.comparison.weight_distance import RESOLUTION, STANDARD_ERROR
 from lightning_d9m.ledger.folder import Ledger
 from lightning_d9m.ledger.format.records import Header, Scalar
 from lightning_d9m.output.comparison_text import (
-    advise,
     count_compared,
     is_one_ledger,
     list_one_sided,
@@ -48,7 +47,6 @@ from lightning_d9m.output.svg import (
     HeatMapRow,
     draw_chart,
     draw_key,
-    draw_timeline,
 )
 from lightning_d9m.output.terminal import find_command
 from lightning_d9m.text import describe_pair, pluralize, quote
@@ -58,12 +56,14 @@ if TYPE_CHECKING:
     from jinja2 import Environment
     from markupsafe import Markup
 
+_T = TypeVar("_T")
 GENERATOR = '<meta name="generator" content="lightning_d9m'
 _MAX_RANKS = 64
 _MAX_ROWS_FIRST, _MAX_ROWS_OTHERS = 3_000, 1_000
 _MAX_FIELDS = 200
 _MAX_SENTENCES = 200
 _MAX_DEPTH = 12
+_MAX_MOMENTS, _MAX_MODULES = 400, 1_500
 # What ran, by its name on the page.
 _FACTS: dict[str, Callable[[Header], object]] = {
     "command": lambda header: header.program.get("command"),
@@ -110,19 +110,12 @@ def render_page(
     folder = files("lightning_d9m.output") / "templates"
     style, script = ((folder / name).read_text() for name in ("style.css", "script.js"))
     found = comparison.divergences
-    values = [timeline.values] if repeated is None else repeated.values
-    rows = [] if repeated is None else repeated.rows
     basis = state_verdict(comparison)
     if comparison.verdict == "different":  # the header says the rest
         basis = f"{count_compared(comparison)} compared."
-    # If there are many ranks, those that diverge.
-    chosen = list(dict.fromkeys([*(entry.rank for entry in found), *timeline.ranks]))[:_MAX_RANKS]
-    shown = {rank: timeline.ranks[rank] for rank in sorted(chosen) if rank in timeline.ranks}
     return environment.get_template("report.html.j2").render(
         comparison=comparison,
         timeline=timeline,
-        repeated=repeated,
-        run_columns=list_run_columns(rows),
         title=f"{comparison.verdict}: {_name_pair(comparison.expected, comparison.actual)}",
         cause=find_cause(comparison) if found or comparison.stack else None,
         weights=_find_weights(ledgers[1]) if comparison.equal else "",
@@ -130,21 +123,11 @@ def render_page(
         command=find_command(ledgers),
         first=found[0] if found else None,
         first_ranks=_describe_first_ranks(comparison),
-        advice=(advise(comparison.first, comparison.extent) if comparison.first else ""),
         one_sided=list(list_one_sided(comparison)),
         one_ledger=is_one_ledger(comparison),
         basis=basis,
         places=list(_list_places(found)),
         modules=_make_module_map(timeline, comparison),
-        marks=draw_timeline(shown, timeline.epochs) if shown else "",
-        values=list(_draw_values(timeline, values)),
-        keys=[draw_key(number) for number in range(1 + len(values))] if repeated else [],
-        layers=list(enumerate(list_layers(timeline.distances))),
-        layer_columns=LAYER_COLUMNS,
-        layer_chart=_draw_layers(timeline),
-        standard_error=f"{STANDARD_ERROR:.0%}",
-        draw_key=draw_key,
-        ranks_left_out=len(timeline.ranks) - len(shown),
         max_ranks=_MAX_RANKS,
         max_fields=_MAX_FIELDS,
         max_sentences=_MAX_SENTENCES,
@@ -153,7 +136,42 @@ def render_page(
         style=style,
         script=script,
         script_hash=b64encode(sha256(script.encode()).digest()).decode(),
+        **_draw_runs(timeline, repeated),
+        **_draw_timeline(timeline, [entry.rank for entry in found]),
     )
+
+
+def _draw_runs(timeline: Timeline, repeated: RepeatedRuns | None) -> dict[str, object]:
+    """Return the values of the sections about all runs."""
+    values = [timeline.values] if repeated is None else repeated.values
+    return {
+        "repeated": repeated,
+        "run_columns": list_run_columns([] if repeated is None else repeated.rows),
+        "values": list(_draw_values(timeline, values)),
+        "keys": [draw_key(n) for n in range(1 + len(values))] if repeated else [],
+    }
+
+
+def _draw_timeline(timeline: Timeline, differing: list[int]) -> dict[str, object]:
+    """Return the values of the sections about ranks, layers and moments.
+
+    If there are many ranks, those that diverge are shown.
+    """
+    chosen = list(dict.fromkeys([*differing, *timeline.ranks]))[:_MAX_RANKS]
+    parts = {rank: timeline.ranks[rank] for rank in sorted(chosen) if rank in timeline.ranks}
+    ranks = [(rank, HeatMapRow(part, (part,))) for rank, part in parts.items()]
+    moments = _choose(timeline.moments, lambda found: found.status != "equal", _MAX_MOMENTS)
+    return {
+        "ranks": _make_heat_map(ranks, timeline.epochs) if ranks else None,
+        "ranks_left_out": len(timeline.ranks) - len(ranks),
+        "moments": moments,
+        "moments_left_out": len(timeline.moments) - len(moments),
+        "layers": list(enumerate(list_layers(timeline.distances))),
+        "layer_columns": LAYER_COLUMNS,
+        "layer_chart": _draw_layers(timeline),
+        "standard_error": f"{STANDARD_ERROR:.0%}",
+        "draw_key": draw_key,
+    }
 
 
 def list_run_facts(ledgers: Sequence[Ledger]) -> Iterator[tuple[str, list[str]]]:
@@ -236,7 +254,6 @@ def _make_environment() -> "Environment":
         "sides": _mark_sides,
         "call_name": lambda place: name_call(place.name, place.call),
         "ranks": lambda ranks: name_ranks(ranks).partition(" ")[2],
-        "position": _describe_position,
         "is_digest": lambda text: _DIGEST.fullmatch(text) is not None,
         "count": pluralize,
         "commands": _mark_commands,
@@ -284,23 +301,15 @@ def _mark_sides(entry: PlaceDifference | Divergence) -> list["Markup"]:
     ]
 
 
-def _describe_position(found: Divergence) -> str:
-    batch = "" if found.batch is None else f", batch {found.batch}"
-    moment = f"{found.moment} state, " if found.moment in {"initial", "final"} else ""
-    if found.moment == "epoch":
-        moment = "end of "
-    return f"{moment}epoch {found.epoch}, step {found.step}{batch}"
-
-
 def _describe_first_ranks(comparison: Comparison) -> str:
     """Return which of several ranks diverge first, and how many diverge later."""
-    found = comparison.divergences
+    found = earliest_divergences(comparison)
     if not found or not comparison.ranks[1:]:
         return ""
-    together = sorted(entry.rank for entry in found if entry.when == found[0].when)
-    later = len(found) - len(together)
+    later = len(comparison.divergences) - len(found)
     others = f"; {pluralize(later, 'more rank')} diverged later" if later else ""
-    return f"{name_ranks(together)} of {len(comparison.ranks)}{others}. ".capitalize()
+    together = name_ranks(sorted(entry.rank for entry in found))
+    return f"{together} of {len(comparison.ranks)}{others}. ".capitalize()
 
 
 def _list_places(found: list[Divergence]) -> Iterator[tuple[int, Any]]:
@@ -311,36 +320,41 @@ def _list_places(found: list[Divergence]) -> Iterator[tuple[int, Any]]:
             yield entry.rank, place
 
 
-@dataclass(frozen=True)
-class _Node:
-    path: str
-    module: Module | None
-    is_first: bool
-
-    @property
-    def depth(self) -> int:
-        return min(self.path.count(".") + 1, _MAX_DEPTH) if self.path else 0
-
-    @property
-    def label(self) -> str:
-        """The module's own name; below the greatest depth, its whole path."""
-        return self.path if self.path.count(".") >= _MAX_DEPTH else self.path.rpartition(".")[2]
-
-    @property
-    def state(self) -> str:
-        if self.is_first:
-            return "differs first"
-        return "differs" if self.module is not None and self.module.first is not None else "same"
-
-    @property
-    def first(self) -> tuple[str, str, int, int] | None:
-        """(kind, name within the module, epoch, step) of the first difference."""
-        if self.module is None or self.module.first is None:
-            return None
-        epoch, step, _, _, what = self.module.first
+def _describe_module(path: str, module: Module | None, *, is_first: bool) -> dict[str, object]:
+    """Return a row of the tree of modules; below the greatest depth it has its whole path."""
+    differs = module is not None and module.first is not None
+    first = None
+    if module is not None and module.first is not None:
+        epoch, step, _, _, what = module.first
         kind, _, name = what.partition(" ")
-        within = name.removeprefix(self.path).lstrip(".:") if self.path else name
-        return kind, within, epoch, step
+        within = name.removeprefix(path).lstrip(".:") if path else name
+        first = (kind, within, epoch, step)
+    deep = path.count(".") >= _MAX_DEPTH
+    return {
+        "label": path if deep else path.rpartition(".")[2],
+        "depth": min(path.count(".") + 1, _MAX_DEPTH) if path else 0,
+        "state": "differs first" if is_first else "differs" if differs else "same",
+        "differing": module.differing if module is not None else 0,
+        "first": first,
+        "is_first": is_first,
+    }
+
+
+def _choose(found: Sequence[_T], differs: Callable[[_T], bool], most: int) -> list[_T]:
+    """Return at most so many, in their order: those that differ before those that agree."""
+    order = sorted(range(len(found)), key=lambda number: not differs(found[number]))
+    return [found[number] for number in sorted(order[:most])]
+
+
+def _make_heat_map(
+    named: Sequence[tuple[object, HeatMapRow]], epochs: Mapping[int, int]
+) -> Mapping[str, object]:
+    heat = HeatMap([row for _, row in named])
+    return {
+        "rows": [(name, heat.draw_row(row)) for name, row in named],
+        "axis": heat.draw_axis(epochs),
+        "shades": heat.shades,
+    }
 
 
 def _make_module_map(timeline: Timeline, comparison: Comparison) -> Mapping[str, object] | None:
@@ -348,11 +362,12 @@ def _make_module_map(timeline: Timeline, comparison: Comparison) -> Mapping[str,
 
     Returns:
         ``rows`` with (module, its cells), ``axis`` with the steps of the columns, ``shades`` with
-        (number of the shade, fewest, most differing digests).
+        (number of the shade, fewest, most differing digests), ``left_out`` with a number.
     """
-    modules = timeline.modules
-    if not modules:
+    if not timeline.modules:
         return None
+    chosen = _choose([*timeline.modules.items()], lambda item: item[1].differing > 0, _MAX_MODULES)
+    modules = dict(chosen)
     first = [module_of(entry.kind, entry.name) for entry in comparison.divergences[:1]]
     paths = {"", *modules, *first}
     for path in list(paths):
@@ -362,17 +377,11 @@ def _make_module_map(timeline: Timeline, comparison: Comparison) -> Mapping[str,
     def order(path: str) -> list[str]:
         return [part.zfill(9) if part.isdecimal() else part for part in path.split(".")]
 
-    nodes = [_Node(path, modules.get(path), [path] == first) for path in sorted(paths, key=order)]
-    cells = [
-        HeatMapRow(
-            StepHistogram() if node.module is None else node.module.steps,
-            timeline.find_recorded(node.path),
-        )
-        for node in nodes
-    ]
-    heat = HeatMap(cells)
-    return {
-        "rows": [(node, heat.draw_row(row)) for node, row in zip(nodes, cells, strict=True)],
-        "axis": heat.draw_axis(timeline.epochs),
-        "shades": heat.shades,
-    }
+    rows: list[tuple[object, HeatMapRow]] = []
+    for path in sorted(paths, key=order):
+        module = modules.get(path)
+        steps = StepHistogram() if module is None else module.steps
+        node = _describe_module(path, module, is_first=[path] == first)
+        rows.append((node, HeatMapRow(steps, timeline.find_recorded(path))))
+    left_out = len(timeline.modules) - len(modules)
+    return {**_make_heat_map(rows, timeline.epochs), "left_out": left_out}

@@ -1,10 +1,9 @@
-"""The comparison of a change with noise: as text, as JSON types, and as a plot."""
+"""The comparison of a change with noise: as text and as JSON types."""
 
 from dataclasses import asdict
 
 from lightning_d9m.comparison.noise import LEVEL, NoiseVerdict, ValueChange
 from lightning_d9m.output.columns import Column, format_table
-from lightning_d9m.output.svg import draw_file
 from lightning_d9m.output.terminal import wrap
 from lightning_d9m.text import describe_names, escape, pluralize
 
@@ -81,8 +80,3 @@ def format_noise(found: NoiseVerdict) -> list[str]:
         names = describe_names(found.left_out, len(found.left_out))
         lines += wrap(f"Left out, because some run has no finite value: {names}.")
     return lines
-
-
-def draw_noise(found: NoiseVerdict) -> str:
-    """Return a plot of the sizes of change and noise by epoch, as SVG."""
-    return draw_file("The change, and noise", "epoch", found.series)

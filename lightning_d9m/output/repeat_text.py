@@ -105,9 +105,10 @@ class RepeatReport:
         self._entries: list[FitOutcome] = []
         for number, run in runs.items():
             for name, ledger in run.fits.items():
-                seen = watch and watch(number, name)
-                known = number > 1 and name in first
-                found = compare_ledgers(first[name], ledger, watch=seen) if known else None
+                found = None
+                if number > 1 and name in first:
+                    seen = watch and watch(number, name)
+                    found = compare_ledgers(first[name], ledger, watch=seen)
                 fit = names.index(name) + 1
                 self._entries.append(
                     FitOutcome(name, ledger, found, _make_row(number, run, fit, ledger, found))

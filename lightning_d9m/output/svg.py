@@ -1,7 +1,7 @@
-"""Drawings as SVG: charts over the steps of runs, timelines of ranks, heat maps of modules.
+"""Drawings as SVG: charts over the steps of runs, heat maps of ranks and modules.
 
-They hold numbers and no names of a ledger: the page shows the names beside them. A page has a color
-for each class and line; a file of its own has a light background.
+They hold numbers and no names of a ledger: the page shows the names beside them, and has a color
+for each class and line.
 """
 
 import math
@@ -13,22 +13,18 @@ from html import escape
 from itertools import groupby
 from typing import TypeAlias
 
-from lightning_d9m.comparison.timeline import StepHistogram, TimelineStep
+from lightning_d9m.comparison.timeline import MAX_STEPS, StepHistogram
 
 COLORS = ("#c0392b", "#2471a3", "#1e8449", "#b9770e", "#6c3483", "#515a5a")
 LEFT, _RIGHT = 84, 708
 _WIDTH, _HEIGHT = 720, 216
 _TOP, _BOTTOM = 14, 172
-_ROW, _MIN_MARK = 20, 4
 _MAX_EPOCHS, _EPOCH_WIDTH = 8, 64
 _MAX_TICKS = 6
 _FEWEST_DIGITS, _MOST_DIGITS = 3, 7
-_MOST_COLUMNS, _MOST_SHADES = 64, 5
+_MOST_SHADES = 5
 _AXIS_WIDTH, _AXIS_HEIGHT = 480, 44
-# How much lower a mark is than its row, by status; the last is drawn on top of the others.
-_INSETS = {"equal": 5, "alone": 3, "different": 0}
-_FILE_STYLE = ".axis { stroke: #bbb } text { fill: #333; font: 11px sans-serif }"
-
+_WORDS = {"same": "equal", "alone": "in one run only"}
 # (step, value), in order of the steps.
 Points: TypeAlias = Sequence[tuple[int, float]]
 
@@ -95,13 +91,7 @@ def scale_steps(steps: Iterable[int]) -> Scale:
     return Scale(low, max(high, low + 1), LEFT, _RIGHT)
 
 
-def draw_axis(
-    scale: Scale,
-    epochs: Mapping[int, int],
-    base: int,
-    last: int | None = None,
-    unit: str = "step",
-) -> str:
+def draw_axis(scale: Scale, epochs: Mapping[int, int], base: int, last: int | None = None) -> str:
     """Draw the axis of steps, with its first and last step and as many epochs as fit.
 
     The name of an epoch stands below its steps, between the ticks where it begins and ends: a
@@ -112,7 +102,6 @@ def draw_axis(
         epochs: The first step of each epoch.
         base: The height of the axis.
         last: The last step; None for the end of the scale.
-        unit: What the axis counts.
     """
     starts = sorted((step, epoch) for epoch, step in epochs.items())
     ends = [step for step, _ in starts[1:]] + [scale.high]
@@ -133,7 +122,7 @@ def draw_axis(
             kind = "odd" if number % 2 else "even"
             parts.append(text(x, base + 19, f"epoch {epoch:,}", "middle", class_=kind))
             free = x + half - 8
-    parts.append(text(scale.start, base + 39, f"{unit} {scale.low:,}"))
+    parts.append(text(scale.start, base + 39, f"step {scale.low:,}"))
     parts.append(text(scale.end, base + 39, f"{scale.high if last is None else last:,}", "end"))
     return "".join(parts)
 
@@ -145,7 +134,6 @@ def draw_chart(
     *,
     log: bool = False,
     name: str = "line",
-    unit: str = "step",
 ) -> str:
     """Draw the values of several lines by step.
 
@@ -158,7 +146,6 @@ def draw_chart(
         log: Whether the scale is logarithmic; then no value is negative. On a linear one the first
             line is the reference, and the widest.
         name: What a line is, for the titles of its dots.
-        unit: What the horizontal axis counts.
     """
     up, ticks = _scale_values([value for own in lines for _, value in own], log=log)
     across = scale_steps(step for own in lines for step, _ in own)
@@ -180,10 +167,10 @@ def draw_chart(
             parts.append(element("polyline", points=path, style=style))
             for x, y, step, value in points:
                 shown = f"{value:.2g}" if log else repr(value)
-                title = element("title", f"{name} {number + 1}, {unit} {step:,}: {shown}")
+                title = element("title", f"{name} {number + 1}, step {step:,}: {shown}")
                 radius, style = 3.5 if wide else 2.0, f"fill:{color}"
                 parts.append(element("circle", title, cx=x, cy=y, r=radius, style=style))
-    parts.append(draw_axis(across, epochs, _BOTTOM, unit=unit))
+    parts.append(draw_axis(across, epochs, _BOTTOM))
     return _frame(label, _HEIGHT, parts)
 
 
@@ -229,41 +216,12 @@ def _describe_tick(value: float, digits: int) -> str:
     return f"{mantissa}e{int(power)}"
 
 
-def draw_file(title: str, unit: str, series: Mapping[str, Sequence[float]]) -> str:
-    """Return a file with a chart of values by whole number, and a legend of their names.
-
-    Args:
-        title: The title above the chart.
-        unit: What the horizontal axis counts, from 0.
-        series: Values by name.
-    """
-    lines = [list(enumerate(values)) for values in series.values()]
-    legend = [
-        element("g", draw_key(number), text(30, 9, name), transform=f"translate({LEFT} {y})")
-        for number, (name, y) in enumerate(zip(series, range(30, 10_000, 18), strict=False))
-    ]
-    top = 36 + 18 * len(legend)
-    chart = draw_chart(title, lines, {}, log=True, unit=unit)
-    return element(
-        "svg",
-        element("style", _FILE_STYLE),
-        element("rect", width="100%", height="100%", fill="white"),
-        text(LEFT, 20, title),
-        *legend,
-        element("g", chart, transform=f"translate(0 {top})"),
-        xmlns="http://www.w3.org/2000/svg",
-        width=_WIDTH,
-        height=top + _HEIGHT,
-        viewBox=f"0 0 {_WIDTH} {top + _HEIGHT}",
-    )
-
-
 def draw_key(number: int) -> str:
     """Draw a piece of a line of ``draw_chart``, for its legend."""
     color, dashes = _choose_style(number)
     style = f"stroke:{color};stroke-width:3{dashes}"
     piece = line(0, 5, 24, 5, style=style)
-    return element("svg", piece, viewBox="0 0 24 10", width=24, height=10, class_="key-line")
+    return element("svg", piece, viewBox="0 0 24 10", class_="key-line")
 
 
 def _choose_style(number: int) -> tuple[str, str]:
@@ -276,46 +234,7 @@ def _choose_style(number: int) -> tuple[str, str]:
 
 def _frame(label: str, height: int, parts: Sequence[str]) -> str:
     """Return a whole drawing, with a label for a reader that does not see it."""
-    box = {"viewBox": f"0 0 {_WIDTH} {height}", "width": _WIDTH, "height": height}
-    return element("svg", *parts, **box, role="img", aria_label=label)
-
-
-def draw_timeline(ranks: Mapping[int, StepHistogram], epochs: Mapping[int, int]) -> str:
-    """Draw a line for each rank: the steps at which its records agree, differ, or are unmatched.
-
-    Differences have another color and are also taller.
-    """
-    lines = {rank: histogram.ordered() for rank, histogram in ranks.items()}
-    scale = scale_steps(n for steps in lines.values() for s in steps for n in (s.first, s.last))
-    parts = []
-    for number, (rank, steps) in enumerate(lines.items()):
-        top = number * _ROW + 4
-        parts.append(text(LEFT - 6, top + 13, f"rank {rank}", "end"))
-        parts += _draw_marks(scale, steps, top)
-    base = len(lines) * _ROW + 8
-    parts.append(draw_axis(scale, epochs, base))
-    return _frame("Timeline: the records of each rank by step", base + 45, parts)
-
-
-def _draw_marks(scale: Scale, steps: Sequence[TimelineStep], top: int) -> list[str]:
-    """Draw one mark for successive steps of one status."""
-    marks: list[tuple[str, int, int]] = []
-    for step in steps:
-        status = "different" if step.differing else "alone" if step.alone else "equal"
-        if marks and marks[-1][0] == status and step.first <= marks[-1][2] + 1:
-            marks[-1] = (status, marks[-1][1], step.last)
-        else:
-            marks.append((status, step.first, step.last))
-    drawn = []
-    for status, first, last in sorted(marks, key=lambda mark: list(_INSETS).index(mark[0])):
-        left = min(scale.at(first), scale.end - _MIN_MARK)
-        inset = _INSETS[status]
-        words = "in one run only" if status == "alone" else status
-        title = element("title", f"{_name_steps(first, last)}: {words}")
-        width = max(_MIN_MARK, min(scale.at(last + 1), scale.end) - left)
-        place = {"x": left, "y": top + inset, "width": width, "height": _ROW - 4 - 2 * inset}
-        drawn.append(element("rect", title, class_=status, **place))
-    return drawn
+    return element("svg", *parts, viewBox=f"0 0 {_WIDTH} {height}", role="img", aria_label=label)
 
 
 def _name_steps(first: int, last: int) -> str:
@@ -328,7 +247,8 @@ class HeatMapRow:
 
     Attributes:
         differing: The number of differences by step.
-        recorded: The steps at which the digests of the row were compared.
+        recorded: The steps at which the digests of the row were compared, or one run alone has
+            some.
     """
 
     differing: StepHistogram
@@ -354,7 +274,7 @@ class HeatMap:
         steps = [step for part in parts for step in part.ordered()]
         first, self._last = min(s.first for s in steps), max(s.last for s in steps)
         width = max(part.width for part in parts)
-        while self._last // width - first // width >= _MOST_COLUMNS:
+        while self._last // width - first // width >= MAX_STEPS:
             width *= 2
         self._width, self._start = width, first // width
         self._columns = self._last // width - self._start + 1
@@ -379,12 +299,13 @@ class HeatMap:
         """Draw the cells of a row; neighbors of one shade are one rectangle."""
         counts = self._count(row.differing)
         recorded = {column for part in row.recorded for column in self._count(part)}
+        alone = {self._find_column(s.first) for s in row.differing.ordered() if s.alone}
         lows = [low for _, low, _ in self.shades]
 
         def shade(column: int) -> str:
             if counts[column]:
                 return f"heat-{self.shades[bisect_right(lows, counts[column]) - 1][0]}"
-            return "same" if column in recorded else ""
+            return "alone" if column in alone else "same" if column in recorded else ""
 
         cells = []
         for kind, group in groupby(range(self._columns), shade):
@@ -393,7 +314,7 @@ class HeatMap:
                 continue
             count = sum(counts[column] for column in columns)
             first, end = ((self._start + n) * self._width for n in (columns[0], columns[-1] + 1))
-            words = f"{count:,} differ" if count else "equal"
+            words = f"{count:,} differ" if count else _WORDS[kind]
             title = element("title", f"{_name_steps(first, min(end - 1, self._last))}: {words}")
             place = {"x": columns[0], "width": len(columns), "height": 1}
             cells.append(element("rect", title, class_=kind, **place))
@@ -405,5 +326,8 @@ class HeatMap:
         """Return the differences in each column, with a zero for a column without."""
         counts: Counter[int] = Counter()
         for step in part.ordered():
-            counts[step.first // self._width - self._start] += step.differing
+            counts[self._find_column(step.first)] += step.differing
         return counts
+
+    def _find_column(self, step: int) -> int:
+        return step // self._width - self._start

@@ -13,12 +13,10 @@ from ledger_runs import make_facts, make_weights, write_rank
 
 from lightning_d9m.cli.main import main
 from lightning_d9m.cli.report import add_arguments, run
-from lightning_d9m.comparison.ledgers import compare_ledgers
-from lightning_d9m.comparison.timeline import Timeline
 from lightning_d9m.errors import LedgerError
 from lightning_d9m.hashing.digest import digest
 from lightning_d9m.hashing.sketches import sketch_tensors
-from lightning_d9m.ledger.folder import create_ledger_folder, read_ledger
+from lightning_d9m.ledger.folder import create_ledger_folder
 
 EVIL = [
     "<script>alert(1)</script>",
@@ -160,7 +158,7 @@ def test_different_runs(tmp_path, capsys):
     text = report(tmp_path, one, other)
     words = Page(text).words
     assert "Different" in words
-    assert "First divergence: epoch 0, step 8, batch 8 , gradient" in words
+    assert "First divergence: batch 8 of epoch 0 (step 8) , gradient" in words
     assert ". 2 of 10 places differ there." in words
     assert "The stacks differ in 1 field, which alone may change results: device.driver ." in words
     assert "device.driver 560.35 570.1" in words
@@ -171,8 +169,8 @@ def test_different_runs(tmp_path, capsys):
     assert rows.count("<svg") == 2 + len(MODULES)
     assert "steps 8 to 10: 3 differ" in words
     assert "Cause: stack." in words
-    assert '<rect class="equal"' in text
-    assert "steps 8 to 12: different" in words
+    assert "steps 0 to 7: equal" in words
+    assert "step 8: 2 differ" in words
     assert text.count('<tr class="differs first"') == 1
     assert capsys.readouterr().out.startswith("different: the report is")
 
@@ -266,21 +264,19 @@ def test_of_many_ranks_the_first_is_named(tmp_path):
     one, other = write_ranks(tmp_path, *[None] * 5), write_ranks(tmp_path, 6, 5, 3, None, 5)
     text = report(tmp_path, one, other)
     words = Page(text).words
-    assert "First divergence: epoch 0, step 3, batch 3 , gradient" in words
+    assert "First divergence: batch 3 of epoch 0 (step 3) , gradient" in words
     assert "Rank 2 of 5; 3 more ranks diverged later. 2 of 10 places differ there." in words
-    assert words.index("2 epoch 0, step 3, batch 3") < words.index("0 epoch 0, step 6, batch 6")
+    assert words.index("2 batch 3 of epoch 0") < words.index("0 batch 6 of epoch 0")
     assert "50 gradient weight , epoch 0, step 3 " in words
-    assert text.count('<text x="78"') >= 5
-    assert words.count("steps 3 to 12: different") == 1
+    assert all(f"rank {rank} step" in words for rank in range(5))
+    assert words.count("step 3: 2 differ") == 2  # rank 2, and its module
 
 
 def test_without_probes(tmp_path):
     one, other = write_epochs(tmp_path), write_epochs(tmp_path, drift=2)
     text = report(tmp_path, one, other)
     words = Page(text).words
-    assert (
-        "First divergence: end of epoch 2, step 27 , weights encoder.layers.0.norm.weight" in words
-    )
+    assert "First divergence: epoch 2 (step 27) , weights encoder.layers.0.norm.weight" in words
     assert "0 2 weights encoder.layers.1.linear.weight 0000" in words
     assert '<th scope="col" data-filter="text">name</th>' in text
     assert "3 weights weight , epoch 2, step 27 " in words
@@ -288,21 +284,17 @@ def test_without_probes(tmp_path):
 
 def test_what_differs_goes_before_what_agrees(tmp_path, monkeypatch):
     """Limits drop modules and moments that agree."""
-    monkeypatch.setattr("lightning_d9m.comparison.timeline.MAX_MODULES", 2)
-    monkeypatch.setattr("lightning_d9m.comparison.timeline.MAX_MOMENTS", 3)
-    timeline = Timeline()
+    monkeypatch.setattr("lightning_d9m.output.html_page._MAX_MODULES", 2)
+    monkeypatch.setattr("lightning_d9m.output.html_page._MAX_MOMENTS", 3)
     names = [f"layers.{number}" for number in range(9)]
     one, other = write_epochs(tmp_path, 9, names=names), write_epochs(tmp_path, 9, 7, names[::-1])
-    compare_ledgers(read_ledger(one), read_ledger(other), watch=timeline.watch)
-    assert [moment.where for moment in timeline.moments] == [
-        "epoch 0 (step 9)",
-        "epoch 7 (step 72)",
-        "epoch 8 (step 81)",
-    ]
-    assert timeline.moments_left_out == 6
-    assert len(timeline.modules) == 2
-    assert all(module.differing for module in timeline.modules.values())
-    assert timeline.modules_left_out
+    words = Page(report(tmp_path, one, other)).words
+    moments = words.partition("Digests by epoch and step")[2]
+    assert [f"epoch {n} " in moments for n in (0, 1, 6, 7, 8)] == [True, False, False, True, True]
+    assert "6 more are left out." in moments
+    modules = words.partition("Modules by step")[2].partition("All that differs")[0]
+    assert modules.count("2 weights weight") == 2
+    assert "more are left out." in modules
 
 
 def test_what_ran_and_the_logged_values_are_shown(tmp_path):
@@ -379,7 +371,7 @@ def test_the_size_is_bounded(tmp_path):
     text = report(tmp_path, one, other)
     assert len(text) < 2_000_000
     assert "3,002 more are left out." in text
-    assert "The model has more modules" in text
+    assert "1,501 more are left out." in text
 
 
 @pytest.mark.parametrize("force", [False, True])

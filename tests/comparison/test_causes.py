@@ -24,7 +24,12 @@ def comparison(*divergences, refusals=(), stack=(), extent="logged values"):
         SimpleNamespace(divergence=entry, expected=Side(), actual=Side()) for entry in divergences
     ]
     return SimpleNamespace(
-        portable=False, ranks=ranks, refusals=refusals, stack=stack, extent=extent
+        portable=False,
+        ranks=ranks,
+        refusals=refusals,
+        stack=stack,
+        extent=extent,
+        divergences=sorted(filter(None, divergences), key=lambda entry: entry.when),
     )
 
 
@@ -121,7 +126,7 @@ def test_a_module_on_another_rank_does_not_go_before_what_was_given_to_it():
 def test_a_run_that_goes_on_where_the_other_ends(counts, kind):
     one, other = (Side(OneSided(count)) for count in counts)
     rank = SimpleNamespace(divergence=None, expected=one, actual=other)
-    runs = SimpleNamespace(ranks=[rank], refusals=(), stack=())
+    runs = SimpleNamespace(ranks=[rank], refusals=(), stack=(), divergences=[])
     assert find_cause(runs).kind == kind
 
 

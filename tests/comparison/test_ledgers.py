@@ -4,7 +4,7 @@ import tracemalloc
 
 import pytest
 
-from lightning_d9m.comparison import alignment
+from lightning_d9m.comparison import ledgers
 from lightning_d9m.comparison.ledgers import OneSided, compare_ledgers
 from lightning_d9m.errors import LedgerError
 from lightning_d9m.ledger.folder import rank_path, read_ledger
@@ -415,7 +415,7 @@ class TestEvaluations:
         assert (rank.expected.records.count, first) == (1, "evaluation epoch 0 step 0 name a")
 
     def test_memory_is_bounded(self, runs, monkeypatch):
-        monkeypatch.setattr(alignment, "_KEPT_BYTES", 2000)
+        monkeypatch.setattr(ledgers, "_KEPT_BYTES", 2000)
         names = [f"n{number}" for number in range(300)]
         one, other = (
             runs.write(edit=self.insert((name,) for name in order))

@@ -69,14 +69,11 @@ def test_a_change_within_noise_is_said_in_one_sentence(here, capsys):
     assert "of their norm apart; those of the runs without the" in out
 
 
-def test_a_change_beyond_noise_has_a_plot(here, capsys):
-    words = ("before", "much", "--noise", "noise", "--value", "accuracy", "--plot", "a.svg")
+def test_a_change_beyond_noise(here, capsys):
+    words = ("before", "much", "--noise", "noise", "--value", "accuracy")
     status, out, _ = compare(capsys, *words)
     assert status == 1
     assert out.startswith("beyond noise: accuracy changes by +0.1, and 5 reruns spread over 0.03.")
-    plot = (here / "a.svg").read_text()
-    assert plot.startswith("<svg")
-    assert all(name in plot for name in ("accuracy: the change", "weights: noise"))
     status, out, _ = compare(capsys, *words, "--json")
     facts = json.loads(out)
     assert facts["verdict"] == "beyond noise"
@@ -170,14 +167,10 @@ def test_a_value_that_is_not_finite_is_left_out_or_a_change(tmp_path):
         (["before", "killed", "--noise", "noise"], "did not finish, so it cannot be measured"),
         (["before", "bare", "--noise", "noise"], "neither a value that all of them log nor"),
         (["before", "seeded", "--noise", "noise"], "have the seeds 42 and 7, and the runs"),
-        (["before", "much", "--value", "a"], "--value and --plot are only for --noise"),
+        (["before", "much", "--value", "a"], "--value is only for --noise"),
         (
             ["before", "much", "--noise", "noise", "--value", "a"],
             "'a' is not logged at the end of every run. Known values: accuracy, loss.",
-        ),
-        (
-            ["before", "much", "--noise", "noise", "--plot", "none/a.svg"],
-            "The plot none/a.svg cannot be written: No such file",
         ),
         (["before", "much", "--noise", "none"], "none is not a folder"),
     ],

@@ -25,7 +25,12 @@ def pair(kind=None, name="a", *, step=0, moment="batch", epoch=0, values=("", ""
         differs=kind is not None,
         rank_drift=(),
         comparison=SimpleNamespace(
-            ranks=ranks, refusals=(), stack=(), portable=False, extent="logged values"
+            ranks=ranks,
+            divergences=[] if kind is None else [found],
+            refusals=(),
+            stack=(),
+            portable=False,
+            extent="logged values",
         ),
         steps_of_epoch=lambda epoch: (10 * epoch, 10 * epoch + 10),
         fit="fit-000",

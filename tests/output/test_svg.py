@@ -12,26 +12,22 @@ from lightning_d9m.output.svg import (
     HeatMap,
     HeatMapRow,
     draw_chart,
-    draw_file,
     draw_key,
-    draw_timeline,
 )
 
 # Pixels of a digit on a phone, where text is largest: 22 pixels high.
 DIGIT = 13
 EPOCHS = {0: 0, 1: 10, 2: 20, 3: 30}
-SVG = "{http://www.w3.org/2000/svg}"
 
 
 def parse(drawing):
     return ET.fromstring(drawing)  # noqa: S314 - our own
 
 
-def dots_of(root, prefix=""):
+def dots_of(root):
     """Return {title: (x, y)} of the dots of a chart."""
     return {
-        dot[0].text: (float(dot.get("cx")), float(dot.get("cy")))
-        for dot in root.iter(f"{prefix}circle")
+        dot[0].text: (float(dot.get("cx")), float(dot.get("cy"))) for dot in root.iter("circle")
     }
 
 
@@ -85,36 +81,13 @@ def test_each_of_nine_lines_has_a_style_of_its_own_that_the_legend_repeats():
         assert ("dasharray" in style) == ("dasharray" in draw_key(number)) == (number >= 6)
 
 
-def test_a_file_is_whole_and_has_a_legend():
-    root = parse(draw_file("A & B", "epoch", {"<grows>": [0.1, 1.0, 10.0], "none": [0.0] * 3}))
-    words = [node.text for node in root.iter(f"{SVG}text")]
-    assert {"A & B", "<grows>", "none", "epoch 0", "2", "1e-1", "0"} <= set(words)
-    grows, none = ([y for _, y in list(dots_of(root, SVG).values())[n : n + 3]] for n in (0, 3))
-    assert grows == sorted(grows, reverse=True)
-    assert min(none) > max(grows)
-
-
 def test_nothing_to_draw_is_drawn():
     assert parse(draw_chart("loss", [[]], {}, log=True)).tag == "svg"
-    assert parse(draw_file("t", "epoch", {})).tag == f"{SVG}svg"
-
-
-def test_each_status_has_its_mark():
-    line = StepHistogram()
-    for step, differing, alone in [(0, 0, 0), (1, 0, 0), (2, 0, 3), (3, 2, 0)]:
-        line.add(step, 5, differing, alone)
-    root = parse(draw_timeline({0: line}, {}))
-    marks = {mark.get("class"): mark.find("title").text for mark in root.iter("rect")}
-    assert marks == {
-        "equal": "steps 0 to 1: equal",
-        "alone": "step 2: in one run only",
-        "different": "step 3: different",
-    }
 
 
 def steps_of(*counts):
     """Return a histogram of (step, differing)."""
-    made = StepHistogram(64)
+    made = StepHistogram()
     for step, differing in counts:
         made.add(step, 1, differing)
     return made
@@ -147,6 +120,18 @@ def test_a_row_shows_what_is_equal_different_and_not_recorded():
     ]
     assert heat.draw_row(row_of([])) == ""
     assert HeatMap([row_of([], [0])]).shades == [(4, 1, 1)]
+
+
+def test_what_one_run_alone_has_is_a_cell_too():
+    line = StepHistogram()
+    for step, differing, alone in [(0, 0, 0), (1, 0, 0), (2, 0, 3), (3, 2, 1)]:
+        line.add(step, 5, differing, alone)
+    row = HeatMapRow(line, (line,))
+    assert cells_of(HeatMap([row]).draw_row(row)) == [
+        ("same", 0, 2, "steps 0 to 1: equal"),
+        ("alone", 2, 1, "step 2: in one run only"),
+        ("heat-4", 3, 1, "step 3: 2 differ"),
+    ]
 
 
 def test_rows_share_columns_and_shades():

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_d9m.audit.device import check_device
-from lightning_d9m.audit.ops.case import Call, Case, Inputs, NotHereError
-from lightning_d9m.audit.ops.cases import list_cases, plan_cases
+from lightning_d9m.audit.ops.cases import Call, Case, Inputs, NotHereError, list_cases, plan_cases
 from lightning_d9m.comparison.numeric_difference import SpreadMeter, measure_variation
 from lightning_d9m.compatibility import synchronize
 from lightning_d9m.control.torch_flags import algorithms_switched, capture_flags, restore_flags

@@ -9,7 +9,6 @@ from pathlib import Path
 from lightning_d9m.audit.training import (
     CONDITIONS,
     render_markdown,
-    render_plot,
     render_text,
     summarize,
 )
@@ -58,14 +57,12 @@ def run(arguments: argparse.Namespace) -> int:
     trainings = _train(command, output, arguments.runs, arguments.timeout)
     result = summarize(trainings)
     (output / "model.json").write_text(json.dumps(result, indent=1) + "\n")
-    for fit in result["fits"]:
-        (output / f"{fit['fit']}.svg").write_text(render_plot(fit))
     (output / "model.md").write_text(render_markdown(result, command))
     if arguments.json:
         print(json.dumps(result, indent=1))
     else:
         print_lines(render_text(result).splitlines())
-        print(f"audit: {output / 'model.md'}, model.json, *.svg")
+        print(f"audit: {output / 'model.md'}, model.json")
         if not result["equal"]:
             step = (
                 f"d9m locate -- {shlex.join(command)}",

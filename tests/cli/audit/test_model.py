@@ -106,7 +106,7 @@ def test_what_varies_without_determinism_is_measured(audit):
     assert fit["without"]["scalars"]["accuracy"]["distinct"] == 1
 
 
-def test_the_report_and_the_plot_are_left(audit, tmp_path):
+def test_the_report_is_left(audit, tmp_path):
     status, out, err = audit(VARIES)
     folder = tmp_path / "d9m-audit" / "model-000"
     assert status == 0
@@ -122,7 +122,6 @@ def test_the_report_and_the_plot_are_left(audit, tmp_path):
     assert "| `first` | 0.2" in page
     assert "| final | 3 | 0.1" in page
     assert "| `final loss` | 3 | 0.0 | 2.0 |" in page
-    assert (folder / "fit-000.svg").read_text().count("<polyline") == 2
     assert json.loads((folder / "model.json").read_text())["equal"]
 
 

@@ -10,8 +10,7 @@ import torch
 
 from lightning_d9m.audit.ops import conditions as audit_conditions
 from lightning_d9m.audit.ops import worker_process
-from lightning_d9m.audit.ops.case import Case, Inputs, NotHereError
-from lightning_d9m.audit.ops.cases import list_cases
+from lightning_d9m.audit.ops.cases import Case, Inputs, NotHereError, list_cases
 from lightning_d9m.audit.ops.conditions import Budget, begin_row, measure_case
 from lightning_d9m.audit.ops.report import judge_op
 from lightning_d9m.audit.ops.worker_process import RowFile
@@ -194,7 +193,7 @@ for line in sys.stdin:
         FATE
     ran = {"outcome": "ran", "microseconds": 1.0, "ratio": 1.0, "spread": {
         "distinct": 2 if key == "c" and VARIES else 1, "runs": 2, "vs": None, "vermv": 0.0,
-        "vermv_max": 0.0, "vc": 0.0, "vc_max": 0.0, "varying": 0.0, "ulps": 0}}
+        "vermv_max": 0.0, "vc": 0.0, "vc_max": 0.0, "ulps": 0}}
     conditions = ("default", "deterministic", "patched", "oracle")
     print(json.dumps(dict.fromkeys(conditions, ran)), flush=True)
 """
