@@ -52,15 +52,16 @@ def _check_extension(found: str) -> CheckResult:
 
 def _check_elastic() -> CheckResult:
     name = "HOROVOD_ELASTIC"
-    found = os.environ.get(name, "")
-    if found in ("", "0"):
-        return CheckResult(name, "ok", found or "not set")
-    return CheckResult(
-        name,
-        "problem",
-        found,
-        "Elastic Horovod changes the number of ranks while training, which changes the sums.",
-        "Start with `horovodrun -np N` without --min-np and --max-np.",
+    found = os.environ.get(name) or "not set"
+    return judge(
+        found not in ("not set", "0"),
+        CheckResult(
+            name,
+            "problem",
+            found,
+            "Elastic Horovod changes the number of ranks while training, which changes the sums.",
+            "Start with `horovodrun -np N` without --min-np and --max-np.",
+        ),
     )
 
 
