@@ -52,7 +52,7 @@ def test_a_run_is_resumed_with_another_number_of_workers(fits, loaders, per_samp
 
 
 def test_a_run_is_resumed_twice(fits):
-    straight, _ = fits.straight()
+    straight = fits.fit()
     fits.interrupt(at={"epoch": 0, "batch": 3})
     first = fits.checkpoint.rename(fits.folder / "first.ckpt")
     fits.interrupt(at={"epoch": 1, "batch": 4}, resume=first)
@@ -86,7 +86,7 @@ def test_checkpoints_of_lightnings_own_are_resumed(fits):
 
 
 def test_training_that_had_ended_goes_on(fits):
-    straight, _ = fits.straight()
+    straight = fits.fit()
     fits.fit(max_epochs=2)
     fits.trainer.save_checkpoint(fits.checkpoint)
     agree(straight, fits.resume(max_epochs=3))
@@ -119,7 +119,7 @@ def test_a_checkpoint_of_an_exception_is_resumed(fits):
                 trainer._signal_connector.received_sigterm = True
 
     saver = make_exception_saver(fits.folder / "saved", "ended")
-    straight, _ = fits.straight()
+    straight = fits.fit()
     with pytest.raises(SIGTERMException):
         fits.fit(extra=[Ended(), saver], enable_checkpointing=True)
     agree(straight, fits.fit(resume=fits.folder / "saved" / "ended.ckpt"))
