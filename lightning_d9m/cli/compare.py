@@ -47,7 +47,6 @@ _ARGUMENTS = """
     folder with at least three, as d9m repeat or d9m audit model leaves it; may be given several
     times. Exit status 0: noise explains the difference
 --value NAME  with --noise: the logged value that decides (default: all)
---plot FILE  with --noise: write change and noise by epoch as an SVG
 """
 
 

@@ -1,4 +1,4 @@
-"""A state: what can be reached from objects, captured at one moment."""
+"""What can be reached from objects: a walk, and a digest of all of it."""
 
 import re
 from collections.abc import Callable, Container, Iterator, Mapping
@@ -92,36 +92,6 @@ def name_part(path: str, kind: Holder, content: Content, place: int) -> str:
     if kind is TABLE:
         path = path.rpartition(".")[0]
     return (path + kind.name(content, place)).removeprefix(".")
-
-
-class State:
-    """Everything that the owners hold at the moment at which this is made.
-
-    Args:
-        owners: Objects by name; the name begins the paths of what the object holds.
-        leave_out: See ``walk``.
-    """
-
-    def __init__(
-        self,
-        owners: Mapping[str, object],
-        *,
-        leave_out: Callable[[str, object], bool] | None = None,
-    ) -> None:
-        self.nodes = [
-            Node(path, value, kind, kind.read(value))
-            for path, value, kind in walk(owners, leave_out=leave_out)
-            if kind is not None
-        ]
-
-    def restore(self) -> None:
-        """Put everything back; the objects stay the same ones, as others may hold them too."""
-        for node in self.nodes:
-            node.kind.write(node.owner, node.content)
-
-    def find_changed(self) -> list[Node]:
-        """Return the nodes whose objects hold something else now."""
-        return [node for node in self.nodes if not node.kind.matches(node.owner, node.content)]
 
 
 def digest_value(value: object) -> str:

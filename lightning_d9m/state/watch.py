@@ -89,6 +89,11 @@ class Watch:
                 changed.append(node)
         return changed
 
+    def restore(self) -> None:
+        """Put everything back; the objects stay the same ones, as others may hold them too."""
+        for node in self.nodes.values():
+            node.kind.write(node.owner, node.content)
+
     def add(self, path: str, value: object) -> None:
         """Watch another object, and what it holds."""
         self._add({path: value})

@@ -15,7 +15,8 @@ from torch import nn
 
 from lightning_d9m.state.changes import Changes
 from lightning_d9m.state.parts import GENERATOR, OPAQUE
-from lightning_d9m.state.state import State, digest_value, walk
+from lightning_d9m.state.state import digest_value, walk
+from lightning_d9m.state.watch import Watch
 
 
 class Thing:
@@ -125,8 +126,8 @@ def disturb(value, draw):
 def test_what_was_disturbed_is_found_and_put_back_to_the_bit(graph, data):
     owner = Thing(graph=graph, again=graph)
     owner.itself = owner
-    before, digest = State({"owner": owner}), digest_value(owner)
-    places = data.draw(st.lists(st.sampled_from(before.nodes), min_size=1, max_size=4))
+    before, digest = Watch({"owner": owner}), digest_value(owner)
+    places = data.draw(st.lists(st.sampled_from([*before.nodes.values()]), min_size=1, max_size=4))
     changed = {
         id(node.owner)
         for node in places
@@ -168,11 +169,13 @@ def test_what_was_disturbed_is_written_into_objects_that_were_made_alike(graph, 
     owner = Thing(graph=graph, again=graph)
     other = copy.deepcopy(owner)
     here, there = (Changes({"owner": one}, leave_out=lambda *_: False) for one in (owner, other))
-    before, (at_first, unknown) = State({"owner": owner}), here.capture()
+    before, (at_first, unknown) = Watch({"owner": owner}), here.capture()
     assert not unknown
     # Generators are there in any case.
-    assert len(at_first) == sum(node.kind is GENERATOR for node in before.nodes)
-    for node in data.draw(st.lists(st.sampled_from(before.nodes), min_size=1, max_size=4)):
+    assert len(at_first) == sum(node.kind is GENERATOR for node in before.nodes.values())
+    for node in data.draw(
+        st.lists(st.sampled_from([*before.nodes.values()]), min_size=1, max_size=4)
+    ):
         disturb(node.owner, lambda ways: data.draw(st.sampled_from(ways)))
     captured, unknown = here.capture()
     assert bool(captured != at_first or unknown) == bool(before.find_changed())
@@ -184,7 +187,7 @@ def test_what_was_disturbed_is_written_into_objects_that_were_made_alike(graph, 
 @pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
 def test_a_changed_value_of_a_sparse_tensor_is_a_change(layout):
     owner = Thing(graph=torch.eye(3).to_sparse(layout=layout))
-    changes, before = Changes({"owner": owner}, leave_out=lambda *_: False), State({"": owner})
+    changes, before = Changes({"owner": owner}, leave_out=lambda *_: False), Watch({"": owner})
     assert changes.capture() == ({}, [])
     owner.graph.values().mul_(-1) if layout is torch.sparse_csr else owner.graph.mul_(-1)
     captured, unknown = changes.capture()
@@ -228,7 +231,7 @@ def test_paths_are_those_of_the_program_and_nothing_is_skipped_silently(tmp_path
 
 def test_the_mode_of_a_module_counts():
     module = make_module([])
-    before = State({"model": module})
+    before = Watch({"model": module})
     module[1].eval()
     assert [node.path for node in before.find_changed()] == ["model.1"]
     before.restore()

@@ -118,10 +118,6 @@ def in_order():
     return make_loader(shuffle=False)
 
 
-# The uninterrupted runs of this process, by their words; the folders remain until it ends.
-_STRAIGHT = {}
-
-
 class Fits:
     """Trains as runs of their own would.
 
@@ -177,13 +173,6 @@ class Fits:
             agree(straight, self.fit(**words, resume=path))
             assert not progress or self.trainer.fit_loop.state_dict() == counts
         return straight
-
-    def straight(self, **words):
-        """Return the ledger and the loops' progress of an uninterrupted run, once in a process."""
-        key = repr(sorted(words.items()))
-        if key not in _STRAIGHT:
-            _STRAIGHT[key] = self.fit(**words), copy.deepcopy(self.trainer.fit_loop.state_dict())
-        return _STRAIGHT[key]
 
     def interrupt(self, *, at=None, **words):
         """Train until a checkpoint is saved and the run is ended there; return the folder."""

@@ -1,5 +1,6 @@
 """What a user's samplers change is captured, restored, and undone."""
 
+import copy
 import io
 import random
 import re
@@ -11,6 +12,7 @@ import torch
 from torch.utils.data import DistributedSampler, RandomSampler
 
 from lightning_d9m.control.data.samplers import SamplerState, list_unsaved
+from lightning_d9m.state.state import digest_value
 
 
 class Own:
@@ -56,20 +58,7 @@ def change(sampler, name, *, inside):
 
 
 def begin():
-    return Own(**{name: copy_of(first) for name, (first, _) in VALUES.items()})
-
-
-def copy_of(value):
-    return value.copy() if hasattr(value, "copy") else getattr(value, "clone", lambda: value)()
-
-
-def same(found, expected):
-    same_type = type(found) is type(expected)
-    return (
-        same_type
-        and getattr(found, "dtype", 0) == getattr(expected, "dtype", 0)
-        and (str(found) == str(expected))
-    )
+    return Own(**{name: copy.deepcopy(first) for name, (first, _) in VALUES.items()})
 
 
 @pytest.mark.parametrize("inside", [True, False])
@@ -83,7 +72,7 @@ def test_what_has_changed_comes_back_as_it_was(name, inside):
     assert {re.split("['[]", path)[0] for path in saved["sampler"]} == {f"0.{name}"}
     resumed = begin()
     watch(resumed).restore(saved)
-    assert same(getattr(resumed, name), VALUES[name][1])
+    assert digest_value(getattr(resumed, name)) == digest_value(VALUES[name][1])
 
 
 @pytest.mark.parametrize("inside", [True, False])
@@ -96,7 +85,7 @@ def test_what_an_iteration_has_changed_is_undone(name, inside):
     after = state.capture()
     sampler.other = 1  # set by a hook since
     state.undo(before, after)
-    assert same(getattr(sampler, name), VALUES[name][0])
+    assert digest_value(getattr(sampler, name)) == digest_value(VALUES[name][0])
     assert sampler.other == 1
 
 

@@ -22,7 +22,6 @@ from torch.utils.data import (
     DataLoader,
     Dataset,
     IterableDataset,
-    TensorDataset,
     get_worker_info,
 )
 
@@ -240,26 +239,3 @@ def test_the_stand_in_passes_for_the_users_dataset():
     control.release()
     assert loader.dataset.kept == 4
     assert not hasattr(loader.dataset, "size")
-
-
-NUMBERS = torch.arange(float(SIZE))
-
-
-@pytest.mark.parametrize("dataset", [Draws(), TensorDataset(NUMBERS)], ids=["draws", "still"])
-def test_loading_leaves_what_training_draws_alone(dataset):
-    def draw():
-        return random.random(), float(np.random.rand()), float(torch.rand(()))
-
-    control = LoaderControl(1, fit=0, rank=0, per_sample_rng=True)
-    loader = control.wrap_loader(DataLoader(dataset, shuffle=True), "train")
-    found = []
-    try:
-        for batches in (0, 3):
-            control.start_epoch("train", batches)
-            random.seed(0), np.random.seed(0), torch.manual_seed(0)
-            for _ in zip(range(batches), loader, strict=False):
-                pass
-            found.append(draw())
-    finally:
-        control.release()
-    assert found[0] == found[1]

@@ -52,7 +52,7 @@ def test_a_run_is_resumed_with_another_number_of_workers(fits, loaders, per_samp
 
 
 def test_a_run_is_resumed_twice(fits):
-    straight, _ = fits.straight()
+    straight = fits.fit()
     fits.interrupt(at={"epoch": 0, "batch": 3})
     first = fits.checkpoint.rename(fits.folder / "first.ckpt")
     fits.interrupt(at={"epoch": 1, "batch": 4}, resume=first)
@@ -86,7 +86,7 @@ def test_checkpoints_of_lightnings_own_are_resumed(fits):
 
 
 def test_training_that_had_ended_goes_on(fits):
-    straight, _ = fits.straight()
+    straight = fits.fit()
     fits.fit(max_epochs=2)
     fits.trainer.save_checkpoint(fits.checkpoint)
     agree(straight, fits.resume(max_epochs=3))
@@ -119,7 +119,7 @@ def test_a_checkpoint_of_an_exception_is_resumed(fits):
                 trainer._signal_connector.received_sigterm = True
 
     saver = make_exception_saver(fits.folder / "saved", "ended")
-    straight, _ = fits.straight()
+    straight = fits.fit()
     with pytest.raises(SIGTERMException):
         fits.fit(extra=[Ended(), saver], enable_checkpointing=True)
     agree(straight, fits.fit(resume=fits.folder / "saved" / "ended.ckpt"))
@@ -146,25 +146,19 @@ class Refusal(Exception):  # noqa: N818 - it stands for any error
     """An error of the program."""
 
 
-@pytest.mark.parametrize("after", [False, True], ids=["in the fit", "after the fit"])
-def test_an_error_in_on_save_checkpoint_leaves_the_strategy_as_it_was(fits, after):
+def test_an_error_in_on_save_checkpoint_leaves_the_strategy_as_it_was(fits):
     def refuse(self, checkpoint):
         if self.refuses:
             raise Refusal
 
-    model = partial(make_model, on_save_checkpoint=refuse, refuses=not after)
-    if not after:
-        with pytest.raises(Refusal):
-            fits.interrupt(model=model)
-    else:
-        fits.fit(model=model, max_epochs=1)
-        fits.model.refuses = True
-        with pytest.raises(Refusal):
-            fits.trainer.save_checkpoint(fits.checkpoint)
-        fits.model.refuses = False
+    fits.fit(model=partial(make_model, on_save_checkpoint=refuse, refuses=False), max_epochs=1)
+    fits.model.refuses = True
+    with pytest.raises(Refusal):
         fits.trainer.save_checkpoint(fits.checkpoint)
-        saved = torch.load(fits.checkpoint, weights_only=True)
-        assert check_checkpoint(saved, fits.checkpoint)  # one manifest, without that of the error
+    fits.model.refuses = False
+    fits.trainer.save_checkpoint(fits.checkpoint)
+    saved = torch.load(fits.checkpoint, weights_only=True)
+    assert check_checkpoint(saved, fits.checkpoint)  # one manifest, without that of the error
     assert "save_checkpoint" not in vars(fits.trainer.strategy)
 
 

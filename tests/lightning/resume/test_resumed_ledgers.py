@@ -20,7 +20,7 @@ def fits(tmp_path, new_process):
 
 
 def test_compare_takes_it_for_a_straight_run_and_says_where_the_break_was(fits, capsys):
-    straight, _ = fits.straight()
+    straight = fits.fit()
     interrupted = fits.interrupt(at={"batch": 3})
     resumed = fits.resume()
     moments = [
@@ -43,7 +43,7 @@ def test_the_check_against_a_reference_goes_on(fits):
             with torch.no_grad():
                 self.layers[4].bias[0] += 1e-3
 
-    straight, _ = fits.straight()
+    straight = fits.fit()
     words = {"words": {"reference": straight}}
     fits.interrupt(at={"batch": 3}, **words)
     resumed = fits.resume(**words)
