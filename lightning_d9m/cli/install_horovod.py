@@ -138,7 +138,7 @@ def _install_requirements() -> None:
 
 
 def _is_installed(distribution: str) -> bool:
-    return next(importlib.metadata.distributions(name=distribution), None) is not None
+    return any(importlib.metadata.distributions(name=distribution))
 
 
 def _pip(*arguments: str) -> None:

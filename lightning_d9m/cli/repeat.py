@@ -118,6 +118,7 @@ class _Plan:
         processes: The number of processes; None if the command decides.
         started: How many processes to start as ranks; None starts one, without variables for ranks.
         variables: Further environment variables.
+        label: What the table calls the run.
     """
 
     command: list[str]
@@ -125,6 +126,7 @@ class _Plan:
     processes: int | None = None
     started: int | None = None
     variables: Mapping[str, str] = field(default_factory=dict)
+    label: str = ""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -188,26 +190,31 @@ def _repeat(
     runs: dict[int, Run] = {}
     for number, plan in enumerate(plans, start=1):
         folder = make_run_folder(output, f"run-{number:03d}")
-        start = time.monotonic()
         try:
-            run_once(
-                plan.command,
-                folder,
-                title=plan.title,
-                timeout=timeout,
-                variables=plan.variables,
-                processes=plan.started,
-                expected_seconds=runs[number - 1].seconds if runs else None,
-            )
-            seconds = time.monotonic() - start
+            runs[number] = _train(plan, folder, timeout, runs.get(1))
             watch.note_run()
-            fits = read_fits(folder, plan.command)
-            fits = pair_fits(runs[1].fits, fits) if runs else fits
-            runs[number] = Run(fits, processes=plan.processes, seconds=seconds)
         except CommandError as error:
             before = f" (run {number - 1} succeeded)" if runs else ""
             raise CommandError(f"In {plan.title}{before}: {error}") from error
     return runs
+
+
+def _train(plan: _Plan, folder: Path, timeout: float | None, first: Run | None) -> Run:
+    """Make one run, and pair its fits with those of the first."""
+    start = time.monotonic()
+    run_once(
+        plan.command,
+        folder,
+        title=plan.title,
+        timeout=timeout,
+        variables=plan.variables,
+        processes=plan.started,
+        expected_seconds=first.seconds if first else None,
+    )
+    seconds = time.monotonic() - start
+    fits = read_fits(folder, plan.command)
+    fits = pair_fits(first.fits, fits) if first else fits
+    return Run(fits, plan.label, processes=plan.processes, seconds=seconds)
 
 
 def _check_last_bits(runs: Mapping[int, Run]) -> None:
@@ -320,10 +327,8 @@ def _interrupt_and_resume(
     """
     folder = make_run_folder(output, "run-001")
     survey = {INTERRUPT: SURVEY, FOLDER: str(folder)}
-    began = time.monotonic()
-    run_once(argv, folder, title="run 1, straight", timeout=timeout, variables=survey)
-    seconds = time.monotonic() - began
-    straight = Run(read_fits(folder, argv), "straight")
+    plan = _Plan(argv, "run 1, straight", variables=survey, label="straight")
+    straight = _train(plan, folder, timeout, None)
     points = list(choose_points(read_survey(folder)))
     if not points:
         raise CommandError(
@@ -336,20 +341,14 @@ def _interrupt_and_resume(
         folder = output / f"run-{number:03d}"
         try:
             killed = make_run_folder(output, f"run-{number:03d}-killed")
-            checkpoints = _kill(argv, killed, point, f"{title}, to be killed", timeout, seconds)
+            checkpoints = _kill(
+                argv, killed, point, f"{title}, to be killed", timeout, straight.seconds
+            )
             make_run_folder(output, folder.name)
             variables = {RESUME: str(checkpoints / CHECKPOINT)}
             variables |= _ALLOW_OBJECTS if allow_objects else {}
-            run_once(
-                argv,
-                folder,
-                title=f"{title}, resumed",
-                timeout=timeout,
-                variables=variables,
-                expected_seconds=seconds,
-            )
-            fits = pair_fits(straight.fits, read_fits(folder, argv))
-            run = Run(fits, f"{label}, resumed")
+            plan = _Plan(argv, f"{title}, resumed", variables=variables, label=f"{label}, resumed")
+            run = _train(plan, folder, timeout, straight)
             if RepeatReport({1: straight, number: run}, output, argv).verdict == "equal":
                 # A checkpoint that leads to a different run is kept.
                 shutil.rmtree(checkpoints, ignore_errors=True)
@@ -366,7 +365,7 @@ def _kill(
     point: InterruptionPoint,
     title: str,
     timeout: float | None,
-    expected_seconds: float,
+    expected_seconds: float | None,
 ) -> Path:
     """Run the command until it is killed at a point; return the folder with its checkpoint."""
     checkpoints = make_run_folder(folder, _CHECKPOINTS)

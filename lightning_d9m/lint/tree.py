@@ -287,8 +287,8 @@ class Tree:
         while isinstance(outer := self.parent[node], ast.Attribute):
             names.append(outer.attr)
             node = outer
-        called = isinstance(outer, ast.Call) and outer.func is node
-        return ".".join(names), outer if called else None
+        call = outer if isinstance(outer, ast.Call) and outer.func is node else None
+        return ".".join(names), call
 
 
 def list_targets(statement: ast.Assign | ast.AnnAssign | ast.AugAssign) -> list[ast.expr]:

@@ -253,15 +253,13 @@ def test_runs_start_with_a_fixed_hash_seed(repeat, tmp_path, monkeypatch, given,
     assert log.read_text() == f"{expected}\n"
 
 
-def repeat_example(python, name, *options, runs, cwd):
-    """Run ``d9m repeat`` on an example as a user does, and return its output."""
-    # The suite may run with one thread, which would leave nothing to race.
+def test_the_main_job(tmp_path, forking_python):
+    """Train the digits network of the examples twice, with loader workers, and agree."""
+    train = (forking_python, EXAMPLES / "digits.py", "--epochs", "1", "--workers", "1")
     done = subprocess.run(
-        [
-            *(python, "-m", "lightning_d9m", "repeat", "-n", str(runs), "--"),
-            *(python, EXAMPLES / name, "--epochs", "1", *options),
-        ],
-        cwd=cwd,
+        [forking_python, "-m", "lightning_d9m", "repeat", "-n", "2", "--", *train],
+        cwd=tmp_path,
+        # The suite may run with one thread, which would leave nothing to race.
         env={**os.environ, "OMP_NUM_THREADS": "2"},
         capture_output=True,
         text=True,
@@ -269,19 +267,7 @@ def repeat_example(python, name, *options, runs, cwd):
     )
     # Where the runs differ, the divergence is on standard output.
     assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-def test_the_main_job(tmp_path, forking_python):
-    """Train the digits network of the examples twice, with loader workers, and agree."""
-    output = repeat_example(forking_python, "digits.py", "--workers", "1", runs=2, cwd=tmp_path)
-    assert "equal: the fits of 2 runs agree bit for bit" in output
-
-
-def test_a_real_nondeterministic_operation_agrees_with_the_callback(tmp_path, forking_python):
-    """Pooling over graph edges by ``index_put_``; test_examples shows that it differs without."""
-    output = repeat_example(forking_python, "graph.py", runs=2, cwd=tmp_path)
-    assert "equal: the fits of 2 runs agree bit for bit" in output
+    assert "equal: the fits of 2 runs agree bit for bit" in done.stdout
 
 
 # What each rank of a training with logical ranks does.

@@ -137,7 +137,6 @@ def test_a_missing_list_is_named(tmp_path, monkeypatch, capsys):
     )
 
 
-@BOTH
 def test_the_text_names_the_package(tmp_path, bisect, capsys):
     write_wheel(tmp_path / "wheels", "values", 1, SAME)
     write_wheel(tmp_path / "wheels", "values", 2, OTHER)

@@ -165,8 +165,9 @@ def _has_duplicates(index: ast.expr, tree: Tree) -> bool:
             count = call.read(0)
             return made in {"torch.arange", "torch.randperm"} and type(count) is int and count > 1
         entries = call.read(0, "data") if call.name == "torch.tensor" else ()
-    whole = isinstance(entries, tuple) and all(type(entry) is int for entry in entries)
-    return whole and len(set(entries)) < len(entries)  # type: ignore[arg-type] # a tuple
+    if not isinstance(entries, tuple) or not all(type(entry) is int for entry in entries):
+        return False
+    return len(set(entries)) < len(entries)
 
 
 def explain_op(name: str) -> tuple[Op, str, str]:

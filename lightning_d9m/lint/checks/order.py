@@ -40,13 +40,6 @@ _MIXED = (
     "If its elements are strings, or hashed by address, the order of the set changes from run to "
     "run."
 )
-# Functions that give a set an order.
-_ORDERING = {
-    "list", "tuple", "enumerate", "iter", "zip", "map", "filter", "reversed", "array",
-    "fromiter", "tensor", "join", "extend", "fromkeys", "deque", "Series", "DataFrame",
-    "shuffle", "sample", "choice", "tqdm", "chain", "cycle", "Index", "Subset", "DataLoader",
-    "writelines", "as_tensor", "asarray",
-}  # fmt: skip
 # Functions whose result does not depend on the order of their argument.
 _FREE = {
     "sorted", "len", "set", "frozenset", "any", "all", "max", "min", "sum", "Counter", "bool",
@@ -69,6 +62,11 @@ _PLACING = {
     "shuffle", "sample", "choice", "choices", "permutation", "random_split", "Subset", "DataLoader",
     "array", "asarray", "fromiter", "tensor", "as_tensor", "stack", "cat", "concatenate", "vstack",
 }  # fmt: skip
+# Functions that give a set an order.
+_ORDERING = {
+    *(_PASSED_ON | _PLACING),
+    *("join", "extend", "fromkeys", "Series", "DataFrame", "cycle", "Index", "writelines"),
+}
 _DRAWING = ("random", "rand", "randn", "randint", "shuffle", "choice", "normal_", "uniform_")
 _DEPTH = 4  # most names and loops that are followed to what shows that its order matters
 
