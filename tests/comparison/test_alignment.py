@@ -58,7 +58,7 @@ class Tracer:
                     "step": batch if step is None else step,
                     "batch": batch,
                     "layout": self.layouts[some],
-                    "digests": "".join(digests),
+                    "digests": bytes.fromhex("".join(digests)),
                 }
             )
         return self

@@ -32,7 +32,7 @@ def write_probed(folder, *, differs=False):
     layout = {"kind": "layout", "id": 0, "places": [["batch", "0", 0], ["loss", "loss", 0]]}
     records = [make_facts(), make_digests("initial", 0), layout]
     for step in range(3):
-        digests = "0" * 32 + ("f" if differs and step == 2 else "0") * 32
+        digests = bytes(16) + (b"\xff" if differs and step == 2 else b"\0") * 16
         probes = {"kind": "probes", "epoch": 0, "step": step, "batch": step, "layout": 0}
         records.append({**probes, "digests": digests})
     weights = {"weights": {"key": "f" * 32 if differs else "0" * 32}}

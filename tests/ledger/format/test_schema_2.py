@@ -1,6 +1,5 @@
 """Ledgers of schema 2: whatever is not an unedited file of frames gets one clear error."""
 
-import os
 from struct import pack
 
 import pytest
@@ -69,12 +68,10 @@ def test_a_file_that_was_cut_or_is_missing(ledger):
     data = path.read_bytes()
     for size in range(len(data)):
         path.write_bytes(data[:size])
-        with pytest.raises(LedgerError, match=r"does not fit rank-0\.jsonl, line [35], which ref"):
+        with pytest.raises(LedgerError, match=r"rank-0\.frames does not fit the records beside it"):
             read(ledger)
     path.unlink()
-    with pytest.raises(
-        LedgerError, match=r"line 3 refers to 100 bytes .* and rank-0\.frames is not beside"
-    ):
+    with pytest.raises(LedgerError, match=r"100 bytes .*: it is missing, or was cut"):
         read(ledger)
 
 
@@ -95,23 +92,19 @@ def test_a_file_that_is_something_else(ledger):
     path.write_bytes(b"hello, world!")
     with pytest.raises(LedgerError, match=r"begins with 68656c6c6f2c2077.*Copy it again together"):
         read(ledger)
-    path.unlink()
-    os.mkfifo(path)
-    with pytest.raises(LedgerError, match="is not a regular file"):
-        read(ledger)
 
 
 def test_frames_of_another_run(ledger, tmp_path):
     """The chain starts from the header of the records."""
     other = write_schema_2(tmp_path / "other.jsonl", make_header(seed=7), RECORDS)
     other.with_suffix(".frames").replace(ledger.with_suffix(".frames"))
-    with pytest.raises(LedgerError, match="the block at byte 8 does not fit its check: it was edi"):
+    with pytest.raises(LedgerError, match="the block at byte 8: field 'check' does not fit"):
         read(ledger)
 
 
 def test_frames_after_the_end_of_the_run(tmp_path):
     path = write_schema_2(tmp_path / "rank-0.jsonl", make_header(), [LAYOUT, END, frame(0)])
-    with pytest.raises(LedgerError, match=r"continues after byte 8, and rank-0\.jsonl ends with"):
+    with pytest.raises(LedgerError, match=r"rank-0\.frames continues after the end of the run"):
         read(path)
 
 
