@@ -175,7 +175,8 @@ def _continued(reader: RankReader, records: Iterator[_Entry], resume: Resume) ->
         is_last = isinstance(record, End) or getattr(record, "moment", "") == "final"
         if not is_last and (not reached or _is_earlier(record, resume.epoch)):
             yield record
-        if not isinstance(record, Frames):
+        # Those of schema 2 are not in the chain: what refers to them follows, and was read before.
+        if not isinstance(record, Frames) or reader.header.schema != 2:  # noqa: PLR2004 - a version
             reached = reached or reader.chain_hash == resume.parent_check
 
 

@@ -1,5 +1,6 @@
 """Ledgers of schema 2: whatever is not an unedited file of frames gets one clear error."""
 
+import json
 from struct import pack
 
 import pytest
@@ -51,6 +52,21 @@ def test_it_has_the_contents_of_a_ledger_of_today(ledger, tmp_path):
     for one, other in ((ledger, path), (path, ledger)):
         (rank,) = compare_ledgers(read_ledger(one), read_ledger(other)).ranks
         assert (rank.equal, rank.batches, rank.places) == (True, 3, 6)
+
+
+def test_it_is_continued_by_a_run_of_today(tmp_path):
+    """The checkpoint was saved after two batches; what followed was trained again."""
+    for number in (0, 1):
+        (tmp_path / f"fit-{number}").mkdir()
+    old = write_schema_2(tmp_path / "fit-0/rank-0.jsonl", make_header(), RECORDS)
+    check = json.loads(old.read_text().splitlines()[2])["check"]
+    resume = {"kind": "resume", "parent": "../fit-0", "epoch": 0, "step": 2, "batch": 2}
+    probes = {"kind": "probes", "epoch": 0, "step": 2, "batch": 2, "layout": 0}
+    with LedgerWriter(tmp_path / "fit-1/rank-0.jsonl") as writer:
+        for record in (make_header(), resume | {"parent_check": check}, LAYOUT):
+            writer.write(record)
+        writer.write(probes | {"digests": bytes(32)})
+    assert [batch[2] for batch in read(tmp_path / "fit-1")] == [0, 1, 2]
 
 
 def test_any_bit(ledger):
