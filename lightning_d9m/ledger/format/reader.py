@@ -54,6 +54,10 @@ class _Origin(Struct):
 class RankReader(AbstractContextManager["RankReader"]):
     """Streams one rank's file once, verifying the chain; memory is bounded by the longest record.
 
+    Args:
+        path: The file of the records.
+        mark: The chain hash of a record to look for.
+
     Attributes:
         path: The file of the records.
         header: Its first record.
@@ -61,17 +65,18 @@ class RankReader(AbstractContextManager["RankReader"]):
         truncated: Whether the last line is torn, as a killed run leaves it. Set at the end of the
             file.
         complete: Whether the last record is an ``End``. Set at the end of the file.
+        marked: Number of the line with the chain hash ``mark``; 0 until it was read.
 
     Raises:
         LedgerError: When the file cannot be read, is not a ledger, or has a newer schema; while
             reading, when a record was edited or breaks the schema.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, mark: str = "") -> None:
         self.path = path
-        self.line = 0
-        self.truncated = False
-        self.complete = False
+        self.line = self.marked = 0
+        self.truncated = self.complete = self._has_ended = False
+        self._mark = mark.encode()
         self._layouts: dict[int, tuple[int, bytes]] = {}
         self._chain_hash = CHAIN_START
         self._stream = open_regular(path)
@@ -86,6 +91,11 @@ class RankReader(AbstractContextManager["RankReader"]):
     def chain_hash(self) -> str:
         """The chain hash of the record that was read last: 16 hex digits."""
         return self._chain_hash.decode()
+
+    @property
+    def is_beyond_mark(self) -> bool:
+        """True if what was yielded last follows the record with the chain hash ``mark``."""
+        return bool(self.marked) and (self.line > self.marked or self._has_ended)
 
     def records(self, *, lines_only: bool = False) -> Iterator[Record | Frames]:
         """Yield each record after the header, with frames in place of records of probes.
@@ -137,7 +147,7 @@ class RankReader(AbstractContextManager["RankReader"]):
             if isinstance(record, ProbeLayout):
                 self._layouts[record.id] = len(record.places), pack_places(record.places)
             yield record
-        self.complete = isinstance(record, End)
+        self.complete, self._has_ended = isinstance(record, End), True
 
     def _verify(self, line: bytes) -> bytes:
         """Return the JSON text of a line whose chain hash is right."""
@@ -151,6 +161,8 @@ class RankReader(AbstractContextManager["RankReader"]):
                 "from here on can be trusted; take an unedited copy, or record the run again."
             )
         self._chain_hash = chain_hash
+        if chain_hash == self._mark:
+            self.marked = self.line
         return body
 
     def _read_header(self) -> Header:
