@@ -24,6 +24,7 @@ from lightning_d9m.history.secrets import SecretFilter
 from lightning_d9m.ledger.folder import Ledger, rank_path, read_ledger
 from lightning_d9m.ledger.format.frames import Frames, pack_places
 from lightning_d9m.ledger.format.records import (
+    SCHEMA,
     Digests,
     FramesEnd,
     Json,
@@ -184,7 +185,8 @@ def _copy_records(ledger: Ledger, rank: int, path: Path, secrets: SecretFilter) 
     """Write the records of one rank again, without secrets."""
     numbers: dict[bytes, int] = {}
     with LedgerWriter(path) as writer:
-        writer.write(secrets.clean_values(ledger.headers[rank].as_record()))
+        header = ledger.headers[rank].as_record()
+        writer.write({**secrets.clean_values(header), "schema": SCHEMA})
         for record in ledger.records(rank):
             if isinstance(record, Frames):
                 writer.write(_as_record(record, numbers[record.layout]))
@@ -201,8 +203,8 @@ def _clean(record: Record, secrets: SecretFilter) -> Mapping[str, Json]:
     return fields if isinstance(record, Digests) else secrets.clean_values(fields)
 
 
-def _as_record(frames: Frames, layout: int) -> Mapping[str, Json]:
-    record = ProbesRecord(
+def _as_record(frames: Frames, layout: int) -> ProbesRecord:
+    return ProbesRecord(
         epoch=frames.epoch,
         step=frames.step,
         batch=frames.batch,
@@ -212,7 +214,6 @@ def _as_record(frames: Frames, layout: int) -> Mapping[str, Json]:
         steps=frames.steps,
         batches=frames.batches,
     )
-    return record.as_record()
 
 
 def _list_added(added: Sequence[Path]) -> dict[str, Path]:
