@@ -23,6 +23,7 @@ from lightning_d9m.history.secrets import SecretFilter
 from lightning_d9m.ledger.folder import Ledger, rank_path, read_ledger
 from lightning_d9m.ledger.format.frames import Frames, pack_places
 from lightning_d9m.ledger.format.records import (
+    SCHEMA,
     Digests,
     FramesEnd,
     ProbeLayout,
@@ -162,18 +163,19 @@ def _copy_records(ledger: Ledger, rank: int, path: Path, secrets: SecretFilter) 
     """Write the records of one rank again, without secrets."""
     numbers: dict[bytes, int] = {}
     with LedgerWriter(path) as writer:
-        writer.write(secrets.clean_values(ledger.headers[rank].as_record()))
+        header = ledger.headers[rank].as_record()
+        writer.write({**secrets.clean_values(header), "schema": SCHEMA})
         for record in ledger.records(rank):
             if isinstance(record, Frames):
                 fields = {name: getattr(record, name) for name in _OF_FRAMES}
                 layout = numbers[record.layout]
-                writer.write(ProbesRecord(**fields, layout=layout).as_record())
+                writer.write(ProbesRecord(**fields, layout=layout))
             elif isinstance(record, ProbeLayout):
                 numbers[pack_places(record.places)] = record.id
                 writer.write(record)
             elif isinstance(record, Digests):  # names of tensors and digests hold no secrets
                 writer.write(record.as_record())
-            elif not isinstance(record, FramesEnd):  # the writer adds its own
+            elif not isinstance(record, FramesEnd):  # of schema 2
                 writer.write(secrets.clean_values(record.as_record()))
 
 

@@ -71,8 +71,9 @@ class LineageReader(RankReader):
     def records(self, *, lines_only: bool = False) -> Iterator[Record | Frames]:
         """Yield each record after the header once, and frames in order among them."""
         for number, (path, resume) in enumerate(self._parts):
-            with RankReader(path) as part:
-                inner = _continued(part, part.records(lines_only=lines_only), resume)
+            with RankReader(path, mark=resume.parent_check) as part:
+                records = part.records(lines_only=lines_only)
+                inner = (own for own in records if _counts(own, part, resume))
                 yield from self._select(number, inner)
         yield from self._select(len(self._parts), super().records(lines_only=lines_only))
 
@@ -105,8 +106,8 @@ def holds_record(path: Path, chain_hash: str) -> bool:
 
 
 def _holds(path: Path, chain_hash: str) -> bool:
-    with RankReader(path) as reader:
-        return any(reader.chain_hash == chain_hash for _ in reader.line_records())
+    with RankReader(path, mark=chain_hash) as reader:
+        return any(reader.marked for _ in reader.line_records()) or bool(reader.marked)
 
 
 def _follow(path: Path) -> tuple[list[tuple[Path, Resume]], list[Break]]:
@@ -167,20 +168,12 @@ def _find_problem(
     return "it does not hold the record at which the checkpoint was saved"
 
 
-def _continued(reader: RankReader, records: Iterator[_Entry], resume: Resume) -> Iterator[_Entry]:
-    """Yield the records of a file that its continuation does not repeat."""
-    reached = False
-    for record in records:
-        # The resumed run has not reached the end of a run.
-        is_last = isinstance(record, End) or getattr(record, "moment", "") == "final"
-        if not is_last and (not reached or _is_earlier(record, resume.epoch)):
-            yield record
-        if not isinstance(record, Frames):
-            reached = reached or reader.chain_hash == resume.parent_check
-
-
-def _is_earlier(record: _Entry, epoch: int) -> bool:
-    """Return whether what follows the checkpoint belongs to an epoch before it."""
+def _counts(record: _Entry, reader: RankReader, resume: Resume) -> bool:
+    """Return whether the run that continues a file does not repeat a record of it."""
+    if isinstance(record, End) or getattr(record, "moment", "") == "final":
+        return False  # the resumed run has not reached the end of a run
+    if not reader.is_beyond_mark or isinstance(record, ProbeLayout):
+        return True
     if isinstance(record, Digests) and record.moment != "epoch":
         return False
-    return isinstance(record, ProbeLayout) or getattr(record, "epoch", epoch) < epoch
+    return getattr(record, "epoch", resume.epoch) < resume.epoch

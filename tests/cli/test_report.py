@@ -53,7 +53,7 @@ def write(
         other = 0 if drift is None or step < drift else (step - drift + 1) * growth
         digests = ["0" * 32] * max(0, len(places) - other) + ["f" * 32] * other
         record = {"kind": "probes", "epoch": 0, "step": step, "batch": step, "layout": 0}
-        records.append(record | {"digests": "".join(digests[: len(places)])})
+        records.append(record | {"digests": bytes.fromhex("".join(digests[: len(places)]))})
     weight = "0" if drift is None or drift >= steps else "f"
     weights = {f"{name}.weight": weight * 32 for name in names}
     records.append(make_weights("epoch", 0, weights, step=steps))

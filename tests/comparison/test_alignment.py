@@ -58,7 +58,7 @@ class Tracer:
                     "step": batch if step is None else step,
                     "batch": batch,
                     "layout": self.layouts[some],
-                    "digests": "".join(digests),
+                    "digests": bytes.fromhex("".join(digests)),
                 }
             )
         return self
@@ -214,7 +214,7 @@ def test_layouts_of_the_same_number_may_differ(runs):
     def same_digests(_, records):
         tracer = traced(range(1), places=swapped)
         digests = [digest_of(place, (0, 0)) for place in PLACES]
-        tracer.records[1]["digests"] = "".join(digests)
+        tracer.records[1]["digests"] = bytes.fromhex("".join(digests))
         tracer(_, records)
 
     rank = compare(runs.write(edit=traced(range(1))), runs.write(edit=same_digests))

@@ -134,7 +134,12 @@ class TestDivergence:
 
         def probe(digest):
             layout = {"kind": "layout", "id": 0, "places": [["output", "layers.0", 0]]}
-            place = {"kind": "probes", "epoch": 0, "layout": 0, "digests": digest * 32}
+            place = {
+                "kind": "probes",
+                "epoch": 0,
+                "layout": 0,
+                "digests": bytes.fromhex(digest * 32),
+            }
             batches = [{**place, "step": step, "batch": step} for step in range(3)]
             return lambda _, records: records.__setitem__(slice(3, 3), [layout, *batches])
 

@@ -25,7 +25,7 @@ def find(runs, *, world_size=2, steps=4, changes=(), places=PLACES, known=None):
                 "step": step,
                 "batch": step,
                 "layout": 0,
-                "digests": "".join(digest(rank, step, kind) for kind, _ in places),
+                "digests": bytes.fromhex("".join(digest(rank, step, kind) for kind, _ in places)),
             }
             for step in range(steps)
         ]

@@ -7,7 +7,14 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from ledger_runs import list_batches, make_digests, make_facts, write_rank
+from ledger_runs import (
+    list_batches,
+    make_digests,
+    make_facts,
+    make_header,
+    write_rank,
+    write_schema_2,
+)
 
 from lightning_d9m.cli import locate as locate_module
 from lightning_d9m.cli.main import main
@@ -32,7 +39,7 @@ def write_probed(folder, *, differs=False):
     layout = {"kind": "layout", "id": 0, "places": [["batch", "0", 0], ["loss", "loss", 0]]}
     records = [make_facts(), make_digests("initial", 0), layout]
     for step in range(3):
-        digests = "0" * 32 + ("f" if differs and step == 2 else "0") * 32
+        digests = bytes(16) + (b"\xff" if differs and step == 2 else b"\0") * 16
         probes = {"kind": "probes", "epoch": 0, "step": step, "batch": step, "layout": 0}
         records.append({**probes, "digests": digests})
     weights = {"weights": {"key": "f" * 32 if differs else "0" * 32}}
@@ -133,6 +140,17 @@ def test_the_records_are_those_of_the_runs(here):
             assert list(copy.line_records(0))[:2] == list(ledger.line_records(0))[:2]
         facts = [compare_ledgers(*pair).as_json() for pair in (ledgers, copies)]
     assert {**facts[0], "expected": "", "actual": ""} == {**facts[1], "expected": "", "actual": ""}
+
+
+def test_a_ledger_of_an_older_schema_is_copied_in_the_present_one(here):
+    layout = {"kind": "layout", "id": 0, "places": [["loss", "loss", 0]]}
+    frame = bytes([0, 0, 1, 0, 1, 1]) + b"a" * 16
+    (here / "old").mkdir()
+    write_schema_2(here / "old/rank-0.jsonl", make_header(), [make_facts(), layout, frame, layout])
+    old = read_ledger(here / "old")
+    write_bundle(Path("b.zip"), [old, old], "equal", "", None, [])
+    with open_bundle(Path("b.zip")) as (_, (copy, _)):
+        assert list_batches(copy) == list_batches(old) != []
 
 
 def test_equal_inputs_give_equal_bytes(here):

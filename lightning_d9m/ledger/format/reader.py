@@ -10,9 +10,8 @@ them in a file of their own. There, a record ``frames`` says how many bytes of i
 record; those after the last such record come at the end.
 """
 
-import os
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 
@@ -29,7 +28,6 @@ from lightning_d9m.ledger.format.records import (
     SCHEMA,
     End,
     FieldError,
-    FramesEnd,
     Header,
     ProbeLayout,
     ProbesRecord,
@@ -38,7 +36,7 @@ from lightning_d9m.ledger.format.records import (
     decode_record,
     upgrade_record,
 )
-from lightning_d9m.ledger.format.schema_2 import FrameReader, frames_path
+from lightning_d9m.ledger.format.schema_2 import add_frames
 from lightning_d9m.text import quote
 from lightning_d9m.version import __version__
 
@@ -56,6 +54,10 @@ class _Origin(Struct):
 class RankReader(AbstractContextManager["RankReader"]):
     """Streams one rank's file once, verifying the chain; memory is bounded by the longest record.
 
+    Args:
+        path: The file of the records.
+        mark: The chain hash of a record to look for.
+
     Attributes:
         path: The file of the records.
         header: Its first record.
@@ -63,17 +65,18 @@ class RankReader(AbstractContextManager["RankReader"]):
         truncated: Whether the last line is torn, as a killed run leaves it. Set at the end of the
             file.
         complete: Whether the last record is an ``End``. Set at the end of the file.
+        marked: Number of the line with the chain hash ``mark``; 0 until it was read.
 
     Raises:
         LedgerError: When the file cannot be read, is not a ledger, or has a newer schema; while
             reading, when a record was edited or breaks the schema.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, mark: str = "") -> None:
         self.path = path
-        self.line = 0
-        self.truncated = False
-        self.complete = False
+        self.line = self.marked = 0
+        self.truncated = self.complete = self._has_ended = False
+        self._mark = mark.encode()
         self._layouts: dict[int, tuple[int, bytes]] = {}
         self._chain_hash = CHAIN_START
         self._stream = open_regular(path)
@@ -89,34 +92,26 @@ class RankReader(AbstractContextManager["RankReader"]):
         """The chain hash of the record that was read last: 16 hex digits."""
         return self._chain_hash.decode()
 
+    @property
+    def is_beyond_mark(self) -> bool:
+        """True if what was yielded last follows the record with the chain hash ``mark``."""
+        return bool(self.marked) and (self.line > self.marked or self._has_ended)
+
     def records(self, *, lines_only: bool = False) -> Iterator[Record | Frames]:
         """Yield each record after the header, with frames in place of records of probes.
 
         With ``lines_only``, there are no frames.
         """
-        path = frames_path(self.path)
-        has_frames = self.header.schema == 2 and not lines_only  # noqa: PLR2004 - a version
-        exists = has_frames and os.path.exists(path)  # noqa: PTH110 - a name that is too long does not exist
-        with FrameReader(path, self._start) if exists else nullcontext() as frames:
-            for record in self._read_lines():
-                if isinstance(record, ProbesRecord):
-                    if not lines_only:
-                        yield self._make_frames(record)
-                    continue
-                if isinstance(record, ProbeLayout):
-                    self._layouts[record.id] = len(record.places), pack_places(record.places)
-                elif isinstance(record, FramesEnd) and has_frames:
-                    yield from self._frames_before(record, frames)
+        lines = self._read_lines()
+        if self.header.schema == 2 and not lines_only:  # noqa: PLR2004 - a version
+            torn = yield from add_frames(lines, self.path, self._start, self._layouts)
+            self.truncated |= torn
+            return
+        for record in lines:
+            if not isinstance(record, ProbesRecord):
                 yield record
-            if frames is not None:
-                if self.complete and frames.offset < frames.size:
-                    raise LedgerError(
-                        f"{path} continues after byte {frames.offset}, and {self.path.name} ends "
-                        "with a record that the run has ended. One of the two was edited or "
-                        "replaced; take an unedited copy, or record the run again."
-                    )
-                yield from frames.read(frames.size, self._layouts, torn=True)
-                self.truncated |= frames.truncated
+            elif not lines_only:
+                yield self._make_frames(record)
 
     def line_records(self) -> Iterator[Record]:
         """Yield each record after the header, without frames."""
@@ -149,8 +144,10 @@ class RankReader(AbstractContextManager["RankReader"]):
                 raise self._malformed(error) from error
             if isinstance(record, Header):
                 raise self._malformed(FieldError("kind", "is 'header' a second time"))
+            if isinstance(record, ProbeLayout):
+                self._layouts[record.id] = len(record.places), pack_places(record.places)
             yield record
-        self.complete = isinstance(record, End)
+        self.complete, self._has_ended = isinstance(record, End), True
 
     def _verify(self, line: bytes) -> bytes:
         """Return the JSON text of a line whose chain hash is right."""
@@ -164,6 +161,8 @@ class RankReader(AbstractContextManager["RankReader"]):
                 "from here on can be trusted; take an unedited copy, or record the run again."
             )
         self._chain_hash = chain_hash
+        if chain_hash == self._mark:
+            self.marked = self.line
         return body
 
     def _read_header(self) -> Header:
@@ -200,22 +199,6 @@ class RankReader(AbstractContextManager["RankReader"]):
         assert isinstance(header, Header), "told by the first bytes"
         self._verify(line)
         return header
-
-    def _frames_before(self, end: FramesEnd, frames: FrameReader | None) -> Iterator[Frames]:
-        """Yield the frames that precede a record ``frames``, and check that these are all."""
-        if frames is None:
-            raise LedgerError(
-                f"{self.path}, line {self.line} refers to {end.bytes} bytes of digests of probes, "
-                f"and {frames_path(self.path).name} is not beside it. Copy both files."
-            )
-        yield from frames.read(end.bytes, self._layouts)
-        if frames.offset != end.bytes or frames.chain_hash != end.last:
-            raise LedgerError(
-                f"{frames.path} does not fit {self.path.name}, line {self.line}, which refers to "
-                f"{end.bytes} bytes with the last check {end.last}: byte {frames.offset} follows "
-                f"the check {frames.chain_hash}. It was cut or replaced; take an unedited copy, or "
-                "record the run again."
-            )
 
     def _make_frames(self, record: ProbesRecord) -> Frames:
         places, token = self._layouts.get(record.layout, (0, b""))

@@ -154,7 +154,9 @@ class Entry(Part, frozen=True, tag_field="kind", omit_defaults=True):
     def as_record(self) -> dict[str, Json]:
         """Return what is written, JSON values by name."""
         plain: dict[str, Json] = to_builtins(self, builtin_types=(bytes,), enc_hook=_to_plain)
-        return plain
+        return {
+            name: [*value] if isinstance(value, tuple) else value for name, value in plain.items()
+        }
 
 
 def kind_of(entry: type[Entry]) -> str:

@@ -1,14 +1,12 @@
-"""The files of frames of schema 2, read only: digests of probes in blocks with a hash chain.
+"""The file of frames that schema 2 has beside the records, read only.
 
-A file begins with ``MAGIC``. A block has a head (layout, number of frames, growth of the step and
-of the batch from frame to frame), the frames or, if their number is 0, the position before the next
-frame, and XXH3-64 of both, seeded with that of the block before. The chain starts from the check of
-the header of the records.
+It begins with ``MAGIC``. A block has a head (layout, number of frames, growth of the step and of
+the batch from frame to frame), the frames or, if their number is 0, the position before the next
+frame, and XXH3-64 of both, seeded with that of the block before. The first seed is the check of the
+header of the records, among which a record ``frames`` says how many bytes precede it.
 """
 
-import os
-from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from struct import Struct
 
@@ -23,7 +21,7 @@ from lightning_d9m.ledger.format.frames import (
     check_position,
     measure_frames,
 )
-from lightning_d9m.ledger.format.records import FieldError
+from lightning_d9m.ledger.format.records import End, FieldError, FramesEnd, Record
 
 MAGIC = b"d9mprb2\n"
 HEAD = Struct("<HHBB")
@@ -31,109 +29,105 @@ HEAD = Struct("<HHBB")
 POSITION = Struct("<qqq")
 CHAIN_HASH = Struct("<Q")
 
-
-def frames_path(path: Path) -> Path:
-    """Return the file of frames that belongs to a file of records."""
-    return path.with_suffix(".frames")
+# The byte after a block, its check, and its frames, if it does not only move the position.
+_Block = tuple[int, str, Frames | None]
 
 
-class FrameReader(AbstractContextManager["FrameReader"]):
-    """Streams one rank's frames once, block by block.
+def add_frames(
+    records: Iterator[Record], path: Path, start: str, layouts: Layouts
+) -> Generator[Record | Frames, None, bool]:
+    """Yield the records of a ledger with the frames that precede each.
 
     Args:
-        path: The file.
-        start: The check of the header of the rank's records, from which the chain starts.
+        records: The records after the header.
+        path: Their file.
+        start: The check of the header.
+        layouts: The layouts of the records that were read so far.
 
-    Attributes:
-        size: Bytes of the file when it was opened; a run may still append to it.
-        offset: Bytes that were read.
-        truncated: Whether the last block is torn, as a killed run leaves it.
+    Returns:
+        Whether the last block is torn, as a killed run leaves it.
 
     Raises:
-        LedgerError: When the file cannot be read or is not a file of frames; while reading, when a
-            block was edited or is malformed.
+        LedgerError: When the two files do not fit, or a block was edited or is malformed.
     """
+    path = path.with_suffix(".frames")
+    try:
+        size = path.stat().st_size
+    except OSError:
+        size = 0
+    blocks = _read_blocks(path, start, layouts) if size else iter(())
+    at, check, last = len(MAGIC), start, None
+    for last in records:
+        if isinstance(last, FramesEnd):
+            while at < last.bytes:
+                at, check, frames = next(blocks, (last.bytes, "", None))
+                if frames is not None:
+                    yield frames
+            if (at, check) != (last.bytes, last.last):
+                raise LedgerError(
+                    f"{path} does not fit the records beside it, which refer to {last.bytes} bytes "
+                    f"with the last check {last.last}: it is missing, or was cut or replaced. Copy "
+                    "both files, or record the run again."
+                )
+        yield last
+    for at, check, frames in blocks:  # noqa: B007 - used after the loop
+        if isinstance(last, End):
+            raise LedgerError(
+                f"{path} continues after the end of the run. It or the file of the records was "
+                "edited or replaced; take unedited copies, or record the run again."
+            )
+        if frames is not None:
+            yield frames
+    return size not in (0, len(MAGIC), at)
 
-    def __init__(self, path: Path, start: str) -> None:
-        self.path = path
-        self._check = int(start, 16)
-        self._position = FramePosition(0, -1, -1)
-        self._stream = open_regular(path)
-        self.size = os.fstat(self._stream.fileno()).st_size
-        begin = self._stream.read(len(MAGIC))
-        self.offset = len(begin)
-        self.truncated = 0 < len(begin) < len(MAGIC)
+
+def _read_blocks(path: Path, start: str, layouts: Layouts) -> Iterator[_Block]:
+    """Yield each whole block, verified."""
+    chain, position, at = int(start, 16), FramePosition(0, -1, -1), len(MAGIC)
+    with open_regular(path) as stream:
+        begin = stream.read(at)
         if not MAGIC.startswith(begin):
-            self.close()
             raise LedgerError(
                 f"{path} does not hold the digests of probes: it begins with {begin.hex()}. Copy "
                 "it again together with the file rank-N.jsonl beside it."
             )
-
-    @property
-    def chain_hash(self) -> str:
-        """The check of the last block that was read: 16 hex digits."""
-        return f"{self._check:016x}"
-
-    def read(self, end: int, layouts: Layouts, *, torn: bool = False) -> Iterator[Frames]:
-        """Yield the frames up to a byte of the file, block by block.
-
-        Args:
-            end: The byte at which a block ends.
-            layouts: The layouts that the blocks refer to.
-            torn: Whether the last block may end beyond ``end``; it is left out.
-
-        Raises:
-            LedgerError: When a block was edited, is malformed, or ends beyond ``end``.
-        """
-        while self.offset < end and not self.truncated:
+        while len(head := stream.read(HEAD.size)) == HEAD.size:
+            layout, count, steps, batches = HEAD.unpack(head)
+            places, token = layouts.get(layout, (0, b""))
             try:
-                yield from self._read_block(end, layouts, torn=torn)
+                size = _measure(layout, count, steps, batches, places)
+                body, stored = stream.read(size), stream.read(CHAIN_HASH.size)
+                if len(stored) < CHAIN_HASH.size:
+                    return
+                chain = _check_block(head + body, stored, chain)
+                first = position.after(1, steps, batches)
+                position = position.after(count, steps, batches)
+                if not count:
+                    position = FramePosition(*POSITION.unpack(body))
+                for place in (first, position) if count else ():
+                    check_position(place)
             except FieldError as error:
                 raise LedgerError(
-                    f"{self.path}, the block at byte {self.offset}: {error}. The file was not "
-                    "written by lightning_d9m, or was edited; record the run again."
+                    f"{path}, the block at byte {at}: {error}. The file was edited, or was not "
+                    "written by lightning_d9m; take an unedited copy, or record the run again."
                 ) from error
+            at += HEAD.size + size + CHAIN_HASH.size
+            frames = Frames(*first, steps, batches, count, token, body) if count else None
+            yield at, f"{chain:016x}", frames
 
-    def close(self) -> None:
-        """Close the file."""
-        self._stream.close()
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+def _measure(layout: int, count: int, steps: int, batches: int, places: int) -> int:
+    """Return the bytes between the head and the check of a block."""
+    if count:
+        return measure_frames(layout, count, batches, places)
+    if layout or steps or batches:
+        raise FieldError("count", "is 0, and the rest of its head is not")
+    return POSITION.size
 
-    def _read_block(self, end: int, layouts: Layouts, *, torn: bool) -> Iterator[Frames]:
-        """Yield the frames of a block, if it is whole and does not move the position only."""
-        head = self._stream.read(HEAD.size)
-        self.truncated = len(head) < HEAD.size
-        if self.truncated:
-            return
-        layout, count, steps, batches = HEAD.unpack(head)
-        places, token = layouts.get(layout, (0, b""))
-        size = measure_frames(layout, count, batches, places) if count else POSITION.size
-        if not count and (layout or steps or batches):
-            raise FieldError("count", "is 0, and the rest of its head is not")
-        stop = self.offset + HEAD.size + size + CHAIN_HASH.size
-        if not torn and stop > end:
-            raise FieldError("count", f"makes it end beyond byte {end}")
-        body, stored = self._stream.read(size), self._stream.read(CHAIN_HASH.size)
-        self.truncated = stop > end or len(stored) < CHAIN_HASH.size
-        if self.truncated:
-            return
-        self._check = xxh3_64_intdigest(head + body, self._check)
-        if CHAIN_HASH.unpack(stored) != (self._check,):
-            raise LedgerError(
-                f"{self.path}, the block at byte {self.offset} does not fit its check: it was "
-                "edited, or a block before it was removed, added or moved. Nothing from here on "
-                "can be trusted; take an unedited copy, or record the run again."
-            )
-        first = self._position.after(1, steps, batches)
-        if count:
-            self._position = self._position.after(count, steps, batches)
-            for place in (first, self._position):
-                check_position(place)
-        else:
-            self._position = FramePosition(*POSITION.unpack(body))
-        self.offset = stop
-        if count:
-            yield Frames(*first, steps, batches, count, token, body)
+
+def _check_block(block: bytes, stored: bytes, chain: int) -> int:
+    """Return the check of a block, given that of the block before it."""
+    check = xxh3_64_intdigest(block, chain)
+    if CHAIN_HASH.unpack(stored) != (check,):
+        raise FieldError("check", "does not fit: a block was changed, removed, added or moved")
+    return check

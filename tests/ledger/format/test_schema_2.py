@@ -1,6 +1,6 @@
 """Ledgers of schema 2: whatever is not an unedited file of frames gets one clear error."""
 
-import os
+import json
 from struct import pack
 
 import pytest
@@ -54,6 +54,21 @@ def test_it_has_the_contents_of_a_ledger_of_today(ledger, tmp_path):
         assert (rank.equal, rank.batches, rank.places) == (True, 3, 6)
 
 
+def test_it_is_continued_by_a_run_of_today(tmp_path):
+    """The checkpoint was saved after two batches; what followed was trained again."""
+    for number in (0, 1):
+        (tmp_path / f"fit-{number}").mkdir()
+    old = write_schema_2(tmp_path / "fit-0/rank-0.jsonl", make_header(), RECORDS)
+    check = json.loads(old.read_text().splitlines()[2])["check"]
+    resume = {"kind": "resume", "parent": "../fit-0", "epoch": 0, "step": 2, "batch": 2}
+    probes = {"kind": "probes", "epoch": 0, "step": 2, "batch": 2, "layout": 0}
+    with LedgerWriter(tmp_path / "fit-1/rank-0.jsonl") as writer:
+        for record in (make_header(), resume | {"parent_check": check}, LAYOUT):
+            writer.write(record)
+        writer.write(probes | {"digests": bytes(32)})
+    assert [batch[2] for batch in read(tmp_path / "fit-1")] == [0, 1, 2]
+
+
 def test_any_bit(ledger):
     """Each byte of the file, changed by one bit, is noticed."""
     path = ledger.with_suffix(".frames")
@@ -69,12 +84,10 @@ def test_a_file_that_was_cut_or_is_missing(ledger):
     data = path.read_bytes()
     for size in range(len(data)):
         path.write_bytes(data[:size])
-        with pytest.raises(LedgerError, match=r"does not fit rank-0\.jsonl, line [35], which ref"):
+        with pytest.raises(LedgerError, match=r"rank-0\.frames does not fit the records beside it"):
             read(ledger)
     path.unlink()
-    with pytest.raises(
-        LedgerError, match=r"line 3 refers to 100 bytes .* and rank-0\.frames is not beside"
-    ):
+    with pytest.raises(LedgerError, match=r"100 bytes .*: it is missing, or was cut"):
         read(ledger)
 
 
@@ -95,23 +108,19 @@ def test_a_file_that_is_something_else(ledger):
     path.write_bytes(b"hello, world!")
     with pytest.raises(LedgerError, match=r"begins with 68656c6c6f2c2077.*Copy it again together"):
         read(ledger)
-    path.unlink()
-    os.mkfifo(path)
-    with pytest.raises(LedgerError, match="is not a regular file"):
-        read(ledger)
 
 
 def test_frames_of_another_run(ledger, tmp_path):
     """The chain starts from the header of the records."""
     other = write_schema_2(tmp_path / "other.jsonl", make_header(seed=7), RECORDS)
     other.with_suffix(".frames").replace(ledger.with_suffix(".frames"))
-    with pytest.raises(LedgerError, match="the block at byte 8 does not fit its check: it was edi"):
+    with pytest.raises(LedgerError, match="the block at byte 8: field 'check' does not fit"):
         read(ledger)
 
 
 def test_frames_after_the_end_of_the_run(tmp_path):
     path = write_schema_2(tmp_path / "rank-0.jsonl", make_header(), [LAYOUT, END, frame(0)])
-    with pytest.raises(LedgerError, match=r"continues after byte 8, and rank-0\.jsonl ends with"):
+    with pytest.raises(LedgerError, match=r"rank-0\.frames continues after the end of the run"):
         read(path)
 
 
