@@ -50,7 +50,7 @@ from lightning_d9m.recording.run_recorder import (
 from lightning_d9m.text import cut_digests, escape, pluralize
 
 if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch import Trainer
 
 
 _LONGEST = 4096
@@ -142,7 +142,6 @@ class TrainerRecorder:
     def begin(
         self,
         trainer: "Trainer",
-        module: "LightningModule",
         session: TrainerSession,
         further: Mapping[str, Scalar] = MappingProxyType({}),
     ) -> None:
@@ -157,19 +156,19 @@ class TrainerRecorder:
         options, run = self._run.options, self._run
         options.check_ranks(trainer.world_size)
         if options.replay_every:
-            self._replay = Replay(trainer, module, self._append_in_order, options.on_drift)
+            self._replay = Replay(trainer, self._append_in_order, options.on_drift)
         if self._resumed is None:
             run.loss = None
             self._evaluations.clear()
         self._epoch = trainer.current_epoch
         resumed, self._resumed = self._resumed, None
         training = Training(
-            module,
+            trainer.lightning_module,
             cast(nn.Module, trainer.model),
             lambda: trainer.optimizers,
             lambda: [config.scheduler for config in trainer.lr_scheduler_configs],
             partial(_wrap_steps, trainer.strategy),
-            is_compiled=is_compiled(module),
+            is_compiled=is_compiled(trainer.lightning_module),
         )
         settings = {**options.as_record(), **further}
         run.begin(
@@ -182,7 +181,7 @@ class TrainerRecorder:
         if run.probes.dump is not None and options.kinds & WRITTEN:
             self._trace_hooks(trainer, run.probes.dump.folder)
         if resumed is None:
-            self.record(trainer, module, session, "initial")
+            self.record(trainer, session, "initial")
 
     def _make_fit_folder(self, trainer: "Trainer") -> Path:
         folder = self._make_folder(trainer, kind="fit")
@@ -281,13 +280,7 @@ class TrainerRecorder:
         if number is not None:
             self._run.loss = torch.tensor(number, dtype=torch.float64)
 
-    def record(
-        self,
-        trainer: "Trainer",
-        module: "LightningModule",
-        session: TrainerSession,
-        moment: RecordKind,
-    ) -> None:
+    def record(self, trainer: "Trainer", session: TrainerSession, moment: RecordKind) -> None:
         """Record one moment, and compare it with the reference and across ranks.
 
         Raises:
@@ -314,16 +307,14 @@ class TrainerRecorder:
         finally:
             self._append_evaluations()
         assert self._run.folder is not None, "the ledger is open"
-        save_weight_snapshot(trainer, module, self._run.folder.name, moment, self._epoch)
+        save_weight_snapshot(trainer, self._run.folder.name, moment, self._epoch)
         if moment == "final" or not trainer.is_global_zero:  # the loggers are closed by then
             return
         log_digest(trainer.loggers, digests.totals["weights"], trainer.global_step)
         if self._run.compares:
             log_drift(trainer.loggers, differing, trainer.global_step)
 
-    def begin_evaluation(
-        self, trainer: "Trainer", module: "LightningModule", session: TrainerSession, stage: str
-    ) -> None:
+    def begin_evaluation(self, trainer: "Trainer", session: TrainerSession, stage: str) -> None:
         """Begin to digest the outputs of an evaluation; outside a fit, open a ledger for it.
 
         Raises:
@@ -336,7 +327,7 @@ class TrainerRecorder:
         self._outputs = OutputDigest() if block is None else LogicalOutputDigest(block)
         if trainer.state.fn == "fit":
             return
-        training = Training(module, cast(nn.Module, trainer.model))
+        training = Training(trainer.lightning_module, cast(nn.Module, trainer.model))
         self._run.begin(
             ranks_of(trainer),
             training,
@@ -506,9 +497,7 @@ def log_drift(loggers: Iterable[Any], differing: int, step: int) -> None:
 WEIGHTS_VARIABLE = "LIGHTNING_D9M_KEEP_WEIGHTS"
 
 
-def save_weight_snapshot(
-    trainer: "Trainer", module: "LightningModule", fit: str, moment: str, epoch: int
-) -> None:
+def save_weight_snapshot(trainer: "Trainer", fit: str, moment: str, epoch: int) -> None:
     """Save all parameters as ``<fit>-<moment>-<epoch>.pt``, if the variable names a folder.
 
     Only rank 0 saves; of a sharded parameter it saves its own shard.
@@ -520,7 +509,8 @@ def save_weight_snapshot(
         return
     folder = Path(chosen)
     folder.mkdir(parents=True, exist_ok=True)
-    weights = {plain_name(name): _to_local(value) for name, value in module.named_parameters()}
+    named = trainer.lightning_module.named_parameters()
+    weights = {plain_name(name): _to_local(value) for name, value in named}
     torch.save(weights, weight_snapshot_path(folder, fit, moment, epoch))
 
 
