@@ -202,7 +202,7 @@ class DeterminismCallback(_Callback):
         self._open_session.has_trained = True
         self._checkpoint_state.fit.begin()
         last_bits = change_last_bits(pl_module)
-        self._recorder.begin(trainer, pl_module, self._open_session, last_bits)
+        self._recorder.begin(trainer, self._open_session, last_bits)
 
     def on_train_batch_start(
         self, trainer: "Trainer", pl_module: "LightningModule", batch: Any, batch_idx: int
@@ -241,11 +241,11 @@ class DeterminismCallback(_Callback):
     def on_train_epoch_end(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
         """Record the epoch; compare it with the reference and across ranks."""
         self._checkpoint_state.fit.end_epoch()
-        self._recorder.record(trainer, pl_module, self._open_session, "epoch")
+        self._recorder.record(trainer, self._open_session, "epoch")
 
     def on_fit_end(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
         """Record the final weights, after averaging callbacks have rewritten them."""
-        self._recorder.record(trainer, pl_module, self._open_session, "final")
+        self._recorder.record(trainer, self._open_session, "final")
         self._checkpoint_state.keep(trainer, ended=True)
         session = self._open_session
         if self._shows_summary:
@@ -269,7 +269,7 @@ class DeterminismCallback(_Callback):
         stage = _find_stage(trainer)
         if trainer.state.fn != "fit":
             self._open_session.start_evaluation(stage)
-        self._recorder.begin_evaluation(trainer, pl_module, self._open_session, stage)
+        self._recorder.begin_evaluation(trainer, self._open_session, stage)
 
     def on_validation_batch_start(
         self,

@@ -37,7 +37,7 @@ from lightning_d9m.state.watch import Watch
 from lightning_d9m.text import describe_pair
 
 if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch import Trainer
 
 _COMPARED = frozenset({"input", "output", "grad_output", "local_gradient"})
 
@@ -75,13 +75,11 @@ class Replay(Listener):
     def __init__(
         self,
         trainer: "Trainer",
-        module: "LightningModule",
         append: Callable[[Mapping[str, Json]], None],
         on_drift: str,
     ) -> None:
-        _check_repeatable(trainer, module)
-        self._trainer = trainer
-        self._module = module
+        self._trainer, self._module = trainer, trainer.lightning_module
+        _check_repeatable(trainer)
         self._append = append
         self._on_drift = on_drift
         self._step: _Step | None = None
@@ -278,8 +276,8 @@ def _do_nothing(*_: object, **__: object) -> None:
     pass
 
 
-def _check_repeatable(trainer: "Trainer", module: "LightningModule") -> None:
-    if not module.automatic_optimization:
+def _check_repeatable(trainer: "Trainer") -> None:
+    if not trainer.lightning_module.automatic_optimization:
         raise SettingError(
             "replay_every is on and the module optimizes by hand (automatic_optimization is "
             "False): its training_step changes the weights, so that it cannot be run twice. Set "

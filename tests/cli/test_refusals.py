@@ -36,9 +36,10 @@ def test_a_strategy_that_shards_is_not_replayed():
     class OwnStrategy(FSDPStrategy):
         """A user's."""
 
-    trainer = SimpleNamespace(strategy=object.__new__(OwnStrategy))
+    model = SimpleNamespace(automatic_optimization=True)
+    trainer = SimpleNamespace(strategy=object.__new__(OwnStrategy), lightning_module=model)
     with pytest.raises(SettingError, match="strategy is OwnStrategy, which divides the weights"):
-        _check_repeatable(trainer, SimpleNamespace(automatic_optimization=True))
+        _check_repeatable(trainer)
 
 
 @pytest.fixture

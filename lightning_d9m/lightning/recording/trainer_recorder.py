@@ -49,7 +49,7 @@ from lightning_d9m.recording.run_recorder import (
 from lightning_d9m.text import cut_digests, escape, pluralize
 
 if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch import Trainer
 
 
 _LONGEST = 4096
@@ -141,7 +141,6 @@ class TrainerRecorder:
     def begin(
         self,
         trainer: "Trainer",
-        module: "LightningModule",
         session: TrainerSession,
         further: Mapping[str, Scalar] = MappingProxyType({}),
     ) -> None:
@@ -156,19 +155,19 @@ class TrainerRecorder:
         options, run = self._run.options, self._run
         options.check_ranks(trainer.world_size)
         if options.replay_every:
-            self._replay = Replay(trainer, module, self._append_in_order, options.on_drift)
+            self._replay = Replay(trainer, self._append_in_order, options.on_drift)
         if self._resumed is None:
             run.loss = None
             self._evaluations.clear()
         self._epoch = trainer.current_epoch
         resumed, self._resumed = self._resumed, None
         training = Training(
-            module,
+            trainer.lightning_module,
             cast(nn.Module, trainer.model),
             lambda: trainer.optimizers,
             lambda: [config.scheduler for config in trainer.lr_scheduler_configs],
             partial(_wrap_steps, trainer.strategy),
-            is_compiled=is_compiled(module),
+            is_compiled=is_compiled(trainer.lightning_module),
         )
         settings = {**options.as_record(), **further}
         run.begin(
@@ -181,7 +180,7 @@ class TrainerRecorder:
         if run.probes.dump is not None and options.kinds & WRITTEN:
             self._trace_hooks(trainer, run.probes.dump.folder)
         if resumed is None:
-            self.record(trainer, module, session, "initial")
+            self.record(trainer, session, "initial")
 
     def _make_fit_folder(self, trainer: "Trainer") -> Path:
         folder = self._make_folder(trainer, kind="fit")
@@ -280,13 +279,7 @@ class TrainerRecorder:
         if number is not None:
             self._run.loss = torch.tensor(number, dtype=torch.float64)
 
-    def record(
-        self,
-        trainer: "Trainer",
-        module: "LightningModule",
-        session: TrainerSession,
-        moment: RecordKind,
-    ) -> None:
+    def record(self, trainer: "Trainer", session: TrainerSession, moment: RecordKind) -> None:
         """Record one moment, and compare it with the reference and across ranks.
 
         Raises:
@@ -319,9 +312,7 @@ class TrainerRecorder:
         if self._run.compares:
             log_drift(trainer.loggers, differing, trainer.global_step)
 
-    def begin_evaluation(
-        self, trainer: "Trainer", module: "LightningModule", session: TrainerSession, stage: str
-    ) -> None:
+    def begin_evaluation(self, trainer: "Trainer", session: TrainerSession, stage: str) -> None:
         """Begin to digest the outputs of an evaluation; outside a fit, open a ledger for it.
 
         Raises:
@@ -334,7 +325,7 @@ class TrainerRecorder:
         self._outputs = OutputDigest() if block is None else LogicalOutputDigest(block)
         if trainer.state.fn == "fit":
             return
-        training = Training(module, cast(nn.Module, trainer.model))
+        training = Training(trainer.lightning_module, cast(nn.Module, trainer.model))
         self._run.begin(
             ranks_of(trainer),
             training,
