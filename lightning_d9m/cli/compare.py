@@ -15,7 +15,8 @@ from lightning_d9m.cli.arguments import (
 from lightning_d9m.comparison.ledgers import compare_ledgers
 from lightning_d9m.comparison.noise import judge_change
 from lightning_d9m.comparison.weight_distance import DistanceSeries
-from lightning_d9m.errors import SettingError
+from lightning_d9m.errors import LedgerError, SettingError
+from lightning_d9m.file_errors import explain_file_error
 from lightning_d9m.launch.progress import show_progress
 from lightning_d9m.ledger.folder import Ledger, read_ledger, search_ledgers
 from lightning_d9m.output.columns import format_markdown
@@ -25,6 +26,7 @@ from lightning_d9m.output.comparison_text import (
     state_verdict,
 )
 from lightning_d9m.output.noise_text import (
+    draw_noise,
     format_noise,
     list_noise_facts,
     state_noise,
@@ -47,6 +49,7 @@ _ARGUMENTS = """
     folder with at least three, as d9m repeat or d9m audit model leaves it; may be given several
     times. Exit status 0: noise explains the difference
 --value NAME  with --noise: the logged value that decides (default: all)
+--plot FILE  with --noise: write change and noise by epoch as an SVG
 """
 
 
@@ -63,10 +66,10 @@ def run(arguments: argparse.Namespace) -> int:
     expected, actual = map(read_ledger, paths)
     if arguments.noise:
         return _compare_with_noise(arguments, expected, actual)
-    if arguments.value:
+    if arguments.value or arguments.plot:
         raise SettingError(
-            "--value is only for --noise, the runs that show what noise does. Add --noise DIR, or "
-            "leave it out."
+            "--value and --plot are only for --noise, the runs that show what noise does. Add "
+            "--noise DIR, or leave them out."
         )
     verbose = arguments.verbose
     distances = DistanceSeries()
@@ -96,6 +99,13 @@ def _compare_with_noise(arguments: argparse.Namespace, expected: Ledger, actual:
     """Print whether noise explains the difference; return 0 if it does, else 1."""
     noise = [ledger for folder in arguments.noise for ledger in _list_noise(folder, expected)]
     found = judge_change(expected, actual, noise, arguments.value)
+    if arguments.plot is not None:
+        try:
+            arguments.plot.write_text(draw_noise(found), encoding="utf-8")
+        except OSError as error:
+            raise LedgerError(
+                f"The plot {arguments.plot} cannot be written: {explain_file_error(error)}"
+            ) from error
     if arguments.format == "json":
         print(json.dumps(list_noise_facts(found), indent=2))
     elif arguments.format == "markdown":

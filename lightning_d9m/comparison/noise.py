@@ -7,7 +7,8 @@ with one degree of freedom less than there are runs (for values that are spread 
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -64,6 +65,8 @@ class NoiseVerdict:
         left_out: Names of values that are not finite, or that some run did not log.
         weights: The relative distance of the weights of the two trainings; None if unknown.
         noise_weights: The same for each run without a change and the first of them.
+        series: (step, size) of the change and of the noise at the ends of the epochs, by name: of
+            the weights, and of the value that noise explains least.
     """
 
     runs: int
@@ -73,6 +76,7 @@ class NoiseVerdict:
     left_out: Sequence[str]
     weights: float | None
     noise_weights: Sequence[float]
+    series: Mapping[str, Sequence[tuple[int, float]]]
 
     @property
     def verdict(self) -> Literal["within noise", "beyond noise"]:
@@ -115,7 +119,8 @@ def judge_change(
             "and the runs that show the noise have one. Use one seed for both, or name runs with "
             "several seeds."
         )
-    last = [read_ends(ledger)[-1] for ledger in (expected, actual, *noise)]
+    runs = [read_ends(ledger) for ledger in (expected, actual, *noise)]
+    last = [run[-1] for run in runs]
     ends = list(map(_list_values, last))
     names = list(dict.fromkeys(name for end in ends[:2] for name in end))
     if chosen is not None:
@@ -147,7 +152,34 @@ def judge_change(
         left_out,
         weights,
         [pair for pair in pairs if pair is not None],
+        _list_series(runs, values[0].name if values else ""),
     )
+
+
+def _list_series(
+    runs: Sequence[Sequence[Digests]], name: str
+) -> dict[str, list[tuple[int, float]]]:
+    """Return the sizes of change and noise at the ends of the epochs that all runs have."""
+    series = defaultdict[str, list[tuple[int, float]]](list)
+    epochs = [[record for record in run if record.moment == "epoch"] for run in runs]
+    for records in zip(*epochs, strict=False):
+        value = _judge(name, [_list_values(record).get(name, math.nan) for record in records])
+        sizes = {
+            "weights: change": _measure_weights(records[0], records[1]),
+            "weights: noise": _mean([_measure_weights(records[2], r) for r in records[3:]]),
+        }
+        if value is not None:
+            sizes[f"{name}: change"] = abs(value.change)
+            sizes[f"{name}: noise"] = math.sqrt(2) * value.deviation
+        for what, size in sizes.items():
+            if size is not None:
+                series[what].append((records[0].step, size))
+    return dict(series)
+
+
+def _mean(sizes: Sequence[float | None]) -> float | None:
+    known = [size for size in sizes if size is not None]
+    return statistics.fmean(known) if known else None
 
 
 def _list_values(record: Digests) -> dict[str, float]:

@@ -1,9 +1,10 @@
-"""The comparison of a change with noise: as text and as JSON types."""
+"""The comparison of a change with noise: as text, as JSON types, and as a plot."""
 
 from dataclasses import asdict
 
 from lightning_d9m.comparison.noise import LEVEL, NoiseVerdict, ValueChange
 from lightning_d9m.output.columns import Column, format_table
+from lightning_d9m.output.svg import draw_chart, draw_key, element, text
 from lightning_d9m.output.terminal import wrap
 from lightning_d9m.text import describe_names, escape, pluralize
 
@@ -80,3 +81,30 @@ def format_noise(found: NoiseVerdict) -> list[str]:
         names = describe_names(found.left_out, len(found.left_out))
         lines += wrap(f"Left out, because some run has no finite value: {names}.")
     return lines
+
+
+def draw_noise(found: NoiseVerdict) -> str:
+    """Return a plot of the sizes of change and noise at the ends of epochs, as an SVG file."""
+    chart = draw_chart("Sizes of change and noise by step", [*found.series.values()], {}, log=True)
+    legend = [
+        element("g", draw_key(number), text(32, 9, name), transform=f"translate(84 {16 * number})")
+        for number, name in enumerate(found.series)
+    ]
+    top = 16 * len(legend) + 8
+    return element(
+        "svg",
+        element(
+            "style", "text{font:12px sans-serif}.axis{stroke:#888}.key-line{width:24px;height:10px}"
+        ),
+        element("rect", width="100%", height="100%", fill="white"),
+        *legend,
+        element(
+            "g",
+            chart.replace("<svg ", '<svg width="720" height="216" ', 1),
+            transform=f"translate(0 {top})",
+        ),
+        xmlns="http://www.w3.org/2000/svg",
+        viewBox=f"0 0 720 {top + 216}",
+        width=720,
+        height=top + 216,
+    )

@@ -4,6 +4,7 @@ import json
 import math
 import random
 import statistics
+from xml.etree import ElementTree as ET
 
 import pytest
 import torch
@@ -69,11 +70,16 @@ def test_a_change_within_noise_is_said_in_one_sentence(here, capsys):
     assert "of their norm apart; those of the runs without the" in out
 
 
-def test_a_change_beyond_noise(here, capsys):
-    words = ("before", "much", "--noise", "noise", "--value", "accuracy")
+def test_a_change_beyond_noise_has_a_plot(here, capsys):
+    words = ("before", "much", "--noise", "noise", "--value", "accuracy", "--plot", "a.svg")
     status, out, _ = compare(capsys, *words)
     assert status == 1
     assert out.startswith("beyond noise: accuracy changes by +0.1, and 5 reruns spread over 0.03.")
+    drawing = ET.parse(here / "a.svg")  # noqa: S314 - our own
+    shown = [one.text for one in drawing.iter("{http://www.w3.org/2000/svg}text")]
+    names = ("weights: change", "weights: noise", "accuracy: change", "accuracy: noise")
+    assert set(names) <= set(shown)
+    assert len(list(drawing.iter("{http://www.w3.org/2000/svg}polyline"))) == len(names)
     status, out, _ = compare(capsys, *words, "--json")
     facts = json.loads(out)
     assert facts["verdict"] == "beyond noise"
@@ -167,7 +173,11 @@ def test_a_value_that_is_not_finite_is_left_out_or_a_change(tmp_path):
         (["before", "killed", "--noise", "noise"], "did not finish, so it cannot be measured"),
         (["before", "bare", "--noise", "noise"], "neither a value that all of them log nor"),
         (["before", "seeded", "--noise", "noise"], "have the seeds 42 and 7, and the runs"),
-        (["before", "much", "--value", "a"], "--value is only for --noise"),
+        (["before", "much", "--value", "a"], "--value and --plot are only for --noise"),
+        (
+            ["before", "much", "--noise", "noise", "--plot", "none/a.svg"],
+            "The plot none/a.svg cannot be written: No such file",
+        ),
         (
             ["before", "much", "--noise", "noise", "--value", "a"],
             "'a' is not logged at the end of every run. Known values: accuracy, loss.",
