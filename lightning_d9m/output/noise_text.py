@@ -87,24 +87,26 @@ def draw_noise(found: NoiseVerdict) -> str:
     """Return a plot of the sizes of change and noise at the ends of epochs, as an SVG file."""
     chart = draw_chart("Sizes of change and noise by step", [*found.series.values()], {}, log=True)
     legend = [
-        element("g", draw_key(number), text(32, 9, name), transform=f"translate(84 {16 * number})")
+        _place(84, 16 * number + 10, _give_size(draw_key(number), 24, 10), text(32, 9, name))
         for number, name in enumerate(found.series)
     ]
-    top = 16 * len(legend) + 8
+    top = 16 * len(legend) + 18
     return element(
         "svg",
-        element(
-            "style", "text{font:12px sans-serif}.axis{stroke:#888}.key-line{width:24px;height:10px}"
-        ),
+        element("style", "text{font:12px sans-serif}.axis{stroke:#888}"),
         element("rect", width="100%", height="100%", fill="white"),
         *legend,
-        element(
-            "g",
-            chart.replace("<svg ", '<svg width="720" height="216" ', 1),
-            transform=f"translate(0 {top})",
-        ),
+        _place(0, top, _give_size(chart, 720, 216)),
         xmlns="http://www.w3.org/2000/svg",
-        viewBox=f"0 0 720 {top + 216}",
         width=720,
         height=top + 216,
     )
+
+
+def _place(x: int, y: int, *content: str) -> str:
+    return element("g", *content, transform=f"translate({x} {y})")
+
+
+def _give_size(drawing: str, width: int, height: int) -> str:
+    """Return a drawing, whose size a page chooses by its style, with a size of its own."""
+    return drawing.replace("<svg ", f'<svg width="{width}" height="{height}" ', 1)
