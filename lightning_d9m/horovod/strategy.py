@@ -27,7 +27,11 @@ from lightning_d9m.logical_ranks.buckets import check_options
 from lightning_d9m.logical_ranks.gradients import BUCKET_BYTES, LogicalGradients
 from lightning_d9m.logical_ranks.malloc import disable_malloc_trim
 from lightning_d9m.logical_ranks.tree import Blocks
-from lightning_d9m.ranks.connections import close_group_at_exit, is_default_group_closed
+from lightning_d9m.ranks.connections import (
+    close_group_at_exit,
+    is_default_group_closed,
+    open_control_group,
+)
 from lightning_d9m.state.plain_data import decode_plain, encode_plain
 
 # The collectives of horovod.torch, whose names begin so.
@@ -166,9 +170,9 @@ class HorovodDeterministicStrategy(DDPDeterministicStrategy):
 
     def setup_distributed(self) -> None:
         """Connect the processes by torch, over a store whose address Horovod sends."""
+        limit = timedelta(seconds=self._stall_seconds)
         if not distributed.is_initialized():
             close_group_at_exit()
-            limit = timedelta(seconds=self._stall_seconds)
             distributed.init_process_group(
                 # Agreements are of the host, also while sums are on the device.
                 "gloo" if self.root_device.type == "cpu" else "cpu:gloo,cuda:nccl",
@@ -178,6 +182,7 @@ class HorovodDeterministicStrategy(DDPDeterministicStrategy):
                 timeout=limit,
             )
         super().setup_distributed()
+        self._control = open_control_group(timeout=limit)
 
     def configure_ddp(self) -> None:
         """Send the model of rank 0 to all ranks; torch's DDP does not wrap it."""
