@@ -19,6 +19,7 @@ from lightning_d9m.horovod.environment import (
     import_horovod,
     set_variables,
 )
+from lightning_d9m.lightning.lightning_private import BROADCAST_SIGTERM
 from lightning_d9m.lightning.logical_ranks.collectives import watch_functions
 from lightning_d9m.lightning.logical_ranks.sandbox import send_tensors
 from lightning_d9m.lightning.logical_ranks.strategy import DDPDeterministicStrategy
@@ -201,6 +202,10 @@ class HorovodDeterministicStrategy(DDPDeterministicStrategy):
                 "it out, or train on GPUs."
             )
         super().setup(trainer)
+        loop = trainer.fit_loop.epoch_loop
+        if hasattr(loop, BROADCAST_SIGTERM):
+            # It would wait for a rank that has no more batches, before the ranks agree.
+            self._patches.replace(loop, BROADCAST_SIGTERM, _do_nothing)
         if self.logical_ranks is None and self.optimizers and self.world_size > 1:
             blocks = Blocks(self.world_size, self.world_size)
             self._sums = self.make_logical_gradients(blocks, adds=True, on_stray=self._refuse_stray)
@@ -353,6 +358,10 @@ class HorovodDeterministicStrategy(DDPDeterministicStrategy):
         if self._saved_environment is not None:
             self._saved_environment.restore()
             self._saved_environment = None
+
+
+def _do_nothing() -> None:
+    pass
 
 
 def _check_options(*, compression: str | None, broadcast_buffers: bool) -> None:
