@@ -198,8 +198,8 @@ class HorovodDeterministicStrategy(DDPDeterministicStrategy):
         """
         if self._layer_sync is not None and self.root_device.type == "cpu":
             raise SettingError(
-                "sync_batchnorm is True, and torch's SyncBatchNorm computes on a GPU only: leave "
-                "it out, or train on GPUs."
+                "Trainer(sync_batchnorm=True) needs GPUs, because torch's SyncBatchNorm computes "
+                "on a GPU only: leave it out, or train on GPUs."
             )
         super().setup(trainer)
         loop = trainer.fit_loop.epoch_loop
