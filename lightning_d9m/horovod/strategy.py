@@ -19,6 +19,7 @@ from lightning_d9m.horovod.environment import (
     import_horovod,
     set_variables,
 )
+from lightning_d9m.lightning.lightning_private import BROADCAST_SIGTERM
 from lightning_d9m.lightning.logical_ranks.collectives import watch_functions
 from lightning_d9m.lightning.logical_ranks.sandbox import send_tensors
 from lightning_d9m.lightning.logical_ranks.strategy import DDPDeterministicStrategy
@@ -27,7 +28,11 @@ from lightning_d9m.logical_ranks.buckets import check_options
 from lightning_d9m.logical_ranks.gradients import BUCKET_BYTES, LogicalGradients
 from lightning_d9m.logical_ranks.malloc import disable_malloc_trim
 from lightning_d9m.logical_ranks.tree import Blocks
-from lightning_d9m.ranks.connections import close_group_at_exit, is_default_group_closed
+from lightning_d9m.ranks.connections import (
+    close_group_at_exit,
+    is_default_group_closed,
+    open_control_group,
+)
 from lightning_d9m.state.plain_data import decode_plain, encode_plain
 
 # The collectives of horovod.torch, whose names begin so.
@@ -166,9 +171,9 @@ class HorovodDeterministicStrategy(DDPDeterministicStrategy):
 
     def setup_distributed(self) -> None:
         """Connect the processes by torch, over a store whose address Horovod sends."""
+        limit = timedelta(seconds=self._stall_seconds)
         if not distributed.is_initialized():
             close_group_at_exit()
-            limit = timedelta(seconds=self._stall_seconds)
             distributed.init_process_group(
                 # Agreements are of the host, also while sums are on the device.
                 "gloo" if self.root_device.type == "cpu" else "cpu:gloo,cuda:nccl",
@@ -178,6 +183,7 @@ class HorovodDeterministicStrategy(DDPDeterministicStrategy):
                 timeout=limit,
             )
         super().setup_distributed()
+        self._control = open_control_group(timeout=limit)
 
     def configure_ddp(self) -> None:
         """Send the model of rank 0 to all ranks; torch's DDP does not wrap it."""
@@ -192,10 +198,14 @@ class HorovodDeterministicStrategy(DDPDeterministicStrategy):
         """
         if self._layer_sync is not None and self.root_device.type == "cpu":
             raise SettingError(
-                "sync_batchnorm is True, and torch's SyncBatchNorm computes on a GPU only: leave "
-                "it out, or train on GPUs."
+                "Trainer(sync_batchnorm=True) needs GPUs, because torch's SyncBatchNorm computes "
+                "on a GPU only: leave it out, or train on GPUs."
             )
         super().setup(trainer)
+        loop = trainer.fit_loop.epoch_loop
+        if hasattr(loop, BROADCAST_SIGTERM):
+            # It would wait for a rank that has no more batches, before the ranks agree.
+            self._patches.replace(loop, BROADCAST_SIGTERM, _do_nothing)
         if self.logical_ranks is None and self.optimizers and self.world_size > 1:
             blocks = Blocks(self.world_size, self.world_size)
             self._sums = self.make_logical_gradients(blocks, adds=True, on_stray=self._refuse_stray)
@@ -348,6 +358,10 @@ class HorovodDeterministicStrategy(DDPDeterministicStrategy):
         if self._saved_environment is not None:
             self._saved_environment.restore()
             self._saved_environment = None
+
+
+def _do_nothing() -> None:
+    pass
 
 
 def _check_options(*, compression: str | None, broadcast_buffers: bool) -> None:

@@ -27,6 +27,10 @@ LOAD_LOADER_STATES = "_load_combined_loader_states"
 # The method of a LightningModule that calls its hook `on_before_batch_transfer`.
 BEFORE_BATCH_TRANSFER = "_on_before_batch_transfer"
 
+# The method of a training epoch loop that sends whether rank 0 got SIGTERM, before each batch, if
+# torch's default process group is there. Lightning 2.6 has it.
+BROADCAST_SIGTERM = "_broadcast_sigterm_tensor"
+
 
 def list_loaders(loop: Any) -> list[Any]:
     """Return the DataLoaders of a fit, evaluation or prediction loop; empty before their setup.

@@ -13,7 +13,7 @@ from functools import cache
 from itertools import count
 from threading import Thread
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 
@@ -22,6 +22,7 @@ _SOON = timedelta(milliseconds=1)
 # Seconds to wait; a collective may wait for a rank that has died.
 _TIMEOUT = 5.0
 _closed: WeakSet[Any] = WeakSet()
+_controls: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # by default group
 _openings = count(1)  # separates groups in one store, and is equal on every rank
 
 
@@ -59,7 +60,23 @@ def close_default_group() -> None:
     if _has_gloo():
         group = torch.distributed.group.WORLD
         close_connections(group)
+        if group in _controls:
+            close_connections(_controls[group])
         _closed.add(group)
+
+
+def open_control_group(**options: Any) -> Any:
+    """Return a second Gloo group of all ranks, for agreements; every rank must call this.
+
+    Collectives are paired by their order in a group. Lightning sends a message in the default group
+    before each batch, so a rank that has no more batches would not find out there. None for a
+    single rank. The options are those of ``new_group``.
+    """
+    distributed: Any = torch.distributed
+    world = distributed.group.WORLD
+    if world.size() > 1 and world not in _controls:
+        _controls[world] = distributed.new_group(backend="gloo", **options)
+    return _controls.get(world)
 
 
 def is_default_group_closed() -> bool:

@@ -50,7 +50,7 @@ def report_a_stray_gradient(strategy):
     [
         (use_a_device, r"Rank 2 has local rank 2.*names 2 devices"),
         (step, r"a parameter of shape \(2, 3\) that was not in the LightningModule"),
-        (synchronize, "torch's SyncBatchNorm computes on a GPU only"),
+        (synchronize, "needs GPUs, because torch's SyncBatchNorm computes on a GPU"),
         (report_a_stray_gradient, "'layer.weight' got a gradient outside Lightning's backward"),
     ],
 )

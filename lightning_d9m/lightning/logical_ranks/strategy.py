@@ -94,6 +94,7 @@ class DDPDeterministicStrategy(_DDPStrategy):
         self._patches = AttributePatches()
         self._session: Any = None
         self._liveness: RankLiveness | None = None
+        self._control: Any = None  # the group of agreements; None is the default group
         self._sparse_as_dense = sparse_as_dense
         self._group_options = {"timeout": options["timeout"]} if "timeout" in options else {}
 
@@ -227,7 +228,7 @@ class DDPDeterministicStrategy(_DDPStrategy):
         """
         try:
             with self.naming_lost(activity):
-                agree(ranks_of_group(), activity, items)
+                agree(ranks_of_group(self._control), activity, items)
         except RanksDisagreeError:
             close_default_group()  # the ranks end at different places, and none may wait there
             raise

@@ -44,7 +44,8 @@ class Model(pl.LightningModule):
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)  # else Lightning delays it
                 time.sleep(600)
             # Rank 0 waits for 5 s; before, no load makes it take rank 1 for lost.
-            _set_pg_timeout(timedelta(seconds=5))
+            for group in (None, self.trainer.strategy._control):
+                _set_pg_timeout(timedelta(seconds=5), group)
         if wrong and self.fault == "raising":
             raise ValueError("the third batch is bad")
         out = self.net(batch[0])
