@@ -112,7 +112,7 @@ def main() -> None:
     if ranks < 2:
         append(words.output, {"unsupported": f"there is {ranks} CUDA device; a sum needs two"})
         return
-    os.environ.setdefault(environment.NCCL, environment.NCCL_DEFAULT)
+    os.environ.setdefault(environment.NCCL, "^NVLS,NVLSTree")
     stack = capture_stack()
     facts = {name: stack[name] for name in stack if "nccl" in name.lower() or "order" in name}
     append(words.output, {"task": "facts", "ranks": ranks, **facts})

@@ -2,41 +2,20 @@
 
 import os
 import socket
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 
-from lightning_d9m.compatibility import (
-    OLDEST_TORCH,
-    describe_missing_patches,
-    parse_release,
-)
-from lightning_d9m.control import environment
+from lightning_d9m.compatibility import OLDEST_TORCH, describe_missing_patches, parse_release
+from lightning_d9m.control.environment import VARIABLES
 from lightning_d9m.control.hash_seed import describe_hash_seed_problem
 from lightning_d9m.control.settings import HIGHEST_SEED
-from lightning_d9m.control.torch_flags import DYNAMIC, capture_flags, threads_vary
+from lightning_d9m.control.torch_flags import DYNAMIC, threads_vary
 
 _GLOO = "GLOO_SOCKET_IFNAME"
 Status = Literal["problem", "note", "ok"]
-
-# The values that a session accepts, its own choice first, and the effect of any other value.
-_VARIABLES = {
-    environment.CUBLAS: (
-        environment.CUBLAS_ALLOWED,
-        "With it cuBLAS shares workspaces between streams, so products differ.",
-    ),
-    environment.INDUCTOR: (("1", ""), "With it the compiler chooses kernels by timing them."),
-    environment.FLASH_ATTENTION: (
-        ("1", ""),
-        "The backward kernel of flash-attn adds with atomics.",
-    ),
-    environment.TRANSFORMER_ENGINE: (
-        ("0", ""),
-        "With it Transformer Engine may choose nondeterministic kernels.",
-    ),
-}
 
 
 @dataclass(frozen=True)
@@ -65,7 +44,20 @@ def find_problems() -> list[CheckResult]:
 
     The checks change nothing and do not initialize any device.
     """
-    return sort_results(_run_checks())
+    variables = [
+        check_variable(
+            variable.name,
+            variable.wanted,
+            variable.allows,
+            variable.effect,
+            unset="the callback sets it",
+        )
+        for variable in VARIABLES
+    ]
+    return sort_results([
+        _check_torch(), *_check_start(), *variables, *_check_host_name(), *_check_settings(),
+        *_check_threads(),
+    ])  # fmt: skip
 
 
 def sort_results(results: Iterable[CheckResult]) -> list[CheckResult]:
@@ -74,172 +66,130 @@ def sort_results(results: Iterable[CheckResult]) -> list[CheckResult]:
     return sorted(results, key=lambda result: order[result.status])
 
 
-def check_optional_variable(
-    name: str, allowed: Sequence[str], reason: str, *, unset: str
+def judge(wrong: object, result: CheckResult) -> CheckResult:
+    """Return a result if what it says is wrong, else that its name is in order."""
+    return result if wrong else CheckResult(result.name, "ok", result.found)
+
+
+def check_variable(
+    name: str, wanted: str, allows: Callable[[str], bool], reason: str, *, unset: str
 ) -> CheckResult:
     """Check a variable that need not be set.
 
-    The best of the allowed values is the first. ``reason`` is the effect of any other, and
-    ``unset`` the behavior without the variable.
+    ``reason`` is the effect of a value that ``allows`` refuses, and ``unset`` the behavior without
+    the variable.
     """
     found = os.environ.get(name)
-    if found is None:
-        return CheckResult(name, "ok", f"not set; {unset}")
-    if found in allowed:
-        return CheckResult(name, "ok", found or "empty")
-    return CheckResult(
-        name,
-        "problem",
-        found,
-        reason,
-        f"Unset it, or set {name}={allowed[0]}.",
-        f"export {name}={allowed[0]}",
+    shown = f"not set; {unset}" if found is None else found or "empty"
+    fix, shell = f"Unset it, or set {name}={wanted}.", f"export {name}={wanted}"
+    return judge(
+        found is not None and not allows(found),
+        CheckResult(name, "problem", shown, reason, fix, shell),
     )
 
 
-def _run_checks() -> Iterator[CheckResult]:
-    yield _check_torch_version()
-    yield _check_hash_seed()
-    yield _check_seed()
-    for name, (allowed, reason) in _VARIABLES.items():
-        yield check_optional_variable(name, allowed, reason, unset="the callback sets it")
-    yield _check_nccl()
-    yield from _check_host_name()
-    yield from _check_flags()
-    yield _check_precision()
-    yield _check_threads()
-    yield _check_dynamic_threads()
-
-
-def _check_torch_version() -> CheckResult:
-    release = parse_release(torch.__version__)
-    if release < OLDEST_TORCH:
-        return CheckResult(
-            "torch",
-            "problem",
-            torch.__version__,
-            "lightning_d9m has not run with older releases.",
-            f"pip install 'torch>={'.'.join(map(str, OLDEST_TORCH))}'",
-        )
-    if problem := describe_missing_patches():
-        return CheckResult("torch", "note", torch.__version__, problem)
-    if torch.version.hip is not None:
-        return CheckResult(
-            "torch",
-            "note",
-            f"{torch.__version__} for ROCm",
+def _check_torch() -> CheckResult:
+    found, status = torch.__version__, "note"
+    reason, fix = describe_missing_patches() or "", ""
+    if parse_release(found) < OLDEST_TORCH:
+        status = "problem"
+        reason = "lightning_d9m has not run with older releases."
+        fix = f"pip install 'torch>={'.'.join(map(str, OLDEST_TORCH))}'"
+    elif torch.version.hip is not None and not reason:
+        found = f"{found} for ROCm"
+        reason = (
             "Memory-efficient attention by Composable Kernel adds in varying order on AMD devices, "
-            "even with torch's flag on.",
-            "torch.backends.cuda.enable_mem_efficient_sdp(False)",
+            "even with torch's flag on."
         )
-    return CheckResult("torch", "ok", torch.__version__)
+        fix = "torch.backends.cuda.enable_mem_efficient_sdp(False)"
+    return judge(reason, CheckResult("torch", status, found, reason, fix))
 
 
-def _check_hash_seed() -> CheckResult:
-    if describe_hash_seed_problem() is None:
-        return CheckResult("PYTHONHASHSEED", "ok", "fixed")
-    return CheckResult(
-        "PYTHONHASHSEED",
-        "note",
-        "not fixed",
-        "Sets of strings have a different order in each run; Python reads it when it starts.",
-        "Start programs with PYTHONHASHSEED=0 (`d9m repeat` and `d9m locate` do).",
-        "export PYTHONHASHSEED=0",
+def _check_start() -> Iterator[CheckResult]:
+    """Check the seeds that the environment gives."""
+    random_hashes = describe_hash_seed_problem() is not None
+    yield judge(
+        random_hashes,
+        CheckResult(
+            "PYTHONHASHSEED",
+            "note",
+            "not fixed" if random_hashes else "fixed",
+            "Sets of strings have a different order in each run; Python reads it when it starts.",
+            "Start programs with PYTHONHASHSEED=0 (`d9m repeat` and `d9m locate` do).",
+            "export PYTHONHASHSEED=0",
+        ),
     )
-
-
-def _check_seed() -> CheckResult:
     text = os.environ.get("PL_GLOBAL_SEED")
-    if not text:
-        return CheckResult("PL_GLOBAL_SEED", "ok", "not set; seed_everything sets it")
-    if text.isdecimal() and int(text) <= HIGHEST_SEED:
-        return CheckResult("PL_GLOBAL_SEED", "ok", text)
-    return CheckResult(
-        "PL_GLOBAL_SEED",
-        "problem",
-        text,
-        "It is not a valid seed: the callback, which reads its seed from it, raises, and "
-        "seed_everything chooses a different one.",
-        f"Unset it, or set it to a whole number from 0 to {HIGHEST_SEED}.",
-        "unset PL_GLOBAL_SEED",
-    )
-
-
-def _check_nccl() -> CheckResult:
-    found = os.environ.get(environment.NCCL)
-    if found is None or not environment.allows_nvls(found):
-        return CheckResult(environment.NCCL, "ok", found or "not set; the callback sets it")
-    return CheckResult(
-        environment.NCCL,
-        "problem",
-        found,
-        "NVLS reduces inside the network switch, in an order that differs between calls.",
-        f"Unset it, or set {environment.NCCL}={environment.NCCL_DEFAULT}.",
-        f"export {environment.NCCL}={environment.NCCL_DEFAULT}",
+    yield judge(
+        text and not (text.isdecimal() and int(text) <= HIGHEST_SEED),
+        CheckResult(
+            "PL_GLOBAL_SEED",
+            "problem",
+            text or "not set; seed_everything sets it",
+            "It is not a valid seed: the callback, which reads its seed from it, raises, and "
+            "seed_everything chooses a different one.",
+            f"Unset it, or set it to a whole number from 0 to {HIGHEST_SEED}.",
+            "unset PL_GLOBAL_SEED",
+        ),
     )
 
 
 def _check_host_name() -> Iterator[CheckResult]:
     """Check the address that Gloo gives to other hosts, if a launcher names one of them."""
-    first = os.environ.get("MASTER_ADDR", "")
+    first, interface = os.environ.get("MASTER_ADDR", ""), os.environ.get(_GLOO)
     if first in ("", "localhost") or first.startswith("127."):
         return
-    if interface := os.environ.get(_GLOO):
-        yield CheckResult(_GLOO, "ok", interface)
-        return
     try:
-        address = socket.gethostbyname(socket.gethostname())
+        address = "" if interface else socket.gethostbyname(socket.gethostname())
     except OSError:
         address = "no address"
-    if address[0].isdigit() and not address.startswith("127."):
-        yield CheckResult(_GLOO, "ok", f"not set; this host's name resolves to {address}")
-        return
-    yield CheckResult(
-        _GLOO,
-        "problem",
-        "not set",
-        f"The name of this host, {socket.gethostname()}, resolves to {address}, so the ranks on "
-        "other hosts cannot connect to this one, and wait until a timeout.",
-        f"Set it to the interface that `ip route get {first}` names.",
+    yield judge(
+        not interface and (not address[:1].isdigit() or address.startswith("127.")),
+        CheckResult(
+            _GLOO,
+            "problem",
+            interface or f"not set; this host's name resolves to {address}",
+            f"The name of this host is {socket.gethostname()}, and at this address the ranks on "
+            "other hosts cannot connect to this one: they wait until a timeout.",
+            f"Set it to the interface that `ip route get {first}` names.",
+        ),
     )
 
 
-def _check_flags() -> Iterator[CheckResult]:
-    flags = capture_flags()
-    on = flags["torch.deterministic_algorithms"]
+def _check_settings() -> Iterator[CheckResult]:
+    on = torch.are_deterministic_algorithms_enabled()
     found = "on" if on else "off, as torch starts; the callback switches them on"
     yield CheckResult("deterministic algorithms", "ok", found)
-    if flags["cudnn.benchmark"]:
-        yield CheckResult(
+    timed = torch.backends.cudnn.benchmark
+    yield judge(
+        timed,
+        CheckResult(
             "cuDNN benchmark",
             "problem",
-            "on as Python starts",
+            "on as Python starts" if timed else "off",
             "The benchmark picks kernels by timing them.",
             "Remove torch.backends.cudnn.benchmark = True from sitecustomize.py or usercustomize.py"
             " (and Trainer(benchmark=True) from programs).",
-        )
-    else:
-        yield CheckResult("cuDNN benchmark", "ok", "off")
-
-
-def _check_precision() -> CheckResult:
+        ),
+    )
     cuda, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
-    allowed = {
+    reduced = {
         "TF32 in matrix products": _uses_tf32(cuda),
         "TF32 in convolutions": _uses_tf32(getattr(cudnn, "conv", None)),
         "TF32 in recurrent networks": _uses_tf32(getattr(cudnn, "rnn", None)),
-        "reduced sums of float16": bool(cuda.allow_fp16_reduced_precision_reduction),
-        "reduced sums of bfloat16": bool(cuda.allow_bf16_reduced_precision_reduction),
+        "reduced sums of float16": cuda.allow_fp16_reduced_precision_reduction,
+        "reduced sums of bfloat16": cuda.allow_bf16_reduced_precision_reduction,
     }
-    names = [name for name, is_allowed in allowed.items() if is_allowed]
-    if not names:
-        return CheckResult("precision", "ok", "full")
-    return CheckResult(
-        "precision",
-        "note",
-        f"{', '.join(names)} on CUDA devices",
-        "They are deterministic, but round differently from full precision. The callback leaves "
-        "them unchanged and records them.",
+    names = ", ".join(name for name, is_allowed in reduced.items() if is_allowed)
+    yield judge(
+        names,
+        CheckResult(
+            "precision",
+            "note",
+            f"{names} on CUDA devices" if names else "full",
+            "They are deterministic, but round differently from full precision. The callback "
+            "leaves them unchanged and records them.",
+        ),
     )
 
 
@@ -248,21 +198,34 @@ def _uses_tf32(backend: Any) -> bool:
     return getattr(backend, "fp32_precision", None) == "tf32"
 
 
-def _check_threads() -> CheckResult:
+def _check_threads() -> Iterator[CheckResult]:
     cores, usable = os.cpu_count() or 1, _count_usable_cores()
-    found = f"{torch.get_num_threads()} on {usable} of {cores} cores"
     # One number per nesting level; torch takes the first and ignores anything but numbers.
-    if os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip().isdigit():
-        return CheckResult("CPU threads", "ok", f"{found}, fixed by OMP_NUM_THREADS")
-    return CheckResult(
-        "CPU threads",
-        "note",
-        f"{found}, chosen by torch",
-        "CPU results depend on the number of threads, and torch chooses it by the number of usable "
-        "cores" + (", which this container or job limits." if usable < cores else "."),
-        "To get equal results on several machines, set OMP_NUM_THREADS or "
-        "DeterminismCallback(threads=...).",
-        f"export OMP_NUM_THREADS={torch.get_num_threads()}",
+    fixed = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip().isdigit()
+    chosen = "fixed by OMP_NUM_THREADS" if fixed else "chosen by torch"
+    yield judge(
+        not fixed,
+        CheckResult(
+            "CPU threads",
+            "note",
+            f"{torch.get_num_threads()} on {usable} of {cores} cores, {chosen}",
+            "CPU results depend on the number of threads, and torch chooses it by the number of "
+            "usable cores" + (", which this container or job limits." if usable < cores else "."),
+            "To get equal results on several machines, set OMP_NUM_THREADS or "
+            "DeterminismCallback(threads=...).",
+            f"export OMP_NUM_THREADS={torch.get_num_threads()}",
+        ),
+    )
+    yield judge(
+        threads_vary(),
+        CheckResult(
+            DYNAMIC,
+            "problem",
+            os.environ.get(DYNAMIC) or "not set",
+            "OpenMP chooses the number of threads for every operation by the load of the machine.",
+            f"Unset it, or set {DYNAMIC}=false.",
+            f"export {DYNAMIC}=false",
+        ),
     )
 
 
@@ -271,17 +234,3 @@ def _count_usable_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
-
-
-def _check_dynamic_threads() -> CheckResult:
-    found = os.environ.get(DYNAMIC)
-    if not threads_vary():
-        return CheckResult(DYNAMIC, "ok", found or "not set")
-    return CheckResult(
-        DYNAMIC,
-        "problem",
-        str(found),
-        "OpenMP chooses the number of threads for every operation by the load of the machine.",
-        f"Unset it, or set {DYNAMIC}=false.",
-        f"export {DYNAMIC}=false",
-    )

@@ -18,27 +18,73 @@ import torch
 from lightning_d9m.control.env_settings import read_variable
 from lightning_d9m.errors import SettingError, TooLateError
 
-# One fixed workspace per handle. With the default, cuBLAS may share and resize workspaces between
-# streams, and splits a product by the workspace that it finds. torch's Context.cpp accepts these
-# two values; with ":4096:2", which torch's documentation of RNN also names, it raises at the first
-# matrix product on CUDA.
 CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
-CUBLAS_ALLOWED = (":4096:8", ":16:8")
-# NVLS reduces inside the switch, in an order that differs between calls (nccl issue 1497).
 NCCL = "NCCL_ALGO"
-NCCL_DEFAULT = "^NVLS,NVLSTree"
-# Otherwise the compiler chooses kernels by timing them. It reads the variable when its
-# configuration is imported; after that, `torch_flags` sets the configuration itself.
 INDUCTOR = "TORCHINDUCTOR_DETERMINISTIC"
-# The backward kernel of the flash-attn package adds with atomics and does not read torch's flag;
-# transformers and other packages pass this variable on to it.
 FLASH_ATTENTION = "FLASH_ATTENTION_DETERMINISTIC"
-# Transformer Engine chooses nondeterministic attention kernels unless this is 0.
 TRANSFORMER_ENGINE = "NVTE_ALLOW_NONDETERMINISTIC_ALGO"
 # Set by `d9m audit model`. With "off" a session seeds and records, and does not switch anything, so
 # that the effect and the cost of determinism can be measured with the unchanged program.
 CONTROL = "LIGHTNING_D9M_CONTROL"
-_SWITCHES = {INDUCTOR: "1", FLASH_ATTENTION: "1", TRANSFORMER_ENGINE: "0"}
+
+
+@dataclass(frozen=True)
+class Variable:
+    """A variable that a session sets.
+
+    Attributes:
+        name: Its name.
+        wanted: The value that a session chooses.
+        effect: The effect of a value that is not allowed.
+        allowed: The allowed values; None if ``allows_nvls`` tells.
+        library: The library that reads it when it starts; empty if it is read again and again.
+    """
+
+    name: str
+    wanted: str
+    effect: str
+    allowed: tuple[str, ...] | None = None
+    library: str = ""
+
+    def allows(self, value: str) -> bool:
+        """Return whether results are deterministic with a value."""
+        return not allows_nvls(value) if self.allowed is None else value in self.allowed
+
+
+VARIABLES = (
+    # One fixed workspace per handle. With the default, cuBLAS may share and resize workspaces
+    # between streams, and splits a product by the workspace that it finds. torch's Context.cpp
+    # accepts these two values; with ":4096:2", which torch's documentation of RNN also names, it
+    # raises at the first matrix product on CUDA.
+    Variable(
+        CUBLAS,
+        ":4096:8",
+        "With it cuBLAS shares workspaces between streams, so products differ.",
+        (":4096:8", ":16:8"),
+        "CUDA",
+    ),
+    # See nccl issue 1497.
+    Variable(
+        NCCL,
+        "^NVLS,NVLSTree",
+        "NVLS reduces inside the network switch, in an order that differs between calls.",
+        library="NCCL",
+    ),
+    # The compiler reads it when its configuration is imported; after that, `torch_flags` sets the
+    # configuration itself.
+    Variable(INDUCTOR, "1", "With it the compiler chooses kernels by timing them.", ("1", "")),
+    # The flash-attn package does not read torch's flag; transformers and other packages pass this
+    # variable on to it.
+    Variable(
+        FLASH_ATTENTION, "1", "The backward kernel of flash-attn adds with atomics.", ("1", "")
+    ),
+    Variable(
+        TRANSFORMER_ENGINE,
+        "0",
+        "With it Transformer Engine may choose nondeterministic kernels.",
+        ("0", ""),
+    ),
+)
 
 
 def control_is_on() -> bool:
@@ -144,19 +190,18 @@ def _give_up() -> None:
 
 
 def _set_variables() -> None:
-    wanted = {CUBLAS: _choose_cublas(), NCCL: _choose_nccl()}
-    wanted |= {name: _choose_switch(name, value) for name, value in _SWITCHES.items()}
+    wanted = {variable.name: _choose(variable) for variable in VARIABLES}
     _state.previous = {name: os.environ.get(name) for name in wanted}
     os.environ.update(wanted)
 
 
 def _restore_variables() -> None:
     remembered = _state.in_force or {}
-    for name, started in ((CUBLAS, cuda_started()), (NCCL, nccl_started())):
-        if started:
-            remembered.setdefault(name, os.environ.get(name, ""))
+    for variable in VARIABLES:
+        if _has_started(variable.library):
+            remembered.setdefault(variable.name, os.environ.get(variable.name, ""))
         else:
-            remembered.pop(name, None)
+            remembered.pop(variable.name, None)
     _state.in_force = remembered
     for name, value in (_state.previous or {}).items():
         if value is None:
@@ -166,54 +211,26 @@ def _restore_variables() -> None:
     _state.previous = None
 
 
-def _choose_cublas() -> str:
-    found = os.environ.get(CUBLAS)
-    if cuda_started():
-        value = (_state.in_force or {}).get(CUBLAS, found)
-        if value not in CUBLAS_ALLOWED:
-            raise _too_late("CUDA", CUBLAS, value, CUBLAS_ALLOWED[0])
+def _has_started(library: str) -> bool:
+    return bool(library) and {"CUDA": cuda_started, "NCCL": nccl_started}[library]()
+
+
+def _choose(variable: Variable) -> str:
+    """Return the value of the user, or ours if there is none."""
+    name, found = variable.name, os.environ.get(variable.name)
+    if _has_started(variable.library):
+        value = (_state.in_force or {}).get(name, found)
+        if value is None or not variable.allows(value):
+            raise TooLateError(
+                f"{variable.library} started in this process while {name} was "
+                f"{'not set' if value is None else repr(value)}, and reads it only at its start. "
+                "Call lightning_d9m.enable() at the top of the program, before anything uses the "
+                f"GPU, or start the program with {name}={variable.wanted}."
+            )
         return value
-    if found is None:
-        return CUBLAS_ALLOWED[0]
-    if found not in CUBLAS_ALLOWED:
+    if found is not None and not variable.allows(found):
         raise SettingError(
-            f"The variable {CUBLAS} is {found!r}; deterministic matrix products need one of "
-            f"{', '.join(CUBLAS_ALLOWED)}. Unset it, or set one of these."
+            f"The variable {name} is {found!r}, which a deterministic session does not allow. "
+            f"{variable.effect} Unset it, or set {name}={variable.wanted}."
         )
-    return found
-
-
-def _choose_nccl() -> str:
-    found = os.environ.get(NCCL)
-    if nccl_started():
-        value = (_state.in_force or {}).get(NCCL, found)
-        if value is None or allows_nvls(value):
-            raise _too_late("NCCL", NCCL, value, NCCL_DEFAULT)
-        return value
-    if found is None:
-        return NCCL_DEFAULT
-    if allows_nvls(found):
-        raise SettingError(
-            f"The variable {NCCL} is {found!r}, which lets NCCL reduce by NVLS, in an order that "
-            f"differs between calls. Unset it, or exclude NVLS: {NCCL}={NCCL_DEFAULT}."
-        )
-    return found
-
-
-def _choose_switch(name: str, wanted: str) -> str:
-    found = os.environ.get(name)
-    if found not in (None, "", wanted):
-        raise SettingError(
-            f"The variable {name} is {found!r}, which allows nondeterministic kernels. Unset it, "
-            f"or set {name}={wanted}."
-        )
-    return wanted
-
-
-def _too_late(library: str, name: str, value: str | None, wanted: str) -> TooLateError:
-    found = "not set" if value is None else repr(value)
-    return TooLateError(
-        f"{library} started in this process while {name} was {found}, and reads it only at its "
-        "start. Call lightning_d9m.enable() at the top of the program, before anything uses the "
-        f"GPU, or start the program with {name}={wanted}."
-    )
+    return found or variable.wanted

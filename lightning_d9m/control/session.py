@@ -243,15 +243,9 @@ def next_fit() -> int:
     Raises:
         SettingError: If another thread holds a session open.
     """
-    global _fits  # noqa: PLW0603 - one counter for the process
     with _lock:
         _refuse_other_threads()
-        session = active_session()
-        if session is not None:
-            session.fits += 1
-            return session.fits - 1
-        _fits += 1
-        return _fits - 1
+        return _count_fits(lambda fits: fits + 1)
 
 
 def give_back_fit(number: int) -> None:
@@ -260,13 +254,24 @@ def give_back_fit(number: int) -> None:
     For a fit that trained nothing, as the learning rate finder calls one: with its number the
     same search, or the training after it, draws the same numbers again.
     """
-    global _fits  # noqa: PLW0603 - as above
+    _count_fits(lambda fits: fits - (fits - 1 == number))
+
+
+def set_fits(number: int) -> None:
+    """Set the number of fits in the active session or else in the process."""
+    _count_fits(lambda _: number)
+
+
+def _count_fits(change: Callable[[int], int]) -> int:
+    """Change the number of fits in the active session or else in the process; return the old."""
+    global _fits
     with _lock:
         session = active_session()
-        if session is not None:
-            session.fits -= session.fits - 1 == number
+        if session is None:
+            before, _fits = _fits, change(_fits)
         else:
-            _fits -= _fits - 1 == number
+            before, session.fits = session.fits, change(session.fits)
+        return before
 
 
 @dataclass(frozen=True)
@@ -298,14 +303,3 @@ def session_inherited(inherited: InheritedSession) -> Iterator[None]:
             session.seed_is_default = inherited.seed_is_default
         set_fits(inherited.fits)
         yield
-
-
-def set_fits(number: int) -> None:
-    """Set the number of fits in the active session or else in the process."""
-    global _fits  # noqa: PLW0603 - as above
-    with _lock:
-        session = active_session()
-        if session is None:
-            _fits = number
-        else:
-            session.fits = number

@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 
-from lightning_d9m.control.doctor import CheckResult, check_optional_variable
+from lightning_d9m.control.doctor import CheckResult, check_variable, judge
 from lightning_d9m.errors import SettingError
 from lightning_d9m.horovod.environment import PINNED_REASONS, import_horovod
 
@@ -17,7 +17,7 @@ def check_installation() -> Iterator[CheckResult]:
         return
     yield _check_extension(found)
     for name, (wanted, reason) in PINNED_REASONS.items():
-        yield check_optional_variable(name, (wanted,), reason, unset="the strategy sets it")
+        yield check_variable(name, wanted, wanted.__eq__, reason, unset="the strategy sets it")
     yield _check_elastic()
 
 
@@ -52,15 +52,16 @@ def _check_extension(found: str) -> CheckResult:
 
 def _check_elastic() -> CheckResult:
     name = "HOROVOD_ELASTIC"
-    found = os.environ.get(name, "")
-    if found in ("", "0"):
-        return CheckResult(name, "ok", found or "not set")
-    return CheckResult(
-        name,
-        "problem",
-        found,
-        "Elastic Horovod changes the number of ranks while training, which changes the sums.",
-        "Start with `horovodrun -np N` without --min-np and --max-np.",
+    found = os.environ.get(name) or "not set"
+    return judge(
+        found not in ("not set", "0"),
+        CheckResult(
+            name,
+            "problem",
+            found,
+            "Elastic Horovod changes the number of ranks while training, which changes the sums.",
+            "Start with `horovodrun -np N` without --min-np and --max-np.",
+        ),
     )
 
 

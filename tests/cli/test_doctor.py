@@ -22,11 +22,13 @@ from lightning_d9m.control.doctor import CheckResult
 from lightning_d9m.horovod import doctor as horovod_doctor
 from lightning_d9m.horovod.environment import PINNED
 
+NAMES = [variable.name for variable in variables.VARIABLES]
+
 
 @pytest.fixture
 def healthy(monkeypatch):
     """An environment without problems, with Horovod installed."""
-    names = [*doctor._VARIABLES, *PINNED, "HOROVOD_ELASTIC", "NCCL_ALGO"]
+    names = [*NAMES, *PINNED, "HOROVOD_ELASTIC"]
     for name in [*names, "OMP_NUM_THREADS", "OMP_DYNAMIC", "PL_GLOBAL_SEED"]:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(doctor, "describe_hash_seed_problem", lambda: None)
@@ -92,7 +94,7 @@ def test_a_variable_that_allows_nondeterminism_is_found(
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [*doctor._VARIABLES, "NCCL_ALGO"])
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("value", ["", "0", "1", ":16:8", "NVLS"])
 def test_the_doctor_and_a_session_agree(healthy, report, monkeypatch, name, value):
     monkeypatch.setattr(variables, "_state", variables._VariableState())

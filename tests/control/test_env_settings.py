@@ -44,17 +44,15 @@ def test_the_callbacks_settings():
     }
 
 
-def test_every_setting_can_be_given():
+OWNERS = (DeterminismCallback, Settings, ProbeSettings)
+SETTINGS = [(owner, name) for owner in OWNERS for name in inspect.signature(owner).parameters]
+
+
+@pytest.mark.parametrize(("owner", "name"), SETTINGS)
+def test_every_setting_can_be_given(owner, name):
     """A new setting whose type has no reader here fails this test, not a user."""
-    samples = ("1", "warn", "none", "a")
-    for owner in (DeterminismCallback, Settings):
-        for name in names_of(owner):
-            assert any(reads(owner, name, text) for text in samples), name
-
-
-def names_of(owner):
-    """Return the names of the settings that a signature takes."""
-    return list(inspect.signature(owner).parameters)
+    assert any(reads(owner, name, text) for text in ("1", "warn", "none", "a"))
+    assert read_settings(owner, {variable_of(name): " "}) == {}
 
 
 def reads(owner, name, text):
@@ -92,6 +90,8 @@ def test_values(annotation, text, value):
         (int | None, "two", "a whole number or none"),
         (Literal["raise", "warn"], "shrug", "raise or warn"),
         (Sequence[int], "1,x", "a whole number, several separated by commas"),
+        (Sequence[str] | None, ",", "a text, several separated by commas or none"),
+        (bool | None, "some", "1 or 0 or none"),
         (dict[str, int], "1", "nothing; it is set in the program"),
     ],
 )
@@ -115,105 +115,6 @@ def test_a_misspelt_variable_is_said():
     with pytest.raises(SettingError, match=r"Did you mean LIGHTNING_D9M_REFERENCE\?") as caught:
         reject_unknown_variables(DeterminismCallback, known | {"LIGHTNING_D9M_REFRENCE": "x"})
     assert str(caught.value).startswith("There is no variable LIGHTNING_D9M_REFRENCE.")
-
-
-@pytest.mark.parametrize(
-    ("owner", "setting", "text", "value", "bad", "allowed"),
-    [
-        (DeterminismCallback, "seed", "7", 7, "two", "a whole number or none"),
-        (DeterminismCallback, "reference", "runs/fit-000", "runs/fit-000", None, ""),
-        (DeterminismCallback, "on_drift", "warn", "warn", "ignore", "raise or warn"),
-        (
-            DeterminismCallback,
-            "on_stack_difference",
-            "ignore",
-            "ignore",
-            "no",
-            "raise or warn or ignore",
-        ),
-        (DeterminismCallback, "ledger_dir", "runs", "runs", None, ""),
-        (DeterminismCallback, "per_sample_rng", "on", True, "maybe", "1 or 0 or none"),
-        (DeterminismCallback, "threads", "2", 2, "2.5", "a whole number or none"),
-        (DeterminismCallback, "fill_uninitialized_memory", "0", False, "2", "1 or 0 or none"),
-        (DeterminismCallback, "patch_ops", "no", False, "some", "1 or 0 or none"),
-        (DeterminismCallback, "portable", "yes", True, "some", "1 or 0 or none"),
-        (
-            DeterminismCallback,
-            "unpatched_ops",
-            "put_, cumsum",
-            ("put_", "cumsum"),
-            ",",
-            "a text, several separated by commas or none",
-        ),
-        (
-            DeterminismCallback,
-            "ignored_metrics",
-            "time/*",
-            ("time/*",),
-            ",",
-            "a text, several separated by commas",
-        ),
-        (
-            DeterminismCallback,
-            "on_inexact_resume",
-            "raise_early",
-            "raise_early",
-            "early",
-            "raise or warn or raise_early",
-        ),
-        (DeterminismCallback, "summary", "0", False, "some", "1 or 0"),
-        (
-            ProbeSettings,
-            "probes",
-            "loss, weight",
-            ("loss", "weight"),
-            ",",
-            "a text, several separated by commas",
-        ),
-        (
-            ProbeSettings,
-            "probe_modules",
-            "a,b.*",
-            ("a", "b.*"),
-            ",",
-            "a text, several separated by commas",
-        ),
-        (ProbeSettings, "probe_steps", "1:2", "1:2", None, ""),
-        (
-            ProbeSettings,
-            "probe_ranks",
-            "0, 2",
-            (0, 2),
-            "a",
-            "a whole number, several separated by commas",
-        ),
-        (ProbeSettings, "replay_every", "3", 3, "often", "a whole number"),
-        (ProbeSettings, "dump", "here", Path("here"), None, ""),
-        (
-            ProbeSettings,
-            "dump_names",
-            "a.*",
-            ("a.*",),
-            ",",
-            "a text, several separated by commas",
-        ),
-    ],
-)
-def test_every_variable(owner, setting, text, value, bad, allowed):
-    variable = variable_of(setting)
-    assert read_settings(owner, {variable: f" {text} "}) == {setting: value}
-    assert read_settings(owner, {variable: " "}) == {}
-    if bad is not None:
-        with pytest.raises(SettingError) as caught:
-            read_settings(owner, {variable: bad})
-        assert str(caught.value) == f"The variable {variable} is {bad!r}; allowed: {allowed}."
-
-
-def test_the_table_above_has_every_variable():
-    (mark,) = test_every_variable.pytestmark
-    in_table = {row[1] for row in mark.args[1]}
-    owners = (DeterminismCallback, Settings, ProbeSettings)
-    assert in_table == {name for owner in owners for name in names_of(owner)}
 
 
 @pytest.mark.parametrize(

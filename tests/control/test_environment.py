@@ -66,6 +66,8 @@ def test_the_last_holder_restores():
     second.set()
     first.restore()
     assert values()[0] == ":4096:8"
+    pickle.loads(pickle.dumps(second)).restore()  # noqa: S301 - our own, in another process
+    assert values()[0] == ":4096:8"
     second.restore()
     assert values() == UNSET
 
@@ -76,14 +78,6 @@ def test_a_holder_that_is_forgotten_restores():
     del early
     gc.collect()
     assert values() == UNSET
-
-
-def test_a_copy_in_another_process_restores_nothing():
-    early = EarlyVariables()
-    early.set()
-    pickle.loads(pickle.dumps(early)).restore()  # noqa: S301 - our own
-    assert values()[0] == ":4096:8"
-    early.restore()
 
 
 @pytest.mark.parametrize("value", [":4096:8", ":16:8"])
@@ -128,18 +122,6 @@ def test_too_late_is_an_error_that_says_what_to_do(monkeypatch, start, library, 
     assert f"{name}=" in message
 
 
-@pytest.mark.parametrize(
-    ("library", "name", "good"), [("cuda", CUBLAS, ":16:8"), ("nccl", NCCL, "Ring")]
-)
-def test_a_library_that_started_under_a_good_value_is_fine(monkeypatch, start, library, name, good):
-    monkeypatch.setenv(name, good)
-    start(library)
-    early = EarlyVariables()
-    early.set()
-    assert os.environ[name] == good
-    early.restore()
-
-
 @pytest.mark.parametrize("library", ["cuda", "nccl"])
 def test_a_library_that_started_in_an_earlier_session_is_fine(start, library):
     """The second fit of a program: the variable was restored, what the library has read stays."""
@@ -165,17 +147,12 @@ def test_a_library_that_started_between_sessions_is_too_late(start, library):
     ("value", "allowed"),
     [
         ("Ring", False),
-        ("Tree,Ring", False),
-        ("ring", False),
         ("NVLS", True),
         ("Tree, NVLS", True),
-        ("NVLSTree", True),
         ("nvlstree,ring", True),
-        ("^NVLS", False),
         ("^NVLS,NVLSTree", False),
         ("^Tree", True),
         ("^NVLSTree", True),
-        ("allreduce:ring", False),
         ("allreduce:ring;allgather:nvls", True),
         ("allreduce:^nvls;broadcast:ring", False),
         ("", False),

@@ -64,7 +64,6 @@ class Ground:
         return path.parent
 
 
-FLASH = "FLASH_ATTENTION_DETERMINISTIC"
 NOTHING = OSError(5, "Input/output error")
 ABSENT = FileNotFoundError(2, "No such file or directory")
 
@@ -164,6 +163,11 @@ def set_variable(name, value, function, *words, **named):
         return getattr(g.module, function)(*words, **named)
 
     return func
+
+
+def forbid_a_value(g):
+    g.patch.setenv(g.module.NCCL, "NVLS")
+    g.module._choose(next(v for v in g.module.VARIABLES if v.name == g.module.NCCL))
 
 
 def read_a_malformed_line(g):
@@ -363,21 +367,7 @@ CASES = [
         ("…=… is not allowed: pass a whole number from 1.", "processes=0 is"),
     ),
     ("control.settings", lambda g: g.module.Settings(seed=-1), "allowed: a whole number from"),
-    (
-        "control.environment",
-        set_variable("CUBLAS_WORKSPACE_CONFIG", ":0:0", "_choose_cublas"),
-        "deterministic matrix products need one of",
-    ),
-    (
-        "control.environment",
-        set_variable("NCCL_ALGO", "NVLS", "_choose_nccl"),
-        "which lets NCCL reduce by NVLS",
-    ),
-    (
-        "control.environment",
-        set_variable(FLASH, "0", "_choose_switch", FLASH, "1"),
-        "which allows nondeterministic kernels.",
-    ),
+    ("control.environment", forbid_a_value, "which a deterministic session does not allow."),
     (
         "probes.dumps",
         lambda g: g.module.Dump(g.file(), 0).save(
