@@ -119,7 +119,10 @@ def capture_rng() -> RngState:
 
     The state does not include devices that are initialized later.
     """
-    devices = {name: _device_states(module) for name, module in _list_initialized_devices()}
+    devices = {
+        name: {number: module.get_rng_state(number) for number in range(module.device_count())}
+        for name, module in _list_initialized_devices()
+    }
     return replace(capture_host(), devices=devices)
 
 
@@ -154,11 +157,6 @@ def _list_initialized_devices() -> Iterator[tuple[str, Any]]:
         started = getattr(module, "is_initialized", getattr(module, "is_available", bool))
         if started() and hasattr(module, "get_rng_state"):
             yield name, module
-
-
-def _device_states(module: Any) -> dict[int, torch.Tensor]:
-    """Return the generator states of one kind of device by number."""
-    return {number: module.get_rng_state(number) for number in range(module.device_count())}
 
 
 @dataclass
@@ -308,15 +306,8 @@ def capture_generators(owners: Mapping[str, object]) -> dict[str, torch.Tensor]:
     return {path: pack_bytes(encode_plain(GENERATOR.read(own))) for path, own in found}
 
 
-def restore_generators(
-    owners: Mapping[str, object], encoded: Mapping[str, torch.Tensor]
-) -> list[str]:
-    """Restore every generator to its captured state.
-
-    Returns:
-        The paths of generators that were captured and are missing now, or were not captured.
-    """
+def restore_generators(owners: Mapping[str, object], encoded: Mapping[str, torch.Tensor]) -> None:
+    """Restore the generators that were captured and are here."""
     found = find_generators(owners)
     for path in encoded.keys() & found.keys():
         GENERATOR.write(found[path], decode_plain(unpack_bytes(encoded[path])))
-    return sorted(encoded.keys() ^ found.keys())

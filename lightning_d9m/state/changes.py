@@ -285,7 +285,6 @@ class _Digested(Kind):
     """Data of which a digest is kept, so that it cannot be put back."""
 
     def read(self, owner: Any) -> Any:
-        """See `Kind`."""
         with suppress(SettingError, RuntimeError, NotImplementedError, ValueError, TypeError):
             parts = read_memory(owner)
             if sum(part.nbytes for part in parts) <= _MOST_BYTES:
@@ -297,29 +296,17 @@ class _Digested(Kind):
                 return None
         return tuple(owner.flat) if owner.dtype.hasobject else owner.ctypes.data
 
-    def write(self, owner: Any, content: Any) -> None:
-        """Leave the data as they are."""
-
-    def matches(self, owner: Any, content: Any) -> bool:
-        """See `Kind`."""
-        return are_equal(self.read(owner), content)
-
 
 class _Ignored(Kind):
     """An object that is left out."""
 
     def read(self, owner: Any) -> Any:
-        """See `Kind`."""
-
-    def write(self, owner: Any, content: Any) -> None:
-        """See `Kind`."""
+        pass
 
     def matches(self, _owner: Any, _content: Any) -> bool:
-        """See `Kind`."""
         return True
 
     def sign(self, _owner: Any) -> object:
-        """See `Kind`."""
         return 0
 
 

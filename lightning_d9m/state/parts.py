@@ -80,13 +80,12 @@ class Kind(ABC):
     def read(self, owner: Any) -> Any:
         """Return the content, which stays as it is when the owner changes."""
 
-    @abstractmethod
-    def write(self, owner: Any, content: Any) -> None:
+    def write(self, owner: Any, content: Any) -> None:  # noqa: B027 - such an object stays as it is
         """Put a content back into the owner, which stays the same object."""
 
-    @abstractmethod
     def matches(self, owner: Any, content: Any) -> bool:
         """Return whether the owner has this content."""
+        return are_equal(self.read(owner), content)
 
     def sign(self, _owner: Any) -> object:
         """Return what is equal as long as nothing changed; None if only ``matches`` can tell."""
@@ -206,28 +205,20 @@ class Attributes(Table):
         return tuple(own), tuple(map(id, own.values()))
 
 
-class _Closure(Table):
+class _Closure(Attributes):
     """The variables of a function of the program that enclosing functions define."""
 
     def read(self, owner: Any) -> Content:
-        """See `Kind`."""
         cells = zip(owner.__code__.co_freevars, owner.__closure__, strict=True)
         found = {"__code__": owner.__code__}
         found |= {name: cell.cell_contents for name, cell in cells if cell != _EMPTY}
         return Content(tuple(found), tuple(found.values()))
 
-    def write(self, owner: Any, content: Content) -> None:
-        """See `Kind`."""
-        for name, part in zip(content.keys or (), content.parts, strict=True):
-            self.set_part(owner, name, part)
-
     def set_part(self, owner: Any, key: Any, value: Any) -> None:
-        """See `Dict`."""
         if key != "__code__" and value is not MISSING:
             owner.__closure__[owner.__code__.co_freevars.index(key)].cell_contents = value
 
     def sign(self, owner: Any) -> object:
-        """See `Kind`."""
         return tuple(map(id, self.read(owner).parts))
 
 
@@ -238,11 +229,10 @@ class Namespace:
         self.owner = owner
 
 
-class _Variables(Table):
+class _Variables(Attributes):
     """The data among the variables of a namespace: no code, and no callables of libraries."""
 
     def read(self, owner: Namespace) -> Content:
-        """See `Kind`."""
         found = {
             name: value
             for name, value in vars(owner.owner).items()
@@ -251,21 +241,12 @@ class _Variables(Table):
         return Content(tuple(found), tuple(found.values()))
 
     def set_part(self, owner: Namespace, key: Any, value: Any) -> None:
-        """See `Dict`."""
         if value is MISSING:
             delattr(owner.owner, key)
         else:
             setattr(owner.owner, key, value)
 
-    def write(self, owner: Namespace, content: Content) -> None:
-        """See `Kind`."""
-        for name in set(self.read(owner).keys or ()).difference(content.keys or ()):
-            self.set_part(owner, name, MISSING)
-        for name, part in zip(content.keys or (), content.parts, strict=True):
-            self.set_part(owner, name, part)
-
     def sign(self, owner: Namespace) -> object:
-        """See `Kind`."""
         return tuple(vars(owner.owner)), tuple(map(id, vars(owner.owner).values()))
 
 
@@ -273,28 +254,20 @@ class _Set(Kind):
     """A set, whose items are values."""
 
     def read(self, owner: Any) -> frozenset[Any]:
-        """See `Kind`."""
         return frozenset(owner)
 
     def write(self, owner: Any, content: Any) -> None:
-        """See `Kind`."""
         owner.clear()
         owner.update(content)
-
-    def matches(self, owner: Any, content: Any) -> bool:
-        """See `Kind`."""
-        return bool(owner == content)
 
 
 class _Long(Kind):
     """A long list or dict, whose objects are not entered."""
 
     def read(self, owner: Any) -> tuple[Any, ...]:
-        """See `Kind`."""
         return (*owner, *owner.values()) if isinstance(owner, dict) else tuple(owner)
 
     def write(self, owner: Any, content: Any) -> None:
-        """See `Kind`."""
         if isinstance(owner, tuple):
             return
         owner.clear()
@@ -305,11 +278,9 @@ class _Long(Kind):
             owner.extend(content)
 
     def matches(self, owner: Any, content: Any) -> bool:
-        """See `Kind`."""
         return _are_same(self.read(owner), content)
 
     def sign(self, owner: Any) -> object:
-        """See `Kind`."""
         return tuple(map(id, self.read(owner)))
 
 
@@ -317,13 +288,11 @@ class _Tensor(Kind):
     """A tensor; a change is found by its bits, as ``.data`` is changed without a version."""
 
     def read(self, owner: Tensor) -> Tensor:
-        """See `Kind`."""
         with torch.no_grad():
             return owner.detach().clone()
 
     @torch.no_grad()
     def write(self, owner: Tensor, content: Tensor) -> None:
-        """See `Kind`."""
         # Through .data, so that autograd does not take it for a change of its own saved tensors.
         plain = owner.layout is torch.strided and owner.shape == content.shape
         if plain and owner.dtype == content.dtype and not _overlaps(owner):
@@ -332,23 +301,19 @@ class _Tensor(Kind):
             owner.data = content.clone()
 
     def matches(self, owner: Tensor, content: Tensor) -> bool:
-        """See `Kind`."""
         return equal_bits(owner, content)
 
 
 class _Array(Kind):
     def read(self, owner: np.ndarray) -> np.ndarray:
-        """See `Kind`."""
         return np.array(owner)
 
     def write(self, owner: np.ndarray, content: np.ndarray) -> None:
-        """See `Kind`."""
         if owner.shape != content.shape:
             owner.resize(content.shape, refcheck=False)
         owner[...] = content
 
     def matches(self, owner: np.ndarray, content: np.ndarray) -> bool:
-        """See `Kind`."""
         if (owner.shape, owner.dtype) != (content.shape, content.dtype):
             return False
         if owner.dtype.hasobject:
@@ -360,7 +325,6 @@ class _Generator(Kind):
     """A random generator of torch, NumPy or Python."""
 
     def read(self, owner: Any) -> Any:
-        """See `Kind`."""
         if isinstance(owner, torch.Generator):
             return owner.get_state()
         if isinstance(owner, np.random.Generator):
@@ -373,17 +337,12 @@ class _Generator(Kind):
             return None
 
     def write(self, owner: Any, content: Any) -> None:
-        """See `Kind`."""
         if isinstance(owner, np.random.Generator):
             owner.bit_generator.state = content
         elif isinstance(owner, torch.Generator | np.random.RandomState):
             owner.set_state(content)
         elif content is not None:
             owner.setstate(content)
-
-    def matches(self, owner: Any, content: Any) -> bool:
-        """See `Kind`."""
-        return are_equal(self.read(owner), content)
 
 
 class _Opaque(Kind):
@@ -394,7 +353,6 @@ class _Opaque(Kind):
     """
 
     def read(self, owner: Any) -> tuple[Any, ...]:
-        """See `Kind`."""
         own = getattr(owner, "__dict__", None)
         if isinstance(own, dict):
             size = len(owner) if isinstance(owner, _SIZED) else None
@@ -409,15 +367,10 @@ class _Opaque(Kind):
         ended = getattr(owner, "gi_frame", owner) is None
         return (None, object()) if hasattr(owner, "__next__") and not ended else (None,)
 
-    def write(self, owner: Any, content: Any) -> None:
-        """Leave the object as it is."""
-
     def matches(self, owner: Any, content: Any) -> bool:
-        """See `Kind`."""
         return _are_same(self.read(owner), content)
 
     def describe(self, content: Any) -> object:
-        """See `Kind`."""
         return content[0]
 
 
@@ -425,15 +378,7 @@ class _Told(Kind):
     """A queue, lock or file, of which only what it tells is compared: size, hold or position."""
 
     def read(self, owner: Any) -> tuple[Any, ...]:
-        """See `Kind`."""
         return tuple(_ask(owner, name) for name in _QUESTIONS)
-
-    def write(self, owner: Any, content: Any) -> None:
-        """Leave the object as it is."""
-
-    def matches(self, owner: Any, content: Any) -> bool:
-        """See `Kind`."""
-        return bool(self.read(owner) == content)
 
 
 def _ask(owner: Any, name: str) -> Any:

@@ -1,10 +1,10 @@
 """A search through what objects hold, those of libraries too: attributes and items."""
 
 import types
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import islice
-from typing import Any
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -21,17 +21,18 @@ _DATA = (torch.Tensor, np.ndarray, type, str, bytes, types.ModuleType)
 # Objects of these packages have parts only if they are owners. Those of pandas hold data: a dozen
 # objects for each table, which a logger or a dataset may have dozens of.
 _FOREIGN = {"lightning", "lightning_fabric", "pytorch_lightning", "lightning_d9m", "pandas"}
-MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
+_MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 # A longer list holds data, and so do nested lists of more items in all.
 _MOST_ITEMS = 1000
 _MOST_NESTED_ITEMS = 10_000
-# A longer list may hold data; the second of each type are its sample.
+# A longer list may hold data; the first of each type are its sample.
 _MOST_UNSAMPLED = 50
 _SAMPLED = 5
 _DEPTH = 8
 _MOST_VISITED = 20_000
-
-Parts = Iterable[tuple[object, Any]]
+_CONTAINERS = (dict, list, tuple, deque)
+# The path, the object, its level, and the number of items of the lists around it.
+_Waiting: TypeAlias = tuple[str, Any, int, int]
 
 
 def search(
@@ -39,8 +40,7 @@ def search(
     *,
     depth: int = _DEPTH,
     most: int = _MOST_VISITED,
-    level: int = 0,
-    takes: Callable[[Mapping[str, Any], int], bool] = lambda _sample, _level: True,
+    sampled: bool = False,
 ) -> Iterator[tuple[str, Any]]:
     """Yield the path and the object of all that owners hold, each once, from the outside in.
 
@@ -50,30 +50,46 @@ def search(
         owners: Objects by name.
         depth: The number of steps from an owner.
         most: The number of objects that are visited below the owners' own attributes.
-        level: The level of the owners themselves, above 0 for parts of what was searched before.
-        takes: Called with a sample of a list or dict of more than 50 items, and the level of the
-            items; returns whether they are searched.
+        sampled: Search a list or dict of more than 50 items only if one of the first five of a
+            type is, or holds, a generator.
     """
     seen: dict[int, object] = {}  # an object that was freed would give its id to another
-    waiting = deque((f"{name}", owner, level, 1) for name, owner in owners.items())
+    waiting: deque[_Waiting] = deque((f"{name}", owner, 0, 1) for name, owner in owners.items())
+    samples: list[tuple[str, list[_Waiting]]] = []
     while waiting:
         path, value, level, items = waiting.popleft()
         if id(value) in seen:
             continue
+        if level > 1 and (most := most - 1) < 0:
+            return
         seen[id(value)] = value
         yield path, value
-        if level == depth or find_kind_safely(value) is GENERATOR:
-            continue
-        try:
-            parts, items = _list_parts(value, items, takes, level)
-        except ReferenceError:  # a weak reference to a freed object
-            continue
-        for name, part in parts:
-            if type(part) in _ATOMS or id(part) in seen:
-                continue
-            if level and (most := most - 1) < 0:
-                break
-            waiting.append((f"{path}.{name}", part, level + 1, items))
+        if find_kind_safely(value) is GENERATOR:
+            for parts in [parts for start, parts in samples if path.startswith(start)]:
+                waiting.extend(parts)
+            samples = [sample for sample in samples if not path.startswith(sample[0])]
+        elif level < depth:
+            with suppress(ReferenceError):  # of a weak reference to a freed object
+                if isinstance(value, _CONTAINERS):
+                    items *= len(value)
+                parts = [
+                    (f"{path}.{name}", part, level + 1, items)
+                    for name, part in _list_parts(value, level, items)
+                    if type(part) not in _ATOMS and id(part) not in seen
+                ]
+                if sampled and isinstance(value, _CONTAINERS) and len(parts) > _MOST_UNSAMPLED:
+                    samples.append((f"{path}.", parts))
+                    parts = list(_take_sample(parts))
+                waiting.extend(parts)
+
+
+def _take_sample(parts: list[_Waiting]) -> Iterator[_Waiting]:
+    """Yield the first parts of each type."""
+    taken: Counter[type] = Counter()
+    for part in parts:
+        taken[type(part[1])] += 1
+        if taken[type(part[1])] <= _SAMPLED:
+            yield part
 
 
 def find_kind_safely(value: object) -> object:
@@ -87,51 +103,22 @@ def find_kind_safely(value: object) -> object:
 def find_generators(owners: Mapping[str, object]) -> dict[str, Any]:
     """Return the generators in attributes, lists and dicts of objects, by path.
 
-    A list of more than 50 objects is searched only if one of the first five of a type is, or
-    holds, a generator: a dataset of a thousand objects would otherwise be searched before each
+    Long lists are sampled: a dataset of a thousand objects would otherwise be searched before each
     validation.
     """
-    left = _MOST_VISITED  # in all samples
-
-    def holds_generator(sample: Mapping[str, Any], level: int) -> bool:
-        nonlocal left
-        # Lists in a sample are searched without samples of their own, which could be endless.
-        for _, value in search(sample, most=left, level=level):
-            left -= 1
-            if find_kind_safely(value) is GENERATOR:
-                return True
-        return False
-
-    found = search(owners, takes=holds_generator)
+    found = search(owners, sampled=True)
     return {path: value for path, value in found if find_kind_safely(value) is GENERATOR}
 
 
-def _list_parts(
-    value: Any, items: int, takes: Callable[[Mapping[str, Any], int], bool], level: int
-) -> tuple[Parts, int]:
-    """Return the parts of an object, and the number of items of the lists that hold them."""
-    if isinstance(value, dict | list | tuple | deque):
-        items *= len(value)
+def _list_parts(value: Any, level: int, items: int) -> Iterable[tuple[Any, Any]]:
+    """Return the names and the parts of an object."""
+    if isinstance(value, _CONTAINERS):
         if len(value) > _MOST_ITEMS or items > _MOST_NESTED_ITEMS:
-            return (), items
-        parts = list(value.items() if isinstance(value, dict) else enumerate(value))
-        if len(parts) > _MOST_UNSAMPLED:
-            types_ = dict.fromkeys(type(part) for _, part in parts)
-            sample = {
-                f"{place}": part
-                for of in types_.keys() - _ATOMS
-                for place, (_, part) in islice(
-                    ((place, own) for place, own in enumerate(parts) if type(own[1]) is of),
-                    _SAMPLED,
-                )
-            }
-            parts = parts if sample and takes(sample, level + 1) else []
-        return parts, items
+            return ()
+        return list(value.items() if isinstance(value, dict) else enumerate(value))
     package = str(getattr(type(value), "__module__", "")).partition(".")[0]
     if isinstance(value, _DATA) or (package in _FOREIGN and level):
-        return (), items
+        return ()
     own = getattr(value, "__dict__", None)
-    if not isinstance(own, dict):
-        return (), items
-    hidden = MODULE_ATTRIBUTES if isinstance(value, nn.Module) else ()
-    return [(name, part) for name, part in own.items() if name not in hidden], items
+    hidden = _MODULE_ATTRIBUTES if isinstance(value, nn.Module) else ()
+    return [part for part in own.items() if part[0] not in hidden] if isinstance(own, dict) else ()

@@ -1,4 +1,4 @@
-"""A state: what can be reached from objects, captured at one moment."""
+"""What can be reached from objects: a walk, and a digest of all of it."""
 
 import re
 from collections.abc import Callable, Container, Iterator, Mapping
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from torch import Tensor, nn
+from torch import nn
 from xxhash import xxh3_128
 
 from lightning_d9m.errors import SettingError
@@ -18,12 +18,9 @@ from lightning_d9m.state.parts import (
     Content,
     Holder,
     Kind,
-    are_equal,
     find_kind,
 )
 from lightning_d9m.state.plain_data import encode_plain
-
-_MISSING = "<missing>"
 
 
 @dataclass(slots=True, eq=False)
@@ -43,23 +40,10 @@ class Node:
     content: Any
 
 
-@dataclass(frozen=True, eq=False)
-class Leaf:
-    """The object at one path: its type, and what two equal ones have in common."""
-
-    type_: type
-    content: Any
-
-    def equals(self, other: "Leaf") -> bool:
-        """Return whether both have the same type and bits."""
-        return self.type_ is other.type_ and are_equal(self.content, other.content)
-
-
 def walk(
     owners: Mapping[str, object],
     *,
     leave_out: Callable[[str, object], bool] | None = None,
-    gradients: bool = False,
     known: Container[int] = (),
     enter_owners: bool = False,
 ) -> Iterator[tuple[str, object, Kind | None]]:
@@ -72,7 +56,6 @@ def walk(
     Args:
         owners: Objects by name.
         leave_out: Called with the path and each object that can change.
-        gradients: Enter the gradients of tensors, too.
         known: The identities of objects that are not entered again.
         enter_owners: Enter the owners themselves whatever their type.
     """
@@ -102,8 +85,6 @@ def walk(
                 is_table = name in TABLES and isinstance(value, nn.Module)
                 table = TABLE if is_table and isinstance(part, dict) else None
                 stack.append((name_part(path, kind, content, place), part, table))
-        elif gradients and isinstance(value, Tensor) and value.is_leaf and value.grad is not None:
-            stack.append((f"{path}.grad", value.grad, None))
 
 
 def name_part(path: str, kind: Holder, content: Content, place: int) -> str:
@@ -113,77 +94,26 @@ def name_part(path: str, kind: Holder, content: Content, place: int) -> str:
     return (path + kind.name(content, place)).removeprefix(".")
 
 
-class State:
-    """Everything that the owners hold at the moment at which this is made.
+def digest_value(value: object) -> str:
+    """Return 32 hex digits that are equal for equal values, whatever they hold.
 
-    Args:
-        owners: Objects by name; the name begins the paths of what the object holds.
-        leave_out: See ``walk``.
-        gradients: See ``walk``.
+    An opaque object counts with its type and place.
     """
-
-    def __init__(
-        self,
-        owners: Mapping[str, object],
-        *,
-        leave_out: Callable[[str, object], bool] | None = None,
-        gradients: bool = False,
-    ) -> None:
-        self.nodes: list[Node] = []
-        self.leaves: dict[str, Leaf] = {}
-        first: dict[int, str] = {}
-        for path, value, kind in walk(owners, leave_out=leave_out, gradients=gradients):
-            if kind is not None:
-                first[id(value)] = path
-                node = Node(path, value, kind, kind.read(value))
-                self.nodes.append(node)
-                leaf = Leaf(type(value), kind.describe(node.content))
-            elif id(value) in first and find_kind(value) is not None:
-                leaf = Leaf(type(value), f"the same as {first[id(value)]}")
-            else:
-                leaf = Leaf(type(value), value)
-            if kind is not TABLE:
-                self.leaves[path] = leaf
-
-    @property
-    def opaque(self) -> list[str]:
-        """The paths of objects that were not entered, whose changes are not in the state."""
-        return [node.path for node in self.nodes if node.kind is OPAQUE]
-
-    def restore(self) -> None:
-        """Put everything back; the objects stay the same ones, as others may hold them too."""
-        for node in self.nodes:
-            node.kind.write(node.owner, node.content)
-
-    def difference(self, other: "State") -> list[tuple[str, str]]:
-        """Return the paths at which another state differs, each with how: added, removed, changed.
-
-        A part of what was replaced is listed, too, if it is at another path or not equal.
-        """
-        found: list[tuple[str, str]] = []
-        for path, leaf in self.leaves.items():
-            theirs = other.leaves.get(path)
-            if theirs is None:
-                found.append((path, "removed"))
-            elif not leaf.equals(theirs):
-                found.append((path, "changed"))
-        found += [(path, "added") for path in other.leaves.keys() - self.leaves.keys()]
-        return sorted(found)
-
-    def find_changed(self) -> list[Node]:
-        """Return the nodes whose objects hold something else now."""
-        return [node for node in self.nodes if not node.kind.matches(node.owner, node.content)]
-
-    def digest(self) -> str:
-        """Return 32 hex digits that are equal for equal states.
-
-        An opaque object counts with its type and place.
-        """
-        hasher = xxh3_128()
-        for path, leaf in sorted(self.leaves.items()):
-            hasher.update(f"{path}\0{leaf.type_.__qualname__}\0".encode())
-            hasher.update(_encode(leaf.content))
-        return hasher.hexdigest()
+    first: dict[int, str] = {}
+    found: dict[str, bytes] = {}
+    for path, part, kind in walk({"": value}):
+        content: object = part
+        if kind is not None:
+            first[id(part)] = path
+            content = kind.describe(kind.read(part))
+        elif id(part) in first and find_kind(part) is not None:
+            content = f"the same as {first[id(part)]}"
+        if kind is not TABLE:
+            found[path] = f"\0{type(part).__qualname__}\0".encode() + _encode(content)
+    hasher = xxh3_128()
+    for path, content in sorted(found.items()):
+        hasher.update(path.encode() + content)
+    return hasher.hexdigest()
 
 
 def _encode(content: object) -> bytes:

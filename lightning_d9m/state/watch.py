@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_d9m.state.parts import TABLE, Holder, Kind, find_kind
-from lightning_d9m.state.state import Node, State, name_part, walk
+from lightning_d9m.state.state import Node, name_part, walk
 
 LeaveOut = Callable[[str, object], bool]
 
@@ -20,13 +20,6 @@ class Versioned(Kind):
     def read(self, owner: Tensor) -> Any:
         """See `Kind`."""
         return self.sign(owner)
-
-    def write(self, owner: Any, content: Any) -> None:
-        """Leave the tensor as it is."""
-
-    def matches(self, owner: Any, content: Any) -> bool:
-        """See `Kind`."""
-        return bool(self.sign(owner) == content)
 
     def sign(self, owner: Tensor) -> Any:
         """See `Kind`."""
@@ -96,6 +89,11 @@ class Watch:
                 changed.append(node)
         return changed
 
+    def restore(self) -> None:
+        """Put everything back; the objects stay the same ones, as others may hold them too."""
+        for node in self.nodes.values():
+            node.kind.write(node.owner, node.content)
+
     def add(self, path: str, value: object) -> None:
         """Watch another object, and what it holds."""
         self._add({path: value})
@@ -134,8 +132,3 @@ class Watch:
                 node = self.nodes[id(value)] = Node(path, value, chosen, None)
                 self.paths[path] = node
                 self._read(node)
-
-
-def digest_value(value: object) -> str:
-    """Return 32 hex digits that are equal for equal values, whatever they hold."""
-    return State({"": value}).digest()

@@ -30,8 +30,8 @@ from lightning_d9m.state.parts import (
     is_told,
 )
 from lightning_d9m.state.plain_data import encode_plain
-from lightning_d9m.state.state import Node, name_part
-from lightning_d9m.state.watch import VERSIONED, Watch, digest_value
+from lightning_d9m.state.state import Node, digest_value, name_part
+from lightning_d9m.state.watch import VERSIONED, Watch
 
 # The steps in which trained weights are compared by value; later a version tells.
 _COMPARED_STEPS = 2

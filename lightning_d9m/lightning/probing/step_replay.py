@@ -26,7 +26,7 @@ from lightning_d9m.lightning.strategies import is_sharded
 from lightning_d9m.lightning.trainer_ranks import ranks_of
 from lightning_d9m.probes.settings import ProbeSettings
 from lightning_d9m.probes.trace import ProbePoint, Trace, TraceDifference, find_difference
-from lightning_d9m.state.state import State
+from lightning_d9m.state.watch import Watch
 from lightning_d9m.text import describe_pair
 
 if TYPE_CHECKING:
@@ -38,21 +38,21 @@ _COMPARED = frozenset({"input", "output", "grad_output", "local_gradient"})
 Silence = Callable[[], AbstractContextManager[None]]
 
 
-def capture_state(model: Module, values: object) -> State:
+def capture_state(model: Module, values: object) -> Watch:
     """Return what a step may change besides weights and gradients.
 
     That is the state of the model, without its weights, and of further values: the batch, say.
     """
     # Buffers of TorchScript are in none of its attributes.
     owners = {"model": model, "values": [values, *model.buffers()]}
-    return State(owners, leave_out=lambda _, value: isinstance(value, Parameter))
+    return Watch(owners, leave_out=lambda _, value: isinstance(value, Parameter))
 
 
 class _Step(NamedTuple):
     """The first run of a step, from its beginning."""
 
     call: tuple[tuple[Any, ...], dict[str, Any]]
-    state: State
+    state: Watch
     rng: RngState
     weights: Trace
     trace: Trace
