@@ -57,6 +57,14 @@ def epochs(loader, *, count=2, seed=1, fit=0, rank=0, per_sample=False, stage="t
         control.release()
 
 
+def begin(loader, epoch, *, per_sample=False):
+    """Begin an epoch of a loader; return its control, which the test releases."""
+    control = LoaderControl(1, fit=0, rank=0, per_sample_rng=per_sample)
+    control.wrap_loader(loader, "train")
+    control.start_epoch("train", epoch)
+    return control
+
+
 def make(dataset=None, **words):
     return DataLoader(dataset or Draws(), batch_size=3, **({"shuffle": True} | words))
 

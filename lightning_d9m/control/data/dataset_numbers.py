@@ -4,6 +4,7 @@ WebDataset's ``detshuffle`` seeds its order by such a number, and a callback may
 run starts with a new dataset, which has the first values.
 """
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
@@ -61,54 +62,51 @@ def find_changed_numbers(first: Numbers, dataset: object) -> Numbers:
     return found
 
 
-def write_numbers(dataset: object, numbers: Mapping[str, Mapping[str, float]]) -> None:
-    """Set attributes of a dataset and of the objects in it, if they or their classes have them."""
-    owners = _find_owners(dataset) if numbers else {}
-    for path, values in numbers.items():
-        if (owner := owners.get(path)) is not None:
-            own, kind = vars(owner), type(owner)
-            own.update({n: v for n, v in values.items() if n in own or hasattr(kind, n)})
+class DatasetNumbers:
+    """The numbers of a dataset, relative to those before it was first iterated.
 
-
-class WatchedIterator:
-    """An iterator over a dataset in a worker, which reports if iterating changes its numbers.
-
-    ``before`` has the numbers of the dataset before its ``__iter__`` returned the iterator;
-    ``report`` is called when they have changed.
+    A dataset with a ``state_dict`` says itself where it is, and has none here.
     """
 
-    def __init__(
-        self,
-        dataset: object,
-        iterator: Iterator[Any],
-        before: Numbers,
-        report: Callable[[], object],
-    ) -> None:
-        self._parts = dataset, iterator, before, report
-        self._checked = False
+    def __init__(self, dataset: object) -> None:
+        tracked = hasattr(dataset, "__dict__") and not hasattr(dataset, "load_state_dict")
+        self.dataset = weakref.ref(dataset) if tracked else lambda: None
+        self._first = read_first_numbers(dataset) if tracked else {}
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._parts[1], name)
+    def capture(self) -> dict[str, Numbers]:
+        """Return what has changed, for ``restore``."""
+        dataset = self.dataset()
+        changed = {} if dataset is None else find_changed_numbers(self._first, dataset)
+        return {NUMBERS: changed} if changed else {}
 
-    def __iter__(self) -> "WatchedIterator":
-        return self
+    def restore(self, states: Mapping[str, Any]) -> None:
+        """Set attributes of the dataset and of objects in it, if they or their classes have them.
 
-    def __next__(self) -> Any:
-        """Return the next sample; compare the numbers after the first and after the last."""
-        try:
-            sample = next(self._parts[1])
-        except StopIteration:
-            self._compare()
-            raise
-        if not self._checked:
-            self._checked = True
-            self._compare()
-        return sample
+        Args:
+            states: What ``capture`` returned, among the states of a loader.
+        """
+        numbers = states.get(NUMBERS)
+        owners = _find_owners(self.dataset()) if numbers else {}
+        for path, values in (numbers or {}).items():
+            if (owner := owners.get(path)) is not None:
+                own, kind = vars(owner), type(owner)
+                own.update({n: v for n, v in values.items() if n in own or hasattr(kind, n)})
 
-    def _compare(self) -> None:
-        dataset, _, before, report = self._parts
-        if find_changed_numbers(before, dataset):
+
+def watch_iterator(
+    dataset: object, iterator: Iterator[Any], before: Numbers, report: Callable[[], object]
+) -> Iterator[Any]:
+    """Yield the samples of a dataset in a worker, and report if that changes its numbers.
+
+    ``before`` has the numbers before ``__iter__`` returned the iterator. They are compared after
+    the first sample and after the last.
+    """
+    for number, sample in enumerate(iterator):
+        if number == 0 and find_changed_numbers(before, dataset):
             report()
+        yield sample
+    if find_changed_numbers(before, dataset):
+        report()
 
 
 def _find_owners(dataset: object) -> dict[str, Any]:

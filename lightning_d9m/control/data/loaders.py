@@ -17,13 +17,7 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_d9m.attribute_patches import AttributePatches
-from lightning_d9m.control.data.dataset_numbers import (
-    NUMBERS,
-    Numbers,
-    find_changed_numbers,
-    read_first_numbers,
-    write_numbers,
-)
+from lightning_d9m.control.data.dataset_numbers import NUMBERS, DatasetNumbers
 from lightning_d9m.control.data.resumable_sampler import ResumableSampler, is_user_made, unwrap
 from lightning_d9m.control.data.samplers import (
     SamplerState,
@@ -68,7 +62,7 @@ class ControlledLoader:
         *,
         per_sample: bool,
         host_sets_epochs: bool,
-        numbers: Numbers | None,
+        numbers: DatasetNumbers,
         earlier: Iterable["ControlledLoader"],
     ) -> None:
         # Workers may receive the order of epoch 0 before Lightning sets the epoch; a resumed run
@@ -111,8 +105,7 @@ class ControlledLoader:
                 if iterable:
                     stream.shared = torch.zeros(3, dtype=torch.int64).share_memory_()
         self.at_start: dict[str, Any] = {}
-        self._dataset = weakref.ref(loader.dataset) if numbers is not None else None
-        self._first_numbers = numbers or {}
+        self._numbers = numbers
         self._has_numbers = False
         samplers = find_samplers(loader)
         self.samplers: SamplerState = SamplerState(
@@ -163,23 +156,16 @@ class ControlledLoader:
         if (self._iterable or self.stage != "train") and not at_end:
             return self.at_start
         at_start = {name: state for name, state in self.at_start.items() if name != NUMBERS}
-        return at_start | self._capture_numbers()
+        return at_start | self._numbers.capture()
 
     def _capture_now(self) -> dict[str, Any]:
         """Return the states of the samplers and the numbers of the dataset."""
-        return self.samplers.capture() | self._capture_numbers()
-
-    def _capture_numbers(self) -> dict[str, Any]:
-        dataset = None if self._dataset is None else self._dataset()
-        if dataset is None:
-            return {}
-        changed = find_changed_numbers(self._first_numbers, dataset)
-        return {NUMBERS: changed} if changed else {}
+        return self.samplers.capture() | self._numbers.capture()
 
     def _keep_start(self) -> None:
         if self._before is None:  # torch may make a second iterator, or cycle
             self._before = self.samplers.capture()
-            self.at_start = self._before | self._capture_numbers()
+            self.at_start = self._before | self._numbers.capture()
 
     def keep_iterated(self) -> None:
         """Keep what iterating the samplers in advance has made of them."""
@@ -188,17 +174,14 @@ class ControlledLoader:
 
     def restore_numbers(self, epoch: int, consumed: ReachedPosition | None) -> None:
         """Restore the numbers that the dataset had where the run was interrupted."""
-        dataset = None if self._dataset is None else self._dataset()
-        if dataset is not None and consumed is not None and consumed.epoch == epoch:
-            states = consumed.samplers.get(str(self.number), {})
-            write_numbers(dataset, states.get(NUMBERS, {}))
+        if consumed is not None and consumed.epoch == epoch:
+            self._numbers.restore(consumed.samplers.get(str(self.number), {}))
             self._has_numbers = True
 
     def restore(self, states: Mapping[str, Any]) -> None:
         """Restore what ``capture`` returned."""
         self.samplers.restore(states)
-        if (dataset := None if self._dataset is None else self._dataset()) is not None:
-            write_numbers(dataset, states.get(NUMBERS, {}))
+        self._numbers.restore(states)
 
     def reset(self, epoch: int) -> None:
         """Restore the samplers to the start of the current epoch, but for what hooks have set."""
@@ -314,8 +297,7 @@ class LoaderControl:
         self._controlled: list[ControlledLoader] = []
         self._replacements = AttributePatches()
         self._consumed: dict[str, ReachedPosition] = {}
-        # What each dataset had before it was first iterated.
-        self._first_numbers: list[tuple[weakref.ref[Any], Numbers]] = []
+        self._numbers: list[DatasetNumbers] = []
 
     def resume(self, fit: int) -> None:
         """Draw the same as a fit of another process. Call it before any ``wrap_loader``."""
@@ -457,30 +439,27 @@ class LoaderControl:
             self._replacements,
             per_sample=self._per_sample_rng,
             host_sets_epochs=self._host_sets_epochs,
-            numbers=self._find_first_numbers(loader),
+            numbers=self._find_numbers(loader),
             earlier=earlier,
         )
         self._controlled.append(control)
         return loader
 
-    def _find_first_numbers(self, loader: Any) -> Numbers | None:
-        """Return the numbers of a dataset before it was iterated; None if they do not matter.
+    def _find_numbers(self, loader: Any) -> DatasetNumbers:
+        """Return the numbers of the dataset, since a loader of this fit first had it.
 
-        A dataset with a ``state_dict`` says itself where it is. Persistent workers have a copy of a
-        dataset with indices, which changes of the program do not reach.
+        Persistent workers have a copy of a dataset with indices, which changes of the program do
+        not reach.
         """
         dataset = loader.dataset
         stays = loader.num_workers > 0 and loader.persistent_workers
-        iterable = isinstance(dataset, IterableDataset)
-        if hasattr(dataset, "load_state_dict") or not hasattr(dataset, "__dict__"):
-            return None
-        if stays and not iterable:
-            return None
-        known = [numbers for owner, numbers in self._first_numbers if owner() is dataset]
-        if not known:
-            known = [read_first_numbers(dataset)]
-            self._first_numbers.append((weakref.ref(dataset), known[0]))
-        return known[0]
+        if stays and not isinstance(dataset, IterableDataset):
+            return DatasetNumbers(None)
+        for numbers in self._numbers:
+            if numbers.dataset() is dataset:
+                return numbers
+        self._numbers.append(DatasetNumbers(dataset))
+        return self._numbers[-1]
 
 
 def _copy_original(loader: Any) -> Any:

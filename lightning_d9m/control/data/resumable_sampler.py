@@ -9,31 +9,16 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
-from torch.utils.data import (
-    DataLoader,
-    IterableDataset,
-    get_worker_info,
-)
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from lightning_d9m.control.data.micro_batches import MicroBatchIndices
-from lightning_d9m.control.seeding import (
-    RandomStreams,
-    RngState,
-    capture_host,
-    restore_rng,
-    seed_host,
-)
+from lightning_d9m.control.seeding import RandomStreams, capture_host, restore_rng, seed_host
 from lightning_d9m.state.search import find_generators
 
 # Samplers of these packages draw only from the generator that they are given.
 _LIBRARIES = {
-    "builtins",
-    "torch",
-    "torchdata",
-    "lightning",
-    "lightning_d9m",
-    "lightning_fabric",
-    "pytorch_lightning",
+    *("builtins", "torch", "torchdata", "lightning", "lightning_d9m"),
+    *("lightning_fabric", "pytorch_lightning"),
 }
 
 
@@ -188,14 +173,67 @@ class ResumableSampler(Proxy):
         return iterate_apart(self._d9m_target, seed)
 
 
-def find_position_problem(loader: Any) -> str | None:
-    """Return a sentence if a loader cannot continue exactly within an epoch, else None."""
-    is_stateful = has_state(loader)
+_NO_POSITION = (
+    "{} does not save its position, so a resumed run would train on the same batches again. Load "
+    "it with torchdata's StatefulDataLoader, or save checkpoints at the end of an epoch."
+)
+_NO_LENGTH = (
+    "{} does not have __len__, so Lightning fetches one batch ahead, and the loader's state is one "
+    "batch ahead of the training. Give it a __len__."
+)
+_OWN_BATCHES = (
+    "{} makes its own batches in workers, whose generators cannot be saved. Set batch_size so that "
+    "the loader makes them, or use num_workers=0."
+)
+_SKIPPED = (
+    "{} does not have state_dict() and load_state_dict(), so its workers read the trained batches "
+    "again to skip them, and then draw other random numbers. Give it these methods, or use "
+    "num_workers=0."
+)
+_OWN_GENERATORS = (
+    "The loader of {} draws from its own generators ({}), whose state in the loader's workers "
+    "cannot be saved. Draw from the generators of Python, NumPy or torch, which are seeded for "
+    "each batch."
+)
+_COUNTING = (
+    "{} changes numbers among its attributes while it is iterated (as a count of its epochs), "
+    "which cannot be read from persistent workers. Use persistent_workers=False, with which every "
+    "epoch begins with the same numbers."
+)
+_EPOCH_STATE = (
+    "{} has a state_dict(), which Lightning does not load between epochs, so a resumed epoch may "
+    "have the order of an earlier one. Use checkpoints that are saved within an epoch, or a loader "
+    "whose epochs depend only on its dataset."
+)
+
+
+def find_loader_problems(loader: Any, *, within: bool) -> list[str]:
+    """Return why a loader cannot continue exactly, within an epoch or in the next one."""
     if not isinstance(loader, DataLoader):
-        return None if is_stateful else _no_position(loader)
-    if isinstance(loader.dataset, IterableDataset):
-        return _find_stream_problem(loader) if is_stateful else _no_position(loader.dataset)
-    return find_worker_problem(loader)
+        lost = within and not has_state(loader)
+        return [_NO_POSITION.format(loader.__class__.__name__)] if lost else []
+    dataset, workers = loader.dataset, loader.num_workers > 0
+    name = dataset.__class__.__name__
+    iterable = isinstance(dataset, IterableDataset)
+    if within and iterable:
+        tests = {
+            _NO_POSITION: not has_state(loader),
+            _NO_LENGTH: not hasattr(dataset, "__len__"),
+            _OWN_BATCHES: workers and loader.batch_size is None,
+            _SKIPPED: workers and not has_state(dataset),
+        }
+        if found := [problem for problem, fails in tests.items() if fails]:
+            return [found[0].format(name)]
+    # Workers that end with the epoch start the next one with a copy of this process's generators.
+    if workers and (loader.persistent_workers or (within and not iterable)):
+        kept = find_generators({"dataset": dataset, "collate_fn": loader.collate_fn})
+        # Without the names of our proxies.
+        paths = ", ".join(kept).replace("._d9m_target.", ".").replace("_fn.user_function.", "_fn.")
+        if kept:
+            return [_OWN_GENERATORS.format(name, paths)]
+    stream = getattr(dataset, "_stream", None)
+    changed = isinstance(stream, RandomStreams) and stream.has_changed_numbers
+    return [_COUNTING.format(name)] if changed else []
 
 
 def find_epoch_problem(loader: Any) -> str | None:
@@ -203,79 +241,13 @@ def find_epoch_problem(loader: Any) -> str | None:
 
     torchdata's loader does not: an epoch depends only on the dataset and on the generators.
     """
-    if not has_state(loader) or not is_user_made([loader]):
-        return None
-    return (
-        f"{loader.__class__.__name__} has a state_dict(), which Lightning does not load between "
-        "epochs, so a resumed epoch may have the order of an earlier one. Use checkpoints that "
-        "are saved within an epoch, or a loader whose epochs depend only on its dataset."
-    )
-
-
-def find_counting_problem(loader: Any) -> str | None:
-    """Return a sentence if persistent workers change numbers of their dataset, else None."""
-    stream = getattr(getattr(loader, "dataset", None), "_stream", None)
-    if not isinstance(stream, RandomStreams) or not stream.has_changed_numbers:
-        return None
-    return (
-        f"{loader.dataset.__class__.__name__} changes numbers among its attributes while it is "
-        "iterated (as a count of its epochs), which cannot be read from persistent workers. Use "
-        "persistent_workers=False, with which every epoch begins with the same numbers."
-    )
+    needed = has_state(loader) and is_user_made([loader])
+    return _EPOCH_STATE.format(loader.__class__.__name__) if needed else None
 
 
 def has_state(value: object) -> bool:
     """Return whether an object has a state that it can load."""
     return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
-
-
-def find_worker_problem(loader: Any) -> str | None:
-    """Return a sentence if workers hold generators whose state cannot be saved, else None.
-
-    Workers that end with the epoch start the next one with a copy of the main process's generators.
-    """
-    if not isinstance(loader, DataLoader) or loader.num_workers == 0:
-        return None
-    kept = find_generators({"dataset": loader.dataset, "collate_fn": loader.collate_fn})
-    if not kept:
-        return None
-    # Remove the names of our proxies from the paths.
-    paths = ", ".join(kept).replace("._d9m_target.", ".").replace("_fn.user_function.", "_fn.")
-    return (
-        f"The loader of {loader.dataset.__class__.__name__} draws from its own generators "
-        f"({paths}), whose state in the loader's workers cannot be "
-        "saved. Draw from the generators of Python, NumPy or torch, which are "
-        "seeded for each batch."
-    )
-
-
-def _find_stream_problem(loader: Any) -> str | None:
-    name = loader.dataset.__class__.__name__
-    if not hasattr(loader.dataset, "__len__"):
-        return (
-            f"{name} does not have __len__, so Lightning fetches one batch ahead, "
-            "and the loader's state is one batch ahead of the training. Give it a __len__."
-        )
-    if loader.num_workers > 0 and loader.batch_size is None:
-        return (
-            f"{name} makes its own batches in workers, whose generators cannot be "
-            "saved. Set batch_size so that the loader makes them, or use num_workers=0."
-        )
-    if loader.num_workers > 0 and not has_state(loader.dataset):
-        return (
-            f"{name} does not have state_dict() and load_state_dict(), so its workers read the "
-            "trained batches again to skip them, and then draw other random numbers. Give it "
-            "these methods, or use num_workers=0."
-        )
-    return None
-
-
-def _no_position(data: Any) -> str:
-    return (
-        f"{data.__class__.__name__} does not save its position, so a resumed run "
-        "would train on the same batches again. Load it with "
-        "torchdata's StatefulDataLoader, or save checkpoints at the end of an epoch."
-    )
 
 
 def is_user_made(values: Iterable[Any]) -> bool:
@@ -297,12 +269,12 @@ def skip_batches(batches: Iterable[Any], count: int) -> tuple[Iterator[Any], int
 
 def iterate_apart(sampler: Iterable[Any], seed: int) -> Iterator[Any]:
     """Iterate over a sampler with separate states of the process's generators."""
-    iterator: Iterator[Any] | None = None
-    own: RngState | None = None
+    iterator: Any = None
+    own = capture_host()
     while True:
         main = capture_host()
         try:
-            if iterator is None or own is None:
+            if iterator is None:
                 seed_host(seed)
                 iterator = iter(sampler)
             else:

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.utils.data import get_worker_info
 
-from lightning_d9m.control.data.dataset_numbers import WatchedIterator, read_first_numbers
+from lightning_d9m.control.data.dataset_numbers import read_first_numbers, watch_iterator
 from lightning_d9m.control.data.micro_batches import MicroBatches
 from lightning_d9m.control.data.resumable_sampler import Proxy, SeededIndex, SeededMicroBatches
 from lightning_d9m.control.seeding import (
@@ -129,7 +129,7 @@ class SeededDataset(Proxy):
             return iter(self._d9m_target)
         before = read_first_numbers(self._d9m_target)
         report = self._stream.report_changed_numbers
-        return WatchedIterator(self._d9m_target, iter(self._d9m_target), before, report)
+        return watch_iterator(self._d9m_target, iter(self._d9m_target), before, report)
 
     def __getitem__(self, request: Any) -> Any:
         # A single sample: of a loader that does not batch, or of other code.

@@ -12,6 +12,7 @@ from control.drawing import (
     WORKERS,
     Draws,
     Stream,
+    begin,
     epochs,
     make,
     order,
@@ -34,9 +35,7 @@ from lightning_d9m.control.data.loaders import LoaderControl
 def test_everything_of_the_users_is_put_back(words, per_sample):
     loader = make(**words)
     before = snapshot(loader)
-    control = LoaderControl(1, fit=0, rank=0, per_sample_rng=per_sample)
-    control.wrap_loader(loader, "train")
-    control.start_epoch("train", 0)
+    control = begin(loader, 0, per_sample=per_sample)
     assert snapshot(loader) != before
     control.release()
     assert snapshot(loader) == before
@@ -174,9 +173,7 @@ def test_a_loader_that_is_made_anew_every_epoch_is_not_kept_alive():
 def test_a_loader_that_is_handed_over_again_starts_its_epoch_anew():
     """As for the training that follows a search for the learning rate."""
     loader = make()
-    control = LoaderControl(1, fit=0, rank=0, per_sample_rng=False)
-    control.wrap_loader(loader, "train")
-    control.start_epoch("train", 0)
+    control = begin(loader, 0)
     first = rows(loader)
     control.wrap_loader(loader, "train")
     control.start_epoch("train", 0)
@@ -263,20 +260,6 @@ def test_what_is_no_dataloader_is_left_alone(other):
     assert control.wrap_loader(other, "train") is other
     control.start_epoch("train", 0)
     control.release()
-
-
-def test_an_epoch_that_was_started_is_not_started_again():
-    """Lightning makes the first iterator before it announces the first epoch."""
-    loader = make()
-    control = LoaderControl(1, fit=0, rank=0, per_sample_rng=False)
-    control.wrap_loader(loader, "train")
-    control.start_epoch("train", 0)
-    iterator = iter(loader)
-    first = next(iterator)
-    control.start_epoch("train", 0)
-    found = order([[row for batch in (first, *iterator) for row in zip(*batch, strict=True)]])
-    control.release()
-    assert found == order(epochs(make(), count=1))
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,10 @@
 """What a user's samplers change is captured, restored, and undone."""
 
+import copy
 import io
-import math
 import random
 import re
-from collections import Counter, deque
+from collections import deque
 
 import numpy as np
 import pytest
@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import DistributedSampler, RandomSampler
 
 from lightning_d9m.control.data.samplers import SamplerState, list_unsaved
+from lightning_d9m.state.state import digest_value
 
 
 class Own:
@@ -21,43 +22,16 @@ class Own:
         vars(self).update(values)
 
 
-BEFORE = {
-    "count": 3,
-    "name": "first",
-    "flag": True,
-    "rate": 0.5,
-    "none": None,
-    "order": [1, 2, 3],
-    "shares": (0.25, math.inf),
-    "batches": [[1, 2], [3], []],
-    "mixed": [1, "a", None, (2.0,)],
-    "array": np.arange(4, dtype="int32"),
-    "tensor": torch.ones(2, dtype=torch.bfloat16),
-    "huge": 2**70,
-    "by_name": {"a": 1},
-    "counts": Counter("a"),
-    "seen": {1, 2},
-    "last": deque([1], 3),
-    "long": [*range(110_000)],
-}
-AFTER = {
-    "count": 4,
-    "name": "second",
-    "flag": False,
-    "rate": -0.5,
-    "none": 1,
-    "order": [3, 1, 2],
-    "shares": (0.5, math.inf),
-    "batches": [[3], [1, 2], []],
-    "mixed": [1, "b", None, (2.0,)],
-    "array": np.arange(4, dtype="int32")[::-1].copy(),
-    "tensor": torch.zeros(2, dtype=torch.bfloat16),
-    "huge": 2**71,
-    "by_name": {"b": 1},
-    "counts": Counter("b"),
-    "seen": {1, 3},
-    "last": deque([1, 2], 3),
-    "long": [*range(110_000, 0, -1)],
+# The value of an attribute at first, and later. The property tests of `Changes` have the others.
+VALUES = {
+    "count": (3, 4),
+    "order": ([1, 2, 3], [3, 1, 2]),
+    "batches": ([[1, 2], [3], []], [[3], [1, 2], []]),
+    "array": (np.arange(4, dtype="int32"), np.arange(4, dtype="int32")[::-1].copy()),
+    "tensor": (torch.ones(2, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.bfloat16)),
+    "seen": ({1, 2}, {1, 3}),
+    "last": (deque([1], 3), deque([1, 2], 3)),
+    "long": ([*range(110_000)], [*range(110_000, 0, -1)]),
 }
 
 
@@ -73,7 +47,7 @@ def watch(*samplers, dataset=None, earlier=()):
 
 def change(sampler, name, *, inside):
     """Replace what a sampler holds, or what that holds."""
-    present, new = getattr(sampler, name), AFTER[name]
+    present, new = getattr(sampler, name), VALUES[name][1]
     if inside and isinstance(present, np.ndarray | torch.Tensor):
         present[:] = new
     elif inside and isinstance(present, list | deque | set | dict):
@@ -84,41 +58,25 @@ def change(sampler, name, *, inside):
 
 
 def begin():
-    return Own(**{name: copy_of(value) for name, value in BEFORE.items()})
-
-
-def copy_of(value):
-    return value.copy() if hasattr(value, "copy") else getattr(value, "clone", lambda: value)()
-
-
-def same(found, expected):
-    same_type = type(found) is type(expected)
-    return (
-        same_type
-        and getattr(found, "dtype", 0) == getattr(expected, "dtype", 0)
-        and (str(found) == str(expected))
-    )
+    return Own(**{name: copy.deepcopy(first) for name, (first, _) in VALUES.items()})
 
 
 @pytest.mark.parametrize("inside", [True, False])
-@pytest.mark.parametrize("name", BEFORE)
+@pytest.mark.parametrize("name", VALUES)
 def test_what_has_changed_comes_back_as_it_was(name, inside):
     sampler = begin()
     state = watch(sampler)
     assert state.capture() == {}
     change(sampler, name, inside=inside)
     saved = through_a_file(state.capture())
-    if name == "counts" and not inside:  # an object of a library
-        assert saved == {"unsaved": ["0.counts"]}
-        return
     assert {re.split("['[]", path)[0] for path in saved["sampler"]} == {f"0.{name}"}
     resumed = begin()
     watch(resumed).restore(saved)
-    assert same(getattr(resumed, name), AFTER[name])
+    assert digest_value(getattr(resumed, name)) == digest_value(VALUES[name][1])
 
 
 @pytest.mark.parametrize("inside", [True, False])
-@pytest.mark.parametrize("name", [name for name in BEFORE if name != "counts"])
+@pytest.mark.parametrize("name", VALUES)
 def test_what_an_iteration_has_changed_is_undone(name, inside):
     sampler = begin()
     state = watch(sampler)
@@ -127,7 +85,7 @@ def test_what_an_iteration_has_changed_is_undone(name, inside):
     after = state.capture()
     sampler.other = 1  # set by a hook since
     state.undo(before, after)
-    assert same(getattr(sampler, name), BEFORE[name])
+    assert digest_value(getattr(sampler, name)) == digest_value(VALUES[name][0])
     assert sampler.other == 1
 
 

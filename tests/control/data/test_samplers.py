@@ -1,17 +1,15 @@
 """The order of the samples depends on (seed, fit, rank, epoch) alone."""
 
-import random
-
 import numpy as np
 import pytest
 import torch
 from control.drawing import (
     SIZE,
     Draws,
+    begin,
     epochs,
     make,
     order,
-    rows,
 )
 from torch.utils.data import (
     BatchSampler,
@@ -19,56 +17,7 @@ from torch.utils.data import (
     DistributedSampler,
     RandomSampler,
     SequentialSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
 )
-
-from lightning_d9m.control.data.loaders import LoaderControl
-from lightning_d9m.control.seeding import capture_rng, restore_rng
-
-SAMPLERS = {
-    "random": lambda: {"sampler": RandomSampler(range(SIZE))},
-    "replacement": lambda: {"sampler": RandomSampler(range(SIZE), replacement=True)},
-    "weighted": lambda: {"sampler": WeightedRandomSampler([1.0, 2.0] * (SIZE // 2), SIZE)},
-    "subset": lambda: {"sampler": SubsetRandomSampler(range(2, SIZE))},
-    "batch sampler": lambda: {
-        "batch_sampler": BatchSampler(RandomSampler(range(SIZE)), 3, drop_last=False)
-    },
-}
-
-
-@pytest.mark.parametrize("sampler", SAMPLERS.values(), ids=SAMPLERS.keys())
-class TestOrder:
-    """The order of the samples."""
-
-    @staticmethod
-    def loader(sampler):
-        words = sampler()
-        return DataLoader(
-            Draws(), **words, **({} if "batch_sampler" in words else {"batch_size": 3})
-        )
-
-    def test_is_a_function_of_seed_fit_and_epoch(self, sampler):
-        base = order(epochs(self.loader(sampler)))
-        torch.rand(7)
-        assert order(epochs(self.loader(sampler))) == base
-        assert base[0] != base[1]
-        assert order(epochs(self.loader(sampler), start=1, count=1)) == base[1:]
-        for other in ({"seed": 2}, {"fit": 1}, {"rank": 1}, {"stage": "validate"}):
-            assert order(epochs(self.loader(sampler), **other))[0] != base[0]
-
-    def test_leaves_the_generators_of_the_training_alone(self, sampler):
-        loader = self.loader(sampler)
-        control = LoaderControl(1, fit=0, rank=0, per_sample_rng=True)
-        control.wrap_loader(loader, "train")
-        control.start_epoch("train", 0)
-        state = capture_rng()
-        expected = torch.rand(3), random.random()
-        restore_rng(state)
-        rows(loader)
-        assert torch.equal(torch.rand(3), expected[0])
-        assert random.random() == expected[1]
-        control.release()
 
 
 def test_ranks_cut_one_permutation():
@@ -119,19 +68,6 @@ def test_ranks_share_out_what_a_users_batch_sampler_deals():
     assert sorted(found[0] + found[1]) == list(range(SIZE))
 
 
-def test_a_resumed_run_sees_the_order_of_its_epoch():
-    """Before Lightning says the epoch, long after it has made the iterator."""
-
-    def loader():
-        return make(shuffle=False, sampler=DistributedSampler(range(SIZE), 1, 0))
-
-    straight = order(epochs(loader(), count=3))
-    assert order(epochs(loader(), start=2, count=1)) == straight[2:]
-    resumed = loader()
-    epochs(resumed, start=2, count=1)
-    assert resumed.sampler.epoch == 0  # put back
-
-
 class Turning(SequentialSampler):
     """A user's own sampler, which is told the epoch."""
 
@@ -174,9 +110,7 @@ def test_a_generator_that_is_not_torchs_or_cannot_be_set_is_left_alone(own):
     sampler = Peculiar(range(SIZE))
     sampler.own = own
     loader = make(shuffle=False, sampler=sampler)
-    control = LoaderControl(1, fit=0, rank=0, per_sample_rng=False)
-    control.wrap_loader(loader, "train")
-    control.start_epoch("train", 0)
+    control = begin(loader, 0)
     assert sampler.generator is own
     control.release()
     assert sampler.generator is own

@@ -13,6 +13,7 @@ from control.drawing import (
     BatchDraws,
     Draws,
     Stream,
+    begin,
     epochs,
     make,
     rows,
@@ -21,7 +22,6 @@ from torch.utils.data import (
     DataLoader,
     Dataset,
     IterableDataset,
-    TensorDataset,
     get_worker_info,
 )
 
@@ -149,9 +149,7 @@ def test_a_loader_that_is_iterated_again_within_an_epoch_draws_anew(workers):
 
     def found():
         loader = make(shuffle=False, **workers)
-        control = LoaderControl(1, fit=0, rank=0, per_sample_rng=False)
-        control.wrap_loader(loader, "train")
-        control.start_epoch("train", 0)
+        control = begin(loader, 0)
         twice = rows(loader), rows(loader)
         control.release()
         return twice
@@ -229,18 +227,6 @@ def test_the_users_function_for_workers_is_kept_and_called(context):
     assert [row[:4] for row in zero] == [row[:4] for row in one]  # a batch has a seed of its own
 
 
-def test_the_stand_in_answers_for_the_users_dataset():
-    dataset = Draws()
-    dataset.classes = ["a", "b"]
-    loader = make(dataset)
-    control = LoaderControl(1, fit=0, rank=0, per_sample_rng=True)
-    control.wrap_loader(loader, "train")
-    assert loader.dataset.classes == ["a", "b"]
-    assert len(loader.dataset) == SIZE
-    assert not hasattr(loader.dataset, "no_such_thing")
-    control.release()
-
-
 def test_the_stand_in_passes_for_the_users_dataset():
     loader = make()
     control = LoaderControl(1, fit=0, rank=0, per_sample_rng=True)
@@ -253,26 +239,3 @@ def test_the_stand_in_passes_for_the_users_dataset():
     control.release()
     assert loader.dataset.kept == 4
     assert not hasattr(loader.dataset, "size")
-
-
-NUMBERS = torch.arange(float(SIZE))
-
-
-@pytest.mark.parametrize("dataset", [Draws(), TensorDataset(NUMBERS)], ids=["draws", "still"])
-def test_loading_leaves_what_training_draws_alone(dataset):
-    def draw():
-        return random.random(), float(np.random.rand()), float(torch.rand(()))
-
-    control = LoaderControl(1, fit=0, rank=0, per_sample_rng=True)
-    loader = control.wrap_loader(DataLoader(dataset, shuffle=True), "train")
-    found = []
-    try:
-        for batches in (0, 3):
-            control.start_epoch("train", batches)
-            random.seed(0), np.random.seed(0), torch.manual_seed(0)
-            for _ in zip(range(batches), loader, strict=False):
-                pass
-            found.append(draw())
-    finally:
-        control.release()
-    assert found[0] == found[1]
