@@ -37,7 +37,6 @@ from lightning_d9m.lightning import checkpoint_io
 from lightning_d9m.lightning.autoload.auto_callback import AddedCallback
 from lightning_d9m.lightning.callback import DeterminismCallback
 from lightning_d9m.lightning.resume import run_state
-from lightning_d9m.lightning.resume.late_changes import LateChanges
 from lightning_d9m.lightning.resume.resumable_fit import ResumableFit
 from lightning_d9m.lightning.trainer_session import TrainerSession
 
@@ -47,9 +46,8 @@ _HOOKS = [name for name in vars(DeterminismCallback) if name.startswith("on_")]
 _CALLED: list[tuple[Any, list[str]]] = [
     (DeterminismCallback, ["setup", "teardown", *_HOOKS]),
     (TrainerSession, ["start_evaluation", "end_evaluation", "start_epoch", "close"]),
-    (ResumableFit, ["capture", "_find_late_changes"]),
-    (LateChanges, ["note"]),
-    (run_state, ["capture_rng_and_metrics"]),
+    (ResumableFit, ["capture", "_find_late_changes", "_digest"]),
+    (run_state, ["capture_user_state"]),
     (RngGuard, ["begin", "end"]),
     (checkpoint_io, ["make_manifest"]),
 ]

@@ -26,8 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "checkpoint",
         metavar="CHECKPOINT",
         type=Path,
-        help="a checkpoint that a Trainer saved (a folder if it is sharded), or a file of weights, "
-        "alone (also .safetensors) or under the key state_dict",
+        help="a checkpoint that a Trainer saved, or a file of weights, alone (also .safetensors) "
+        "or under the key state_dict",
     )
     parser.add_argument(
         "ledger",
@@ -59,22 +59,17 @@ def run(arguments: argparse.Namespace) -> int:
     path: Path = arguments.checkpoint
     if not path.exists():  # before the imports, which take seconds
         raise CommandError(f"No such file: {path}. Give the path of a checkpoint.")
-    from lightning_d9m.lightning.checkpoint_io import (
-        check_checkpoint,
-        is_sharded_checkpoint,
-        load_checkpoint,
-        load_sharded_checkpoint,
-    )
+    if path.is_dir():
+        raise CommandError(
+            f"{path} is a folder. Give the path of a checkpoint in it, or write a sharded one "
+            "to one file with `python -m torch.distributed.checkpoint.format_utils dcp_to_torch "
+            f"{path} whole.pt`, and give that."
+        )
+    from lightning_d9m.lightning.checkpoint_io import check_checkpoint, load_checkpoint
     from lightning_d9m.lightning.saved_state import SavedState
 
-    sharded = is_sharded_checkpoint(path)
-    if path.is_dir() and not sharded:
-        raise CommandError(
-            f"{path} is a folder without a sharded checkpoint. Give the path of a checkpoint in it."
-        )
-    load = load_sharded_checkpoint if sharded else load_checkpoint
     try:
-        checkpoint = load(path, allow_objects=arguments.allow_objects)
+        checkpoint = load_checkpoint(path, allow_objects=arguments.allow_objects)
         has_manifest = check_checkpoint(checkpoint, path)
     except CheckpointError as error:
         found = Verification(path, "damaged", [f"damaged: {error}"])
@@ -189,15 +184,15 @@ def _find_in(
     rank = min(ledger.files)
     digests = _digest_weights(weights)
     count = 0
-    nearest = ""
+    nearest: list[tuple[int, str]] = []
     for record in ledger.line_records(rank):
         if isinstance(record, Digests) and record.groups.get("weights"):
             count += 1
             if not (differing := _list_differing(record, digests)):
                 result.records.append(_name_record(record))
-            elif not nearest and not isinstance(state, str) and record.step == state.position.step:
+            elif isinstance(state, str) or record.step == state.position.step:
                 named = describe_names(differing[:4], len(differing))
-                nearest = f"; of {_name_record(record)} differ {named}"
+                nearest.append((len(differing), f"; of {_name_record(record)} differ {named}"))
     between = not isinstance(state, str) and state.position.phase != "epoch"
     if result.records:
         result.verdict = "found"
@@ -211,7 +206,8 @@ def _find_in(
         )
     else:
         result.verdict = "not found"
-        found = f"none of the {count} records holds the weights of {result.checkpoint}{nearest}"
+        differ = min(nearest)[1] if nearest else ""
+        found = f"none of the {count} records holds the weights of {result.checkpoint}{differ}"
     result.lines.insert(0, f"{result.verdict}: {found}")
     result.lines.append(f"ledger: {ledger.path}")
 
@@ -222,10 +218,11 @@ def _find_weights(checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
 
     if all(isinstance(value, Tensor) for value in checkpoint.values()):
         return checkpoint
-    found: Mapping[str, Any] = (
-        checkpoint.get("current_model_state") or checkpoint.get("state_dict") or {}
-    )
-    return found
+    # The last is of a sharded checkpoint that was written to one file.
+    for key in ("current_model_state", "state_dict", "model"):
+        if isinstance(found := checkpoint.get(key), Mapping) and found:
+            return found
+    return {}
 
 
 def _was_written_for(ledger: Ledger, rank: int, state: "SavedState | str") -> bool:

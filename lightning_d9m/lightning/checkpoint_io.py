@@ -1,6 +1,5 @@
 """Checkpoint files: damage is detected when a file is loaded, before its content is used."""
 
-import warnings
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -11,10 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load
 
 from lightning_d9m.attribute_patches import replace_method
 from lightning_d9m.errors import CheckpointError, CommandError
@@ -95,13 +90,18 @@ def _load_on_all_ranks(
     )
 
 
-def add_manifests(trainer: "Trainer", *, once: bool = False) -> ExitStack:
+def add_manifests(
+    trainer: "Trainer",
+    *,
+    once: bool = False,
+    before: Callable[[dict[str, Any]], object] = bool,
+) -> ExitStack:
     """Add a manifest to the checkpoints that the Trainer writes.
 
     The manifest is made when a checkpoint is written: until then other callbacks, the datamodule
     and the module may change it.
 
-    With ``once`` only the next checkpoint gets one.
+    With ``once`` only the next checkpoint gets one. ``before`` is called with each checkpoint.
 
     Returns:
         A stack that restores the strategy when it is closed.
@@ -119,6 +119,7 @@ def add_manifests(trainer: "Trainer", *, once: bool = False) -> ExitStack:
     def save_checkpoint(checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         if once:
             stack.close()
+        before(checkpoint)
         state = find_state(checkpoint)
         if state is not None and trainer.is_global_zero:
             state[MANIFEST_KEY] = make_manifest(checkpoint)
@@ -279,52 +280,3 @@ def _find_damage(path: Any) -> str | None:
     except (OSError, ValueError, TypeError, RuntimeError):
         return None  # missing, or not a local file: the original error says so
     return None
-
-
-# Where Lightning puts the weights: FSDPStrategy, then ModelParallelStrategy.
-_WEIGHTS = ("model.", "state_dict.")
-_INDEX = ".metadata"
-_REST = "meta.pt"
-
-
-def is_sharded_checkpoint(path: Path) -> bool:
-    """Return whether a path is a folder with the index that torch writes."""
-    return (path / _INDEX).is_file()
-
-
-def load_sharded_checkpoint(path: Path, *, allow_objects: bool) -> dict[str, Any]:
-    """Read whole weights, and what Lightning saved beside them, to the CPU of this process.
-
-    ``allow_objects`` unpickles the index, which can run code from the file.
-
-    Raises:
-        CheckpointError: If it cannot be read.
-        CommandError: If objects may not be loaded.
-    """
-    if not allow_objects:
-        raise CommandError(
-            f"{path} is a sharded checkpoint, and torch reads its index {_INDEX} by pickle, which "
-            "can run code from the file. If you trust it, add --allow-objects."
-        )
-    reader = FileSystemReader(path)
-    try:
-        rest: dict[str, Any] = torch.load(path / _REST, map_location="cpu", weights_only=True)
-        index = reader.read_metadata().state_dict_metadata
-        weights: dict[str, Any] = {
-            name: torch.empty(entry.size, dtype=entry.properties.dtype)
-            for name, entry in index.items()
-            if isinstance(entry, TensorStorageMetadata) and name.startswith(_WEIGHTS)
-        }
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")
-            load(weights, storage_reader=reader, no_dist=True)
-    except (Exception, CheckpointException) as error:  # torch derives it from BaseException
-        cause: BaseException = error
-        if isinstance(error, CheckpointException):
-            cause, _ = next(iter(error.failures.values()))
-        raise CheckpointError(
-            f"The sharded checkpoint {path} cannot be read: {type(cause).__name__} "
-            f"{escape(str(cause), 400)}. Restore all of its files."
-        ) from error
-    named = {name.partition(".")[2]: value for name, value in weights.items()}
-    return {**rest, "state_dict": named}

@@ -120,7 +120,7 @@ def test_a_file_that_is_not_a_checkpoint(verify, tmp_path):
     assert status == 2
     assert "No such file: " in text
     status, text = verify(tmp_path)
-    assert (status, "is a folder without a sharded checkpoint" in text) == (2, True)
+    assert (status, "is a folder. Give the path of a checkpoint in it" in text) == (2, True)
     program = tmp_path / "train.py"
     program.write_text("import torch\n")
     status, text = verify(program)

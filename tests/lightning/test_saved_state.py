@@ -76,10 +76,6 @@ def test_comes_back_as_it_was():
     assert checkpoint["callbacks"][KEY].keys() == {field.name for field in fields(SavedState)}
 
 
-def test_tensors_are_not_copied():
-    assert STATE.as_plain()["ranks"][0]["gradients"]["weight"] is RANK.gradients["weight"]
-
-
 def test_the_state_of_a_rank():
     assert STATE.of_rank(0, 2, None) is RANK
     for rank, world in ((0, 3), (2, 2)):

@@ -118,10 +118,6 @@ def in_order():
     return make_loader(shuffle=False)
 
 
-# The uninterrupted runs of this process, by their words; the folders remain until it ends.
-_STRAIGHT = {}
-
-
 class Fits:
     """Trains as runs of their own would.
 
@@ -164,12 +160,19 @@ class Fits:
         (folder,) = self.made
         return folder
 
-    def straight(self, **words):
-        """Return the ledger and the loops' progress of an uninterrupted run, once in a process."""
-        key = repr(sorted(words.items()))
-        if key not in _STRAIGHT:
-            _STRAIGHT[key] = self.fit(**words), copy.deepcopy(self.trainer.fit_loop.state_dict())
-        return _STRAIGHT[key]
+    def check(self, *places, progress=False, **words):
+        """Train and save at places, resume from each, and compare with the first training.
+
+        ``progress`` compares the counts of the loops, too. Returns the ledger of the first one.
+        """
+        paths = {self.folder / f"{number}.ckpt": place for number, place in enumerate(places)}
+        savers = [make_saver(path, **place, stop=False) for path, place in paths.items()]
+        straight = self.fit(**words | {"enable_checkpointing": True}, extra=savers)
+        counts = copy.deepcopy(self.trainer.fit_loop.state_dict())
+        for path in paths:
+            agree(straight, self.fit(**words, resume=path))
+            assert not progress or self.trainer.fit_loop.state_dict() == counts
+        return straight
 
     def interrupt(self, *, at=None, **words):
         """Train until a checkpoint is saved and the run is ended there; return the folder."""

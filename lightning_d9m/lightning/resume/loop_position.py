@@ -52,8 +52,7 @@ def finish_pending_work(
     ``reset`` is that of the fit loop, in which Lightning reads the progress that it has loaded.
 
     Returns:
-        Whether nothing remains of the last batch: then call ``finish_last_batch`` when the loop
-        over the batches is about to start.
+        Whether nothing remains of the last batch. Then the loop over the batches does not restart.
     """
     fit = trainer.fit_loop
     loop = fit.epoch_loop
@@ -75,14 +74,6 @@ def finish_pending_work(
             at_end = True
     _reset_by_epoch(progress, reset)
     return at_end
-
-
-def finish_last_batch(trainer: "Trainer") -> None:
-    """Let the loop over an epoch's batches repeat nothing of the last one; called before it starts.
-
-    It ends at once if no batch is left.
-    """
-    lightning_private.clear_restart(trainer.fit_loop.epoch_loop)
 
 
 def reopen_epoch(checkpoint: Mapping[str, Any]) -> None:

@@ -14,10 +14,13 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from lightning_d9m.control.data.samplers import find_samplers
+from lightning_d9m.hashing.digest import digest_many
+from lightning_d9m.hashing.shards import has_base
 from lightning_d9m.hashing.training_state import ModelTensors
 from lightning_d9m.lightning.lightning_private import list_loaders
 from lightning_d9m.lightning.saved_state import KEY
@@ -27,6 +30,7 @@ from lightning_d9m.lightning.trainer_metrics import find_metrics, name_callbacks
 from lightning_d9m.state.changes import Changes, describe_unsaved, is_long
 from lightning_d9m.state.parts import Namespace, is_of_program
 from lightning_d9m.state.plain_data import decode_plain, pack_bytes, unpack_bytes
+from lightning_d9m.state.state import digest_value
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -169,6 +173,41 @@ def find_changed(before: Captured, now: Captured) -> list[str]:
         path.rstrip("'")
         for path in paths
         if before[0].get(path) != now[0].get(path) and not path.endswith(_MODE)
+    ]
+
+
+def digest_tensors(strategy: object, model: ModelTensors) -> dict[str, str]:
+    """Return the digest of each tensor by name; none if ranks hold shards of them.
+
+    A change through ``.data`` has no other trace.
+    """
+    if is_sharded(strategy):
+        return {}
+    named = {name: own for part in model.listed for name, own in part if not is_lazy(own)}
+    return dict(zip(named, digest_many(list(named.values())), strict=True))
+
+
+def digest_callbacks(trainer: "Trainer") -> dict[str, str]:
+    """Return the digests of the states of callbacks, but for those that save checkpoints."""
+    return {
+        f"{name}.state_dict()": digest_value(callback.state_dict())
+        for name, callback in name_callbacks(list_callbacks(trainer)).items()
+        if not has_base(callback, "Checkpoint", "DeterminismCallback")
+    }
+
+
+def find_lost(model: ModelTensors, checkpoint: Mapping[str, Any]) -> list[str]:
+    """Return the names of the tensors of a model that are not in a checkpoint."""
+    held = {
+        part.untyped_storage().data_ptr()
+        for part in tree_leaves(dict(checkpoint))
+        if isinstance(part, Tensor) and part.layout is torch.strided
+    }
+    return [
+        name
+        for name, tensor in model.list_saved()
+        if name not in checkpoint["state_dict"]
+        and not (tensor.layout is torch.strided and tensor.untyped_storage().data_ptr() in held)
     ]
 
 

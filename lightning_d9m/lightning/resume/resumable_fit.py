@@ -1,16 +1,16 @@
 """One fit that may resume from a checkpoint: what is restored, and when."""
 
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property, partial, wraps
+from functools import cached_property, partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from warnings import catch_warnings, filterwarnings, warn
 
-from lightning_d9m.attribute_patches import AttributePatches, replace_method
-from lightning_d9m.control.data.resumable_sampler import find_epoch_problem, find_position_problem
+from lightning_d9m.attribute_patches import AttributePatches
+from lightning_d9m.control.data.resumable_sampler import find_epoch_problem, find_loader_problems
 from lightning_d9m.control.data.samplers import list_unsaved
+from lightning_d9m.control.seeding import find_lost_devices
 from lightning_d9m.errors import InexactResumeError
 from lightning_d9m.hashing.training_state import ModelTensors
 from lightning_d9m.ledger.format.records import Resume
@@ -18,19 +18,11 @@ from lightning_d9m.lightning import lightning_private
 from lightning_d9m.lightning.checkpoint_io import add_manifests
 from lightning_d9m.lightning.recording.trainer_recorder import TrainerRecorder
 from lightning_d9m.lightning.resume import exactness, run_state
-from lightning_d9m.lightning.resume.exactness import EpochLength
-from lightning_d9m.lightning.resume.late_changes import (
-    LateChanges,
-    describe_hook,
-    describe_validation,
-    digest_callbacks,
-    digest_tensors,
-)
+from lightning_d9m.lightning.resume.exactness import name_all
 from lightning_d9m.lightning.resume.loop_position import (
     draws_when_iterated,
     drop_consumed_states,
     find_position,
-    finish_last_batch,
     finish_pending_work,
     iterate_again,
     makes_iterator_again,
@@ -39,10 +31,13 @@ from lightning_d9m.lightning.resume.loop_position import (
 from lightning_d9m.lightning.resume.program_state import (
     Captured,
     ProgramState,
+    digest_callbacks,
+    digest_tensors,
+    find_changed,
+    find_lost,
     keep_modes,
     keep_small,
 )
-from lightning_d9m.lightning.resume.run_state import restore_latest
 from lightning_d9m.lightning.saved_state import (
     CALLBACKS,
     KEY,
@@ -50,6 +45,7 @@ from lightning_d9m.lightning.saved_state import (
     SavedLedger,
     SavedRank,
     SavedState,
+    find_state,
 )
 from lightning_d9m.lightning.strategies import is_sharded
 from lightning_d9m.lightning.trainer_attributes import get_logical_ranks
@@ -62,6 +58,20 @@ if TYPE_CHECKING:
 
 
 InexactResumeAction = Literal["raise", "warn", "raise_early"]
+
+
+class _Moment(NamedTuple):
+    """What may not change from one moment to another.
+
+    Attributes:
+        digests: Those of the tensors of the model, and at a cut of the states of callbacks.
+        program: The program's objects; None if they may change.
+        reset: The beginnings of the paths of metrics that Lightning is about to reset.
+    """
+
+    digests: dict[str, str]
+    program: Captured | None = None
+    reset: tuple[str, ...] = ()
 
 
 class ResumableFit:
@@ -82,18 +92,23 @@ class ResumableFit:
         self._patches = AttributePatches()
         self._at_end = False
         self._resumed: SavedState | None = None
-        self._first, self._at_cut = LateChanges(self._digest), LateChanges(self._digest_all)
-        self._saved, self._validated = LateChanges(self._digest), LateChanges(self._digest)
+        # Where training began, where `max_steps` ended the fit, after a save, before a validation.
+        self._first = _Moment({})
+        self._at_cut: _Moment | None = None
+        self._saved: _Moment | None = None
+        self._validated: _Moment | None = None
         self._late: list[str] = []
         self._has_begun = False  # not yet, while a callback searches for a learning rate
         self._reasons: list[str] = []
         self._unvalidated: SavedRank | None = None
-        self._before_evaluation: run_state.UserState | None = None
+        self._before_evaluation: tuple[SavedRank, Captured] | None = None
         self._loader_states: list[dict[str, Any]] = []
         self._parts = ModelTensors(trainer.lightning_module)
         self._has_settled = False
         self._captured: Captured = ({}, [])
-        self._epoch_length: EpochLength | None = None
+        # The numbers of batches of the epochs since a loader has loaded its state.
+        self._lengths: list[int] | None = None
+        self._skipped = 0
         # The state where `max_steps` ended the fit, before the end of the epoch.
         self._cut: SavedState | None = None
 
@@ -103,6 +118,7 @@ class ResumableFit:
         epoch_loop, val_loop = fit.epoch_loop, fit.epoch_loop.val_loop
         wrappers: list[tuple[Any, str, Callable[..., object]]] = [
             (self._trainer.strategy, "load_model_state_dict", self._load_weights),
+            (self._trainer.strategy, "save_checkpoint", self._write),
             (fit, lightning_private.LOAD_LOADER_STATES, self._load_loader_states),
             (fit, "reset", self._finish_and_reset),
             (fit, "on_advance_start", self._restore_and_start),
@@ -126,7 +142,8 @@ class ResumableFit:
         self._recorder.reduce_loss(self._trainer)
         state = self.capture(checkpoint)
         if state.position.phase == "batch":
-            self._saved.note(self._captured, reset=state.ranks[0].reset)
+            reset = tuple(f"model.{name}." for name in state.ranks[0].reset)
+            self._saved = _Moment(self._digest(), self._captured, reset)
         return state
 
     def load(self, checkpoint: Mapping[str, Any]) -> None:
@@ -143,7 +160,8 @@ class ResumableFit:
             return
         if state.is_untrained:
             return
-        if problems := exactness.find_resume_problems(state, trainer, self._describe_settings()):
+        settings = exactness.describe_settings(trainer, self._session)
+        if problems := exactness.find_resume_problems(state, trainer, settings):
             self._raise_or_warn(problems)
         self._resumed = state
         if state.position.phase == "cut" and not exactness.reaches_max_steps(
@@ -175,7 +193,8 @@ class ResumableFit:
                 drop_consumed_states(trainer)
             self._loader_states = lightning_private.list_pending_loader_states(trainer)
             if self._resumed is not None and any(self._loader_states):
-                self._epoch_length = EpochLength(self._position.batch)
+                self._lengths = [] if self._position.batch else [0]
+                self._skipped = self._position.batch
         load()
         if self._was_saved_between_epochs and not any(self._loader_states):
             found = map(find_epoch_problem, lightning_private.list_loaders(trainer.fit_loop))
@@ -187,7 +206,7 @@ class ResumableFit:
         if not lightning_private.has_loaded_progress(self._trainer):
             reset()
             return
-        restore_latest(self._trainer, self._rank_state.callback_metrics)
+        run_state.restore_latest(self._trainer, self._rank_state.callback_metrics)
         self._at_end = finish_pending_work(self._trainer, self._position, reset)
 
     @cached_property
@@ -195,11 +214,20 @@ class ResumableFit:
         """The state of the program's objects, compared with what it was at first."""
         return ProgramState(self._trainer, self._parts)
 
-    def _digest(self) -> dict[str, str]:
-        return digest_tensors(self._trainer.strategy, self._parts)
+    def _digest(self, *, callbacks: bool = False) -> dict[str, str]:
+        found = digest_tensors(self._trainer.strategy, self._parts)
+        return found | (digest_callbacks(self._trainer) if callbacks else {})
 
-    def _digest_all(self) -> dict[str, str]:
-        return self._digest() | digest_callbacks(self._trainer)
+    def _find_changed(self, since: _Moment | None, *, callbacks: bool = False) -> list[str]:
+        """Return the names of what has changed since a moment."""
+        if since is None:
+            return []
+        now = self._digest(callbacks=callbacks)
+        names = [name for name, digest in since.digests.items() if now.get(name) != digest]
+        if since.program is not None:
+            changed = find_changed(since.program, self._program.capture())
+            names += [path for path in changed if not path.startswith(since.reset)]
+        return names
 
     def _restore_and_start(self, start: Callable[[], None]) -> None:
         # After `on_train_start`, where modules reset their metrics.
@@ -207,10 +235,10 @@ class ResumableFit:
             self._has_settled = True
             self._program.settle()
         if self._resumed is not None and self._has_begun:
-            missing = self._restore_program()
-            self._raise_or_warn_on_all_ranks(exactness.describe_missing_objects(missing))
+            missing = self._program.restore(self._rank_state.program, self._rank_state.reset)
+            self._raise_or_warn_on_all_ranks(name_all(exactness.MISSING_OBJECTS, missing))
             run_state.restore_outside(
-                self._trainer, self._session, self._rank_state, self._report_problem
+                self._trainer, self._session, self._rank_state, self._report_problems
             )
             if self._was_saved_between_epochs:
                 self._session.loaders.restore_numbers("train", self._position.epoch)
@@ -220,12 +248,8 @@ class ResumableFit:
         if exactness.is_cut_by_max_steps(self._trainer):
             self._recorder.reduce_loss(self._trainer)
             self._cut = self.capture()
-            self._at_cut.note(self._program.capture())
+            self._at_cut = _Moment(self._digest(callbacks=True), self._program.capture())
         end()
-
-    def _restore_program(self) -> list[str]:
-        rank = self._rank_state
-        return self._program.restore(rank.program, rank.reset)
 
     def _reset_epoch(self, reset: Callable[[], None]) -> None:
         with catch_warnings():
@@ -250,12 +274,13 @@ class ResumableFit:
         lightning_private.clear_restart(trainer.fit_loop)
         if self._at_end:
             self._at_end = False
-            finish_last_batch(trainer)
+            # It repeats nothing of the last batch, and ends at once if no batch is left.
+            lightning_private.clear_restart(trainer.fit_loop.epoch_loop)
         # The generators of training, as late as possible before the next batch.
         if self._has_begun:
             if self._resumed is not None and self._resumed.position.phase != "epoch":
-                self._restore_program()
-                run_state.restore_within(trainer, self._rank_state, self._report_problem)
+                self._program.restore(self._rank_state.program, self._rank_state.reset)
+                run_state.restore_within(trainer, self._rank_state, self._report_problems)
             self._resumed = None
 
     def _end_batch(self, end: Callable[..., None], *args: Any, **words: Any) -> None:
@@ -264,11 +289,12 @@ class ResumableFit:
 
     def _find_late_changes(self) -> None:
         """Report what has changed since a checkpoint was saved in this batch or validation."""
-        names = self._saved.find(self._program)
-        self._saved.forget()
+        names = self._find_changed(self._saved)
+        self._saved = None
         if names and not self._late:
-            self._late = [describe_hook(names)]
-            exactness.report_late(self._late[0], raises=self._on_inexact == "raise_early")
+            self._late = [exactness.LATE_HOOK.format(names[0])]
+            raises = self._on_inexact == "raise_early"
+            exactness.report("The checkpoint that was just saved cannot", self._late, raises=raises)
 
     def _load_training(self, load: Callable[[], None]) -> None:
         load()
@@ -288,10 +314,10 @@ class ResumableFit:
         self._before_evaluation = run_state.capture_user_state(
             self._trainer, "validation", self._program
         )
-        self._validated.note()
+        self._validated = _Moment(self._digest())
         outputs = run()
         self._find_late_changes()
-        self._validated.forget()
+        self._validated = None
         self._before_evaluation = None  # after an exception a checkpoint may still need it
         return outputs
 
@@ -308,7 +334,7 @@ class ResumableFit:
             return
         position = self._position
         if position.batch and not early and not exactness.is_at_end(trainer):
-            self._report_problem(find_position_problem(loader))
+            self._report_problems(find_loader_problems(loader, within=True))
         self._session.resume_loaders(
             position.epoch,
             position.batch,
@@ -320,27 +346,40 @@ class ResumableFit:
     def end_epoch(self) -> None:
         """Check the length of an epoch; every rank calls this before an epoch is recorded.
 
+        Some loaders apply the state that they load in every later epoch: a Hugging Face
+        ``IterableDataset`` whose ``set_epoch`` is not called, litData's ``StreamingDataLoader``
+        0.2.76. The epoch after the resumed one then lacks the batches that preceded the checkpoint.
+
         Raises:
             InexactResumeError: A loader began the epoch after the resumed one at the position of
                 the checkpoint, unless ``on_inexact="warn"``.
         """
-        if self._epoch_length is not None:
-            problem = self._epoch_length.end_epoch(self._trainer)
-            if self._epoch_length.is_checked:
-                self._epoch_length = None
-            self._raise_or_warn_on_all_ranks([problem] if problem else [])
+        if self._lengths is None:
+            return
+        trainer, problems = self._trainer, []
+        self._lengths.append(trainer.fit_loop.epoch_loop.batch_progress.current.ready)
+        if len(self._lengths) > 1:
+            before, after = self._lengths
+            self._lengths = None
+            if after == before - self._skipped:
+                earlier = f", and the epoch before {before}" if self._skipped else ""
+                found = exactness.REPEATED_START.format(trainer.current_epoch, after, earlier)
+                problems.append(found)
+        self._raise_or_warn_on_all_ranks(problems)
 
     def begin(self) -> None:
         """Continue the ledger of the interrupted run; called before training starts."""
         self._has_begun = True
         trainer = self._trainer
-        self._first.note()
+        self._first = _Moment(self._digest())
         if self._resumed is None and not self._reasons:
             exactness.report_unresumable(trainer, raises=self._on_inexact == "raise_early")
             return
         position, rank = self._position, self._rank_state
         if (resumed := self._resumed) is not None:
-            self._report_problem(exactness.find_lost_progress(trainer, position))
+            if (step := trainer.global_step) != position.step:
+                problem = exactness.LOST_PROGRESS.format(step, position.step)
+                self._report_problems([problem])
             run_state.restore_frozen(trainer, resumed.settings)
             if resumed.fits(trainer.world_size, get_logical_ranks(trainer)):
                 find = partial(self._find_unmatched, rank)
@@ -373,9 +412,6 @@ class ResumableFit:
         ranks, logical_ranks = self._trainer.world_size, get_logical_ranks(self._trainer)
         return self._resumed.of_rank(self._trainer.global_rank, ranks, logical_ranks)
 
-    def _describe_settings(self) -> dict[str, Any]:
-        return exactness.describe_settings(self._trainer, self._session)
-
     def capture(self, checkpoint: Mapping[str, Any] = MappingProxyType({})) -> SavedState:
         """Return the state of the run, with the state of this rank alone.
 
@@ -385,15 +421,19 @@ class ResumableFit:
             return self._add_changes_since_cut(self._cut)
         trainer, session = self._trainer, self._session
         position = find_position(trainer)
-        user = self._before_evaluation if position.phase == "validation" else None
-        user = user or run_state.capture_user_state(trainer, position.phase, self._program)
-        self._captured = program = user.program
-        if trainer.validating and self._before_evaluation is not None:
-            program = keep_modes(program, self._before_evaluation.program)
+        before = self._before_evaluation
+        user, program = (
+            before
+            if before is not None and position.phase == "validation"
+            else run_state.capture_user_state(trainer, position.phase, self._program)
+        )
+        self._captured = program
+        if trainer.validating and before is not None:
+            program = keep_modes(program, before[1])
         kept, reasons = keep_small(program, checkpoint)
         late = self._late if position.phase == "batch" else []
-        if position.phase == "validation" and (names := self._validated.find()):
-            late = [describe_validation(names)]
+        if position.phase == "validation" and (names := self._find_changed(self._validated)):
+            late = [exactness.IN_VALIDATION.format(names[0])]
         ledger = self._recorder.ledger_position
         samplers = session.capture_samplers(position.phase)
         reasons += list_unsaved(samplers)
@@ -408,7 +448,8 @@ class ResumableFit:
         return SavedState(
             seed=session.settings.seed,
             fit=session.fit,
-            settings=self._describe_settings() | run_state.capture_frozen(self._parts),
+            settings=exactness.describe_settings(trainer, session)
+            | run_state.capture_frozen(self._parts),
             world_size=trainer.world_size,
             position=position,
             ranks=[rank],
@@ -417,24 +458,41 @@ class ResumableFit:
     def _add_changes_since_cut(self, cut: SavedState) -> SavedState:
         """Return the state at the cut, with a reason if hooks have changed anything since."""
         trainer, (rank,) = self._trainer, cut.ranks
-        names = self._at_cut.find(self._program)
+        names = self._find_changed(self._at_cut, callbacks=True)
         if not names:
             return cut
-        reason = exactness.describe_cut(trainer, cut.position.epoch, names)
+        then = exactness.CUT.format(names[0])
+        reason = exactness.describe_unfinished(trainer, cut.position.epoch, "max_steps", then)
         return replace(cut, ranks=[replace(rank, inexact=[*rank.inexact, reason])])
 
-    def find_lost(self, checkpoint: Mapping[str, Any]) -> list[str]:
-        """Return why a checkpoint that is about to be written lacks weights of the model."""
-        names = self._first.find_lost(self._parts, checkpoint)
-        return [exactness.describe_lost_tensor(names[0])] if names else []
+    def _write(self, save: Callable[..., Any], checkpoint: Any, *args: Any, **words: Any) -> Any:
+        self.name_lost(checkpoint)
+        return save(checkpoint, *args, **words)
+
+    def name_lost(self, checkpoint: Mapping[str, Any]) -> None:
+        """Note in the state of a checkpoint that is about to be written which weights it lacks.
+
+        Other callbacks, and the module, may have taken them out.
+        """
+        state = find_state(checkpoint)
+        if state is not None and not is_sharded(self._trainer.strategy):
+            lost = find_lost(self._parts, checkpoint)
+            changed = self._find_changed(self._first) if lost else []
+            known = self._first.digests
+            names = [name for name in lost if name in changed or name not in known]
+            reasons = [exactness.LOST_TENSOR.format(name) for name in names[:1]]
+            state["ranks"][0]["inexact"] += reasons
 
     def _find_unmatched(self, rank: SavedRank) -> list[str]:
         """Return why the generators of this rank cannot be restored."""
         trainer = self._trainer
-        problems = exactness.describe_unmatched_state(run_state.find_unmatched_state(trainer, rank))
+        unmatched = run_state.find_unmatched_state(trainer, rank)
         reloaded = run_state.find_reloaded_generators(trainer, rank, self._position.epoch)
-        problems += exactness.describe_reloaded_generators(reloaded)
-        return problems + run_state.find_lost_generators(rank)
+        return [
+            *name_all(exactness.UNMATCHED_GENERATORS, unmatched),
+            *name_all(exactness.RELOADED, reloaded),
+            *([] if rank.rng is None else find_lost_devices(rank.rng)),
+        ]
 
     def _raise_or_warn_on_all_ranks(self, problems: list[str]) -> None:
         """Raise or warn on all ranks of the problems that any of them has found."""
@@ -442,9 +500,9 @@ class ResumableFit:
         if found := list(dict.fromkeys(problem for row in rows for problem in row)):
             self._raise_or_warn(found)
 
-    def _report_problem(self, problem: str | None) -> None:
-        if problem is not None and problem not in self._reasons:
-            self._raise_or_warn([problem])
+    def _report_problems(self, problems: Sequence[str]) -> None:
+        if new := [problem for problem in problems if problem not in self._reasons]:
+            self._raise_or_warn(new)
 
     def _raise_or_warn(self, problems: list[str]) -> None:
         self._reasons += problems
@@ -475,8 +533,7 @@ class CheckpointState:
         # The state of a run that has ended, for later checkpoints; whether it has all ranks.
         self._ended: SavedState | None = None
         self._ended_on_all_ranks = False
-        self._find_lost: Callable[[Mapping[str, Any]], list[str]] | None = None
-        self._written = ExitStack()
+        self._name_lost: Callable[[Mapping[str, Any]], object] = bool
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(CheckpointState(self._on_inexact))
@@ -488,7 +545,7 @@ class CheckpointState:
         self._ended = None
         if session.stage == "fit":
             fit = self._fit = ResumableFit(trainer, session, recorder, self._on_inexact)
-            self._find_lost = fit.find_lost
+            self._name_lost = fit.name_lost
             session.resume(fit.resume_loader, self._detach)
             fit.wrap_loops()
 
@@ -513,39 +570,17 @@ class CheckpointState:
 
     def save(self, trainer: "Trainer", checkpoint: dict[str, Any]) -> None:
         """Add the state to a checkpoint. Every rank calls this, unless the run has ended."""
-        self._written.close()  # of a save that failed before it wrote
         if self._fit is not None:
             state = run_state.gather_ranks(trainer, self._fit.save(checkpoint))
         elif self._ended is not None:
             state = self._ended
             if not self._ended_on_all_ranks:
                 state = run_state.gather_ranks(trainer, state)
-            add_manifests(trainer, once=True)  # no session is open that does so
+            # No session is open that does so.
+            add_manifests(trainer, once=True, before=self._name_lost)
         else:  # a Trainer that has not trained
             return
-        plain = checkpoint.setdefault(CALLBACKS, {})[KEY] = state.as_plain()
-        if self._find_lost is not None and not is_sharded(trainer.strategy):
-            self._check_next_write(trainer, plain, self._find_lost)
-
-    def _check_next_write(
-        self,
-        trainer: "Trainer",
-        plain: dict[str, Any],
-        find_lost: Callable[[Mapping[str, Any]], list[str]],
-    ) -> None:
-        """Note in the state of a checkpoint which weights it lacks when it is written.
-
-        Until then other callbacks, and the module, may have taken some out.
-        """
-        save = trainer.strategy.save_checkpoint
-
-        @wraps(save)
-        def save_checkpoint(checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-            self._written.close()
-            plain["ranks"][0]["inexact"] += find_lost(checkpoint)
-            return save(checkpoint, *args, **kwargs)
-
-        replace_method(self._written, trainer.strategy, "save_checkpoint", save_checkpoint)
+        checkpoint.setdefault(CALLBACKS, {})[KEY] = state.as_plain()
 
     def load(self, checkpoint: Mapping[str, Any]) -> None:
         """Read the state of the checkpoint from which a fit resumes.

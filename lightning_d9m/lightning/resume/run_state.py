@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,7 +17,6 @@ from lightning_d9m.control.seeding import (
     capture_generators,
     decode_rng,
     encode_rng,
-    find_lost_devices,
     restore_generators,
     restore_rng,
 )
@@ -27,7 +26,7 @@ from lightning_d9m.hashing.training_state import ModelTensors
 from lightning_d9m.lightning import lightning_private
 from lightning_d9m.lightning.logical_ranks.steps import get_logical_steps
 from lightning_d9m.lightning.packages import is_of_program, rank_zero
-from lightning_d9m.lightning.resume.program_state import ProgramState
+from lightning_d9m.lightning.resume.program_state import Captured, ProgramState
 from lightning_d9m.lightning.saved_state import (
     FROZEN,
     VALIDATION,
@@ -58,59 +57,45 @@ if TYPE_CHECKING:
 _FIRST_BYTES = 64 * 2**10
 
 
-@dataclass(frozen=True)
-class UserState:
-    """State that an evaluation changes too; an interrupted evaluation is run again as a whole.
+def capture_user_state(
+    trainer: "Trainer", phase: LoopPhase, program: ProgramState
+) -> tuple[SavedRank, Captured]:
+    """Return the states of the user's generators and metrics, and of the program's objects.
 
-    Attributes:
-        generators: The states of the generators that datasets of loaders hold, by path.
-        reset: The metrics that Lightning is about to reset, of which nothing is saved.
-        by_logical_rank: The states of metrics by path and logical rank.
-        program: What ``ProgramState.capture`` returned.
+    An evaluation changes them too; an interrupted one is run again as a whole.
     """
-
-    generators: dict[str, Any]
-    reset: list[str]
-    by_logical_rank: dict[str, dict[int, Any]]
-    program: tuple[dict[str, bytes], list[str]]
-
-
-def capture_user_state(trainer: "Trainer", phase: LoopPhase, program: ProgramState) -> UserState:
-    """Return the states of the user's generators, metrics and other objects."""
     reset = find_metrics_to_reset(trainer, phase)
     found, unknown = program.capture()
     skipped = tuple(f"model.{name}." for name in reset)
     logical = get_logical_steps(trainer)
-    by_logical_rank = {} if logical is None else logical.metrics.capture()
-    return UserState(
-        capture_generators(_name_datasets(trainer)),
-        reset,
-        {path: s for path, s in by_logical_rank.items() if not f"{path}.".startswith(skipped)},
-        ({path: data for path, data in found.items() if not path.startswith(skipped)}, unknown),
+    metrics = {} if logical is None else logical.metrics.capture()
+    user = SavedRank(
+        generators=capture_generators(_name_datasets(trainer)),
+        reset=reset,
+        metric_states={p: s for p, s in metrics.items() if not f"{p}.".startswith(skipped)},
     )
+    return user, ({p: data for p, data in found.items() if not p.startswith(skipped)}, unknown)
 
 
 def capture(
-    trainer: "Trainer", session: "TrainerSession", user: UserState, phase: LoopPhase
+    trainer: "Trainer", session: "TrainerSession", user: SavedRank, phase: LoopPhase
 ) -> SavedRank:
-    """Return the state of this rank that is read from the Trainer and the session.
+    """Add the state of this rank that is read from the Trainer and the session.
 
     Between epochs it has neither the generators of training, which an epoch seeds, nor the results
     of the epoch that has ended: ``restore_within`` alone reads them.
     """
     logical = get_logical_steps(trainer)
     within = phase != "epoch"
-    return SavedRank(
+    return replace(
+        user,
         rng=encode_rng(session.capture_rng()) if within else None,
-        generators=user.generators,
-        reset=user.reset,
-        callback_metrics=capture_latest(trainer),
+        callback_metrics={name: _copy(own) for name, own in trainer.callback_metrics.items()},
         results=capture_results(trainer) if within else [],
         gradients=capture_gradients(trainer),
         train_reload_epoch=_finite(lightning_private.get_reload_epoch(trainer, "train")),
         validation_reload_epoch=_finite(lightning_private.get_reload_epoch(trainer, "validate")),
         logged=[] if logical is None else [logical.logged.capture()],
-        metric_states=user.by_logical_rank,
     )
 
 
@@ -140,11 +125,6 @@ def find_unmatched_state(trainer: "Trainer", rank: SavedRank) -> list[str]:
     return sorted(generators)
 
 
-def find_lost_generators(rank: SavedRank) -> list[str]:
-    """Return why generators of devices cannot be restored."""
-    return [] if rank.rng is None else find_lost_devices(rank.rng)
-
-
 def find_reloaded_generators(trainer: "Trainer", rank: SavedRank, epoch: int) -> list[str]:
     """Return the generators and numbers of loaders that are loaded again for the resumed epoch.
 
@@ -152,36 +132,35 @@ def find_reloaded_generators(trainer: "Trainer", rank: SavedRank, epoch: int) ->
     one, whose generator continues; a resumed run cannot tell.
     """
     every = get_reload_interval(trainer)
-    found = []
-    loaded_epochs = {
-        "train.": rank.train_reload_epoch,
-        VALIDATION: rank.validation_reload_epoch,
-    }
-    for stage, loaded in loaded_epochs.items():
-        if every and loaded is not None and epoch - loaded >= every:
-            found += [path for path in rank.generators if path.startswith(stage)]
-            found += [path for path in _name_sampler_states(rank) if path.startswith(stage)]
-    return found
+    loaded_epochs = {"train.": rank.train_reload_epoch, VALIDATION: rank.validation_reload_epoch}
+    stages = tuple(
+        stage
+        for stage, loaded in loaded_epochs.items()
+        if every and loaded is not None and epoch - loaded >= every
+    )
+    paths = [*rank.generators, *_name_sampler_states(rank)]
+    return [path for path in paths if path.startswith(stages)]
 
 
 def _name_sampler_states(rank: SavedRank) -> Iterator[str]:
     """Yield the paths of what is saved of the samplers and datasets of loaders."""
     for number, states in rank.samplers.items():
         loader = number if number.startswith(VALIDATION) else f"train.{number}"
-        for kind, values in states.items():
-            if kind == NUMBERS:
-                yield from (f"{loader}.{path}.{name}" for path in values for name in values[path])
-            elif kind == CHANGES:
-                found = (path.partition(".")[2].rstrip("'") for path in values)
-                yield from (f"{loader}.sampler.{name}" for name in found)
+        for path, values in states.get(NUMBERS, {}).items():
+            yield from (f"{loader}.{path}.{name}" for name in values)
+        for path in states.get(CHANGES, {}):
+            yield f"{loader}.sampler.{path.partition('.')[2].rstrip(chr(39))}"
 
 
 def restore_outside(
-    trainer: "Trainer", session: "TrainerSession", rank: SavedRank, report: Callable[[str], None]
+    trainer: "Trainer",
+    session: "TrainerSession",
+    rank: SavedRank,
+    report: Callable[[Sequence[str]], None],
 ) -> None:
     """Restore state that outlives an epoch. Called once, before the first epoch starts.
 
-    ``report`` is called with a problem that training finds later; see ``restore_gradients``.
+    ``report`` is called with problems that training finds later; see ``restore_gradients``.
     """
     _restore_rng_and_metrics(trainer, rank)
     session.restore_validation(rank.samplers)  # again, after a sanity check
@@ -201,7 +180,9 @@ def restore_validation(trainer: "Trainer", session: "TrainerSession", rank: Save
     _settle_reload(trainer, "validate", saved, trainer.current_epoch)
 
 
-def restore_within(trainer: "Trainer", rank: SavedRank, report: Callable[[str], None]) -> None:
+def restore_within(
+    trainer: "Trainer", rank: SavedRank, report: Callable[[Sequence[str]], None]
+) -> None:
     """Restore state that is reset at the start of an epoch, as ``restore_outside`` does.
 
     Called once, before the first remaining batch of a partly trained epoch.
@@ -295,22 +276,9 @@ def _start_schedules(trainer: "Trainer") -> None:
 
 
 _ARGUMENTS = (
-    "fx",
-    "name",
-    "prog_bar",
-    "logger",
-    "on_step",
-    "on_epoch",
-    "enable_graph",
-    "add_dataloader_idx",
-    "dataloader_idx",
-    "metric_attribute",
+    *("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph"),
+    *("add_dataloader_idx", "dataloader_idx", "metric_attribute"),
 )
-
-
-def capture_latest(trainer: "Trainer") -> dict[str, Any]:
-    """Return the metrics for callbacks, including those of an earlier validation."""
-    return {name: _copy(value) for name, value in trainer.callback_metrics.items()}
 
 
 def restore_latest(trainer: "Trainer", latest: Mapping[str, Any]) -> None:
@@ -403,6 +371,13 @@ def restore_results(trainer: "Trainer", results: Sequence[SavedResult]) -> None:
         collection[saved.key] = result.to(device)
 
 
+_ADDED = (
+    "The program adds to the gradient of {}, with which it stepped before the checkpoint was "
+    "saved, and which the checkpoint lacks. Call zero_grad() between a step and the next backward "
+    "pass."
+)
+
+
 def mark_used_gradients(trainer: "Trainer", optimizer: "Optimizer") -> None:
     """Mark the gradients with which a module that optimizes manually steps."""
     if trainer.lightning_module.automatic_optimization:
@@ -442,7 +417,7 @@ def capture_gradients(trainer: "Trainer") -> dict[str, Any]:
 
 
 def restore_gradients(
-    trainer: "Trainer", gradients: Mapping[str, Any], report: Callable[[str], None]
+    trainer: "Trainer", gradients: Mapping[str, Any], report: Callable[[Sequence[str]], None]
 ) -> None:
     """Restore gradients; before a backward pass adds to one that was left out, report it once."""
     if not gradients:
@@ -452,16 +427,16 @@ def restore_gradients(
         return
     reported: list[str] = []
 
-    def report_first(problem: str) -> None:
+    def report_first(name: str) -> None:
         if not reported:
-            reported.append(problem)
-            report(problem)
+            reported.append(_ADDED.format(name))
+            report(reported)
 
     for name, parameter in trainer.lightning_module.named_parameters():
         kept = gradients.get(name)
         parameter.grad = None if kept is None else torch.empty_like(parameter).copy_(kept)
         if kept is None and name in gradients and parameter.requires_grad:
-            _watch(parameter, partial(report_first, _describe_addition(name)))
+            _watch(parameter, partial(report_first, name))
 
 
 def _is_used(parameter: "Parameter") -> bool:
@@ -489,11 +464,3 @@ def _watch(parameter: "Parameter", report: Callable[[], None]) -> None:
             report()
 
     handle = parameter.register_hook(check)
-
-
-def _describe_addition(name: str) -> str:
-    return (
-        f"The program adds to the gradient of {name}, with which it stepped before the checkpoint "
-        "was saved, and which the checkpoint lacks. Call zero_grad() between a step and the next "
-        "backward pass."
-    )

@@ -1,5 +1,6 @@
 """Checkpoints as users save, copy, damage and load them."""
 
+import shutil
 from functools import partial
 
 import lightning.pytorch as L
@@ -51,7 +52,7 @@ def test_a_run_is_resumed_with_another_number_of_workers(fits, loaders, per_samp
 
 
 def test_a_run_is_resumed_twice(fits):
-    straight, _ = fits.straight()
+    straight = fits.fit()
     fits.interrupt(at={"epoch": 0, "batch": 3})
     first = fits.checkpoint.rename(fits.folder / "first.ckpt")
     fits.interrupt(at={"epoch": 1, "batch": 4}, resume=first)
@@ -85,7 +86,7 @@ def test_checkpoints_of_lightnings_own_are_resumed(fits):
 
 
 def test_training_that_had_ended_goes_on(fits):
-    straight, _ = fits.straight()
+    straight = fits.fit()
     fits.fit(max_epochs=2)
     fits.trainer.save_checkpoint(fits.checkpoint)
     agree(straight, fits.resume(max_epochs=3))
@@ -118,7 +119,7 @@ def test_a_checkpoint_of_an_exception_is_resumed(fits):
                 trainer._signal_connector.received_sigterm = True
 
     saver = make_exception_saver(fits.folder / "saved", "ended")
-    straight, _ = fits.straight()
+    straight = fits.fit()
     with pytest.raises(SIGTERMException):
         fits.fit(extra=[Ended(), saver], enable_checkpointing=True)
     agree(straight, fits.fit(resume=fits.folder / "saved" / "ended.ckpt"))
@@ -145,109 +146,105 @@ class Refusal(Exception):  # noqa: N818 - it stands for any error
     """An error of the program."""
 
 
-@pytest.mark.parametrize("after", [False, True], ids=["in the fit", "after the fit"])
-def test_an_error_in_on_save_checkpoint_leaves_the_strategy_as_it_was(fits, after):
+def test_an_error_in_on_save_checkpoint_leaves_the_strategy_as_it_was(fits):
     def refuse(self, checkpoint):
         if self.refuses:
             raise Refusal
 
-    model = partial(make_model, on_save_checkpoint=refuse, refuses=not after)
-    if not after:
-        with pytest.raises(Refusal):
-            fits.interrupt(model=model)
-    else:
-        fits.fit(model=model, max_epochs=1)
-        fits.model.refuses = True
-        with pytest.raises(Refusal):
-            fits.trainer.save_checkpoint(fits.checkpoint)
-        fits.model.refuses = False
+    fits.fit(model=partial(make_model, on_save_checkpoint=refuse, refuses=False), max_epochs=1)
+    fits.model.refuses = True
+    with pytest.raises(Refusal):
         fits.trainer.save_checkpoint(fits.checkpoint)
-        saved = torch.load(fits.checkpoint, weights_only=True)
-        assert check_checkpoint(saved, fits.checkpoint)  # one manifest, without that of the error
+    fits.model.refuses = False
+    fits.trainer.save_checkpoint(fits.checkpoint)
+    saved = torch.load(fits.checkpoint, weights_only=True)
+    assert check_checkpoint(saved, fits.checkpoint)  # one manifest, without that of the error
     assert "save_checkpoint" not in vars(fits.trainer.strategy)
 
 
-def flip(path, at, bit=1):
-    data = bytearray(path.read_bytes())
-    data[at] ^= bit
-    path.write_bytes(data)
+def flip(tensor):
+    tensor.view(-1).view(torch.uint8)[2] ^= 1
 
 
-class TestDamage:
-    """A checkpoint that is not what was saved is refused, and the tensor is named."""
+def swap(content):
+    weights = content["state_dict"]
+    norm = "layers.1.weight", "layers.1.bias"
+    weights[norm[0]], weights[norm[1]] = (weights[name] for name in norm[::-1])
 
-    @pytest.fixture
-    def checkpoint(self, fits):
-        fits.interrupt()
-        return fits.checkpoint
 
-    def refuse(self, fits, message):
-        with pytest.raises(CheckpointError, match=message) as caught:
-            fits.resume()
-        return caught.value
+def double_rate(content):
+    content["optimizer_states"][0]["param_groups"][0]["lr"] *= 2
 
-    def test_a_flipped_bit_in_a_weight(self, fits, checkpoint):
-        weight = torch.load(checkpoint, weights_only=True)["state_dict"]["layers.4.weight"]
-        flip(checkpoint, checkpoint.read_bytes().index(weight.numpy().tobytes()) + 10)
-        error = self.refuse(
-            fits, r"1 tensor differs from what was saved.*state_dict\.layers\.4\.weight"
-        )
-        assert error.names == ("state_dict.layers.4.weight",)
 
-    def test_a_flipped_bit_in_the_state_of_an_optimizer(self, fits, checkpoint):
-        state = torch.load(checkpoint, weights_only=True)["optimizer_states"][0]["state"]
-        flip(checkpoint, checkpoint.read_bytes().index(state[0]["exp_avg"].numpy().tobytes()))
-        self.refuse(fits, r"optimizer_states\.0\.state\.0\.exp_avg")
+def edit(path, change):
+    """Change what a file holds, as a program does."""
+    content = torch.load(path, weights_only=True)
+    change(content)
+    torch.save(content, path)
 
-    def test_a_flipped_bit_in_what_describes_the_rest(self, fits, checkpoint):
-        flip(checkpoint, checkpoint.read_bytes().index(b"layers.4.weight"), bit=32)
-        self.refuse(fits, "is damaged")
 
-    @pytest.mark.parametrize("kept", [0, 100, 0.5, 0.99])
-    def test_a_file_that_is_cut_short(self, fits, checkpoint, kept):
-        data = checkpoint.read_bytes()
-        checkpoint.write_bytes(data[: kept if isinstance(kept, int) else int(kept * len(data))])
-        self.refuse(fits, "is damaged: it is truncated.*Copy the file again, or take an earlier")
+def cut(kept):
+    """Return a function that keeps the first part of a file."""
+    return lambda path: path.write_bytes(path.read_bytes()[: int(kept * path.stat().st_size)])
 
-    def test_swapped_weights_and_other_numbers(self, fits, checkpoint):
-        content = torch.load(checkpoint, weights_only=True)
-        weights = content["state_dict"]
-        norm = "layers.1.weight", "layers.1.bias"
-        weights[norm[0]], weights[norm[1]] = (weights[name] for name in norm[::-1])
-        torch.save(content, checkpoint)
-        error = self.refuse(fits, "2 tensors differ from what was saved")
-        assert error.names == tuple(f"state_dict.{name}" for name in norm)
 
-    def test_the_weights_of_another_checkpoint(self, fits, checkpoint):
-        content = torch.load(checkpoint, weights_only=True)
-        fits.interrupt(at={"batch": 3})
-        other = torch.load(checkpoint, weights_only=True)["state_dict"]
-        torch.save({**content, "state_dict": other}, checkpoint)
-        error = self.refuse(
-            fits, r"tensors differ from what was saved.*state_dict\.layers\.0\.weight"
-        )
-        assert all(name.startswith("state_dict.") for name in error.names)
+def rename(path):
+    """Flip a bit in a name."""
+    path.write_bytes(path.read_bytes().replace(b"layers.4.weight", b"Layers.4.weight", 1))
 
-    def test_another_number(self, fits, checkpoint):
-        content = torch.load(checkpoint, weights_only=True)
-        content["optimizer_states"][0]["param_groups"][0]["lr"] *= 2
-        torch.save(content, checkpoint)
-        error = self.refuse(fits, "numbers or strings in it differ from those that were saved")
-        # A program that edits checkpoints follows the message.
-        edited = '["callbacks"]["lightning_d9m"]["manifest"]: it is then loaded unchecked.'
-        assert str(error).endswith(edited)
-        del content["callbacks"]["lightning_d9m"]["manifest"]
-        torch.save(content, checkpoint)
+
+TENSOR = r"1 tensor differs from what was saved.*"
+DAMAGES = {
+    "a weight": (
+        partial(edit, change=lambda saved: flip(saved["state_dict"]["layers.4.weight"])),
+        rf"{TENSOR}state_dict\.layers\.4\.weight",
+    ),
+    "an optimizer": (
+        partial(
+            edit, change=lambda saved: flip(saved["optimizer_states"][0]["state"][0]["exp_avg"])
+        ),
+        rf"{TENSOR}optimizer_states\.0\.state\.0\.exp_avg",
+    ),
+    "two weights": (partial(edit, change=swap), r"2 tensors differ .*layers\.1\.weight.*1\.bias"),
+    "a number": (partial(edit, change=double_rate), "numbers or strings in it differ from those"),
+    "a name": (rename, "is damaged"),
+    **{
+        f"cut at {kept}": (cut(kept), "is damaged: it is truncated.*Copy the file again, or take")
+        for kept in (0, 0.01, 0.5, 0.99)
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def intact(tmp_path_factory):
+    """Return a checkpoint that was saved within an epoch."""
+    fits = Fits(tmp_path_factory.mktemp("intact"), lambda: None)
+    fits.interrupt()
+    return fits.checkpoint
+
+
+@pytest.mark.parametrize(("damage", "message"), DAMAGES.values(), ids=DAMAGES)
+def test_a_damaged_checkpoint_is_refused_and_the_tensor_is_named(fits, intact, damage, message):
+    shutil.copy(intact, fits.checkpoint)
+    damage(fits.checkpoint)
+    with pytest.raises(CheckpointError, match=message) as caught:
         fits.resume()
+    assert all(name in str(caught.value) for name in caught.value.names)
+    callback = DeterminismCallback(ledger_dir=fits.folder)
+    trainer = L.Trainer(**QUIET, callbacks=[callback], max_epochs=1)
+    with pytest.raises(CheckpointError, match=message):
+        trainer.test(make_model(), make_loader(shuffle=False), ckpt_path=fits.checkpoint)
 
-    def test_a_test_refuses_it_too(self, fits, checkpoint):
-        flip(checkpoint, len(checkpoint.read_bytes()) // 2)
-        checkpoint.write_bytes(checkpoint.read_bytes()[:-50])
-        trainer = L.Trainer(
-            **QUIET, callbacks=[DeterminismCallback(ledger_dir=fits.folder)], max_epochs=1
-        )
-        with pytest.raises(CheckpointError, match="is damaged"):
-            trainer.test(make_model(), make_loader(shuffle=False), ckpt_path=checkpoint)
+
+def test_a_program_that_edits_checkpoints_follows_the_message(fits, intact):
+    shutil.copy(intact, fits.checkpoint)
+    edit(fits.checkpoint, double_rate)
+    with pytest.raises(CheckpointError) as caught:
+        fits.resume()
+    edited = '["callbacks"]["lightning_d9m"]["manifest"]: it is then loaded unchecked.'
+    assert str(caught.value).endswith(edited)
+    edit(fits.checkpoint, lambda content: content["callbacks"][KEY].pop(MANIFEST_KEY))
+    fits.resume()
 
 
 def test_what_others_change_in_a_checkpoint_is_no_damage(fits):
@@ -265,32 +262,14 @@ def test_what_others_change_in_a_checkpoint_is_no_damage(fits):
 
 
 @pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__`:UserWarning")
-class TestStream:
-    """An iterable dataset is exact between epochs, and said not to be within one."""
+def test_a_stream_that_does_not_save_its_position_is_refused_before_anything_is_trained(fits):
+    def step(self, batch, batch_idx):
+        raise AssertionError
 
-    def test_between_epochs(self, fits):
-        straight, _ = fits.straight(loader=stream)
-        fits.interrupt(loader=stream, at={"hook": "on_train_epoch_end"})
-        agree(straight, fits.resume(loader=stream))
-
-    def test_within_an_epoch(self, fits):
-        def step(self, batch, batch_idx):
-            raise AssertionError("it is said before anything is trained")
-
-        fits.interrupt(loader=stream)
-        with pytest.raises(
-            InexactResumeError, match=r"Numbers does not save its position.* StatefulDataLoader"
-        ):
-            fits.resume(loader=stream, model=partial(make_model, training_step=step))
-
-    @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before")
-    def test_a_break_is_recorded_where_the_user_goes_on(self, fits):
-        fits.interrupt(loader=stream)
-        words = {"on_inexact_resume": "warn"}
-        with pytest.warns(UserWarning, match="with a break that the ledger records"):
-            folder = fits.resume(loader=stream, words=words)
-        (found,) = find_breaks(folder / "rank-0.jsonl")
-        assert "Numbers" in found.inexact[0]
+    fits.interrupt(loader=stream)
+    problem = r"Numbers does not save its position.* StatefulDataLoader"
+    with pytest.raises(InexactResumeError, match=problem):
+        fits.resume(loader=stream, model=partial(make_model, training_step=step))
 
 
 def adam_with_rate(self):

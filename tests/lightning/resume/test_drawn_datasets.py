@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningDataModule
-from resuming import Fits, agree, evidence
+from resuming import Fits, evidence
 from torch.utils.data import DataLoader, Subset
 from trainings import NoisyDigits
 
@@ -42,17 +42,10 @@ class DrawingCallback(Callback):
 
 
 @pytest.mark.parametrize("every", [0, 1, 2], ids="reloaded every {}".format)
-@pytest.mark.parametrize(
-    "place",
-    [{"epoch": 1, "batch": 2}, {"hook": "on_train_epoch_end"}],
-    ids=["within an epoch", "end of an epoch"],
-)
-def test_a_resumed_run_draws_the_same_data(tmp_path, new_process, every, place):
-    fits = Fits(tmp_path, new_process)
+def test_a_resumed_run_draws_the_same_data(tmp_path, new_process, every):
+    places = [{"epoch": 1, "batch": 2}, {"hook": "on_train_epoch_end"}]
     run = {"datamodule": DrawnDigits, "reload_dataloaders_every_n_epochs": every, "max_epochs": 4}
-    straight = fits.fit(**run)
-    fits.interrupt(**run, at=place)
-    agree(straight, fits.resume(**run))
+    Fits(tmp_path, new_process).check(*places, **run)
 
 
 def test_validation_data_do_not_depend_on_the_sanity_check(tmp_path, new_process):

@@ -55,18 +55,13 @@ def test_generators_in_workers_that_cannot_be_saved_are_named(fits, part, words,
 
 @pytest.mark.parametrize("part", ["loader", "validate"])
 def test_workers_that_end_with_the_epoch_take_none_along(fits, part):
-    run = {part: partial(drawing, **WORKERS), "max_epochs": 2}
-    straight = fits.fit(**run)
-    fits.interrupt(**run, at=BETWEEN)
-    agree(straight, fits.resume(**run))
+    fits.check(BETWEEN, **{part: partial(drawing, **WORKERS), "max_epochs": 2})
 
 
 def test_a_validation_whose_loaders_come_later_goes_on(fits):
     """The resumed run has none before the epoch that is validated."""
-    run = {"validate": drawing, "check_val_every_n_epoch": 2, "max_epochs": 4}
-    straight = fits.fit(**run)
-    fits.interrupt(**run, at={"epoch": 2, "batch": 2})
-    agree(straight, fits.resume(**run))
+    words = {"check_val_every_n_epoch": 2, "max_epochs": 4}
+    fits.check({"epoch": 2, "batch": 2}, validate=drawing, **words)
 
 
 class CountedNumbers(IterableDataset):
@@ -104,14 +99,11 @@ def shuffled_batches():
     return DataLoader(NoisyDigits(), batch_sampler=ShuffledBatches())
 
 
-@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_validation_end"])
 @pytest.mark.parametrize("loader", [counted_stream, shuffled_batches])
-def test_a_run_is_resumed_when_nothing_of_its_epoch_is_left(fits, loader, hook):
+def test_a_run_is_resumed_when_nothing_of_its_epoch_is_left(fits, loader):
     """Where a ModelCheckpoint saves by default: after the validation that ends the epoch."""
-    run = {"loader": loader, "max_epochs": 3, "limit_train_batches": 6}
-    straight = fits.fit(**run)
-    fits.interrupt(**run, at={"hook": hook, "batch": 6})
-    agree(straight, fits.resume(**run))
+    places = [{"batch": 6}, {"hook": "on_validation_end", "batch": 6}]
+    fits.check(*places, loader=loader, limit_train_batches=6)
 
 
 def pruning():
@@ -264,7 +256,4 @@ def test_a_checkpoint_within_the_epoch_that_max_steps_cut_short_is_continued(fit
 
 
 def test_an_epoch_that_a_hook_ends_in_every_run_is_continued(fits):
-    words = {"max_steps": 6, "max_epochs": -1, "model": skipping}
-    straight = fits.fit(**words)
-    fits.interrupt(**words, at=BETWEEN | {"batch": 2})
-    agree(straight, fits.resume(**words))
+    fits.check(BETWEEN | {"batch": 2}, max_steps=6, max_epochs=-1, model=skipping)

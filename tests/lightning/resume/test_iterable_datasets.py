@@ -7,7 +7,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningDataModule
 from lightning.pytorch.utilities import CombinedLoader
-from resuming import Curriculum, DrawingDigits, Fits, agree
+from resuming import Curriculum, DrawingDigits, Fits
 from torch.utils.data import DataLoader, IterableDataset
 from trainings import NoisyDigits, make_loader, make_model
 
@@ -149,70 +149,50 @@ LOADERS = {
     "stateful with a length": partial(stateful, SizedStream),
     "not torch's": Batches,
 }
-PLACES = [
-    {"hook": "on_train_epoch_end"},
-    {"hook": "on_validation_end", "batch": 6},
-    {"batch": 6},
-]
+BETWEEN = {"hook": "on_train_epoch_end"}
+PLACES = [BETWEEN, {"hook": "on_validation_end", "batch": 6}, {"batch": 6}]
+WITHIN = {"epoch": 2, "batch": 3}
+STEPS = {"max_epochs": -1, "max_steps": 18}
+
+
+@pytest.fixture
+def fits(tmp_path, new_process):
+    return Fits(tmp_path, new_process)
 
 
 @pytest.mark.parametrize("name", LOADERS)
-def test_resumes_exactly_at_the_end_of_an_epoch(tmp_path, new_process, name):
-    fits, loader = Fits(tmp_path, new_process), LOADERS[name]
-    straight = fits.fit(loader=loader)
+def test_resumes_exactly_at_the_end_of_an_epoch(fits, name):
     places = {"without a length": PLACES[:2], "counting": PLACES[::2]}
-    for place in places.get(name, PLACES[:1]):
-        fits.interrupt(loader=loader, at=place)
-        agree(straight, fits.resume(loader=loader))
+    fits.check(*places.get(name, PLACES[:1]), loader=LOADERS[name])
 
 
-@pytest.mark.parametrize(
-    "loader",
-    [stateful, partial(stateful, SizedStream), make_stream],
-    ids=["stateful", "stateful with a length", "torch's"],
-)
-def test_resumes_a_run_of_a_number_of_steps_exactly(tmp_path, new_process, loader):
-    fits = Fits(tmp_path, new_process)
-    run = {"loader": loader, "max_epochs": -1, "max_steps": 18}
-    straight = fits.fit(**run)
-    fits.interrupt(**run, at={"hook": "on_train_epoch_end"})
-    agree(straight, fits.resume(**run))
+@pytest.mark.parametrize("name", ["stateful", "stateful with a length", "without a length"])
+def test_resumes_a_run_of_a_number_of_steps_exactly(fits, name):
+    fits.check(BETWEEN, loader=LOADERS[name], **STEPS)
 
 
-def test_a_stream_that_counts_is_resumed_within_an_epoch(tmp_path, new_process):
+def test_a_stream_that_counts_is_resumed_within_an_epoch(fits):
     """The loader of torchdata reads and skips the batches that were trained."""
-    fits = Fits(tmp_path, new_process)
-    run = {"loader": partial(stateful, SizedCountingStream)}
-    straight = fits.fit(**run)
-    fits.interrupt(**run, at={"epoch": 2, "batch": 3})
-    agree(straight, fits.resume(**run))
+    counting = partial(stateful, SizedCountingStream)
+    fits.check(WITHIN, loader=counting)
     with pytest.raises(InexactResumeError, match=r"SizedCountingStream does not have state_dict"):
-        fits.resume(loader=partial(stateful, SizedCountingStream, num_workers=1))
+        fits.fit(loader=partial(counting, num_workers=1), resume=fits.folder / "0.ckpt")
 
 
-def test_a_stream_whose_epoch_is_set_keeps_what_the_hook_sets(tmp_path, new_process):
-    fits = Fits(tmp_path, new_process)
-    run = {"loader": partial(make_stream, SetStream), "callbacks": lambda: [SetEpoch()]}
-    straight = fits.fit(**run)
-    fits.interrupt(**run, at={"hook": "on_train_epoch_end"})
-    agree(straight, fits.resume(**run))
+def test_a_stream_whose_epoch_is_set_keeps_what_the_hook_sets(fits):
+    fits.check(BETWEEN, loader=partial(make_stream, SetStream), callbacks=lambda: [SetEpoch()])
 
 
-def test_numbers_that_persistent_workers_count_cannot_be_resumed(tmp_path, new_process):
-    fits = Fits(tmp_path, new_process)
+def test_resumes_exactly_with_two_loaders(fits):
+    fits.check(BETWEEN, loader=two_loaders, model=partial(make_model, training_step=step_on_two))
+
+
+def test_numbers_that_persistent_workers_count_cannot_be_resumed(fits):
     words = {"num_workers": 1, "persistent_workers": True}
     run = {"loader": partial(make_stream, CountingStream, **words)}
-    fits.interrupt(**run, at={"epoch": 0, "hook": "on_train_epoch_end"})
+    fits.interrupt(**run, at=BETWEEN | {"epoch": 0})
     with pytest.raises(InexactResumeError, match="CountingStream changes numbers among its att"):
         fits.resume(**run)
-
-
-def test_resumes_exactly_with_two_loaders(tmp_path, new_process):
-    fits = Fits(tmp_path, new_process)
-    run = {"loader": two_loaders, "model": partial(make_model, training_step=step_on_two)}
-    straight = fits.fit(**run)
-    fits.interrupt(**run, at={"hook": "on_train_epoch_end"})
-    agree(straight, fits.resume(**run))
 
 
 class Reloaded(LightningDataModule):
@@ -231,13 +211,12 @@ class Reloaded(LightningDataModule):
         return make_loader(shuffle=False)
 
 
+RELOADED = {"reload_dataloaders_every_n_epochs": 1}
+
+
 @pytest.mark.parametrize("dataset", [DrawnStream, NoisyDigits])
-def test_resumes_exactly_where_loaders_are_reloaded(tmp_path, new_process, dataset):
-    fits = Fits(tmp_path, new_process)
-    run = {"datamodule": partial(Reloaded, dataset), "reload_dataloaders_every_n_epochs": 1}
-    straight = fits.fit(**run)
-    fits.interrupt(**run, at={"hook": "on_train_epoch_end"})
-    agree(straight, fits.resume(**run))
+def test_resumes_exactly_where_loaders_are_reloaded(fits, dataset):
+    fits.check(BETWEEN, datamodule=partial(Reloaded, dataset), **RELOADED)
 
 
 @pytest.mark.parametrize(
@@ -248,11 +227,9 @@ def test_resumes_exactly_where_loaders_are_reloaded(tmp_path, new_process, datas
         (CountingStream, r"given, train\.0\.dataset\.stages\.0\.epoch"),
     ],
 )
-def test_state_of_reloaded_datasets_cannot_be_resumed(tmp_path, new_process, dataset, state):
-    fits = Fits(tmp_path, new_process)
-    run = {"datamodule": partial(Reloaded, dataset), "reload_dataloaders_every_n_epochs": 1}
-    fits.interrupt(**run, at={"hook": "on_train_epoch_end"})
-    with pytest.raises(
-        InexactResumeError, match=rf"values that change: train\.0\.dataset\.{state}\. "
-    ):
+def test_state_of_reloaded_datasets_cannot_be_resumed(fits, dataset, state):
+    run = {"datamodule": partial(Reloaded, dataset)} | RELOADED
+    fits.interrupt(**run, at=BETWEEN)
+    named = rf"values that change: train\.0\.dataset\.{state}\. "
+    with pytest.raises(InexactResumeError, match=named):
         fits.resume(**run)

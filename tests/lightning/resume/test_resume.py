@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch import LightningDataModule, callbacks
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.utilities import CombinedLoader
-from resuming import Curriculum, Fits, OwnOrder, agree, evidence
+from resuming import Curriculum, Fits, OwnOrder, evidence
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 from trainings import NoisyDigits, make_loader, make_model
@@ -22,48 +22,26 @@ def fits(tmp_path, new_process):
     return Fits(tmp_path, new_process)
 
 
+WITHIN = {"batch": 2}
+BETWEEN = {"hook": "on_train_epoch_end"}
+TRAINED = [WITHIN, {"batch": 1, "epoch": 0}, {"batch": 6}]
+VALIDATED = [{"hook": hook} for hook in ("on_validation_end", "on_validation_batch_end")]
+AT_END = [{"hook": "on_train_epoch_end", "batch": 6}]
 PLACES = {
-    "in the middle of an epoch": {"batch": 2},
-    "in the first batch": {"batch": 1, "epoch": 0},
-    "after the last batch of an epoch": {"batch": 6},
-    "at the end of a validation": {"hook": "on_validation_end", "batch": 6},
-    "within a validation": {"hook": "on_validation_batch_end", "batch": 6},
-    "at the end of a validation in the middle of an epoch": {
-        "hook": "on_validation_end",
-        "words": {"val_check_interval": 2},
-    },
-    "within a validation in the middle of an epoch": {
-        "hook": "on_validation_batch_end",
-        "words": {"val_check_interval": 2},
-    },
-    "at the end of an epoch": {"hook": "on_train_epoch_end", "batch": 6},
+    "a validation at the end": ({}, [*TRAINED, *({"batch": 6} | hook for hook in VALIDATED)]),
+    "a validation in the middle": ({"val_check_interval": 2}, [*TRAINED, *VALIDATED]),
+    "no validation": ({"limit_val_batches": 0}, TRAINED),
 }
 
 
-@pytest.mark.parametrize("place", PLACES.values(), ids=PLACES.keys())
-class TestPlaces:
-    """A checkpoint at each place."""
-
-    @pytest.mark.parametrize("words", [{}, {"limit_val_batches": 0}], ids=["validated", "not"])
-    def test_ends_at_the_same_bits(self, fits, place, words):
-        if "validation" in place.get("hook", "") and words:
-            pytest.skip("there is no validation to interrupt")
-        words = place.get("words", words)
-        place = {name: value for name, value in place.items() if name != "words"}
-        straight, _ = fits.straight(**words)
-        fits.interrupt(at=place, **words)
-        agree(straight, fits.resume(**words))
+@pytest.mark.parametrize(("words", "places"), PLACES.values(), ids=PLACES)
+def test_a_run_is_resumed_anywhere_and_counts_as_an_uninterrupted_one(fits, words, places):
+    fits.check(*places, progress=True, max_epochs=2, **words)
 
 
-@pytest.mark.parametrize("place", list(PLACES)[:-1])
-@pytest.mark.parametrize("interval", [2, 6])
-def test_counts_batches_as_an_uninterrupted_run_does(fits, place, interval):
-    words = {"val_check_interval": interval, "max_epochs": 2}
-    _, progress = fits.straight(**words)
-    at = {name: value for name, value in PLACES[place].items() if name != "words"}
-    fits.interrupt(at={**at, "epoch": 1}, **words)
-    fits.resume(**words)
-    assert fits.trainer.fit_loop.state_dict() == progress
+@pytest.mark.parametrize("words", [{}, {"limit_val_batches": 0}], ids=["validated", "not"])
+def test_a_run_is_resumed_at_the_end_of_an_epoch(fits, words):
+    fits.check(*AT_END, **words)
 
 
 class DrawnBatches:
@@ -278,15 +256,9 @@ RUNS = {
 
 
 @pytest.mark.parametrize("run", RUNS.values(), ids=RUNS.keys())
-class TestRuns:
-    """Runs of each kind, interrupted in the middle of an epoch and between two."""
-
-    @pytest.mark.filterwarnings("ignore:Found 1 module:UserWarning")
-    def test_that_is_interrupted_anywhere(self, fits, run):
-        straight = fits.fit(**run)
-        for place in ({"batch": 3}, {"batch": 5}, {"hook": "on_train_epoch_end"}):
-            fits.interrupt(**run, at=place)
-            agree(straight, fits.resume(**run))
+@pytest.mark.filterwarnings("ignore:Found 1 module:UserWarning")
+def test_a_run_of_each_kind_is_resumed_anywhere(fits, run):
+    fits.check({"batch": 3}, {"batch": 5}, BETWEEN, **run)
 
 
 def test_layers_that_a_resume_unfreezes_are_said(fits, caplog):
@@ -337,9 +309,7 @@ LOADERS = {
 
 @pytest.mark.parametrize(("run", "batch"), LOADERS.values(), ids=LOADERS.keys())
 def test_loaders_of_each_kind_go_on_in_the_middle_of_an_epoch(fits, run, batch):
-    straight = fits.fit(**run)
-    fits.interrupt(**run, at={"batch": batch})
-    agree(straight, fits.resume(**run))
+    fits.check({"batch": batch}, **run)
 
 
 def test_loaders_that_are_loaded_anew_draw_the_same_with_workers_and_without(fits):
@@ -359,12 +329,9 @@ def schedule_by_estimated_steps(self):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize("place", ["in the middle of an epoch", "at the end of an epoch"])
-def test_a_schedule_by_estimated_steps_does_not_load_the_first_epoch_again(fits, place, workers):
+def test_a_schedule_by_estimated_steps_does_not_load_the_first_epoch_again(fits, workers):
     run = {
         "model": lambda: make_model(configure_optimizers=schedule_by_estimated_steps),
         "loader": partial(make_loader, num_workers=workers, persistent_workers=workers > 0),
     }
-    straight = fits.fit(**run)
-    fits.interrupt(**run, at=PLACES[place])
-    agree(straight, fits.resume(**run))
+    fits.check(WITHIN, *AT_END, **run)

@@ -9,7 +9,7 @@ from trainings import make_model
 from lightning_d9m.cli.main import main
 from lightning_d9m.errors import DriftError
 from lightning_d9m.ledger.folder import read_ledger
-from lightning_d9m.lightning.saved_state import KEY, MANIFEST_KEY
+from lightning_d9m.lightning.saved_state import KEY
 
 pytestmark = pytest.mark.usefixtures("unseeded", "new_process")
 
@@ -20,7 +20,7 @@ def fits(tmp_path, new_process):
 
 
 def test_compare_takes_it_for_a_straight_run_and_says_where_the_break_was(fits, capsys):
-    straight, _ = fits.straight()
+    straight = fits.fit()
     interrupted = fits.interrupt(at={"batch": 3})
     resumed = fits.resume()
     moments = [
@@ -43,7 +43,7 @@ def test_the_check_against_a_reference_goes_on(fits):
             with torch.no_grad():
                 self.layers[4].bias[0] += 1e-3
 
-    straight, _ = fits.straight()
+    straight = fits.fit()
     words = {"words": {"reference": straight}}
     fits.interrupt(at={"batch": 3}, **words)
     resumed = fits.resume(**words)
@@ -53,31 +53,14 @@ def test_the_check_against_a_reference_goes_on(fits):
     assert caught.value.epoch == 2
 
 
-@pytest.mark.parametrize(
-    ("path", "value", "reason"),
-    [
-        (["callbacks", KEY], None, "has no lightning_d9m state"),
-        (["callbacks", KEY, "format"], 99, "has format 99"),
-        (["callbacks", KEY, "world_size"], 2, "saved by 2 ranks; now there are 1"),
-        (["callbacks", KEY, "settings", "seed"], 4, "saved with seed=4; now it is 3"),
-    ],
-    ids=["no state", "a newer format", "another world", "another seed"],
-)
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before")
-def test_a_break_is_recorded_where_the_user_goes_on(fits, path, value, reason):
+def test_a_break_is_recorded_where_the_user_goes_on(fits):
     fits.interrupt(at={"batch": 3})
     checkpoint = torch.load(fits.checkpoint, weights_only=True)
-    del checkpoint["callbacks"][KEY][MANIFEST_KEY]
-    *above, last = path
-    part = checkpoint
-    for name in above:
-        part = part[name]
-    part[last] = value
-    if value is None:
-        del part[last]
+    del checkpoint["callbacks"][KEY]
     torch.save(checkpoint, fits.checkpoint)
     with pytest.warns(UserWarning, match="with a break that the ledger records"):
         folder = fits.resume(words={"on_inexact_resume": "warn"})
     (found,) = find_breaks(folder / "rank-0.jsonl")
-    assert reason in found.inexact[0]
+    assert "has no lightning_d9m state" in found.inexact[0]
     assert (found.epoch, found.step, found.batch) == (1, 9, 3)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from ledger_runs import find_breaks
-from resuming import Curriculum, DrawingCollate, DrawingDigits, Fits, OwnOrder, agree, evidence
+from resuming import Curriculum, DrawingCollate, DrawingDigits, Fits, OwnOrder, evidence
 from torch import nn
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric, Metric, MetricCollection, SumMetric
@@ -16,7 +16,7 @@ from torchmetrics.classification import MulticlassAccuracy
 from trainings import NoisyDigits, make_model
 
 from lightning_d9m import D9mError
-from lightning_d9m.control import seeding, session
+from lightning_d9m.control import session
 from lightning_d9m.control.seeding import capture_generators
 from lightning_d9m.lightning.saved_state import FORMAT, KEY, MANIFEST_KEY
 from lightning_d9m.state.plain_data import decode_plain, encode_plain, pack_bytes, unpack_bytes
@@ -59,38 +59,10 @@ def own_order():
     return DataLoader(DrawingDigits(), batch_sampler=OwnOrder(), collate_fn=DrawingCollate())
 
 
-class Device:
-    """Stands for an accelerator: a generator that is none of the CPU's, nor the program's."""
-
-    __module__ = "torch"
-
-    def __init__(self):
-        generator = torch.Generator()
-        self._find = lambda: generator  # where nobody looks for it
-
-    @property
-    def generator(self):
-        return self._find()
-
-    def device_count(self):
-        return 1
-
-    def get_rng_state(self, number):
-        return self.generator.get_state()
-
-    def set_rng_state(self, state, number):
-        self.generator.set_state(state)
-
-
-DEVICE = Device()
-
-
 def drawing_step(self, batch, batch_idx):
     """Draw from every kind of generator, and measure in every way, as user code does."""
     noise = random.random() + float(np.random.rand()) + torch.rand(64) + self.own.random()
     noise = noise + torch.rand(64, generator=self.noise) + self.numpy.random() + self.legacy.rand()
-    if self.on_device:
-        noise = noise + torch.rand(64, generator=DEVICE.generator)
     outputs = self.layers(batch[0] + 0.01 * noise)
     loss = torch.nn.functional.cross_entropy(outputs, batch[1])
     self.log("train_loss", loss, on_step=True, on_epoch=True)
@@ -124,14 +96,12 @@ def measuring_validation(self, batch, batch_idx):
         self.log("earlier_loss", loss)
 
 
-def make_drawing_model(*, on_device=False):
+def make_drawing_model():
     model = make_model(
         training_step=drawing_step,
         validation_step=measuring_validation,
         on_train_epoch_end=log_measured,
     )
-    model.on_device = on_device
-    DEVICE.generator.manual_seed(2)
     model.own = random.Random(6)
     model.noise = torch.Generator().manual_seed(3)
     model.numpy = np.random.default_rng(4)
@@ -151,7 +121,6 @@ RUN = {
     "val_check_interval": 3,
     "max_epochs": 2,
 }
-ON_DEVICE = RUN | {"model": lambda: make_drawing_model(on_device=True)}
 OTHER = torch.Generator().manual_seed(1).get_state()
 
 
@@ -225,7 +194,6 @@ PIECES = {
     "Python's generator": (["rng", "host"], replace_host(0)),
     "NumPy's generator": (["rng", "host"], replace_host(1)),
     "torch's generator": (["rng", "torch"], lambda old: OTHER),
-    "a device's generator": (["rng", "devices"], lambda old: {}),
     "all generators of the process": (["rng"], lambda old: None),
     **{f"the generator {name}": (["generators", name], another(name)) for name in GENERATORS},
     **{f"{name} of the program": (["program"], drop(name)) for name in PROGRAM},
@@ -277,11 +245,6 @@ REFUSED = {
         None,
         r"only in this run: train\.0\.dataset\.rng",
     ),
-    "a device that is not visible": (
-        ["callbacks", KEY, "ranks", 0, "rng", "own", "simulated"],
-        lambda own: own + 1,
-        "Numbers were drawn on the device simulated:0, and its generator cannot be restored",
-    ),
     "what it says itself": (
         ["callbacks", KEY, "ranks", 0, "inexact"],
         lambda old: ["A reason."],
@@ -297,25 +260,24 @@ REFUSED = {
 
 @pytest.fixture(scope="module")
 def interrupted(tmp_path_factory):
-    """Train once straight and once to the middle of an epoch, between two micro-batches."""
+    """Train, and save in the middle of an epoch, between two micro-batches."""
     fits = Fits(tmp_path_factory.mktemp("pieces"), lambda: setattr(session, "_fits", 0))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "simulated", DEVICE, raising=False)
-        patch.setattr(seeding, "_list_initialized_devices", lambda: [("simulated", DEVICE)])
-        straight = evidence(fits.fit(**ON_DEVICE))
-        fits.interrupt(**ON_DEVICE, at={"batch": 5})
-        yield fits, straight
+    return fits, evidence(fits.check({"batch": 5}, **RUN))
+
+
+def resume_edited(fits, edit, **words):
+    """Resume from the checkpoint with its state edited; return the ledger's folder."""
+    checkpoint = torch.load(fits.folder / "0.ckpt", weights_only=True)
+    del checkpoint["callbacks"][KEY][MANIFEST_KEY]  # which would tell at once
+    edit(checkpoint)
+    torch.save(checkpoint, fits.folder / "edited.ckpt")
+    return fits.fit(**words, resume=fits.folder / "edited.ckpt")
 
 
 def resume(interrupted, edit):
-    """Resume from the checkpoint with its state edited; return whether the evidence is equal."""
+    """Return whether the evidence is equal after a resume from an edited state."""
     fits, straight = interrupted
-    checkpoint = torch.load(fits.checkpoint, weights_only=True)
-    del checkpoint["callbacks"][KEY][MANIFEST_KEY]  # which would tell at once
-    edit(checkpoint)
-    path = fits.folder / "edited.ckpt"
-    torch.save(checkpoint, path)
-    folder = fits.fit(**ON_DEVICE, resume=path)
+    folder = resume_edited(fits, edit, **RUN)
     found = evidence(folder)
     (place,) = find_breaks(folder / "rank-0.jsonl")
     return (place.epoch, place.step, place.batch) == (1, 5, 5) and all(
@@ -326,9 +288,6 @@ def resume(interrupted, edit):
 @pytest.mark.filterwarnings("ignore:The ``compute`` method of metric:UserWarning")
 class TestPieces:
     """A checkpoint that was saved between two micro-batches."""
-
-    def test_ends_at_the_same_bits_when_nothing_is_left_out(self, interrupted):
-        assert resume(interrupted, lambda checkpoint: None)
 
     @pytest.mark.parametrize("piece", PIECES.values(), ids=PIECES.keys())
     def test_does_not_without(self, interrupted, piece):
@@ -371,58 +330,11 @@ class Stages(L.LightningDataModule):
         return NoisyDigits(96 + 16 * (self.trainer.current_epoch // 2))
 
 
-def without(fits, name, value=None, **words):
-    """Resume with a piece of the rank's left out, and with all of them; return the evidence."""
-    whole = fits.resume(**words)
-    checkpoint = torch.load(fits.checkpoint, weights_only=True)
-    del checkpoint["callbacks"][KEY][MANIFEST_KEY]
-    rank = checkpoint["callbacks"][KEY]["ranks"][0]
-    *above, last = name
-    for part in above:
-        rank = rank[part]
-    rank[last] = value
-    torch.save(checkpoint, fits.checkpoint)
-    return evidence(whole), evidence(fits.resume(**words))
-
-
-@pytest.mark.parametrize("name", ["train_reload_epoch", "validation_reload_epoch"])
-def test_when_loaders_were_loaded_matters(tmp_path, new_process, name):
-    fits = Fits(tmp_path, new_process)
-    words = {"datamodule": Stages, "reload_dataloaders_every_n_epochs": 2}
-    straight = evidence(fits.fit(**words))
-    fits.interrupt(**words, at={"epoch": 1})
-    whole, lacking = without(fits, [name], **words)
-    assert whole == straight
-    assert lacking != straight
-
-
-def test_the_last_loss_matters_at_the_end_of_an_epoch(tmp_path, new_process):
-    fits = Fits(tmp_path, new_process)
-    straight = evidence(fits.fit(max_epochs=2))
-    fits.interrupt(max_epochs=2, at={"batch": 6})
-    whole, lacking = without(fits, ["pending", "loss"], max_epochs=2)
-    assert whole == straight
-    assert lacking != straight
-
-
 def make_persistent_model():
     """Return a model whose metrics Lightning saves in the weights: as they were, not reset yet."""
     model = make_drawing_model()
     model.accuracy.persistent(mode=True)
     return model
-
-
-def test_which_metrics_are_reset_matters_between_epochs(tmp_path, new_process):
-    fits = Fits(tmp_path, new_process)
-    words = RUN | {"model": make_persistent_model}
-    straight = evidence(fits.fit(**words))
-    fits.interrupt(**words, at={"hook": "on_train_epoch_end", "epoch": 0, "batch": 6})
-    (rank,) = torch.load(fits.checkpoint, weights_only=True)["callbacks"][KEY]["ranks"]
-    assert rank["rng"] is None  # an epoch seeds the generators
-    assert rank["results"] == []  # and begins its sums
-    whole, lacking = without(fits, ["reset"], [], **words)
-    assert whole == straight
-    assert lacking != straight
 
 
 def make_logging_model():
@@ -452,42 +364,66 @@ def logical(monkeypatch):
     torch.distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize(
-    ("piece", "empty", "scalar"),
-    [
-        ("logged", [], "mean_loss"),
-        ("metric_states", {}, "average"),
-        ("gradients", {}, "mean_loss"),
-    ],
-)
-def test_what_logical_ranks_have_kept_matters_within_an_epoch(
-    tmp_path, new_process, logical, piece, empty, scalar
-):
+def replace_piece(path, value):
+    """Return a function that replaces a piece of the first rank."""
+
+    def edit(checkpoint):
+        change(checkpoint["callbacks"][KEY]["ranks"][0], path, lambda _: value)
+
+    return edit
+
+
+BETWEEN = {"hook": "on_train_epoch_end", "epoch": 0, "batch": 6}
+RELOADED = {"datamodule": Stages, "reload_dataloaders_every_n_epochs": 2}
+LACKING = {
+    "train_reload_epoch": (["train_reload_epoch"], None, {"epoch": 1}, RELOADED),
+    "validation_reload_epoch": (["validation_reload_epoch"], None, {"epoch": 1}, RELOADED),
+    "last loss": (["pending", "loss"], None, {"batch": 6}, {"max_epochs": 2}),
+    "reset": (["reset"], [], BETWEEN, RUN | {"model": make_persistent_model}),
+}
+
+
+@pytest.mark.parametrize(("path", "empty", "place", "words"), LACKING.values(), ids=LACKING)
+def test_a_piece_matters_at_some_places(tmp_path, new_process, path, empty, place, words):
     fits = Fits(tmp_path, new_process)
-    straight = evidence(fits.fit(**logical))
-    fits.interrupt(**logical, at={"batch": 1})
-    whole, lacking = without(fits, [piece], empty, **logical)
-    assert whole == straight
-    values = [found["epoch", 1]["scalars"][scalar] for found in (whole, lacking)]
-    assert values[0] != values[1]
+    straight = evidence(fits.check(place, **words))
+    assert evidence(resume_edited(fits, replace_piece(path, empty), **words)) != straight
+    if path == ["reset"]:
+        (rank,) = torch.load(tmp_path / "0.ckpt", weights_only=True)["callbacks"][KEY]["ranks"]
+        assert rank["rng"] is None  # an epoch seeds the generators
+        assert rank["results"] == []  # and begins its sums
+
+
+LOGICAL = {"logged": ([], "mean_loss"), "metric_states": ({}, "average")}
+LOGICAL["gradients"] = ({}, "mean_loss")
+
+
+def test_what_logical_ranks_have_kept_matters_within_an_epoch(tmp_path, new_process, logical):
+    fits = Fits(tmp_path, new_process)
+    straight = evidence(fits.check({"batch": 1}, **logical))
+    for piece, (empty, scalar) in LOGICAL.items():
+        lacking = evidence(resume_edited(fits, replace_piece([piece], empty), **logical))
+        values = [found["epoch", 1]["scalars"][scalar] for found in (straight, lacking)]
+        assert values[0] != values[1], piece
 
 
 ELSEWHERE = {
-    ("logged",): test_what_logical_ranks_have_kept_matters_within_an_epoch,
-    ("metric_states",): test_what_logical_ranks_have_kept_matters_within_an_epoch,
-    ("train_reload_epoch",): test_when_loaders_were_loaded_matters,
-    ("validation_reload_epoch",): test_when_loaders_were_loaded_matters,
-    ("pending", "loss"): test_the_last_loss_matters_at_the_end_of_an_epoch,
-    ("reset",): test_which_metrics_are_reset_matters_between_epochs,
-    ("rng", "own"): TestPieces.test_says_what_cannot_be_exact,
-    ("inexact",): TestPieces.test_says_what_cannot_be_exact,
+    ("train_reload_epoch",),
+    ("validation_reload_epoch",),
+    ("pending", "loss"),
+    ("reset",),
+    ("logged",),
+    ("metric_states",),
+    ("rng", "devices"),  # control/test_generators.py
+    ("rng", "own"),
+    ("inexact",),
 }
 
 
 def test_every_piece_is_tested(interrupted):
     """A piece that is added to a checkpoint needs a test that fails without it."""
     fits, _ = interrupted
-    state = torch.load(fits.checkpoint, weights_only=True)["callbacks"][KEY]
+    state = torch.load(fits.folder / "0.ckpt", weights_only=True)["callbacks"][KEY]
     (rank,) = state.pop("ranks")
     tested = {tuple(path[:2]) for path, _ in PIECES.values()}
     pieces = set()
@@ -495,7 +431,7 @@ def test_every_piece_is_tested(interrupted):
         inside = name in {"rng", "generators", "pending"}
         pieces |= {(name, part) for part in value} if inside else {(name,)}
     tested |= {(path[0],) for path in tested}
-    assert pieces - tested == ELSEWHERE.keys()
+    assert pieces - tested == ELSEWHERE
     assert all(rank[path[0]] for path in tested)
     assert set(rank["generators"]) == set(GENERATORS)
     told = {"seed", MANIFEST_KEY}  # to people; and see the test of a changed weight
@@ -504,9 +440,7 @@ def test_every_piece_is_tested(interrupted):
 
 
 def test_a_validation_that_is_done_again_draws_and_measures_the_same(tmp_path, new_process):
-    fits = Fits(tmp_path, new_process)
+    hooks = ("on_validation_batch_end", "on_validation_end")
+    places = [{"hook": hook, "batch": 3, "epoch": 0} for hook in hooks]
     run = RUN | {"validate": lambda: DataLoader(DrawingDigits(), batch_sampler=Curriculum())}
-    straight = fits.fit(**run)
-    for hook in ("on_validation_batch_end", "on_validation_end"):
-        fits.interrupt(**run, at={"hook": hook, "batch": 3, "epoch": 0})
-        agree(straight, fits.resume(**run))
+    Fits(tmp_path, new_process).check(*places, **run)

@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 from ledger_runs import find_breaks
-from resuming import Fits, agree
+from resuming import Fits
 from torch.utils.data import IterableDataset, get_worker_info
 from trainings import NoisyDigits
 
@@ -59,12 +59,8 @@ def mapped(**words):
 def test_a_loader_that_knows_its_place_is_resumed_within_an_epoch(
     tmp_path, new_process, kind, words
 ):
-    fits = Fits(tmp_path, new_process)
-    run = {"loader": partial(kind, **words)}
-    straight = fits.fit(**run)
-    for place in ({"batch": 3}, {"hook": "on_train_epoch_end"}):
-        fits.interrupt(**run, at=place)
-        agree(straight, fits.resume(**run))
+    places = ({"batch": 3}, {"hook": "on_train_epoch_end"})
+    Fits(tmp_path, new_process).check(*places, loader=partial(kind, **words))
 
 
 class Continuing(Numbers):
