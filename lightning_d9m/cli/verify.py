@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from lightning_d9m.lightning.saved_state import LoopPosition, SavedState
 
 _ARGUMENTS = """
-checkpoint:CHECKPOINT  a checkpoint that a Trainer saved (a folder if it is sharded), or a file of
-    weights, alone (also .safetensors) or under the key state_dict
+checkpoint:CHECKPOINT  a checkpoint that a Trainer saved, or a file of weights, alone (also
+    .safetensors) or under the key state_dict
 ledger:LEDGER?  the ledger to search (default: the one that the checkpoint names, if it exists)
 --allow-objects  also load Python objects, which can run code from the file: use it only for files
     that you trust

@@ -1,4 +1,4 @@
-"""What can be reached from objects: a walk, and a digest of all of it."""
+"""A walk through all that objects hold, and a digest of it."""
 
 import re
 from collections.abc import Callable, Container, Iterator, Mapping

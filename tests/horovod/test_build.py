@@ -119,7 +119,7 @@ def test_nvcc_gets_the_standard_the_toolkit_and_the_devices(tmp_path):
 
 
 def test_an_old_cmake_is_refused(tools):
-    with pytest.raises(CommandError, match="pip install cmake"):
+    with pytest.raises(CommandError, match="`pip install cmake` installs a newer one"):
         find_tools(TARGET, tools("c++", "make", "cmake", cmake="3.10.2"))
 
 

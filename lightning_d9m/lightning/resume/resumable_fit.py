@@ -60,7 +60,7 @@ InexactResumeAction = Literal["raise", "warn", "raise_early"]
 
 
 class _Moment(NamedTuple):
-    """What may not change from one moment to another.
+    """State that may not change from one moment to another.
 
     Attributes:
         digests: Those of the tensors of the model, and at a cut of the states of callbacks.
