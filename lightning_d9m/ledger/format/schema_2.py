@@ -55,8 +55,9 @@ def add_frames(
         size = path.stat().st_size
     except OSError:
         size = 0
-    blocks = _read_blocks(path, start, layouts) if size else iter(())
-    at, check, last = len(MAGIC), start, None
+    blocks: Iterator[_Block] = _read_blocks(path, start, layouts) if size else iter(())
+    at, check = len(MAGIC), start
+    last: Record | None = None
     for last in records:
         if isinstance(last, FramesEnd):
             while at < last.bytes:
