@@ -71,50 +71,6 @@ def test_thread_count_does_not_matter(case: GradientCase) -> None:
     assert torch.equal(alone, together)
 
 
-SMALL = [case for case in GRADIENT_CASES if "-" not in case.label]
-
-
-@pytest.mark.parametrize("case", SMALL, ids=lambda case: case.label)
-def test_first_and_second_derivatives(case: GradientCase) -> None:
-    """Numerical derivatives agree with the patched kernels, and those with their own."""
-    shape = tuple(min(side, 5) for side in case.shape)
-    elements = torch.Size(shape).numel()
-    image = torch.randperm(elements, dtype=torch.float64).view(shape).requires_grad_()
-    try:
-        case.forward(image)
-    except RuntimeError:
-        image = torch.randperm(torch.Size(case.shape).numel(), dtype=torch.float64)
-        image = image.view(case.shape).requires_grad_()
-    with patches_applied("CPU"):
-        assert torch.autograd.gradcheck(case.forward, image, eps=1e-3, fast_mode=True)
-        assert torch.autograd.gradgradcheck(case.forward, image, eps=1e-3, fast_mode=True)
-
-
-@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
-@pytest.mark.parametrize("case", SMALL, ids=lambda case: case.label)
-def test_vmap_gives_what_a_loop_gives(case: GradientCase) -> None:
-    """torch.func.vmap of the gradient: as unpatched, or the same error."""
-    image, gradient = make_inputs(case)
-    images, gradients = torch.stack([image, image + 1]), torch.stack([gradient, -gradient])
-
-    def differentiate(one: Tensor, direction: Tensor) -> Tensor:
-        return torch.func.vjp(case.forward, one)[1](direction)[0]
-
-    def attempt() -> object:
-        try:
-            return torch.func.vmap(differentiate)(images, gradients)
-        except RuntimeError as error:
-            return str(error)
-
-    expected = attempt()
-    with patches_applied("CPU"):
-        actual = attempt()
-    if isinstance(expected, str):
-        assert actual == expected
-    else:
-        torch.testing.assert_close(actual, expected)
-
-
 @pytest.mark.parametrize(
     ("name", "arguments"),
     [
@@ -174,22 +130,3 @@ def test_compiled_graphs_reach_the_patches() -> None:
         traced = torch.autograd.grad(compiled(image), image)[0]
     torch.compiler.reset()
     torch.testing.assert_close(traced, eager)
-
-
-def test_autocast_decides_as_before() -> None:
-    """Under autocast the gradient has the dtypes that it has without the patches."""
-    image = torch.randn(2, 3, 8, 8, requires_grad=True)
-    weight = torch.randn(4, 3, 3, 3)
-
-    def differentiate() -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            features = nnf.conv2d(image, weight, padding=1)
-            output = nnf.interpolate(features, scale_factor=2, mode="bilinear")
-        assert output.dtype == torch.bfloat16
-        return torch.autograd.grad(output.float().square().sum(), image)[0]
-
-    expected = differentiate()
-    with patches_applied("CPU"):
-        actual = differentiate()
-    assert actual.dtype == expected.dtype
-    torch.testing.assert_close(actual, expected, rtol=2e-2, atol=2e-2 * expected.abs().max().item())

@@ -113,7 +113,7 @@ def accumulate_terms(
                         term = tl.where(own, kept.to(tl.float64), term)
                         place = tl.where(own, element - terms, place)
                         mask = mask | own
-                    # Of float64 that a new buffer holds, -0.0, the odd halves are negative.
+                    # Half of a -0.0 is negative before the first exponent.
                     top = tl.load(tops + place, mask=mask, other=0, cache_modifier=".cg")
                     top = tl.maximum(top, 0)
                     if phase == 0:
@@ -214,7 +214,7 @@ def accumulate(out, part, pieces, form, include):
     taps, slots, terms = index.shape[0], out.numel(), values.numel()
     steps = index.expand(taps, batch, rows, inner).stride()
     added = terms + (slots if include else 0)
-    # One launch fills both; the halves of -0.0 are no exponents.
+    # One launch fills both; a half of -0.0 is 0 or negative, and raised by any exponent.
     start, total = -0.0 if include else 0.0, pieces.number * slots
     buffer = torch.full((total + (slots + 1) // 2,), start, dtype=torch.float64, device=out.device)
     sums, tops = buffer[:total], buffer[total:].view(torch.int32)
