@@ -89,7 +89,8 @@ def check_variable(
 
 
 def _check_torch() -> CheckResult:
-    found, status = torch.__version__, "note"
+    found = str(torch.__version__)
+    status: Status = "note"
     reason, fix = describe_missing_patches() or "", ""
     if parse_release(found) < OLDEST_TORCH:
         status = "problem"
