@@ -67,6 +67,16 @@ def test_other_layouts_agree_with_the_cpu():
     assert digest_many(both)[:2] == [digest(tensors[5])] * 2
 
 
+def test_one_flipped_bit_is_seen(noise):
+    there = noise[1].clone()
+    before = digest(there)
+    for position in (0, 1024 * 63 + 1023, CHUNK, 300 * CHUNK + 17, 301 * CHUNK - 1):
+        there[position] ^= 0x10
+        assert digest(there) != before
+        there[position] ^= 0x10
+    assert digest(there) == before
+
+
 def test_tensors_beyond_two_gigabytes_agree_with_the_cpu():
     size = 2**32 + 3 * CHUNK + 5
     if torch.cuda.mem_get_info()[0] < 2 * size:
@@ -89,6 +99,21 @@ def test_data_stay_on_the_device(noise, tmp_path):
     events = json.loads(path.read_text())["traceEvents"]
     copies = [event["args"]["bytes"] for event in events if "Memcpy DtoH" in event.get("name", "")]
     assert copies == [301 * 8]
+
+
+def test_many_tensors_cost_one_synchronisation():
+    tensors = [torch.randn(1000, device="cuda") for _ in range(1000)]
+    digest_many(tensors[:1])
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            there = digest_many(tensors)
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+    assert sum("synchronizing CUDA operation" in str(found.message) for found in caught) == 1
+    assert there == digest_many([tensor.cpu() for tensor in tensors])
 
 
 def test_current_stream_is_used():
@@ -116,3 +141,18 @@ def test_a_queue_reads_tensors_of_several_streams():
             queue.add([tensor])
     queue.start_copies()
     assert queue.fetch() == [digest(torch.full((100_000,), float(n))) for n in range(3)]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_every_device_is_used_and_none_is_left_selected():
+    tensors = [torch.randn(100_000) for _ in range(4)]
+    there = [tensor.cuda(index % 2) for index, tensor in enumerate(tensors)]
+    with torch.cuda.device(0):
+        assert digest_many(there) == digest_many(tensors)
+        assert torch.cuda.current_device() == 0
+
+
+def test_without_the_kernel_the_digest_is_the_same(noise, monkeypatch):
+    here, there = noise
+    monkeypatch.setattr(digest_module, "load_kernel", lambda device: None)
+    assert digest(there) == digest(here)
