@@ -131,7 +131,7 @@ class RunOptions(ProbeSettings):
 
 @dataclass(frozen=True)
 class Training:
-    """What a run records.
+    """The training that a run records.
 
     Attributes:
         model: The model, as the user's optimizers see it.

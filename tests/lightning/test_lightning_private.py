@@ -426,7 +426,7 @@ def test_the_module_calls_its_hook_before_a_transfer():
 
 
 NOT_OF_LIGHTNING = {
-    "the callback of this package": {"_auto_added"},
+    "the callback of this package": {"_auto_added", "_recorder"},
     "Python": {"_getframe", "_initializing"},
     "torch's bindings": {
         "_C",
