@@ -430,23 +430,15 @@ NOT_OF_LIGHTNING = {
     "Python": {"_getframe", "_initializing"},
     "torch's bindings": {
         "_C",
-        "_autograd",
-        "_current_autograd_node",
         "_dispatch_get_all_op_names",
-        "_get_sequence_nr",
-        "_get_tracing_state",
         "_op",
-        "_schema",
-        "_sequence_nr",
     },
     "torch's modules and tensors": {
         "_buffers",
         "_compiled_call_impl",
         "_orig_mod",
-        "_post_accumulate_grad_hooks",
         "_version",
     },
-    "torch.amp": {"_get_scale_async"},
     "torch.distributed": {"_Options", "_devices", "_timeout"},
     "torchmetrics": {"_computed", "_defaults", "_reductions"},
 }
