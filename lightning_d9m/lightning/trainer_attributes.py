@@ -1,4 +1,4 @@
-"""What a Trainer holds: attributes that Lightning's annotations lack, ranks, callbacks, metrics."""
+"""Attributes of a Trainer that Lightning's annotations lack; its ranks, callbacks and metrics."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 from torch import nn
-from torchmetrics import Metric, MetricCollection
 
 from lightning_d9m.errors import SettingError
 from lightning_d9m.ranks.ranks import Ranks
@@ -107,6 +106,9 @@ def name_callbacks(callbacks: Iterable[object]) -> dict[str, Any]:
 
 def find_metric_modules(modules: dict[str, nn.Module]) -> dict[str, Any]:
     """Return the metrics and collections of metrics among modules."""
+    # Here, so that without Lightning, which brings it, the error is that Lightning is missing.
+    from torchmetrics import Metric, MetricCollection
+
     # Each base, instead of isinstance: that asks all subclasses of Metric, which is abstract.
     kinds = {Metric, MetricCollection}
     of_metrics = {kind for kind in set(map(type, modules.values())) if kinds & {*kind.__mro__}}

@@ -426,25 +426,24 @@ def test_the_module_calls_its_hook_before_a_transfer():
 
 
 NOT_OF_LIGHTNING = {
-    "the callback of this package": {"_auto_added"},
+    "the callback of this package": {"_auto_added", "_recorder"},
     "Python": {"_getframe", "_initializing"},
     "torch's bindings": {
         "_C",
-        "_autograd",
-        "_current_autograd_node",
         "_dispatch_get_all_op_names",
         "_get_sequence_nr",
         "_get_tracing_state",
         "_schema",
         "_sequence_nr",
+        "_op",
     },
     "torch's modules and tensors": {
         "_compiled_call_impl",
         "_orig_mod",
-        "_post_accumulate_grad_hooks",
         "_version",
     },
     "torch.amp": {"_get_scale_async"},
+    "torch.distributed": {"_Options", "_devices", "_timeout"},
     "torchmetrics": {"_computed", "_defaults", "_reductions"},
 }
 

@@ -9,7 +9,7 @@ from rank_processes import run_ranks
 
 from lightning_d9m.ledger.folder import read_ledger
 
-SCRIPT = Path(__file__).parents[2] / "support" / "ddp_probing.py"
+SCRIPT = Path(__file__).parents[1] / "support" / "ddp_probing.py"
 
 
 @pytest.fixture(scope="module")
