@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from lightning_d9m.comparison.differences import Divergence
 from lightning_d9m.comparison.ledgers import Comparison
+from lightning_d9m.comparison.timeline import module_of
 from lightning_d9m.ledger.kinds import PROBE_KINDS, ROOT
 
 
@@ -351,9 +352,9 @@ def name_module(found: Divergence) -> str:
     >>> name_module(Place(kind="loss", name="loss")) == ROOT
     True
     """
-    name = found.name.partition("::")[0].partition(":")[0]
-    if found.kind in ("input", "grad_output", "local_gradient"):
-        name = name.rpartition(".")[0]
-    elif found.kind not in ("op", "output"):
-        name = ""
-    return name or ROOT
+    if found.kind not in _INSIDE and found.kind != "op":
+        return ROOT
+    module = module_of(found.kind, found.name)
+    if found.kind in ("input", "grad_output"):
+        module = module.rpartition(".")[0]
+    return module or ROOT

@@ -239,7 +239,7 @@ def _list_ledger_columns(rows: Sequence[LedgerRow]) -> list[Column[LedgerRow]]:
 
 @dataclass(frozen=True)
 class LayerRow:
-    """How far a layer of two runs is apart at the ends of epochs.
+    """The distances of a layer of two runs at the ends of epochs.
 
     Attributes:
         layer: Its name.

@@ -102,10 +102,10 @@ ONCE, AGAIN = ({"scalars": [("val_loss", value.hex())]} for value in (1.5, 2.5))
     ("one", "other", "status", "said", "unsaid"),
     [
         ({}, {"drift": -1}, 1, "Rank 0, the initial state: weights: 12", "IGNORED_METRICS"),
-        ({}, {"drift": -1}, 1, "seed before the model is built", "IGNORED_METRICS"),
+        ({}, {"drift": -1}, 1, "Seed before the model is built", "IGNORED_METRICS"),
         # How to leave a value out is said where nothing else differs, and only there.
         (ONCE, AGAIN, 1, "LIGHTNING_D9M_IGNORED_METRICS=NAME", "the training differs later"),
-        (ONCE, AGAIN | {"drift": -1}, 1, "seed before the model is built", "IGNORED_METRICS"),
+        (ONCE, AGAIN | {"drift": -1}, 1, "Seed before the model is built", "IGNORED_METRICS"),
         (
             ONCE,
             AGAIN | {"drift": 1},

@@ -327,9 +327,7 @@ def test_ranks_that_drift_in_equal_runs(monkeypatch):
     drift = pair()
     drift.rank_drift = ("drift",)
     taken = []
-    monkeypatch.setattr(
-        search_module, "locate_rank_drift", lambda runner, pair, found: taken.append(pair)
-    )
+    monkeypatch.setattr(Search, "_look_at_ranks", lambda self, pair: taken.append(pair))
     _, looks = search(drift, tries=2)
     assert (taken, len(looks)) == ([drift], 1)
 

@@ -1,6 +1,6 @@
 (function () {
-  var map = document.querySelector(".heat-map"), first = map && map.querySelector(".first");
-  if (first) map.scrollTop = first.offsetTop - 120;
+  var first = document.querySelector(".heat-map .first");
+  if (first) first.closest(".heat-map").scrollTop = first.offsetTop - 120;
   function make(tag, parent, text) {
     var made = document.createElement(tag);
     if (text) made.textContent = text;
