@@ -1,7 +1,12 @@
-"""CPU time of a training step with portable bits over plain torch's, one thread, in one run."""
+"""CPU time and memory of a training step with portable bits over plain torch's, one thread.
+
+Memory is what a process grows by while it makes a model and trains for three steps.
+"""
 
 import argparse
 import json
+import os
+import resource
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -61,6 +66,35 @@ def measure(make: Callable[[], nn.Module], shape: tuple[int, ...], steps: int) -
     return least
 
 
+def warm_up() -> None:
+    """Load what torch and the mode load at their first step."""
+    for context in (nullcontext, lightning_d9m.portable):
+        with context():
+            model = make_transformer()
+            model(torch.randn(1, 4, 64)).square().mean().backward()
+            torch.optim.AdamW(model.parameters()).step()
+
+
+def measure_memory(make: Callable[[], nn.Module], shape: tuple[int, ...], portable: bool) -> int:
+    """Return the MiB by which a fork grows that trains a model for three steps."""
+    read, write = os.pipe()
+    if os.fork() == 0:
+        context = lightning_d9m.portable() if portable else nullcontext()
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        with context:
+            model = make()
+            optimizer = torch.optim.AdamW(model.parameters())
+            for _ in range(3):
+                optimizer.zero_grad()
+                model(torch.randn(shape)).square().mean().backward()
+                optimizer.step()
+        grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+        os.write(write, str(grown // 1024).encode())
+        os._exit(0)
+    os.wait()
+    return int(os.read(read, 20))
+
+
 def main() -> None:
     """Measure, print and write the ratios."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -69,12 +103,18 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     found: dict[str, object] = {"torch": torch.__version__, "date": time.strftime("%Y-%m-%d")}
+    warm_up()
     for name, (make, shape) in MODELS.items():
+        large = (shape[0] * 8, *shape[1:])
+        memory = [measure_memory(make, large, portable) for portable in (False, True)]
         plain, portable = measure(make, shape, arguments.steps)
         found[name] = {
             "plain_ms": round(plain * 1e3, 2),
             "portable_ms": round(portable * 1e3, 2),
             "ratio": round(portable / plain, 2),
+            "plain_mib": memory[0],
+            "portable_mib": memory[1],
+            "memory_ratio": round(memory[1] / memory[0], 2),
         }
     text = json.dumps(found, indent=2)
     print(text)

@@ -24,8 +24,10 @@ from torch import Tensor, nn
 
 from lightning_d9m import portable
 
+# The machine's own; it would crash with vector instructions that it has not.
+BEST = torch.backends.cpu.get_cpu_capability().lower()
 SETTINGS = (
-    {"ATEN_CPU_CAPABILITY": "avx512", "OMP_NUM_THREADS": "2"},
+    {"ATEN_CPU_CAPABILITY": BEST, "OMP_NUM_THREADS": "2"},
     {"ATEN_CPU_CAPABILITY": "default", "OMP_NUM_THREADS": "1", "MKL_CBWR": "COMPATIBLE"},
 )
 TORCHVISION: dict[str, dict[str, Any]] = {

@@ -19,6 +19,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
+
 ROOT = Path(__file__).resolve().parents[1]
 CASES = ROOT / "tests" / "support" / "portable_cases.py"
 # What the variable LIGHTNING_D9M does where the package is installed.
@@ -37,7 +39,9 @@ STACK = """
 import json, platform, torch
 print(json.dumps({"torch": torch.__version__, "best": torch.backends.cpu.get_cpu_capability()}))
 """
+# The machine's own, and less; it would crash with vector instructions that it has not.
 CAPABILITIES = ("avx512", "avx2", "default")
+CAPABILITIES = CAPABILITIES[CAPABILITIES.index(torch.backends.cpu.get_cpu_capability().lower()) :]
 SETTINGS: dict[str, dict[str, str]] = {
     f"{name}, {threads} thread{'s' if threads > 1 else ''}": {
         "ATEN_CPU_CAPABILITY": name,
@@ -54,10 +58,9 @@ SETTINGS: dict[str, dict[str, str]] = {
 }
 OF_OTHER_STACKS = ("default, 2 threads",)
 CONTROLS: tuple[dict[str, str], ...] = (
-    SETTINGS["avx512, 1 thread"],
+    SETTINGS[f"{CAPABILITIES[0]}, 1 thread"],
     SETTINGS["default, 2 threads"] | SETTINGS["MKL as on any CPU"],
 )
-CLASSES = ("roundings", "sums", "products", "functions", "decompositions", "draws")
 
 
 def run(python: Path, setting: dict[str, str], *arguments: object) -> str:
@@ -91,14 +94,10 @@ def list_differences(one: dict[str, str], other: dict[str, str]) -> list[str]:
 
 def show_controls(python: Path) -> dict[str, Any]:
     """Leave classes to torch; return the cases that then differ between settings."""
-    found = {}
-    for name in (*CLASSES, "all"):
-        option = ["--plain"] if name == "all" else ["--without", name]
-        both = (run_cases(python, setting, *option) for setting in CONTROLS)
-        differ = list_differences(*both)
-        found[name] = differ
-        print(f"left to torch: {name}: {len(differ)} cases differ", flush=True)
-    return found
+    one, other = (json.loads(run(python, setting, CASES, "--controls")) for setting in CONTROLS)
+    found = {name: list_differences(one[name], other[name]) for name in one}
+    plain = (run_cases(python, setting, "--plain") for setting in CONTROLS)
+    return found | {"all": list_differences(*plain)}
 
 
 def main() -> int:

@@ -163,6 +163,21 @@ def test_a_golden_ledger_of_another_stack_fails_or_skips(suite, monkeypatch):
     suite(test_it=GOLDEN, configuration=skip).assert_outcomes(passed=1)
 
 
+def test_a_portable_golden_ledger_of_another_stack_holds_and_excuses_nothing(suite, monkeypatch):
+    golden = GOLDEN.replace("golden_ledger(", "golden_ledger(portable=True, ")
+    suite("--d9m-update", test_it=golden).assert_outcomes(passed=1)
+    monkeypatch.setenv("NPY_DISABLE_CPU_FEATURES", "AVX512F")  # NumPy has read it long ago
+    suite(test_it=golden).assert_outcomes(passed=1)
+    result = suite(
+        test_it=golden.replace("train()", "train(1.5)"),
+        configuration="d9m_on_stack_difference = skip",
+    )
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(
+        ["*The stacks differ; portable bits do not depend on them*", "*NPY_DISABLE_CPU_FEATURES*"]
+    )
+
+
 def test_a_golden_ledger_without_a_fit_is_an_error(suite):
     result = suite(test_it="def test_it(golden_ledger):\n    with golden_ledger(): pass")
     result.assert_outcomes(failed=1)

@@ -79,6 +79,7 @@ class Session:
         stack.enter_context(torch_flags.algorithms_switched(fill_uninitialized_memory=fill))
         # `is_built` does not start the driver, after which a launcher could no longer fork.
         patching = self.settings.patch_ops and torch.backends.cuda.is_built()
+        patching = patching and not self.settings.portable  # which computes these operations, too
         if patching and not _is_patched(self.settings) and can_patch():
             stack.enter_context(patches_applied("CUDA", exclude=self.settings.unpatched_ops))
         if self.settings.portable:

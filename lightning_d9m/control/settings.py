@@ -76,6 +76,8 @@ class Settings:
     def as_record(self) -> dict[str, int | bool | str | None]:
         """Return the settings as the ledger stores them; one that is off by default only if on."""
         record = asdict(self) | {"unpatched_ops": " ".join(sorted(self.unpatched_ops))}
+        if self.portable:  # the same on every machine, whatever torch was built for
+            record |= {"patch_ops": False, "unpatched_ops": ""}
         return {name: value for name, value in record.items() if name != "portable" or value}
 
 

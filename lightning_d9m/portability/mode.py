@@ -68,7 +68,7 @@ _TRANSFERS = frozenset(
     """.split()  # noqa: SIM905 - a table is easier to read
 )
 # Torch's kernels of these call other operations only.
-_COMPOSITE = frozenset(("_embedding_bag_backward", "_trilinear", "copy"))
+_COMPOSITE = frozenset(("_embedding_bag_backward", "_grouped_mm", "_trilinear", "copy"))
 _FOREIGN = ("torch", "lightning", "pytorch_lightning", "lightning_fabric")
 _PATCHES = {overload: path for op in OPS for overload, path in op.kernels.items()}
 _MOST_NESTED = 8  # calls of one operation within each other
@@ -134,7 +134,8 @@ class PortableMode(TorchDispatchMode):
 
     def _find_patch(self, func: Any) -> Rule | None:
         """Return the deterministic replacement of an operation, run under the mode."""
-        path = _PATCHES.get(func.name().partition("::")[2])
+        name = func.name().partition("::")[2]
+        path = _PATCHES.get(name) or _PATCHES.get(f"{name}_")
         if path is None:
             return None
         kernel = resolve_name(path)

@@ -164,8 +164,8 @@ class Convolution(NamedTuple):
             row, index = place // inner, [place % inner]
             for size in reversed(out[1:]):
                 index[:1] = [index[0] // size, index[0] % size]
-            places = (group, *index)
-            other = view[places].reshape(len(flat), -1)
+            chosen = (group, *index)
+            other = view[chosen].reshape(len(flat), -1)
             return grown[group, row].reshape(len(flat), -1) * other
 
         if some < batch and gradient.numel():

@@ -32,6 +32,11 @@ def test_only_a_portable_run_records_the_setting():
     assert Settings(portable=True).as_record()["portable"] is True
 
 
+def test_portable_runs_of_builds_with_and_without_cuda_have_one_record():
+    built, not_built = (Settings(portable=True, patch_ops=value) for value in (True, False))
+    assert built.as_record() == not_built.as_record()
+
+
 def test_a_run_cannot_leave_the_portable_bits_of_its_session():
     with deterministic(portable=True):
         assert resolve_settings({}).portable

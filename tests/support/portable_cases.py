@@ -1,12 +1,12 @@
 """Computes small cases under the portable mode, and prints a digest of each as JSON.
 
-Arguments: ``--plain`` leaves everything to torch; ``--without CLASS`` leaves one class to torch;
-names choose cases.
+Arguments: ``--plain`` leaves everything to torch; ``--controls`` leaves one class after the
+other to torch, and prints the digests of some cases for each; names choose cases.
 """
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from hashlib import sha256
 
@@ -19,30 +19,29 @@ from lightning_d9m.portability import mode as portable_mode
 
 _STATE = {"training": nullcontext}  # the context in which models train
 CASES: dict[str, Callable[[], list[Tensor]]] = {}
-# Operations of each class that ``--without`` leaves to torch.
-CLASSES = {
-    "roundings": ["add", "sub", "addcmul", "addcdiv", "lerp", "sqrt", "rsqrt", "pow"],
-    "sums": [
-        "sum",
-        "mean",
-        "var",
-        "std",
-        "native_layer_norm",
-        "native_batch_norm",
-        "_softmax",
-        "cumsum",
-    ],
-    "products": ["mm", "bmm", "addmm", "baddbmm", "convolution", "convolution_backward"],
-    "functions": arithmetic._FUNCTIONS,
-    "decompositions": [
-        "elu",
-        "mish",
-        "mse_loss",
-        "soft_margin_loss",
-        "native_group_norm",
-        "hardswish",
-    ],
-    "draws": ["uniform_", "normal_", "bernoulli_", "exponential_", "rand", "randn"],
+# Operations of each class that ``--controls`` leaves to torch, and cases that then differ.
+CONTROLS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "roundings": (
+        "add sub addcmul addcdiv lerp sqrt rsqrt pow",
+        ("AdamW foreach=False", "RMSprop foreach=True", "weighted", "L1 distance"),
+    ),
+    "sums": (
+        "sum mean var std native_layer_norm native_batch_norm _softmax cumsum",
+        ("LayerNorm(8)", "BatchNorm2d(4)", "reductions", "cumsum", "long sums"),
+    ),
+    "products": (
+        "mm bmm addmm baddbmm convolution convolution_backward",
+        ("conv2d", "linear", "attention"),
+    ),
+    "functions": (" ".join(arithmetic._FUNCTIONS), ("elementary", "Tanh", "GELU", "Sigmoid")),
+    "decompositions": (
+        "elu mish mse_loss soft_margin_loss native_group_norm hardswish",
+        ("ELU", "Mish", "mse_loss", "soft_margin_loss", "GroupNorm(2, 4)"),
+    ),
+    "draws": (
+        "uniform normal bernoulli exponential rand randn",
+        ("draws", "kaiming_normal_", "kaiming_uniform_", "dropout"),
+    ),
 }
 
 
@@ -161,6 +160,9 @@ add_function(
 add_function("dropout", lambda x: F.dropout(F.dropout2d(x.view(8, 4, 2, 5), 0.3), 0.4), (8, 40))
 add_function("alpha_dropout", lambda x: F.alpha_dropout(x, 0.4, training=True), (8, 40))
 add_function("cumsum", lambda x: x.cumsum(1), (4, 60))
+add_function("weighted", lambda x: torch.add(x * x, x, alpha=0.3).addcmul(x, x, value=0.7), (4, 90))
+add_function("long sums", lambda x: x.sum() + x.mean(0) + (x * x).sum(0), (70, 90))
+add_function("L1 distance", lambda x: torch.cdist(x, x * 2, p=1.0) + x.pow(0.5).nansum(), (4, 9))
 add_function(
     "reductions", lambda x: x.std() + x.var(1) + x.norm(dim=1) + x.prod(1) + x.mean(1), (4, 9)
 )
@@ -340,6 +342,39 @@ def _clip() -> list[Tensor]:
 CASES["clip and average"] = _clip
 
 
+def _average_weights() -> list[Tensor]:
+    model = nn.Sequential(nn.Linear(9, 4), nn.BatchNorm1d(4))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    average = torch.optim.swa_utils.AveragedModel(model)
+    schedule = torch.optim.swa_utils.SWALR(optimizer, 0.05, anneal_epochs=2)
+    batches = [torch.randn(5, 9) for _ in range(3)]
+    for batch in batches:
+        optimizer.zero_grad()
+        model(batch).square().mean().backward()
+        optimizer.step()
+        average.update_parameters(model)
+        schedule.step()
+    torch.optim.swa_utils.update_bn(batches, average)
+    return list(average.state_dict().values())
+
+
+CASES["stochastic weight averaging"] = _average_weights
+
+
+def _scale() -> list[Tensor]:
+    model, scaler = nn.Linear(9, 4), torch.amp.GradScaler("cpu", growth_interval=1)
+    optimizer = torch.optim.Adam(model.parameters(), 0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        scaler.scale(model(torch.randn(5, 9)).square().mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    return [*model.state_dict().values(), torch.tensor(scaler.get_scale())]
+
+
+CASES["scaled gradients"] = _scale
+
+
 def digest(tensors: list[Tensor]) -> str:
     """Return a digest of tensors' bytes, with one NaN."""
     total = sha256()
@@ -380,28 +415,44 @@ def main() -> None:
     """Print a digest, or an error, of each case."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--plain", action="store_true")
-    parser.add_argument("--without", choices=CLASSES)
+    parser.add_argument("--controls", action="store_true")
     parser.add_argument("--errors", action="store_true", help="print distances to torch's results")
     parser.add_argument("names", nargs="*")
     options = parser.parse_args()
-    for name in CLASSES.get(options.without, []):
-        packet = getattr(torch.ops.aten, name)
-        for overload in (getattr(packet, one) for one in packet.overloads()):
-            portable_mode._MODE._found[overload] = overload  # leaves it to torch
-    found = {}
     if options.errors:
         print(json.dumps({name: _compare(name) for name in options.names or CASES}))
-        return
-    for name in options.names or CASES:
+    elif options.controls:
+        print(json.dumps({name: _control(*found) for name, found in CONTROLS.items()}))
+    else:
+        print(json.dumps(_run(options.names or CASES, plain=options.plain)))
+
+
+def _control(operations: str, cases: Iterable[str]) -> dict[str, str]:
+    """Return the digests of cases while some operations are left to torch."""
+    names = [name for one in operations.split() for name in (one, f"{one}_")]
+    packets = [getattr(torch.ops.aten, one) for one in names if hasattr(torch.ops.aten, one)]
+    overloads = [getattr(one, name) for one in packets for name in one.overloads()]
+    found = portable_mode._MODE._found
+    before = dict(found)
+    found.clear()
+    found.update({one: one for one in overloads})
+    try:
+        return _run(cases)
+    finally:
+        found.clear()
+        found.update(before)
+
+
+def _run(names: Iterable[str], *, plain: bool = False) -> dict[str, str]:
+    found = {}
+    for name in names:
         torch.manual_seed(1)
-        with nullcontext() if options.plain else portable_mode.portable():
+        with nullcontext() if plain else portable_mode.portable():
             try:
-                result = CASES[name]()
+                found[name] = digest(CASES[name]())
             except Exception as error:  # noqa: BLE001 - each case counts
                 found[name] = f"{type(error).__name__}: {str(error)[:150]}"
-                continue
-        found[name] = digest(result)
-    print(json.dumps(found))
+    return found
 
 
 if __name__ == "__main__":
