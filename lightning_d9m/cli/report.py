@@ -21,7 +21,6 @@ from lightning_d9m.text import printable
 _ARGUMENTS = """
 -o, --output OUTPUT  file to write (default: report.html); replaces an earlier report
 --force  replace the file even if it is not a report
---json  print the facts as JSON instead of writing a file
 """
 
 

@@ -259,7 +259,7 @@ def test_why_a_run_is_not_continued_is_said_whole(tmp_path, capsys):
     path = rank_path(parent, 0)
     path.write_bytes(path.read_bytes().replace(b"layers.3", b"layers.4", 1))
     text = " ".join(compare(capsys, write(tmp_path), child)[1].split())
-    assert f"{path}, line 3 does not fit its check" in text
+    assert f"{path}, line 3 (digests) does not fit its check" in text
     assert "record the run again. " in text
 
 
@@ -335,7 +335,7 @@ def write_trace(parent, *, drift=lambda _: None, places=4, batches=3, world_size
         first, records = drift(rank), [{"kind": "layout", "id": 0, "places": names}]
         for batch in range(batches):
             differs = 2 if first is not None and batch >= first else 0
-            digests = "0" * 32 * (places - differs) + "f" * 32 * differs
+            digests = b"\0" * 16 * (places - differs) + b"\xff" * 16 * differs
             record = {"kind": "probes", "epoch": 0, "step": batch, "batch": batch, "layout": 0}
             records.append(record | {"digests": digests})
         write_rank(folder, records, rank=rank, world_size=world_size)

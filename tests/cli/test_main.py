@@ -57,7 +57,6 @@ def run(words):
         ("repeat --timeout 0", 2, "--timeout: 0 is not valid; allowed: more than 0 seconds."),
         ("audit ops --timeout nan", 2, "--timeout: nan is not valid; allowed: more than 0 sec"),
         ("audit ops --threads 0", 2, "--threads: 0 is not valid"),
-        ("audit inference m --batch-sizes 0", 2, "--batch-sizes: 0 is not valid"),
         ("scan --jobs 0", 2, "--jobs: 0 is not valid; allowed: a whole number from 1."),
         ("bisect --until -1", 2, "argument --until: -1 is not valid"),
         ("repeat", 2, "no command to run. Give it after `--`: d9m repeat -- python train.py"),

@@ -207,7 +207,7 @@ PAGES = {
         [
             "The records that both runs have are equal, but one run has what the other lacks:",
             "Rank 0: this run was ended before it finished its ledger.",
-            "No probe and no weight differs",
+            "No module differs.",
         ],
         [],
     ),

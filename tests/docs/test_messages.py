@@ -381,7 +381,7 @@ CASES = [
             "byte 8: field 'layout' is 1, and no record",
         ),
     ),
-    ("ledger.format.reader", read_a_malformed_line, "or record the run again."),
+    ("ledger.format.reader", read_a_malformed_line, "Install the version that it names, or record"),
     (
         "ledger.format.files",
         lambda g: g.module.open_regular(g.folder / "none"),

@@ -148,7 +148,7 @@ def test_a_ledger_of_an_older_schema_is_copied_in_the_present_one(here):
     (here / "old").mkdir()
     write_schema_2(here / "old/rank-0.jsonl", make_header(), [make_facts(), layout, frame, layout])
     old = read_ledger(here / "old")
-    write_bundle(Path("b.zip"), [old, old], "equal", "", None, [])
+    write_bundle(Path("b.zip"), [old, old], "equal", "", {}, [])
     with open_bundle(Path("b.zip")) as (_, (copy, _)):
         assert list_batches(copy) == list_batches(old) != []
 

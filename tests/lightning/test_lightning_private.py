@@ -431,19 +431,12 @@ NOT_OF_LIGHTNING = {
     "torch's bindings": {
         "_C",
         "_dispatch_get_all_op_names",
-        "_get_sequence_nr",
-        "_get_tracing_state",
-        "_schema",
-        "_sequence_nr",
-        "_op",
     },
     "torch's modules and tensors": {
         "_compiled_call_impl",
         "_orig_mod",
         "_version",
     },
-    "torch.amp": {"_get_scale_async"},
-    "torch.distributed": {"_Options", "_devices", "_timeout"},
     "torchmetrics": {"_computed", "_defaults", "_reductions"},
 }
 

@@ -24,6 +24,7 @@ from lightning_d9m.recording.run_recorder import (
     describe_training,
 )
 
+NOTE = {"kind": "evaluation", "name": "a", "epoch": 0, "step": 0, "outputs": "0" * 32}
 FACTS = RunFacts(model="m", parameters=2, train=[])
 
 
@@ -130,7 +131,7 @@ def test_a_record_of_probes_that_cannot_be_written_stops_all_at_the_next_moment(
         if rank == 1:
             recorder._writer.close()
         for batch in range(3):  # no rank waits for another here
-            recorder.append({"kind": "note", "batch": batch})
+            recorder.append(NOTE | {"batches": batch})
         return clean(recorder, rank)
 
     errors = run(tmp_path / "a", act)

@@ -367,7 +367,8 @@ def patches_counted(folder, rank, *, on=True):
     call = registration.Kernel.__call__
 
     def count(kernel, *args, **kwargs):
-        calls.append(kernel)
+        if "padding" in repr(kernel._replacement):  # which call others, too
+            calls.append(kernel)
         return call(kernel, *args, **kwargs)
 
     counted = mock.patch.object(registration.Kernel, "__call__", count)

@@ -45,7 +45,7 @@ _TAIL = len(b',"check":"0123456789abcdef"}\n')
 
 
 class _Origin(Struct):
-    """What each version writes into a header."""
+    """The fields of a header that each version writes."""
 
     schema: int
     package: str

@@ -148,7 +148,7 @@ class Entry(Part, frozen=True, tag_field="kind", omit_defaults=True):
 
     @property
     def kind(self) -> str:
-        """What the record begins with."""
+        """The name with which the record begins."""
         return kind_of(type(self))
 
     def as_record(self) -> dict[str, Json]:

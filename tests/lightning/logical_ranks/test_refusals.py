@@ -45,6 +45,7 @@ def test_a_plain_training_is_accepted(fit):
     assert fit().global_step == 2
 
 
+@pytest.mark.filterwarnings("ignore:.*`dataloader_iter`")
 @pytest.mark.parametrize("message", REFUSALS)
 def test_a_program_is_refused_on_one_process(fit, message):
     with pytest.raises(SettingError, match=message):
