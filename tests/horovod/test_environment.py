@@ -1,6 +1,8 @@
 """Environment variables, ranks and options, without processes."""
 
 import os
+import socket
+from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +14,7 @@ from lightning_d9m.horovod.cluster_environment import HorovodEnvironment, RankIn
 from lightning_d9m.horovod.environment import (
     PINNED,
     check_rank_stacks,
+    connect_store,
     describe_rank,
     set_variables,
 )
@@ -172,3 +175,13 @@ def test_more_processes_than_devices_are_refused(monkeypatch):
     strategy = HorovodDeterministicStrategy(parallel_devices=[torch.device("cuda", 0)])
     with pytest.raises(SettingError, match="only 2 CUDA devices"):
         _ = strategy.root_device
+
+
+def test_a_rank_that_cannot_connect_says_which_setting_helps():
+    with socket.socket() as unused:  # bound, and nothing listens
+        unused.bind(("127.0.0.1", 0))
+        address = list(f"127.0.0.1 {unused.getsockname()[1]}".encode())
+        sent = torch.tensor(address + [0] * (128 - len(address)), dtype=torch.uint8)
+        horovod = SimpleNamespace(rank=lambda: 1, broadcast=lambda *_, **__: sent)
+        with pytest.raises(SettingError, match=r"Rank 1 cannot connect to rank 0 at 127\.0\.0\.1:"):
+            connect_store(horovod, timedelta(seconds=1))

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lightning_d9m import DriftError, Recorder, compare, deterministic, read_ledger
-from lightning_d9m.errors import SettingError
+from lightning_d9m.errors import D9mError, SettingError
 from lightning_d9m.ledger.folder import list_fits
 from lightning_d9m.ledger.format.records import Digests
 from lightning_d9m.loop import optimizer_steps
@@ -302,3 +302,13 @@ def test_a_child_process_keeps_its_own_ledger_and_a_failure_is_recorded(tmp_path
     end = read_ledger(parent).outcome(0).end
     assert (end.status, end.error) == ("failed", "ValueError: planted")
     assert read_ledger(child).outcome(0).end is None
+
+
+def test_ledgers_without_end_are_refused(monkeypatch):
+    monkeypatch.setattr(optimizer_steps, "_MOST_LEDGERS", 0)
+    model = nn.Linear(4, 1)
+    with (
+        deterministic(seed=1),
+        pytest.raises(D9mError, match="has written 0 ledgers, one for each model"),
+    ):
+        OptimizerSteps()._open(torch.optim.Adam(model.parameters()))

@@ -151,3 +151,11 @@ def test_two_processes_repeat_and_resume(tmp_path, forking_python, name, start, 
     outcomes = [read_ledger(ledgers[1]).outcome(rank) for rank in (0, 1)]
     assert outcomes[0].last.groups["weights"].keys() == WEIGHTS
     assert outcomes[0].last.loss != outcomes[1].last.loss
+
+
+def test_optimizers_of_deepspeed_are_refused(tmp_path):
+    """Those of ZeRO stages 1 and 2 hold partitions, and the module is an ordinary one."""
+    name = "DeepSpeedZeroOptimizer"
+    kind = type(name, (), {"__module__": "deepspeed.runtime.zero.stage_1_and_2"})
+    with pytest.raises(SettingError, match=f"The optimizer is {name} with DeepSpeed"):
+        Recorder(tmp_path, nn.Linear(1, 1), kind())

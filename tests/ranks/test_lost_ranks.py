@@ -8,9 +8,15 @@ import pytest
 from rank_processes import start_ranks
 from torch import distributed
 
+from lightning_d9m.errors import RankLostError
 from lightning_d9m.ledger.folder import read_ledger
 from lightning_d9m.ranks import liveness as liveness_module
-from lightning_d9m.ranks.liveness import RankLiveness, add_lost_ranks, identify_process
+from lightning_d9m.ranks.liveness import (
+    RankLiveness,
+    add_lost_ranks,
+    identify_process,
+    lost_ranks_named,
+)
 
 SCRIPT = Path(__file__).parents[1] / "support" / "lost_rank_training.py"
 GLOO_ERROR = "[third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer"
@@ -82,3 +88,16 @@ def test_an_error_that_no_collective_raised_is_left_alone(liveness, error):
     add_lost_ranks(error, liveness[0])
     add_lost_ranks(error, None)
     assert str(error) == before
+
+
+def test_without_a_table_of_ranks_the_error_of_a_collective_says_where_to_look():
+    with (
+        pytest.raises(RankLostError, match=r"Rank 0 waited for the sum, .* Another rank has ended"),
+        lost_ranks_named("the sum", 0, None),
+    ):
+        raise RuntimeError(GLOO_ERROR)
+    with (
+        pytest.raises(RuntimeError, match=r"^out of memory$"),
+        lost_ranks_named("the sum", 0, None),
+    ):
+        raise RuntimeError("out of memory")

@@ -162,7 +162,9 @@ add_function("alpha_dropout", lambda x: F.alpha_dropout(x, 0.4, training=True), 
 add_function("cumsum", lambda x: x.cumsum(1), (4, 60))
 add_function("weighted", lambda x: torch.add(x * x, x, alpha=0.3).addcmul(x, x, value=0.7), (4, 90))
 add_function("long sums", lambda x: x.sum() + x.mean(0) + (x * x).sum(0), (70, 90))
-add_function("L1 distance", lambda x: torch.cdist(x, x * 2, p=1.0) + x.abs().pow(0.5).nansum(), (4, 9))
+add_function(
+    "L1 distance", lambda x: torch.cdist(x, x * 2, p=1.0) + x.abs().pow(0.5).nansum(), (4, 9)
+)
 add_function(
     "reductions", lambda x: x.std() + x.var(1) + x.norm(dim=1) + x.prod(1) + x.mean(1), (4, 9)
 )

@@ -28,7 +28,9 @@ from lightning_d9m import (
     read_ledger,
 )
 from lightning_d9m.control.torch_flags import threads_pinned
+from lightning_d9m.lightning.logical_ranks.loaders import group_loader
 from lightning_d9m.lightning.logical_ranks.refusals import check_devices
+from lightning_d9m.logical_ranks.tree import Blocks
 
 SCRIPT = Path(logical_refusals.__file__)
 
@@ -234,3 +236,10 @@ def test_more_processes_than_logical_ranks_are_refused(monkeypatch):
     monkeypatch.setattr(type(strategy), "world_size", 3)
     with pytest.raises(SettingError, match="There are 3 processes, but only 2 logical ranks"):
         strategy.blocks  # noqa: B018 - it raises
+
+
+def test_fewer_samples_than_processes_are_refused():
+    data = range(2)
+    loader = DataLoader(data, sampler=DistributedSampler(data, 1, 0))
+    with pytest.raises(SettingError, match="There are 2 samples, and the last of 4 processes"):
+        group_loader(loader, Blocks(4, 4), 0, padded=False)
