@@ -18,7 +18,10 @@ from lightning_d9m.ledger.folder import create_ledger_folder, read_ledger
 
 
 def write(parent, accuracy=None, weights=None, *, epochs=2, loss=0.5, end="final", **header):
-    """Write a training that logs an accuracy, with weights that may be given."""
+    """Write a training that logs an accuracy, with weights that may be given.
+
+    Only the records of epochs have sketches, as in trainings.
+    """
     folder = create_ledger_folder(parent)
     tensors = {} if weights is None else {"layer.weight": torch.tensor(weights)}
     records = [make_facts()]
@@ -31,7 +34,7 @@ def write(parent, accuracy=None, weights=None, *, epochs=2, loss=0.5, end="final
                 min(number, epochs - 1),
                 {name: digest(tensor) for name, tensor in tensors.items()},
                 step=9 * number + 9,
-                sketches=sketch_tensors(tensors),
+                sketches=sketch_tensors(tensors) if moment == "epoch" else {},
                 scalars=scalars,
                 loss=None if loss is None else loss.hex(),
             )
