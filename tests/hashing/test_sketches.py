@@ -136,3 +136,23 @@ def test_weights_that_a_rank_holds_whole_are_sketched_on_request():
     assert list(taken.sketches) == ["0.bias", "1.weight", "1.bias"]
     assert taken.finish({("weights", "0.weight"): "0" * 32}).sketches == taken.sketches
     assert not take_partial_snapshot(model).sketches
+
+
+def test_another_device_is_read_in_few_pieces_of_its_own_dtype(monkeypatch):
+    """No cast on the device, no copy of more than a piece, and the same sketches."""
+    shapes = [(30, 40), (128, 3, 7, 7), (300, 700), (5,), (512, 128)] * 4
+    kinds = [torch.float32, torch.bfloat16]
+    weights = {
+        f"{dtype}{number}": draw(*shape, seed=number).to(dtype)
+        for dtype in kinds
+        for number, shape in enumerate(shapes)
+    }
+    monkeypatch.setattr(sketches, "_PIECE_BYTES", 2**19, raising=False)
+    expected = sketch_tensors(weights)
+    copied, copy = [], torch.Tensor.cpu
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda own: copied.append(own) or copy(own))
+    monkeypatch.setattr(torch.Tensor, "is_cpu", False)
+    assert sketch_tensors(weights) == expected
+    assert {part.dtype for part in copied} == {*kinds}
+    assert max(part.nbytes for part in copied) <= 2**19
+    assert len(copied) < 4 * sum(part.nbytes for part in weights.values()) / 2**19
