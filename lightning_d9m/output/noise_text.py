@@ -4,7 +4,7 @@ from dataclasses import asdict
 
 from lightning_d9m.comparison.noise import LEVEL, NoiseVerdict, ValueChange
 from lightning_d9m.output.columns import Column, format_table
-from lightning_d9m.output.svg import draw_chart, draw_key, element, text
+from lightning_d9m.output.svg import HEIGHT, LEFT, WIDTH, draw_chart, draw_key, element, text
 from lightning_d9m.output.terminal import wrap
 from lightning_d9m.text import describe_names, escape, pluralize
 
@@ -87,7 +87,7 @@ def draw_noise(found: NoiseVerdict) -> str:
     """Return a plot of the sizes of change and noise at the ends of epochs, as an SVG file."""
     chart = draw_chart("Sizes of change and noise by step", [*found.series.values()], {}, log=True)
     legend = [
-        _place(84, 16 * number + 10, _give_size(draw_key(number), 24, 10), text(32, 9, name))
+        _place(LEFT, 16 * number + 10, draw_key(number), text(32, 9, name))
         for number, name in enumerate(found.series)
     ]
     top = 16 * len(legend) + 18
@@ -96,17 +96,12 @@ def draw_noise(found: NoiseVerdict) -> str:
         element("style", "text{font:12px sans-serif}.axis{stroke:#888}"),
         element("rect", width="100%", height="100%", fill="white"),
         *legend,
-        _place(0, top, _give_size(chart, 720, 216)),
+        _place(0, top, chart),
         xmlns="http://www.w3.org/2000/svg",
-        width=720,
-        height=top + 216,
+        width=WIDTH,
+        height=top + HEIGHT,
     )
 
 
 def _place(x: int, y: int, *content: str) -> str:
     return element("g", *content, transform=f"translate({x} {y})")
-
-
-def _give_size(drawing: str, width: int, height: int) -> str:
-    """Return a drawing, whose size a page chooses by its style, with a size of its own."""
-    return drawing.replace("<svg ", f'<svg width="{width}" height="{height}" ', 1)

@@ -17,7 +17,7 @@ from lightning_d9m.comparison.timeline import MAX_STEPS, StepHistogram
 
 COLORS = ("#c0392b", "#2471a3", "#1e8449", "#b9770e", "#6c3483", "#515a5a")
 LEFT, _RIGHT = 84, 708
-_WIDTH, _HEIGHT = 720, 216
+WIDTH, HEIGHT = 720, 216
 _TOP, _BOTTOM = 14, 172
 _MAX_EPOCHS, _EPOCH_WIDTH = 8, 64
 _MAX_TICKS = 6
@@ -171,7 +171,7 @@ def draw_chart(
                 radius, style = 3.5 if wide else 2.0, f"fill:{color}"
                 parts.append(element("circle", title, cx=x, cy=y, r=radius, style=style))
     parts.append(draw_axis(across, epochs, _BOTTOM))
-    return _frame(label, _HEIGHT, parts)
+    return _frame(label, HEIGHT, parts)
 
 
 def _scale_values(
@@ -221,7 +221,7 @@ def draw_key(number: int) -> str:
     color, dashes = _choose_style(number)
     style = f"stroke:{color};stroke-width:3{dashes}"
     piece = line(0, 5, 24, 5, style=style)
-    return element("svg", piece, viewBox="0 0 24 10", class_="key-line")
+    return element("svg", piece, viewBox="0 0 24 10", width=24, height=10, class_="key-line")
 
 
 def _choose_style(number: int) -> tuple[str, str]:
@@ -233,8 +233,12 @@ def _choose_style(number: int) -> tuple[str, str]:
 
 
 def _frame(label: str, height: int, parts: Sequence[str]) -> str:
-    """Return a whole drawing, with a label for a reader that does not see it."""
-    return element("svg", *parts, viewBox=f"0 0 {_WIDTH} {height}", role="img", aria_label=label)
+    """Return a whole drawing, with a label for a reader that does not see it.
+
+    The style of a page has other sizes.
+    """
+    size = {"viewBox": f"0 0 {WIDTH} {height}", "width": WIDTH, "height": height}
+    return element("svg", *parts, **size, role="img", aria_label=label)
 
 
 def _name_steps(first: int, last: int) -> str:
