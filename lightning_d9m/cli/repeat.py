@@ -14,9 +14,8 @@ import argparse
 import os
 import re
 import shutil
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from pathlib import Path
 
@@ -47,9 +46,8 @@ from lightning_d9m.launch.run import (
     Run,
     make_output,
     make_run_folder,
-    pair_fits,
-    read_fits,
     run_once,
+    train,
 )
 from lightning_d9m.ledger.stack import LAST_BITS_SETTING
 from lightning_d9m.output.repeat_text import FailedRun, RepeatReport
@@ -201,20 +199,17 @@ def _repeat(
 
 def _train(plan: _Plan, folder: Path, timeout: float | None, first: Run | None) -> Run:
     """Make one run, and pair its fits with those of the first."""
-    start = time.monotonic()
-    run_once(
+    run = train(
         plan.command,
         folder,
+        first,
         title=plan.title,
         timeout=timeout,
         variables=plan.variables,
         processes=plan.started,
         expected_seconds=first.seconds if first else None,
     )
-    seconds = time.monotonic() - start
-    fits = read_fits(folder, plan.command)
-    fits = pair_fits(first.fits, fits) if first else fits
-    return Run(fits, plan.label, processes=plan.processes, seconds=seconds)
+    return replace(run, label=plan.label, processes=plan.processes)
 
 
 def _check_last_bits(runs: Mapping[int, Run]) -> None:

@@ -8,12 +8,14 @@ they end. Where the initial digests differ too, seed, ordinal, model and data de
 
 import json
 import os
+import time
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from lightning_d9m.errors import CommandError, LedgerError
 from lightning_d9m.file_errors import explain_file_error
@@ -139,6 +141,29 @@ def run_once(
     with RunProgress(title, folder, expected_seconds) as progress:
         tick = progress.tick
         run_processes(command, starts, timeout=timeout, tick=tick, killed_when=killed_when)
+
+
+def train(
+    command: Sequence[str],
+    folder: Path,
+    first: Run | None,
+    *,
+    evaluations: bool = True,
+    **options: Any,
+) -> Run:
+    """Run the command once; return its ledgers, named as those of a first run, and its time.
+
+    ``options`` are those of ``run_once``, and ``evaluations`` is that of ``read_fits``.
+
+    Raises:
+        CommandError: If the command fails or leaves no ledger.
+        LedgerError: If a ledger cannot be read.
+    """
+    start = time.monotonic()
+    run_once(command, folder, **options)
+    seconds = time.monotonic() - start
+    fits = read_fits(folder, command, evaluations=evaluations)
+    return Run(pair_fits(first.fits, fits) if first else fits, seconds=seconds)
 
 
 def _make_environment(folder: Path) -> dict[str, str]:

@@ -96,7 +96,8 @@ def use_full_folder(g):
 
 
 def repeat_what_fails(g):
-    g.refuse(g.module, "run_once", import_module(f"{PREFIX}errors").CommandError("why"))
+    why = import_module(f"{PREFIX}errors").CommandError("why")
+    g.refuse(import_module(f"{PREFIX}launch.run"), "run_once", why)
     plans = [g.module._Plan(["false"], "run 1 of 2")]
     g.module._repeat(plans, g.folder, None, FileWatch([], g.folder))
 

@@ -3,7 +3,6 @@
 import argparse
 import json
 import shlex
-import time
 from pathlib import Path
 
 from lightning_d9m.audit.training import (
@@ -23,9 +22,7 @@ from lightning_d9m.launch.run import (
     Run,
     make_output,
     make_run_folder,
-    pair_fits,
-    read_fits,
-    run_once,
+    train,
 )
 from lightning_d9m.output.terminal import format_next_steps, print_lines
 
@@ -81,18 +78,17 @@ def _train(
         for condition in CONDITIONS:  # alternate, so that machine load affects both alike
             folder = make_run_folder(output, f"{condition}-{number:03d}")
             before = trainings[condition]
-            began = time.perf_counter()
-            run_once(
+            # The first training of all names the fits.
+            named = before or trainings[CONDITIONS[0]]
+            run = train(
                 command,
                 folder,
+                named[0] if named else None,
+                evaluations=False,
                 title=f"run {number} of {runs}, {condition} determinism",
                 timeout=timeout,
                 variables={CONTROL: "off" if condition == "without" else "on"},
                 expected_seconds=before[-1].seconds if before else None,
             )
-            seconds = time.perf_counter() - began
-            fits = read_fits(folder, command, evaluations=False)
-            # The first training of all names the fits.
-            named = before or trainings[CONDITIONS[0]]
-            before.append(Run(pair_fits(named[0].fits, fits) if named else fits, seconds=seconds))
+            before.append(run)
     return trainings
