@@ -76,8 +76,8 @@ def summarize(trainings: Mapping[str, Sequence[Run]]) -> dict[str, Any]:
 
 def _summarize_fit(ledgers: Sequence[Ledger]) -> dict[str, Any]:
     """Return the figures of one fit in one condition."""
-    equal = [compare_ledgers(ledgers[0], ledger).equal for ledger in ledgers]
-    words = ["reference", *("equal" if same else "differs" for same in equal[1:])]
+    equal = [compare_ledgers(ledgers[0], ledger).equal for ledger in ledgers[1:]]
+    words = ["reference", *("equal" if same else "differs" for same in equal)]
     rows = [
         make_run_row(number, 1, ledger, word)
         for number, (ledger, word) in enumerate(zip(ledgers, words, strict=True), start=1)
