@@ -62,8 +62,8 @@ NO_DISTANCE = Distance(0.0, 0.0, 0)
 def read_ends(ledger: Ledger) -> list[Digests]:
     """Return the records of the ends of epochs and of the fit, of the lowest rank.
 
-    The last record has no sketches of its own: if its weights are those of the last epoch, it gets
-    that record's.
+    The record of the last epoch lends its sketches to the last record, which has none, if both have
+    the same weights.
 
     Raises:
         LedgerError: If the fit did not finish.

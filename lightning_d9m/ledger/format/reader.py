@@ -100,7 +100,7 @@ class RankReader(AbstractContextManager["RankReader"]):
     def records(self, *, lines_only: bool = False) -> Iterator[Record | Frames]:
         """Yield each record after the header, with frames in place of records of probes.
 
-        With ``lines_only``, there are no frames.
+        With ``lines_only`` it leaves out frames.
         """
         lines = self._read_lines()
         if self.header.schema == 2 and not lines_only:  # noqa: PLR2004 - a version

@@ -33,7 +33,7 @@ class LogicalSteps:
     """Runs the steps of one process in a Trainer's run.
 
     ``to_device`` moves a batch to the device; it is the strategy's, not that of its logical
-    ranks. Outside a fit there are no gradients.
+    ranks. ``gradients`` is None outside a fit.
 
     Attributes:
         logical_rank: The logical rank whose micro-batch is computed now, or None.
