@@ -108,7 +108,14 @@ class ProgramState:
         controlled = [loader for loader in loaders if isinstance(loader, DataLoader)]
         samplers = [sampler for loader in controlled for sampler in find_samplers(loader)]
         samplers = [sampler for sampler in samplers if id(sampler) not in self._entered]
-        held: Iterable[Any] = [*trainer.optimizers, *schedulers, *tensors, *samplers]
+        containers = _list_loaded_containers(list_callbacks(trainer))
+        held: Iterable[Any] = [
+            *trainer.optimizers,
+            *schedulers,
+            *tensors,
+            *samplers,
+            *containers,
+        ]
         self._left_out = set(map(id, held))
         return samplers
 
@@ -226,6 +233,18 @@ def _name_owners(trainer: "Trainer") -> dict[str, object]:
     return owners | {
         name: Namespace(sys.modules[name]) for name in dict.fromkeys(k.__module__ for k in kinds)
     }
+
+
+def _list_loaded_containers(callbacks: Iterable[Any]) -> Iterator[Any]:
+    """Yield the containers that callbacks of Lightning save, and load if they apply to the run.
+
+    ``ModelCheckpoint`` does not load its best checkpoints if it saves to another folder.
+    """
+    for callback in callbacks:
+        module = str(getattr(type(callback).state_dict, "__module__", ""))
+        if module.partition(".")[0] in _PACKAGES:
+            held = map(vars(callback).get, callback.state_dict())
+            yield from (value for value in held if isinstance(value, dict | list))
 
 
 def _list_library_attributes(owner: Any) -> Collection[str]:
