@@ -4,6 +4,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
+from types import MethodType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -215,6 +216,8 @@ class Changes:
                     continue
                 if find_kind(part) is None and are_equal(part, first):
                     continue
+                if first is MISSING and _is_own_method(node.owner, key, part):
+                    continue
                 path = name_part(node.path, kind, content, place)
                 if find_kind(part) is None or not self._leave_out(path, part):
                     yield Change(path, node, (key,), part)
@@ -311,6 +314,12 @@ class _Ignored(Kind):
 
 
 _DIGESTED, _IGNORED = _Digested(), _Ignored()
+
+
+def _is_own_method(owner: Any, name: Any, value: Any) -> bool:
+    """Return whether a value is a method of the owner's class, which a wrapper has put back."""
+    bound = isinstance(value, MethodType) and value.__self__ is owner
+    return bound and value.__func__ is getattr(type(owner), name, None)
 
 
 def describe_unsaved(paths: Iterable[str]) -> list[str]:
