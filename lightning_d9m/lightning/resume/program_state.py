@@ -241,10 +241,19 @@ def _list_loaded_containers(callbacks: Iterable[Any]) -> Iterator[Any]:
     ``ModelCheckpoint`` does not load its best checkpoints if it saves to another folder.
     """
     for callback in callbacks:
-        module = str(getattr(type(callback).state_dict, "__module__", ""))
-        if module.partition(".")[0] in _PACKAGES:
-            held = map(vars(callback).get, callback.state_dict())
-            yield from (value for value in held if isinstance(value, dict | list))
+        saving = getattr(type(callback), "state_dict", None)
+        held = map(vars(callback).get, _list_read(saving))
+        yield from (value for value in held if isinstance(value, dict | list))
+
+
+@cache
+def _list_read(function: Any) -> frozenset[str]:
+    """Return the attributes that a function of Lightning reads."""
+    ours = str(getattr(function, "__module__", "")).partition(".")[0] in _PACKAGES
+    if not ours or not inspect.isfunction(function):
+        return frozenset()
+    steps = dis.get_instructions(function)
+    return frozenset(step.argval for step in steps if step.opname == "LOAD_ATTR")
 
 
 def _list_library_attributes(owner: Any) -> Collection[str]:
