@@ -19,8 +19,6 @@ from lightning_d9m.ledger.kinds import ROOT
 MAX_STEPS = 64
 MAX_EPOCHS = 10_000
 MAX_SERIES = 24
-# Sets of modules that are recorded together.
-_MAX_SETS = 64
 _OF_MODULES = frozenset({"input", "output", "grad_output"})
 _OF_PARAMETERS = frozenset({"weight", "buffer", "gradient", "local_gradient", "weights", "buffers"})
 
@@ -100,7 +98,7 @@ class Module:
     Attributes:
         differing: Number of places and digests, over all steps and ranks.
         first: (epoch, step, batch, position, description) of the first one on any rank.
-        steps: The number of differences by step.
+        steps: The steps at which digests of it were compared, with the differences.
     """
 
     differing: int = 0
@@ -128,17 +126,12 @@ class Timeline:
     distances: DistanceSeries = field(default_factory=DistanceSeries)
     modules: dict[str, Module] = field(default_factory=dict)
     moments: list[TimelinePoint] = field(default_factory=list)
-    _recorded: dict[frozenset[str], StepHistogram] = field(default_factory=dict)
     _rank: int | None = None  # whose values are kept
 
     @property
     def differs(self) -> bool:
         """True if a place of any module differs."""
         return any(module.differing for module in self.modules.values())
-
-    def find_recorded(self, path: str) -> tuple[StepHistogram, ...]:
-        """Return the steps at which digests of a module were compared."""
-        return tuple(steps for paths, steps in self._recorded.items() if path in paths)
 
     def watch(
         self, rank: int, one: Item | None, other: Item | None, found: Divergence | None
@@ -180,13 +173,8 @@ class Timeline:
 
     def _note_modules(self, paths: frozenset[str], step: int) -> None:
         """Note that digests of these modules were compared at a step."""
-        if paths not in self._recorded:
-            if len(self._recorded) >= _MAX_SETS:
-                return
-            self._recorded[paths] = StepHistogram()
-            for path in sorted(paths):
-                self.modules.setdefault(path, Module())
-        self._recorded[paths].add(step, 1, 0)
+        for path in paths:
+            self._find_module(path).steps.add(step, 1, 0)
 
     def _take_digests(
         self, rank: int, one: Item | None, other: Item | None, found: Divergence | None
@@ -222,8 +210,13 @@ class Timeline:
                 pair = (values[0].get(name), values[1].get(name))
                 self.values.setdefault(name, []).append((item.step, *pair))
 
+    def _find_module(self, path: str) -> Module:
+        if path not in self.modules:
+            self.modules[path] = Module()
+        return self.modules[path]
+
     def _differs(self, path: str, where: tuple[int, int, int, int, str]) -> None:
-        module = self.modules.setdefault(path, Module())
+        module = self._find_module(path)
         module.differing += 1
         module.steps.add(where[1], 1, 1)
         if module.first is None or where < module.first:

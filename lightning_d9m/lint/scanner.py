@@ -13,7 +13,7 @@ from typing import Any
 from lightning_d9m.errors import SettingError
 from lightning_d9m.lint.checks import memory, ops, order, seeds, settings
 from lightning_d9m.lint.files import SourceFile
-from lightning_d9m.lint.rules import CODE, RULES, Finding
+from lightning_d9m.lint.rules import CODE, Finding
 from lightning_d9m.lint.source import Problem, Source, SourceError, parse, read_source
 from lightning_d9m.lint.suppression import suppress
 from lightning_d9m.lint.tree import Call, Report, Tree
@@ -27,28 +27,22 @@ _NOT_SCANNED = "D9M001"
 _CHUNK = 16
 _CALLS: tuple[Callable[[Call], Iterator[Report]], ...] = (
     ops.check_op,
-    memory.check_atomic,
     settings.check_choice_by_time,
     memory.check_empty,
     seeds.check_seed,
     seeds.check_system_draw,
     seeds.check_worker_seed,
-    seeds.check_rank_seeds,
-    seeds.check_dataset,
     seeds.check_learning_rate_call,
-    seeds.check_training,
-    seeds.check_environment,
     order.check_listing,
     order.check_modification_time,
     order.check_completion,
     order.check_hash,
-    settings.check_hash_seed_call,
     order.check_set_call,
     memory.check_thread,
     settings.check_setting_call,
 )
 _NODES: Mapping[type[ast.AST], Sequence[Callable[[Any, Tree], Iterator[Report]]]] = {
-    ast.Assign: (settings.check_setting, settings.check_hash_seed, seeds.check_learning_rate),
+    ast.Assign: (settings.check_setting, seeds.check_learning_rate),
     ast.AugAssign: (seeds.check_learning_rate,),
     ast.Subscript: (ops.check_index,),
     **dict.fromkeys((ast.Set, ast.SetComp, ast.Name, ast.Attribute, ast.BinOp), (order.check_set,)),
@@ -145,8 +139,7 @@ def scan_source(source: Source, path: str, torch_version: str, rules: frozenset[
     for report in reports:
         if report.rule in rules and (not report.op or find_op(report.op).is_needed(torch_version)):
             f = _describe(report, path, lines)
-            once = RULES[f.rule].once  # in the file; others once at a place
-            kept.setdefault((f.rule,) if once else (f.line, f.column, f.rule, f.op), f)
+            kept.setdefault((f.line, f.column, f.rule, f.op), f)
             edits |= {f: report.edit} if report.edit and not source.cells else {}
     found = [
         Finding.at(path, _NOT_SCANNED, (one.line, 1), reason=one.reason, cell=one.cell)

@@ -42,12 +42,7 @@ from lightning_d9m.output.result_tables import (
     list_layers,
     list_run_columns,
 )
-from lightning_d9m.output.svg import (
-    HeatMap,
-    HeatMapRow,
-    draw_chart,
-    draw_key,
-)
+from lightning_d9m.output.svg import HeatMap, draw_chart, draw_key
 from lightning_d9m.output.terminal import find_command
 from lightning_d9m.text import describe_pair, pluralize, quote
 from lightning_d9m.version import __version__
@@ -158,8 +153,7 @@ def _draw_timeline(timeline: Timeline, differing: list[int]) -> dict[str, object
     If there are many ranks, those that diverge are shown.
     """
     chosen = list(dict.fromkeys([*differing, *timeline.ranks]))[:_MAX_RANKS]
-    parts = {rank: timeline.ranks[rank] for rank in sorted(chosen) if rank in timeline.ranks}
-    ranks = [(rank, HeatMapRow(part, (part,))) for rank, part in parts.items()]
+    ranks = [(rank, timeline.ranks[rank]) for rank in sorted(chosen) if rank in timeline.ranks]
     moments = _choose(timeline.moments, lambda found: found.status != "equal", _MAX_MOMENTS)
     return {
         "ranks": _make_heat_map(ranks, timeline.epochs) if ranks else None,
@@ -320,11 +314,10 @@ def _list_places(found: list[Divergence]) -> Iterator[tuple[int, Any]]:
             yield entry.rank, place
 
 
-def _describe_module(path: str, module: Module | None, *, is_first: bool) -> dict[str, object]:
+def _describe_module(path: str, module: Module, *, is_first: bool) -> dict[str, object]:
     """Return a row of the tree of modules; below the greatest depth it has its whole path."""
-    differs = module is not None and module.first is not None
     first = None
-    if module is not None and module.first is not None:
+    if module.first is not None:
         epoch, step, _, _, what = module.first
         kind, _, name = what.partition(" ")
         within = name.removeprefix(path).lstrip(".:") if path else name
@@ -333,8 +326,8 @@ def _describe_module(path: str, module: Module | None, *, is_first: bool) -> dic
     return {
         "label": path if deep else path.rpartition(".")[2],
         "depth": min(path.count(".") + 1, _MAX_DEPTH) if path else 0,
-        "state": "differs first" if is_first else "differs" if differs else "same",
-        "differing": module.differing if module is not None else 0,
+        "state": "differs first" if is_first else "differs" if first else "same",
+        "differing": module.differing,
         "first": first,
         "is_first": is_first,
     }
@@ -347,7 +340,7 @@ def _choose(found: Sequence[_T], differs: Callable[[_T], bool], most: int) -> li
 
 
 def _make_heat_map(
-    named: Sequence[tuple[object, HeatMapRow]], epochs: Mapping[int, int]
+    named: Sequence[tuple[object, StepHistogram]], epochs: Mapping[int, int]
 ) -> Mapping[str, object]:
     heat = HeatMap([row for _, row in named])
     return {
@@ -377,11 +370,9 @@ def _make_module_map(timeline: Timeline, comparison: Comparison) -> Mapping[str,
     def order(path: str) -> list[str]:
         return [part.zfill(9) if part.isdecimal() else part for part in path.split(".")]
 
-    rows: list[tuple[object, HeatMapRow]] = []
+    rows: list[tuple[object, StepHistogram]] = []
     for path in sorted(paths, key=order):
-        module = modules.get(path)
-        steps = StepHistogram() if module is None else module.steps
-        node = _describe_module(path, module, is_first=[path] == first)
-        rows.append((node, HeatMapRow(steps, timeline.find_recorded(path))))
+        module = modules.get(path, Module())
+        rows.append((_describe_module(path, module, is_first=[path] == first), module.steps))
     left_out = len(timeline.modules) - len(modules)
     return {**_make_heat_map(rows, timeline.epochs), "left_out": left_out}

@@ -38,8 +38,8 @@ def test_the_steps_at_which_each_module_was_compared(runs):
     ledger = read_ledger(runs.write(3, edit=probes(2)))
     compare_ledgers(ledger, ledger, watch=timeline.watch)
     steps = {
-        path: {step.first for found in timeline.find_recorded(path) for step in found.ordered()}
-        for path in timeline.modules
+        path: {step.first for step in module.steps.ordered()}
+        for path, module in timeline.modules.items()
     }
     assert steps["layer"] == {0, 1}
     assert steps["layers.0"] == {0, 23, 46, 69}

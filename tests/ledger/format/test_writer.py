@@ -308,7 +308,7 @@ def test_probes_are_read_in_order_and_line_by_line_without_them(runs, writer):
     ledger = read_ledger(writer.path)
     assert [batch[:3] for batch in list_batches(ledger)] == [(0, 1, 2), (0, 2, 3), (1, 2, 0)]
     kinds = [type(record).__name__ for record in ledger.records(0)]
-    assert kinds == ["ProbeLayout", "Frames", "Digests", "Frames", "End"]
+    assert kinds == ["ProbeLayout", "Batch", "Batch", "Digests", "Batch", "End"]
     kinds = [type(record).__name__ for record in ledger.line_records(0)]
     assert kinds == ["ProbeLayout", "Digests", "End"]
 

@@ -105,6 +105,6 @@ class Cache:
         return bucket, other, number
 
 
-os.environ["PYTHONHASHSEED"] = "0"  # expect: D9M304
+os.environ["PYTHONHASHSEED"] = "0"  # fine
 os.environ["OMP_NUM_THREADS"] = "1"  # fine
 child = {**os.environ, "PYTHONHASHSEED": "0"}  # fine

