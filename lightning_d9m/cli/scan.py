@@ -14,12 +14,7 @@ from lightning_d9m.lint.fixes import FileFix, fix_text
 from lightning_d9m.lint.rules import RULES
 from lightning_d9m.lint.scanner import choose_version, scan_entries
 from lightning_d9m.lint.source import read_source
-from lightning_d9m.output.lint_text import (
-    render_github,
-    render_json,
-    render_sarif,
-    render_text,
-)
+from lightning_d9m.output.lint_text import render_json, render_sarif, render_text
 from lightning_d9m.output.terminal import paint, terminal_width
 from lightning_d9m.text import pluralize
 
@@ -27,8 +22,7 @@ _FLAGGED = "D9M103"  # depends on all files
 
 _ARGUMENTS = """
 paths:PATH*  files and folders (default: the current folder)
---format {text,json,sarif,github}  text for a terminal (80 columns), JSON, SARIF 2.1.0, or
-    annotations of GitHub Actions (default: text)
+--format {text,json,sarif}  text for a terminal (80 columns), JSON or SARIF 2.1.0 (default: text)
 | --json  short for --format json
 --output FILE  write to a file instead of the terminal
 --select RULES ...  only these rules, by ids or prefixes of ids, separated by commas: D9M2,D9M301
@@ -93,8 +87,6 @@ def run(arguments: argparse.Namespace) -> int:
         text = render_json(findings, summary)
     elif arguments.format == "sarif":
         text = render_sarif(findings)
-    elif arguments.format == "github":
-        text = render_github(findings)
     else:
         colors = [paint] if arguments.output is None else []
         text = render_text(findings, summary, max(80, terminal_width(160)), *colors)

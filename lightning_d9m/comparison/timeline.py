@@ -3,7 +3,6 @@
 It is collected while two ledgers are compared. Steps are merged when there are too many.
 """
 
-from collections import Counter
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TypeAlias
@@ -12,7 +11,7 @@ from lightning_d9m.comparison.differences import Divergence
 from lightning_d9m.comparison.weight_distance import DistanceSeries
 from lightning_d9m.ledger.format.frames import Batch, unpack_places
 from lightning_d9m.ledger.format.records import Digests
-from lightning_d9m.ledger.keys import Item, describe_record
+from lightning_d9m.ledger.keys import Item
 from lightning_d9m.ledger.kinds import ROOT
 
 # Most steps that a histogram keeps: as many as a heat map has columns.
@@ -73,24 +72,6 @@ class StepHistogram:
         return [self.steps[number] for number in sorted(self.steps)]
 
 
-@dataclass(frozen=True, slots=True)
-class TimelinePoint:
-    """A record of digests and how it compares.
-
-    Attributes:
-        rank: The rank.
-        where: Description of the record.
-        status: ``"equal"``, ``"different"``, ``"only the reference"`` or
-            ``"only this run"``.
-        groups: (group, entries that differ, entries) for each group in which some differ.
-    """
-
-    rank: int
-    where: str
-    status: str
-    groups: tuple[tuple[str, int, int], ...] = ()
-
-
 @dataclass(slots=True)
 class Module:
     """The differences in a module, its parameters and operations, without its submodules.
@@ -117,7 +98,6 @@ class Timeline:
             (step, the reference's value, this run's value), None where a run has no such record.
         distances: How far the weights of each layer are apart at the ends of epochs.
         modules: Modules by path; "" is the model itself.
-        moments: The records of digests.
     """
 
     ranks: dict[int, StepHistogram] = field(default_factory=dict)
@@ -125,7 +105,6 @@ class Timeline:
     values: dict[str, list[ValuePair]] = field(default_factory=dict)
     distances: DistanceSeries = field(default_factory=DistanceSeries)
     modules: dict[str, Module] = field(default_factory=dict)
-    moments: list[TimelinePoint] = field(default_factory=list)
     _rank: int | None = None  # whose values are kept
 
     @property
@@ -180,21 +159,14 @@ class Timeline:
         self, rank: int, one: Item | None, other: Item | None, found: Divergence | None
     ) -> None:
         if not isinstance(one, Digests) or not isinstance(other, Digests):
-            item = one or other
-            if isinstance(item, Digests):
-                status = "only this run" if one is None else "only the reference"
-                self.moments.append(TimelinePoint(rank, describe_record(item), status))
+            if isinstance(item := one or other, Digests):
                 self._mark(rank, item.step, 0, 0, 1)
             return
         named = ((group, name) for group, names in other.groups.items() for name in names)
         self._note_modules(frozenset(module_of(*entry) for entry in named), other.step)
         entries = () if found is None else found.places
-        groups = Counter(entry.kind for entry in entries)
-        sizes = {group: len(names) for group, names in other.groups.items()}
-        listed = tuple((g, n, max(n, sizes.get(g, 0))) for g, n in groups.items())
-        status = "different" if entries else "equal"
-        self.moments.append(TimelinePoint(rank, describe_record(other), status, listed))
-        self._mark(rank, other.step, sum(sizes.values()) + 1, len(entries), 0)
+        size = sum(map(len, other.groups.values()))
+        self._mark(rank, other.step, size + 1, len(entries), 0)
         for entry in entries:
             # After the batches of its epoch.
             where = (other.epoch, other.step, 2**63, entry.position, f"{entry.kind} {entry.name}")

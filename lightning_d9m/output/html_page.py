@@ -13,7 +13,7 @@ from hashlib import sha256
 from itertools import takewhile
 from math import inf, isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from lightning_d9m.comparison.causes import earliest_divergences, find_cause
 from lightning_d9m.comparison.differences import Divergence, PlaceDifference, name_call
@@ -51,14 +51,13 @@ if TYPE_CHECKING:
     from jinja2 import Environment
     from markupsafe import Markup
 
-_T = TypeVar("_T")
 GENERATOR = '<meta name="generator" content="lightning_d9m'
 _MAX_RANKS = 64
 _MAX_ROWS_FIRST, _MAX_ROWS_OTHERS = 3_000, 1_000
 _MAX_FIELDS = 200
 _MAX_SENTENCES = 200
 _MAX_DEPTH = 12
-_MAX_MOMENTS, _MAX_MODULES = 400, 1_500
+_MAX_MODULES = 1_500
 # What ran, by its name on the page.
 _FACTS: dict[str, Callable[[Header], object]] = {
     "command": lambda header: header.program.get("command"),
@@ -148,18 +147,15 @@ def _draw_runs(timeline: Timeline, repeated: RepeatedRuns | None) -> dict[str, o
 
 
 def _draw_timeline(timeline: Timeline, differing: list[int]) -> dict[str, object]:
-    """Return the values of the sections about ranks, layers and moments.
+    """Return the values of the sections about ranks and layers.
 
     If there are many ranks, those that diverge are shown.
     """
     chosen = list(dict.fromkeys([*differing, *timeline.ranks]))[:_MAX_RANKS]
     ranks = [(rank, timeline.ranks[rank]) for rank in sorted(chosen) if rank in timeline.ranks]
-    moments = _choose(timeline.moments, lambda found: found.status != "equal", _MAX_MOMENTS)
     return {
         "ranks": _make_heat_map(ranks, timeline.epochs) if ranks else None,
         "ranks_left_out": len(timeline.ranks) - len(ranks),
-        "moments": moments,
-        "moments_left_out": len(timeline.moments) - len(moments),
         "layers": list(enumerate(list_layers(timeline.distances))),
         "layer_columns": LAYER_COLUMNS,
         "layer_chart": _draw_layers(timeline),
@@ -333,12 +329,6 @@ def _describe_module(path: str, module: Module, *, is_first: bool) -> dict[str, 
     }
 
 
-def _choose(found: Sequence[_T], differs: Callable[[_T], bool], most: int) -> list[_T]:
-    """Return at most so many, in their order: those that differ before those that agree."""
-    order = sorted(range(len(found)), key=lambda number: not differs(found[number]))
-    return [found[number] for number in sorted(order[:most])]
-
-
 def _make_heat_map(
     named: Sequence[tuple[object, StepHistogram]], epochs: Mapping[int, int]
 ) -> Mapping[str, object]:
@@ -359,8 +349,8 @@ def _make_module_map(timeline: Timeline, comparison: Comparison) -> Mapping[str,
     """
     if not timeline.modules:
         return None
-    chosen = _choose([*timeline.modules.items()], lambda item: item[1].differing > 0, _MAX_MODULES)
-    modules = dict(chosen)
+    ordered = sorted(timeline.modules.items(), key=lambda item: not item[1].differing)
+    modules = dict(ordered[:_MAX_MODULES])
     first = [module_of(entry.kind, entry.name) for entry in comparison.divergences[:1]]
     paths = {"", *modules, *first}
     for path in list(paths):

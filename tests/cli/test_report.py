@@ -162,7 +162,6 @@ def test_different_runs(tmp_path, capsys):
     assert ". 2 of 10 places differ there." in words
     assert "The stacks differ in 1 field, which alone may change results: device.driver ." in words
     assert "device.driver 560.35 570.1" in words
-    assert "weights 4 of 4" in words
     drawn, _, rows = text.partition("Modules by step")
     assert drawn.count("<svg") == 2
     # The axis, and a row for each module that is recorded.
@@ -303,15 +302,11 @@ def test_where_nothing_differs_no_cell_is_red(tmp_path):
 
 
 def test_what_differs_goes_before_what_agrees(tmp_path, monkeypatch):
-    """Limits drop modules and moments that agree."""
+    """A limit drops modules that agree."""
     monkeypatch.setattr("lightning_d9m.output.html_page._MAX_MODULES", 2)
-    monkeypatch.setattr("lightning_d9m.output.html_page._MAX_MOMENTS", 3)
     names = [f"layers.{number}" for number in range(9)]
     one, other = write_epochs(tmp_path, 9, names=names), write_epochs(tmp_path, 9, 7, names[::-1])
     words = Page(report(tmp_path, one, other)).words
-    moments = words.partition("Digests by epoch and step")[2]
-    assert [f"epoch {n} " in moments for n in (0, 1, 6, 7, 8)] == [True, False, False, True, True]
-    assert "6 more are left out." in moments
     modules = words.partition("Modules by step")[2].partition("All that differs")[0]
     assert modules.count("2 weights weight") == 2
     assert "more are left out." in modules
