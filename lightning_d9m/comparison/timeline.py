@@ -176,7 +176,7 @@ class Timeline:
         self._rank = rank if self._rank is None else self._rank
         if rank != self._rank or item.moment != "epoch":
             return
-        values = [_list_values(record) for record in (one, other)]
+        values = [own.list_values() if isinstance(own, Digests) else {} for own in (one, other)]
         for name in values[0] | values[1]:
             if name in self.values or len(self.values) < MAX_SERIES:
                 pair = (values[0].get(name), values[1].get(name))
@@ -201,14 +201,6 @@ def _list_modules(layouts: tuple[bytes, ...]) -> frozenset[str]:
     """Return the modules whose places a batch holds."""
     places = (place for token in layouts for place in unpack_places(token))
     return frozenset(module_of(kind, name) for kind, name, _ in places)
-
-
-def _list_values(record: Item | None) -> dict[str, float]:
-    """Return the loss and the logged values of a record that are numbers."""
-    if not isinstance(record, Digests):
-        return {}
-    written = ({} if record.loss is None else {"loss": record.loss}) | dict(record.scalars)
-    return {name: float.fromhex(text) for name, text in written.items()}
 
 
 def module_of(kind: str, name: str) -> str:

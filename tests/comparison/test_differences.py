@@ -12,7 +12,7 @@ from lightning_d9m.ledger.format.records import Evaluation
 @pytest.mark.parametrize(
     ("expected", "actual", "names"),
     [
-        ({"a.b": "inf"}, {"a.b": "nan"}, ('scalars."a.b"',)),
+        ({"a.b": "inf"}, {"a.b": "nan"}, ("scalars.a.b",)),
         ({"a": "inf"}, {"b": "inf"}, ("scalars.a", "scalars.b")),
     ],
 )

@@ -87,7 +87,7 @@ def test_what_holds_only_plain_values_is_one_leaf(value):
 def test_calls_of_a_place_are_counted_within_a_batch():
     x = torch.ones(2)
     records = write_batches([("output", "a", x), ("output", "b", x), ("output", "a", x)])
-    assert records[0]["places"] == [["output", "a", 0], ["output", "b", 0], ["output", "a", 1]]
+    assert records[0]["places"] == [("output", "a", 0), ("output", "b", 0), ("output", "a", 1)]
 
 
 def test_a_layout_is_written_once():

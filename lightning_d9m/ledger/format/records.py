@@ -264,6 +264,11 @@ class Digests(Entry, frozen=True, tag="digests", kw_only=True):
         _describe(f"an object of sketches of {SKETCH_DIGITS} hex digits"),
     ] = {}
 
+    def list_values(self) -> dict[str, float]:
+        """Return the loss, if there was one, and the logged scalars."""
+        written = ({} if self.loss is None else {"loss": self.loss}) | dict(self.scalars)
+        return {name: float.fromhex(text) for name, text in written.items()}
+
     def __post_init__(self) -> None:
         _check_floats("loss", [self.loss])
         _check_floats("scalars", self.scalars.values())
