@@ -292,14 +292,6 @@ def test_probes_are_checked_when_they_are_written(writer, change, message):
     assert [where[1] for where in list_batches(read_ledger(writer.path))] == [1, 2]
 
 
-def test_probes_of_a_layout_that_is_too_large_for_a_record(writer):
-    places = [["op", str(number), 0] for number in range(16_384)]
-    writer.write({"kind": "layout", "id": 1, "places": places})
-    record = PROBES | {"layout": 1, "count": 5, "digests": bytes(5 * 16_384 * 16)}
-    with pytest.raises(LedgerError, match="'count' is 5, which makes more than 1048576"):
-        writer.write(record)
-
-
 def test_probes_are_read_in_order_and_line_by_line_without_them(runs, writer):
     writer.write(PROBES | {"count": 2, "digests": b"f" * 32})
     writer.write(runs.digests("epoch", 0))
