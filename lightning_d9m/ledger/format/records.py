@@ -54,6 +54,11 @@ def _hex(digits: int) -> Meta:
     return Meta(pattern=pattern, description=f"{digits} lowercase hex digits")
 
 
+def _sized(digits: int) -> Meta:
+    """Require a length: a pattern for each of a thousand texts takes twice as long as reading."""
+    return Meta(min_length=digits, max_length=digits)
+
+
 def _describe(description: str) -> Meta:
     return Meta(description=description)
 
@@ -74,7 +79,7 @@ DigestOrNone: TypeAlias = Annotated[
 HexFloats: TypeAlias = Annotated[
     Mapping[Name, Name], _describe("an object of texts that float.hex() gives")
 ]
-Digests32: TypeAlias = Mapping[Name, Digest]
+Digests32: TypeAlias = Mapping[Name, Annotated[str, _sized(DIGEST_DIGITS)]]
 Scalars: TypeAlias = Annotated[
     Mapping[Name, Name | int | float | bool | None],
     _describe("an object of short texts, finite numbers, booleans and nulls"),
@@ -260,7 +265,7 @@ class Digests(Entry, frozen=True, tag="digests", kw_only=True):
     loss: Annotated[Name | None, _describe("a text that float.hex() gives, or null")] = None
     scalars: HexFloats = {}
     sketches: Annotated[
-        Mapping[Name, Annotated[str, _hex(SKETCH_DIGITS)]],
+        Mapping[Name, Annotated[str, _sized(SKETCH_DIGITS)]],
         _describe(f"an object of sketches of {SKETCH_DIGITS} hex digits"),
     ] = {}
 
@@ -270,6 +275,14 @@ class Digests(Entry, frozen=True, tag="digests", kw_only=True):
         return {name: float.fromhex(text) for name, text in written.items()}
 
     def __post_init__(self) -> None:
+        for name, tables in (
+            ("totals", [self.totals]),
+            ("groups", self.groups.values()),
+            ("sketches", [self.sketches]),
+        ):
+            digits = "".join(text for table in tables for text in table.values())
+            if not re.fullmatch("[0-9a-f]*", digits):
+                raise ValueError(f"`{name}` has characters other than lowercase hex digits")
         _check_floats("loss", [self.loss])
         _check_floats("scalars", self.scalars.values())
 
