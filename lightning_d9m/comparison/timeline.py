@@ -32,14 +32,12 @@ class TimelineStep:
     Attributes:
         first: The first step.
         last: The last.
-        compared: Number of places or entries, over all ranks.
-        differing: Number of them that differ.
+        differing: Number of places or entries that differ, over all ranks.
         alone: Number of records or places that only one run has.
     """
 
     first: int
     last: int
-    compared: int = 0
     differing: int = 0
     alone: int = 0
 
@@ -51,9 +49,9 @@ class StepHistogram:
     steps: dict[int, TimelineStep] = field(default_factory=dict)
     width: int = 1
 
-    def add(self, step: int, compared: int, differing: int, alone: int = 0) -> None:
+    def add(self, step: int, differing: int, alone: int = 0) -> None:
         """Count a step."""
-        self._merge(TimelineStep(step, step, compared, differing, alone))
+        self._merge(TimelineStep(step, step, differing, alone))
         while len(self.steps) > MAX_STEPS:
             old, self.steps, self.width = self.steps, {}, 2 * self.width
             for entry in old.values():
@@ -63,7 +61,6 @@ class StepHistogram:
         entry = self.steps.setdefault(new.first // self.width, new)
         if entry is not new:
             entry.first, entry.last = min(entry.first, new.first), max(entry.last, new.last)
-            entry.compared += new.compared
             entry.differing += new.differing
             entry.alone += new.alone
 
@@ -130,21 +127,20 @@ class Timeline:
         if len(self.epochs) < MAX_EPOCHS:
             self.epochs[epoch] = min(step, self.epochs.get(epoch, step))
 
-    def _mark(self, rank: int, step: int, compared: int, differing: int, alone: int) -> None:
-        line = self.ranks.setdefault(rank, StepHistogram())
-        line.add(step, compared, differing, alone)
+    def _mark(self, rank: int, step: int, differing: int, alone: int = 0) -> None:
+        self.ranks.setdefault(rank, StepHistogram()).add(step, differing, alone)
 
     def _take_batch(
         self, rank: int, batch: Batch, *, alone: bool, found: Divergence | None
     ) -> None:
         if alone:
-            self._mark(rank, batch.step, 0, 0, batch.size)
+            self._mark(rank, batch.step, 0, batch.size)
             return
         self._note_modules(_list_modules(batch.layouts), batch.step)
         if found is None:
-            self._mark(rank, batch.step, batch.size, 0, 0)
+            self._mark(rank, batch.step, 0)
             return
-        self._mark(rank, batch.step, found.compared, found.count, len(found.one_sided))
+        self._mark(rank, batch.step, found.count, len(found.one_sided))
         for place in found.places:
             what = f"{place.kind} {place.name}"
             where = (batch.epoch, batch.step, batch.batch, place.position, what)
@@ -153,20 +149,19 @@ class Timeline:
     def _note_modules(self, paths: frozenset[str], step: int) -> None:
         """Note that digests of these modules were compared at a step."""
         for path in paths:
-            self._find_module(path).steps.add(step, 1, 0)
+            self._find_module(path).steps.add(step, 0)
 
     def _take_digests(
         self, rank: int, one: Item | None, other: Item | None, found: Divergence | None
     ) -> None:
         if not isinstance(one, Digests) or not isinstance(other, Digests):
             if isinstance(item := one or other, Digests):
-                self._mark(rank, item.step, 0, 0, 1)
+                self._mark(rank, item.step, 0, 1)
             return
         named = ((group, name) for group, names in other.groups.items() for name in names)
         self._note_modules(frozenset(module_of(*entry) for entry in named), other.step)
         entries = () if found is None else found.places
-        size = sum(map(len, other.groups.values()))
-        self._mark(rank, other.step, size + 1, len(entries), 0)
+        self._mark(rank, other.step, len(entries))
         for entry in entries:
             # After the batches of its epoch.
             where = (other.epoch, other.step, 2**63, entry.position, f"{entry.kind} {entry.name}")
@@ -190,7 +185,7 @@ class Timeline:
     def _differs(self, path: str, where: tuple[int, int, int, int, str]) -> None:
         module = self._find_module(path)
         module.differing += 1
-        module.steps.add(where[1], 1, 1)
+        module.steps.add(where[1], 1)
         if module.first is None or where < module.first:
             module.first = where
 

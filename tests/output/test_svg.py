@@ -83,7 +83,7 @@ def row_of(differing, *recorded):
     """Return a histogram of (step, differing) and of steps at which nothing differs."""
     made = StepHistogram()
     for step, count in (*differing, *((s, 0) for part in recorded for s in part)):
-        made.add(step, 1, count)
+        made.add(step, count)
     return made
 
 
@@ -113,7 +113,7 @@ def test_a_row_shows_what_is_equal_different_and_not_recorded():
 def test_what_one_run_alone_has_is_a_cell_too():
     line = StepHistogram()
     for step, differing, alone in [(0, 0, 0), (1, 0, 0), (2, 0, 3), (3, 2, 1)]:
-        line.add(step, 5, differing, alone)
+        line.add(step, differing, alone)
     assert cells_of(HeatMap([line]).draw_row(line)) == [
         ("same", 0, 2, "steps 0 to 1: equal"),
         ("alone", 2, 1, "step 2: in one run only"),
