@@ -277,7 +277,7 @@ class Digests(Entry, frozen=True, tag="digests", kw_only=True):
     def __post_init__(self) -> None:
         for name, tables in (
             ("totals", [self.totals]),
-            ("groups", self.groups.values()),
+            ("groups", [*self.groups.values()]),
             ("sketches", [self.sketches]),
         ):
             digits = "".join(text for table in tables for text in table.values())

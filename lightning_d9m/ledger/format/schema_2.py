@@ -124,7 +124,8 @@ def _read_block(
     check = xxh3_64_intdigest(head + body, check)
     if stored != check.to_bytes(CHECK_SIZE, "little"):
         raise FieldError("check", "does not fit: a block was changed, removed, added or moved")
-    frames, last = [], FramePosition(*(POSITION.unpack(body) if not count else before))
+    frames: list[Batch] = []
+    last = before if count else FramePosition(*POSITION.unpack(body))
     for number in range(count):
         last = last.after(1, steps, batches)
         check_position(last)
