@@ -33,7 +33,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_d9m import DeterminismCallback
 from lightning_d9m.comparison.ledgers import compare_ledgers
 from lightning_d9m.ledger.folder import read_ledger
-from lightning_d9m.ledger.format.frames import Frames, unpack_places
+from lightning_d9m.ledger.format.frames import Batch
 from lightning_d9m.patches import registration
 
 # name: folder of the cache, variables, whether a checkpoint is resumed, rate of dropout
@@ -155,8 +155,8 @@ def list_probes(ledger):
     """Return the names that each kind of probe has in the first batch."""
     places = {}
     for frame in ledger.records(0):
-        if isinstance(frame, Frames) and frame.batch == frame.epoch == 0:
-            for kind, name, _ in unpack_places(frame.layout):
+        if isinstance(frame, Batch) and frame.batch == frame.epoch == 0:
+            for kind, name, _ in frame.list_places():
                 places.setdefault(kind, set()).add(name)
     return {kind: sorted(names) for kind, names in sorted(places.items())}
 

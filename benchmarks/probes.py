@@ -31,7 +31,7 @@ from torch.utils.data import DataLoader
 
 from lightning_d9m import DeterminismCallback
 from lightning_d9m.ledger.folder import read_ledger
-from lightning_d9m.ledger.format.frames import Frames
+from lightning_d9m.ledger.format.frames import Batch
 from lightning_d9m.ledger.stack import capture_stack
 
 MODULES = ["input", "output", "grad_output"]
@@ -141,7 +141,7 @@ def measure_file(file: Path) -> dict[str, float]:
         size += len(line) if kind == "probes" else 0
         layouts += len(line) if kind == "layout" else 0
     for entry in read_ledger(file).records(0):
-        places += entry.size if isinstance(entry, Frames) else 0
+        places += entry.size if isinstance(entry, Batch) else 0
     return {
         "places": places,
         "bytes_per_place": size / max(places, 1),

@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_d9m import DeterminismCallback
 from lightning_d9m.ledger.folder import read_ledger
-from lightning_d9m.ledger.format.frames import Frames
+from lightning_d9m.ledger.format.frames import Batch
 from lightning_d9m.ledger.stack import capture_stack
 
 QUIET = {
@@ -104,10 +104,10 @@ def soak(folder, steps):
     start = time.perf_counter()
     ledger = fit(folder, 1600, watch, max_steps=steps, max_epochs=-1)
     seconds = time.perf_counter() - start
-    frames = [found for found in read_ledger(ledger).records(0) if isinstance(found, Frames)]
-    digests = sum(found.count * found.width for found in frames) // 16
+    frames = [found for found in read_ledger(ledger).records(0) if isinstance(found, Batch)]
+    digests = sum(found.size for found in frames)
     written = (ledger / "rank-0.jsonl").stat().st_size
-    assert sum(found.count for found in frames) == steps, "every step was probed"
+    assert len(frames) == steps, "every step was probed"
     readings = {step: round(value, 2) for step, value in watch.megabytes.items()}
     kept = [(step, value) for step, value in watch.megabytes.items() if step > steps // 10]
     slope = np.polyfit(*zip(*kept, strict=True), 1)[0]

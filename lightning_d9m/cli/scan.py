@@ -11,26 +11,18 @@ from lightning_d9m.cli.arguments import declare
 from lightning_d9m.errors import SettingError
 from lightning_d9m.lint.files import list_files
 from lightning_d9m.lint.fixes import FileFix, fix_text
-from lightning_d9m.lint.programs import find_seeded
 from lightning_d9m.lint.rules import RULES
 from lightning_d9m.lint.scanner import choose_version, scan_entries
 from lightning_d9m.lint.source import read_source
-from lightning_d9m.output.lint_text import (
-    render_github,
-    render_json,
-    render_sarif,
-    render_text,
-)
+from lightning_d9m.output.lint_text import render_json, render_sarif, render_text
 from lightning_d9m.output.terminal import paint, terminal_width
 from lightning_d9m.text import pluralize
 
-# The findings of these two rules depend on all files.
-_FLAGGED, _UNSEEDED = "D9M103", "D9M210"
+_FLAGGED = "D9M103"  # depends on all files
 
 _ARGUMENTS = """
 paths:PATH*  files and folders (default: the current folder)
---format {text,json,sarif,github}  text for a terminal (80 columns), JSON, SARIF 2.1.0, or
-    annotations of GitHub Actions (default: text)
+--format {text,json,sarif}  text for a terminal (80 columns), JSON or SARIF 2.1.0 (default: text)
 | --json  short for --format json
 --output FILE  write to a file instead of the terminal
 --select RULES ...  only these rules, by ids or prefixes of ids, separated by commas: D9M2,D9M301
@@ -84,14 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
         scans = scan_entries(entries, torch_version, rules, arguments.jobs)
     turned_on = arguments.deterministic or any(scan.turns_on for scan in scans)
     found = [finding for scan in scans for finding in scan.findings]
-    unseeded = {finding.file for finding in found if finding.rule == _UNSEEDED}
-    seeded = find_seeded(unseeded, [entry.path for entry in entries])
-    findings = sorted(
-        finding
-        for finding in found
-        if not (turned_on and finding.rule == _FLAGGED)
-        and not (finding.rule == _UNSEEDED and finding.file in seeded)
-    )
+    findings = sorted(f for f in found if not (turned_on and f.rule == _FLAGGED))
     summary = {
         "torch": torch_version,
         "files": len(entries),
@@ -102,8 +87,6 @@ def run(arguments: argparse.Namespace) -> int:
         text = render_json(findings, summary)
     elif arguments.format == "sarif":
         text = render_sarif(findings)
-    elif arguments.format == "github":
-        text = render_github(findings)
     else:
         colors = [paint] if arguments.output is None else []
         text = render_text(findings, summary, max(80, terminal_width(160)), *colors)

@@ -4,8 +4,6 @@ Headers and the facts of runs differ in fields; records of digests, other record
 a batch differ in places.
 """
 
-import json
-import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -37,8 +35,6 @@ _TOTAL = "(total)"
 OTHER = "other fields"
 # The kinds that each rank computes alone: from the inputs up to the exchange of gradients.
 _COMPUTED = PROBE_KINDS[PROBE_KINDS.index("input") : PROBE_KINDS.index("gradient")]
-# A name that cannot be mistaken for a path.
-_PLAIN = re.compile(r"[^.\[\"]+")
 GROUPS = ("weights", "buffers", "optimizers", "schedulers")
 
 # Settings in which two comparable runs may differ, each with the reason.
@@ -320,34 +316,16 @@ def record_difference(expected: Record, actual: Record) -> Divergence | None:
 
 
 def _comparable_fields(record: Record) -> dict[str, Json]:
-    """Return every leaf of a record but of the fields that are never compared."""
-    fields = record.as_record()
-    for name in record.uncompared:
-        fields.pop(name, None)
-    return _flatten(fields)
-
-
-def _flatten(table: Mapping[str, Json]) -> dict[str, Json]:
-    """Return the leaves of nested tables and lists by path, such as ``train[0].samples``.
-
-    Different tables have different leaves: a name that looks like a path is quoted.
-    """
-    return dict(_leaves(table, ""))
-
-
-def _quote(name: str) -> str:
-    return name if _PLAIN.fullmatch(name) else json.dumps(name)
-
-
-def _leaves(value: Json, path: str) -> Iterator[tuple[str, Json]]:
-    if isinstance(value, list | tuple) and value:
-        for number, entry in enumerate(value):
-            yield from _leaves(entry, f"{path}[{number}]")
-    elif isinstance(value, Mapping) and (value or not path):
-        for name, entry in value.items():
-            yield from _leaves(entry, f"{path}.{_quote(name)}" if path else _quote(name))
-    else:
-        yield path, value
+    """Return the fields of a record that are compared; the entries of a table by their names."""
+    fields: dict[str, Json] = {}
+    for name, value in record.as_record().items():
+        if name in record.uncompared:
+            continue
+        is_table = isinstance(value, Mapping)
+        fields |= (
+            {f"{name}.{key}": own for key, own in value.items()} if is_table else {name: value}
+        )
+    return fields
 
 
 def _differing(expected: Record, actual: Record) -> Iterator[tuple[str, int, list[TableValue]]]:

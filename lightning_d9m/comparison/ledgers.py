@@ -7,7 +7,6 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from itertools import groupby
 from pathlib import Path
 from typing import Literal, TypeAlias
 
@@ -22,7 +21,7 @@ from lightning_d9m.comparison.differences import (
     setting_differences,
 )
 from lightning_d9m.ledger.folder import Ledger, read_ledger
-from lightning_d9m.ledger.format.frames import Batch, Frames
+from lightning_d9m.ledger.format.frames import Batch
 from lightning_d9m.ledger.format.reader import RankReader
 from lightning_d9m.ledger.format.records import (
     Digests,
@@ -31,7 +30,6 @@ from lightning_d9m.ledger.format.records import (
     Header,
     ProbeLayout,
     RankDrift,
-    Record,
     RunFacts,
 )
 from lightning_d9m.ledger.keys import (
@@ -647,40 +645,25 @@ def _estimate_bytes(item: Item) -> int:
 
 
 def _join_batches(reader: RankReader) -> Iterator[Item]:
-    """Yield the records of a ledger, with the consecutive frames of a batch together."""
-    known, before = (-1, -1), 0  # of the current batch: its (epoch, batch), the places so far
-    for key, group in groupby(_split_frames(reader), key=_find_batch):
-        if key is None:
-            yield from (entry for entry in group if not isinstance(entry, Frames))
+    """Yield the records of a ledger but those about probes; the parts of a batch are joined."""
+    part: Batch | None = None  # the one that was read last
+    is_waiting = False
+    for item in reader.records():
+        if isinstance(item, ProbeLayout | FramesEnd):
             continue
-        known, before = key[:2], before if key[:2] == known else 0
-        parts: list[Frames] = []
-        size = 0
-        for frame in (entry for entry in group if isinstance(entry, Frames)):
-            if size >= _PART_PLACES:
-                yield _join(parts, before)
-                before, size, parts = before + size, 0, []
-            parts.append(frame)
-            size += frame.size
-        yield _join(parts, before)
-        before += size
-
-
-def _split_frames(reader: RankReader) -> Iterator[Record | Frames]:
-    """Yield each record, but those about frames, and each frame."""
-    for record in reader.records():
-        if isinstance(record, Frames):
-            yield from record.split()
-        elif not isinstance(record, ProbeLayout | FramesEnd):
-            yield record
-
-
-def _find_batch(entry: Record | Frames) -> tuple[int, int, int] | None:
-    return (entry.epoch, entry.batch, entry.step) if isinstance(entry, Frames) else None
-
-
-def _join(parts: list[Frames], before: int) -> Batch:
-    layouts = tuple(part.layout for part in parts)
-    digests = b"".join(part.digests for part in parts)
-    first = parts[0]
-    return Batch(first.epoch, first.step, first.batch, before, layouts, digests)
+        if isinstance(item, Batch) and part is not None:
+            alike = (item.epoch, item.batch) == (part.epoch, part.batch)
+            if alike and is_waiting and item.step == part.step and part.size < _PART_PLACES:
+                layouts, digests = part.layouts + item.layouts, part.digests + item.digests
+                part = replace(part, layouts=layouts, digests=digests)
+                continue
+            item = replace(item, offset=part.offset + part.size if alike else 0)  # noqa: PLW2901
+        if is_waiting and part is not None:
+            yield part
+        is_waiting = isinstance(item, Batch)
+        if isinstance(item, Batch):
+            part = item
+        else:
+            yield item
+    if is_waiting and part is not None:
+        yield part

@@ -21,7 +21,6 @@ from lightning_d9m.ledger.stack import LAST_BITS_SETTING
 FEWEST_RUNS = 3
 # The chance below which a difference is not noise; divided by the number of values.
 LEVEL = 0.05
-LOSS = "loss"
 
 
 @dataclass(frozen=True)
@@ -121,7 +120,7 @@ def judge_change(
         )
     runs = [read_ends(ledger) for ledger in (expected, actual, *noise)]
     last = [run[-1] for run in runs]
-    ends = list(map(_list_values, last))
+    ends = [record.list_values() for record in last]
     names = list(dict.fromkeys(name for end in ends[:2] for name in end))
     if chosen is not None:
         if not all(chosen in end for end in ends):
@@ -163,7 +162,7 @@ def _list_series(
     series = defaultdict[str, list[tuple[int, float]]](list)
     epochs = [[record for record in run if record.moment == "epoch"] for run in runs]
     for records in zip(*epochs, strict=False):
-        value = _judge(name, [_list_values(record).get(name, math.nan) for record in records])
+        value = _judge(name, [record.list_values().get(name, math.nan) for record in records])
         sizes = {
             "weights: change": _measure_weights(records[0], records[1]),
             "weights: noise": _mean([_measure_weights(records[2], r) for r in records[3:]]),
@@ -180,11 +179,6 @@ def _list_series(
 def _mean(sizes: Sequence[float | None]) -> float | None:
     known = [size for size in sizes if size is not None]
     return statistics.fmean(known) if known else None
-
-
-def _list_values(record: Digests) -> dict[str, float]:
-    loss = {} if record.loss is None else {LOSS: record.loss}
-    return {name: float.fromhex(text) for name, text in {**record.scalars, **loss}.items()}
 
 
 def _judge(name: str, values: Sequence[float]) -> ValueChange | None:

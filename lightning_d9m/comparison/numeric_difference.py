@@ -4,9 +4,9 @@ Vs, Vermv and Vc are those of Shanmugavelu et al. 2024 (arXiv 2408.05148, sectio
 formulas leave a case open, the rule makes a metric zero exactly if all bits agree.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from fractions import Fraction
+from math import fsum
 
 import torch
 from torch import Tensor
@@ -177,9 +177,7 @@ class SpreadMeter:
     """Measures outputs one after the other; keeps only the reference.
 
     With a given reference, no figure depends on the order of the runs. Otherwise the first output
-    is the reference, and all figures but ``distinct`` depend on which run came
-    first. Memory: the reference, a byte for each of its elements, and 32 bytes for each distinct
-    output.
+    is the reference, and all figures but ``distinct`` depend on which run came first.
 
     Args:
         reference: The output that others are compared with; None for the first one, which then
@@ -189,11 +187,7 @@ class SpreadMeter:
     def __init__(self, reference: Output | None = None) -> None:
         self._reference = None if reference is None else _keep(reference)
         self._digests: set[tuple[str, ...]] = set()
-        # Exact sums do not depend on the order of the runs.
-        self._sums = {"vs": Fraction(0), "vermv": Fraction(0), "vc": Fraction(0)}
-        self._most = Variation(None, 0.0, 0.0, 0)
-        self._scalar = False
-        self._runs = 0
+        self._found: list[Variation] = []
 
     def add(self, output: Output) -> Variation:
         """Add an output, and return its difference from the reference."""
@@ -203,31 +197,25 @@ class SpreadMeter:
         if len(self._digests) < MOST_DISTINCT:
             self._digests.add(tuple(digest_many(tensors)))
         variation = measure_variation(self._reference, tensors)
-        self._runs += 1
-        self._scalar = variation.vs is not None
-        for name in self._sums:
-            self._sums[name] += Fraction(getattr(variation, name) or 0.0)
-        self._most = Variation(
-            None,
-            max(self._most.vermv, variation.vermv),
-            max(self._most.vc, variation.vc),
-            max(self._most.ulps, variation.ulps),
-        )
+        self._found.append(variation)
         return variation
 
     def spread(self) -> Spread:
         """Return the figures of all outputs so far."""
-        runs = max(self._runs, 1)
-        means = {name: float(total / runs) for name, total in self._sums.items()}
+        found = self._found or [Variation(None, 0.0, 0.0, 0)]
+
+        def mean(figures: Iterable[float]) -> float:
+            return fsum(figures) / len(found)  # such a sum does not depend on the order
+
         return Spread(
-            runs=self._runs,
+            runs=len(self._found),
             distinct=len(self._digests),
-            vs=means["vs"] if self._scalar else None,
-            vermv=means["vermv"],
-            vermv_max=self._most.vermv,
-            vc=means["vc"],
-            vc_max=self._most.vc,
-            ulps=self._most.ulps,
+            vs=None if found[-1].vs is None else mean(run.vs or 0.0 for run in found),
+            vermv=mean(run.vermv for run in found),
+            vermv_max=max(run.vermv for run in found),
+            vc=mean(run.vc for run in found),
+            vc_max=max(run.vc for run in found),
+            ulps=max(run.ulps for run in found),
         )
 
 

@@ -3,7 +3,6 @@
 It is collected while two ledgers are compared. Steps are merged when there are too many.
 """
 
-from collections import Counter
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TypeAlias
@@ -12,15 +11,13 @@ from lightning_d9m.comparison.differences import Divergence
 from lightning_d9m.comparison.weight_distance import DistanceSeries
 from lightning_d9m.ledger.format.frames import Batch, unpack_places
 from lightning_d9m.ledger.format.records import Digests
-from lightning_d9m.ledger.keys import Item, describe_record
+from lightning_d9m.ledger.keys import Item
 from lightning_d9m.ledger.kinds import ROOT
 
 # Most steps that a histogram keeps: as many as a heat map has columns.
 MAX_STEPS = 64
 MAX_EPOCHS = 10_000
 MAX_SERIES = 24
-# Sets of modules that are recorded together.
-_MAX_SETS = 64
 _OF_MODULES = frozenset({"input", "output", "grad_output"})
 _OF_PARAMETERS = frozenset({"weight", "buffer", "gradient", "local_gradient", "weights", "buffers"})
 
@@ -35,14 +32,12 @@ class TimelineStep:
     Attributes:
         first: The first step.
         last: The last.
-        compared: Number of places or entries, over all ranks.
-        differing: Number of them that differ.
+        differing: Number of places or entries that differ, over all ranks.
         alone: Number of records or places that only one run has.
     """
 
     first: int
     last: int
-    compared: int = 0
     differing: int = 0
     alone: int = 0
 
@@ -54,9 +49,9 @@ class StepHistogram:
     steps: dict[int, TimelineStep] = field(default_factory=dict)
     width: int = 1
 
-    def add(self, step: int, compared: int, differing: int, alone: int = 0) -> None:
+    def add(self, step: int, differing: int, alone: int = 0) -> None:
         """Count a step."""
-        self._merge(TimelineStep(step, step, compared, differing, alone))
+        self._merge(TimelineStep(step, step, differing, alone))
         while len(self.steps) > MAX_STEPS:
             old, self.steps, self.width = self.steps, {}, 2 * self.width
             for entry in old.values():
@@ -66,31 +61,12 @@ class StepHistogram:
         entry = self.steps.setdefault(new.first // self.width, new)
         if entry is not new:
             entry.first, entry.last = min(entry.first, new.first), max(entry.last, new.last)
-            entry.compared += new.compared
             entry.differing += new.differing
             entry.alone += new.alone
 
     def ordered(self) -> list[TimelineStep]:
         """Return the steps in order."""
         return [self.steps[number] for number in sorted(self.steps)]
-
-
-@dataclass(frozen=True, slots=True)
-class TimelinePoint:
-    """A record of digests and how it compares.
-
-    Attributes:
-        rank: The rank.
-        where: Description of the record.
-        status: ``"equal"``, ``"different"``, ``"only the reference"`` or
-            ``"only this run"``.
-        groups: (group, entries that differ, entries) for each group in which some differ.
-    """
-
-    rank: int
-    where: str
-    status: str
-    groups: tuple[tuple[str, int, int], ...] = ()
 
 
 @dataclass(slots=True)
@@ -100,7 +76,7 @@ class Module:
     Attributes:
         differing: Number of places and digests, over all steps and ranks.
         first: (epoch, step, batch, position, description) of the first one on any rank.
-        steps: The number of differences by step.
+        steps: The steps at which digests of it were compared, with the differences.
     """
 
     differing: int = 0
@@ -119,7 +95,6 @@ class Timeline:
             (step, the reference's value, this run's value), None where a run has no such record.
         distances: How far the weights of each layer are apart at the ends of epochs.
         modules: Modules by path; "" is the model itself.
-        moments: The records of digests.
     """
 
     ranks: dict[int, StepHistogram] = field(default_factory=dict)
@@ -127,18 +102,12 @@ class Timeline:
     values: dict[str, list[ValuePair]] = field(default_factory=dict)
     distances: DistanceSeries = field(default_factory=DistanceSeries)
     modules: dict[str, Module] = field(default_factory=dict)
-    moments: list[TimelinePoint] = field(default_factory=list)
-    _recorded: dict[frozenset[str], StepHistogram] = field(default_factory=dict)
     _rank: int | None = None  # whose values are kept
 
     @property
     def differs(self) -> bool:
         """True if a place of any module differs."""
         return any(module.differing for module in self.modules.values())
-
-    def find_recorded(self, path: str) -> tuple[StepHistogram, ...]:
-        """Return the steps at which digests of a module were compared."""
-        return tuple(steps for paths, steps in self._recorded.items() if path in paths)
 
     def watch(
         self, rank: int, one: Item | None, other: Item | None, found: Divergence | None
@@ -158,21 +127,20 @@ class Timeline:
         if len(self.epochs) < MAX_EPOCHS:
             self.epochs[epoch] = min(step, self.epochs.get(epoch, step))
 
-    def _mark(self, rank: int, step: int, compared: int, differing: int, alone: int) -> None:
-        line = self.ranks.setdefault(rank, StepHistogram())
-        line.add(step, compared, differing, alone)
+    def _mark(self, rank: int, step: int, differing: int, alone: int = 0) -> None:
+        self.ranks.setdefault(rank, StepHistogram()).add(step, differing, alone)
 
     def _take_batch(
         self, rank: int, batch: Batch, *, alone: bool, found: Divergence | None
     ) -> None:
         if alone:
-            self._mark(rank, batch.step, 0, 0, batch.size)
+            self._mark(rank, batch.step, 0, batch.size)
             return
         self._note_modules(_list_modules(batch.layouts), batch.step)
         if found is None:
-            self._mark(rank, batch.step, batch.size, 0, 0)
+            self._mark(rank, batch.step, 0)
             return
-        self._mark(rank, batch.step, found.compared, found.count, len(found.one_sided))
+        self._mark(rank, batch.step, found.count, len(found.one_sided))
         for place in found.places:
             what = f"{place.kind} {place.name}"
             where = (batch.epoch, batch.step, batch.batch, place.position, what)
@@ -180,33 +148,20 @@ class Timeline:
 
     def _note_modules(self, paths: frozenset[str], step: int) -> None:
         """Note that digests of these modules were compared at a step."""
-        if paths not in self._recorded:
-            if len(self._recorded) >= _MAX_SETS:
-                return
-            self._recorded[paths] = StepHistogram()
-            for path in sorted(paths):
-                self.modules.setdefault(path, Module())
-        self._recorded[paths].add(step, 1, 0)
+        for path in paths:
+            self._find_module(path).steps.add(step, 0)
 
     def _take_digests(
         self, rank: int, one: Item | None, other: Item | None, found: Divergence | None
     ) -> None:
         if not isinstance(one, Digests) or not isinstance(other, Digests):
-            item = one or other
-            if isinstance(item, Digests):
-                status = "only this run" if one is None else "only the reference"
-                self.moments.append(TimelinePoint(rank, describe_record(item), status))
-                self._mark(rank, item.step, 0, 0, 1)
+            if isinstance(item := one or other, Digests):
+                self._mark(rank, item.step, 0, 1)
             return
         named = ((group, name) for group, names in other.groups.items() for name in names)
         self._note_modules(frozenset(module_of(*entry) for entry in named), other.step)
         entries = () if found is None else found.places
-        groups = Counter(entry.kind for entry in entries)
-        sizes = {group: len(names) for group, names in other.groups.items()}
-        listed = tuple((g, n, max(n, sizes.get(g, 0))) for g, n in groups.items())
-        status = "different" if entries else "equal"
-        self.moments.append(TimelinePoint(rank, describe_record(other), status, listed))
-        self._mark(rank, other.step, sum(sizes.values()) + 1, len(entries), 0)
+        self._mark(rank, other.step, len(entries))
         for entry in entries:
             # After the batches of its epoch.
             where = (other.epoch, other.step, 2**63, entry.position, f"{entry.kind} {entry.name}")
@@ -216,16 +171,21 @@ class Timeline:
         self._rank = rank if self._rank is None else self._rank
         if rank != self._rank or item.moment != "epoch":
             return
-        values = [_list_values(record) for record in (one, other)]
+        values = [own.list_values() if isinstance(own, Digests) else {} for own in (one, other)]
         for name in values[0] | values[1]:
             if name in self.values or len(self.values) < MAX_SERIES:
                 pair = (values[0].get(name), values[1].get(name))
                 self.values.setdefault(name, []).append((item.step, *pair))
 
+    def _find_module(self, path: str) -> Module:
+        if path not in self.modules:
+            self.modules[path] = Module()
+        return self.modules[path]
+
     def _differs(self, path: str, where: tuple[int, int, int, int, str]) -> None:
-        module = self.modules.setdefault(path, Module())
+        module = self._find_module(path)
         module.differing += 1
-        module.steps.add(where[1], 1, 1)
+        module.steps.add(where[1], 1)
         if module.first is None or where < module.first:
             module.first = where
 
@@ -236,14 +196,6 @@ def _list_modules(layouts: tuple[bytes, ...]) -> frozenset[str]:
     """Return the modules whose places a batch holds."""
     places = (place for token in layouts for place in unpack_places(token))
     return frozenset(module_of(kind, name) for kind, name, _ in places)
-
-
-def _list_values(record: Item | None) -> dict[str, float]:
-    """Return the loss and the logged values of a record that are numbers."""
-    if not isinstance(record, Digests):
-        return {}
-    written = ({} if record.loss is None else {"loss": record.loss}) | dict(record.scalars)
-    return {name: float.fromhex(text) for name, text in written.items()}
 
 
 def module_of(kind: str, name: str) -> str:

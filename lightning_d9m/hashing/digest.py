@@ -6,8 +6,8 @@ of each 128 KiB of the elements. It does not depend on thread counts, blocks or 
 
 import functools
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any, NamedTuple, cast
 
@@ -223,98 +223,6 @@ def digest_value(value: object) -> str:
 class DigestQueue:
     """A sequence of digests whose bytes are read when a tensor is added.
 
-    The digests are fetched later, so that a training need not wait for a device.
-    """
-
-    def __init__(self) -> None:
-        self._recipes: list[_Recipe | str] = []
-        self._headers: list[bytes] = []
-        self._chunks = ChunkDigests()
-
-    def __len__(self) -> int:
-        """The number of digests."""
-        return len(self._recipes)
-
-    @property
-    def pending(self) -> bool:
-        """True while devices compute digests; fetching waits for them."""
-        return self._chunks.pending
-
-    def together(self) -> AbstractContextManager[None]:
-        """Read the tensors that are added in the body in one launch for each stream.
-
-        The body must not change them, nor the current stream.
-        """
-        return self._chunks.together()
-
-    def add_digest(self, digest: str) -> None:
-        """Append a known digest."""
-        self._recipes.append(digest)
-
-    def add(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Read tensors and append their digests, in one launch on each CUDA device.
-
-        Raises:
-            DigestError: As ``digest``, for the first tensor without one; nothing is appended then.
-        """
-        dense: list[DenseTensor] = []
-        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - documented in "Extending PyTorch"
-            recipes = [self._plan(tensor, dense) for tensor in tensors]
-            self._append(recipes, dense)
-
-    def add_value(self, value: object) -> None:
-        """Read the tensors of a nested value and append its digest, that of ``digest_value``.
-
-        Raises:
-            DigestError: As ``digest_value``; then nothing is appended.
-        """
-        pieces = encode(value)
-        dense: list[DenseTensor] = []
-        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - as above
-            recipe = self._plan_pieces([_VALUE, *pieces], dense)
-            self._append([recipe], dense)
-
-    def _append(self, recipes: list[_Recipe], dense: list[DenseTensor]) -> None:
-        self._chunks.add([part.data for part in dense])
-        self._headers += [part.header for part in dense]
-        self._recipes += recipes
-
-    def _plan(self, tensor: torch.Tensor, dense: list[DenseTensor]) -> _Recipe:
-        """Append a tensor's dense tensors to ``dense``; return the parts of its digest."""
-        parts = flatten_tensor(tensor)
-        if isinstance(parts, DenseTensor):
-            dense.append(parts)
-            return len(self._headers) + len(dense) - 1
-        context = [] if parts.context is None else encode(parts.context)
-        return self._plan_pieces([parts.header, *parts.components, *context], dense)
-
-    def _plan_pieces(self, pieces: Iterable[Piece], dense: list[DenseTensor]) -> _Recipe:
-        return [own if isinstance(own, bytes) else self._plan(own, dense) for own in pieces]
-
-    def start_copies(self) -> None:
-        """Copy the results of CUDA devices to the host without waiting."""
-        self._chunks.start_copies()
-
-    def fetch(self) -> list[str]:
-        """Wait for the devices and return all digests, in the order they were added."""
-        chunks = zip(self._headers, self._chunks.fetch(), strict=True)
-        dense = [xxh3_128_digest(header + found) for header, found in chunks]
-        return [
-            recipe if isinstance(recipe, str) else _follow(recipe, dense).hex()
-            for recipe in self._recipes
-        ]
-
-
-def _follow(recipe: _Recipe, dense: Sequence[bytes]) -> bytes:
-    if isinstance(recipe, int):
-        return dense[recipe]
-    parts = [part if isinstance(part, bytes) else _follow(part, dense) for part in recipe]
-    return xxh3_128_digest(b"".join(parts))
-
-
-class ChunkDigests:
-    """The chunk digests of dense tensors, in the order in which they are added.
-
     The next operation may overwrite a tensor, so its bytes are read at once. On the CPU, large
     tensors are hashed at once, because a copy would read the same memory and write it, too. Small
     ones are copied: hashing all copies in a row takes less time than starting to hash in the middle
@@ -324,14 +232,16 @@ class ChunkDigests:
     """
 
     def __init__(self) -> None:
-        self._found: list[bytes] = []
+        self._recipes: list[_Recipe | str] = []
+        self._headers: list[bytes] = []
+        self._chunks: list[bytes] = []  # the digests of the chunks of each dense tensor
         self._copies: dict[int, bytes] = {}  # of small tensors, by their number
         self._streams: dict[tuple[torch.device, Any], _StreamDigests] = {}
         self._is_collecting = False
 
     def __len__(self) -> int:
-        """The number of tensors."""
-        return len(self._found)
+        """The number of digests."""
+        return len(self._recipes)
 
     @property
     def pending(self) -> bool:
@@ -352,15 +262,56 @@ class ChunkDigests:
             for stream in self._streams.values():
                 stream.launch()
 
-    def add(self, data: Sequence[torch.Tensor]) -> None:
+    def add_digest(self, digest: str) -> None:
+        """Append a known digest."""
+        self._recipes.append(digest)
+
+    def add(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Read tensors and append their digests, in one launch on each CUDA device.
+
+        Raises:
+            DigestError: As ``digest``, for the first tensor without one; nothing is appended then.
+        """
+        self._append(lambda dense: [self._plan(tensor, dense) for tensor in tensors])
+
+    def add_value(self, value: object) -> None:
+        """Read the tensors of a nested value and append its digest, that of ``digest_value``.
+
+        Raises:
+            DigestError: As ``digest_value``; then nothing is appended.
+        """
+        pieces = [_VALUE, *encode(value)]
+        self._append(lambda dense: [self._plan_pieces(pieces, dense)])
+
+    def _append(self, plan: Callable[[list[DenseTensor]], list[_Recipe]]) -> None:
+        dense: list[DenseTensor] = []
+        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - documented in "Extending PyTorch"
+            recipes = plan(dense)
+            self.read_chunks([part.data for part in dense])
+        self._headers += [part.header for part in dense]
+        self._recipes += recipes
+
+    def _plan(self, tensor: torch.Tensor, dense: list[DenseTensor]) -> _Recipe:
+        """Append a tensor's dense tensors to ``dense``; return the parts of its digest."""
+        parts = flatten_tensor(tensor)
+        if isinstance(parts, DenseTensor):
+            dense.append(parts)
+            return len(self._headers) + len(dense) - 1
+        context = [] if parts.context is None else encode(parts.context)
+        return self._plan_pieces([parts.header, *parts.components, *context], dense)
+
+    def _plan_pieces(self, pieces: Iterable[Piece], dense: list[DenseTensor]) -> _Recipe:
+        return [own if isinstance(own, bytes) else self._plan(own, dense) for own in pieces]
+
+    def read_chunks(self, data: Sequence[torch.Tensor]) -> None:
         """Read tensors whose elements are in row-major order, in one launch on each CUDA device.
 
         Raises:
             DigestError: One has no memory; nothing is added then.
         """
         memory = [locate(tensor) for tensor in data]
-        start = len(self._found)
-        self._found += [b""] * len(data)
+        start = len(self._chunks)
+        self._chunks += [b""] * len(data)
         here: dict[int, tuple[int, int]] = {}
         there: dict[torch.device, list[_Located]] = {}
         for number, (tensor, span) in enumerate(zip(data, memory, strict=True), start):
@@ -371,23 +322,23 @@ class ChunkDigests:
             else:
                 self._copies[number] = xxh3_cpu.copy_span(*span)
         for device, located in there.items():
-            self._add_on_device(device, located)
+            self._read_on_device(device, located)
         if here:  # the devices work meanwhile
             found = xxh3_cpu.hash_chunks(list(here.values()))
             for number, own in zip(here, found, strict=True):
-                self._found[number] = own
+                self._chunks[number] = own
 
-    def _add_on_device(self, device: torch.device, located: list[_Located]) -> None:
+    def _read_on_device(self, device: torch.device, located: list[_Located]) -> None:
         kernel = load_kernel(device)
         if kernel is None:  # the digests are the same; each waits for a copy
             for number, tensor, _ in located:
                 copy = tensor.detach().cpu()
-                (self._found[number],) = xxh3_cpu.hash_chunks([locate(copy)])
+                (self._chunks[number],) = xxh3_cpu.hash_chunks([locate(copy)])
             return
         key = device, torch.cuda.current_stream(device)
         if key not in self._streams:
             self._streams[key] = _StreamDigests(kernel, *key)
-        self._streams[key].add(located)
+        self._streams[key].waiting += located
         if not self._is_collecting:
             self._streams[key].launch()
 
@@ -396,15 +347,31 @@ class ChunkDigests:
         for stream in self._streams.values():
             stream.start_copy()
 
-    def fetch(self) -> list[bytes]:
-        """Wait for the devices; return for each tensor 8 bytes for each 128 KiB."""
+    def fetch_chunks(self) -> list[bytes]:
+        """Wait for the devices; return for each dense tensor 8 bytes for each 128 KiB."""
         for stream in self._streams.values():
             for number, own in stream.fetch():
-                self._found[number] = own
+                self._chunks[number] = own
         for number, copy in self._copies.items():
-            self._found[number] = xxh3_cpu.hash_copy(copy)
+            self._chunks[number] = xxh3_cpu.hash_copy(copy)
         self._streams, self._copies = {}, {}
-        return self._found
+        return self._chunks
+
+    def fetch(self) -> list[str]:
+        """Wait for the devices and return all digests, in the order they were added."""
+        chunks = zip(self._headers, self.fetch_chunks(), strict=True)
+        dense = [xxh3_128_digest(header + found) for header, found in chunks]
+        return [
+            recipe if isinstance(recipe, str) else _follow(recipe, dense).hex()
+            for recipe in self._recipes
+        ]
+
+
+def _follow(recipe: _Recipe, dense: Sequence[bytes]) -> bytes:
+    if isinstance(recipe, int):
+        return dense[recipe]
+    parts = [part if isinstance(part, bytes) else _follow(part, dense) for part in recipe]
+    return xxh3_128_digest(b"".join(parts))
 
 
 class _StreamDigests:
@@ -414,6 +381,9 @@ class _StreamDigests:
         kernel: The module ``xxh3.cuda``.
         device: The device.
         stream: Its stream, which must be the current one when tensors are added.
+
+    Attributes:
+        waiting: The tensors of the next launch.
     """
 
     def __init__(self, kernel: Any, device: torch.device, stream: Any) -> None:
@@ -423,20 +393,16 @@ class _StreamDigests:
         self._arenas: list[tuple[torch.Tensor, int]] = []  # with the number of used places
         self._numbers: list[int] = []
         self._spans: list[tuple[int, int]] = []
-        self._waiting: list[_Located] = []  # for the next launch
+        self.waiting: list[_Located] = []  # for the next launch
         self._host_copies: list[torch.Tensor] | None = None
         self._copied: Any = None
 
-    def add(self, located: list[_Located]) -> None:
-        """Note tensors for the next launch."""
-        self._waiting += located
-
     def launch(self) -> None:
-        """Start hashing the noted tensors, in one launch."""
-        if not self._waiting:
+        """Start hashing the waiting tensors, in one launch."""
+        if not self.waiting:
             return
-        numbers, tensors, spans = zip(*self._waiting, strict=True)
-        self._waiting = []
+        numbers, tensors, spans = zip(*self.waiting, strict=True)
+        self.waiting = []
         self._numbers += numbers
         self._spans += spans
         chunks = sum(xxh3_cpu.count_chunks(size) for _, size in spans)

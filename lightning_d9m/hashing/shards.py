@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from xxhash import xxh3_128_hexdigest
 
 from lightning_d9m.errors import DigestError
-from lightning_d9m.hashing.digest import ChunkDigests, describe_dense
+from lightning_d9m.hashing.digest import DigestQueue, describe_dense
 from lightning_d9m.hashing.xxh3.cpu import CHUNK_BYTES, hash_chunk
 
 _LEAF = 8  # bytes of the digest of a chunk
@@ -241,11 +241,11 @@ def read_shards(shards: Iterable[Shard]) -> list[ShardParts]:
     shards = list(shards)
     bounds = [_divide(shard) for shard in shards]
     inner = [shard.data[begin:end] for shard, (begin, end) in zip(shards, bounds, strict=True)]
-    chunks = ChunkDigests()
-    chunks.add(inner)
+    queue = DigestQueue()
+    queue.read_chunks(inner)
     return [
         ShardParts(shard.begin, _copy(shard.data[:begin]), own, _copy(shard.data[end:]))
-        for shard, (begin, end), own in zip(shards, bounds, chunks.fetch(), strict=True)
+        for shard, (begin, end), own in zip(shards, bounds, queue.fetch_chunks(), strict=True)
     ]
 
 

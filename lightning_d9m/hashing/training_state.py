@@ -21,6 +21,7 @@ from lightning_d9m.hashing.sketches import sketch_tensors
 from lightning_d9m.hashing.value_bytes import encode
 
 Groups = dict[str, dict[str, str]]
+_GROUPS = ("weights", "buffers", "optimizers", "schedulers")
 
 
 # What wrappers of modules add: torch.compile, FSDP1, and activation checkpointing.
@@ -92,7 +93,7 @@ class Snapshot:
     sketches: Mapping[str, str] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
+@dataclass
 class PartialSnapshot:
     """Digests of one moment on one rank, without those of tensors that ranks share out.
 
@@ -105,11 +106,11 @@ class PartialSnapshot:
         sketches: Sketch of each weight that this rank holds whole, if they were asked for.
     """
 
-    groups: Groups
-    shards: dict[tuple[str, str], Shard]
-    owners: dict[tuple[str, str], Shard]
-    scattered: dict[tuple[str, str], Tensor]
-    sketches: Mapping[str, str]
+    groups: Groups = field(default_factory=lambda: {group: {} for group in _GROUPS})
+    shards: dict[tuple[str, str], Shard] = field(default_factory=dict)
+    owners: dict[tuple[str, str], Shard] = field(default_factory=dict)
+    scattered: dict[tuple[str, str], Tensor] = field(default_factory=dict)
+    sketches: Mapping[str, str] = field(default_factory=dict)
 
     def finish(self, digests: Mapping[tuple[str, str], str] | None = None) -> Snapshot:
         """Return the snapshot, with the digests of whole tensors by group and name."""
@@ -118,6 +119,32 @@ class PartialSnapshot:
             groups[group][name] = value
         totals = {group: _sum_up(entries) for group, entries in groups.items()}
         return Snapshot(groups, totals, self.sketches)
+
+    def divide(self, place: tuple[str, str], value: object, layout: FlatLayout | None) -> bool:
+        """Take a value if ranks hold parts of it; return whether it need not be digested here.
+
+        Args:
+            place: Its group and name.
+            value: The parameter, the buffer, or the state of an optimizer.
+            layout: That of its parameter, if FSDP1 divides it.
+        """
+        if layout is not None:
+            own = layout.data if place[0] == "weights" else value
+            shard = layout.find_state_shard(own) if isinstance(own, Tensor) else None
+            if shard is None:
+                holder = layout.find_state_shard(layout.data)
+                if holder is not None:
+                    self.owners[place] = holder
+                return False
+        elif isinstance(value, Tensor) and is_sharded_dtensor(value):
+            shard = find_dtensor_shard(value)
+            if shard is None:
+                self.scattered[place] = value
+                return True
+        else:
+            return False
+        self.shards[place] = shard
+        return True
 
 
 def take_snapshot(
@@ -164,89 +191,37 @@ def take_partial_snapshot(
         DigestError: When a weight or a buffer has no defined bytes.
     """
     parameters, buffers, names = ModelTensors(model).look()
-    state = _State(layouts, names)
-    for group, named in (("weights", parameters), ("buffers", buffers)):
-        state.add_all(group, named)
+    # Group, name, name of the parameter, and value.
+    listed: list[tuple[str, str, str, object]] = [
+        (group, name, name, tensor)
+        for group, named in (("weights", parameters), ("buffers", buffers))
+        for name, tensor in named.items()
+    ]
     for number, optimizer in enumerate(optimizers):
-        state.add_optimizer(number, optimizer)
-    groups, tensors = state.groups, state.tensors
-    for number, scheduler in enumerate(schedulers):
-        groups["schedulers"][str(number)] = _digest_state(scheduler.state_dict())
-    values = [value for named in tensors.values() for value in named.values()]
-    digests = iter(digest_many(values))
-    for group, found in tensors.items():
-        groups[group].update(zip(found, digests, strict=False))  # those of the next group follow
-    sketched = sketch_tensors(tensors["weights"]) if sketches else {}
-    return PartialSnapshot(groups, state.shards, state.owners, state.scattered, sketched)
-
-
-class _State:
-    """The state of a training by group and name.
-
-    Args:
-        layouts: The layouts of parameters by id; None if no tensor is divided among ranks.
-        names: The names of the parameters by id.
-
-    Attributes:
-        groups: The digests of values that are not tensors, or have no bytes.
-        tensors: The tensors that this rank digests.
-        shards: The parts of tensors of which each rank holds one; ``PartialSnapshot`` has more.
-        owners: As above.
-        scattered: As above.
-    """
-
-    def __init__(self, layouts: Mapping[int, FlatLayout] | None, names: Mapping[int, str]) -> None:
-        self._layouts = None
-        if layouts is not None:
-            self._layouts = {names[key]: own for key, own in layouts.items() if key in names}
-        self._names = names
-        self.groups: Groups = {"weights": {}, "buffers": {}, "optimizers": {}, "schedulers": {}}
-        self.tensors: dict[str, dict[str, Tensor]] = {group: {} for group in self.groups}
-        self.shards: dict[tuple[str, str], Shard] = {}
-        self.owners: dict[tuple[str, str], Shard] = {}
-        self.scattered: dict[tuple[str, str], Tensor] = {}
-
-    def add_all(self, group: str, tensors: dict[str, Tensor]) -> None:
-        """Add the parameters or the buffers."""
-        for name, tensor in tensors.items():
-            self._add(group, name, name, tensor)
-
-    def add_optimizer(self, number: int, optimizer: torch.optim.Optimizer) -> None:
-        """Add the state of an optimizer."""
-        for name, value in optimizer_state(optimizer, self._names, f"{number}."):
-            self._add("optimizers", name, name.split(".", 2)[2], value)
-
-    def _add(self, group: str, name: str, parameter: str, value: object) -> None:
-        if self._divide((group, name), parameter, value):
-            return
+        for name, value in optimizer_state(optimizer, names, f"{number}."):
+            listed.append(("optimizers", name, name.split(".", 2)[2], value))
+    divided = {names[key]: own for key, own in (layouts or {}).items() if key in names}
+    taken = PartialSnapshot()
+    whole: dict[tuple[str, str], Tensor] = {}
+    for group, name, parameter, value in listed:
+        layout = None if group == "buffers" else divided.get(parameter)
+        if layouts is not None and taken.divide((group, name), value, layout):
+            continue
         if not isinstance(value, Tensor):
-            self.groups[group][name] = _digest_state(value)
+            taken.groups[group][name] = _digest_state(value)
         elif is_lazy(value):  # it has no shape before its module's first input
-            self.groups[group][name] = digest_value(type(value))
+            taken.groups[group][name] = digest_value(type(value))
         else:
-            self.tensors[group][name] = value
-
-    def _divide(self, place: tuple[str, str], parameter: str, value: object) -> bool:
-        """Take a value if ranks hold parts of it; return whether it need not be digested here."""
-        if self._layouts is None:
-            return False
-        if place[0] != "buffers" and (layout := self._layouts.get(parameter)) is not None:
-            own = layout.data if place[0] == "weights" else value
-            shard = layout.find_state_shard(own) if isinstance(own, Tensor) else None
-            if shard is None:
-                holder = layout.find_state_shard(layout.data)
-                if holder is not None:
-                    self.owners[place] = holder
-                return False
-        elif isinstance(value, Tensor) and is_sharded_dtensor(value):
-            shard = find_dtensor_shard(value)
-            if shard is None:
-                self.scattered[place] = value
-                return True
-        else:
-            return False
-        self.shards[place] = shard
-        return True
+            whole[group, name] = value
+    for number, scheduler in enumerate(schedulers):
+        taken.groups["schedulers"][str(number)] = _digest_state(scheduler.state_dict())
+    for (group, name), found in zip(whole, digest_many(whole.values()), strict=True):
+        taken.groups[group][name] = found
+    if sketches:
+        taken.sketches = sketch_tensors(
+            {name: own for (g, name), own in whole.items() if g == "weights"}
+        )
+    return taken
 
 
 def _digest_state(value: object) -> str:

@@ -115,7 +115,9 @@ def _encode_container(value: object, out: list[Piece], where: str, above: dict[i
         case tuple() if hasattr(value, "_fields"):
             _encode_object(value, value._fields, out, where, above)
         case list() | tuple():
-            _encode_items(value, out, where, above)
+            out.append((b"L%x:" if isinstance(value, list) else b"K%x:") % len(value))
+            for index, item in enumerate(value):
+                _encode(item, out, f"{where}[{index}]", above)
         case Mapping():
             out.append(b"D%x:" % len(value))
             entries = [(_encode_key(key, where), key, item) for key, item in value.items()]
@@ -138,17 +140,6 @@ def _encode_container(value: object, out: list[Piece], where: str, above: dict[i
             )
 
 
-def _encode_items(
-    value: list[Any] | tuple[Any, ...], out: list[Piece], where: str, above: dict[int, str]
-) -> None:
-    out.append((b"L%x:" if isinstance(value, list) else b"K%x:") % len(value))
-    for index, item in enumerate(value):
-        if (exact := _EXACT.get(type(item))) is not None:  # three times as fast
-            out.append(exact(item))
-        else:
-            _encode(item, out, f"{where}[{index}]", above)
-
-
 def _encode_object(
     value: object, names: Sequence[str], out: list[Piece], where: str, above: dict[int, str]
 ) -> None:
@@ -159,8 +150,6 @@ def _encode_object(
 
 
 def _encode_key(key: object, where: str) -> bytes:
-    if type(key) is str:
-        return _EXACT[str](key)
     where_key = f"a key of {where}"
     scalar = _encode_scalar(key, where_key)
     if scalar is not None:

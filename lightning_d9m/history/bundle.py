@@ -21,7 +21,7 @@ from lightning_d9m.errors import LedgerError
 from lightning_d9m.file_errors import explain_file_error
 from lightning_d9m.history.secrets import SecretFilter
 from lightning_d9m.ledger.folder import Ledger, rank_path, read_ledger
-from lightning_d9m.ledger.format.frames import Frames, pack_places
+from lightning_d9m.ledger.format.frames import Batch, pack_places
 from lightning_d9m.ledger.format.records import (
     SCHEMA,
     Digests,
@@ -41,7 +41,6 @@ _CONTEXT = 5
 _CALLED_AT = re.compile(r"(.+):(\d+) in ")
 # The first date that a zip archive knows: the bytes do not depend on the time.
 _DATE = (1980, 1, 1, 0, 0, 0)
-_OF_FRAMES = ("epoch", "step", "batch", "digests", "count", "steps", "batches")
 MOST_BYTES = 4 * 2**30
 _MOST_MANIFEST = 64 * 2**20
 
@@ -166,10 +165,10 @@ def _copy_records(ledger: Ledger, rank: int, path: Path, secrets: SecretFilter) 
         header = ledger.headers[rank].as_record()
         writer.write({**secrets.clean_values(header), "schema": SCHEMA})
         for record in ledger.records(rank):
-            if isinstance(record, Frames):
-                fields = {name: getattr(record, name) for name in _OF_FRAMES}
-                layout = numbers[record.layout]
-                writer.write(ProbesRecord(**fields, layout=layout))
+            if isinstance(record, Batch):
+                fields = {name: getattr(record, name) for name in ("epoch", "step", "batch")}
+                layout = numbers[record.layouts[0]]
+                writer.write(ProbesRecord(**fields, digests=record.digests, layout=layout))
             elif isinstance(record, ProbeLayout):
                 numbers[pack_places(record.places)] = record.id
                 writer.write(record)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from lightning_d9m.errors import LedgerError
 from lightning_d9m.file_errors import explain_file_error
-from lightning_d9m.ledger.format.frames import Frames
+from lightning_d9m.ledger.format.frames import Batch
 from lightning_d9m.ledger.format.reader import RankReader
 from lightning_d9m.ledger.format.records import MAX_RANKS, Digests, End, Header, Record
 from lightning_d9m.ledger.resumed_runs import open_lineage
@@ -125,13 +125,13 @@ class Ledger:
             raise LedgerError(f"{self.path} has no file of rank {rank}; it has rank {there}.")
         return open_lineage(self.files[rank])
 
-    def records(self, rank: int) -> Iterator[Record | Frames]:
-        """Yield the records of one rank after the header, and frames, as a stream."""
+    def records(self, rank: int) -> Iterator[Record | Batch]:
+        """Yield the records of one rank after the header, and batches, as a stream."""
         with self.open(rank) as reader:
             yield from reader.records()
 
     def line_records(self, rank: int) -> Iterator[Record]:
-        """Yield the records of one rank after the header; of schema 2, without frames."""
+        """Yield the records of one rank after the header; without probes."""
         with self.open(rank) as reader:
             yield from reader.line_records()
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from lightning_d9m.errors import LedgerError
-from lightning_d9m.ledger.format.frames import Frames
+from lightning_d9m.ledger.format.frames import Batch
 from lightning_d9m.ledger.format.reader import RankReader
 from lightning_d9m.ledger.format.records import (
     Digests,
@@ -22,7 +22,7 @@ from lightning_d9m.ledger.format.records import (
     RunFacts,
 )
 
-_Entry: TypeAlias = Record | Frames
+_Entry: TypeAlias = Record | Batch
 
 _MAX_LENGTH = 10_000
 _FIRST_RANK = "rank-0.jsonl"
@@ -68,8 +68,8 @@ class LineageReader(RankReader):
             self.close()
             raise
 
-    def records(self, *, lines_only: bool = False) -> Iterator[Record | Frames]:
-        """Yield each record after the header once, and frames in order among them."""
+    def records(self, *, lines_only: bool = False) -> Iterator[Record | Batch]:
+        """Yield each record after the header once, and batches in order among them."""
         for number, (path, resume) in enumerate(self._parts):
             with RankReader(path, mark=resume.parent_check) as part:
                 records = part.records(lines_only=lines_only)

@@ -9,8 +9,8 @@ Certainty = Literal["certain", "depends"]
 CODE = 120
 """Longest excerpt of code in a finding."""
 
-# Id, severity and name of each rule ("once": reported at most once in a file), then the mechanism,
-# unless a finding has a more exact one, and the remedy, likewise.
+# Id, severity and name of each rule, then the mechanism, unless a finding has a more exact one, and
+# the remedy, likewise.
 _TEXT = """\
 D9M001 error not-scanned
 The file could not be read as Python.
@@ -41,10 +41,6 @@ D9M104 error package-kernel-nondeterministic
 The package brings its own kernels, which torch's flag does not reach.
 Fix: Pass deterministic=True.
 
-D9M105 warning atomic-operation-in-kernel
-Threads add to one address in no fixed order, and a floating-point sum depends on the order.
-Fix: Write one partial result per thread block and reduce them in a fixed order.
-
 D9M106 warning kernel-chosen-by-timing
 The kernel is chosen by measured time, so another run may choose a kernel that rounds
 differently.
@@ -59,11 +55,6 @@ Without a seed the generator takes one from the system, which differs in each ru
 global generators does not change that.
 Fix: Pass a seed that is fixed and recorded.
 
-D9M202 note torch-generator-never-seeded
-A torch.Generator that is not seeded always starts from torch's fixed default (67280421310721):
-the program's seed has no effect on it.
-Fix: Call its manual_seed() with a seed derived from the program's.
-
 D9M203 error seed-differs-in-each-run
 The seed is taken from something that differs in each run.
 Fix: Pass a seed that is fixed and recorded.
@@ -71,12 +62,6 @@ Fix: Pass a seed that is fixed and recorded.
 D9M204 error reseeded-from-the-system
 Without an argument this takes a seed from the system, which differs in each run.
 Fix: Pass a seed that is fixed and recorded.
-
-D9M205 note seed-by-addition
-Seeds that are made by adding a rank or worker number overlap: rank 1 of seed 0 draws what rank
-0 of seed 1 draws.
-Fix: Derive the seed by hashing, as lightning_d9m's derive_seed and NumPy's SeedSequence((seed,
-rank)) do.
 
 D9M206 error randomness-of-the-system
 This draws from the system, which cannot be seeded.
@@ -86,27 +71,6 @@ D9M207 warning workers-seeded-alike
 Every worker sets the same seed, so all draw the same numbers. torch seeds Python, NumPy and
 torch in each worker by itself.
 Fix: Remove the worker_init_fn, or derive its seed from torch.initial_seed().
-
-D9M208 warning generator-copied-to-workers
-Each worker of a DataLoader has a copy of the dataset's generator: what a sample draws depends
-on the number of workers, and workers draw the same numbers.
-Fix: Derive a generator from the sample's index, or draw from the global generators, which torch
-seeds in each worker.
-
-D9M209 note ranks-workers-seeded-alike
-Without workers=True the workers of all ranks draw the same numbers.
-Fix: Pass workers=True.
-
-D9M210 warning training-without-seed once
-The program trains, and neither it nor a scanned file that it imports seeds torch, so torch
-takes a seed from the system, which differs in each run.
-Fix: Add DeterminismCallback() to the Trainer, or call seed_everything() or torch.manual_seed()
-first, with a seed that is fixed and recorded.
-
-D9M211 error environment-without-seed
-Without a seed in a reset() the environment takes one from the system, which differs in each
-run; seeding the global generators does not change that.
-Fix: Pass a seed that is fixed and recorded to the first reset(seed=...).
 
 D9M212 error clock-in-learning-rate
 The learning rate depends on the clock, which differs in each run.
@@ -123,10 +87,6 @@ Fix: Wrap it in sorted().
 D9M303 error hash-of-string
 hash() of a string depends on PYTHONHASHSEED, which Python draws in each run.
 Fix: Use hashlib or zlib.crc32 on its bytes.
-
-D9M304 warning hash-seed-set-too-late
-Python reads PYTHONHASHSEED when it starts: setting it here changes nothing in this process.
-Fix: Set it before Python starts; `d9m repeat` does.
 
 D9M305 error order-of-completion
 Results come in the order in which they finish, which varies.
@@ -164,7 +124,6 @@ class Rule:
         name: A few words, as an identifier.
         reason: The mechanism.
         fix: The remedy.
-        once: Whether the rule is about a whole file and reported at most once in it.
     """
 
     id: str
@@ -172,15 +131,14 @@ class Rule:
     name: str
     reason: str
     fix: str
-    once: bool
 
 
 def _read_rules() -> Iterator[Rule]:
     for block in _TEXT.split("\n\n"):
         head, _, text = block.partition("\n")
-        rule, severity, name, *once = head.split()
+        rule, severity, name = head.split()
         reason, _, fix = " ".join(text.split()).partition(" Fix: ")
-        yield Rule(rule, cast(Severity, severity), name, reason, fix, bool(once))
+        yield Rule(rule, cast(Severity, severity), name, reason, fix)
 
 
 RULES: dict[str, Rule] = {rule.id: rule for rule in _read_rules()}

@@ -1,6 +1,12 @@
-"""The scan of files: read, parse, check, suppress."""
+"""The scan of files: read, parse, check; and comments that suppress findings.
+
+Such a comment is ``# d9m: ignore[RULE] reason``.
+"""
 
 import ast
+import io
+import re
+import tokenize
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -15,40 +21,35 @@ from lightning_d9m.lint.checks import memory, ops, order, seeds, settings
 from lightning_d9m.lint.files import SourceFile
 from lightning_d9m.lint.rules import CODE, RULES, Finding
 from lightning_d9m.lint.source import Problem, Source, SourceError, parse, read_source
-from lightning_d9m.lint.suppression import suppress
 from lightning_d9m.lint.tree import Call, Report, Tree
 from lightning_d9m.patches.catalog.catalog import OPS, find_op
 
 LARGEST = 5_000_000
 """Largest size of a source file, in bytes; larger files hold data."""
 
+_MARK = re.compile(r"#\s*d9m:")
+_COMMENT = re.compile(r"#\s*d9m:\s*(?P<verb>[\w-]*)\s*(?:\[(?P<rules>[^\]]*)\])?\s*(?P<reason>.*)")
 _NOT_SCANNED = "D9M001"
 # Files per task of a process, enough to make the overhead negligible.
 _CHUNK = 16
 _CALLS: tuple[Callable[[Call], Iterator[Report]], ...] = (
     ops.check_op,
-    memory.check_atomic,
     settings.check_choice_by_time,
     memory.check_empty,
     seeds.check_seed,
     seeds.check_system_draw,
     seeds.check_worker_seed,
-    seeds.check_rank_seeds,
-    seeds.check_dataset,
     seeds.check_learning_rate_call,
-    seeds.check_training,
-    seeds.check_environment,
     order.check_listing,
     order.check_modification_time,
     order.check_completion,
     order.check_hash,
-    settings.check_hash_seed_call,
     order.check_set_call,
     memory.check_thread,
     settings.check_setting_call,
 )
 _NODES: Mapping[type[ast.AST], Sequence[Callable[[Any, Tree], Iterator[Report]]]] = {
-    ast.Assign: (settings.check_setting, settings.check_hash_seed, seeds.check_learning_rate),
+    ast.Assign: (settings.check_setting, seeds.check_learning_rate),
     ast.AugAssign: (seeds.check_learning_rate,),
     ast.Subscript: (ops.check_index,),
     **dict.fromkeys((ast.Set, ast.SetComp, ast.Name, ast.Attribute, ast.BinOp), (order.check_set,)),
@@ -145,14 +146,13 @@ def scan_source(source: Source, path: str, torch_version: str, rules: frozenset[
     for report in reports:
         if report.rule in rules and (not report.op or find_op(report.op).is_needed(torch_version)):
             f = _describe(report, path, lines)
-            once = RULES[f.rule].once  # in the file; others once at a place
-            kept.setdefault((f.rule,) if once else (f.line, f.column, f.rule, f.op), f)
+            kept.setdefault((f.line, f.column, f.rule, f.op), f)
             edits |= {f: report.edit} if report.edit and not source.cells else {}
     found = [
         Finding.at(path, _NOT_SCANNED, (one.line, 1), reason=one.reason, cell=one.cell)
         for one in problems
     ]
-    unsuppressed = suppress(kept.values(), source.text, path, rules)
+    unsuppressed = _suppress(kept.values(), source.text, path, rules)
     found += [_locate(finding, source) for finding in unsuppressed]
     return FileScan(
         findings=sorted(finding for finding in found if finding.rule in rules),
@@ -213,3 +213,86 @@ def _find_package(path: str) -> str:
         parts.append(folder.name)
         folder = folder.parent
     return ".".join(reversed(parts))
+
+
+@dataclass(frozen=True)
+class _Suppression:
+    """A comment that suppresses findings.
+
+    Attributes:
+        comment: A finding at the place of the comment, for what is wrong with it.
+        rules: The named rules.
+        problem: An error in the comment; empty for a valid one.
+        target: The line whose findings it suppresses.
+    """
+
+    comment: Finding
+    rules: tuple[str, ...]
+    problem: str
+    target: int
+
+
+def _suppress(
+    findings: Iterable[Finding], text: str, path: str, rules: frozenset[str]
+) -> Iterator[Finding]:
+    """Yield the findings that no comment suppresses, and findings about the comments."""
+    suppressions = list(_read_suppressions(text, path)) if _MARK.search(text) else []
+    used: set[tuple[int, str]] = set()
+    for finding in findings:
+        matching = {
+            (number, finding.rule)
+            for number, one in enumerate(suppressions)
+            if not one.problem
+            and finding.rule in one.rules
+            and finding.line <= one.target <= finding.end_line
+        }
+        used |= matching
+        if not matching:
+            yield finding
+    for number, one in enumerate(suppressions):
+        unused = [rule for rule in one.rules if rule in rules and (number, rule) not in used]
+        if one.problem:
+            yield replace(one.comment, reason=one.problem)
+        elif unused:
+            reason = f"It suppresses {', '.join(unused)}, which is not found here."
+            fix = RULES["D9M003"].fix
+            yield replace(one.comment, rule="D9M003", reason=reason, fix=fix)
+
+
+def _read_suppressions(text: str, path: str) -> Iterator[_Suppression]:
+    """Yield the suppressions of a valid text; one alone on its line applies to the next code."""
+    lines = text.split("\n")
+    try:
+        tokens = list(tokenize.generate_tokens(io.StringIO(text).readline))
+    except (tokenize.TokenError, SyntaxError):
+        return
+    for token in tokens:
+        match = _COMMENT.match(token.string) if token.type == tokenize.COMMENT else None
+        if match is None:
+            continue
+        row, column = token.start
+        target = row
+        if not lines[row - 1][:column].strip():
+            while target < len(lines) and lines[target].strip()[:1] in {"", "#"}:
+                target += 1
+            target += 1
+        rules = tuple(word.strip() for word in (match["rules"] or "").split(",") if word.strip())
+        comment = Finding.at(
+            path,
+            "D9M002",
+            (row, column + 1),
+            (row, token.end[1] + 1),
+            code=lines[row - 1][column:][:CODE],
+        )
+        problem = _find_problem(match["verb"], rules, match["reason"])
+        yield _Suppression(comment, rules, problem, target)
+
+
+def _find_problem(verb: str, rules: tuple[str, ...], reason: str) -> str:
+    if verb != "ignore":
+        return f"{verb!r} is not a verb of d9m; allowed: ignore."
+    if not rules:
+        return "It does not name a rule."
+    if unknown := [rule for rule in rules if rule not in RULES]:
+        return f"The rule {unknown[0]!r} does not exist."
+    return "" if reason.strip() else "It does not give a reason."

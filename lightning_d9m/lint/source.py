@@ -5,6 +5,7 @@ import io
 import json
 import re
 import tokenize
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -123,6 +124,15 @@ def parse(text: str) -> ast.Module | tuple[int, str]:
         return getattr(error, "lineno", None) or 1, f"It does not parse: {reason}."
     except (RecursionError, MemoryError):
         return 1, "It is nested too deeply to be parsed."
+
+
+def list_imports(tree: ast.AST) -> Iterator[str]:
+    """Yield the dotted names of all imports of a module, including those within functions."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module or ''}.{alias.name}" for alias in node.names)
 
 
 def _with_newlines(text: str) -> str:

@@ -13,7 +13,7 @@ from hashlib import sha256
 from itertools import takewhile
 from math import inf, isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from lightning_d9m.comparison.causes import earliest_divergences, find_cause
 from lightning_d9m.comparison.differences import Divergence, PlaceDifference, name_call
@@ -42,12 +42,7 @@ from lightning_d9m.output.result_tables import (
     list_layers,
     list_run_columns,
 )
-from lightning_d9m.output.svg import (
-    HeatMap,
-    HeatMapRow,
-    draw_chart,
-    draw_key,
-)
+from lightning_d9m.output.svg import HeatMap, draw_chart, draw_key
 from lightning_d9m.output.terminal import find_command
 from lightning_d9m.text import describe_pair, pluralize, quote
 from lightning_d9m.version import __version__
@@ -56,14 +51,13 @@ if TYPE_CHECKING:
     from jinja2 import Environment
     from markupsafe import Markup
 
-_T = TypeVar("_T")
 GENERATOR = '<meta name="generator" content="lightning_d9m'
 _MAX_RANKS = 64
 _MAX_ROWS_FIRST, _MAX_ROWS_OTHERS = 3_000, 1_000
 _MAX_FIELDS = 200
 _MAX_SENTENCES = 200
 _MAX_DEPTH = 12
-_MAX_MOMENTS, _MAX_MODULES = 400, 1_500
+_MAX_MODULES = 1_500
 # What ran, by its name on the page.
 _FACTS: dict[str, Callable[[Header], object]] = {
     "command": lambda header: header.program.get("command"),
@@ -153,19 +147,15 @@ def _draw_runs(timeline: Timeline, repeated: RepeatedRuns | None) -> dict[str, o
 
 
 def _draw_timeline(timeline: Timeline, differing: list[int]) -> dict[str, object]:
-    """Return the values of the sections about ranks, layers and moments.
+    """Return the values of the sections about ranks and layers.
 
     If there are many ranks, those that diverge are shown.
     """
     chosen = list(dict.fromkeys([*differing, *timeline.ranks]))[:_MAX_RANKS]
-    parts = {rank: timeline.ranks[rank] for rank in sorted(chosen) if rank in timeline.ranks}
-    ranks = [(rank, HeatMapRow(part, (part,))) for rank, part in parts.items()]
-    moments = _choose(timeline.moments, lambda found: found.status != "equal", _MAX_MOMENTS)
+    ranks = [(rank, timeline.ranks[rank]) for rank in sorted(chosen) if rank in timeline.ranks]
     return {
         "ranks": _make_heat_map(ranks, timeline.epochs) if ranks else None,
         "ranks_left_out": len(timeline.ranks) - len(ranks),
-        "moments": moments,
-        "moments_left_out": len(timeline.moments) - len(moments),
         "layers": list(enumerate(list_layers(timeline.distances))),
         "layer_columns": LAYER_COLUMNS,
         "layer_chart": _draw_layers(timeline),
@@ -320,11 +310,10 @@ def _list_places(found: list[Divergence]) -> Iterator[tuple[int, Any]]:
             yield entry.rank, place
 
 
-def _describe_module(path: str, module: Module | None, *, is_first: bool) -> dict[str, object]:
+def _describe_module(path: str, module: Module, *, is_first: bool) -> dict[str, object]:
     """Return a row of the tree of modules; below the greatest depth it has its whole path."""
-    differs = module is not None and module.first is not None
     first = None
-    if module is not None and module.first is not None:
+    if module.first is not None:
         epoch, step, _, _, what = module.first
         kind, _, name = what.partition(" ")
         within = name.removeprefix(path).lstrip(".:") if path else name
@@ -333,21 +322,15 @@ def _describe_module(path: str, module: Module | None, *, is_first: bool) -> dic
     return {
         "label": path if deep else path.rpartition(".")[2],
         "depth": min(path.count(".") + 1, _MAX_DEPTH) if path else 0,
-        "state": "differs first" if is_first else "differs" if differs else "same",
-        "differing": module.differing if module is not None else 0,
+        "state": "differs first" if is_first else "differs" if first else "same",
+        "differing": module.differing,
         "first": first,
         "is_first": is_first,
     }
 
 
-def _choose(found: Sequence[_T], differs: Callable[[_T], bool], most: int) -> list[_T]:
-    """Return at most so many, in their order: those that differ before those that agree."""
-    order = sorted(range(len(found)), key=lambda number: not differs(found[number]))
-    return [found[number] for number in sorted(order[:most])]
-
-
 def _make_heat_map(
-    named: Sequence[tuple[object, HeatMapRow]], epochs: Mapping[int, int]
+    named: Sequence[tuple[object, StepHistogram]], epochs: Mapping[int, int]
 ) -> Mapping[str, object]:
     heat = HeatMap([row for _, row in named])
     return {
@@ -366,8 +349,8 @@ def _make_module_map(timeline: Timeline, comparison: Comparison) -> Mapping[str,
     """
     if not timeline.modules:
         return None
-    chosen = _choose([*timeline.modules.items()], lambda item: item[1].differing > 0, _MAX_MODULES)
-    modules = dict(chosen)
+    ordered = sorted(timeline.modules.items(), key=lambda item: not item[1].differing)
+    modules = dict(ordered[:_MAX_MODULES])
     first = [module_of(entry.kind, entry.name) for entry in comparison.divergences[:1]]
     paths = {"", *modules, *first}
     for path in list(paths):
@@ -377,11 +360,9 @@ def _make_module_map(timeline: Timeline, comparison: Comparison) -> Mapping[str,
     def order(path: str) -> list[str]:
         return [part.zfill(9) if part.isdecimal() else part for part in path.split(".")]
 
-    rows: list[tuple[object, HeatMapRow]] = []
+    rows: list[tuple[object, StepHistogram]] = []
     for path in sorted(paths, key=order):
-        module = modules.get(path)
-        steps = StepHistogram() if module is None else module.steps
-        node = _describe_module(path, module, is_first=[path] == first)
-        rows.append((node, HeatMapRow(steps, timeline.find_recorded(path))))
+        module = modules.get(path, Module())
+        rows.append((_describe_module(path, module, is_first=[path] == first), module.steps))
     left_out = len(timeline.modules) - len(modules)
     return {**_make_heat_map(rows, timeline.epochs), "left_out": left_out}

@@ -1,4 +1,4 @@
-"""Findings as text, JSON, SARIF and annotations."""
+"""Findings as text, JSON and SARIF."""
 
 import json
 from collections import Counter
@@ -84,32 +84,6 @@ def _show_place(finding: Finding, width: int, paint: Callable[[str, str], str]) 
     offset = cell_len(source[start : len(before)])
     carets = paint(finding.severity, "^" * max(1, min(cell_len(marked), room - offset)))
     return [place, f"{margin}{shown}", f"{' ' * (len(margin) - 2)}| {' ' * offset}{carets}"]
-
-
-def render_github(findings: Sequence[Finding]) -> str:
-    """Return one workflow command of GitHub Actions per finding, which annotates its line."""
-    kinds = {"error": "error", "warning": "warning", "note": "notice"}
-    lines = []
-    for finding in findings:
-        column = "" if finding.cell else f",col={finding.column}"
-        end = "" if finding.cell else f",endLine={finding.end_line}"
-        lines.append(
-            f"::{kinds[finding.severity]} file={_escape_property(finding.file)},"
-            f"line={finding.file_line}{end}{column},title={finding.rule} "
-            f"{_escape_property(RULES[finding.rule].name)}::"
-            f"{_escape_data(f'{finding.reason} Fix: {finding.fix}')}"
-        )
-    return "\n".join(lines)
-
-
-def _escape_data(text: str) -> str:
-    """Escape the message of a workflow command, as GitHub's toolkit does."""
-    return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
-
-
-def _escape_property(text: str) -> str:
-    """Escape a property of a workflow command, as GitHub's toolkit does."""
-    return _escape_data(text).replace(":", "%3A").replace(",", "%2C")
 
 
 def _cut(text: str) -> str:

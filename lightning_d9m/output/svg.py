@@ -245,20 +245,6 @@ def _name_steps(first: int, last: int) -> str:
     return f"step {first:,}" if first == last else f"steps {first:,} to {last:,}"
 
 
-@dataclass(frozen=True)
-class HeatMapRow:
-    """The digests of a row.
-
-    Attributes:
-        differing: The number of differences by step.
-        recorded: The steps at which the digests of the row were compared, or one run alone has
-            some.
-    """
-
-    differing: StepHistogram
-    recorded: tuple[StepHistogram, ...]
-
-
 class HeatMap:
     """The columns and shades that all rows have in common.
 
@@ -266,23 +252,21 @@ class HeatMap:
     grows with the logarithm of the number of digests that differ in it.
 
     Args:
-        rows: All rows; at least one has a recorded step.
+        rows: The steps of each row, with the differences; at least one has a step.
 
     Attributes:
         shades: (number, fewest and most differing digests) of each shade, the palest first.
     """
 
-    def __init__(self, rows: Iterable[HeatMapRow]) -> None:
-        rows = list(rows)
-        parts = [part for row in rows for part in (row.differing, *row.recorded)]
-        steps = [step for part in parts for step in part.ordered()]
+    def __init__(self, rows: Sequence[StepHistogram]) -> None:
+        steps = [step for row in rows for step in row.ordered()]
         first, self._last = min(s.first for s in steps), max(s.last for s in steps)
-        width = max(part.width for part in parts)
+        width = max(row.width for row in rows)
         while self._last // width - first // width >= MAX_STEPS:
             width *= 2
         self._width, self._start = width, first // width
         self._columns = self._last // width - self._start + 1
-        most = max(max(self._count(row.differing).values(), default=1) for row in rows) or 1
+        most = max(max(self._count(row).values(), default=1) for row in rows) or 1
         edges = sorted({round(most ** (n / _MOST_SHADES)) for n in range(_MOST_SHADES)})
         # The darkest is the last, however many there are.
         numbers = range(_MOST_SHADES - len(edges), _MOST_SHADES)
@@ -299,11 +283,11 @@ class HeatMap:
         axis = draw_axis(scale, epochs, 1, self._last)
         return element("svg", axis, viewBox=f"0 0 {_AXIS_WIDTH} {_AXIS_HEIGHT}", aria_hidden="true")
 
-    def draw_row(self, row: HeatMapRow) -> str:
+    def draw_row(self, row: StepHistogram) -> str:
         """Draw the cells of a row; neighbors of one shade are one rectangle."""
-        counts = self._count(row.differing)
-        recorded = {column for part in row.recorded for column in self._count(part)}
-        alone = {self._find_column(s.first) for s in row.differing.ordered() if s.alone}
+        counts = self._count(row)
+        recorded = set(counts)
+        alone = {self._find_column(s.first) for s in row.ordered() if s.alone}
         lows = [low for _, low, _ in self.shades]
 
         def shade(column: int) -> str:
@@ -326,10 +310,10 @@ class HeatMap:
         shape = {"viewBox": f"0 0 {self._columns} 1", "preserveAspectRatio": "none"}
         return element("svg", *cells, **shape) if cells else ""
 
-    def _count(self, part: StepHistogram) -> Counter[int]:
+    def _count(self, row: StepHistogram) -> Counter[int]:
         """Return the differences in each column, with a zero for a column without."""
         counts: Counter[int] = Counter()
-        for step in part.ordered():
+        for step in row.ordered():
             counts[self._find_column(step.first)] += step.differing
         return counts
 

@@ -18,8 +18,8 @@ from lightning_d9m.hashing.pytree_leaves import list_pytree_leaves
 from lightning_d9m.ledger.format.frames import MAX_LAYOUTS
 from lightning_d9m.ledger.format.records import (
     DIGEST_BYTES,
-    Json,
     ProbeKey,
+    ProbeLayout,
     ProbesRecord,
 )
 
@@ -34,7 +34,7 @@ _MAX_CACHED_PLACES = 2_000_000
 # cold caches of a training step, a first record costs several times as much as a further one.
 _WRITE_SECONDS = 0.1
 
-Write = Callable[[Mapping[str, Json]], None]
+Write = Callable[[ProbeLayout | ProbesRecord], None]
 
 
 class ProbePoint(NamedTuple):
@@ -273,7 +273,7 @@ class ProbeCollector(Listener):
                     layout=layout,
                     digests=part,
                 )
-                self._write(record.as_record())
+                self._write(record)
 
     def _layout_of(self, trace: Trace, start: int, stop: int) -> int:
         sequence = tuple(trace.places[start:stop])
@@ -283,8 +283,7 @@ class ProbeCollector(Listener):
                 self._layouts.clear()
                 self._remembered = self._next_layout = 0
             number = self._next_layout
-            entries = [list(place) for place in sequence]
-            self._write({"kind": "layout", "id": number, "places": entries})
+            self._write(ProbeLayout(number, sequence))
             self._layouts[sequence] = number
             self._next_layout += 1
             self._remembered += len(sequence)

@@ -13,7 +13,6 @@ from ledger_runs import make_facts, make_weights, write_rank
 
 from lightning_d9m.cli.compare import add_arguments, run
 from lightning_d9m.cli.main import main
-from lightning_d9m.errors import LedgerError
 from lightning_d9m.ledger.folder import create_ledger_folder, rank_path
 
 NAMES = [f"encoder.layers.{number}.attention.projection.weight" for number in range(12)]
@@ -289,24 +288,6 @@ def test_markdown(tmp_path, capsys):
     assert status == 0
     assert output.startswith("**equal**: 5 records")
     assert output.count("```") == 2
-
-
-def test_not_a_ledger_is_an_error(tmp_path):
-    """The command line turns it into exit status 2."""
-    with pytest.raises(LedgerError, match="holds no ledger"):
-        run(parse(tmp_path, tmp_path))
-
-
-def test_progress_is_shown_to_a_person_only(tmp_path, capsys, monkeypatch):
-    """On the error stream, and wiped away at the end."""
-    monkeypatch.setattr("lightning_d9m.comparison.ledgers._TICK", 0)
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    one, other = write(tmp_path), write(tmp_path)
-    assert run(parse(one, other)) == 0
-    output = capsys.readouterr()
-    assert "5 records compared" in output.err
-    assert output.err.endswith("\033[2K")
-    assert "equal" in output.out
 
 
 @pytest.mark.parametrize(

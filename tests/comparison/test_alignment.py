@@ -8,9 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ledger_runs import as_schema_1, write_lines
 
-from lightning_d9m.comparison.causes import earliest_divergences
 from lightning_d9m.comparison.ledgers import compare_ledgers
-from lightning_d9m.errors import LedgerError
 from lightning_d9m.ledger.folder import read_ledger
 from lightning_d9m.ledger.format.records import Header
 from lightning_d9m.ledger.format.writer import LedgerWriter
@@ -110,19 +108,6 @@ def test_the_first_divergence_is_first_in_order_of_execution(runs):
     assert rank.divergence.by_kind == {"output": (1, 3), "gradient": (1, 2)}
 
 
-def test_each_rank_has_its_own(runs):
-    def drift(rank, records):
-        tracer = Tracer()
-        for number in range(4):
-            tracer.add(number, changed=PLACES[:1] if number == 3 - rank else ())
-        tracer(rank, records)
-
-    one = runs.write(world_size=2, edit=traced(range(4)))
-    other = runs.write(world_size=2, edit=drift)
-    found = compare_ledgers(read_ledger(one), read_ledger(other)).divergences
-    assert [(entry.rank, entry.batch) for entry in found] == [(1, 2), (0, 3)]
-
-
 def test_of_batches_of_one_step_the_earlier_comes_first(runs):
     """Where gradients are accumulated, the step alone does not say which rank diverged first."""
 
@@ -138,54 +123,6 @@ def test_of_batches_of_one_step_the_earlier_comes_first(runs):
     comparison = compare_ledgers(*map(read_ledger, (one, runs.write(world_size=2, edit=drift))))
     assert [(entry.rank, entry.batch) for entry in comparison.divergences] == [(1, 2), (0, 3)]
     assert comparison.first.rank == 1
-
-
-def test_of_one_batch_the_earlier_kind_comes_first(runs):
-    """Gradients carry to the other ranks what one computed differently."""
-
-    def drift(rank, records):
-        places = PLACES[5:] if rank == 0 else [*PLACES[4:]]
-        Tracer().add(0, places=PLACES[rank:], changed=places)(rank, records)
-
-    def straight(rank, records):
-        Tracer().add(0, places=PLACES[rank:])(rank, records)
-
-    one, other = (read_ledger(runs.write(world_size=2, edit=edit)) for edit in (straight, drift))
-    found = compare_ledgers(one, other).divergences
-    assert [(entry.rank, entry.kind) for entry in found] == [(1, "loss"), (0, "gradient")]
-
-
-def test_what_a_rank_computes_first_comes_first(runs):
-    """Where statistics are exchanged within a batch, or operations of the backward pass differ."""
-
-    def drift(rank, records):
-        Tracer().add(0, changed=PLACES[1:] if rank == 1 else PLACES[3:])(rank, records)
-
-    one = runs.write(world_size=2, edit=traced(range(1)))
-    other = runs.write(world_size=2, edit=drift)
-    comparison = compare_ledgers(read_ledger(one), read_ledger(other))
-    assert [(entry.rank, entry.kind) for entry in comparison.divergences] == [
-        (1, "output"),
-        (0, "output"),
-    ]
-    assert [entry.rank for entry in earliest_divergences(comparison)] == [1]
-
-
-def test_all_entries_of_a_record_that_differs_are_listed(runs):
-    def drift(_, records):
-        groups = records[3]["groups"]
-        groups["weights"]["layers.2.weight"] = "f" * 32
-        groups["weights"]["layers.9"] = "e" * 32
-        records[3]["loss"] = None
-
-    one, other = runs.write(), runs.write(edit=drift)
-    (found,) = compare_ledgers(read_ledger(one), read_ledger(other)).divergences
-    assert [(p.position, p.kind, p.name, p.actual) for p in found.places] == [
-        (0, "weights", "layers.2.weight", "f" * 32),
-        (1, "weights", "layers.9", "e" * 32),
-        (2, "loss", "loss", None),
-    ]
-    assert (found.places[1].expected, found.count) == (None, 3)
 
 
 def test_an_earlier_digest_comes_before_a_later_probe(runs):
@@ -345,21 +282,6 @@ class TestSchema1:
             rank = compare(straight, folder / "fit-001")
             assert rank.equal
             assert rank.places == 35
-
-    @pytest.mark.parametrize(
-        ("change", "message"),
-        [
-            ({"layout": 7}, r"line 3: field 'layout' is 7, and no record before it"),
-            ({"digests": "0" * 32}, r"line 3: field 'digests' must be 7 digests"),
-            ({"digests": "G" * 224}, r"line 3: field 'digests' must be lowercase hex digits"),
-            ({"batch": -1}, r"line 3: field 'batch' does not fit"),
-        ],
-    )
-    def test_probes_are_checked(self, tmp_path, change, message):
-        layout, record = traced(range(1)).records
-        bad = self.write(tmp_path / "bad", [layout, record | change])
-        with pytest.raises(LedgerError, match=message):
-            compare(bad, bad)
 
 
 def write_blocks(path, blocks, digest):

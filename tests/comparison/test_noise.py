@@ -183,7 +183,7 @@ def test_a_value_that_is_not_finite_is_left_out_or_a_change(tmp_path):
         ),
         (
             ["before", "much", "--noise", "noise", "--value", "a"],
-            "'a' is not logged at the end of every run. Known values: accuracy, loss.",
+            "'a' is not logged at the end of every run. Known values: loss, accuracy.",
         ),
         (["before", "much", "--noise", "none"], "none is not a folder"),
     ],

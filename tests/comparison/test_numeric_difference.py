@@ -47,17 +47,6 @@ def test_each_metric_is_zero_exactly_when_all_bits_agree(dtype, left, other):
     assert found.vs is None or (found.vs == 0) == same
 
 
-@given(values=st.lists(st.floats(width=32), min_size=1, max_size=8), place=st.integers(0, 7))
-def test_one_flipped_bit_is_one_changed_element(values, place):
-    expected = torch.tensor(values)
-    actual = expected.clone()
-    actual.view(torch.int32)[place % len(values)] ^= 1
-    found = measure_variation(expected, actual)
-    assert found.vc == 1 / len(values)
-    assert found.ulps == 1
-    assert found.vermv > 0
-
-
 def test_the_formulas():
     """Vermv is the mean of |A - B| / |A|, Vc the share that differs, and Vs is of one number."""
     found = measure_variation(torch.tensor([1.0, 2.0, 4.0, 8.0]), torch.tensor([1.0, 3.0, 3.0, 8]))
@@ -107,21 +96,11 @@ def test_another_shape_or_dtype_is_changed_entirely():
     assert measure_variation(torch.zeros(3), torch.zeros(3, dtype=torch.float64)).vc == 1
 
 
-def test_several_tensors_count_as_one_long_one():
-    expected = [torch.ones(3), torch.ones(1)]
-    actual = [torch.ones(3), torch.full((1,), 2.0)]
-    assert measure_variation(expected, actual).vc == 0.25
-
-
 def test_strides_and_conjugate_views_do_not_matter():
     square = torch.arange(4.0).view(2, 2)
     assert measure_variation(square.t(), square.t().contiguous()).vc == 0
     numbers = torch.tensor([1 + 2j, 3 - 1j])
     assert measure_variation(numbers.conj(), numbers.conj().resolve_conj()).vc == 0
-
-
-def test_empty_outputs_agree():
-    assert measure_variation(torch.empty(0), torch.empty(0)).vc == 0
 
 
 def test_parts_add_up(monkeypatch):

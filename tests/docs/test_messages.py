@@ -6,7 +6,6 @@ in no other message.
 
 import argparse
 import ast
-import json
 import os
 import re
 import subprocess
@@ -142,19 +141,9 @@ def name_a_pipe(g):
     list(g.module.list_files([path], []))
 
 
-def write_nonsense(g):
-    with LedgerWriter(g.folder / "rank-0.jsonl") as writer:
-        writer.write({"kind": "digests"})
-
-
 def count_too_many_ranks(g):
     g.patch.setattr(g.module, "MAX_RANKS", 0)
     read_ledger(g.ledger("fit-000"))
-
-
-def name_two_ledgers(g):
-    g.ledger("fit-000"), g.ledger("fit-001")
-    read_ledger(g.folder)
 
 
 def set_variable(name, value, function, *words, **named):
@@ -168,22 +157,6 @@ def set_variable(name, value, function, *words, **named):
 def forbid_a_value(g):
     g.patch.setenv(g.module.NCCL, "NVLS")
     g.module._choose(next(v for v in g.module.VARIABLES if v.name == g.module.NCCL))
-
-
-def read_a_malformed_line(g):
-    path = g.ledger("fit-000") / "rank-0.jsonl"
-    header = path.read_bytes()
-    line, _ = g.module.chain_record(b'{"kind":"digests"}', json.loads(header)["check"].encode())
-    path.write_bytes(header + line)
-    with g.module.RankReader(path) as reader:
-        list(reader.records())
-
-
-def read_a_malformed_block(g):
-    path = g.file(name="rank-0.frames")
-    block = bytes([1, 0, 1, 0, 1, 1])
-    path.write_bytes(b"d9mprb2\n" + block)
-    list(g.module.add_frames(iter(()), path, "0" * 16, {}))
 
 
 def forget_the_flags(g):
@@ -224,11 +197,6 @@ CASES = [
     ("cli.repeat", repeat_what_fails, ("In ……: …", "In run 1 of 2", ": why")),
     (
         "launch.run",
-        lambda g: g.module.make_output(g.folder),
-        "exists already, and nothing is",
-    ),
-    (
-        "launch.run",
         use_full_folder,
         ("… holds 1000 repetitions already.", "d9m-runs holds 1000 repetitions already."),
     ),
@@ -250,11 +218,6 @@ CASES = [
         "launch.interruption_points",
         lambda g: (g.file("x", g.module.SURVEY), g.module.read_survey(g.folder)),
         ("… cannot be read: …", "{folder}/", "Expecting value: line 1 column 1"),
-    ),
-    (
-        "launch.run",
-        lambda g: g.module.read_fits(g.folder, ["true"]),
-        ("The command … ended well but wrote no ledger.", "The command 'true' ended"),
     ),
     (
         "cli.report",
@@ -312,27 +275,12 @@ CASES = [
         "which lets NCCL reduce by NVLS",
     ),
     (
-        "logical_ranks.accumulation",
-        lambda g: g.module.make_dense("weight", torch.ones(2).to_sparse(), allowed=False),
-        ("The gradient of … is sparse (…)", "of 'weight' is sparse (torch.sparse_coo)"),
-    ),
-    (
         "launch.interruption_points",
         lambda g: g.module.parse_point("epoch:x"),
         "with whole numbers, and +N",
     ),
     ("lint.scanner", lambda g: g.module.choose_version("new"), "is not a version of torch."),
-    ("cli.scan", lambda g: g.module._expand(["D9X"]), "does not match a rule."),
     ("control.torch_flags", forget_the_flags, "something changed it during the run"),
-    (
-        "hashing.digest",
-        lambda g: g.module.flatten_tensor(torch.ones(2, device="meta")),
-        (
-            "A tensor of … on … has no digest: …",
-            "torch.float32 on meta",
-            "a meta tensor has no data",
-        ),
-    ),
     (
         "logical_ranks.tree",
         lambda g: g.module.Blocks(8, 0),
@@ -352,18 +300,7 @@ CASES = [
         ),
         ("… cannot be written: …", "{folder}/file", "Not a directory"),
     ),
-    ("ledger.folder", name_two_ledgers, "Name one of them."),
     ("ledger.folder", count_too_many_ranks, "ranks; a ledger has at most"),
-    (
-        "ledger.folder",
-        lambda g: list(read_ledger(g.ledger("fit-000")).records(3)),
-        "has no file of rank",
-    ),
-    (
-        "ledger.format.writer",
-        write_nonsense,
-        ("A record … for … is malformed: ….", "'digests'", "{folder}/rank-0.jsonl is malformed: "),
-    ),
     (
         "ledger.format.writer",
         lambda g: LedgerWriter(g.folder),
@@ -374,15 +311,6 @@ CASES = [
         lambda g: (g.refuse(Path, "iterdir", NOTHING), read_ledger(g.folder)),
         ("… cannot be read: …", "{folder} cannot be read: ", "Input/output error"),
     ),
-    (
-        "ledger.format.schema_2",
-        read_a_malformed_block,
-        (
-            "…, the block at byte …: …. The file was edited",
-            "byte 8: field 'layout' is 1, and no record",
-        ),
-    ),
-    ("ledger.format.reader", read_a_malformed_line, "Install the version that it names, or record"),
     (
         "ledger.format.files",
         lambda g: g.module.open_regular(g.folder / "none"),
@@ -397,11 +325,6 @@ CASES = [
         "patches.catalog.torch_docs",
         lambda g: g.module.read_documentation(""),
         "in the expected form",
-    ),
-    (
-        "lint.files",
-        lambda g: list(g.module.list_files([Path("no")], [])),
-        "a folder to scan.",
     ),
     ("lint.files", name_a_pipe, "is neither a file nor a folder."),
 ]

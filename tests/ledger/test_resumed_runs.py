@@ -3,7 +3,7 @@
 from functools import partial
 
 import pytest
-from ledger_runs import find_breaks, list_batches
+from ledger_runs import find_breaks
 
 from lightning_d9m.comparison.ledgers import compare_ledgers
 from lightning_d9m.ledger.folder import read_ledger
@@ -102,21 +102,6 @@ def test_an_epoch_that_was_recorded_after_the_checkpoint_counts(tmp_path):
     second = [HEADER, resume("../fit-000", checks[2], epoch=1), FACTS, digests("epoch", 1)]
     write(tmp_path / "fit-001", second)
     assert moments(tmp_path / "fit-001") == [("initial", 0), ("epoch", 0), ("epoch", 1)]
-
-
-def test_probes_after_the_checkpoint_are_those_of_the_later_run(tmp_path):
-    layout = {"kind": "layout", "id": 0, "places": [["loss", "loss", 0]]}
-
-    def probes(epoch):
-        where = {"kind": "probes", "epoch": epoch, "step": 6 * epoch, "batch": 0, "layout": 0}
-        return where | {"digests": bytes(16)}
-
-    first = [HEADER, FACTS, digests("initial", 0), layout, probes(0), digests("epoch", 0)]
-    checks = write(tmp_path / "fit-000", [*first, probes(1), digests("epoch", 1)])
-    second = [HEADER, resume("../fit-000", checks[5], epoch=1), FACTS, layout, probes(1)]
-    write(tmp_path / "fit-001", [*second, digests("epoch", 1)])
-    batches = list_batches(read_ledger(tmp_path / "fit-001"))
-    assert [(epoch, len(entries)) for epoch, _, _, entries in batches] == [(0, 1), (1, 1)]
 
 
 def test_a_parent_that_is_beside_it_is_found(chain):

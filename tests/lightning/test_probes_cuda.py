@@ -39,7 +39,7 @@ def test_two_runs_have_the_same_probes_and_those_of_a_run_without(fit):
 
 def test_what_is_met_is_digested_as_on_the_cpu_before_it_is_overwritten():
     records = []
-    probes = ProbeCollector(records.append)
+    probes = ProbeCollector(lambda record: records.append(record.as_record()))
     values = [torch.randn(n, device="cuda") for n in (1, 100, 5000, 100_000)]
     expected = [digest(value.cpu()) for value in values]
     probes.begin(ProbePoint(0, 0, 0))
@@ -52,7 +52,7 @@ def test_what_is_met_is_digested_as_on_the_cpu_before_it_is_overwritten():
 
 def test_no_probe_of_a_batch_waits_for_the_device():
     records = []
-    probes = ProbeCollector(records.append)
+    probes = ProbeCollector(lambda record: records.append(record.as_record()))
     model = make_model().cuda()
     weights = dict(model.named_parameters())
     digest_many([*weights.values()])  # the kernel is compiled and checked here

@@ -12,7 +12,7 @@ from torchmetrics import MeanMetric
 from trainings import make_model
 
 from lightning_d9m.errors import DriftError, SettingError
-from lightning_d9m.ledger.format.frames import Frames
+from lightning_d9m.ledger.format.frames import Batch
 
 
 def final(ledger):
@@ -168,8 +168,8 @@ def test_a_warning_lets_the_training_go_on_and_the_ledger_has_the_record(fit):
         step
         for entry in ledger.records(0)
         for step in (
-            [frame.step for frame in entry.split()]
-            if isinstance(entry, Frames)
+            [entry.step]
+            if isinstance(entry, Batch)
             else ["replay"] * (entry.as_record()["kind"] == "replay")
         )
     ]

@@ -111,7 +111,7 @@ def test_the_gallery(tmp_path, capsys):
     """What is left has no answer that fits every program."""
     path = tmp_path / "train.py"
     path.write_text(GALLERY.read_text(encoding="utf-8"), encoding="utf-8")
-    assert main(["scan", str(path), "--fix", "--select", "D9M2,D9M3", "--format", "github"]) == 1
+    assert main(["scan", str(path), "--fix", "--select", "D9M2,D9M3"]) == 1
     shown = capsys.readouterr()
     assert "fixed: 6 findings in 1 file" in shown.err
     assert not {rule for rule in ("D9M201", "D9M204", "D9M301", "D9M302") if rule in shown.out}

@@ -123,19 +123,6 @@ def test_findings_of_one_rule_and_reason_are_listed_together(tmp_path, monkeypat
     ]
 
 
-def test_annotations_of_github_are_escaped(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "a,b:c%.py").write_text("import random\nrandom.seed()\n")
-    [line] = read(capsys, "--format", "github").splitlines()
-    head = (
-        "::error file=a%2Cb%3Ac%25.py,line=2,endLine=2,col=1,title=D9M204 reseeded-from-the-system"
-    )
-    assert line.startswith(f"{head}::Without an argument")
-    (tmp_path / "a,b:c%.py").write_text("")
-    assert main(["scan", "--format", "github"]) == 0
-    assert capsys.readouterr().out == ""
-
-
 def test_json_holds_each_fact(program, capsys):
     record = json.loads(read(capsys, program, "--json"))
     assert record == json.loads(read(capsys, program, "--format", "json"))

@@ -7,13 +7,7 @@ from xml.etree import ElementTree as ET
 import pytest
 
 from lightning_d9m.comparison.timeline import StepHistogram
-from lightning_d9m.output.svg import (
-    LEFT,
-    HeatMap,
-    HeatMapRow,
-    draw_chart,
-    draw_key,
-)
+from lightning_d9m.output.svg import LEFT, HeatMap, draw_chart, draw_key
 
 # Pixels of a digit on a phone, where text is largest: 22 pixels high.
 DIGIT = 13
@@ -85,18 +79,12 @@ def test_nothing_to_draw_is_drawn():
     assert parse(draw_chart("loss", [[]], {}, log=True)).tag == "svg"
 
 
-def steps_of(*counts):
-    """Return a histogram of (step, differing)."""
-    made = StepHistogram()
-    for step, differing in counts:
-        made.add(step, 1, differing)
-    return made
-
-
 def row_of(differing, *recorded):
-    return HeatMapRow(
-        steps_of(*differing), tuple(steps_of(*((s, 0) for s in part)) for part in recorded)
-    )
+    """Return a histogram of (step, differing) and of steps at which nothing differs."""
+    made = StepHistogram()
+    for step, count in (*differing, *((s, 0) for part in recorded for s in part)):
+        made.add(step, count)
+    return made
 
 
 def cells_of(drawing):
@@ -125,9 +113,8 @@ def test_a_row_shows_what_is_equal_different_and_not_recorded():
 def test_what_one_run_alone_has_is_a_cell_too():
     line = StepHistogram()
     for step, differing, alone in [(0, 0, 0), (1, 0, 0), (2, 0, 3), (3, 2, 1)]:
-        line.add(step, 5, differing, alone)
-    row = HeatMapRow(line, (line,))
-    assert cells_of(HeatMap([row]).draw_row(row)) == [
+        line.add(step, differing, alone)
+    assert cells_of(HeatMap([line]).draw_row(line)) == [
         ("same", 0, 2, "steps 0 to 1: equal"),
         ("alone", 2, 1, "step 2: in one run only"),
         ("heat-4", 3, 1, "step 3: 2 differ"),

@@ -26,7 +26,7 @@ class Sample:
 def write_batches(*batches):
     """Return the records of batches, each a list of (kind, name, value)."""
     records = []
-    probes = ProbeCollector(records.append)
+    probes = ProbeCollector(lambda record: records.append(record.as_record()))
     for number, values in enumerate(batches):
         probes.begin(ProbePoint(0, number, number))
         for kind, name, value in values:
@@ -87,7 +87,7 @@ def test_what_holds_only_plain_values_is_one_leaf(value):
 def test_calls_of_a_place_are_counted_within_a_batch():
     x = torch.ones(2)
     records = write_batches([("output", "a", x), ("output", "b", x), ("output", "a", x)])
-    assert records[0]["places"] == [["output", "a", 0], ["output", "b", 0], ["output", "a", 1]]
+    assert records[0]["places"] == [("output", "a", 0), ("output", "b", 0), ("output", "a", 1)]
 
 
 def test_a_layout_is_written_once():
@@ -103,7 +103,7 @@ def test_a_layout_is_written_once():
 def test_digests_are_those_of_the_moment():
     x = torch.zeros(3)
     probes, records = None, []
-    probes = ProbeCollector(records.append)
+    probes = ProbeCollector(lambda record: records.append(record.as_record()))
     probes.begin(ProbePoint(1, 2, 3))
     probes.add("input", "a", x)
     before = digest(x)
@@ -128,7 +128,7 @@ def test_what_has_no_digest_counts_by_its_type():
 
 def test_tensors_together_survive_one_without_a_digest():
     records = []
-    probes = ProbeCollector(records.append)
+    probes = ProbeCollector(lambda record: records.append(record.as_record()))
     probes.begin(ProbePoint(0, 0, 0))
     x = torch.ones(2)
     probes.add_tensors("weight", {"a": x, "b": torch.ones(1, device="meta")})
@@ -150,7 +150,7 @@ def test_short_batches_are_written_together(monkeypatch):
     clock = SimpleNamespace(monotonic=lambda: now.time)
     monkeypatch.setattr("lightning_d9m.probes.trace.time", clock)
     records, written = [], []
-    probes = ProbeCollector(records.append)
+    probes = ProbeCollector(lambda record: records.append(record.as_record()))
     for batch, now.time in enumerate((7.0, 7.04, 7.08, 7.11, 7.12, 7.13)):
         probes.begin(ProbePoint(0, batch, batch))
         probes.add("output", "a", torch.full((2,), float(batch)))
@@ -164,7 +164,7 @@ def test_short_batches_are_written_together(monkeypatch):
 
 def test_outside_batches_and_when_paused_nothing_is_taken():
     records = []
-    probes = ProbeCollector(records.append)
+    probes = ProbeCollector(lambda record: records.append(record.as_record()))
     probes.add("output", "a", torch.ones(1))
     probes.begin(ProbePoint(0, 0, 0))
     with probes.paused():

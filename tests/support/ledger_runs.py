@@ -8,7 +8,7 @@ import pytest
 from xxhash import xxh3_64_intdigest
 
 from lightning_d9m.ledger.folder import create_ledger_folder, rank_path
-from lightning_d9m.ledger.format.frames import Frames, unpack_places
+from lightning_d9m.ledger.format.frames import Batch
 from lightning_d9m.ledger.format.records import (
     CHAIN_START,
     Digests,
@@ -143,15 +143,15 @@ def write_schema_2(path, header, records):
 def list_batches(ledger, rank=0):
     """Return (epoch, step, batch, [(place, digest)]) of each batch that was probed, in order."""
     batches = []
-    for frames in ledger.records(rank):
-        for frame in frames.split() if isinstance(frames, Frames) else ():
-            digests = [frame.digests[at : at + 16].hex() for at in range(0, frame.width, 16)]
-            entries = list(zip(unpack_places(frame.layout), digests, strict=True))
-            where = frame.epoch, frame.step, frame.batch
-            if batches and batches[-1][:3] == where:
-                batches[-1][3].extend(entries)
-            else:
-                batches.append((*where, entries))
+    for part in ledger.records(rank):
+        if not isinstance(part, Batch):
+            continue
+        entries = list(zip(part.list_places(), map(bytes.hex, part.list_digests()), strict=True))
+        where = part.epoch, part.step, part.batch
+        if batches and batches[-1][:3] == where:
+            batches[-1][3].extend(entries)
+        else:
+            batches.append((*where, entries))
     return batches
 
 

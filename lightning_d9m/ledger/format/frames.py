@@ -1,4 +1,4 @@
-"""Frames: the digests of the probes of consecutive batches."""
+"""Frames: the digests of the probes of consecutive batches, and the layouts of their places."""
 
 import json
 import zlib
@@ -35,46 +35,47 @@ class FramePosition(NamedTuple):
 
 
 @dataclass(slots=True)
-class Frames:
-    """The digests at the same places of consecutive batches: one frame for each.
+class Batch:
+    """The digests of one batch, or of some of its places.
 
     Attributes:
         epoch: Counted from 0.
-        step: The global step when the first batch began.
-        batch: Index of the first batch within the epoch.
-        steps: Growth of the step from frame to frame.
-        batches: Growth of the batch; 0 only for a single frame.
-        count: Number of frames.
-        layout: The token of the layout, which names the places.
-        digests: The bytes of the frames, one after another.
+        step: The global step when the batch began.
+        batch: Index within the epoch.
+        layouts: The token of the layout of each part, which names the places.
+        digests: The digests in order of execution, 16 bytes each.
+        offset: Number of places of the batch before these.
     """
 
     epoch: int
     step: int
     batch: int
-    steps: int
-    batches: int
-    count: int
-    layout: bytes
+    layouts: tuple[bytes, ...]
     digests: bytes
-
-    @property
-    def width(self) -> int:
-        """Bytes of a frame: 16 for each place."""
-        return len(self.digests) // self.count
+    offset: int = 0
 
     @property
     def size(self) -> int:
-        """Number of places, of all frames."""
+        """Number of places."""
         return len(self.digests) // DIGEST_BYTES
 
-    def split(self) -> Iterator["Frames"]:
-        """Yield each frame."""
-        for number in range(self.count):
-            at = self.width * number
-            step, batch = self.step + self.steps * number, self.batch + self.batches * number
-            place = self.epoch, step, batch, self.steps, self.batches
-            yield Frames(*place, 1, self.layout, self.digests[at : at + self.width])
+    def list_places(self) -> list[ProbeKey]:
+        """Return the places in order of execution."""
+        return [place for token in self.layouts for place in unpack_places(token)]
+
+    def list_digests(self) -> list[bytes]:
+        """Return the digest at each place."""
+        data = self.digests
+        return [data[at : at + DIGEST_BYTES] for at in range(0, len(data), DIGEST_BYTES)]
+
+
+def split_frames(record: ProbesRecord, layout: bytes) -> Iterator[Batch]:
+    """Yield each batch of a record, given the token of its layout."""
+    place = FramePosition(record.epoch, record.step, record.batch)
+    width = len(record.digests) // record.count
+    for number in range(record.count):
+        digests = record.digests[number * width : (number + 1) * width]
+        yield Batch(*place.after(number, record.steps, record.batches), (layout,), digests)
 
 
 def pack_places(places: Iterable[ProbeKey]) -> bytes:
@@ -133,38 +134,3 @@ def check_position(place: FramePosition) -> None:
     for name, value in zip(place._fields, place, strict=True):
         if not 0 <= value <= MAX_WHOLE:
             raise FieldError(name, f"must be a whole number from 0 to {MAX_WHOLE}, and is {value}")
-
-
-@dataclass(slots=True)
-class Batch:
-    """The digests of one batch, or of some of its places: consecutive frames.
-
-    Attributes:
-        epoch: Counted from 0.
-        step: The global step when the batch began.
-        batch: Index within the epoch.
-        offset: Number of places of the batch before these.
-        layouts: The token of the layout of each frame.
-        digests: The digests in order of execution, 16 bytes each.
-    """
-
-    epoch: int
-    step: int
-    batch: int
-    offset: int
-    layouts: tuple[bytes, ...]
-    digests: bytes
-
-    @property
-    def size(self) -> int:
-        """Number of places."""
-        return len(self.digests) // DIGEST_BYTES
-
-    def list_places(self) -> list[ProbeKey]:
-        """Return the places in order of execution."""
-        return [place for token in self.layouts for place in unpack_places(token)]
-
-    def list_digests(self) -> list[bytes]:
-        """Return the digest at each place."""
-        data = self.digests
-        return [data[at : at + DIGEST_BYTES] for at in range(0, len(data), DIGEST_BYTES)]

@@ -20,7 +20,7 @@ from msgspec.json import decode
 
 from lightning_d9m.errors import LedgerError
 from lightning_d9m.ledger.format.files import open_regular
-from lightning_d9m.ledger.format.frames import Frames, check_frames, pack_places
+from lightning_d9m.ledger.format.frames import Batch, check_frames, pack_places, split_frames
 from lightning_d9m.ledger.format.records import (
     CHAIN_START,
     MAX_HEADER,
@@ -97,10 +97,10 @@ class RankReader(AbstractContextManager["RankReader"]):
         """True if what was yielded last follows the record with the chain hash ``mark``."""
         return bool(self.marked) and (self.line > self.marked or self._has_ended)
 
-    def records(self, *, lines_only: bool = False) -> Iterator[Record | Frames]:
-        """Yield each record after the header, with frames in place of records of probes.
+    def records(self, *, lines_only: bool = False) -> Iterator[Record | Batch]:
+        """Yield each record after the header, with batches in place of records of probes.
 
-        With ``lines_only`` it leaves out frames.
+        With ``lines_only`` it leaves them out.
         """
         lines = self._read_lines()
         if self.header.schema == 2 and not lines_only:  # noqa: PLR2004 - a version
@@ -111,11 +111,11 @@ class RankReader(AbstractContextManager["RankReader"]):
             if not isinstance(record, ProbesRecord):
                 yield record
             elif not lines_only:
-                yield self._make_frames(record)
+                yield from self._split(record)
 
     def line_records(self) -> Iterator[Record]:
-        """Yield each record after the header, without frames."""
-        return (own for own in self.records(lines_only=True) if not isinstance(own, Frames))
+        """Yield each record after the header, without probes."""
+        return (own for own in self.records(lines_only=True) if not isinstance(own, Batch))
 
     def close(self) -> None:
         """Close the file."""
@@ -200,14 +200,13 @@ class RankReader(AbstractContextManager["RankReader"]):
         self._verify(line)
         return header
 
-    def _make_frames(self, record: ProbesRecord) -> Frames:
+    def _split(self, record: ProbesRecord) -> Iterator[Batch]:
         places, token = self._layouts.get(record.layout, (0, b""))
         try:
             check_frames(record, places)
         except FieldError as error:
             raise self._malformed(error) from error
-        place = record.epoch, record.step, record.batch, record.steps, record.batches
-        return Frames(*place, record.count, token, record.digests)
+        return split_frames(record, token)
 
     def _malformed(self, error: FieldError) -> LedgerError:
         return LedgerError(

@@ -9,14 +9,15 @@ header of the records, among which a record ``frames`` says how many bytes prece
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from struct import Struct
+from typing import BinaryIO
 
 from xxhash import xxh3_64_intdigest
 
 from lightning_d9m.errors import LedgerError
 from lightning_d9m.ledger.format.files import open_regular
 from lightning_d9m.ledger.format.frames import (
+    Batch,
     FramePosition,
-    Frames,
     Layouts,
     check_position,
     measure_frames,
@@ -27,15 +28,15 @@ MAGIC = b"d9mprb2\n"
 HEAD = Struct("<HHBB")
 # Epoch, step and batch of the frame before the next one. The two last are -1 before the first.
 POSITION = Struct("<qqq")
-CHAIN_HASH = Struct("<Q")
+CHECK_SIZE = 8
 
-# The byte after a block, its check, and its frames, if it does not only move the position.
-_Block = tuple[int, str, Frames | None]
+# The byte after a block, its check, and its frames.
+_Block = tuple[int, str, list[Batch]]
 
 
 def add_frames(
     records: Iterator[Record], path: Path, start: str, layouts: Layouts
-) -> Generator[Record | Frames, None, bool]:
+) -> Generator[Record | Batch, None, bool]:
     """Yield the records of a ledger with the frames that precede each.
 
     Args:
@@ -61,9 +62,8 @@ def add_frames(
     for last in records:
         if isinstance(last, FramesEnd):
             while at < last.bytes:
-                at, check, frames = next(blocks, (last.bytes, "", None))
-                if frames is not None:
-                    yield frames
+                at, check, frames = next(blocks, (last.bytes, "", []))
+                yield from frames
             if (at, check) != (last.bytes, last.last):
                 raise LedgerError(
                     f"{path} does not fit the records beside it, which refer to {last.bytes} bytes "
@@ -77,14 +77,13 @@ def add_frames(
                 f"{path} continues after the end of the run. It or the file of the records was "
                 "edited or replaced; take unedited copies, or record the run again."
             )
-        if frames is not None:
-            yield frames
+        yield from frames
     return size not in (0, len(MAGIC), at)
 
 
 def _read_blocks(path: Path, start: str, layouts: Layouts) -> Iterator[_Block]:
     """Yield each whole block, verified."""
-    chain, position, at = int(start, 16), FramePosition(0, -1, -1), len(MAGIC)
+    check, before, at = int(start, 16), FramePosition(0, -1, -1), len(MAGIC)
     with open_regular(path) as stream:
         begin = stream.read(at)
         if not MAGIC.startswith(begin):
@@ -92,43 +91,44 @@ def _read_blocks(path: Path, start: str, layouts: Layouts) -> Iterator[_Block]:
                 f"{path} does not hold the digests of probes: it begins with {begin.hex()}. Copy "
                 "it again together with the file rank-N.jsonl beside it."
             )
-        while len(head := stream.read(HEAD.size)) == HEAD.size:
-            layout, count, steps, batches = HEAD.unpack(head)
-            places, token = layouts.get(layout, (0, b""))
+        while True:
             try:
-                size = _measure(layout, count, steps, batches, places)
-                body, stored = stream.read(size), stream.read(CHAIN_HASH.size)
-                if len(stored) < CHAIN_HASH.size:
-                    return
-                chain = _check_block(head + body, stored, chain)
-                first = position.after(1, steps, batches)
-                position = position.after(count, steps, batches)
-                if not count:
-                    position = FramePosition(*POSITION.unpack(body))
-                for place in (first, position) if count else ():
-                    check_position(place)
+                block = _read_block(stream, check, before, layouts)
             except FieldError as error:
                 raise LedgerError(
                     f"{path}, the block at byte {at}: {error}. The file was edited, or was not "
                     "written by lightning_d9m; take an unedited copy, or record the run again."
                 ) from error
-            at += HEAD.size + size + CHAIN_HASH.size
-            frames = Frames(*first, steps, batches, count, token, body) if count else None
-            yield at, f"{chain:016x}", frames
+            if block is None:
+                return
+            size, check, before, frames = block
+            at += size
+            yield at, f"{check:016x}", frames
 
 
-def _measure(layout: int, count: int, steps: int, batches: int, places: int) -> int:
-    """Return the bytes between the head and the check of a block."""
-    if count:
-        return measure_frames(layout, count, batches, places)
-    if layout or steps or batches:
+def _read_block(
+    stream: BinaryIO, check: int, before: FramePosition, layouts: Layouts
+) -> tuple[int, int, FramePosition, list[Batch]] | None:
+    """Return the size of a block, its check, its last position and its frames; None at the end."""
+    head = stream.read(HEAD.size)
+    if len(head) < HEAD.size:
+        return None
+    layout, count, steps, batches = HEAD.unpack(head)
+    places, token = layouts.get(layout, (0, b""))
+    if not count and (layout or steps or batches):
         raise FieldError("count", "is 0, and the rest of its head is not")
-    return POSITION.size
-
-
-def _check_block(block: bytes, stored: bytes, chain: int) -> int:
-    """Return the check of a block, given that of the block before it."""
-    check = xxh3_64_intdigest(block, chain)
-    if CHAIN_HASH.unpack(stored) != (check,):
+    size = measure_frames(layout, count, batches, places) if count else POSITION.size
+    body, stored = stream.read(size), stream.read(CHECK_SIZE)
+    if len(stored) < CHECK_SIZE:
+        return None
+    check = xxh3_64_intdigest(head + body, check)
+    if stored != check.to_bytes(CHECK_SIZE, "little"):
         raise FieldError("check", "does not fit: a block was changed, removed, added or moved")
-    return check
+    frames: list[Batch] = []
+    last = before if count else FramePosition(*POSITION.unpack(body))
+    for number in range(count):
+        last = last.after(1, steps, batches)
+        check_position(last)
+        digests = body[size // count * number : size // count * (number + 1)]
+        frames.append(Batch(*last, (token,), digests))
+    return HEAD.size + size + CHECK_SIZE, check, last, frames

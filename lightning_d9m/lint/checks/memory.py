@@ -1,4 +1,4 @@
-"""Memory that is read before it is written, or that threads write in no fixed order."""
+"""Memory that is read before it is written, or that a thread writes."""
 
 import ast
 from collections.abc import Iterator
@@ -24,18 +24,6 @@ _SHAPED = {f"torch.{kind}Tensor" for kind in ("", "Float", "Double", "Half", "In
 _READING = {"sum", "mean", "max", "min", "abs", "norm", "item", "tolist", "backward"}
 _SHAPE_ONLY = {"shape", "size", "dim", "ndim", "numel", "dtype", "device", "stride", "is_cuda"}
 _PARTLY = "Only a part of the memory is written; the rest is whatever was in memory."
-_ORDERED = {"triton.language.atomic_add", "numba.cuda.atomic.add", "numba.cuda.atomic.sub"}
-_LAST_WINS = {
-    *("triton.language.atomic_xchg", "triton.language.atomic_cas"),
-    *("numba.cuda.atomic.exch", "numba.cuda.atomic.cas"),
-}
-# Their result is the same in any order; their return value is not.
-_ANY_ORDER = {f"triton.language.atomic_{kind}" for kind in ("max", "min", "and", "or", "xor")}
-_FLOATS = ("float", "bfloat", "fp", "half", "double")
-_RETURNED = (
-    "What an atomic returns, and which of several writes is the last, depends on the order in "
-    "which programs meet, which is not fixed."
-)
 _PARAMETERS = {"parameters", "named_parameters"}
 _HARMLESS = {"requires_grad_", "share_memory_"}
 
@@ -122,27 +110,6 @@ def _leaves_rest(part: ast.expr, tree: Tree) -> bool:
             first, end, stride = (one if isinstance(one, int) else 0 for one in found)
             return first > 0 or end < 0 or stride > 1
     return False
-
-
-def check_atomic(call: Call) -> Iterator[Report]:
-    """Find atomics whose result depends on the order of the threads."""
-    if call.name in _ORDERED:
-        value = call.get(2 if call.name.startswith("numba") else 1, "val", "value")
-        dtype = ""
-        match value:
-            case ast.Call(
-                ast.Attribute(attr="to" | "cast" | "full" | "zeros"), [*_, ast.Attribute(attr=name)]
-            ):
-                dtype = name
-        whole = isinstance(read_constant(value, call.scope), int)
-        if not whole and not dtype.strip("u").startswith("int"):
-            certain = isinstance(value, ast.Constant) or dtype.startswith(_FLOATS)
-            yield Report("D9M105", call.node, "certain" if certain else "depends")
-            return
-    used = not isinstance(call.parent, ast.Expr)
-    if call.name in _LAST_WINS or (used and call.name in _ORDERED | _ANY_ORDER):
-        fix = "Compute places from the program's number, for instance with a prefix sum."
-        yield Report("D9M105", call.node, "depends", _RETURNED, fix)
 
 
 def check_thread(call: Call) -> Iterator[Report]:

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from lightning_d9m.lint.tree import UNKNOWN, Call, Report, Tree, read_constant, resolve
 
 _CUDNN = "torch.backends.cudnn."
-_HASH_SEED = "PYTHONHASHSEED"
 _OURS = {
     f"lightning_d9m.{name}"
     for name in ("DeterminismCallback", "enable", "deterministic", "HorovodDeterministicStrategy")
@@ -74,24 +73,3 @@ def check_choice_by_time(call: Call) -> Iterator[Report]:
                 yield Report("D9M106", call.node, "certain" if known else "depends")
     elif call.name == "torch.compile" and str(call.read(None, "mode")).startswith("max-autotune"):
         yield Report("D9M106", call.node, "depends")
-
-
-def check_hash_seed(node: ast.Assign, tree: Tree) -> Iterator[Report]:
-    """Find ``os.environ["PYTHONHASHSEED"] = ...``."""
-    for target in node.targets:
-        match target:
-            case ast.Subscript(owner, key) if resolve(owner, tree.scope[node]) == "os.environ":
-                if read_constant(key, tree.scope[node]) == _HASH_SEED:
-                    yield Report("D9M304", node)
-
-
-def check_hash_seed_call(call: Call) -> Iterator[Report]:
-    """Find PYTHONHASHSEED set in the program's own environment by a function."""
-    names: list[object] = []
-    if call.name in {"os.environ.setdefault", "os.putenv"}:
-        names = [call.read(0)]
-    elif call.name == "os.environ.update":
-        keys = call.node.args[0].keys if isinstance(call.get(0), ast.Dict) else []  # type: ignore[attr-defined] # it is a dict
-        names = [*call.named, *(read_constant(key, call.scope) for key in keys)]
-    if _HASH_SEED in names:
-        yield Report("D9M304", call.node)

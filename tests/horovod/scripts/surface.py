@@ -23,7 +23,7 @@ from lightning_d9m.errors import D9mError
 from lightning_d9m.hashing.digest import digest
 from lightning_d9m.horovod.strategy import HorovodDeterministicStrategy
 from lightning_d9m.ledger.folder import read_ledger
-from lightning_d9m.ledger.format.frames import Frames, unpack_places
+from lightning_d9m.ledger.format.frames import Batch
 
 warnings.filterwarnings("ignore")
 folder = Path(sys.argv[1])
@@ -251,10 +251,9 @@ def probes():
     strategy = HorovodDeterministicStrategy(bucket_bytes=256)
     rank = fit(model, strategy=strategy, callbacks=[callback], max_epochs=1).global_rank
     batches = [
-        list(zip(unpack_places(frame.layout), wrap(frame.digests.hex(), 32), strict=True))
-        for frames in read_ledger(folder / "probes" / "fit-000").records(rank)
-        if isinstance(frames, Frames)
-        for frame in frames.split()
+        list(zip(batch.list_places(), wrap(batch.digests.hex(), 32), strict=True))
+        for batch in read_ledger(folder / "probes" / "fit-000").records(rank)
+        if isinstance(batch, Batch)
     ]
     wrong = [
         (batch, kind, name)

@@ -292,14 +292,6 @@ def test_probes_are_checked_when_they_are_written(writer, change, message):
     assert [where[1] for where in list_batches(read_ledger(writer.path))] == [1, 2]
 
 
-def test_probes_of_a_layout_that_is_too_large_for_a_record(writer):
-    places = [["op", str(number), 0] for number in range(16_384)]
-    writer.write({"kind": "layout", "id": 1, "places": places})
-    record = PROBES | {"layout": 1, "count": 5, "digests": bytes(5 * 16_384 * 16)}
-    with pytest.raises(LedgerError, match="'count' is 5, which makes more than 1048576"):
-        writer.write(record)
-
-
 def test_probes_are_read_in_order_and_line_by_line_without_them(runs, writer):
     writer.write(PROBES | {"count": 2, "digests": b"f" * 32})
     writer.write(runs.digests("epoch", 0))
@@ -308,7 +300,7 @@ def test_probes_are_read_in_order_and_line_by_line_without_them(runs, writer):
     ledger = read_ledger(writer.path)
     assert [batch[:3] for batch in list_batches(ledger)] == [(0, 1, 2), (0, 2, 3), (1, 2, 0)]
     kinds = [type(record).__name__ for record in ledger.records(0)]
-    assert kinds == ["ProbeLayout", "Frames", "Digests", "Frames", "End"]
+    assert kinds == ["ProbeLayout", "Batch", "Batch", "Digests", "Batch", "End"]
     kinds = [type(record).__name__ for record in ledger.line_records(0)]
     assert kinds == ["ProbeLayout", "Digests", "End"]
 

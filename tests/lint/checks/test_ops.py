@@ -2,6 +2,7 @@
 
 import ast
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -57,6 +58,7 @@ SPELLED = {
 }
 
 
+@cache
 def spell_all():
     """Return the names of ops that a spelling without arguments leads to, and the SPELLED."""
     names = set(SPELLED)

@@ -6,20 +6,6 @@ import triton.language as tl
 from flash_attn import flash_attn_func
 
 
-@triton.jit
-def add(x, out, count, n, BLOCK: tl.constexpr):
-    offsets = tl.arange(0, BLOCK)
-    value = tl.load(x + offsets)
-    tl.atomic_add(out, value.to(tl.float32))  # expect: D9M105
-    tl.atomic_add(out, value)  # expect: D9M105
-    tl.atomic_add(count, 1)  # fine
-    slot = tl.atomic_add(count, 1)  # expect: D9M105
-    tl.atomic_max(out, value)  # fine
-    tl.atomic_add(count, value.to(tl.int32))  # fine
-    tl.atomic_xchg(out, value)  # expect: D9M105
-    tl.store(out + slot, value)  # fine
-
-
 @triton.autotune(  # expect: D9M106
     configs=[triton.Config({"BLOCK": 64}), triton.Config({"BLOCK": 128})],
     key=["n"],

@@ -103,8 +103,3 @@ class Cache:
         other = hash(str(name)) & 0xFF  # expect: D9M303
         number = hash(3) % n  # fine
         return bucket, other, number
-
-
-os.environ["PYTHONHASHSEED"] = "0"  # expect: D9M304
-os.environ["OMP_NUM_THREADS"] = "1"  # fine
-child = {**os.environ, "PYTHONHASHSEED": "0"}  # fine

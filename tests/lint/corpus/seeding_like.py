@@ -46,24 +46,6 @@ token = os.urandom(8)  # fine
 augment = random.SystemRandom()  # expect: D9M206
 lucky = secrets.choice([1, 2, 3])  # expect: D9M206
 
-unset = torch.Generator()  # expect: D9M202
-chain = torch.Generator().manual_seed(3)  # fine
-later = torch.Generator(device="cpu")  # fine
-later.manual_seed(SEED)  # fine
-draws = torch.rand(3, generator=unset)  # fine
-synchronized = torch.Generator()  # fine
-synchronize_states(["generator"], generator=synchronized)
-
-
-def setup(seed, rank, world_size):
-    torch.manual_seed(seed + rank)  # expect: D9M205
-    np.random.seed(seed * world_size + rank)  # fine
-    torch.manual_seed(seed << 1337 % (rank + 1))  # fine
-    random.seed(seed)  # fine
-    local = seed + int(os.environ["LOCAL_RANK"])
-    torch.cuda.manual_seed(local)  # expect: D9M205
-
-
 def fit(model, seed=None):
     return model.fit(random_state=int(time.time()))  # expect: D9M203
 

@@ -48,33 +48,17 @@ def say_hello(worker_id):
     print(worker_id)  # fine
 
 
-class Noisy(Dataset):
-    def __init__(self, seed):
-        self.rng = np.random.default_rng(seed)  # expect: D9M208
-        self.weights = np.random.default_rng(seed).normal(size=3)  # fine
-
-    def __getitem__(self, index):
-        return self.rng.normal() + self.weights[index]
-
-
-class Steady(Dataset):
-    def __getitem__(self, index):
-        return np.random.default_rng(index).normal()  # fine
-
-
 class Legacy(Dataset):
     def __getitem__(self, index):
         # torch seeds NumPy in each worker.
         return np.random.rand()  # fine
 
 
-L.seed_everything(1)  # expect: D9M209
-L.seed_everything(1, workers=True)  # fine
-a = DataLoader(Steady(), num_workers=2, worker_init_fn=seed_all_alike)
-b = DataLoader(Steady(), num_workers=2, worker_init_fn=seed_apart)
-c = DataLoader(Steady(), num_workers=2, worker_init_fn=say_hello)  # fine
-d = DataLoader(Steady(), num_workers=2, in_order=False)  # expect: D9M305
-e = DataLoader(Steady(), num_workers=2)  # fine
+a = DataLoader(Legacy(), num_workers=2, worker_init_fn=seed_all_alike)
+b = DataLoader(Legacy(), num_workers=2, worker_init_fn=seed_apart)
+c = DataLoader(Legacy(), num_workers=2, worker_init_fn=say_hello)  # fine
+d = DataLoader(Legacy(), num_workers=2, in_order=False)  # expect: D9M305
+e = DataLoader(Legacy(), num_workers=2)  # fine
 
 
 def uninitialised(n, x):
