@@ -206,8 +206,8 @@ def run_workload(workload: Workload) -> tuple[list[Launch], dict[str, int]]:
 def count_bytes(recorded: list[Launch]) -> tuple[int, int]:
     """Return the bytes that launches move, and those of a kernel with atomics at least."""
     moved = sum(map(_count_launch, recorded))
-    # Sums and exponents are filled with zeros first.
-    zeroed = {part.data_ptr(): part for one in recorded for part in one.find("tops", "sums")}
+    # The memory of sums and exponents is filled first.
+    zeroed = {part.data_ptr(): part for one in recorded for part in one.find("sums")}
     moved += sum(map(_count_tensor, zeroed.values()))
     # What one launch writes and the next one reads is not there with atomics.
     (result,) = recorded[-1].find("out")
@@ -223,15 +223,18 @@ def count_bytes(recorded: list[Launch]) -> tuple[int, int]:
 
 def _count_launch(recorded: Launch) -> int:
     """Return the bytes of a launch; what atomics change is read and written."""
-    constants, used = recorded.constants, list(recorded.tensors)
-    if "FIRST" in constants:
-        terms = ("values", "weights", "index", "tops")
-        names = ((*terms, "tops"), (*terms, "sums", "sums"), ("sums", "out"))[constants["FIRST"]]
-        names += ("out",) if constants["INCLUDE"] else ()
-        names += ("tops",) if constants["LAST"] == 2 and not constants["BITS"] else ()
-        names = names if constants["WEIGHTED"] else [name for name in names if name != "weights"]
-        used = [part for name in names for part in recorded.find(name)]
-    return sum(map(_count_tensor, used))
+    constants, tensors = recorded.constants, recorded.tensors
+    if "FIRST" not in constants:
+        return sum(map(_count_tensor, tensors))
+    terms = ("values", "weights", "index", "tops")
+    names = ((*terms, "tops"), (*terms, "sums", "sums"), ("sums", "out"))[constants["FIRST"]]
+    names += ("out",) if constants["INCLUDE"] else ()
+    names += ("tops",) if constants["LAST"] == 2 and not constants["BITS"] else ()
+    if not constants["WEIGHTED"]:
+        names = tuple(name for name in names if name != "weights")
+    (out,) = recorded.find("out")
+    own = {"tops": 4 * out.numel(), "sums": 8 * constants["PIECES"] * out.numel()}
+    return sum(own.get(name) or _count_tensor(recorded.find(name)[0]) for name in names)
 
 
 def _count_tensor(tensor: Tensor) -> int:
