@@ -91,7 +91,7 @@ def launches_recorded() -> Iterator[list[Launch]]:
     def record(self: Any, *args: Any, **kwargs: Any) -> None:
         del kwargs["grid"], kwargs["warmup"]
         given = {**dict(zip(self.arg_names, args, strict=False)), **kwargs}
-        recorded.append(_describe_launch(self, given))
+        recorded.append(describe_launch(self, given))
 
     original, check = JITFunction.run, launch._check  # noqa: SLF001 - nothing is computed
     JITFunction.run, launch._check = record, lambda *_: None  # noqa: SLF001 - as above
@@ -103,7 +103,7 @@ def launches_recorded() -> Iterator[list[Launch]]:
         launch._device_types.discard("cpu")  # noqa: SLF001 - as above
 
 
-def _describe_launch(kernel: Any, given: dict[str, Any]) -> Launch:
+def describe_launch(kernel: Any, given: dict[str, Any]) -> Launch:
     signature: dict[str, Any] = {}
     constants: dict[str, Any] = {}
     aligned: list[tuple[int, ...]] = []
@@ -117,7 +117,7 @@ def _describe_launch(kernel: Any, given: dict[str, Any]) -> Launch:
         signature[name] = _describe_type(value)
         if isinstance(value, Tensor):
             tensors.append(value)
-        if isinstance(value, Tensor) or (is_integer and value % 16 == 0):
+        if (value.data_ptr() if isinstance(value, Tensor) else value * is_integer or 1) % 16 == 0:
             aligned.append((position,))
     return Launch(kernel, signature, constants, tuple(aligned), given, tuple(tensors))
 
@@ -143,14 +143,19 @@ def compile_kernel(recorded: Launch, capability: int) -> dict[str, Any]:
     return _compiled[variant]
 
 
-def _compile(recorded: Launch, capability: int) -> dict[str, Any]:
+def compile_ptx(recorded: Launch, capability: int) -> Any:
+    """Return Triton's compiled kernel."""
     source = ASTSource(
         recorded.kernel,
         recorded.signature,
         recorded.constants,
         {position: [["tt.divisibility", 16]] for position in recorded.aligned},
     )
-    compiled = triton.compile(source, GPUTarget("cuda", capability, 32), recorded.options)
+    return triton.compile(source, GPUTarget("cuda", capability, 32), recorded.options)
+
+
+def _compile(recorded: Launch, capability: int) -> dict[str, Any]:
+    compiled = compile_ptx(recorded, capability)
     assembler = get_ptxas(capability).path
     suffix = "a" if capability >= 90 else ""
     with tempfile.TemporaryDirectory() as folder:

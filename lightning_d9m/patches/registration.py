@@ -21,8 +21,7 @@ from torch.library import Library
 from lightning_d9m.compatibility import describe_missing_patches, get_boxed_kernel
 from lightning_d9m.errors import D9mError, SettingError
 from lightning_d9m.patches.arguments import RefusedError, require
-from lightning_d9m.patches.catalog.catalog import select_ops
-from lightning_d9m.patches.catalog.op import FlagEffect, Op
+from lightning_d9m.patches.catalog.catalog import FlagEffect, Op, select_ops
 from lightning_d9m.patches.decompositions import decompositions_bypassed
 
 _OVERLAP = 1  # torch's MemOverlap::Yes

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from lightning_d9m.patches import taps
-from lightning_d9m.patches.catalog.op import Op
+from lightning_d9m.patches.catalog.catalog import Op
 from lightning_d9m.patches.kernels import separable
 from lightning_d9m.state.parts import equal_bits
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from textwrap import fill
 
-from lightning_d9m.patches.catalog.op import Op
+from lightning_d9m.patches.catalog.catalog import Op
 
 _HEADINGS = {
     "patched": "Patched\n\nApplied by `patch_ops`; `unpatched_ops` excludes ops by name.",
@@ -12,7 +12,7 @@ _HEADINGS = {
         "Without a patch\n\nOps that torch or others call nondeterministic, with the reason."
     ),
 }
-_INTRODUCTION = Path(__file__).with_name("introduction.md")
+_INTRODUCTION = Path(__file__).with_name("op_introduction.md")
 
 
 def list_op_facts(op: Op) -> list[tuple[str, str]]:
