@@ -173,11 +173,12 @@ class Kernel:
 
     def _compute(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return what the call returns, or ``NotImplemented``."""
-        targets = [kwargs[name] for name in self._outputs]
-        if targets:
+        targets: list[Any] = []
+        if self._outputs:
+            targets = [kwargs[name] for name in self._outputs]
             kwargs = {name: kwargs[name] for name in kwargs if name not in self._outputs}
         if self._in_place:
-            targets = [*args[:1]]
+            targets = [args[0]]
             require(not _shares_memory(args[0], args[1:]))
         result = self._replacement(*args, **kwargs)
         if callable(result):

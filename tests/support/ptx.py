@@ -200,8 +200,14 @@ class Run:
         return values.astype(bits).view(dtype)
 
     def write(self, name: str, values: np.ndarray, active: np.ndarray) -> None:
-        """Write a register of the active threads."""
+        """Write a register of the active threads, or parts of a value to several."""
         values = np.ascontiguousarray(values)
+        if name.startswith("{") and "," in name:
+            parts = [one.strip() for one in name.strip("{} ").split(",")]
+            split = values.view(f"u{values.itemsize // len(parts)}").reshape(-1, len(parts))
+            for one, part in zip(parts, split.T, strict=True):
+                self.write(one, part, active)
+            return
         bits = values.view(f"u{values.itemsize}").astype(np.uint64)
         self.registers[name] = np.where(active, bits, self.registers.get(name, np.uint64(0)))
 

@@ -6,14 +6,15 @@ the arguments with which it is run along one dimension.
 """
 
 from collections.abc import Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch._prims_common import suggest_memory_format
 
 from lightning_d9m.patches.arguments import accumulation_dtype, require
-from lightning_d9m.patches.taps import apply_taps, cached_taps
+from lightning_d9m.patches.taps import Taps, apply_taps, cached_taps
 
 
 def _differentiate(
@@ -36,16 +37,22 @@ def _differentiate(
         given[:-dims] == tuple(shape[:-dims]),
         0 not in (*shape[1:], *given[1:]),
     )
-    dtype = dtype.to_real() if dtype.is_complex else dtype
-    taps = [
-        cached_taps(grad_output.device, size, dtype, *side)
-        for size, side in zip(shape[-dims:], sides, strict=True)
-    ]
-    require(tuple(one.size for one in taps) == given[-dims:])
+    taps = _find_taps(grad_output.device, dtype, tuple(shape[-dims:]), tuple(sides))
+    require(all(one.size == size for one, size in zip(taps, given[-dims:], strict=True)))
     result = apply_taps(grad_output, taps, shape)
     if format_of is None or format_of.is_contiguous():
         return result
     return result.contiguous(memory_format=suggest_memory_format(format_of))
+
+
+@lru_cache(maxsize=4096)
+def _find_taps(
+    device: torch.device, dtype: torch.dtype, sizes: Sequence[int], sides: Sequence[Any]
+) -> list[Taps]:
+    dtype = dtype.to_real() if dtype.is_complex else dtype
+    return [
+        cached_taps(device, size, dtype, *side) for size, side in zip(sizes, sides, strict=True)
+    ]
 
 
 def _interpolation_backward(

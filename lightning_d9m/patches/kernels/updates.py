@@ -66,7 +66,12 @@ def _update_slices(
     sizes = rows.shape[:1]
     require_places(keys, sizes)
 
+    is_sum = reduce == "sum" and self.is_floating_point() and self.dim() > 0
+
     def write(target: Tensor) -> None:
+        if is_sum and target.is_contiguous() and not _gets_few(target, source):
+            add_rows(target, keys, source, dim % dims, include=True)
+            return
         rows = _as_rows(target, dim)
         update_places(rows, sizes, keys, slices, reduce, include_self=include_self)
 

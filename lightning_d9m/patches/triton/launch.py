@@ -122,7 +122,7 @@ def _withdraw(path: str, reason: str) -> None:
 
 
 class Launch:
-    """A launch that is prepared once: all of its arguments but the tensors are known.
+    """A launch that is prepared once: all but the addresses of its tensors is known.
 
     Triton binds the arguments of the first call and compiles; later calls start what it compiled.
 
@@ -146,7 +146,7 @@ class Launch:
         """Launch the kernel on the device of the first tensor."""
         device = tensors[0].device
         # Triton compiles code for aligned tensors, and for others.
-        variant = (device, *[(part.dtype, part.data_ptr() & 15) for part in tensors])
+        variant = (device, *[part.data_ptr() & 15 for part in tensors])
         compiled = self._compiled.get(variant)
         with torch.cuda.device(device.index if tensors[0].is_cuda else -1):
             if compiled is None:

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-# ruff: noqa: ANN001, ANN201, ANN202, C901, N803, PLR0124, PLR0912, PLR0913, PLR0917, PLR2004 - Triton's compiler reads these functions
+# ruff: noqa: ANN001, ANN002, ANN201, ANN202, C901, N803, PLR0124, PLR0912, PLR0913, PLR0917, PLR2004 - Triton's compiler reads these functions
 """Kernels of the sums of ``patches/exact_sums.py``, which has the definition, with the same bits.
 
 The first phase raises the exponent of each sum to that of its greatest term, by maxima of 32-bit
@@ -210,7 +210,7 @@ def round_sums(
 
 
 @lru_cache(maxsize=4096)
-def _prepare(layout, pieces, form, weighted, include):
+def _prepare(layout, pieces, form, include, *dtypes):
     """Return the size of the memory for the sums of pieces and the exponents, and the launches."""
     terms = layout.batch * layout.group * layout.rows * layout.inner
     slots = layout.batch * layout.group * layout.count * layout.inner
@@ -233,7 +233,7 @@ def _prepare(layout, pieces, form, weighted, include):
             pieces.size,
             layout.taps,
             pieces.number,
-            weighted,
+            len(dtypes) > 3,
             include,
             *form,
             first,
@@ -249,7 +249,10 @@ def _prepare(layout, pieces, form, weighted, include):
 def accumulate(out, terms, pieces, form, include):
     """Write into each place of ``out`` the sum of the terms that go to it."""
     index, values, weights, layout = terms
-    size, launches = _prepare(layout, pieces, form, weights is not None, include)
+    dtypes = (out.dtype, index.dtype, values.dtype)
+    if weights is not None:
+        dtypes = (*dtypes, weights.dtype)
+    size, launches = _prepare(layout, pieces, form, include, *dtypes)
     # One launch fills both; a half of -0.0 is 0 or negative, and raised by any exponent.
     start = -0.0 if include else 0.0
     sums = torch.full((size,), start, dtype=torch.float64, device=out.device)

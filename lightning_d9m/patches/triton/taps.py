@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-# ruff: noqa: ANN001, ANN201, ANN202, N803, PLR0913, PLR0917 - Triton's compiler reads these functions
+# ruff: noqa: ANN001, ANN002, ANN201, ANN202, N803, PLR0913, PLR0917 - Triton's compiler reads these functions
 """The kernel of ``patches/taps.py``: one thread adds the taps of an input, in ascending order."""
 
 from functools import lru_cache
@@ -46,7 +46,7 @@ def apply_taps(
 
 
 @lru_cache(maxsize=4096)
-def _prepare(outer, inputs, outputs, inner):
+def _prepare(outer, inputs, outputs, inner, *_dtypes):
     elements = outer * inputs * inner
     wide = needs_int64(elements, outer * outputs * inner)
     return Launch(apply_taps, elements, inputs, outputs, inner, elements, wide)
@@ -55,4 +55,6 @@ def _prepare(outer, inputs, outputs, inner):
 def apply(out, source, taps, outer, inner):
     """Write into ``out`` the weighted sums of ``source``, along the dimension in the middle."""
     begins, outputs, weights = taps.begins, taps.outputs, taps.weights
-    _prepare(outer, len(begins) - 1, taps.size, inner)(source, out, begins, outputs, weights)
+    sizes = (outer, begins.numel() - 1, taps.size, inner)
+    launch = _prepare(*sizes, source.dtype, out.dtype, weights.dtype)
+    launch(source, out, begins, outputs, weights)

@@ -40,8 +40,8 @@ FAULTS = {
     "reads what nobody wrote": f"{BY_THREAD} ld.global.b32 %r2, [%rd2];",
     "changes what nobody wrote": "red.global.gpu.relaxed.max.s32 [%rd1], %r1;",
     "rounds": "red.global.gpu.relaxed.add.f32 [%rd1], %r1;",
-    "not from the L2 cache": f"{BY_THREAD} setp.lt.s32 %p1, %r1, 0; st.global.b32 [%rd2], %r1;"
-    "bar.sync 0; @!%p1 bra $L; $L: ld.global.b32 %r2, [%rd2];",
+    "not from the L2 cache": f"{BY_THREAD} red.global.gpu.relaxed.max.s32 [%rd2], %r1;"
+    "ld.global.b32 %r2, [%rd2];",
 }
 
 
@@ -141,15 +141,15 @@ def test_executed_code_has_the_bits_of_the_torch_ops(
 @pytest.mark.parametrize("fault", ["rounds", "outside of the tensors"])
 def test_a_wrong_sum_is_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces for fewer terms than there are, and a place beyond the sums."""
-    count = 12 if fault == "rounds" else 2000
-    part = Part(torch.zeros(70, dtype=torch.int64) + count - 1, torch.linspace(1, 2, 70), None,
-                Layout(1, 1, 1, 70, 1, count, (0, 0, 1, 0)))  # fmt: skip
-    terms = 70 if fault != "rounds" else 2
+    count, terms = (12, 2) if fault == "rounds" else (2000, 70)
+    values = torch.linspace(1, 2, 70, dtype=torch.float64).sqrt()
+    layout = Layout(1, 1, 1, 70, 1, count, (0, 0, 1, 0))
+    part = Part(torch.full((70,), count - 1), values, None, layout)
     monkeypatch.setattr(exact_sums, "run_kernel", lambda _, __, ___, *args: run(*args))
     from lightning_d9m.patches.triton.sums import accumulate as run
 
     with executed(90, monkeypatch), pytest.raises(PtxError, match=fault):
-        accumulate(torch.zeros(12), part, plan_pieces(torch.float32, terms))
+        accumulate(torch.zeros(12).double(), part, plan_pieces(torch.float64, terms))
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -157,7 +157,5 @@ def test_each_fault_is_found(fault: str) -> None:
     out = torch.zeros(128, dtype=torch.int32)
     memory = Memory([out], [out] if "wrote" in fault else ())
     text = STORE.replace("ADDRESS", FAULTS[fault].replace(";", ";\n"))
-    if "L2" in fault:
-        text = text.replace("st.global.b32 [%rd2]", "red.global.gpu.relaxed.max.s32 [%rd2]")
     with pytest.raises(PtxError, match=fault):
         Run(parse(text), 0, 1, memory, [memory.find(out)], np.random.default_rng(0)).run()
