@@ -154,9 +154,10 @@ class Kernel:
         if getattr(_thread, "is_inside", False):
             return self._call(keyset, *args, **kwargs)
         _thread.is_inside, refusal = True, None
+        targets: list[Any] = []
         try:
             try:
-                returned = self._compute(args, kwargs)
+                returned = self._compute(args, kwargs, targets)
             except torch.OutOfMemoryError:
                 raise
             except (RefusedError, RuntimeError, IndexError, ValueError) as error:
@@ -165,20 +166,24 @@ class Kernel:
                 returned = NotImplemented
             if returned is NotImplemented:
                 returned = self._call(keyset, *args, **kwargs)
+            elif targets:
+                results = returned if isinstance(returned, tuple) else (returned,)
+                for target, one in zip(targets, results, strict=False):
+                    _write(target, one)
+                returned = tuple(targets) if len(targets) > 1 else targets[0]
         finally:
             _thread.is_inside = False
         if refusal is not None and not self._switches:
             raise _make_refusal(args) from refusal
         return returned
 
-    def _compute(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return what the call returns, or ``NotImplemented``."""
-        targets: list[Any] = []
+    def _compute(self, args: tuple[Any, ...], kwargs: dict[str, Any], targets: list[Any]) -> Any:
+        """Return the results, or ``NotImplemented``; list the tensors that they go to."""
         if self._outputs:
-            targets = [kwargs[name] for name in self._outputs]
+            targets += [kwargs[name] for name in self._outputs]
             kwargs = {name: kwargs[name] for name in kwargs if name not in self._outputs}
         if self._in_place:
-            targets = [args[0]]
+            targets.append(args[0])
             require(not _shares_memory(args[0], args[1:]))
         result = self._replacement(*args, **kwargs)
         if callable(result):
@@ -188,14 +193,11 @@ class Kernel:
                 target = target.clone(memory_format=torch.contiguous_format)
             result(target)
             result = target
-        if result is NotImplemented or not targets or result is targets[0]:
-            return result
-        results = result if isinstance(result, tuple) else (result,)
-        for target, one in zip(targets, results, strict=False):
-            require(target.dtype == one.dtype, target.device == one.device)
-        for target, one in zip(targets, results, strict=False):
-            _write(target, one)
-        return tuple(targets) if len(targets) > 1 else targets[0]
+        if result is not NotImplemented and targets and result is not targets[0]:
+            results = result if isinstance(result, tuple) else (result,)
+            for target, one in zip(targets, results, strict=False):
+                require(target.dtype == one.dtype, target.device == one.device)
+        return result
 
 
 def _write(target: Tensor, result: Tensor) -> None:

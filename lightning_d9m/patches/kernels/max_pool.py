@@ -84,16 +84,18 @@ def _add_chosen(
         grad_output.dtype == self.dtype,
         0 not in (*shape[1:], *given[-dims:]),
     )
-    pieces = plan_pieces(self.dtype, prod(given[-dims:]))
+    planes, outputs = prod(shape[:-dims]), prod(given[-dims:])
+    pieces = plan_pieces(self.dtype, outputs)
     if kernel_size:
         pieces = plan_pieces(self.dtype, prod(kernel_size) ** (dims // len(kernel_size)), _GUARD)
-    result = allocate((prod(shape[:-dims]), prod(shape[-dims:])), self.dtype, self.device)
-    places, values = (part.reshape(len(result), -1) for part in (indices, grad_output))
+    result = allocate((planes, prod(shape[-dims:])), self.dtype, self.device)
+    places, values = (part.reshape(planes, outputs) for part in (indices, grad_output))
     add_rows(result, places, values, 1, include=False, pieces=pieces)
     result = result.view(shape)
     if format_of is None or format_of.is_contiguous():
         return result
-    return result.contiguous(memory_format=suggest_memory_format(format_of))
+    memory_format = suggest_memory_format(format_of)
+    return torch.empty_like(result, memory_format=memory_format).copy_(result)
 
 
 def _require_planes(values: Tensor, indices: Tensor, dims: int) -> None:

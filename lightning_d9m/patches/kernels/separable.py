@@ -40,9 +40,12 @@ def _differentiate(
     taps = _find_taps(grad_output.device, dtype, tuple(shape[-dims:]), tuple(sides))
     require(all(one.size == size for one, size in zip(taps, given[-dims:], strict=True)))
     result = apply_taps(grad_output, taps, shape)
-    if format_of is None or format_of.is_contiguous():
+    memory_format = torch.contiguous_format
+    if format_of is not None:
+        memory_format = suggest_memory_format(format_of)
+    if memory_format == torch.contiguous_format:
         return result
-    return result.contiguous(memory_format=suggest_memory_format(format_of))
+    return torch.empty_like(result, memory_format=memory_format).copy_(result)
 
 
 @lru_cache(maxsize=4096)
@@ -96,6 +99,7 @@ def avg_pool3d_backward(
 ) -> Tensor:
     """Return the gradient of ``avg_pool3d`` with respect to its input."""
     _require_image(grad_output, self, 3)
+    require(self.shape[-4] > 0)
     windows = (
         tuple(values) * (3 // len(values))
         for values in (kernel_size, stride or kernel_size, padding)
@@ -121,19 +125,17 @@ def _padding_backward(
     grad_output: Tensor, self: Tensor, padding: Sequence[int], *, forward: str
 ) -> Tensor:
     """Return the gradient of a padding with respect to its input."""
-    _require_image(grad_output, self, len(padding) // 2)
+    dims = len(padding) // 2
+    _require_image(grad_output, self, dims)
+    require(self.shape[-dims - 1] > 0)
     # torch lists the last dimension first.
     sides = [(forward, tuple(padding[side : side + 2])) for side in range(0, len(padding), 2)]
     return _differentiate(grad_output, self.shape, sides[::-1])
 
 
 def _require_image(grad_output: Tensor, self: Tensor, dims: int) -> None:
-    """Refuse the arguments unless the input has one or two more dimensions, and no empty ones."""
-    require(
-        self.dim() in {dims + 1, dims + 2},
-        grad_output.dtype == self.dtype,
-        0 not in self.shape[-dims - 1 :],
-    )
+    """Refuse the arguments unless the input has one or two more dimensions."""
+    require(self.dim() in {dims + 1, dims + 2}, grad_output.dtype == self.dtype)
 
 
 _resize = partial(_interpolation_backward, dims=2)
