@@ -29,7 +29,8 @@ ONE_THREAD_PER_OUTPUT = {
     *("_to_copy", "copy_", "clone", "cat", "stack", "flip", "floor_divide"),
     *("fill_.Scalar", "gather", "index.Tensor", "index_select", "searchsorted.Tensor"),
     *("_assert_async", "_local_scalar_dense"),
-    "set_.source_Storage",  # memory that is not filled
+    "set_.source_Storage_storage_offset",  # memory that is not filled
+    "complex",  # of a real and an imaginary part
     "_ctc_loss",  # forward: one thread for each state, one step after the other
     "index_fill_.int_Scalar",  # one number, by however many threads
     "kthvalue",  # its value; the index, which may vary, is not used
