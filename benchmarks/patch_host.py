@@ -2,16 +2,20 @@
 
     PYTHONPATH=. python benchmarks/patch_host.py -o benchmarks/results/patch-host.json
 
-The tensors are small and on the CPU, so that torch's ops take about the time of their dispatch.
+Measured is the time until a call returns, before anything runs on a device, from the operator's
+entry to the last launch. The tensors are small and on the CPU, so that torch's ops take about the
+time of their dispatch; ``torch_us`` is that of torch's own kernel, for comparison.
 Triton binds and looks up each launch as it does on CUDA, but a stand-in takes the place of the
 compiled kernel, so nothing is computed. A launch of torch or of the driver takes a few microseconds
 more on CUDA; their number is counted. The least of many short rounds is taken, so that other
-programs disturb less.
+programs disturb less. ``floor_us`` is the time of what any replacement of ``index_add_`` in Python
+needs: an empty Python kernel, a check of the index, a fill, and a prepared launch, one by one.
 """
 
 import argparse
 import json
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,14 +24,17 @@ from typing import Any
 import torch
 import torch.nn.functional as nnf
 import triton
+from torch.library import Library
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.backends.compiler import GPUTarget
+from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 
+from lightning_d9m.patches.exact_sums import Layout, plan_pieces
 from lightning_d9m.patches.registration import Kernel, patches_applied
-from lightning_d9m.patches.triton import launch
+from lightning_d9m.patches.triton import launch, sums
 
-CALLS, ROUNDS = 10, 200
+CALLS, ROUNDS = 2, 1000
 _FREE = {
     "_debug_has_internal_overlap",
     "broadcast_tensors",
@@ -53,15 +60,32 @@ class Counter(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def stand_in() -> list[int]:
-    """Let Triton launch nothing, on the CPU; return a list that gets an item at each launch."""
-    launches: list[int] = []
-    kernel = SimpleNamespace(
-        launch_metadata=lambda *_: None,
-        run=lambda *_: launches.append(1),
-        function=None,
-        packed_metadata=None,
-    )
+class StandIn(CompiledKernel):  # type: ignore[misc]
+    """A compiled kernel that counts its launches."""
+
+    launches = 0
+    name = function = packed_metadata = src = None
+
+    def __init__(self) -> None:
+        self.module = self  # as if its binary were loaded
+
+    def __del__(self) -> None:
+        """Unload nothing."""
+
+    @property
+    def run(self) -> Callable[..., None]:
+        """Return what launches the kernel."""
+        return self.count
+
+    @staticmethod
+    def count(*_: object) -> None:
+        """Count a launch."""
+        StandIn.launches += 1
+
+
+def stand_in() -> None:
+    """Let Triton launch nothing, on the CPU."""
+    kernel = StandIn()
     JITFunction._do_compile = lambda self, key, *_: self.device_caches[0][0].setdefault(key, kernel)  # noqa: SLF001
     device = SimpleNamespace(
         get_current_device=lambda: 0,
@@ -70,7 +94,6 @@ def stand_in() -> list[int]:
     )
     triton.runtime.driver.set_active(device)
     launch._check = lambda *_: None  # noqa: SLF001 - nothing is computed
-    return launches
 
 
 def list_calls() -> dict[str, Callable[[], object]]:
@@ -78,16 +101,34 @@ def list_calls() -> dict[str, Callable[[], object]]:
     target, rows = torch.randn(40, 8), torch.randn(64, 8)
     index = torch.randint(40, (64,))
     wide = index[:, None].expand(-1, 8)
-    leaf = torch.randn(2, 3, 8, 8).requires_grad_()
-    wider, pooled = nnf.interpolate(leaf, scale_factor=2.0, mode="bilinear"), leaf.view(6, 1, 8, 8)
-    pooled, _ = nnf.adaptive_max_pool2d(pooled, 3, return_indices=True)
+    image, wider = torch.randn(2, 3, 8, 8), torch.randn(2, 3, 16, 16)
+    pooled, places = nnf.adaptive_max_pool2d(image, 3, return_indices=True)
+    aten = torch.ops.aten
+    resize, pool = aten.upsample_bilinear2d_backward, aten.adaptive_max_pool2d_backward
     return {
         "index_add_": lambda: target.index_add_(0, index, rows),
         "scatter_add_": lambda: target.scatter_add_(0, wide, rows),
         "index_put_": lambda: target.index_put_((index,), rows, accumulate=True),
-        "bilinear": lambda: torch.autograd.grad(wider, leaf, wider, retain_graph=True),
-        "adaptive_max_pool2d": lambda: torch.autograd.grad(pooled, leaf, pooled, retain_graph=True),
+        "upsample_bilinear2d_backward": lambda: resize(wider, (16, 16), image.shape, False),
+        "adaptive_max_pool2d_backward": lambda: pool(pooled, image, places),
     }
+
+
+def measure_floor() -> dict[str, float]:
+    """Return the time of each call that a replacement of ``index_add_`` needs."""
+    target, rows, index = torch.randn(40, 8), torch.randn(64, 8), torch.randint(40, (64,))
+    layout, pieces = Layout(1, 1, 1, 64, 8, 40, (0, 0, 1, 0)), plan_pieces(torch.float32, 65)
+    size, launches = sums._prepare(layout, pieces, (24, -126), True, torch.float32)  # noqa: SLF001
+    memory, places = torch.full((size,), 0.0, dtype=torch.float64), torch.zeros(40)
+    library = Library("aten", "IMPL")
+    with warnings.catch_warnings(action="ignore"):
+        library.impl("index_add_", lambda _, *args: args[0], "CPU", with_keyset=True)
+    found = {"Python kernel": measure(lambda: target.index_add_(0, index, rows))}
+    library._destroy()  # noqa: SLF001 - as in patches/registration.py
+    found["check"] = measure(lambda: places.gather(0, index))
+    found["fill"] = measure(lambda: torch.full((size,), 0.0, dtype=torch.float64))
+    found["launch"] = measure(lambda: launches[0](target, rows, rows, index, memory))
+    return {name: round(time, 1) for name, time in found.items()}
 
 
 def measure(call: Callable[[], object]) -> float:
@@ -107,7 +148,8 @@ def main() -> None:
     parser.add_argument("-o", "--output", type=Path)
     words = parser.parse_args()
     torch.set_num_threads(1)
-    rows, launches = [], stand_in()
+    rows: list[dict[str, Any]] = []
+    stand_in()
     for name, call in list_calls().items():
         launch._device_types.discard("cpu")  # noqa: SLF001 - kernels run on CUDA only
         own = measure(call)
@@ -115,7 +157,7 @@ def main() -> None:
         with patches_applied("CPU"):
             call()
             ours = measure(call)
-            launches.clear()
+            StandIn.launches = 0
             Counter.names.clear()
             run = Kernel.__call__
 
@@ -131,13 +173,15 @@ def main() -> None:
                 "call": name,
                 "torch_us": round(own, 1),
                 "us": round(ours, 1),
-                "triton_launches": len(launches),
+                "ratio": round(ours / own, 1),
+                "triton_launches": StandIn.launches,
                 "torch_ops": Counter.names.copy(),
             }
         )
         print(json.dumps(rows[-1]), flush=True)
     if words.output:
         record = {"torch": torch.__version__, "triton": triton.__version__, "rows": rows}
+        record["floor_us"] = measure_floor()
         words.output.write_text(json.dumps(record, indent=1) + "\n")
 
 

@@ -91,7 +91,7 @@ def launches_recorded() -> Iterator[list[Launch]]:
     def record(self: Any, *args: Any, **kwargs: Any) -> None:
         del kwargs["grid"], kwargs["warmup"]
         given = {**dict(zip(self.arg_names, args, strict=False)), **kwargs}
-        recorded.append(_describe_launch(self, given))
+        recorded.append(describe_launch(self, given))
 
     original, check = JITFunction.run, launch._check  # noqa: SLF001 - nothing is computed
     JITFunction.run, launch._check = record, lambda *_: None  # noqa: SLF001 - as above
@@ -103,7 +103,7 @@ def launches_recorded() -> Iterator[list[Launch]]:
         launch._device_types.discard("cpu")  # noqa: SLF001 - as above
 
 
-def _describe_launch(kernel: Any, given: dict[str, Any]) -> Launch:
+def describe_launch(kernel: Any, given: dict[str, Any]) -> Launch:
     signature: dict[str, Any] = {}
     constants: dict[str, Any] = {}
     aligned: list[tuple[int, ...]] = []
@@ -117,7 +117,7 @@ def _describe_launch(kernel: Any, given: dict[str, Any]) -> Launch:
         signature[name] = _describe_type(value)
         if isinstance(value, Tensor):
             tensors.append(value)
-        if isinstance(value, Tensor) or (is_integer and value % 16 == 0):
+        if (value.data_ptr() if isinstance(value, Tensor) else value * is_integer or 1) % 16 == 0:
             aligned.append((position,))
     return Launch(kernel, signature, constants, tuple(aligned), given, tuple(tensors))
 
@@ -143,14 +143,19 @@ def compile_kernel(recorded: Launch, capability: int) -> dict[str, Any]:
     return _compiled[variant]
 
 
-def _compile(recorded: Launch, capability: int) -> dict[str, Any]:
+def compile_ptx(recorded: Launch, capability: int) -> Any:
+    """Return Triton's compiled kernel."""
     source = ASTSource(
         recorded.kernel,
         recorded.signature,
         recorded.constants,
         {position: [["tt.divisibility", 16]] for position in recorded.aligned},
     )
-    compiled = triton.compile(source, GPUTarget("cuda", capability, 32), recorded.options)
+    return triton.compile(source, GPUTarget("cuda", capability, 32), recorded.options)
+
+
+def _compile(recorded: Launch, capability: int) -> dict[str, Any]:
+    compiled = compile_ptx(recorded, capability)
     assembler = get_ptxas(capability).path
     suffix = "a" if capability >= 90 else ""
     with tempfile.TemporaryDirectory() as folder:
@@ -206,8 +211,8 @@ def run_workload(workload: Workload) -> tuple[list[Launch], dict[str, int]]:
 def count_bytes(recorded: list[Launch]) -> tuple[int, int]:
     """Return the bytes that launches move, and those of a kernel with atomics at least."""
     moved = sum(map(_count_launch, recorded))
-    # Sums and exponents are filled with zeros first.
-    zeroed = {part.data_ptr(): part for one in recorded for part in one.find("tops", "sums")}
+    # The memory of sums and exponents is filled first.
+    zeroed = {part.data_ptr(): part for one in recorded for part in one.find("sums")}
     moved += sum(map(_count_tensor, zeroed.values()))
     # What one launch writes and the next one reads is not there with atomics.
     (result,) = recorded[-1].find("out")
@@ -223,15 +228,18 @@ def count_bytes(recorded: list[Launch]) -> tuple[int, int]:
 
 def _count_launch(recorded: Launch) -> int:
     """Return the bytes of a launch; what atomics change is read and written."""
-    constants, used = recorded.constants, list(recorded.tensors)
-    if "FIRST" in constants:
-        terms = ("values", "weights", "index", "tops")
-        names = ((*terms, "tops"), (*terms, "sums", "sums"), ("sums", "out"))[constants["FIRST"]]
-        names += ("out",) if constants["INCLUDE"] else ()
-        names += ("tops",) if constants["LAST"] == 2 and not constants["BITS"] else ()
-        names = names if constants["WEIGHTED"] else [name for name in names if name != "weights"]
-        used = [part for name in names for part in recorded.find(name)]
-    return sum(map(_count_tensor, used))
+    constants, tensors = recorded.constants, recorded.tensors
+    if "FIRST" not in constants:
+        return sum(map(_count_tensor, tensors))
+    terms = ("values", "weights", "index", "tops")
+    names = ((*terms, "tops"), (*terms, "sums", "sums"), ("sums", "out"))[constants["FIRST"]]
+    names += ("out",) if constants["INCLUDE"] else ()
+    names += ("tops",) if constants["LAST"] == 2 and not constants["BITS"] else ()
+    if not constants["WEIGHTED"]:
+        names = tuple(name for name in names if name != "weights")
+    (out,) = recorded.find("out")
+    own = {"tops": 4 * out.numel(), "sums": 8 * constants["PIECES"] * out.numel()}
+    return sum(own.get(name) or _count_tensor(recorded.find(name)[0]) for name in names)
 
 
 def _count_tensor(tensor: Tensor) -> int:

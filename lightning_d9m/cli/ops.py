@@ -6,10 +6,9 @@ import sys
 from collections.abc import Iterable
 
 from lightning_d9m.cli.arguments import declare
+from lightning_d9m.output.op_listing import render_markdown, render_op
 from lightning_d9m.output.terminal import format_next_steps
-from lightning_d9m.patches.catalog.catalog import OPS, find_op
-from lightning_d9m.patches.catalog.listing import render_markdown, render_op
-from lightning_d9m.patches.catalog.op import Op
+from lightning_d9m.patches.catalog.catalog import OPS, Op, find_op
 
 _ARGUMENTS = """
 name:NAME?  print all facts about this op

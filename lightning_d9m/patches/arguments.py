@@ -5,7 +5,7 @@ would raise, the replacement refuses, and torch's own kernel is called to raise 
 """
 
 from collections.abc import Sequence
-from functools import cache
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -27,13 +27,18 @@ def require_places(index: Tensor, shape: Sequence[int], axis: int = 0) -> None:
     ``gather`` checks it, in one launch. On CUDA the host does not wait: a place outside is a
     device-side assertion, as in torch's own kernels, which surfaces as an error at a later call.
     """
-    sizes = [*index.shape[:axis], shape[axis], *index.shape[axis + 1 :]]
-    _keep_byte(index.device).expand(sizes).gather(axis, index.to(torch.int64))
+    if index.dtype != torch.int64:
+        index = index.to(torch.int64)
+    if index.dim() == 1:
+        _make_places(index.device, shape[axis]).gather(0, index)
+    else:
+        sizes = [*index.shape[:axis], shape[axis], *index.shape[axis + 1 :]]
+        _make_places(index.device).expand(sizes).gather(axis, index)
 
 
-@cache
-def _keep_byte(device: torch.device) -> Tensor:
-    return torch.zeros((), dtype=torch.uint8, device=device)
+@lru_cache(maxsize=4096)
+def _make_places(device: torch.device, *sizes: int) -> Tensor:
+    return torch.zeros((), dtype=torch.uint8, device=device).expand(sizes)
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -16,9 +16,8 @@ give the same in any order, except the payload of a NaN, which the result does n
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from functools import cache, partial
 from itertools import product
-from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -41,19 +40,42 @@ _FORMATS = {  # bits of the significand, and the exponent of the least normal nu
 }
 
 
+class Layout(NamedTuple):
+    """The order in which terms and sums lie in memory.
+
+    Attributes:
+        taps: The number of places that each value goes to.
+        batch: The values are of shape ``[batch, group, rows, inner]``, contiguous.
+        group: As above.
+        rows: As above.
+        inner: As above.
+        count: The sums are of shape ``[batch, group, count, inner]``, contiguous.
+        steps: The strides of the index by tap, batch, row and column; 0 along what shares one.
+    """
+
+    taps: int
+    batch: int
+    group: int
+    rows: int
+    inner: int
+    count: int
+    steps: tuple[int, int, int, int]
+
+
 class Part(NamedTuple):
     """Terms of sums.
 
     Attributes:
-        places: The places in its group that each row of values goes to, as integers of a shape that
-            expands to ``[taps, batch, rows, inner]``. A place outside is skipped.
-        values: Contiguous, of shape ``[batch, group, rows, inner]``; float64 only if the sums are.
-        weights: Factors, with the strides of the places, or None.
+        index: The place of each value, from 0 to ``count``; a place outside is skipped.
+        values: Floating point; float64 only if the sums are.
+        weights: Factors, with the strides of the index, or None.
+        layout: How they lie in memory.
     """
 
-    places: Tensor
+    index: Tensor
     values: Tensor
-    weights: Tensor | None = None
+    weights: Tensor | None
+    layout: Layout
 
 
 class Pieces(NamedTuple):
@@ -90,6 +112,7 @@ Terms = Callable[[], Iterable[tuple[Tensor, Tensor]]]
 """The place of each term, and the terms in float64."""
 
 
+@cache
 def plan_pieces(dtype: torch.dtype, terms: int, guard: int = GUARD) -> Pieces:
     """Return the pieces for sums of at most so many terms of a dtype.
 
@@ -101,64 +124,11 @@ def plan_pieces(dtype: torch.dtype, terms: int, guard: int = GUARD) -> Pieces:
     return Pieces(1 + max(0, -((first - kept) // more)), size)
 
 
-def exact_sum(
-    values: Tensor,
-    dims: Sequence[int] | None = None,
-    *,
-    keepdim: bool = False,
-    dtype: torch.dtype | None = None,
-) -> Tensor:
-    """Return the sum over dimensions, rounded once; the same bits in any order.
-
-    Args:
-        values: Floating point or complex.
-        dims: The dimensions; None stands for all.
-        keepdim: Whether they stay, with the size 1.
-        dtype: The result's, by default that of the values.
-    """
-    dtype = dtype or values.dtype
-    dims = sorted({dim % values.dim() for dim in (range(values.dim()) if dims is None else dims)})
-    if values.is_complex():
-        parts = torch.view_as_real(values.resolve_conj())
-        real = exact_sum(parts, dims, keepdim=keepdim, dtype=dtype.to_real())
-        return torch.view_as_complex(real.contiguous())
-    count = prod(values.shape[dim] for dim in dims)
-    if not dims or not count:
-        return (
-            values.sum(dims, keepdim=keepdim, dtype=dtype) if dims else values.to(dtype, copy=True)
-        )
-    terms = values.to(torch.float64)
-    tops = read_exponents(terms).amax(dims, keepdim=True)
-    cuts = find_cuts(tops, plan_pieces(values.dtype, count), values.dtype)
-    sums = [piece.sum(dims, keepdim=True) for piece in cut_terms(terms, cuts)]
-    result = round_sums(sums, tops, dtype)
-    return (
-        result if keepdim else result.view([n for i, n in enumerate(values.shape) if i not in dims])
-    )
-
-
-def add_at(
-    out: Tensor, places: Tensor, values: Tensor, *, include: bool = True, guard: int = GUARD
-) -> None:
-    """Add values to the places of a flattened tensor, rounded once; see :func:`accumulate`.
-
-    Args:
-        out: Floating point, contiguous.
-        places: The position of each value, of shape ``[m]``; one outside is skipped.
-        values: Of shape ``[m]``.
-        include: Whether what is in ``out`` is a term as well.
-        guard: See :func:`plan_pieces`.
-    """
-    part = Part(places.view(1, 1, -1, 1), values.reshape(1, 1, -1, 1))
-    pieces = plan_pieces(out.dtype, places.numel() + 1, guard)
-    accumulate(out.view(1, 1, -1, 1), part, pieces, include=include)
-
-
 def accumulate(out: Tensor, part: Part, pieces: Pieces, *, include: bool = True) -> None:
     """Write into each place the sum of the terms that go to it.
 
     Args:
-        out: Floating point, contiguous, of shape ``[batch, group, count, inner]``.
+        out: Floating point, contiguous.
         part: The terms.
         pieces: Those of as many terms as a place can get, with its own.
         include: Whether what is in ``out`` is a term as well. A place without a value then keeps
@@ -175,9 +145,9 @@ def _accumulate(
 ) -> None:
     slots, flat = out.numel(), out.view(-1)
     # What goes to no place goes to the row after the last one.
-    size = slots + out.shape[-1]
-    terms: Terms = partial(_list_terms, out, part, include)
-    if len(part.places) * part.values.numel() <= _SLICE:
+    size = slots + part.layout.inner
+    terms: Terms = partial(_list_terms, flat, part, include)
+    if part.layout.taps * part.values.numel() <= _SLICE:
         terms = partial(iter, list(terms()))
     # As integers, the magnitudes of numbers are in the order of the numbers.
     tops = torch.zeros(size, dtype=torch.int64, device=out.device)
@@ -199,37 +169,38 @@ def _make_example(device: torch.device) -> tuple[Any, ...]:
     """Return arguments of :func:`_accumulate`: terms over 200 binary orders, in two pieces."""
     terms = torch.arange(1, 601, dtype=torch.float32, device="cpu")
     values = (terms * 0.37).sin() * (terms * 29 % 200 - 100).exp2()
-    index = (terms.to(torch.int64) * 7 % 12).view(1, -1, 1)
-    places = torch.stack([index[:, :300], index[:, 300:]])
-    part = Part(places.to(device), values.view(1, 2, 300, 1).to(device))
+    index = (terms.to(torch.int64) * 7 % 12).to(device)
+    layout = Layout(2, 1, 2, 300, 1, 11, (300, 0, 1, 0))
     out = torch.ones(1, 2, 11, 1, device=device)
+    part = Part(index, values.to(device), None, layout)
     return out, part, plan_pieces(out.dtype, 2**10), _FORMATS[out.dtype], True
 
 
-def _list_terms(out: Tensor, part: Part, include: bool) -> Iterator[tuple[Tensor, Tensor]]:
+def _list_terms(flat: Tensor, part: Part, include: bool) -> Iterator[tuple[Tensor, Tensor]]:
     """Return the places and the terms, in slices."""
     if include:
-        yield torch.arange(out.numel(), device=out.device), out.view(-1).to(torch.float64)
-    *shape, count, inner = out.shape
-    lines = torch.arange(shape[0] * shape[1], device=out.device).view(*shape, 1, 1) * count
-    column = torch.arange(inner, device=out.device)
-    batch, group, rows, _ = part.values.shape
-    some = max(1, _SLICE // (group * inner))
+        yield torch.arange(flat.numel(), device=flat.device), flat.to(torch.float64)
+    taps, batch, group, rows, inner, count, steps = part.layout
+    indices, factors = (
+        None if one is None else one.as_strided((taps, batch, rows, inner), steps).unsqueeze(2)
+        for one in (part.index, part.weights)
+    )
+    given = part.values.view(batch, group, rows, inner)
+    lines = torch.arange(batch * group, device=flat.device).view(batch, group, 1, 1) * count
+    beyond, column = batch * group * count, torch.arange(inner, device=flat.device)
+    some = max(1, _SLICE // max(group * inner, 1))
     several = max(1, some // max(rows, 1))
-    for tap in range(len(part.places)):
-        index = part.places[tap].expand(batch, -1, -1)
-        weights = None if part.weights is None else part.weights[tap].expand(batch, -1, -1)
-        for begin, start in product(range(0, batch, several), range(0, rows, some)):
-            side = slice(begin, begin + several), slice(start, start + some)
-            keys, terms = index[side].unsqueeze(1), part.values[side[0], :, side[1]]
-            if weights is not None:
-                weight = weights[side].unsqueeze(1)
-                terms = terms.to(weight.dtype) * weight
-            places = lines[side[0]] + keys
-            places = torch.where((keys >= 0) & (keys < count), places, lines.numel() * count)
-            if inner > 1:
-                places = places * inner + column
-            yield places.expand(terms.shape).flatten(), terms.flatten().to(torch.float64)
+    for tap, begin, start in product(range(taps), range(0, batch, several), range(0, rows, some)):
+        side = slice(begin, begin + several)
+        where = (side, slice(None), slice(start, start + some))
+        keys, terms = indices[tap][where], given[where]
+        if factors is not None:
+            weight = factors[tap][where]
+            terms = terms.to(weight.dtype) * weight
+        places = torch.where((keys >= 0) & (keys < count), lines[side] + keys, beyond)
+        if inner > 1:
+            places = places * inner + column
+        yield places.expand(terms.shape).flatten(), terms.flatten().to(torch.float64)
 
 
 def read_exponents(values: Tensor) -> Tensor:

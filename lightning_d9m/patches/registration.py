@@ -21,10 +21,8 @@ from torch.library import Library
 from lightning_d9m.compatibility import describe_missing_patches, get_boxed_kernel
 from lightning_d9m.errors import D9mError, SettingError
 from lightning_d9m.patches.arguments import RefusedError, require
-from lightning_d9m.patches.catalog.catalog import select_ops
-from lightning_d9m.patches.catalog.op import FlagEffect, Op
+from lightning_d9m.patches.catalog.catalog import FlagEffect, Op, select_ops
 from lightning_d9m.patches.decompositions import decompositions_bypassed
-from lightning_d9m.patches.kernels.places import Update
 
 _OVERLAP = 1  # torch's MemOverlap::Yes
 _active: set[str] = set()
@@ -122,8 +120,8 @@ def _find_original(overload: str, device_key: str) -> Callable[..., Any]:
 class Kernel:
     """A replacement as the dispatcher calls it: functional, in place, or with ``out=``.
 
-    One replacement serves all overloads of an op. It returns results; an ``Update`` that this class
-    applies to ``self`` in place, or to a copy of it; or ``NotImplemented`` where torch's kernel is
+    One replacement serves all overloads of an op. It returns results; a function that writes them
+    into ``self`` in place, or into a copy of it; or ``NotImplemented`` where torch's kernel is
     deterministic. Arguments that it refuses, or at which one of its ops raises, are torch's. Ops
     that a replacement calls are torch's own: pieces of sums may be added by ops that have
     replacements.
@@ -155,47 +153,51 @@ class Kernel:
         """Run the replacement and return what torch's kernel would return."""
         if getattr(_thread, "is_inside", False):
             return self._call(keyset, *args, **kwargs)
-        _thread.is_inside = True
+        _thread.is_inside, refusal = True, None
+        targets: list[Any] = []
         try:
-            returned, refusal = self._compute(args, kwargs)
+            try:
+                returned = self._compute(args, kwargs, targets)
+            except torch.OutOfMemoryError:
+                raise
+            except (RefusedError, RuntimeError, IndexError, ValueError) as error:
+                # Frames of a traceback would keep the tensors alive until a garbage collection.
+                refusal = error.with_traceback(None) if self._switches else error
+                returned = NotImplemented
             if returned is NotImplemented:
                 returned = self._call(keyset, *args, **kwargs)
+            elif targets:
+                results = returned if isinstance(returned, tuple) else (returned,)
+                for target, one in zip(targets, results, strict=False):
+                    _write(target, one)
+                returned = tuple(targets) if len(targets) > 1 else targets[0]
         finally:
             _thread.is_inside = False
         if refusal is not None and not self._switches:
             raise _make_refusal(args) from refusal
         return returned
 
-    def _compute(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Any, Exception | None]:
-        """Return what the call returns, or ``NotImplemented`` and the refusal."""
-        given = {name: kwargs[name] for name in kwargs if name not in self._outputs}
-        outputs = [kwargs[name] for name in self._outputs]
-        targets = [*outputs, *args[:1]] if self._in_place else outputs
-        try:
-            require(not self._in_place or not _shares_memory(args[0], args[1:]))
-            result = self._replacement(*args, **given)
-            if result is NotImplemented:
-                return result, None
-            if isinstance(result, Update):
-                require(not any(_shares_memory(output, args[1:]) for output in outputs))
-                target = args[0]
-                if not self._in_place:
-                    target = target.clone(memory_format=torch.contiguous_format)
-                result.write(target)
-                result = target
+    def _compute(self, args: tuple[Any, ...], kwargs: dict[str, Any], targets: list[Any]) -> Any:
+        """Return the results, or ``NotImplemented``; list the tensors that they go to."""
+        if self._outputs:
+            targets += [kwargs[name] for name in self._outputs]
+            kwargs = {name: kwargs[name] for name in kwargs if name not in self._outputs}
+        if self._in_place:
+            targets.append(args[0])
+            require(not _shares_memory(args[0], args[1:]))
+        result = self._replacement(*args, **kwargs)
+        if callable(result):
+            target = args[0]
+            if not self._in_place:
+                require(not any(_shares_memory(output, args[1:]) for output in targets))
+                target = target.clone(memory_format=torch.contiguous_format)
+            result(target)
+            result = target
+        if result is not NotImplemented and targets and result is not targets[0]:
             results = result if isinstance(result, tuple) else (result,)
-            for target, one in zip(outputs, results, strict=False):
+            for target, one in zip(targets, results, strict=False):
                 require(target.dtype == one.dtype, target.device == one.device)
-        except torch.OutOfMemoryError:
-            raise
-        except (RefusedError, RuntimeError, IndexError, ValueError) as error:
-            # Frames of a traceback would keep the tensors alive until a garbage collection.
-            return NotImplemented, error.with_traceback(None) if self._switches else error
-        for target, one in zip(targets, results, strict=False):
-            _write(target, one)
-        return (tuple(targets) if len(targets) > 1 else targets[0]) if targets else result, None
+        return result
 
 
 def _write(target: Tensor, result: Tensor) -> None:
@@ -227,18 +229,19 @@ def _shares_memory(target: Tensor, arguments: Iterable[Any]) -> bool:
 
     As in torch, only dense tensors without internal overlap are compared with each other.
     """
-    overlap = torch._debug_has_internal_overlap  # noqa: SLF001 - torch's kernels check the same
-    if (own := overlap(target)) == _OVERLAP:
+    own = torch._debug_has_internal_overlap(target)  # noqa: SLF001 - torch's kernels check the same
+    if own == _OVERLAP:
         return True
-    given = [part for one in arguments for part in (one if isinstance(one, list) else [one])]
-    near = [
-        (part.data_ptr(), part.data_ptr() + part.nbytes)
-        for part in given
-        if isinstance(part, Tensor)
-        and part.numel()
-        and torch._C._overlaps(target, part)  # noqa: SLF001 - whether they have one storage
-        and not (own or overlap(part))
-    ]
-    start = target.data_ptr()
-    end = start + target.nbytes if target.numel() else 0
-    return any(start < last and first < end for first, last in near)
+    for one in arguments:
+        if isinstance(one, list):
+            if _shares_memory(target, one):
+                return True
+        elif (
+            isinstance(one, Tensor)
+            and torch._C._overlaps(target, one)  # noqa: SLF001 - whether they have one storage
+            and not (own or torch._debug_has_internal_overlap(one))  # noqa: SLF001 - as above
+            and target.data_ptr() < one.data_ptr() + one.nbytes
+            and one.data_ptr() < target.data_ptr() + target.nbytes
+        ):
+            return True
+    return False

@@ -142,38 +142,35 @@ def apply_taps(gradient: Tensor, sides: Sequence[Taps], shape: Sequence[int]) ->
         Contiguous, of the gradient's dtype. Half and bfloat16 are added in float32.
     """
     if gradient.is_complex():
-        gradient, inner = torch.view_as_real(gradient.resolve_conj()), 2
-    else:
-        inner = 1
-    dtype = gradient.dtype
-    result = gradient.contiguous()
-    sizes = list(gradient.shape[: len(shape)])
+        parts = torch.view_as_real(gradient.resolve_conj())
+        whole = [apply_taps(part, sides, shape) for part in parts.unbind(-1)]
+        return torch.complex(*whole)
+    dtype, result, inner = gradient.dtype, gradient.contiguous(), 1
+    sizes = list(gradient.shape)
     for dim in range(-1, -len(sides) - 1, -1):
         taps, sizes[dim] = sides[dim], shape[dim]
-        outer = prod(sizes[:dim])
         wide = torch.float32 if dtype.itemsize == 2 and dim > -len(sides) else dtype  # noqa: PLR2004 - half
-        out = allocate((outer, shape[dim], inner), wide, result.device)
-        if out.numel():
-            source = result.view(outer, taps.size, inner)
-            run_kernel("taps:apply", _apply, _make_example, out, source, taps)
+        out = allocate(sizes, wide, result.device)
+        outer = prod(sizes[:dim])
+        if outer and inner:
+            run_kernel("taps:apply", _apply, _make_example, out, result, taps, outer, inner)
         result, inner = out, inner * shape[dim]
-    if len(shape) == gradient.dim():
-        return result.view(shape)
-    return torch.view_as_complex(result.view(*shape, 2))
+    return result
 
 
-def _make_example(device: torch.device) -> tuple[Tensor, Tensor, Taps]:
+def _make_example(device: torch.device) -> tuple[Tensor, Tensor, Taps, int, int]:
     """Return arguments of :func:`_apply`: the gradient of a resized row."""
     taps = cached_taps(device, 7, torch.float32, "upsample_linear1d", (17,), False)  # noqa: FBT003 - an argument of torch's
     source = (torch.arange(3 * taps.size * 5, dtype=torch.float32, device="cpu") * 0.37).sin()
-    out = torch.zeros(3, 7, 5, device=device)
-    return out, source.view(3, taps.size, 5).to(device), taps
+    return torch.zeros(3, 7, 5, device=device), source.to(device), taps, 3, 5
 
 
-def _apply(out: Tensor, source: Tensor, taps: Taps) -> None:
-    step = max(1, _SOME // max(1, out.shape[1] * out.shape[2]))
+def _apply(out: Tensor, source: Tensor, taps: Taps, outer: int, inner: int) -> None:
+    inputs = len(taps.begins) - 1
+    step = max(1, _SOME // (inputs * inner))
     numbers, last = taps.begins.diff()[:, None], len(taps.outputs) - 1
-    for given, target in zip(source.split(step), out.split(step), strict=True):
+    sources, targets = source.view(outer, taps.size, inner), out.view(outer, inputs, inner)
+    for given, target in zip(sources.split(step), targets.split(step), strict=True):
         sums = torch.zeros(target.shape, dtype=taps.weights.dtype, device=out.device)
         for turn in range(taps.most):
             tap = (taps.begins[:-1] + turn).clamp(max=last)

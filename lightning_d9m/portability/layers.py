@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_d9m.patches.exact_sums import add_at
+from lightning_d9m.patches.kernels.updates import add_rows
 from lightning_d9m.portability import functions
 from lightning_d9m.portability.arithmetic import at_least_32, reciprocal, spread, sqrt, sum_values
 from lightning_d9m.portability.functions import evaluate
@@ -301,7 +301,7 @@ def _add_at(out: Tensor, places: Tensor, values: Tensor) -> Tensor:
     if not out.is_floating_point():
         out.view(-1).index_add_(0, places.reshape(-1), terms)
         return out
-    add_at(out, places.reshape(-1), terms)
+    add_rows(out.view(-1), places.reshape(-1), terms, include=True)
     return out.add_(0.0)
 
 

@@ -22,7 +22,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_d9m.errors import NotPortableError
 from lightning_d9m.patches.arguments import RefusedError
 from lightning_d9m.patches.catalog.catalog import OPS
-from lightning_d9m.patches.kernels.places import Update
 from lightning_d9m.portability import (
     arithmetic,
     layers,
@@ -149,9 +148,9 @@ class PortableMode(TorchDispatchMode):
                 raise UnsupportedError(
                     "Its arguments are none that its deterministic replacement takes"
                 )
-            if isinstance(result, Update):
+            if callable(result):  # it writes into a tensor
                 target = args[0].clone()
-                result.write(target)
+                result(target)
                 return target
             return result
 

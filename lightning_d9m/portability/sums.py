@@ -17,7 +17,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_d9m.patches.exact_sums import exact_sum
+from lightning_d9m.patches.exact_sums import (
+    cut_terms,
+    find_cuts,
+    plan_pieces,
+    read_exponents,
+    round_sums,
+)
 
 UNIT = 2.0**-53
 BLOCK = 512
@@ -275,3 +281,39 @@ def _cut(matrices: Tensor, dim: int, bits: int, number: int) -> tuple[list[Tenso
         rest = rest - piece
         pieces.append(piece)
     return pieces, ((1023 + exponent) << 52).view(torch.float64)
+
+
+def exact_sum(
+    values: Tensor,
+    dims: Sequence[int] | None = None,
+    *,
+    keepdim: bool = False,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Return the sum over dimensions, rounded once; the same bits in any order.
+
+    Args:
+        values: Floating point or complex.
+        dims: The dimensions; None stands for all.
+        keepdim: Whether they stay, with the size 1.
+        dtype: The result's, by default that of the values.
+    """
+    dtype = dtype or values.dtype
+    dims = sorted({dim % values.dim() for dim in (range(values.dim()) if dims is None else dims)})
+    if values.is_complex():
+        parts = torch.view_as_real(values.resolve_conj())
+        real = exact_sum(parts, dims, keepdim=keepdim, dtype=dtype.to_real())
+        return torch.view_as_complex(real.contiguous())
+    count = math.prod(values.shape[dim] for dim in dims)
+    if not dims or not count:
+        return (
+            values.sum(dims, keepdim=keepdim, dtype=dtype) if dims else values.to(dtype, copy=True)
+        )
+    terms = values.to(torch.float64)
+    tops = read_exponents(terms).amax(dims, keepdim=True)
+    cuts = find_cuts(tops, plan_pieces(values.dtype, count), values.dtype)
+    sums = [piece.sum(dims, keepdim=True) for piece in cut_terms(terms, cuts)]
+    result = round_sums(sums, tops, dtype)
+    return (
+        result if keepdim else result.view([n for i, n in enumerate(values.shape) if i not in dims])
+    )

@@ -322,7 +322,7 @@ CASES = [
         "The catalog has no op",
     ),
     (
-        "patches.catalog.torch_docs",
+        "audit.ops.torch_docs",
         lambda g: g.module.read_documentation(""),
         "in the expected form",
     ),

@@ -22,8 +22,7 @@ from lightning_d9m.lint.tree import (
     read_last_name,
     resolve,
 )
-from lightning_d9m.patches.catalog.catalog import find_op
-from lightning_d9m.patches.catalog.op import FlagEffect, Op
+from lightning_d9m.patches.catalog.catalog import FlagEffect, Op, find_op
 
 Verdict: TypeAlias = tuple[str, Certainty] | None
 Condition: TypeAlias = Callable[[Call], Verdict]

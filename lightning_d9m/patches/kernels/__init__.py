@@ -1,5 +1,5 @@
 """Deterministic replacements, one file for each op family.
 
 The arguments of an op come in; its result goes out, from exact sums, taps or sorted elements. Read
-``places.py`` first, which the ops with indices share.
+``updates.py`` first.
 """

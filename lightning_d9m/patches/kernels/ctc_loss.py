@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_d9m.patches.arguments import require
-from lightning_d9m.patches.kernels.places import sum_by_index
+from lightning_d9m.patches.kernels.updates import sum_rows
 
 
 def ctc_loss_backward(  # noqa: PLR0913, PLR0917 - torch's arguments
@@ -56,8 +56,8 @@ def ctc_loss_backward(  # noqa: PLR0913, PLR0917 - torch's arguments
     counted = real[:, None] & ~past[..., None] & (paths > -torch.inf)
     posterior = torch.where(counted, posterior, 0)
     first = torch.arange(batch, device=device)[:, None] * labels
-    rows = posterior.transpose(1, 2).reshape(1, batch * states, steps)
-    sums = sum_by_index((state_labels + first).flatten(), rows, batch * labels, rows.dtype)
+    rows = posterior.transpose(1, 2).reshape(batch * states, steps)
+    sums = sum_rows((state_labels + first).flatten(), rows, batch * labels)
     shares = sums.view(batch, labels, steps).permute(2, 0, 1)
     result = (log_probs.exp() - shares) * grad[:, None]
     impossible = neg_log_likelihood == torch.inf

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_d9m.patches.arguments import accumulation_dtype, require
-from lightning_d9m.patches.exact_sums import Part, accumulate, plan_pieces
+from lightning_d9m.patches.exact_sums import Layout, Part, accumulate, plan_pieces
 from lightning_d9m.patches.triton.launch import INT32_LIMIT, allocate
 
 _BILINEAR, _NEAREST, _BICUBIC = 0, 1, 2
@@ -84,11 +84,12 @@ def _backward(
     dtype = torch.int32 if prod(sizes) <= INT32_LIMIT else torch.int64
     index = torch.stack([_find_place(corner, sizes).to(dtype) for corner in corners])
     weights = torch.stack([_multiply([tap.weight for tap in corner]) for corner in corners])
-    part = Part(index.unsqueeze(3), gradients.contiguous().unsqueeze(3), weights.unsqueeze(3))
+    steps = (*index.stride(), 0)
+    layout = Layout(len(corners), batch, channels, outputs, 1, prod(sizes), steps)
+    part = Part(index, gradients.contiguous(), weights, layout)
     grad_image = allocate(image.shape, image.dtype, image.device)
     pieces = plan_pieces(image.dtype, outputs * len(corners))
-    sums = grad_image.view(batch, channels, prod(sizes), 1)
-    accumulate(sums, part, pieces, include=False)
+    accumulate(grad_image, part, pieces, include=False)
     return grad_image, grad_grid
 
 

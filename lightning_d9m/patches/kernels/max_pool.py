@@ -15,8 +15,8 @@ from torch import Tensor
 from torch._prims_common import suggest_memory_format
 
 from lightning_d9m.patches.arguments import require
-from lightning_d9m.patches.exact_sums import Part, accumulate, plan_pieces
-from lightning_d9m.patches.kernels.places import find_last
+from lightning_d9m.patches.exact_sums import plan_pieces
+from lightning_d9m.patches.kernels.updates import add_rows, find_last
 from lightning_d9m.patches.triton.launch import allocate
 
 _GUARD = 24  # bits that a single piece keeps of the few windows of one input
@@ -36,13 +36,13 @@ def max_pool3d_with_indices_backward(
     shape: tuple[Any, ...] = (kernel_size, stride, padding, dilation, ceil_mode)
     pooled = torch.max_pool3d(self.new_empty(self.shape, device="meta"), *shape)
     require(pooled.shape == grad_output.shape)
-    return _add_chosen(grad_output, self, indices, 3, kernel_size, keep_format=True)
+    return _add_chosen(grad_output, self, indices, 3, kernel_size, format_of=self)
 
 
 def _adaptive_backward(grad_output: Tensor, self: Tensor, indices: Tensor, *, dims: int) -> Tensor:
     """Return the gradient of an adaptive max pooling with respect to its input."""
-    keep_format = dims == 2  # noqa: PLR2004 - as torch's kernels
-    return _add_chosen(grad_output, self, indices, dims, keep_format=keep_format)
+    format_of = self if dims == 2 else None  # noqa: PLR2004 - as torch's kernels
+    return _add_chosen(grad_output, self, indices, dims, format_of=format_of)
 
 
 def _fractional_backward(
@@ -71,36 +71,40 @@ def _add_chosen(
     indices: Tensor,
     dims: int,
     kernel_size: Sequence[int] = (),
-    *,
-    keep_format: bool = False,
+    format_of: Tensor | None = None,
 ) -> Tensor:
     """Return the sums of the gradients of the outputs that chose each input.
 
     An input has as many places in windows with different starts as a window has places.
     """
+    shape, given = self.shape, grad_output.shape
+    _require_planes(grad_output, indices, dims)
     require(
-        self.dim() in {dims + 1, dims + 2},
-        grad_output.dim() == self.dim(),
-        grad_output.shape[:-dims] == self.shape[:-dims],
+        given[:-dims] == shape[:-dims],
         grad_output.dtype == self.dtype,
-        self.is_floating_point(),
-        0 not in (*self.shape[1:], *grad_output.shape[-dims:]),
-        indices.shape == grad_output.shape,
-        indices.dtype == torch.int64,
+        0 not in (*shape[1:], *given[-dims:]),
     )
-    planes, outputs = prod(self.shape[:-dims]), prod(grad_output.shape[-dims:])
-    result = allocate(self.shape, self.dtype, self.device)
-    places = indices.reshape(1, planes, outputs, 1)
-    part = Part(places, grad_output.reshape(planes, 1, outputs, 1).contiguous())
-    sums = result.view(planes, 1, prod(self.shape[-dims:]), 1)
+    planes, outputs = prod(shape[:-dims]), prod(given[-dims:])
     pieces = plan_pieces(self.dtype, outputs)
     if kernel_size:
         pieces = plan_pieces(self.dtype, prod(kernel_size) ** (dims // len(kernel_size)), _GUARD)
-    accumulate(sums, part, pieces, include=False)
-    if keep_format and not self.is_contiguous():
-        memory_format = suggest_memory_format(self)
-        return torch.empty_like(result, memory_format=memory_format).copy_(result)
-    return result
+    result = allocate((planes, prod(shape[-dims:])), self.dtype, self.device)
+    places, values = (part.reshape(planes, outputs) for part in (indices, grad_output))
+    add_rows(result, places, values, 1, include=False, pieces=pieces)
+    result = result.view(shape)
+    if format_of is None or format_of.is_contiguous():
+        return result
+    memory_format = suggest_memory_format(format_of)
+    return torch.empty_like(result, memory_format=memory_format).copy_(result)
+
+
+def _require_planes(values: Tensor, indices: Tensor, dims: int) -> None:
+    require(
+        values.dim() in {dims + 1, dims + 2},
+        values.is_floating_point(),
+        indices.shape == values.shape,
+        indices.dtype == torch.int64,
+    )
 
 
 def max_unpool2d(self: Tensor, indices: Tensor, output_size: Sequence[int]) -> Tensor:
@@ -122,14 +126,8 @@ def max_unpool3d(
 
 
 def _unpool(self: Tensor, indices: Tensor, output_size: Sequence[int], dims: int) -> Tensor:
-    require(
-        self.dim() in {dims + 1, dims + 2},
-        indices.dtype == torch.int64,
-        indices.shape == self.shape,
-        len(output_size) == dims,
-        0 not in self.shape[-dims - 1 :],
-        self.is_floating_point(),
-    )
+    _require_planes(self, indices, dims)
+    require(len(output_size) == dims, 0 not in self.shape[-dims - 1 :])
     planes, size = prod(self.shape[:-dims]), prod(self.shape[-dims:])
     last = find_last(indices.reshape(planes, size), prod(output_size))
     values = self.reshape(planes, size).gather(1, last.clamp(min=0))

@@ -1,5 +1,6 @@
-"""Reductions along dimensions: ``nll_loss2d``, medians, and scans of a single row."""
+"""Reductions: ``nll_loss2d``, medians, scans of a single row, and histograms."""
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -24,24 +25,16 @@ def nll_loss2d_forward(
     """
     if reduction == _NONE:
         return NotImplemented  # one thread per output: no race
-    require(
-        self.dim() == 4,  # noqa: PLR2004 - a number of dimensions
-        target.shape == (self.shape[0], *self.shape[2:]),
-        target.dtype == torch.int64,
-        self.is_floating_point(),
+    require(self.is_floating_point(), weight is None or weight.dtype == self.dtype)
+    dtype, counted = accumulation_dtype(self.dtype), target != ignore_index
+    factors = None if weight is None else weight.to(dtype)
+    losses, _ = torch.ops.aten.nll_loss2d_forward(
+        self.to(dtype), target, factors, _NONE, ignore_index
     )
-    dtype = accumulation_dtype(self.dtype)
-    counted = target != ignore_index
-    classes = torch.where(counted, target, 0)
-    chosen = self.gather(1, classes.unsqueeze(1)).squeeze(1).to(dtype)
-    if weight is None:
-        total_weight = counted.sum().to(dtype)
-        loss = torch.where(counted, -chosen, 0).sum()
-    else:
-        require(weight.shape == self.shape[1:2], weight.dtype == self.dtype)
-        factors = weight.to(dtype).index_select(0, classes.flatten()).view_as(chosen)
-        total_weight = torch.where(counted, factors, 0).sum()
-        loss = torch.where(counted, -chosen * factors, 0).sum()
+    if factors is not None:
+        chosen = factors.index_select(0, torch.where(counted, target, 0).flatten())
+        counted = torch.where(counted, chosen.view_as(target), 0)
+    loss, total_weight = losses.sum(), counted.sum().to(dtype)
     if reduction == _MEAN:
         loss = loss / total_weight
     return loss.to(self.dtype), total_weight.to(self.dtype)
@@ -102,3 +95,36 @@ def _scan(self: Tensor, dim: int, *, scan: Callable[..., Tensor], **dtype: Any) 
 
 cumprod = partial(_scan, scan=torch.cumprod)
 logcumsumexp = partial(_scan, scan=torch.logcumsumexp)
+
+
+def histc(
+    self: Tensor,
+    bins: int = 100,
+    min: float = 0,  # noqa: A002 - torch's name
+    max: float = 0,  # noqa: A002 - torch's name
+) -> Any:
+    """Count the elements in each of ``bins`` bins of equal width.
+
+    Elements are counted as integers, so a bin may hold more than the dtype can count one by one.
+    For the default range the host waits for the smallest and the greatest element, as in torch.
+    """
+    if not self.is_floating_point() or (bins > 0 and not self.numel() and min <= max):
+        return NotImplemented  # integers are counted exactly in any order
+    low, high = _round(min, self.dtype), _round(max, self.dtype)
+    if bins > 0 and low == high:
+        low, high = (float(bound) for bound in torch.stack(torch.aminmax(self)).tolist())
+    if low == high:
+        low, high = low - 1, high + 1
+    require(bins > 0, math.isfinite(low), math.isfinite(high), low <= high)
+    values = self.flatten()
+    # A tensor on the device: CUDA multiplies by the reciprocal of a number, which rounds twice.
+    span = torch.full((), _round(high - low, self.dtype), dtype=self.dtype, device=self.device)
+    places = ((values - low) * bins / span).to(torch.int32).clamp_(max=bins - 1)
+    inside = (values >= low) & (values <= high)
+    places = torch.where(inside, places, bins)
+    bounds = torch.arange(bins + 1, dtype=torch.int32, device=self.device)
+    return torch.searchsorted(places.sort(stable=True).values, bounds).diff().to(self.dtype)
+
+
+def _round(number: float, dtype: torch.dtype) -> float:
+    return float(torch.tensor(number, dtype=dtype, device="cpu"))

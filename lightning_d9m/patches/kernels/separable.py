@@ -5,8 +5,8 @@ input adds the outputs that it went to; see ``taps``. Each side of a tensor name
 the arguments with which it is run along one dimension.
 """
 
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Sequence
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -14,14 +14,13 @@ from torch import Tensor
 from torch._prims_common import suggest_memory_format
 
 from lightning_d9m.patches.arguments import accumulation_dtype, require
-from lightning_d9m.patches.taps import apply_taps, cached_taps
+from lightning_d9m.patches.taps import Taps, apply_taps, cached_taps
 
 
 def _differentiate(
     grad_output: Tensor,
     shape: Sequence[int],
     sides: Sequence[tuple[Any, ...]],
-    *,
     format_of: Tensor | None = None,
 ) -> Tensor:
     """Return the gradient with respect to the input, of a shape.
@@ -32,20 +31,14 @@ def _differentiate(
         sides: For each of the last dimensions torch's op and its arguments.
         format_of: The tensor whose memory format torch's kernel keeps, if it keeps one.
     """
-    dims = len(sides)
+    given, dims, dtype = grad_output.shape, len(sides), accumulation_dtype(grad_output.dtype)
     require(
-        len(shape) == grad_output.dim(),
-        grad_output.shape[:-dims] == tuple(shape[:-dims]),
-        grad_output.is_floating_point() or grad_output.is_complex(),
-        0 not in (*shape[1:], *grad_output.shape[1:]),
+        dtype.is_floating_point or dtype.is_complex,
+        given[:-dims] == tuple(shape[:-dims]),
+        0 not in (*shape[1:], *given[1:]),
     )
-    dtype = accumulation_dtype(grad_output.dtype)
-    dtype = dtype.to_real() if dtype.is_complex else dtype
-    taps = [
-        cached_taps(grad_output.device, size, dtype, *side)
-        for size, side in zip(shape[-dims:], sides, strict=True)
-    ]
-    require([one.size for one in taps] == list(grad_output.shape[-dims:]))
+    taps = _find_taps(grad_output.device, dtype, tuple(shape[-dims:]), tuple(sides))
+    require(all(one.size == size for one, size in zip(taps, given[-dims:], strict=True)))
     result = apply_taps(grad_output, taps, shape)
     memory_format = torch.contiguous_format
     if format_of is not None:
@@ -53,6 +46,16 @@ def _differentiate(
     if memory_format == torch.contiguous_format:
         return result
     return torch.empty_like(result, memory_format=memory_format).copy_(result)
+
+
+@lru_cache(maxsize=4096)
+def _find_taps(
+    device: torch.device, dtype: torch.dtype, sizes: Sequence[int], sides: Sequence[Any]
+) -> list[Taps]:
+    dtype = dtype.to_real() if dtype.is_complex else dtype
+    return [
+        cached_taps(device, size, dtype, *side) for size, side in zip(sizes, sides, strict=True)
+    ]
 
 
 def _interpolation_backward(
@@ -69,10 +72,10 @@ def _interpolation_backward(
 
     ``keep_format`` says whether torch's kernel keeps the channels_last memory format.
     """
-    scales = (*scales, *[None] * (dims - len(scales)))
+    scales = scales or (None,) * dims
     require(
         len(input_size) == dims + 2,
-        list(grad_output.shape) == [*input_size[:2], *output_size],
+        grad_output.shape == (*input_size[:2], *output_size),
         grad_output.is_floating_point(),
     )
     # Antialiased modes take their layout from the strides of several columns.
@@ -81,8 +84,7 @@ def _interpolation_backward(
         (forward, (outputs, *columns), align_corners, scale, *more)
         for outputs, scale in zip(output_size, scales, strict=True)
     ]
-    format_of = grad_output if keep_format else None
-    return _differentiate(grad_output, input_size, sides, format_of=format_of)
+    return _differentiate(grad_output, input_size, sides, grad_output if keep_format else None)
 
 
 def avg_pool3d_backward(
@@ -96,30 +98,27 @@ def avg_pool3d_backward(
     divisor_override: int | None,
 ) -> Tensor:
     """Return the gradient of ``avg_pool3d`` with respect to its input."""
-    dims = 3
-    _require_pooled(grad_output, self, dims)
-    require(self.shape[-dims - 1] > 0)
-
-    def spread(values: Sequence[int]) -> Iterator[int]:
-        return iter(list(values) * (dims if len(values) == 1 else 1))
-
-    windows = zip(*map(spread, (kernel_size, stride or kernel_size, padding)), strict=True)
+    _require_image(grad_output, self, 3)
+    require(self.shape[-4] > 0)
+    windows = (
+        tuple(values) * (3 // len(values))
+        for values in (kernel_size, stride or kernel_size, padding)
+    )
     # The divisor of all dimensions is that of the first one.
-    divisors = [divisor_override, *[None if divisor_override is None else 1] * (dims - 1)]
+    divisors = (divisor_override, *[divisor_override and 1] * 2)
     sides = [
         ("avg_pool2d", (size, 1), (step, 1), (pad, 0), ceil_mode, count_include_pad, divisor)
-        for (size, step, pad), divisor in zip(windows, divisors, strict=True)
+        for size, step, pad, divisor in zip(*windows, divisors, strict=True)
     ]
     return _differentiate(grad_output, self.shape, sides)
 
 
 def _adaptive_backward(grad_output: Tensor, self: Tensor, *, dims: int) -> Tensor:
     """Return the gradient of an adaptive average pooling with respect to its input."""
-    _require_pooled(grad_output, self, dims)
+    _require_image(grad_output, self, dims)
     sides = [("_adaptive_avg_pool2d", (outputs, 1)) for outputs in grad_output.shape[-dims:]]
     # torch's kernel of two dimensions keeps the memory format.
-    format_of = self if dims == 2 else None  # noqa: PLR2004 - as above
-    return _differentiate(grad_output, self.shape, sides, format_of=format_of)
+    return _differentiate(grad_output, self.shape, sides, self if dims == 2 else None)  # noqa: PLR2004
 
 
 def _padding_backward(
@@ -127,19 +126,16 @@ def _padding_backward(
 ) -> Tensor:
     """Return the gradient of a padding with respect to its input."""
     dims = len(padding) // 2
-    require(
-        self.dim() in {dims + 1, dims + 2},
-        grad_output.dtype == self.dtype,
-        self.shape[-dims - 1] > 0,
-    )
+    _require_image(grad_output, self, dims)
+    require(self.shape[-dims - 1] > 0)
     # torch lists the last dimension first.
-    sides = [(forward, tuple(padding[side : side + 2])) for side in range(0, 2 * dims, 2)]
+    sides = [(forward, tuple(padding[side : side + 2])) for side in range(0, len(padding), 2)]
     return _differentiate(grad_output, self.shape, sides[::-1])
 
 
-def _require_pooled(grad_output: Tensor, self: Tensor, dims: int) -> None:
-    is_floating = self.is_floating_point()
-    require(self.dim() in {dims + 1, dims + 2}, grad_output.dtype == self.dtype, is_floating)
+def _require_image(grad_output: Tensor, self: Tensor, dims: int) -> None:
+    """Refuse the arguments unless the input has one or two more dimensions."""
+    require(self.dim() in {dims + 1, dims + 2}, grad_output.dtype == self.dtype)
 
 
 _resize = partial(_interpolation_backward, dims=2)

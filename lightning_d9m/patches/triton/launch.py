@@ -121,32 +121,45 @@ def _withdraw(path: str, reason: str) -> None:
     )
 
 
-def launch_blocks(
-    kernel: Any,
-    like: Tensor,
-    elements: int,
-    *args: Any,
-    programs: int | None = None,
-    **constants: Any,
-) -> None:
-    """Launch a kernel with one program for each block of elements, or with fewer, on a device.
+class Launch:
+    """A launch that is prepared once: all but the addresses of its tensors is known.
 
-    The kernel takes ``BLOCK``, the number of elements that it computes at a time.
+    Triton binds the arguments of the first call and compiles; later calls start what it compiled.
+
+    Args:
+        kernel: The kernel, whose arguments are tensors, then numbers, then constants; the last
+            constant is ``BLOCK``, the number of elements that a program computes at a time.
+        elements: The elements that the programs divide among themselves.
+        numbers: The other arguments, without ``BLOCK``.
+        alone: Whether a single program computes all elements.
     """
-    if not elements:
-        return
-    block = _SMALL_BLOCK if elements < _SMALL and programs is None else _BLOCK
-    with torch.cuda.device(like.device if like.is_cuda else -1):
-        # The CPU rounds each product before it adds it, and so does the kernel.
-        options = {"BLOCK": block, "num_warps": 4, "enable_fp_fusion": False, **constants}
-        kernel[(programs or -(-elements // block),)](*args, **options)
+
+    def __init__(self, kernel: Any, elements: int, *numbers: Any, alone: bool = False) -> None:
+        block = _SMALL_BLOCK if elements < _SMALL and not alone else _BLOCK
+        self.elements = elements
+        self._kernel = kernel
+        self._grid = (1 if alone else -(-elements // block), 1, 1)
+        self._numbers = (*numbers, block)
+        self._compiled: dict[tuple[object, ...], Any] = {}
+
+    def __call__(self, *tensors: Tensor) -> None:
+        """Launch the kernel on the device of the first tensor."""
+        device = tensors[0].device
+        # Triton compiles code for aligned tensors, and for others.
+        variant = (device, *[part.data_ptr() & 15 for part in tensors])
+        compiled = self._compiled.get(variant)
+        with torch.cuda.device(device.index if tensors[0].is_cuda else -1):
+            if compiled is None:
+                # The CPU rounds each product before it adds it, and so does the kernel.
+                options = {"num_warps": 4, "enable_fp_fusion": False}
+                found = self._kernel[self._grid](*tensors, *self._numbers, **options)
+                self._compiled[variant] = found and found[self._grid]
+            else:
+                compiled(*tensors, *self._numbers)
 
 
-def needs_int64(*tensors: Tensor) -> bool:
-    """Return whether an offset in the tensors may exceed 32 bits, also past the last block."""
-    sizes = [
-        max(part.numel(), part.untyped_storage().nbytes() // part.itemsize) for part in tensors
-    ]
+def needs_int64(*sizes: int) -> bool:
+    """Return whether an offset below one of the sizes may exceed 32 bits, past the last block."""
     return max(sizes) > INT32_LIMIT - _BLOCK
 
 
@@ -157,4 +170,4 @@ def allocate(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> 
     launch.
     """
     memory = torch.UntypedStorage(prod(shape) * dtype.itemsize, device=device)
-    return torch.empty(0, dtype=dtype, device=device).set_(memory).view(tuple(shape))
+    return torch.empty(0, dtype=dtype, device=device).set_(memory, 0, tuple(shape))

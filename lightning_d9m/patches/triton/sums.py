@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-# ruff: noqa: ANN001, ANN201, C901, N803, PLR0124, PLR0912, PLR0913, PLR0917, PLR2004 - Triton's compiler reads these functions
+# ruff: noqa: ANN001, ANN002, ANN201, ANN202, C901, N803, PLR0124, PLR0912, PLR0913, PLR0917, PLR2004 - Triton's compiler reads these functions
 """Kernels of the sums of ``patches/exact_sums.py``, which has the definition, with the same bits.
 
 The first phase raises the exponent of each sum to that of its greatest term, by maxima of 32-bit
@@ -8,11 +8,13 @@ addition of pieces rounds, and maxima compare, so the order of the threads has n
 is a launch; few terms take one launch of a single program.
 """
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
 
-from lightning_d9m.patches.triton.launch import launch_blocks, needs_int64
+from lightning_d9m.patches.triton.launch import Launch, needs_int64
 
 _ALONE = 2**13  # terms and sums that a single program adds
 
@@ -46,7 +48,6 @@ def accumulate_terms(
     values,
     weights,
     index,
-    tops,
     sums,
     steps_tap,
     steps_batch,
@@ -74,8 +75,9 @@ def accumulate_terms(
 
     The terms are the values times their weights, then what is in ``out``. A single program can run
     all phases, with a barrier before each; several ones run one phase to a launch. What atomics
-    change is read from the L2 cache, where they change it.
+    change is read from the L2 cache, where they change it. The exponents follow the sums in memory.
     """
+    tops = (sums + slots.to(tl.int64) * PIECES).to(tl.pointer_type(tl.int32), bitcast=True)
     first = tl.program_id(0) * BLOCK
     if WIDE:
         first = tl.program_id(0).to(tl.int64) * BLOCK
@@ -207,46 +209,52 @@ def round_sums(
     tl.store(out + element, result.to(out.dtype.element_ty), mask=mask)
 
 
-def accumulate(out, part, pieces, form, include):
-    """Write into each place of ``out`` the sum of the terms that go to it."""
-    index, values, weights = part
-    batch, group, rows, inner = values.shape
-    taps, slots, terms = index.shape[0], out.numel(), values.numel()
-    steps = index.expand(taps, batch, rows, inner).stride()
+@lru_cache(maxsize=4096)
+def _prepare(layout, pieces, form, include, *dtypes):
+    """Return the size of the memory for the sums of pieces and the exponents, and the launches."""
+    terms = layout.batch * layout.group * layout.rows * layout.inner
+    slots = layout.batch * layout.group * layout.count * layout.inner
     added = terms + (slots if include else 0)
-    # One launch fills both; a half of -0.0 is 0 or negative, and raised by any exponent.
-    start, total = -0.0 if include else 0.0, pieces.number * slots
-    buffer = torch.full((total + (slots + 1) // 2,), start, dtype=torch.float64, device=out.device)
-    sums, tops = buffer[:total], buffer[total:].view(torch.int32)
     alone = max(added, slots) <= _ALONE
-    wide = needs_int64(values, sums, index)
-    for first, last in ((0, 2),) if alone else ((0, 0), (1, 1), (2, 2)):
-        launch_blocks(
+    sizes = (layout.taps, layout.batch, layout.rows, layout.inner)
+    reach = sum(max(size - 1, 0) * step for size, step in zip(sizes, layout.steps, strict=True))
+    wide = needs_int64(terms, pieces.number * slots, reach)
+    launches = [
+        Launch(
             accumulate_terms,
-            out,
             max(added, slots) if alone else (added, added, slots)[first],
-            out,
-            values,
-            values if weights is None else weights,
-            index,
-            tops,
-            sums,
-            *steps,
+            *layout.steps,
             terms,
             slots,
-            out.shape[2],
-            max(rows, 1),
-            inner,
-            group,
+            layout.count,
+            max(layout.rows, 1),
+            layout.inner,
+            layout.group,
             pieces.size,
-            TAPS=taps,
-            PIECES=pieces.number,
-            WEIGHTED=weights is not None,
-            INCLUDE=include,
-            BITS=form[0],
-            LEAST=form[1],
-            FIRST=first,
-            LAST=last,
-            WIDE=wide,
-            programs=1 if alone else None,
+            layout.taps,
+            pieces.number,
+            len(dtypes) > 3,
+            include,
+            *form,
+            first,
+            last,
+            wide,
+            alone=alone,
         )
+        for first, last in (((0, 2),) if alone else ((0, 0), (1, 1), (2, 2)))
+    ]
+    return pieces.number * slots + (slots + 1) // 2, [one for one in launches if one.elements]
+
+
+def accumulate(out, terms, pieces, form, include):
+    """Write into each place of ``out`` the sum of the terms that go to it."""
+    index, values, weights, layout = terms
+    dtypes = (out.dtype, index.dtype, values.dtype)
+    if weights is not None:
+        dtypes = (*dtypes, weights.dtype)
+    size, launches = _prepare(layout, pieces, form, include, *dtypes)
+    # One launch fills both; a half of -0.0 is 0 or negative, and raised by any exponent.
+    start = -0.0 if include else 0.0
+    sums = torch.full((size,), start, dtype=torch.float64, device=out.device)
+    for launch in launches:
+        launch(out, values, values if weights is None else weights, index, sums)

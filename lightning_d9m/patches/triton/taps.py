@@ -1,11 +1,13 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-# ruff: noqa: ANN001, ANN201, N803, PLR0913, PLR0917 - Triton's compiler reads these functions
+# ruff: noqa: ANN001, ANN002, ANN201, ANN202, N803, PLR0913, PLR0917 - Triton's compiler reads these functions
 """The kernel of ``patches/taps.py``: one thread adds the taps of an input, in ascending order."""
+
+from functools import lru_cache
 
 import triton
 import triton.language as tl
 
-from lightning_d9m.patches.triton.launch import launch_blocks, needs_int64
+from lightning_d9m.patches.triton.launch import Launch, needs_int64
 
 
 @triton.jit(do_not_specialize=["inputs", "outputs", "inner", "elements"])
@@ -43,21 +45,16 @@ def apply_taps(
     tl.store(out + element, total.to(out.dtype.element_ty), mask=mask)
 
 
-def apply(out, source, taps):
+@lru_cache(maxsize=4096)
+def _prepare(outer, inputs, outputs, inner, *_dtypes):
+    elements = outer * inputs * inner
+    wide = needs_int64(elements, outer * outputs * inner)
+    return Launch(apply_taps, elements, inputs, outputs, inner, elements, wide)
+
+
+def apply(out, source, taps, outer, inner):
     """Write into ``out`` the weighted sums of ``source``, along the dimension in the middle."""
-    _, inputs, inner = out.shape
-    launch_blocks(
-        apply_taps,
-        out,
-        out.numel(),
-        source,
-        out,
-        taps.begins,
-        taps.outputs,
-        taps.weights,
-        inputs,
-        taps.size,
-        inner,
-        out.numel(),
-        WIDE=needs_int64(source, out),
-    )
+    begins, outputs, weights = taps.begins, taps.outputs, taps.weights
+    sizes = (outer, begins.numel() - 1, taps.size, inner)
+    launch = _prepare(*sizes, source.dtype, out.dtype, weights.dtype)
+    launch(source, out, begins, outputs, weights)

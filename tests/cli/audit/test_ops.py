@@ -13,11 +13,11 @@ from lightning_d9m.audit.ops import worker_process
 from lightning_d9m.audit.ops.cases import Case, Inputs, NotHereError, list_cases
 from lightning_d9m.audit.ops.conditions import Budget, begin_row, measure_case
 from lightning_d9m.audit.ops.report import judge_op
+from lightning_d9m.audit.ops.torch_docs import find_documented_lines, read_documentation
 from lightning_d9m.audit.ops.worker_process import RowFile
 from lightning_d9m.cli.main import main
 from lightning_d9m.errors import CommandError, SettingError
 from lightning_d9m.patches.catalog.catalog import OPS
-from lightning_d9m.patches.catalog.torch_docs import find_documented_lines, read_documentation
 
 LINES = read_documentation(torch.use_deterministic_algorithms.__doc__)
 DOCSTRINGS = (Path(__file__).parents[2] / "patches" / "catalog" / "docstrings").glob("*.txt")

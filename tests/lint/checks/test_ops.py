@@ -10,8 +10,7 @@ import torch
 from lightning_d9m.lint.checks.ops import FUNCTIONS, METHODS, check_op, explain_op, rule_of
 from lightning_d9m.lint.rules import RULES
 from lightning_d9m.lint.tree import Call, Tree
-from lightning_d9m.patches.catalog.catalog import OPS, find_op
-from lightning_d9m.patches.catalog.op import FlagEffect
+from lightning_d9m.patches.catalog.catalog import OPS, FlagEffect, find_op
 
 # Ops of the catalog that no spelling leads to although they vary.
 OUT_OF_SIGHT = {

@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from lightning_d9m.audit.ops.torch_docs import read_documentation
 from lightning_d9m.errors import SettingError
 from lightning_d9m.patches.catalog import catalog
-from lightning_d9m.patches.catalog.catalog import OPS, find_op, select_ops
-from lightning_d9m.patches.catalog.op import FlagEffect, Op
-from lightning_d9m.patches.catalog.torch_docs import read_documentation
+from lightning_d9m.patches.catalog.catalog import OPS, FlagEffect, Op, find_op, select_ops
 
 DOCSTRING = torch.use_deterministic_algorithms.__doc__ or ""
 HERE = Path(__file__).parent

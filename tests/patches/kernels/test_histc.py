@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_d9m.patches.kernels.fresh_sums import histc
+from lightning_d9m.patches.kernels.reductions import histc
 
 
 class _Divisors(TorchDispatchMode):

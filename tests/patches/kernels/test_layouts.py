@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_d9m.patches.kernels import places
+from lightning_d9m.patches.kernels import updates
 
 LAYOUTS = {
     "permuted": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
@@ -28,7 +28,7 @@ def test_the_rows_of_a_target_are_contiguous(
         rows.view(-1)  # kernels see rows as flat memory
         rows.index_add_(0, slots, given)
 
-    monkeypatch.setitem(places._RULES, "sum", add)
-    places.update_places(target, (5,), keys, values, "sum")
+    monkeypatch.setitem(updates._RULES, "sum", add)
+    updates.update_places(target, (5,), keys, values, "sum")
     expected = torch.zeros(5, 6, 20).index_add_(0, keys, values.contiguous())
     torch.testing.assert_close(target, expected)

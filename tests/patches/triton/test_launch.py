@@ -156,12 +156,9 @@ def test_a_lack_of_memory_is_raised(monkeypatch, withdrawn) -> None:
 
 
 def test_offsets_are_counted_past_the_last_block() -> None:
-    """A part of a large storage may reach far with few elements."""
-    one = torch.empty(1, dtype=torch.int8)
     limit = 2**31 - 1 - 512
-    assert not launch.needs_int64(one, one.as_strided((limit,), (0,)))
-    assert launch.needs_int64(one, one.as_strided((limit + 1,), (0,)))
-    assert launch.needs_int64(torch.empty(limit + 1, dtype=torch.int8, device="meta")[:2])
+    assert not launch.needs_int64(1, limit)
+    assert launch.needs_int64(limit + 1, 1)
 
 
 def test_allocated_memory_is_contiguous() -> None:

@@ -4,7 +4,7 @@ import torch
 from patches.triton.interpreted import interpreted, kernels_on_cpu
 from torch import Tensor
 
-from lightning_d9m.patches.exact_sums import Part, accumulate, plan_pieces
+from lightning_d9m.patches.exact_sums import Layout, Part, accumulate, plan_pieces
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 SPECIAL = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, 1.0, -1.0, 1e-300, -1e300])
@@ -22,6 +22,15 @@ def read_bits(values: Tensor) -> Tensor:
     """Return the bits of numbers, of NaNs one."""
     values = torch.where(values.isnan(), torch.nan, values)
     return values.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[values.itemsize])
+
+
+def lay_out(out: Tensor, index: Tensor, values: Tensor, weights: Tensor | None = None) -> Part:
+    """Return terms, of an index that is the same along its sides of one element."""
+    taps, *_ = index.shape
+    steps = [
+        step if size > 1 else 0 for size, step in zip(index.shape, index.stride(), strict=True)
+    ]
+    return Part(index, values, weights, Layout(taps, *values.shape, out.shape[2], tuple(steps)))
 
 
 def compare(out: Tensor, part: Part, terms: int, *, include: bool) -> None:
@@ -51,15 +60,15 @@ def test_every_dtype_and_shape_has_the_bits_of_the_torch_ops() -> None:
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         weights = make(wide, *index.shape) if number % 5 == 0 else None
         terms = (rows * inner, 2**12, 2**24)[number % 3]
-        compare(out, Part(index, values, weights), terms, include=include)
+        compare(out, lay_out(out, index, values, weights), terms, include=include)
 
 
 @interpreted
 def test_nothing_is_added() -> None:
     """No values, or no value with a place: zeros, or what was there, bit by bit."""
     out = make(torch.float32, 1, 1, 9, 1)
-    none = Part(torch.zeros(1, 1, 0, 1, dtype=torch.int64), torch.zeros(1, 1, 0, 1))
-    outside = Part(torch.full((1, 1, 3, 1), 9), make(torch.float32, 1, 1, 3, 1))
+    none = lay_out(out, torch.zeros(1, 1, 0, 1, dtype=torch.int64), torch.zeros(1, 1, 0, 1))
+    outside = lay_out(out, torch.full((1, 1, 3, 1), 9), make(torch.float32, 1, 1, 3, 1))
     for part in (none, outside):
         for include in (True, False):
             compare(out, part, 4, include=include)

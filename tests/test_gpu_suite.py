@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-FOLDER = Path(__file__).parents[2] / "benchmarks"
+FOLDER = Path(__file__).parents[1] / "benchmarks"
 MARK = "pytest.mark." + "cuda"
 LONG = 300.0  # seconds, of which none is waited for
 FAKE = """

@@ -1,9 +1,10 @@
 """The catalog as text, for a terminal and for the documentation."""
 
 from collections.abc import Iterable
+from pathlib import Path
 from textwrap import fill
 
-from lightning_d9m.patches.catalog.op import Op
+from lightning_d9m.patches.catalog.catalog import Op
 
 _HEADINGS = {
     "patched": "Patched\n\nApplied by `patch_ops`; `unpatched_ops` excludes ops by name.",
@@ -11,35 +12,7 @@ _HEADINGS = {
         "Without a patch\n\nOps that torch or others call nondeterministic, with the reason."
     ),
 }
-_INTRODUCTION = """\
-# Ops
-
-The ops that torch leaves nondeterministic on CUDA, and their deterministic replacements.
-`d9m ops --markdown` makes this page from the catalog.
-
-The replacements are registered in torch's dispatcher for CUDA, all or none, and removed at the
-end. Nearly all are one of two [primitives](primitives.md). They are tested on a CPU against torch's
-own kernels; and each op of torch that they call is checked against a list of ops whose CUDA kernels
-have no race. **None of them has run on a CUDA machine yet**, and their cost there is not measured.
-`benchmarks/gpu_suite.sh` measures both.
-
-An op that torch makes deterministic by a sort is patched where the exact sum moves at most 3 times
-the bytes of a kernel with atomics, by counting: `index_add`, `scatter_add` and `index_put`.
-
-With deterministic algorithms on in the forward pass, torch replaces bilinear and trilinear
-`F.interpolate`, `F.pad(mode="replicate")` and `F.max_pool3d(return_indices=True)` by Python
-decompositions. While the patches are applied, these functions call their op again, so that its
-patched gradient runs.
-
-On CUDA,
-
-- the first use of a primitive on a device compares its Triton kernel with torch ops on the CPU.
-  Torch ops, with the same bits, take over with a warning from a kernel that differs or cannot run;
-- the host waits for the device in `bincount` with weights, in `histc` with the default range and in
-  the gradient of `CTCLoss` if its lengths are CUDA tensors, as in torch's own kernels;
-- an index out of range is a device-side assertion, which surfaces as an error at a later call;
-- a step with patches has to run once before a CUDA graph captures it, because kernels are compiled
-  and taps are copied from the host at the first use. Taps that a graph uses are kept."""
+_INTRODUCTION = Path(__file__).with_name("op_introduction.md")
 
 
 def list_op_facts(op: Op) -> list[tuple[str, str]]:
@@ -75,7 +48,7 @@ def render_op(op: Op, columns: int = 100) -> str:
 
 def render_markdown(ops: Iterable[Op]) -> str:
     """Return the documentation's page."""
-    listed, parts = list(ops), [_INTRODUCTION]
+    listed, parts = list(ops), [_INTRODUCTION.read_text(encoding="utf-8").rstrip()]
     for status, heading in _HEADINGS.items():
         chosen = [op for op in listed if op.status == status]
         parts += [f"## {heading}"] if chosen else []

@@ -9,7 +9,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_d9m.patches.exact_sums import GUARD, add_at, exact_sum, plan_pieces
+from lightning_d9m.patches.exact_sums import GUARD, plan_pieces
+from lightning_d9m.patches.kernels.updates import add_rows
+from lightning_d9m.portability.sums import exact_sum
 
 NAN, INF = math.nan, math.inf
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -78,12 +80,12 @@ def test_sums_are_rounded_once(dtype: torch.dtype, data: st.DataObject) -> None:
     order = data.draw(st.permutations(range(len(others))))
     values = torch.tensor(others, dtype=dtype)[order]
     out = torch.tensor([7.0, first], dtype=dtype)
-    add_at(out, torch.ones(len(others), dtype=torch.int64), values)
+    add_rows(out, torch.ones(len(others), dtype=torch.int64), values, include=True)
     assert out[0] == 7.0
     assert read_bits(out[1:]) == read_bits(expected)
     fresh = torch.full((2,), 5.0, dtype=dtype)
     every = torch.cat([values, out.new_tensor([first])])
-    add_at(fresh, torch.zeros(len(every), dtype=torch.int64), every, include=False)
+    add_rows(fresh, torch.zeros(len(every), dtype=torch.int64), every, include=False)
     assert read_bits(fresh) == read_bits(torch.stack([expected[0] + 0.0, expected.new_zeros(())]))
     assert read_bits(exact_sum(every)[None]) == read_bits(expected + 0.0)
 
@@ -99,7 +101,7 @@ def test_orders_agree_beyond_the_guard_bits(dtype: torch.dtype) -> None:
     for _ in range(20):
         order = torch.randperm(3000)
         out = torch.ones(7, dtype=dtype)
-        add_at(out, places[order], values[order])
+        add_rows(out, places[order], values[order], include=True)
         results.add(tuple(read_bits(out)))
         results.add(tuple(read_bits(out)))
     assert len(results) == 1

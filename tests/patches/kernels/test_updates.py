@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_d9m.patches.kernels.places import find_last, update_places
+from lightning_d9m.patches.kernels.updates import find_last, update_places
 
 keys_of = st.lists(st.integers(0, 7), max_size=60)
 

@@ -10,10 +10,10 @@ import pytest
 
 from lightning_d9m.cli import ops as command
 from lightning_d9m.errors import SettingError
+from lightning_d9m.output.op_listing import render_markdown
 from lightning_d9m.patches.catalog.catalog import OPS
-from lightning_d9m.patches.catalog.listing import render_markdown
 
-PAGE = Path(__file__).parents[3] / "docs" / "ops.md"
+PAGE = Path(__file__).parents[2] / "docs" / "ops.md"
 
 
 def run(*words: str) -> int:
