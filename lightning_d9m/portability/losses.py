@@ -91,9 +91,9 @@ def multilabel_margin(values: Tensor, target: Tensor, reduction: int) -> tuple[T
 
 
 composed("multilabel_margin_loss_backward")(
-    lambda g, values, target, reduction, _: (
-        differentiate(lambda x: multilabel_margin(x, target, reduction)[0], g, values)[0]
-    )
+    lambda g, values, target, reduction, _: differentiate(
+        lambda x: multilabel_margin(x, target, reduction)[0], g, values
+    )[0]
 )
 
 
@@ -109,9 +109,7 @@ def ctc_loss(
     """The losses, and the forward variables of each state and step (Graves et al. 2006)."""
     del zero_infinity
     steps, batch, _ = log_probs.shape
-    times, counts = (
-        torch.as_tensor(one).tolist() for one in (input_lengths, target_lengths)
-    )
+    times, counts = (torch.as_tensor(one).tolist() for one in (input_lengths, target_lengths))
     width = 2 * max(counts, default=0) + 1
     labels = torch.full((batch, width), blank, device=log_probs.device)
     given = targets if targets.dim() > 1 else targets.split(counts)

@@ -101,8 +101,9 @@ def _form(
     left: Tensor,
     right: Tensor,
     vectors: Vectors,
-    terms: int,
+    length: int,
     row_dim: int,
+    roundings: int = 0,
 ) -> Tensor:
     """Return the products of vectors.
 
@@ -111,8 +112,9 @@ def _form(
         left: The first argument of the function.
         right: The second one.
         vectors: The vectors.
-        terms: The greatest number of roundings of a sum.
+        length: The number of products in a sum.
         row_dim: The dimension of the result that counts the rows of the first vectors.
+        roundings: The greatest number of roundings of a sum, if it is not ``length``.
     """
     vectors = cache(vectors)
     if left.dtype == torch.float64:
@@ -133,7 +135,7 @@ def _form(
         first, second = rows[row], windows[(group, *index)]
         return first.reshape(len(places), -1).double() * second.reshape(len(places), -1).double()
 
-    return combine(function, left, right, find_terms, terms)
+    return combine(function, left, right, find_terms, length, (roundings or length) + 1)
 
 
 def convolve(values: Tensor, weight: Tensor, given: Convolution) -> Tensor:
@@ -148,12 +150,12 @@ def convolve(values: Tensor, weight: Tensor, given: Convolution) -> Tensor:
 
     meta = (one.to("meta") for one in (values, weight))
     sizes = function(*meta).shape[2:]
-    terms = weight[0].numel() + 1
+    length = weight[0].numel()
     vectors = given.list_forward(values, weight, sizes)
     if given.transposed:
-        terms = weight[:, 0].numel() // given.groups + 1
+        length = weight[:, 0].numel() // given.groups
         vectors = given.list_backward(values, weight, sizes)
-    return _form(function, values, weight, vectors, terms, 1).to(values.dtype)
+    return _form(function, values, weight, vectors, length, 1).to(values.dtype)
 
 
 def convolve_backward(
@@ -170,12 +172,12 @@ def convolve_backward(
             like, wanted = left.new_empty(()).expand(values.shape), [True, False, False]
             return differentiate(left, like, right, None, *given, wanted)[0]  # type: ignore[no-any-return]
 
-        terms = weight[:, 0].numel() // given.groups + 1
+        length = weight[:, 0].numel() // given.groups
         vectors = given.list_backward(gradient, weight, values.shape[2:])
         if given.transposed:
-            terms = weight[0].numel() + 1
+            length = weight[0].numel()
             vectors = given.list_forward(gradient, weight, values.shape[2:])
-        for_input = _form(find_input, gradient, weight, vectors, terms, 1).to(values.dtype)
+        for_input = _form(find_input, gradient, weight, vectors, length, 1).to(values.dtype)
     if mask[1]:
         small, large = (values, gradient) if given.transposed else (gradient, values)
         each = max(1, BLOCK // prod(small.shape[2:]))
@@ -187,7 +189,9 @@ def convolve_backward(
                 total = total + differentiate(part, other, like, None, *given, wanted)[1]
             return total
 
-        terms = each * prod(small.shape[2:]) + len(values) // each + 1
+        length = len(values) * prod(small.shape[2:])
+        roundings = each * prod(small.shape[2:]) + len(values) // each
         vectors = given.list_weight(small, large, kernel)
-        for_weight = _form(find_weight, gradient, values, vectors, terms, 0).to(weight.dtype)
+        for_weight = _form(find_weight, gradient, values, vectors, length, 0, roundings)
+        for_weight = for_weight.to(weight.dtype)
     return for_input, for_weight

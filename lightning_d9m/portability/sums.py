@@ -12,6 +12,7 @@ may differ between machines; the results do not. Sums of float64 numbers are tho
 import math
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -36,35 +37,42 @@ Terms = Callable[[Tensor], Tensor]
 """What returns the terms of some sums, ``[sums, terms]``, given their flat positions."""
 
 
-def settle(total: Tensor, bound: Tensor, find_terms: Terms) -> Tensor:
+def settle(total: Tensor, bound: Tensor, find_terms: Terms, length: int) -> Tensor:
     """Round float64 sums to float32 as their exact values round.
 
     Args:
         total: The sums; any order of additions.
         bound: At least twice the greatest error of each sum.
         find_terms: Returns the terms of some sums in float64.
+        length: The number of terms of a sum.
     """
     flat, margins = total.reshape(-1), bound.reshape(-1)
-    result = torch.empty_like(flat, dtype=torch.float32)
-    chunk = _CHUNK if flat.device.type == "cpu" else max(1, flat.numel())
-    lowest, unsure = result.new_empty(chunk), []
-    for start in range(0, flat.numel(), chunk):
-        part = slice(start, start + chunk)
-        high = result[part]
-        torch.add(flat[part], margins[part], out=high)
-        low = torch.sub(flat[part], margins[part], out=lowest[: len(high)])
-        unsure.append((high != low).nonzero().view(-1) + start)
-    places = torch.cat(unsure) if unsure else flat.new_empty(0, dtype=torch.int64)
+    result, places = _round(flat, margins)
     if len(places):
         result[places] = flat[places].float()
-        places = places[flat[places].isfinite()]
-    if len(places):
-        length = find_terms(places[:1]).shape[1]
-        for some in places.split(max(1, _MOST_TERMS // max(length, 1))):
+        for some in places[flat[places].isfinite()].split(max(1, _MOST_TERMS // length)):
             pieces, tops = cut_exactly(find_terms(some), 1)
             sums = [piece.sum(1, keepdim=True) for piece in pieces]
             result[some] = round_sums(sums, tops, torch.float32).view(-1)
     return result.add_(0.0).view(total.shape)  # one zero
+
+
+def _round(total: Tensor, bound: Tensor) -> tuple[Tensor, Tensor]:
+    """Return sums in float32, and the places of those that a bound of the error may change."""
+    if total.device.type != "cpu":
+        result = (total + bound).float()
+        return result, ((total - bound).float() != result).nonzero().view(-1)
+    result = torch.empty_like(total, dtype=torch.float32)
+    sums, margins, highest = (one.numpy() for one in (total, bound, result))
+    lowest, places = np.empty(min(len(sums), _CHUNK), dtype=np.float32), [np.empty(0, np.int64)]
+    with np.errstate(all="ignore"):  # NumPy adds and rounds in one pass
+        for start in range(0, len(sums), _CHUNK):
+            part = slice(start, start + _CHUNK)
+            high, low = highest[part], lowest[: len(highest[part])]
+            np.add(sums[part], margins[part], out=high, casting="same_kind")
+            np.subtract(sums[part], margins[part], out=low, casting="same_kind")
+            places.append(np.flatnonzero(high != low) + start)
+    return result, torch.from_numpy(np.concatenate(places))
 
 
 def cut_exactly(terms: Tensor, dim: int) -> tuple[list[Tensor], Tensor]:
@@ -102,7 +110,8 @@ def add_terms(
             rows = terms.permute(*others, *axes)[tuple(index[axis] for axis in others)]
             return rows.reshape(len(places), -1)
 
-        total = settle(wide, size.mul_(2 * (rounds + 2) * UNIT), find_terms).to(dtype)
+        bound = size.mul_(2 * (rounds + 2) * UNIT)
+        total = settle(wide, bound, find_terms, values.numel() // wide.numel()).to(dtype)
     return total if keepdim or not axes else total.squeeze(axes)
 
 
@@ -124,7 +133,8 @@ def combine(
     left: Tensor,
     right: Tensor,
     find_terms: Terms,
-    terms: int,
+    length: int,
+    roundings: int,
 ) -> Tensor:
     """Return a function of two tensors that adds products of their numbers, rounded once.
 
@@ -133,13 +143,14 @@ def combine(
         left: Of float32 or 16 bits.
         right: As ``left``.
         find_terms: See :func:`settle`.
-        terms: The greatest number of roundings of a sum.
+        length: The number of terms of a sum.
+        roundings: The greatest number of roundings of a sum.
     """
     total = function(left.double(), right.double())
     # The sizes of the terms; float32 gives them up to small errors, and up to what underflows.
     size = function(left.float().abs(), right.float().abs()).double()
-    bound = size.mul_((2.05 + terms * 2.0**-22) * terms * UNIT).add_(terms**2 * 2.0**-170)
-    return settle(total, bound, find_terms)
+    bound = size.mul_((2.05 + length * 2.0**-22) * roundings * UNIT)
+    return settle(total, bound.add_(length * roundings * 2.0**-170), find_terms, length)
 
 
 def multiply(left: Tensor, right: Tensor) -> Tensor:
@@ -154,10 +165,12 @@ def multiply(left: Tensor, right: Tensor) -> Tensor:
         return total
 
     def find_terms(places: Tensor) -> Tensor:
-        batch, row, column = torch.unravel_index(places, (len(left), left.shape[1], right.shape[2]))
+        row, column = places // right.shape[2], places % right.shape[2]
+        batch, row = row // left.shape[1], row % left.shape[1]
         return left[batch, row].double() * right[batch, :, column].double()
 
-    return combine(multiply_parts, left, right, find_terms, min(inner, BLOCK) + inner // BLOCK + 1)
+    roundings = min(inner, BLOCK) + inner // BLOCK + 1
+    return combine(multiply_parts, left, right, find_terms, inner, roundings)
 
 
 def multiply_doubles(left: Tensor, right: Tensor) -> Tensor:
