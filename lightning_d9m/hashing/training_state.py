@@ -149,6 +149,7 @@ def take_partial_snapshot(
     layouts: Mapping[int, FlatLayout] | None = None,
     *,
     sketches: bool = False,
+    switches: bool = True,
 ) -> PartialSnapshot:
     """Digest this rank's part of the state of a training that divides tensors among ranks.
 
@@ -159,6 +160,8 @@ def take_partial_snapshot(
         layouts: What ``find_flat_layouts`` returns; None to digest shards as if they were tensors.
         sketches: Whether to sketch the weights that this rank holds whole. Those of an
             accelerator are copied to the host, in pieces of 16 MiB that each wait for it.
+        switches: Whether settings of optimizers and schedulers that are True, False or None count.
+            Versions of torch have different ones; what they do shows in the weights.
 
     Raises:
         DigestError: When a weight or a buffer has no defined bytes.
@@ -168,10 +171,11 @@ def take_partial_snapshot(
     for group, named in (("weights", parameters), ("buffers", buffers)):
         state.add_all(group, named)
     for number, optimizer in enumerate(optimizers):
-        state.add_optimizer(number, optimizer)
+        state.add_optimizer(number, optimizer, switches=switches)
     groups, tensors = state.groups, state.tensors
     for number, scheduler in enumerate(schedulers):
-        groups["schedulers"][str(number)] = _digest_state(scheduler.state_dict())
+        given = _choose_settings(scheduler.state_dict(), switches=switches)
+        groups["schedulers"][str(number)] = _digest_state(given)
     values = [value for named in tensors.values() for value in named.values()]
     digests = iter(digest_many(values))
     for group, found in tensors.items():
@@ -211,10 +215,13 @@ class _State:
         for name, tensor in tensors.items():
             self._add(group, name, name, tensor)
 
-    def add_optimizer(self, number: int, optimizer: torch.optim.Optimizer) -> None:
+    def add_optimizer(
+        self, number: int, optimizer: torch.optim.Optimizer, *, switches: bool
+    ) -> None:
         """Add the state of an optimizer."""
         for name, value in optimizer_state(optimizer, self._names, f"{number}."):
-            self._add("optimizers", name, name.split(".", 2)[2], value)
+            given = _choose_settings(value, switches=switches)
+            self._add("optimizers", name, name.split(".", 2)[2], given)
 
     def _add(self, group: str, name: str, parameter: str, value: object) -> None:
         if self._divide((group, name), parameter, value):
@@ -247,6 +254,13 @@ class _State:
             return False
         self.shards[place] = shard
         return True
+
+
+def _choose_settings(value: object, *, switches: bool) -> object:
+    """Leave out the entries of a mapping that are True, False or None, unless these count."""
+    if switches or not isinstance(value, Mapping):
+        return value
+    return {key: own for key, own in value.items() if not isinstance(own, bool | None)}
 
 
 def _digest_state(value: object) -> str:

@@ -40,17 +40,12 @@ def shrink_backward(gradient: Tensor, values: Tensor, lambd: float) -> Tensor:
 
 @composed("rrelu_with_noise")
 def rrelu(
-    values: Tensor,
-    noise: Tensor,
-    lower: float = 0.125,
-    upper: float = 1 / 3,
-    training: bool = False,
-    generator: Any = None,
+    values: Tensor, noise: Tensor, low: float = 0.125, high: float = 1 / 3, *given: Any, **more: Any
 ) -> Tensor:
     """The randomized leaky ReLU; it writes its slopes into ``noise``."""
-    if not training:
-        return torch.where(values <= 0, values * ((lower + upper) / 2), values)
-    drawn = torch.empty_like(values).uniform_(lower, upper, generator=generator)
+    if True not in given[:1]:  # it does not train
+        return torch.where(values <= 0, values * ((low + high) / 2), values)
+    drawn = torch.empty_like(values).uniform_(low, high, generator=more.get("generator"))
     noise.copy_(torch.where(values <= 0, drawn, 1.0))
     return values * noise
 
@@ -168,19 +163,10 @@ def embedding_bag(
 
 @composed("_embedding_bag_dense_backward")
 def embedding_bag_backward(
-    gradient: Tensor,
-    indices: Tensor,
-    bags: Tensor,
-    sizes: Tensor,
-    maxima: Tensor,
-    count: int,
-    by_frequency: bool,
-    mode: int,
-    per_sample_weights: Tensor | None,
-    padding_idx: int = -1,
+    gradient: Tensor, indices: Tensor, bags: Tensor, sizes: Tensor, _: Any, *given: Any
 ) -> Tensor:
     """The gradient of the rows."""
-    del maxima
+    count, by_frequency, mode, per_sample_weights, padding_idx = (*given, -1)[:5]
     if mode == 1:
         gradient = gradient / sizes.clamp(min=1).unsqueeze(1)
     rows = gradient[bags]
@@ -196,19 +182,11 @@ def qr(matrix: Tensor, mode: str = "reduced") -> tuple[Tensor, Tensor]:
     if mode != "reduced" or matrix.dim() != 2:
         raise UnsupportedError(f"linalg_qr of shape {tuple(matrix.shape)}, mode {mode!r}")
     wide = matrix.double()
-    rows, columns = wide.shape
-    size = min(rows, columns)
-    q, r = wide.new_zeros((rows, size)), wide.new_zeros((size, columns))
+    size = min(wide.shape)
+    q = wide.new_zeros((len(wide), size))
     for column in range(size):
         vector = wide[:, column]
-        if column:
-            for _ in range(2):
-                part = q[:, :column].t().mv(vector)
-                vector = vector - q[:, :column].mv(part)
-                r[:column, column] += part
-        length = torch.linalg.vector_norm(vector)
-        r[column, column] = length
-        q[:, column] = vector / length
-    if columns > size:
-        r[:, size:] = q.t() @ wide[:, size:]
-    return q.to(matrix.dtype), r.to(matrix.dtype)
+        for _ in range(2):
+            vector = vector - q[:, :column].mv(q[:, :column].t().mv(vector))
+        q[:, column] = vector / torch.linalg.vector_norm(vector)
+    return q.to(matrix.dtype), (q.t() @ wide).triu().to(matrix.dtype)
