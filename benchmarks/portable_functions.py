@@ -2,7 +2,7 @@
 
     python benchmarks/portable_functions.py [--points N] [-o FILE]
 
-A first look is at torch's function in float64, whose own error is below a millionth of a unit in the
+A first look is at torch's function in float64, whose error is below a millionth of a unit in the
 last place of float32. The two points of every 2**18 that look worst are compared with mpmath, and
 their greatest error is the result. Half of the points are any bits within the domain, half are near
 0 and 1. An error of 0.5 is that of correct rounding; more than 0.501 ends with status 1. It takes
