@@ -135,9 +135,12 @@ class PortableMode(TorchDispatchMode):
         functional = _find_functional(func)
         if functional is not None:
             return partial(_write, func, self._find(functional))
-        name = func.name().partition("::")[2]
-        path = _PATCHES.get(name) or _PATCHES.get(f"{name}_")
-        patch = path and partial(_patch, self._compose(resolve_name(path), func))
+        name = func._schema.name.partition("::")[2]  # noqa: SLF001 - its public name
+        same = [func, *(one for one in _list_overloads(func) if _find_functional(one) is func)]
+        names = [one.name().partition("::")[2] for one in same]
+        paths = (_PATCHES.get(one) for one in (*names, f"{name}_"))
+        path = next(filter(None, paths), None)
+        patch = path and self._compose(partial(_patch, resolve_name(path)), func)
         refusal = partial(_take_integers, func)
         if patch is None:
             return refusal
@@ -200,22 +203,25 @@ def _find_composite(func: Any) -> Rule | None:
     return partial(func._op_dk, found[0]) if found else None  # noqa: SLF001 - as torch decomposes
 
 
+def _list_overloads(func: Any, name: str = "") -> list[Any]:
+    """Return the overloads of an operation, or of another one of its namespace."""
+    name = name or func._schema.name.partition("::")[2]  # noqa: SLF001 - its public name
+    packet = getattr(getattr(torch.ops, func.namespace), name, None)
+    return [getattr(packet, one) for one in packet.overloads()] if packet else []
+
+
 def _find_functional(func: Any) -> Any:
     """Return the overload without a side effect of one that writes; None if there is none."""
     schema = func._schema  # noqa: SLF001 - torch has no public form
     if not schema.is_mutable:
         return None
     packet, name = schema.name.partition("::")[2].removesuffix("_"), func._overloadname  # noqa: SLF001
-    found = getattr(getattr(torch.ops, func.namespace), packet, None)
-    if found is None:
-        return None
     wanted = [(one.name, str(one.type)) for one in schema.arguments if not one.is_out]
-    for overload in found.overloads():
-        candidate = getattr(found, overload)
+    for candidate in _list_overloads(func, packet):
         if candidate._schema.is_mutable:  # noqa: SLF001
             continue
         given = [(one.name, str(one.type)) for one in candidate._schema.arguments]  # noqa: SLF001
-        if given == wanted or (not schema.name.endswith("_") and overload == name):
+        if given == wanted or (not schema.name.endswith("_") and candidate._overloadname == name):  # noqa: SLF001
             return candidate
     return None
 

@@ -50,7 +50,9 @@ def settle(total: Tensor, bound: Tensor, find_terms: Terms, length: int) -> Tens
     result, places = _round(flat, margins)
     if len(places):
         result[places] = flat[places].float()
-        for some in places[flat[places].isfinite()].split(max(1, _MOST_TERMS // length)):
+        places = places[flat[places].isfinite()]
+    if len(places):
+        for some in places.split(max(1, _MOST_TERMS // length)):
             pieces, tops = cut_exactly(find_terms(some), 1)
             sums = [piece.sum(1, keepdim=True) for piece in pieces]
             result[some] = round_sums(sums, tops, torch.float32).view(-1)
