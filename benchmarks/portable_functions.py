@@ -2,18 +2,22 @@
 
     python benchmarks/portable_functions.py [--points N] [-o FILE]
 
-The reference is torch's function in float64, whose own error is below a millionth of a unit in the
-last place of float32; tests/portability/test_functions.py compares fewer points with mpmath. Half
-of the points are any bits within the domain, half are near 0 and 1. An error of 0.5 is that of
-correct rounding.
+A first look is at torch's function in float64, whose error is below a millionth of a unit in the
+last place of float32. The two points of every 2**18 that look worst are compared with mpmath, and
+their greatest error is the result. Half of the points are any bits within the domain, half are near
+0 and 1. An error of 0.5 is that of correct rounding; more than 0.501 ends with status 1. It takes
+about six minutes on one core.
 """
 
 import argparse
 import json
 import math
+import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
+import mpmath
 import torch
 from torch import Tensor
 
@@ -32,6 +36,12 @@ NAMES = (
     *("tan", "tanh"),
 )
 CHUNK = 2**18
+ALLOWED = 0.501
+REFERENCES: dict[str, Callable[..., mpmath.mpf]] = {
+    "exp2": lambda x: mpmath.mpf(2) ** x,
+    "log2": lambda x: mpmath.log(x, 2),
+    "sigmoid": lambda x: 1 / (1 + mpmath.exp(-x)),
+}
 
 
 def sample(count: int, low: float, high: float, generator: torch.Generator) -> Tensor:
@@ -51,7 +61,7 @@ def measure(name: str, points: int) -> tuple[float, float]:
     """Return the greatest error in units in the last place, and where it is."""
     low, high = DOMAINS.get(name, (-math.inf, math.inf))
     generator = torch.Generator().manual_seed(5)
-    worst, place = 0.0, 0.0
+    worst, suspects = 0.0, []
     for _ in range(-(-points // CHUNK)):
         values = sample(CHUNK, low, high, generator)
         if name in ("sin", "cos", "tan"):
@@ -65,27 +75,39 @@ def measure(name: str, points: int) -> tuple[float, float]:
         error = torch.where(inside, (found.double() - exact).abs() / unit, 0.0)
         error = torch.where(inside | (found.double() == exact.float().double()), error, math.inf)
         error = torch.where(exact.isnan() & found.isnan(), 0.0, error)
-        greatest = int(error.argmax())
-        if float(error[greatest]) > worst:
-            worst, place = float(error[greatest]), float(values[greatest])
-    return worst, place
+        chosen = error.topk(2)[1]
+        worst = max(worst, float(error.max())) if bool(error.isinf().any()) else worst
+        suspects += zip(values[chosen].tolist(), found[chosen].tolist(), strict=True)
+    errors = [(find_error(name, *one), one[0]) for one in suspects if math.isfinite(one[1])]
+    return max([(worst, 0.0), *errors])
 
 
-def main() -> None:
-    """Measure all functions, print and write the errors."""
+def find_error(name: str, value: float, found: float) -> float:
+    """Return the distance of a result to mpmath's, in units in the last place of float32."""
+    with mpmath.workprec(300):
+        exact = (REFERENCES.get(name) or getattr(mpmath, name))(mpmath.mpf(value))
+        exponent = mpmath.frexp(exact)[1] if exact else 0
+        return float(abs(found - exact) / mpmath.mpf(2) ** max(exponent - 24, -149))
+
+
+def main() -> int:
+    """Measure all functions, print and write the errors; return 1 if one is too great."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--points", type=int, default=10_000_000)
     parser.add_argument("--names", nargs="*", default=NAMES)
     parser.add_argument("-o", "--output", type=Path)
     options = parser.parse_args()
+    greatest = 0.0
     found: dict[str, object] = {"date": time.strftime("%Y-%m-%d"), "points": options.points}
     for name in options.names:
         worst, place = measure(name, options.points)
+        greatest = max(greatest, worst)
         found[name] = {"error": round(worst, 7), "at": place.hex()}
         print(name, found[name], flush=True)
     if options.output:
         options.output.write_text(json.dumps(found, indent=1) + "\n")
+    return int(greatest > ALLOWED)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -176,6 +176,7 @@ def take_partial_snapshot(
     layouts: Mapping[int, FlatLayout] | None = None,
     *,
     sketches: bool = False,
+    switches: bool = True,
 ) -> PartialSnapshot:
     """Digest this rank's part of the state of a training that divides tensors among ranks.
 
@@ -186,6 +187,8 @@ def take_partial_snapshot(
         layouts: What ``find_flat_layouts`` returns; None to digest shards as if they were tensors.
         sketches: Whether to sketch the weights that this rank holds whole. Those of an
             accelerator are copied to the host, in pieces of 16 MiB that each wait for it.
+        switches: Whether settings of optimizers and schedulers that are True, False or None count.
+            Versions of torch have different ones; what they do shows in the weights.
 
     Raises:
         DigestError: When a weight or a buffer has no defined bytes.
@@ -199,7 +202,8 @@ def take_partial_snapshot(
     ]
     for number, optimizer in enumerate(optimizers):
         for name, value in optimizer_state(optimizer, names, f"{number}."):
-            listed.append(("optimizers", name, name.split(".", 2)[2], value))
+            given = _choose_settings(value, switches=switches)
+            listed.append(("optimizers", name, name.split(".", 2)[2], given))
     divided = {names[key]: own for key, own in (layouts or {}).items() if key in names}
     taken = PartialSnapshot()
     whole: dict[tuple[str, str], Tensor] = {}
@@ -214,7 +218,8 @@ def take_partial_snapshot(
         else:
             whole[group, name] = value
     for number, scheduler in enumerate(schedulers):
-        taken.groups["schedulers"][str(number)] = _digest_state(scheduler.state_dict())
+        given = _choose_settings(scheduler.state_dict(), switches=switches)
+        taken.groups["schedulers"][str(number)] = _digest_state(given)
     for (group, name), found in zip(whole, digest_many(whole.values()), strict=True):
         taken.groups[group][name] = found
     if sketches:
@@ -222,6 +227,13 @@ def take_partial_snapshot(
             {name: own for (g, name), own in whole.items() if g == "weights"}
         )
     return taken
+
+
+def _choose_settings(value: object, *, switches: bool) -> object:
+    """Leave out the entries of a mapping that are True, False or None, unless these count."""
+    if switches or not isinstance(value, Mapping):
+        return value
+    return {key: own for key, own in value.items() if not isinstance(own, bool | None)}
 
 
 def _digest_state(value: object) -> str:

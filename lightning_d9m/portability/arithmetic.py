@@ -8,37 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_d9m.patches.exact_sums import (
-    cut_terms,
-    find_cuts,
-    plan_pieces,
-    read_exponents,
-)
+from lightning_d9m.patches.exact_sums import round_sums
 from lightning_d9m.portability import functions
 from lightning_d9m.portability.functions import evaluate
 from lightning_d9m.portability.products import matmul
 from lightning_d9m.portability.registry import RULES, Rule, along_dim, as_tensor, composed, rule
-from lightning_d9m.portability.sums import add_terms
+from lightning_d9m.portability.sums import add_terms, cut_exactly
 
-_FUNCTIONS = (
-    *("acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "cos", "cosh", "erf", "erfc"),
-    *(
-        "erfinv",
-        "exp",
-        "exp2",
-        "expm1",
-        "hypot",
-        "log",
-        "log10",
-        "log1p",
-        "log2",
-        "sigmoid",
-        "sin",
-        "sinh",
-    ),
-    *("silu", "tan", "tanh"),
-)
-RULES.update({name: partial(evaluate, getattr(functions, name)) for name in _FUNCTIONS})
+FUNCTIONS = """
+    acos acosh asin asinh atan atan2 atanh cos cosh erf erfc erfinv exp exp2 expm1 hypot log log10
+    log1p log2 sigmoid sin sinh tan tanh
+""".split()  # noqa: SIM905 - a table is easier to read
+RULES |= {name: partial(evaluate, getattr(functions, name)) for name in FUNCTIONS}
 
 
 # These round once, or not at all; complex numbers are refused.
@@ -118,12 +99,15 @@ def divide(left: Any, right: Any, rounding_mode: str | None = None) -> Tensor:
             return torch.div(left, right)
         return torch.div(left, torch.full((1,) * left.dim(), right).to(left))
     dtype = torch.result_type(left, right)
-    if not dtype.is_floating_point:
-        return torch.div(left, right, rounding_mode=rounding_mode)
     # A quotient of float32 numbers is never rounded to a whole number in float64.
-    wide = (as_tensor(one, right if one is left else left).double() for one in (left, right))
-    quotient = torch.div(*wide)
+    quotient = torch.div(*_widen(left, right))
     return (quotient.floor_() if rounding_mode == "floor" else quotient.trunc_()).to(dtype)
+
+
+def _widen(*values: Any) -> list[Tensor]:
+    """Return numbers and tensors as float64 tensors."""
+    (like,) = [one for one in values if isinstance(one, Tensor)][:1]
+    return [as_tensor(one, like).double() for one in values]
 
 
 @rule("floor_divide")
@@ -133,12 +117,10 @@ def floor_divide(left: Any, right: Any) -> Tensor:
 
 
 def _remainder(mode: str, left: Any, right: Any) -> Tensor:
-    dtype = torch.result_type(left, right)
-    if not dtype.is_floating_point:
-        return (torch.remainder if mode == "floor" else torch.fmod)(left, right)
-    wide, other = (as_tensor(one, right if one is left else left).double() for one in (left, right))
+    wide, other = _widen(left, right)
     result = wide - divide(wide, other, mode) * other
-    return torch.where(other.isinf() & wide.isfinite(), wide, result).to(dtype)
+    result = torch.where(other.isinf() & wide.isfinite(), wide, result)
+    return result.to(torch.result_type(left, right))
 
 
 RULES |= {"remainder": partial(_remainder, "floor"), "fmod": partial(_remainder, "trunc")}
@@ -194,8 +176,6 @@ def power(base: Any, exponent: Any) -> Tensor:
     if not isinstance(base, Tensor):
         base = torch.full((), base, dtype=torch.result_type(exponent, base)).to(exponent.device)
     dtype = torch.result_type(base, exponent)
-    if not dtype.is_floating_point:
-        return torch.pow(base, exponent)
     if not isinstance(exponent, Tensor):
         simple: dict[float, Callable[[], Tensor]] = {
             1.0: base.clone,
@@ -212,59 +192,45 @@ def power(base: Any, exponent: Any) -> Tensor:
     return evaluate(functions.pow, base.double(), exponent.double()).to(dtype)
 
 
-# Processors disagree on the greater one of 0.0 and -0.0.
 @rule("relu")
 def relu(values: Tensor) -> Tensor:
     """The values that are positive, else 0."""
     return torch.threshold(values, 0, 0)
 
 
-def _choose(better: Callable[..., Tensor], skips_nan: bool, left: Tensor, right: Tensor) -> Tensor:
-    """Return the better one of two numbers; of equal ones the left one."""
-    right_wins = better(right, left) | (left if skips_nan else right).isnan()
-    return torch.where(right_wins, right, left)
+def _choose(function: Rule, *given: Any, **more: Any) -> Any:
+    """Let torch choose among numbers; processors disagree on the greater one of 0.0 and -0.0."""
+    return function(*(one + 0 if _is_fraction(one) else one for one in given), **more)
 
 
-RULES |= {"maximum": partial(_choose, torch.gt, False), "fmax": partial(_choose, torch.gt, True)}
-RULES |= {"minimum": partial(_choose, torch.lt, False), "fmin": partial(_choose, torch.lt, True)}
+def _is_fraction(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
 
 
-def _find_extreme(name: str, values: Tensor, dim: Any = (), keepdim: bool = False) -> Tensor:
-    """Return the greatest or least values; zero has one sign."""
-    found: Tensor = getattr(torch, name)(values, list(dim), keepdim=keepdim)
-    return found + 0
+for _name in ("amax", "amin", "fmax", "fmin", "max", "maximum", "min", "minimum"):
+    RULES[_name] = partial(_choose, getattr(torch.ops.aten, _name))
 
 
-RULES |= {name: partial(_find_extreme, name) for name in ("amax", "amin")}
+def _find_middle(name: str, values: Tensor, *along: Any) -> Any:
+    """Return the median of all values; our patch finds those along a dimension."""
+    return NotImplemented if along else getattr(torch, name)(values + 0)
 
 
-def _choose_at(values: Tensor, index: Tensor, dim: int, keepdim: bool) -> tuple[Tensor, Tensor]:
-    """Return the values at positions, which have the size 1 along a dimension, and these."""
-    found = (values.gather(dim, index), index)
-    return found if keepdim else (found[0].squeeze(dim), found[1].squeeze(dim))
+RULES |= {name: partial(_find_middle, name) for name in ("median", "nanmedian")}
 
 
-def _find_first(name: str, values: Tensor, dim: Any = None, keepdim: bool = False) -> Any:
-    find = getattr(torch, name)
-    if dim is None:
-        return find(values) + 0
-    return along_dim(_choose_at)(values, find(values, dim, keepdim=True)[1], dim, keepdim)
-
-
-RULES |= {name: partial(_find_first, name) for name in ("max", "min")}
-
-
-@rule("sort")
+# An unstable order of equal numbers is not the same everywhere.
+@rule("sort", whole=True)
 @along_dim
 def sort(
     values: Tensor, dim: int = -1, descending: bool = False, *, stable: bool | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The stable order: an unstable one is not the same everywhere."""
+    """The stable order."""
     del stable
     return torch.sort(values, stable=True, dim=dim, descending=descending)
 
 
-@rule("topk")
+@rule("topk", whole=True)
 @along_dim
 def topk(
     values: Tensor, k: int, dim: int = -1, largest: bool = True, *_: Any
@@ -273,23 +239,12 @@ def topk(
     return tuple(one.narrow(dim, 0, k).contiguous() for one in sort(values, dim, largest))
 
 
-@rule("kthvalue")
+@rule("kthvalue", whole=True)
 @along_dim
-def kthvalue(values: Tensor, k: int, dim: int = -1, keepdim: bool = False) -> tuple[Tensor, Tensor]:
+def kthvalue(values: Tensor, k: int, dim: int = -1, keepdim: bool = False) -> tuple[Tensor, ...]:
     """The k-th of the stable order."""
-    return _choose_at(values, sort(values, dim)[1].narrow(dim, k - 1, 1), dim, keepdim)
-
-
-@rule("median")
-@along_dim
-def median(values: Tensor, dim: int | None = None, keepdim: bool = False) -> Any:
-    """The lower median, or NaN."""
-    if dim is None:
-        return median(values.reshape(-1), 0)[0]
-    index = sort(values, dim)[1].narrow(dim, (values.shape[dim] - 1) // 2, 1)
-    missing = values.isnan()
-    first = missing.int().argmax(dim, keepdim=True)
-    return _choose_at(values, torch.where(missing.any(dim, True), first, index), dim, keepdim)
+    found = (one.narrow(dim, k - 1, 1) for one in sort(values, dim))
+    return tuple(one.clone() if keepdim else one.squeeze(dim).clone() for one in found)
 
 
 def _converting(torchs: Callable[..., Tensor]) -> Callable[[Rule], Rule]:
@@ -334,39 +289,33 @@ def _divide_by(total: Tensor, number: float) -> Tensor:
     return total / torch.full((1,) * total.dim(), number).to(total)
 
 
-def spread(
-    values: Tensor, dim: Sequence[int] | None, correction: float = 1
+@rule("var_mean")
+def variance_and_mean(
+    values: Tensor,
+    dim: Sequence[int] | None = None,
+    unbiased: bool = True,
+    keepdim: bool = False,
+    *,
+    correction: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the variance and the mean, with the dimensions kept, in float32 or float64."""
+    """The variance and the mean."""
+    if isinstance(dim, bool):  # the overload without dimensions
+        dim, unbiased = None, dim
     dtype = at_least_32(values.dtype)
     center = mean(values, dim, keepdim=True, dtype=dtype)
     gaps = values.double() - center
     total = add_terms(gaps.mul_(gaps), dim, keepdim=True, dtype=dtype)
-    return _divide_by(total, max(_count(values, dim) - correction, 0)), center
+    count = _count(values, dim) - (unbiased if correction is None else correction)
+    found = (one.to(values.dtype) for one in (_divide_by(total, max(count, 0)), center))
+    if keepdim or not values.dim():
+        return tuple(found)  # type: ignore[return-value]
+    return tuple(one.squeeze(tuple(dim or range(values.dim()))) for one in found)  # type: ignore[return-value]
 
 
-def _variance(
-    root: bool,
-    with_mean: bool,
-    values: Tensor,
-    dim: Sequence[int] | None = None,
-    *,
-    correction: float | None = None,
-    keepdim: bool = False,
-) -> Any:
-    result, center = spread(values, dim, 1 if correction is None else correction)
-    shown = [one.to(values.dtype) for one in (sqrt(result) if root else result, center)]
-    if not keepdim and values.dim():
-        shown = [one.squeeze(tuple(dim or range(values.dim()))) for one in shown]
-    return tuple(shown) if with_mean else shown[0]
-
-
-RULES |= {
-    "var": partial(_variance, False, False),
-    "std": partial(_variance, True, False),
-    "var_mean": partial(_variance, False, True),
-    "std_mean": partial(_variance, True, True),
-}
+@rule("var")
+def variance(*given: Any, **more: Any) -> Tensor:
+    """The variance; torch takes standard deviations apart."""
+    return variance_and_mean(*given, **more)[0]
 
 
 @rule("linalg_vector_norm")
@@ -392,34 +341,11 @@ def vector_norm(
 @along_dim
 @_converting(torch.cumsum)
 def cumsum(values: Tensor, dim: int) -> Tensor:
-    """The exact sum of the values up to each one, rounded once (twice to 16 bits)."""
-    terms = values.double()
-    finite = terms.isfinite()
-    sums = [torch.where(finite, 0.0, terms).cumsum(dim)]
-    rest = torch.where(finite, terms, 0.0)
-    pieces = plan_pieces(values.dtype, values.shape[dim])._replace(number=1)
-    while rest.any():  # the sums of pieces are exact
-        cuts = find_cuts(read_exponents(rest).amax(dim, keepdim=True), pieces, values.dtype)
-        piece = cut_terms(rest, cuts)[0]
-        piece = piece if cuts.scale is None else piece / cuts.scale
-        sums.append(piece.cumsum(dim))
-        rest = rest - piece
-    return add_terms(torch.stack(sums), [0], keepdim=False, dtype=values.dtype)
-
-
-@rule("prod")
-@_converting(torch.prod)
-def product(values: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
-    """The product of neighbors, of these products, and so on."""
-    rest = values.reshape(-1) if dim is None or not values.dim() else values.movedim(dim, -1)
-    if not rest.shape[-1]:
-        rest = torch.ones((*rest.shape[:-1], 1)).to(values)
-    while rest.shape[-1] > 1:
-        odd = rest[..., -1:] if rest.shape[-1] % 2 else rest[..., :0]
-        even = rest[..., : rest.shape[-1] // 2 * 2]
-        rest = torch.cat([even[..., 0::2] * even[..., 1::2], odd], -1)
-    keepdim = keepdim and dim is not None and values.dim() > 0
-    return rest.movedim(-1, dim).clone() if keepdim else rest[..., 0].clone()  # type: ignore[arg-type]
+    """The sum of the values up to each one, rounded once."""
+    finite = values.isfinite()
+    pieces, tops = cut_exactly(torch.where(finite, values.double(), 0.0), dim)
+    sums = round_sums([piece.cumsum(dim) for piece in pieces], tops, values.dtype)
+    return sums + torch.where(finite, 0.0, values).cumsum(dim)
 
 
 @rule("cumprod")
@@ -433,6 +359,16 @@ def cumprod(values: Tensor, dim: int) -> Tensor:
         later.copy_(later * result.narrow(dim, 0, length - step))
         step *= 2
     return result
+
+
+@rule("prod")
+@_converting(torch.prod)
+def product(values: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
+    """The last one of the products of the values up to each one."""
+    if dim is None or not values.dim():
+        return cumprod(values.reshape(-1), 0)[-1].clone()
+    last = cumprod(values, dim).narrow(dim, values.shape[dim] - 1, 1)
+    return last.clone() if keepdim else last.squeeze(dim).clone()
 
 
 RULES |= {"mm": matmul, "bmm": matmul}
@@ -451,17 +387,11 @@ def multiply_vector(matrix: Tensor, vector: Tensor) -> Tensor:
 
 
 @rule("arange")
-def arange(*args: Any, dtype: torch.dtype | None = None, **kwargs: Any) -> Tensor:
-    """Equal steps; multiplied and added, each rounded."""
-    fractions = (
-        any(isinstance(one, float) for one in args) if dtype is None else dtype.is_floating_point
-    )
-    if not fractions:
-        return torch.arange(*args, dtype=dtype, **kwargs)
-    start, end, step = (0, *args, 1) if len(args) == 1 else (*args, 1)[:3]
-    places = torch.arange(max(0, math.ceil((end - start) / step)), dtype=torch.float64)
-    result = torch.add(places * float(step), float(start))
-    return result.to(dtype=dtype or torch.get_default_dtype(), device=kwargs.get("device"))
+def arange(*given: Any, dtype: torch.dtype | None = None, **kwargs: Any) -> Tensor:
+    """Whole numbers; torch makes others from these."""
+    if any(isinstance(one, float) for one in given) if dtype is None else dtype.is_floating_point:
+        return NotImplemented
+    return torch.arange(*given, dtype=dtype, **kwargs)
 
 
 @composed("addbmm")

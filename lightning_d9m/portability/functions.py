@@ -8,8 +8,8 @@ that mpmath made (``chebyfit``, 60 digits); those of the logarithm, sine and cos
 
 import math
 from collections.abc import Callable, Sequence
-from fractions import Fraction
 
+import mpmath
 import numpy as np
 import torch
 from torch import Tensor
@@ -32,13 +32,6 @@ _COS = (
 )
 _PI_HALF = (1.57079632673412561417e00, 6.07710050630396597660e-11, 2.02226624879595063154e-21)
 _FAR_ANGLE = 2.0**20  # from here on the multiples of pi / 2 need more bits than float64 has
-_PI_DIGITS = int(
-    "31415926535897932384626433832795028841971693993751058209749445923078164062862089"
-    "98628034825342117067982148086513282306647093844609550582231725359408128481117450"
-    "28410270193852110555964462294895493038196442881097566593344612847564823378678316"
-    "52712019091456485669234603486104543266482133936072602491412737245870066063155881"
-    "74881520920962829254091715364367892590360011330530"
-)
 # (exp(x) - 1 - x) / x**2 for |x| below log(2) / 2
 _EXP = (
     *(2.0914717341716378e-09, 2.5105259538448494e-08, 2.755727357010214e-07),
@@ -215,11 +208,6 @@ def tanh(x: Tensor) -> Tensor:
     return torch.where(x.isnan(), x, result)
 
 
-def softplus(x: Tensor) -> Tensor:
-    """log(1 + exp(x))."""
-    return log1p(exp(-x.abs())).add_(torch.where(x > 0, x, 0.0))
-
-
 def erf(x: Tensor) -> Tensor:
     """The error function."""
     size = x.abs()
@@ -276,9 +264,9 @@ def _reduce_angle(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _reduce_exactly(x: float) -> tuple[float, int]:
-    half_pi = Fraction(_PI_DIGITS, 2 * 10 ** (len(str(_PI_DIGITS)) - 1))
-    turns = round(Fraction(x) / half_pi)
-    return float(Fraction(x) - turns * half_pi), turns % 4
+    with mpmath.workprec(1200):
+        turns = mpmath.nint(2 * x / mpmath.pi)
+        return float(x - turns * mpmath.pi / 2), int(turns) % 4
 
 
 def _sin_and_cos(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -405,14 +393,3 @@ def pow(x: Tensor, y: Tensor) -> Tensor:  # noqa: A001 - the name that torch giv
     result = torch.where((x < 0) & x.isfinite() & ~whole, math.nan, result)
     result = torch.where((size == 1.0) & y.isinf(), 1.0, result)
     return torch.where((x == 1.0) | (y == 0.0), 1.0, result)
-
-
-def silu(x: Tensor) -> Tensor:
-    """The SiLU function."""
-    return sigmoid(x) * x
-
-
-def silu_slope(x: Tensor) -> Tensor:
-    """The derivative of :func:`silu`."""
-    part = sigmoid(x)
-    return part * ((1.0 - part) * x + 1.0)

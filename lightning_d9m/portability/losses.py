@@ -1,7 +1,6 @@
 """Composed rules for operations that torch does not take apart itself."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,29 +10,19 @@ from torch._decomp import decomposition_table
 from lightning_d9m.portability.registry import UnsupportedError, composed
 
 
-@contextmanager
-def _recording() -> Iterator[None]:
-    """Let autograd record the operations of a rule: the mode runs below it."""
-    key, tls = torch._C.DispatchKey.AutogradFunctionality, torch._C  # noqa: SLF001 - no public form
-    excluded = tls._dispatch_tls_is_dispatch_key_excluded(key)  # noqa: SLF001
-    tls._dispatch_tls_set_dispatch_key_excluded(key, False)  # noqa: SLF001
-    try:
-        with torch.enable_grad():
-            yield
-    finally:
-        tls._dispatch_tls_set_dispatch_key_excluded(key, excluded)  # noqa: SLF001
-
-
 def differentiate(
     function: Callable[..., Tensor], gradient: Tensor, *inputs: Tensor
 ) -> tuple[Tensor, ...]:
     """Return the gradients of a function for its inputs: each operation of them is portable."""
-    with _recording():
+    key = torch._C.DispatchKey.AutogradFunctionality  # noqa: SLF001 - no public form
+    # Let autograd record the operations, although the mode runs below it.
+    with torch._C._SetExcludeDispatchKeyGuard(key, False), torch.enable_grad():  # noqa: SLF001
         leaves = [one.detach().requires_grad_() for one in inputs]
         result = function(*leaves)
         return tuple(torch.autograd.grad(result, leaves, gradient, materialize_grads=True))
 
 
+_multi_margin = decomposition_table[torch.ops.aten.multi_margin_loss.default]
 composed("_weight_norm_interface_backward")(torch.ops.aten._weight_norm_differentiable_backward)  # noqa: SLF001
 
 
@@ -51,17 +40,12 @@ def shrink_backward(gradient: Tensor, values: Tensor, lambd: float) -> Tensor:
 
 @composed("rrelu_with_noise")
 def rrelu(
-    values: Tensor,
-    noise: Tensor,
-    lower: float = 0.125,
-    upper: float = 1 / 3,
-    training: bool = False,
-    generator: Any = None,
+    values: Tensor, noise: Tensor, low: float = 0.125, high: float = 1 / 3, *given: Any, **more: Any
 ) -> Tensor:
     """The randomized leaky ReLU; it writes its slopes into ``noise``."""
-    if not training:
-        return torch.where(values <= 0, values * ((lower + upper) / 2), values)
-    drawn = torch.empty_like(values).uniform_(lower, upper, generator=generator)
+    if True not in given[:1]:  # it does not train
+        return torch.where(values <= 0, values * ((low + high) / 2), values)
+    drawn = torch.empty_like(values).uniform_(low, high, generator=more.get("generator"))
     noise.copy_(torch.where(values <= 0, drawn, 1.0))
     return values * noise
 
@@ -74,20 +58,12 @@ def cdist(left: Tensor, right: Tensor, p: float, mode: int | None) -> Tensor:
     return torch.linalg.vector_norm(gaps, p, dim=-1)  # type: ignore[no-any-return]
 
 
-@composed("_cdist_backward")
-def cdist_backward(
-    gradient: Tensor, left: Tensor, right: Tensor, p: float, distances: Tensor
-) -> Tensor:
-    """The gradient of the distances for the left points."""
-    del distances
-    return differentiate(lambda x: cdist(x, right, p, None), gradient, left)[0]
-
-
-@composed("multi_margin_loss_backward")
-def multi_margin_backward(gradient: Tensor, values: Tensor, *given: Any) -> Tensor:
-    """The gradient of the multi-class margin loss."""
-    loss = decomposition_table[torch.ops.aten.multi_margin_loss.default]
-    return differentiate(lambda x: loss(x, *given), gradient, values)[0]
+composed("_cdist_backward")(
+    lambda g, left, right, p, _: differentiate(lambda x: cdist(x, right, p, None), g, left)[0]
+)
+composed("multi_margin_loss_backward")(
+    lambda g, values, *given: differentiate(lambda x: _multi_margin(x, *given), g, values)[0]
+)
 
 
 @composed("multilabel_margin_loss_forward")
@@ -97,27 +73,23 @@ def multilabel_margin(values: Tensor, target: Tensor, reduction: int) -> tuple[T
     Torch's decomposition adds terms of class 0 for each place after the last label.
     """
     rows, labels = (torch.atleast_2d(one) for one in (values, target))
-    valid = (labels >= 0).int().cumprod(1).bool()
-    index = torch.where(valid, labels, 0)
-    classes = torch.arange(rows.shape[1], device=rows.device)
-    is_label = ((index.unsqueeze(2) == classes) & valid.unsqueeze(2)).any(1)
-    gaps = 1 - rows.gather(1, index).unsqueeze(2) + rows.unsqueeze(1)
-    counted = valid.unsqueeze(2) & ~is_label.unsqueeze(1) & (gaps > 0)
-    losses = torch.where(counted, gaps, 0.0).sum((1, 2)) / rows.shape[1]
+    valid = (labels >= 0).int().cumprod(1)
+    counts = torch.zeros(rows.shape, dtype=valid.dtype, device=rows.device)
+    counts = counts.scatter_add(1, labels.clamp(min=0), valid).unsqueeze(2)  # of each class
+    gaps = (1 - rows.unsqueeze(2) + rows.unsqueeze(1)).relu()
+    losses = torch.where(counts.mT == 0, gaps * counts, 0.0).sum((1, 2)) / rows.shape[1]
     if reduction:
         losses = losses.mean() if reduction == 1 else losses.sum()
     elif values.dim() < 2:
         losses = losses.view(())
-    return losses, is_label.to(values.dtype).view(target.shape)
+    return losses, (counts > 0).to(values.dtype).view(target.shape)
 
 
-@composed("multilabel_margin_loss_backward")
-def multilabel_margin_backward(
-    gradient: Tensor, values: Tensor, target: Tensor, reduction: int, is_target: Tensor
-) -> Tensor:
-    """The gradient of the multi-label margin loss."""
-    del is_target
-    return differentiate(lambda x: multilabel_margin(x, target, reduction)[0], gradient, values)[0]
+composed("multilabel_margin_loss_backward")(
+    lambda g, values, target, reduction, _: differentiate(
+        lambda x: multilabel_margin(x, target, reduction)[0], g, values
+    )[0]
+)
 
 
 @composed("_ctc_loss")
@@ -151,11 +123,9 @@ def ctc_loss(
         state = ways.logsumexp(0) + emitted[step]
         path.append(torch.where(real & (step < last_time), state, -torch.inf))
     alpha = torch.stack(path, 1)
-    losses = []
-    for row, (time, count) in enumerate(zip(times, counts, strict=True)):
-        ends = alpha[row, time - 1, max(2 * count - 1, 0) : 2 * count + 1]
-        losses.append(-torch.logsumexp(ends, 0))
-    return torch.stack(losses), alpha
+    final = alpha.gather(1, (last_time - 1).clamp(min=0).unsqueeze(2).expand(-1, -1, width))[:, 0]
+    ends = torch.where(real & (states >= 2 * last_state - 1), final, -torch.inf)
+    return -ends.logsumexp(1), alpha
 
 
 @composed("_embedding_bag", "_embedding_bag_forward_only")
@@ -193,19 +163,10 @@ def embedding_bag(
 
 @composed("_embedding_bag_dense_backward")
 def embedding_bag_backward(
-    gradient: Tensor,
-    indices: Tensor,
-    bags: Tensor,
-    sizes: Tensor,
-    maxima: Tensor,
-    count: int,
-    by_frequency: bool,
-    mode: int,
-    per_sample_weights: Tensor | None,
-    padding_idx: int = -1,
+    gradient: Tensor, indices: Tensor, bags: Tensor, sizes: Tensor, _: Any, *given: Any
 ) -> Tensor:
     """The gradient of the rows."""
-    del maxima
+    count, by_frequency, mode, per_sample_weights, padding_idx = (*given, -1)[:5]
     if mode == 1:
         gradient = gradient / sizes.clamp(min=1).unsqueeze(1)
     rows = gradient[bags]
@@ -221,19 +182,11 @@ def qr(matrix: Tensor, mode: str = "reduced") -> tuple[Tensor, Tensor]:
     if mode != "reduced" or matrix.dim() != 2:
         raise UnsupportedError(f"linalg_qr of shape {tuple(matrix.shape)}, mode {mode!r}")
     wide = matrix.double()
-    rows, columns = wide.shape
-    size = min(rows, columns)
-    q, r = wide.new_zeros((rows, size)), wide.new_zeros((size, columns))
+    size = min(wide.shape)
+    q = wide.new_zeros((len(wide), size))
     for column in range(size):
         vector = wide[:, column]
-        if column:
-            for _ in range(2):
-                part = q[:, :column].t().mv(vector)
-                vector = vector - q[:, :column].mv(part)
-                r[:column, column] += part
-        length = torch.linalg.vector_norm(vector)
-        r[column, column] = length
-        q[:, column] = vector / length
-    if columns > size:
-        r[:, size:] = q.t() @ wide[:, size:]
-    return q.to(matrix.dtype), r.to(matrix.dtype)
+        for _ in range(2):
+            vector = vector - q[:, :column].mv(q[:, :column].t().mv(vector))
+        q[:, column] = vector / torch.linalg.vector_norm(vector)
+    return q.to(matrix.dtype), (q.t() @ wide).triu().to(matrix.dtype)

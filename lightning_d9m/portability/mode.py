@@ -30,7 +30,13 @@ from lightning_d9m.portability import (
     random_numbers,
     resampling,
 )
-from lightning_d9m.portability.registry import COMPOSED, RULES, Rule, UnsupportedError
+from lightning_d9m.portability.registry import (
+    COMPOSED,
+    OF_WHOLE_NUMBERS,
+    RULES,
+    Rule,
+    UnsupportedError,
+)
 
 _REGISTERED = (arithmetic, layers, losses, optimizers, random_numbers, resampling)
 
@@ -111,13 +117,12 @@ class PortableMode(TorchDispatchMode):
             if found is not None:
                 writes = one != name or any(arg.is_out for arg in func._schema.arguments)  # noqa: SLF001
                 found = partial(_write, func, found) if writes else found
-                return partial(_checked, func, found, partial(self._take_apart, func))
-        plain = _find_functional(func)
+                whole = not (_is_seeded(func) or one in OF_WHOLE_NUMBERS)
+                return partial(_checked, func, found, partial(self._take_apart, func), whole=whole)
         moves = base in MOVES and "reduce" not in func._overloadname  # noqa: SLF001 - a sum
-        copies = torch.Tag.view_copy in func.tags
-        if moves or copies or _is_view(func) or (plain is not None and _is_view(plain)):
+        if moves or torch.Tag.view_copy in func.tags:
             return func  # type: ignore[no-any-return]
-        return None
+        return func if any(_is_view(one) for one in (func, _find_functional(func))) else None
 
     def _take_apart(self, func: Any) -> Rule:
         """Return what computes an operation by others, or refuses it."""
@@ -129,32 +134,16 @@ class PortableMode(TorchDispatchMode):
         functional = _find_functional(func)
         if functional is not None:
             return partial(_write, func, self._find(functional))
-        return partial(_take_integers, func, self._find_patch(func))
-
-    def _find_patch(self, func: Any) -> Rule | None:
-        """Return the deterministic replacement of an operation, run under the mode."""
-        name = func.name().partition("::")[2]
-        path = _PATCHES.get(name) or _PATCHES.get(f"{name}_")
-        if path is None:
-            return None
-        kernel = resolve_name(path)
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            try:
-                result = kernel(*args, **kwargs)
-            except RefusedError:
-                result = NotImplemented
-            if result is NotImplemented:
-                raise UnsupportedError(
-                    "Its arguments are none that its deterministic replacement takes"
-                )
-            if callable(result):  # it writes into a tensor
-                target = args[0].clone()
-                result(target)
-                return target
-            return result
-
-        return partial(_checked, func, self._compose(call, func), partial(refuse, func))
+        name = func._schema.name.partition("::")[2]  # noqa: SLF001 - its public name
+        same = [func, *(one for one in _list_overloads(func) if _find_functional(one) is func)]
+        names = [one.name().partition("::")[2] for one in same]
+        paths = (_PATCHES.get(one) for one in (*names, f"{name}_"))
+        path = next(filter(None, paths), None)
+        patch = path and self._compose(partial(_patch, resolve_name(path)), func)
+        refusal = partial(_take_integers, func)
+        if patch is None:
+            return refusal
+        return partial(_checked, func, patch, lambda: refusal, whole=True)
 
     def _compose(self, function: Rule, func: Any = None) -> Rule:
         """Run a function under the mode; refuse an operation that leads back to itself."""
@@ -172,8 +161,27 @@ class PortableMode(TorchDispatchMode):
         return run
 
 
+def _patch(kernel: Rule, *args: Any, **kwargs: Any) -> Any:
+    """Compute an operation by its deterministic replacement, under the mode."""
+    try:
+        result = kernel(*args, **kwargs)
+    except RefusedError:
+        result = NotImplemented
+    if result is NotImplemented:
+        raise UnsupportedError("Its arguments are none that its deterministic replacement takes")
+    if callable(result):  # it writes into a tensor
+        target = args[0].clone()
+        result(target)
+        return target
+    return result
+
+
+def _is_seeded(func: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in func.tags
+
+
 def _is_view(func: Any) -> bool:
-    returns = func._schema.returns  # noqa: SLF001 - torch has no public form
+    returns = func._schema.returns if func is not None else ()  # noqa: SLF001 - torch has no public form
     alias = returns[0].alias_info if returns else None
     return alias is not None and not alias.is_write
 
@@ -188,10 +196,17 @@ def _find_composite(func: Any) -> Rule | None:
     keys = [_KEYS.CompositeExplicitAutograd]
     if name.startswith("_foreach_") or name in _COMPOSITE:
         keys += [_KEYS.CompositeExplicitAutogradNonFunctional, _KEYS.CPU]
-    elif torch.Tag.nondeterministic_seeded not in func.tags:
+    elif not _is_seeded(func):
         return None
     found = [key for key in keys if func.has_kernel_for_dispatch_key(key)]
     return partial(func._op_dk, found[0]) if found else None  # noqa: SLF001 - as torch decomposes
+
+
+def _list_overloads(func: Any, name: str = "") -> list[Any]:
+    """Return the overloads of an operation, or of another one of its namespace."""
+    name = name or func._schema.name.partition("::")[2]  # noqa: SLF001 - its public name
+    packet = getattr(getattr(torch.ops, func.namespace), name, None)
+    return [getattr(packet, one) for one in packet.overloads()] if packet else []
 
 
 def _find_functional(func: Any) -> Any:
@@ -200,16 +215,12 @@ def _find_functional(func: Any) -> Any:
     if not schema.is_mutable:
         return None
     packet, name = schema.name.partition("::")[2].removesuffix("_"), func._overloadname  # noqa: SLF001
-    found = getattr(getattr(torch.ops, func.namespace), packet, None)
-    if found is None:
-        return None
     wanted = [(one.name, str(one.type)) for one in schema.arguments if not one.is_out]
-    for overload in found.overloads():
-        candidate = getattr(found, overload)
+    for candidate in _list_overloads(func, packet):
         if candidate._schema.is_mutable:  # noqa: SLF001
             continue
         given = [(one.name, str(one.type)) for one in candidate._schema.arguments]  # noqa: SLF001
-        if given == wanted or (not schema.name.endswith("_") and overload == name):
+        if given == wanted or (not schema.name.endswith("_") and candidate._overloadname == name):  # noqa: SLF001
             return candidate
     return None
 
@@ -240,15 +251,24 @@ def _tensors(values: Any) -> Iterator[Tensor]:
 
 
 def _checked(
-    func: Any, rule: Rule, take_apart: Callable[[], Rule], *args: Any, **kwargs: Any
+    func: Any,
+    rule: Rule,
+    take_apart: Callable[[], Rule],
+    *args: Any,
+    whole: bool,
+    **kwargs: Any,
 ) -> Any:
-    """Apply a rule to dense real numbers; leave shapes without values, and no values, to torch."""
+    """Apply a rule to dense real numbers; leave whole numbers, which are exact, to torch."""
     given = [value for value in args if isinstance(value, Tensor)]
     if any(one.is_complex() or one.layout != torch.strided for one in given if not one.is_meta):
         refuse(func)
     # Without a number there is nothing to round, and torch knows its results and its errors.
     if any(one.is_meta for one in given) or (given and not any(one.numel() for one in given)):
         return func(*args, **kwargs)
+    if whole and given and not any(one.is_floating_point() for one in given):
+        found = func(*args, **kwargs)
+        if not any(map(_has_fractions, _tensors([found]))):
+            return found
     try:
         found = rule(*args, **kwargs)
     except UnsupportedError as error:
@@ -256,18 +276,15 @@ def _checked(
     return take_apart()(*args, **kwargs) if found is NotImplemented else found
 
 
-def _take_integers(func: Any, patch: Rule | None, *args: Any, **kwargs: Any) -> Any:
-    """Compute an operation in no class on whole numbers, which are exact, or by its patch."""
+def _take_integers(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Compute an operation in no class on whole numbers, or on what has no values."""
     given = [*_tensors(args), *_tensors(kwargs.values())]
-    seeded = torch.Tag.nondeterministic_seeded in func.tags
-    if seeded or any(_has_fractions(one) for one in given):
+    if _is_seeded(func) or any(map(_has_fractions, given)):
         if given and all(one.is_meta for one in given):
             return func(*args, **kwargs)
-        if patch is not None:
-            return patch(*args, **kwargs)
         refuse(func)
     result = func(*args, **kwargs)
-    if any(_has_fractions(one) for one in _tensors([result])):
+    if any(map(_has_fractions, _tensors([result]))):
         refuse(func)
     return result
 
@@ -325,18 +342,6 @@ def is_portable() -> bool:
 
 
 @contextmanager
-def _switched(
-    get: Callable[[], bool], put: Callable[[bool], object], value: bool
-) -> Iterator[None]:
-    before = get()
-    put(value)
-    try:
-        yield
-    finally:
-        put(before)
-
-
-@contextmanager
 def portable() -> Iterator[None]:
     """Compute every operation of the body with the same bits on every machine.
 
@@ -352,24 +357,23 @@ def portable() -> Iterator[None]:
     if is_portable():
         yield
         return
-    cuda, cpu = torch.backends.cuda, torch._C  # noqa: SLF001 - the flag has no public setter
+    cuda, flags, mha = torch.backends.cuda, torch._C, torch.backends.mha  # noqa: SLF001 - no public setters
+    switches = (
+        # oneDNN's recurrent layers are one operation; without it torch takes them apart.
+        (flags._get_mkldnn_enabled, flags._set_mkldnn_enabled, False),  # noqa: SLF001
+        # cuDNN may convolve by Fourier transforms, whose errors our bounds do not cover.
+        (flags._get_cudnn_enabled, flags._set_cudnn_enabled, False),  # noqa: SLF001
+        # Fused attention adds in an order of its own; the plain one is products and softmax.
+        (cuda.flash_sdp_enabled, cuda.enable_flash_sdp, False),
+        (cuda.mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp, False),
+        (cuda.math_sdp_enabled, cuda.enable_math_sdp, True),
+        # The fast path of encoder layers is one operation.
+        (mha.get_fastpath_enabled, mha.set_fastpath_enabled, False),
+    )
     with ExitStack() as stack:
-        switches = (
-            # oneDNN's recurrent layers are one operation; without it torch takes them apart.
-            (cpu._get_mkldnn_enabled, cpu._set_mkldnn_enabled, False),  # noqa: SLF001
-            # Fused attention adds in an order of its own; the plain one is products and softmax.
-            (cuda.flash_sdp_enabled, cuda.enable_flash_sdp, False),
-            (cuda.mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp, False),
-            (cuda.math_sdp_enabled, cuda.enable_math_sdp, True),
-            # The fast path of encoder layers is one operation.
-            (
-                torch.backends.mha.get_fastpath_enabled,
-                torch.backends.mha.set_fastpath_enabled,
-                False,
-            ),
-        )
-        for switch in switches:
-            stack.enter_context(_switched(*switch))
+        for get, put, value in switches:
+            stack.callback(put, get())
+            put(value)
         _active.count = 1
         stack.callback(setattr, _active, "count", 0)
         stack.enter_context(_MODE)

@@ -1,6 +1,7 @@
 """Fused steps of optimizers, taken apart by torch's own code for single tensors."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -27,35 +28,23 @@ def _step(
         return
     if grad_scale is not None:
         grads = [grad / grad_scale for grad in grads]
+    if function is not sgd:  # it counts the step that the caller has counted
+        state = (*state[:-1], [one - 1 for one in state[-1]])
     rate = lr.item() if isinstance(lr, Tensor) else lr
     function(list(params), list(grads), *state, foreach=False, fused=False, lr=rate, **options)
 
 
-def _counted(function: Callable[..., None]) -> Callable[..., None]:
-    """Let a function count a step that the caller has counted."""
-
-    def step(params: Any, grads: Any, *state: Sequence[Tensor], **options: Any) -> None:
-        _step(function, params, grads, *state[:-1], [one - 1 for one in state[-1]], **options)
-
-    return step
-
-
 for _function in (adam, adamw, adagrad):
-    composed(f"_fused_{_function.__name__}_")(_counted(_function))
+    composed(f"_fused_{_function.__name__}_")(partial(_step, _function))
 
 
 @composed("_fused_sgd_")
 def fused_sgd(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    buffers: Sequence[Tensor],
-    *,
-    is_first_step: bool,
-    **options: Any,
+    params: Any, grads: Any, buffers: Any, *, is_first_step: bool, **options: Any
 ) -> None:
     """A step of SGD, which fills the buffers of the momentum at first."""
-    found: list[Any] = [None] * len(params) if is_first_step else list(buffers)
-    _step(sgd, params, grads, found or [None] * len(params), **options)
+    found: list[Any] = [None] * len(params) if is_first_step or not buffers else list(buffers)
+    _step(sgd, params, grads, found, **options)
     for buffer, values in zip(buffers, found, strict=False):
         if values is not None and values is not buffer:
             buffer.copy_(values)

@@ -112,11 +112,8 @@ def permute(
 @rule("random_")
 def random_in_place(values: Tensor, *args: Any, generator: Any = None) -> Tensor:
     """Fill a tensor with whole numbers, drawn on the CPU."""
-    if values.device.type == "cpu":
-        return values.random_(*args, generator=generator)
-    return values.copy_(
-        torch.empty(values.shape, dtype=values.dtype).random_(*args, generator=generator)
-    )
+    drawn = torch.empty(values.shape, dtype=values.dtype, device="cpu")
+    return values.copy_(drawn.random_(*args, generator=generator))
 
 
 @composed("native_dropout")

@@ -3,7 +3,7 @@
 Rules have the arguments of the functional overloads of ``aten``, and call torch outside the mode:
 they may use only what gives the same bits everywhere. A rule may return ``NotImplemented``: then
 torch's decomposition serves. A *composed* rule runs under the mode, so each operation in it is
-looked up itself.
+looked up itself. Operations whose arguments and results are whole numbers are torch's own.
 """
 
 from collections.abc import Callable
@@ -18,17 +18,20 @@ _Rule = TypeVar("_Rule", bound=Rule)
 
 RULES: dict[str, Rule] = {}
 COMPOSED: dict[str, Rule] = {}
+OF_WHOLE_NUMBERS: set[str] = set()
+"""Rules that serve for whole numbers as well."""
 
 
 class UnsupportedError(Exception):
     """A rule does not take its arguments; the mode says so in the words of ``NotPortableError``."""
 
 
-def rule(*names: str, table: dict[str, Rule] = RULES) -> Callable[[_Rule], _Rule]:
+def rule(*names: str, whole: bool = False) -> Callable[[_Rule], _Rule]:
     """Register a function for operations, by their names without the namespace."""
 
     def register(function: _Rule) -> _Rule:
-        table.update(dict.fromkeys(names, function))
+        RULES.update(dict.fromkeys(names, function))
+        OF_WHOLE_NUMBERS.update(names if whole else ())
         return function
 
     return register
@@ -36,7 +39,12 @@ def rule(*names: str, table: dict[str, Rule] = RULES) -> Callable[[_Rule], _Rule
 
 def composed(*names: str) -> Callable[[_Rule], _Rule]:
     """Register a function that runs under the mode."""
-    return rule(*names, table=COMPOSED)
+
+    def register(function: _Rule) -> _Rule:
+        COMPOSED.update(dict.fromkeys(names, function))
+        return function
+
+    return register
 
 
 def along_dim(function: _Rule) -> _Rule:

@@ -3,15 +3,14 @@
 float64 holds every product of two float32 numbers. A sum of n such terms in float64, in any order
 and by any library, is off by at most n * 2**-53 times the sum of their sizes. If all numbers within
 twice this bound round to one float32 number, that number is the exact sum rounded, whatever the
-order was. Otherwise (for about one element in 10,000) the terms of the element are added with more
-bits, and, if this does not decide its last bit either, by ``math.fsum``.
-Which elements need it may differ between machines; the results do not. Sums of float64 numbers are
-those of ``patches.exact_sums``, and products of float64 numbers come from Ozaki's scheme.
+order was. Otherwise (for about one element in 10,000) the terms of the element are cut into pieces
+that add exactly (``patches.exact_sums``), as many as hold all of their bits. Which elements need it
+may differ between machines; the results do not. Sums of float64 numbers are those of
+``patches.exact_sums``, and products of float64 numbers come from Ozaki's scheme.
 """
 
 import math
-import struct
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -34,27 +33,28 @@ _MOST_TERMS = 2**20  # that are added exactly at a time
 
 
 Terms = Callable[[Tensor], Tensor]
-"""What returns something for each of some sums, given their flat positions."""
+"""What returns the terms of some sums, ``[sums, terms]``, given their flat positions."""
 
 
-def settle(
-    total: Tensor, bound: Tensor, find_terms: Terms, have_terms: Terms | None = None
-) -> Tensor:
+def settle(total: Tensor, bound: Tensor, find_terms: Terms, length: int) -> Tensor:
     """Round float64 sums to float32 as their exact values round.
 
     Args:
-        total: The sums, contiguous; any order of additions.
-        bound: At least twice the greatest error of each sum, contiguous.
-        find_terms: Returns the terms, ``[sums, terms]``.
-        have_terms: Returns which sums have a term that is not 0, if that is fast.
+        total: The sums; any order of additions.
+        bound: At least twice the greatest error of each sum.
+        find_terms: Returns the terms of some sums in float64.
+        length: The number of terms of a sum.
     """
-    flat, margins = total.view(-1), bound.view(-1)
+    flat, margins = total.reshape(-1), bound.reshape(-1)
     result, places = _round(flat, margins)
     if len(places):
         result[places] = flat[places].float()
         places = places[flat[places].isfinite()]
-        places = places if have_terms is None else places[have_terms(places)]
-        _add_unsure(result, places, find_terms)
+    if len(places):
+        for some in places.split(max(1, _MOST_TERMS // length)):
+            pieces, tops = cut_exactly(find_terms(some), 1)
+            sums = [piece.sum(1, keepdim=True) for piece in pieces]
+            result[some] = round_sums(sums, tops, torch.float32).view(-1)
     return result.add_(0.0).view(total.shape)  # one zero
 
 
@@ -65,8 +65,7 @@ def _round(total: Tensor, bound: Tensor) -> tuple[Tensor, Tensor]:
         return result, ((total - bound).float() != result).nonzero().view(-1)
     result = torch.empty_like(total, dtype=torch.float32)
     sums, margins, highest = (one.numpy() for one in (total, bound, result))
-    lowest = np.empty(min(len(sums), _CHUNK), dtype=np.float32)
-    places = []
+    lowest, places = np.empty(min(len(sums), _CHUNK), dtype=np.float32), [np.empty(0, np.int64)]
     with np.errstate(all="ignore"):  # NumPy adds and rounds in one pass
         for start in range(0, len(sums), _CHUNK):
             part = slice(start, start + _CHUNK)
@@ -77,50 +76,17 @@ def _round(total: Tensor, bound: Tensor) -> tuple[Tensor, Tensor]:
     return result, torch.from_numpy(np.concatenate(places))
 
 
-def _add_unsure(result: Tensor, places: Tensor, find_terms: Terms) -> None:
-    """Write the sums of which the float64 sum did not decide the last bit."""
-    if not len(places):
-        return
-    length = find_terms(places[:1]).shape[-1]
-    for part in places.split(max(1, _MOST_TERMS // max(length, 1))):
-        terms = find_terms(part)
-        total, sure = _add_closely(terms)
-        result[part] = total.float()
-        rest = (~sure).nonzero().view(-1)
-        sums = [add_exactly(row) for row in terms[rest].tolist()]
-        result[part[rest]] = torch.tensor(sums, dtype=torch.float64, device=total.device).float()
+def cut_exactly(terms: Tensor, dim: int) -> tuple[list[Tensor], Tensor]:
+    """Cut finite float64 terms into pieces that hold all of their bits, and add exactly.
 
-
-def _add_closely(terms: Tensor) -> tuple[Tensor, Tensor]:
-    """Return sums of rows, and which of them surely round to float32 as the exact sums do.
-
-    The upper parts of the terms are multiples of one power of two, so that their sum is exact.
+    Returns:
+        The pieces, and the exponents of the sums for ``round_sums``.
     """
-    length = terms.shape[1]
-    bits = length.bit_length() + 1
-    top = terms.abs().amax(1, keepdim=True)
-    top = (top.view(torch.int64) >> 52 << 52).view(torch.float64)
-    constant = top * (1.5 * 2.0**bits)
-    upper = (terms + constant).sub_(constant)
-    total = upper.sum(1) + (terms - upper).sum(1)
-    # The lower parts have errors of at most so much: a part of the last place of the sum.
-    sure = top[:, 0] * (length**2 * 2.0 ** (bits - 105)) <= total.abs() * 2.0**-54
-    infinite = torch.full_like(total, math.inf)
-    above, below = (torch.nextafter(total, end).float() for end in (infinite, -infinite))
-    return total, sure & (above == below)
-
-
-def add_exactly(terms: list[float]) -> float:
-    """Return a sum in float64 that rounds to float32 as the exact sum does.
-
-    Its last bit is 1 unless it is exact (rounding to odd).
-    """
-    total = math.fsum(terms)
-    terms.append(-total)
-    rest = math.fsum(terms)
-    if rest and not struct.unpack("<q", struct.pack("<d", total))[0] & 1:
-        return math.nextafter(total, math.copysign(math.inf, rest))
-    return total
+    exponents = read_exponents(terms)
+    tops = exponents.amax(dim, keepdim=True)
+    span = int(torch.where(exponents > 0, tops - exponents, 0).max())
+    pieces = plan_pieces(torch.float64, terms.shape[dim], span)
+    return cut_terms(terms, find_cuts(tops, pieces, torch.float64)), tops
 
 
 def add_terms(
@@ -132,38 +98,28 @@ def add_terms(
     """
     count = values.dim()
     axes = sorted({dim % count for dim in (dims or range(count))}) if count else []
-    shape = [1 if axis in axes else size for axis, size in enumerate(values.shape)]
-    if not keepdim:
-        final = [size for axis, size in enumerate(values.shape) if axis not in axes]
+    if dtype == torch.float64 or not values.numel():
+        total = exact_sum(values, axes, keepdim=True, dtype=dtype) + 0.0
     else:
-        final = shape
-    if not values.numel():
-        return torch.zeros(final, dtype=dtype, device=values.device)
-    if dtype == torch.float64:
-        return exact_sum(values, axes).add_(0.0).view(final)
-    terms = values.to(torch.float64)
-    total, rounds = _reduce(terms, axes)
-    size, _ = _reduce(terms.abs(), axes)
-    others = [axis for axis in range(count) if axis not in axes]
+        terms = values.to(torch.float64)
+        wide, rounds = _reduce(terms, axes)
+        size, _ = _reduce(terms.abs(), axes)
+        others = [axis for axis in range(count) if axis not in axes]
 
-    def find_terms(places: Tensor) -> Tensor:
-        places = places.clone()
-        index: list[Tensor] = []
-        for axis in reversed(others):
-            index.insert(0, places % values.shape[axis])
-            places = places // values.shape[axis]
-        rows = terms.permute(*others, *axes)[tuple(index)] if others else terms.unsqueeze(0)
-        return rows.reshape(max(len(places), 1), -1)
+        def find_terms(places: Tensor) -> Tensor:
+            index = torch.unravel_index(places, wide.shape)
+            rows = terms.permute(*others, *axes)[tuple(index[axis] for axis in others)]
+            return rows.reshape(len(places), -1)
 
-    total = total.contiguous()
-    result = settle(total, size * (2 * (rounds + 2) * UNIT), find_terms)
-    return result.view(final).to(dtype)
+        bound = size.mul_(2 * (rounds + 2) * UNIT)
+        total = settle(wide, bound, find_terms, values.numel() // wide.numel()).to(dtype)
+    return total if keepdim or not axes else total.squeeze(axes)
 
 
 def _reduce(terms: Tensor, axes: Sequence[int]) -> tuple[Tensor, int]:
     """Add over dimensions one after the other; return also the greatest number of roundings."""
     rounds = 0
-    for axis in sorted(axes, key=lambda axis: -axis):
+    for axis in reversed(axes):
         length = terms.shape[axis]
         part = math.gcd(length, BLOCK)
         if length > 2 * BLOCK and part > 1:
@@ -173,68 +129,49 @@ def _reduce(terms: Tensor, axes: Sequence[int]) -> tuple[Tensor, int]:
     return terms, rounds
 
 
-def multiply(left: Tensor, right: Tensor, size: Tensor | None = None) -> Tensor:
-    """Return the products of float32 matrices, given in float64 as ``[b, m, k]`` and ``[b, k, n]``.
-
-    ``size`` has bounds of the norms of the right matrix's columns, if the caller knows them.
-    """
-    rows, columns = left.shape[1], right.shape[2]
-    if not left.numel() or not right.numel():
-        return left.new_zeros((len(left), rows, columns), dtype=torch.float32)
-
-    def locate(places: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        batch, place = places // (rows * columns), places % (rows * columns)
-        return batch, place // columns, place % columns
-
-    def find_terms(places: Tensor) -> Tensor:
-        batch, row, column = locate(places)
-        return left[batch, row] * right[batch, :, column]
-
-    def have_terms(places: Tensor) -> Tensor:  # units that ReLU turns off leave few
-        batch, row, column = (one.numpy() for one in locate(places))
-        mine, other = (
-            np.packbits(one.numpy() != 0, axis=axis) for one, axis in ((left, 2), (right, 1))
-        )
-        return torch.from_numpy((mine[batch, row] & other.swapaxes(1, 2)[batch, column]).any(1))
-
-    fast = have_terms if left.device.type == "cpu" else None
-    parts = zip(left.split(BLOCK, 2), right.split(BLOCK, 1), strict=True)
-    return multiply_parts(parts, find_terms, fast, size)
-
-
-def multiply_parts(
-    parts: Iterable[tuple[Tensor, Tensor]],
+def combine(
+    function: Callable[[Tensor, Tensor], Tensor],
+    left: Tensor,
+    right: Tensor,
     find_terms: Terms,
-    have_terms: Terms | None = None,
-    size: Tensor | None = None,
+    length: int,
+    roundings: int,
 ) -> Tensor:
-    """Return the sum of the products of pairs of matrices, each rounded once; see ``multiply``.
+    """Return a function of two tensors that adds products of their numbers, rounded once.
 
     Args:
-        parts: The pairs, each with at most ``BLOCK`` terms.
+        function: Adds in any order, in float64 and in float32.
+        left: Of float32 or 16 bits.
+        right: As ``left``.
         find_terms: See :func:`settle`.
-        have_terms: See :func:`settle`.
-        size: Bounds of the norms of all columns of the right matrices, if they are known.
+        length: The number of terms of a sum.
+        roundings: The greatest number of roundings of a sum.
     """
-    (first, second), *others = parts
-    total, terms = torch.bmm(first, second), first.shape[2] + 3
-    bounds = [measure(first, 2), measure(second, 1) if size is None else size]
-    for left, right in others:
-        total.baddbmm_(left, right)
-        terms = max(terms, left.shape[2]) + 1
-        bounds[0] = torch.hypot(bounds[0], measure(left, 2)).mul_(1.0 + 2.0**-40)
-        if size is None:
-            bounds[1] = torch.hypot(bounds[1], measure(right, 1)).mul_(1.0 + 2.0**-40)
-    bound = bounds[0].mul(2 * terms * UNIT) * bounds[1]
-    return settle(total, bound, find_terms, have_terms)
+    total = function(left.double(), right.double())
+    # The sizes of the terms; float32 gives them up to small errors, and up to what underflows.
+    size = function(left.float().abs(), right.float().abs()).double()
+    bound = size.mul_((2.05 + length * 2.0**-22) * roundings * UNIT)
+    return settle(total, bound.add_(length * roundings * 2.0**-170), find_terms, length)
 
 
-def measure(matrices: Tensor, dim: int) -> Tensor:
-    """Return a bound of the Euclidean norms along a dimension, which stays."""
-    if matrices.stride(dim) == 1:
-        norms: Tensor = torch.linalg.vector_norm(matrices, dim=dim, keepdim=True)
-        return norms.mul_(1.0 + 2.0**-20)
-    return matrices.square().sum(dim, keepdim=True).sqrt_().mul_(1.0 + 2.0**-20)
+def multiply(left: Tensor, right: Tensor) -> Tensor:
+    """Return the products of matrices, ``[b, m, k]`` and ``[b, k, n]``, in float32."""
+    inner = left.shape[2]
+
+    def multiply_parts(left: Tensor, right: Tensor) -> Tensor:
+        (first, second), *more = zip(left.split(BLOCK, 2), right.split(BLOCK, 1), strict=True)
+        total = torch.bmm(first, second)
+        for part, other in more:
+            total += torch.bmm(part, other)
+        return total
+
+    def find_terms(places: Tensor) -> Tensor:
+        row, column = places // right.shape[2], places % right.shape[2]
+        batch, row = row // left.shape[1], row % left.shape[1]
+        return left[batch, row].double() * right[batch, :, column].double()
+
+    roundings = min(inner, BLOCK) + inner // BLOCK + 1
+    return combine(multiply_parts, left, right, find_terms, inner, roundings)
 
 
 def multiply_doubles(left: Tensor, right: Tensor) -> Tensor:
@@ -244,8 +181,6 @@ def multiply_doubles(left: Tensor, right: Tensor) -> Tensor:
     exact. The pieces keep at least 55 bits below the greatest element of a row or a column.
     """
     inner = left.shape[2]
-    if not left.numel() or not right.numel():
-        return left.new_zeros((len(left), left.shape[1], right.shape[2]))
     number = 3
     while True:
         bits = (51 - (number * inner - 1).bit_length()) // 2
@@ -258,8 +193,7 @@ def multiply_doubles(left: Tensor, right: Tensor) -> Tensor:
     for order in reversed(range(number)):
         wide = torch.cat(parts[: order + 1], dim=2)
         high = torch.cat(others[: order + 1][::-1], dim=1)
-        exact = torch.bmm(wide, high)
-        result = exact if order == number - 1 else exact.add_(result)
+        result = torch.bmm(wide, high) + result
     result.mul_(left_scale).mul_(right_scale).add_(0.0)
     bad = ~(left.isfinite().all(2, keepdim=True) & right.isfinite().all(1, keepdim=True))
     if bool(bad.any()):
@@ -272,7 +206,7 @@ def _cut(matrices: Tensor, dim: int, bits: int, number: int) -> tuple[list[Tenso
     """Cut each vector along a dimension into pieces; return also the scale of each vector."""
     finite = torch.where(matrices.isfinite(), matrices, 0.0)
     top = finite.abs().amax(dim, keepdim=True).contiguous()
-    exponent = ((top.view(torch.int64) >> 52) - 1023).clamp_(-1022, 1022)
+    exponent = (read_exponents(top).to(torch.int64) - 1023).clamp_(-1022, 1022)
     rest = finite * ((1023 - exponent) << 52).view(torch.float64)
     pieces = []
     for place in range(1, number + 1):

@@ -335,6 +335,8 @@ class RunRecorder:
             training.list_schedulers(),
             layouts,
             sketches=sketches,
+            # Portable runs of two versions of torch are comparable.
+            switches=self._header is None or not self._header.settings.get("portable"),
         )
 
     def record(self, digests: Digests) -> int:

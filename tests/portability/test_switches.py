@@ -72,7 +72,10 @@ def test_a_generator_of_a_device_is_refused():
         draw(4, generator)
 
 
-def _record(folder, threads, *, portable=True, reference=None):
+_NEW = {"old": {}, "new": {"new": True}}
+
+
+def _record(folder, threads, *, portable=True, reference=None, **options):
     """Train a linear layer with a recorder on this many threads; return the ledger."""
     before = torch.get_num_threads()
     try:
@@ -80,6 +83,7 @@ def _record(folder, threads, *, portable=True, reference=None):
             torch.set_num_threads(threads)
             model = torch.nn.Linear(3, 2)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            optimizer.param_groups[0].update(options)
             with Recorder(folder, model, optimizer, portable=portable, reference=reference) as run:
                 for batch in run.batches([torch.ones(4, 3)]):
                     model(batch).sum().backward()
@@ -100,6 +104,15 @@ def test_a_portable_reference_of_another_stack_is_accepted_and_the_report_lists_
     text = "\n".join(format_comparison(found))
     assert "The stacks differ; portable bits do not depend on them:" in text
     assert "threads.intraop" in text
+
+
+def test_options_that_only_one_version_of_torch_has_do_not_count_in_portable_runs(tmp_path):
+    """AdamW has had ``decoupled_weight_decay=True`` since torch 2.7."""
+    first = _record(tmp_path / "a", 1)
+    assert compare(first, _record(tmp_path / "b", 1, new=True, other=None)).equal
+    assert not compare(first, _record(tmp_path / "c", 1, new=0.5)).equal
+    plain = [_record(tmp_path / name, 1, portable=False, **more) for name, more in _NEW.items()]
+    assert not compare(*plain).equal
 
 
 def test_a_reference_of_another_stack_is_refused_without_portable_bits(tmp_path):
