@@ -100,9 +100,40 @@ def judge_change(
     Raises:
         LedgerError: If there are too few runs, one did not finish, or the value is not there.
     """
-    if len(noise) < FEWEST_RUNS:
+    described = _describe_runs(expected, actual, noise)
+    runs = [read_ends(ledger) for ledger in (expected, actual, *noise)]
+    values, left_out = _list_changes([_list_values(run[-1]) for run in runs])
+    if not values:
         raise LedgerError(
-            f"{len(noise)} runs show the noise, and at least {FEWEST_RUNS} are needed. Run the "
+            "The runs have no value that all of them log at the end, so nothing can be compared "
+            "with noise. Log one with self.log() or lightning_d9m.record_final()."
+        )
+    names = [value.name for value in values]
+    if chosen is not None and chosen not in names:
+        raise LedgerError(
+            f"The value {chosen!r} is not logged, as a number, at the end of every run. Known "
+            f"values: {', '.join(names)}."
+        )
+    values = [value for value in values if chosen in (None, value.name)]
+    reference, other, first, *others = (run[-1] for run in runs)
+    weights = [_measure_weights(reference, other), *(_measure_weights(first, o) for o in others)]
+    is_known = all(map(math.isfinite, weights))
+    return NoiseVerdict(
+        described,
+        values,
+        left_out,
+        weights[0] if is_known else None,
+        weights[1:] if is_known else [],
+        [[(e.step, _list_values(e).get(values[0].name, math.nan)) for e in run] for run in runs],
+    )
+
+
+def _describe_runs(expected: Ledger, actual: Ledger, noise: Sequence[Ledger]) -> str:
+    """Return the runs that show the noise in words, if they can show it."""
+    count, seeds = len(noise), len({ledger.header.seed for ledger in noise})
+    if count < FEWEST_RUNS:
+        raise LedgerError(
+            f"{count} runs show the noise, and at least {FEWEST_RUNS} are needed. Run the "
             "reference more often, for example with d9m repeat -n 5 -- COMMAND."
         )
     if any(ledger.path.samefile(actual.path) for ledger in noise):
@@ -110,44 +141,17 @@ def judge_change(
             f"{actual.path} is among the runs that show the noise. These are to run without the "
             "change: name another folder with --noise."
         )
-    seeds = len({ledger.header.seed for ledger in noise})
     if seeds == 1 and expected.header.seed != actual.header.seed:
         raise LedgerError(
             f"The two trainings have the seeds {expected.header.seed} and {actual.header.seed}, "
             "and the runs that show the noise have one. Use one seed for both, or name runs with "
             "several seeds."
         )
-    runs = [read_ends(ledger) for ledger in (expected, actual, *noise)]
-    values, left_out = _list_changes([_list_values(run[-1]) for run in runs])
-    if chosen is not None and chosen not in [value.name for value in values]:
-        raise LedgerError(
-            f"The value {chosen!r} is not logged, as a number, at the end of every run. Known "
-            f"values: {', '.join(value.name for value in values)}."
-        )
-    values = [value for value in values if chosen in (None, value.name)]
-    if not values:
-        raise LedgerError(
-            "The runs have no value that all of them log at the end, so nothing can be compared "
-            "with noise. Log one with self.log() or lightning_d9m.record_final()."
-        )
-    reference, other, first, *others = (run[-1] for run in runs)
-    weights = _measure_weights(reference, other)
-    noise_weights = [_measure_weights(first, record) for record in others]
-    is_known = all(map(math.isfinite, (weights, *noise_weights)))
-    shown = values[0].name
-    named = f"{len(noise)} reruns"
-    if any(LAST_BITS_SETTING in ledger.header.settings for ledger in noise):
-        named = f"{len(noise)} runs with changed last bits"
     if seeds > 1:
-        named = f"{len(noise)} runs with {seeds} seeds"
-    return NoiseVerdict(
-        named,
-        values,
-        left_out,
-        weights if is_known else None,
-        noise_weights if is_known else [],
-        [[(end.step, _list_values(end).get(shown, math.nan)) for end in run] for run in runs],
-    )
+        return f"{count} runs with {seeds} seeds"
+    if any(LAST_BITS_SETTING in ledger.header.settings for ledger in noise):
+        return f"{count} runs with changed last bits"
+    return f"{count} reruns"
 
 
 def _list_changes(logged: Sequence[Mapping[str, float]]) -> tuple[list[ValueChange], list[str]]:

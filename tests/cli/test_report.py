@@ -282,24 +282,6 @@ def test_without_probes(tmp_path):
     assert "3 weights weight , epoch 2, step 27 " in words
 
 
-def test_buffers_belong_to_modules_too(tmp_path):
-    """For example the running means of a normalization."""
-    one, other = (write_epochs(tmp_path, drift=d, group="buffers") for d in (None, 1))
-    words = Page(report(tmp_path, one, other)).words
-    assert "4 buffers weight , epoch 1, step 18 " in words
-
-
-def test_a_run_that_ended_early_is_different_for_that_alone(tmp_path):
-    """The verdict says that the ledger was cut short."""
-    one, other = write(tmp_path), write(tmp_path, end=False)
-    text = report(tmp_path, one, other)
-    words = Page(text.partition("</header>")[0] + "</header></main></body></html>").words
-    assert (
-        "The records that both runs have are equal, but one run has what the other lacks:" in words
-    )
-    assert "Rank 0: this run was ended before it finished its ledger." in words
-
-
 def test_a_number_is_a_decimal_and_a_digest_is_cut(tmp_path):
     """All of a digest, and the bits of a number, show when the mouse points at it."""
     ledgers = []
@@ -311,13 +293,6 @@ def test_a_number_is_a_decimal_and_a_digest_is_cut(tmp_path):
     assert f'<span title="{(0.5).hex()}">0.5</span>' in text
     words = Page(text).words
     assert "Reference: 0.5 ; this run: 0.25 ." in words
-
-
-def test_what_one_run_alone_computed_is_said_at_once(tmp_path):
-    """A module that only one run calls may explain the difference."""
-    one, other = write(tmp_path), write(tmp_path, names=[*MODULES, "extra"], drift=2)
-    words = Page(report(tmp_path, one, other)).words
-    assert "Only this run has output extra in that batch." in words
 
 
 def test_where_nothing_differs_no_cell_is_red(tmp_path):

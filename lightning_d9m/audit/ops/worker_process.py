@@ -104,8 +104,9 @@ class _Worker:
         assert self._process.stdout is not None, "the pipe was requested"
         with suppress(BrokenPipeError):
             print(json.dumps(request), file=self._process.stdin, flush=True)
-        if not wait([self._process.stdout], seconds):
+        if not wait([self._process.stdout.fileno()], seconds):
             self._late = seconds
+            self._process.kill()
             return None
         answer = self._process.stdout.readline()
         return json.loads(answer) if answer.endswith("\n") else None
@@ -113,7 +114,7 @@ class _Worker:
     def end(self) -> str:
         """End the process, and return how it ended."""
         with suppress(subprocess.TimeoutExpired):
-            self._process.communicate(timeout=0 if self._late else 1)
+            self._process.communicate(timeout=1)
         self._process.kill()
         status = self._process.wait()
         if self._late:
