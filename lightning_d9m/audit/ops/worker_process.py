@@ -116,7 +116,8 @@ class _Worker:
         with suppress(subprocess.TimeoutExpired):
             self._process.communicate(timeout=1)
         self._process.kill()
-        status = self._process.wait()
+        with suppress(BrokenPipeError), self._process:  # closes its pipes
+            status = self._process.wait()
         if self._late:
             return f"killed because it was still running after {self._late:g} s"
         if status == -signal.SIGKILL:
