@@ -192,7 +192,8 @@ class Runs:
             LedgerError: If a ledger cannot be read.
         """
         folder, command = make_run_folder(self.output, name), command or self.command
-        failure, fits = None, {}
+        failure: CommandError | None = None
+        fits: dict[str, Ledger] = {}
         start = time.monotonic()
         progress = RunProgress(title, folder, self.seconds)
         try:
