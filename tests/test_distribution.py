@@ -184,3 +184,7 @@ def test_the_conda_recipe_needs_what_the_package_needs():
     needed = {names.get(name, name): version for name, version in needed.items()}
     assert needed == {**declared, "python": python}
     assert recipe["context"]["version"] == __version__
+
+
+def test_the_changelog_has_the_version():
+    assert f"\n## [{__version__}]\n" in (ROOT / "CHANGELOG.md").read_text()

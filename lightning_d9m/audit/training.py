@@ -12,9 +12,9 @@ from typing import Any, TypeAlias
 
 from lightning_d9m.comparison.ledgers import compare_ledgers
 from lightning_d9m.comparison.weight_distance import (
-    NO_DISTANCE,
     STANDARD_ERROR,
     Distance,
+    add_up,
     measure_distances,
     read_ends,
 )
@@ -133,9 +133,7 @@ def _vary(runs: Sequence[_Layers]) -> dict[str, Any]:
     """Return the figures of all runs but the first, which is their reference."""
     sizes, tensors = [], []
     for found in (list(chain.from_iterable(layers.values())) for layers in runs):
-        sized = [distance for distance in found if distance is not None]
-        whole = len(sized) == len(found)
-        sizes.append(sum(sized, NO_DISTANCE).relative if whole else math.nan)
+        sizes.append(add_up(found))
         tensors.append(sum(distance is None or distance.differing for distance in found))
     known = all(map(math.isfinite, sizes))
     return {

@@ -1,7 +1,6 @@
 """``d9m compare``: compare two ledgers and name the first divergence."""
 
 import argparse
-import json
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,26 +18,15 @@ from lightning_d9m.errors import LedgerError, SettingError
 from lightning_d9m.file_errors import explain_file_error
 from lightning_d9m.launch.progress import show_progress
 from lightning_d9m.ledger.folder import Ledger, read_ledger, search_ledgers
-from lightning_d9m.output.columns import format_markdown
-from lightning_d9m.output.comparison_text import (
-    format_comparison,
-    format_evidence,
-    state_verdict,
-)
-from lightning_d9m.output.noise_text import (
-    draw_noise,
-    format_noise,
-    list_noise_facts,
-    state_noise,
-)
+from lightning_d9m.output.columns import print_result
+from lightning_d9m.output.comparison_text import format_evidence, state_verdict
+from lightning_d9m.output.noise_text import draw_noise, format_noise, list_noise_facts, state_noise
 from lightning_d9m.output.result_tables import format_distances, list_distances
 from lightning_d9m.output.terminal import (
     find_command,
     format_next_steps,
     list_next_steps,
-    print_lines,
     terminal_width,
-    wrap,
 )
 from lightning_d9m.text import printable
 
@@ -76,22 +64,16 @@ def run(arguments: argparse.Namespace) -> int:
     with show_progress("records compared") as progress:
         watch = distances.watch if verbose else None
         comparison = compare_ledgers(expected, actual, progress=progress, watch=watch)
-    if arguments.format == "json":
-        facts = comparison.as_json()
-        if verbose:
-            facts["distances"] = list_distances(distances)
-        print(json.dumps(facts, indent=2))
-    elif arguments.format == "markdown":
-        evidence = format_evidence(comparison, verbose=verbose)
-        print(format_markdown(state_verdict(comparison), evidence))
-    else:
-        print_lines(format_comparison(comparison, verbose=verbose))
+    facts = comparison.as_json() | ({"distances": list_distances(distances)} if verbose else {})
+    evidence = format_evidence(comparison, verbose=verbose)
+    if arguments.format == "text":
         if distances.moments and not comparison.equal:
-            print("\n".join(format_distances(distances, terminal_width())))
+            evidence += format_distances(distances, terminal_width())
         if comparison.verdict == "different":
             command = f"-- {printable(find_command((expected, actual)) or 'COMMAND')}"
             ledgers = printable(" ".join(shlex.quote(str(path)) for path in paths))
-            print("\n".join(format_next_steps(list_next_steps(command, ledgers))))
+            evidence += format_next_steps(list_next_steps(command, ledgers))
+    print_result(arguments.format, facts, state_verdict(comparison), evidence)
     return 0 if comparison.equal else 1
 
 
@@ -106,12 +88,7 @@ def _compare_with_noise(arguments: argparse.Namespace, expected: Ledger, actual:
             raise LedgerError(
                 f"The plot {arguments.plot} cannot be written: {explain_file_error(error)}"
             ) from error
-    if arguments.format == "json":
-        print(json.dumps(list_noise_facts(found), indent=2))
-    elif arguments.format == "markdown":
-        print(format_markdown(state_noise(found), format_noise(found)))
-    else:
-        print_lines([*wrap(state_noise(found)), "", *format_noise(found)])
+    print_result(arguments.format, list_noise_facts(found), state_noise(found), format_noise(found))
     return 0 if found.verdict == "within noise" else 1
 
 

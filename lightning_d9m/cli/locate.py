@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from lightning_d9m.cli.arguments import add_command_arguments, declare, get_command
 from lightning_d9m.history.bundle import LOCATE_JSON
-from lightning_d9m.launch.run import make_output
+from lightning_d9m.launch.run import Runs, make_output
 from lightning_d9m.locate.search import Runner, Search, SearchResult, find_cause_lines
 from lightning_d9m.output.locate_text import describe
 from lightning_d9m.output.terminal import print_lines, wrap
@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
     command = get_command(arguments, "locate")
     variables = _without_determinism() if arguments.no_determinism else {}
     output = make_output(arguments.output)
-    runner = Runner(command, output, arguments.timeout, variables)
+    runner = Runner(Runs(command, output, arguments.timeout), variables)
     suspects = find_cause_lines(command, "")
     if not arguments.json:
         _print_suspects(suspects)

@@ -42,13 +42,8 @@ from lightning_d9m.launch.interruption_points import (
 )
 from lightning_d9m.launch.left_files import FileWatch
 from lightning_d9m.launch.processes import count_threads
-from lightning_d9m.launch.run import (
-    Run,
-    make_output,
-    make_run_folder,
-    run_once,
-    train,
-)
+from lightning_d9m.launch.progress import RunProgress
+from lightning_d9m.launch.run import Run, Runs, make_output, make_run_folder, run_once
 from lightning_d9m.ledger.stack import LAST_BITS_SETTING
 from lightning_d9m.output.repeat_text import FailedRun, RepeatReport
 from lightning_d9m.text import pluralize
@@ -150,10 +145,9 @@ def run(arguments: argparse.Namespace) -> int:
     argv = get_command(arguments, "repeat")
     _check_arguments(arguments)
     output = make_output(arguments.output)
+    runs = Runs(argv, output, arguments.timeout)
     if arguments.interrupt:
-        report = _interrupt_and_resume(
-            argv, output, timeout=arguments.timeout, allow_objects=arguments.allow_objects
-        )
+        report = _interrupt_and_resume(argv, runs, allow_objects=arguments.allow_objects)
     else:
         count = arguments.runs or _FEWEST_RUNS
         if arguments.portable:
@@ -170,11 +164,11 @@ def run(arguments: argparse.Namespace) -> int:
         else:
             plans = _plan_runs(argv, arguments.processes)
         watch = FileWatch(argv, output)
-        runs = _repeat(plans, output, arguments.timeout, watch)
+        made = _repeat(plans, runs, watch)
         if arguments.last_bits:
-            _check_last_bits(runs)
+            _check_last_bits(made)
         printed = "" if arguments.processes else _compare_printed(output)
-        report = RepeatReport(runs, output, argv, printed=printed, left=watch.describe)
+        report = RepeatReport(made, output, argv, printed=printed, left=watch.describe)
     if arguments.format == "markdown":
         print(report.as_markdown())
     else:
@@ -182,32 +176,25 @@ def run(arguments: argparse.Namespace) -> int:
     return {"equal": 0, "different": 1, "incomplete": 2}[report.verdict]
 
 
-def _repeat(
-    plans: Sequence[_Plan], output: Path, timeout: float | None, watch: FileWatch
-) -> dict[int, Run]:
-    runs: dict[int, Run] = {}
+def _repeat(plans: Sequence[_Plan], runs: Runs, watch: FileWatch) -> dict[int, Run]:
+    made: dict[int, Run] = {}
     for number, plan in enumerate(plans, start=1):
-        folder = make_run_folder(output, f"run-{number:03d}")
         try:
-            runs[number] = _train(plan, folder, timeout, runs.get(1))
+            made[number] = _train(plan, runs, f"run-{number:03d}")
             watch.note_run()
         except CommandError as error:
-            before = f" (run {number - 1} succeeded)" if runs else ""
+            before = f" (run {number - 1} succeeded)" if made else ""
             raise CommandError(f"In {plan.title}{before}: {error}") from error
-    return runs
+    return made
 
 
-def _train(plan: _Plan, folder: Path, timeout: float | None, first: Run | None) -> Run:
-    """Make one run, and pair its fits with those of the first."""
-    run = train(
-        plan.command,
-        folder,
-        first,
-        title=plan.title,
-        timeout=timeout,
+def _train(plan: _Plan, runs: Runs, name: str) -> Run:
+    run = runs.run(
+        name,
+        plan.title,
+        command=plan.command,
         variables=plan.variables,
         processes=plan.started,
-        expected_seconds=first.seconds if first else None,
     )
     return replace(run, label=plan.label, processes=plan.processes)
 
@@ -308,9 +295,7 @@ def _plan_runs(argv: list[str], counts: Sequence[int]) -> list[_Plan]:
     ]
 
 
-def _interrupt_and_resume(
-    argv: list[str], output: Path, *, timeout: float | None, allow_objects: bool
-) -> RepeatReport:
+def _interrupt_and_resume(argv: list[str], runs: Runs, *, allow_objects: bool) -> RepeatReport:
     """Run the command straight, and once for each point at which it can be interrupted.
 
     Returns:
@@ -320,59 +305,46 @@ def _interrupt_and_resume(
     Raises:
         CommandError: When the straight run fails or has no point at which it can be interrupted.
     """
-    folder = make_run_folder(output, "run-001")
+    folder = runs.output / "run-001"
     survey = {INTERRUPT: SURVEY, FOLDER: str(folder)}
     plan = _Plan(argv, "run 1, straight", variables=survey, label="straight")
-    straight = _train(plan, folder, timeout, None)
+    made, failures = {1: _train(plan, runs, folder.name)}, []
     points = list(choose_points(read_survey(folder)))
     if not points:
         raise CommandError(
             "The command's first fit has no point at which it can be interrupted: it has one epoch "
             "of one batch, and no validation. Train for more batches."
         )
-    runs, failures = {1: straight}, []
     for number, (point, label) in enumerate(points, start=2):
-        title = f"run {number} of {len(points) + 1}"
-        folder = output / f"run-{number:03d}"
+        title, name = f"run {number} of {len(points) + 1}", f"run-{number:03d}"
         try:
-            killed = make_run_folder(output, f"run-{number:03d}-killed")
-            checkpoints = _kill(
-                argv, killed, point, f"{title}, to be killed", timeout, straight.seconds
-            )
-            make_run_folder(output, folder.name)
+            checkpoints = _kill(runs, f"{name}-killed", point, f"{title}, to be killed")
             variables = {RESUME: str(checkpoints / CHECKPOINT)}
             variables |= _ALLOW_OBJECTS if allow_objects else {}
             plan = _Plan(argv, f"{title}, resumed", variables=variables, label=f"{label}, resumed")
-            run = _train(plan, folder, timeout, straight)
-            if RepeatReport({1: straight, number: run}, output, argv).verdict == "equal":
+            run = _train(plan, runs, name)
+            if RepeatReport({1: made[1], number: run}, runs.output, argv).verdict == "equal":
                 # A checkpoint that leads to a different run is kept.
                 shutil.rmtree(checkpoints, ignore_errors=True)
-            runs[number] = run
+            made[number] = run
         except (CommandError, LedgerError) as error:
-            text = "\n".join([str(error), *_find_remedies(folder / "output.log")])
+            text = "\n".join([str(error), *_find_remedies(runs.output / name / "output.log")])
             failures.append(FailedRun(number, f"{label}, failed", text))
-    return RepeatReport(runs, output, argv, failures, resumed=True)
+    return RepeatReport(made, runs.output, argv, failures, resumed=True)
 
 
-def _kill(
-    argv: list[str],
-    folder: Path,
-    point: InterruptionPoint,
-    title: str,
-    timeout: float | None,
-    expected_seconds: float | None,
-) -> Path:
+def _kill(runs: Runs, name: str, point: InterruptionPoint, title: str) -> Path:
     """Run the command until it is killed at a point; return the folder with its checkpoint."""
+    folder = make_run_folder(runs.output, name)
     checkpoints = make_run_folder(folder, _CHECKPOINTS)
     mark = checkpoints / MARK
     run_once(
-        argv,
+        runs.command,
         folder,
-        title=title,
-        timeout=timeout,
+        progress=RunProgress(title, folder, runs.seconds),
+        timeout=runs.timeout,
         variables={INTERRUPT: str(point), FOLDER: str(checkpoints)},
         killed_when=mark.exists,
-        expected_seconds=expected_seconds,
     )
     if not mark.exists():
         raise CommandError(

@@ -7,7 +7,7 @@ squared Euclidean norm of the difference; the relative standard error of the nor
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from struct import unpack
 
@@ -57,6 +57,17 @@ class Distance:
 
 
 NO_DISTANCE = Distance(0.0, 0.0, 0)
+
+
+def add_up(distances: Iterable[Distance | None]) -> float:
+    """Return the relative distance of several weights together; NaN if one is not known.
+
+    >>> add_up([Distance(0.0, 1.0, 0), Distance(3.0, 2.0, 1)]), add_up([None])
+    (1.0, nan)
+    """
+    found = list(distances)
+    known = [distance for distance in found if distance is not None]
+    return sum(known, NO_DISTANCE).relative if len(known) == len(found) else math.nan
 
 
 def read_ends(ledger: Ledger) -> list[Digests]:

@@ -5,15 +5,15 @@ that the user asked for. Ledgers are written again record by record, so that a r
 one ledger, and what is removed from a record leaves the chain of hashes whole.
 """
 
+import os
 import re
-import shutil
 import tempfile
-import zipfile
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
+from zipfile import ZIP_DEFLATED, BadZipFile, ZipFile
 
 import msgspec
 
@@ -24,7 +24,6 @@ from lightning_d9m.ledger.folder import Ledger, rank_path, read_ledger
 from lightning_d9m.ledger.format.frames import Batch, pack_places
 from lightning_d9m.ledger.format.records import (
     SCHEMA,
-    Digests,
     FramesEnd,
     ProbeLayout,
     ProbesRecord,
@@ -35,30 +34,12 @@ from lightning_d9m.version import __version__
 # `d9m locate` leaves its result in its folder, with its report and the ledgers that it compared.
 LOCATE_JSON = "locate.json"
 SIDES = ("reference", "this-run")
-_MANIFEST, _ADDED = "bundle.json", "added"
+_MANIFEST = "bundle.json"
 _LEDGER_FILE = re.compile(rf"(?:{'|'.join(SIDES)})/rank-\d{{1,9}}\.(?:jsonl|frames)", re.ASCII)
 _CONTEXT = 5
 _CALLED_AT = re.compile(r"(.+):(\d+) in ")
-# The first date that a zip archive knows: the bytes do not depend on the time.
-_DATE = (1980, 1, 1, 0, 0, 0)
 MOST_BYTES = 4 * 2**30
 _MOST_MANIFEST = 64 * 2**20
-
-
-class Excerpt(msgspec.Struct, frozen=True):
-    """A line that was named as a cause, with the lines around it.
-
-    Attributes:
-        file: The file's path.
-        line: The line's number, from 1.
-        first: The number of the first of ``text``.
-        text: The lines.
-    """
-
-    file: str
-    line: int
-    first: int
-    text: list[str]
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,23 +47,15 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         package: The version of lightning_d9m that wrote it.
-        verdict: How the two ledgers compare.
-        command: The command that trains; empty if the runs had different ones.
-        ledgers: The paths of the two ledgers.
         locate: The JSON of `d9m locate`, if it was there.
-        report: Its report as text.
-        excerpts: The lines that it names.
+        report: Its report as text, and the lines of source that it names.
         sizes: The size in bytes of each other file in the archive.
         secrets: How many secrets were removed.
     """
 
     package: str
-    verdict: str
-    command: str
-    ledgers: list[str]
     locate: dict[str, Any] | None
     report: list[str]
-    excerpts: list[Excerpt]
     sizes: dict[str, int]
     secrets: int
 
@@ -109,20 +82,13 @@ def find_located(start: Path) -> tuple[dict[str, Any], list[Path]]:
 
 
 def write_bundle(
-    path: Path,
-    ledgers: Sequence[Ledger],
-    verdict: str,
-    command: str,
-    located: Mapping[str, Any],
-    added: Sequence[Path],
+    path: Path, ledgers: Sequence[Ledger], located: Mapping[str, Any], added: Sequence[Path]
 ) -> None:
-    """Write an archive; equal inputs give equal bytes.
+    """Write an archive.
 
     Args:
         path: The archive, which must not exist.
         ledgers: The two ledgers.
-        verdict: How they compare.
-        command: The command that trains.
         located: The result of `d9m locate`; empty without one.
         added: Files and folders that are added as they are.
 
@@ -142,16 +108,16 @@ def write_bundle(
         try:
             manifest = Manifest(
                 package=__version__,
-                verdict=verdict,
-                command=secrets.clean_command(command),
-                ledgers=[secrets.clean(str(ledger.path)) for ledger in ledgers],
                 locate=secrets.clean_values(facts) or None,
-                report=[secrets.clean_code(line) for line in located.get("report", [])],
-                excerpts=list(_read_excerpts(located, secrets)),
-                sizes={name: files[name].stat().st_size for name in sorted(files)},
+                report=list(map(secrets.clean_code, _list_report(located))),
+                sizes={one: files[one].stat().st_size for one in sorted(files)},
                 secrets=secrets.count,
             )
-            _write_archive(path, manifest, files)
+            document = msgspec.json.format(msgspec.json.encode(manifest), indent=1)
+            with ZipFile(path, "x", ZIP_DEFLATED, strict_timestamps=False) as archive:
+                archive.writestr(_MANIFEST, document)
+                for member in sorted(files):
+                    archive.write(files[member], member)
         except OSError as error:
             raise LedgerError(
                 f"No bundle is written to {path}: {explain_file_error(error)}"
@@ -172,61 +138,36 @@ def _copy_records(ledger: Ledger, rank: int, path: Path, secrets: SecretFilter) 
             elif isinstance(record, ProbeLayout):
                 numbers[pack_places(record.places)] = record.id
                 writer.write(record)
-            elif isinstance(record, Digests):  # names of tensors and digests hold no secrets
-                writer.write(record.as_record())
             elif not isinstance(record, FramesEnd):  # of schema 2
                 writer.write(secrets.clean_values(record.as_record()))
 
 
 def _list_added(added: Sequence[Path]) -> dict[str, Path]:
+    """Return files by their names in the archive: their paths from the working folder."""
     files: dict[str, Path] = {}
     for path in added:
         if not path.exists():
             raise LedgerError(f"There is nothing at {path} to add. Check --add.")
-        found = (
-            [path] if path.is_file() else sorted(one for one in path.rglob("*") if one.is_file())
-        )
-        for one in found:
-            name = str(PurePosixPath(_ADDED, path.resolve().name, one.relative_to(path)))
-            if files.setdefault(name, one) != one:
-                raise LedgerError(
-                    f"--add names two files {name}: {files[name]} and {one}. Rename one of them."
-                )
+        for one in path.rglob("*") if path.is_dir() else [path]:
+            if one.is_file():
+                files[f"added/{os.path.relpath(one).replace('../', 'parent/')}"] = one
     return files
 
 
-def _read_excerpts(facts: Mapping[str, Any], secrets: SecretFilter) -> Iterator[Excerpt]:
-    """Yield the lines that a result of `d9m locate` names, as far as their files are here."""
+def _list_report(facts: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the report of `d9m locate`, and the lines that it names, as far as they are here."""
+    yield from facts.get("report", [])
     places = [(line.get("file"), line.get("file_line")) for line in facts.get("lines", [])]
     if called := _CALLED_AT.match(str((facts.get("op") or {}).get("source"))):
         places.insert(0, (called[1], int(called[2])))
     for file, number in dict.fromkeys(places):
         path = Path(str(file))
         if path.suffix == ".py" and path.is_file() and isinstance(number, int):
+            yield from ("", f"{file}, line {number}:")
             lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
             first = max(number - _CONTEXT, 1)
-            shown = [secrets.clean_code(line) for line in lines[first - 1 : number + _CONTEXT]]
-            yield Excerpt(str(file), number, first, shown)
-
-
-def _write_archive(path: Path, manifest: Manifest, files: Mapping[str, Path]) -> None:
-    with path.open("xb") as file, zipfile.ZipFile(file, "w") as archive:
-        document = msgspec.json.format(msgspec.json.encode(manifest), indent=1)
-        archive.writestr(_describe_member(_MANIFEST), document)
-        for name in sorted(files):
-            with (
-                files[name].open("rb") as source,
-                archive.open(_describe_member(name, files[name].stat().st_size), "w") as target,
-            ):
-                shutil.copyfileobj(source, target)
-
-
-def _describe_member(name: str, size: int = 0) -> zipfile.ZipInfo:
-    member = zipfile.ZipInfo(name, _DATE)
-    member.compress_type = zipfile.ZIP_DEFLATED
-    member.external_attr = 0o644 << 16
-    member.file_size = size  # beyond 2 GiB, another form of the header is needed
-    return member
+            for at, line in enumerate(lines[first - 1 : number + _CONTEXT], start=first):
+                yield f"{'>' if at == number else ' '} {at:5} {line}".rstrip()
 
 
 @contextmanager
@@ -244,7 +185,7 @@ def open_bundle(
     with tempfile.TemporaryDirectory(prefix="d9m-bundle-") as name:
         folder = Path(name)
         try:
-            with zipfile.ZipFile(path) as archive:
+            with ZipFile(path) as archive:
                 manifest = _read_manifest(archive)
                 _unpack_ledgers(archive, folder, most_bytes)
         except LedgerError:
@@ -253,7 +194,7 @@ def open_bundle(
             raise LedgerError(
                 f"The bundle {path} cannot be opened: {error.strerror or error}. Check its name."
             ) from error
-        except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, ValueError) as error:
+        except (BadZipFile, zlib.error, EOFError, RuntimeError, ValueError) as error:
             raise LedgerError(
                 f"{path} is not a bundle, or is damaged: {error}. Give a file that d9m bundle "
                 "wrote."
@@ -261,7 +202,7 @@ def open_bundle(
         yield manifest, [read_ledger(folder / side) for side in SIDES]
 
 
-def _read_manifest(archive: zipfile.ZipFile) -> Manifest:
+def _read_manifest(archive: ZipFile) -> Manifest:
     if _MANIFEST not in archive.namelist():
         raise ValueError(f"it does not hold {_MANIFEST}")
     member = archive.getinfo(_MANIFEST)
@@ -270,7 +211,7 @@ def _read_manifest(archive: zipfile.ZipFile) -> Manifest:
     return msgspec.json.decode(archive.read(member), type=Manifest)
 
 
-def _unpack_ledgers(archive: zipfile.ZipFile, folder: Path, most_bytes: int) -> None:
+def _unpack_ledgers(archive: ZipFile, folder: Path, most_bytes: int) -> None:
     members = [one for one in archive.infolist() if _LEDGER_FILE.fullmatch(one.filename)]
     size = sum(member.file_size for member in members)
     if size > most_bytes:
@@ -278,9 +219,7 @@ def _unpack_ledgers(archive: zipfile.ZipFile, folder: Path, most_bytes: int) -> 
             f"The ledgers in the bundle {archive.filename} have {size:,} bytes, and at most "
             f"{most_bytes:,} are unpacked. Ask for a bundle of a shorter training."
         )
+    # A reader of zipfile gives no more than the size that a member names, and makes no links.
+    archive.extractall(folder, members)
     for side in SIDES:
-        (folder / side).mkdir()
-    for member in members:
-        # A reader of zipfile gives no more than the size that the member names.
-        with archive.open(member) as source, (folder / member.filename).open("xb") as target:
-            shutil.copyfileobj(source, target)
+        (folder / side).mkdir(exist_ok=True)

@@ -7,10 +7,11 @@ index and branches stay as they are.
 import os
 import subprocess
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 from lightning_d9m.errors import CommandError, SettingError
 
@@ -41,6 +42,10 @@ class Commit:
         return self.sha[:10] if self.author else self.subject
 
 
+# Returns the folder in which a commit trains, and further variables of the training.
+CheckOut: TypeAlias = Callable[[Commit], tuple[Path, Mapping[str, str]]]
+
+
 class Repository:
     """The repository that holds a folder.
 
@@ -49,10 +54,20 @@ class Repository:
 
     Attributes:
         root: The top of the working tree.
+        noun: What is searched for.
+        side: What is trained.
+        equal_advice: A reason for which the bad training may be equal to the good one.
 
     Raises:
         SettingError: If the folder is not in a git repository, or git is missing.
     """
+
+    noun = "commit"
+    side = "commit"
+    equal_advice = (
+        "If the command imports the project from where it is installed (pip install -e), each "
+        "commit trains the same code: set PYTHONPATH=."
+    )
 
     def __init__(self, folder: Path) -> None:
         try:
@@ -70,23 +85,14 @@ class Repository:
         Raises:
             SettingError: If there is none.
         """
+        words = ("log", "-1", f"--format={_FORMAT}", "--end-of-options", revision)
         try:
-            text = run_git(
-                self.root, "log", "-1", f"--format={_FORMAT}", "--end-of-options", revision
-            )
+            return Commit(*run_git(self.root, *words).rstrip("\n").split("\0"))
         except CommandError:
             raise SettingError(
                 f"{revision!r} does not name a commit of {self.root}. Give a hash, a tag, a branch "
                 "or an expression such as HEAD~20."
             ) from None
-        return Commit(*text.rstrip("\n").split("\0"))
-
-    def is_ancestor(self, earlier: Commit, later: Commit) -> bool:
-        """Return whether a commit comes before another one."""
-        with suppress(CommandError):
-            run_git(self.root, "merge-base", "--is-ancestor", earlier.sha, later.sha)
-            return True
-        return False
 
     def list_commits(self, last: Commit, *words: str) -> list[str]:
         """Return the names of a commit and its ancestors, as options of ``git rev-list`` say."""
@@ -100,8 +106,11 @@ class Repository:
         )
 
     @contextmanager
-    def open_worktree(self, links: Sequence[str] = ()) -> "Iterator[Worktree]":
-        """Yield a worktree outside the repository's folders; it is removed at the end.
+    def open_checkout(self, links: Sequence[str]) -> Iterator[CheckOut]:
+        """Yield a function that checks out a commit in a worktree, which is removed at the end.
+
+        It removes the files that an earlier training left, ignored ones too, and returns the folder
+        in the worktree that stands for the working folder, and further variables of a training.
 
         Args:
             links: Paths below the root that git does not track, such as a folder of data; each
@@ -114,38 +123,24 @@ class Repository:
             if not (self.root / link).exists():
                 raise SettingError(f"--link is {link!r}, and {self.root / link} does not exist.")
         with tempfile.TemporaryDirectory(prefix="d9m-bisect-") as parent:
-            folder = Path(parent, self.root.name)
-            run_git(self.root, "worktree", "add", "--detach", "--quiet", str(folder), "HEAD")
+            top = Path(parent, self.root.name)
+            folder = top / Path.cwd().resolve().relative_to(self.root.resolve())
+
+            def check_out(commit: Commit) -> tuple[Path, Mapping[str, str]]:
+                run_git(top, "clean", "-ffdxq")
+                run_git(top, "checkout", "--quiet", "--force", "--detach", commit.sha)
+                for path in (top / link for link in links if not (top / link).exists()):
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    path.symlink_to(self.root / path.relative_to(top))
+                if not folder.is_dir():
+                    raise CommandError(f"The commit does not have the folder {folder}.")
+                return folder, {}
+
+            run_git(self.root, "worktree", "add", "--detach", "--quiet", str(top), "HEAD")
             try:
-                yield Worktree(self.root, folder, tuple(links))
+                yield check_out
             finally:
-                run_git(self.root, "worktree", "remove", "--force", str(folder))
-
-
-@dataclass(frozen=True)
-class Worktree:
-    """A separate working tree for the commits of a repository.
-
-    Attributes:
-        root: The top of the user's working tree.
-        folder: The top of this one.
-        links: Paths that link to those of the user's working tree.
-    """
-
-    root: Path
-    folder: Path
-    links: tuple[str, ...]
-
-    def check_out(self, commit: Commit) -> None:
-        """Check out a commit; files that an earlier training left are removed, ignored ones too."""
-        run_git(self.folder, "reset", "--hard", "--quiet")
-        run_git(self.folder, "clean", "-ffdxq")
-        run_git(self.folder, "checkout", "--quiet", "--detach", commit.sha)
-        for link in self.links:
-            path = self.folder / link
-            if not path.exists():
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.symlink_to(self.root / link)
+                run_git(self.root, "worktree", "remove", "--force", str(top))
 
 
 def run_git(folder: Path, *words: str) -> str:

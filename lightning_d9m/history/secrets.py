@@ -51,38 +51,34 @@ class SecretFilter:
             if _SECRET_NAME.fullmatch(name) and len(value) >= _SHORTEST
         }
         longest_first = sorted(values, key=lambda value: (-len(value), value))
-        self._values = re.compile("|".join(map(re.escape, longest_first)) if values else r"(?!)")
+        known = "|".join(map(re.escape, longest_first)) or r"(?!)"
+        self._patterns = (re.compile(f"()(?:{known})"), *_PATTERNS)
 
     def clean(self, text: str) -> str:
-        """Return a text without secrets."""
-        text = self._replace(self._values, text)
-        for pattern in _PATTERNS:
-            text = self._replace(pattern, text)
-        return text
-
-    def clean_command(self, text: str) -> str:
-        """Return a command without secrets; ``token=abc`` is one, as for Hydra."""
-        return self._replace(_ASSIGNED, self.clean(text))
+        """Return a value or command without secrets; ``token=abc`` is one, as for Hydra."""
+        return self._replace(text, _ASSIGNED)
 
     def clean_code(self, text: str) -> str:
         """Return a line of source without secrets: a text that is given to a secret name is one."""
-        return self._replace(_QUOTED, self.clean(text))
+        return self._replace(text, _QUOTED)
 
     def clean_values(self, value: Any) -> Any:
         """Return JSON types without secrets in their texts; keys are kept."""
         if isinstance(value, str):
-            return self.clean_command(value)
+            return self.clean(value)
         if isinstance(value, Mapping):
             return {key: self.clean_values(inner) for key, inner in value.items()}
         if isinstance(value, list | tuple):
             return [self.clean_values(inner) for inner in value]
         return value
 
-    def _replace(self, pattern: re.Pattern[str], text: str) -> str:
+    def _replace(self, text: str, further: re.Pattern[str]) -> str:
         def replace(found: re.Match[str]) -> str:
             if REMOVED in found[0]:
                 return found[0]
             self.count += 1
-            return f"{found[1] if pattern.groups else ''}{REMOVED}"
+            return f"{found[1]}{REMOVED}"
 
-        return pattern.sub(replace, text)
+        for pattern in (*self._patterns, further):
+            text = pattern.sub(replace, text)
+        return text

@@ -144,10 +144,12 @@ class ProcessStart:
     Attributes:
         environment: All environment variables of the process.
         log: File that receives standard output and standard error, interleaved.
+        folder: Its working folder; None for that of this process.
     """
 
     environment: Mapping[str, str]
     log: Path
+    folder: Path | None = None
 
 
 def run_processes(
@@ -244,6 +246,7 @@ def _start(command: Sequence[str], start: ProcessStart) -> "subprocess.Popen[byt
         try:
             return subprocess.Popen(
                 command,
+                cwd=start.folder,
                 env=dict(start.environment),
                 stdin=subprocess.DEVNULL,
                 stdout=output,

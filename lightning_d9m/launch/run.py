@@ -11,7 +11,7 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from types import MappingProxyType
@@ -81,12 +81,14 @@ class Run:
         label: Description of the run, printed with its number; empty for none.
         processes: The number of processes that trained; None if the command decided.
         seconds: How long it took; None if it was not measured.
+        failure: Why it failed; None if it did not.
     """
 
     fits: Mapping[str, Ledger]
     label: str = ""
     processes: int | None = None
     seconds: float | None = None
+    failure: CommandError | None = None
 
 
 def make_run_folder(output: Path, name: str) -> Path:
@@ -109,61 +111,106 @@ def run_once(
     command: Sequence[str],
     folder: Path,
     *,
-    title: str,
+    progress: RunProgress,
     timeout: float | None,
     variables: Mapping[str, str] = MappingProxyType({}),
+    working_folder: Path | None = None,
     killed_when: Callable[[], bool] = lambda: False,
     processes: int | None = None,
-    expected_seconds: float | None = None,
 ) -> None:
     """Run the command once, in a process that writes its ledgers to ``folder``.
 
     Args:
         command: The command.
         folder: The run's folder.
-        title: Name of the run, for the progress line.
+        progress: Shows the progress of the run.
         timeout: Seconds after which the run counts as hanging.
         variables: Further environment variables of the process.
+        working_folder: Where the command runs; None for the working folder of this process.
         killed_when: Condition under which the process is killed without counting as a failure.
         processes: Starts the command so many times at once, as the ranks of one training; None
             starts it once, without variables for ranks.
-        expected_seconds: How long the run is expected to take, for the progress line.
 
     Raises:
         CommandError: If the command fails.
     """
     environment = _make_environment(folder) | dict(variables)
-    own_variables = [{}] if processes is None else make_rank_variables(processes)
+    ranks = [{}] if processes is None else make_rank_variables(processes)
     starts = [
-        ProcessStart(environment | own, folder / (f"output-{rank}.log" if rank else "output.log"))
-        for rank, own in enumerate(own_variables)
+        ProcessStart(
+            environment | own,
+            folder / (f"output-{rank}.log" if rank else "output.log"),
+            working_folder,
+        )
+        for rank, own in enumerate(ranks)
     ]
-    with RunProgress(title, folder, expected_seconds) as progress:
+    with progress:
         tick = progress.tick
         run_processes(command, starts, timeout=timeout, tick=tick, killed_when=killed_when)
 
 
-def train(
-    command: Sequence[str],
-    folder: Path,
-    first: Run | None,
-    *,
-    evaluations: bool = True,
-    **options: Any,
-) -> Run:
-    """Run the command once; return its ledgers, named as those of a first run, and its time.
+@dataclass
+class Runs:
+    """Runs of a command, each in its own folder.
 
-    ``options`` are those of ``run_once``, and ``evaluations`` is that of ``read_fits``.
-
-    Raises:
-        CommandError: If the command fails or leaves no ledger.
-        LedgerError: If a ledger cannot be read.
+    Attributes:
+        command: The command.
+        output: Parent folder of all runs.
+        timeout: Seconds after which a run counts as hanging.
+        evaluations: Whether to read the ledgers of evaluations too.
+        fits: The ledgers of the first run; those of later ones get the names of their counterparts.
+        seconds: How long the last run took that did not fail; None before.
     """
-    start = time.monotonic()
-    run_once(command, folder, **options)
-    seconds = time.monotonic() - start
-    fits = read_fits(folder, command, evaluations=evaluations)
-    return Run(pair_fits(first.fits, fits) if first else fits, seconds=seconds)
+
+    command: Sequence[str]
+    output: Path
+    timeout: float | None = None
+    evaluations: bool = True
+    fits: Mapping[str, Ledger] = field(default_factory=dict)
+    seconds: float | None = None
+
+    def run(
+        self,
+        name: str,
+        title: str,
+        *,
+        command: Sequence[str] = (),
+        may_fail: bool = False,
+        **options: Any,
+    ) -> Run:
+        """Run the command once.
+
+        Args:
+            name: The name of the run's folder.
+            title: Name of the run, for the progress line.
+            command: Another form of the command; empty for that of all runs.
+            may_fail: Whether to return a failure, with the ledgers that are there.
+            **options: Further arguments of ``run_once``.
+
+        Raises:
+            CommandError: If the command fails or leaves no ledger.
+            LedgerError: If a ledger cannot be read.
+        """
+        folder, command = make_run_folder(self.output, name), command or self.command
+        failure: CommandError | None = None
+        fits: dict[str, Ledger] = {}
+        start = time.monotonic()
+        progress = RunProgress(title, folder, self.seconds)
+        try:
+            run_once(command, folder, progress=progress, timeout=self.timeout, **options)
+        except CommandError as error:
+            failure = error
+        seconds = time.monotonic() - start
+        try:
+            fits = read_fits(folder, command, evaluations=self.evaluations)
+        except CommandError as error:
+            failure = failure or error
+        if failure is None:
+            self.seconds = seconds
+        elif not may_fail:
+            raise failure
+        self.fits = self.fits or fits
+        return Run(pair_fits(self.fits, fits), seconds=seconds, failure=failure)
 
 
 def _make_environment(folder: Path) -> dict[str, str]:

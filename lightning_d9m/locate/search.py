@@ -7,7 +7,6 @@ program that the rules of ``d9m scan`` report may explain what is found.
 import ast
 import re
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
@@ -34,8 +33,8 @@ from lightning_d9m.comparison.ledgers import (
 )
 from lightning_d9m.errors import CommandError, DriftError
 from lightning_d9m.launch.left_files import FileWatch
-from lightning_d9m.launch.run import make_run_folder, pair_fits, read_fits, run_once
-from lightning_d9m.ledger.folder import Ledger, list_fits, read_ledger
+from lightning_d9m.launch.run import Runs
+from lightning_d9m.ledger.folder import Ledger
 from lightning_d9m.ledger.format.records import Digests
 from lightning_d9m.ledger.kinds import ROOT, STATE, WRITTEN, describe_batch
 from lightning_d9m.ledger.stack import SHARDED_PARAMETERS
@@ -117,32 +116,25 @@ class RunPair:
         return ends.get(epoch - 1, 0), ends.get(epoch, 2**31)
 
 
-@dataclass
 class Runner:
     """Runs the command, each time in a new folder.
 
-    The fits of each run get the names of their counterparts in the first run.
+    Args:
+        runs: The runs of the command.
+        variables: Environment variables of every run.
 
     Attributes:
         command: The command.
-        output: Parent folder of all runs.
-        timeout: Seconds after which a run counts as hanging.
-        variables: Environment variables of every run.
         files: What the runs write and read.
     """
 
-    command: list[str]
-    output: Path
-    timeout: float | None
-    variables: Mapping[str, str]
-    files: FileWatch = field(init=False)
-    _numbers: "count[int]" = field(default_factory=lambda: count(1))
-    _first: Mapping[str, Ledger] | None = None
-    _seconds: float | None = None  # of the last run
-    _stage: str = ""
-
-    def __post_init__(self) -> None:
-        self.files = FileWatch(self.command, self.output)
+    def __init__(self, runs: Runs, variables: Mapping[str, str]) -> None:
+        self.command = runs.command
+        self.files = FileWatch(runs.command, runs.output)
+        self._runs = runs
+        self._variables = variables
+        self._numbers = count(1)
+        self._stage = ""
 
     def run(self, stage: str, *, dump: str = "", filled: bool = False, **probes: str) -> ProbedRun:
         """Run once.
@@ -158,33 +150,22 @@ class Runner:
                 ledger.
         """
         number = next(self._numbers)
-        folder = make_run_folder(self.output, f"run-{number:03d}")
+        folder = self._runs.output / f"run-{number:03d}"
         variables = {f"LIGHTNING_D9M_{name.upper()}": text for name, text in probes.items()}
         variables |= _FILLED if filled else {}
         if dump:
             place = escape_name(dump)  # and its leaves
             variables |= {_DUMP: str(folder / "dump"), _DUMP_NAMES: f"{place},{place}:[!:]*"}
-        drift_error = None
-        start = time.monotonic()
-        try:
-            run_once(
-                self.command,
-                folder,
-                title=f"run {number}, {stage}",
-                timeout=self.timeout,
-                variables={**self.variables, **variables},
-                expected_seconds=self._seconds,
-            )
-        except CommandError as error:
-            if not _ended_with_drift(folder):
-                raise
-            drift_error = error
-        self._seconds = time.monotonic() - start
+        run = self._runs.run(
+            folder.name,
+            f"run {number}, {stage}",
+            variables={**self._variables, **variables},
+            may_fail=True,
+        )
+        if run.failure is not None and not any(map(_ended_with_drift, run.fits.values())):
+            raise run.failure
         self.files.note_run()
-        fits = read_fits(folder, self.command)
-        if self._first is None:
-            self._first = fits
-        return ProbedRun(pair_fits(self._first, fits), folder / "dump", drift_error)
+        return ProbedRun(run.fits, folder / "dump", run.failure)
 
     def run_pair(
         self, stage: str, *, dump: str = "", filled: bool = False, **probes: str
@@ -197,8 +178,8 @@ class Runner:
                 shows.
         """
         known, self._stage = self._stage, stage
-        if known != stage and self._seconds is not None:
-            seconds = f"{2 * self._seconds:.0f} s for each pair of runs"
+        if known != stage and self._runs.seconds is not None:
+            seconds = f"{2 * self._runs.seconds:.0f} s for each pair of runs"
             print(f"next look: {stage}, about {seconds}", file=sys.stderr, flush=True)
         runs = [self.run(stage, dump=dump, filled=filled, **probes) for _ in range(2)]
         expected, actual = runs[0].fits, runs[1].fits
@@ -227,10 +208,9 @@ def escape_name(name: str) -> str:
     return re.sub(r"([*?[])", r"[\1]", name).replace(",", "?")
 
 
-def _ended_with_drift(folder: Path) -> bool:
-    """Return whether a run ended with a ``DriftError``, from its reference or across ranks."""
-    ledgers = map(read_ledger, list_fits(folder))
-    ends = [ledger.outcome(rank).end for ledger in ledgers for rank in ledger.files]
+def _ended_with_drift(ledger: Ledger) -> bool:
+    """Return whether a fit ended with a ``DriftError``, from its reference or across ranks."""
+    ends = [ledger.outcome(rank).end for rank in ledger.files]
     return any(end and (end.error or "").startswith(DriftError.__name__) for end in ends)
 
 

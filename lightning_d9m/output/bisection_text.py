@@ -4,7 +4,7 @@ import shlex
 from collections.abc import Iterator
 from dataclasses import asdict
 
-from lightning_d9m.history.bisection import BisectResult, Trial
+from lightning_d9m.history.bisection import Bisection, Trial
 from lightning_d9m.history.repository import Commit
 from lightning_d9m.output.comparison_text import format_evidence
 from lightning_d9m.output.terminal import format_next_steps, wrap
@@ -15,18 +15,16 @@ ROUNDING = 1e-5
 _PATCH_LINES = 40
 
 
-def list_facts(result: BisectResult) -> dict[str, object]:
+def list_facts(found: Bisection) -> dict[str, object]:
     """Return the result as JSON types."""
-    guilty = result.guilty
+    guilty = found.guilty
     comparison = guilty.comparison if guilty else None
     return {
-        "candidates": [asdict(commit) for commit in result.candidates],
-        "good": result.good.sha,
-        "bad": result.bad.sha,
-        "commits": result.commits,
+        "candidates": [asdict(commit) for commit in found.candidates],
+        "commits": found.commits,
         "distance": guilty.distance if guilty else None,
         "comparison": comparison.as_json() if comparison else None,
-        "patch": result.patch,
+        "patch": _find_patch(found),
         "trials": [
             {
                 "commit": trial.commit.sha,
@@ -34,46 +32,46 @@ def list_facts(result: BisectResult) -> dict[str, object]:
                 "seconds": round(trial.seconds, 3),
                 "reason": trial.reason,
             }
-            for trial in result.trials
+            for trial in found.trials
         ],
     }
 
 
-def format_bisection(result: BisectResult, *, verbose: bool = False) -> list[str]:
+def format_bisection(found: Bisection, *, verbose: bool = False) -> list[str]:
     """Return the lines of the result: the commit, what it changed, and what differs first."""
-    lines = [*_format_candidates(result), ""]
-    if result.patch:
-        lines += _format_patch(result, verbose=verbose)
-    if result.guilty is not None:
-        lines += _format_difference(result.guilty, verbose=verbose)
-    tested = [trial for trial in result.trials if trial.verdict != "skipped"]
-    skipped = len(result.trials) - len(tested)
-    lines.append(
-        f"trained: {pluralize(len(tested), 'time')} for {pluralize(result.commits, result.noun)}"
-        + (
-            f", {skipped} skipped because {'it' if skipped == 1 else 'they'} did not train"
-            if skipped
-            else ""
-        )
-    )
-    steps = []
-    if result.patch:
-        steps.append((f"git show {result.candidates[0].short}", "shows the whole commit"))
-    if result.guilty is not None and (found := result.guilty.comparison) is not None:
-        paths = printable(shlex.join([str(found.expected), str(found.actual)]))
-        steps.append((f"d9m report {paths}", "shows the difference as a page"))
-    return [*lines, *format_next_steps(steps)]
+    lines, steps = [*_format_candidates(found), ""], []
+    if patch := _find_patch(found):
+        lines += _format_patch(patch, verbose=verbose)
+        steps.append((f"git show {found.candidates[0].short}", "shows the whole commit"))
+    if (guilty := found.guilty) is not None:
+        lines += _format_difference(guilty, verbose=verbose)
+        if (compared := guilty.comparison) is not None:
+            paths = printable(shlex.join([str(compared.expected), str(compared.actual)]))
+            steps.append((f"d9m report {paths}", "shows the difference as a page"))
+    skipped = sum(trial.verdict == "skipped" for trial in found.trials)
+    trained = pluralize(len(found.trials) - skipped, "time")
+    said = f"trained: {trained} for {pluralize(found.commits, found.repository.noun)}"
+    if skipped:
+        said += f", {skipped} skipped because {'it' if skipped == 1 else 'they'} did not train"
+    return [*lines, said, *format_next_steps(steps)]
 
 
-def _format_candidates(result: BisectResult) -> Iterator[str]:
-    if len(result.candidates) == 1:
-        yield from wrap(f"first {result.noun} that differs: {_describe(result.candidates[0])}")
+def _find_patch(found: Bisection) -> str:
+    """Return what the commit changed; nothing for a package, or if there are several candidates."""
+    first, *others = found.candidates
+    return found.repository.show(first) if first.author and not others else ""
+
+
+def _format_candidates(found: Bisection) -> Iterator[str]:
+    noun, candidates = found.repository.noun, found.candidates
+    if len(candidates) == 1:
+        yield from wrap(f"first {noun} that differs: {_describe(candidates[0])}")
         return
     yield from wrap(
-        f"The first {result.noun} that differs is one of these {len(result.candidates)}; the "
-        "others in between did not train:"
+        f"The first {noun} that differs is one of these {len(candidates)}; the others in between "
+        "did not train:"
     )
-    for commit in result.candidates:
+    for commit in candidates:
         yield f"  {_describe(commit)}"
 
 
@@ -83,8 +81,8 @@ def _describe(commit: Commit) -> str:
     return f"{commit.short} {escape(commit.subject)} ({escape(commit.author)}, {commit.date})"
 
 
-def _format_patch(result: BisectResult, *, verbose: bool) -> Iterator[str]:
-    lines = result.patch.strip("\n").splitlines()
+def _format_patch(patch: str, *, verbose: bool) -> Iterator[str]:
+    lines = patch.strip("\n").splitlines()
     shown = lines if verbose else lines[:_PATCH_LINES]
     for line in shown:
         yield f"  {printable(line)}".rstrip()

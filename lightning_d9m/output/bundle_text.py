@@ -2,8 +2,10 @@
 
 from collections.abc import Iterator, Sequence
 
+from rich.filesize import decimal
+
 from lightning_d9m.comparison.ledgers import Comparison
-from lightning_d9m.history.bundle import SIDES, Excerpt, Manifest
+from lightning_d9m.history.bundle import Manifest
 from lightning_d9m.ledger.folder import Ledger
 from lightning_d9m.output.columns import Column, format_table
 from lightning_d9m.output.comparison_text import format_evidence
@@ -13,8 +15,10 @@ from lightning_d9m.text import escape, pluralize, printable
 
 _LONGEST = 1_024
 _SHOWN = 20
-_UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
-_UNIT = 1024
+_COLUMNS = (
+    Column[tuple[str, int]]("file", lambda row: escape(row[0])),
+    Column[tuple[str, int]]("size", lambda row: decimal(row[1]), is_number=True),
+)
 
 
 def format_bundle(
@@ -24,8 +28,6 @@ def format_bundle(
     lines = list(_format_facts(ledgers))
     if manifest.report:
         lines += ["", "d9m locate:", *map(printable, manifest.report)]
-    for excerpt in manifest.excerpts:
-        lines += ["", *_format_excerpt(excerpt)]
     lines += ["", *format_evidence(comparison, verbose=verbose), "", *_format_files(manifest)]
     removed = pluralize(manifest.secrets, "secret")
     return [*lines, *wrap(f"{removed} removed. Look through the bundle before you publish it.")]
@@ -39,40 +41,8 @@ def _format_facts(ledgers: Sequence[Ledger]) -> Iterator[str]:
         yield f"{f'{name}:':{width}} {' / '.join(value or 'not recorded' for value in shown)}"
 
 
-def _format_excerpt(excerpt: Excerpt) -> Iterator[str]:
-    yield f"{escape(excerpt.file, _LONGEST)}, line {excerpt.line}:"
-    for number, text in enumerate(excerpt.text, start=excerpt.first):
-        mark = ">" if number == excerpt.line else " "
-        yield f"{mark} {number:5} {printable(text)}".rstrip()
-
-
 def _format_files(manifest: Manifest) -> list[str]:
     sizes = sorted(manifest.sizes.items(), key=lambda entry: (-entry[1], entry[0]))
-    rows = [(escape(name), format_size(size)) for name, size in sizes[:_SHOWN]]
     if left := sizes[_SHOWN:]:
-        rows.append((f"{len(left)} more", format_size(sum(size for _, size in left))))
-    columns = [
-        Column[tuple[str, str]]("file", lambda row: row[0]),
-        Column[tuple[str, str]]("size", lambda row: row[1], is_number=True),
-    ]
-    return format_table(columns, rows).splitlines()
-
-
-def format_size(size: float) -> str:
-    """Return a number of bytes in its largest unit.
-
-    >>> format_size(12), format_size(1536)
-    ('12 bytes', '1.5 KiB')
-    """
-    power = 0
-    while size >= _UNIT and power < len(_UNITS) - 1:
-        size, power = size / _UNIT, power + 1
-    return f"{size:.{1 if power else 0}f} {_UNITS[power]}"
-
-
-def name_sides(comparison: Comparison) -> Comparison:
-    """Return a comparison whose ledgers have their names in the archive."""
-    from dataclasses import replace
-    from pathlib import Path
-
-    return replace(comparison, expected=Path(SIDES[0]), actual=Path(SIDES[1]))
+        sizes[_SHOWN:] = [(f"{len(left)} more", sum(size for _, size in left))]
+    return format_table(_COLUMNS, sizes).splitlines()

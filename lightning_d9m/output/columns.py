@@ -3,11 +3,12 @@
 A row is a dataclass, whose fields are its JSON; its columns say how they look in a table.
 """
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from lightning_d9m.output.terminal import make_table, measure, render, style
+from lightning_d9m.output.terminal import make_table, measure, print_lines, render, style, wrap
 
 Row = TypeVar("Row")
 
@@ -112,3 +113,15 @@ def format_markdown(verdict: str, evidence: Sequence[str], table: str = "") -> s
         lines = "\n".join(evidence).replace("```", "` ` `")
         parts.append(f"```text\n{lines}\n```")
     return "\n\n".join(parts)
+
+
+def print_result(
+    chosen: str, facts: Mapping[str, object], verdict: str, evidence: Sequence[str]
+) -> None:
+    """Print a result in the chosen format: its facts as JSON, or its verdict and evidence."""
+    if chosen == "json":
+        print(json.dumps(facts, indent=2))
+    elif chosen == "markdown":
+        print(format_markdown(verdict, evidence))
+    else:
+        print_lines([*wrap(verdict), "", *evidence])

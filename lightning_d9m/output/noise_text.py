@@ -21,13 +21,10 @@ _SMALLEST = 0.001
 
 def list_noise_facts(found: NoiseVerdict) -> dict[str, object]:
     """Return the result as JSON types."""
-    values = [
-        asdict(value) | {"change": value.change, "deviation": value.deviation}
-        for value in found.values
-    ]
-    return {"verdict": found.verdict, "sentence": state_noise(found), **asdict(found)} | {
-        "values": values
-    }
+    named = ("change", "deviation", "chance")
+    values = [asdict(v) | {name: getattr(v, name) for name in named} for v in found.values]
+    facts = {name: value for name, value in asdict(found).items() if name != "lines"}
+    return {"verdict": found.verdict, "sentence": state_noise(found), **facts, "values": values}
 
 
 def describe_chance(chance: float) -> str:
@@ -43,26 +40,18 @@ def describe_chance(chance: float) -> str:
 
 def state_noise(found: NoiseVerdict) -> str:
     """Return the verdict as one sentence, which can be pasted into an issue."""
-    runs = f"{found.runs} reruns"
-    if found.last_bits:
-        runs = f"{found.runs} runs with changed last bits"
-    if found.seeds > 1:
-        runs = f"{found.runs} runs with {found.seeds} seeds"
-    if not found.values:
-        return (
-            f"{found.verdict}: the weights are {found.weights:.1e} of their norm apart; those of "
-            f"{runs} are at most {max(found.noise_weights):.1e} apart."
-        )
     value = found.values[0]
     if not value.change:
-        return f"{found.verdict}: no logged value changes, and {runs} show the noise."
+        return f"{found.verdict}: no logged value changes, and {found.runs} show the noise."
     name = escape(value.name)
     spread = max(value.noise) - min(value.noise)
     if not spread:
-        return f"{found.verdict}: {name} changes by {value.change:+.3g}, and {runs} all agree."
+        return (
+            f"{found.verdict}: {name} changes by {value.change:+.3g}, and {found.runs} all agree."
+        )
     of = f", of {pluralize(len(found.values), 'value')} the clearest," if found.values[1:] else ""
     return (
-        f"{found.verdict}: {name}{of} changes by {value.change:+.3g}, and {runs} spread over "
+        f"{found.verdict}: {name}{of} changes by {value.change:+.3g}, and {found.runs} spread over "
         f"{spread:.3g}. Noise alone changes it that much in {describe_chance(value.chance)} of "
         "pairs of runs."
     )
@@ -70,8 +59,8 @@ def state_noise(found: NoiseVerdict) -> str:
 
 def format_noise(found: NoiseVerdict) -> list[str]:
     """Return the lines of the result below the verdict."""
-    lines = format_table(COLUMNS, found.values).splitlines() if found.values else []
-    if found.weights is not None and found.noise_weights:
+    lines = format_table(COLUMNS, found.values).splitlines()
+    if found.weights is not None:
         low, high = min(found.noise_weights), max(found.noise_weights)
         lines += ["", *wrap(
             f"Weights: {found.weights:.1e} of their norm apart; those of the runs without the "
@@ -84,22 +73,22 @@ def format_noise(found: NoiseVerdict) -> list[str]:
 
 
 def draw_noise(found: NoiseVerdict) -> str:
-    """Return a plot of the sizes of change and noise at the ends of epochs, as an SVG file."""
-    chart = draw_chart("Sizes of change and noise by step", [*found.series.values()], {}, log=True)
+    """Return a plot of the first value of all runs at the ends of epochs, as an SVG file."""
+    what = found.values[0].name
     legend = [
-        _place(LEFT, 16 * number + 10, draw_key(number), text(32, 9, name))
-        for number, name in enumerate(found.series)
+        _place(LEFT + 160 * number, 26, draw_key(number), text(32, 9, name))
+        for number, name in enumerate(("reference", "this run", "others: without the change"))
     ]
-    top = 16 * len(legend) + 18
     return element(
         "svg",
         element("style", "text{font:12px sans-serif}.axis{stroke:#888}"),
         element("rect", width="100%", height="100%", fill="white"),
+        text(LEFT, 16, what),
         *legend,
-        _place(0, top, chart),
+        _place(0, 46, draw_chart(what, found.lines, {}, name="run")),
         xmlns="http://www.w3.org/2000/svg",
         width=WIDTH,
-        height=top + HEIGHT,
+        height=46 + HEIGHT,
     )
 
 

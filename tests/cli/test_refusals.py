@@ -7,9 +7,8 @@ from lightning.pytorch.strategies import FSDPStrategy
 
 from lightning_d9m.audit.device import check_device
 from lightning_d9m.audit.ops.cases import plan_cases
-from lightning_d9m.audit.ops.worker_process import RowFile
 from lightning_d9m.cli import scan
-from lightning_d9m.errors import CommandError, SettingError, TooLateError
+from lightning_d9m.errors import SettingError, TooLateError
 from lightning_d9m.lightning.autoload import entry_points
 from lightning_d9m.lightning.step_replay import _check_repeatable
 
@@ -24,10 +23,6 @@ def test_an_audit_of_what_is_not_here():
 
 
 def test_an_output_that_cannot_be_written(tmp_path):
-    with pytest.raises(
-        CommandError, match=r"rows of the audit cannot be written to .*Is a directory"
-    ):
-        RowFile(tmp_path, {})
     with pytest.raises(SettingError, match=r"findings cannot be written to .*Is a directory"):
         scan._write(tmp_path, "")
 

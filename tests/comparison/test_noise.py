@@ -80,9 +80,8 @@ def test_a_change_beyond_noise_has_a_plot(here, capsys):
     assert out.startswith("beyond noise: accuracy changes by +0.1, and 5 reruns spread over 0.03.")
     drawing = ET.parse(here / "a.svg")  # noqa: S314 - our own
     shown = [one.text for one in drawing.iter("{http://www.w3.org/2000/svg}text")]
-    names = ("weights: change", "weights: noise", "accuracy: change", "accuracy: noise")
-    assert set(names) <= set(shown)
-    assert len(list(drawing.iter("{http://www.w3.org/2000/svg}polyline"))) == len(names)
+    assert {"accuracy", "reference", "this run", "others: without the change"} <= set(shown)
+    assert len(list(drawing.iter("{http://www.w3.org/2000/svg}polyline"))) == 7
     status, out, _ = compare(capsys, *words, "--json")
     facts = json.loads(out)
     assert facts["verdict"] == "beyond noise"
@@ -124,16 +123,15 @@ def test_reruns_that_all_agree_make_any_difference_a_change(tmp_path, monkeypatc
     assert compare(capsys, "a", "a", "--noise", "noise")[0] == 0
 
 
-def test_without_values_the_weights_decide(tmp_path, monkeypatch, capsys):
+def test_seeds_are_counted(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for number in range(1, 4):
-        write(tmp_path / "noise", None, [1.0, 1 + number / 1000], loss=None, fit=0, seed=number)
-    for name, value in (("a", 1.0), ("near", 1.001), ("far", 1.5)):
-        write(tmp_path / name, None, [1.0, value], loss=None)
-    status, out, _ = compare(capsys, "a", "near", "--noise", "noise")
+        write(tmp_path / "noise", number / 10, fit=0, seed=number)
+    for name, value in (("a", 0.2), ("b", 0.21)):
+        write(tmp_path / name, value)
+    status, out, _ = compare(capsys, "a", "b", "--noise", "noise")
     assert status == 0
-    assert "3 runs with 3 seeds are at most" in " ".join(out.split())
-    assert compare(capsys, "a", "far", "--noise", "noise")[0] == 1
+    assert "and 3 runs with 3 seeds spread over 0.2." in " ".join(out.split())
 
 
 def test_runs_with_changed_last_bits_are_called_so(tmp_path, monkeypatch, capsys):
@@ -174,7 +172,7 @@ def test_a_value_that_is_not_finite_is_left_out_or_a_change(tmp_path):
         (["before", "much", "--noise", "before"], "1 runs show the noise, and at least 3"),
         (["before", "much", "--noise", "."], "is among the runs that show the noise"),
         (["before", "killed", "--noise", "noise"], "did not finish, so it cannot be measured"),
-        (["before", "bare", "--noise", "noise"], "neither a value that all of them log nor"),
+        (["before", "bare", "--noise", "noise"], "no value that all of them log at the end"),
         (["before", "seeded", "--noise", "noise"], "have the seeds 42 and 7, and the runs"),
         (["before", "much", "--value", "a"], "--value and --plot are only for --noise"),
         (
@@ -183,7 +181,7 @@ def test_a_value_that_is_not_finite_is_left_out_or_a_change(tmp_path):
         ),
         (
             ["before", "much", "--noise", "noise", "--value", "a"],
-            "'a' is not logged at the end of every run. Known values: loss, accuracy.",
+            "'a' is not logged, as a number, at the end of every run. Known values:",
         ),
         (["before", "much", "--noise", "none"], "none is not a folder"),
     ],

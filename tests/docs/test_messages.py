@@ -98,15 +98,16 @@ def repeat_what_fails(g):
     why = import_module(f"{PREFIX}errors").CommandError("why")
     g.refuse(import_module(f"{PREFIX}launch.run"), "run_once", why)
     plans = [g.module._Plan(["false"], "run 1 of 2")]
-    g.module._repeat(plans, g.folder, None, FileWatch([], g.folder))
+    g.module._repeat(plans, g.module.Runs([], g.folder), FileWatch([], g.folder))
 
 
 def find_unlike_runs(g):
     found = iter([{"fit-000": 1}, {"fit-000": 1, "fit-001": 2}])
-    g.patch.setattr(g.module, "run_once", lambda *_, **__: None)
-    g.patch.setattr(g.module, "read_fits", lambda *_: next(found))
-    g.patch.setattr(g.module, "pair_fits", lambda _, actual: actual)
-    g.module.Runner(["true"], g.folder, None, {}).run_pair("whole run")
+    runs = g.module.Runs(["true"], g.folder)
+    g.patch.setattr(
+        runs, "run", lambda *_, **__: import_module(f"{PREFIX}launch.run").Run(next(found))
+    )
+    g.module.Runner(runs, {}).run_pair("whole run")
 
 
 def save_a_checkpoint_of_something_else(g):

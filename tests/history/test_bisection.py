@@ -131,7 +131,8 @@ def test_what_cannot_be_bisected_is_an_error(tmp_path, bisect, contents, message
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["HEAD"], "names no good commit"),
+        (["HEAD"], "Give a good and a bad one, GOOD..BAD"),
+        (["--golden", ".", "HEAD~1..HEAD"], "in place of the good one"),
         (["nothing..HEAD"], "does not name a commit"),
         (["HEAD..HEAD~1"], "is not an earlier ancestor"),
         (["--link", "data", "HEAD~1..HEAD"], "--link is 'data', and "),

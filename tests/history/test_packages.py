@@ -12,7 +12,7 @@ from uv import find_uv_bin
 
 from lightning_d9m.cli.main import main
 from lightning_d9m.history import packages
-from lightning_d9m.history.packages import Environment, read_packages
+from lightning_d9m.history.packages import install_packages, read_packages
 
 WHEEL = "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
 
@@ -54,7 +54,7 @@ def bisect(tmp_path, monkeypatch, capsys, installer):
 
     def run(old, new, *words):
         for name, lines in (("old.txt", old), ("new.txt", new)):
-            source = ["--no-index", "--find-links wheels", "# a comment"]
+            source = ["--no-index", f"--find-links {tmp_path / 'wheels'}", "# a comment"]
             (tmp_path / name).write_text("\n".join([*source, *lines, ""]))
         output = tmp_path / f"output-{len(list(tmp_path.iterdir()))}"
         lists = ("--packages", "old.txt", "new.txt")
@@ -161,7 +161,7 @@ def test_a_list_is_read_as_pip_reads_it(tmp_path):
         "torch-vision": "Torch_Vision==0.1      --hash=sha256:00",
         "fast": "fast[all]===2+cpu",
         "local": "local @ file:///a/b.whl",
-        "-e ./here": "-e ./here",
+        "-/here": "-e ./here",
     }
     assert sources == ["--index-url https://host/simple"]
 
@@ -170,13 +170,12 @@ def test_a_list_is_read_as_pip_reads_it(tmp_path):
 def test_what_a_list_does_not_hold_is_removed(tmp_path, installer):
     for name in ("alpha", "beta"):
         write_wheel(tmp_path, name, 1)
-    environment = Environment(tmp_path / "environment")
     lists = [["alpha==1", "beta==1"], ["beta==1"]]
     found = []
     for lines in lists:
         source = ["--no-index", f"--find-links {tmp_path}"]
         (tmp_path / "list.txt").write_text("\n".join([*source, *lines, ""]))
-        environment.install(tmp_path / "list.txt")
+        install_packages(tmp_path / "environment", tmp_path / "list.txt")
         code = "from importlib import metadata as m; print(*(d.name for d in m.distributions()))"
         python = tmp_path / "environment/bin/python"
         printed = subprocess.check_output([python, "-I", "-c", code], text=True)

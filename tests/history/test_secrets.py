@@ -21,8 +21,8 @@ SECRET = "s3cr3t-value"  # noqa: S105 - no secret
         ("clean", f"Authorization: Bearer {SECRET}"),
         ("clean", f"ghp_{SECRET}0123456789"),
         ("clean", f"the variable's {SECRET} in a path"),
-        ("clean_command", f"WANDB_API_KEY={SECRET} python train.py"),
-        ("clean_command", f"python train.py logger.token={SECRET}"),
+        ("clean", f"WANDB_API_KEY={SECRET} python train.py"),
+        ("clean", f"python train.py logger.token={SECRET}"),
         ("clean_code", f'client = Client(api_key="{SECRET}")'),
         ("clean_code", f"PASSWORD = '{SECRET}'"),
         ("clean_code", f'headers = {{"hf_token": "{SECRET}"}}'),
@@ -45,7 +45,6 @@ def test_a_secret_is_removed(method, text):
     [
         "python train.py --max-tokens 512 --monkey 3 --seed 42 data.keys=3",
         "https://host/data?version=3&split=test",
-        "values = sorted(found, key=len)",
         "embedding.token_embedding.weight",
         "git@host:ann/project.git",
         "for key in keys: print(key)",
@@ -57,6 +56,9 @@ def test_what_is_needed_stays(text):
     )
     assert secrets.clean(text) == text
     assert secrets.clean_code(text) == text
+    assert (
+        secrets.clean_code("values = sorted(found, key=len)") == "values = sorted(found, key=len)"
+    )
     assert secrets.count == 0
 
 

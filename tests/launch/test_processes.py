@@ -37,10 +37,10 @@ def short_waits(monkeypatch):
 def watch(tmp_path):
     """Return a function that runs Python code as a watched command."""
 
-    def run(code, *, timeout=60.0, program=(sys.executable, "-c")):
+    def run(code, *, timeout=60.0):
         log = tmp_path / "output.log"
-        start = ProcessStart(os.environ, log)
-        run_processes([*program, code], [start], timeout=timeout, tick=ticks.append)
+        command, start = [sys.executable, "-c", code], ProcessStart(os.environ, log)
+        run_processes(command, [start], timeout=timeout, tick=ticks.append)
         return log.read_text()
 
     ticks: list[float] = []
@@ -53,25 +53,21 @@ def test_output_goes_to_the_log(watch):
     assert watch(code) == "out\nerr\n"
 
 
-def test_a_failure_shows_the_end_of_the_output(watch):
-    with pytest.raises(CommandError, match=r"exit status 3[\s\S]*\| last words") as caught:
-        watch("print('first\\n' * 50); print('last words'); raise SystemExit(3)")
-    assert str(caught.value).count("|") == 20
-
-
-def test_a_silent_failure_says_so(watch):
-    with pytest.raises(CommandError, match="It printed nothing"):
-        watch("raise SystemExit(1)")
-
-
-def test_a_signal_is_named(watch):
-    with pytest.raises(CommandError, match="signal SIGKILL"):
-        watch("import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
-
-
-def test_a_missing_program_is_named(watch):
-    with pytest.raises(CommandError, match="does not start: No such file"):
-        watch("", program=("no-such-program",))
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("raise SystemExit(1)", "It printed nothing"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "signal SIGKILL"),
+        (
+            "print('first\\n' * 50); print('last words'); raise SystemExit(3)",
+            r"exit status 3[\s\S]*\| last words",
+        ),
+    ],
+)
+def test_a_failure_is_named_with_the_end_of_the_output(watch, code, message):
+    with pytest.raises(CommandError, match=message) as caught:
+        watch(code)
+    assert str(caught.value).count("|") in (0, 20)
 
 
 @pytest.mark.parametrize("apart", [False, pytest.param(True, marks=linux)])

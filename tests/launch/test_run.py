@@ -24,43 +24,42 @@ def write(tmp_path, runs):
     return write
 
 
-def paired(one, other):
-    """Return the names of pairs: of a fit, and of its counterpart's folder."""
-    found = pair_fits(one, other)
-    return {name: found[name].path.name for name in one if name in found}
+# The fits of two runs, as (seed, ordinal, value), and which fit of the second has which name.
+PAIRS = {
+    "by number in one process": (
+        [(1, 0, 7), (1, 1, 8)],
+        [(1, 0, 8), (1, 1, 7)],
+        {"fit-000": "fit-000", "fit-001": "fit-001"},
+    ),
+    "by seed in parallel ones": (
+        [(1, 0, 7), (2, 0, 7)],
+        [(2, 0, 7), (1, 0, 7)],
+        {"fit-000": "fit-001", "fit-001": "fit-000"},
+    ),
+    "by the end where they begin alike": (
+        [(1, 0, 5), (1, 0, 6), (1, 0, 7)],
+        [(1, 0, 7), (1, 0, 9), (1, 0, 5)],
+        {"fit-000": "fit-002", "fit-001": "fit-001", "fit-002": "fit-000"},
+    ),
+    "by seed where they begin differently": (
+        [(1, 0, 7), (2, 0, 8)],
+        [(2, 0, 9), (1, 0, 6)],
+        {"fit-000": "fit-001", "fit-001": "fit-000"},
+    ),
+    "without a counterpart by a free name": (
+        [(1, 0, 7)],
+        [(2, 0, 7), (1, 0, 7)],
+        {"fit-000": "fit-001", "fit-001": "fit-000"},
+    ),
+    "an absent fit shifts no other": (
+        [(1, 0, 7), (2, 0, 7), (3, 0, 7)],
+        [(1, 0, 7), (3, 0, 7)],
+        {"fit-000": "fit-000", "fit-002": "fit-001"},
+    ),
+}
 
 
-def test_fits_of_one_process_are_paired_by_number(write):
-    one, other = write((1, 0, 7), (1, 1, 8)), write((1, 0, 8), (1, 1, 7))
-    assert paired(one, other) == {"fit-000": "fit-000", "fit-001": "fit-001"}
-
-
-def test_parallel_fits_are_paired_by_seed(write):
-    one, other = write((1, 0, 7), (2, 0, 7)), write((2, 0, 7), (1, 0, 7))
-    assert paired(one, other) == {"fit-000": "fit-001", "fit-001": "fit-000"}
-
-
-def test_fits_that_begin_alike_are_paired_by_their_ends(write):
-    one = write((1, 0, 5), (1, 0, 6), (1, 0, 7))
-    other = write((1, 0, 7), (1, 0, 9), (1, 0, 5))
-    assert paired(one, other) == {"fit-000": "fit-002", "fit-001": "fit-001", "fit-002": "fit-000"}
-
-
-def test_unequal_beginnings_are_paired_by_seed(write):
-    one, other = write((1, 0, 7), (2, 0, 8)), write((2, 0, 9), (1, 0, 6))
-    assert paired(one, other) == {"fit-000": "fit-001", "fit-001": "fit-000"}
-
-
-def test_a_fit_without_a_counterpart_gets_a_free_name(write):
-    one, other = write((1, 0, 7)), write((2, 0, 7), (1, 0, 7))
-    assert paired(one, other) == {"fit-000": "fit-001"}
-    found = pair_fits(one, other)
-    assert {name: ledger.path.name for name, ledger in found.items()} == {
-        "fit-000": "fit-001",
-        "fit-001": "fit-000",
-    }
-
-
-def test_an_absent_fit_shifts_no_other(write):
-    one, other = write((1, 0, 7), (2, 0, 7), (3, 0, 7)), write((1, 0, 7), (3, 0, 7))
-    assert paired(one, other) == {"fit-000": "fit-000", "fit-002": "fit-001"}
+@pytest.mark.parametrize(("one", "other", "expected"), PAIRS.values(), ids=PAIRS)
+def test_fits_are_paired(write, one, other, expected):
+    found = pair_fits(write(*one), write(*other))
+    assert {name: ledger.path.name for name, ledger in found.items()} == expected

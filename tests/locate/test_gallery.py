@@ -14,9 +14,9 @@ from forking_python import ForkingPython, shared_python
 from lightning_d9m.cli import locate as locate_module
 from lightning_d9m.cli.main import main
 from lightning_d9m.errors import CommandError
+from lightning_d9m.launch import run as launched
 from lightning_d9m.launch.processes import make_rank_variables
 from lightning_d9m.launch.run import run_once
-from lightning_d9m.locate import search
 from lightning_d9m.locate.search import Search
 from lightning_d9m.output.locate_text import describe
 
@@ -67,7 +67,7 @@ def locate(tmp_path, monkeypatch, capsys):
     def locate(cause, *words, ranks=1, run=run_forked, pythons=None):
         pythons = pythons or repeat(shared_python())
         if run is run_forked:
-            monkeypatch.setattr(search, "run_once", partial(run, ranks=ranks, pythons=pythons))
+            monkeypatch.setattr(launched, "run_once", partial(run, ranks=ranks, pythons=pythons))
         command = [shared_python(), str(TRAINING), cause]
         status = main(["locate", "--json", *words, "--", *command])
         found = json.loads(capsys.readouterr().out)

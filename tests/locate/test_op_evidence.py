@@ -163,35 +163,25 @@ def batches(order, *, ranks=1):
     return [(number % ranks, part, part[:, 0] > 5) for number, part in enumerate(parts)]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_another_order(compare, ranks):
-    turned = list(range(12))[::-1]
-    found = compare(batches(range(12)), batches(turned, ranks=ranks))
-    assert found == SampleComparison(12, 12, 12)
-    assert found.same
+WHOLE = batches(range(12))
+COMPARED = {
+    "another order": (batches(range(11, -1, -1)), (12, 12, 12)),
+    "another order on two ranks": (batches(range(11, -1, -1), ranks=2), (12, 12, 12)),
+    "a sample that is taken twice": (batches([0, *range(11)]), (12, 12, 11)),
+    "other values": ([(rank, part + 1, label) for rank, part, label in WHOLE], (12, 12, 0)),
+    "a label belongs to its sample": (
+        [(rank, part, ~label) for rank, part, label in WHOLE],
+        (12, 12, 0),
+    ),
+    "one run has more": (batches(range(8)), (12, 8, 8)),
+}
 
 
-def test_a_sample_that_is_taken_twice(compare):
-    found = compare(batches(range(12)), batches([0, *range(11)]))
-    assert found == SampleComparison(12, 12, 11)
-    assert not found.same
-
-
-def test_other_values(compare):
-    changed = [(rank, part + 1e-7, label) for rank, part, label in batches(range(12))]
-    found = compare(batches(range(12)), changed)
-    assert found.common < 12
-    assert not found.same
-
-
-def test_one_run_has_more(compare):
-    found = compare(batches(range(12)), batches(range(8)))
-    assert found == SampleComparison(12, 8, 8)
-
-
-def test_a_label_belongs_to_its_sample(compare):
-    changed = [(rank, part, ~label) for rank, part, label in batches(range(12))]
-    assert compare(batches(range(12)), changed).common == 0
+@pytest.mark.parametrize(("other", "counts"), COMPARED.values(), ids=COMPARED)
+def test_samples_are_compared(compare, other, counts):
+    found = compare(WHOLE, other)
+    assert found == SampleComparison(*counts)
+    assert found.same == (counts == (12, 12, 12))
 
 
 @pytest.mark.parametrize("leaves", [(torch.tensor(3.0),), (SAMPLES, SAMPLES[:3])])

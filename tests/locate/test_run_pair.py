@@ -2,7 +2,8 @@
 
 import pytest
 
-from lightning_d9m.locate import search
+from lightning_d9m.launch import run as launched
+from lightning_d9m.launch.run import Runs
 from lightning_d9m.locate.search import Runner
 
 
@@ -23,8 +24,8 @@ def runner(tmp_path, runs, monkeypatch):
 
                 runs.write(1, edit=edit, seed=seed)
 
-        monkeypatch.setattr(search, "run_once", write)
-        return Runner(["true"], tmp_path, None, {})
+        monkeypatch.setattr(launched, "run_once", write)
+        return Runner(Runs(["true"], tmp_path), {})
 
     return make
 

@@ -12,8 +12,8 @@ from torch.distributed import FileStore
 
 from lightning_d9m.cli.main import main
 from lightning_d9m.errors import CommandError
+from lightning_d9m.launch import run as launched
 from lightning_d9m.launch.run import LEDGER_VARIABLE
-from lightning_d9m.locate import search
 
 
 def locate(train, output, *, rank=0, ranks=1):
@@ -52,7 +52,7 @@ def locate(train, output, *, rank=0, ranks=1):
         words = ["locate", "--json", "--tries", "1", "-o", str(output), "--", sys.executable]
         printed = io.StringIO()
         try:
-            with mock.patch.object(search, "run_once", run_here), redirect_stdout(printed):
+            with mock.patch.object(launched, "run_once", run_here), redirect_stdout(printed):
                 assert main([*words, __file__]) < 2
         finally:
             request(None)

@@ -1,129 +1,55 @@
 """The measurement of all cases, in a worker that is restarted after a case has crashed it.
 
-Each row is appended to a file when it is measured, from which an interrupted audit continues.
+Each row is appended to a file when it is measured, with what it depends on, so that an interrupted
+audit continues there.
 """
 
 import json
-import os
 import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from multiprocessing.connection import wait
 from pathlib import Path
-from threading import Timer
 from typing import IO, Any
 
-from lightning_d9m.errors import CommandError, SettingError
+from lightning_d9m.errors import CommandError
+from lightning_d9m.file_errors import explain_file_error
 from lightning_d9m.launch.progress import StatusLine
 
-ROW_SCHEMA = 2
 _CONDITIONS = ("default", "deterministic", "patched", "oracle")
 _START_SECONDS = 300.0
 _WORKER = [sys.executable, "-m", "lightning_d9m.audit.ops.worker"]
 
 
-class RowFile:
-    """A file of JSON lines: first the settings, then one row for each case.
-
-    An incomplete row at the end, left by an interruption, is removed and measured again.
-
-    Args:
-        path: The file; created if it does not exist.
-        settings: The settings of the rows. An existing file must have the same.
-
-    Raises:
-        SettingError: The file has different settings.
-        CommandError: The file cannot be read or written, or is not a file of rows.
-    """
-
-    def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
-        self.rows: list[dict[str, Any]] = []
-        self._settings = dict(settings)
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            text = path.read_bytes() if path.exists() else b""
-            whole = text[: text.rfind(b"\n") + 1]
-            self._load(path, whole.splitlines())
-            if len(whole) < len(text):
-                os.truncate(path, len(whole))
-            self._file = path.open("ab")
-        except OSError as error:
-            raise CommandError(
-                f"The rows of the audit cannot be written to {path}: {error.strerror or error}. "
-                "Give a different folder with --output."
-            ) from error
-
-    def add(self, row: dict[str, Any]) -> None:
-        """Append a row and flush the file."""
-        # The settings come with the first row: those that measure nothing do not claim the folder.
-        head = [] if self._file.tell() else [{"schema": ROW_SCHEMA, "settings": self._settings}]
-        for record in (*head, row):
-            self._file.write(json.dumps(record).encode() + b"\n")
-        self._file.flush()
-        self.rows.append(row)
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
-
-    def _load(self, path: Path, lines: Sequence[bytes]) -> None:
-        known = self._settings
-        try:
-            for number, line in enumerate(lines):
-                record = json.loads(line)
-                if number:
-                    self.rows.append({"key": record["key"], **record})
-                else:
-                    known = {ROW_SCHEMA: record["settings"]}[record["schema"]]
-        except (ValueError, KeyError, TypeError) as error:
-            raise CommandError(
-                f"{path} is not a file of rows that this version of the command wrote. Give a "
-                "different folder with --output, or remove the file."
-            ) from error
-        both = known, self._settings
-        names = sorted(name for name in {**known, **self._settings} if _differs(name, *both))
-        if names:
-            values = ((name, *(repr(own.get(name)) for own in both)) for name in names)
-            listed = "".join(f"\n  {n}: expected: {e}\n  {n}: actual:   {a}" for n, e, a in values)
-            raise SettingError(
-                f"{path} contains rows that were measured with different settings:{listed}\n"
-                "Give the same settings to continue that audit, or a different folder with "
-                "--output."
-            )
-
-
-def _differs(name: str, expected: Mapping[str, Any], actual: Mapping[str, Any]) -> bool:
-    return bool(expected.get(name) != actual.get(name))
-
-
 def measure_rows(
-    rows: RowFile,
-    plan: Sequence[dict[str, Any]],
-    settings: Mapping[str, Any],
-    timeout: float,
-    log: Path,
-) -> None:
-    """Measure every case that has no row yet.
+    folder: Path, plan: Sequence[Mapping[str, Any]], settings: Mapping[str, Any], timeout: float
+) -> list[dict[str, Any]]:
+    """Measure every case that has no row in the folder yet, and return all rows.
 
     Args:
-        rows: Their file.
+        folder: The folder of the rows, and of the log with what the worker prints.
         plan: The row of each case without its conditions.
-        settings: The settings of the worker.
+        settings: What the rows depend on; rows with other settings are left alone.
         timeout: Seconds after which a case counts as hanging.
-        log: The file that receives what the worker prints.
 
     Raises:
-        CommandError: The worker ends before its first case.
+        CommandError: The worker ends before its first case, or the folder cannot be written.
     """
-    done = {row["key"] for row in rows.rows}
     worker: _Worker | None = None
     try:
-        with StatusLine() as line, log.open("ab") as errors:
-            for row in plan:
+        folder.mkdir(parents=True, exist_ok=True)
+        done = _read_rows(folder / "ops.jsonl", settings)
+        with (
+            StatusLine() as line,
+            (folder / "worker.log").open("ab") as errors,
+            (folder / "ops.jsonl").open("a") as file,
+        ):
+            for number, row in enumerate(plan, start=1):
                 if row["key"] in done:
                     continue
-                text = f"[{len(rows.rows) + 1} of {len(plan)}] {row['key']}"
+                text = f"[{number} of {len(plan)}] {row['key']}"
                 line.update(text)
                 if not line.live:
                     print(text, file=sys.stderr, flush=True)
@@ -132,10 +58,30 @@ def measure_rows(
                 if conditions is None:
                     entry = {"outcome": "lost", "reason": f"The process was {worker.end()}."}
                     conditions, worker = dict.fromkeys(_CONDITIONS, entry), None
-                rows.add(row | {"conditions": conditions})
+                done[row["key"]] = {**row, "conditions": conditions}
+                # After a line that an interruption cut, a new one begins.
+                file.write(f"\n{json.dumps({'settings': settings, 'row': done[row['key']]})}")
+                file.flush()
+    except OSError as error:
+        raise CommandError(
+            f"The rows of the audit cannot be written to {folder}: {explain_file_error(error)} "
+            "Give a different folder with --output."
+        ) from error
     finally:  # after an interruption the case is measured again
         if worker is not None:
             worker.end()
+    return [done[row["key"]] for row in plan]
+
+
+def _read_rows(path: Path, settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the rows that a file has for these settings, by key."""
+    rows = {}
+    for line in path.read_text().splitlines() if path.exists() else ():
+        with suppress(ValueError, KeyError, TypeError):  # it was cut
+            record = json.loads(line)
+            if record["settings"] == settings:
+                rows[record["row"]["key"]] = record["row"]
+    return rows
 
 
 class _Worker:
@@ -156,26 +102,22 @@ class _Worker:
         """Send a request, and return the answer; None if the process has ended without."""
         assert self._process.stdin is not None, "the pipe was requested"
         assert self._process.stdout is not None, "the pipe was requested"
-        timer = Timer(seconds, self._kill_late, [seconds])
-        timer.start()
-        try:
-            with suppress(BrokenPipeError):
-                print(json.dumps(request), file=self._process.stdin, flush=True)
-            answer = self._process.stdout.readline()
-        finally:
-            timer.cancel()
+        with suppress(BrokenPipeError):
+            print(json.dumps(request), file=self._process.stdin, flush=True)
+        if not wait([self._process.stdout.fileno()], seconds):
+            self._late = seconds
+            self._process.kill()
+            return None
+        answer = self._process.stdout.readline()
         return json.loads(answer) if answer.endswith("\n") else None
-
-    def _kill_late(self, seconds: float) -> None:
-        self._late = seconds
-        self._process.kill()
 
     def end(self) -> str:
         """End the process, and return how it ended."""
         with suppress(subprocess.TimeoutExpired):
             self._process.communicate(timeout=1)
         self._process.kill()
-        status = self._process.wait()
+        with suppress(BrokenPipeError), self._process:  # closes its pipes
+            status = self._process.wait()
         if self._late:
             return f"killed because it was still running after {self._late:g} s"
         if status == -signal.SIGKILL:

@@ -18,12 +18,7 @@ from lightning_d9m.cli.arguments import (
     get_command,
     whole_number,
 )
-from lightning_d9m.launch.run import (
-    Run,
-    make_output,
-    make_run_folder,
-    train,
-)
+from lightning_d9m.launch.run import Run, Runs, make_output
 from lightning_d9m.output.terminal import format_next_steps, print_lines
 
 # Set for the command; `control.environment` reads it.
@@ -73,22 +68,16 @@ def _train(
     command: list[str], output: Path, runs: int, timeout: float | None
 ) -> dict[str, list[Run]]:
     """Train in both conditions."""
+    made = {name: Runs(command, output, timeout, evaluations=False) for name in CONDITIONS}
     trainings: dict[str, list[Run]] = {condition: [] for condition in CONDITIONS}
     for number in range(1, runs + 1):
         for condition in CONDITIONS:  # alternate, so that machine load affects both alike
-            folder = make_run_folder(output, f"{condition}-{number:03d}")
-            before = trainings[condition]
-            # The first training of all names the fits.
-            named = before or trainings[CONDITIONS[0]]
-            run = train(
-                command,
-                folder,
-                named[0] if named else None,
-                evaluations=False,
-                title=f"run {number} of {runs}, {condition} determinism",
-                timeout=timeout,
+            run = made[condition].run(
+                f"{condition}-{number:03d}",
+                f"run {number} of {runs}, {condition} determinism",
                 variables={CONTROL: "off" if condition == "without" else "on"},
-                expected_seconds=before[-1].seconds if before else None,
             )
-            before.append(run)
+            trainings[condition].append(run)
+            # The first training of all names the fits.
+            made["with"].fits = made["without"].fits
     return trainings

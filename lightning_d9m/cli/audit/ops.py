@@ -3,17 +3,11 @@
 import argparse
 import json
 import sys
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from lightning_d9m.audit.ops.report import (
-    find_broken,
-    render_findings,
-    render_markdown,
-    summarize,
-)
-from lightning_d9m.audit.ops.worker_process import RowFile, measure_rows
+from lightning_d9m.audit.ops.report import find_broken, render_findings, render_markdown, summarize
+from lightning_d9m.audit.ops.worker_process import measure_rows
 from lightning_d9m.cli.arguments import declare, whole_number
 from lightning_d9m.output.terminal import print_wrapped
 
@@ -58,9 +52,8 @@ def run(arguments: argparse.Namespace) -> int:
     folder = (
         arguments.output or Path("d9m-audit") / f"ops-{arguments.device.replace(':', '')}{kind}"
     )
-    with closing(RowFile(folder / "ops.jsonl", settings)) as rows:
-        measure_rows(rows, plan, settings, arguments.timeout, folder / "worker.log")
-        summary = summarize(settings | facts, rows.rows)
+    settings |= facts
+    summary = summarize(settings, measure_rows(folder, plan, settings, arguments.timeout))
     (folder / "ops.json").write_text(json.dumps(summary, indent=1) + "\n")
     (folder / "ops.md").write_text(render_markdown(summary))
     broken = find_broken(summary["rows"])

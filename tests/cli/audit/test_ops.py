@@ -2,7 +2,6 @@
 
 import json
 import sys
-from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -14,9 +13,8 @@ from lightning_d9m.audit.ops.cases import Case, Inputs, NotHereError, list_cases
 from lightning_d9m.audit.ops.conditions import Budget, begin_row, measure_case
 from lightning_d9m.audit.ops.report import judge_op
 from lightning_d9m.audit.ops.torch_docs import find_documented_lines, read_documentation
-from lightning_d9m.audit.ops.worker_process import RowFile
 from lightning_d9m.cli.main import main
-from lightning_d9m.errors import CommandError, SettingError
+from lightning_d9m.errors import SettingError
 from lightning_d9m.patches.catalog.catalog import OPS
 
 LINES = read_documentation(torch.use_deterministic_algorithms.__doc__)
@@ -219,7 +217,7 @@ def audit(tmp_path, monkeypatch, capsys):
 
 
 def keys_of(path):
-    return [json.loads(line)["key"] for line in path.read_text().splitlines()[1:]]
+    return [json.loads(line)["row"]["key"] for line in path.read_text().split("\n")[1:]]
 
 
 def test_rows_json_and_markdown_are_left(audit, tmp_path):
@@ -267,28 +265,23 @@ def test_a_patched_op_that_varies_is_found(audit):
 def test_an_interrupted_audit_goes_on_where_it_was(audit, tmp_path):
     rows = tmp_path / "out" / "ops.jsonl"
     audit()
-    text = rows.read_bytes().splitlines(keepends=True)
-    rows.write_bytes(b"".join(text[:2]) + text[2][:20])  # one row whole, the second one torn
+    text = rows.read_text().splitlines(keepends=True)
+    rows.write_text("".join(text[:2]) + text[2][:20])  # one row whole, the second one torn
     status, _, err = audit()
     assert status == 0
     assert "] a" not in err
-    assert keys_of(rows) == ["a", "b", "c"]
-
-
-def test_other_settings_are_not_mixed_in(audit):
-    audit()
+    assert "[2 of 3] b" in err
+    # Rows of other settings are measured.
     status, _, err = audit("--runs", "7")
+    assert status == 0
+    assert "] a" in err
+
+
+def test_a_folder_that_cannot_be_written_is_an_error(audit, tmp_path):
+    (tmp_path / "out").write_text("")
+    status, _, err = audit()
     assert status == 2
-    assert "runs: expected: 30" in err
-    assert "runs: actual:   7" in err
-
-
-def test_a_foreign_file_is_left_alone(tmp_path):
-    file = tmp_path / "ops.jsonl"
-    file.write_text("hello\n")
-    with pytest.raises(CommandError, match="not a file of rows"):
-        RowFile(file, {})
-    assert file.read_text() == "hello\n"
+    assert "The rows of the audit cannot be written to" in err
 
 
 @pytest.fixture
@@ -315,9 +308,3 @@ def test_of_what_cannot_be_no_folder_is_left(tmp_path, capsys):
     message = "--ops contains 'no_such_op', which matches no op of the audit"
     assert message in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_folder_without_rows_stays_free_for_other_settings(tmp_path):
-    for settings in ({"one": 1}, {"other": 2}):
-        with closing(RowFile(tmp_path / "ops.jsonl", settings)) as rows:
-            assert rows.rows == []
