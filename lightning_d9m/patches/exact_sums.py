@@ -49,8 +49,8 @@ class Layout(NamedTuple):
         group: As above.
         rows: As above.
         inner: As above.
-        count: The sums are of shape ``[batch, group, count, inner]``, contiguous.
-        steps: The strides of the index by tap, batch, row and column; 0 along what shares one.
+        places: The sums are of shape ``[batch, group, places, inner]``, contiguous.
+        steps: The strides of the keys by tap, batch, row and column; 0 along what shares one.
     """
 
     taps: int
@@ -58,7 +58,7 @@ class Layout(NamedTuple):
     group: int
     rows: int
     inner: int
-    count: int
+    places: int
     steps: tuple[int, int, int, int]
 
 
@@ -66,13 +66,13 @@ class Part(NamedTuple):
     """Terms of sums.
 
     Attributes:
-        index: The place of each value, from 0 to ``count``; a place outside is skipped.
+        keys: The place of each value, from 0 to ``places``; a place outside is skipped.
         values: Floating point; float64 only if the sums are.
-        weights: Factors, with the strides of the index, or None.
+        weights: Factors, with the strides of the keys, or None.
         layout: How they lie in memory.
     """
 
-    index: Tensor
+    keys: Tensor
     values: Tensor
     weights: Tensor | None
     layout: Layout
@@ -181,9 +181,10 @@ def _list_terms(flat: Tensor, part: Part, include: bool) -> Iterator[tuple[Tenso
     if include:
         yield torch.arange(flat.numel(), device=flat.device), flat.to(torch.float64)
     taps, batch, group, rows, inner, count, steps = part.layout
-    indices, factors = (
-        None if one is None else one.as_strided((taps, batch, rows, inner), steps).unsqueeze(2)
-        for one in (part.index, part.weights)
+    indices, *factors = (
+        one.as_strided((taps, batch, rows, inner), steps).unsqueeze(2)
+        for one in (part.keys, part.weights)
+        if one is not None
     )
     given = part.values.view(batch, group, rows, inner)
     lines = torch.arange(batch * group, device=flat.device).view(batch, group, 1, 1) * count
@@ -194,8 +195,8 @@ def _list_terms(flat: Tensor, part: Part, include: bool) -> Iterator[tuple[Tenso
         side = slice(begin, begin + several)
         where = (side, slice(None), slice(start, start + some))
         keys, terms = indices[tap][where], given[where]
-        if factors is not None:
-            weight = factors[tap][where]
+        for factor in factors:
+            weight = factor[tap][where]
             terms = terms.to(weight.dtype) * weight
         places = torch.where((keys >= 0) & (keys < count), lines[side] + keys, beyond)
         if inner > 1:

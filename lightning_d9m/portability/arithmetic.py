@@ -366,8 +366,9 @@ def cumprod(values: Tensor, dim: int) -> Tensor:
 def product(values: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
     """The last one of the products of the values up to each one."""
     if dim is None or not values.dim():
-        return cumprod(values.reshape(-1), 0)[-1].clone()
-    last = cumprod(values, dim).narrow(dim, values.shape[dim] - 1, 1)
+        every: Tensor = cumprod(values.reshape(-1), 0)
+        return every[-1].clone()
+    last: Tensor = cumprod(values, dim).narrow(dim, values.shape[dim] - 1, 1)
     return last.clone() if keepdim else last.squeeze(dim).clone()
 
 
@@ -387,7 +388,7 @@ def multiply_vector(matrix: Tensor, vector: Tensor) -> Tensor:
 
 
 @rule("arange")
-def arange(*given: Any, dtype: torch.dtype | None = None, **kwargs: Any) -> Tensor:
+def arange(*given: Any, dtype: torch.dtype | None = None, **kwargs: Any) -> Any:
     """Whole numbers; torch makes others from these."""
     if any(isinstance(one, float) for one in given) if dtype is None else dtype.is_floating_point:
         return NotImplemented

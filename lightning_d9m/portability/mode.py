@@ -139,10 +139,10 @@ class PortableMode(TorchDispatchMode):
         names = [one.name().partition("::")[2] for one in same]
         paths = (_PATCHES.get(one) for one in (*names, f"{name}_"))
         path = next(filter(None, paths), None)
-        patch = path and self._compose(partial(_patch, resolve_name(path)), func)
         refusal = partial(_take_integers, func)
-        if patch is None:
+        if path is None:
             return refusal
+        patch = self._compose(partial(_patch, resolve_name(path)), func)
         return partial(_checked, func, patch, lambda: refusal, whole=True)
 
     def _compose(self, function: Rule, func: Any = None) -> Rule:

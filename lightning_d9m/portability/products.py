@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from functools import cache
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -73,7 +73,8 @@ class Convolution(NamedTuple):
             kernel, counts = weight.shape[2:], gradient.shape[2:]
             spread = [(n - 1) * step + 1 for n, step in zip(counts, self.stride, strict=True)]
             wide = gradient.new_zeros((*gradient.shape[:2], *spread))
-            wide[(..., *(slice(None, None, step) for step in self.stride))] = gradient
+            places: Any = (..., *(slice(None, None, step) for step in self.stride))
+            wide[places] = gradient
             sides = zip(self.dilation, kernel, self.padding, strict=True)
             margins = [step * (length - 1) - before for step, length, before in sides]
             turned = weight.unflatten(0, (self.groups, -1)).transpose(1, 2).flatten(0, 1)
@@ -132,7 +133,8 @@ def _form(
         index = list(torch.unravel_index(places, shape))
         row = index.pop(row_dim)
         group = row // (len(rows) // len(windows))
-        first, second = rows[row], windows[(group, *index)]
+        place = (group, *index)
+        first, second = rows[row], windows[place]
         return first.reshape(len(places), -1).double() * second.reshape(len(places), -1).double()
 
     return combine(function, left, right, find_terms, length, (roundings or length) + 1)

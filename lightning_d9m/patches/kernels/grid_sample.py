@@ -84,7 +84,8 @@ def _backward(
     dtype = torch.int32 if prod(sizes) <= INT32_LIMIT else torch.int64
     index = torch.stack([_find_place(corner, sizes).to(dtype) for corner in corners])
     weights = torch.stack([_multiply([tap.weight for tap in corner]) for corner in corners])
-    steps = (*index.stride(), 0)
+    tap, sample, output = index.stride()
+    steps = (tap, sample, output, 0)
     layout = Layout(len(corners), batch, channels, outputs, 1, prod(sizes), steps)
     part = Part(index, gradients.contiguous(), weights, layout)
     grad_image = allocate(image.shape, image.dtype, image.device)

@@ -289,7 +289,8 @@ def add_rows(
         steps = (0, 0, index.stride(0), 0)
     else:
         index = index.reshape(outer, rows, inner)
-        steps = (0, *index.stride())
+        outer_step, row_step, inner_step = index.stride()
+        steps = (0, outer_step, row_step, inner_step)
     layout = Layout(1, outer, 1, rows, inner, out.shape[axis], steps)
     part = Part(index, values.contiguous(), None, layout)
     accumulate(out, part, pieces or plan_pieces(out.dtype, rows + 1), include=include)

@@ -170,4 +170,6 @@ def allocate(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> 
     launch.
     """
     memory = torch.UntypedStorage(prod(shape) * dtype.itemsize, device=device)
-    return torch.empty(0, dtype=dtype, device=device).set_(memory, 0, tuple(shape))
+    made: Tensor = torch.empty(0, dtype=dtype, device=device)
+    made.set_(memory, 0, tuple(shape))  # type: ignore[call-overload]  # strides may be left out
+    return made

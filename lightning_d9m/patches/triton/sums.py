@@ -213,7 +213,7 @@ def round_sums(
 def _prepare(layout, pieces, form, include, *dtypes):
     """Return the size of the memory for the sums of pieces and the exponents, and the launches."""
     terms = layout.batch * layout.group * layout.rows * layout.inner
-    slots = layout.batch * layout.group * layout.count * layout.inner
+    slots = layout.batch * layout.group * layout.places * layout.inner
     added = terms + (slots if include else 0)
     alone = max(added, slots) <= _ALONE
     sizes = (layout.taps, layout.batch, layout.rows, layout.inner)
@@ -226,7 +226,7 @@ def _prepare(layout, pieces, form, include, *dtypes):
             *layout.steps,
             terms,
             slots,
-            layout.count,
+            layout.places,
             max(layout.rows, 1),
             layout.inner,
             layout.group,
@@ -249,9 +249,7 @@ def _prepare(layout, pieces, form, include, *dtypes):
 def accumulate(out, terms, pieces, form, include):
     """Write into each place of ``out`` the sum of the terms that go to it."""
     index, values, weights, layout = terms
-    dtypes = (out.dtype, index.dtype, values.dtype)
-    if weights is not None:
-        dtypes = (*dtypes, weights.dtype)
+    dtypes = [one.dtype for one in (out, index, values, weights) if one is not None]
     size, launches = _prepare(layout, pieces, form, include, *dtypes)
     # One launch fills both; a half of -0.0 is 0 or negative, and raised by any exponent.
     start = -0.0 if include else 0.0
