@@ -61,13 +61,15 @@ def walk(
     """
     seen: set[int] = set()
     kept = []  # the id of a freed object may become that of another
+    entered = set(map(id, owners.values())) if enter_owners else ()
     stack: list[tuple[str, Any, Kind | None]] = [
-        (name, owner, ATTRIBUTES if enter_owners and find_kind(owner) is OPAQUE else None)
-        for name, owner in reversed(list(owners.items()))
+        (name, owner, None) for name, owner in reversed(list(owners.items()))
     ]
     while stack:
         path, value, kind = stack.pop()
         kind = kind or find_kind(value)
+        if kind is OPAQUE and id(value) in entered:
+            kind = ATTRIBUTES
         if kind is None or id(value) in seen or id(value) in known:
             yield path, value, None
             continue

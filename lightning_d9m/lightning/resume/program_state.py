@@ -31,7 +31,7 @@ from lightning_d9m.lightning.trainer_attributes import (
     list_callbacks,
     name_callbacks,
 )
-from lightning_d9m.state.changes import Changes, describe_unsaved, is_long
+from lightning_d9m.state.changes import Changes, describe_unsaved
 from lightning_d9m.state.parts import Namespace, is_of_program
 from lightning_d9m.state.plain_data import decode_plain, pack_bytes, unpack_bytes
 from lightning_d9m.state.state import digest_value
@@ -115,7 +115,7 @@ class ProgramState:
     def _leave_out(self, _path: str, value: Any) -> bool:
         if id(value) in self._entered:
             return False
-        if id(value) in self._left_out or isinstance(value, _LOADING) or is_long(value):
+        if id(value) in self._left_out or isinstance(value, _LOADING):
             return True
         if self._sharded and value is not self._module and isinstance(value, nn.Module | Tensor):
             return True  # ranks hold parts of them

@@ -240,7 +240,7 @@ class ResumableFit:
                 self._trainer, self._session, self._rank_state, self._report_problems
             )
             if self._was_saved_between_epochs:
-                self._session.loaders.restore_numbers("train", self._position.epoch)
+                self._session.loaders.restore_data("train", self._position.epoch)
         start()
 
     def _keep_and_end(self, end: Callable[[], None]) -> None:
@@ -268,7 +268,7 @@ class ResumableFit:
         self._loader_states = []
         start(*args, **words)
         if self._resumed is not None and exactness.is_at_end(trainer):  # a batch may be fetched
-            session.loaders.restore_numbers("train", self._resumed.position.epoch)
+            session.loaders.restore_data("train", self._resumed.position.epoch)
         # Otherwise Lightning skips the schedulers at the end of the epoch.
         lightning_private.clear_restart(trainer.fit_loop)
         if self._at_end:

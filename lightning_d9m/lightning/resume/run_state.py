@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from lightning_d9m.control.data.dataset_numbers import NUMBERS
+from lightning_d9m.control.data.data_state import DATA
 from lightning_d9m.control.data.resumable_sampler import unwrap
 from lightning_d9m.control.data.samplers import CHANGES
 from lightning_d9m.control.data.seeded_dataset import SeededCollate
@@ -126,7 +126,7 @@ def find_unmatched_state(trainer: "Trainer", rank: SavedRank) -> list[str]:
 
 
 def find_reloaded_generators(trainer: "Trainer", rank: SavedRank, epoch: int) -> list[str]:
-    """Return the generators and numbers of loaders that are loaded again for the resumed epoch.
+    """Return the generators and values of loaders that are loaded again for the resumed epoch.
 
     The dataset of the new loader may be a new object, whose generator starts again, or the same
     one, whose generator continues; a resumed run cannot tell.
@@ -146,8 +146,7 @@ def _name_sampler_states(rank: SavedRank) -> Iterator[str]:
     """Yield the paths of what is saved of the samplers and datasets of loaders."""
     for number, states in rank.samplers.items():
         loader = number if number.startswith(VALIDATION) else f"train.{number}"
-        for path, values in states.get(NUMBERS, {}).items():
-            yield from (f"{loader}.{path}.{name}" for name in values)
+        yield from (f"{loader}.{path.rstrip(chr(39))}" for path in states.get(DATA, {}))
         for path in states.get(CHANGES, {}):
             yield f"{loader}.sampler.{path.partition('.')[2].rstrip(chr(39))}"
 
