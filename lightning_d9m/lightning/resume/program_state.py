@@ -20,7 +20,6 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from lightning_d9m.control.data.samplers import find_samplers
 from lightning_d9m.hashing.digest import digest_many
-from lightning_d9m.hashing.shards import has_base
 from lightning_d9m.hashing.training_state import ModelTensors
 from lightning_d9m.lightning.lightning_private import list_loaders
 from lightning_d9m.lightning.saved_state import KEY
@@ -192,11 +191,15 @@ def digest_tensors(strategy: object, model: ModelTensors) -> dict[str, str]:
 
 
 def digest_callbacks(trainer: "Trainer") -> dict[str, str]:
-    """Return the digests of the states of callbacks, but for those that save checkpoints."""
+    """Return the digests of the states of callbacks.
+
+    Those that save checkpoints, and our own, change when they do so, and steer no training.
+    """
+    saving = {*map(id, trainer.checkpoint_callbacks)}
     return {
         f"{name}.state_dict()": digest_value(callback.state_dict())
         for name, callback in name_callbacks(list_callbacks(trainer)).items()
-        if not has_base(callback, "Checkpoint", "DeterminismCallback")
+        if id(callback) not in saving and callback.state_key != KEY
     }
 
 
