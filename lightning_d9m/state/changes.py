@@ -27,13 +27,12 @@ from lightning_d9m.state.parts import (
     Dict,
     Holder,
     Kind,
-    are_equal,
     find_kind,
     read_memory,
 )
 from lightning_d9m.state.plain_data import decode_plain, encode_plain
 from lightning_d9m.state.search import find_generators
-from lightning_d9m.state.state import Node, name_part
+from lightning_d9m.state.state import Node
 from lightning_d9m.state.watch import VERSIONED, LeaveOut, Watch
 
 # Of larger data only the version and the place in memory are compared.
@@ -55,12 +54,14 @@ class Change(NamedTuple):
         node: The holder or the object.
         key: The name of the part, in a tuple; empty for the object itself.
         value: What it holds now; ``MISSING`` if the part is gone.
+        first: What the part was at first.
     """
 
     path: str
     node: Node
     key: tuple[Any, ...]
     value: Any
+    first: Any = None
 
 
 class Changes:
@@ -215,8 +216,7 @@ class Changes:
             if path in before and (own or node.kind is GENERATOR):
                 self.restore({path: before[path]}, torch.device("cpu"))
             elif own and change.key:
-                first = dict(zip(node.content.keys, node.content.parts, strict=True))
-                self._write(node, [*change.key], first.get(change.key[0], MISSING))
+                node.set_part(change.key[0], node.get_first(change.key[0]))
             elif own:
                 node.kind.write(node.owner, node.content)
 
@@ -235,23 +235,14 @@ class Changes:
                 yield Change(f"{node.path}{_AT_FIRST}", node, (), node.owner)
 
     def _find_parts(self, node: Node) -> Iterator[Change]:
-        kind: Any = node.kind
-        before, now = node.content, kind.read(node.owner)
-        old = dict(zip(before.keys, before.parts, strict=True))
-        new = dict(zip(now.keys, now.parts, strict=True))
         hidden = self._hide(node.owner)
-        for content in (before, now):
-            for place, key in enumerate(content.keys):
-                part, first = new.get(key, MISSING), old.get(key, MISSING)
-                if part is first or key in hidden or (content is now and key in old):
-                    continue
-                if find_kind(part) is None and are_equal(part, first):
-                    continue
-                path = name_part(node.path, kind, content, place)
-                if find_kind(part) is not None:
-                    self._leave_out(path, part)
-                if find_kind(part) is None or id(part) not in self._ignored:
-                    yield Change(path, node, (key,), part)
+        for path, key, first, part in node.find_parts():
+            if key in hidden:
+                continue
+            if find_kind(part) is not None:
+                self._leave_out(path, part)
+            if find_kind(part) is None or id(part) not in self._ignored:
+                yield Change(path, node, (key,), part, first)
 
     def _encode(self, value: Any, *, whole: bool = False) -> list[Any] | None:
         """Return the plain form of a value; None if it has none.
@@ -300,14 +291,11 @@ class Changes:
         return value[1]
 
     def _write(self, node: Node, key: list[Any], value: Any) -> None:
-        kind: Any = node.kind
-        if not key:
-            own: Any = find_kind(node.owner)
+        own: Any = find_kind(node.owner)
+        if key:
+            node.set_part(key[0], value)
+        else:
             own.write(node.owner, own.read(value))
-            return
-        content = kind.read(node.owner)
-        if value is not MISSING or key[0] in (content.keys or ()):
-            kind.set_part(node.owner, key[0], value)
 
 
 def _is_plain(value: Any, *, whole: bool = False) -> bool:
@@ -376,13 +364,14 @@ def _is_long(value: Any, *, of_data: bool) -> bool:
 
 def _is_filled(change: Change) -> bool:
     """Return whether an object was put in a place that was empty, as a cache does."""
-    before: Any = change.node.content
+    kind = find_kind(change.value)
     if change.key:
-        held = dict(zip(before.keys, before.parts, strict=True)).get(change.key[0])
-        return held is None and change.value is not MISSING and find_kind(change.value) is not None
-    if find_kind(change.value) not in (ITEMS, LONG) or isinstance(change.value, dict):
+        was_empty = change.first is None or change.first is MISSING
+        return was_empty and change.value is not MISSING and kind is not None
+    if kind not in (ITEMS, LONG) or isinstance(change.value, dict):
         return False
-    first = getattr(before, "parts", before)
+    content = change.node.content
+    first = getattr(content, "parts", content)
     return len(first) == len(change.value) and all(
         one is other or (one is None and find_kind(other) is not None)
         for one, other in zip(first, change.value, strict=True)

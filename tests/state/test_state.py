@@ -35,6 +35,14 @@ class Slotted:
         self.own = own
 
 
+class Named(list):
+    """A list with attributes."""
+
+    def __init__(self, items):
+        super().__init__(items)
+        self.first = items[:1]
+
+
 @dataclass
 class Record:
     """Fields."""
@@ -80,6 +88,7 @@ def hold(parts):
     return (
         lists
         | lists.map(deque)
+        | lists.map(Named)
         | lists.map(tuple)
         | lists.map(make_module)
         | st.dictionaries(NAMES | st.integers(0, 3), parts, max_size=4)
