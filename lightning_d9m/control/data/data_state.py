@@ -83,13 +83,15 @@ class DataState:
     def restore(self, states: Mapping[str, Any]) -> None:
         """Write what ``capture`` returned into the objects; warn of what they do not take."""
         plain = {path: unpack_bytes(data) for path, data in states.get(DATA, {}).items()}
+        lost: set[str] = set()
         for _, changes in self.parts.values():
-            plain = {path: plain[path] for path in changes.restore(plain, torch.device("cpu"))}
-        if plain:
+            lost = set(changes.restore(plain, torch.device("cpu")))
+            plain = {path: own for path, own in plain.items() if path.rstrip("'") in lost}
+        if lost:
             warnings.warn(
                 f"The checkpoint holds values that a dataset lacks, or takes others for: "
-                f"{', '.join(plain)}. Its samples may differ from those of an uninterrupted run: "
-                "make the dataset as in the run that saved it.",
+                f"{', '.join(sorted(lost))}. Its samples may differ from those of an uninterrupted "
+                "run: make the dataset as in the run that saved it.",
                 stacklevel=2,
             )
 

@@ -151,7 +151,7 @@ def test_the_state_is_that_since_a_loader_first_had_the_dataset():
     first = watch(part)
     part.count = 7
     again = DataState({"dataset": part}, [first])
-    assert again.capture() == first.capture() != {}
+    assert again.capture().keys() == first.capture().keys() == {"data"}
 
 
 def test_values_that_a_new_dataset_does_not_take_are_named():
@@ -174,13 +174,10 @@ class CountingLoader(DataLoader):
         return super().__iter__()
 
 
-class Batches(CountingLoader):
+class Batches:
     """Stands for a loader that is not torch's."""
 
-    __class__ = object
-
-    def __init__(self):
-        pass
+    count = 0
 
     def __iter__(self):
         self.count += 1
