@@ -1,5 +1,7 @@
 """Values that objects did not hold at first, as plain data for a checkpoint."""
 
+import enum
+import operator
 import random
 import sys
 from collections import deque
@@ -256,8 +258,8 @@ class Changes:
 
     def _encode_any(self, value: Any, *, whole: bool = False) -> list[Any] | None:
         kind: Any = find_kind(value)
-        if kind is GENERATOR:
-            return ["generator", _name_generator(value), GENERATOR.read(value)]
+        if kind is GENERATOR or isinstance(value, enum.Enum):
+            return _encode_named(value)
         known = self._watch.nodes.get(id(value))
         is_parameter = isinstance(value, nn.Parameter)
         with suppress(SettingError, RecursionError):
@@ -283,6 +285,9 @@ class Changes:
             generator = _make_generator(*value[1])
             GENERATOR.write(generator, value[2])
             return generator
+        if value[0] == "enum":
+            module, name = value[1]
+            return operator.attrgetter(f"{name}.{value[2]}")(sys.modules[module])
         if value[0] == "items":
             items = map(self._decode, value[2])
             return tuple(items) if value[1] else list(items)
@@ -391,6 +396,13 @@ def _fits(value: Any, most: int) -> bool:
         else:
             size += getattr(part, "nbytes", 0) or sys.getsizeof(part)
     return size <= most
+
+
+def _encode_named(value: Any) -> list[Any]:
+    """Return the plain form of a generator or of a member of an enumeration."""
+    if isinstance(value, enum.Enum):
+        return ["enum", [type(value).__module__, type(value).__qualname__], value.name]
+    return ["generator", _name_generator(value), GENERATOR.read(value)]
 
 
 def _name_generator(generator: Any) -> list[str]:

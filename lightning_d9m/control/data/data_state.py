@@ -16,9 +16,9 @@ from torch import nn
 from torch.utils.data import DataLoader, Sampler
 
 from lightning_d9m.state.changes import Changes
-from lightning_d9m.state.parts import GENERATOR, Namespace, find_kind, is_of_program
+from lightning_d9m.state.parts import GENERATOR, Namespace, is_of_program
 from lightning_d9m.state.plain_data import pack_bytes, unpack_bytes
-from lightning_d9m.state.search import search
+from lightning_d9m.state.search import find_kind_safely, search
 
 DATA = "data"
 """The key of what has changed in a loader's dataset and functions, encoded, by path."""
@@ -176,8 +176,8 @@ def _find_owners(name: str, owner: object) -> Iterator[tuple[str, object]]:
 def _leave_out(_path: str, value: Any) -> bool:
     if isinstance(value, Namespace):
         return False
-    if find_kind(value) is GENERATOR or isinstance(value, DataLoader | Sampler):
+    if find_kind_safely(value) is GENERATOR or isinstance(value, DataLoader | Sampler):
         return True
     if isinstance(value, nn.Parameter) and value.requires_grad:
         return True
-    return any(base.__module__.partition(".")[0] in _PACKAGES for base in type(value).__mro__)
+    return any(str(base.__module__).partition(".")[0] in _PACKAGES for base in type(value).__mro__)
