@@ -258,7 +258,8 @@ def read_options(trainer: "Trainer") -> dict[str, Any]:
     """Return the options of the Trainer that callbacks may set, as for accumulation."""
     names = inspect.signature(type(trainer).__init__).parameters
     own = {name: value for name, value in vars(trainer).items() if name in names}
-    return {name: value for name, value in own.items() if isinstance(value, float | int | str)}
+    plain = (float, int, str, type(None))
+    return {name: value for name, value in own.items() if isinstance(value, plain)}
 
 
 def list_schedulers(trainer: "Trainer") -> list[object]:
