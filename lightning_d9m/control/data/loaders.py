@@ -136,8 +136,8 @@ class ControlledLoader:
                 replacements.replace(loader, "load_state_dict", _ignore)
             guard = RngGuard()
             state = None if loader.num_workers else self.data
-            words = {"collate": loader.collate_fn, "state": state}
-            seeded = SeededDataset(loader.dataset, stream, per_sample, guard, **words)
+            owners = (loader.dataset, stream, per_sample, guard, loader.collate_fn)
+            seeded = SeededDataset(*owners, state)
             replacements.replace(loader, "dataset", seeded)
             replacements.replace(loader, "collate_fn", SeededCollate(loader.collate_fn, guard))
         # torch itself seeds a data pipe in every epoch, and traverses it to do so.
@@ -474,7 +474,7 @@ def _name_owners(loader: Any) -> dict[str, object]:
     Persistent workers have a copy of a dataset with indices, which changes of the program do not
     reach.
     """
-    owners = {LOADER: loader} if is_of_program(type(loader)) else {}
+    owners: dict[str, object] = {LOADER: loader} if is_of_program(type(loader)) else {}
     stays = loader.num_workers > 0 and loader.persistent_workers
     if stays and not isinstance(loader.dataset, IterableDataset):
         return owners

@@ -307,7 +307,8 @@ class ResumableFit:
             run_state.start_schedules(trainer, hooks.get("starters", ()))
             vars(trainer).update(hooks.get("options", {}))
         names = [type(own).__name__ for own in run_state.list_schedulers(trainer)]
-        if (saved := hooks.get("schedulers", names)) != names:
+        saved = hooks.get("schedulers", names)
+        if saved != names and not lightning_private.skips_backward(trainer):
             texts = [", ".join(part) or "none" for part in (saved, names)]
             self._report_problems([exactness.OTHER_SCHEDULERS.format(*texts)])
 
