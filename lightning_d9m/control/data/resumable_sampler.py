@@ -226,11 +226,10 @@ def find_loader_problems(loader: Any, *, within: bool) -> list[str]:
             return [found[0].format(name)]
     # Workers that end with the epoch start the next one with a copy of this process's generators.
     if workers and (loader.persistent_workers or (within and not iterable)):
-        kept = find_generators({"dataset": dataset, "collate_fn": loader.collate_fn})
-        # Without the names of our proxies.
-        paths = ", ".join(kept).replace("._d9m_target.", ".").replace("_fn.user_function.", "_fn.")
+        collate = getattr(loader.collate_fn, "user_function", loader.collate_fn)
+        kept = find_generators({"dataset": unwrap(dataset), "collate_fn": collate})
         if kept:
-            return [_OWN_GENERATORS.format(name, paths)]
+            return [_OWN_GENERATORS.format(name, ", ".join(kept))]
         stream = getattr(dataset, "_stream", None)
         changed = stream.changed_in_workers if isinstance(stream, RandomStreams) else ""
         return [_CHANGED_IN_WORKERS.format(name, changed)] if changed else []
