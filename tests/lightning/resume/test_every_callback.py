@@ -99,7 +99,7 @@ def test_it_is_resumed_exactly_or_refused_in_every_phase(fits, group):
         "callbacks": lambda: GROUPS[group](fits.folder),
         "accumulate_grad_batches": 1 if group == "accumulation" else 2,
         "enable_checkpointing": True,
-        "max_epochs": 2,
+        "max_epochs": 3,
     }
     if group in {"reporting", "rich"}:
         words |= WITH_LOGGER | {"logger": CSVLogger(fits.folder)}
