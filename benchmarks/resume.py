@@ -4,8 +4,8 @@
 
 Saving is measured with one rank, and with two and four of DDP on Gloo, which gather their states.
 Medians of several repeats, on the CPU, in seconds, milliseconds or microseconds as named. Results
-go to ``benchmarks/results/resume-cpu.json``, where other parts are kept; the status is 1 when one of
-them is over its limit.
+go to ``benchmarks/results/resume-cpu.json``, where other parts are kept; the status is 1 when one
+of them is over its limit.
 """
 
 import argparse
