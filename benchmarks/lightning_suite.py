@@ -34,13 +34,16 @@ MODES: dict[str, dict[str, str]] = {"without": {}, "with": {"LIGHTNING_D9M": "1"
 # Without plugins that Lightning's tests do not expect, and without the tests of files of old
 # releases, which the repository does not hold.
 _WITHOUT = ("-p", "no:randomly", "-p", "no:cacheprovider", "--color", "no", "--timeout", "300")
-_WITHOUT += ("-k", "not legacy")
+_WITHOUT += ("-k", "not legacy", "--continue-on-collection-errors")
 _FILES = 12  # of one process
 
 # Tests of what determinism must change, by pattern of their names, with the reasons.
 UNFAIR = {
     "callbacks.test_timer::test_timer_resume_training": (
         "resumes a fit that a Timer ended within an epoch, if 200 ms do not suffice for the epoch"
+    ),
+    "callbacks.test_stochastic_weight_avg::test_swa_resume_training_from_checkpoint*": (
+        "expects that counts of a callback begin again after a resume, which restores them"
     ),
     "core.test_metric_result_integration::test_result_collection_reload*": "resumes within a batch",
     "loops.optimization.test_automatic_loop::test_skip_training_step_not_allowed*": (
@@ -56,6 +59,9 @@ UNFAIR = {
     "loops.test_training_loop::test_training_starts_with_seed[[]False]": (
         "expects two fits of one process to draw the same numbers; each draws its own"
     ),
+    "models.test_hooks::test_trainer_model_hook_system_fit_no_val_and_resume_max_steps": (
+        "compares the list of all calls of hooks; a resumable fit reads state_dict once more"
+    ),
     "models.test_restore::test_restarting_mid_epoch_raises_warning*": "resumes within a batch",
     "*test_callback_connector::test_checkpoint_callbacks_are_last": "compares a list of callbacks",
     "*test_callback_connector::test_attach_model_callbacks": "compares a list of callbacks",
@@ -65,6 +71,9 @@ UNFAIR = {
     "*test_data_connector::test_replace_distributed_sampler[[]2]": (
         "compares the class of the batch sampler, which is wrapped so that a run can be resumed"
     ),
+    "trainer.test_trainer::test_fit_ckpt_path_epoch_restored*": (
+        "expects that counts of the module begin again after a resume, which restores them"
+    ),
     "tuner.test_lr_finder::test_multiple_lr_find_calls_gives_same_results": (
         "expects that the loss does not diverge within ten steps; whether it does depends on the "
         "random numbers, which a fit draws by its seed and its number in the process"
@@ -72,6 +81,8 @@ UNFAIR = {
     **dict.fromkeys(
         (
             "tuner.test_lr_finder::test_call_to_trainer_method*",
+            "tuner.test_lr_finder::test_exponential_vs_linear_mode_gradient_difference",
+            "tuner.test_lr_finder::test_suggestion_*",
             "tuner.test_lr_finder::test_trainer_arg_str*",
             "tuner.test_lr_finder::test_tuner_lr_find*",
         ),

@@ -107,7 +107,14 @@ class ProgramState:
         controlled = [loader for loader in loaders if isinstance(loader, DataLoader)]
         samplers = [sampler for loader in controlled for sampler in find_samplers(loader)]
         samplers = [sampler for sampler in samplers if id(sampler) not in self._entered]
-        held: Iterable[Any] = [*trainer.optimizers, *schedulers, *tensors, *samplers]
+        containers = _list_loaded_containers(list_callbacks(trainer))
+        held: Iterable[Any] = [
+            *trainer.optimizers,
+            *schedulers,
+            *tensors,
+            *samplers,
+            *containers,
+        ]
         self._left_out = set(map(id, held))
         return samplers
 
@@ -229,6 +236,27 @@ def _name_owners(trainer: "Trainer") -> dict[str, object]:
     return owners | {
         name: Namespace(sys.modules[name]) for name in dict.fromkeys(k.__module__ for k in kinds)
     }
+
+
+def _list_loaded_containers(callbacks: Iterable[Any]) -> Iterator[Any]:
+    """Yield the containers that callbacks of Lightning save, and load if they apply to the run.
+
+    ``ModelCheckpoint`` does not load its best checkpoints if it saves to another folder.
+    """
+    for callback in callbacks:
+        saving = getattr(type(callback), "state_dict", None)
+        held = map(vars(callback).get, _list_read(saving))
+        yield from (value for value in held if isinstance(value, dict | list))
+
+
+@cache
+def _list_read(function: Any) -> frozenset[str]:
+    """Return the attributes that a function of Lightning reads."""
+    ours = str(getattr(function, "__module__", "")).partition(".")[0] in _PACKAGES
+    if not ours or not inspect.isfunction(function):
+        return frozenset()
+    steps = dis.get_instructions(function)
+    return frozenset(step.argval for step in steps if step.opname == "LOAD_ATTR")
 
 
 def _list_library_attributes(owner: Any) -> Collection[str]:

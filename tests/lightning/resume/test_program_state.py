@@ -6,11 +6,12 @@ import queue
 import random
 import threading
 from collections import Counter, deque
+from pathlib import Path
 
 import pytest
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.callbacks import Callback, LambdaCallback
+from lightning.pytorch.callbacks import Callback, LambdaCallback, ModelCheckpoint
 from resuming import Fits, agree
 from torch import nn
 from trainings import make_model
@@ -240,9 +241,15 @@ HARMLESS = {
 
 @pytest.mark.parametrize("make", HARMLESS.values(), ids=HARMLESS)
 def test_objects_without_attributes_that_stay_as_they_are_do_not_matter(fits, make):
-    words = {"callbacks": lambda: [Keeping(make(), lambda _: 1)]}
-    fits.interrupt(**words, at={"batch": 2})
-    fits.resume(**words)
+    fits.check({"batch": 2}, callbacks=lambda: [Keeping(make(), lambda _: 1)])
+
+
+def test_a_method_that_a_wrapper_has_put_back_does_not_matter(fits):
+    def wrap(callback):
+        callback.steer = callback.steer
+        return 1
+
+    fits.check({"batch": 2}, callbacks=lambda: [Keeping(None, wrap)])
 
 
 def test_a_long_list_that_is_shuffled_in_place_is_restored(fits):
@@ -309,3 +316,18 @@ def test_large_values_are_left_to_the_callback_or_refused(fits):
     fits.interrupt(**words, at={"batch": 2})
     with pytest.raises(InexactResumeError, match=r"Lost\.table changes in the fit, and has 33554"):
         fits.resume(**words)
+
+
+@pytest.mark.filterwarnings("ignore:The dirpath has changed")
+def test_a_run_that_saves_to_another_folder_keeps_its_own_best_checkpoints(fits, tmp_path):
+    def fit(folder, epochs, resume=None):
+        saving = ModelCheckpoint(
+            tmp_path / folder, monitor="step", mode="max", save_top_k=2, every_n_train_steps=2
+        )
+        words = {"enable_checkpointing": True, "max_epochs": epochs, "resume": resume}
+        fits.fit(callbacks=lambda: [saving], **words)
+        return {Path(path).name for path in saving.best_k_models}
+
+    fit("first", 1)
+    found = fit("second", 2, tmp_path / "first" / "epoch=0-step=6.ckpt")
+    assert found == {"epoch=1-step=10.ckpt", "epoch=1-step=12.ckpt"}
