@@ -375,18 +375,17 @@ def _is_long(value: Any, *, of_data: bool) -> bool:
 
 
 def _is_filled(change: Change) -> bool:
-    """Return whether an object was put in a place that was empty, as a cache does."""
+    """Return whether a value was put in a place that was empty, as a cache does."""
     kind = find_kind(change.value)
     if change.key:
         was_empty = change.first is None or change.first is MISSING
-        return was_empty and change.value is not MISSING and kind is not None
+        return was_empty and change.value is not MISSING
     if kind not in (ITEMS, LONG) or isinstance(change.value, dict):
         return False
     content = change.node.content
     first = getattr(content, "parts", content)
     return len(first) == len(change.value) and all(
-        one is other or (one is None and find_kind(other) is not None)
-        for one, other in zip(first, change.value, strict=True)
+        one is other or one is None for one, other in zip(first, change.value, strict=True)
     )
 
 

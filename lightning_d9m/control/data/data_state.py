@@ -29,6 +29,9 @@ UNSAVED_DATA = "unsaved data"
 FILLED_DATA = "filled data"
 """The key of the paths of empty places that were filled with what a checkpoint cannot hold."""
 
+NUMBERS = "dataset numbers"
+"""The key of earlier versions, for numbers by attribute, by the path of the object."""
+
 LOADER = "loader"
 """The name of a loader among the objects."""
 
@@ -83,10 +86,11 @@ class DataState:
     def restore(self, states: Mapping[str, Any]) -> None:
         """Write what ``capture`` returned into the objects; warn of what they do not take."""
         plain = {path: unpack_bytes(data) for path, data in states.get(DATA, {}).items()}
-        lost: set[str] = set()
+        lost = {path.rstrip("'") for path in plain}
         for _, changes in self.parts.values():
             lost = set(changes.restore(plain, torch.device("cpu")))
             plain = {path: own for path, own in plain.items() if path.rstrip("'") in lost}
+        lost.update(self._restore_numbers(states.get(NUMBERS, {})))
         if lost:
             warnings.warn(
                 f"The checkpoint holds values that a dataset lacks, or takes others for: "
@@ -94,6 +98,17 @@ class DataState:
                 "run: make the dataset as in the run that saved it.",
                 stacklevel=2,
             )
+
+    def _restore_numbers(self, numbers: Mapping[str, Mapping[str, float]]) -> Iterator[str]:
+        """Set the numbers of a checkpoint of an earlier version; yield what has no place."""
+        dataset, _ = self.parts.get("dataset", (None, None))
+        owners = dict(_find_owners("dataset", dataset)) if numbers else {}
+        for path, values in numbers.items():
+            for name, value in values.items():
+                if hasattr(owners.get(path), name):
+                    vars(owners[path])[name] = value
+                else:
+                    yield f"{path}.{name}"
 
     def settle(self) -> None:
         """Take objects that the first batch has made, such as an open file, as held at first."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from lightning_d9m.control.data.data_state import DATA
+from lightning_d9m.control.data.data_state import DATA, NUMBERS
 from lightning_d9m.control.data.resumable_sampler import unwrap
 from lightning_d9m.control.data.samplers import CHANGES
 from lightning_d9m.control.data.seeded_dataset import SeededCollate
@@ -148,6 +148,8 @@ def _name_sampler_states(rank: SavedRank) -> Iterator[str]:
     for number, states in rank.samplers.items():
         loader = number if number.startswith(VALIDATION) else f"train.{number}"
         yield from (f"{loader}.{path.rstrip(chr(39))}" for path in states.get(DATA, {}))
+        for path, values in states.get(NUMBERS, {}).items():
+            yield from (f"{loader}.{path}.{name}" for name in values)
         for path in states.get(CHANGES, {}):
             yield f"{loader}.sampler.{path.partition('.')[2].rstrip(chr(39))}"
 

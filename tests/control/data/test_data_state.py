@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
 
-from lightning_d9m.control.data.data_state import FILLED_DATA, UNSAVED_DATA, DataState
+from lightning_d9m.control.data.data_state import FILLED_DATA, NUMBERS, UNSAVED_DATA, DataState
 from lightning_d9m.control.data.loaders import LoaderControl
 from lightning_d9m.control.data.resumable_sampler import find_loader_problems
 from lightning_d9m.control.data.samplers import list_filled, list_unsaved
@@ -162,6 +162,27 @@ def test_values_that_a_new_dataset_does_not_take_are_named():
     restored = watch(other)
     with pytest.warns(UserWarning, match=r"a dataset lacks, .*dataset\.weights"):
         restored.restore(state.capture())
+
+
+def test_numbers_that_earlier_versions_saved_are_restored_or_named():
+    part = Part()
+    restored = watch(Subset(ConcatDataset([Part(), part]), [0, 9]))
+    path = "dataset.dataset.datasets.1"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        restored.restore({NUMBERS: {path: {"count": 3, "total": 2}, f"{path}.stages": {}}})
+    assert (part.count, part.total, Part.total) == (3, 2, 0)
+    gone = {path: {"gone": 1}, f"{path}.gone": {"epoch": 2}}
+    with pytest.warns(UserWarning, match=r"datasets\.1\.gone, .*datasets\.1\.gone\.epoch"):
+        restored.restore({NUMBERS: gone})
+
+
+def test_values_are_named_if_persistent_workers_do_not_get_them():
+    part = Part()
+    state = watch(part)
+    part.count = 3
+    with pytest.warns(UserWarning, match=r"a dataset lacks, .*dataset\.count"):
+        DataState({}).restore(state.capture())
 
 
 class CountingLoader(DataLoader):
