@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader, Sampler, TensorDataset
 
 from lightning_d9m.state.changes import Changes
 from lightning_d9m.state.parts import GENERATOR, Namespace, is_of_program
@@ -26,8 +26,8 @@ DATA = "data"
 UNSAVED_DATA = "unsaved data"
 """The key of the paths of what has changed there and a checkpoint cannot hold."""
 
-FILLED_DATA = "filled data"
-"""The key of the paths of empty places that were filled with what a checkpoint cannot hold."""
+LOGGED_DATA = "logged data"
+"""The key of the paths of what only the log names: caches that were filled, and loaders' own."""
 
 NUMBERS = "dataset numbers"
 """The key of earlier versions, for numbers by attribute, by the path of the object."""
@@ -56,7 +56,8 @@ class DataState:
 
     Args:
         owners: The objects by name. What changes in a loader itself is never saved, as Lightning
-            iterates it when it is loaded, and again when an epoch starts.
+            iterates it when it is loaded, and again when an epoch starts; most loaders then begin
+            again.
         earlier: The states of other loaders. An object that one of them has, too, is compared with
             its first state there.
     """
@@ -72,15 +73,16 @@ class DataState:
         """Return what has changed, for ``restore``, and the paths of what cannot be saved."""
         data: dict[str, Any] = {}
         unsaved: list[str] = []
-        filled: list[str] = []
+        logged: list[str] = []
         for name, (_, changes) in self.parts.items():
             found, unknown = changes.capture()
             if name == LOADER:
-                found, unknown = {}, [*found, *unknown]
+                logged += [*found, *unknown]
+                continue
             data |= {path: pack_bytes(own) for path, own in found.items()}
             for path in unknown:
-                (filled if path in changes.filled else unsaved).append(path)
-        states = {DATA: data, UNSAVED_DATA: unsaved, FILLED_DATA: filled}
+                (logged if path in changes.filled else unsaved).append(path)
+        states = {DATA: data, UNSAVED_DATA: unsaved, LOGGED_DATA: logged}
         return {key: own for key, own in states.items() if own}
 
     def restore(self, states: Mapping[str, Any]) -> None:
@@ -158,7 +160,8 @@ class WorkerWatch:
 
 
 def _watch(name: str, owner: Any) -> Changes:
-    own = set(vars(DataLoader([0]))) if isinstance(owner, DataLoader) else set()
+    plain = DataLoader(TensorDataset(torch.empty(1)))
+    own = set(vars(plain)) if isinstance(owner, DataLoader) else set()
     torchs = {id(value) for key, value in vars(owner).items() if key in own} if own else set()
 
     def leave_out(path: str, value: object) -> bool:

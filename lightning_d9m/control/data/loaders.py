@@ -20,8 +20,8 @@ from torch.utils.data.distributed import DistributedSampler
 from lightning_d9m.attribute_patches import AttributePatches
 from lightning_d9m.control.data.data_state import (
     DATA,
-    FILLED_DATA,
     LOADER,
+    LOGGED_DATA,
     UNSAVED_DATA,
     DataState,
 )
@@ -465,7 +465,7 @@ class LoaderControl:
         return loader
 
 
-_OF_DATA = (DATA, UNSAVED_DATA, FILLED_DATA)
+_OF_DATA = (DATA, UNSAVED_DATA, LOGGED_DATA)
 
 
 def _name_owners(loader: Any) -> dict[str, object]:

@@ -20,7 +20,7 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
-from lightning_d9m.control.data.data_state import FILLED_DATA, UNSAVED_DATA
+from lightning_d9m.control.data.data_state import LOGGED_DATA, UNSAVED_DATA
 from lightning_d9m.control.data.resumable_sampler import is_user_made, unwrap
 from lightning_d9m.state.changes import Changes, describe_unsaved
 from lightning_d9m.state.plain_data import pack_bytes, unpack_bytes
@@ -194,12 +194,12 @@ def list_unsaved(samplers: Mapping[str, Mapping[str, Any]]) -> list[str]:
     )
 
 
-def list_filled(samplers: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Return the paths of what fills empty places in datasets, and is in no checkpoint."""
+def list_logged(samplers: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Return the paths of what reading samples changes, and is in no checkpoint."""
     return [
         f"{number}.{path}"
         for number, states in samplers.items()
-        for path in states.get(FILLED_DATA, ())
+        for path in states.get(LOGGED_DATA, ())
     ]
 
 

@@ -49,9 +49,9 @@ OTHER_SCHEDULERS = (
     "callback that replaces one in on_train_epoch_start must keep it in an attribute; one that "
     "does so in another hook must do it again when it is resumed."
 )
-FILLED = (
-    "{} is filled while samples are read, with what a checkpoint cannot hold. A resumed run fills "
-    "it again; if samples depend on what it holds, they differ."
+NOT_HELD = (
+    "{} changes while samples are read, and a checkpoint does not hold it. A resumed run begins "
+    "without it; if samples depend on what it holds, they differ."
 )
 UNMATCHED_GENERATORS = (
     "These generators are only in the checkpoint, or only in this run: {}. Create them before "

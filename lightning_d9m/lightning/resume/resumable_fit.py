@@ -9,7 +9,7 @@ from warnings import catch_warnings, filterwarnings, warn
 
 from lightning_d9m.attribute_patches import AttributePatches
 from lightning_d9m.control.data.resumable_sampler import find_epoch_problem, find_loader_problems
-from lightning_d9m.control.data.samplers import list_filled, list_unsaved
+from lightning_d9m.control.data.samplers import list_logged, list_unsaved
 from lightning_d9m.control.seeding import find_lost_devices
 from lightning_d9m.errors import InexactResumeError
 from lightning_d9m.hashing.training_state import ModelTensors
@@ -516,11 +516,11 @@ class ResumableFit:
         """Log, once each, why a checkpoint cannot be resumed exactly, and what it does not hold."""
         if new := [text for text in saved.inexact if text not in self._told]:
             exactness.report("The checkpoint that is being saved cannot", new, raises=False)
-        filled = [exactness.FILLED.format(path) for path in list_filled(saved.samplers)]
-        for text in filled:
+        logged = [exactness.NOT_HELD.format(path) for path in list_logged(saved.samplers)]
+        for text in logged:
             if text not in self._told:
                 rank_zero().rank_zero_info(text)
-        self._told.update(new, filled)
+        self._told.update(new, logged)
 
     def _add_changes_since_cut(self, cut: SavedState) -> SavedState:
         """Return the state at the cut, with a reason if hooks have changed anything since."""

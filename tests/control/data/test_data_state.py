@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
 
-from lightning_d9m.control.data.data_state import FILLED_DATA, NUMBERS, UNSAVED_DATA, DataState
+from lightning_d9m.control.data.data_state import LOGGED_DATA, NUMBERS, UNSAVED_DATA, DataState
 from lightning_d9m.control.data.loaders import LoaderControl
 from lightning_d9m.control.data.resumable_sampler import find_loader_problems
-from lightning_d9m.control.data.samplers import list_filled, list_unsaved
+from lightning_d9m.control.data.samplers import list_logged, list_unsaved
 
 
 class Stages(list):
@@ -122,10 +122,10 @@ def test_what_fills_an_empty_place_is_named_and_not_refused(change):
     state = watch(part)
     change(part)
     captured = {"0": state.capture()}
-    assert len(list_filled(captured)) == len(captured["0"][FILLED_DATA]) == 1
+    assert len(list_logged(captured)) == len(captured["0"][LOGGED_DATA]) == 1
     assert not list_unsaved(captured)
     state.settle()  # as after the first batch, which opens files
-    assert not list_filled({"0": watch(part).capture()})
+    assert not list_logged({"0": watch(part).capture()})
 
 
 @pytest.mark.parametrize("change", [replace_by_function, grow_beyond_the_limit])
@@ -206,15 +206,16 @@ class Batches:
 
 
 @pytest.mark.parametrize("make", [lambda: CountingLoader(Part()), Batches])
-def test_state_of_a_loader_of_the_program_is_refused(make):
+def test_state_of_a_loader_of_the_program_is_named_and_not_refused(make):
     control = LoaderControl(1, fit=0, rank=0, per_sample_rng=False)
     loader = control.wrap_loader(make(), "train")
     control.start_epoch("train", 0)
-    assert not list_unsaved(control.capture_samplers("train", within=False))
+    assert not control.capture_samplers("train", within=False)
     list(loader)
-    reasons = list_unsaved(control.capture_samplers("train", within=False))
+    captured = control.capture_samplers("train", within=False)
     control.release()
-    assert [reason.split(" ")[0].endswith("loader.count") for reason in reasons] == [True]
+    assert not list_unsaved(captured)
+    assert [path.endswith("loader.count") for path in list_logged(captured)] == [True]
 
 
 class Reading(Part):
