@@ -93,7 +93,8 @@ class ControlledLoader:
         self._orders: dict[int, torch.Generator] = {}
         self._chosen: dict[int, str] = {}  # what the user's seeds add to ours
         self._rankless = is_rankless(loader)
-        self.data = DataState(_name_owners(loader), [control.data for control in earlier])
+        others = [control.data for control in earlier]
+        self.data: DataState = DataState(_name_owners(loader), others)
         replacements.replace(loader, "generator", self._generator)
         # With in_order=False batches come as workers finish them. torchdata's loaders and older
         # releases of torch may lack the attribute.
