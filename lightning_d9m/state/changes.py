@@ -180,10 +180,12 @@ class Changes:
     def find_first(self) -> str | None:
         """Return the path of the first change; None without one.
 
-        What fills an empty place counts from then on as held at first.
+        What fills an empty place counts from then on as held at first, and so does what is left of
+        a dict that loses entries, as a cache does.
         """
         for change in self._find_all():
-            if not _is_filled(change):
+            is_removed = change.value is MISSING and isinstance(change.node.owner, dict)
+            if not is_removed and not _is_filled(change):
                 return change.path.removesuffix(_AT_FIRST)
             self._watch.set_content(change.node, change.node.kind.read(change.node.owner))
         return None

@@ -1,6 +1,7 @@
 """What reading samples changes in a dataset and in its parts is saved and restored, or named."""
 
 import tempfile
+import time
 import warnings
 
 import numpy as np
@@ -117,10 +118,11 @@ def grow_beyond_the_limit(part):
 
 
 @pytest.mark.parametrize("change", [open_file, fill_cache])
-def test_what_fills_an_empty_place_is_named_and_not_refused(change):
+def test_what_fills_an_empty_place_is_named_and_not_refused(change, request):
     part = Part()
     state = watch(part)
     change(part)
+    request.addfinalizer(lambda: part.file and part.file.close())
     captured = {"0": state.capture()}
     assert len(list_logged(captured)) == len(captured["0"][LOGGED_DATA]) == 1
     assert not list_unsaved(captured)
@@ -250,10 +252,16 @@ def keep(part):
     part.cache[len(part.cache)] = torch.zeros(2)
 
 
+def keep_the_last(part):
+    part.cache[time.monotonic_ns()] = b"read"
+    if len(part.cache) > 1:
+        del part.cache[next(iter(part.cache))]
+
+
 WITHIN_WORKERS = {count: "count", count_late: "calls", collect: "seen", count_in_class: "total"}
 
 
-@pytest.mark.parametrize("change", [*WITHIN_WORKERS, open_once, keep])
+@pytest.mark.parametrize("change", [*WITHIN_WORKERS, open_once, keep, keep_the_last])
 def test_what_reading_changes_in_a_worker_is_named(change):
     control = LoaderControl(1, fit=0, rank=0, per_sample_rng=False)
     loader = control.wrap_loader(DataLoader(Reading(change), 2, num_workers=1), "train")
