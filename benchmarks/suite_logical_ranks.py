@@ -1,8 +1,9 @@
 """A plugin of pytest: each Trainer on one process of a CPU has several logical ranks.
 
 ``lightning_suite.py --logical-ranks 2`` loads it. All logical ranks get the same samples, so the
-numbers of batches are those without them, and the mean of two equal gradients has their bits. A
-Trainer that names another strategy or several devices keeps it.
+numbers of batches are those without them, and the mean of two equal gradients has their bits. The
+samples keep their order, which Lightning shuffles for strategies of several processes. A Trainer
+that names another strategy or several devices keeps it.
 """
 
 import functools
@@ -11,6 +12,8 @@ import os
 from collections.abc import Iterator
 from importlib import import_module
 from typing import Any
+
+from torch.utils.data.distributed import DistributedSampler
 
 from lightning_d9m import DDPDeterministicStrategy
 from lightning_d9m.control.data.micro_batches import BlockBatchSampler, MicroBatchIndices
@@ -33,6 +36,8 @@ class SameBatches(BlockBatchSampler):
         return len(self._batch(range(len(self.sampler))))
 
     def __iter__(self) -> Iterator[MicroBatchIndices]:
+        if isinstance(self.sampler, DistributedSampler):
+            self.sampler.shuffle = False
         for indices in self._batch(list(self.sampler)):
             yield MicroBatchIndices([indices] * len(self.block), self.block.start)
 

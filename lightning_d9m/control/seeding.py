@@ -159,6 +159,10 @@ def _list_initialized_devices() -> Iterator[tuple[str, Any]]:
             yield name, module
 
 
+# Of the path of a change in a worker.
+_PATH_BYTES = 200
+
+
 @dataclass
 class RandomStreams:
     """The seeds of a loader's random streams. Each worker gets a copy when it starts.
@@ -172,9 +176,10 @@ class RandomStreams:
         epoch: The current epoch of this process.
         workers: The base seed that torch draws for the workers of the epoch's first iteration.
         starts: How often an epoch was started, or started again.
-        shared: In shared memory for persistent workers, int64 of shape (3,): the current epoch of
-            the main process, whether a worker's dataset has changed its numbers, and ``starts``.
-            None without such workers.
+        shared: In shared memory for persistent workers, int64 of shape (2,): the current epoch of
+            the main process, and ``starts``. None without such workers.
+        report: In shared memory for workers, uint8: the path of what reading samples changes in a
+            worker's dataset. None without workers.
     """
 
     seed: int
@@ -186,13 +191,20 @@ class RandomStreams:
     workers: int = 0
     starts: int = 0
     shared: torch.Tensor | None = None
+    report: torch.Tensor | None = None
+
+    def share(self, *, persistent: bool) -> None:
+        """Allocate what workers and the main process tell each other."""
+        self.report = torch.zeros(_PATH_BYTES, dtype=torch.uint8).share_memory_()
+        if persistent:
+            self.shared = torch.zeros(2, dtype=torch.int64).share_memory_()
 
     def start_epoch(self, epoch: int) -> None:
         """Enter an epoch in the main process."""
         self.epoch = epoch
         self.starts += 1
         if self.shared is not None:
-            self.shared[0], self.shared[2] = epoch, self.starts
+            self.shared[0], self.shared[1] = epoch, self.starts
 
     def at_epoch(self) -> "RandomStreams":
         """Return a copy that stays in the current epoch."""
@@ -202,18 +214,20 @@ class RandomStreams:
         """Enter the main process's epoch; return whether it was started since the last call."""
         before = self.starts
         if self.shared is not None:
-            self.epoch, _, self.starts = map(int, self.shared.tolist())
+            self.epoch, self.starts = map(int, self.shared.tolist())
         return self.starts != before
 
-    def report_changed_numbers(self) -> None:
-        """Tell the main process that iterating changes numbers of the dataset."""
-        if self.shared is not None:
-            self.shared[1] = 1
+    def report_change(self, path: str) -> None:
+        """Tell the main process that reading samples changes this in a worker."""
+        if self.report is not None:
+            data = path.encode()[:_PATH_BYTES]
+            self.report[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
     @property
-    def has_changed_numbers(self) -> bool:
-        """True if the dataset in a persistent worker has changed its numbers."""
-        return self.shared is not None and bool(self.shared[1])
+    def changed_in_workers(self) -> str:
+        """The path of what reading samples changes in a worker; empty if nothing."""
+        data = b"" if self.report is None else bytes(self.report.tolist())
+        return data.rstrip(b"\0").decode(errors="ignore")
 
     def derive(
         self, purpose: str, *, worker: int = 0, index: int | str = 0, shared: bool = False

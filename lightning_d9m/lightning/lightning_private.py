@@ -215,17 +215,6 @@ def count_step_batch(trainer: "Trainer") -> None:
     trainer.fit_loop.epoch_loop._batches_that_stepped += 1
 
 
-def saves_between_batches(callback: object) -> bool:
-    """Return whether a checkpoint callback is configured to save after batches.
-
-    ``ModelCheckpoint`` keeps these arguments only in private attributes.
-    """
-    return bool(
-        getattr(callback, "_every_n_train_steps", 0)
-        or getattr(callback, "_train_time_interval", None) is not None
-    )
-
-
 def update_callback_metrics(trainer: "Trainer", metrics: dict[str, Any]) -> None:
     """Update the metrics for callbacks.
 

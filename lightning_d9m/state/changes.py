@@ -1,6 +1,9 @@
 """Values that objects did not hold at first, as plain data for a checkpoint."""
 
+import enum
+import operator
 import random
+import sys
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -27,18 +30,17 @@ from lightning_d9m.state.parts import (
     Dict,
     Holder,
     Kind,
-    are_equal,
     find_kind,
     read_memory,
 )
 from lightning_d9m.state.plain_data import decode_plain, encode_plain
 from lightning_d9m.state.search import find_generators
-from lightning_d9m.state.state import Node, name_part
+from lightning_d9m.state.state import Node
 from lightning_d9m.state.watch import VERSIONED, LeaveOut, Watch
 
 # Of larger data only the version and the place in memory are compared.
 _MOST_BYTES = 2**24
-# A longer container holds data; it is compared by its length if it holds objects.
+# A longer container holds data: of objects in it only is compared which they are.
 _MOST_ITEMS = 1000
 _KEYS = (str, int, float, bytes, tuple, type(None))
 _SCALARS = (type(None), bool, int, float, complex, str, bytes)
@@ -55,12 +57,14 @@ class Change(NamedTuple):
         node: The holder or the object.
         key: The name of the part, in a tuple; empty for the object itself.
         value: What it holds now; ``MISSING`` if the part is gone.
+        first: What the part was at first.
     """
 
     path: str
     node: Node
     key: tuple[Any, ...]
     value: Any
+    first: Any = None
 
 
 class Changes:
@@ -71,6 +75,12 @@ class Changes:
         leave_out: See ``walk``. What it returns True for is not looked at, now and later.
         hide: Returns the attributes of an object that are not looked at.
         copies: Keep copies of tensors and arrays, so that ``undo`` can restore them.
+        most_bytes: Most bytes that ``capture`` encodes, about.
+        enters_long: Whether tensors and arrays in long containers are looked at.
+
+    Attributes:
+        filled: The paths of what the last ``capture`` could not encode, and that was put in empty
+            places.
     """
 
     def __init__(
@@ -80,19 +90,25 @@ class Changes:
         leave_out: LeaveOut,
         hide: Callable[[object], Collection[str]] = lambda _: (),
         copies: bool = False,
+        most_bytes: int | None = None,
+        enters_long: bool = True,
     ) -> None:
         self._ignored: set[int] = set()
         self._hide = hide
+        self._most_bytes = most_bytes
+        self.filled: set[str] = set()
 
         def ignore(path: str, value: object) -> bool:
             found = leave_out(path, value)
             # The id of a freed object may be that of another now.
             (self._ignored.add if found else self._ignored.discard)(id(value))
-            return found
+            return found or _is_long(value, of_data=not enters_long)
 
         def choose(_path: str, value: Any, kind: Kind) -> Kind:
             if id(value) in self._ignored:
                 return _IGNORED
+            if find_kind(value) in (ITEMS, DICT) and kind is OPAQUE:  # a long one
+                return LONG
             return _DIGESTED if kind in (TENSOR, ARRAY) and not copies else kind
 
         self._leave_out = ignore
@@ -143,15 +159,36 @@ class Changes:
     def _encode_all(self, changes: Iterable[Change]) -> tuple[dict[str, bytes], list[str]]:
         found: dict[str, bytes] = {}
         unknown: list[str] = []
+        self.filled.clear()
+        size = 0
         for change in changes:
-            whole = not change.key
-            value = None if change.value is MISSING else self._encode(change.value, whole=whole)
+            whole, value = not change.key, None
+            if change.value is not MISSING and (
+                self._most_bytes is None or size <= self._most_bytes
+            ):
+                value = self._encode(change.value, whole=whole)
             known = value is not None or change.value is MISSING
+            if _is_filled(change):
+                self.filled.add(change.path.removesuffix(_AT_FIRST))
             if known and all(isinstance(part, _KEYS) for part in change.key):
                 found[change.path] = encode_plain([change.node.path, list(change.key), value])
+                size += len(found[change.path])
             else:
                 unknown.append(change.path.removesuffix(_AT_FIRST))
         return found, unknown
+
+    def find_first(self) -> str | None:
+        """Return the path of the first change; None without one.
+
+        What fills an empty place counts from then on as held at first, and so does what is left of
+        a dict that loses entries, as a cache does.
+        """
+        for change in self._find_all():
+            is_removed = change.value is MISSING and isinstance(change.node.owner, dict)
+            if not is_removed and not _is_filled(change):
+                return change.path.removesuffix(_AT_FIRST)
+            self._watch.set_content(change.node, change.node.kind.read(change.node.owner))
+        return None
 
     def restore(self, captured: Mapping[str, bytes], device: torch.device) -> list[str]:
         """Write what was captured into objects that were made in the same way.
@@ -184,8 +221,7 @@ class Changes:
             if path in before and (own or node.kind is GENERATOR):
                 self.restore({path: before[path]}, torch.device("cpu"))
             elif own and change.key:
-                first = dict(zip(node.content.keys, node.content.parts, strict=True))
-                self._write(node, [*change.key], first.get(change.key[0], MISSING))
+                node.set_part(change.key[0], node.get_first(change.key[0]))
             elif own:
                 node.kind.write(node.owner, node.content)
 
@@ -204,23 +240,14 @@ class Changes:
                 yield Change(f"{node.path}{_AT_FIRST}", node, (), node.owner)
 
     def _find_parts(self, node: Node) -> Iterator[Change]:
-        kind: Any = node.kind
-        before, now = node.content, kind.read(node.owner)
-        old = dict(zip(before.keys, before.parts, strict=True))
-        new = dict(zip(now.keys, now.parts, strict=True))
         hidden = self._hide(node.owner)
-        for content in (before, now):
-            for place, key in enumerate(content.keys):
-                part, first = new.get(key, MISSING), old.get(key, MISSING)
-                if part is first or key in hidden or (content is now and key in old):
-                    continue
-                if find_kind(part) is None and are_equal(part, first):
-                    continue
-                if first is MISSING and _is_own_method(node.owner, key, part):
-                    continue
-                path = name_part(node.path, kind, content, place)
-                if find_kind(part) is None or not self._leave_out(path, part):
-                    yield Change(path, node, (key,), part)
+        for path, key, first, part in node.find_parts():
+            if key in hidden or (first is MISSING and _is_own_method(node.owner, key, part)):
+                continue
+            if find_kind(part) is not None:
+                self._leave_out(path, part)
+            if find_kind(part) is None or id(part) not in self._ignored:
+                yield Change(path, node, (key,), part, first)
 
     def _encode(self, value: Any, *, whole: bool = False) -> list[Any] | None:
         """Return the plain form of a value; None if it has none.
@@ -228,9 +255,14 @@ class Changes:
         An object that was there at first is referred to by its path, unless it is what changed
         (``whole``).
         """
+        if self._most_bytes is not None and not _fits(value, self._most_bytes):
+            return None
+        return self._encode_any(value, whole=whole)
+
+    def _encode_any(self, value: Any, *, whole: bool = False) -> list[Any] | None:
         kind: Any = find_kind(value)
-        if kind is GENERATOR:
-            return ["generator", _name_generator(value), GENERATOR.read(value)]
+        if kind is GENERATOR or isinstance(value, enum.Enum):
+            return _encode_named(value)
         known = self._watch.nodes.get(id(value))
         is_parameter = isinstance(value, nn.Parameter)
         with suppress(SettingError, RecursionError):
@@ -241,10 +273,10 @@ class Changes:
             if known is not None and kind is not OPAQUE and not whole:
                 return ["known", known.path]
             if kind is ITEMS and (whole or type(value) in _CONTAINERS):
-                parts = [self._encode(part) for part in value]
+                parts = [self._encode_any(part) for part in value]
                 return None if None in parts else ["items", isinstance(value, tuple), parts]
             if kind is DICT and (whole or type(value) is dict):
-                entries = {key: self._encode(part) for key, part in value.items()}
+                entries = {key: self._encode_any(part) for key, part in value.items()}
                 plain_keys = all(isinstance(key, _KEYS) for key in value)
                 return ["dict", entries] if plain_keys and None not in entries.values() else None
         return None
@@ -256,6 +288,9 @@ class Changes:
             generator = _make_generator(*value[1])
             GENERATOR.write(generator, value[2])
             return generator
+        if value[0] == "enum":
+            module, name = value[1]
+            return operator.attrgetter(f"{name}.{value[2]}")(sys.modules[module])
         if value[0] == "items":
             items = map(self._decode, value[2])
             return tuple(items) if value[1] else list(items)
@@ -264,14 +299,11 @@ class Changes:
         return value[1]
 
     def _write(self, node: Node, key: list[Any], value: Any) -> None:
-        kind: Any = node.kind
-        if not key:
-            own: Any = find_kind(node.owner)
+        own: Any = find_kind(node.owner)
+        if key:
+            node.set_part(key[0], value)
+        else:
             own.write(node.owner, own.read(value))
-            return
-        content = kind.read(node.owner)
-        if value is not MISSING or key[0] in (content.keys or ()):
-            kind.set_part(node.owner, key[0], value)
 
 
 def _is_plain(value: Any, *, whole: bool = False) -> bool:
@@ -332,13 +364,53 @@ def describe_unsaved(paths: Iterable[str]) -> list[str]:
     ]
 
 
-def is_long(value: Any) -> bool:
-    """Return whether a container is so long that its objects are data."""
-    if find_kind(value) not in (ITEMS, DICT, LONG) or len(value) <= _MOST_ITEMS:
+def _is_long(value: Any, *, of_data: bool) -> bool:
+    """Return whether a container is so long that its objects are data.
+
+    If ``of_data``, tensors and arrays count as such objects, too.
+    """
+    if find_kind(value) not in (ITEMS, DICT) or len(value) <= _MOST_ITEMS:
         return False
     parts = value.values() if isinstance(value, dict) else value
-    of_types = {type(part): part for part in parts}
-    return any(isinstance(find_kind(part), Holder) for part in of_types.values())
+    kinds = [find_kind(part) for part in {type(part): part for part in parts}.values()]
+    return any(isinstance(kind, Holder) or (of_data and kind is not None) for kind in kinds)
+
+
+def _is_filled(change: Change) -> bool:
+    """Return whether a value was put in a place that was empty, as a cache does."""
+    kind = find_kind(change.value)
+    if change.key:
+        was_empty = change.first is None or change.first is MISSING
+        return was_empty and change.value is not MISSING
+    if kind not in (ITEMS, LONG) or isinstance(change.value, dict):
+        return False
+    content = change.node.content
+    first = getattr(content, "parts", content)
+    return len(first) == len(change.value) and all(
+        one is other or one is None for one, other in zip(first, change.value, strict=True)
+    )
+
+
+def _fits(value: Any, most: int) -> bool:
+    """Return whether a value has at most so many bytes, about."""
+    pending, size = [value], 0
+    while pending and size <= most:
+        part = pending.pop()
+        if isinstance(part, dict):
+            pending += [*part, *part.values()]
+        elif isinstance(part, list | tuple | set | deque):
+            size += 8 * len(part)
+            pending += part if size <= most else ()
+        else:
+            size += getattr(part, "nbytes", 0) or sys.getsizeof(part)
+    return size <= most
+
+
+def _encode_named(value: Any) -> list[Any]:
+    """Return the plain form of a generator or of a member of an enumeration."""
+    if isinstance(value, enum.Enum):
+        return ["enum", [type(value).__module__, type(value).__qualname__], value.name]
+    return ["generator", _name_generator(value), GENERATOR.read(value)]
 
 
 def _name_generator(generator: Any) -> list[str]:

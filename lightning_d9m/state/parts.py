@@ -7,6 +7,7 @@ random generator), or opaque: an object of a library that does not say what its 
 
 import enum
 import logging
+import operator
 import random
 import re
 import struct
@@ -278,10 +279,9 @@ class _Long(Kind):
             owner.extend(content)
 
     def matches(self, owner: Any, content: Any) -> bool:
-        return _are_same(self.read(owner), content)
-
-    def sign(self, owner: Any) -> object:
-        return tuple(map(id, self.read(owner)))
+        now = self.read(owner)
+        alike = len(now) == len(content) and all(map(operator.is_, now, content))
+        return alike or _are_same(now, content)
 
 
 class _Tensor(Kind):

@@ -12,12 +12,17 @@ from xxhash import xxh3_128
 from lightning_d9m.errors import SettingError
 from lightning_d9m.state.parts import (
     ATTRIBUTES,
+    DICT,
+    ITEMS,
+    MISSING,
     OPAQUE,
+    SET,
     TABLE,
     TABLES,
     Content,
     Holder,
     Kind,
+    are_equal,
     find_kind,
 )
 from lightning_d9m.state.plain_data import encode_plain
@@ -38,6 +43,30 @@ class Node:
     owner: Any
     kind: Kind
     content: Any
+
+    def get_first(self, key: Any) -> Any:
+        """Return what a dict or an object held under a key; ``MISSING`` if nothing."""
+        return dict(zip(self.content.keys, self.content.parts, strict=True)).get(key, MISSING)
+
+    def set_part(self, key: Any, value: Any) -> None:
+        """Set what a dict or an object holds under a key now; ``MISSING`` removes it."""
+        kind: Any = self.kind
+        if value is not MISSING or key in (kind.read(self.owner).keys or ()):
+            kind.set_part(self.owner, key, value)
+
+    def find_parts(self) -> Iterator[tuple[str, Any, Any, Any]]:
+        """Yield path, key, first and present value of each part that is another one now."""
+        kind: Any = self.kind
+        before, now = self.content, kind.read(self.owner)
+        old = dict(zip(before.keys, before.parts, strict=True))
+        new = dict(zip(now.keys, now.parts, strict=True))
+        for content in (before, now):
+            for place, key in enumerate(content.keys):
+                part, first = new.get(key, MISSING), old.get(key, MISSING)
+                if part is first or (content is now and key in old):
+                    continue
+                if find_kind(part) is not None or not are_equal(part, first):
+                    yield name_part(self.path, kind, content, place), key, first, part
 
 
 def walk(
@@ -61,13 +90,15 @@ def walk(
     """
     seen: set[int] = set()
     kept = []  # the id of a freed object may become that of another
+    entered = set(map(id, owners.values())) if enter_owners else ()
     stack: list[tuple[str, Any, Kind | None]] = [
-        (name, owner, ATTRIBUTES if enter_owners and find_kind(owner) is OPAQUE else None)
-        for name, owner in reversed(list(owners.items()))
+        (name, owner, None) for name, owner in reversed(list(owners.items()))
     ]
     while stack:
         path, value, kind = stack.pop()
         kind = kind or find_kind(value)
+        if kind is OPAQUE and id(value) in entered:
+            kind = ATTRIBUTES
         if kind is None or id(value) in seen or id(value) in known:
             yield path, value, None
             continue
@@ -77,6 +108,8 @@ def walk(
             yield path, value, OPAQUE
             continue
         yield path, value, kind
+        if kind in (ITEMS, DICT, SET) and hasattr(value, "__dict__"):  # of a subclass
+            stack.append((f"{path}.__dict__", vars(value), TABLE))
         if isinstance(kind, Holder):
             content = kind.read(value)
             for place in reversed(range(len(content.parts))):

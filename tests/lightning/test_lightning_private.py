@@ -3,13 +3,12 @@
 import ast
 import importlib
 import inspect
-from datetime import timedelta
 from pathlib import Path
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint, StochasticWeightAveraging
+from lightning.pytorch.callbacks import LambdaCallback, StochasticWeightAveraging
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.tuner import Tuner
@@ -319,14 +318,6 @@ def test_the_search_of_a_tuner_is_no_fit(trainer):
     Tuner(trainer).lr_find(model, **search)
     trainer.fit(model)
     assert found == [True, False]
-
-
-def test_checkpoint_callbacks_that_save_between_batches_are_found():
-    saves = lightning_private.saves_between_batches
-    assert saves(ModelCheckpoint(every_n_train_steps=2))
-    assert saves(ModelCheckpoint(train_time_interval=timedelta(hours=1)))
-    assert not saves(ModelCheckpoint())
-    assert not saves(ModelCheckpoint(every_n_epochs=2))
 
 
 def test_the_metrics_for_callbacks_are_updated(trainer):

@@ -1,6 +1,7 @@
 """A state of arbitrary objects is put back to the bit, and its differences are named."""
 
 import copy
+import enum
 import random
 from collections import Counter, OrderedDict, deque
 from dataclasses import dataclass, field
@@ -19,6 +20,12 @@ from lightning_d9m.state.state import digest_value, walk
 from lightning_d9m.state.watch import Watch
 
 
+class Color(enum.Enum):
+    """Values with names."""
+
+    RED = 1
+
+
 class Thing:
     """An object of the program."""
 
@@ -33,6 +40,14 @@ class Slotted:
 
     def __init__(self, own):
         self.own = own
+
+
+class Named(list):
+    """A list with attributes."""
+
+    def __init__(self, items):
+        super().__init__(items)
+        self.first = items[:1]
 
 
 @dataclass
@@ -80,6 +95,7 @@ def hold(parts):
     return (
         lists
         | lists.map(deque)
+        | lists.map(Named)
         | lists.map(tuple)
         | lists.map(make_module)
         | st.dictionaries(NAMES | st.integers(0, 3), parts, max_size=4)
@@ -204,13 +220,14 @@ def test_new_objects_are_kept_if_they_are_plain_or_known_and_named_otherwise():
     own.noise = np.random.Generator(np.random.MT19937(3))
     own.second, own.table["it"] = own.first, {"deep": (own.items[0], 1.5)}
     own.items += [own.first, torch.ones(2)]
-    own.late, own.file, own.none = Thing(), open, [1]
+    own.late, own.file, own.none, own.color = Thing(), open, [1], Color.RED
     captured, unknown = here.capture()
     assert unknown == ["own.late", "own.file"]
     assert there.restore(captured, torch.device("cpu")) == []
     assert other.second is other.first is other.items[1]
     assert other.table["it"]["deep"] == (other.items[0], 1.5)
     assert (other.noise.random(), other.none) == (own.noise.random(), [1])
+    assert other.color is Color.RED
     here.settle()
     assert here.capture()[1] == []
 

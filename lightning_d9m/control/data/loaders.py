@@ -12,12 +12,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_d9m.attribute_patches import AttributePatches
-from lightning_d9m.control.data.dataset_numbers import NUMBERS, DatasetNumbers
+from lightning_d9m.control.data.data_state import (
+    DATA,
+    LOADER,
+    LOGGED_DATA,
+    UNSAVED_DATA,
+    DataState,
+)
 from lightning_d9m.control.data.resumable_sampler import ResumableSampler, is_user_made, unwrap
 from lightning_d9m.control.data.samplers import (
     SamplerState,
@@ -35,6 +42,7 @@ from lightning_d9m.control.data.seeded_dataset import (
 )
 from lightning_d9m.control.seeding import RandomStreams
 from lightning_d9m.errors import SettingError
+from lightning_d9m.state.parts import is_of_program
 
 # torch adds the epoch to a DistributedSampler's seed, and subclasses of users may pass the sum to
 # generators with 32-bit seeds.
@@ -62,7 +70,6 @@ class ControlledLoader:
         *,
         per_sample: bool,
         host_sets_epochs: bool,
-        numbers: DatasetNumbers,
         earlier: Iterable["ControlledLoader"],
     ) -> None:
         # Workers may receive the order of epoch 0 before Lightning sets the epoch; a resumed run
@@ -86,6 +93,8 @@ class ControlledLoader:
         self._orders: dict[int, torch.Generator] = {}
         self._chosen: dict[int, str] = {}  # what the user's seeds add to ours
         self._rankless = is_rankless(loader)
+        others = [control.data for control in earlier]
+        self.data: DataState = DataState(_name_owners(loader), others)
         replacements.replace(loader, "generator", self._generator)
         # With in_order=False batches come as workers finish them. torchdata's loaders and older
         # releases of torch may lack the attribute.
@@ -97,16 +106,14 @@ class ControlledLoader:
             )
             replacements.replace(loader, "in_order", value=True)
         if loader.num_workers > 0:
+            stream.share(persistent=loader.persistent_workers and iterable)
             init = WorkerInit(stream, loader.worker_init_fn)
             replacements.replace(loader, "worker_init_fn", init)
             if loader.persistent_workers:
                 # Running workers do not have these streams, so torch must start new ones.
                 replacements.replace(loader, "_iterator", None)
-                if iterable:
-                    stream.shared = torch.zeros(3, dtype=torch.int64).share_memory_()
         self.at_start: dict[str, Any] = {}
-        self._numbers = numbers
-        self._has_numbers = False
+        self._has_data = False
         samplers = find_samplers(loader)
         self.samplers: SamplerState = SamplerState(
             samplers, loader.dataset, [control.samplers for control in earlier]
@@ -129,7 +136,9 @@ class ControlledLoader:
                 # torchdata's loader; this class restores the position in the epoch.
                 replacements.replace(loader, "load_state_dict", _ignore)
             guard = RngGuard()
-            seeded = SeededDataset(loader.dataset, stream, per_sample, guard)
+            state = None if loader.num_workers else self.data
+            owners = (loader.dataset, stream, per_sample, guard, loader.collate_fn)
+            seeded = SeededDataset(*owners, state)
             replacements.replace(loader, "dataset", seeded)
             replacements.replace(loader, "collate_fn", SeededCollate(loader.collate_fn, guard))
         # torch itself seeds a data pipe in every epoch, and traverses it to do so.
@@ -155,33 +164,40 @@ class ControlledLoader:
         # Read again from the start of the epoch; a validation is run again as a whole.
         if (self._iterable or self.stage != "train") and not at_end:
             return self.at_start
-        at_start = {name: state for name, state in self.at_start.items() if name != NUMBERS}
-        return at_start | self._numbers.capture()
+        at_start = {name: own for name, own in self.at_start.items() if name not in _OF_DATA}
+        now = self.data.capture()
+        loader = self.loader()
+        if loader is not None and loader.num_workers and not at_end:
+            # Workers have copies from the start of the epoch.
+            first = self.at_start.get(DATA, {})
+            changed = [path for path, own in now.get(DATA, {}).items() if _differ(own, first, path)]
+            now = {**now, UNSAVED_DATA: [*now.get(UNSAVED_DATA, ()), *changed]}
+        return at_start | {name: own for name, own in now.items() if own}
 
     def _capture_now(self) -> dict[str, Any]:
-        """Return the states of the samplers and the numbers of the dataset."""
-        return self.samplers.capture() | self._numbers.capture()
+        """Return the states of the samplers and of the objects that load data."""
+        return self.samplers.capture() | self.data.capture()
 
     def _keep_start(self) -> None:
         if self._before is None:  # torch may make a second iterator, or cycle
             self._before = self.samplers.capture()
-            self.at_start = self._before | self._numbers.capture()
+            self.at_start = self._before | self.data.capture()
 
     def keep_iterated(self) -> None:
         """Keep what iterating the samplers in advance has made of them."""
         if self._before is not None:
             self._after = self.samplers.capture()
 
-    def restore_numbers(self, epoch: int, consumed: ReachedPosition | None) -> None:
-        """Restore the numbers that the dataset had where the run was interrupted."""
+    def restore_data(self, epoch: int, consumed: ReachedPosition | None) -> None:
+        """Restore what the dataset held where the run was interrupted."""
         if consumed is not None and consumed.epoch == epoch:
-            self._numbers.restore(consumed.samplers.get(str(self.number), {}))
-            self._has_numbers = True
+            self.data.restore(consumed.samplers.get(str(self.number), {}))
+            self._has_data = True
 
     def restore(self, states: Mapping[str, Any]) -> None:
         """Restore what ``capture`` returned."""
         self.samplers.restore(states)
-        self._numbers.restore(states)
+        self.data.restore(states)
 
     def reset(self, epoch: int) -> None:
         """Restore the samplers to the start of the current epoch, but for what hooks have set."""
@@ -213,8 +229,8 @@ class ControlledLoader:
         resumed = consumed is not None and consumed.epoch == epoch
         if consumed is not None and resumed:
             self.samplers.restore(consumed.samplers.get(str(self.number), {}))
-            if not self._has_numbers:  # otherwise hooks may have set them since
-                self.restore_numbers(epoch, consumed)
+            if not self._has_data:  # otherwise hooks may have set it since
+                self.restore_data(epoch, consumed)
         self._seed_samplers(loader, epoch)
         self.at_start = self._capture_now()
         # A loader of an iterable dataset restores its position itself, or cannot.
@@ -297,7 +313,8 @@ class LoaderControl:
         self._controlled: list[ControlledLoader] = []
         self._replacements = AttributePatches()
         self._consumed: dict[str, ReachedPosition] = {}
-        self._numbers: list[DatasetNumbers] = []
+        # Loaders that are not torch's.
+        self._others: list[tuple[str, object, DataState]] = []
 
     def resume(self, fit: int) -> None:
         """Draw the same as a fit of another process. Call it before any ``wrap_loader``."""
@@ -339,6 +356,8 @@ class LoaderControl:
             str(control.number): control.capture(within=within, at_end=at_end)
             for control in self._list(stage)
         }
+        others = [state for other, _, state in self._others if other == stage]
+        found |= {f"{LOADER}{n}": state.capture() for n, state in enumerate(others)}
         return {number: states for number, states in found.items() if states}
 
     def _list(self, stage: str) -> list[ControlledLoader]:
@@ -370,6 +389,8 @@ class LoaderControl:
             items = self.wrap_loader(flattened, stage)
             if items is not flattened:
                 self._replacements.replace(loader, "flattened", items)
+        elif is_of_program(type(loader)) and all(loader is not own for _, own, _ in self._others):
+            self._others.append((stage, loader, DataState({LOADER: loader})))
         return loader
 
     def start_epoch(self, stage: str, epoch: int) -> None:
@@ -385,10 +406,10 @@ class LoaderControl:
                 control.enter(sum(other.first_epoch == epoch for other in present), epoch)
             control.start_epoch(epoch, self._consumed.get(stage))
 
-    def restore_numbers(self, stage: str, epoch: int) -> None:
-        """Restore the numbers of datasets, which an iteration before the epoch may have changed."""
+    def restore_data(self, stage: str, epoch: int) -> None:
+        """Restore the state of datasets, which an iteration before the epoch may have changed."""
         for control in self._list(stage):
-            control.restore_numbers(epoch, self._consumed.get(stage))
+            control.restore_data(epoch, self._consumed.get(stage))
 
     def restore_samplers(self, stage: str, samplers: Mapping[str, Any]) -> None:
         """Restore what ``capture_samplers`` returned, after the loaders were loaded."""
@@ -439,27 +460,30 @@ class LoaderControl:
             self._replacements,
             per_sample=self._per_sample_rng,
             host_sets_epochs=self._host_sets_epochs,
-            numbers=self._find_numbers(loader),
             earlier=earlier,
         )
         self._controlled.append(control)
         return loader
 
-    def _find_numbers(self, loader: Any) -> DatasetNumbers:
-        """Return the numbers of the dataset, since a loader of this fit first had it.
 
-        Persistent workers have a copy of a dataset with indices, which changes of the program do
-        not reach.
-        """
-        dataset = loader.dataset
-        stays = loader.num_workers > 0 and loader.persistent_workers
-        if stays and not isinstance(dataset, IterableDataset):
-            return DatasetNumbers(None)
-        for numbers in self._numbers:
-            if numbers.dataset() is dataset:
-                return numbers
-        self._numbers.append(DatasetNumbers(dataset))
-        return self._numbers[-1]
+_OF_DATA = (DATA, UNSAVED_DATA, LOGGED_DATA)
+
+
+def _name_owners(loader: Any) -> dict[str, object]:
+    """Return the objects of a loader whose state is saved, by name.
+
+    Persistent workers have a copy of a dataset with indices, which changes of the program do not
+    reach.
+    """
+    owners: dict[str, object] = {LOADER: loader} if is_of_program(type(loader)) else {}
+    stays = loader.num_workers > 0 and loader.persistent_workers
+    if stays and not isinstance(loader.dataset, IterableDataset):
+        return owners
+    return owners | {"dataset": loader.dataset, "collate_fn": loader.collate_fn}
+
+
+def _differ(own: Tensor, first: Mapping[str, Tensor], path: str) -> bool:
+    return path not in first or not torch.equal(own, first[path])
 
 
 def _copy_original(loader: Any) -> Any:

@@ -195,10 +195,10 @@ _OWN_GENERATORS = (
     "cannot be saved. Draw from the generators of Python, NumPy or torch, which are seeded for "
     "each batch."
 )
-_COUNTING = (
-    "{} changes numbers among its attributes while it is iterated (as a count of its epochs), "
-    "which cannot be read from persistent workers. Use persistent_workers=False, with which every "
-    "epoch begins with the same numbers."
+_CHANGED_IN_WORKERS = (
+    "{} changes {} in its workers, from which a checkpoint cannot read it. Use num_workers=0; or "
+    "use persistent_workers=False, with which every epoch begins with the same values, and save "
+    "checkpoints at the end of an epoch."
 )
 _EPOCH_STATE = (
     "{} has a state_dict(), which Lightning does not load between epochs, so a resumed epoch may "
@@ -226,14 +226,14 @@ def find_loader_problems(loader: Any, *, within: bool) -> list[str]:
             return [found[0].format(name)]
     # Workers that end with the epoch start the next one with a copy of this process's generators.
     if workers and (loader.persistent_workers or (within and not iterable)):
-        kept = find_generators({"dataset": dataset, "collate_fn": loader.collate_fn})
-        # Without the names of our proxies.
-        paths = ", ".join(kept).replace("._d9m_target.", ".").replace("_fn.user_function.", "_fn.")
+        collate = getattr(loader.collate_fn, "user_function", loader.collate_fn)
+        kept = find_generators({"dataset": unwrap(dataset), "collate_fn": collate})
         if kept:
-            return [_OWN_GENERATORS.format(name, paths)]
-    stream = getattr(dataset, "_stream", None)
-    changed = isinstance(stream, RandomStreams) and stream.has_changed_numbers
-    return [_COUNTING.format(name)] if changed else []
+            return [_OWN_GENERATORS.format(name, ", ".join(kept))]
+        stream = getattr(dataset, "_stream", None)
+        changed = stream.changed_in_workers if isinstance(stream, RandomStreams) else ""
+        return [_CHANGED_IN_WORKERS.format(name, changed)] if changed else []
+    return []
 
 
 def find_epoch_problem(loader: Any) -> str | None:

@@ -20,8 +20,9 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
+from lightning_d9m.control.data.data_state import LOGGED_DATA, UNSAVED_DATA
 from lightning_d9m.control.data.resumable_sampler import is_user_made, unwrap
-from lightning_d9m.state.changes import Changes, describe_unsaved, is_long
+from lightning_d9m.state.changes import Changes, describe_unsaved
 from lightning_d9m.state.plain_data import pack_bytes, unpack_bytes
 
 # A loader has both `sampler` and `batch_sampler`, a batch sampler has `sampler`. Lightning's
@@ -146,7 +147,7 @@ class SamplerState:
         def leave_out(_: str, value: object) -> bool:
             if value is sampler:
                 return False
-            others = isinstance(value, Dataset | DataLoader | Sampler) or is_long(value)
+            others = isinstance(value, Dataset | DataLoader | Sampler)
             return others or any(value is other for other in (self._dataset, *self._samplers))
 
         def hide(owner: object) -> Collection[str]:
@@ -184,10 +185,22 @@ class SamplerState:
 def list_unsaved(samplers: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Return why the captured states of loaders cannot be restored, by number of the loader."""
     return describe_unsaved(
-        f"{number}.sampler.{path.partition('.')[2]}"
+        path
         for number, states in samplers.items()
-        for path in states.get(UNSAVED, ())
+        for path in (
+            *(f"{number}.sampler.{path.partition('.')[2]}" for path in states.get(UNSAVED, ())),
+            *(f"{number}.{path}" for path in states.get(UNSAVED_DATA, ())),
+        )
     )
+
+
+def list_logged(samplers: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Return the paths of what reading samples changes, and is in no checkpoint."""
+    return [
+        f"{number}.{path}"
+        for number, states in samplers.items()
+        for path in states.get(LOGGED_DATA, ())
+    ]
 
 
 def _select(states: Mapping[str, Any], number: str) -> dict[str, bytes]:

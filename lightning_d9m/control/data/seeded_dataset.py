@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.utils.data import get_worker_info
 
-from lightning_d9m.control.data.dataset_numbers import read_first_numbers, watch_iterator
+from lightning_d9m.control.data.data_state import DataState, WorkerWatch
 from lightning_d9m.control.data.micro_batches import MicroBatches
 from lightning_d9m.control.data.resumable_sampler import Proxy, SeededIndex, SeededMicroBatches
 from lightning_d9m.control.seeding import (
@@ -107,17 +107,27 @@ class SeededDataset(Proxy):
         per_sample: Seed before each sample by (seed, epoch, index); otherwise before each batch, by
             (seed, rank, epoch, number of the batch).
         guard: Restores the generators when the batch is made.
+        collate: The user's ``collate_fn``.
+        state: The state of the main process's objects, which the first batch may complete.
     """
 
     def __init__(
-        self, dataset: Any, stream: RandomStreams, per_sample: bool, guard: RngGuard
+        self,
+        dataset: Any,
+        stream: RandomStreams,
+        per_sample: bool,
+        guard: RngGuard,
+        collate: Any = None,
+        state: DataState | None = None,
     ) -> None:
         super().__init__(
-            dataset, _stream=stream, _per_sample=per_sample, _guard=guard, _iterated=False
-        )
+            dataset, _stream=stream, _per_sample=per_sample, _guard=guard, _collate=collate,
+            _state=state, _watch=None, _iterated=False,
+        )  # fmt: skip
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return SeededDataset, (self._d9m_target, self._stream, self._per_sample, self._guard)
+        kept = (self._d9m_target, self._stream, self._per_sample, self._guard, self._collate)
+        return SeededDataset, kept
 
     def __iter__(self) -> Iterator[Any]:
         # Called in a worker at its start, after `WorkerInit` has seeded it, and in every epoch.
@@ -125,11 +135,17 @@ class SeededDataset(Proxy):
         if self._iterated and info is not None and self._stream.follow():
             seed_host(self._stream.derive("worker", worker=info.id))
         vars(self)["_iterated"] = True
-        if info is None or self._stream.shared is None:
-            return iter(self._d9m_target)
-        before = read_first_numbers(self._d9m_target)
-        report = self._stream.report_changed_numbers
-        return watch_iterator(self._d9m_target, iter(self._d9m_target), before, report)
+        samples = self._watched()
+        return iter(self._d9m_target) if samples is None else samples.watch(iter(self._d9m_target))
+
+    def _watched(self) -> WorkerWatch | None:
+        """Return what looks for changes in this worker; None in the main process."""
+        if get_worker_info() is None or self._stream.report is None:
+            return None
+        if self._watch is None:
+            owners = {"dataset": self._d9m_target, "collate_fn": self._collate}
+            vars(self)["_watch"] = WorkerWatch(owners, self._stream.report_change)
+        return self._watch  # type: ignore[no-any-return]
 
     def __getitem__(self, request: Any) -> Any:
         # A single sample: of a loader that does not batch, or of other code.
@@ -154,12 +170,19 @@ class SeededDataset(Proxy):
         return self._fetch_batch(request, self._stream.epoch)
 
     def _fetch(self, request: SeededIndex, fetch: Callable[[], Any]) -> Any:
+        watch = self._watched()
         self._guard.begin(request.seed)
         try:
-            return fetch()
+            samples = fetch()
         except BaseException:
             self._guard.end()
             raise
+        if watch is not None:
+            watch.end_batch()
+        elif self._state is not None:
+            self._state.settle()
+            vars(self)["_state"] = None
+        return samples
 
     def _fetch_batch(self, indices: Any, epoch: int) -> Any:
         fetch = getattr(self._d9m_target, "__getitems__", None)

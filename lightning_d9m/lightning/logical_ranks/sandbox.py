@@ -31,7 +31,7 @@ from lightning_d9m.state.parts import (
     is_told,
 )
 from lightning_d9m.state.plain_data import encode_plain
-from lightning_d9m.state.state import Node, digest_value, name_part
+from lightning_d9m.state.state import Node, digest_value
 from lightning_d9m.state.watch import VERSIONED, Watch
 
 # The steps in which trained weights are compared by value; later a version tells.
@@ -80,22 +80,14 @@ class _Change:
         if self.key is None:
             self.node.kind.write(self.node.owner, self.node.content)
         else:
-            content = self.node.content
-            known = dict(zip(content.keys, content.parts, strict=True))
-            self._set(known.get(self.key[0], MISSING))
+            self.node.set_part(self.key[0], self.node.get_first(self.key[0]))
 
     def apply(self) -> None:
         """Set the changed value."""
         if self.key is None:
             self.node.kind.write(self.node.owner, self.value)
         else:
-            self._set(self.value)
-
-    def _set(self, value: Any) -> None:
-        kind: Any = self.node.kind
-        present = self.key[0] in (kind.read(self.node.owner).keys or ())
-        if present or value is not MISSING:
-            kind.set_part(self.node.owner, self.key[0], value)
+            self.node.set_part(self.key[0], self.value)
 
 
 @dataclass(slots=True, eq=False)
@@ -266,7 +258,7 @@ class Sandbox:
             content = TENSOR.read(owner)
             record.changes[node.path] = self._make_change(node.path, node, None, content)
         elif isinstance(kind, Dict):
-            self._note_parts(node, kind, record)
+            self._note_parts(node, record)
         elif (added := _find_added(node)) is not None:
             record.added[node.path] = added
             record.extended.append(node)
@@ -274,27 +266,16 @@ class Sandbox:
             content = kind.read(owner)
             record.changes[node.path] = self._make_change(node.path, node, None, content)
 
-    def _note_parts(self, node: Node, kind: Dict, record: _Record) -> None:
-        before, now = node.content, kind.read(node.owner)
-        old = dict(zip(before.keys, before.parts, strict=True))
-        new = dict(zip(now.keys or (), now.parts, strict=True))
-        for content, parts in ((before, old), (now, new)):
-            for place, key in enumerate(content.keys or ()):
-                part = new.get(key, MISSING)
-                if part is old.get(key, MISSING) or (parts is new and key in old):
-                    continue
-                if node.owner is self._module and key in self._hidden:
-                    continue
-                if key not in old and kind is DICT:
-                    if node.path not in record.added:
-                        record.extended.append(node)
-                    record.added.setdefault(node.path, []).append((key, part))
-                    continue
-                path = name_part(node.path, kind, content, place)
-                if key in old and find_kind(part) is None and are_equal(part, old[key]):
-                    continue
-                change = self._make_change(path, node, (key,), part)
-                record.changes[change.path] = change
+    def _note_parts(self, node: Node, record: _Record) -> None:
+        for path, key, first, part in node.find_parts():
+            if node.owner is self._module and key in self._hidden:
+                continue
+            if first is MISSING and node.kind is DICT:
+                if node.path not in record.added:
+                    record.extended.append(node)
+                record.added.setdefault(node.path, []).append((key, part))
+            else:
+                record.changes[path] = self._make_change(path, node, (key,), part)
 
     def _note_opaque(self, node: Node) -> None:
         package = type(node.owner).__module__.partition(".")[0]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_d9m.control.data.resumable_sampler import find_epoch_problem, find_loader_problems
 from lightning_d9m.errors import InexactResumeError
-from lightning_d9m.hashing.shards import find_hybrid_sharding, has_base
+from lightning_d9m.hashing.shards import find_hybrid_sharding
 from lightning_d9m.lightning import lightning_private
 from lightning_d9m.lightning.packages import rank_zero
 from lightning_d9m.lightning.saved_state import LOGICAL_RANKS_KEY, LoopPosition, SavedState
@@ -38,6 +38,20 @@ LATE_HOOK = (
 IN_VALIDATION = (
     "The checkpoint was saved within a validation that had changed {}, and a resumed run begins "
     "the validation again. Use one that was saved before it or after it."
+)
+WITHOUT_STEPS = (
+    "It was saved in an epoch that trains nothing, in which StochasticWeightAveraging only reads "
+    "the statistics of batch normalization, and a resumed run would train that epoch. Use one that "
+    "was saved at the end of an epoch."
+)
+OTHER_SCHEDULERS = (
+    "The checkpoint was saved with the learning rate schedulers {}, and this run has {}. A "
+    "callback that replaces one in on_train_epoch_start must keep it in an attribute; one that "
+    "does so in another hook must do it again when it is resumed."
+)
+NOT_HELD = (
+    "{} changes while samples are read, and a checkpoint does not hold it. A resumed run begins "
+    "without it; if samples depend on what it holds, they differ."
 )
 UNMATCHED_GENERATORS = (
     "These generators are only in the checkpoint, or only in this run: {}. Create them before "
@@ -86,6 +100,8 @@ def find_missing_state(trainer: "Trainer", position: LoopPosition) -> list[str]:
     """Return why a checkpoint that is being saved cannot be resumed exactly."""
     between = position.phase == "epoch"
     loaders = lightning_private.list_loaders(trainer.fit_loop)
+    if not between and lightning_private.skips_backward(trainer):
+        return [WITHOUT_STEPS]
     found = _find_loader_problems(trainer, within=not between and not is_at_end(trainer))
     if between and trainer.should_stop and _has_batches_left(trainer):
         found.append(describe_unfinished(trainer, position.epoch - 1, *STOPPED))
@@ -132,32 +148,9 @@ def report(heading: str, problems: list[str], *, raises: bool, then: str = "") -
     rank_zero().rank_zero_info(text)
 
 
-def report_unresumable(trainer: "Trainer", *, raises: bool) -> None:
-    """Report which checkpoints of a fresh fit could not be resumed exactly.
-
-    Raises:
-        InexactResumeError: If there are any, and ``raises``.
-    """
-    problems = _find_loader_problems(trainer, within=True)
-    if problems and (raises or _saves_within_epochs(trainer)):
-        then = (
-            "\nTo train anyway, leave on_inexact_resume at its default: then the error is raised "
-            "when such a checkpoint is loaded."
-            if raises
-            else "\nThis is an error when such a checkpoint is loaded."
-        )
-        report("Checkpoints of this run could not", problems, raises=raises, then=then)
-
-
-def _saves_within_epochs(trainer: "Trainer") -> bool:
-    """Return whether a callback is configured to save checkpoints within epochs."""
-    return any(
-        lightning_private.saves_between_batches(callback)
-        or getattr(callback, "save_on_exception", False)
-        or has_base(callback, "OnExceptionCheckpoint")
-        or trainer.val_check_interval != 1.0
-        for callback in trainer.checkpoint_callbacks
-    )
+def find_loader_reasons(trainer: "Trainer") -> list[str]:
+    """Return why checkpoints that a fresh fit saves within epochs could not be resumed exactly."""
+    return _find_loader_problems(trainer, within=True)
 
 
 def describe_settings(trainer: "Trainer", session: "TrainerSession") -> dict[str, Any]:

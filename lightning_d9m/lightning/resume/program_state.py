@@ -20,7 +20,6 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from lightning_d9m.control.data.samplers import find_samplers
 from lightning_d9m.hashing.digest import digest_many
-from lightning_d9m.hashing.shards import has_base
 from lightning_d9m.hashing.training_state import ModelTensors
 from lightning_d9m.lightning.lightning_private import list_loaders
 from lightning_d9m.lightning.saved_state import KEY
@@ -31,7 +30,7 @@ from lightning_d9m.lightning.trainer_attributes import (
     list_callbacks,
     name_callbacks,
 )
-from lightning_d9m.state.changes import Changes, describe_unsaved, is_long
+from lightning_d9m.state.changes import Changes, describe_unsaved
 from lightning_d9m.state.parts import Namespace, is_of_program
 from lightning_d9m.state.plain_data import decode_plain, pack_bytes, unpack_bytes
 from lightning_d9m.state.state import digest_value
@@ -122,7 +121,7 @@ class ProgramState:
     def _leave_out(self, _path: str, value: Any) -> bool:
         if id(value) in self._entered:
             return False
-        if id(value) in self._left_out or isinstance(value, _LOADING) or is_long(value):
+        if id(value) in self._left_out or isinstance(value, _LOADING):
             return True
         if self._sharded and value is not self._module and isinstance(value, nn.Module | Tensor):
             return True  # ranks hold parts of them
@@ -199,11 +198,15 @@ def digest_tensors(strategy: object, model: ModelTensors) -> dict[str, str]:
 
 
 def digest_callbacks(trainer: "Trainer") -> dict[str, str]:
-    """Return the digests of the states of callbacks, but for those that save checkpoints."""
+    """Return the digests of the states of callbacks.
+
+    Those that save checkpoints, and our own, change when they do so, and steer no training.
+    """
+    saving = {*map(id, trainer.checkpoint_callbacks)}
     return {
         f"{name}.state_dict()": digest_value(callback.state_dict())
         for name, callback in name_callbacks(list_callbacks(trainer)).items()
-        if not has_base(callback, "Checkpoint", "DeterminismCallback")
+        if id(callback) not in saving and callback.state_key != KEY
     }
 
 

@@ -9,13 +9,14 @@ from warnings import catch_warnings, filterwarnings, warn
 
 from lightning_d9m.attribute_patches import AttributePatches
 from lightning_d9m.control.data.resumable_sampler import find_epoch_problem, find_loader_problems
-from lightning_d9m.control.data.samplers import list_unsaved
+from lightning_d9m.control.data.samplers import list_logged, list_unsaved
 from lightning_d9m.control.seeding import find_lost_devices
 from lightning_d9m.errors import InexactResumeError
 from lightning_d9m.hashing.training_state import ModelTensors
 from lightning_d9m.ledger.format.records import Resume
 from lightning_d9m.lightning import lightning_private
 from lightning_d9m.lightning.checkpoint_io import add_manifests
+from lightning_d9m.lightning.packages import rank_zero
 from lightning_d9m.lightning.recording.trainer_recorder import TrainerRecorder
 from lightning_d9m.lightning.resume import exactness, run_state
 from lightning_d9m.lightning.resume.exactness import name_all
@@ -51,12 +52,22 @@ from lightning_d9m.lightning.strategies import is_sharded
 from lightning_d9m.lightning.trainer_attributes import get_logical_ranks, ranks_of
 from lightning_d9m.lightning.trainer_session import TrainerSession
 from lightning_d9m.recording.rank_agreement import gather_json
+from lightning_d9m.state.plain_data import decode_plain, encode_plain, pack_bytes, unpack_bytes
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
 
 InexactResumeAction = Literal["raise", "warn", "raise_early"]
+
+
+# The key, among the state of the program, of what hooks change in the Trainer.
+_HOOKS = "trainer"
+_EARLY = "Checkpoints of this run could not"
+_THEN = (
+    "\nTo train anyway, leave on_inexact_resume at its default: then the error is raised when "
+    "such a checkpoint is loaded."
+)
 
 
 class _Moment(NamedTuple):
@@ -110,6 +121,9 @@ class ResumableFit:
         self._skipped = 0
         # The state where `max_steps` ended the fit, before the end of the epoch.
         self._cut: SavedState | None = None
+        self._options: dict[str, Any] = {}
+        self._schedulers: list[object] = []
+        self._told: set[str] = set()
 
     def wrap_loops(self) -> None:
         """Wrap the methods of the loops, until ``release``."""
@@ -140,6 +154,7 @@ class ResumableFit:
         """Return the state for a checkpoint, with the state of this rank alone."""
         self._recorder.reduce_loss(self._trainer)
         state = self.capture(checkpoint)
+        self._tell(state.ranks[0])
         if state.position.phase == "batch":
             reset = tuple(f"model.{name}." for name in state.ranks[0].reset)
             self._saved = _Moment(self._digest(), self._captured, reset)
@@ -234,13 +249,14 @@ class ResumableFit:
             self._has_settled = True
             self._program.settle()
         if self._resumed is not None and self._has_begun:
+            vars(self._trainer).update(self._read_hooks().get("options", {}))
             missing = self._program.restore(self._rank_state.program, self._rank_state.reset)
             self._raise_or_warn_on_all_ranks(name_all(exactness.MISSING_OBJECTS, missing))
             run_state.restore_outside(
                 self._trainer, self._session, self._rank_state, self._report_problems
             )
             if self._was_saved_between_epochs:
-                self._session.loaders.restore_numbers("train", self._position.epoch)
+                self._session.loaders.restore_data("train", self._position.epoch)
         start()
 
     def _keep_and_end(self, end: Callable[[], None]) -> None:
@@ -268,7 +284,7 @@ class ResumableFit:
         self._loader_states = []
         start(*args, **words)
         if self._resumed is not None and exactness.is_at_end(trainer):  # a batch may be fetched
-            session.loaders.restore_numbers("train", self._resumed.position.epoch)
+            session.loaders.restore_data("train", self._resumed.position.epoch)
         # Otherwise Lightning skips the schedulers at the end of the epoch.
         lightning_private.clear_restart(trainer.fit_loop)
         if self._at_end:
@@ -277,10 +293,45 @@ class ResumableFit:
             lightning_private.clear_restart(trainer.fit_loop.epoch_loop)
         # The generators of training, as late as possible before the next batch.
         if self._has_begun:
+            if self._resumed is not None:
+                self._start_schedules()
             if self._resumed is not None and self._resumed.position.phase != "epoch":
                 self._program.restore(self._rank_state.program, self._rank_state.reset)
                 run_state.restore_within(trainer, self._rank_state, self._report_problems)
             self._resumed = None
+
+    def _start_schedules(self) -> None:
+        """Set up the options and schedulers that callbacks change when an epoch starts."""
+        hooks, trainer = self._read_hooks(), self._trainer
+        if not self._was_saved_between_epochs:
+            run_state.start_schedules(trainer, hooks.get("starters", ()))
+            vars(trainer).update(hooks.get("options", {}))
+        names = [type(own).__name__ for own in run_state.list_schedulers(trainer)]
+        saved = hooks.get("schedulers", names)
+        if saved != names and not lightning_private.skips_backward(trainer):
+            texts = [", ".join(part) or "none" for part in (saved, names)]
+            self._report_problems([exactness.OTHER_SCHEDULERS.format(*texts)])
+
+    def _read_hooks(self) -> dict[str, Any]:
+        """Return what ``_capture_hooks`` has saved."""
+        data = self._rank_state.program.get(_HOOKS)
+        return {} if data is None else decode_plain(unpack_bytes(data))
+
+    def _capture_hooks(self) -> dict[str, Any]:
+        """Return what hooks have changed in the Trainer since the fit began."""
+        trainer, now = self._trainer, run_state.read_options(self._trainer)
+        changed = {name: own for name, own in now.items() if self._options.get(name, own) != own}
+        schedulers = run_state.list_schedulers(trainer)
+        replaced = any(own not in self._schedulers for own in schedulers)
+        return (
+            {
+                "options": changed,
+                "starters": run_state.find_starters(trainer, self._schedulers),
+                "schedulers": [type(own).__name__ for own in schedulers],
+            }
+            if self._has_begun and (changed or replaced)
+            else {}
+        )
 
     def _end_batch(self, end: Callable[..., None], *args: Any, **words: Any) -> None:
         self._find_late_changes()
@@ -371,8 +422,13 @@ class ResumableFit:
         self._has_begun = True
         trainer = self._trainer
         self._first = _Moment(self._digest())
+        self._options = run_state.read_options(trainer)
+        self._schedulers = run_state.list_schedulers(trainer)
         if self._resumed is None and not self._reasons:
-            exactness.report_unresumable(trainer, raises=self._on_inexact == "raise_early")
+            if self._on_inexact == "raise_early":
+                problems = exactness.find_loader_reasons(trainer)
+                if problems:
+                    exactness.report(_EARLY, problems, raises=True, then=_THEN)
             return
         position, rank = self._position, self._rank_state
         if (resumed := self._resumed) is not None:
@@ -436,6 +492,8 @@ class ResumableFit:
         ledger = self._recorder.ledger_position
         samplers = session.capture_samplers(position.phase)
         reasons += list_unsaved(samplers)
+        if hooks := self._capture_hooks():
+            kept[_HOOKS] = pack_bytes(encode_plain(hooks))
         rank = replace(
             run_state.capture(trainer, session, user, position.phase),
             samplers=samplers,
@@ -453,6 +511,16 @@ class ResumableFit:
             position=position,
             ranks=[rank],
         )
+
+    def _tell(self, saved: SavedRank) -> None:
+        """Log, once each, why a checkpoint cannot be resumed exactly, and what it does not hold."""
+        if new := [text for text in saved.inexact if text not in self._told]:
+            exactness.report("The checkpoint that is being saved cannot", new, raises=False)
+        logged = [exactness.NOT_HELD.format(path) for path in list_logged(saved.samplers)]
+        for text in logged:
+            if text not in self._told:
+                rank_zero().rank_zero_info(text)
+        self._told.update(new, logged)
 
     def _add_changes_since_cut(self, cut: SavedState) -> SavedState:
         """Return the state at the cut, with a reason if hooks have changed anything since."""

@@ -1,5 +1,6 @@
 """The state of a run that a checkpoint of Lightning leaves out: capture and restore."""
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from lightning_d9m.control.data.dataset_numbers import NUMBERS
+from lightning_d9m.control.data.data_state import DATA, NUMBERS
 from lightning_d9m.control.data.resumable_sampler import unwrap
 from lightning_d9m.control.data.samplers import CHANGES
 from lightning_d9m.control.data.seeded_dataset import SeededCollate
@@ -21,7 +22,6 @@ from lightning_d9m.control.seeding import (
     restore_rng,
 )
 from lightning_d9m.errors import SettingError
-from lightning_d9m.hashing.shards import has_base
 from lightning_d9m.hashing.training_state import ModelTensors
 from lightning_d9m.lightning import lightning_private
 from lightning_d9m.lightning.logical_ranks.steps import get_logical_steps
@@ -39,10 +39,11 @@ from lightning_d9m.lightning.trainer_attributes import (
     get_epoch_counts,
     get_reload_interval,
     list_callbacks,
+    name_callbacks,
     ranks_of,
 )
 from lightning_d9m.state.plain_data import decode_plain, encode_plain, pack_bytes, unpack_bytes
-from lightning_d9m.state.search import find_generators
+from lightning_d9m.state.search import find_generators, search
 from lightning_d9m.text import pluralize
 
 if TYPE_CHECKING:
@@ -126,7 +127,7 @@ def find_unmatched_state(trainer: "Trainer", rank: SavedRank) -> list[str]:
 
 
 def find_reloaded_generators(trainer: "Trainer", rank: SavedRank, epoch: int) -> list[str]:
-    """Return the generators and numbers of loaders that are loaded again for the resumed epoch.
+    """Return the generators and values of loaders that are loaded again for the resumed epoch.
 
     The dataset of the new loader may be a new object, whose generator starts again, or the same
     one, whose generator continues; a resumed run cannot tell.
@@ -146,6 +147,7 @@ def _name_sampler_states(rank: SavedRank) -> Iterator[str]:
     """Yield the paths of what is saved of the samplers and datasets of loaders."""
     for number, states in rank.samplers.items():
         loader = number if number.startswith(VALIDATION) else f"train.{number}"
+        yield from (f"{loader}.{path.rstrip(chr(39))}" for path in states.get(DATA, {}))
         for path, values in states.get(NUMBERS, {}).items():
             yield from (f"{loader}.{path}.{name}" for name in values)
         for path in states.get(CHANGES, {}):
@@ -187,7 +189,6 @@ def restore_within(
 
     Called once, before the first remaining batch of a partly trained epoch.
     """
-    _start_schedules(trainer)
     restore_results(trainer, rank.results)
     if (logical := get_logical_steps(trainer)) is not None:
         logical.logged.restore(rank.logged, here=trainer.is_global_zero)
@@ -255,20 +256,41 @@ def restore_frozen(trainer: "Trainer", settings: Mapping[str, Any]) -> None:
         )
 
 
-def _start_schedules(trainer: "Trainer") -> None:
-    """Let callbacks schedule accumulation and averaging, as they do at the start of an epoch.
+def read_options(trainer: "Trainer") -> dict[str, Any]:
+    """Return the options of the Trainer that callbacks may set, as for accumulation."""
+    names = inspect.signature(type(trainer).__init__).parameters
+    own = {name: value for name, value in vars(trainer).items() if name in names}
+    plain = (float, int, str, type(None))
+    return {name: value for name, value in own.items() if isinstance(value, plain)}
 
-    Lightning does not call that hook again for a partly trained epoch. The averages themselves are
-    in the callback's state.
+
+def list_schedulers(trainer: "Trainer") -> list[object]:
+    """Return the schedulers of learning rates."""
+    return [config.scheduler for config in trainer.lr_scheduler_configs]
+
+
+def find_starters(trainer: "Trainer", schedulers: Sequence[object]) -> list[str]:
+    """Return the callbacks that hold a scheduler with which the fit did not begin.
+
+    They have put it in the place of another when an epoch started, and Lightning does not call
+    their hook again for a partly trained epoch.
     """
+    first = {id(own) for own in schedulers}
+    new = {id(own) for own in list_schedulers(trainer)} - first
+    named = name_callbacks(list_callbacks(trainer)) if new else {}
+    return [
+        name
+        for name, callback in named.items()
+        if any(id(own) in new for _, own in search({name: callback}, depth=2))
+    ]
+
+
+def start_schedules(trainer: "Trainer", names: Sequence[str]) -> None:
+    """Let callbacks set up their schedulers, as they do at the start of an epoch."""
     groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
     rates = [group["lr"] for group in groups]
-    callback: Any
-    for callback in list_callbacks(trainer):
-        averages = has_base(callback, "StochasticWeightAveraging")
-        if averages and not callback.swa_start <= trainer.current_epoch <= callback.swa_end:
-            continue
-        if averages or has_base(callback, "GradientAccumulationScheduler"):
+    for name, callback in name_callbacks(list_callbacks(trainer)).items():
+        if name in names:
             callback.on_train_epoch_start(trainer, trainer.lightning_module)
     # A new schedule sets the rates.
     for group, rate in zip(groups, rates, strict=True):

@@ -27,6 +27,7 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 from torch_features import needs_in_order
 
+from lightning_d9m.control.data.data_state import DATA
 from lightning_d9m.control.data.loaders import LoaderControl
 
 
@@ -275,5 +276,5 @@ def test_a_number_of_a_dataset_is_kept_unless_it_stays_in_persistent_workers(wor
     control.wrap_loader(make(dataset, **words), "train")
     dataset.epoch = 1
     found = control.capture_samplers("train", within=False)
-    assert ("dataset numbers" in found.get("0", {})) == kept
+    assert (DATA in found.get("0", {})) == kept
     control.release()

@@ -6,8 +6,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch import LightningDataModule, callbacks
-from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities import CombinedLoader
 from resuming import Curriculum, Fits, OwnOrder, evidence
 from torch import nn
@@ -182,31 +181,6 @@ def end_at_batch_5(self, batch, batch_idx):
     return -1 if batch_idx == 5 else None
 
 
-def swa():
-    return [StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=1)]
-
-
-def ema():
-    if not hasattr(callbacks, "EMAWeightAveraging"):
-        pytest.skip("needs Lightning 2.6")
-    return [callbacks.EMAWeightAveraging(decay=0.9)]
-
-
-class Noisier(NoisyDigits):
-    noise = 0.0
-
-    def __getitem__(self, index):
-        image, label = super().__getitem__(index)
-        return image + self.noise, label
-
-
-class Difficulty(callbacks.Callback):
-    """Sets a number of the dataset in a hook that a resume within an epoch does not call."""
-
-    def on_train_epoch_start(self, trainer, pl_module):
-        trainer.train_dataloader.dataset.noise = 0.1 * trainer.current_epoch
-
-
 PERSISTENT = {"num_workers": 2, "persistent_workers": True}
 RUNS = {
     "workers": {"loader": partial(make_loader, num_workers=2)},
@@ -214,9 +188,6 @@ RUNS = {
     "a seed for each sample": {
         "loader": partial(make_loader, **PERSISTENT),
         "words": {"per_sample_rng": True},
-    },
-    "scheduled accumulation": {
-        "callbacks": lambda: [callbacks.GradientAccumulationScheduler({0: 4, 1: 3, 2: 5})]
     },
     "layers that an epoch unfreezes": {"model": unfreezing},
     "accumulation by the module": {"model": accumulating, "limit_val_batches": 0},
@@ -230,16 +201,10 @@ RUNS = {
         "model": partial(make_model, configure_optimizers=plateau)
     },
     "bf16": {"precision": "bf16-mixed"},
-    "averaged weights": {"callbacks": swa},
-    "exponentially averaged weights": {"callbacks": ema},
     "batches of the user's": {"loader": drawn_batches},
     "batches of a sampler that changes": {
         "loader": partial(drawn_batches, Curriculum),
         "validate": partial(drawn_batches, Curriculum),
-    },
-    "data that a callback changes": {
-        "loader": lambda: DataLoader(Noisier(), 16, shuffle=True),
-        "callbacks": lambda: [Difficulty()],
     },
     "two loaders": {"loader": two_loaders, "model": partial(make_model, training_step=step_on_two)},
     "means of what is logged": {"model": partial(make_model, training_step=logging_step)},

@@ -1,0 +1,201 @@
+"""State of the objects that load data: what reading samples, or a hook, changes in them.
+
+That is a count of epochs, by which WebDataset's ``detshuffle`` seeds its order, a list that is
+shuffled in place, or a number that a callback sets. A resumed run starts with new objects, which
+hold their first values.
+"""
+
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import FunctionType, ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Sampler, TensorDataset
+
+from lightning_d9m.state.changes import Changes
+from lightning_d9m.state.parts import GENERATOR, Namespace, is_of_program
+from lightning_d9m.state.plain_data import pack_bytes, unpack_bytes
+from lightning_d9m.state.search import find_kind_safely, search
+
+DATA = "data"
+"""The key of what has changed in a loader's dataset and functions, encoded, by path."""
+
+UNSAVED_DATA = "unsaved data"
+"""The key of the paths of what has changed there and a checkpoint cannot hold."""
+
+LOGGED_DATA = "logged data"
+"""The key of the paths of what only the log names: caches that were filled, and loaders' own."""
+
+NUMBERS = "dataset numbers"
+"""The key of earlier versions, for numbers by attribute, by the path of the object."""
+
+LOADER = "loader"
+"""The name of a loader among the objects."""
+
+_DEPTH = 4  # loader -> dataset -> list of stages -> stage
+_MOST_VISITED = 1000
+# Most bytes of one value; a larger one is data of the dataset's own.
+_MOST_BYTES = 2**24
+_CODE = (type, FunctionType, ModuleType)
+# Their objects, such as the module and the datamodule, are in the state of the program.
+_PACKAGES = {"lightning", "pytorch_lightning", "lightning_fabric", "lightning_d9m"}
+# In a worker each of the first batches is followed by a check, and later as many as take a
+# twentieth of the time.
+_CHECKED_BATCHES = 16
+_SHARE = 20
+
+
+class DataState:
+    """The state of objects that load data, and of all in them, relative to their first one.
+
+    An object with a ``state_dict`` says itself where it is, and has none here. Generators have a
+    state of their own: see ``capture_generators``.
+
+    Args:
+        owners: The objects by name. What changes in a loader itself is never saved, as Lightning
+            iterates it when it is loaded, and again when an epoch starts; most loaders then begin
+            again.
+        earlier: The states of other loaders. An object that one of them has, too, is compared with
+            its first state there.
+    """
+
+    def __init__(self, owners: Mapping[str, object], earlier: Iterable["DataState"] = ()) -> None:
+        known = {id(own): part for state in earlier for own, part in state.parts.values()}
+        self.parts: dict[str, tuple[object, Changes]] = {}
+        for name, own in owners.items():
+            if not hasattr(own, "load_state_dict"):
+                self.parts[name] = own, known.get(id(own)) or _watch(name, own)
+
+    def capture(self) -> dict[str, Any]:
+        """Return what has changed, for ``restore``, and the paths of what cannot be saved."""
+        data: dict[str, Any] = {}
+        unsaved: list[str] = []
+        logged: list[str] = []
+        for name, (_, changes) in self.parts.items():
+            found, unknown = changes.capture()
+            if name == LOADER:
+                logged += [*found, *unknown]
+                continue
+            data |= {path: pack_bytes(own) for path, own in found.items()}
+            for path in unknown:
+                (logged if path in changes.filled else unsaved).append(path)
+        states = {DATA: data, UNSAVED_DATA: unsaved, LOGGED_DATA: logged}
+        return {key: own for key, own in states.items() if own}
+
+    def restore(self, states: Mapping[str, Any]) -> None:
+        """Write what ``capture`` returned into the objects; warn of what they do not take."""
+        plain = {path: unpack_bytes(data) for path, data in states.get(DATA, {}).items()}
+        lost = {path.rstrip("'") for path in plain}
+        for _, changes in self.parts.values():
+            lost = set(changes.restore(plain, torch.device("cpu")))
+            plain = {path: own for path, own in plain.items() if path.rstrip("'") in lost}
+        lost.update(self._restore_numbers(states.get(NUMBERS, {})))
+        if lost:
+            warnings.warn(
+                f"The checkpoint holds values that a dataset lacks, or takes others for: "
+                f"{', '.join(sorted(lost))}. Its samples may differ from those of an uninterrupted "
+                "run: make the dataset as in the run that saved it.",
+                stacklevel=2,
+            )
+
+    def _restore_numbers(self, numbers: Mapping[str, Mapping[str, float]]) -> Iterator[str]:
+        """Set the numbers of a checkpoint of an earlier version; yield what has no place."""
+        dataset, _ = self.parts.get("dataset", (None, None))
+        owners = dict(_find_owners("dataset", dataset)) if numbers else {}
+        for path, values in numbers.items():
+            for name, value in values.items():
+                if hasattr(owners.get(path), name):
+                    vars(owners[path])[name] = value
+                else:
+                    yield f"{path}.{name}"
+
+    def settle(self) -> None:
+        """Take objects that the first batch has made, such as an open file, as held at first."""
+        for _, changes in self.parts.values():
+            changes.settle()
+
+    def find_change(self) -> str | None:
+        """Return the path of a change, but of an empty place that was filled once."""
+        found = (changes.find_first() for _, changes in self.parts.values())
+        return next(filter(None, found), None)
+
+
+class WorkerWatch:
+    """Reports, in a worker, what reading samples changes in its copies of the objects.
+
+    Args:
+        owners: The objects by name.
+        report: Called with the path of the first change.
+    """
+
+    def __init__(self, owners: Mapping[str, object], report: Callable[[str], object]) -> None:
+        self._state = DataState(owners)
+        self._report = report
+        self._batches, self._spent = 0, 0.0
+        self._begun = time.monotonic()
+
+    def end_batch(self, *, last: bool = False) -> None:
+        """Look for changes, if it is time to; called after each batch."""
+        self._batches += 1
+        begun = time.monotonic()
+        early = self._batches <= _CHECKED_BATCHES or last
+        if not early and self._spent * _SHARE > begun - self._begun:
+            return
+        if self._batches == 1:
+            self._state.settle()
+        if (path := self._state.find_change()) is not None:
+            self._report(path)
+        self._spent += time.monotonic() - begun
+
+    def watch(self, samples: Iterator[Any]) -> Iterator[Any]:
+        """Yield the samples of an iterable dataset; look after the first and after the last."""
+        for number, sample in enumerate(samples):
+            if number == 0:
+                self.end_batch()
+            yield sample
+        self.end_batch(last=True)
+
+
+def _watch(name: str, owner: Any) -> Changes:
+    plain = DataLoader(TensorDataset(torch.empty(1)))
+    own = set(vars(plain)) if isinstance(owner, DataLoader) else set()
+    torchs = {id(value) for key, value in vars(owner).items() if key in own} if own else set()
+
+    def leave_out(path: str, value: object) -> bool:
+        return value is not owner and (id(value) in torchs or _leave_out(path, value))
+
+    owners = dict(_find_owners(name, owner)) if name != LOADER else {name: owner}
+    kinds = dict.fromkeys(kind for each in owners.values() for kind in type(each).__mro__)
+    owners |= {
+        f"{kind.__module__}.{kind.__qualname__}": Namespace(kind)
+        for kind in kinds
+        if is_of_program(kind)
+    }
+    return Changes(
+        owners,
+        leave_out=leave_out,
+        hide=lambda each: own if each is owner else (),
+        most_bytes=_MOST_BYTES,
+        enters_long=False,
+    )
+
+
+def _find_owners(name: str, owner: object) -> Iterator[tuple[str, object]]:
+    """Yield the objects with attributes in an object, those of libraries too, by path."""
+    for path, value in search({name: owner}, depth=_DEPTH, most=_MOST_VISITED):
+        has_attributes = hasattr(value, "__dict__") and not isinstance(value, _CODE)
+        if has_attributes and not _leave_out(path, value):
+            yield path, value
+
+
+def _leave_out(_path: str, value: Any) -> bool:
+    if isinstance(value, Namespace):
+        return False
+    if find_kind_safely(value) is GENERATOR or isinstance(value, DataLoader | Sampler):
+        return True
+    if isinstance(value, nn.Parameter) and value.requires_grad:
+        return True
+    return any(str(base.__module__).partition(".")[0] in _PACKAGES for base in type(value).__mro__)

@@ -1,0 +1,277 @@
+"""What reading samples changes in a dataset and in its parts is saved and restored, or named."""
+
+import tempfile
+import time
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
+
+from lightning_d9m.control.data.data_state import LOGGED_DATA, NUMBERS, UNSAVED_DATA, DataState
+from lightning_d9m.control.data.loaders import LoaderControl
+from lightning_d9m.control.data.resumable_sampler import find_loader_problems
+from lightning_d9m.control.data.samplers import list_logged, list_unsaved
+
+
+class Stages(list):
+    """A list with attributes."""
+
+
+class Augmentation(torch.nn.Module):
+    """A transform with state of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.strength = 0.0
+        self.register_buffer("mean", torch.zeros(2))
+
+
+class Part(Dataset):
+    """A dataset that keeps state in many ways."""
+
+    total = 0
+
+    def __init__(self):
+        self.count, self._name, self.seen, self.file = 0, "name", [], None
+        self.files = [("a", 1), ("b", 2)] * 600
+        self.weights, self.table, self.cache = np.zeros(3), torch.zeros(2), {}
+        self.stages, self.augment = Stages([1]), Augmentation()
+        self.images = [torch.zeros(2) for _ in range(1500)]
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return torch.tensor(float(index))
+
+
+def count_in_class(part):
+    Part.total += 1
+
+
+def set_number(stages):
+    stages.epoch = 4
+
+
+SAVED = {
+    "a number": lambda part: setattr(part, "count", 3),
+    "a text": lambda part: setattr(part, "_name", "other"),
+    "a new number": lambda part: setattr(part, "late", 5),
+    "a list that grows": lambda part: part.seen.append(1),
+    "a long list that is shuffled": lambda part: part.files.reverse(),
+    "a long list that is replaced": lambda part: setattr(part, "files", part.files[2:]),
+    "an array": lambda part: part.weights.__setitem__(1, 2.0),
+    "a tensor without a version": lambda part: part.table.data.add_(1),
+    "an entry": lambda part: part.cache.__setitem__("a", [torch.ones(2)]),
+    "a subclass of list": lambda part: set_number(part.stages),
+    "a module": lambda part: setattr(part.augment, "strength", 0.5),
+    "a buffer": lambda part: part.augment.mean.add_(1),
+    "a variable of the class": count_in_class,
+}
+AROUND = {
+    "alone": lambda part: part,
+    "a subset of parts": lambda part: Subset(ConcatDataset([Part(), part]), [0, 9]),
+}
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    Part.total = 0
+
+
+def watch(dataset, collate=None):
+    return DataState({"dataset": dataset, "collate_fn": collate})
+
+
+@pytest.mark.parametrize("wrap", AROUND.values(), ids=AROUND)
+@pytest.mark.parametrize("change", SAVED.values(), ids=SAVED)
+def test_each_kind_of_state_is_restored_in_a_new_dataset(change, wrap):
+    part, other = Part(), Part()
+    state, restored = watch(wrap(part)), watch(wrap(other))
+    assert state.capture() == {}
+    change(part)
+    captured = state.capture()
+    fresh.__wrapped__()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        restored.restore(captured)
+    assert list(restored.capture()) == list(captured) == ["data"]
+    assert repr(restored.capture()) == repr(captured)
+
+
+def open_file(part):
+    part.file = tempfile.TemporaryFile()  # noqa: SIM115 - as a dataset does
+
+
+def fill_cache(part):
+    part.cache[1] = torch.zeros(5 * 2**20)
+
+
+def replace_by_function(part):
+    part.count = open_file
+
+
+def grow_beyond_the_limit(part):
+    part.seen.append(torch.zeros(5 * 2**20))
+
+
+@pytest.mark.parametrize("change", [open_file, fill_cache])
+def test_what_fills_an_empty_place_is_named_and_not_refused(change, request):
+    part = Part()
+    state = watch(part)
+    change(part)
+    request.addfinalizer(lambda: part.file and part.file.close())
+    captured = {"0": state.capture()}
+    assert len(list_logged(captured)) == len(captured["0"][LOGGED_DATA]) == 1
+    assert not list_unsaved(captured)
+    state.settle()  # as after the first batch, which opens files
+    assert not list_logged({"0": watch(part).capture()})
+
+
+@pytest.mark.parametrize("change", [replace_by_function, grow_beyond_the_limit])
+def test_what_cannot_be_saved_is_refused(change):
+    part = Part()
+    state = watch(part)
+    change(part)
+    captured = {"0": state.capture()}
+    assert len(captured["0"][UNSAVED_DATA]) == 1
+    assert list_unsaved(captured)[0].startswith("0.dataset.")
+
+
+def test_an_object_with_a_state_dict_says_itself_where_it_is():
+    part = Part()
+    part.load_state_dict = lambda state: None
+    state = watch(part)
+    part.count = 7
+    assert state.capture() == {}
+
+
+def test_the_state_is_that_since_a_loader_first_had_the_dataset():
+    part = Part()
+    first = watch(part)
+    part.count = 7
+    again = DataState({"dataset": part}, [first])
+    assert again.capture().keys() == first.capture().keys() == {"data"}
+
+
+def test_values_that_a_new_dataset_does_not_take_are_named():
+    part, other = Part(), Part()
+    state, restored = watch(part), watch(other)
+    part.weights[0] = 1
+    del other.weights
+    restored = watch(other)
+    with pytest.warns(UserWarning, match=r"a dataset lacks, .*dataset\.weights"):
+        restored.restore(state.capture())
+
+
+def test_numbers_that_earlier_versions_saved_are_restored_or_named():
+    part = Part()
+    restored = watch(Subset(ConcatDataset([Part(), part]), [0, 9]))
+    path = "dataset.dataset.datasets.1"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        restored.restore({NUMBERS: {path: {"count": 3, "total": 2}, f"{path}.stages": {}}})
+    assert (part.count, part.total, Part.total) == (3, 2, 0)
+    gone = {path: {"gone": 1}, f"{path}.gone": {"epoch": 2}}
+    with pytest.warns(UserWarning, match=r"datasets\.1\.gone, .*datasets\.1\.gone\.epoch"):
+        restored.restore({NUMBERS: gone})
+
+
+def test_values_are_named_if_persistent_workers_do_not_get_them():
+    part = Part()
+    state = watch(part)
+    part.count = 3
+    with pytest.warns(UserWarning, match=r"a dataset lacks, .*dataset\.count"):
+        DataState({}).restore(state.capture())
+
+
+class CountingLoader(DataLoader):
+    """Counts how often it is iterated."""
+
+    count = 0
+
+    def __iter__(self):
+        self.count += 1
+        return super().__iter__()
+
+
+class Batches:
+    """Stands for a loader that is not torch's."""
+
+    count = 0
+
+    def __iter__(self):
+        self.count += 1
+        return iter([torch.zeros(1)])
+
+
+@pytest.mark.parametrize("make", [lambda: CountingLoader(Part()), Batches])
+def test_state_of_a_loader_of_the_program_is_named_and_not_refused(make):
+    control = LoaderControl(1, fit=0, rank=0, per_sample_rng=False)
+    loader = control.wrap_loader(make(), "train")
+    control.start_epoch("train", 0)
+    assert not control.capture_samplers("train", within=False)
+    list(loader)
+    captured = control.capture_samplers("train", within=False)
+    control.release()
+    assert not list_unsaved(captured)
+    assert [path.endswith("loader.count") for path in list_logged(captured)] == [True]
+
+
+class Reading(Part):
+    """Changes in a worker as it is read."""
+
+    def __init__(self, change):
+        super().__init__()
+        self.change = change
+
+    def __getitem__(self, index):
+        self.change(self)
+        return super().__getitem__(index)
+
+
+def count(part):
+    part.count += 1
+
+
+def count_late(part):
+    part.calls = getattr(part, "calls", 0) + 1
+
+
+def collect(part):
+    part.seen.append(1)
+
+
+def open_once(part):
+    part.file = part.file or tempfile.TemporaryFile()  # noqa: SIM115 - as a dataset does
+
+
+def keep(part):
+    part.cache[len(part.cache)] = torch.zeros(2)
+
+
+def keep_the_last(part):
+    part.cache[time.monotonic_ns()] = b"read"
+    if len(part.cache) > 1:
+        del part.cache[next(iter(part.cache))]
+
+
+WITHIN_WORKERS = {count: "count", count_late: "calls", collect: "seen", count_in_class: "total"}
+
+
+@pytest.mark.parametrize("change", [*WITHIN_WORKERS, open_once, keep, keep_the_last])
+def test_what_reading_changes_in_a_worker_is_named(change):
+    control = LoaderControl(1, fit=0, rank=0, per_sample_rng=False)
+    loader = control.wrap_loader(DataLoader(Reading(change), 2, num_workers=1), "train")
+    control.start_epoch("train", 0)
+    assert not find_loader_problems(loader, within=True)
+    list(loader)
+    problems = find_loader_problems(loader, within=True)
+    assert not find_loader_problems(loader, within=False)  # each epoch begins with new workers
+    control.release()
+    name = WITHIN_WORKERS.get(change)
+    assert len(problems) == bool(name)
+    if name:
+        assert f".{name} in its workers" in problems[0]

@@ -1,0 +1,201 @@
+"""State that a dataset keeps in any way is exact after a resume, or the resume is refused."""
+
+import random
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from resuming import Fits
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset
+from trainings import NoisyDigits
+
+from lightning_d9m import InexactResumeError
+
+pytestmark = [
+    pytest.mark.usefixtures("unseeded", "new_process"),
+    pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__`:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Your `val_dataloader`'s sampler has shuffling:UserWarning"),
+]
+
+
+@pytest.fixture
+def fits(tmp_path, new_process):
+    def begin():
+        Keeping.total = 0
+        new_process()
+
+    return Fits(tmp_path, begin)
+
+
+class Keeping(Dataset):
+    """Digits to which is added what a dataset keeps: private, nested, in its class, made late."""
+
+    total = 0
+
+    def __init__(self):
+        self.digits, self._count, self.table = NoisyDigits(), 0, {"sum": 0.0, "seen": []}
+        self.order, self.array, self.tensor = list(range(9)), np.zeros(2), torch.zeros(2)
+
+    def change(self):
+        self._count += 1
+        Keeping.total += 1
+        self.late = getattr(self, "late", 1.0) * 1.01
+        self.table["sum"] += 0.1
+        self.table["seen"].append(self._count)
+        self.order.append(self.order.pop(0))
+        self.array[0] += 1
+        self.tensor.data[0] += 1
+        kept = self._count + self.total + self.late + self.table["sum"] + sum(self.table["seen"])
+        return float(kept + self.order[0] + self.array[0] + self.tensor[0])
+
+
+class ByIndex(Keeping):
+    """Changes with each sample."""
+
+    def __len__(self):
+        return 96
+
+    def __getitem__(self, index):
+        image, label = self.digits[index]
+        return image + 1e-5 * self.change(), label
+
+
+class Stream(Keeping, IterableDataset):
+    """Changes with each epoch, and with each sample."""
+
+    def __len__(self):
+        return 96
+
+    def __iter__(self):
+        self.change()
+        random.shuffle(self.order)
+        for index in range(96):
+            image, label = self.digits[index]
+            yield image + 1e-5 * self.change(), label
+
+
+class Joining:
+    """A function that joins samples and counts its batches."""
+
+    def __init__(self):
+        self.batches = 0
+
+    def __call__(self, samples):
+        self.batches += 1
+        images, labels = zip(*samples, strict=True)
+        return torch.stack(images) + 1e-3 * self.batches, torch.stack(labels)
+
+
+def by_index(wrap=lambda dataset: dataset, **words):
+    return DataLoader(wrap(ByIndex()), batch_size=16, shuffle=True, **words)
+
+
+def nested(dataset):
+    return Subset(ConcatDataset([NoisyDigits(48), dataset]), range(20, 116))
+
+
+def stream(**words):
+    return DataLoader(Stream(), batch_size=16, **words)
+
+
+WITHIN, AT_END = {"batch": 3}, {"hook": "on_train_epoch_end", "batch": 6}
+VALIDATED = {"hook": "on_validation_batch_end", "batch": 6}
+PERSISTENT = {"num_workers": 1, "persistent_workers": True}
+EXACT = {
+    "by index": ({"loader": by_index}, [WITHIN, VALIDATED, AT_END]),
+    "nested": ({"loader": partial(by_index, nested)}, [WITHIN, AT_END]),
+    "in workers": ({"loader": partial(by_index, num_workers=1)}, [AT_END]),
+    "a stream": ({"loader": stream}, [VALIDATED, AT_END]),
+    "a stream in a worker": ({"loader": partial(stream, num_workers=1)}, [AT_END]),
+    "validation by index": ({"validate": by_index}, [WITHIN, VALIDATED, AT_END]),
+    "a validated stream": ({"validate": stream}, [WITHIN, VALIDATED, AT_END]),
+}
+
+
+@pytest.mark.parametrize(("words", "places"), EXACT.values(), ids=EXACT)
+def test_what_a_dataset_keeps_in_any_way_is_restored(fits, words, places):
+    fits.check(*places, **words)
+
+
+def test_what_a_function_that_joins_samples_counts_is_restored(fits):
+    fits.check(WITHIN, AT_END, loader=lambda: by_index(collate_fn=Joining()))
+
+
+IN_WORKERS = {
+    "by index, within an epoch": (partial(by_index, num_workers=1), WITHIN),
+    "by index, by workers that live on": (partial(by_index, **PERSISTENT), AT_END),
+    "a stream, by workers that live on": (partial(stream, **PERSISTENT), AT_END),
+}
+
+
+@pytest.mark.parametrize(("make", "place"), IN_WORKERS.values(), ids=IN_WORKERS)
+@pytest.mark.parametrize("part", ["loader", "validate"])
+def test_what_workers_keep_is_refused_by_name(fits, part, make, place):
+    if part == "validate" and "persistent_workers" not in make.keywords:
+        fits.check(place, validate=make)  # a validation begins with new workers
+        return
+    fits.interrupt(**{part: make}, at=place)
+    with pytest.raises(InexactResumeError, match=r"changes dataset\.\w+.* in its workers"):
+        fits.resume(**{part: make})
+
+
+class Setting(Callback):
+    """Sets a value of the dataset within the epoch, which running workers do not get."""
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        trainer.train_dataloader.dataset.level = f"level {trainer.global_step}"
+
+
+def test_what_a_hook_sets_where_workers_do_not_get_it_is_refused(fits):
+    words = {"loader": lambda: DataLoader(Level(), 16, num_workers=1)}
+    words["callbacks"] = lambda: [Setting()]
+    fits.interrupt(**words, at=WITHIN)
+    with pytest.raises(InexactResumeError, match=r"0\.dataset\.level changes in the fit"):
+        fits.resume(**words)
+    fits.check(WITHIN, loader=lambda: DataLoader(Level(), 16), callbacks=words["callbacks"])
+
+
+class Level(NoisyDigits):
+    level = "level 0"
+
+    def __getitem__(self, index):
+        image, label = super().__getitem__(index)
+        return image + 0.01 * len(self.level), label
+
+
+class Lazy(NoisyDigits):
+    """Makes a generator when it is read first."""
+
+    rng = None
+
+    def __getitem__(self, index):
+        self.rng = self.rng or np.random.default_rng(3)
+        image, label = super().__getitem__(index)
+        return image + self.rng.random(), label
+
+
+def test_a_generator_that_is_made_late_is_refused_by_name(fits):
+    words = {"loader": lambda: DataLoader(Lazy(), 16)}
+    fits.interrupt(**words, at=WITHIN)
+    with pytest.raises(InexactResumeError, match=r"train\.0\.dataset\.rng"):
+        fits.resume(**words)
+
+
+class Caching(NoisyDigits):
+    """Keeps a handle and samples, which change nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.cache, self.handle = {}, None
+
+    def __getitem__(self, index):
+        self.handle = self.handle or memoryview(b"data")
+        image = self.cache.setdefault(index, self.images[index])
+        return image + 0.01 * torch.rand(64), self.classes[index]
+
+
+@pytest.mark.parametrize("workers", [{}, {"num_workers": 1}, PERSISTENT], ids=str)
+def test_caches_and_handles_do_not_prevent_a_resume(fits, workers):
+    fits.check(WITHIN, AT_END, loader=lambda: DataLoader(Caching(), 16, shuffle=True, **workers))
