@@ -482,7 +482,7 @@ def test_filters_and_a_narrow_window(tmp_path):
     dom = browse(tmp_path, text, "--window-size=412,800")
     title = dom.partition("<title>")[2].partition("</title>")[0]
     assert title == (
-        "2;rank+kind+name;94 of 94 shown;90 of 94 shown;2 of 94 shown;0 of 94 shown;true;true;true;"
+        "1;rank+kind+name;94 of 94 shown;90 of 94 shown;2 of 94 shown;0 of 94 shown;true;true;true;"
         "true"
     )
 

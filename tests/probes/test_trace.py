@@ -141,7 +141,7 @@ def test_a_batch_with_many_places_is_written_in_parts():
     records = write_batches([("op", "a", x)] * (RECORD_PLACES + 10))
     sizes = [len(r["digests"]) // 16 for r in records if r["kind"] == "probes"]
     assert sizes == [RECORD_PLACES, 10]
-    assert records[2]["places"][0] == ["op", "a", RECORD_PLACES]
+    assert tuple(records[2]["places"][0]) == ("op", "a", RECORD_PLACES)
 
 
 def test_short_batches_are_written_together(monkeypatch):
