@@ -7,7 +7,7 @@ that is built here. The interpreter that it names must be on PATH. The parts: ``
 examples/digits.py twice with ``d9m repeat`` and two loader workers, ``resume`` trains its model
 from a checkpoint within the second epoch and compares weights with an uninterrupted fit, ``tests``
 runs the tests of control and of the callback from this checkout against the wheel, each with a
-time limit of two minutes.
+time limit of five minutes.
 benchmarks/results/stacks.json and stacks.md keep the results; what does not run keeps the result
 that was there.
 """
@@ -41,6 +41,12 @@ VERSIONS = """
 import json, platform, numpy, torch, lightning
 found = {"python": platform.python_version(), "numpy": numpy.__version__}
 print(json.dumps(found | {"torch": torch.__version__, "lightning": lightning.__version__}))
+"""
+# Processes that a test spawns import the tests, too, and the wheel before the checkout.
+PYTEST = """
+import sys, pytest
+sys.path.append(sys.argv.pop(1))
+sys.exit(pytest.main())
 """
 RESUME = """
 import sys
@@ -161,11 +167,12 @@ def run_tests(programs: Path, log: Path) -> dict[str, Any]:
         "filterwarnings=",
         "-p",
         "no:cacheprovider",
-        "--timeout=120",
+        "--timeout=300",
         f"--rootdir={ROOT}",
     )
     paths = [ROOT / path for path in TESTS]
-    done = run(programs / "pytest", *options, "-c", ROOT / "pyproject.toml", *paths, log=log)
+    command = (programs / "python", "-c", PYTEST, ROOT, *options, "-c", ROOT / "pyproject.toml")
+    done = run(*command, *paths, log=log)
     counts = re.findall(r"(\d+) (passed|failed|skipped|error)", done.stdout.splitlines()[-1])
     failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
     return {kind: int(number) for number, kind in counts} | ({"names": failed} if failed else {})
