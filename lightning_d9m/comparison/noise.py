@@ -80,7 +80,7 @@ class NoiseVerdict:
 
     @property
     def verdict(self) -> Literal["within noise", "beyond noise"]:
-        """Whether noise explains the value that it explains least."""
+        """``"beyond noise"`` if noise does not explain one of the values."""
         beyond = self.values[0].chance * len(self.values) < LEVEL
         return "beyond noise" if beyond else "within noise"
 

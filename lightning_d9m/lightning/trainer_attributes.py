@@ -35,6 +35,11 @@ def list_callbacks(trainer: "Trainer") -> list["Callback"]:
     return callbacks
 
 
+def list_schedulers(trainer: "Trainer") -> list[object]:
+    """Return the schedulers of learning rates."""
+    return [config.scheduler for config in trainer.lr_scheduler_configs]
+
+
 def get_datamodule(trainer: "Trainer") -> object:
     """Return the datamodule, or None."""
     return cast(Any, trainer).datamodule

@@ -16,7 +16,7 @@ give the same in any order, except the payload of a NaN, which the result does n
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cache, partial
+from functools import lru_cache, partial
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -112,7 +112,7 @@ Terms = Callable[[], Iterable[tuple[Tensor, Tensor]]]
 """The place of each term, and the terms in float64."""
 
 
-@cache
+@lru_cache(maxsize=4096)
 def plan_pieces(dtype: torch.dtype, terms: int, guard: int = GUARD) -> Pieces:
     """Return the pieces for sums of at most so many terms of a dtype.
 

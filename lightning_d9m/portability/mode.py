@@ -363,7 +363,7 @@ def portable() -> Iterator[None]:
         (flags._get_mkldnn_enabled, flags._set_mkldnn_enabled, False),  # noqa: SLF001
         # cuDNN may convolve by Fourier transforms, whose errors our bounds do not cover.
         (flags._get_cudnn_enabled, flags._set_cudnn_enabled, False),  # noqa: SLF001
-        # Fused attention adds in an order of its own; the plain one is products and softmax.
+        # Fused kernels choose an order of additions; plain attention is products and softmax.
         (cuda.flash_sdp_enabled, cuda.enable_flash_sdp, False),
         (cuda.mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp, False),
         (cuda.math_sdp_enabled, cuda.enable_math_sdp, True),

@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 from lightning_d9m.portability.sums import BLOCK, combine, multiply, multiply_doubles
 
 Vectors = Callable[[], tuple[Tensor, Tensor]]
-"""What returns the vectors of which a convolution forms the products.
+"""A function that returns the vectors that a convolution multiplies.
 
 The first ones are ``[rows, *inner]``, the second ones ``[groups, *outer, *inner]``.
 """

@@ -33,7 +33,7 @@ _MOST_TERMS = 2**20  # that are added exactly at a time
 
 
 Terms = Callable[[Tensor], Tensor]
-"""What returns the terms of some sums, ``[sums, terms]``, given their flat positions."""
+"""A function that takes flat positions of sums, and returns their terms, ``[sums, terms]``."""
 
 
 def settle(total: Tensor, bound: Tensor, find_terms: Terms, length: int) -> Tensor:

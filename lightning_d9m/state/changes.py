@@ -7,7 +7,6 @@ import sys
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
-from types import MethodType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -242,7 +241,7 @@ class Changes:
     def _find_parts(self, node: Node) -> Iterator[Change]:
         hidden = self._hide(node.owner)
         for path, key, first, part in node.find_parts():
-            if key in hidden or (first is MISSING and _is_own_method(node.owner, key, part)):
+            if key in hidden:
                 continue
             if find_kind(part) is not None:
                 self._leave_out(path, part)
@@ -346,12 +345,6 @@ class _Ignored(Kind):
 
 
 _DIGESTED, _IGNORED = _Digested(), _Ignored()
-
-
-def _is_own_method(owner: Any, name: Any, value: Any) -> bool:
-    """Return whether a value is a method of the owner's class, which a wrapper has put back."""
-    bound = isinstance(value, MethodType) and value.__self__ is owner
-    return bound and value.__func__ is getattr(type(owner), name, None)
 
 
 def describe_unsaved(paths: Iterable[str]) -> list[str]:

@@ -48,6 +48,7 @@ _MOST_ITEMS = 100_000
 _MOST_SAVED_BYTES, _MOST_SAVED_ITEMS = 2**20, 1000
 # Wherever they are installed: what their objects keep is theirs, except where it is known.
 _LIBRARIES = ("torch", "torchmetrics", "lightning", "pytorch_lightning", "lightning_d9m")
+_LIGHTNING = ("lightning", "pytorch_lightning", "lightning_fabric", "lightning_d9m")
 _PATHS = sysconfig.get_paths()
 _LIBRARY_FOLDERS = tuple(_PATHS[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 _SIZED = (list, dict, set, deque, tuple)
@@ -465,6 +466,11 @@ def _find_kind_of_type(kind: Any) -> Kind | None:  # noqa: PLR0911 - one case fo
 def is_of_program(kind: Any) -> bool:
     """Return whether the program defines a class or a function."""
     return _is_source_of_program(str(getattr(kind, "__module__", None)))
+
+
+def is_of_lightning(kind: Any) -> bool:
+    """Return whether Lightning or this package defines a class or a function."""
+    return str(getattr(kind, "__module__", "")).partition(".")[0] in _LIGHTNING
 
 
 @lru_cache(maxsize=10_000)

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any
 
 import numpy as np
@@ -65,8 +66,16 @@ class Node:
                 part, first = new.get(key, MISSING), old.get(key, MISSING)
                 if part is first or (content is now and key in old):
                     continue
+                if first is MISSING and _is_own_method(self.owner, key, part):
+                    continue
                 if find_kind(part) is not None or not are_equal(part, first):
                     yield name_part(self.path, kind, content, place), key, first, part
+
+
+def _is_own_method(owner: Any, name: Any, value: Any) -> bool:
+    """Return whether a value is a method of the owner's class, which a wrapper has put back."""
+    bound = isinstance(value, MethodType) and value.__self__ is owner
+    return bound and value.__func__ is getattr(type(owner), name, None)
 
 
 def walk(

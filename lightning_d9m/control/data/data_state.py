@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Sampler, TensorDataset
 
 from lightning_d9m.state.changes import Changes
-from lightning_d9m.state.parts import GENERATOR, Namespace, is_of_program
+from lightning_d9m.state.parts import GENERATOR, Namespace, is_of_lightning, is_of_program
 from lightning_d9m.state.plain_data import pack_bytes, unpack_bytes
 from lightning_d9m.state.search import find_kind_safely, search
 
@@ -40,8 +40,6 @@ _MOST_VISITED = 1000
 # Most bytes of one value; a larger one is data of the dataset's own.
 _MOST_BYTES = 2**24
 _CODE = (type, FunctionType, ModuleType)
-# Their objects, such as the module and the datamodule, are in the state of the program.
-_PACKAGES = {"lightning", "pytorch_lightning", "lightning_fabric", "lightning_d9m"}
 # In a worker each of the first batches is followed by a check, and later as many as take a
 # twentieth of the time.
 _CHECKED_BATCHES = 16
@@ -160,9 +158,10 @@ class WorkerWatch:
 
 
 def _watch(name: str, owner: Any) -> Changes:
-    plain = DataLoader(TensorDataset(torch.empty(1)))
-    own = set(vars(plain)) if isinstance(owner, DataLoader) else set()
-    torchs = {id(value) for key, value in vars(owner).items() if key in own} if own else set()
+    own, torchs = set[str](), set[int]()
+    if isinstance(owner, DataLoader):
+        own = set(vars(DataLoader(TensorDataset(torch.empty(1)))))
+        torchs = {id(value) for key, value in vars(owner).items() if key in own}
 
     def leave_out(path: str, value: object) -> bool:
         return value is not owner and (id(value) in torchs or _leave_out(path, value))
@@ -198,4 +197,5 @@ def _leave_out(_path: str, value: Any) -> bool:
         return True
     if isinstance(value, nn.Parameter) and value.requires_grad:
         return True
-    return any(str(base.__module__).partition(".")[0] in _PACKAGES for base in type(value).__mro__)
+    # Such as the module and the datamodule, which are in the state of the program.
+    return any(map(is_of_lightning, type(value).__mro__))

@@ -47,6 +47,7 @@ from lightning_d9m.state.parts import is_of_program
 # torch adds the epoch to a DistributedSampler's seed, and subclasses of users may pass the sum to
 # generators with 32-bit seeds.
 _SAMPLER_SEED = 2**31
+_OF_DATA = (DATA, UNSAVED_DATA, LOGGED_DATA)
 
 
 @dataclass(frozen=True)
@@ -464,9 +465,6 @@ class LoaderControl:
         )
         self._controlled.append(control)
         return loader
-
-
-_OF_DATA = (DATA, UNSAVED_DATA, LOGGED_DATA)
 
 
 def _name_owners(loader: Any) -> dict[str, object]:

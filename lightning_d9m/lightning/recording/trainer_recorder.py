@@ -32,7 +32,7 @@ from lightning_d9m.lightning.packages import rank_zero
 from lightning_d9m.lightning.recording.ledger_location import make_ledger_folder
 from lightning_d9m.lightning.saved_state import PendingRecords
 from lightning_d9m.lightning.step_replay import Replay
-from lightning_d9m.lightning.trainer_attributes import get_logical_ranks, ranks_of
+from lightning_d9m.lightning.trainer_attributes import get_logical_ranks, list_schedulers, ranks_of
 from lightning_d9m.lightning.trainer_session import TrainerSession
 from lightning_d9m.probes.batch_probes import BatchProbes
 from lightning_d9m.probes.dispatch_mode import OpMode
@@ -165,7 +165,7 @@ class TrainerRecorder:
             trainer.lightning_module,
             cast(nn.Module, trainer.model),
             lambda: trainer.optimizers,
-            lambda: [config.scheduler for config in trainer.lr_scheduler_configs],
+            partial(list_schedulers, trainer),
             partial(_wrap_steps, trainer.strategy),
             is_compiled=is_compiled(trainer.lightning_module),
         )

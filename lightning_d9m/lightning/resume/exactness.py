@@ -102,7 +102,7 @@ def find_missing_state(trainer: "Trainer", position: LoopPosition) -> list[str]:
     loaders = lightning_private.list_loaders(trainer.fit_loop)
     if not between and lightning_private.skips_backward(trainer):
         return [WITHOUT_STEPS]
-    found = _find_loader_problems(trainer, within=not between and not is_at_end(trainer))
+    found = list_loader_problems(trainer, within=not between and not is_at_end(trainer))
     if between and trainer.should_stop and _has_batches_left(trainer):
         found.append(describe_unfinished(trainer, position.epoch - 1, *STOPPED))
     # Lightning loads the state of a loader in a fit of a number of steps.
@@ -111,7 +111,8 @@ def find_missing_state(trainer: "Trainer", position: LoopPosition) -> list[str]:
     return found
 
 
-def _find_loader_problems(trainer: "Trainer", *, within: bool) -> list[str]:
+def list_loader_problems(trainer: "Trainer", *, within: bool) -> list[str]:
+    """Return why loaders cannot continue exactly, within a training epoch or in the next one."""
     fit = trainer.fit_loop
     loops = ((fit, within), (fit.epoch_loop.val_loop, False))
     return [
@@ -146,11 +147,6 @@ def report(heading: str, problems: list[str], *, raises: bool, then: str = "") -
     if raises:
         raise InexactResumeError(text, reasons=problems)
     rank_zero().rank_zero_info(text)
-
-
-def find_loader_reasons(trainer: "Trainer") -> list[str]:
-    """Return why checkpoints that a fresh fit saves within epochs could not be resumed exactly."""
-    return _find_loader_problems(trainer, within=True)
 
 
 def describe_settings(trainer: "Trainer", session: "TrainerSession") -> dict[str, Any]:

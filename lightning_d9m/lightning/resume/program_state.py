@@ -28,10 +28,11 @@ from lightning_d9m.lightning.trainer_attributes import (
     find_metrics,
     get_datamodule,
     list_callbacks,
+    list_schedulers,
     name_callbacks,
 )
 from lightning_d9m.state.changes import Changes, describe_unsaved
-from lightning_d9m.state.parts import Namespace, is_of_program
+from lightning_d9m.state.parts import Namespace, is_of_lightning, is_of_program
 from lightning_d9m.state.plain_data import decode_plain, pack_bytes, unpack_bytes
 from lightning_d9m.state.state import digest_value
 
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
 
-_PACKAGES = ("lightning", "pytorch_lightning", "lightning_fabric", "lightning_d9m")
 # Loaders have a control of their own, which reads their datasets and samplers.
 _LOADING = (Dataset, DataLoader, Sampler)
 _MODE = ".training"
@@ -99,7 +99,6 @@ class ProgramState:
     def _find_left_out(self) -> list[Any]:
         """Find the objects that a checkpoint of Lightning holds; return the loaders' samplers."""
         trainer = self._trainer
-        schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
         tensors = [tensor for _, tensor in self._parts.list_saved()]
         # Those of the user's own classes, which no type tells.
         loops = (trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop)
@@ -110,7 +109,7 @@ class ProgramState:
         containers = _list_loaded_containers(list_callbacks(trainer))
         held: Iterable[Any] = [
             *trainer.optimizers,
-            *schedulers,
+            *list_schedulers(trainer),
             *tensors,
             *samplers,
             *containers,
@@ -125,10 +124,8 @@ class ProgramState:
             return True
         if self._sharded and value is not self._module and isinstance(value, nn.Module | Tensor):
             return True  # ranks hold parts of them
-        kind = type(value)
-        package = str(getattr(kind, "__module__", "")).partition(".")[0]
-        # Their own objects, such as the Trainer and loggers, are not the program's.
-        return package in _PACKAGES and not isinstance(value, nn.Module)
+        # Such as the Trainer and loggers, which are not the program's.
+        return is_of_lightning(type(value)) and not isinstance(value, nn.Module)
 
 
 def keep_small(
@@ -252,11 +249,8 @@ def _list_loaded_containers(callbacks: Iterable[Any]) -> Iterator[Any]:
 @cache
 def _list_read(function: Any) -> frozenset[str]:
     """Return the attributes that a function of Lightning reads."""
-    ours = str(getattr(function, "__module__", "")).partition(".")[0] in _PACKAGES
-    if not ours or not inspect.isfunction(function):
-        return frozenset()
-    steps = dis.get_instructions(function)
-    return frozenset(step.argval for step in steps if step.opname == "LOAD_ATTR")
+    known = inspect.isfunction(function) and is_of_lightning(function)
+    return frozenset(_find_attributes(function, "LOAD_ATTR") if known else ())
 
 
 def _list_library_attributes(owner: Any) -> Collection[str]:
@@ -267,8 +261,7 @@ def _list_library_attributes(owner: Any) -> Collection[str]:
 @cache
 def _list_stored(kind: Any) -> frozenset[str]:
     """Return the attributes that Lightning's own code sets in objects of a class."""
-    bases = [base for base in kind.__mro__ if base.__module__.partition(".")[0] in _PACKAGES]
-    return frozenset[str]().union(*map(list_stored_by, bases))
+    return frozenset[str]().union(*map(list_stored_by, filter(is_of_lightning, kind.__mro__)))
 
 
 @cache
@@ -281,6 +274,11 @@ def _find_stored(members: Iterable[object]) -> Iterator[str]:
     for member in members:
         accessors = (member.fget, member.fset) if isinstance(member, property) else (member,)
         for function in filter(inspect.isfunction, accessors):
-            for step in dis.get_instructions(inspect.unwrap(function)):
-                if step.opname == "STORE_ATTR":
-                    yield step.argval
+            yield from _find_attributes(function, "STORE_ATTR")
+
+
+def _find_attributes(function: Any, operation: str) -> Iterator[str]:
+    """Yield the attributes on which a function's code does an operation."""
+    for step in dis.get_instructions(inspect.unwrap(function)):
+        if step.opname == operation:
+            yield step.argval

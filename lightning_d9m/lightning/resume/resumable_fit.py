@@ -49,7 +49,7 @@ from lightning_d9m.lightning.saved_state import (
     find_state,
 )
 from lightning_d9m.lightning.strategies import is_sharded
-from lightning_d9m.lightning.trainer_attributes import get_logical_ranks, ranks_of
+from lightning_d9m.lightning.trainer_attributes import get_logical_ranks, list_schedulers, ranks_of
 from lightning_d9m.lightning.trainer_session import TrainerSession
 from lightning_d9m.recording.rank_agreement import gather_json
 from lightning_d9m.state.plain_data import decode_plain, encode_plain, pack_bytes, unpack_bytes
@@ -306,7 +306,7 @@ class ResumableFit:
         if not self._was_saved_between_epochs:
             run_state.start_schedules(trainer, hooks.get("starters", ()))
             vars(trainer).update(hooks.get("options", {}))
-        names = [type(own).__name__ for own in run_state.list_schedulers(trainer)]
+        names = [type(own).__name__ for own in list_schedulers(trainer)]
         saved = hooks.get("schedulers", names)
         if saved != names and not lightning_private.skips_backward(trainer):
             texts = [", ".join(part) or "none" for part in (saved, names)]
@@ -321,17 +321,15 @@ class ResumableFit:
         """Return what hooks have changed in the Trainer since the fit began."""
         trainer, now = self._trainer, run_state.read_options(self._trainer)
         changed = {name: own for name, own in now.items() if self._options.get(name, own) != own}
-        schedulers = run_state.list_schedulers(trainer)
+        schedulers = list_schedulers(trainer)
         replaced = any(own not in self._schedulers for own in schedulers)
-        return (
-            {
-                "options": changed,
-                "starters": run_state.find_starters(trainer, self._schedulers),
-                "schedulers": [type(own).__name__ for own in schedulers],
-            }
-            if self._has_begun and (changed or replaced)
-            else {}
-        )
+        if not self._has_begun or not (changed or replaced):
+            return {}
+        return {
+            "options": changed,
+            "starters": run_state.find_starters(trainer, self._schedulers),
+            "schedulers": [type(own).__name__ for own in schedulers],
+        }
 
     def _end_batch(self, end: Callable[..., None], *args: Any, **words: Any) -> None:
         self._find_late_changes()
@@ -423,10 +421,10 @@ class ResumableFit:
         trainer = self._trainer
         self._first = _Moment(self._digest())
         self._options = run_state.read_options(trainer)
-        self._schedulers = run_state.list_schedulers(trainer)
+        self._schedulers = list_schedulers(trainer)
         if self._resumed is None and not self._reasons:
             if self._on_inexact == "raise_early":
-                problems = exactness.find_loader_reasons(trainer)
+                problems = exactness.list_loader_problems(trainer, within=True)
                 if problems:
                     exactness.report(_EARLY, problems, raises=True, then=_THEN)
             return

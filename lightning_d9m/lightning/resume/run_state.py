@@ -39,6 +39,7 @@ from lightning_d9m.lightning.trainer_attributes import (
     get_epoch_counts,
     get_reload_interval,
     list_callbacks,
+    list_schedulers,
     name_callbacks,
     ranks_of,
 )
@@ -262,11 +263,6 @@ def read_options(trainer: "Trainer") -> dict[str, Any]:
     own = {name: value for name, value in vars(trainer).items() if name in names}
     plain = (float, int, str, type(None))
     return {name: value for name, value in own.items() if isinstance(value, plain)}
-
-
-def list_schedulers(trainer: "Trainer") -> list[object]:
-    """Return the schedulers of learning rates."""
-    return [config.scheduler for config in trainer.lr_scheduler_configs]
 
 
 def find_starters(trainer: "Trainer", schedulers: Sequence[object]) -> list[str]:
