@@ -50,14 +50,14 @@ def run(arguments: argparse.Namespace) -> int:
         output = arguments.output or Path("d9m-bundle.zip")
         _write(arguments, paths, output)
         # From the archive: what is shown is what others see.
-        return _show(arguments, output)
+        return _show(arguments, output, is_new=True)
     if len(paths) != _PAIR or arguments.add:
         raise SettingError(
             "d9m bundle open takes one bundle and nothing to add to it: d9m bundle open FILE"
         )
     if arguments.output is not None:
         check_output(arguments.output, force=False)
-    return _show(arguments, paths[1], arguments.output)
+    return _show(arguments, paths[1], page=arguments.output)
 
 
 def _write(arguments: argparse.Namespace, paths: list[Path], output: Path) -> None:
@@ -79,7 +79,9 @@ def _write(arguments: argparse.Namespace, paths: list[Path], output: Path) -> No
     write_bundle(output, ledgers, located or find_located(ledgers[1].path)[0], arguments.add)
 
 
-def _show(arguments: argparse.Namespace, path: Path, page: Path | None = None) -> int:
+def _show(
+    arguments: argparse.Namespace, path: Path, *, page: Path | None = None, is_new: bool = False
+) -> int:
     """Print a bundle, and write its report."""
     with open_bundle(path) as (manifest, ledgers):
         found = compare_pair(*ledgers)
@@ -90,7 +92,7 @@ def _show(arguments: argparse.Namespace, path: Path, page: Path | None = None) -
         facts |= {"comparison": comparison.as_json(), "bundle": str(path)}
         lines = format_bundle(manifest, comparison, ledgers, verbose=arguments.verbose)
         command = printable(find_command(ledgers) or "COMMAND")
-    if arguments.format == "text" and arguments.paths[:1] != [_OPEN]:
+    if arguments.format == "text" and is_new:
         name = printable(shlex.quote(str(path)))
         steps = [(f"d9m bundle open {name}", "shows this again")]
         if manifest.locate is None and not comparison.equal:

@@ -80,7 +80,8 @@ def run(arguments: argparse.Namespace) -> int:
 def _compare_with_noise(arguments: argparse.Namespace, expected: Ledger, actual: Ledger) -> int:
     """Print whether noise explains the difference; return 0 if it does, else 1."""
     noise = [ledger for folder in arguments.noise for ledger in _list_noise(folder, expected)]
-    found = judge_change(expected, actual, noise, arguments.value)
+    with show_progress("runs read") as progress:
+        found = judge_change(expected, actual, noise, arguments.value, progress)
     if arguments.plot is not None:
         try:
             arguments.plot.write_text(draw_noise(found), encoding="utf-8")

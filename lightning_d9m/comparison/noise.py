@@ -7,7 +7,7 @@ with one degree of freedom less than there are runs (for values that are spread 
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -86,7 +86,11 @@ class NoiseVerdict:
 
 
 def judge_change(
-    expected: Ledger, actual: Ledger, noise: Sequence[Ledger], chosen: str | None = None
+    expected: Ledger,
+    actual: Ledger,
+    noise: Sequence[Ledger],
+    chosen: str | None = None,
+    progress: Callable[[int], None] | None = None,
 ) -> NoiseVerdict:
     """Compare the difference of two trainings with that of runs without a change.
 
@@ -95,12 +99,17 @@ def judge_change(
         actual: The training with it.
         noise: At least three runs without it, such as reruns of the reference.
         chosen: The name of the value that matters; None for all.
+        progress: Called with the number of runs read so far.
 
     Raises:
         LedgerError: If there are too few runs, one did not finish, or the value is not there.
     """
     described = _describe_runs(expected, actual, noise)
-    runs = [read_ends(ledger) for ledger in (expected, actual, *noise)]
+    runs = []
+    for ledger in (expected, actual, *noise):
+        runs.append(read_ends(ledger))
+        if progress is not None:
+            progress(len(runs))
     values, left_out = _list_changes([run[-1].list_values() for run in runs])
     if not values:
         raise LedgerError(

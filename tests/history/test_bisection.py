@@ -4,12 +4,22 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 from bisected_training import BROKEN, OTHER, SAME, TRAIN
+from ledger_runs import make_facts, make_weights, write_rank
 
 from lightning_d9m.cli.main import main
+from lightning_d9m.hashing.digest import digest
+from lightning_d9m.hashing.sketches import sketch_tensors
+from lightning_d9m.history.bisection import Bisection
+from lightning_d9m.history.repository import Commit
+from lightning_d9m.launch.run import Run
+from lightning_d9m.ledger.folder import create_ledger_folder, read_ledger
+from lightning_d9m.output.bisection_text import format_bisection
 
 
 def git(folder, *words):
@@ -193,6 +203,48 @@ def test_the_text_names_the_commit_its_patch_and_what_differs(tmp_path, monkeypa
     assert "+VALUES = [1, 9, 8]" in text
     assert "Rank 0, epoch 1" in text
     assert "trained: 4 times for 2 commits" in text
+
+
+class OneCommit:
+    """A repository whose last commit is in question, and the trainings of its two commits."""
+
+    noun = side = "commit"
+    show = staticmethod(lambda _: "")
+
+    def __init__(self, folder, weights):
+        self.output, self.fits, self.left = folder, {}, [weights[0], *weights]
+
+    def find_commit(self, sha):
+        return Commit(sha, "Change", "Ann", "2026-01-01")
+
+    def list_commits(self, last, *words):
+        return [last.sha]
+
+    @contextmanager
+    def open_checkout(self, links):
+        yield lambda _: (Path(), {})
+
+    def run(self, name, *_, **__):
+        tensors = {"w": torch.tensor(self.left.pop(0))}
+        digests = {"w": digest(tensors["w"])}
+        record = make_weights("epoch", 0, digests, step=1, sketches=sketch_tensors(tensors))
+        folder = create_ledger_folder(self.output / name)
+        found = {"fit-000": read_ledger(write_rank(folder, [make_facts(), record]))}
+        self.fits = self.fits or found
+        return Run(found)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [(3e-7, "as little as rounding does."), (1e-3, "more than rounding does in a step.")],
+)
+def test_the_size_of_the_difference_is_judged(tmp_path, change, said):
+    project = OneCommit(tmp_path, [[1.0, 1.0], [1.0, 1.0 + change]])
+    found = Bisection(project, project)
+    found.search(*map(project.find_commit, ("good", "bad")))
+    assert said in " ".join(format_bisection(found))
+    distance = ((torch.tensor(1 + change) - 1) / 2**0.5).item()
+    assert found.guilty.distance == pytest.approx(distance, rel=0.05)
 
 
 def test_a_commit_without_the_working_folder_does_not_train(tmp_path, bisect):
