@@ -20,7 +20,6 @@ from lightning_d9m.ledger.stack import LAST_BITS_SETTING
 FEWEST_RUNS = 3
 # The chance below which a difference is not noise; divided by the number of values.
 LEVEL = 0.05
-_PIECES = 2_000  # of an integral
 
 
 @dataclass(frozen=True)
@@ -184,15 +183,10 @@ def _measure_weights(expected: Digests, actual: Digests) -> float:
 def _find_chance(ratio: float, freedom: int) -> float:
     """Return the probability that Student's t is beyond a ratio on either side.
 
-    With ``ratio = sqrt(freedom) * tan(angle)``, its density is a power of the angle's cosine.
-
     >>> round(_find_chance(2.776445, 4), 5), round(_find_chance(3.182446, 3), 5)
     (0.05, 0.05)
     """
+    from mpmath import betainc
 
-    def integrate(start: float) -> float:
-        width = (math.pi / 2 - start) / _PIECES
-        middles = (start + width * (number + 0.5) for number in range(_PIECES))
-        return width * sum(math.cos(angle) ** (freedom - 1) for angle in middles)
-
-    return integrate(math.atan(ratio / math.sqrt(freedom))) / integrate(0.0)
+    within = freedom / (freedom + ratio**2)
+    return float(betainc(freedom / 2, 0.5, 0, within, regularized=True))
