@@ -12,7 +12,14 @@ from pathlib import Path
 
 import pytest
 from forking_python import HOROVOD, TRAINING, shared_python
-from network_hosts import explain_missing, make_hosts, start_rank, wait_for, wait_until
+from network_hosts import (
+    explain_missing,
+    make_hosts,
+    start_rank,
+    start_sshd,
+    wait_for,
+    wait_until,
+)
 
 from lightning_d9m import compare, read_ledger
 from lightning_d9m.ledger.format.records import Digests
@@ -114,6 +121,7 @@ def test_horovodrun_trains_on_two_hosts(tmp_path, one_process):
     python = shared_python(*MODULES)
     run = [python, "-m", "horovod.runner.launch", "-np", "2", "--gloo"]
     with make_hosts(2, tmp_path) as hosts:
+        start_sshd(hosts)
         places = ["-H", ",".join(f"{host.name}:1" for host in hosts)]
         trainings = [
             hosts[0].start([*run, *where, python, SCRIPT, *words])

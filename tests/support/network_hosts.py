@@ -7,6 +7,7 @@ have no shared file system.
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import time
@@ -14,12 +15,24 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 INTERFACE = "eth0"
-# As ssh does: the command runs in a shell, with few variables; options are left out.
-_SSH = """#!/bin/sh
+# Where there is no sshd. As ssh does: the command runs in a shell, with few variables; options are
+# left out.
+_WITHOUT_SSHD = """#!/bin/sh
 while case "$1" in -*) true;; *) test -z "$host";; esac; do
   case "$1" in -*) shift 2;; *) host=$1; shift;; esac
 done
 exec env -i PATH="$PATH" {folder}/enter-$host sh -c "$*"
+"""
+_SSH = """#!/bin/sh
+exec {ssh} -F none -i {folder}/key -o UserKnownHostsFile=/dev/null "$@"
+"""
+_SSHD_CONFIG = """HostKey {folder}/key
+AuthorizedKeysFile {folder}/key.pub
+StrictModes no
+UsePAM no
+PermitRootLogin yes
+PidFile none
+SetEnv PATH={path}
 """
 _ENTER = """#!/bin/sh
 exec nsenter --net=/run/netns/{name} unshare --uts --mount sh -ec '
@@ -115,6 +128,21 @@ class Host:
                 os.kill(process, number)
 
 
+def start_sshd(hosts):
+    """Start the ssh server of each host, if it is installed; ``ssh`` on a host then reaches it."""
+    sshd, ssh, folder = shutil.which("sshd"), shutil.which("ssh"), hosts[0].folder.parent
+    if not sshd or not ssh:
+        return
+    _run(f"ssh-keygen -q -t ed25519 -N '' -f {folder}/key")
+    _write_program(folder / "bin" / "ssh", _SSH.format(ssh=ssh, folder=folder))
+    path = os.pathsep.join([str(folder / "bin"), os.environ["PATH"]])
+    (folder / "sshd_config").write_text(_SSHD_CONFIG.format(folder=folder, path=path))
+    Path("/run/sshd").mkdir(exist_ok=True)
+    for host in hosts:
+        statuses, outputs = wait_for([host.start([sshd, "-f", folder / "sshd_config"])])
+        assert statuses == [0], outputs
+
+
 @contextmanager
 def make_hosts(count, folder, small_disk=None):
     """Make hosts that are connected by one switch; remove them and their processes at the end.
@@ -136,7 +164,7 @@ def make_hosts(count, folder, small_disk=None):
     names.with_suffix(".order").write_text("hosts: files\n")
     shared.mkdir(parents=True)
     (Path(folder) / "bin").mkdir()
-    _write_program(Path(folder) / "bin" / "ssh", _SSH.format(folder=folder))
+    _write_program(Path(folder) / "bin" / "ssh", _WITHOUT_SSHD.format(folder=folder))
     with ExitStack() as stack:
         _run(f"ip netns add {tag}")
         stack.callback(_run, f"ip netns delete {tag}")
