@@ -1,11 +1,12 @@
 """Measure logical ranks against DDP on two hosts, which are network namespaces of this machine.
 
-    python benchmarks/hosts.py [--rounds N] [--bandwidths GBIT ...]
+    python benchmarks/hosts.py [--rounds N] [--bandwidths GBIT ...] [--delays MILLISECONDS ...]
 
 Needs root. One process on each host, two logical ranks, Gloo over TCP: no shared memory. Bytes are
 those that the interface of the first host counts, with the headers of all layers. The rounds, the
 models and the ratios are those of ``benchmarks/logical_ranks.py``. A bandwidth of 0 is unlimited;
-the others are limited by ``tc ... tbf``. Results go to ``benchmarks/results/hosts.json``.
+the others are limited by ``tc ... tbf``. ``network_delay.py`` makes a delay, and takes part of a
+core; the all-reduce of one number shows it. Results go to ``benchmarks/results/hosts.json``.
 """
 
 import argparse
@@ -15,6 +16,8 @@ import platform
 import statistics
 import sys
 import tempfile
+import time
+from contextlib import ExitStack
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -27,6 +30,7 @@ from lightning_d9m.logical_ranks.tree import Blocks
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 import network_hosts
+from network_delay import delayed
 
 RESULT = Path(__file__).parent / "results" / "hosts.json"
 STEPS = {"small": 20, "large": 3}
@@ -45,6 +49,7 @@ def work(model, rounds, path):
     disable_malloc_trim()
     distributed.init_process_group("gloo")
     process = distributed.get_rank()
+    latency = time_all_reduce()
     blocks = Blocks(2, 2)
     trainings = {name: WAYS[name](model, blocks, process, 1) for name in COMPARED}
     times = time_rounds(trainings, STEPS[model], rounds)
@@ -57,14 +62,28 @@ def work(model, rounds, path):
         distributed.barrier()
         sent[name] = (count_sent() - before) / STEPS[model]
     size = sum(parameter.nbytes for parameter in trainings["ddp"].model.parameters())
-    Path(path).write_text(json.dumps({"times": times, "sent": sent, "gradient_bytes": size}))
+    found = {"times": times, "sent": sent, "gradient_bytes": size, "latency": latency}
+    Path(path).write_text(json.dumps(found))
     distributed.barrier()
     os._exit(0)  # the destruction of a Gloo group may wait for its threads
 
 
-def measure(model, bandwidth, rounds):
+def time_all_reduce():
+    """Return the median milliseconds of the all-reduce of one number."""
+    number, times = torch.zeros(1), []
+    for _ in range(30):
+        start = time.perf_counter()
+        distributed.all_reduce(number)
+        times.append(1e3 * (time.perf_counter() - start))
+    return round(statistics.median(times), 3)
+
+
+def measure(model, bandwidth, delay, rounds):
     """Return the medians of a model on two hosts."""
-    with tempfile.TemporaryDirectory() as folder, network_hosts.make_hosts(2, folder) as hosts:
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        hosts = stack.enter_context(network_hosts.make_hosts(2, folder))
+        stack.enter_context(delayed(hosts, network_hosts.INTERFACE, delay))
         for host in hosts:
             if bandwidth:
                 host.limit_bandwidth(bandwidth)
@@ -79,6 +98,7 @@ def measure(model, bandwidth, rounds):
     return {
         "milliseconds": {way: round(1e3 * statistics.median(t), 2) for way, t in wall.items()},
         "wall_over_ddp": [round(each, 3) for each in statistics.quantiles(ratios, n=4)],
+        "all_reduce_of_one_number_milliseconds": found["latency"],
         "gradient_bytes": found["gradient_bytes"],
         "bytes_of_the_interface": {way: round(sent) for way, sent in found["sent"].items()},
     }
@@ -89,6 +109,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--bandwidths", type=float, nargs="+", default=[0, 10, 1])
+    parser.add_argument("--delays", type=float, nargs="+", default=[0.1, 1])
     parser.add_argument("--work", choices=STEPS, help=argparse.SUPPRESS)
     parser.add_argument("--file", help=argparse.SUPPRESS)
     words = parser.parse_args()
@@ -99,10 +120,13 @@ def main():
     machine |= {"python": platform.python_version(), "kernel": platform.release()}
     result = {"date": f"{datetime.now(timezone.utc):%Y-%m-%d}", "machine": machine}
     result |= {"ratios_are": "quartiles over rounds", "networks": {}}
+    networks = [(bandwidth, 0) for bandwidth in words.bandwidths]
+    networks += [(0, delay) for delay in words.delays]
     for model in STEPS:
-        for bandwidth in words.bandwidths:
+        for bandwidth, delay in networks:
             name = f"{model}, {f'{bandwidth:g} Gbit/s' if bandwidth else 'unlimited'}"
-            found = result["networks"][name] = measure(model, bandwidth, words.rounds)
+            name += f", delay {delay:g} ms" if delay else ""
+            found = result["networks"][name] = measure(model, bandwidth, delay, words.rounds)
             print(name, json.dumps(found), flush=True)
             RESULT.write_text(json.dumps(result, indent=2) + "\n")
 

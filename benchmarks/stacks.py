@@ -93,6 +93,7 @@ STACKS = {
     "torch-2.10": Stack("python3.11", "2.10.0", "2.5.6"),
     "torch-2.13": Stack("python3.12", "2.13.0", "2.6.1"),
     "newest": Stack("python3.13", "2.15.0", "2.6.6"),
+    "python-3.14": Stack("python3.14", "2.15.0", "2.6.6"),
 }
 
 
