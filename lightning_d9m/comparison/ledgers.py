@@ -7,6 +7,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Literal, TypeAlias
 
@@ -58,9 +59,6 @@ _TICK = 2**16
 RecordPair: TypeAlias = tuple[Item | None, Item | None]
 # A batch with more places is compared in parts of about so many, which bounds memory.
 _PART_PLACES = 2**17
-# Records of one step may come in a different order in each run. Most bytes of a step that are kept
-# to find their counterparts; beyond that, waiting records count as records of one run only.
-_KEPT_BYTES = 64 * 2**20
 
 RecordObserver: TypeAlias = Callable[[int, Item | None, Item | None, Divergence | None], None]
 
@@ -566,17 +564,7 @@ def _list_kinds(batch: Batch) -> set[str]:
     return {kind for kind, _, _ in batch.list_places()} & _MAYBE_SHARDED
 
 
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    """A record of one run, the bytes of memory that it takes, about, and where it belongs."""
-
-    item: Item
-    size: int
-    key: Key
-    place: LedgerPosition
-
-
-def align_records(expected: RankReader, actual: RankReader) -> Iterator[RecordPair]:
+def align_records(*readers: RankReader) -> Iterator[RecordPair]:
     """Pair the records of two runs, as streams: memory is bounded by one step's records.
 
     The run that is behind (by epoch and step) advances. Within one step, records are paired by
@@ -587,83 +575,70 @@ def align_records(expected: RankReader, actual: RankReader) -> Iterator[RecordPa
         (None, record) if only one run has it. The probes of a batch come as one ``Batch``, or as
         several of at least 131,072 places.
     """
-    streams = _read_entries(expected), _read_entries(actual)
+    streams = [_place_records(reader) for reader in readers]
     heads = [next(stream, None) for stream in streams]
-    waiting: tuple[dict[Key, deque[_Entry]], ...] = ({}, {})
-    floor, kept = LEDGER_START, 0
-    while places := [head.place for head in heads if head is not None]:
-        one, other = heads
-        if one and other and one.key == other.key and not any(one.key in own for own in waiting):
-            yield _pair(one, other)
-            heads = [next(stream, None) for stream in streams]
-            continue
-        lowest = min(places)
-        if lowest > floor or kept > _KEPT_BYTES:
-            yield from _flush(*waiting)
-            floor, kept = max(floor, lowest), 0
-        for number, head in enumerate((one, other)):
-            if head is None or head.place != lowest:
+    waiting: dict[Key, deque[tuple[int, Item]]] = {}  # records of one run, by key
+    floor = LEDGER_START
+    while present := [head for head in heads if head is not None]:
+        lowest = min(place for place, _, _ in present)
+        alike = len(present) > 1 and present[0][1] == present[1][1]
+        if lowest > floor and not alike:  # what waits has no counterpart any more
+            yield from _list_alone(waiting)
+            waiting, floor = {}, lowest
+        for side, head in enumerate(tuple(heads)):
+            if head is None or not (alike or head[0] == lowest):
                 continue
-            heads[number] = next(streams[number], None)
-            others = waiting[1 - number]
-            if queue := others.get(head.key):
-                found = queue.popleft()
-                if not queue:
-                    del others[head.key]
-                yield _pair(found, head) if number else _pair(head, found)
-            else:
-                waiting[number].setdefault(head.key, deque()).append(head)
-                kept += head.size
-    yield from _flush(*waiting)
+            heads[side] = next(streams[side], None)
+            _, key, item = head
+            queue = waiting.setdefault(key, deque())
+            if not queue or queue[0][0] == side:
+                queue.append((side, item))
+                continue
+            _, found = queue.popleft()
+            if not queue:
+                del waiting[key]
+            one, other = (found, item) if side else (item, found)
+            yield (one, one) if one == other else (one, other)
+    yield from _list_alone(waiting)
 
 
-def _pair(one: _Entry, other: _Entry) -> RecordPair:
-    return (one.item, one.item) if one.item == other.item else (one.item, other.item)
+def _list_alone(waiting: Mapping[Key, Iterable[tuple[int, Item]]]) -> Iterator[RecordPair]:
+    for side, item in chain.from_iterable(waiting.values()):
+        yield (None, item) if side else (item, None)
 
 
-def _flush(*waiting: dict[Key, deque[_Entry]]) -> Iterator[RecordPair]:
-    """Yield the waiting records as records of one run only; no counterpart can follow."""
-    for number, table in enumerate(waiting):
-        for entry in (entry for queue in table.values() for entry in queue):
-            yield (None, entry.item) if number else (entry.item, None)
-        table.clear()
-
-
-def _read_entries(reader: RankReader) -> Iterator[_Entry]:
-    """Yield the records of a run, sorted by their places."""
+def _place_records(reader: RankReader) -> Iterator[tuple[LedgerPosition, Key, Item]]:
+    """Yield (place, key, record) of a run, sorted by place."""
     place = LEDGER_START
     for item in _join_batches(reader):
         place = record_place(item, place)
-        yield _Entry(item, _estimate_bytes(item), record_key(item), place)
-
-
-def _estimate_bytes(item: Item) -> int:
-    if isinstance(item, Batch):
-        return 2 * len(item.digests)
-    names = sum(map(len, item.groups.values())) if isinstance(item, Digests) else 0
-    return 1024 + 256 * names
+        yield place, record_key(item), item
 
 
 def _join_batches(reader: RankReader) -> Iterator[Item]:
-    """Yield the records of a ledger but those about probes; the parts of a batch are joined."""
-    part: Batch | None = None  # the one that was read last
-    is_waiting = False
-    for item in reader.records():
-        if isinstance(item, ProbeLayout | FramesEnd):
-            continue
-        if isinstance(item, Batch) and part is not None:
-            alike = (item.epoch, item.batch) == (part.epoch, part.batch)
-            if alike and is_waiting and item.step == part.step and part.size < _PART_PLACES:
-                layouts, digests = part.layouts + item.layouts, part.digests + item.digests
-                part = replace(part, layouts=layouts, digests=digests)
+    """Yield the records of a ledger but those about layouts; the parts of a batch are joined."""
+    known, offset = None, 0  # the last batch, and the places of it that came before
+    records = (item for item in reader.records() if not isinstance(item, ProbeLayout | FramesEnd))
+    for _, group in groupby(records, key=_name_batch):
+        whole: Batch | None = None
+        for item in group:
+            if not isinstance(item, Batch):
+                yield item
                 continue
-            item = replace(item, offset=part.offset + part.size if alike else 0)  # noqa: PLW2901
-        if is_waiting and part is not None:
-            yield part
-        is_waiting = isinstance(item, Batch)
-        if isinstance(item, Batch):
-            part = item
-        else:
-            yield item
-    if is_waiting and part is not None:
-        yield part
+            if (item.epoch, item.batch) != known:
+                known, offset = (item.epoch, item.batch), 0
+            if whole is None:
+                whole = replace(item, offset=offset)
+            else:
+                layouts, digests = whole.layouts + item.layouts, whole.digests + item.digests
+                whole = replace(whole, layouts=layouts, digests=digests)
+            offset += item.size
+            if whole.size >= _PART_PLACES:
+                yield whole
+                whole = None
+        if whole is not None:
+            yield whole
+
+
+def _name_batch(item: Item) -> tuple[int, ...]:
+    return (item.epoch, item.batch, item.step) if isinstance(item, Batch) else ()

@@ -39,18 +39,14 @@ _CALLS: tuple[Callable[[Call], Iterator[Report]], ...] = (
     seeds.check_seed,
     seeds.check_system_draw,
     seeds.check_worker_seed,
-    seeds.check_learning_rate_call,
     order.check_listing,
-    order.check_modification_time,
     order.check_completion,
     order.check_hash,
     order.check_set_call,
-    memory.check_thread,
     settings.check_setting_call,
 )
 _NODES: Mapping[type[ast.AST], Sequence[Callable[[Any, Tree], Iterator[Report]]]] = {
-    ast.Assign: (settings.check_setting, seeds.check_learning_rate),
-    ast.AugAssign: (seeds.check_learning_rate,),
+    ast.Assign: (settings.check_setting,),
     ast.Subscript: (ops.check_index,),
     **dict.fromkeys((ast.Set, ast.SetComp, ast.Name, ast.Attribute, ast.BinOp), (order.check_set,)),
 }

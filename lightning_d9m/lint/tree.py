@@ -291,11 +291,6 @@ class Tree:
         return ".".join(names), call
 
 
-def list_targets(statement: ast.Assign | ast.AnnAssign | ast.AugAssign) -> list[ast.expr]:
-    """Return the targets of an assignment."""
-    return statement.targets if isinstance(statement, ast.Assign) else [statement.target]
-
-
 class Call:
     """A call: its name, its receiver, and its arguments by position and name.
 

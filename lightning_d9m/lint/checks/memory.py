@@ -1,21 +1,10 @@
-"""Memory that is read before it is written, or that a thread writes."""
+"""Memory that is read before it is written."""
 
 import ast
 from collections.abc import Iterator
-from itertools import pairwise
 
 from lightning_d9m.lint.rules import Certainty
-from lightning_d9m.lint.tree import (
-    Call,
-    Function,
-    Report,
-    Tree,
-    list_targets,
-    mentions,
-    read_constant,
-    read_last_name,
-    resolve,
-)
+from lightning_d9m.lint.tree import Call, Report, Tree, read_constant, resolve
 
 _EMPTY = {"torch.empty", "torch.empty_like", "torch.empty_strided"}
 # With sizes they return uninitialized memory; with a list or an array they do not.
@@ -24,8 +13,6 @@ _SHAPED = {f"torch.{kind}Tensor" for kind in ("", "Float", "Double", "Half", "In
 _READING = {"sum", "mean", "max", "min", "abs", "norm", "item", "tolist", "backward"}
 _SHAPE_ONLY = {"shape", "size", "dim", "ndim", "numel", "dtype", "device", "stride", "is_cuda"}
 _PARTLY = "Only a part of the memory is written; the rest is whatever was in memory."
-_PARAMETERS = {"parameters", "named_parameters"}
-_HARMLESS = {"requires_grad_", "share_memory_"}
 
 
 def check_empty(call: Call) -> Iterator[Report]:
@@ -109,59 +96,4 @@ def _leaves_rest(part: ast.expr, tree: Tree) -> bool:
             found = [read_constant(one, tree.scope[part]) for one in (lower, upper, step)]
             first, end, stride = (one if isinstance(one, int) else 0 for one in found)
             return first > 0 or end < 0 or stride > 1
-    return False
-
-
-def check_thread(call: Call) -> Iterator[Report]:
-    """Find a thread whose function writes to parameters, or steps an optimizer."""
-    starts = call.name in {"threading.Thread", "threading.Timer"}
-    target = call.get(1, "target", "function") if starts else None
-    function = None if target is None else call.scope.find_function(target)
-    if function is not None and _writes_parameters(function) and not _is_joined(call):
-        yield Report("D9M307", call.node, "depends")
-
-
-def _writes_parameters(function: Function) -> bool:
-    names: set[str] = set()
-    for part in ast.walk(function):
-        if isinstance(part, (ast.For, ast.comprehension)):
-            names |= _name_parameters(part.target, part.iter)
-    return any(_writes(part, names) for part in ast.walk(function))
-
-
-def _name_parameters(target: ast.AST, values: ast.AST) -> set[str]:
-    """Return the names of a loop that stand for parameters."""
-    match target, values:
-        case ast.Tuple(targets), ast.Call(ast.Name("zip"), args):
-            return set().union(*map(_name_parameters, targets, args))
-    named = any(read_last_name(one) in _PARAMETERS for one in ast.walk(values))
-    return {one.id for one in ast.walk(target) if isinstance(one, ast.Name)} if named else set()
-
-
-def _writes(node: ast.AST, names: set[str]) -> bool:
-    match node:
-        case ast.Assign() | ast.AugAssign():
-            return any(
-                isinstance(target, (ast.Attribute, ast.Subscript))
-                and getattr(target, "attr", "data") == "data"
-                and mentions(target.value, names)
-                for target in list_targets(node)
-            )
-        case ast.Call(ast.Attribute(receiver, "step")):
-            return "optim" in read_last_name(receiver).lower()
-        case ast.Call(ast.Attribute(receiver, method)) if method not in _HARMLESS:
-            in_place = method.endswith("_") and not method.endswith("__")
-            return in_place and "grad" not in ast.unparse(receiver) and mentions(receiver, names)
-    return False
-
-
-def _is_joined(call: Call) -> bool:
-    """Return whether the thread is waited for as soon as it is started."""
-    name = ast.unparse(call.parent.targets[0]) if isinstance(call.parent, ast.Assign) else "-"
-    for block in ast.walk(call.scope.node):
-        body = getattr(block, "body", None)
-        lines = [ast.unparse(line) for line in body] if isinstance(body, list) else []
-        for first, second in pairwise(lines):
-            if first == f"{name}.start()" and second.startswith(f"{name}.join("):
-                return True
     return False
