@@ -169,10 +169,7 @@ def run(arguments: argparse.Namespace) -> int:
             _check_last_bits(made)
         printed = "" if arguments.processes else _compare_printed(output)
         report = RepeatReport(made, output, argv, printed=printed, left=watch.describe)
-    if arguments.format == "markdown":
-        print(report.as_markdown())
-    else:
-        report.print_out(as_one_object=arguments.format == "json", verbose=arguments.verbose)
+    report.print_out(arguments.format, verbose=arguments.verbose)
     return {"equal": 0, "different": 1, "incomplete": 2}[report.verdict]
 
 

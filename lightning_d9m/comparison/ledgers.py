@@ -474,7 +474,9 @@ def find_rank_drift(ledger: Ledger) -> tuple[Divergence, ...]:
     if PIPELINE_STAGES in ledger.header.stack:  # each rank trains another part of the model
         return ()
     first, *others = ledger.files
-    known = _read_known_drift(ledger)
+    records = (record for rank in ledger.files for record in ledger.line_records(rank))
+    claims = (record.drift for record in records if isinstance(record, End) and record.drift)
+    known = next(claims, None)
     found = [drift for rank in others if (drift := _compare_ranks(ledger, first, rank, known))]
     start = min((drift.when for drift in found), default=None)
     found = [drift for drift in found if drift.when == start]
@@ -493,17 +495,6 @@ def reference_rank(drift: Divergence) -> int:
     return 1 if drift.rank == 0 else 0
 
 
-def _read_known_drift(ledger: Ledger) -> RankDrift | None:
-    """Return the difference that the run itself has found."""
-    ends = (
-        record
-        for rank in ledger.files
-        for record in ledger.line_records(rank)
-        if type(record) is End
-    )
-    return next((end.drift for end in ends if end.drift is not None), None)
-
-
 def _compare_ranks(
     ledger: Ledger, first: int, rank: int, known: RankDrift | None
 ) -> Divergence | None:
@@ -515,53 +506,36 @@ def _compare_ranks(
                 continue
             found = find_difference(one, other)
             differing = () if found is None else found.places
-            if isinstance(other, Digests):
-                places = [
-                    entry
-                    for entry in differing
-                    if _must_be_equal(entry) or _is_known_entry(entry, other, known)
-                ]
-                size = len(other.groups.get(places[0].kind, ())) if places else 0
-            else:
-                claimed = None if sharded else known
-                places = [
-                    place
-                    for place in differing
-                    if place.kind in comparable or _is_known_place(place, claimed)
-                ]
-                size = 0 if found is None else found.compared
-                if not sharded:
-                    comparable |= _list_kinds(other) - {place.kind for place in differing}
+            claimed = None if sharded and isinstance(other, Batch) else known
+            places = [own for own in differing if _must_agree(own, other, comparable, claimed)]
+            if isinstance(other, Batch) and not sharded:
+                kinds = {kind for kind, _, _ in other.list_places()} & _MAYBE_SHARDED
+                comparable |= kinds - {place.kind for place in differing}
             if places and found is not None:
+                size = found.compared
+                if isinstance(other, Digests):
+                    size = len(other.groups.get(places[0].kind, ()))
                 compared = max(size, len(places))
                 found = replace(found, places=places, count=len(places), compared=compared)
                 return found.keep(rank)
     return None
 
 
-def _must_be_equal(entry: PlaceDifference) -> bool:
-    """Return whether an entry is a weight; the digest of a flat one of FSDP1 is a shard's."""
-    return entry.kind == "weights" and not entry.name.endswith(_FLAT)
-
-
-def _is_known_entry(entry: PlaceDifference, record: Digests, known: RankDrift | None) -> bool:
-    """Return whether an entry of a record is the one that the run found there."""
-    return (
+def _must_agree(
+    place: PlaceDifference, record: Digests | Batch, comparable: set[str], known: RankDrift | None
+) -> bool:
+    """Return whether ranks must agree at a place, or the run itself found it to differ."""
+    if isinstance(record, Batch):
+        if place.kind in comparable or known is None:
+            return place.kind in comparable
+        is_entry = f"{place.name}:".startswith(f"{known.name}:")
+        return is_entry and place.kind == _KINDS.get(known.group)
+    when = (place.kind, place.name, record.moment, record.epoch, record.step)
+    # The digest of a flat weight of FSDP1 is a shard's.
+    return (place.kind == "weights" and not place.name.endswith(_FLAT)) or (
         known is not None
-        and (entry.kind, entry.name) == (known.group, known.name)
-        and (record.moment, record.epoch, record.step) == (known.moment, known.epoch, known.step)
+        and when == (known.group, known.name, known.moment, known.epoch, known.step)
     )
-
-
-def _is_known_place(place: PlaceDifference, known: RankDrift | None) -> bool:
-    """Return whether a place holds the entry that the run found to differ."""
-    if known is None or place.kind != _KINDS.get(known.group):
-        return False
-    return place.name == known.name or place.name.startswith(f"{known.name}:")
-
-
-def _list_kinds(batch: Batch) -> set[str]:
-    return {kind for kind, _, _ in batch.list_places()} & _MAYBE_SHARDED
 
 
 def align_records(*readers: RankReader) -> Iterator[RecordPair]:

@@ -7,7 +7,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ledger_runs import Runs
 
-from lightning_d9m.comparison import ledgers
 from lightning_d9m.comparison.ledgers import OneSided, compare_ledgers
 from lightning_d9m.errors import LedgerError
 from lightning_d9m.ledger.folder import rank_path, read_ledger
@@ -385,17 +384,6 @@ class TestEvaluations:
         (rank,) = compare(one, other).ranks
         divergence = rank.divergence
         assert (rank.differing, divergence.names, divergence.expected) == (1, ("batches",), "2")
-
-    def test_memory_is_bounded(self, runs, monkeypatch):
-        monkeypatch.setattr(ledgers, "_KEPT_BYTES", 2000)
-        names = [f"n{number}" for number in range(300)]
-        one, other = (
-            runs.write(edit=self.insert((name,) for name in order))
-            for order in (names, names[::-1])
-        )
-        (rank,) = compare(one, other).ranks
-        assert rank.expected.records.count == rank.actual.records.count > 0
-        assert rank.differing == 0
 
     def test_long_ledgers_are_streamed(self, runs, tmp_path):
         """Fifty times the records, the same memory."""
