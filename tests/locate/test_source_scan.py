@@ -27,10 +27,6 @@ def test_the_program_and_what_it_imports(project):
     assert sorted(found) == [("helper.py", 2, "D9M201"), ("train.py", 2, "D9M301")]
 
 
-def test_a_module(project):
-    assert ("train.py", 2, "D9M301") in places("-m", "train", cause="data")
-
-
 def test_only_what_orders_samples_explains_their_order(project):
     assert places("train.py", cause="data", order_only=True) == [("train.py", 2, "D9M301")]
     (project / "train.py").write_text("import helper\n")
