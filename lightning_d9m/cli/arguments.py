@@ -152,6 +152,8 @@ def add_command_arguments(
     declare(parser, _COMMAND if with_json else _COMMAND.partition("\n--json")[0])
     described = f"{what}, such as: python train.py"
     parser.add_argument("argv", nargs=argparse.REMAINDER, metavar="-- COMMAND", help=described)
+    usage = parser.format_usage().removeprefix("usage: ").rstrip()
+    parser.usage = parser.usage or usage.replace(" ...", " -- COMMAND ...")
 
 
 def add_ledger_arguments(parser: argparse.ArgumentParser, *, repeat: bool = False) -> None:

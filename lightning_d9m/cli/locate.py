@@ -35,10 +35,6 @@ _ARGUMENTS = """
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``d9m locate``."""
-    parser.usage = (
-        "d9m locate [--no-determinism] [--tries N] [-o DIR] [--timeout SECONDS]\n"
-        "                  [--json] [-v] -- COMMAND ..."
-    )
     declare(parser, _ARGUMENTS, tries={"default": 2})
     add_command_arguments(parser, "a training")
 

@@ -15,9 +15,10 @@ import os
 import re
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
+from typing import Any, TypeAlias
 
 from lightning_d9m.cli.arguments import (
     MOST_RUNS,
@@ -101,35 +102,12 @@ _REMEDIES = {
 }
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """A run that ``d9m repeat`` makes.
-
-    Attributes:
-        command: The command.
-        title: Name of the run, for the progress line and errors.
-        processes: The number of processes; None if the command decides.
-        started: How many processes to start as ranks; None starts one, without variables for ranks.
-        variables: Further environment variables.
-        label: What the table calls the run.
-    """
-
-    command: list[str]
-    title: str
-    processes: int | None = None
-    started: int | None = None
-    variables: Mapping[str, str] = field(default_factory=dict)
-    label: str = ""
+# The arguments of `_train`, by name.
+_Plan: TypeAlias = dict[str, Any]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``d9m repeat``."""
-    parser.usage = (
-        "d9m repeat [-n RUNS | --portable | --processes P,P,... |\n"
-        "                   --interrupt [--allow-objects]]\n"
-        "                  [--last-bits] [-o DIR] [--timeout SECONDS]\n"
-        "                  [--format FORMAT | --json] [-v] -- COMMAND ..."
-    )
     runs = {"type": whole_number(_FEWEST_RUNS, MOST_RUNS)}
     declare(parser, _ARGUMENTS, runs=runs, processes={"type": _read_counts})
     add_format_arguments(parser)
@@ -150,17 +128,13 @@ def run(arguments: argparse.Namespace) -> int:
         report = _interrupt_and_resume(argv, runs, allow_objects=arguments.allow_objects)
     else:
         count = arguments.runs or _FEWEST_RUNS
+        plans: list[_Plan]
         if arguments.portable:
-            plans = [_Plan(argv, title, variables=given) for title, given in _STACKS]
+            plans = [{"title": title, "variables": given} for title, given in _STACKS]
         elif arguments.processes is None:
-            plans = [
-                _Plan(
-                    argv,
-                    f"run {number + 1} of {count}",
-                    variables={LAST_BITS: str(number)} if arguments.last_bits and number else {},
-                )
-                for number in range(count)
-            ]
+            plans = [{"title": f"run {number} of {count}"} for number in range(1, count + 1)]
+            for number, plan in enumerate(plans[1:] if arguments.last_bits else (), start=1):
+                plan["variables"] = {LAST_BITS: str(number)}
         else:
             plans = _plan_runs(argv, arguments.processes)
         watch = FileWatch(argv, output)
@@ -177,23 +151,19 @@ def _repeat(plans: Sequence[_Plan], runs: Runs, watch: FileWatch) -> dict[int, R
     made: dict[int, Run] = {}
     for number, plan in enumerate(plans, start=1):
         try:
-            made[number] = _train(plan, runs, f"run-{number:03d}")
+            made[number] = _train(runs, f"run-{number:03d}", **plan)
             watch.note_run()
         except CommandError as error:
             before = f" (run {number - 1} succeeded)" if made else ""
-            raise CommandError(f"In {plan.title}{before}: {error}") from error
+            raise CommandError(f"In {plan['title']}{before}: {error}") from error
     return made
 
 
-def _train(plan: _Plan, runs: Runs, name: str) -> Run:
-    run = runs.run(
-        name,
-        plan.title,
-        command=plan.command,
-        variables=plan.variables,
-        processes=plan.started,
-    )
-    return replace(run, label=plan.label, processes=plan.processes)
+def _train(
+    runs: Runs, name: str, *, title: str, label: str = "", count: int | None = None, **options: Any
+) -> Run:
+    """Run once; ``label`` and ``count``, of processes, are what the table shows of the run."""
+    return replace(runs.run(name, title, **options), label=label, processes=count)
 
 
 def _check_last_bits(runs: Mapping[int, Run]) -> None:
@@ -281,13 +251,14 @@ def _plan_runs(argv: list[str], counts: Sequence[int]) -> list[_Plan]:
     # Sums depend on the number of threads, so all runs have the same.
     variables = {_THREADS: os.environ.get(_THREADS) or str(count_threads(max(counts)))}
     return [
-        _Plan(
-            [word.replace(_PLACEHOLDER, str(count)) for word in argv],
-            f"run {number} of {len(counts)}, on {pluralize(count, 'process', 'processes')}",
-            processes=count,
-            started=None if starts_itself else count,
-            variables=variables,
-        )
+        {
+            "command": [word.replace(_PLACEHOLDER, str(count)) for word in argv],
+            "title": f"run {number} of {len(counts)}, "
+            f"on {pluralize(count, 'process', 'processes')}",
+            "count": count,
+            "processes": None if starts_itself else count,
+            "variables": variables,
+        }
         for number, count in enumerate(counts, start=1)
     ]
 
@@ -304,8 +275,10 @@ def _interrupt_and_resume(argv: list[str], runs: Runs, *, allow_objects: bool) -
     """
     folder = runs.output / "run-001"
     survey = {INTERRUPT: SURVEY, FOLDER: str(folder)}
-    plan = _Plan(argv, "run 1, straight", variables=survey, label="straight")
-    made, failures = {1: _train(plan, runs, folder.name)}, []
+    straight = _train(
+        runs, folder.name, title="run 1, straight", variables=survey, label="straight"
+    )
+    made, failures = {1: straight}, []
     points = list(choose_points(read_survey(folder)))
     if not points:
         raise CommandError(
@@ -318,14 +291,17 @@ def _interrupt_and_resume(argv: list[str], runs: Runs, *, allow_objects: bool) -
             checkpoints = _kill(runs, f"{name}-killed", point, f"{title}, to be killed")
             variables = {RESUME: str(checkpoints / CHECKPOINT)}
             variables |= _ALLOW_OBJECTS if allow_objects else {}
-            plan = _Plan(argv, f"{title}, resumed", variables=variables, label=f"{label}, resumed")
-            run = _train(plan, runs, name)
+            words = {"title": f"{title}, resumed", "label": f"{label}, resumed"}
+            run = _train(runs, name, **words, variables=variables)
             if RepeatReport({1: made[1], number: run}, runs.output, argv).verdict == "equal":
                 # A checkpoint that leads to a different run is kept.
                 shutil.rmtree(checkpoints, ignore_errors=True)
             made[number] = run
         except (CommandError, LedgerError) as error:
-            text = "\n".join([str(error), *_find_remedies(runs.output / name / "output.log")])
+            log = runs.output / name / "output.log"
+            said = log.read_text(errors="replace") if log.exists() else ""
+            remedies = [remedy for cause, remedy in _REMEDIES.items() if cause in said]
+            text = "\n".join([str(error), *remedies])
             failures.append(FailedRun(number, f"{label}, failed", text))
     return RepeatReport(made, runs.output, argv, failures, resumed=True)
 
@@ -349,12 +325,3 @@ def _kill(runs: Runs, name: str, point: InterruptionPoint, title: str) -> Path:
             f"straight run had reached: its runs differ. Log: {folder / 'output.log'}."
         )
     return checkpoints
-
-
-def _find_remedies(log: Path) -> list[str]:
-    """Return what helps a run that could not resume, by what it printed."""
-    try:
-        text = log.read_text(errors="replace")
-    except OSError:  # it did not start
-        return []
-    return [remedy for words, remedy in _REMEDIES.items() if words in text]

@@ -337,18 +337,16 @@ def compare_ledgers(
     common = [rank for rank in expected.files if rank in actual.files]
     headers: list[tuple[tuple[int, ...], Header, Header]]
     headers = [((rank,), expected.headers[rank], actual.headers[rank]) for rank in common]
-    stack: list[FieldDifference] = []
-    settings: list[FieldDifference] = []
-    refusals: list[FieldDifference] = []
+    stack, settings, refusals = _FieldTable(), _FieldTable(), _FieldTable()
     for where, one, other in headers or [((), expected.header, actual.header)]:
-        found = [FieldDifference(*entry) for entry in stack_differences(one.stack, other.stack)]
-        stack += _on_ranks(found, where)
-        settings += _on_ranks(setting_differences(one, other), where)
-        refusals += _on_ranks(header_refusals(one, other), where)
+        differing = stack_differences(one.stack, other.stack)
+        stack.add([FieldDifference(*entry) for entry in differing], where)
+        settings.add(setting_differences(one, other), where)
+        refusals.add(header_refusals(one, other), where)
     any_processes = same_logical_ranks(expected.header.stack, actual.header.stack)
     same_size = expected.header.world_size == actual.header.world_size
     ranks: list[RankComparison] = []
-    for rank in common if not refusals else ():
+    for rank in () if refusals.found else common:
         done = sum(entry.records + entry.places for entry in ranks)
         with expected.open(rank) as one_file, actual.open(rank) as other_file:
 
@@ -359,7 +357,7 @@ def compare_ledgers(
             files = (one_file, other_file)
             comparison, found_in_run = _compare_rank(rank, files, tick, watch, probes=same_size)
         ranks.append(comparison)
-        refusals += _on_ranks(found_in_run, (rank,))
+        refusals.add(found_in_run, (rank,))
     alone = [
         () if any_processes else tuple(rank for rank in one.files if rank not in other.files)
         for one, other in ((expected, actual), (actual, expected))
@@ -367,9 +365,9 @@ def compare_ledgers(
     return Comparison(
         expected=expected.path,
         actual=actual.path,
-        stack=_merge(stack),
-        settings=_merge(settings),
-        refusals=_merge(refusals),
+        stack=tuple(stack.found.values()),
+        settings=tuple(settings.found.values()),
+        refusals=tuple(refusals.found.values()),
         ranks=tuple(ranks),
         ranks_only_expected=alone[0],
         ranks_only_actual=alone[1],
@@ -391,18 +389,17 @@ def _compare_initial(*ledgers: Ledger) -> tuple[str, ...] | None:
     return tuple(name for name in {**one, **other} if one.get(name) != other.get(name))
 
 
-def _on_ranks(found: Iterable[FieldDifference], ranks: tuple[int, ...]) -> list[FieldDifference]:
-    return [FieldDifference(f.field, f.expected, f.actual, ranks) for f in found]
+class _FieldTable:
+    """Fields that differ; those that differ in the same way on several ranks are one."""
 
+    def __init__(self) -> None:
+        self.found: dict[str, FieldDifference] = {}
 
-def _merge(found: Iterable[FieldDifference]) -> tuple[FieldDifference, ...]:
-    """Merge fields that differ in the same way on several ranks."""
-    merged: dict[tuple[str, str], FieldDifference] = {}
-    for entry in found:
-        key = (entry.field, repr((entry.expected, entry.actual)))
-        ranks = (*merged[key].ranks, *entry.ranks) if key in merged else entry.ranks
-        merged[key] = FieldDifference(entry.field, entry.expected, entry.actual, ranks)
-    return tuple(merged.values())
+    def add(self, fields: Iterable[FieldDifference], ranks: tuple[int, ...]) -> None:
+        """Add the fields that differ on some ranks."""
+        for entry in fields:
+            known = self.found.setdefault(repr(entry), entry)
+            self.found[repr(entry)] = replace(known, ranks=(*known.ranks, *ranks))
 
 
 def _compare_rank(

@@ -33,10 +33,6 @@ _ARGUMENTS = """
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``d9m audit model``."""
-    parser.usage = (
-        "d9m audit model [-n RUNS] [-o DIR] [--timeout SECONDS] [--json]\n"
-        "                       -- COMMAND ..."
-    )
     runs = {"type": whole_number(_FEWEST_RUNS, MOST_RUNS), "default": 5}
     declare(parser, _ARGUMENTS, runs=runs)
     add_command_arguments(parser, "a training with a Trainer")
