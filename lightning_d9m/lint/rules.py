@@ -46,10 +46,6 @@ The kernel is chosen by measured time, so another run may choose a kernel that r
 differently.
 Fix: Fix one configuration, or store the tuning's result in a file that all runs read.
 
-D9M107 error uninitialized-memory-read
-The values are the previous content of the memory.
-Fix: Use torch.zeros or torch.full, or fill it before it is read.
-
 D9M201 error generator-without-seed
 Without a seed the generator takes one from the system, which differs in each run; seeding the
 global generators does not change that.

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_d9m.errors import SettingError
-from lightning_d9m.lint.checks import memory, ops, order, seeds, settings
+from lightning_d9m.lint.checks import ops, order, seeds, settings
 from lightning_d9m.lint.files import SourceFile
 from lightning_d9m.lint.rules import CODE, RULES, Finding
 from lightning_d9m.lint.source import Problem, Source, SourceError, parse, read_source
@@ -35,7 +35,6 @@ _CHUNK = 16
 _CALLS: tuple[Callable[[Call], Iterator[Report]], ...] = (
     ops.check_op,
     settings.check_choice_by_time,
-    memory.check_empty,
     seeds.check_seed,
     seeds.check_system_draw,
     seeds.check_worker_seed,

@@ -275,12 +275,6 @@ class Tree:
             and (skipped is None or skipped not in self.around(node))
         ]
 
-    def find_taker(self, node: ast.AST) -> ast.Call | None:
-        """Return the call that an expression is an argument of."""
-        outer = self.parent[node]
-        outer = self.parent[outer] if isinstance(outer, ast.keyword) else outer
-        return outer if isinstance(outer, ast.Call) and outer.func is not node else None
-
     def find_method(self, node: ast.AST) -> tuple[str, ast.Call | None]:
         """Return the attribute of an object that is read, as a dotted name, and its call."""
         names = []

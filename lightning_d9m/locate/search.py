@@ -56,9 +56,8 @@ _RULES = {
     "data": (*_DRAWS, *_ORDER),
     "initial weights": (*_DRAWS, *_ORDER),
     "random numbers": ("D9M204",),
-    "uninitialized memory": ("D9M107",),
 }
-_ANY = (*_DRAWS, *_ORDER, "D9M107")
+_ANY = (*_DRAWS, *_ORDER)
 
 _DUMP = "LIGHTNING_D9M_DUMP"
 _DUMP_NAMES = "LIGHTNING_D9M_DUMP_NAMES"
