@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -69,18 +69,14 @@ class FileScan:
 
 
 def choose_version(given: str | None) -> str:
-    """Return the torch release: the given, the installed, or the newest in the catalog.
+    """Return the torch release: the given one, or that which is installed.
 
     Releases older than the catalog count as its oldest release.
 
     Raises:
         SettingError: If the given version is not valid.
     """
-    if given is None:
-        try:
-            given = version("torch")
-        except PackageNotFoundError:
-            return "2.13"
+    given = given or version("torch")
     try:
         release = tuple(int(part) for part in given.split(".")[:2])
         oldest = min(tuple(int(part) for part in op.since.split(".")) for op in OPS)
