@@ -127,8 +127,7 @@ def scan_source(source: Source, path: str, torch_version: str, rules: frozenset[
         if isinstance(module, tuple):
             problems.append(Problem(module[0], 0, module[1]))
         else:
-            package = _find_package(path) if "from ." in source.text else ""
-            reports = dict.fromkeys(_check(Tree(module, package)))
+            reports = dict.fromkeys(_check(Tree(module)))
     except RecursionError:
         problems.append(Problem(1, 0, "It is nested too deeply to be scanned."))
     lines = source.text.split("\n")
@@ -194,16 +193,6 @@ def _locate(finding: Finding, source: Source) -> Finding:
     cell, line, file_line = source.cells[finding.line - 1]
     end = finding.end_line - finding.line + line
     return replace(finding, cell=cell, line=line, end_line=end, file_line=file_line)
-
-
-def _find_package(path: str) -> str:
-    """Return the dotted name of a file's package, for its relative imports."""
-    parts: list[str] = []
-    folder = Path(path).absolute().parent
-    while (folder / "__init__.py").exists():
-        parts.append(folder.name)
-        folder = folder.parent
-    return ".".join(reversed(parts))
 
 
 def _suppress(
