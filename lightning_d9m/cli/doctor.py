@@ -48,22 +48,19 @@ def run(arguments: argparse.Namespace) -> int:
         print("".join(f"{line}\n" for line in list_fixes(findings)), end="")
         findings = [finding for finding in findings if not finding.shell]
     else:
-        print(f"{_summarize(findings)}\n")
+        problems, notes = (
+            sum(finding.status == status for finding in findings) for status in ("problem", "note")
+        )
+        also = f", but {pluralize(notes, 'note')}" if notes else ""
+        found = (
+            pluralize(problems, "problem") + " found" if problems else f"No problems found{also}"
+        )
+        print(f"{found}.\n")
         print(format_findings(findings))
         if any(finding.shell for finding in findings):
             steps = [('eval "$(d9m doctor --fix)"', "fixes what variables can fix")]
             print("\n".join(format_next_steps(steps)))
     return int(any(finding.status == "problem" for finding in findings))
-
-
-def _summarize(findings: Sequence["CheckResult"]) -> str:
-    """Return one sentence."""
-    problems, notes = (
-        sum(finding.status == status for finding in findings) for status in ("problem", "note")
-    )
-    if problems:
-        return f"{pluralize(problems, 'problem')} found."
-    return f"No problems found, but {pluralize(notes, 'note')}." if notes else "No problems found."
 
 
 def list_fixes(findings: Iterable["CheckResult"]) -> list[str]:

@@ -161,7 +161,9 @@ class Runner:
             variables={**self._variables, **variables},
             may_fail=True,
         )
-        if run.failure is not None and not any(map(_ended_with_drift, run.fits.values())):
+        ends = [fit.outcome(rank).end for fit in run.fits.values() for rank in fit.files]
+        drifted = any(end and (end.error or "").startswith(DriftError.__name__) for end in ends)
+        if run.failure is not None and not drifted:
             raise run.failure
         self.files.note_run()
         return ProbedRun(run.fits, folder / "dump", run.failure)
@@ -205,12 +207,6 @@ class Runner:
 def escape_name(name: str) -> str:
     """Return a pattern that matches one name; a comma, which separates patterns, becomes ``?``."""
     return re.sub(r"([*?[])", r"[\1]", name).replace(",", "?")
-
-
-def _ended_with_drift(ledger: Ledger) -> bool:
-    """Return whether a fit ended with a ``DriftError``, from its reference or across ranks."""
-    ends = [ledger.outcome(rank).end for rank in ledger.files]
-    return any(end and (end.error or "").startswith(DriftError.__name__) for end in ends)
 
 
 _WHOLE = "whole run"
