@@ -70,7 +70,8 @@ def check_listing(call: Call) -> Iterator[Report]:
     """Find listings of folders whose order is used."""
     certainty: Certainty = "certain"
     if call.name in {"os.walk", "os.fwalk"}:
-        if _sorts_in_loop(call.parent):
+        loop = ast.walk(call.parent) if isinstance(call.parent, ast.For) else ()
+        if any("sort" in read_last_name(one.func) for one in loop if isinstance(one, ast.Call)):
             return
         certainty = "depends"
     elif call.name not in _LISTINGS:
@@ -97,12 +98,6 @@ def _expects_one_file(call: Call) -> bool:
     takes_pattern = call.method or call.name.startswith("glob.")
     pattern = read_constant(call.get(0), call.scope) if takes_pattern else None
     return isinstance(pattern, str) and not any(mark in pattern for mark in "*?[")
-
-
-def _sorts_in_loop(loop: ast.AST) -> bool:
-    """Return whether the loop over ``os.walk`` sorts what it is given."""
-    calls = (one for one in ast.walk(loop) if isinstance(one, ast.Call))
-    return isinstance(loop, ast.For) and any("sort" in read_last_name(one.func) for one in calls)
 
 
 def check_completion(call: Call) -> Iterator[Report]:
