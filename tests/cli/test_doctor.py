@@ -1,9 +1,7 @@
 """``d9m doctor`` finds each problem, and does not report it once it is fixed."""
 
 import json
-import os
 import subprocess
-import sys
 import warnings
 from importlib.metadata import PackageNotFoundError
 
@@ -220,30 +218,6 @@ def test_threads_are_noted_until_they_are_fixed(healthy, report, monkeypatch):
     for value in ("2", "2,1"):
         monkeypatch.setenv("OMP_NUM_THREADS", value)
         assert report()[1]["CPU threads"]["status"] == "ok"
-
-
-def test_a_new_process_reports_findings_and_stack(healthy):
-    """Without a hash seed; control/test_hash_seed.py has the other ways to start Python."""
-    environment = {k: v for k, v in os.environ.items() if k != "PYTHONHASHSEED"}
-    done = subprocess.run(
-        [sys.executable, "-m", "lightning_d9m", "doctor", "--json"],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    report = json.loads(done.stdout)
-    assert set(report) == {"findings", "stack"}
-    found = {finding["name"]: finding for finding in report["findings"]}
-    assert found["PYTHONHASHSEED"]["status"] == "note"
-    assert found["PYTHONHASHSEED"]["shell"] == "export PYTHONHASHSEED=0"
-    assert "PYTHONHASHSEED=0" in found["PYTHONHASHSEED"]["fix"]
-    for finding in report["findings"]:
-        assert list(finding) == ["name", "status", "found", "reason", "fix", "shell"]
-        assert finding["status"] in ("problem", "note", "ok")
-        assert bool(finding["reason"]) == (finding["status"] != "ok")
-        assert finding["fix"] or finding["status"] != "problem"
-    assert report["stack"]["torch.version"] == torch.__version__
 
 
 def test_lines_fit_80_columns(monkeypatch):

@@ -202,13 +202,6 @@ def test_misuse_is_one_clear_error(argv, message, tmp_path, monkeypatch, capsys)
     assert message in error
 
 
-def test_a_ledger_cut_short_is_no_agreement(repeat):
-    code = "path = train()\nif run == 2: os.truncate(path, path.stat().st_size - 5)"
-    status, out, _ = repeat(code)
-    assert status == 1
-    assert "this run was ended before it finished its ledger" in " ".join(out.split())
-
-
 def test_a_failing_run_leaves_its_log_and_its_ledger(repeat, tmp_path):
     code = "train()\nprint('so far so good')\nsys.exit(run - 1)"
     status, _, err = repeat(code)
