@@ -33,7 +33,7 @@ from lightning_d9m.comparison.ledgers import (
 )
 from lightning_d9m.errors import CommandError, DriftError
 from lightning_d9m.launch.left_files import FileWatch
-from lightning_d9m.launch.run import Runs
+from lightning_d9m.launch.run import Run, Runs
 from lightning_d9m.ledger.folder import Ledger
 from lightning_d9m.ledger.format.records import Digests
 from lightning_d9m.ledger.kinds import ROOT, STATE, WRITTEN, describe_batch
@@ -63,21 +63,6 @@ _DUMP = "LIGHTNING_D9M_DUMP"
 _DUMP_NAMES = "LIGHTNING_D9M_DUMP_NAMES"
 # torch fills new memory only while deterministic algorithms are on.
 _FILLED = {"LIGHTNING_D9M_CONTROL": "on", "LIGHTNING_D9M_FILL_UNINITIALIZED_MEMORY": "1"}
-
-
-@dataclass(frozen=True)
-class ProbedRun:
-    """One run and the files that it wrote.
-
-    Attributes:
-        fits: Its ledgers by name.
-        dump: The folder of its dumps, whether or not something was saved there.
-        drift_error: The error of a run that ended with a ``DriftError``; None for any other.
-    """
-
-    fits: Mapping[str, Ledger]
-    dump: Path
-    drift_error: CommandError | None = None
 
 
 @dataclass(frozen=True)
@@ -135,8 +120,10 @@ class Runner:
         self._numbers = count(1)
         self._stage = ""
 
-    def run(self, stage: str, *, dump: str = "", filled: bool = False, **probes: str) -> ProbedRun:
-        """Run once.
+    def run(
+        self, stage: str, *, dump: str = "", filled: bool = False, **probes: str
+    ) -> tuple[Run, Path]:
+        """Run once; return the run and the folder of its dumps, which need not exist.
 
         Args:
             stage: Name of the look, for the progress line.
@@ -166,7 +153,7 @@ class Runner:
         if run.failure is not None and not drifted:
             raise run.failure
         self.files.note_run()
-        return ProbedRun(run.fits, folder / "dump", run.failure)
+        return run, folder / "dump"
 
     def run_pair(
         self, stage: str, *, dump: str = "", filled: bool = False, **probes: str
@@ -183,19 +170,19 @@ class Runner:
             seconds = f"{2 * self._runs.seconds:.0f} s for each pair of runs"
             print(f"next look: {stage}, about {seconds}", file=sys.stderr, flush=True)
         runs = [self.run(stage, dump=dump, filled=filled, **probes) for _ in range(2)]
-        expected, actual = runs[0].fits, runs[1].fits
+        expected, actual = (run.fits for run, _ in runs)
         if expected.keys() != actual.keys():
             raise CommandError(
                 f"The two runs left different ledgers: {', '.join(expected)} and "
                 f"{', '.join(actual)}. Each run must fit the same models in the same order."
             )
-        dumps = tuple(run.dump for run in runs)
+        dumps = tuple(dump for _, dump in runs)
         pairs = [
             RunPair(name, compare_ledgers(ledger, actual[name]), ledger, len(expected), dumps)
             for name, ledger in expected.items()
         ]
         pair = next((pair for pair in pairs if pair.differs), None)
-        error = next((run.drift_error for run in runs if run.drift_error is not None), None)
+        error = next((run.failure for run, _ in runs if run.failure is not None), None)
         if pair is None and error is not None:
             drifting = (replace(own, rank_drift=find_rank_drift(own.expected)) for own in pairs)
             pair = next((found for found in drifting if found.rank_drift), None)
@@ -497,8 +484,8 @@ class Search:
         self, pair: RunPair, stage: str, steps: str, dump: str = ""
     ) -> tuple[Path, tuple[Divergence, ...]]:
         """Run once; return the folder of dumps, and where its ranks differ."""
-        run = self._runner.run(stage, dump=dump, probes=_RANK_PROBES, probe_steps=steps)
-        return run.dump, find_rank_drift(run.fits[pair.fit]) if pair.fit in run.fits else ()
+        run, saved = self._runner.run(stage, dump=dump, probes=_RANK_PROBES, probe_steps=steps)
+        return saved, find_rank_drift(run.fits[pair.fit]) if pair.fit in run.fits else ()
 
     def _report_ranks(self, stage: str, drift: tuple[Divergence, ...], *, steps_seen: bool) -> None:
         self._found.divergences = drift
