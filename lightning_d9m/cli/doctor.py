@@ -7,25 +7,19 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from lightning_d9m.cli.arguments import declare
 from lightning_d9m.output.terminal import format_next_steps
 from lightning_d9m.text import pluralize, printable
 
 if TYPE_CHECKING:
     from lightning_d9m.control.doctor import CheckResult
 
-_ARGUMENTS = """
+ARGUMENTS = """
 --json  print findings and the whole stack as one JSON object
 | --fix  print the shell commands that fix what variables can fix: eval "$(d9m doctor --fix)"
 """
 # The marks of the three statuses, and what stands for them where they cannot be printed.
 _MARKS = {"problem": "✗", "note": "!", "ok": "✓"}
 _ASCII_MARKS = {"problem": "x", "note": "!", "ok": "+"}
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``d9m doctor``."""
-    declare(parser, _ARGUMENTS)
 
 
 def run(arguments: argparse.Namespace) -> int:

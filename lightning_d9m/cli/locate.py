@@ -11,7 +11,7 @@ import json
 import os
 from pathlib import Path
 
-from lightning_d9m.cli.arguments import add_command_arguments, declare, get_command
+from lightning_d9m.cli.arguments import COMMAND, get_command
 from lightning_d9m.history.bundle import LOCATE_JSON
 from lightning_d9m.launch.run import Runs, make_output
 from lightning_d9m.locate.search import Runner, Search, SearchResult, find_cause_lines
@@ -19,19 +19,14 @@ from lightning_d9m.output.locate_text import describe
 from lightning_d9m.output.terminal import print_lines, wrap
 
 _MOST_SUSPECTS = 5
-_ARGUMENTS = """
+ARGUMENTS = f"""
 --no-determinism  seed and record, but leave the determinism settings alone: shows what differs
     without lightning_d9m
 --tries N  most pairs of runs for each look (default: 2)
 -o, --output DIR  new folder for ledgers, logs and dumps
 -v, --verbose  show more values that differ, and their bits
-"""
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of ``d9m locate``."""
-    declare(parser, _ARGUMENTS, tries={"default": 2})
-    add_command_arguments(parser, "a training")
+{COMMAND}"""
+SETTINGS = {"tries": {"default": 2}}
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -14,6 +14,7 @@ from difflib import get_close_matches
 from importlib import import_module
 from typing import NoReturn
 
+from lightning_d9m.cli.arguments import declare_command
 from lightning_d9m.errors import D9mError
 from lightning_d9m.text import printable
 from lightning_d9m.version import __version__
@@ -108,9 +109,8 @@ def build_parser(*chosen: str) -> argparse.ArgumentParser:
     for name, summary in COMMANDS.items():
         command = commands.add_parser(name, help=summary, description=f"{summary.capitalize()}.")
         if name in chosen:
-            imported = import_module(f"lightning_d9m.cli.{name.replace('-', '_')}")
-            imported.add_arguments(command)
-            command.set_defaults(run=imported.run, parser=command)
+            module = f"lightning_d9m.cli.{name.replace('-', '_')}"
+            declare_command(command, import_module(module))
     return parser
 
 

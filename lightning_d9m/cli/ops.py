@@ -4,21 +4,15 @@ import argparse
 import json
 import sys
 
-from lightning_d9m.cli.arguments import declare
 from lightning_d9m.output.op_listing import render_markdown, render_op
 from lightning_d9m.output.terminal import format_next_steps
 from lightning_d9m.patches.catalog.catalog import OPS, find_op
 
-_ARGUMENTS = """
+ARGUMENTS = """
 name:NAME?  print all facts about this op
 --json  print JSON
 | --markdown  print the documentation's page
 """
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``d9m ops``."""
-    declare(parser, _ARGUMENTS)
 
 
 def run(arguments: argparse.Namespace) -> int:

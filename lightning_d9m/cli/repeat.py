@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from lightning_d9m.cli.arguments import (
+    FORMAT,
     MOST_RUNS,
-    add_command_arguments,
-    add_format_arguments,
-    declare,
+    TIMEOUT,
+    TRAINING,
     get_command,
     whole_number,
 )
@@ -67,12 +67,12 @@ _THREADS = "OMP_NUM_THREADS"
 _PLACEHOLDER = "{processes}"
 _MOST_PROCESSES = 1024
 _CHECKPOINTS = "checkpoints"
-_ARGUMENTS = """
+ARGUMENTS = f"""
 -n, --runs RUNS  number of runs (default: 2)
 | --portable  compute portable bits, and run with one thread, with two, and without vector
     instructions
 | --processes P,P,...  numbers of processes, such as 1,2,4: run once on each, started as torchrun
-    starts them; a command that contains {processes} starts them itself
+    starts them; a command that contains {{processes}} starts them itself
 | --interrupt  kill runs at several points, resume them, and compare them with a straight run
 --last-bits  change the last bit of each weight at the beginning of all runs but the first, to see
     what noise does; the runs then differ. For d9m compare --noise
@@ -80,7 +80,7 @@ _ARGUMENTS = """
     fit(..., weights_only=False) does
 -o, --output DIR  new folder for ledgers and logs (default: the next free d9m-runs/NNN)
 -v, --verbose  show whole digests and the bits of losses
-"""
+{FORMAT}{TIMEOUT}{TRAINING}"""
 # torch reads the first only where the caller of `torch.load` leaves weights_only at its default,
 # as Lightning does, and raises if the second is set beside it.
 _ALLOW_OBJECTS = {"TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1", "TORCH_FORCE_WEIGHTS_ONLY_LOAD": "0"}
@@ -104,14 +104,6 @@ _REMEDIES = {
 
 # The arguments of `_train`, by name.
 _Plan: TypeAlias = dict[str, Any]
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``d9m repeat``."""
-    runs = {"type": whole_number(_FEWEST_RUNS, MOST_RUNS)}
-    declare(parser, _ARGUMENTS, runs=runs, processes={"type": _read_counts})
-    add_format_arguments(parser)
-    add_command_arguments(parser, "a training", with_json=False)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -236,6 +228,12 @@ def _read_counts(text: str) -> tuple[int, ...]:
     else:
         return tuple(counts)
     raise argparse.ArgumentTypeError(f"{text} is not valid; {problem}")
+
+
+SETTINGS = {
+    "runs": {"type": whole_number(_FEWEST_RUNS, MOST_RUNS)},
+    "processes": {"type": _read_counts},
+}
 
 
 def _plan_runs(argv: list[str], counts: Sequence[int]) -> list[_Plan]:

@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from lightning_d9m.cli.arguments import declare
 from lightning_d9m.errors import SettingError
 from lightning_d9m.lint.files import list_files
 from lightning_d9m.lint.fixes import fix_text
@@ -20,7 +19,7 @@ from lightning_d9m.text import pluralize
 
 _FLAGGED = "D9M103"  # depends on all files
 
-_ARGUMENTS = """
+ARGUMENTS = """
 paths:PATH*  files and folders (default: the current folder)
 --format {text,json,sarif}  text for a terminal (80 columns), JSON or SARIF 2.1.0 (default: text)
 | --json  short for --format json
@@ -37,18 +36,7 @@ paths:PATH*  files and folders (default: the current folder)
 | --diff  print what --fix would edit
 --rules  list the rules and exit
 """
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of ``d9m scan``."""
-    declare(
-        parser,
-        _ARGUMENTS,
-        format={"default": "text"},
-        json={"action": "store_const", "const": "json", "dest": "format"},
-        exclude={"default": []},
-        jobs={"default": 1},
-    )
+SETTINGS: dict[str, dict[str, object]] = {"exclude": {"default": []}, "jobs": {"default": 1}}
 
 
 def run(arguments: argparse.Namespace) -> int:

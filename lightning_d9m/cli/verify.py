@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_d9m.cli.arguments import declare
 from lightning_d9m.errors import CheckpointError, CommandError, LedgerError
 from lightning_d9m.ledger.folder import Ledger, read_ledger
 from lightning_d9m.ledger.format.records import Digests
@@ -20,7 +19,7 @@ from lightning_d9m.text import describe_names, escape, pluralize
 if TYPE_CHECKING:
     from lightning_d9m.lightning.saved_state import SavedState
 
-_ARGUMENTS = """
+ARGUMENTS = """
 checkpoint:CHECKPOINT  a checkpoint that a Trainer saved, or a file of weights, alone (also
     .safetensors) or under the key state_dict
 ledger:LEDGER?  the ledger to search (default: the one that the checkpoint names, if it exists)
@@ -28,11 +27,6 @@ ledger:LEDGER?  the ledger to search (default: the one that the checkpoint names
     that you trust
 --json  print the result as one JSON object
 """
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``d9m verify``."""
-    declare(parser, _ARGUMENTS)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -11,7 +11,9 @@ import sys
 import pytest
 from ledger_runs import make_facts, make_weights, write_rank
 
-from lightning_d9m.cli.compare import add_arguments, run
+from lightning_d9m.cli import compare as command
+from lightning_d9m.cli.arguments import declare_command
+from lightning_d9m.cli.compare import run
 from lightning_d9m.cli.main import main
 from lightning_d9m.ledger.folder import create_ledger_folder, rank_path
 
@@ -43,7 +45,7 @@ def write(parent, *, epochs=2, drift=None, world_size=1, end=True, scalars=(), *
 def parse(*words):
     """Parse the words of the command."""
     parser = argparse.ArgumentParser()
-    add_arguments(parser)
+    declare_command(parser, command)
     return parser.parse_args([str(word) for word in words])
 
 

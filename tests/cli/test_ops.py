@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from lightning_d9m.cli import ops as command
+from lightning_d9m.cli.arguments import declare_command
 from lightning_d9m.errors import SettingError
 from lightning_d9m.output.op_listing import render_markdown
 from lightning_d9m.patches.catalog.catalog import OPS
@@ -17,7 +18,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "ops.md"
 def run(*words: str) -> int:
     """Run the command in this process."""
     parser = argparse.ArgumentParser()
-    command.add_arguments(parser)
+    declare_command(parser, command)
     return command.run(parser.parse_args(words))
 
 

@@ -11,8 +11,10 @@ import pytest
 import torch
 from ledger_runs import make_facts, make_weights, write_rank
 
+from lightning_d9m.cli import report as command
+from lightning_d9m.cli.arguments import declare_command
 from lightning_d9m.cli.main import main
-from lightning_d9m.cli.report import add_arguments, run
+from lightning_d9m.cli.report import run
 from lightning_d9m.errors import LedgerError
 from lightning_d9m.hashing.digest import digest
 from lightning_d9m.hashing.sketches import sketch_tensors
@@ -110,7 +112,7 @@ def write_losses(parent, losses, *, digit="0", program=None, folder=None):
 def parse(*words):
     """Parse the arguments of the command."""
     parser = argparse.ArgumentParser()
-    add_arguments(parser)
+    declare_command(parser, command)
     return parser.parse_args([str(word) for word in words])
 
 
