@@ -46,7 +46,6 @@ _CALLS: tuple[Callable[[Call], Iterator[Report]], ...] = (
 )
 _NODES: Mapping[type[ast.AST], Sequence[Callable[[Any, Tree], Iterator[Report]]]] = {
     ast.Assign: (settings.check_setting,),
-    ast.Subscript: (ops.check_index,),
     **dict.fromkeys((ast.Set, ast.SetComp, ast.Name, ast.Attribute, ast.BinOp), (order.check_set,)),
 }
 

@@ -114,49 +114,6 @@ def _turns_off(node: ast.expr, tree: Tree) -> bool:
     return name in _NO_GRADIENTS
 
 
-def check_index(node: ast.Subscript, tree: Tree) -> Iterator[Report]:
-    """Find a parameter that is read by an index with equal entries, whose gradient adds to them."""
-    scope = tree.scope[node]
-    values, area, _ = scope.follow(node.value)
-    if area is None or not values or not isinstance(node.ctx, ast.Load):
-        return
-    parts = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
-    repeats = any(_has_duplicates(part, tree) for part in parts)
-    makers = [Call(value, tree) for value in values if isinstance(value, ast.Call)]
-    trained = len(makers) == len(values) and all(map(_makes_gradient, makers))
-    if repeats and trained and not _is_without_gradient(node, tree):
-        op, reason, fix = explain_op("index_put_accumulate")
-        reason = f"The index repeats entries, so its gradient adds to them by index_put_. {reason}"
-        yield Report(rule_of(op), node, "certain", reason, fix, op.name)
-
-
-def _makes_gradient(call: Call) -> bool:
-    is_parameter = call.name in {"torch.nn.Parameter", "torch.nn.parameter.Parameter"}
-    given = call.read(1 if is_parameter else None, "requires_grad", default=is_parameter)
-    return call.name.startswith("torch.") and given is True
-
-
-def _has_duplicates(index: ast.expr, tree: Tree) -> bool:
-    """Return whether an index is written with equal integers, or repeats a range."""
-    scope = tree.scope[index]
-    values, area, _ = scope.follow(index)
-    if area is not None and len(values) == 1:
-        (index,) = values  # type: ignore[assignment] # the value of an assignment
-    if not isinstance(index, ast.Call):
-        entries = read_constant(index, scope) if isinstance(index, ast.List) else ()
-    else:
-        call = Call(index, tree)
-        if call.method in {"repeat", "repeat_interleave"} and call.receiver is not None:
-            source = find_value(call.receiver, scope)
-            made = resolve(source.func, scope) if isinstance(source, ast.Call) else ""
-            count = call.read(0)
-            return made in {"torch.arange", "torch.randperm"} and type(count) is int and count > 1
-        entries = call.read(0, "data") if call.name == "torch.tensor" else ()
-    if not isinstance(entries, tuple) or not all(type(entry) is int for entry in entries):
-        return False
-    return len(set(entries)) < len(entries)
-
-
 def explain_op(name: str) -> tuple[Op, str, str]:
     """Return the catalog's entry of an op, the reason and the fix."""
     op = find_op(name)
