@@ -9,12 +9,11 @@ far as it was narrowed down.
 import argparse
 import json
 import os
-from pathlib import Path
 
 from lightning_d9m.cli.arguments import COMMAND, get_command
 from lightning_d9m.history.bundle import LOCATE_JSON
 from lightning_d9m.launch.run import Runs, make_output
-from lightning_d9m.locate.search import Runner, Search, SearchResult, find_cause_lines
+from lightning_d9m.locate.search import Runner, Search, find_cause_lines
 from lightning_d9m.output.locate_text import describe
 from lightning_d9m.output.terminal import print_lines, wrap
 
@@ -46,18 +45,14 @@ def run(arguments: argparse.Namespace) -> int:
     found = Search(runner, arguments.tries, suspects=bool(suspects)).locate()
     determinism = not arguments.no_determinism
     lines = list(describe(found, determinism=determinism, verbose=arguments.verbose))
-    _keep(found, lines, output)
-    if arguments.json:
-        print(json.dumps(found.as_json() | {"output": str(output)}, indent=2))
-    else:
-        print_lines([*lines, f"ledgers:  {output}"])
-    return 1 if found.cause is not None else 0
-
-
-def _keep(found: SearchResult, lines: list[str], output: Path) -> None:
-    """Write the result beside the ledgers, for `d9m bundle`."""
+    # For `d9m bundle`.
     facts = found.as_json() | {"report": lines}
     if found.pair is not None:
         ledgers = (found.pair.comparison.expected, found.pair.comparison.actual)
         facts["ledgers"] = [os.path.relpath(ledger, output) for ledger in ledgers]
     (output / LOCATE_JSON).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+    if arguments.json:
+        print(json.dumps(found.as_json() | {"output": str(output)}, indent=2))
+    else:
+        print_lines([*lines, f"ledgers:  {output}"])
+    return 1 if found.cause is not None else 0

@@ -171,24 +171,24 @@ def _check_last_bits(runs: Mapping[int, Run]) -> None:
 
 
 def _compare_printed(output: Path) -> str:
-    """Return the first line that a run printed otherwise than run 1; empty if there is none."""
-    first, *others = (_read_printed(log) for log in sorted(output.glob("run-*/output.log")))
+    """Return the first line that a run printed otherwise than run 1; empty if there is none.
+
+    Lines with times, sizes, addresses and progress do not count, nor blanks: a progress bar writes
+    them over itself.
+    """
+
+    def read(log: Path) -> list[str]:
+        with log.open(errors="replace") as file:
+            text = file.read(_MOST_PRINTED).replace(log.parent.name, "run")
+        lines = map(str.strip, text.splitlines())
+        return [line for line in lines if line and not _VARIES.search(line)]
+
+    first, *others = map(read, sorted(output.glob("run-*/output.log")))
     for lines in others:
         for one, other in zip_longest(first, lines, fillvalue=""):
             if one != other:
                 return f"such as {one[:_MOST_SHOWN]!r} and {other[:_MOST_SHOWN]!r}"
     return ""
-
-
-def _read_printed(log: Path) -> list[str]:
-    """Return the lines of a log without those with times, sizes, addresses and progress.
-
-    Blanks do not count: a progress bar writes them over itself.
-    """
-    with log.open(errors="replace") as file:
-        text = file.read(_MOST_PRINTED).replace(log.parent.name, "run")
-    lines = map(str.strip, text.splitlines())
-    return [line for line in lines if line and not _VARIES.search(line)]
 
 
 def _check_arguments(arguments: argparse.Namespace) -> None:

@@ -590,7 +590,11 @@ def _join_batches(reader: RankReader) -> Iterator[Item]:
     """Yield the records of a ledger but those about layouts; the parts of a batch are joined."""
     known, offset = None, 0  # the last batch, and the places of it that came before
     records = (item for item in reader.records() if not isinstance(item, ProbeLayout | FramesEnd))
-    for _, group in groupby(records, key=_name_batch):
+
+    def name(item: Item) -> tuple[int, ...]:
+        return (item.epoch, item.batch, item.step) if isinstance(item, Batch) else ()
+
+    for _, group in groupby(records, key=name):
         whole: Batch | None = None
         for item in group:
             if not isinstance(item, Batch):
@@ -609,7 +613,3 @@ def _join_batches(reader: RankReader) -> Iterator[Item]:
                 whole = None
         if whole is not None:
             yield whole
-
-
-def _name_batch(item: Item) -> tuple[int, ...]:
-    return (item.epoch, item.batch, item.step) if isinstance(item, Batch) else ()

@@ -533,7 +533,8 @@ class Search:
         first = found[0]
         if stage == _VALUES and _find_again(known[0], first) is None:
             return False
-        if stage.startswith(_OPERATIONS) and not _is_within(first, stage):
+        module = stage.removeprefix(_OPERATIONS)
+        if module not in (stage, ROOT) and not f"{name_module(first)}.".startswith(f"{module}."):
             return False  # it entered the module from outside, where no operations are probed
         if first.moment == "epoch":
             whole = stage == _FIRST or (stage == _SECOND and known[0].moment == "epoch")
@@ -578,12 +579,6 @@ class Search:
         elsewhere = f", {missed} of {self._tries} pairs differ elsewhere" if missed else ""
         self._found.looks.append(f"{stage}: {outcome} in {runs} runs{elsewhere}")
         return None
-
-
-def _is_within(found: Divergence, stage: str) -> bool:
-    """Return whether a place lies in the module whose operations were probed."""
-    module = stage.removeprefix(_OPERATIONS)
-    return module == ROOT or f"{name_module(found)}.".startswith(f"{module}.")
 
 
 def _find_again(known: Divergence, first: Divergence) -> Divergence | None:
