@@ -9,14 +9,12 @@ import os
 import re
 import subprocess
 import sys
-from contextlib import suppress
 from pathlib import Path
 from pickle import UnpicklingError
 
 import pytest
 import torch
 from ledger_program import PROGRAM
-from process_end import has_ended
 
 from lightning_d9m import (
     D9mError,
@@ -29,7 +27,6 @@ from lightning_d9m.cli.main import main
 from lightning_d9m.cli.repeat import _REMEDIES
 from lightning_d9m.control.env_settings import read_settings
 from lightning_d9m.errors import InexactResumeError
-from lightning_d9m.launch import processes
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 LOGICAL = {"world.logical_ranks": 4}
@@ -302,25 +299,6 @@ def test_all_processes_end_when_one_fails_and_its_error_is_shown(repeat):
     assert "error: In run 1 of 2, on 2 processes: The command" in err
     assert "ended with exit status 1 in process 1 of 2. Log: " in err
     assert err.rstrip().endswith("| the batch is bad")
-
-
-def test_a_process_that_hangs_is_shown(repeat, tmp_path, monkeypatch):
-    """The time passes at once when rank 0 has ended."""
-    ended = []
-
-    def read_clock():
-        if ended:
-            return 2.0
-        with suppress(OSError, ValueError):
-            ended.extend([True] * has_ended(int((tmp_path / "pid").read_text()), seconds=0))
-        return 0.0
-
-    monkeypatch.setattr(processes, "_read_clock", read_clock)
-    code = "if rank == 1: signal.pause()\n"
-    code += f"Path({str(tmp_path / 'pid')!r}).write_text(str(os.getpid()))"
-    _, _, err = repeat(code, "--processes", "2,1", "--timeout", "1")
-    assert "was still running in process 1 of 2 after 1 s" in err
-    assert "output-1.log" in err
 
 
 @pytest.mark.parametrize(
