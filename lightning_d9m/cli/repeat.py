@@ -289,8 +289,9 @@ def _interrupt_and_resume(argv: list[str], runs: Runs, *, allow_objects: bool) -
             checkpoints = _kill(runs, f"{name}-killed", point, f"{title}, to be killed")
             variables = {RESUME: str(checkpoints / CHECKPOINT)}
             variables |= _ALLOW_OBJECTS if allow_objects else {}
-            words = {"title": f"{title}, resumed", "label": f"{label}, resumed"}
-            run = _train(runs, name, **words, variables=variables)
+            shown = f"{label}, resumed"
+            title = f"{title}, resumed"
+            run = _train(runs, name, title=title, label=shown, variables=variables)
             if RepeatReport({1: made[1], number: run}, runs.output, argv).verdict == "equal":
                 # A checkpoint that leads to a different run is kept.
                 shutil.rmtree(checkpoints, ignore_errors=True)
