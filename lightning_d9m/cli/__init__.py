@@ -1,6 +1,6 @@
 """The ``d9m`` command line: one module for each command.
 
 The words of a command come in; its result goes out as text or JSON, with exit status 0 (equal or
-nothing found), 1 (different or found) or 2 (an error). Each module declares its arguments in
-``add_arguments`` and works in ``run``. Read ``main.py`` first: it imports the chosen command alone.
+nothing found), 1 (different or found) or 2 (an error). Each module describes its arguments in
+``ARGUMENTS`` and works in ``run``. Read ``main.py`` first: it imports the chosen command alone.
 """

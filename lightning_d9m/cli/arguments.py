@@ -1,13 +1,19 @@
-"""The description of a command's arguments, and arguments that several commands share."""
+"""The description of a command's arguments, and arguments that several commands share.
+
+The module of a command has ``ARGUMENTS``, the text of its arguments, or ``COMMANDS``, those below
+it with their summaries. It may have ``SETTINGS``, what the text cannot say, by the name of an
+argument, and ``PARSER``, attributes of its parser.
+"""
 
 import argparse
 import re
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from lightning_d9m.errors import SettingError
-from lightning_d9m.ledger.folder import find_last_pair
 
 # Most runs of one command: their folders are numbered with three digits.
 MOST_RUNS = 1000
@@ -67,44 +73,74 @@ _TYPES: Mapping[str, Callable[[str], Any]] = {
     "N": whole_number(1),
     "SECONDS": positive_seconds,
 }
-_FORMAT = """
+FORMAT = """
 --format {text,json,markdown}  text for a terminal, one JSON object, or Markdown, for example for
     the summary of a CI job (default: text)
 | --json  short for --format json
 """
-_LEDGERS = """
+LEDGERS = """
 expected:REFERENCE?  ledger of the earlier run: a folder fit-NNN, a folder that holds exactly one,
-    or one file rank-N.jsonl. Alone: ALL_RUNSa folder, whose last two ledgers are compared (default:
+    or one file rank-N.jsonl. Alone: a folder, whose last two ledgers are compared (default:
     the working folder)
 actual:THIS_RUN?  ledger of the later run, in the same forms
 """
-_COMMAND = """
+TIMEOUT = """
 --timeout SECONDS  stop a run that takes longer and treat it as hanging
---json  print the result as one JSON object
 """
+# The command that a run starts comes last: it has words of any kind.
+TRAINING = """
+-- COMMAND  a training, such as: python train.py
+"""
+COMMAND = f"""{TIMEOUT}
+--json  print the result as one JSON object
+{TRAINING}"""
+
+
+def declare_command(parser: argparse.ArgumentParser, command: ModuleType) -> None:
+    """Declare the arguments of a command's module, or of the commands below it."""
+    for name, value in getattr(command, "PARSER", {}).items():
+        setattr(parser, name, value)
+    if not hasattr(command, "COMMANDS"):
+        declare(parser, command.ARGUMENTS, **getattr(command, "SETTINGS", {}))
+        parser.set_defaults(run=command.run, parser=parser)
+        return
+    below = parser.add_subparsers(metavar="WHAT", required=True)
+    for name, summary in command.COMMANDS.items():
+        child = below.add_parser(name, help=summary, description=f"{summary.capitalize()}.")
+        declare_command(child, import_module(f"{command.__name__}.{name}"))
 
 
 def declare(parser: argparse.ArgumentParser, text: str, **settings: Mapping[str, Any]) -> None:
     """Declare the arguments that a text describes: for each a form, two blanks, and the help.
 
-    The forms are ``-o, --output DIR`` for an option with a value, ``--json`` for a flag, and
-    ``name:PATH`` for a positional argument. Behind the value, ``?`` stands for at most one, ``*``
-    and ``+`` for several, and ``...`` for an option that may be given again; ``{a,b}`` is a choice.
-    The name of a value decides its type. An argument after ``| `` excludes the one before.
+    The forms are ``-o, --output DIR`` for an option with a value, ``--json`` for a flag,
+    ``name:PATH`` for a positional argument, and ``-- COMMAND`` for all words behind ``--``. Behind
+    the value, ``?`` stands for at most one, ``*`` and ``+`` for several, and ``...`` for an option
+    that may be given again; ``{a,b}`` is a choice. The name of a value decides its type. An
+    argument after ``| `` excludes the one before.
 
     Args:
         parser: The parser of a command.
         text: The description; further lines of an argument are indented.
         settings: Further settings of an argument, by its name.
     """
-    blocks = re.split(r"\n(?=\S)", text.strip("\n"))
+    blocks = re.split(r"\n+(?=\S)", text.strip("\n"))
     group: Any = parser
+    if "--format" in text:  # and --json is short for it
+        short = {"action": "store_const", "dest": "format", "const": "json"}
+        shared = {"format": {"default": "text"}, "json": short | {"default": argparse.SUPPRESS}}
+        settings = shared | settings
     for number, block in enumerate(blocks):
         form, _, described = block.removeprefix("| ").partition("  ")
         if not block.startswith("| "):
             excluded = blocks[number + 1 : number + 2]
             alone = not any(other.startswith("| ") for other in excluded)
             group = parser if alone else parser.add_mutually_exclusive_group()
+        if form == "-- COMMAND":
+            parser.add_argument("argv", nargs=argparse.REMAINDER, metavar=form, help=described)
+            usage = parser.format_usage().removeprefix("usage: ").rstrip()
+            parser.usage = parser.usage or usage.replace(" ...", " -- COMMAND ...")
+            continue
         words = form.split()
         names = [word.rstrip(",") for word in words if word.startswith("-")]
         given = _read_form(words[len(names) :], is_option=bool(names))
@@ -137,35 +173,14 @@ def _read_form(values: list[str], *, is_option: bool) -> dict[str, Any]:
     return given if kind is None else {"type": kind, **given}
 
 
-def add_format_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the format of the output; ``arguments.format`` is one of the three."""
-    json = {"action": "store_const", "dest": "format", "const": "json"}
-    declare(
-        parser, _FORMAT, format={"default": "text"}, json={**json, "default": argparse.SUPPRESS}
-    )
-
-
-def add_command_arguments(
-    parser: argparse.ArgumentParser, what: str, *, with_json: bool = True
-) -> None:
-    """Declare the training's command, its timeout, and the form of the output."""
-    declare(parser, _COMMAND if with_json else _COMMAND.partition("\n--json")[0])
-    described = f"{what}, such as: python train.py"
-    parser.add_argument("argv", nargs=argparse.REMAINDER, metavar="-- COMMAND", help=described)
-
-
-def add_ledger_arguments(parser: argparse.ArgumentParser, *, repeat: bool = False) -> None:
-    """Declare the two ledgers that a command compares; ``choose_ledgers`` reads them."""
-    all_runs = "the folder of a `d9m repeat`, all of whose runs are compared, or " if repeat else ""
-    declare(parser, _LEDGERS.replace("ALL_RUNS", all_runs))
-
-
 def choose_ledgers(arguments: argparse.Namespace) -> tuple[Path, Path]:
     """Return the two ledgers: those that were named, or the last two under a folder.
 
     Raises:
         LedgerError: If fewer than two were named, and the folder holds fewer than two.
     """
+    from lightning_d9m.ledger.folder import find_last_pair  # not for `d9m --help`
+
     if arguments.actual is not None:
         return arguments.expected, arguments.actual
     return find_last_pair(arguments.expected or Path())

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from lightning_d9m.cli.arguments import add_command_arguments, declare, get_command
+from lightning_d9m.cli.arguments import COMMAND, get_command
 from lightning_d9m.errors import SettingError
 from lightning_d9m.history.bisection import Bisection
 from lightning_d9m.history.packages import open_package_history
@@ -16,7 +16,7 @@ from lightning_d9m.ledger.folder import read_ledger
 from lightning_d9m.output.bisection_text import format_bisection, list_facts
 from lightning_d9m.output.terminal import print_lines
 
-_ARGUMENTS = """
+ARGUMENTS = f"""
 commits:GOOD..BAD?  a commit with the right bits and a later one with others; without BAD it is HEAD
 --golden LEDGER  compare with this ledger in place of that of a good commit; only BAD is given
 --packages OLD NEW  search for a package in place of a commit: two lists as pip freeze prints them,
@@ -26,19 +26,14 @@ commits:GOOD..BAD?  a commit with the right bits and a later one with others; wi
     such as a folder of data; may be given several times
 -o, --output DIR  new folder for ledgers and logs
 -v, --verbose  show the whole patch, and bits of numbers
-"""
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of ``d9m bisect``."""
-    parser.usage = (
-        "d9m bisect [--until EPOCH] [--link PATH] [-o DIR] [--timeout SECONDS]\n"
-        "                  [--json] [-v] GOOD..BAD -- COMMAND ...\n"
-        "       d9m bisect --golden LEDGER [...] BAD -- COMMAND ...\n"
-        "       d9m bisect --packages OLD NEW [...] -- COMMAND ..."
-    )
-    declare(parser, _ARGUMENTS, link={"default": [], "type": str})
-    add_command_arguments(parser, "a training")
+{COMMAND}"""
+SETTINGS: dict[str, dict[str, object]] = {"link": {"default": [], "type": str}}
+PARSER = {
+    "usage": "d9m bisect [--until EPOCH] [--link PATH] [-o DIR] [--timeout SECONDS]\n"
+    "                  [--json] [-v] GOOD..BAD -- COMMAND ...\n"
+    "       d9m bisect --golden LEDGER [...] BAD -- COMMAND ...\n"
+    "       d9m bisect --packages OLD NEW [...] -- COMMAND ..."
+}
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from lightning_d9m.cli.arguments import add_format_arguments, declare
+from lightning_d9m.cli.arguments import FORMAT
 from lightning_d9m.cli.report import check_output, compare_chosen, compare_pair, write_page
 from lightning_d9m.errors import LedgerError, SettingError
 from lightning_d9m.history.bundle import SIDES, find_located, open_bundle, write_bundle
@@ -21,26 +21,22 @@ from lightning_d9m.text import printable
 _OPEN = "open"
 _PAIR = 2
 
-_ARGUMENTS = """
+ARGUMENTS = f"""
 paths:PATH*  two ledgers, or a folder that d9m locate or d9m repeat left (default: the last two
     ledgers in the working folder); or the word open and a bundle
 -o, --output FILE  the bundle to write (default: d9m-bundle.zip). After open: an HTML file for the
     report of its ledgers
 --add PATH ...  a file or folder, such as a checkpoint or a log, that is added as it is; may be
     given several times
+{FORMAT}
+-v, --verbose  show whole digests and the bits of numbers
 """
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of ``d9m bundle``."""
-    parser.usage = (
-        "d9m bundle [-o FILE] [--add PATH] [--format FORMAT | --json] [-v]\n"
-        "                  [REFERENCE [THIS_RUN]]\n"
-        "       d9m bundle open [-o REPORT] [--format FORMAT | --json] [-v] FILE"
-    )
-    declare(parser, _ARGUMENTS, paths={"type": str}, add={"default": []})
-    add_format_arguments(parser)
-    declare(parser, "-v, --verbose  show whole digests and the bits of numbers")
+SETTINGS: dict[str, dict[str, object]] = {"paths": {"type": str}, "add": {"default": []}}
+PARSER = {
+    "usage": "d9m bundle [-o FILE] [--add PATH] [--format FORMAT | --json] [-v]\n"
+    "                  [REFERENCE [THIS_RUN]]\n"
+    "       d9m bundle open [-o REPORT] [--format FORMAT | --json] [-v] FILE"
+}
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -5,12 +5,7 @@ import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
-from lightning_d9m.cli.arguments import (
-    add_format_arguments,
-    add_ledger_arguments,
-    choose_ledgers,
-    declare,
-)
+from lightning_d9m.cli.arguments import FORMAT, LEDGERS, choose_ledgers
 from lightning_d9m.comparison.ledgers import compare_ledgers
 from lightning_d9m.comparison.noise import judge_change
 from lightning_d9m.comparison.weight_distance import DistanceSeries
@@ -30,7 +25,7 @@ from lightning_d9m.output.terminal import (
 )
 from lightning_d9m.text import printable
 
-_ARGUMENTS = """
+ARGUMENTS = f"""{LEDGERS}{FORMAT}
 -v, --verbose  show whole digests, the bits of numbers, and how far the weights of each layer are
     apart
 --noise DIR ...  compare the difference of the two trainings with that of runs without the change: a
@@ -39,13 +34,6 @@ _ARGUMENTS = """
 --value NAME  with --noise: the logged value that decides (default: all)
 --plot FILE  with --noise: write change and noise by epoch as an SVG
 """
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``d9m compare``."""
-    add_ledger_arguments(parser)
-    add_format_arguments(parser)
-    declare(parser, _ARGUMENTS)
 
 
 def run(arguments: argparse.Namespace) -> int:

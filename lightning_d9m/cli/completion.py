@@ -4,13 +4,8 @@ import argparse
 
 from lightning_d9m.errors import SettingError
 
-_SHELLS = ("bash", "zsh", "tcsh")
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``d9m completion``."""
-    parser.add_argument("shell", choices=_SHELLS, help="the shell")
-    parser.epilog = 'For bash, add to ~/.bashrc: eval "$(d9m completion bash)"'
+ARGUMENTS = "shell:{bash,zsh,tcsh}  the shell"
+PARSER = {"epilog": 'For bash, add to ~/.bashrc: eval "$(d9m completion bash)"'}
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -7,25 +7,19 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from lightning_d9m.cli.arguments import declare
 from lightning_d9m.output.terminal import format_next_steps
 from lightning_d9m.text import pluralize, printable
 
 if TYPE_CHECKING:
     from lightning_d9m.control.doctor import CheckResult
 
-_ARGUMENTS = """
+ARGUMENTS = """
 --json  print findings and the whole stack as one JSON object
 | --fix  print the shell commands that fix what variables can fix: eval "$(d9m doctor --fix)"
 """
 # The marks of the three statuses, and what stands for them where they cannot be printed.
 _MARKS = {"problem": "✗", "note": "!", "ok": "✓"}
 _ASCII_MARKS = {"problem": "x", "note": "!", "ok": "+"}
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``d9m doctor``."""
-    declare(parser, _ARGUMENTS)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -48,22 +42,19 @@ def run(arguments: argparse.Namespace) -> int:
         print("".join(f"{line}\n" for line in list_fixes(findings)), end="")
         findings = [finding for finding in findings if not finding.shell]
     else:
-        print(f"{_summarize(findings)}\n")
+        problems, notes = (
+            sum(finding.status == status for finding in findings) for status in ("problem", "note")
+        )
+        also = f", but {pluralize(notes, 'note')}" if notes else ""
+        found = (
+            pluralize(problems, "problem") + " found" if problems else f"No problems found{also}"
+        )
+        print(f"{found}.\n")
         print(format_findings(findings))
         if any(finding.shell for finding in findings):
             steps = [('eval "$(d9m doctor --fix)"', "fixes what variables can fix")]
             print("\n".join(format_next_steps(steps)))
     return int(any(finding.status == "problem" for finding in findings))
-
-
-def _summarize(findings: Sequence["CheckResult"]) -> str:
-    """Return one sentence."""
-    problems, notes = (
-        sum(finding.status == status for finding in findings) for status in ("problem", "note")
-    )
-    if problems:
-        return f"{pluralize(problems, 'problem')} found."
-    return f"No problems found, but {pluralize(notes, 'note')}." if notes else "No problems found."
 
 
 def list_fixes(findings: Iterable["CheckResult"]) -> list[str]:

@@ -9,7 +9,6 @@ import sys
 import tempfile
 from pathlib import Path
 
-from lightning_d9m.cli.arguments import declare
 from lightning_d9m.errors import CommandError
 from lightning_d9m.horovod.build import (
     HOROVOD_VERSION,
@@ -37,21 +36,18 @@ assert total.tolist() == [0.0, 3.0, 6.0, 9.0, 12.0], total
 hvd.shutdown()
 """
 
-_ARGUMENTS = """
+ARGUMENTS = """
 --cache DIR  the folder for wheels (default: $XDG_CACHE_HOME/lightning_d9m/wheels)
 --mpi  build with MPI in addition to Gloo
 --gpu {auto,nccl,none}  NCCL operations for CUDA; auto: when torch is a CUDA build (default: auto)
 --rebuild  build even if a cached or installed one works
 --json  print the result as JSON
 """
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's arguments."""
-    parser.description = (
-        f"Build Horovod {HOROVOD_VERSION} for the torch of this Python, install it and test it."
-    )
-    declare(parser, _ARGUMENTS, gpu={"default": "auto"})
+SETTINGS = {"gpu": {"default": "auto"}}
+PARSER = {
+    "description": f"Build Horovod {HOROVOD_VERSION} for the torch of this Python, install it and "
+    "test it."
+}
 
 
 def run(arguments: argparse.Namespace) -> int:

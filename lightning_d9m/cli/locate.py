@@ -9,79 +9,50 @@ far as it was narrowed down.
 import argparse
 import json
 import os
-from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING
 
-from lightning_d9m.cli.arguments import add_command_arguments, declare, get_command
+from lightning_d9m.cli.arguments import COMMAND, get_command
 from lightning_d9m.history.bundle import LOCATE_JSON
 from lightning_d9m.launch.run import Runs, make_output
-from lightning_d9m.locate.search import Runner, Search, SearchResult, find_cause_lines
+from lightning_d9m.locate.search import Runner, Search, find_cause_lines
 from lightning_d9m.output.locate_text import describe
 from lightning_d9m.output.terminal import print_lines, wrap
 
-if TYPE_CHECKING:
-    from lightning_d9m.lint.rules import Finding
-
 _MOST_SUSPECTS = 5
-_ARGUMENTS = """
+ARGUMENTS = f"""
 --no-determinism  seed and record, but leave the determinism settings alone: shows what differs
     without lightning_d9m
 --tries N  most pairs of runs for each look (default: 2)
 -o, --output DIR  new folder for ledgers, logs and dumps
 -v, --verbose  show more values that differ, and their bits
-"""
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of ``d9m locate``."""
-    parser.usage = (
-        "d9m locate [--no-determinism] [--tries N] [-o DIR] [--timeout SECONDS]\n"
-        "                  [--json] [-v] -- COMMAND ..."
-    )
-    declare(parser, _ARGUMENTS, tries={"default": 2})
-    add_command_arguments(parser, "a training")
+{COMMAND}"""
+SETTINGS = {"tries": {"default": 2}}
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Locate; return 0 if no runs differ, 1 if something was found."""
     command = get_command(arguments, "locate")
-    variables = _without_determinism() if arguments.no_determinism else {}
+    variables = {"LIGHTNING_D9M_CONTROL": "off"} if arguments.no_determinism else {}
+    if arguments.no_determinism and "PYTHONHASHSEED" not in os.environ:
+        variables["PYTHONHASHSEED"] = "random"  # Python's default; run_once sets 0 otherwise
     output = make_output(arguments.output)
     runner = Runner(Runs(command, output, arguments.timeout), variables)
     suspects = find_cause_lines(command, "")
-    if not arguments.json:
-        _print_suspects(suspects)
+    if suspects and not arguments.json:
+        # What the source shows already, before the first of many trainings ends.
+        for one in suspects[:_MOST_SUSPECTS]:
+            print_lines(wrap(f"suspect: {one.location}: {one.code} ({one.reason})", "  "))
+        print("The first look tests whether they matter:\n", flush=True)
     found = Search(runner, arguments.tries, suspects=bool(suspects)).locate()
     determinism = not arguments.no_determinism
     lines = list(describe(found, determinism=determinism, verbose=arguments.verbose))
-    _keep(found, lines, output)
-    if arguments.json:
-        print(json.dumps(found.as_json() | {"output": str(output)}, indent=2))
-    else:
-        print_lines([*lines, f"ledgers:  {output}"])
-    return 1 if found.cause is not None else 0
-
-
-def _keep(found: SearchResult, lines: list[str], output: Path) -> None:
-    """Write the result beside the ledgers, for `d9m bundle`."""
+    # For `d9m bundle`.
     facts = found.as_json() | {"report": lines}
     if found.pair is not None:
         ledgers = (found.pair.comparison.expected, found.pair.comparison.actual)
         facts["ledgers"] = [os.path.relpath(ledger, output) for ledger in ledgers]
     (output / LOCATE_JSON).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
-
-
-def _print_suspects(suspects: "Sequence[Finding]") -> None:
-    """Print what the source shows already, before the first of many trainings ends."""
-    for finding in suspects[:_MOST_SUSPECTS]:
-        print_lines(wrap(f"suspect: {finding.location}: {finding.code} ({finding.reason})", "  "))
-    if suspects:
-        print("The first look tests whether they matter:\n", flush=True)
-
-
-def _without_determinism() -> dict[str, str]:
-    variables = {"LIGHTNING_D9M_CONTROL": "off"}
-    if "PYTHONHASHSEED" not in os.environ:
-        variables["PYTHONHASHSEED"] = "random"  # Python's default; run_once sets 0 otherwise
-    return variables
+    if arguments.json:
+        print(json.dumps(found.as_json() | {"output": str(output)}, indent=2))
+    else:
+        print_lines([*lines, f"ledgers:  {output}"])
+    return 1 if found.cause is not None else 0

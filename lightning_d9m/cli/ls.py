@@ -5,22 +5,17 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from lightning_d9m.cli.arguments import declare
 from lightning_d9m.launch.progress import show_progress
 from lightning_d9m.ledger.folder import search_ledgers
 from lightning_d9m.output.result_tables import format_ledgers, make_ledger_row
 from lightning_d9m.output.terminal import terminal_width
 
-_ARGUMENTS = """
+ARGUMENTS = """
 folder:FOLDER?  folder to search (default: the working folder)
 -n, --last N  list only the last N ledgers
 --json  print a JSON list instead of a table
 """
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``d9m ls``."""
-    declare(parser, _ARGUMENTS, folder={"default": Path()})
+SETTINGS = {"folder": {"default": Path()}}
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -9,11 +9,12 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from importlib import import_module
 from typing import NoReturn
 
+from lightning_d9m.cli.arguments import declare_command
 from lightning_d9m.errors import D9mError
 from lightning_d9m.text import printable
 from lightning_d9m.version import __version__
@@ -60,8 +61,11 @@ class _Parser(argparse.ArgumentParser):
         width = min(shutil.get_terminal_size().columns, _MAX_WIDTH)
         lines = ["usage: d9m [-h] [--version] COMMAND ...", "", self.description or ""]
         column = max(map(len, COMMANDS)) + 4
+        # Without rich, so that help is fast.
+        plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+        bold = "{}" if plain or not sys.stdout.isatty() else "\x1b[1m{}\x1b[0m"
         for title, commands in _GROUPS.items():
-            lines += ["", _embolden(title)]
+            lines += ["", bold.format(title)]
             for name, summary in commands.items():
                 head = f"  {name:{column - 2}}"
                 lines += textwrap.wrap(
@@ -75,16 +79,15 @@ class _CommandParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         if found := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message):
-            choices = re.findall(r"[\w-]+", found[2])
-            alike = get_close_matches(found[1], choices, n=1)
-            message += f". Did you mean {alike[0]}?" if alike else ""
+            message += _suggest([found[1]], re.findall(r"[\w-]+", found[2]), ". Did you mean {}?")
         super().error(message)
 
 
-def _embolden(title: str) -> str:
-    """Return a title in bold on a terminal, without rich, so that help is fast."""
-    plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
-    return title if plain or not sys.stdout.isatty() else f"\x1b[1m{title}\x1b[0m"
+def _suggest(words: Iterable[str], known: Iterable[str], form: str) -> str:
+    """Return a text with the known word that is like a wrong one; empty without any."""
+    names = list(known)
+    alike = [match for word in words for match in get_close_matches(word, names, n=1)]
+    return form.format(alike[0]) if alike else ""
 
 
 def build_parser(*chosen: str) -> argparse.ArgumentParser:
@@ -106,9 +109,8 @@ def build_parser(*chosen: str) -> argparse.ArgumentParser:
     for name, summary in COMMANDS.items():
         command = commands.add_parser(name, help=summary, description=f"{summary.capitalize()}.")
         if name in chosen:
-            imported = import_module(f"lightning_d9m.cli.{name.replace('-', '_')}")
-            imported.add_arguments(command)
-            command.set_defaults(run=imported.run, parser=command)
+            module = f"lightning_d9m.cli.{name.replace('-', '_')}"
+            declare_command(command, import_module(module))
     return parser
 
 
@@ -120,7 +122,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(build_parser().format_help(), end="")
         return 2
     if chosen is not None and chosen not in COMMANDS:
-        _print_error(_describe_unknown(chosen))
+        hint = _suggest([chosen], COMMANDS, "Did you mean `d9m {}`? ")
+        _print_error(f"{chosen!r} is not a command. {hint}Commands: {', '.join(COMMANDS)}.")
         return 2
     arguments, unknown = build_parser(*[chosen] if chosen else []).parse_known_args(argv)
     if unknown:  # prints the usage of the command; argparse would print that of d9m
@@ -148,17 +151,23 @@ def _run(arguments: argparse.Namespace) -> int:
         # Not 1, which means that runs differ. `python -X dev -m lightning_d9m` shows a traceback.
         if sys.flags.dev_mode:
             raise
-        _print_error(_describe_unexpected(error))
-        _drop_output()
+        text = " ".join(str(error).split())
+        advice = (
+            "This is a bug in d9m: please report it, with the output of `python -X dev -m "
+            "lightning_d9m ...`."
+        )
+        is_file = isinstance(error, OSError)
+        _print_error(
+            f"{text}. Check the disk and the permissions."
+            if is_file
+            else f"{type(error).__name__}: {text}. {advice}"
+        )
+        try:
+            sys.stdout.flush()
+        except OSError:  # a full disk: exiting must not try again
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 2
     return status
-
-
-def _describe_unknown(word: str) -> str:
-    """Return the message for a word that is not a command, with the command that is alike."""
-    alike = get_close_matches(word, COMMANDS, n=1)
-    hint = f"Did you mean `d9m {alike[0]}`? " if alike else ""
-    return f"{word!r} is not a command. {hint}Commands: {', '.join(COMMANDS)}."
 
 
 def _describe_unrecognized(words: Sequence[str], parser: argparse.ArgumentParser) -> str:
@@ -166,8 +175,7 @@ def _describe_unrecognized(words: Sequence[str], parser: argparse.ArgumentParser
     options = [name for action in parser._actions for name in action.option_strings]  # noqa: SLF001 - there is no public list
     long = [name.removeprefix("--") for name in options if name.startswith("--")]
     typed = [word[2:].partition("=")[0] for word in words if word.startswith("--")]
-    alike = [match for word in typed for match in get_close_matches(word, long, n=1)]
-    hint = f". Did you mean --{alike[0]}?" if alike else ""
+    hint = _suggest(typed, long, ". Did you mean --{}?")
     return f"unrecognized arguments: {' '.join(words)}{hint}"
 
 
@@ -183,22 +191,3 @@ def _print_error(text: str) -> None:
             part for ln in lines for part in ([ln] if ln[:1] in ("", " ") else wrapper.wrap(ln))
         ]
     print("\n".join(lines), file=sys.stderr)
-
-
-def _describe_unexpected(error: Exception) -> str:
-    """Return one line on an unexpected error."""
-    text = " ".join(str(error).split())
-    if isinstance(error, OSError):
-        return f"{text}. Check the disk and the permissions."
-    return (
-        f"{type(error).__name__}: {text}. This is a bug in d9m: please report it, with the output "
-        "of `python -X dev -m lightning_d9m ...`."
-    )
-
-
-def _drop_output() -> None:
-    """Discard unprinted output, for example on a full disk, so that exiting does not retry it."""
-    try:
-        sys.stdout.flush()
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -3,27 +3,22 @@
 import argparse
 import json
 import sys
-from collections.abc import Iterable
 
-from lightning_d9m.cli.arguments import declare
 from lightning_d9m.output.op_listing import render_markdown, render_op
 from lightning_d9m.output.terminal import format_next_steps
-from lightning_d9m.patches.catalog.catalog import OPS, Op, find_op
+from lightning_d9m.patches.catalog.catalog import OPS, find_op
 
-_ARGUMENTS = """
+ARGUMENTS = """
 name:NAME?  print all facts about this op
 --json  print JSON
 | --markdown  print the documentation's page
 """
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``d9m ops``."""
-    declare(parser, _ARGUMENTS)
-
-
 def run(arguments: argparse.Namespace) -> int:
     """Print the catalog, or one entry of it."""
+    from lightning_d9m.output.terminal import make_table, measure, render, style, terminal_width
+
     ops = OPS if arguments.name is None else (find_op(arguments.name),)
     if arguments.json:
         records = [op.as_record() for op in ops]
@@ -31,22 +26,14 @@ def run(arguments: argparse.Namespace) -> int:
     elif arguments.markdown:
         print(render_markdown(ops), end="")
     elif arguments.name is None:
-        print(_format_table(ops))
+        table = make_table(
+            ["op", "status", "instead, or why not"],
+            [(op.name, style(op.status), op.instead or op.reason) for op in ops],
+        )
+        # In a pipe, each row is one line.
+        print(render(table, terminal_width(200) if sys.stdout.isatty() else measure(table)))
         if sys.stdout.isatty():
             print("\n".join(format_next_steps([("d9m ops NAME", "prints all facts about an op")])))
     else:
-        from lightning_d9m.output.terminal import terminal_width
-
         print(render_op(ops[0], terminal_width()))
     return 0
-
-
-def _format_table(ops: Iterable[Op]) -> str:
-    """Return one row for each op; in a pipe, each row is one line."""
-    from lightning_d9m.output.terminal import make_table, measure, render, style, terminal_width
-
-    table = make_table(
-        ["op", "status", "instead, or why not"],
-        [(op.name, style(op.status), op.instead or op.reason) for op in ops],
-    )
-    return render(table, terminal_width(200) if sys.stdout.isatty() else measure(table))

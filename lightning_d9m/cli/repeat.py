@@ -15,15 +15,16 @@ import os
 import re
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
+from typing import Any, TypeAlias
 
 from lightning_d9m.cli.arguments import (
+    FORMAT,
     MOST_RUNS,
-    add_command_arguments,
-    add_format_arguments,
-    declare,
+    TIMEOUT,
+    TRAINING,
     get_command,
     whole_number,
 )
@@ -66,12 +67,12 @@ _THREADS = "OMP_NUM_THREADS"
 _PLACEHOLDER = "{processes}"
 _MOST_PROCESSES = 1024
 _CHECKPOINTS = "checkpoints"
-_ARGUMENTS = """
+ARGUMENTS = f"""
 -n, --runs RUNS  number of runs (default: 2)
 | --portable  compute portable bits, and run with one thread, with two, and without vector
     instructions
 | --processes P,P,...  numbers of processes, such as 1,2,4: run once on each, started as torchrun
-    starts them; a command that contains {processes} starts them itself
+    starts them; a command that contains {{processes}} starts them itself
 | --interrupt  kill runs at several points, resume them, and compare them with a straight run
 --last-bits  change the last bit of each weight at the beginning of all runs but the first, to see
     what noise does; the runs then differ. For d9m compare --noise
@@ -79,7 +80,7 @@ _ARGUMENTS = """
     fit(..., weights_only=False) does
 -o, --output DIR  new folder for ledgers and logs (default: the next free d9m-runs/NNN)
 -v, --verbose  show whole digests and the bits of losses
-"""
+{FORMAT}{TIMEOUT}{TRAINING}"""
 # torch reads the first only where the caller of `torch.load` leaves weights_only at its default,
 # as Lightning does, and raises if the second is set beside it.
 _ALLOW_OBJECTS = {"TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1", "TORCH_FORCE_WEIGHTS_ONLY_LOAD": "0"}
@@ -101,39 +102,8 @@ _REMEDIES = {
 }
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """A run that ``d9m repeat`` makes.
-
-    Attributes:
-        command: The command.
-        title: Name of the run, for the progress line and errors.
-        processes: The number of processes; None if the command decides.
-        started: How many processes to start as ranks; None starts one, without variables for ranks.
-        variables: Further environment variables.
-        label: What the table calls the run.
-    """
-
-    command: list[str]
-    title: str
-    processes: int | None = None
-    started: int | None = None
-    variables: Mapping[str, str] = field(default_factory=dict)
-    label: str = ""
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``d9m repeat``."""
-    parser.usage = (
-        "d9m repeat [-n RUNS | --portable | --processes P,P,... |\n"
-        "                   --interrupt [--allow-objects]]\n"
-        "                  [--last-bits] [-o DIR] [--timeout SECONDS]\n"
-        "                  [--format FORMAT | --json] [-v] -- COMMAND ..."
-    )
-    runs = {"type": whole_number(_FEWEST_RUNS, MOST_RUNS)}
-    declare(parser, _ARGUMENTS, runs=runs, processes={"type": _read_counts})
-    add_format_arguments(parser)
-    add_command_arguments(parser, "a training", with_json=False)
+# The arguments of `_train`, by name.
+_Plan: TypeAlias = dict[str, Any]
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -150,17 +120,13 @@ def run(arguments: argparse.Namespace) -> int:
         report = _interrupt_and_resume(argv, runs, allow_objects=arguments.allow_objects)
     else:
         count = arguments.runs or _FEWEST_RUNS
+        plans: list[_Plan]
         if arguments.portable:
-            plans = [_Plan(argv, title, variables=given) for title, given in _STACKS]
+            plans = [{"title": title, "variables": given} for title, given in _STACKS]
         elif arguments.processes is None:
-            plans = [
-                _Plan(
-                    argv,
-                    f"run {number + 1} of {count}",
-                    variables={LAST_BITS: str(number)} if arguments.last_bits and number else {},
-                )
-                for number in range(count)
-            ]
+            plans = [{"title": f"run {number} of {count}"} for number in range(1, count + 1)]
+            for number, plan in enumerate(plans[1:] if arguments.last_bits else (), start=1):
+                plan["variables"] = {LAST_BITS: str(number)}
         else:
             plans = _plan_runs(argv, arguments.processes)
         watch = FileWatch(argv, output)
@@ -169,10 +135,7 @@ def run(arguments: argparse.Namespace) -> int:
             _check_last_bits(made)
         printed = "" if arguments.processes else _compare_printed(output)
         report = RepeatReport(made, output, argv, printed=printed, left=watch.describe)
-    if arguments.format == "markdown":
-        print(report.as_markdown())
-    else:
-        report.print_out(as_one_object=arguments.format == "json", verbose=arguments.verbose)
+    report.print_out(arguments.format, verbose=arguments.verbose)
     return {"equal": 0, "different": 1, "incomplete": 2}[report.verdict]
 
 
@@ -180,23 +143,19 @@ def _repeat(plans: Sequence[_Plan], runs: Runs, watch: FileWatch) -> dict[int, R
     made: dict[int, Run] = {}
     for number, plan in enumerate(plans, start=1):
         try:
-            made[number] = _train(plan, runs, f"run-{number:03d}")
+            made[number] = _train(runs, f"run-{number:03d}", **plan)
             watch.note_run()
         except CommandError as error:
             before = f" (run {number - 1} succeeded)" if made else ""
-            raise CommandError(f"In {plan.title}{before}: {error}") from error
+            raise CommandError(f"In {plan['title']}{before}: {error}") from error
     return made
 
 
-def _train(plan: _Plan, runs: Runs, name: str) -> Run:
-    run = runs.run(
-        name,
-        plan.title,
-        command=plan.command,
-        variables=plan.variables,
-        processes=plan.started,
-    )
-    return replace(run, label=plan.label, processes=plan.processes)
+def _train(
+    runs: Runs, name: str, *, title: str, label: str = "", count: int | None = None, **options: Any
+) -> Run:
+    """Run once; ``label`` and ``count``, of processes, are what the table shows of the run."""
+    return replace(runs.run(name, title, **options), label=label, processes=count)
 
 
 def _check_last_bits(runs: Mapping[int, Run]) -> None:
@@ -212,24 +171,24 @@ def _check_last_bits(runs: Mapping[int, Run]) -> None:
 
 
 def _compare_printed(output: Path) -> str:
-    """Return the first line that a run printed otherwise than run 1; empty if there is none."""
-    first, *others = (_read_printed(log) for log in sorted(output.glob("run-*/output.log")))
+    """Return the first line that a run printed otherwise than run 1; empty if there is none.
+
+    Lines with times, sizes, addresses and progress do not count, nor blanks: a progress bar writes
+    them over itself.
+    """
+
+    def read(log: Path) -> list[str]:
+        with log.open(errors="replace") as file:
+            text = file.read(_MOST_PRINTED).replace(log.parent.name, "run")
+        lines = map(str.strip, text.splitlines())
+        return [line for line in lines if line and not _VARIES.search(line)]
+
+    first, *others = map(read, sorted(output.glob("run-*/output.log")))
     for lines in others:
         for one, other in zip_longest(first, lines, fillvalue=""):
             if one != other:
                 return f"such as {one[:_MOST_SHOWN]!r} and {other[:_MOST_SHOWN]!r}"
     return ""
-
-
-def _read_printed(log: Path) -> list[str]:
-    """Return the lines of a log without those with times, sizes, addresses and progress.
-
-    Blanks do not count: a progress bar writes them over itself.
-    """
-    with log.open(errors="replace") as file:
-        text = file.read(_MOST_PRINTED).replace(log.parent.name, "run")
-    lines = map(str.strip, text.splitlines())
-    return [line for line in lines if line and not _VARIES.search(line)]
 
 
 def _check_arguments(arguments: argparse.Namespace) -> None:
@@ -271,6 +230,12 @@ def _read_counts(text: str) -> tuple[int, ...]:
     raise argparse.ArgumentTypeError(f"{text} is not valid; {problem}")
 
 
+SETTINGS = {
+    "runs": {"type": whole_number(_FEWEST_RUNS, MOST_RUNS)},
+    "processes": {"type": _read_counts},
+}
+
+
 def _plan_runs(argv: list[str], counts: Sequence[int]) -> list[_Plan]:
     """Return one run for each number of processes.
 
@@ -284,13 +249,14 @@ def _plan_runs(argv: list[str], counts: Sequence[int]) -> list[_Plan]:
     # Sums depend on the number of threads, so all runs have the same.
     variables = {_THREADS: os.environ.get(_THREADS) or str(count_threads(max(counts)))}
     return [
-        _Plan(
-            [word.replace(_PLACEHOLDER, str(count)) for word in argv],
-            f"run {number} of {len(counts)}, on {pluralize(count, 'process', 'processes')}",
-            processes=count,
-            started=None if starts_itself else count,
-            variables=variables,
-        )
+        {
+            "command": [word.replace(_PLACEHOLDER, str(count)) for word in argv],
+            "title": f"run {number} of {len(counts)}, "
+            f"on {pluralize(count, 'process', 'processes')}",
+            "count": count,
+            "processes": None if starts_itself else count,
+            "variables": variables,
+        }
         for number, count in enumerate(counts, start=1)
     ]
 
@@ -307,8 +273,10 @@ def _interrupt_and_resume(argv: list[str], runs: Runs, *, allow_objects: bool) -
     """
     folder = runs.output / "run-001"
     survey = {INTERRUPT: SURVEY, FOLDER: str(folder)}
-    plan = _Plan(argv, "run 1, straight", variables=survey, label="straight")
-    made, failures = {1: _train(plan, runs, folder.name)}, []
+    straight = _train(
+        runs, folder.name, title="run 1, straight", variables=survey, label="straight"
+    )
+    made, failures = {1: straight}, []
     points = list(choose_points(read_survey(folder)))
     if not points:
         raise CommandError(
@@ -321,14 +289,18 @@ def _interrupt_and_resume(argv: list[str], runs: Runs, *, allow_objects: bool) -
             checkpoints = _kill(runs, f"{name}-killed", point, f"{title}, to be killed")
             variables = {RESUME: str(checkpoints / CHECKPOINT)}
             variables |= _ALLOW_OBJECTS if allow_objects else {}
-            plan = _Plan(argv, f"{title}, resumed", variables=variables, label=f"{label}, resumed")
-            run = _train(plan, runs, name)
+            shown = f"{label}, resumed"
+            title = f"{title}, resumed"
+            run = _train(runs, name, title=title, label=shown, variables=variables)
             if RepeatReport({1: made[1], number: run}, runs.output, argv).verdict == "equal":
                 # A checkpoint that leads to a different run is kept.
                 shutil.rmtree(checkpoints, ignore_errors=True)
             made[number] = run
         except (CommandError, LedgerError) as error:
-            text = "\n".join([str(error), *_find_remedies(runs.output / name / "output.log")])
+            log = runs.output / name / "output.log"
+            said = log.read_text(errors="replace") if log.exists() else ""
+            remedies = [remedy for cause, remedy in _REMEDIES.items() if cause in said]
+            text = "\n".join([str(error), *remedies])
             failures.append(FailedRun(number, f"{label}, failed", text))
     return RepeatReport(made, runs.output, argv, failures, resumed=True)
 
@@ -352,12 +324,3 @@ def _kill(runs: Runs, name: str, point: InterruptionPoint, title: str) -> Path:
             f"straight run had reached: its runs differ. Log: {folder / 'output.log'}."
         )
     return checkpoints
-
-
-def _find_remedies(log: Path) -> list[str]:
-    """Return what helps a run that could not resume, by what it printed."""
-    try:
-        text = log.read_text(errors="replace")
-    except OSError:  # it did not start
-        return []
-    return [remedy for words, remedy in _REMEDIES.items() if words in text]

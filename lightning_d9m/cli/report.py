@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightning_d9m.cli.arguments import add_ledger_arguments, choose_ledgers, declare
+from lightning_d9m.cli.arguments import LEDGERS, choose_ledgers
 from lightning_d9m.comparison.ledgers import Comparison, RecordObserver, compare_ledgers
 from lightning_d9m.comparison.timeline import Timeline
 from lightning_d9m.errors import LedgerError
@@ -18,16 +18,12 @@ from lightning_d9m.output.repeat_text import RepeatReport
 from lightning_d9m.output.terminal import print_lines
 from lightning_d9m.text import printable
 
-_ARGUMENTS = """
+_ALL_RUNS = "the folder of a `d9m repeat`, all of whose runs are compared, or a folder"
+ARGUMENTS = f"""{LEDGERS.replace("a folder, whose", f"{_ALL_RUNS}, whose")}
 -o, --output OUTPUT  file to write (default: report.html); replaces an earlier report
 --force  replace the file even if it is not a report
 """
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``d9m report``."""
-    add_ledger_arguments(parser, repeat=True)
-    declare(parser, _ARGUMENTS, output={"default": Path("report.html")})
+SETTINGS = {"output": {"default": Path("report.html")}}
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -3,28 +3,26 @@
 import argparse
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from lightning_d9m.cli.arguments import declare
 from lightning_d9m.errors import SettingError
 from lightning_d9m.lint.files import list_files
-from lightning_d9m.lint.fixes import FileFix, fix_text
+from lightning_d9m.lint.fixes import fix_text
 from lightning_d9m.lint.rules import RULES
 from lightning_d9m.lint.scanner import choose_version, scan_entries
 from lightning_d9m.lint.source import read_source
 from lightning_d9m.output.lint_text import render_json, render_sarif, render_text
-from lightning_d9m.output.terminal import paint, terminal_width
+from lightning_d9m.output.terminal import terminal_width
 from lightning_d9m.text import pluralize
 
 _FLAGGED = "D9M103"  # depends on all files
 
-_ARGUMENTS = """
+ARGUMENTS = """
 paths:PATH*  files and folders (default: the current folder)
 --format {text,json,sarif}  text for a terminal (80 columns), JSON or SARIF 2.1.0 (default: text)
 | --json  short for --format json
---output FILE  write to a file instead of the terminal
 --select RULES ...  only these rules, by ids or prefixes of ids, separated by commas: D9M2,D9M301
 --ignore RULES ...  not these rules, by ids or prefixes of ids, separated by commas: D9M2,D9M301
 --exclude GLOB ...  leave out paths or names that match
@@ -38,18 +36,7 @@ paths:PATH*  files and folders (default: the current folder)
 | --diff  print what --fix would edit
 --rules  list the rules and exit
 """
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of ``d9m scan``."""
-    declare(
-        parser,
-        _ARGUMENTS,
-        format={"default": "text"},
-        json={"action": "store_const", "const": "json", "dest": "format"},
-        exclude={"default": []},
-        jobs={"default": 1},
-    )
+SETTINGS: dict[str, dict[str, object]] = {"exclude": {"default": []}, "jobs": {"default": 1}}
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -62,7 +49,10 @@ def run(arguments: argparse.Namespace) -> int:
     torch_version = choose_version(arguments.torch)
     paths = arguments.paths or [Path()]
     entries = list(list_files(paths, arguments.exclude, ignored=arguments.no_gitignore))
-    entries = [replace(entry, path=_shorten(entry.path)) for entry in entries]
+    # Relative to the current folder if they are inside.
+    here = f"{Path.cwd()}{os.sep}"
+    shown = (own.path.removeprefix(here).removeprefix(f".{os.sep}") or own.path for own in entries)
+    entries = [replace(own, path=path) for own, path in zip(entries, shown, strict=True)]
     scans = scan_entries(entries, torch_version, rules, arguments.jobs)
     if arguments.fix or arguments.diff:
         edited = [entry.path for entry, scan in zip(entries, scans, strict=True) if scan.edits]
@@ -72,7 +62,10 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.diff:
             print("".join(fix.as_diff() for fix in fixes), end="")
             return 1 if fixes else 0
-        _fix(fixes)
+        for fix in fixes:
+            fix.write()
+        counted = pluralize(sum(fix.count for fix in fixes), "finding")
+        print(f"fixed: {counted} in {pluralize(len(fixes), 'file')}", file=sys.stderr)
         scans = scan_entries(entries, torch_version, rules, arguments.jobs)
     turned_on = arguments.deterministic or any(scan.turns_on for scan in scans)
     found = [finding for scan in scans for finding in scan.findings]
@@ -88,20 +81,9 @@ def run(arguments: argparse.Namespace) -> int:
     elif arguments.format == "sarif":
         text = render_sarif(findings)
     else:
-        colors = [paint] if arguments.output is None else []
-        text = render_text(findings, summary, max(80, terminal_width(160)), *colors)
-    if arguments.output is None:
-        print(text, end="\n" if text else "")
-    else:
-        _write(arguments.output, text)
+        text = render_text(findings, summary, max(80, terminal_width(160)))
+    print(text)
     return 1 if findings else 0
-
-
-def _fix(fixes: Sequence[FileFix]) -> None:
-    for fix in fixes:
-        fix.write()
-    counted = pluralize(sum(fix.count for fix in fixes), "finding")
-    print(f"fixed: {counted} in {pluralize(len(fixes), 'file')}", file=sys.stderr)
 
 
 def choose_rules(select: Iterable[str] | None, ignore: Iterable[str] | None) -> frozenset[str]:
@@ -126,19 +108,3 @@ def _expand(words: Iterable[str]) -> set[str]:
             )
         ids |= found
     return ids
-
-
-def _shorten(path: str) -> str:
-    """Return a path relative to the current folder if it is inside."""
-    here = f"{Path.cwd()}{os.sep}"
-    return path.removeprefix(here).removeprefix(f".{os.sep}") or path
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(f"{text}\n", encoding="utf-8")
-    except OSError as error:
-        raise SettingError(
-            f"The findings cannot be written to {path}: {error.strerror or error}. Give another "
-            "file with --output."
-        ) from error

@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_d9m.cli.arguments import declare
 from lightning_d9m.errors import CheckpointError, CommandError, LedgerError
 from lightning_d9m.ledger.folder import Ledger, read_ledger
 from lightning_d9m.ledger.format.records import Digests
@@ -18,9 +17,9 @@ from lightning_d9m.output.terminal import print_wrapped
 from lightning_d9m.text import describe_names, escape, pluralize
 
 if TYPE_CHECKING:
-    from lightning_d9m.lightning.saved_state import LoopPosition, SavedState
+    from lightning_d9m.lightning.saved_state import SavedState
 
-_ARGUMENTS = """
+ARGUMENTS = """
 checkpoint:CHECKPOINT  a checkpoint that a Trainer saved, or a file of weights, alone (also
     .safetensors) or under the key state_dict
 ledger:LEDGER?  the ledger to search (default: the one that the checkpoint names, if it exists)
@@ -28,11 +27,6 @@ ledger:LEDGER?  the ledger to search (default: the one that the checkpoint names
     that you trust
 --json  print the result as one JSON object
 """
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``d9m verify``."""
-    declare(parser, _ARGUMENTS)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -133,9 +127,12 @@ def _verify(
         count = pluralize(found.tensors, "tensor")
         found.lines.append(f"whole: {count} and all other values are as saved")
     if not isinstance(state, str):
-        position = state.position
-        found.seed, found.epoch, found.step = state.seed, position.epoch, position.step
-        found.lines.append(f"saved {_describe_position(position)}, seed {state.seed}")
+        at = state.position
+        found.seed, found.epoch, found.step = state.seed, at.epoch, at.step
+        place = f"before epoch {at.epoch} at step {at.step}"
+        if at.phase != "epoch":
+            place = f"within epoch {at.epoch} after {at.batch} of its batches, at step {at.step}"
+        found.lines.append(f"saved {place}, seed {state.seed}")
     elif manifest is not None:
         found.lines.append(state)
     if ledger is None:
@@ -145,15 +142,6 @@ def _verify(
         found.ledger = str(ledger.path)
         _find_in(ledger, checkpoint, state, found)
     return found
-
-
-def _describe_position(position: "LoopPosition") -> str:
-    if position.phase == "epoch":
-        return f"before epoch {position.epoch} at step {position.step}"
-    return (
-        f"within epoch {position.epoch} after {position.batch} of its batches, at step "
-        f"{position.step}"
-    )
 
 
 def _find_ledger(named: Path | None, state: "SavedState | str") -> Ledger | None:
@@ -170,25 +158,34 @@ def _find_in(
     ledger: Ledger, checkpoint: Mapping[str, Any], state: "SavedState | str", result: Verification
 ) -> None:
     """Find the records of a ledger that have the checkpoint's weights."""
-    weights = _find_weights(checkpoint)
+    from lightning_d9m.ledger.resumed_runs import holds_record
+
     rank = min(ledger.files)
-    digests = _digest_weights(weights)
+    digests = _digest_weights(checkpoint)
     count = 0
     nearest: list[tuple[int, str]] = []
     for record in ledger.line_records(rank):
-        if isinstance(record, Digests) and record.groups.get("weights"):
-            count += 1
-            if not (differing := _list_differing(record, digests)):
-                result.records.append(_name_record(record))
-            elif isinstance(state, str) or record.step == state.position.step:
-                named = describe_names(differing[:4], len(differing))
-                nearest.append((len(differing), f"; of {_name_record(record)} differ {named}"))
-    between = not isinstance(state, str) and state.position.phase != "epoch"
+        if not isinstance(record, Digests) or not record.groups.get("weights"):
+            continue
+        count += 1
+        # All weights of the record, and the buffers that both have.
+        buffers = record.groups.get("buffers", {})
+        expected = {**record.groups["weights"]} | {n: buffers[n] for n in buffers if n in digests}
+        differing = [name for name, value in expected.items() if digests.get(name) != value]
+        where = f"{record.moment} {record.epoch} (step {record.step})"
+        if not differing:
+            result.records.append(where)
+        elif isinstance(state, str) or record.step == state.position.step:
+            named = describe_names(differing[:4], len(differing))
+            nearest.append((len(differing), f"; of {where} differ {named}"))
+    last = None  # the record that was the last one when the checkpoint was saved
+    if not isinstance(state, str) and state.position.phase != "epoch" and rank < len(state.ranks):
+        last = state.ranks[rank].ledger
     if result.records:
         result.verdict = "found"
         shown = ", ".join(map(escape, result.records[:8]))
         found = f"the weights of {result.checkpoint} are those of {shown}"
-    elif between and _was_written_for(ledger, rank, state):
+    elif last is not None and holds_record(ledger.files[rank], last.check):
         result.verdict = "between records"
         found = (
             f"none of the {count} records of weights was taken where {result.checkpoint} was "
@@ -202,48 +199,18 @@ def _find_in(
     result.lines.append(f"ledger: {ledger.path}")
 
 
-def _find_weights(checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the weights of a Trainer's checkpoint, or those of a file that has nothing else."""
-    from torch import Tensor
-
-    if all(isinstance(value, Tensor) for value in checkpoint.values()):
-        return checkpoint
-    # The last is of a sharded checkpoint that was written to one file.
-    for key in ("current_model_state", "state_dict", "model"):
-        if isinstance(found := checkpoint.get(key), Mapping) and found:
-            return found
-    return {}
-
-
-def _was_written_for(ledger: Ledger, rank: int, state: "SavedState | str") -> bool:
-    from lightning_d9m.ledger.resumed_runs import holds_record
-
-    if isinstance(state, str) or rank >= len(state.ranks):
-        return False
-    position = state.ranks[rank].ledger
-    return position is not None and holds_record(ledger.files[rank], position.check)
-
-
-def _digest_weights(weights: Mapping[str, Any]) -> dict[str, str]:
+def _digest_weights(checkpoint: Mapping[str, Any]) -> dict[str, str]:
+    """Digest the weights of a Trainer's checkpoint, or those of a file that has nothing else."""
     from torch import Tensor
 
     from lightning_d9m.hashing.digest import digest_many
     from lightning_d9m.hashing.training_state import plain_name
 
+    weights = checkpoint
+    if not all(isinstance(value, Tensor) for value in checkpoint.values()):
+        # The first is of a sharded checkpoint that was written to one file.
+        keys = ("current_model_state", "state_dict", "model")
+        tables = (checkpoint.get(key) for key in keys)
+        weights = next((own for own in tables if isinstance(own, Mapping) and own), {})
     tensors = {plain_name(n): value for n, value in weights.items() if isinstance(value, Tensor)}
     return dict(zip(tensors, digest_many(list(tensors.values())), strict=True))
-
-
-def _name_record(record: Digests) -> str:
-    return f"{record.moment} {record.epoch} (step {record.step})"
-
-
-def _list_differing(record: Digests, digests: Mapping[str, str]) -> list[str]:
-    """Return the names that the checkpoint lacks or has with other digests.
-
-    They are those of all weights of a record, and of the buffers that both have.
-    """
-    expected = dict(record.groups["weights"])
-    buffers = record.groups.get("buffers", {})
-    expected |= {name: value for name, value in buffers.items() if name in digests}
-    return [name for name, value in expected.items() if digests.get(name) != value]

@@ -277,7 +277,9 @@ def find_rank_cause(drift: Divergence, *, steps_seen: bool) -> Cause:
     return Cause("rank drift", text, _RANK_ADVICE)
 
 
-def _cause_of(found: Sequence[Divergence], ranks: int, *, batches_seen: bool) -> str:
+def _cause_of(  # noqa: C901, PLR0911 - one case for each kind of place
+    found: Sequence[Divergence], ranks: int, *, batches_seen: bool
+) -> str:
     first = found[0]
     if first.moment == "initial":
         return _INITIAL.get(first.kind, "unknown")
@@ -290,10 +292,6 @@ def _cause_of(found: Sequence[Divergence], ranks: int, *, batches_seen: bool) ->
         return "scalar"
     if first.moment != "batch":
         return "unknown"
-    return _rule(first, found, everywhere=len(found) == ranks > 1)
-
-
-def _rule(first: Divergence, found: Sequence[Divergence], *, everywhere: bool) -> str:
     if first.kind == "weight" and first.step == 0 and first.batch == 0:
         return "initial weights"
     if _is_setting(first.kind, first.name):
@@ -306,7 +304,8 @@ def _rule(first: Divergence, found: Sequence[Divergence], *, everywhere: bool) -
         return "draw" if _draws(first.name.rpartition("::")[2]) else "op"
     if first.kind in _INSIDE:
         return "given" if first.kind == "input" else "module"
-    name = "all-reduce" if first.kind == "gradient" and everywhere else first.kind
+    everywhere = first.kind == "gradient" and len(found) == ranks > 1
+    name = "all-reduce" if everywhere else first.kind
     return name if name in _CAUSES else "unknown"
 
 

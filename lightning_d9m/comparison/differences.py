@@ -5,7 +5,7 @@ a batch differ in places.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import NamedTuple, TypeAlias
@@ -22,7 +22,7 @@ from lightning_d9m.ledger.format.records import (
 from lightning_d9m.ledger.keys import Item, describe_record
 from lightning_d9m.ledger.kinds import PROBE_KINDS
 from lightning_d9m.ledger.stack import same_logical_ranks
-from lightning_d9m.ledger.tables import MISSING, TableValue, table_differences
+from lightning_d9m.ledger.tables import MISSING, table_differences
 from lightning_d9m.text import cut_digests
 
 Table: TypeAlias = Mapping[str, Json]
@@ -288,26 +288,33 @@ def find_difference(expected: Item, actual: Item) -> Divergence | None:
 
 
 def record_difference(expected: Record, actual: Record) -> Divergence | None:
-    """Return how two records with the same key differ; None if their contents are equal."""
+    """Return how two records with the same key differ; None if their contents are equal.
+
+    Entries keep the order of the earlier run, which is the order of the model.
+    """
     by_kind: dict[str, tuple[int, int]] = {}
     places: list[PlaceDifference] = []
     compared = 0
-    for group, size, named in _differing(expected, actual):
+    for group, (one, other) in _tables(expected, actual).items():
+        names = one.keys() | other.keys()
+        size = len(names) - (_TOTAL in names and len(names) > 1)
         compared += size
+        differing = table_differences(one, other)
+        # A group's total differs whenever an entry does, so it is listed only if nothing else is.
+        named = [entry for entry in differing if entry[0] != _TOTAL] or differing
         if named:
             by_kind[group] = (len(named), size)
-        for name, *values in named:
-            one, other = (None if value is MISSING else str(value) for value in values)
-            places.append(PlaceDifference(len(places), group, name, 0, one, other))
+        order = {name: number for number, name in enumerate(one)} if named[1:] else {}
+        for name, *values in sorted(named, key=lambda entry: order.get(entry[0], len(order))):
+            before, after = (None if value is MISSING else str(value) for value in values)
+            places.append(PlaceDifference(len(places), group, name, 0, before, after))
     if not places:
         return None
-    fields = actual.as_record()
-    epoch, step = fields.get("epoch"), fields.get("step")
     return Divergence(
         where=describe_record(actual),
         moment=actual.moment if isinstance(actual, Digests) else "",
-        epoch=epoch if isinstance(epoch, int) else 0,
-        step=step if isinstance(step, int) else 0,
+        epoch=getattr(actual, "epoch", 0),
+        step=getattr(actual, "step", 0),
         places=places,
         count=len(places),
         compared=compared,
@@ -315,51 +322,36 @@ def record_difference(expected: Record, actual: Record) -> Divergence | None:
     )
 
 
-def _comparable_fields(record: Record) -> dict[str, Json]:
-    """Return the fields of a record that are compared; the entries of a table by their names."""
-    fields: dict[str, Json] = {}
-    for name, value in record.as_record().items():
-        if name in record.uncompared:
-            continue
-        is_table = isinstance(value, Mapping)
-        fields |= (
-            {f"{name}.{key}": own for key, own in value.items()} if is_table else {name: value}
-        )
-    return fields
-
-
-def _differing(expected: Record, actual: Record) -> Iterator[tuple[str, int, list[TableValue]]]:
-    """Yield each group with the number of its entries and the entries that differ.
-
-    Entries keep the order of the earlier run, which is the order of the model.
-    """
-    for group, (one, other) in _tables(expected, actual).items():
-        entries = one.keys() | other.keys()
-        differing = table_differences(one, other)
-        # A group's total differs whenever an entry does, so it is listed only if nothing else is.
-        named = [entry for entry in differing if entry[0] != _TOTAL] or differing
-        if named[1:]:
-            order = {name: number for number, name in enumerate(one)}
-            named.sort(key=lambda entry: order.get(entry[0], len(order)))
-        yield group, len(entries) - (_TOTAL in entries and len(entries) > 1), named
-
-
 def _tables(expected: Record, actual: Record) -> dict[str, tuple[Table, Table]]:
     """Return the contents of two records by group."""
     if not isinstance(expected, Digests) or not isinstance(actual, Digests):
-        fields = [_comparable_fields(record) for record in (expected, actual)]
-        return {str(fields[0]["kind"]): (fields[0], fields[1])}
-    tables: dict[str, tuple[Table, Table]] = {}
-    named = list(GROUPS)
-    for record in (expected, actual):
-        named += [group for group in (*record.groups, *record.totals) if group not in named]
-    for group in named:
-        tables[group] = _group_tables(expected, actual, group)
-    losses = [{} if r.loss is None else {"loss": r.loss} for r in (expected, actual)]
-    tables["loss"] = (losses[0], losses[1])
-    tables["scalars"] = (expected.scalars, actual.scalars)
-    tables["step"] = ({"global step": str(expected.step)}, {"global step": str(actual.step)})
-    return tables
+        one, other = _list_fields(expected), _list_fields(actual)
+        return {expected.kind: (one, other)}
+    digests = (expected, actual)
+    groups = dict.fromkeys(GROUPS)
+    for record in digests:
+        groups |= dict.fromkeys((*record.groups, *record.totals))
+    losses = [{} if own.loss is None else {"loss": own.loss} for own in digests]
+    return {
+        **{group: _group_tables(expected, actual, group) for group in groups},
+        "loss": (losses[0], losses[1]),
+        "scalars": (expected.scalars, actual.scalars),
+        "step": ({"global step": str(expected.step)}, {"global step": str(actual.step)}),
+    }
+
+
+def _list_fields(record: Record) -> dict[str, Json]:
+    """Return the fields of a record that are compared; the entries of a table by their names."""
+    fields: dict[str, Json] = {}
+    for name, value in record.as_record().items():
+        if name not in record.uncompared:
+            table = (
+                {f"{name}.{key}": own for key, own in value.items()}
+                if isinstance(value, Mapping)
+                else {name: value}
+            )
+            fields |= table
+    return fields
 
 
 def _group_tables(expected: Digests, actual: Digests, group: str) -> tuple[Table, Table]:

@@ -7,6 +7,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Literal, TypeAlias
 
@@ -58,9 +59,6 @@ _TICK = 2**16
 RecordPair: TypeAlias = tuple[Item | None, Item | None]
 # A batch with more places is compared in parts of about so many, which bounds memory.
 _PART_PLACES = 2**17
-# Records of one step may come in a different order in each run. Most bytes of a step that are kept
-# to find their counterparts; beyond that, waiting records count as records of one run only.
-_KEPT_BYTES = 64 * 2**20
 
 RecordObserver: TypeAlias = Callable[[int, Item | None, Item | None, Divergence | None], None]
 
@@ -339,18 +337,16 @@ def compare_ledgers(
     common = [rank for rank in expected.files if rank in actual.files]
     headers: list[tuple[tuple[int, ...], Header, Header]]
     headers = [((rank,), expected.headers[rank], actual.headers[rank]) for rank in common]
-    stack: list[FieldDifference] = []
-    settings: list[FieldDifference] = []
-    refusals: list[FieldDifference] = []
+    stack, settings, refusals = _FieldTable(), _FieldTable(), _FieldTable()
     for where, one, other in headers or [((), expected.header, actual.header)]:
-        found = [FieldDifference(*entry) for entry in stack_differences(one.stack, other.stack)]
-        stack += _on_ranks(found, where)
-        settings += _on_ranks(setting_differences(one, other), where)
-        refusals += _on_ranks(header_refusals(one, other), where)
+        differing = stack_differences(one.stack, other.stack)
+        stack.add([FieldDifference(*entry) for entry in differing], where)
+        settings.add(setting_differences(one, other), where)
+        refusals.add(header_refusals(one, other), where)
     any_processes = same_logical_ranks(expected.header.stack, actual.header.stack)
     same_size = expected.header.world_size == actual.header.world_size
     ranks: list[RankComparison] = []
-    for rank in common if not refusals else ():
+    for rank in () if refusals.found else common:
         done = sum(entry.records + entry.places for entry in ranks)
         with expected.open(rank) as one_file, actual.open(rank) as other_file:
 
@@ -361,7 +357,7 @@ def compare_ledgers(
             files = (one_file, other_file)
             comparison, found_in_run = _compare_rank(rank, files, tick, watch, probes=same_size)
         ranks.append(comparison)
-        refusals += _on_ranks(found_in_run, (rank,))
+        refusals.add(found_in_run, (rank,))
     alone = [
         () if any_processes else tuple(rank for rank in one.files if rank not in other.files)
         for one, other in ((expected, actual), (actual, expected))
@@ -369,9 +365,9 @@ def compare_ledgers(
     return Comparison(
         expected=expected.path,
         actual=actual.path,
-        stack=_merge(stack),
-        settings=_merge(settings),
-        refusals=_merge(refusals),
+        stack=tuple(stack.found.values()),
+        settings=tuple(settings.found.values()),
+        refusals=tuple(refusals.found.values()),
         ranks=tuple(ranks),
         ranks_only_expected=alone[0],
         ranks_only_actual=alone[1],
@@ -393,18 +389,17 @@ def _compare_initial(*ledgers: Ledger) -> tuple[str, ...] | None:
     return tuple(name for name in {**one, **other} if one.get(name) != other.get(name))
 
 
-def _on_ranks(found: Iterable[FieldDifference], ranks: tuple[int, ...]) -> list[FieldDifference]:
-    return [FieldDifference(f.field, f.expected, f.actual, ranks) for f in found]
+class _FieldTable:
+    """Fields that differ; those that differ in the same way on several ranks are one."""
 
+    def __init__(self) -> None:
+        self.found: dict[str, FieldDifference] = {}
 
-def _merge(found: Iterable[FieldDifference]) -> tuple[FieldDifference, ...]:
-    """Merge fields that differ in the same way on several ranks."""
-    merged: dict[tuple[str, str], FieldDifference] = {}
-    for entry in found:
-        key = (entry.field, repr((entry.expected, entry.actual)))
-        ranks = (*merged[key].ranks, *entry.ranks) if key in merged else entry.ranks
-        merged[key] = FieldDifference(entry.field, entry.expected, entry.actual, ranks)
-    return tuple(merged.values())
+    def add(self, fields: Iterable[FieldDifference], ranks: tuple[int, ...]) -> None:
+        """Add the fields that differ on some ranks."""
+        for entry in fields:
+            known = self.found.setdefault(repr(entry), entry)
+            self.found[repr(entry)] = replace(known, ranks=(*known.ranks, *ranks))
 
 
 def _compare_rank(
@@ -476,7 +471,9 @@ def find_rank_drift(ledger: Ledger) -> tuple[Divergence, ...]:
     if PIPELINE_STAGES in ledger.header.stack:  # each rank trains another part of the model
         return ()
     first, *others = ledger.files
-    known = _read_known_drift(ledger)
+    records = (record for rank in ledger.files for record in ledger.line_records(rank))
+    claims = (record.drift for record in records if isinstance(record, End) and record.drift)
+    known = next(claims, None)
     found = [drift for rank in others if (drift := _compare_ranks(ledger, first, rank, known))]
     start = min((drift.when for drift in found), default=None)
     found = [drift for drift in found if drift.when == start]
@@ -495,17 +492,6 @@ def reference_rank(drift: Divergence) -> int:
     return 1 if drift.rank == 0 else 0
 
 
-def _read_known_drift(ledger: Ledger) -> RankDrift | None:
-    """Return the difference that the run itself has found."""
-    ends = (
-        record
-        for rank in ledger.files
-        for record in ledger.line_records(rank)
-        if type(record) is End
-    )
-    return next((end.drift for end in ends if end.drift is not None), None)
-
-
 def _compare_ranks(
     ledger: Ledger, first: int, rank: int, known: RankDrift | None
 ) -> Divergence | None:
@@ -517,66 +503,39 @@ def _compare_ranks(
                 continue
             found = find_difference(one, other)
             differing = () if found is None else found.places
-            if isinstance(other, Digests):
-                places = [
-                    entry
-                    for entry in differing
-                    if _must_be_equal(entry) or _is_known_entry(entry, other, known)
-                ]
-                size = len(other.groups.get(places[0].kind, ())) if places else 0
-            else:
-                claimed = None if sharded else known
-                places = [
-                    place
-                    for place in differing
-                    if place.kind in comparable or _is_known_place(place, claimed)
-                ]
-                size = 0 if found is None else found.compared
-                if not sharded:
-                    comparable |= _list_kinds(other) - {place.kind for place in differing}
+            claimed = None if sharded and isinstance(other, Batch) else known
+            places = [own for own in differing if _must_agree(own, other, comparable, claimed)]
+            if isinstance(other, Batch) and not sharded:
+                kinds = {kind for kind, _, _ in other.list_places()} & _MAYBE_SHARDED
+                comparable |= kinds - {place.kind for place in differing}
             if places and found is not None:
+                size = found.compared
+                if isinstance(other, Digests):
+                    size = len(other.groups.get(places[0].kind, ()))
                 compared = max(size, len(places))
                 found = replace(found, places=places, count=len(places), compared=compared)
                 return found.keep(rank)
     return None
 
 
-def _must_be_equal(entry: PlaceDifference) -> bool:
-    """Return whether an entry is a weight; the digest of a flat one of FSDP1 is a shard's."""
-    return entry.kind == "weights" and not entry.name.endswith(_FLAT)
-
-
-def _is_known_entry(entry: PlaceDifference, record: Digests, known: RankDrift | None) -> bool:
-    """Return whether an entry of a record is the one that the run found there."""
-    return (
+def _must_agree(
+    place: PlaceDifference, record: Digests | Batch, comparable: set[str], known: RankDrift | None
+) -> bool:
+    """Return whether ranks must agree at a place, or the run itself found it to differ."""
+    if isinstance(record, Batch):
+        if place.kind in comparable or known is None:
+            return place.kind in comparable
+        is_entry = f"{place.name}:".startswith(f"{known.name}:")
+        return is_entry and place.kind == _KINDS.get(known.group)
+    when = (place.kind, place.name, record.moment, record.epoch, record.step)
+    # The digest of a flat weight of FSDP1 is a shard's.
+    return (place.kind == "weights" and not place.name.endswith(_FLAT)) or (
         known is not None
-        and (entry.kind, entry.name) == (known.group, known.name)
-        and (record.moment, record.epoch, record.step) == (known.moment, known.epoch, known.step)
+        and when == (known.group, known.name, known.moment, known.epoch, known.step)
     )
 
 
-def _is_known_place(place: PlaceDifference, known: RankDrift | None) -> bool:
-    """Return whether a place holds the entry that the run found to differ."""
-    if known is None or place.kind != _KINDS.get(known.group):
-        return False
-    return place.name == known.name or place.name.startswith(f"{known.name}:")
-
-
-def _list_kinds(batch: Batch) -> set[str]:
-    return {kind for kind, _, _ in batch.list_places()} & _MAYBE_SHARDED
-
-
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    """A record of one run, the bytes of memory that it takes, about, and where it belongs."""
-
-    item: Item
-    size: int
-    key: Key
-    place: LedgerPosition
-
-
-def align_records(expected: RankReader, actual: RankReader) -> Iterator[RecordPair]:
+def align_records(*readers: RankReader) -> Iterator[RecordPair]:
     """Pair the records of two runs, as streams: memory is bounded by one step's records.
 
     The run that is behind (by epoch and step) advances. Within one step, records are paired by
@@ -587,83 +546,70 @@ def align_records(expected: RankReader, actual: RankReader) -> Iterator[RecordPa
         (None, record) if only one run has it. The probes of a batch come as one ``Batch``, or as
         several of at least 131,072 places.
     """
-    streams = _read_entries(expected), _read_entries(actual)
+    streams = [_place_records(reader) for reader in readers]
     heads = [next(stream, None) for stream in streams]
-    waiting: tuple[dict[Key, deque[_Entry]], ...] = ({}, {})
-    floor, kept = LEDGER_START, 0
-    while places := [head.place for head in heads if head is not None]:
-        one, other = heads
-        if one and other and one.key == other.key and not any(one.key in own for own in waiting):
-            yield _pair(one, other)
-            heads = [next(stream, None) for stream in streams]
-            continue
-        lowest = min(places)
-        if lowest > floor or kept > _KEPT_BYTES:
-            yield from _flush(*waiting)
-            floor, kept = max(floor, lowest), 0
-        for number, head in enumerate((one, other)):
-            if head is None or head.place != lowest:
+    waiting: dict[Key, deque[tuple[int, Item]]] = {}  # records of one run, by key
+    floor = LEDGER_START
+    while present := [head for head in heads if head is not None]:
+        lowest = min(place for place, _, _ in present)
+        alike = len(present) > 1 and present[0][1] == present[1][1]
+        if lowest > floor and not alike:  # what waits has no counterpart any more
+            yield from _list_alone(waiting)
+            waiting, floor = {}, lowest
+        for side, head in enumerate(tuple(heads)):
+            if head is None or not (alike or head[0] == lowest):
                 continue
-            heads[number] = next(streams[number], None)
-            others = waiting[1 - number]
-            if queue := others.get(head.key):
-                found = queue.popleft()
-                if not queue:
-                    del others[head.key]
-                yield _pair(found, head) if number else _pair(head, found)
-            else:
-                waiting[number].setdefault(head.key, deque()).append(head)
-                kept += head.size
-    yield from _flush(*waiting)
+            heads[side] = next(streams[side], None)
+            _, key, item = head
+            queue = waiting.setdefault(key, deque())
+            if not queue or queue[0][0] == side:
+                queue.append((side, item))
+                continue
+            _, found = queue.popleft()
+            if not queue:
+                del waiting[key]
+            one, other = (found, item) if side else (item, found)
+            yield (one, one) if one == other else (one, other)
+    yield from _list_alone(waiting)
 
 
-def _pair(one: _Entry, other: _Entry) -> RecordPair:
-    return (one.item, one.item) if one.item == other.item else (one.item, other.item)
+def _list_alone(waiting: Mapping[Key, Iterable[tuple[int, Item]]]) -> Iterator[RecordPair]:
+    for side, item in chain.from_iterable(waiting.values()):
+        yield (None, item) if side else (item, None)
 
 
-def _flush(*waiting: dict[Key, deque[_Entry]]) -> Iterator[RecordPair]:
-    """Yield the waiting records as records of one run only; no counterpart can follow."""
-    for number, table in enumerate(waiting):
-        for entry in (entry for queue in table.values() for entry in queue):
-            yield (None, entry.item) if number else (entry.item, None)
-        table.clear()
-
-
-def _read_entries(reader: RankReader) -> Iterator[_Entry]:
-    """Yield the records of a run, sorted by their places."""
+def _place_records(reader: RankReader) -> Iterator[tuple[LedgerPosition, Key, Item]]:
+    """Yield (place, key, record) of a run, sorted by place."""
     place = LEDGER_START
     for item in _join_batches(reader):
         place = record_place(item, place)
-        yield _Entry(item, _estimate_bytes(item), record_key(item), place)
-
-
-def _estimate_bytes(item: Item) -> int:
-    if isinstance(item, Batch):
-        return 2 * len(item.digests)
-    names = sum(map(len, item.groups.values())) if isinstance(item, Digests) else 0
-    return 1024 + 256 * names
+        yield place, record_key(item), item
 
 
 def _join_batches(reader: RankReader) -> Iterator[Item]:
-    """Yield the records of a ledger but those about probes; the parts of a batch are joined."""
-    part: Batch | None = None  # the one that was read last
-    is_waiting = False
-    for item in reader.records():
-        if isinstance(item, ProbeLayout | FramesEnd):
-            continue
-        if isinstance(item, Batch) and part is not None:
-            alike = (item.epoch, item.batch) == (part.epoch, part.batch)
-            if alike and is_waiting and item.step == part.step and part.size < _PART_PLACES:
-                layouts, digests = part.layouts + item.layouts, part.digests + item.digests
-                part = replace(part, layouts=layouts, digests=digests)
+    """Yield the records of a ledger but those about layouts; the parts of a batch are joined."""
+    known, offset = None, 0  # the last batch, and the places of it that came before
+    records = (item for item in reader.records() if not isinstance(item, ProbeLayout | FramesEnd))
+
+    def name(item: Item) -> tuple[int, ...]:
+        return (item.epoch, item.batch, item.step) if isinstance(item, Batch) else ()
+
+    for _, group in groupby(records, key=name):
+        whole: Batch | None = None
+        for item in group:
+            if not isinstance(item, Batch):
+                yield item
                 continue
-            item = replace(item, offset=part.offset + part.size if alike else 0)  # noqa: PLW2901
-        if is_waiting and part is not None:
-            yield part
-        is_waiting = isinstance(item, Batch)
-        if isinstance(item, Batch):
-            part = item
-        else:
-            yield item
-    if is_waiting and part is not None:
-        yield part
+            if (item.epoch, item.batch) != known:
+                known, offset = (item.epoch, item.batch), 0
+            if whole is None:
+                whole = replace(item, offset=offset)
+            else:
+                layouts, digests = whole.layouts + item.layouts, whole.digests + item.digests
+                whole = replace(whole, layouts=layouts, digests=digests)
+            offset += item.size
+            if whole.size >= _PART_PLACES:
+                yield whole
+                whole = None
+        if whole is not None:
+            yield whole

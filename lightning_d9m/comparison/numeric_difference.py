@@ -4,7 +4,7 @@ Vs, Vermv and Vc are those of Shanmugavelu et al. 2024 (arXiv 2408.05148, sectio
 formulas leave a case open, the rule makes a metric zero exactly if all bits agree.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import fsum
 
@@ -15,10 +15,6 @@ from lightning_d9m.hashing.digest import digest_many
 
 Output = Tensor | Sequence[Tensor]
 
-# Number of elements compared at once; it bounds the memory, at about 50 bytes an element.
-_CHUNK = 1 << 20
-# Most digests that are kept to count distinct outputs, at 32 bytes each.
-MOST_DISTINCT = 100_000
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MOST_ULPS = 2**63 - 1
 _EXAMPLES = 5
@@ -70,14 +66,12 @@ def measure_difference(expected: Tensor, actual: Tensor) -> Magnitude | None:
     >>> found.count, found.ulps, found.examples[0][0]
     (1, 1, (1,))
     """
-    one, other = expected.detach().cpu(), actual.detach().cpu()
+    one, other = (value.detach().resolve_conj().cpu() for value in (expected, actual))
     if _list_forms([one]) != _list_forms([other]) or {one.layout, other.layout} != {torch.strided}:
         return None
     if one.is_complex():
-        one, other = (torch.view_as_real(part.resolve_conj()) for part in (one, other))
-    one, other = one.contiguous(), other.contiguous()
-    integer = _INTEGERS[one.element_size()]
-    differing = one.view(integer) != other.view(integer)
+        one, other = torch.view_as_real(one), torch.view_as_real(other)
+    differing = (_bits(one) != _bits(other)).any(-1)
     places = [tuple(at) for at in differing.nonzero()[:_EXAMPLES].tolist()]
     old, new = one[differing], other[differing]
     x, y = old.double(), new.double()
@@ -125,20 +119,19 @@ def measure_variation(reference: Output, output: Output) -> Variation:
 
     If shapes or dtypes differ, every element counts as changed entirely.
     """
-    changed, relative, ulps = 0, 0.0, 0
     expected, actual = _as_list(reference), _as_list(output)
     elements = sum(tensor.numel() for tensor in expected)
     if _list_forms(expected) != _list_forms(actual):
         return Variation(1.0 if elements == 1 else None, 1.0, 1.0, _MOST_ULPS)
-    for left, right in zip(expected, actual, strict=True):
-        for old, new in _chunks(left, right):
-            differing = (_bits(old) != _bits(new)).any(1)
-            count = int(differing.sum())
-            if count:
-                changed += count
-                old, new = old[differing], new[differing]  # noqa: PLW2901 - the rest agrees
-                relative += float(_relative(old, new).sum())
-                ulps = max(ulps, _ulps(old, new))
+    changed, relative, ulps = 0, 0.0, 0
+    for pair in zip(expected, actual, strict=True):
+        one, other = (part.resolve_conj().resolve_neg().cpu() for part in pair)
+        differing = (_bits(one) != _bits(other)).any(-1)
+        if bool(differing.any()):
+            old, new = one[differing], other[differing]
+            changed += len(old)
+            relative += float(_relative(old, new).sum())
+            ulps = max(ulps, _ulps(old, new))
     scale = max(elements, 1)
     vermv = relative / scale
     return Variation(vermv if elements == 1 else None, vermv, changed / scale, ulps)
@@ -150,7 +143,7 @@ class Spread:
 
     Attributes:
         runs: Number of outputs.
-        distinct: Number of distinct outputs by their digests; at most 100,000.
+        distinct: Number of distinct outputs by their digests.
         vs: Mean Vs over the runs; None for outputs of several numbers.
         vermv: Mean Vermv over the runs.
         vermv_max: Greatest Vermv of a run.
@@ -194,8 +187,7 @@ class SpreadMeter:
         tensors = _as_list(output)
         if self._reference is None:
             self._reference = _keep(tensors)
-        if len(self._digests) < MOST_DISTINCT:
-            self._digests.add(tuple(digest_many(tensors)))
+        self._digests.add(tuple(digest_many(tensors)))
         variation = measure_variation(self._reference, tensors)
         self._found.append(variation)
         return variation
@@ -232,18 +224,10 @@ def _list_forms(tensors: list[Tensor]) -> list[tuple[torch.Size, torch.dtype]]:
     return [(tensor.shape, tensor.dtype) for tensor in tensors]
 
 
-def _chunks(left: Tensor, right: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield equal parts of two tensors, flat, where float64 exists."""
-    flat = (part.resolve_conj().resolve_neg().reshape(-1) for part in (left, right))
-    for parts in zip(*(part.split(_CHUNK) for part in flat), strict=True):
-        old, new = (part if part.device.type in ("cpu", "cuda") else part.cpu() for part in parts)
-        yield old, new.to(old.device)
-
-
-def _bits(part: Tensor) -> Tensor:
-    """Return the bits of flat elements as integers, of shape (elements, integers in one)."""
-    part = torch.view_as_real(part) if part.is_complex() else part.unsqueeze(1)
-    return part.contiguous().view(_INTEGERS[part.element_size()])
+def _bits(values: Tensor) -> Tensor:
+    """Return the bits of elements as integers, in a last dimension: two of a complex number."""
+    parts = torch.view_as_real(values) if values.is_complex() else values.unsqueeze(-1)
+    return parts.contiguous().view(_INTEGERS[parts.element_size()])
 
 
 def _relative(old: Tensor, new: Tensor) -> Tensor:

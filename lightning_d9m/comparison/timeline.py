@@ -3,11 +3,12 @@
 It is collected while two ledgers are compared. Steps are merged when there are too many.
 """
 
+from collections import defaultdict
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TypeAlias
 
-from lightning_d9m.comparison.differences import Divergence
+from lightning_d9m.comparison.differences import Divergence, PlaceDifference
 from lightning_d9m.comparison.weight_distance import DistanceSeries
 from lightning_d9m.ledger.format.frames import Batch, unpack_places
 from lightning_d9m.ledger.format.records import Digests
@@ -97,11 +98,11 @@ class Timeline:
         modules: Modules by path; "" is the model itself.
     """
 
-    ranks: dict[int, StepHistogram] = field(default_factory=dict)
+    ranks: dict[int, StepHistogram] = field(default_factory=lambda: defaultdict(StepHistogram))
     epochs: dict[int, int] = field(default_factory=dict)
     values: dict[str, list[ValuePair]] = field(default_factory=dict)
     distances: DistanceSeries = field(default_factory=DistanceSeries)
-    modules: dict[str, Module] = field(default_factory=dict)
+    modules: dict[str, Module] = field(default_factory=lambda: defaultdict(Module))
     _rank: int | None = None  # whose values are kept
 
     @property
@@ -127,45 +128,33 @@ class Timeline:
         if len(self.epochs) < MAX_EPOCHS:
             self.epochs[epoch] = min(step, self.epochs.get(epoch, step))
 
-    def _mark(self, rank: int, step: int, differing: int, alone: int = 0) -> None:
-        self.ranks.setdefault(rank, StepHistogram()).add(step, differing, alone)
-
     def _take_batch(
         self, rank: int, batch: Batch, *, alone: bool, found: Divergence | None
     ) -> None:
+        steps = self.ranks[rank]
         if alone:
-            self._mark(rank, batch.step, 0, batch.size)
+            steps.add(batch.step, 0, batch.size)
             return
-        self._note_modules(_list_modules(batch.layouts), batch.step)
-        if found is None:
-            self._mark(rank, batch.step, 0)
-            return
-        self._mark(rank, batch.step, found.count, len(found.one_sided))
-        for place in found.places:
-            what = f"{place.kind} {place.name}"
-            where = (batch.epoch, batch.step, batch.batch, place.position, what)
-            self._differs(module_of(place.kind, place.name), where)
-
-    def _note_modules(self, paths: frozenset[str], step: int) -> None:
-        """Note that digests of these modules were compared at a step."""
-        for path in paths:
-            self._find_module(path).steps.add(step, 0)
+        for path in _list_modules(batch.layouts):
+            self.modules[path].steps.add(batch.step, 0)
+        steps.add(batch.step, *((0, 0) if found is None else (found.count, len(found.one_sided))))
+        for place in () if found is None else found.places:
+            self._differs((batch.epoch, batch.step, batch.batch), place)
 
     def _take_digests(
         self, rank: int, one: Item | None, other: Item | None, found: Divergence | None
     ) -> None:
         if not isinstance(one, Digests) or not isinstance(other, Digests):
             if isinstance(item := one or other, Digests):
-                self._mark(rank, item.step, 0, 1)
+                self.ranks[rank].add(item.step, 0, 1)
             return
         named = ((group, name) for group, names in other.groups.items() for name in names)
-        self._note_modules(frozenset(module_of(*entry) for entry in named), other.step)
-        entries = () if found is None else found.places
-        self._mark(rank, other.step, len(entries))
-        for entry in entries:
-            # After the batches of its epoch.
-            where = (other.epoch, other.step, 2**63, entry.position, f"{entry.kind} {entry.name}")
-            self._differs(module_of(entry.kind, entry.name), where)
+        for path in {module_of(*entry) for entry in named}:
+            self.modules[path].steps.add(other.step, 0)
+        places = () if found is None else found.places
+        self.ranks[rank].add(other.step, len(places))
+        for place in places:  # after the batches of its epoch
+            self._differs((other.epoch, other.step, 2**63), place)
 
     def _take_values(self, rank: int, item: Digests, one: Item | None, other: Item | None) -> None:
         self._rank = rank if self._rank is None else self._rank
@@ -177,15 +166,12 @@ class Timeline:
                 pair = (values[0].get(name), values[1].get(name))
                 self.values.setdefault(name, []).append((item.step, *pair))
 
-    def _find_module(self, path: str) -> Module:
-        if path not in self.modules:
-            self.modules[path] = Module()
-        return self.modules[path]
-
-    def _differs(self, path: str, where: tuple[int, int, int, int, str]) -> None:
-        module = self._find_module(path)
+    def _differs(self, when: tuple[int, int, int], place: PlaceDifference) -> None:
+        """Count a place of a module that differs in (epoch, step, batch)."""
+        module = self.modules[module_of(place.kind, place.name)]
         module.differing += 1
-        module.steps.add(where[1], 1)
+        module.steps.add(when[1], 1)
+        where = (*when, place.position, f"{place.kind} {place.name}")
         if module.first is None or where < module.first:
             module.first = where
 

@@ -96,31 +96,25 @@ def measure_distances(expected: Digests, actual: Digests) -> dict[str, Distance 
 
     That is one that differs and of which a record has no sketch.
     """
-    weights = expected.groups.get("weights", {}), actual.groups.get("weights", {})
-    return {
-        name: _measure(
-            expected.sketches.get(name),
-            actual.sketches.get(name),
-            equal=digest == weights[1][name],
+    weights = actual.groups.get("weights", {})
+    found: dict[str, Distance | None] = {}
+    for name, digest in expected.groups.get("weights", {}).items():
+        if name not in weights:
+            continue
+        equal = digest == weights[name]
+        sketches = [record.sketches.get(name) for record in (expected, actual)]
+        one, other = (
+            unpack(f"<{SKETCH_BUCKETS}d", bytes.fromhex(sketch)) if sketch else ()
+            for sketch in sketches
         )
-        for name, digest in weights[0].items()
-        if name in weights[1]
-    }
-
-
-def _measure(expected: str | None, actual: str | None, *, equal: bool) -> Distance | None:
-    if expected is None or actual is None:
-        return NO_DISTANCE if equal else None
-    one, other = _unpack_sketch(expected), _unpack_sketch(actual)
-    norm = max(sum(x * x for x in one), sum(x * x for x in other))
-    if equal:
-        return Distance(0.0, norm, 0)
-    square = sum((x - y) ** 2 for x, y in zip(one, other, strict=True))
-    return Distance(square if math.isfinite(norm) else math.nan, norm, 1)
-
-
-def _unpack_sketch(sketch: str) -> tuple[float, ...]:
-    return unpack(f"<{SKETCH_BUCKETS}d", bytes.fromhex(sketch))
+        if not one or not other:
+            found[name] = NO_DISTANCE if equal else None
+            continue
+        norm = max(sum(x * x for x in one), sum(x * x for x in other))
+        square = 0.0 if equal else sum((x - y) ** 2 for x, y in zip(one, other, strict=True))
+        known = equal or math.isfinite(norm)
+        found[name] = Distance(square if known else math.nan, norm, int(not equal))
+    return found
 
 
 def _rate(distance: Distance) -> float:
@@ -155,7 +149,13 @@ class DistanceSeries:
         """Add the records of one rank at the end of an epoch."""
         if actual.epoch % self._stride:
             return
-        layers = self._add_up(expected, actual)
+        layers: dict[str, Distance] = {}
+        for name, own in measure_distances(expected, actual).items():
+            if own is None:
+                self.unknown[name] = None
+            else:
+                layer = name.rpartition(".")[0]
+                layers[layer] = layers.get(layer, NO_DISTANCE) + own
         if not layers:
             return
         known = self.moments.setdefault(actual.step, {})
@@ -168,17 +168,6 @@ class DistanceSeries:
             left_out = [step for step, epoch in self.epochs.items() if epoch % self._stride]
             for step in left_out or [actual.step]:
                 del self.moments[step], self.epochs[step]
-
-    def _add_up(self, expected: Digests, actual: Digests) -> dict[str, Distance]:
-        """Return the distance of each layer, and note weights whose distance is not known."""
-        layers: dict[str, Distance] = {}
-        for name, distance in measure_distances(expected, actual).items():
-            if distance is None:
-                self.unknown[name] = None
-                continue
-            layer = name.rpartition(".")[0]
-            layers[layer] = layers.get(layer, NO_DISTANCE) + distance
-        return layers
 
     def rank_layers(self) -> list[str]:
         """Return the layers that differ, those with the greatest relative distance first."""

@@ -181,7 +181,13 @@ def run_processes(
     wait = partial(_wait, timeout=timeout, tick=tick, killed_when=killed_when)
     end, left = _watch(command, starts, wait)
     if left:
-        print(f"d9m: {_describe_left(left)}", file=sys.stderr)
+        names = Counter(left.values()).most_common()
+        listed = ", ".join(
+            escape(name) + (f" ({count})" if count > 1 else "") for name, count in names[:_NAMES]
+        )
+        more = f" and {len(names) - _NAMES} more names" if names[_NAMES:] else ""
+        what = pluralize(len(left), "process", "processes")
+        print(f"d9m: the command left {what} running, ended now: {listed}{more}", file=sys.stderr)
     if end is None:
         return
     log = starts[end.process].log
@@ -342,17 +348,6 @@ def _signals_deferred() -> Iterator[list[int]]:
             signal.raise_signal(received[0])
             # If the user's own signal handler returns, terminate anyway.
             raise SystemExit(128 + received[0])
-
-
-def _describe_left(left: Mapping[int, str]) -> str:
-    """Return one line on the processes that still ran after their command had ended."""
-    names = Counter(left.values()).most_common()
-    listed = ", ".join(
-        escape(name) + (f" ({count})" if count > 1 else "") for name, count in names[:_NAMES]
-    )
-    more = f" and {len(names) - _NAMES} more names" if names[_NAMES:] else ""
-    what = pluralize(len(left), "process", "processes")
-    return f"the command left {what} running, ended now: {listed}{more}"
 
 
 def _name_signal(number: int) -> str:

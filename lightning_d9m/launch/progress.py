@@ -1,6 +1,5 @@
 """Progress on standard error: a line that is rewritten in place, and one for each run."""
 
-import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -58,7 +57,6 @@ def show_progress(what: str) -> Iterator[Callable[[int], None] | None]:
 
 
 _EPOCH = b'"moment":"epoch"'
-_BLOCK = 2**20
 
 
 class EpochCounter:
@@ -75,10 +73,9 @@ class EpochCounter:
             # Errors are ignored here; the reader of the ledger reports them.
             with suppress(OSError), path.open("rb") as stream:
                 stream.seek(self._offsets.get(path, 0))
-                while len(block := stream.read(_BLOCK)) >= len(_EPOCH):
-                    self._epochs += block.count(_EPOCH)
-                    # The end may be the start of a match: it is read again with the next bytes.
-                    self._offsets[path] = stream.seek(1 - len(_EPOCH), os.SEEK_CUR)
+                lines, _, rest = stream.read().rpartition(b"\n")
+                self._epochs += lines.count(_EPOCH)
+                self._offsets[path] = stream.tell() - len(rest)
         return self._epochs
 
 

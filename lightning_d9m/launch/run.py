@@ -10,9 +10,9 @@ import json
 import os
 import time
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -52,13 +52,10 @@ def make_output(chosen: Path | None, parent: str = "d9m-runs", prefix: str = "")
             folder.mkdir(parents=True)
         except FileExistsError:
             continue
-        except FileNotFoundError as error:  # /proc, or a broken link: its parents exist
-            raise LedgerError(
-                f"The folder {folder} cannot be made: {error.strerror}. Give another with --output."
-            ) from error
         except (OSError, ValueError) as error:
+            why = getattr(error, "strerror", None) or error
             raise LedgerError(
-                f"The folder {folder} cannot be made: {explain_file_error(error)}"
+                f"The folder {folder} cannot be made: {why}. Give another with --output."
             ) from error
         return folder.resolve()
     if chosen is None:
@@ -295,7 +292,9 @@ def pair_fits(expected: Mapping[str, Ledger], actual: Mapping[str, Ledger]) -> d
                 pairs[name] = names.pop(names.index(name) if name in names else 0)
     paired = {name: actual[pairs[name]] for name in expected if name in pairs}
     for name in sorted(actual.keys() - set(pairs.values())):
-        paired[_find_free_name(name, expected.keys() | paired.keys())] = actual[name]
+        free = (f"{_kind(name)}-{number:03d}" for number in count())
+        taken = expected.keys() | paired.keys()
+        paired[next(own for own in chain([name], free) if own not in taken)] = actual[name]
     return paired
 
 
@@ -316,10 +315,3 @@ def _list_keys(name: str, ledger: Ledger) -> list[Hashable]:
 
 def _kind(name: str) -> str:
     return name.rpartition("-")[0]
-
-
-def _find_free_name(name: str, taken: Iterable[str]) -> str:
-    if name not in taken:
-        return name
-    numbered = (f"{_kind(name)}-{number:03d}" for number in count())
-    return next(found for found in numbered if found not in taken)

@@ -6,7 +6,6 @@ import sys
 from functools import cache
 from pathlib import Path
 from shlex import join
-from typing import Any
 
 from lightning_d9m.ledger.format.records import Scalar
 
@@ -29,28 +28,22 @@ def capture_program() -> dict[str, Scalar]:
         from the commit) if there is a repository.
     """
     main = sys.modules.get("__main__")
-    words = [*_name_main(main), *sys.argv[1:]]
-    command = join(words).encode("utf-8", "backslashreplace").decode()[:_MAX_COMMAND]
-    script = getattr(main, "__file__", None)
-    folder = Path.cwd()
-    if script is not None and _is_own(Path(script)):
-        folder = Path(script).absolute().parent
-    else:
-        script = None
-    return {"command": command, **_read_git(folder, None if script is None else Path(script).name)}
-
-
-def _name_main(main: Any) -> list[str]:
     specification = getattr(main, "__spec__", None)
+    words = sys.argv[:1]
     if specification is not None:
-        return ["python", "-m", specification.name.removesuffix(".__main__")]
-    return ["python", *sys.argv[:1]]
-
-
-def _is_own(script: Path) -> bool:
-    """Return whether a script is not one of an installed package."""
+        words = ["-m", specification.name.removesuffix(".__main__")]
+    command = (
+        join(["python", *words, *sys.argv[1:]])
+        .encode("utf-8", "backslashreplace")
+        .decode()[:_MAX_COMMAND]
+    )
+    script = Path(getattr(main, "__file__", None) or "")
     prefixes = {Path(prefix).absolute() for prefix in (sys.prefix, sys.base_prefix)}
-    return script.exists() and prefixes.isdisjoint(script.absolute().parents)
+    if script.is_file() and prefixes.isdisjoint(script.absolute().parents):
+        git = _read_git(script.absolute().parent, script.name)
+    else:
+        git = _read_git(Path.cwd(), None)
+    return {"command": command, **git}
 
 
 @cache

@@ -46,10 +46,6 @@ The kernel is chosen by measured time, so another run may choose a kernel that r
 differently.
 Fix: Fix one configuration, or store the tuning's result in a file that all runs read.
 
-D9M107 error uninitialized-memory-read
-The values are the previous content of the memory.
-Fix: Use torch.zeros or torch.full, or fill it before it is read.
-
 D9M201 error generator-without-seed
 Without a seed the generator takes one from the system, which differs in each run; seeding the
 global generators does not change that.
@@ -72,10 +68,6 @@ Every worker sets the same seed, so all draw the same numbers. torch seeds Pytho
 torch in each worker by itself.
 Fix: Remove the worker_init_fn, or derive its seed from torch.initial_seed().
 
-D9M212 error clock-in-learning-rate
-The learning rate depends on the clock, which differs in each run.
-Fix: Compute it from the step or the epoch.
-
 D9M301 error set-order
 The order of a set of strings depends on PYTHONHASHSEED, which Python draws in each run.
 Fix: Iterate over sorted(...), or over dict.fromkeys(...), which keeps the order.
@@ -91,16 +83,6 @@ Fix: Use hashlib or zlib.crc32 on its bytes.
 D9M305 error order-of-completion
 Results come in the order in which they finish, which varies.
 Fix: Take them in the order in which they were submitted.
-
-D9M306 warning order-of-modification-time
-The order of modification times differs after a copy or a download, and for files that several
-processes write.
-Fix: Sort by name.
-
-D9M307 error parameters-written-by-thread
-A thread writes to parameters at a time that differs in each run.
-Fix: Write to them in the training loop or in a hook, or join the thread before training
-continues.
 
 D9M401 warning benchmark-on
 cuDNN's benchmark chooses algorithms by measured time, so another run may choose different ones.

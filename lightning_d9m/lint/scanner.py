@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from lightning_d9m.errors import SettingError
-from lightning_d9m.lint.checks import memory, ops, order, seeds, settings
+from lightning_d9m.lint.checks import ops, order, seeds, settings
 from lightning_d9m.lint.files import SourceFile
 from lightning_d9m.lint.rules import CODE, RULES, Finding
 from lightning_d9m.lint.source import Problem, Source, SourceError, parse, read_source
@@ -35,23 +35,17 @@ _CHUNK = 16
 _CALLS: tuple[Callable[[Call], Iterator[Report]], ...] = (
     ops.check_op,
     settings.check_choice_by_time,
-    memory.check_empty,
     seeds.check_seed,
     seeds.check_system_draw,
     seeds.check_worker_seed,
-    seeds.check_learning_rate_call,
     order.check_listing,
-    order.check_modification_time,
     order.check_completion,
     order.check_hash,
     order.check_set_call,
-    memory.check_thread,
     settings.check_setting_call,
 )
 _NODES: Mapping[type[ast.AST], Sequence[Callable[[Any, Tree], Iterator[Report]]]] = {
-    ast.Assign: (settings.check_setting, seeds.check_learning_rate),
-    ast.AugAssign: (seeds.check_learning_rate,),
-    ast.Subscript: (ops.check_index,),
+    ast.Assign: (settings.check_setting,),
     **dict.fromkeys((ast.Set, ast.SetComp, ast.Name, ast.Attribute, ast.BinOp), (order.check_set,)),
 }
 
@@ -74,18 +68,14 @@ class FileScan:
 
 
 def choose_version(given: str | None) -> str:
-    """Return the torch release: the given, the installed, or the newest in the catalog.
+    """Return the torch release: the given one, or that which is installed.
 
     Releases older than the catalog count as its oldest release.
 
     Raises:
         SettingError: If the given version is not valid.
     """
-    if given is None:
-        try:
-            given = version("torch")
-        except PackageNotFoundError:
-            return "2.13"
+    given = given or version("torch")
     try:
         release = tuple(int(part) for part in given.split(".")[:2])
         oldest = min(tuple(int(part) for part in op.since.split(".")) for op in OPS)
@@ -136,8 +126,7 @@ def scan_source(source: Source, path: str, torch_version: str, rules: frozenset[
         if isinstance(module, tuple):
             problems.append(Problem(module[0], 0, module[1]))
         else:
-            package = _find_package(path) if "from ." in source.text else ""
-            reports = dict.fromkeys(_check(Tree(module, package)))
+            reports = dict.fromkeys(_check(Tree(module)))
     except RecursionError:
         problems.append(Problem(1, 0, "It is nested too deeply to be scanned."))
     lines = source.text.split("\n")
@@ -205,90 +194,49 @@ def _locate(finding: Finding, source: Source) -> Finding:
     return replace(finding, cell=cell, line=line, end_line=end, file_line=file_line)
 
 
-def _find_package(path: str) -> str:
-    """Return the dotted name of a file's package, for its relative imports."""
-    parts: list[str] = []
-    folder = Path(path).absolute().parent
-    while (folder / "__init__.py").exists():
-        parts.append(folder.name)
-        folder = folder.parent
-    return ".".join(reversed(parts))
-
-
-@dataclass(frozen=True)
-class _Suppression:
-    """A comment that suppresses findings.
-
-    Attributes:
-        comment: A finding at the place of the comment, for what is wrong with it.
-        rules: The named rules.
-        problem: An error in the comment; empty for a valid one.
-        target: The line whose findings it suppresses.
-    """
-
-    comment: Finding
-    rules: tuple[str, ...]
-    problem: str
-    target: int
-
-
 def _suppress(
-    findings: Iterable[Finding], text: str, path: str, rules: frozenset[str]
+    found: Iterable[Finding], text: str, path: str, rules: frozenset[str]
 ) -> Iterator[Finding]:
-    """Yield the findings that no comment suppresses, and findings about the comments."""
-    suppressions = list(_read_suppressions(text, path)) if _MARK.search(text) else []
-    used: set[tuple[int, str]] = set()
-    for finding in findings:
-        matching = {
-            (number, finding.rule)
-            for number, one in enumerate(suppressions)
-            if not one.problem
-            and finding.rule in one.rules
-            and finding.line <= one.target <= finding.end_line
-        }
-        used |= matching
-        if not matching:
-            yield finding
-    for number, one in enumerate(suppressions):
-        unused = [rule for rule in one.rules if rule in rules and (number, rule) not in used]
-        if one.problem:
-            yield replace(one.comment, reason=one.problem)
-        elif unused:
-            reason = f"It suppresses {', '.join(unused)}, which is not found here."
-            fix = RULES["D9M003"].fix
-            yield replace(one.comment, rule="D9M003", reason=reason, fix=fix)
+    """Yield the findings that no comment suppresses, and findings about the comments.
 
-
-def _read_suppressions(text: str, path: str) -> Iterator[_Suppression]:
-    """Yield the suppressions of a valid text; one alone on its line applies to the next code."""
-    lines = text.split("\n")
-    try:
-        tokens = list(tokenize.generate_tokens(io.StringIO(text).readline))
-    except (tokenize.TokenError, SyntaxError):
-        return
-    for token in tokens:
-        match = _COMMENT.match(token.string) if token.type == tokenize.COMMENT else None
-        if match is None:
-            continue
+    A comment alone on its line applies to the next code.
+    """
+    findings, suppressed, lines = list(found), set[Finding](), text.split("\n")
+    for token in _list_comments(text):
         row, column = token.start
         target = row
         if not lines[row - 1][:column].strip():
-            while target < len(lines) and lines[target].strip()[:1] in {"", "#"}:
-                target += 1
-            target += 1
-        rules = tuple(word.strip() for word in (match["rules"] or "").split(",") if word.strip())
-        comment = Finding.at(
-            path,
-            "D9M002",
-            (row, column + 1),
-            (row, token.end[1] + 1),
-            code=lines[row - 1][column:][:CODE],
-        )
-        problem = _find_problem(match["verb"], rules, match["reason"])
-        yield _Suppression(comment, rules, problem, target)
+            following = (n for n in range(row, len(lines)) if lines[n].strip()[:1] not in {"", "#"})
+            target = next(following, len(lines)) + 1
+        verb, listed, reason = _COMMENT.match(token.string).groups()  # type: ignore[union-attr] # it was listed
+        named = [word.strip() for word in (listed or "").split(",") if word.strip()]
+        code = lines[row - 1][column:][:CODE]
+        end = (row, token.end[1] + 1)
+        if problem := _find_problem(verb, named, reason):
+            yield Finding.at(path, "D9M002", (row, column + 1), end, reason=problem, code=code)
+            continue
+        covered = {f for f in findings if f.rule in named and f.line <= target <= f.end_line}
+        suppressed |= covered
+        unused = (set(named) & rules).difference(finding.rule for finding in covered)
+        if unused:
+            reason = f"It suppresses {', '.join(sorted(unused))}, which is not found here."
+            yield Finding.at(path, "D9M003", (row, column + 1), end, reason=reason, code=code)
+    yield from (finding for finding in findings if finding not in suppressed)
 
 
-def _find_problem(verb: str, rules: tuple[str, ...], reason: str) -> str:
+def _list_comments(text: str) -> list[tokenize.TokenInfo]:
+    """Return the comments of a valid text that are about our findings."""
+    if not _MARK.search(text):
+        return []
+    try:
+        tokens = list(tokenize.generate_tokens(io.StringIO(text).readline))
+    except (tokenize.TokenError, SyntaxError):
+        return []
+    comments = (token for token in tokens if token.type == tokenize.COMMENT)
+    return [token for token in comments if _COMMENT.match(token.string)]
+
+
+def _find_problem(verb: str, rules: Sequence[str], reason: str) -> str:
     if verb != "ignore":
         return f"{verb!r} is not a verb of d9m; allowed: ignore."
     if not rules:

@@ -171,7 +171,6 @@ class Tree:
 
     Args:
         module: The parsed module.
-        package: The dotted name of its package, for relative imports.
 
     Attributes:
         module: The parsed module.
@@ -180,8 +179,8 @@ class Tree:
         scope: The innermost scope of each node; decorators and defaults belong to the outer one.
     """
 
-    def __init__(self, module: ast.Module, package: str = "") -> None:
-        self.module, self._package = module, package
+    def __init__(self, module: ast.Module) -> None:
+        self.module = module
         self.nodes: list[ast.AST] = []
         self.parent: dict[ast.AST, ast.AST] = {}
         self.scope: dict[ast.AST, Scope] = {}
@@ -212,8 +211,13 @@ class Tree:
                 for alias in aliases:
                     top = alias.name if alias.asname else alias.name.partition(".")[0]
                     scope.bindings[alias.asname or top].append(Binding("import", name=top))
-            case ast.ImportFrom():
-                self._bind_names(node, scope)
+            case ast.ImportFrom(module, aliases, level):
+                # A relative import is of the program's own modules, which are not read.
+                source = "." * (level or 0) + (module or "")
+                scope.stars += [source for alias in aliases if alias.name == "*"]
+                for alias in aliases:
+                    found = Binding("import", name=f"{source}.{alias.name}")
+                    scope.bindings[alias.asname or alias.name].append(found)
             case ast.FunctionDef(name) | ast.AsyncFunctionDef(name) | ast.ClassDef(name):
                 scope.bindings[name].append(Binding("definition", node))
             case ast.Name(name, ast.Store()):
@@ -225,18 +229,6 @@ class Tree:
                 value, statement = self._find_stored(node)
                 if value is not None and getattr(statement, "value", None) is not None:
                     scope.enclosing_class.attributes[name].append(value)
-
-    def _bind_names(self, statement: ast.ImportFrom, scope: Scope) -> None:
-        """Note what ``from module import name`` binds."""
-        parts = self._package.split(".")
-        kept = parts[: len(parts) - statement.level + 1] if statement.level else []
-        module = ".".join([*kept, *([statement.module] if statement.module else [])]).strip(".")
-        for alias in statement.names:
-            if alias.name == "*":
-                scope.stars.append(module)
-            else:
-                found = Binding("import", name=f"{module}.{alias.name}")
-                scope.bindings[alias.asname or alias.name].append(found)
 
     def _find_stored(self, target: ast.AST) -> tuple[ast.AST | None, ast.AST]:
         """Return the value that a target is given, None if it is not written, and by what."""
@@ -275,12 +267,6 @@ class Tree:
             and (skipped is None or skipped not in self.around(node))
         ]
 
-    def find_taker(self, node: ast.AST) -> ast.Call | None:
-        """Return the call that an expression is an argument of."""
-        outer = self.parent[node]
-        outer = self.parent[outer] if isinstance(outer, ast.keyword) else outer
-        return outer if isinstance(outer, ast.Call) and outer.func is not node else None
-
     def find_method(self, node: ast.AST) -> tuple[str, ast.Call | None]:
         """Return the attribute of an object that is read, as a dotted name, and its call."""
         names = []
@@ -289,11 +275,6 @@ class Tree:
             node = outer
         call = outer if isinstance(outer, ast.Call) and outer.func is node else None
         return ".".join(names), call
-
-
-def list_targets(statement: ast.Assign | ast.AnnAssign | ast.AugAssign) -> list[ast.expr]:
-    """Return the targets of an assignment."""
-    return statement.targets if isinstance(statement, ast.Assign) else [statement.target]
 
 
 class Call:

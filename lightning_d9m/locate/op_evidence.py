@@ -66,10 +66,14 @@ class OpFinding:
 def examine_op(found: Divergence, dumps: Sequence[Path]) -> OpFinding | None:
     """Examine the operation at which two runs diverge; None if it was not dumped."""
     name, leaf = split_leaf(found.name)
-    read = [_read_op(found, name, folder) for folder in dumps]
-    if None in read or len(read) != 2:  # noqa: PLR2004 - the two runs
+    where, place = _batch_filter(found), (found.kind, name, found.call)
+    files = [
+        next(find_dumps(folder, step=found.step, place=place, **where), None) for folder in dumps
+    ]
+    read = [read_dump(file) for file in files if file is not None]
+    if len(read) != 2:  # noqa: PLR2004 - the two runs
         return None
-    one, other = (content for content in read if content is not None)
+    one, other = read
     inputs, generators = zip(*(_take_inputs(content) for content in (one, other)), strict=True)
     replays, outcomes, obstacle = _replay(one)
     return OpFinding(
@@ -144,12 +148,6 @@ def split_leaf(name: str) -> tuple[str, str]:
     return f"{module}::{op}", leaf
 
 
-def _read_op(found: Divergence, name: str, folder: Path) -> dict[str, Any] | None:
-    place = (found.kind, name, found.call)
-    files = find_dumps(folder, step=found.step, place=place, **_batch_filter(found))
-    return next(map(read_dump, files), None)
-
-
 def _read_values(
     found: Divergence, kind: str, folder: Path, rank: int
 ) -> Iterator[tuple[tuple[str, str, int], Any]]:
@@ -191,17 +189,16 @@ def _measure_outputs(expected: list[Any], actual: list[Any], leaf: str) -> Magni
     return None
 
 
-def _measure(expected: object, actual: object) -> Magnitude | None:
-    pair = [_as_tensor(value) for value in (expected, actual)]
-    return None if pair[0] is None or pair[1] is None else measure_difference(pair[0], pair[1])
-
-
-def _as_tensor(value: object) -> Tensor | None:
-    if isinstance(value, float):
-        return torch.tensor(value, dtype=torch.float64)
-    if isinstance(value, int):
-        return torch.tensor(value)
-    return value if isinstance(value, Tensor) else None
+def _measure(*values: object) -> Magnitude | None:
+    """Measure the difference of two tensors or numbers; None for other values."""
+    tensors = [
+        torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
+        if isinstance(value, int | float)
+        else value
+        for value in values
+    ]
+    one, other = (value if isinstance(value, Tensor) else None for value in tensors)
+    return None if one is None or other is None else measure_difference(one, other)
 
 
 def _replay(dumped: dict[str, Any]) -> tuple[int, int, str]:
@@ -265,12 +262,12 @@ def _count_samples(folder: Path) -> Counter[str] | None:
             for entry in sorted(read_index(batch), key=lambda entry: str(entry["name"]))
             if entry["kind"] == "batch"
         ]
-        columns = [leaf for leaf in leaves if _has_samples(leaf)]
+        columns = [
+            leaf
+            for leaf in leaves
+            if isinstance(leaf, list) or (isinstance(leaf, Tensor) and leaf.dim() > 0)
+        ]
         if len({len(column) for column in columns}) != 1:
             return None
         samples.update(digest_value(list(sample)) for sample in zip(*columns, strict=True))
     return samples
-
-
-def _has_samples(leaf: object) -> bool:
-    return isinstance(leaf, list) or (isinstance(leaf, Tensor) and leaf.dim() > 0)

@@ -33,7 +33,7 @@ from lightning_d9m.comparison.ledgers import (
 )
 from lightning_d9m.errors import CommandError, DriftError
 from lightning_d9m.launch.left_files import FileWatch
-from lightning_d9m.launch.run import Runs
+from lightning_d9m.launch.run import Run, Runs
 from lightning_d9m.ledger.folder import Ledger
 from lightning_d9m.ledger.format.records import Digests
 from lightning_d9m.ledger.kinds import ROOT, STATE, WRITTEN, describe_batch
@@ -56,29 +56,13 @@ _RULES = {
     "data": (*_DRAWS, *_ORDER),
     "initial weights": (*_DRAWS, *_ORDER),
     "random numbers": ("D9M204",),
-    "uninitialized memory": ("D9M107",),
 }
-_ANY = (*_DRAWS, *_ORDER, "D9M107")
+_ANY = (*_DRAWS, *_ORDER)
 
 _DUMP = "LIGHTNING_D9M_DUMP"
 _DUMP_NAMES = "LIGHTNING_D9M_DUMP_NAMES"
 # torch fills new memory only while deterministic algorithms are on.
 _FILLED = {"LIGHTNING_D9M_CONTROL": "on", "LIGHTNING_D9M_FILL_UNINITIALIZED_MEMORY": "1"}
-
-
-@dataclass(frozen=True)
-class ProbedRun:
-    """One run and the files that it wrote.
-
-    Attributes:
-        fits: Its ledgers by name.
-        dump: The folder of its dumps, whether or not something was saved there.
-        drift_error: The error of a run that ended with a ``DriftError``; None for any other.
-    """
-
-    fits: Mapping[str, Ledger]
-    dump: Path
-    drift_error: CommandError | None = None
 
 
 @dataclass(frozen=True)
@@ -136,8 +120,10 @@ class Runner:
         self._numbers = count(1)
         self._stage = ""
 
-    def run(self, stage: str, *, dump: str = "", filled: bool = False, **probes: str) -> ProbedRun:
-        """Run once.
+    def run(
+        self, stage: str, *, dump: str = "", filled: bool = False, **probes: str
+    ) -> tuple[Run, Path]:
+        """Run once; return the run and the folder of its dumps, which need not exist.
 
         Args:
             stage: Name of the look, for the progress line.
@@ -162,10 +148,12 @@ class Runner:
             variables={**self._variables, **variables},
             may_fail=True,
         )
-        if run.failure is not None and not any(map(_ended_with_drift, run.fits.values())):
+        ends = [fit.outcome(rank).end for fit in run.fits.values() for rank in fit.files]
+        drifted = any(end and (end.error or "").startswith(DriftError.__name__) for end in ends)
+        if run.failure is not None and not drifted:
             raise run.failure
         self.files.note_run()
-        return ProbedRun(run.fits, folder / "dump", run.failure)
+        return run, folder / "dump"
 
     def run_pair(
         self, stage: str, *, dump: str = "", filled: bool = False, **probes: str
@@ -182,19 +170,19 @@ class Runner:
             seconds = f"{2 * self._runs.seconds:.0f} s for each pair of runs"
             print(f"next look: {stage}, about {seconds}", file=sys.stderr, flush=True)
         runs = [self.run(stage, dump=dump, filled=filled, **probes) for _ in range(2)]
-        expected, actual = runs[0].fits, runs[1].fits
+        expected, actual = (run.fits for run, _ in runs)
         if expected.keys() != actual.keys():
             raise CommandError(
                 f"The two runs left different ledgers: {', '.join(expected)} and "
                 f"{', '.join(actual)}. Each run must fit the same models in the same order."
             )
-        dumps = tuple(run.dump for run in runs)
+        dumps = tuple(dump for _, dump in runs)
         pairs = [
             RunPair(name, compare_ledgers(ledger, actual[name]), ledger, len(expected), dumps)
             for name, ledger in expected.items()
         ]
         pair = next((pair for pair in pairs if pair.differs), None)
-        error = next((run.drift_error for run in runs if run.drift_error is not None), None)
+        error = next((run.failure for run, _ in runs if run.failure is not None), None)
         if pair is None and error is not None:
             drifting = (replace(own, rank_drift=find_rank_drift(own.expected)) for own in pairs)
             pair = next((found for found in drifting if found.rank_drift), None)
@@ -206,12 +194,6 @@ class Runner:
 def escape_name(name: str) -> str:
     """Return a pattern that matches one name; a comma, which separates patterns, becomes ``?``."""
     return re.sub(r"([*?[])", r"[\1]", name).replace(",", "?")
-
-
-def _ended_with_drift(ledger: Ledger) -> bool:
-    """Return whether a fit ended with a ``DriftError``, from its reference or across ranks."""
-    ends = [ledger.outcome(rank).end for rank in ledger.files]
-    return any(end and (end.error or "").startswith(DriftError.__name__) for end in ends)
 
 
 _WHOLE = "whole run"
@@ -502,8 +484,8 @@ class Search:
         self, pair: RunPair, stage: str, steps: str, dump: str = ""
     ) -> tuple[Path, tuple[Divergence, ...]]:
         """Run once; return the folder of dumps, and where its ranks differ."""
-        run = self._runner.run(stage, dump=dump, probes=_RANK_PROBES, probe_steps=steps)
-        return run.dump, find_rank_drift(run.fits[pair.fit]) if pair.fit in run.fits else ()
+        run, saved = self._runner.run(stage, dump=dump, probes=_RANK_PROBES, probe_steps=steps)
+        return saved, find_rank_drift(run.fits[pair.fit]) if pair.fit in run.fits else ()
 
     def _report_ranks(self, stage: str, drift: tuple[Divergence, ...], *, steps_seen: bool) -> None:
         self._found.divergences = drift
@@ -551,7 +533,8 @@ class Search:
         first = found[0]
         if stage == _VALUES and _find_again(known[0], first) is None:
             return False
-        if stage.startswith(_OPERATIONS) and not _is_within(first, stage):
+        module = stage.removeprefix(_OPERATIONS)
+        if module not in (stage, ROOT) and not f"{name_module(first)}.".startswith(f"{module}."):
             return False  # it entered the module from outside, where no operations are probed
         if first.moment == "epoch":
             whole = stage == _FIRST or (stage == _SECOND and known[0].moment == "epoch")
@@ -596,12 +579,6 @@ class Search:
         elsewhere = f", {missed} of {self._tries} pairs differ elsewhere" if missed else ""
         self._found.looks.append(f"{stage}: {outcome} in {runs} runs{elsewhere}")
         return None
-
-
-def _is_within(found: Divergence, stage: str) -> bool:
-    """Return whether a place lies in the module whose operations were probed."""
-    module = stage.removeprefix(_OPERATIONS)
-    return module == ROOT or f"{name_module(found)}.".startswith(f"{module}.")
 
 
 def _find_again(known: Divergence, first: Divergence) -> Divergence | None:

@@ -199,9 +199,12 @@ def state_verdict(comparison: Comparison) -> str:
             "go; one was ended before it finished its ledger."
         )
     if comparison.verdict == "different":
-        return (
-            f"different: {count_compared(comparison)} compared. {_name_first(comparison)}".rstrip()
-        )
+        first = ""
+        if found := earliest_divergences(comparison):
+            verb = "diverge" if found[1:] else "diverges"
+            ranks = name_ranks(sorted(entry.rank for entry in found))
+            first = " " + _begin(f"{ranks} {verb} first, in {found[0].where}.")
+        return f"different: {count_compared(comparison)} compared.{first}"
     if comparison.refusals:
         names = ", ".join(escape(entry.field) for entry in comparison.refusals)
         return f"not comparable: the runs differ by design ({names})."
@@ -217,16 +220,6 @@ def count_compared(comparison: Comparison) -> str:
         batches = pluralize(sum(rank.batches for rank in comparison.ranks), "batch", "batches")
         records += f" and {pluralize(places, 'probe')} of {batches}"
     return records
-
-
-def _name_first(comparison: Comparison) -> str:
-    """Return a sentence that names the first divergence."""
-    found = earliest_divergences(comparison)
-    if not found:
-        return ""
-    verb = "diverge" if found[1:] else "diverges"
-    ranks = name_ranks(sorted(entry.rank for entry in found))
-    return _begin(f"{ranks} {verb} first, in {found[0].where}.")
 
 
 def _begin(sentence: str) -> str:

@@ -107,12 +107,18 @@ def render_page(
     basis = state_verdict(comparison)
     if comparison.verdict == "different":  # the header says the rest
         basis = f"{count_compared(comparison)} compared."
+    final = ledgers[1].outcome(min(ledgers[1].files)).final if comparison.equal else None
+    values = [timeline.values] if repeated is None else repeated.values
+    # If there are many ranks, those that diverge are shown.
+    chosen = list(dict.fromkeys([*(entry.rank for entry in found), *timeline.ranks]))[:_MAX_RANKS]
+    ranks = [(rank, timeline.ranks[rank]) for rank in sorted(chosen) if rank in timeline.ranks]
     return environment.get_template("report.html.j2").render(
         comparison=comparison,
         timeline=timeline,
+        repeated=repeated,
         title=f"{comparison.verdict}: {_name_pair(comparison.expected, comparison.actual)}",
         cause=find_cause(comparison) if found or comparison.stack else None,
-        weights=_find_weights(ledgers[1]) if comparison.equal else "",
+        weights="" if final is None else final.totals.get("weights", ""),
         facts=list(list_run_facts(ledgers)),
         command=find_command(ledgers),
         first=found[0] if found else None,
@@ -122,46 +128,17 @@ def render_page(
         basis=basis,
         places=list(_list_places(found)),
         modules=_make_module_map(timeline, comparison),
-        max_ranks=_MAX_RANKS,
-        max_fields=_MAX_FIELDS,
-        max_sentences=_MAX_SENTENCES,
-        generator=GENERATOR,
-        version=__version__,
+        run_columns=list_run_columns([] if repeated is None else repeated.rows),
+        values=list(_draw_values(timeline, values)),
+        keys=[draw_key(n) for n in range(1 + len(values))] if repeated else [],
+        ranks=_make_heat_map(ranks, timeline.epochs) if ranks else None,
+        ranks_left_out=len(timeline.ranks) - len(ranks),
+        layers=list(enumerate(list_layers(timeline.distances))),
+        layer_chart=_draw_layers(timeline),
         style=style,
         script=script,
         script_hash=b64encode(sha256(script.encode()).digest()).decode(),
-        **_draw_runs(timeline, repeated),
-        **_draw_timeline(timeline, [entry.rank for entry in found]),
     )
-
-
-def _draw_runs(timeline: Timeline, repeated: RepeatedRuns | None) -> dict[str, object]:
-    """Return the values of the sections about all runs."""
-    values = [timeline.values] if repeated is None else repeated.values
-    return {
-        "repeated": repeated,
-        "run_columns": list_run_columns([] if repeated is None else repeated.rows),
-        "values": list(_draw_values(timeline, values)),
-        "keys": [draw_key(n) for n in range(1 + len(values))] if repeated else [],
-    }
-
-
-def _draw_timeline(timeline: Timeline, differing: list[int]) -> dict[str, object]:
-    """Return the values of the sections about ranks and layers.
-
-    If there are many ranks, those that diverge are shown.
-    """
-    chosen = list(dict.fromkeys([*differing, *timeline.ranks]))[:_MAX_RANKS]
-    ranks = [(rank, timeline.ranks[rank]) for rank in sorted(chosen) if rank in timeline.ranks]
-    return {
-        "ranks": _make_heat_map(ranks, timeline.epochs) if ranks else None,
-        "ranks_left_out": len(timeline.ranks) - len(ranks),
-        "layers": list(enumerate(list_layers(timeline.distances))),
-        "layer_columns": LAYER_COLUMNS,
-        "layer_chart": _draw_layers(timeline),
-        "standard_error": f"{STANDARD_ERROR:.0%}",
-        "draw_key": draw_key,
-    }
 
 
 def list_run_facts(ledgers: Sequence[Ledger]) -> Iterator[tuple[str, list[str]]]:
@@ -192,12 +169,6 @@ def _describe_date(created: str) -> str:
 def _describe_commit(program: Mapping[str, Scalar]) -> str:
     commit = str(program.get("git.commit") or "")
     return f"{commit}, with changes" if commit and program.get("git.dirty") else commit
-
-
-def _find_weights(ledger: Ledger) -> str:
-    """Return the digest of the final weights; empty if the fit did not end."""
-    final = ledger.outcome(min(ledger.files)).final
-    return "" if final is None else final.totals.get("weights", "")
 
 
 def _draw_values(
@@ -238,6 +209,16 @@ def _make_environment() -> "Environment":
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
+    environment.globals |= {
+        "max_ranks": _MAX_RANKS,
+        "max_fields": _MAX_FIELDS,
+        "max_sentences": _MAX_SENTENCES,
+        "generator": GENERATOR,
+        "version": __version__,
+        "layer_columns": LAYER_COLUMNS,
+        "standard_error": f"{STANDARD_ERROR:.0%}",
+        "draw_key": draw_key,
+    }
     environment.filters |= {
         "untrusted": _mark_untrusted,
         "name": _break_name,

@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from linecache import checkcache, getline
 from pathlib import PurePath
 from typing import Any
@@ -11,7 +11,7 @@ from urllib.parse import quote
 from rich.cells import cell_len
 
 from lightning_d9m.lint.rules import RULES, Finding, Severity
-from lightning_d9m.output.terminal import WIDTH, format_next_steps, wrap
+from lightning_d9m.output.terminal import WIDTH, format_next_steps, paint, wrap
 from lightning_d9m.text import pluralize, printable
 from lightning_d9m.version import __version__
 
@@ -27,7 +27,6 @@ def render_text(
     findings: Sequence[Finding],
     summary: Mapping[str, Any],
     width: int = WIDTH,
-    paint: Callable[[str, str], str] = lambda _, shown: shown,
 ) -> str:
     """Return the findings for a terminal: by rule, each place with its line of source."""
     checkcache()  # a file may have changed since an earlier scan of this process
@@ -51,7 +50,7 @@ def render_text(
             lines.append("")
             shown = group if rule != _FLAGGED or alone else group[:_MOST_FLAGGED]
             for finding in shown:
-                lines += _show_place(finding, width, paint)
+                lines += _show_place(finding, width)
             if more := len(group) - len(shown):
                 lines += wrap(f"and {more} more: `d9m scan --select {rule}` lists them", _INDENT)
             lines += [*wrap(reason, _INDENT), *wrap(f"Fix: {fix}", _INDENT)]
@@ -61,14 +60,16 @@ def render_text(
     return "\n".join(lines)
 
 
-def _show_place(finding: Finding, width: int, paint: Callable[[str, str], str]) -> list[str]:
+def _show_place(finding: Finding, width: int) -> list[str]:
     """Return the place of a finding, and its line with carets below the code."""
     place = f"{_INDENT}{printable(finding.location)}: "
     place += f"{paint(finding.severity, finding.severity)}, {finding.certainty}"
     source = "" if finding.cell else printable(getline(finding.file, finding.line).rstrip())
     margin = f"{_INDENT}{finding.line:>5} | "
     if not source:  # a notebook's cell, or the program's standard input
-        return [place, *([_cut(f"{_INDENT}| {finding.code}")] if finding.code else [])]
+        code = f"{_INDENT}| {finding.code}"
+        cut = code if len(code) <= WIDTH else f"{code[: WIDTH - 3]}..."
+        return [place, *([cut] if finding.code else [])]
     before = source[: finding.column - 1]
     end = finding.end_column - 1 if finding.end_line == finding.line else len(source)
     # A long line is cut on the left so that the code starts within the first third.
@@ -84,10 +85,6 @@ def _show_place(finding: Finding, width: int, paint: Callable[[str, str], str]) 
     offset = cell_len(source[start : len(before)])
     carets = paint(finding.severity, "^" * max(1, min(cell_len(marked), room - offset)))
     return [place, f"{margin}{shown}", f"{' ' * (len(margin) - 2)}| {' ' * offset}{carets}"]
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= WIDTH else f"{text[: WIDTH - 3]}..."
 
 
 def render_json(findings: Sequence[Finding], summary: Mapping[str, object]) -> str:

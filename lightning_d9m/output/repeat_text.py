@@ -2,7 +2,7 @@
 
 import json
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
@@ -92,11 +92,9 @@ class RepeatReport:
         left: Callable[..., str] | None = None,
         watch: Callable[[int, str], RecordObserver] | None = None,
     ) -> None:
-        self._runs = runs
-        self._command = command
-        self._output = output
-        self._failures = failures
-        self._resumed, self._printed, self._left = resumed, printed, left
+        self._runs, self._command, self._output = runs, command, output
+        self._failures, self._resumed = failures, resumed
+        self._printed, self._left = printed, left
         self._counts = [run.processes for run in runs.values() if run.processes is not None]
         # Fits are matched by name, so that a missing fit does not shift the others.
         names = list(dict.fromkeys(name for run in runs.values() for name in run.fits))
@@ -109,11 +107,9 @@ class RepeatReport:
                 if number > 1 and name in first:
                     seen = watch and watch(number, name)
                     found = compare_ledgers(first[name], ledger, watch=seen)
-                fit = names.index(name) + 1
-                self._entries.append(
-                    FitOutcome(name, ledger, found, _make_row(number, run, fit, ledger, found))
-                )
-        self._rows = [entry.row for entry in self._entries]
+                row = _make_row(number, run, names.index(name) + 1, ledger, found)
+                self._entries.append(FitOutcome(name, ledger, found, row))
+        self.rows: Sequence[RunRow] = [entry.row for entry in self._entries]
         self._differing = [entry for entry in self._entries if entry.differs]
         self._unmatched = [n for n, run in runs.items() if run.fits.keys() != first.keys()]
 
@@ -125,54 +121,57 @@ class RepeatReport:
         return "incomplete" if self._failures else "equal"
 
     @property
-    def rows(self) -> Sequence[RunRow]:
-        """The table of all fits."""
-        return self._rows
-
-    @property
     def shown(self) -> FitOutcome | None:
         """The fit to look at: the first that differs, else the last that was compared."""
         compared = [entry for entry in self._entries if entry.comparison is not None]
         return next(iter(self._differing), compared[-1] if compared else None)
 
-    def print_out(self, *, as_one_object: bool, verbose: bool = False) -> None:
-        """Print the report as text or as one JSON object."""
-        if as_one_object:
+    def print_out(self, chosen: str, *, verbose: bool = False) -> None:
+        """Print the report as text, Markdown or one JSON object."""
+        columns = list_run_columns(self.rows, verbose=verbose)
+        evidence = list(self._list_evidence(verbose=verbose))
+        if chosen == "json":
             print(json.dumps(self._as_json(), indent=2))
-            return
-        print_lines([*wrap(self.state_verdict()), ""])
-        columns = list_run_columns(self._rows, verbose=verbose)
-        print(format_table(columns, self._rows, terminal_width(), plain=False))
-        labels = {number: run.label for number, run in self._runs.items()}
-        labels |= {failure.run: failure.label for failure in self._failures}
-        for number, label in sorted(labels.items()):
-            if label:
-                print(f"run {number}: {label}")
-        print()
+        elif chosen == "markdown":
+            table = format_markdown_table(columns, self.rows)
+            print(format_markdown(self.state_verdict(), evidence[:-1], table))
+        else:
+            table = format_table(columns, self.rows, terminal_width(), plain=False)
+            print_lines([*wrap(self.state_verdict()), "", *table.splitlines()])
+            labels = {number: run.label for number, run in self._runs.items()}
+            labels |= {failure.run: failure.label for failure in self._failures}
+            print_lines(
+                [*(f"run {n}: {label}" for n, label in sorted(labels.items()) if label), ""]
+            )
+            print_lines([*evidence, f"ledgers: {self._output}"])
+            if self._differing:
+                print_lines(format_next_steps(self._list_next_steps(self._differing[0])))
+
+    def _list_evidence(self, *, verbose: bool) -> Iterator[str]:
+        """Yield the lines below the table; a blank line ends each paragraph."""
         for failure in self._failures:
-            print(f"Run {failure.run} failed: {failure.error}\n")
-        if self.verdict == "different":
-            self._print_difference(verbose=verbose)
-        elif self._printed:
-            said = (
+            yield from (f"Run {failure.run} failed: {failure.error}", "")
+        for number in self._unmatched[:1]:
+            fits, others = self._runs[1].fits, self._runs[number].fits
+            yield f"Run 1 left {pluralize(len(fits), 'ledger')}, run {number} left {len(others)}:"
+            yield f"  reference: {', '.join(fits)}"
+            yield f"  this run:  {', '.join(others)}"
+            yield from ("The ledgers that both left were compared.", "")
+        for entry in self._differing[:1]:
+            assert entry.comparison is not None, "it differs"
+            yield from (*format_evidence(entry.comparison, verbose=verbose), "")
+        said = self._list_left()
+        if self._printed and self.verdict != "different":
+            said.append(
                 f"note: the runs printed different output, {printable(self._printed)}. Only fits, "
                 "validations, tests and predictions are compared. Call "
                 "lightning_d9m.record_final(model, accuracy=...) where the program ends, to "
                 "compare its result too."
             )
-            print("\n".join([*wrap(said), ""]))
-        print(f"ledgers: {self._output}")
-        if self._differing:
-            print("\n".join(format_next_steps(self._list_next_steps(self._differing[0]))))
-
-    def as_markdown(self) -> str:
-        """Return the report as Markdown."""
-        differing = self._differing[0].comparison if self._differing else None
-        evidence = [] if differing is None else format_evidence(differing)
-        evidence += [f"Run {failure.run} failed: {failure.error}" for failure in self._failures]
-        evidence += self._list_left()
-        table = format_markdown_table(list_run_columns(self._rows), self._rows)
-        return format_markdown(self.state_verdict(), evidence, table)
+        if self.verdict == "different":
+            said += filter(None, [self._advise()])
+        for sentence in said:
+            yield from (*wrap(printable(sentence)), "")
 
     def state_verdict(self) -> str:
         """Return the verdict in one or two sentences."""
@@ -225,7 +224,7 @@ class RepeatReport:
     def _first_alone(self) -> bool:
         """Whether several later runs end with the same weights, and run 1 with others."""
         final = {
-            fit: [row.weights for row in self._rows if row.fit == fit and row.run > 1]
+            fit: [row.weights for row in self.rows if row.fit == fit and row.run > 1]
             for fit in {entry.row.fit for entry in self._differing}
         }
         return bool(final) and all(
@@ -239,35 +238,22 @@ class RepeatReport:
             return []
         return list(filter(None, [self._left(first_alone=self._first_alone)]))
 
-    def _print_difference(self, *, verbose: bool) -> None:
-        for number in self._unmatched[:1]:
-            fits, others = self._runs[1].fits, self._runs[number].fits
-            print(f"Run 1 left {pluralize(len(fits), 'ledger')}, run {number} left {len(others)}:")
-            print(f"  reference: {', '.join(fits)}\n  this run:  {', '.join(others)}")
-            print("The ledgers that both left were compared.")
-        for entry in self._differing[:1]:
-            assert entry.comparison is not None, "it differs"
-            print("\n".join([*format_evidence(entry.comparison, verbose=verbose), ""]))
-        for sentence in self._list_left():
-            print("\n".join([*wrap(printable(sentence)), ""]))
-        advice = ""
+    def _advise(self) -> str:
+        """Return what to do about runs that were resumed, or had several numbers of processes."""
         if self._resumed:
-            advice = (
+            return (
                 "A resumed run differs from the straight one: the checkpoint lacks state that the "
                 "training uses. Save what differs in state_dict or on_save_checkpoint."
             )
-        elif self._counts and not any(
-            LOGICAL_RANKS in entry.ledger.header.stack for entry in self._entries
-        ):
-            number = 2 ** (max(self._counts) - 1).bit_length()
-            advice = (
-                "The runs have no logical ranks. Without them, the same bits on different numbers "
-                "of processes are not promised: sums and batches depend on that number. Use the "
-                f'strategy "ddp_d9m", and set LIGHTNING_D9M_LOGICAL_RANKS={number} before the '
-                "command."
-            )
-        if advice:
-            print("\n".join(wrap(advice)))
+        logical = any(LOGICAL_RANKS in entry.ledger.header.stack for entry in self._entries)
+        if not self._counts or logical:
+            return ""
+        number = 2 ** (max(self._counts) - 1).bit_length()
+        return (
+            "The runs have no logical ranks. Without them, the same bits on different numbers of "
+            "processes are not promised: sums and batches depend on that number. Use the strategy "
+            f'"ddp_d9m", and set LIGHTNING_D9M_LOGICAL_RANKS={number} before the command.'
+        )
 
     def _list_next_steps(self, entry: FitOutcome) -> list[tuple[str, str]]:
         assert entry.comparison is not None, "it differs"
@@ -291,7 +277,7 @@ class RepeatReport:
         return {
             "verdict": self.verdict,
             "output": str(self._output),
-            "runs": [asdict(row) for row in self._rows],
+            "runs": [asdict(row) for row in self.rows],
             "printed": self._printed,
             "left": self._list_left(),
             "failed": [asdict(failure) for failure in self._failures],

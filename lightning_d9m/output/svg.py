@@ -21,7 +21,7 @@ WIDTH, HEIGHT = 720, 216
 _TOP, _BOTTOM = 14, 172
 _MAX_EPOCHS, _EPOCH_WIDTH = 8, 64
 _MAX_TICKS = 6
-_FEWEST_DIGITS, _MOST_DIGITS = 3, 7
+_MOST_DIGITS = 7
 _MOST_SHADES = 5
 _AXIS_WIDTH, _AXIS_HEIGHT = 480, 44
 _WORDS = {"same": "equal", "alone": "in one run only"}
@@ -171,7 +171,9 @@ def draw_chart(
                 radius, style = 3.5 if wide else 2.0, f"fill:{color}"
                 parts.append(element("circle", title, cx=x, cy=y, r=radius, style=style))
     parts.append(draw_axis(across, epochs, _BOTTOM))
-    return _frame(label, HEIGHT, parts)
+    # The style of a page has other sizes.
+    size = {"viewBox": f"0 0 {WIDTH} {HEIGHT}", "width": WIDTH, "height": HEIGHT}
+    return element("svg", *parts, **size, role="img", aria_label=label)
 
 
 def _scale_values(
@@ -200,20 +202,17 @@ def _describe_ticks(values: Sequence[float]) -> list[str]:
     >>> _describe_ticks([0.7874, 0.009563, -12345.0]), _describe_ticks([2.2463, 2.2527])
     (['0.787', '9.6e-3', '-1.2e4'], ['2.246', '2.253'])
     """
-    texts = []
-    for digits in range(_FEWEST_DIGITS, _MOST_DIGITS + 1):
-        texts = [_describe_tick(value, digits) for value in values]
-        if len(set(texts)) == len(texts):
-            break
-    return texts
 
+    def describe(value: float, digits: int) -> str:
+        shown = f"{value:.{digits}g}"
+        if len(shown) <= digits + 3 and "e" not in shown:
+            return shown
+        mantissa, _, power = f"{value:.{digits - 2}e}".partition("e")
+        return f"{mantissa}e{int(power)}"
 
-def _describe_tick(value: float, digits: int) -> str:
-    shown = f"{value:.{digits}g}"
-    if len(shown) <= digits + 3 and "e" not in shown:
-        return shown
-    mantissa, _, power = f"{value:.{digits - 2}e}".partition("e")
-    return f"{mantissa}e{int(power)}"
+    forms = ([describe(v, digits) for v in values] for digits in range(3, _MOST_DIGITS))
+    most = [describe(value, _MOST_DIGITS) for value in values]
+    return next((texts for texts in forms if len(set(texts)) == len(texts)), most)
 
 
 def draw_key(number: int) -> str:
@@ -230,19 +229,6 @@ def _choose_style(number: int) -> tuple[str, str]:
     # The page has other colors for a dark background.
     name = number % len(COLORS)
     return f"var(--line-{name},{COLORS[name]})", dashed
-
-
-def _frame(label: str, height: int, parts: Sequence[str]) -> str:
-    """Return a whole drawing, with a label for a reader that does not see it.
-
-    The style of a page has other sizes.
-    """
-    size = {"viewBox": f"0 0 {WIDTH} {height}", "width": WIDTH, "height": height}
-    return element("svg", *parts, **size, role="img", aria_label=label)
-
-
-def _name_steps(first: int, last: int) -> str:
-    return f"step {first:,}" if first == last else f"steps {first:,} to {last:,}"
 
 
 class HeatMap:
@@ -303,7 +289,9 @@ class HeatMap:
             count = sum(counts[column] for column in columns)
             first, end = ((self._start + n) * self._width for n in (columns[0], columns[-1] + 1))
             words = f"{count:,} differ" if count else _WORDS[kind]
-            title = element("title", f"{_name_steps(first, min(end - 1, self._last))}: {words}")
+            last = min(end - 1, self._last)
+            steps = f"step {first:,}" if first == last else f"steps {first:,} to {last:,}"
+            title = element("title", f"{steps}: {words}")
             place = {"x": columns[0], "width": len(columns), "height": 1}
             cells.append(element("rect", title, class_=kind, **place))
         # The page stretches the row.

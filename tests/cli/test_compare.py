@@ -11,7 +11,9 @@ import sys
 import pytest
 from ledger_runs import make_facts, make_weights, write_rank
 
-from lightning_d9m.cli.compare import add_arguments, run
+from lightning_d9m.cli import compare as command
+from lightning_d9m.cli.arguments import declare_command
+from lightning_d9m.cli.compare import run
 from lightning_d9m.cli.main import main
 from lightning_d9m.ledger.folder import create_ledger_folder, rank_path
 
@@ -43,7 +45,7 @@ def write(parent, *, epochs=2, drift=None, world_size=1, end=True, scalars=(), *
 def parse(*words):
     """Parse the words of the command."""
     parser = argparse.ArgumentParser()
-    add_arguments(parser)
+    declare_command(parser, command)
     return parser.parse_args([str(word) for word in words])
 
 
@@ -150,18 +152,6 @@ def test_another_seed(tmp_path, capsys):
     )
 
 
-def test_one_stopped_early(tmp_path, capsys):
-    """What only one has is counted."""
-    status, output = compare(capsys, write(tmp_path, epochs=5), write(tmp_path, end=False))
-    assert status == 1
-    assert narrow(output) == (
-        "incomplete: 4 records bit for bit the same, as far as both runs go; one was\n"
-        "ended before it finished its ledger.\n\n\n"
-        "Rank 0: only the reference has 4 records, the first epoch 2 (step 69).\n"
-        "Rank 0: this run was ended before it finished its ledger."
-    )
-
-
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [
@@ -178,16 +168,6 @@ def test_what_one_run_lacks_is_said(tmp_path, capsys, spoil, said):
     status, output = compare(capsys, one, other)
     assert status == 1
     assert said in " ".join(output.split())
-
-
-def test_what_differs_on_some_ranks_names_them(tmp_path, capsys):
-    """All ranks need no mention."""
-    one, other = write(tmp_path, world_size=3), write(tmp_path, world_size=3)
-    for rank in (1, 2):
-        rank_path(other, rank).unlink()
-        changed = write(tmp_path, world_size=3, stack={})
-        rank_path(changed, rank).rename(rank_path(other, rank))
-    assert "  device.driver (ranks 1, 2)\n" in compare(capsys, one, other)[1]
 
 
 def test_nothing_was_proven(tmp_path, capsys):
@@ -321,26 +301,6 @@ def write_trace(parent, *, drift=lambda _: None, places=4, batches=3, world_size
             records.append(record | {"digests": digests})
         write_rank(folder, records, rank=rank, world_size=world_size)
     return folder
-
-
-def test_probes_that_differ(tmp_path, capsys):
-    """The first in order of execution, and what only one run has."""
-    one, other = write_trace(tmp_path), write_trace(tmp_path, drift=lambda _: 1, places=5)
-    status, output = compare(capsys, one, other)
-    assert status == 1
-    assert narrow(output) == (
-        "different: 1 record and 12 probes of 3 batches compared. Rank 0 diverges first,\n"
-        "in batch 1 of epoch 0 (step 1).\n\n\n"
-        "Rank 0, batch 1 of epoch 0 (step 1):\n"
-        "  output: 1 of 4 differ\n"
-        "  first output: encoder.layers.3\n"
-        f"    reference: {'0' * 16}\n"
-        f"    this run:  {'f' * 16}\n"
-        "  Probes that differ: 2 of 12,\n"
-        "  in 2 of 3 batches.\n"
-        "Rank 0: only this run has 3 probes in batches of both, the first output\n"
-        "encoder.layers.4 in batch 0 of epoch 0 (step 0)."
-    )
 
 
 def test_numbers_are_decimal_and_verbose_shows_their_bits_and_the_size_of_the_difference(

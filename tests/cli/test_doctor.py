@@ -1,10 +1,7 @@
 """``d9m doctor`` finds each problem, and does not report it once it is fixed."""
 
-import io
 import json
-import os
 import subprocess
-import sys
 import warnings
 from importlib.metadata import PackageNotFoundError
 
@@ -223,40 +220,6 @@ def test_threads_are_noted_until_they_are_fixed(healthy, report, monkeypatch):
         assert report()[1]["CPU threads"]["status"] == "ok"
 
 
-def test_cores_that_may_not_be_used_are_said(healthy, report, monkeypatch):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1})
-    monkeypatch.setattr(os, "cpu_count", lambda: 2)
-    assert "container" not in report()[1]["CPU threads"]["reason"]
-    monkeypatch.setattr(os, "cpu_count", lambda: 64)
-    finding = report()[1]["CPU threads"]
-    assert "on 2 of 64 cores" in finding["found"]
-    assert "container" in finding["reason"]
-
-
-def test_a_new_process_reports_findings_and_stack(healthy):
-    """Without a hash seed; control/test_hash_seed.py has the other ways to start Python."""
-    environment = {k: v for k, v in os.environ.items() if k != "PYTHONHASHSEED"}
-    done = subprocess.run(
-        [sys.executable, "-m", "lightning_d9m", "doctor", "--json"],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    report = json.loads(done.stdout)
-    assert set(report) == {"findings", "stack"}
-    found = {finding["name"]: finding for finding in report["findings"]}
-    assert found["PYTHONHASHSEED"]["status"] == "note"
-    assert found["PYTHONHASHSEED"]["shell"] == "export PYTHONHASHSEED=0"
-    assert "PYTHONHASHSEED=0" in found["PYTHONHASHSEED"]["fix"]
-    for finding in report["findings"]:
-        assert list(finding) == ["name", "status", "found", "reason", "fix", "shell"]
-        assert finding["status"] in ("problem", "note", "ok")
-        assert bool(finding["reason"]) == (finding["status"] != "ok")
-        assert finding["fix"] or finding["status"] != "problem"
-    assert report["stack"]["torch.version"] == torch.__version__
-
-
 def test_lines_fit_80_columns(monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     finding = CheckResult("a name", "problem", "value " * 30, "reason " * 30, "fix " * 30)
@@ -264,13 +227,6 @@ def test_lines_fit_80_columns(monkeypatch):
     assert 70 < max(map(len, lines)) <= 80
     assert lines[0].startswith("✗  a name: value")
     assert all(line.startswith("   ") for line in lines[1:])
-
-
-def test_a_terminal_without_unicode_gets_ascii_marks(monkeypatch):
-    finding = CheckResult("a name", "problem", "value")
-    with monkeypatch.context() as context:
-        context.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
-        assert format_findings([finding]).startswith("x  a name")
 
 
 def test_the_printed_commands_fix_what_variables_can_fix(
@@ -295,12 +251,6 @@ def test_the_printed_commands_fix_what_variables_can_fix(
     found = {entry["name"]: entry["status"] for entry in json.loads(done.stdout)["findings"]}
     fixed = ("NCCL_ALGO", "PL_GLOBAL_SEED", "OMP_DYNAMIC", "CPU threads")
     assert {name: found[name] for name in fixed} == dict.fromkeys(fixed, "ok")
-
-
-def test_a_problem_that_no_variable_fixes_is_a_comment(healthy, monkeypatch, capsys):
-    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
-    assert main(["doctor", "--fix"]) == 1
-    assert "# cuDNN benchmark: Remove torch.backends.cudnn.benchmark" in capsys.readouterr().out
 
 
 def test_a_device_is_tried_in_a_session(healthy, report, monkeypatch):

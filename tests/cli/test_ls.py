@@ -110,14 +110,6 @@ def test_an_unfinished_run_and_one_that_is_damaged(folder, capsys):
     assert "not fit its check" in text
 
 
-def test_a_ledger_without_a_header_is_compared_with_nothing(folder, capsys):
-    (folder / "runs" / "fit-001" / "rank-0.jsonl").write_bytes(b"")
-    rows = json.loads(ls(capsys, "--json"))
-    assert "is empty" in rows[0]["problem"]
-    verdicts = [(row["before"], row["verdict"]) for row in rows[2:]]
-    assert verdicts == [("runs/fit-000", "different"), ("runs/fit-002", "not comparable")]
-
-
 def test_nothing_is_an_error(tmp_path, capsys):
     assert main(["ls", str(tmp_path)]) == 2
     assert "There is no ledger under" in capsys.readouterr().err

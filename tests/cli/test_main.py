@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from lightning_d9m.cli.main import COMMANDS, main
-from lightning_d9m.errors import D9mError
 from lightning_d9m.version import __version__
 
 
@@ -76,22 +75,6 @@ def test_an_expected_error_is_one_line_and_2(capsys):
     assert captured.out == ""
     assert captured.err.startswith("d9m: error: There is no ledger at /no/such/ledger")
     assert "Traceback" not in captured.err
-
-
-def test_an_error_on_a_terminal_cuts_no_word_and_keeps_what_is_laid_out(monkeypatch, capsys):
-    laid_out = "  | " + "a log " * 20
-
-    def fail(path):
-        raise D9mError("word " * 40 + "\n" + laid_out)
-
-    monkeypatch.setattr("lightning_d9m.cli.compare.read_ledger", fail)
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    monkeypatch.setenv("COLUMNS", "80")
-    main(["compare", "a", "b"])
-    *wrapped, last = capsys.readouterr().err.splitlines()
-    assert last == laid_out
-    assert len(wrapped) == 3
-    assert {word for line in wrapped for word in line.split()} == {"d9m:", "error:", "word"}
 
 
 def test_interrupting_is_no_traceback(monkeypatch, capsys):

@@ -7,7 +7,6 @@ from lightning.pytorch.strategies import FSDPStrategy
 
 from lightning_d9m.audit.device import check_device
 from lightning_d9m.audit.ops.cases import plan_cases
-from lightning_d9m.cli import scan
 from lightning_d9m.errors import SettingError, TooLateError
 from lightning_d9m.lightning.autoload import entry_points
 from lightning_d9m.lightning.step_replay import _check_repeatable
@@ -20,11 +19,6 @@ def test_an_audit_of_what_is_not_here():
         next(plan_cases(["no_such_op"], ["float32"], quick=True))
     with pytest.raises(SettingError, match=r"the audit\. Did you mean index_add\? The ops are: "):
         next(plan_cases(["idnex_add"], ["float32"], quick=True))
-
-
-def test_an_output_that_cannot_be_written(tmp_path):
-    with pytest.raises(SettingError, match=r"findings cannot be written to .*Is a directory"):
-        scan._write(tmp_path, "")
 
 
 def test_a_strategy_that_shards_is_not_replayed():

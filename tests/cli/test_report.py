@@ -11,8 +11,10 @@ import pytest
 import torch
 from ledger_runs import make_facts, make_weights, write_rank
 
+from lightning_d9m.cli import report as command
+from lightning_d9m.cli.arguments import declare_command
 from lightning_d9m.cli.main import main
-from lightning_d9m.cli.report import add_arguments, run
+from lightning_d9m.cli.report import run
 from lightning_d9m.errors import LedgerError
 from lightning_d9m.hashing.digest import digest
 from lightning_d9m.hashing.sketches import sketch_tensors
@@ -110,7 +112,7 @@ def write_losses(parent, losses, *, digit="0", program=None, folder=None):
 def parse(*words):
     """Parse the arguments of the command."""
     parser = argparse.ArgumentParser()
-    add_arguments(parser)
+    declare_command(parser, command)
     return parser.parse_args([str(word) for word in words])
 
 
@@ -269,36 +271,6 @@ def test_of_many_ranks_the_first_is_named(tmp_path):
     assert "50 gradient weight , epoch 0, step 3 " in words
     assert all(f"rank {rank} step" in words for rank in range(5))
     assert words.count("step 3: 2 differ") == 1
-
-
-def test_without_probes(tmp_path):
-    one, other = write_epochs(tmp_path), write_epochs(tmp_path, drift=2)
-    text = report(tmp_path, one, other)
-    words = Page(text).words
-    assert "First divergence: epoch 2 (step 27) , weights encoder.layers.0.norm.weight" in words
-    assert "0 2 weights encoder.layers.1.linear.weight 0000" in words
-    assert '<th scope="col" data-filter="text">name</th>' in text
-    assert "3 weights weight , epoch 2, step 27 " in words
-
-
-def test_a_number_is_a_decimal_and_a_digest_is_cut(tmp_path):
-    """All of a digest, and the bits of a number, show when the mouse points at it."""
-    ledgers = []
-    weights = dict.fromkeys(MODULES, "0" * 32)
-    for loss in (0.5, 0.25):
-        records = [make_weights("epoch", 0, weights, loss=loss.hex())]
-        ledgers.append(write_rank(create_ledger_folder(tmp_path), records))
-    text = report(tmp_path, *ledgers)
-    assert f'<span title="{(0.5).hex()}">0.5</span>' in text
-    words = Page(text).words
-    assert "Reference: 0.5 ; this run: 0.25 ." in words
-
-
-def test_where_nothing_differs_no_cell_is_red(tmp_path):
-    text = report(tmp_path, write(tmp_path), write(tmp_path, end=False))
-    assert text.partition("Modules by step")[0].count("<svg") == 2
-    assert '<rect class="heat-' not in text
-    assert "No module differs." in text
 
 
 def test_what_differs_goes_before_what_agrees(tmp_path, monkeypatch):

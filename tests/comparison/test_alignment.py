@@ -1,6 +1,5 @@
 """Traces of probes are compared place by place: aligned, ordered, counted, in bounded memory."""
 
-import json
 import tracemalloc
 
 import pytest
@@ -136,14 +135,6 @@ def test_an_earlier_digest_comes_before_a_later_probe(runs):
     assert (found.batch, [place.name for place in found.places]) == (None, ["layers.0.bias"])
 
 
-def test_positions_count_through_the_parts_of_a_batch(runs):
-    """Also where the first parts are equal."""
-    one = runs.write(edit=traced(range(2), part=3))
-    other = runs.write(edit=traced(range(1), part=3).add(1, part=3, changed=PLACES[5:6]))
-    found = compare(one, other).divergence
-    assert (found.position, found.compared) == (5, 7)
-
-
 def test_layouts_of_the_same_number_may_differ(runs):
     """Equal bytes are equal evidence only with equal places."""
     swapped = [PLACES[1], PLACES[0], *PLACES[2:]]
@@ -182,15 +173,6 @@ def test_places_of_one_run_alone(runs):
 def test_another_step_of_the_same_batch_is_a_difference(runs):
     rank = compare(runs.write(edit=traced([4])), runs.write(edit=traced([4], step=3)))
     assert (rank.divergence.name, rank.divergence.expected) == ("global step", "4")
-
-
-def test_large_batches_are_compared_in_parts(runs, monkeypatch):
-    """Each place still finds its counterpart where the order is the same."""
-    monkeypatch.setattr("lightning_d9m.comparison.ledgers._PART_PLACES", 3)
-    one = runs.write(edit=traced(range(3), part=2))
-    other = runs.write(edit=traced(range(2), part=2).add(2, part=2, changed=PLACES[6:]))
-    rank = compare(one, other)
-    assert (rank.batches, rank.places, rank.divergence.position) == (3, 21, 6)
 
 
 @given(
@@ -264,24 +246,6 @@ class TestSchema1:
         for one, two in ((old, other), (other, old)):
             found = compare(one, two).divergence
             assert (found.batch, found.position, found.name) == (4, 5, "layers.1.weight")
-
-    def test_is_continued_by_a_run_of_the_new_one(self, tmp_path):
-        """Each numbers its layouts from 0; the checkpoint was saved after the probes of a batch."""
-        for late in (0, 1):
-            folder = tmp_path / str(late)
-            folder.mkdir()
-            old = self.write(folder / "fit-000", traced(range(3 + late)).records)
-            line = (old / "rank-0.jsonl").read_text().splitlines()[4]
-            resume = {"kind": "resume", "parent": "../fit-000", "epoch": 0, "step": 3, "batch": 3}
-            resume["parent_check"] = json.loads(line)["check"]
-            tracer = Tracer()
-            tracer.records.append(resume)
-            (folder / "fit-001").mkdir()
-            write_trace(folder / "fit-001" / "rank-0.jsonl", tracer.add(3).add(4))
-            straight = write_trace(folder / "straight.jsonl", traced([0, 1, 2, 3, 4]))
-            rank = compare(straight, folder / "fit-001")
-            assert rank.equal
-            assert rank.places == 35
 
 
 def write_blocks(path, blocks, digest):

@@ -115,13 +115,6 @@ def test_of_what_ranks_compute_the_first_goes_first():
     assert [entry.rank for entry in earliest_divergences(found)] == [1]
 
 
-def test_a_module_on_another_rank_does_not_go_before_what_was_given_to_it():
-    """What ranks exchange in the forward pass, as synchronised statistics do."""
-    given = divergence("input", "b", position=70)
-    found = comparison(given, divergence("output", "a", rank=1, position=50))
-    assert [entry.rank for entry in earliest_divergences(found)] == [1]
-
-
 @pytest.mark.parametrize(("counts", "kind"), [((2, 0), "length"), ((0, 0), "unknown")])
 def test_a_run_that_goes_on_where_the_other_ends(counts, kind):
     one, other = (Side(OneSided(count)) for count in counts)
@@ -142,11 +135,6 @@ def test_a_run_that_goes_on_where_the_other_ends(counts, kind):
 def test_the_end_of_an_epoch_whose_batches_agree(kind, name, cause):
     found = comparison(divergence(kind, name, moment="epoch"))
     assert find_cause(found, batches_seen=True).kind == cause
-
-
-def test_the_earliest_step_goes_first():
-    found = comparison(divergence("rng", step=5), divergence("scalar", rank=1, step=4))
-    assert [entry.rank for entry in earliest_divergences(found)] == [1]
 
 
 def test_runs_without_a_divergence_have_none():

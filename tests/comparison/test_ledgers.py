@@ -1,18 +1,14 @@
 """Two ledgers are compared: equal only when proven, otherwise the first divergence is named."""
 
-import tracemalloc
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ledger_runs import Runs
 
-from lightning_d9m.comparison import ledgers
 from lightning_d9m.comparison.ledgers import OneSided, compare_ledgers
 from lightning_d9m.errors import LedgerError
 from lightning_d9m.ledger.folder import rank_path, read_ledger
-from lightning_d9m.ledger.format.records import Digests, Evaluation, LoaderFacts
-from lightning_d9m.ledger.format.writer import LedgerWriter
+from lightning_d9m.ledger.format.records import Evaluation, LoaderFacts
 from lightning_d9m.output.comparison_text import format_evidence, list_one_sided
 
 
@@ -60,15 +56,6 @@ class TestEqual:
         one, other = (runs.write(edit=fail(words)) for words in ("0x7f01", "0x7f02"))
         assert compare(one, other).verdict == "equal"
 
-    def test_the_order_of_fields_and_names_is_no_evidence(self, runs):
-        """Only the bytes differ."""
-
-        def turn(_, records):
-            weights = records[4]["groups"]["weights"]
-            records[4]["groups"]["weights"] = dict(reversed(weights.items()))
-
-        assert compare(runs.write(), runs.write(edit=turn)).verdict == "equal"
-
     def test_no_digests_prove_nothing(self, runs):
         def kill(_, records):
             del records[2:]
@@ -76,12 +63,6 @@ class TestEqual:
         comparison = compare(runs.write(edit=kill), runs.write(edit=kill))
         assert comparison.verdict == "not comparable"
         assert not comparison.equal
-
-    def test_progress_is_reported(self, runs, monkeypatch):
-        monkeypatch.setattr("lightning_d9m.comparison.ledgers._TICK", 0)
-        seen = []
-        compare(runs.write(world_size=2), runs.write(world_size=2), progress=seen.append)
-        assert seen == [*range(1, 8), *range(8, 15)]
 
 
 # What a change makes of the digests of an epoch; the group and the name under which it is found.
@@ -207,19 +188,6 @@ class TestDivergence:
         assert compare(full, runs.write(edit=in_epoch(1, leave_out))).verdict == "equal"
         first = compare(full, runs.write(edit=in_epoch(1, leave_out_and_drift))).first
         assert (first.kind, first.names) == ("weights", ("(total)",))
-
-    def test_names_are_listed_up_to_a_bound(self, runs):
-        def widen(value):
-            def change(record):
-                names = {f"w{number}": value for number in range(30, 0, -1)}
-                record["groups"]["weights"] = names
-
-            return in_epoch(0, change)
-
-        one, other = (runs.write(edit=widen(digit * 32)) for digit in "ab")
-        first = compare(one, other).first
-        assert first.names == tuple(f"w{number}" for number in range(30, 20, -1))
-        assert first.count == 30
 
     def test_the_end(self, runs):
         """A run that failed is not equal to one that finished, whatever its weights."""
@@ -385,59 +353,6 @@ class TestEvaluations:
         (rank,) = compare(one, other).ranks
         divergence = rank.divergence
         assert (rank.differing, divergence.names, divergence.expected) == (1, ("batches",), "2")
-
-    def test_memory_is_bounded(self, runs, monkeypatch):
-        monkeypatch.setattr(ledgers, "_KEPT_BYTES", 2000)
-        names = [f"n{number}" for number in range(300)]
-        one, other = (
-            runs.write(edit=self.insert((name,) for name in order))
-            for order in (names, names[::-1])
-        )
-        (rank,) = compare(one, other).ranks
-        assert rank.expected.records.count == rank.actual.records.count > 0
-        assert rank.differing == 0
-
-    def test_long_ledgers_are_streamed(self, runs, tmp_path):
-        """Fifty times the records, the same memory."""
-        peaks = []
-        for count in (100, 5000):
-            paths = []
-            for side in "ab":
-                path = tmp_path / f"{side}{count}.jsonl"
-                with LedgerWriter(path) as writer:
-                    for record in runs.records()[:3]:
-                        writer.write(record)
-                    for step in range(count):
-                        name = side if step % 2 else "both"
-                        writer.write(evaluation(name, step))
-                paths.append(path)
-            tracemalloc.start()
-            (rank,) = compare(*paths).ranks
-            peaks.append(tracemalloc.get_traced_memory()[1])
-            tracemalloc.stop()
-            assert rank.expected.records.count == count // 2
-        assert peaks[1] < peaks[0] + 200_000
-
-
-def test_a_moment_that_a_later_version_adds(runs):
-    """Digests of single steps are aligned by step."""
-
-    def steps(skip):
-        def edit(_, records):
-            records[3:3] = [
-                Digests(moment="step", epoch=0, step=step, totals={}, groups={}).as_record()
-                for step in range(10)
-                if step not in skip
-            ]
-
-        return edit
-
-    (rank,) = compare(runs.write(edit=steps({3})), runs.write(edit=steps({5}))).ranks
-    assert (rank.expected.records.first, rank.actual.records.first) == (
-        "step, epoch 0 (step 5)",
-        "step, epoch 0 (step 3)",
-    )
-    assert (rank.expected.records.count, rank.actual.records.count, rank.differing) == (1, 1, 0)
 
 
 @pytest.mark.parametrize(

@@ -97,7 +97,7 @@ def use_full_folder(g):
 def repeat_what_fails(g):
     why = import_module(f"{PREFIX}errors").CommandError("why")
     g.refuse(import_module(f"{PREFIX}launch.run"), "run_once", why)
-    plans = [g.module._Plan(["false"], "run 1 of 2")]
+    plans = [{"title": "run 1 of 2"}]
     g.module._repeat(plans, g.module.Runs([], g.folder), FileWatch([], g.folder))
 
 

@@ -6,7 +6,6 @@ import sys
 import pytest
 
 from lightning_d9m.ledger import program
-from lightning_d9m.ledger.format.records import parse_record
 
 GIT = ("git", "-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false")
 PRINT = "import json; from lightning_d9m.ledger.program import capture_program as capture\n"
@@ -60,12 +59,6 @@ def test_a_changed_source_is_dirty(repository, change):
     }
 
 
-def test_an_untracked_file_beside_the_program_does_not_count(repository):
-    folder, _ = repository
-    (folder / "notes.txt").write_text("")
-    assert capture("train.py", folder=folder)["git.dirty"] is False
-
-
 def test_variables_of_a_hook_name_no_other_repository(repository, tmp_path_factory, monkeypatch):
     folder, commit = repository
     monkeypatch.setenv("GIT_DIR", str(tmp_path_factory.mktemp("elsewhere")))
@@ -89,11 +82,3 @@ def test_what_is_not_there_is_absent(tmp_path, monkeypatch, git):
         monkeypatch.setattr(program, "_SECONDS", 0.01)
     assert list(program.capture_program()) == ["command"]
     program._read_git.cache_clear()
-
-
-def test_the_header_keeps_it_and_needs_it_not(runs):
-    found = {"command": "python train.py", "git.commit": "1" * 40, "git.dirty": True}
-    for given in (found, {}):
-        record = runs.header(program=given).as_record()
-        assert ("program" in record) == bool(given)
-        assert parse_record(record).program == given

@@ -138,12 +138,6 @@ def test_a_parent_that_was_edited_is_said(chain):
     assert "does not fit its check" in find_breaks(chain / "fit-003" / "rank-0.jsonl")[0].problem
 
 
-def test_why_a_break_is_inexact_is_kept(chain):
-    record = resume("../gone", "0" * 16, epoch=1, inexact=["Other ranks."])
-    write(chain / "fit-009", [HEADER, record, FACTS])
-    assert find_breaks(chain / "fit-009" / "rank-0.jsonl")[0].inexact == ("Other ranks.",)
-
-
 def test_reasons_that_are_found_late_belong_to_the_break(chain):
     """Unless the batches after which they were found were trained again."""
     late = partial(resume, "", "")

@@ -53,11 +53,6 @@ def test_what_cannot_be_read_is_one_line_and_the_rest_is_scanned(
     assert reason in problem[2]
 
 
-def test_a_declared_encoding_is_read(folder, capsys):
-    (folder / "latin.py").write_bytes(b"# coding: latin-1\nx = '\xe9'\n")
-    assert [name for name, *_ in run(capsys, folder)[1]] == ["bad.py"]
-
-
 def test_links_that_lead_nowhere_are_said_and_circles_end(folder, capsys):
     (folder / "self.py").symlink_to(folder / "self.py")
     (folder / "gone.py").symlink_to(folder / "absent.py")
@@ -119,7 +114,3 @@ def test_nothing_found_is_status_0_and_something_1(folder, capsys):
     assert main(["scan", str(folder), "--ignore", "D9M2"]) == 0
     assert main(["scan", str(folder), "--select", "D9M301,D9M4"]) == 0
     assert "0 found in 2 files" in capsys.readouterr().out
-
-
-def test_several_processes_find_the_same(folder, capsys):
-    assert run(capsys, folder, "--jobs", "2") == run(capsys, folder)

@@ -131,14 +131,6 @@ def test_the_values_of_a_place_are_measured(tmp_path, moment, kind, name, one, o
     assert (found.count, found.ulps, found.examples[0][0]) == expected
 
 
-def test_values_without_a_distance_have_none(tmp_path):
-    for number, value in enumerate(("a", "b")):
-        content = {"value": value}
-        Dump(tmp_path / str(number), 0).save(ProbePoint(0, 4, 4), ("monitor", "x", 0), content)
-    where = SimpleNamespace(**vars(FOUND) | {"name": "x", "moment": "batch", "call": 0})
-    assert measure_saved(where, "monitor", [tmp_path / "0", tmp_path / "1"]) is None
-
-
 SAMPLES = torch.arange(24.0).view(12, 2)
 
 
@@ -187,7 +179,3 @@ def test_samples_are_compared(compare, other, counts):
 @pytest.mark.parametrize("leaves", [(torch.tensor(3.0),), (SAMPLES, SAMPLES[:3])])
 def test_a_batch_without_samples(compare, leaves):
     assert compare([(0, *leaves)], [(0, *leaves)]) is None
-
-
-def test_nothing_was_dumped(tmp_path):
-    assert compare_samples([tmp_path, tmp_path]) is None

@@ -252,13 +252,6 @@ def test_a_different_fit_of_a_run_does_not_count():
     assert "1 of 1 pairs differ elsewhere" in found.looks[-1]
 
 
-def test_the_fit_is_named_where_a_run_has_several():
-    first = pair("weights", moment="initial")
-    first.fits, first.fit = 2, "fit-001"
-    found, _ = search(first, pair())
-    assert "fit:      fit-001, one of 2" in describe(found, determinism=True)
-
-
 def test_a_divergence_that_does_not_occur_again_is_reported_as_far_as_it_was_narrowed():
     found, _ = search(pair(**EPOCH), pair("loss", "loss", step=4), *[pair()] * 3, tries=1)
     text = " ".join(" ".join(describe(found, determinism=True)).split())
@@ -330,11 +323,6 @@ def test_ranks_that_drift_in_equal_runs(monkeypatch):
     monkeypatch.setattr(Search, "_look_at_ranks", lambda self, pair: taken.append(pair))
     _, looks = search(drift, tries=2)
     assert (taken, len(looks)) == ([drift], 1)
-
-
-def test_lines_are_at_most_80_columns_wide():
-    found, _ = search(pair(**EPOCH), *[pair("weight", "layers.weight", step=4)] * 2)
-    assert max(map(len, describe(found, determinism=True))) <= 80
 
 
 def test_a_different_stack_is_shown_and_ends_the_search():

@@ -75,10 +75,6 @@ def test_each_of_nine_lines_has_a_style_of_its_own_that_the_legend_repeats():
         assert ("dasharray" in style) == ("dasharray" in draw_key(number)) == (number >= 6)
 
 
-def test_nothing_to_draw_is_drawn():
-    assert parse(draw_chart("loss", [[]], {}, log=True)).tag == "svg"
-
-
 def row_of(differing, *recorded):
     """Return a histogram of (step, differing) and of steps at which nothing differs."""
     made = StepHistogram()

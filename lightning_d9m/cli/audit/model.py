@@ -11,35 +11,19 @@ from lightning_d9m.audit.training import (
     render_text,
     summarize,
 )
-from lightning_d9m.cli.arguments import (
-    MOST_RUNS,
-    add_command_arguments,
-    declare,
-    get_command,
-    whole_number,
-)
+from lightning_d9m.cli.arguments import COMMAND, MOST_RUNS, get_command, whole_number
 from lightning_d9m.launch.run import Run, Runs, make_output
 from lightning_d9m.output.terminal import format_next_steps, print_lines
 
 # Set for the command; `control.environment` reads it.
 CONTROL = "LIGHTNING_D9M_CONTROL"
 _FEWEST_RUNS = 2
-_ARGUMENTS = """
+ARGUMENTS = f"""
 -n, --runs RUNS  number of runs in each condition (default: 5)
 -o, --output DIR  new folder for the report, ledgers and logs (default: next free
     d9m-audit/model-NNN)
-"""
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``d9m audit model``."""
-    parser.usage = (
-        "d9m audit model [-n RUNS] [-o DIR] [--timeout SECONDS] [--json]\n"
-        "                       -- COMMAND ..."
-    )
-    runs = {"type": whole_number(_FEWEST_RUNS, MOST_RUNS), "default": 5}
-    declare(parser, _ARGUMENTS, runs=runs)
-    add_command_arguments(parser, "a training with a Trainer")
+{COMMAND.replace("a training", "a training with a Trainer")}"""
+SETTINGS = {"runs": {"type": whole_number(_FEWEST_RUNS, MOST_RUNS), "default": 5}}
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -8,12 +8,12 @@ from typing import Any
 
 from lightning_d9m.audit.ops.report import find_broken, render_findings, render_markdown, summarize
 from lightning_d9m.audit.ops.worker_process import measure_rows
-from lightning_d9m.cli.arguments import declare, whole_number
+from lightning_d9m.cli.arguments import whole_number
 from lightning_d9m.output.terminal import print_wrapped
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 _QUICK_SECONDS, _SECONDS = 0.25, 30.0
-_ARGUMENTS = """
+ARGUMENTS = """
 --device DEVICE  any torch device (default: cpu)
 --quick  small cases, float32, 30 runs: under two minutes
 -n, --runs RUNS  number of runs of each case (default: 100; 30 with --quick)
@@ -25,20 +25,14 @@ _ARGUMENTS = """
 --timeout SECONDS  kill a case that takes longer, and note it in its row (default: 300)
 --json  print the audit as one JSON object
 """
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``d9m audit ops``."""
-    declare(
-        parser,
-        _ARGUMENTS,
-        device={"default": "cpu"},
-        runs={"type": whole_number(2, 1_000_000)},
-        ops={"default": []},
-        dtypes={"choices": DTYPES},
-        threads={"type": whole_number(1)},
-        timeout={"default": 300.0},
-    )
+SETTINGS: dict[str, dict[str, object]] = {
+    "device": {"default": "cpu"},
+    "runs": {"type": whole_number(2, 1_000_000)},
+    "ops": {"default": []},
+    "dtypes": {"choices": DTYPES},
+    "threads": {"type": whole_number(1)},
+    "timeout": {"default": 300.0},
+}
 
 
 def run(arguments: argparse.Namespace) -> int:

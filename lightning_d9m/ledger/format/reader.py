@@ -111,7 +111,12 @@ class RankReader(AbstractContextManager["RankReader"]):
             if not isinstance(record, ProbesRecord):
                 yield record
             elif not lines_only:
-                yield from self._split(record)
+                places, token = self._layouts.get(record.layout, (0, b""))
+                try:
+                    check_frames(record, places)
+                except FieldError as error:
+                    raise self._malformed(error) from error
+                yield from split_frames(record, token)
 
     def line_records(self) -> Iterator[Record]:
         """Yield each record after the header, without probes."""
@@ -199,14 +204,6 @@ class RankReader(AbstractContextManager["RankReader"]):
         assert isinstance(header, Header), "told by the first bytes"
         self._verify(line)
         return header
-
-    def _split(self, record: ProbesRecord) -> Iterator[Batch]:
-        places, token = self._layouts.get(record.layout, (0, b""))
-        try:
-            check_frames(record, places)
-        except FieldError as error:
-            raise self._malformed(error) from error
-        return split_frames(record, token)
 
     def _malformed(self, error: FieldError) -> LedgerError:
         return LedgerError(

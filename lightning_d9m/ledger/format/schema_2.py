@@ -9,7 +9,6 @@ header of the records, among which a record ``frames`` says how many bytes prece
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from struct import Struct
-from typing import BinaryIO
 
 from xxhash import xxh3_64_intdigest
 
@@ -30,9 +29,6 @@ HEAD = Struct("<HHBB")
 POSITION = Struct("<qqq")
 CHECK_SIZE = 8
 
-# The byte after a block, its check, and its frames.
-_Block = tuple[int, str, list[Batch]]
-
 
 def add_frames(
     records: Iterator[Record], path: Path, start: str, layouts: Layouts
@@ -52,11 +48,17 @@ def add_frames(
         LedgerError: When the two files do not fit, or a block was edited or is malformed.
     """
     path = path.with_suffix(".frames")
-    try:
-        size = path.stat().st_size
-    except OSError:
-        size = 0
-    blocks: Iterator[_Block] = _read_blocks(path, start, layouts) if size else iter(())
+    data = b""
+    if path.exists():
+        with open_regular(path) as stream:
+            data = stream.read()
+    unfit = LedgerError(
+        f"{path} does not fit the records beside it: it is missing, or was edited, cut or "
+        "replaced. Copy both files, or record the run again."
+    )
+    if not MAGIC.startswith(data[: len(MAGIC)]):
+        raise unfit
+    blocks = _read_blocks(data, path, int(start, 16), layouts)
     at, check = len(MAGIC), start
     last: Record | None = None
     for last in records:
@@ -65,70 +67,44 @@ def add_frames(
                 at, check, frames = next(blocks, (last.bytes, "", []))
                 yield from frames
             if (at, check) != (last.bytes, last.last):
-                raise LedgerError(
-                    f"{path} does not fit the records beside it, which refer to {last.bytes} bytes "
-                    f"with the last check {last.last}: it is missing, or was cut or replaced. Copy "
-                    "both files, or record the run again."
-                )
+                raise unfit
         yield last
     for at, check, frames in blocks:  # noqa: B007 - used after the loop
         if isinstance(last, End):
-            raise LedgerError(
-                f"{path} continues after the end of the run. It or the file of the records was "
-                "edited or replaced; take unedited copies, or record the run again."
-            )
+            raise unfit
         yield from frames
-    return size not in (0, len(MAGIC), at)
+    return len(data) not in (0, len(MAGIC), at)
 
 
-def _read_blocks(path: Path, start: str, layouts: Layouts) -> Iterator[_Block]:
-    """Yield each whole block, verified."""
-    check, before, at = int(start, 16), FramePosition(0, -1, -1), len(MAGIC)
-    with open_regular(path) as stream:
-        begin = stream.read(at)
-        if not MAGIC.startswith(begin):
-            raise LedgerError(
-                f"{path} does not hold the digests of probes: it begins with {begin.hex()}. Copy "
-                "it again together with the file rank-N.jsonl beside it."
-            )
-        while True:
-            try:
-                block = _read_block(stream, check, before, layouts)
-            except FieldError as error:
-                raise LedgerError(
-                    f"{path}, the block at byte {at}: {error}. The file was edited, or was not "
-                    "written by lightning_d9m; take an unedited copy, or record the run again."
-                ) from error
-            if block is None:
+def _read_blocks(
+    data: bytes, path: Path, check: int, layouts: Layouts
+) -> Iterator[tuple[int, str, list[Batch]]]:
+    """Yield the end, the check and the frames of each whole block, verified."""
+    at, place = len(MAGIC), FramePosition(0, -1, -1)
+    while len(data) - at > HEAD.size:
+        layout, count, steps, batches = HEAD.unpack_from(data, at)
+        places, token = layouts.get(layout, (0, b""))
+        try:
+            size = measure_frames(layout, count, batches, places) if count else POSITION.size
+            first = at + HEAD.size
+            stored = data[first + size : first + size + CHECK_SIZE]
+            if len(stored) < CHECK_SIZE:
                 return
-            size, check, before, frames = block
-            at += size
-            yield at, f"{check:016x}", frames
-
-
-def _read_block(
-    stream: BinaryIO, check: int, before: FramePosition, layouts: Layouts
-) -> tuple[int, int, FramePosition, list[Batch]] | None:
-    """Return the size of a block, its check, its last position and its frames; None at the end."""
-    head = stream.read(HEAD.size)
-    if len(head) < HEAD.size:
-        return None
-    layout, count, steps, batches = HEAD.unpack(head)
-    places, token = layouts.get(layout, (0, b""))
-    if not count and (layout or steps or batches):
-        raise FieldError("count", "is 0, and the rest of its head is not")
-    size = measure_frames(layout, count, batches, places) if count else POSITION.size
-    body, stored = stream.read(size), stream.read(CHECK_SIZE)
-    if len(stored) < CHECK_SIZE:
-        return None
-    check = xxh3_64_intdigest(head + body, check)
-    if stored != check.to_bytes(CHECK_SIZE, "little"):
-        raise FieldError("check", "does not fit: a block was changed, removed, added or moved")
-    frames: list[Batch] = []
-    last = before if count else FramePosition(*POSITION.unpack(body))
-    for number in range(count):
-        last = last.after(1, steps, batches)
-        check_position(last)
-        digests = body[size // count * number : size // count * (number + 1)]
-        frames.append(Batch(*last, (token,), digests))
-    return HEAD.size + size + CHECK_SIZE, check, last, frames
+            check = xxh3_64_intdigest(data[at : first + size], check)
+            if stored != check.to_bytes(CHECK_SIZE, "little"):
+                raise FieldError("check", "does not fit: it was edited")  # noqa: TRY301 - named above
+            frames: list[Batch] = []
+            if not count:
+                place = FramePosition(*POSITION.unpack_from(data, first))
+            for number in range(count):
+                place = place.after(1, steps, batches)
+                check_position(place)
+                start, end = (first + size // count * n for n in (number, number + 1))
+                frames.append(Batch(*place, (token,), data[start:end]))
+        except FieldError as error:
+            raise LedgerError(
+                f"{path}, the block at byte {at}: {error}. The file was edited, or was not "
+                "written by lightning_d9m; take an unedited copy, or record the run again."
+            ) from error
+        at = first + size + CHECK_SIZE
+        yield at, f"{check:016x}", frames

@@ -67,7 +67,8 @@ def check_op(call: Call) -> Iterator[Report]:
         conditions = () if method is None else (method,)
     if conditions and call.receiver is not None:
         kind = read_kind(call.receiver, call.scope)
-        if kind == "other" or _is_own(call.receiver):
+        base = call.receiver.func if isinstance(call.receiver, ast.Call) else call.receiver
+        if kind == "other" or read_last_name(base) in {"self", "cls", "super"}:
             return
         call = Call(call.node, call.tree, shift=-1, owned=kind != "unknown")
     for condition in conditions:
@@ -77,32 +78,19 @@ def check_op(call: Call) -> Iterator[Report]:
             yield Report(rule_of(op), call.node, verdict[1], reason, fix, op.name)
 
 
-def _is_own(node: ast.AST) -> bool:
-    """Return whether the receiver of a method is the calling class."""
-    node = node.func if isinstance(node, ast.Call) else node
-    return isinstance(node, ast.Name) and node.id in {"self", "cls", "super"}
-
-
 def _is_spared(op: str, call: Call, name: str) -> bool:
     """Return whether a call cannot vary: on a CPU, or without a gradient."""
-    if op not in _ON_CPU_TOO and read_kind(_find_first(call), call.scope) == "cpu tensor":
+    first = call.receiver or next(iter(call.node.args), None)
+    if op not in _ON_CPU_TOO and read_kind(first, call.scope) == "cpu tensor":
         return True
     makes_module = name.rpartition(".")[2][:1].isupper()
     if not op.endswith("_backward") or makes_module:
         return False
-    return _is_new(_find_first(call)) or _is_without_gradient(call.node, call.tree)
-
-
-def _find_first(call: Call) -> ast.expr | None:
-    return call.receiver or next(iter(call.node.args), None)
-
-
-def _is_new(node: ast.AST | None) -> bool:
-    """Return whether an expression makes a tensor, which has no gradient then."""
-    match node:
+    match first:  # a new tensor has no gradient
         case ast.Call(function, keywords=words) if read_last_name(function) in _MAKERS:
-            return not any(word.arg == "requires_grad" for word in words)
-    return False
+            if not any(word.arg == "requires_grad" for word in words):
+                return True
+    return _is_without_gradient(call.node, call.tree)
 
 
 def _is_without_gradient(node: ast.AST, tree: Tree) -> bool:
@@ -124,49 +112,6 @@ def _turns_off(node: ast.expr, tree: Tree) -> bool:
     if name == "torch.set_grad_enabled":
         return bool(node.args) and read_constant(node.args[0], scope) is False
     return name in _NO_GRADIENTS
-
-
-def check_index(node: ast.Subscript, tree: Tree) -> Iterator[Report]:
-    """Find a parameter that is read by an index with equal entries, whose gradient adds to them."""
-    scope = tree.scope[node]
-    values, area, _ = scope.follow(node.value)
-    if area is None or not values or not isinstance(node.ctx, ast.Load):
-        return
-    parts = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
-    repeats = any(_has_duplicates(part, tree) for part in parts)
-    makers = [Call(value, tree) for value in values if isinstance(value, ast.Call)]
-    trained = len(makers) == len(values) and all(map(_makes_gradient, makers))
-    if repeats and trained and not _is_without_gradient(node, tree):
-        op, reason, fix = explain_op("index_put_accumulate")
-        reason = f"The index repeats entries, so its gradient adds to them by index_put_. {reason}"
-        yield Report(rule_of(op), node, "certain", reason, fix, op.name)
-
-
-def _makes_gradient(call: Call) -> bool:
-    is_parameter = call.name in {"torch.nn.Parameter", "torch.nn.parameter.Parameter"}
-    given = call.read(1 if is_parameter else None, "requires_grad", default=is_parameter)
-    return call.name.startswith("torch.") and given is True
-
-
-def _has_duplicates(index: ast.expr, tree: Tree) -> bool:
-    """Return whether an index is written with equal integers, or repeats a range."""
-    scope = tree.scope[index]
-    values, area, _ = scope.follow(index)
-    if area is not None and len(values) == 1:
-        (index,) = values  # type: ignore[assignment] # the value of an assignment
-    if not isinstance(index, ast.Call):
-        entries = read_constant(index, scope) if isinstance(index, ast.List) else ()
-    else:
-        call = Call(index, tree)
-        if call.method in {"repeat", "repeat_interleave"} and call.receiver is not None:
-            source = find_value(call.receiver, scope)
-            made = resolve(source.func, scope) if isinstance(source, ast.Call) else ""
-            count = call.read(0)
-            return made in {"torch.arange", "torch.randperm"} and type(count) is int and count > 1
-        entries = call.read(0, "data") if call.name == "torch.tensor" else ()
-    if not isinstance(entries, tuple) or not all(type(entry) is int for entry in entries):
-        return False
-    return len(set(entries)) < len(entries)
 
 
 def explain_op(name: str) -> tuple[Op, str, str]:
@@ -282,16 +227,6 @@ def _scatter(call: Call) -> Verdict:
     op = "scatter_with_reduce" if isinstance(call.read(None, "reduce"), str) else "scatter"
     kind = read_kind(source, call.scope)
     return None if kind == "other" else (op, "certain" if kind == "tensor" else "depends")
-
-
-def _gather(call: Call) -> Verdict:
-    """Accept a tensor's ``gather``, which takes a dimension and an index."""
-    return ("gather_backward", "certain") if call.owned or _is_indexed(call, 2) else None
-
-
-def _take(call: Call) -> Verdict:
-    """Accept a tensor's ``take``, whose gradient calls ``put_``."""
-    return ("put_", "certain") if call.owned else None
 
 
 def _repeat_interleave(call: Call) -> Verdict:
@@ -422,13 +357,15 @@ def _nll_loss(position: int) -> Condition:
 _TENSOR_OPS: dict[str, Condition] = {
     "bincount": _bincount,
     "bmm": _bmm,
-    "gather": _gather,
+    "gather": lambda call: (
+        ("gather_backward", "certain") if call.owned or _is_indexed(call, 2) else None
+    ),
     "histc": _histc,
     "index_select": _always("index_select_backward"),
     "median": _selected("median"),
     "nanmedian": _selected("nanmedian"),
     "repeat_interleave": _repeat_interleave,
-    "take": _take,
+    "take": lambda call: ("put_", "certain") if call.owned else None,  # its gradient
     "take_along_dim": _always("gather_backward"),
 }
 # These also exist with a trailing underscore.

@@ -1,6 +1,6 @@
 """Orders that differ from run to run, and whether the code that uses them depends on the order.
 
-Listings of folders, sets, modification times, results as they complete, and hashes of strings.
+Listings of folders, sets, results as they complete, and hashes of strings.
 """
 
 import ast
@@ -15,7 +15,6 @@ from lightning_d9m.lint.tree import (
     Scope,
     Tree,
     is_named,
-    list_targets,
     mentions,
     read_constant,
     read_kind,
@@ -27,10 +26,6 @@ Elements = Literal["numbers", "strings", "unknown"]
 
 _LISTINGS = {"os.listdir", "os.scandir", "glob.glob", "glob.iglob"}
 _COMPLETIONS = {"concurrent.futures.as_completed", "asyncio.as_completed"}
-_FILE_TIMES = {
-    *("getmtime", "getctime", "getatime"),
-    *(f"st_{kind}time{unit}" for kind in "mca" for unit in ("", "_ns")),
-}
 _SETS = {"builtins.set", "builtins.frozenset"}
 _SET_TYPES = {*_SETS, "typing.Set", "typing.FrozenSet"}
 _SET_METHODS = {"union", "intersection", "difference", "symmetric_difference"}
@@ -75,7 +70,8 @@ def check_listing(call: Call) -> Iterator[Report]:
     """Find listings of folders whose order is used."""
     certainty: Certainty = "certain"
     if call.name in {"os.walk", "os.fwalk"}:
-        if _sorts_in_loop(call.parent):
+        loop = ast.walk(call.parent) if isinstance(call.parent, ast.For) else ()
+        if any("sort" in read_last_name(one.func) for one in loop if isinstance(one, ast.Call)):
             return
         certainty = "depends"
     elif call.name not in _LISTINGS:
@@ -102,33 +98,6 @@ def _expects_one_file(call: Call) -> bool:
     takes_pattern = call.method or call.name.startswith("glob.")
     pattern = read_constant(call.get(0), call.scope) if takes_pattern else None
     return isinstance(pattern, str) and not any(mark in pattern for mark in "*?[")
-
-
-def _sorts_in_loop(loop: ast.AST) -> bool:
-    """Return whether the loop over ``os.walk`` sorts what it is given."""
-    calls = (one for one in ast.walk(loop) if isinstance(one, ast.Call))
-    return isinstance(loop, ast.For) and any("sort" in read_last_name(one.func) for one in calls)
-
-
-def check_modification_time(call: Call) -> Iterator[Report]:
-    """Find files that are sorted by time, and whose order is used.
-
-    The newest file of a sorted list is a common way to find a checkpoint; it is not found.
-    """
-    key = call.named.get("key")
-    names = () if key is None else map(read_last_name, ast.walk(key))
-    if not any(name in _FILE_TIMES for name in names):
-        return
-    judged: Certainty | None = None
-    if call.name == "builtins.sorted":
-        if isinstance(call.parent, ast.Assign):
-            judged = _judge_name(call.parent.targets[0], call.parent, call.tree, choices=False)
-        elif not _is_choice(call.parent):
-            judged = _judge_order(call.node, call.tree)
-    elif call.receiver is not None and call.method == "sort":
-        judged = _judge_name(call.receiver, call.parent, call.tree, choices=False)
-    if judged:
-        yield Report("D9M306", call.node, judged)
 
 
 def check_completion(call: Call) -> Iterator[Report]:
@@ -356,7 +325,7 @@ def _judge_order(  # noqa: C901, PLR0912 - one case for each kind of parent
                 placed = depth and _is_placed(parent, tree, numbered=numbered, depth=depth - 1)
                 judged = "certain" if placed else "depends"
         case ast.Assign() | ast.AnnAssign():
-            target = list_targets(parent)[0]
+            target = parent.targets[0] if isinstance(parent, ast.Assign) else parent.target
             judged = _judge_name(target, parent, tree, depth - 1) if depth else None
         case ast.Subscript(value, part) if value is node:
             functions = (one for one in tree.around(node) if isinstance(one, FUNCTION_NODES))
@@ -390,14 +359,7 @@ def _judge_argument(call: ast.Call, tree: Tree, *, numbered: bool, depth: int) -
     return "certain" if judged and name in _PLACING else judged
 
 
-def _judge_name(
-    target: ast.AST,
-    statement: ast.AST,
-    tree: Tree,
-    depth: int = _DEPTH,
-    *,
-    choices: bool = True,
-) -> Certainty | None:
+def _judge_name(target: ast.AST, statement: ast.AST, tree: Tree, depth: int) -> Certainty | None:
     """Judge the order of a named iterable: a name in its scope, an attribute in its class.
 
     Args:
@@ -405,27 +367,26 @@ def _judge_name(
         statement: The statement that makes the iterable; uses within it do not count.
         tree: The module.
         depth: Most names and loops that are followed.
-        choices: Whether a choice of a single item counts, such as ``files[-1]``.
     """
     _, area, key = tree.scope[statement].follow(target)
     if area is None:
-        return "depends" if choices else None
+        return "depends"
     uses = tree.find_uses(area, key, statement)
     # A name of a module or class without uses may be used elsewhere.
-    unused = not uses and not isinstance(area, FUNCTION_NODES) and choices
+    unused = not uses and not isinstance(area, FUNCTION_NODES)
     found: set[Certainty | None] = {"depends" if unused else None}
     for use in uses:
         parent = tree.parent[use]
         match parent:
             case ast.Attribute(attr=name):
-                if name == "sort" and choices:  # assume that it is sorted before it is used
+                if name == "sort":  # assume that it is sorted before it is used
                     return None
-                found.add("depends" if name in {"index", "pop"} and choices else None)
+                found.add("depends" if name in {"index", "pop"} else None)
             case ast.Call(function) if "sort" in read_last_name(function).lower():
                 outer = tree.parent[parent]
                 if isinstance(outer, ast.Assign) and is_named(outer.targets[0], key):
                     return None
-            case _ if not _is_message(use, tree) and (choices or not _is_choice(parent)):
+            case _ if not _is_message(use, tree):
                 # A further assignment counts as a use.
                 again: Certainty | None = "depends" if isinstance(parent, ast.Assign) else None
                 found.add(_judge_order(use, tree, depth=depth) or again)
@@ -458,13 +419,6 @@ def _is_message(node: ast.AST, tree: Tree) -> bool:
         if isinstance(outer, ast.stmt):
             return isinstance(outer, ast.Raise)
     return False
-
-
-def _is_choice(node: ast.AST) -> bool:
-    """Return whether an expression takes items at fixed positions, such as ``files[-1]``."""
-    return isinstance(node, ast.Subscript) and not any(
-        isinstance(part, ast.Name) for part in ast.walk(node.slice)
-    )
 
 
 def _collects(loop: ast.For | ast.AsyncFor, *, numbered: bool = False) -> bool:

@@ -9,10 +9,8 @@ from lightning_d9m.lint.tree import (
     Call,
     Report,
     Scope,
-    Tree,
     find_value,
     list_expressions,
-    list_targets,
     resolve,
 )
 
@@ -30,18 +28,14 @@ _GLOBAL_SEEDS = {
 }
 _ALWAYS_FROM_SYSTEM = {"torch.seed", "torch.random.seed", "torch.cuda.seed", "torch.cuda.seed_all"}
 _SYSTEM_DRAWS = {"random.SystemRandom", "secrets.choice", "secrets.randbelow", "secrets.randbits"}
-_CLOCK = (
+_ENTROPY = (
     r"time\.(time|time_ns|perf_counter|perf_counter_ns|monotonic|monotonic_ns|process_time)$"
     r"|datetime\.(datetime\.|date\.)?(now|utcnow|today)$"
-)
-_ENTROPY = (
-    rf"{_CLOCK}|os\.(urandom|getpid|getrandom|times)$|uuid\.uuid[14]$|secrets\.|random\.SystemRandom"
+    r"|os\.(urandom|getpid|getrandom|times)$|uuid\.uuid[14]$|secrets\.|random\.SystemRandom"
     r"|builtins\.id$|torch\.(random\.)?seed$|torch\.cuda\.seed(_all)?$|threading\.get_ident$"
 )
 _SEED_WORDS = ("seed", "random_state", "random_seed", "rng_seed")
 _SEEDING_METHODS = {"manual_seed", "set_state", "seed", "setstate"}
-_RATES = {"lr", "learning_rate"}
-_LAMBDA_SCHEDULERS = {f"torch.optim.lr_scheduler.{n}LR" for n in ("Lambda", "Multiplicative")}
 _DEPTH = 4
 # What `--fix` writes where a seed is missing.
 _SEED = 0
@@ -65,13 +59,13 @@ def check_seed(call: Call) -> Iterator[Report]:
                 edit = f"{ast.unparse(node.func)}({_SEED})" if alone else ""
                 yield Report("D9M201" if name in _GENERATORS else "D9M204", node, edit=edit)
         elif seed is not None:
-            yield from _find_entropy(call, seed)
+            yield from _check_entropy(call, seed)
     elif name in _GLOBAL_SEEDS or call.method == "manual_seed":
         if seed is not None:
-            yield from _find_entropy(call, seed)
+            yield from _check_entropy(call, seed)
     else:
         words = (call.named[word] for word in _SEED_WORDS if word in call.named)
-        if any(_find_call(_ENTROPY, value, call.scope) for value in words):
+        if any(_find_entropy(value, call.scope) for value in words):
             yield Report("D9M203", node)
 
 
@@ -83,19 +77,19 @@ def check_system_draw(call: Call) -> Iterator[Report]:
             yield Report("D9M206", call.node)
 
 
-def _find_entropy(call: Call, seed: ast.AST) -> Iterator[Report]:
+def _check_entropy(call: Call, seed: ast.AST) -> Iterator[Report]:
     """Find what differs in each run in the expression of a seed."""
-    if found := _find_call(_ENTROPY, seed, call.scope):
+    if found := _find_entropy(seed, call.scope):
         called = f"{found.removeprefix('builtins.')}()"
         reason = f"The seed is taken from {called}, which differs in each run."
         yield Report("D9M203", call.node, reason=reason)
 
 
-def _find_call(pattern: str, node: ast.AST, scope: Scope) -> str:
-    """Return the name of a function that an expression, or what its names stand for, calls."""
+def _find_entropy(node: ast.AST, scope: Scope) -> str:
+    """Return the function without a fixed result that an expression, or a name in it, calls."""
     for part in list_expressions(node, scope, _DEPTH):
         name = resolve(part.func, scope) if isinstance(part, ast.Call) else ""
-        if re.match(pattern, name):
+        if re.match(_ENTROPY, name):
             return name
     return ""
 
@@ -115,28 +109,6 @@ def _is_seeded_later(call: Call) -> bool:
     _, area, key = call.scope.follow(target)
     methods = (call.tree.find_method(use)[0] for use in call.tree.find_uses(area, key))
     return any(method.partition(".")[0] in _SEEDING_METHODS for method in methods)
-
-
-def check_learning_rate(node: ast.Assign | ast.AugAssign, tree: Tree) -> Iterator[Report]:
-    """Find ``group["lr"] = ...`` with a value that depends on the clock."""
-    for target in list_targets(node):
-        match target:
-            case ast.Subscript(slice=ast.Constant("lr" | "learning_rate")):
-                if _find_call(_CLOCK, node.value, tree.scope[node]):
-                    yield Report("D9M212", node)
-
-
-def check_learning_rate_call(call: Call) -> Iterator[Report]:
-    """Find ``lr=...`` and functions of a scheduler that depend on the clock."""
-    values: list[ast.expr] = [call.named[word] for word in _RATES if word in call.named]
-    if call.name in _LAMBDA_SCHEDULERS and (given := call.get(1, "lr_lambda")) is not None:
-        function = call.scope.find_function(given)
-        if isinstance(function, ast.Lambda):
-            values.append(function.body)
-        parts = () if function is None else ast.walk(function)
-        values += [one.value for one in parts if isinstance(one, ast.Return) and one.value]
-    if any(_find_call(_CLOCK, value, call.tree.scope[value]) for value in values):
-        yield Report("D9M212", call.node)
 
 
 def check_worker_seed(call: Call) -> Iterator[Report]:

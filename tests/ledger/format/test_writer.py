@@ -1,7 +1,6 @@
 """Writing ledgers: folders that are never shared, records that survive what ends the process."""
 
 import errno
-import json
 import os
 import random
 import signal
@@ -13,7 +12,7 @@ import pytest
 from ledger_runs import list_batches
 
 from lightning_d9m.errors import LedgerError
-from lightning_d9m.ledger.folder import create_ledger_folder, list_fits, rank_path, read_ledger
+from lightning_d9m.ledger.folder import create_ledger_folder, rank_path, read_ledger
 from lightning_d9m.ledger.format.records import End
 from lightning_d9m.ledger.format.writer import LedgerWriter
 
@@ -72,14 +71,6 @@ class TestFolder:
         made = [create_ledger_folder(tmp_path / "logs" / "d9m").name for _ in range(3)]
         assert made == ["fit-000", "fit-001", "fit-002"]
 
-    def test_a_gap_is_not_filled(self, tmp_path):
-        """What was deleted keeps its number: the newest folder has the highest."""
-        (tmp_path / "fit-007").mkdir()
-        (tmp_path / "fit-1000").mkdir()
-        (tmp_path / "fit-x").mkdir()
-        assert create_ledger_folder(tmp_path).name == "fit-1001"
-        assert [path.name for path in list_fits(tmp_path)] == ["fit-007", "fit-1000", "fit-1001"]
-
     def test_processes_that_ask_at_once_get_folders_of_their_own(self, tmp_path):
         with ThreadPoolExecutor(16) as pool:
             made = list(pool.map(lambda _: create_ledger_folder(tmp_path), range(16)))
@@ -103,19 +94,6 @@ class TestWriter:
         assert outcome.final == outcome.last == runs.digests("final", 1)
         assert outcome.end == End(status="finished")
         assert not outcome.truncated
-
-    def test_each_line_is_json(self, runs):
-        """Any JSON parser reads a ledger; the check is the last field."""
-        for line in rank_path(runs.write(), 0).read_text().splitlines():
-            assert list(json.loads(line))[-1] == "check"
-
-    def test_an_older_file_is_never_overwritten(self, runs):
-        """Not even an empty one."""
-        path = rank_path(runs.write(), 0)
-        before = path.read_bytes()
-        with pytest.raises(LedgerError, match=r"cannot be made: File exists\. Nothing was overw"):
-            LedgerWriter(path)
-        assert path.read_bytes() == before
 
     @pytest.mark.parametrize(
         ("path", "message"),
@@ -196,14 +174,6 @@ class TestFailures:
             writer.write(End(status="finished"))
         writer.close()
         assert read_ledger(path).outcome(0).records == 1
-
-    def test_a_write_that_comes_in_two_parts_is_whole(self, runs, tmp_path, monkeypatch):
-        """The kernel may take less than all, and the rest with the next call."""
-        real = os.write
-        monkeypatch.setattr(os, "write", lambda fd, data: real(fd, data[:7]))
-        with LedgerWriter(tmp_path / "rank-0.jsonl") as writer:
-            writer.write(runs.header())
-        assert read_ledger(tmp_path / "rank-0.jsonl").header == runs.header()
 
     @pytest.mark.parametrize("written", [0, 10, None], ids=["nothing", "a part", "all"])
     def test_ctrl_c_in_the_middle_of_a_write(self, runs, tmp_path, monkeypatch, written):

@@ -1,4 +1,4 @@
-"""Flags of torch and Lightning, loaders and memory."""
+"""Flags of torch and Lightning, and loaders."""
 
 import lightning as L
 import pytorch_lightning as pl
@@ -59,20 +59,3 @@ b = DataLoader(Legacy(), num_workers=2, worker_init_fn=seed_apart)
 c = DataLoader(Legacy(), num_workers=2, worker_init_fn=say_hello)  # fine
 d = DataLoader(Legacy(), num_workers=2, in_order=False)  # expect: D9M305
 e = DataLoader(Legacy(), num_workers=2)  # fine
-
-
-def uninitialised(n, x):
-    a = torch.empty(n) + 1  # expect: D9M107
-    b = torch.empty(n).sum()  # expect: D9M107
-    c = torch.empty(n).normal_()  # fine
-    d = torch.empty(n)  # fine
-    d[:] = 3
-    e = torch.empty(n)  # expect: D9M107
-    f = e * 2
-    g = torch.empty_like(x)  # fine
-    torch.add(x, 1, out=g)
-    h = torch.empty(0) + 1  # fine
-    i = nn.Parameter(torch.empty(n, n))  # fine
-    nn.init.xavier_uniform_(i)
-    j = torch.empty(n).shape  # fine
-    return a, b, c, d, f, g, h, i, j
