@@ -20,7 +20,7 @@ from lightning_d9m.horovod.environment import (
     set_variables,
 )
 from lightning_d9m.lightning.lightning_private import BROADCAST_SIGTERM
-from lightning_d9m.lightning.logical_ranks.collectives import watch_functions
+from lightning_d9m.lightning.logical_ranks.refusals import watch_functions
 from lightning_d9m.lightning.logical_ranks.sandbox import send_tensors
 from lightning_d9m.lightning.logical_ranks.strategy import DDPDeterministicStrategy
 from lightning_d9m.lightning.strategies import register_in_loaded_packages

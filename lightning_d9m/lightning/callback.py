@@ -8,7 +8,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -33,7 +33,7 @@ from lightning_d9m.lightning.resume.resumable_fit import CheckpointState
 from lightning_d9m.lightning.resume.run_state import mark_used_gradients
 from lightning_d9m.lightning.saved_state import KEY
 from lightning_d9m.lightning.strategies import check_strategy, register_strategies
-from lightning_d9m.lightning.trainer_attributes import list_callbacks, ranks_of
+from lightning_d9m.lightning.trainer_attributes import ranks_of
 from lightning_d9m.lightning.trainer_session import TrainerSession
 from lightning_d9m.ranks.connections import close_group_at_exit
 from lightning_d9m.ranks.liveness import RankLiveness, add_lost_ranks, connect_liveness
@@ -173,6 +173,8 @@ class DeterminismCallback(_Callback):
         """The digest of the weights in the last record, 32 hex digits; None before a fit."""
         return self._recorder.summary.digest
 
+    # Lightning passes the module and more, of which each hook names what it uses.
+
     def setup(self, trainer: "Trainer", pl_module: "LightningModule", stage: str) -> None:
         """Open the session, before the model is configured and any loader is made."""
         if self._session is not None:  # the error of another callback skipped our teardown
@@ -182,7 +184,7 @@ class DeterminismCallback(_Callback):
         ranks_of(trainer).raise_on_all(lambda: self._open(trainer, stage))
         self._liveness = connect_liveness(ranks_of(trainer))
 
-    def teardown(self, trainer: "Trainer", pl_module: "LightningModule", stage: str) -> None:
+    def teardown(self, *_: Any, **__: Any) -> None:
         """Restore everything."""
         self._close(End(status="finished"))
 
@@ -205,45 +207,34 @@ class DeterminismCallback(_Callback):
         self._recorder.begin(trainer, self._open_session, last_bits)
 
     def on_train_batch_start(
-        self, trainer: "Trainer", pl_module: "LightningModule", batch: Any, batch_idx: int
+        self, trainer: "Trainer", _: Any, batch: Any, batch_idx: int, *__: Any
     ) -> None:
         """Probe the state that the batch starts from."""
         self._recorder.start_batch(trainer, batch, batch_idx)
 
-    def on_before_backward(
-        self, trainer: "Trainer", pl_module: "LightningModule", loss: "Tensor"
-    ) -> None:
+    def on_before_backward(self, trainer: "Trainer", _: Any, loss: "Tensor") -> None:
         """Probe the loss."""
         self._recorder.probes.take_loss(loss)
 
-    def on_before_optimizer_step(
-        self, trainer: "Trainer", pl_module: "LightningModule", optimizer: "Optimizer"
-    ) -> None:
+    def on_before_optimizer_step(self, trainer: "Trainer", _: Any, optimizer: "Optimizer") -> None:
         """Probe gradients and optimizer, and tell apart gradients that are still added to."""
         mark_used_gradients(trainer, optimizer)
         self._recorder.probes.take_step(optimizer)
 
-    def on_train_epoch_start(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
+    def on_train_epoch_start(self, trainer: "Trainer", *_: Any) -> None:
         """Seed the epoch."""
         self._open_session.start_epoch(trainer.current_epoch)
 
-    def on_train_batch_end(
-        self,
-        trainer: "Trainer",
-        pl_module: "LightningModule",
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-    ) -> None:
+    def on_train_batch_end(self, trainer: "Trainer", _: Any, outputs: Any, *__: Any) -> None:
         """Keep the loss on its device, and write the probes of the batch."""
         self._recorder.end_batch(trainer, outputs)
 
-    def on_train_epoch_end(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
+    def on_train_epoch_end(self, trainer: "Trainer", *_: Any) -> None:
         """Record the epoch; compare it with the reference and across ranks."""
         self._checkpoint_state.fit.end_epoch()
         self._recorder.record(trainer, self._open_session, "epoch")
 
-    def on_fit_end(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
+    def on_fit_end(self, trainer: "Trainer", *_: Any) -> None:
         """Record the final weights, after averaging callbacks have rewritten them."""
         self._recorder.record(trainer, self._open_session, "final")
         self._checkpoint_state.keep(trainer, ended=True)
@@ -251,41 +242,30 @@ class DeterminismCallback(_Callback):
         if self._shows_summary:
             self._recorder.summary.log(trainer, session.fit, session.settings.seed)
 
-    def on_save_checkpoint(
-        self, trainer: "Trainer", pl_module: "LightningModule", checkpoint: dict[str, Any]
-    ) -> None:
+    def on_save_checkpoint(self, trainer: "Trainer", _: Any, checkpoint: dict[str, Any]) -> None:
         """Add the state that an exact resume needs, even after the fit has ended."""
         self._recorder.probes.collector.close()
         self._checkpoint_state.save(trainer, checkpoint)
 
-    def on_load_checkpoint(
-        self, trainer: "Trainer", pl_module: "LightningModule", checkpoint: dict[str, Any]
-    ) -> None:
+    def on_load_checkpoint(self, trainer: Any, _: Any, checkpoint: dict[str, Any]) -> None:
         """Resume the run that saved the checkpoint; outside a run there is nothing to resume."""
         self._checkpoint_state.load(checkpoint)
 
-    def on_validation_start(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
+    def on_validation_start(self, trainer: "Trainer", *_: Any) -> None:
         """Set the RNG aside; within a fit, TrainerSession does so around the whole validation."""
         stage = _find_stage(trainer)
         if trainer.state.fn != "fit":
             self._open_session.start_evaluation(stage)
         self._recorder.begin_evaluation(trainer, self._open_session, stage)
 
-    def on_validation_batch_start(
-        self,
-        trainer: "Trainer",
-        pl_module: "LightningModule",
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
+    def on_validation_batch_start(self, trainer: "Trainer", _: Any, batch: Any, *__: Any) -> None:
         """Probe a validation within a fit."""
         self._recorder.start_validation_batch(trainer, batch)
 
     def on_validation_batch_end(
         self,
-        trainer: "Trainer",
-        pl_module: "LightningModule",
+        trainer: Any,
+        _: Any,
         outputs: Any,
         batch: Any,
         batch_idx: int,
@@ -294,7 +274,7 @@ class DeterminismCallback(_Callback):
         """Digest the outputs of the batch."""
         self._recorder.end_evaluation_batch(outputs, batch_idx, dataloader_idx)
 
-    def on_validation_end(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
+    def on_validation_end(self, trainer: "Trainer", *_: Any) -> None:
         """Record the evaluation and restore the RNG."""
         stage = _find_stage(trainer)
         self._recorder.end_evaluation(trainer, stage)
@@ -372,7 +352,7 @@ def _launch(
     ``run`` is the method of the Trainer that runs. ``start`` starts processes that call its
     argument, and returns what it returned on rank 0.
     """
-    callbacks = [c for c in list_callbacks(trainer) if isinstance(c, DeterminismCallback)]
+    callbacks = [c for c in trainer.callbacks if isinstance(c, DeterminismCallback)]
     if not callbacks:
         return start(run)
     callbacks.sort(key=lambda callback: callback._auto_added)  # noqa: SLF001 - our own class
@@ -409,13 +389,13 @@ _serve_packages()
 
 def list_program_callbacks(trainer: "Trainer") -> list[DeterminismCallback]:
     """Return the DeterminismCallbacks of a Trainer that the program itself has passed."""
-    callbacks = [c for c in list_callbacks(trainer) if isinstance(c, DeterminismCallback)]
+    callbacks = [c for c in trainer.callbacks if isinstance(c, DeterminismCallback)]
     return [callback for callback in callbacks if not callback._auto_added]  # noqa: SLF001 - our own class
 
 
 def _find_stage(trainer: "Trainer") -> str:
     """Return the stage of the evaluation that runs."""
-    function = cast(Any, trainer.state.fn).value
+    function = trainer.state.fn.value
     return "validate" if function == "fit" else str(function)
 
 

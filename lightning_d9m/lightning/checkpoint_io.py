@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -24,13 +24,9 @@ from lightning_d9m.lightning.saved_state import (
     replace_state,
 )
 from lightning_d9m.lightning.strategies import is_sharded
-from lightning_d9m.lightning.trainer_attributes import ranks_of
+from lightning_d9m.lightning.trainer_attributes import Trainer, ranks_of
 from lightning_d9m.recording.rank_agreement import gather_json
 from lightning_d9m.text import describe_names, escape
-
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
-
 
 _CHUNK = 2**20
 _HEAD = 512
@@ -38,7 +34,7 @@ _PICKLE = b"\x80"  # the first byte
 
 
 @contextmanager
-def loads_checked(trainer: "Trainer") -> Iterator[None]:
+def loads_checked(trainer: Trainer) -> Iterator[None]:
     """Check every checkpoint that the Trainer loads in the body.
 
     Raises:
@@ -63,9 +59,7 @@ def loads_checked(trainer: "Trainer") -> Iterator[None]:
         yield
 
 
-def _load_on_all_ranks(
-    trainer: "Trainer", path: Any, load: Callable[[], Mapping[str, Any]]
-) -> None:
+def _load_on_all_ranks(trainer: Trainer, path: Any, load: Callable[[], Mapping[str, Any]]) -> None:
     """Load the same checkpoint on all ranks, or raise on all: hosts may share no folder."""
     ranks = ranks_of(trainer)
     checkpoint = ranks.raise_on_all(load)
@@ -91,7 +85,7 @@ def _load_on_all_ranks(
 
 
 def add_manifests(
-    trainer: "Trainer",
+    trainer: Trainer,
     *,
     once: bool = False,
     before: Callable[[dict[str, Any]], object] = bool,

@@ -9,7 +9,7 @@ import functools
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,21 +23,12 @@ from lightning_d9m.ledger.format.records import Json, ReplayDrift
 from lightning_d9m.ledger.kinds import ROOT
 from lightning_d9m.lightning.lightning_private import is_compiled
 from lightning_d9m.lightning.strategies import is_sharded
-from lightning_d9m.lightning.trainer_attributes import ranks_of
+from lightning_d9m.lightning.trainer_attributes import Trainer, ranks_of
 from lightning_d9m.probes.module_hooks import hook_model
 from lightning_d9m.probes.settings import ProbeSettings
-from lightning_d9m.probes.trace import (
-    Listener,
-    ProbePoint,
-    Trace,
-    TraceDifference,
-    find_difference,
-)
+from lightning_d9m.probes.trace import Listener, ProbePoint, Trace, TraceDifference, find_difference
 from lightning_d9m.state.watch import Watch
 from lightning_d9m.text import describe_pair
-
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
 
 _COMPARED = frozenset({"input", "output", "grad_output", "local_gradient"})
 
@@ -74,7 +65,7 @@ class Replay(Listener):
 
     def __init__(
         self,
-        trainer: "Trainer",
+        trainer: Trainer,
         append: Callable[[Mapping[str, Json]], None],
         on_drift: str,
     ) -> None:
@@ -232,8 +223,7 @@ class Replay(Listener):
         trainer = self._trainer
         kind = trainer.fit_loop.epoch_loop.automatic_optimization.output_result_cls
         result = kind.from_training_step_output(output, trainer.accumulate_grad_batches)
-        loss = result.closure_loss
-        assert loss is not None, "the first run of the step had a loss"
+        loss: Tensor = result.closure_loss  # the first run of the step had one
         return loss
 
     @contextmanager
@@ -276,7 +266,7 @@ def _do_nothing(*_: object, **__: object) -> None:
     pass
 
 
-def _check_repeatable(trainer: "Trainer") -> None:
+def _check_repeatable(trainer: Trainer) -> None:
     if not trainer.lightning_module.automatic_optimization:
         raise SettingError(
             "replay_every is on and the module optimizes by hand (automatic_optimization is "

@@ -20,11 +20,7 @@ from torch import Tensor, distributed
 
 from lightning_d9m.errors import SettingError
 from lightning_d9m.logical_ranks.accumulation import add_wide, is_half, split_in_chunks
-from lightning_d9m.logical_ranks.shared_memory import (
-    SLOT_BYTES,
-    SharedMemory,
-    open_shared_memory,
-)
+from lightning_d9m.logical_ranks.shared_memory import SLOT_BYTES, SharedMemory, open_shared_memory
 from lightning_d9m.logical_ranks.tree import Blocks, Node, find_parent, list_roots
 
 MESSAGE_BYTES = 2**22  # 4 MiB: smaller ones cost more messages, larger ones more memory

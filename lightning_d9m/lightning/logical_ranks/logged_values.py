@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,10 +11,8 @@ from torch import Tensor
 from lightning_d9m.attribute_patches import AttributePatches
 from lightning_d9m.errors import SettingError
 from lightning_d9m.lightning import lightning_private
+from lightning_d9m.lightning.trainer_attributes import Trainer
 from lightning_d9m.logical_ranks.scalars import ExactMean
-
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
 
 GatherValues = Callable[[Any], list[Any]]
 
@@ -118,7 +116,7 @@ class LoggedValues:
 
     def __init__(
         self,
-        trainer: "Trainer",
+        trainer: Trainer,
         block: range,
         current: Callable[[], int | None],
         gather: GatherValues,

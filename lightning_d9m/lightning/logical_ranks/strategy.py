@@ -14,14 +14,19 @@ from lightning_d9m.control.env_settings import read_variable, variable_of
 from lightning_d9m.control.torch_flags import read_threads
 from lightning_d9m.errors import DriftError, RankLostError, RanksDisagreeError, SettingError
 from lightning_d9m.lightning.lightning_private import BEFORE_BATCH_TRANSFER
-from lightning_d9m.lightning.logical_ranks.collectives import refuse_collective, watch_collectives
 from lightning_d9m.lightning.logical_ranks.loaders import group_loader
 from lightning_d9m.lightning.logical_ranks.random_draws import MicroBatchSeeds
-from lightning_d9m.lightning.logical_ranks.refusals import check_devices, check_trainer
+from lightning_d9m.lightning.logical_ranks.refusals import (
+    check_devices,
+    check_trainer,
+    refuse_collective,
+    watch_collectives,
+)
 from lightning_d9m.lightning.logical_ranks.sandbox import send_tensors
 from lightning_d9m.lightning.logical_ranks.steps import LogicalSteps, holds_micro_batches
 from lightning_d9m.lightning.packages import combined_base
 from lightning_d9m.lightning.strategies import register_in_loaded_packages
+from lightning_d9m.lightning.trainer_attributes import Trainer
 from lightning_d9m.logical_ranks.gradients import LogicalGradients
 from lightning_d9m.logical_ranks.malloc import disable_malloc_trim
 from lightning_d9m.logical_ranks.scalars import sum_exactly
@@ -37,7 +42,6 @@ from lightning_d9m.ranks.liveness import RankLiveness, connect_liveness, lost_ra
 from lightning_d9m.state.plain_data import decode_plain, encode_plain
 
 if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
     from lightning.pytorch.strategies import DDPStrategy as _DDPStrategy
 else:
     _DDPStrategy = combined_base("strategies.DDPStrategy")
@@ -167,7 +171,7 @@ class DDPDeterministicStrategy(_DDPStrategy):
         """The logical ranks of this process."""
         return self.blocks.of(self.global_rank)
 
-    def setup(self, trainer: "Trainer") -> None:
+    def setup(self, trainer: Trainer) -> None:
         """Run Lightning's setup, which moves the model to its device, and begin a run.
 
         Raises:

@@ -5,7 +5,8 @@ the end of the epoch. A resumed fit of Lightning skips it; see ``finish_pending_
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, cast
+from itertools import islice
+from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -13,19 +14,17 @@ from lightning_d9m.control.data.resumable_sampler import has_state
 from lightning_d9m.lightning import lightning_private
 from lightning_d9m.lightning.resume.exactness import is_cut_by_max_steps
 from lightning_d9m.lightning.saved_state import LoopPhase, LoopPosition
-from lightning_d9m.lightning.trainer_attributes import ProgressCounts, get_epoch_counts
-
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
+from lightning_d9m.lightning.trainer_attributes import Trainer
+from lightning_d9m.state.parts import is_of_program
 
 _COUNTERS = ("ready", "started", "processed", "completed")
 
 
-def find_position(trainer: "Trainer") -> LoopPosition:
+def find_position(trainer: Trainer) -> LoopPosition:
     """Return the position of the fit, or of the checkpoint that the Trainer has loaded."""
     loop = trainer.fit_loop
-    epochs = get_epoch_counts(trainer)
-    batches: ProgressCounts = cast(Any, loop.epoch_loop.batch_progress.current)
+    epochs = loop.epoch_progress.current
+    batches = loop.epoch_loop.batch_progress.current
     step = trainer.global_step
     if epochs.started == epochs.processed:
         return LoopPosition(epochs.processed, step, 0, "epoch")
@@ -45,7 +44,7 @@ def _validated(loop: Any) -> bool:
 
 
 def finish_pending_work(
-    trainer: "Trainer", position: LoopPosition, reset: Callable[[], None]
+    trainer: Trainer, position: LoopPosition, reset: Callable[[], None]
 ) -> bool:
     """Let a fit that has loaded a checkpoint finish what was pending when that was saved.
 
@@ -86,21 +85,27 @@ def reopen_epoch(checkpoint: Mapping[str, Any]) -> None:
         part["processed"] = part["completed"] = part["started"] - 1
 
 
-def draws_when_iterated(trainer: "Trainer") -> bool:
+def draws_when_iterated(trainer: Trainer) -> bool:
     """Return whether a training loader may draw in this process when its iterator is made.
 
-    A map-style dataset is not read before a batch is fetched, and its batches are seeded one by
-    one. An iterator is excluded: making it again would lose its first batch.
+    torch's loader does not read a map-style dataset before a batch is fetched, and its batches are
+    seeded one by one. An iterator is excluded: making it again would lose its first batch.
     """
     return any(
         loader.num_workers == 0 and isinstance(loader.dataset, IterableDataset)
-        if isinstance(loader, DataLoader)
+        if isinstance(loader, DataLoader) and not iterates_itself(loader)
         else not isinstance(loader, Iterator)
         for loader in lightning_private.list_loaders(trainer.fit_loop)
     )
 
 
-def drop_consumed_states(trainer: "Trainer") -> None:
+def iterates_itself(loader: object) -> bool:
+    """Return whether the program has written the iteration of a loader."""
+    own = (kind for kind in type(loader).__mro__ if "__iter__" in vars(kind))
+    return any(map(is_of_program, islice(own, 1)))
+
+
+def drop_consumed_states(trainer: Trainer) -> None:
     """Leave out states of loaders that only count the batches of the epoch that has ended.
 
     A fit of a number of steps (``max_steps``) loads them between epochs too, where torchdata's
@@ -117,7 +122,7 @@ def drop_consumed_states(trainer: "Trainer") -> None:
         lightning_private.set_pending_loader_states(trainer, kept)
 
 
-def makes_iterator_again(trainer: "Trainer") -> bool:
+def makes_iterator_again(trainer: Trainer) -> bool:
     """Return whether Lightning is about to make the iterator of the training loaders again.
 
     It makes the first one when it loads them, and their workers start then.
@@ -127,7 +132,7 @@ def makes_iterator_again(trainer: "Trainer") -> bool:
     return trainer.current_epoch > 0 and not resumes
 
 
-def iterate_again(trainer: "Trainer", loader_states: list[dict[str, Any]]) -> None:
+def iterate_again(trainer: Trainer, loader_states: list[dict[str, Any]]) -> None:
     """Make the iterator over the training loaders again, at the start of a resumed epoch.
 
     Lightning makes it when it loads the loaders, and fetches the first batch of an iterable

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 from warnings import catch_warnings, filterwarnings, warn
 
 from lightning_d9m.attribute_patches import AttributePatches
@@ -49,14 +49,15 @@ from lightning_d9m.lightning.saved_state import (
     find_state,
 )
 from lightning_d9m.lightning.strategies import is_sharded
-from lightning_d9m.lightning.trainer_attributes import get_logical_ranks, list_schedulers, ranks_of
+from lightning_d9m.lightning.trainer_attributes import (
+    Trainer,
+    get_logical_ranks,
+    list_schedulers,
+    ranks_of,
+)
 from lightning_d9m.lightning.trainer_session import TrainerSession
 from lightning_d9m.recording.rank_agreement import gather_json
 from lightning_d9m.state.plain_data import decode_plain, encode_plain, pack_bytes, unpack_bytes
-
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
-
 
 InexactResumeAction = Literal["raise", "warn", "raise_early"]
 
@@ -92,7 +93,7 @@ class ResumableFit:
 
     def __init__(
         self,
-        trainer: "Trainer",
+        trainer: Trainer,
         session: TrainerSession,
         recorder: TrainerRecorder,
         on_inexact: InexactResumeAction,
@@ -603,9 +604,7 @@ class CheckpointState:
     def __getstate__(self) -> dict[str, Any]:
         return vars(CheckpointState(self._on_inexact))
 
-    def attach(
-        self, trainer: "Trainer", session: TrainerSession, recorder: TrainerRecorder
-    ) -> None:
+    def attach(self, trainer: Trainer, session: TrainerSession, recorder: TrainerRecorder) -> None:
         """Prepare a fit for a checkpoint that it may resume from; called before that is loaded."""
         self._ended = None
         if session.stage == "fit":
@@ -619,7 +618,7 @@ class CheckpointState:
         if fit is not None:
             fit.release()
 
-    def keep(self, trainer: "Trainer", *, ended: bool) -> None:
+    def keep(self, trainer: Trainer, *, ended: bool) -> None:
         """Keep the state of a run that is about to end, for checkpoints that are saved later.
 
         Args:
@@ -633,7 +632,7 @@ class CheckpointState:
             self._ended = run_state.gather_ranks(trainer, state) if ended else state
             self._ended_on_all_ranks = ended
 
-    def save(self, trainer: "Trainer", checkpoint: dict[str, Any]) -> None:
+    def save(self, trainer: Trainer, checkpoint: dict[str, Any]) -> None:
         """Add the state to a checkpoint. Every rank calls this, unless the run has ended."""
         if self._fit is not None:
             state = run_state.gather_ranks(trainer, self._fit.save(checkpoint))

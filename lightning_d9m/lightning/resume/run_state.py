@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from lightning_d9m.control.data.data_state import DATA, NUMBERS
 from lightning_d9m.control.data.resumable_sampler import unwrap
@@ -26,6 +27,7 @@ from lightning_d9m.hashing.training_state import ModelTensors
 from lightning_d9m.lightning import lightning_private
 from lightning_d9m.lightning.logical_ranks.steps import get_logical_steps
 from lightning_d9m.lightning.packages import is_of_program, rank_zero
+from lightning_d9m.lightning.resume.loop_position import iterates_itself
 from lightning_d9m.lightning.resume.program_state import Captured, ProgramState
 from lightning_d9m.lightning.saved_state import (
     FROZEN,
@@ -36,9 +38,7 @@ from lightning_d9m.lightning.saved_state import (
     SavedState,
 )
 from lightning_d9m.lightning.trainer_attributes import (
-    get_epoch_counts,
-    get_reload_interval,
-    list_callbacks,
+    Trainer,
     list_schedulers,
     name_callbacks,
     ranks_of,
@@ -48,7 +48,6 @@ from lightning_d9m.state.search import find_generators, search
 from lightning_d9m.text import pluralize
 
 if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
     from torch.nn import Parameter
     from torch.optim import Optimizer
 
@@ -60,7 +59,7 @@ _FIRST_BYTES = 64 * 2**10
 
 
 def capture_user_state(
-    trainer: "Trainer", phase: LoopPhase, program: ProgramState
+    trainer: Trainer, phase: LoopPhase, program: ProgramState
 ) -> tuple[SavedRank, Captured]:
     """Return the states of the user's generators and metrics, and of the program's objects.
 
@@ -80,7 +79,7 @@ def capture_user_state(
 
 
 def capture(
-    trainer: "Trainer", session: "TrainerSession", user: SavedRank, phase: LoopPhase
+    trainer: Trainer, session: "TrainerSession", user: SavedRank, phase: LoopPhase
 ) -> SavedRank:
     """Add the state of this rank that is read from the Trainer and the session.
 
@@ -101,7 +100,7 @@ def capture(
     )
 
 
-def gather_ranks(trainer: "Trainer", state: SavedState) -> SavedState:
+def gather_ranks(trainer: Trainer, state: SavedState) -> SavedState:
     """Return a state with those of all ranks, on rank 0; every rank calls this."""
     if trainer.world_size == 1:
         return state
@@ -119,7 +118,7 @@ def gather_ranks(trainer: "Trainer", state: SavedState) -> SavedState:
     return replace(state, ranks=[others.get(rank, own) for rank in range(len(rows))])
 
 
-def find_unmatched_state(trainer: "Trainer", rank: SavedRank) -> list[str]:
+def find_unmatched_state(trainer: Trainer, rank: SavedRank) -> list[str]:
     """Return the paths of generators that datasets hold only here or only in the checkpoint."""
     generators = set(find_generators(_name_datasets(trainer))) ^ set(rank.generators)
     if not lightning_private.has_loaders(trainer.fit_loop.epoch_loop.val_loop):
@@ -127,13 +126,13 @@ def find_unmatched_state(trainer: "Trainer", rank: SavedRank) -> list[str]:
     return sorted(generators)
 
 
-def find_reloaded_generators(trainer: "Trainer", rank: SavedRank, epoch: int) -> list[str]:
+def find_reloaded_generators(trainer: Trainer, rank: SavedRank, epoch: int) -> list[str]:
     """Return the generators and values of loaders that are loaded again for the resumed epoch.
 
     The dataset of the new loader may be a new object, whose generator starts again, or the same
     one, whose generator continues; a resumed run cannot tell.
     """
-    every = get_reload_interval(trainer)
+    every = trainer.reload_dataloaders_every_n_epochs
     loaded_epochs = {"train.": rank.train_reload_epoch, VALIDATION: rank.validation_reload_epoch}
     stages = tuple(
         stage
@@ -156,7 +155,7 @@ def _name_sampler_states(rank: SavedRank) -> Iterator[str]:
 
 
 def restore_outside(
-    trainer: "Trainer",
+    trainer: Trainer,
     session: "TrainerSession",
     rank: SavedRank,
     report: Callable[[Sequence[str]], None],
@@ -168,11 +167,11 @@ def restore_outside(
     _restore_rng_and_metrics(trainer, rank)
     session.restore_validation(rank.samplers)  # again, after a sanity check
     restore_gradients(trainer, rank.gradients, report)
-    epoch = get_epoch_counts(trainer).processed
+    epoch = trainer.fit_loop.epoch_progress.current.processed
     _settle_reload(trainer, "train", rank.train_reload_epoch, epoch)
 
 
-def restore_validation(trainer: "Trainer", session: "TrainerSession", rank: SavedRank) -> None:
+def restore_validation(trainer: Trainer, session: "TrainerSession", rank: SavedRank) -> None:
     """Restore the state of the validation loaders. Called once, after they were loaded."""
     session.restore_validation(rank.samplers)
     generators = {
@@ -184,7 +183,7 @@ def restore_validation(trainer: "Trainer", session: "TrainerSession", rank: Save
 
 
 def restore_within(
-    trainer: "Trainer", rank: SavedRank, report: Callable[[Sequence[str]], None]
+    trainer: Trainer, rank: SavedRank, report: Callable[[Sequence[str]], None]
 ) -> None:
     """Restore state that is reset at the start of an epoch, as ``restore_outside`` does.
 
@@ -199,23 +198,23 @@ def restore_within(
         restore_rng(decode_rng(rank.rng))
 
 
-def _restore_rng_and_metrics(trainer: "Trainer", rank: SavedRank) -> None:
+def _restore_rng_and_metrics(trainer: Trainer, rank: SavedRank) -> None:
     restore_generators(_name_datasets(trainer), rank.generators)
     if (logical := get_logical_steps(trainer)) is not None:
         logical.metrics.restore(rank.metric_states)
 
 
 def _settle_reload(
-    trainer: "Trainer", stage: Literal["train", "validate"], saved: int | None, epoch: int
+    trainer: Trainer, stage: Literal["train", "validate"], saved: int | None, epoch: int
 ) -> None:
     """Set the epoch that counts as the last reload, so that the next reload is due in time."""
     if saved is not None:
-        due = epoch - saved >= get_reload_interval(trainer)
+        due = epoch - saved >= trainer.reload_dataloaders_every_n_epochs
         lightning_private.set_reload_epoch(trainer, stage, epoch if due else saved)
 
 
-def _name_datasets(trainer: "Trainer") -> dict[str, object]:
-    """Return the datasets and functions of the loaders, by name."""
+def _name_datasets(trainer: Trainer) -> dict[str, object]:
+    """Return the datasets and functions of the loaders, and what is in loaders of the program."""
     owners: dict[str, object] = {}
     fit = trainer.fit_loop
     for stage, loop in (("train", fit), ("validate", fit.epoch_loop.val_loop)):
@@ -225,6 +224,9 @@ def _name_datasets(trainer: "Trainer") -> dict[str, object]:
             owners[f"{stage}.{number}.collate_fn"] = (
                 collate.user_function if type(collate) is SeededCollate else collate
             )
+            if iterates_itself(part):
+                own = vars(part).keys() - vars(DataLoader(range(1))).keys()  # type: ignore[arg-type]
+                owners |= {f"{stage}.{number}.loader.{name}": vars(part)[name] for name in own}
     return owners
 
 
@@ -241,7 +243,7 @@ def capture_frozen(model: ModelTensors) -> dict[str, dict[str, list[str]]]:
     return {FROZEN: {"parameters": parameters}}
 
 
-def restore_frozen(trainer: "Trainer", settings: Mapping[str, Any]) -> None:
+def restore_frozen(trainer: Trainer, settings: Mapping[str, Any]) -> None:
     """Freeze and unfreeze what was so when ``capture_frozen`` was called, and log what changed."""
     frozen = settings[FROZEN]
     module = trainer.lightning_module
@@ -257,7 +259,7 @@ def restore_frozen(trainer: "Trainer", settings: Mapping[str, Any]) -> None:
         )
 
 
-def read_options(trainer: "Trainer") -> dict[str, Any]:
+def read_options(trainer: Trainer) -> dict[str, Any]:
     """Return the options of the Trainer that callbacks may set, as for accumulation."""
     names = inspect.signature(type(trainer).__init__).parameters
     own = {name: value for name, value in vars(trainer).items() if name in names}
@@ -265,7 +267,7 @@ def read_options(trainer: "Trainer") -> dict[str, Any]:
     return {name: value for name, value in own.items() if isinstance(value, plain)}
 
 
-def find_starters(trainer: "Trainer", schedulers: Sequence[object]) -> list[str]:
+def find_starters(trainer: Trainer, schedulers: Sequence[object]) -> list[str]:
     """Return the callbacks that hold a scheduler with which the fit did not begin.
 
     They have put it in the place of another when an epoch started, and Lightning does not call
@@ -273,7 +275,7 @@ def find_starters(trainer: "Trainer", schedulers: Sequence[object]) -> list[str]
     """
     first = {id(own) for own in schedulers}
     new = {id(own) for own in list_schedulers(trainer)} - first
-    named = name_callbacks(list_callbacks(trainer)) if new else {}
+    named = name_callbacks(trainer.callbacks) if new else {}
     return [
         name
         for name, callback in named.items()
@@ -281,11 +283,11 @@ def find_starters(trainer: "Trainer", schedulers: Sequence[object]) -> list[str]
     ]
 
 
-def start_schedules(trainer: "Trainer", names: Sequence[str]) -> None:
+def start_schedules(trainer: Trainer, names: Sequence[str]) -> None:
     """Let callbacks set up their schedulers, as they do at the start of an epoch."""
     groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
     rates = [group["lr"] for group in groups]
-    for name, callback in name_callbacks(list_callbacks(trainer)).items():
+    for name, callback in name_callbacks(trainer.callbacks).items():
         if name in names:
             callback.on_train_epoch_start(trainer, trainer.lightning_module)
     # A new schedule sets the rates.
@@ -299,7 +301,7 @@ _ARGUMENTS = (
 )
 
 
-def restore_latest(trainer: "Trainer", latest: Mapping[str, Any]) -> None:
+def restore_latest(trainer: Trainer, latest: Mapping[str, Any]) -> None:
     """Restore the metrics for callbacks and schedulers."""
     device = trainer.strategy.root_device
     moved = {name: value.to(device, copy=True) for name, value in latest.items()}
@@ -310,7 +312,7 @@ def _copy(value: Tensor) -> Tensor:
     return value.detach().to("cpu", copy=True)
 
 
-def find_metrics_to_reset(trainer: "Trainer", phase: LoopPhase) -> list[str]:
+def find_metrics_to_reset(trainer: Trainer, phase: LoopPhase) -> list[str]:
     """Return the names of logged metrics that Lightning resets after the hooks of this phase.
 
     These are the metrics of training at the end of an epoch, and of a finished validation.
@@ -329,7 +331,7 @@ def find_metrics_to_reset(trainer: "Trainer", phase: LoopPhase) -> list[str]:
     return [name for name in dict.fromkeys(names) if name is not None]
 
 
-def capture_results(trainer: "Trainer") -> list[SavedResult]:
+def capture_results(trainer: Trainer) -> list[SavedResult]:
     """Return the running sums from which the epoch's means are computed.
 
     The state of a logged metric object is in ``metric_state``.
@@ -363,7 +365,7 @@ def _capture_result(key: str, result: Any) -> SavedResult:
     )
 
 
-def restore_results(trainer: "Trainer", results: Sequence[SavedResult]) -> None:
+def restore_results(trainer: Trainer, results: Sequence[SavedResult]) -> None:
     """Restore the results of the epoch. Called once, before its next batch."""
     lightning_private.keep_results_at_next_batch(trainer)
     collection = lightning_private.get_logged_results(trainer.fit_loop.epoch_loop)
@@ -396,7 +398,7 @@ _ADDED = (
 )
 
 
-def mark_used_gradients(trainer: "Trainer", optimizer: "Optimizer") -> None:
+def mark_used_gradients(trainer: Trainer, optimizer: "Optimizer") -> None:
     """Mark the gradients with which a module that optimizes manually steps."""
     if trainer.lightning_module.automatic_optimization:
         return
@@ -406,7 +408,7 @@ def mark_used_gradients(trainer: "Trainer", optimizer: "Optimizer") -> None:
             gradient.d9m_used = gradient._version  # noqa: SLF001 - torch has no other
 
 
-def capture_gradients(trainer: "Trainer") -> dict[str, Any]:
+def capture_gradients(trainer: Trainer) -> dict[str, Any]:
     """Return gradients by the names of their parameters; None for one that a step has used.
 
     They are those to which a backward pass after the save adds. Lightning zeroes gradients before
@@ -435,7 +437,7 @@ def capture_gradients(trainer: "Trainer") -> dict[str, Any]:
 
 
 def restore_gradients(
-    trainer: "Trainer", gradients: Mapping[str, Any], report: Callable[[Sequence[str]], None]
+    trainer: Trainer, gradients: Mapping[str, Any], report: Callable[[Sequence[str]], None]
 ) -> None:
     """Restore gradients; before a backward pass adds to one that was left out, report it once."""
     if not gradients:
