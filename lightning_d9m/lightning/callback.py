@@ -3,7 +3,7 @@
 Each hook calls one function of :mod:`lightning_d9m.lightning` or of a lower layer.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, fields
 from functools import cache
@@ -135,8 +135,10 @@ class DeterminismCallback(_Callback):
         validate_choice("on_inexact_resume", on_inexact_resume, ("raise", "warn", "raise_early"))
         read_path("ledger_dir", ledger_dir)  # a URL passes, too
         self._given = select_given(arguments)
-        options = RunOptions(**_select(arguments, RunOptions))
-        ignored = _as_tuple(ignored_metrics)
+        names = [field.name for field in fields(RunOptions) if field.name in arguments]
+        options = RunOptions(**{name: arguments[name] for name in names})
+        alone = isinstance(ignored_metrics, str)
+        ignored = (ignored_metrics,) if alone else tuple(ignored_metrics)
         self._recorder = TrainerRecorder(options, ledger_dir, ignored, spare_cwd=self._auto_added)
         self._shows_summary = summary
         self._checkpoint_state = CheckpointState(on_inexact_resume)
@@ -291,7 +293,11 @@ class DeterminismCallback(_Callback):
         return self._session
 
     def _open(self, trainer: "Trainer", stage: str) -> None:
-        check_callbacks(len(list_program_callbacks(trainer)))
+        if (count := len(list_program_callbacks(trainer))) > 1:
+            raise SettingError(
+                f"This Trainer has {count} DeterminismCallbacks; a run has one seed and "
+                "one ledger, so one is allowed. Remove the others from Trainer(callbacks=...)."
+            )
         check_benchmark(trainer, overrides=self._auto_added)
         check_strategy(trainer.strategy)
         if stage == "fit":
@@ -397,25 +403,6 @@ def _find_stage(trainer: "Trainer") -> str:
     """Return the stage of the evaluation that runs."""
     function = trainer.state.fn.value
     return "validate" if function == "fit" else str(function)
-
-
-def _select(arguments: Mapping[str, Any], owner: Any) -> dict[str, Any]:
-    """Return the arguments that are fields of a dataclass."""
-    return {field.name: arguments[field.name] for field in fields(owner) if field.name in arguments}
-
-
-def _as_tuple(names: Sequence[str]) -> tuple[str, ...]:
-    """Return names as a tuple; a single name need not be in a list."""
-    return (names,) if isinstance(names, str) else tuple(names)
-
-
-def check_callbacks(count: int) -> None:
-    """Raise a ``SettingError`` if the program has passed several DeterminismCallbacks."""
-    if count > 1:
-        raise SettingError(
-            f"This Trainer has {count} DeterminismCallbacks; a run has one seed and "
-            "one ledger, so one is allowed. Remove the others from Trainer(callbacks=...)."
-        )
 
 
 def check_benchmark(trainer: "Trainer", *, overrides: bool) -> None:

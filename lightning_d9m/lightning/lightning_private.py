@@ -148,15 +148,15 @@ def create_loader_iterator(trainer: Trainer) -> None:
     iter(fetcher)
 
 
-def get_reload_epoch(trainer: Trainer, stage: Literal["train", "validate"]) -> float:
-    """Return the epoch in which the loaders of a stage were last loaded; -inf before that.
+def get_reload_epoch(trainer: Trainer, stage: Literal["train", "validate"]) -> int | None:
+    """Return the epoch in which the loaders of a stage were last loaded; None before that.
 
     ``Trainer.reload_dataloaders_every_n_epochs`` gives only the interval.
     """
     fit = trainer.fit_loop
-    if stage == "train":
-        return float(fit._last_train_dl_reload_epoch)
-    return float(fit.epoch_loop.val_loop._last_val_dl_reload_epoch)
+    train, validate = fit._last_train_dl_reload_epoch, fit.epoch_loop.val_loop
+    epoch = train if stage == "train" else validate._last_val_dl_reload_epoch
+    return None if epoch == float("-inf") else int(epoch)
 
 
 def set_reload_epoch(trainer: Trainer, stage: Literal["train", "validate"], epoch: float) -> None:

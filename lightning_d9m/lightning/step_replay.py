@@ -106,7 +106,8 @@ class Replay(Listener):
                 if first is None:
                     return backward(loss, optimizer, **kwargs)
                 with silenced():
-                    gradients = self._copy_gradients()
+                    own = [parameter.grad for parameter in self._module.parameters()]
+                    gradients = [None if each is None else each.detach().clone() for each in own]
                 rng = capture_rng()
                 self.add("loss", "loss", loss)
                 result = backward(loss, optimizer, **kwargs)
@@ -125,7 +126,7 @@ class Replay(Listener):
 
             replace_method(stack, self._module, "training_step", first_step)
             replace_method(stack, strategy, "backward", both_backwards)
-            stack.callback(self._forget)
+            stack.callback(lambda: vars(self).update(_step=None, _trace=None))
             return stack.pop_all()
 
     def add(self, kind: str, name: str, value: object) -> None:
@@ -141,9 +142,6 @@ class Replay(Listener):
             with self._silenced():
                 self._trace.add_tensors(kind, tensors)
 
-    def _forget(self) -> None:
-        self._step = self._trace = None
-
     def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if any(isinstance(value, Iterator) for value in (*args, *kwargs.values())):
             raise SettingError(
@@ -155,10 +153,6 @@ class Replay(Listener):
         state = capture_state(self._module, (args, kwargs))
         weights = self._trace_weights()
         self._step = _Step((args, kwargs), state, capture_rng(), weights, self._trace)
-
-    def _copy_gradients(self) -> list[Tensor | None]:
-        gradients = (parameter.grad for parameter in self._module.parameters())
-        return [None if own is None else own.detach().clone() for own in gradients]
 
     def _take_buffers(self) -> None:
         buffers = self._module.named_buffers()
@@ -232,7 +226,7 @@ class Replay(Listener):
         block = getattr(self._trainer.strategy, "block_backward_sync", nullcontext)
         with ExitStack() as stack:
             for name in ("log", "log_dict"):
-                replace_method(stack, self._module, name, _do_nothing)
+                replace_method(stack, self._module, name, lambda *_, **__: None)
             stack.enter_context(block())
             yield
 
@@ -260,10 +254,6 @@ class Replay(Listener):
                 raise error
 
         ranks.raise_on_all(raise_error)
-
-
-def _do_nothing(*_: object, **__: object) -> None:
-    pass
 
 
 def _check_repeatable(trainer: Trainer) -> None:

@@ -53,7 +53,7 @@ class TrainerSession:
         self._training_rng: RngState | None = None
         self._resumed_epoch = 0
         self._loaded_epochs: Mapping[str, int | None] = {}
-        self._resume_loader: Callable[[object], None] = _do_nothing
+        self._resume_loader: Callable[[object], None] = lambda _: None
         self.has_trained = False
         with ExitStack() as stack:
             # Read before the session switches it off.
@@ -61,7 +61,7 @@ class TrainerSession:
             # Counted in the session around the run, before the run opens its own.
             self.fit = self._counted = next_fit() if stage == "fit" else 0
             if stage == "fit":
-                stack.callback(self._give_back_number)
+                stack.callback(lambda: self.has_trained or give_back_fit(self._counted))
             self._session = stack.enter_context(deterministic(settings))
             self._session.in_trainer = True
             self.loaders = LoaderControl(
@@ -94,10 +94,6 @@ class TrainerSession:
     def close(self) -> None:
         """Undo everything, in reverse."""
         self._stack.close()
-
-    def _give_back_number(self) -> None:
-        if not self.has_trained:
-            give_back_fit(self._counted)
 
     def resume(
         self, resume_loader: Callable[[object], None], release: Callable[[], object]
@@ -283,10 +279,6 @@ class TrainerSession:
             return controlled
 
         patches.replace(strategy, "process_dataloader", process_dataloader)
-
-
-def _do_nothing(loader: object) -> None:
-    """Do nothing: this run does not resume."""
 
 
 def _data_rank(trainer: Trainer) -> int:

@@ -63,15 +63,13 @@ def make_callback(package: str) -> AddedCallback:
             "both packages at the top of the program, or use one of them."
         )
     fabric = {"lightning.pytorch": "lightning.fabric"}.get(package, "lightning_fabric")
-    logging.getLogger(f"{fabric}.utilities.registry").addFilter(_is_not_ours)
+    logging.getLogger(f"{fabric}.utilities.registry").addFilter(
+        # Lightning logs for each Trainer that it adds our callback.
+        lambda record: "entry point 'lightning_d9m'" not in record.getMessage()
+    )
     reject_unknown_variables(DeterminismCallback, os.environ)
     settings = read_settings(DeterminismCallback, os.environ)
     return build_from_variables(AddedCallback, settings)
-
-
-def _is_not_ours(record: logging.LogRecord) -> bool:
-    """Return whether a record is not Lightning's, for each Trainer, that it adds our callback."""
-    return "entry point 'lightning_d9m'" not in record.getMessage()
 
 
 @cache

@@ -204,10 +204,6 @@ class Sandbox:
         if not last:
             record.put_back()
 
-    def discard(self) -> None:
-        """Forget a step after an exception."""
-        self._records = {}
-
     # The state
 
     def _leave_out(self, path: str, value: object) -> bool:
@@ -330,7 +326,12 @@ class Sandbox:
             return [extra]
         if self._watch is None:
             return [extra]
-        own = [*_describe(records), extra]
+        tokens = {
+            rank: {path: change.token for path, change in record.changes.items()}
+            for rank, record in records.items()
+        }
+        added = {rank: record.added for rank, record in records.items() if record.added}
+        own = [tokens, added, extra]
         parts = self._processes.gather_values(own) if self.shared else [own]
         self._merge(records, parts, stage)
         return [part[-1] for part in parts]
@@ -454,18 +455,16 @@ class Sandbox:
 
 def send_tensors(tensors: list[Tensor], processes: Processes) -> None:
     """Overwrite tensors with those of process 0, also sparse and expanded ones."""
-    dense = [one for one in tensors if one.layout is torch.strided and not _is_expanded(one)]
+    dense, others = [], []
+    for one in tensors:
+        is_expanded = one.layout is torch.strided and one.numel() > 1 and 0 in one.stride()
+        (dense if one.layout is torch.strided and not is_expanded else others).append(one)
     if dense:
         processes.broadcast_tensors(dense)
-    others = [one for one in tensors if one.layout is not torch.strided or _is_expanded(one)]
     if others:
         for own, first in zip(others, processes.gather_values(others)[0], strict=True):
             if not TENSOR.matches(own.cpu(), first):
                 TENSOR.write(own, first.to(own.device))
-
-
-def _is_expanded(tensor: Tensor) -> bool:
-    return tensor.numel() > 1 and 0 in tensor.stride()
 
 
 def _make_plain(changes: list[_Change]) -> tuple[str, dict[str, list[Any]]]:
@@ -490,16 +489,6 @@ def _settle(records: dict[int, _Record], first: int) -> None:
         record.put_back()
     for change in records[first].changes.values():
         change.apply()
-
-
-def _describe(records: dict[int, _Record]) -> list[Any]:
-    return [
-        {
-            rank: {path: change.token for path, change in record.changes.items()}
-            for rank, record in records.items()
-        },
-        {rank: record.added for rank, record in records.items() if record.added},
-    ]
 
 
 def _find_added(node: Node) -> list[Any] | None:

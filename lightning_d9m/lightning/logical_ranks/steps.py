@@ -21,10 +21,10 @@ from lightning_d9m.lightning.logical_ranks.logged_values import LoggedValues
 from lightning_d9m.lightning.logical_ranks.metric_states import MetricStates
 from lightning_d9m.lightning.logical_ranks.random_draws import MicroBatchSeeds
 from lightning_d9m.lightning.logical_ranks.sandbox import Processes, Sandbox
-from lightning_d9m.lightning.packages import is_of_program
 from lightning_d9m.lightning.trainer_attributes import Trainer
 from lightning_d9m.logical_ranks.accumulation import KeptGradients
 from lightning_d9m.logical_ranks.gradients import LogicalGradients
+from lightning_d9m.state.parts import is_of_lightning
 from lightning_d9m.state.plain_data import encode_plain
 
 Step = Callable[..., Any]
@@ -48,6 +48,7 @@ class LogicalSteps:
         logged: The values that logical ranks log.
         hooks: The hooks of the program that get a batch.
         kept: The gradients of earlier batches, to which later ones are added.
+        losses: The losses of the last training step, one for each logical rank of this process.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class LogicalSteps:
         self._accumulates = False
         self._ran = False
         self._place = ("train", 0, 0)
-        self._losses: list[Tensor] = []
+        self.losses: list[Tensor] = []
         self._output: Any = None
         self._loader = 0
 
@@ -116,7 +117,7 @@ class LogicalSteps:
         self._clear_gradients()
         self._sandbox.begin()
         self._output = None
-        self._losses = []
+        self.losses = []
         if skips_backward(trainer):
             return self._run_forward(step, batches, args)
         self._accumulates = accumulates_gradients(trainer)
@@ -142,7 +143,7 @@ class LogicalSteps:
         self._clear_gradients()
         self.kept.put_back(rank)
         output = self._run(step, rank, batch, args)
-        self._losses.append(_find_loss(output).detach())
+        self.losses.append(_find_loss(output).detach())
         self._sandbox.start_backward()
         return output
 
@@ -159,7 +160,7 @@ class LogicalSteps:
         outputs: list[Any] = []
         for rank, batch in self._pair(batches):
             outputs.append(self._run(step, rank, batch, args))
-            self._losses.append(_find_loss(outputs[-1]).detach())
+            self.losses.append(_find_loss(outputs[-1]).detach())
             self._sandbox.end(rank, last=rank == self.block[-1])
         self._end("train")
         return outputs[0]
@@ -198,10 +199,6 @@ class LogicalSteps:
         result = kind.from_training_step_output(output, trainer.accumulate_grad_batches)
         return dict(result.asdict())
 
-    def read_losses(self) -> list[float]:
-        """Return the losses of the last training step, one for each logical rank."""
-        return [float(loss) for loss in self._losses]
-
     def evaluate(self, stage: str, epoch: int, step: Step, batches: Any, *args: Any) -> Any:
         """Run the micro-batches of an evaluation, and return their outputs.
 
@@ -226,7 +223,6 @@ class LogicalSteps:
         """Forget the step after an exception."""
         self.logical_rank = None
         self.kept.clear()
-        self._sandbox.discard()
         if self._gradients is not None:
             self._gradients.discard()
 
@@ -314,7 +310,7 @@ class BatchHooks:
             for names, call in ((_EVALUATED, self._call_evaluated), (_TRAINED, self._call_trained)):
                 for name in names:
                     hook = getattr(owner, name, None)
-                    if hook is not None and is_of_program(hook):
+                    if hook is not None and not is_of_lightning(hook):
                         patches.replace(owner, name, wraps(hook)(partial(call, hook)))
 
     def _call_evaluated(self, hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

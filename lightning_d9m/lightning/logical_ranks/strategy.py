@@ -48,8 +48,6 @@ else:
 
 # Errors that another rank has caused, or all.
 _OF_OTHERS = (RankLostError, RanksDisagreeError)
-# Our names of Lightning's stages.
-_STAGES = {"sanity_check": "validate"}
 
 
 class DDPDeterministicStrategy(_DDPStrategy):
@@ -198,7 +196,7 @@ class DDPDeterministicStrategy(_DDPStrategy):
         )
         self._patches.replace(module, BEFORE_BATCH_TRANSFER, steps.before_transfer)
         optimization = trainer.fit_loop.epoch_loop.automatic_optimization
-        self._patches.replace(optimization, "run", partial(self._run_batch, optimization.run))
+        self._patches.replace(optimization, "run", partial(steps.run_batch, optimization.run))
         steps.logged.attach(self._patches)
         steps.metrics.attach(self._patches)
         steps.hooks.attach(self._patches)
@@ -360,10 +358,6 @@ class DDPDeterministicStrategy(_DDPStrategy):
         with nullcontext() if self.logical_steps is not None else super().block_backward_sync():
             yield
 
-    def _run_batch(self, run: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
-        assert self.logical_steps is not None, "it replaces a method during a run"
-        return self.logical_steps.run_batch(run, *args)
-
     # Evaluation
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -381,8 +375,11 @@ class DDPDeterministicStrategy(_DDPStrategy):
     def _evaluate(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self.logical_steps is None:
             return step(*args, **kwargs)
+        module: Any = self.lightning_module
+        stage = str(module.trainer.state.stage.value)
+        stage = "validate" if stage == "sanity_check" else stage
         number = self._session.evaluation
-        return self.logical_steps.evaluate(self._stage, number, step, *args, **kwargs)
+        return self.logical_steps.evaluate(stage, number, step, *args, **kwargs)
 
     # Records
 
@@ -390,32 +387,21 @@ class DDPDeterministicStrategy(_DDPStrategy):
         """Return the mean of the losses of the last step, over all logical ranks."""
         if self.logical_steps is None:
             return None
-        losses = [
-            loss for part in self.gather_values(self.logical_steps.read_losses()) for loss in part
-        ]
+        own = [float(loss) for loss in self.logical_steps.losses]
+        losses = [loss for part in self.gather_values(own) for loss in part]
         return sum_exactly(losses) / len(losses) if losses else None
 
-    @property
-    def _stage(self) -> str:
-        module: Any = self.lightning_module
-        name = str(module.trainer.state.stage.value)
-        return _STAGES.get(name, name)
-
     # Errors
-
-    def close_connections(self, exception: BaseException) -> None:
-        """Publish the error, and close the connections of torch's default group."""
-        if self._liveness is not None and not isinstance(exception, _OF_OTHERS):
-            self._liveness.report_error(exception)
-        if self.world_size > 1:
-            close_default_group()
 
     def on_exception(self, exception: BaseException) -> None:
         """Let no other process wait for this one, and forget the step."""
         # A drift is raised on all ranks together, so none waits, and they may train again.
         closes = self.closes_after_errors or self.logical_ranks is not None
         if closes and not isinstance(exception, DriftError):
-            self.close_connections(exception)
+            if self._liveness is not None and not isinstance(exception, _OF_OTHERS):
+                self._liveness.report_error(exception)
+            if self.world_size > 1:
+                close_default_group()
         if self.logical_steps is not None:
             self.logical_steps.discard()
         super().on_exception(exception)

@@ -29,18 +29,16 @@ def find_position(trainer: Trainer) -> LoopPosition:
     if epochs.started == epochs.processed:
         return LoopPosition(epochs.processed, step, 0, "epoch")
     phase: LoopPhase = "batch"
+    validated = loop.epoch_loop.val_loop.batch_progress
     if batches.ready != batches.processed:
         phase = "within"
-    elif trainer.validating and not _validated(loop.epoch_loop.val_loop):
+    elif trainer.validating and not (
+        validated.is_last_batch and validated.current.completed == validated.current.ready
+    ):
         phase = "validation"
     elif is_cut_by_max_steps(trainer) and not trainer.validating:
         phase = "cut"
     return LoopPosition(epochs.processed, step, batches.processed, phase)
-
-
-def _validated(loop: Any) -> bool:
-    progress = loop.batch_progress
-    return bool(progress.is_last_batch and progress.current.completed == progress.current.ready)
 
 
 def finish_pending_work(

@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -26,7 +26,7 @@ from lightning_d9m.errors import SettingError
 from lightning_d9m.hashing.training_state import ModelTensors
 from lightning_d9m.lightning import lightning_private
 from lightning_d9m.lightning.logical_ranks.steps import get_logical_steps
-from lightning_d9m.lightning.packages import is_of_program, rank_zero
+from lightning_d9m.lightning.packages import rank_zero
 from lightning_d9m.lightning.resume.loop_position import iterates_itself
 from lightning_d9m.lightning.resume.program_state import Captured, ProgramState
 from lightning_d9m.lightning.saved_state import (
@@ -43,6 +43,7 @@ from lightning_d9m.lightning.trainer_attributes import (
     name_callbacks,
     ranks_of,
 )
+from lightning_d9m.state.parts import is_of_lightning
 from lightning_d9m.state.plain_data import decode_plain, encode_plain, pack_bytes, unpack_bytes
 from lightning_d9m.state.search import find_generators, search
 from lightning_d9m.text import pluralize
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
     from lightning_d9m.lightning.trainer_session import TrainerSession
 
 
+_read_signature = cache(inspect.signature)  # which takes as long as all else of a small state
 # They hold the whole state in almost every training, so that ranks wait for each other once.
 _FIRST_BYTES = 64 * 2**10
 
@@ -94,8 +96,8 @@ def capture(
         callback_metrics={name: _copy(own) for name, own in trainer.callback_metrics.items()},
         results=capture_results(trainer) if within else [],
         gradients=capture_gradients(trainer),
-        train_reload_epoch=_finite(lightning_private.get_reload_epoch(trainer, "train")),
-        validation_reload_epoch=_finite(lightning_private.get_reload_epoch(trainer, "validate")),
+        train_reload_epoch=lightning_private.get_reload_epoch(trainer, "train"),
+        validation_reload_epoch=lightning_private.get_reload_epoch(trainer, "validate"),
         logged=[] if logical is None else [logical.logged.capture()],
     )
 
@@ -164,7 +166,9 @@ def restore_outside(
 
     ``report`` is called with problems that training finds later; see ``restore_gradients``.
     """
-    _restore_rng_and_metrics(trainer, rank)
+    restore_generators(_name_datasets(trainer), rank.generators)
+    if (logical := get_logical_steps(trainer)) is not None:
+        logical.metrics.restore(rank.metric_states)
     session.restore_validation(rank.samplers)  # again, after a sanity check
     restore_gradients(trainer, rank.gradients, report)
     epoch = trainer.fit_loop.epoch_progress.current.processed
@@ -190,18 +194,13 @@ def restore_within(
     Called once, before the first remaining batch of a partly trained epoch.
     """
     restore_results(trainer, rank.results)
-    if (logical := get_logical_steps(trainer)) is not None:
-        logical.logged.restore(rank.logged, here=trainer.is_global_zero)
     restore_gradients(trainer, rank.gradients, report)
-    _restore_rng_and_metrics(trainer, rank)
-    if rank.rng is not None:
-        restore_rng(decode_rng(rank.rng))
-
-
-def _restore_rng_and_metrics(trainer: Trainer, rank: SavedRank) -> None:
     restore_generators(_name_datasets(trainer), rank.generators)
     if (logical := get_logical_steps(trainer)) is not None:
+        logical.logged.restore(rank.logged)
         logical.metrics.restore(rank.metric_states)
+    if rank.rng is not None:
+        restore_rng(decode_rng(rank.rng))
 
 
 def _settle_reload(
@@ -228,10 +227,6 @@ def _name_datasets(trainer: Trainer) -> dict[str, object]:
                 own = vars(part).keys() - vars(DataLoader(range(1))).keys()  # type: ignore[arg-type]
                 owners |= {f"{stage}.{number}.loader.{name}": vars(part)[name] for name in own}
     return owners
-
-
-def _finite(epoch: float) -> int | None:
-    return None if epoch == float("-inf") else int(epoch)
 
 
 def capture_frozen(model: ModelTensors) -> dict[str, dict[str, list[str]]]:
@@ -261,7 +256,7 @@ def restore_frozen(trainer: Trainer, settings: Mapping[str, Any]) -> None:
 
 def read_options(trainer: Trainer) -> dict[str, Any]:
     """Return the options of the Trainer that callbacks may set, as for accumulation."""
-    names = inspect.signature(type(trainer).__init__).parameters
+    names = _read_signature(type(trainer).__init__).parameters
     own = {name: value for name, value in vars(trainer).items() if name in names}
     plain = (float, int, str, type(None))
     return {name: value for name, value in own.items() if isinstance(value, plain)}
@@ -420,7 +415,7 @@ def capture_gradients(trainer: Trainer) -> dict[str, Any]:
     module = trainer.lightning_module
     manual = not module.automatic_optimization
     accumulates = not manual and lightning_private.accumulates_gradients(trainer)
-    if not (manual or accumulates or is_of_program(module.optimizer_zero_grad)):
+    if not (manual or accumulates or not is_of_lightning(module.optimizer_zero_grad)):
         return {}
     if (logical := get_logical_steps(trainer)) is not None:
         return logical.kept.capture()
