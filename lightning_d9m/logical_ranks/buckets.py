@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
+from operator import eq
 from typing import Any, NoReturn, cast
 
 import torch
@@ -94,15 +95,10 @@ class Slot:
         if gradient is None:
             return None
         gradient = make_dense(self.name, gradient, allowed=options.sparse_as_dense)
-        if not options.adds:
-            self.check_new(gradient)
+        if not options.adds and gradient.data_ptr() == self.view.data_ptr():
+            refuse_stale(self.name)
         self.parameter.grad = None
         return as_real(gradient)
-
-    def check_new(self, gradient: Tensor) -> None:
-        """Refuse a gradient that was added to the sum of the last step."""
-        if gradient.data_ptr() == self.view.data_ptr() and gradient.numel():
-            refuse_stale(self.name)
 
 
 class Bucket:
@@ -154,11 +150,19 @@ class Bucket:
         self._small = self.slots[len(self.large) :]
         begin = starts[len(self.large)]
         self._part = Part([as_real(root[begin:]).view(-1) for root in self._roots])
-        # The parts of the buffer from there: gradients, the zeros between them, and the flags.
+        self._parameters = [slot.parameter for slot in self._small]
+        # An empty gradient has no address.
+        views = [slot.view for slot in self._small]
+        self._addresses = [view.data_ptr() if view.numel() else -1 for view in views]
+        self._reordered = [n for n, view in enumerate(views) if not view.is_contiguous()]
+        # The pieces of the buffer from there: gradients, the zeros between them, and the flags.
         self._pieces: list[Tensor] = []
-        for slot in self._small:
-            numel = slot.view.numel()
-            self._pieces += [slot.view, self.flat.new_zeros(round_up(numel, step) - numel)]
+        self._places: list[int] = []
+        for view in views:
+            self._places.append(len(self._pieces))
+            self._pieces.append(view)
+            if gap := round_up(view.numel(), step) - view.numel():
+                self._pieces.append(self.flat.new_zeros(gap))
         self._pieces.append(self.flat.new_ones(len(members)))
         self.fired: set[int] = set()
         self.is_launched = False
@@ -200,23 +204,24 @@ class Bucket:
         ``is_first`` says whether they are the first of a step.
         """
         missing = {slot.position for slot in self.large if slot.is_missing}
-        pieces = [*self._pieces]
-        gradients = [slot.parameter.grad for slot in self._small]
-        strided = {None if each is None else each.layout for each in gradients} <= {torch.strided}
-        for place, (slot, gradient) in enumerate(zip(self._small, gradients, strict=True)):
-            found: Any = gradient
-            if not strided:
-                allowed = self._options.sparse_as_dense
-                if found is None:
+        found: list[Any] = [parameter.grad for parameter in self._parameters]
+        if not {None if each is None else each.layout for each in found} <= {torch.strided}:
+            allowed = self._options.sparse_as_dense
+            for place, slot in enumerate(self._small):
+                if found[place] is None:
                     missing.add(slot.position)
-                    found = torch.zeros_like(slot.view)
-                found = make_dense(slot.name, found, allowed=allowed)
-            if is_first and not self._options.adds:
-                slot.check_new(found)
-            if not slot.view.is_contiguous():
-                found = _put_in_order(found, slot.view)
-            slot.parameter.grad = None
-            pieces[2 * place] = found
+                    found[place] = torch.zeros_like(slot.view)
+                found[place] = make_dense(slot.name, found[place], allowed=allowed)
+        if is_first and not self._options.adds:
+            stale = [*map(eq, [each.data_ptr() for each in found], self._addresses)]
+            if True in stale:
+                refuse_stale(self._small[stale.index(True)].name)
+        for place in self._reordered:
+            found[place] = _put_in_order(found[place], self._small[place].view)
+        pieces = [*self._pieces]
+        for parameter, place, gradient in zip(self._parameters, self._places, found, strict=True):
+            parameter.grad = None
+            pieces[place] = gradient
         if missing:
             pieces[-1] = flags = pieces[-1].clone()
             for position in missing:  # the copy of a list to the device would wait
