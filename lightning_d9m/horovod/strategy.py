@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partialmethod
 from typing import Any, Literal
 
 import torch
@@ -100,8 +101,13 @@ class HorovodDeterministicStrategy(DDPDeterministicStrategy):
         )
         self._sum_options = {"op": op, "bucket_bytes": bucket_bytes, "compression": compression}
         self._broadcast_buffers = broadcast_buffers
-        if self.logical_ranks is not None:
-            _check_options(compression=compression, broadcast_buffers=broadcast_buffers)
+        refused = {"compression": compression} if compression is not None else {}
+        refused |= {} if broadcast_buffers else {"broadcast_buffers": broadcast_buffers}
+        for name, value in refused.items() if self.logical_ranks is not None else ():
+            raise SettingError(
+                f"{name}={value!r} does not go with logical_ranks, whose sums are exact for any "
+                f"number of processes: leave out {name}, or logical_ranks."
+            )
         self._stall_seconds = stall_seconds
         self._saved_environment: SavedEnvironment | None = None
         self._sums: LogicalGradients | None = None
@@ -205,15 +211,11 @@ class HorovodDeterministicStrategy(DDPDeterministicStrategy):
         loop = trainer.fit_loop.epoch_loop
         if hasattr(loop, BROADCAST_SIGTERM):
             # It would wait for a rank that has no more batches, before the ranks agree.
-            self._patches.replace(loop, BROADCAST_SIGTERM, _do_nothing)
+            self._patches.replace(loop, BROADCAST_SIGTERM, lambda: None)
         if self.logical_ranks is None and self.optimizers and self.world_size > 1:
             blocks = Blocks(self.world_size, self.world_size)
             self._sums = self.make_logical_gradients(blocks, adds=True, on_stray=self._refuse_stray)
             self._sums.prepare()
-
-    def make_logical_gradients(self, blocks: Blocks, **options: Any) -> LogicalGradients:
-        """Return sums over the default process group."""
-        return super().make_logical_gradients(blocks, **self._sum_options, **options)
 
     def watch_collectives(
         self, patches: AttributePatches, current: Callable[[], int | None]
@@ -327,21 +329,14 @@ class HorovodDeterministicStrategy(DDPDeterministicStrategy):
         number = module.trainer.num_training_batches
         self.agree(f"training on {number} batches per epoch")
 
-    def on_train_end(self) -> None:
-        """Raise if other ranks still have batches."""
-        self.agree("the end of training")
+    def _agree_on_end(self, name: str) -> None:
+        """Raise if another rank still has batches, or calls a collective there."""
+        self.agree(f"the end of {name}")
 
-    def on_validation_end(self) -> None:
-        """Raise if another rank calls a collective in its validation."""
-        self.agree("the end of validation")
-
-    def on_test_end(self) -> None:
-        """Raise if another rank calls a collective in its test."""
-        self.agree("the end of testing")
-
-    def on_predict_end(self) -> None:
-        """Raise if another rank calls a collective in its prediction."""
-        self.agree("the end of prediction")
+    on_train_end = partialmethod(_agree_on_end, "training")
+    on_validation_end = partialmethod(_agree_on_end, "validation")
+    on_test_end = partialmethod(_agree_on_end, "testing")
+    on_predict_end = partialmethod(_agree_on_end, "prediction")
 
     def on_exception(self, exception: BaseException) -> None:
         """Release the sums, and let no other process wait for this one."""
@@ -358,20 +353,6 @@ class HorovodDeterministicStrategy(DDPDeterministicStrategy):
         if self._saved_environment is not None:
             self._saved_environment.restore()
             self._saved_environment = None
-
-
-def _do_nothing() -> None:
-    pass
-
-
-def _check_options(*, compression: str | None, broadcast_buffers: bool) -> None:
-    refused = {"compression": (compression, None), "broadcast_buffers": (broadcast_buffers, True)}
-    for name, (value, allowed) in refused.items():
-        if value != allowed:
-            raise SettingError(
-                f"{name}={value!r} does not go with logical_ranks, whose sums are exact for any "
-                f"number of processes: leave out {name}, or logical_ranks."
-            )
 
 
 register_in_loaded_packages()  # a Trainer takes the name after this import

@@ -252,17 +252,6 @@ def create_result(
     return module._ResultMetric(metadata, is_tensor=is_tensor)
 
 
-def get_update_state(result: Any) -> tuple[int, Any]:
-    """Return the number of updates of a logged result, and its value for the last batch."""
-    return result._update_count, result._forward_cache
-
-
-def set_update_state(result: Any, updates: int, cache: Any) -> None:
-    """Set the values that ``get_update_state`` returns; torchmetrics has no setter."""
-    result._update_count = updates
-    result._forward_cache = cache
-
-
 def is_compiled(model: object) -> bool:
     """Return whether a LightningModule is the content of one that ``torch.compile`` returned.
 
@@ -307,21 +296,6 @@ def get_current_results(trainer: Trainer) -> Any:
 def get_logger_connector(trainer: Trainer) -> Any:
     """Return the object whose ``on_batch_end`` and ``epoch_end_reached`` read logged results."""
     return trainer._logger_connector
-
-
-def set_step_value(result: Any, value: Any) -> None:
-    """Set the value of a logged result for the current batch."""
-    result._forward_cache = value
-
-
-def get_epoch_value(result: Any) -> Any:
-    """Return the value of a logged result for the epoch, or None before it is computed."""
-    return result._computed
-
-
-def set_epoch_value(result: Any, value: Any) -> None:
-    """Set the value of a logged result for the epoch; None computes it again."""
-    result._computed = value
 
 
 def has_layer_sync(strategy: Any) -> bool:

@@ -1,3 +1,4 @@
+# ruff: noqa: SLF001 - a logged result is a metric of torchmetrics, whose values have no setters
 """Values that logical ranks log, reduced with the same bits on any number of processes."""
 
 import math
@@ -140,7 +141,7 @@ class LoggedValues:
         counts = first or not (rank is None or sync.rank_zero_only)
         if counts and rank is not None:
             if rank == self._block.start and result.meta.on_step:
-                lightning_private.set_step_value(result, value.clone())
+                result._forward_cache = value.clone()
             result.value = result.value.to(value.dtype)
         if counts:
             synced = sync.should and not sync.rank_zero_only
@@ -156,7 +157,7 @@ class LoggedValues:
         elif result.has_reset:
             known[key].clear()
         result.has_reset = False
-        lightning_private.set_epoch_value(result, None)
+        result._computed = None
 
     def _check_hook(self, result: Any) -> None:
         """Refuse a mean over processes of what a hook sees of its own process alone."""
@@ -223,7 +224,7 @@ class LoggedValues:
                     if value.result.meta.on_step and of_step and with_step:
                         steps.setdefault(key, LoggedValue(value.result)).add(number)
         for step in steps.values():
-            lightning_private.set_step_value(step.result, step.reduce())
+            step.result._forward_cache = step.reduce()
 
     def finish_epoch(self) -> None:
         """Reduce what was logged for an epoch."""
@@ -235,8 +236,8 @@ class LoggedValues:
             value = known.get(key)
             if value is None or value.result is not result or not result.meta.on_epoch:
                 continue
-            if lightning_private.get_epoch_value(result) is None:
-                lightning_private.set_epoch_value(result, value.reduce())
+            if result._computed is None:
+                result._computed = value.reduce()
 
 
 def _widen(value: Tensor) -> Tensor:

@@ -98,6 +98,7 @@ class DDPDeterministicStrategy(_DDPStrategy):
         self._liveness: RankLiveness | None = None
         self._control: Any = None  # the group of agreements; None is the default group
         self._sparse_as_dense = sparse_as_dense
+        self._sum_options: dict[str, Any] = {}  # that Horovod's strategy has
         self._group_options = {"timeout": options["timeout"]} if "timeout" in options else {}
 
     def setup_distributed(self) -> None:
@@ -119,6 +120,7 @@ class DDPDeterministicStrategy(_DDPStrategy):
             blocks,
             self.global_rank,
             sparse_as_dense=self._sparse_as_dense,
+            **self._sum_options,
             **options,
         )
 

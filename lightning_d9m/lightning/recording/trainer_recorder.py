@@ -171,22 +171,23 @@ class TrainerRecorder:
             is_compiled=is_compiled(trainer.lightning_module),
         )
         settings = {**options.as_record(), **further}
+
+        def make_folder() -> Path:
+            folder = self._make_folder(trainer, kind="fit")
+            self.summary = FitSummary(str(folder))
+            return folder
+
         run.begin(
             ranks_of(trainer),
             training,
             lambda: _describe_run(trainer, training, session, settings),
-            lambda: self._make_fit_folder(trainer),
+            make_folder,
             resumed=resumed,
         )
         if run.probes.dump is not None and options.kinds & WRITTEN:
             self._trace_hooks(trainer, run.probes.dump.folder)
         if resumed is None:
             self.record(trainer, session, "initial")
-
-    def _make_fit_folder(self, trainer: Trainer) -> Path:
-        folder = self._make_folder(trainer, kind="fit")
-        self.summary = FitSummary(str(folder))
-        return folder
 
     def _append_in_order(self, record: Mapping[str, Json]) -> None:
         """Write a record after those of the finished batches."""
@@ -251,7 +252,7 @@ class TrainerRecorder:
         """Probe the state at the start of a batch, and run its step twice if that is due."""
         self._replayed.close()
         point = ProbePoint(trainer.current_epoch, trainer.global_step, batch_idx)
-        self.probes.start(point, batch, _find_scaler(trainer))
+        self.probes.start(point, batch, getattr(trainer.precision_plugin, "scaler", None))
         # Last, because it comes off first.
         every = self._run.options.replay_every
         if self._replay is not None and trainer.fit_loop.total_batch_idx % every == 0:
@@ -271,7 +272,8 @@ class TrainerRecorder:
     def start_validation_batch(self, trainer: Trainer, batch: Any) -> None:
         """Probe a batch of a validation within a fit, which may feed back into the training."""
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
-            step, scaler = trainer.global_step, _find_scaler(trainer)
+            step = trainer.global_step
+            scaler = getattr(trainer.precision_plugin, "scaler", None)
             self.probes.start_validation(trainer.current_epoch, step, batch, scaler)
 
     def reduce_loss(self, trainer: Trainer) -> None:
@@ -311,8 +313,9 @@ class TrainerRecorder:
         if moment == "final" or not trainer.is_global_zero:  # the loggers are closed by then
             return
         log_digest(trainer.loggers, digests.totals["weights"], trainer.global_step)
-        if self._run.compares:
-            log_drift(trainer.loggers, differing, trainer.global_step)
+        if self._run.compares:  # the entries that differ from the reference or across ranks
+            for logger in trainer.loggers:
+                logger.log_metrics({_DRIFT: float(differing)}, step=trainer.global_step)
 
     def begin_evaluation(self, trainer: Trainer, session: TrainerSession, stage: str) -> None:
         """Begin to digest the outputs of an evaluation; outside a fit, open a ledger for it.
@@ -412,10 +415,6 @@ def _wrap_steps(strategy: object, stack: ExitStack, ops: OpMode) -> None:
         wrap_method(stack, strategy, name, ops.entered)
 
 
-def _find_scaler(trainer: Trainer) -> Any:
-    return getattr(trainer.precision_plugin, "scaler", None)
-
-
 def _describe_run(
     trainer: Trainer,
     training: Training,
@@ -486,9 +485,3 @@ def log_digest(loggers: Iterable[Any], digest: str, step: int) -> None:
             experiment.summary[_WEIGHTS] = digest
         elif hasattr(experiment, "log_hparams"):
             logger.log_hyperparams({_WEIGHTS: digest})
-
-
-def log_drift(loggers: Iterable[Any], differing: int, step: int) -> None:
-    """Log the number of entries that differ from the reference or across ranks."""
-    for logger in loggers:
-        logger.log_metrics({_DRIFT: float(differing)}, step=step)

@@ -102,7 +102,9 @@ class ResumableFit:
         self._on_inexact = on_inexact
         self._patches = AttributePatches()
         self._at_end = False
+        # The state that is resumed, and that of this rank, until the first batch.
         self._resumed: SavedState | None = None
+        self._rank = SavedRank()
         # Where training began, where `max_steps` ended the fit, after a save, before a validation.
         self._first = _Moment({})
         self._at_cut: _Moment | None = None
@@ -183,8 +185,9 @@ class ResumableFit:
             trainer, state.position.step
         ):
             reopen_epoch(checkpoint)
-        rank = self._rank_state
-        if state.fits(trainer.world_size, get_logical_ranks(trainer)):
+        place = trainer.world_size, get_logical_ranks(trainer)
+        rank = self._rank = state.of_rank(trainer.global_rank, *place)
+        if state.fits(*place):
             loaded = {"train": rank.train_reload_epoch, "validate": rank.validation_reload_epoch}
             self._session.resume_fit(state.fit, loaded)
         self._unvalidated = rank
@@ -221,7 +224,7 @@ class ResumableFit:
         if not lightning_private.has_loaded_progress(self._trainer):
             reset()
             return
-        run_state.restore_latest(self._trainer, self._rank_state.callback_metrics)
+        run_state.restore_latest(self._trainer, self._rank.callback_metrics)
         self._at_end = finish_pending_work(self._trainer, self._position, reset)
 
     @cached_property
@@ -251,10 +254,10 @@ class ResumableFit:
             self._program.settle()
         if self._resumed is not None and self._has_begun:
             vars(self._trainer).update(self._read_hooks().get("options", {}))
-            missing = self._program.restore(self._rank_state.program, self._rank_state.reset)
+            missing = self._program.restore(self._rank.program, self._rank.reset)
             self._raise_or_warn_on_all_ranks(name_all(exactness.MISSING_OBJECTS, missing))
             run_state.restore_outside(
-                self._trainer, self._session, self._rank_state, self._report_problems
+                self._trainer, self._session, self._rank, self._report_problems
             )
             if self._was_saved_between_epochs:
                 self._session.loaders.restore_data("train", self._position.epoch)
@@ -297,9 +300,9 @@ class ResumableFit:
             if self._resumed is not None:
                 self._start_schedules()
             if self._resumed is not None and self._resumed.position.phase != "epoch":
-                self._program.restore(self._rank_state.program, self._rank_state.reset)
-                run_state.restore_within(trainer, self._rank_state, self._report_problems)
-            self._resumed = None
+                self._program.restore(self._rank.program, self._rank.reset)
+                run_state.restore_within(trainer, self._rank, self._report_problems)
+            self._resumed, self._rank = None, SavedRank()
 
     def _start_schedules(self) -> None:
         """Set up the options and schedulers that callbacks change when an epoch starts."""
@@ -315,7 +318,7 @@ class ResumableFit:
 
     def _read_hooks(self) -> dict[str, Any]:
         """Return what ``_capture_hooks`` has saved."""
-        data = self._rank_state.program.get(_HOOKS)
+        data = self._rank.program.get(_HOOKS)
         return {} if data is None else decode_plain(unpack_bytes(data))
 
     def _capture_hooks(self) -> dict[str, Any]:
@@ -389,7 +392,7 @@ class ResumableFit:
             position.batch,
             # Called when the loaders are iterated: Lightning sets their mode later.
             lambda: lightning_private.cycles_shorter_loaders(trainer),
-            self._rank_state.samplers,
+            self._rank.samplers,
         )
 
     def end_epoch(self) -> None:
@@ -429,7 +432,7 @@ class ResumableFit:
                 if problems:
                     exactness.report(_EARLY, problems, raises=True, then=_THEN)
             return
-        position, rank = self._position, self._rank_state
+        position, rank = self._position, self._rank
         if (resumed := self._resumed) is not None:
             if (step := trainer.global_step) != position.step:
                 problem = exactness.LOST_PROGRESS.format(step, position.step)
@@ -458,13 +461,6 @@ class ResumableFit:
     @property
     def _was_saved_between_epochs(self) -> bool:
         return self._resumed is not None and self._resumed.position.phase == "epoch"
-
-    @property
-    def _rank_state(self) -> SavedRank:
-        if self._resumed is None:
-            return SavedRank()
-        ranks, logical_ranks = self._trainer.world_size, get_logical_ranks(self._trainer)
-        return self._resumed.of_rank(self._trainer.global_rank, ranks, logical_ranks)
 
     def capture(self, checkpoint: Mapping[str, Any] = MappingProxyType({})) -> SavedState:
         """Return the state of the run, with the state of this rank alone.

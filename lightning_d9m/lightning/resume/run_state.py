@@ -1,3 +1,4 @@
+# ruff: noqa: SLF001 - the versions of tensors and the values of torchmetrics have no other names
 """The state of a run that a checkpoint of Lightning leaves out: capture and restore."""
 
 import inspect
@@ -340,10 +341,9 @@ def capture_results(trainer: Trainer) -> list[SavedResult]:
 
 def _capture_result(key: str, result: Any) -> SavedResult:
     meta = result.meta
-    updates, value = lightning_private.get_update_state(result)
     cache = None
     with suppress(SettingError):
-        cache = pack_bytes(encode_plain(value))
+        cache = pack_bytes(encode_plain(result._forward_cache))
     count = getattr(result, "cumulated_batch_size", None) if result.is_tensor else None
     return SavedResult(
         key=key,
@@ -354,7 +354,7 @@ def _capture_result(key: str, result: Any) -> SavedResult:
         is_tensor=result.is_tensor,
         value=_copy(result.value) if result.is_tensor else None,
         count=None if count is None else _copy(count),
-        updates=updates,
+        updates=result._update_count,
         cache=cache,
         has_reset=result.has_reset,
     )
@@ -381,7 +381,7 @@ def restore_results(trainer: Trainer, results: Sequence[SavedResult]) -> None:
         if saved.count is not None:
             result.cumulated_batch_size = saved.count
         cache = None if saved.cache is None else decode_plain(unpack_bytes(saved.cache), device)
-        lightning_private.set_update_state(result, saved.updates, cache)
+        result._update_count, result._forward_cache = saved.updates, cache
         result.has_reset = saved.has_reset
         collection[saved.key] = result.to(device)
 
@@ -400,7 +400,7 @@ def mark_used_gradients(trainer: Trainer, optimizer: "Optimizer") -> None:
     for parameter in _list_parameters(optimizer):
         gradient: Any = parameter.grad
         if gradient is not None:
-            gradient.d9m_used = gradient._version  # noqa: SLF001 - torch has no other
+            gradient.d9m_used = gradient._version
 
 
 def capture_gradients(trainer: Trainer) -> dict[str, Any]:
@@ -456,7 +456,7 @@ def restore_gradients(
 
 def _is_used(parameter: "Parameter") -> bool:
     gradient: Any = parameter.grad
-    return bool(getattr(gradient, "d9m_used", None) == gradient._version)  # noqa: SLF001 - as above
+    return bool(getattr(gradient, "d9m_used", None) == gradient._version)
 
 
 def _list_parameters(optimizer: "Optimizer") -> Iterator["Parameter"]:
@@ -469,7 +469,7 @@ def _watch(parameter: "Parameter", report: Callable[[], None]) -> None:
     # NaN, because in-place operations other than zero_() leave it in place.
     stand_in = torch.full_like(parameter, torch.nan)
     marked: Any = stand_in
-    marked.d9m_used = marked._version  # noqa: SLF001 - as above; a checkpoint leaves it out too
+    marked.d9m_used = marked._version
     parameter.grad = stand_in
 
     def check(_: "Tensor") -> None:  # called before the gradient is added
