@@ -3,17 +3,11 @@
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning_d9m.lightning.packages import combined_base
 
-if TYPE_CHECKING:
-    from lightning.fabric.plugins.environments.cluster_environment import (
-        ClusterEnvironment as _ClusterEnvironment,
-    )
-else:
-    _ClusterEnvironment = combined_base("plugins.environments.ClusterEnvironment")
-
+_ClusterEnvironment: Any = combined_base("plugins.environments.ClusterEnvironment")
 # horovodrun, Open MPI, MPICH and Intel MPI: rank, size, local rank, node rank.
 _VARIABLES = (
     ("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_CROSS_RANK"),
@@ -46,7 +40,7 @@ def read_rank_info(environment: Mapping[str, str]) -> RankInfo:
     return RankInfo()
 
 
-class HorovodEnvironment(_ClusterEnvironment):
+class HorovodEnvironment(_ClusterEnvironment):  # type: ignore[misc] # of what is loaded
     """The processes that ``horovodrun`` or ``mpirun`` started.
 
     The strategy passes it to Lightning, which would otherwise detect SLURM, MPI or torchrun.

@@ -101,13 +101,13 @@ class HorovodDeterministicStrategy(DDPDeterministicStrategy):
         )
         self._sum_options = {"op": op, "bucket_bytes": bucket_bytes, "compression": compression}
         self._broadcast_buffers = broadcast_buffers
-        refused = {"compression": compression} if compression is not None else {}
-        refused |= {} if broadcast_buffers else {"broadcast_buffers": broadcast_buffers}
-        for name, value in refused.items() if self.logical_ranks is not None else ():
-            raise SettingError(
-                f"{name}={value!r} does not go with logical_ranks, whose sums are exact for any "
-                f"number of processes: leave out {name}, or logical_ranks."
-            )
+        given = {"compression": (compression, None), "broadcast_buffers": (broadcast_buffers, True)}
+        for name, (value, allowed) in given.items():
+            if self.logical_ranks is not None and value != allowed:
+                raise SettingError(
+                    f"{name}={value!r} does not go with logical_ranks, whose sums are exact for "
+                    f"any number of processes: leave out {name}, or logical_ranks."
+                )
         self._stall_seconds = stall_seconds
         self._saved_environment: SavedEnvironment | None = None
         self._sums: LogicalGradients | None = None
@@ -122,7 +122,7 @@ class HorovodDeterministicStrategy(DDPDeterministicStrategy):
     @property
     def root_device(self) -> torch.device:
         """The CPU, or the CUDA device of the local rank."""
-        devices = self.parallel_devices or [torch.device("cpu")]
+        devices: list[torch.device] = self.parallel_devices or [torch.device("cpu")]
         if devices[0].type != "cuda":
             return devices[0]
         if len(devices) > 1:
@@ -237,9 +237,8 @@ class HorovodDeterministicStrategy(DDPDeterministicStrategy):
             self.agree("the backward pass")
             with self.naming_lost("the sum of gradients"):
                 self._sums.finish(self.global_rank)
-            module: Any = self.lightning_module
             if self._broadcast_buffers:
-                send_tensors([*module.buffers()], self)
+                send_tensors([*self.lightning_module.buffers()], self)
         return self.end_backward(loss)
 
     @contextmanager
@@ -282,8 +281,7 @@ class HorovodDeterministicStrategy(DDPDeterministicStrategy):
         return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     def _refuse_stray(self, name: str) -> None:
-        module: Any = self.lightning_module
-        if module.trainer.training and not (self._runs_backward or self._is_blocked):
+        if self.lightning_module.trainer.training and not (self._runs_backward or self._is_blocked):
             raise SettingError(
                 f"{name!r} got a gradient outside Lightning's backward, so the ranks would not "
                 "reduce it: call self.manual_backward(loss) instead of loss.backward()."
@@ -325,8 +323,7 @@ class HorovodDeterministicStrategy(DDPDeterministicStrategy):
 
     def on_train_start(self) -> None:
         """Raise at once if the ranks have different numbers of batches."""
-        module: Any = self.lightning_module
-        number = module.trainer.num_training_batches
+        number = self.lightning_module.trainer.num_training_batches
         self.agree(f"training on {number} batches per epoch")
 
     def _agree_on_end(self, name: str) -> None:

@@ -8,9 +8,11 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
+from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_d9m.control.environment import EarlyVariables, control_is_on
 from lightning_d9m.control.hash_seed import describe_hash_seed_problem
@@ -33,22 +35,16 @@ from lightning_d9m.lightning.resume.resumable_fit import CheckpointState
 from lightning_d9m.lightning.resume.run_state import mark_used_gradients
 from lightning_d9m.lightning.saved_state import KEY
 from lightning_d9m.lightning.strategies import check_strategy, register_strategies
-from lightning_d9m.lightning.trainer_attributes import ranks_of
+from lightning_d9m.lightning.trainer_attributes import Trainer, ranks_of
 from lightning_d9m.lightning.trainer_session import TrainerSession
 from lightning_d9m.ranks.connections import close_group_at_exit
 from lightning_d9m.ranks.liveness import RankLiveness, add_lost_ranks, connect_liveness
 from lightning_d9m.recording.run_recorder import RunOptions
 
-if TYPE_CHECKING:
-    from lightning.pytorch import Callback as _Callback
-    from lightning.pytorch import LightningModule, Trainer
-    from torch import Tensor
-    from torch.optim import Optimizer
-else:
-    _Callback = combined_base("callbacks.Callback")
+_Callback: Any = combined_base("callbacks.Callback")
 
 
-class DeterminismCallback(_Callback):
+class DeterminismCallback(_Callback):  # type: ignore[misc] # of the package that is loaded
     """Makes a Trainer's runs deterministic, and writes and checks the ledger of each fit.
 
     It works without arguments. Everything that it switches is restored when the run ends.
@@ -137,8 +133,7 @@ class DeterminismCallback(_Callback):
         self._given = select_given(arguments)
         names = [field.name for field in fields(RunOptions) if field.name in arguments]
         options = RunOptions(**{name: arguments[name] for name in names})
-        alone = isinstance(ignored_metrics, str)
-        ignored = (ignored_metrics,) if alone else tuple(ignored_metrics)
+        ignored = [ignored_metrics] if isinstance(ignored_metrics, str) else ignored_metrics
         self._recorder = TrainerRecorder(options, ledger_dir, ignored, spare_cwd=self._auto_added)
         self._shows_summary = summary
         self._checkpoint_state = CheckpointState(on_inexact_resume)
@@ -177,7 +172,7 @@ class DeterminismCallback(_Callback):
 
     # Lightning passes the module and more, of which each hook names what it uses.
 
-    def setup(self, trainer: "Trainer", pl_module: "LightningModule", stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
         """Open the session, before the model is configured and any loader is made."""
         if self._session is not None:  # the error of another callback skipped our teardown
             given_up = "The run was given up without a call of on_exception."
@@ -190,9 +185,7 @@ class DeterminismCallback(_Callback):
         """Restore everything."""
         self._close(End(status="finished"))
 
-    def on_exception(
-        self, trainer: "Trainer", pl_module: "LightningModule", exception: BaseException
-    ) -> None:
+    def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
         """Record in the ledger that the run failed, and restore everything."""
         add_lost_ranks(exception, self._liveness)
         if self._session is not None:
@@ -201,7 +194,7 @@ class DeterminismCallback(_Callback):
                 self._checkpoint_state.keep(trainer, ended=False)
         self._close(End.failed(exception))
 
-    def on_train_start(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Verify the switches, open the ledger and record the initial weights."""
         self._open_session.has_trained = True
         self._checkpoint_state.fit.begin()
@@ -209,34 +202,34 @@ class DeterminismCallback(_Callback):
         self._recorder.begin(trainer, self._open_session, last_bits)
 
     def on_train_batch_start(
-        self, trainer: "Trainer", _: Any, batch: Any, batch_idx: int, *__: Any
+        self, trainer: Trainer, _: Any, batch: Any, batch_idx: int, *__: Any
     ) -> None:
         """Probe the state that the batch starts from."""
         self._recorder.start_batch(trainer, batch, batch_idx)
 
-    def on_before_backward(self, trainer: "Trainer", _: Any, loss: "Tensor") -> None:
+    def on_before_backward(self, trainer: Trainer, _: Any, loss: Tensor) -> None:
         """Probe the loss."""
         self._recorder.probes.take_loss(loss)
 
-    def on_before_optimizer_step(self, trainer: "Trainer", _: Any, optimizer: "Optimizer") -> None:
+    def on_before_optimizer_step(self, trainer: Trainer, _: Any, optimizer: Optimizer) -> None:
         """Probe gradients and optimizer, and tell apart gradients that are still added to."""
         mark_used_gradients(trainer, optimizer)
         self._recorder.probes.take_step(optimizer)
 
-    def on_train_epoch_start(self, trainer: "Trainer", *_: Any) -> None:
+    def on_train_epoch_start(self, trainer: Trainer, *_: Any) -> None:
         """Seed the epoch."""
         self._open_session.start_epoch(trainer.current_epoch)
 
-    def on_train_batch_end(self, trainer: "Trainer", _: Any, outputs: Any, *__: Any) -> None:
+    def on_train_batch_end(self, trainer: Trainer, _: Any, outputs: Any, *__: Any) -> None:
         """Keep the loss on its device, and write the probes of the batch."""
         self._recorder.end_batch(trainer, outputs)
 
-    def on_train_epoch_end(self, trainer: "Trainer", *_: Any) -> None:
+    def on_train_epoch_end(self, trainer: Trainer, *_: Any) -> None:
         """Record the epoch; compare it with the reference and across ranks."""
         self._checkpoint_state.fit.end_epoch()
         self._recorder.record(trainer, self._open_session, "epoch")
 
-    def on_fit_end(self, trainer: "Trainer", *_: Any) -> None:
+    def on_fit_end(self, trainer: Trainer, *_: Any) -> None:
         """Record the final weights, after averaging callbacks have rewritten them."""
         self._recorder.record(trainer, self._open_session, "final")
         self._checkpoint_state.keep(trainer, ended=True)
@@ -244,7 +237,7 @@ class DeterminismCallback(_Callback):
         if self._shows_summary:
             self._recorder.summary.log(trainer, session.fit, session.settings.seed)
 
-    def on_save_checkpoint(self, trainer: "Trainer", _: Any, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(self, trainer: Trainer, _: Any, checkpoint: dict[str, Any]) -> None:
         """Add the state that an exact resume needs, even after the fit has ended."""
         self._recorder.probes.collector.close()
         self._checkpoint_state.save(trainer, checkpoint)
@@ -253,14 +246,14 @@ class DeterminismCallback(_Callback):
         """Resume the run that saved the checkpoint; outside a run there is nothing to resume."""
         self._checkpoint_state.load(checkpoint)
 
-    def on_validation_start(self, trainer: "Trainer", *_: Any) -> None:
+    def on_validation_start(self, trainer: Trainer, *_: Any) -> None:
         """Set the RNG aside; within a fit, TrainerSession does so around the whole validation."""
         stage = _find_stage(trainer)
         if trainer.state.fn != "fit":
             self._open_session.start_evaluation(stage)
         self._recorder.begin_evaluation(trainer, self._open_session, stage)
 
-    def on_validation_batch_start(self, trainer: "Trainer", _: Any, batch: Any, *__: Any) -> None:
+    def on_validation_batch_start(self, trainer: Trainer, _: Any, batch: Any, *__: Any) -> None:
         """Probe a validation within a fit."""
         self._recorder.start_validation_batch(trainer, batch)
 
@@ -276,7 +269,7 @@ class DeterminismCallback(_Callback):
         """Digest the outputs of the batch."""
         self._recorder.end_evaluation_batch(outputs, batch_idx, dataloader_idx)
 
-    def on_validation_end(self, trainer: "Trainer", *_: Any) -> None:
+    def on_validation_end(self, trainer: Trainer, *_: Any) -> None:
         """Record the evaluation and restore the RNG."""
         stage = _find_stage(trainer)
         self._recorder.end_evaluation(trainer, stage)
@@ -292,7 +285,7 @@ class DeterminismCallback(_Callback):
         assert self._session is not None, "Lightning calls `setup` before any other hook"
         return self._session
 
-    def _open(self, trainer: "Trainer", stage: str) -> None:
+    def _open(self, trainer: Trainer, stage: str) -> None:
         if (count := len(list_program_callbacks(trainer))) > 1:
             raise SettingError(
                 f"This Trainer has {count} DeterminismCallbacks; a run has one seed and "
@@ -331,7 +324,7 @@ class _LaunchedRun:
     returns the result, the number of fits, and what the process knows of its last fit.
     """
 
-    trainer: "Trainer"
+    trainer: Trainer
     run: Callable[..., object]
     callback: DeterminismCallback
     session: InheritedSession
@@ -349,7 +342,7 @@ class _LaunchedRun:
 
 
 def _launch(
-    trainer: "Trainer", run: Callable[..., object], start: Callable[[Callable[..., object]], Any]
+    trainer: Trainer, run: Callable[..., object], start: Callable[[Callable[..., object]], Any]
 ) -> object:
     """Launch a run in new processes, which a callback of this package may serve.
 
@@ -393,19 +386,19 @@ def _serve_packages() -> None:
 _serve_packages()
 
 
-def list_program_callbacks(trainer: "Trainer") -> list[DeterminismCallback]:
+def list_program_callbacks(trainer: Trainer) -> list[DeterminismCallback]:
     """Return the DeterminismCallbacks of a Trainer that the program itself has passed."""
     callbacks = [c for c in trainer.callbacks if isinstance(c, DeterminismCallback)]
     return [callback for callback in callbacks if not callback._auto_added]  # noqa: SLF001 - our own class
 
 
-def _find_stage(trainer: "Trainer") -> str:
+def _find_stage(trainer: Trainer) -> str:
     """Return the stage of the evaluation that runs."""
     function = trainer.state.fn.value
     return "validate" if function == "fit" else str(function)
 
 
-def check_benchmark(trainer: "Trainer", *, overrides: bool) -> None:
+def check_benchmark(trainer: Trainer, *, overrides: bool) -> None:
     """Refuse cuDNN's benchmark mode, or say that the run switches it off, if it overrides it.
 
     Raises:

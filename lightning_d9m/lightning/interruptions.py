@@ -6,7 +6,7 @@ each weight when a fit begins. It applies to each fit, and the ledger records it
 
 import os
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -23,11 +23,7 @@ from lightning_d9m.lightning.lightning_private import is_search, resume_next_fit
 from lightning_d9m.lightning.packages import combined_base
 from lightning_d9m.lightning.trainer_attributes import Trainer, ranks_of
 
-if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule
-    from lightning.pytorch.callbacks import Checkpoint as _Checkpoint
-else:
-    _Checkpoint = combined_base("callbacks.Checkpoint")
+_Checkpoint: Any = combined_base("callbacks.Checkpoint")
 
 
 def apply_interrupt_variables(
@@ -55,7 +51,7 @@ def apply_interrupt_variables(
 
 
 def change_last_bits(
-    module: "LightningModule", environment: Mapping[str, str] = os.environ
+    module: Any, environment: Mapping[str, str] = os.environ
 ) -> dict[str, str | int]:
     """Move each weight to the next number above or below, as the variable's number draws it.
 
@@ -79,7 +75,7 @@ def change_last_bits(
     return {LAST_BITS_SETTING: int(text)}
 
 
-class InterruptingCallback(_Checkpoint):
+class InterruptingCallback(_Checkpoint):  # type: ignore[misc] # as DeterminismCallback
     """Surveys a fit, or saves a checkpoint at a point and kills its process.
 
     It saves when a ModelCheckpoint would, after all other callbacks. Its base class makes it run
@@ -90,14 +86,14 @@ class InterruptingCallback(_Checkpoint):
         self._interruption = interruption
         self._validation = 0  # batches of validations in this epoch
 
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: "LightningModule") -> None:
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Count the validation batches of each epoch."""
         self._validation = 0
 
     def on_train_batch_end(
         self,
         trainer: Trainer,
-        pl_module: "LightningModule",
+        pl_module: Any,
         outputs: Any,
         batch: Any,
         batch_idx: int,
@@ -111,12 +107,12 @@ class InterruptingCallback(_Checkpoint):
             self._validation += 1
             self._reach(trainer, "validation", self._validation)
 
-    def on_validation_end(self, trainer: Trainer, pl_module: "LightningModule") -> None:
+    def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
         """Interrupt at the end of a validation."""
         if not trainer.sanity_checking:
             self._reach(trainer, "validated")
 
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: "LightningModule") -> None:
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
         """Note the batches of the epoch, and interrupt at its end."""
         self._interruption.note_epoch(
             EpochShape(
@@ -128,7 +124,7 @@ class InterruptingCallback(_Checkpoint):
         )
         self._reach(trainer, "epoch")
 
-    def on_train_end(self, trainer: Trainer, pl_module: "LightningModule") -> None:
+    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
         """Write the survey."""
         self._interruption.write_survey()
 

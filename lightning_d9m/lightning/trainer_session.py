@@ -61,7 +61,7 @@ class TrainerSession:
             # Counted in the session around the run, before the run opens its own.
             self.fit = self._counted = next_fit() if stage == "fit" else 0
             if stage == "fit":
-                stack.callback(lambda: self.has_trained or give_back_fit(self._counted))
+                stack.callback(self._give_back_number)
             self._session = stack.enter_context(deterministic(settings))
             self._session.in_trainer = True
             self.loaders = LoaderControl(
@@ -94,6 +94,10 @@ class TrainerSession:
     def close(self) -> None:
         """Undo everything, in reverse."""
         self._stack.close()
+
+    def _give_back_number(self) -> None:
+        if not self.has_trained:
+            give_back_fit(self._counted)
 
     def resume(
         self, resume_loader: Callable[[object], None], release: Callable[[], object]

@@ -4,7 +4,7 @@ import logging
 import os
 from functools import cache
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import Any
 
 from lightning_d9m.control.env_settings import (
     CONTROL_VARIABLES,
@@ -19,9 +19,6 @@ from lightning_d9m.lightning.callback import DeterminismCallback, list_program_c
 from lightning_d9m.lightning.packages import loaded_packages, rank_zero
 from lightning_d9m.lightning.trainer_attributes import Trainer
 
-if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule
-
 
 class AddedCallback(DeterminismCallback):
     """A DeterminismCallback that the program itself has not passed.
@@ -33,7 +30,7 @@ class AddedCallback(DeterminismCallback):
 
     _auto_added = True
 
-    def setup(self, trainer: Trainer, pl_module: "LightningModule", stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
         """Open the session, unless another callback does."""
         callbacks = trainer.callbacks
         in_program = list_program_callbacks(trainer)

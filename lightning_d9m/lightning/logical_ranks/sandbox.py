@@ -455,7 +455,8 @@ class Sandbox:
 
 def send_tensors(tensors: list[Tensor], processes: Processes) -> None:
     """Overwrite tensors with those of process 0, also sparse and expanded ones."""
-    dense, others = [], []
+    dense: list[Tensor] = []
+    others: list[Tensor] = []
     for one in tensors:
         is_expanded = one.layout is torch.strided and one.numel() > 1 and 0 in one.stride()
         (dense if one.layout is torch.strided and not is_expanded else others).append(one)

@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, distributed
@@ -41,16 +41,12 @@ from lightning_d9m.ranks.groups import broadcast_tensors, gather_bytes, ranks_of
 from lightning_d9m.ranks.liveness import RankLiveness, connect_liveness, lost_ranks_named
 from lightning_d9m.state.plain_data import decode_plain, encode_plain
 
-if TYPE_CHECKING:
-    from lightning.pytorch.strategies import DDPStrategy as _DDPStrategy
-else:
-    _DDPStrategy = combined_base("strategies.DDPStrategy")
-
+_DDPStrategy: Any = combined_base("strategies.DDPStrategy")
 # Errors that another rank has caused, or all.
 _OF_OTHERS = (RankLostError, RanksDisagreeError)
 
 
-class DDPDeterministicStrategy(_DDPStrategy):
+class DDPDeterministicStrategy(_DDPStrategy):  # type: ignore[misc] # of the package that is loaded
     """Train on any number of processes with the same bits.
 
     The samples of each step are split among ``logical_ranks``, not among the processes. Each
@@ -114,9 +110,8 @@ class DDPDeterministicStrategy(_DDPStrategy):
 
     def make_logical_gradients(self, blocks: Blocks, **options: Any) -> LogicalGradients:
         """Return sums over the default process group."""
-        module: Any = self.lightning_module
         return LogicalGradients(
-            module.named_parameters(),
+            self.lightning_module.named_parameters(),
             blocks,
             self.global_rank,
             sparse_as_dense=self._sparse_as_dense,
@@ -186,7 +181,6 @@ class DDPDeterministicStrategy(_DDPStrategy):
         check_devices(self.gather_values(self.root_device.type))
         seeds = MicroBatchSeeds(self._session.settings.seed, self._session.fit)
         seeds.find_generators(trainer)
-        module: Any = self.lightning_module
         fitting = trainer.state.fn == "fit"
         if fitting:
             if self.root_device.type == "cpu":
@@ -196,7 +190,7 @@ class DDPDeterministicStrategy(_DDPStrategy):
         steps = self.logical_steps = LogicalSteps(
             trainer, self, seeds, gradients, super().batch_to_device
         )
-        self._patches.replace(module, BEFORE_BATCH_TRANSFER, steps.before_transfer)
+        self._patches.replace(self.lightning_module, BEFORE_BATCH_TRANSFER, steps.before_transfer)
         optimization = trainer.fit_loop.epoch_loop.automatic_optimization
         self._patches.replace(optimization, "run", partial(steps.run_batch, optimization.run))
         steps.logged.attach(self._patches)
@@ -216,8 +210,7 @@ class DDPDeterministicStrategy(_DDPStrategy):
         Raises:
             RanksDisagreeError: Another process has other ones.
         """
-        module: Any = self.lightning_module
-        named = [*module.named_parameters(), *module.named_buffers()]
+        named = [*self.lightning_module.named_parameters(), *self.lightning_module.named_buffers()]
         described = [f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in named]
         self.agree("the first broadcast of the model", described)
         with torch.no_grad():
@@ -290,7 +283,7 @@ class DDPDeterministicStrategy(_DDPStrategy):
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """The arguments of the sampler: with logical ranks that of all samples, split later."""
         if self.logical_ranks is None:
-            return super().distributed_sampler_kwargs
+            return dict(super().distributed_sampler_kwargs)
         return {"num_replicas": 1, "rank": 0}
 
     def process_dataloader(self, dataloader: object) -> object:
@@ -298,8 +291,7 @@ class DDPDeterministicStrategy(_DDPStrategy):
         dataloader = super().process_dataloader(dataloader)
         if self.logical_ranks is None:
             return dataloader
-        module: Any = self.lightning_module
-        padded = module.trainer.state.fn != "predict"
+        padded = self.lightning_module.trainer.state.fn != "predict"
         return group_loader(dataloader, self.blocks, self.global_rank, padded=padded)
 
     def batch_to_device(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -324,8 +316,10 @@ class DDPDeterministicStrategy(_DDPStrategy):
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Run Lightning's backward, and sum the gradients before ``on_after_backward``."""
+        loss: Tensor
         if self.logical_steps is None:
-            return super().backward(closure_loss, optimizer, *args, **kwargs)
+            loss = super().backward(closure_loss, optimizer, *args, **kwargs)
+            return loss
         loss = self.run_backward(closure_loss, optimizer, *args, **kwargs)
         with self.naming_lost("the sum of gradients"):
             self.logical_steps.finish_gradients()
@@ -333,11 +327,10 @@ class DDPDeterministicStrategy(_DDPStrategy):
 
     def run_backward(self, loss: Tensor, optimizer: Any = None, *args: Any, **kw: Any) -> Tensor:
         """Run the backward pass of a loss, which overlaps the sums, without the hooks after it."""
-        module: Any = self.lightning_module
         self.pre_backward(loss)
-        loss = self.precision_plugin.pre_backward(loss, module)
+        loss = self.precision_plugin.pre_backward(loss, self.lightning_module)
         with self.overlapping_sums():
-            self.precision_plugin.backward(loss, module, optimizer, *args, **kw)
+            self.precision_plugin.backward(loss, self.lightning_module, optimizer, *args, **kw)
         return loss
 
     @contextmanager
@@ -349,8 +342,7 @@ class DDPDeterministicStrategy(_DDPStrategy):
 
     def end_backward(self, loss: Tensor) -> Tensor:
         """Run the hooks after the backward passes of a step."""
-        module: Any = self.lightning_module
-        loss = self.precision_plugin.post_backward(loss, module)
+        loss = self.precision_plugin.post_backward(loss, self.lightning_module)
         self.post_backward(loss)
         return loss
 
@@ -377,8 +369,7 @@ class DDPDeterministicStrategy(_DDPStrategy):
     def _evaluate(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self.logical_steps is None:
             return step(*args, **kwargs)
-        module: Any = self.lightning_module
-        stage = str(module.trainer.state.stage.value)
+        stage = str(self.lightning_module.trainer.state.stage.value)
         stage = "validate" if stage == "sanity_check" else stage
         number = self._session.evaluation
         return self.logical_steps.evaluate(stage, number, step, *args, **kwargs)

@@ -203,4 +203,4 @@ def is_at_end(trainer: Trainer) -> bool:
 
 def reaches_max_steps(trainer: Trainer, step: int) -> bool:
     """Return whether the fit has no step left after this one."""
-    return 0 <= trainer.max_steps <= step  # -1: unlimited
+    return bool(0 <= trainer.max_steps <= step)  # -1: unlimited

@@ -8,7 +8,7 @@ saved as plain data; what has no plain form makes a resume inexact, and is named
 import dis
 import inspect
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import cache
 from typing import Any, TypeAlias
 
@@ -61,9 +61,7 @@ class ProgramState:
         self._entered = set(map(id, owners.values()))
         self._left_out: set[int] = set()
         self._find_left_out()
-        self._changes = Changes(
-            owners, leave_out=self._leave_out, hide=lambda owner: _list_stored(type(owner))
-        )
+        self._changes = Changes(owners, leave_out=self._leave_out, hide=_list_library_attributes)
 
     def settle(self) -> None:
         """Take objects that hooks have made since as held at first."""
@@ -248,6 +246,10 @@ def _list_read(function: Any) -> frozenset[str]:
     """Return the attributes that a function of Lightning reads."""
     known = inspect.isfunction(function) and is_of_lightning(function)
     return frozenset(_find_attributes(function, "LOAD_ATTR") if known else ())
+
+
+def _list_library_attributes(owner: Any) -> Collection[str]:
+    return _list_stored(type(owner))
 
 
 @cache

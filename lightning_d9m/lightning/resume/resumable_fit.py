@@ -253,7 +253,7 @@ class ResumableFit:
             self._has_settled = True
             self._program.settle()
         if self._resumed is not None and self._has_begun:
-            vars(self._trainer).update(self._read_hooks().get("options", {}))
+            self._trainer.__dict__.update(self._read_hooks().get("options", {}))
             missing = self._program.restore(self._rank.program, self._rank.reset)
             self._raise_or_warn_on_all_ranks(name_all(exactness.MISSING_OBJECTS, missing))
             run_state.restore_outside(
@@ -309,7 +309,7 @@ class ResumableFit:
         hooks, trainer = self._read_hooks(), self._trainer
         if not self._was_saved_between_epochs:
             run_state.start_schedules(trainer, hooks.get("starters", ()))
-            vars(trainer).update(hooks.get("options", {}))
+            trainer.__dict__.update(hooks.get("options", {}))
         names = [type(own).__name__ for own in list_schedulers(trainer)]
         saved = hooks.get("schedulers", names)
         if saved != names and not lightning_private.skips_backward(trainer):
