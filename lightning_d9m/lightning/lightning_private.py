@@ -220,12 +220,6 @@ def update_callback_metrics(trainer: Trainer, metrics: dict[str, Any]) -> None:
     trainer._logger_connector._callback_metrics.update(metrics)
 
 
-def get_logged_results(loop: Any) -> dict[str, Any]:
-    """Return the collection of results that were logged in a loop so far, by key."""
-    results: dict[str, Any] = loop._results
-    return results
-
-
 def keep_results_at_next_batch(trainer: Trainer) -> None:
     """Prevent the next batch, the first of the loop, from resetting the logged results."""
     trainer._logger_connector._first_loop_iter = False
@@ -282,7 +276,7 @@ def set_logged_batch(trainer: Trainer, batch: Any) -> None:
 
 
 def list_result_collections(trainer: Trainer) -> list[Any]:
-    """Return the collections of logged results of all loops."""
+    """Return the logged results by key of the loops of training, its validation, and others."""
     fit: Any = trainer.fit_loop.epoch_loop
     loops: list[Any] = [fit, fit.val_loop, trainer.validate_loop, trainer.test_loop]
     return [loop._results for loop in loops]
@@ -296,11 +290,6 @@ def get_current_results(trainer: Trainer) -> Any:
 def get_logger_connector(trainer: Trainer) -> Any:
     """Return the object whose ``on_batch_end`` and ``epoch_end_reached`` read logged results."""
     return trainer._logger_connector
-
-
-def has_layer_sync(strategy: Any) -> bool:
-    """Return whether the Trainer was built with ``sync_batchnorm=True``."""
-    return strategy._layer_sync is not None
 
 
 def find_fabric_loader(loader: Any) -> Any:

@@ -348,13 +348,13 @@ def test_a_result_that_is_created_counts_in_the_mean_of_the_epoch(tmp_path, keep
             result.value, result.cumulated_batch_size = torch.tensor(10.0), torch.tensor(1)
             result._update_count, result._forward_cache = 5, torch.tensor(10.0)
             states.append((result._update_count, result._forward_cache))
-            results = lightning_private.get_logged_results(self.trainer.fit_loop.epoch_loop)
+            results = lightning_private.list_result_collections(self.trainer)[0]
             results["training_step.a"] = result
             if keep:
                 lightning_private.keep_results_at_next_batch(self.trainer)
 
         def on_train_epoch_end(self):
-            results = lightning_private.get_logged_results(self.trainer.fit_loop.epoch_loop)
+            results = lightning_private.list_result_collections(self.trainer)[0]
             result = results["training_step.a"]
             states.append((result._update_count, result._forward_cache))
 

@@ -15,7 +15,6 @@ from lightning_d9m.attribute_patches import AttributePatches
 from lightning_d9m.control.env_settings import variable_of
 from lightning_d9m.errors import SettingError
 from lightning_d9m.hashing.shards import has_base
-from lightning_d9m.lightning.lightning_private import has_layer_sync
 from lightning_d9m.lightning.trainer_attributes import Trainer
 
 _VARIABLE = variable_of("logical_ranks")
@@ -66,7 +65,7 @@ def check_trainer(trainer: Trainer, strategy: Any, *, session: object) -> None:
         )
     module: Any = trainer.lightning_module
     _check_module(module)
-    if has_layer_sync(strategy):
+    if strategy._layer_sync is not None:  # noqa: SLF001 - the strategy derives from it
         raise SettingError(
             "sync_batchnorm is True, which needs the activations of all logical ranks at once: "
             "leave it out, or train without logical_ranks."

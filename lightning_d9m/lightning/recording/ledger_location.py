@@ -59,7 +59,7 @@ def _choose_parent(
         return _local_path(chosen)
     preferred = log_dir or trainer.default_root_dir
     # Programs list these folders, and expect nothing else there.
-    excluded = _list_checkpoint_folders(trainer) | _list_profiler_folders(trainer)
+    excluded = _list_checkpoint_folders(trainer)
     if spare_cwd and not _writes_into_cwd(trainer):
         excluded.add(Path.cwd())
     for folder in (preferred, trainer.default_root_dir, Path.cwd()):
@@ -71,7 +71,7 @@ def _choose_parent(
     if parent != Path(preferred, _NAME) and not str(preferred).startswith("file:"):
         rank_zero().rank_zero_info(
             f"The ledger is written to {parent}, because {preferred} is the folder of the "
-            "checkpoints or of the profiler, not a local folder, or the working folder of a "
+            "checkpoints, not a local folder, or the working folder of a "
             f"Trainer that writes no files into it. Set {LEDGER_VARIABLE} to choose another folder."
         )
     return parent
@@ -81,12 +81,6 @@ def _list_checkpoint_folders(trainer: Trainer) -> set[Path]:
     return _list_local(
         getattr(callback, "dirpath", None) for callback in trainer.checkpoint_callbacks
     )
-
-
-def _list_profiler_folders(trainer: Trainer) -> set[Path]:
-    profiler = trainer.profiler
-    # Without a name it writes no files, and yet has a folder.
-    return _list_local([profiler.dirpath] if getattr(profiler, "filename", None) else [])
 
 
 def _writes_into_cwd(trainer: Trainer) -> bool:

@@ -249,7 +249,8 @@ def _list_read(function: Any) -> frozenset[str]:
 
 
 def _list_library_attributes(owner: Any) -> Collection[str]:
-    return _list_stored(type(owner))
+    kind: Any = type(owner)
+    return _list_stored(kind)
 
 
 @cache

@@ -224,7 +224,9 @@ class ResumableFit:
         if not lightning_private.has_loaded_progress(self._trainer):
             reset()
             return
-        run_state.restore_latest(self._trainer, self._rank.callback_metrics)
+        latest, device = self._rank.callback_metrics, self._trainer.strategy.root_device
+        moved = {name: value.to(device, copy=True) for name, value in latest.items()}
+        lightning_private.update_callback_metrics(self._trainer, moved)
         self._at_end = finish_pending_work(self._trainer, self._position, reset)
 
     @cached_property

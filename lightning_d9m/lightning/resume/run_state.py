@@ -297,13 +297,6 @@ _ARGUMENTS = (
 )
 
 
-def restore_latest(trainer: Trainer, latest: Mapping[str, Any]) -> None:
-    """Restore the metrics for callbacks and schedulers."""
-    device = trainer.strategy.root_device
-    moved = {name: value.to(device, copy=True) for name, value in latest.items()}
-    lightning_private.update_callback_metrics(trainer, moved)
-
-
 def _copy(value: Tensor) -> Tensor:
     return value.detach().to("cpu", copy=True)
 
@@ -313,12 +306,9 @@ def find_metrics_to_reset(trainer: Trainer, phase: LoopPhase) -> list[str]:
 
     These are the metrics of training at the end of an epoch, and of a finished validation.
     """
-    loop = trainer.fit_loop.epoch_loop
-    ending: list[Any] = []
-    if phase == "epoch":
-        ending += lightning_private.get_logged_results(loop).values()
-    if phase != "validation":
-        ending += lightning_private.get_logged_results(loop.val_loop).values()
+    trained, validated, *_ = lightning_private.list_result_collections(trainer)
+    ending = [*trained.values()] if phase == "epoch" else []
+    ending += validated.values() if phase != "validation" else []
     names = [
         metric.meta.metric_attribute
         for metric in ending
@@ -334,7 +324,7 @@ def capture_results(trainer: Trainer) -> list[SavedResult]:
     """
     return [
         _capture_result(key, result)
-        for key, result in lightning_private.get_logged_results(trainer.fit_loop.epoch_loop).items()
+        for key, result in lightning_private.list_result_collections(trainer)[0].items()
         if result.is_tensor or result.meta.metric_attribute is not None
     ]
 
@@ -363,7 +353,7 @@ def _capture_result(key: str, result: Any) -> SavedResult:
 def restore_results(trainer: Trainer, results: Sequence[SavedResult]) -> None:
     """Restore the results of the epoch. Called once, before its next batch."""
     lightning_private.keep_results_at_next_batch(trainer)
-    collection = lightning_private.get_logged_results(trainer.fit_loop.epoch_loop)
+    collection = lightning_private.list_result_collections(trainer)[0]
     metrics = dict(trainer.lightning_module.named_modules())
     device = trainer.strategy.root_device
     for saved in results:
