@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,6 @@ from torch.utils._pytree import tree_map_only
 from torchmetrics import Metric
 
 from lightning_d9m.errors import SettingError
-from lightning_d9m.logical_ranks.tree import Blocks
 from lightning_d9m.state.parts import (
     DICT,
     GENERATOR,
@@ -39,30 +38,6 @@ _COMPARED_STEPS = 2
 # A larger tensor is digested only if processes must agree on it.
 _SMALL = 1024
 _LIBRARIES = ("torch", "torchmetrics", "lightning", "pytorch_lightning", "lightning_d9m")
-
-
-class Processes(Protocol):
-    """The processes that have the logical ranks; a strategy implements it.
-
-    Attributes:
-        blocks: The logical ranks of all processes.
-        block: Those of this process.
-    """
-
-    @property
-    def blocks(self) -> Blocks: ...  # noqa: D102 - an attribute
-
-    @property
-    def block(self) -> range: ...  # noqa: D102 - an attribute
-
-    def gather_values(self, values: Any) -> list[Any]:
-        """Return what each process passes, plain data (see `encode_plain`)."""
-
-    def gather_bytes(self, data: bytes) -> list[bytes]:
-        """Return the bytes of every process."""
-
-    def broadcast_tensors(self, tensors: list[Tensor]) -> None:
-        """Overwrite tensors with those of process 0."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -124,7 +99,8 @@ class Sandbox:
 
     Args:
         module: The user's module.
-        processes: Those that have the logical ranks.
+        processes: Those that have the logical ranks: the strategy, which has their ``blocks`` and
+            the ``block`` of this one, gathers values, and broadcasts tensors.
         add_metric: Called with the path of each metric, which keeps its states itself.
         add_generator: Called with the path of each generator, which is seeded for each rank.
     """
@@ -132,7 +108,7 @@ class Sandbox:
     def __init__(
         self,
         module: nn.Module,
-        processes: Processes,
+        processes: Any,
         add_metric: Callable[[str, Any], None],
         add_generator: Callable[[str, Any], None],
     ) -> None:
@@ -453,7 +429,7 @@ class Sandbox:
             record.put_back()
 
 
-def send_tensors(tensors: list[Tensor], processes: Processes) -> None:
+def send_tensors(tensors: list[Tensor], processes: Any) -> None:
     """Overwrite tensors with those of process 0, also sparse and expanded ones."""
     dense: list[Tensor] = []
     others: list[Tensor] = []

@@ -20,7 +20,7 @@ from lightning_d9m.lightning.lightning_private import (
 from lightning_d9m.lightning.logical_ranks.logged_values import LoggedValues
 from lightning_d9m.lightning.logical_ranks.metric_states import MetricStates
 from lightning_d9m.lightning.logical_ranks.random_draws import MicroBatchSeeds
-from lightning_d9m.lightning.logical_ranks.sandbox import Processes, Sandbox
+from lightning_d9m.lightning.logical_ranks.sandbox import Sandbox
 from lightning_d9m.lightning.trainer_attributes import Trainer
 from lightning_d9m.logical_ranks.accumulation import KeptGradients
 from lightning_d9m.logical_ranks.gradients import LogicalGradients
@@ -54,14 +54,14 @@ class LogicalSteps:
     def __init__(
         self,
         trainer: Trainer,
-        processes: Processes,
+        processes: Any,
         seeds: MicroBatchSeeds,
         gradients: LogicalGradients | None,
         to_device: Callable[..., Any],
     ) -> None:
         self.logical_rank: int | None = None
         self.step_rank: int | None = None
-        self.block = block = processes.block
+        self.block = block = processes.block  # of the strategy
         gather = processes.gather_values
         current = lambda: self.logical_rank  # noqa: E731 - given to two objects
         self.metrics = MetricStates(trainer, block, current, processes.gather_bytes)

@@ -18,27 +18,9 @@ from lightning_d9m.lightning import lightning_private
 from lightning_d9m.lightning.checkpoint_io import add_manifests
 from lightning_d9m.lightning.packages import rank_zero
 from lightning_d9m.lightning.recording.trainer_recorder import TrainerRecorder
-from lightning_d9m.lightning.resume import exactness, run_state
+from lightning_d9m.lightning.resume import exactness, loop_position, program_state, run_state
 from lightning_d9m.lightning.resume.exactness import name_all
-from lightning_d9m.lightning.resume.loop_position import (
-    draws_when_iterated,
-    drop_consumed_states,
-    find_position,
-    finish_pending_work,
-    iterate_again,
-    makes_iterator_again,
-    reopen_epoch,
-)
-from lightning_d9m.lightning.resume.program_state import (
-    Captured,
-    ProgramState,
-    digest_callbacks,
-    digest_tensors,
-    find_changed,
-    find_lost,
-    keep_modes,
-    keep_small,
-)
+from lightning_d9m.lightning.resume.program_state import Captured, ProgramState
 from lightning_d9m.lightning.saved_state import (
     CALLBACKS,
     KEY,
@@ -184,7 +166,7 @@ class ResumableFit:
         if state.position.phase == "cut" and not exactness.reaches_max_steps(
             trainer, state.position.step
         ):
-            reopen_epoch(checkpoint)
+            loop_position.reopen_epoch(checkpoint)
         place = trainer.world_size, get_logical_ranks(trainer)
         rank = self._rank = state.of_rank(trainer.global_rank, *place)
         if state.fits(*place):
@@ -208,7 +190,7 @@ class ResumableFit:
         trainer = self._trainer
         if trainer.fit_loop.restarting:
             if self._was_saved_between_epochs:
-                drop_consumed_states(trainer)
+                loop_position.drop_consumed_states(trainer)
             self._loader_states = lightning_private.list_pending_loader_states(trainer)
             if self._resumed is not None and any(self._loader_states):
                 self._lengths = [] if self._position.batch else [0]
@@ -227,7 +209,7 @@ class ResumableFit:
         latest, device = self._rank.callback_metrics, self._trainer.strategy.root_device
         moved = {name: value.to(device, copy=True) for name, value in latest.items()}
         lightning_private.update_callback_metrics(self._trainer, moved)
-        self._at_end = finish_pending_work(self._trainer, self._position, reset)
+        self._at_end = loop_position.finish_pending_work(self._trainer, self._position, reset)
 
     @cached_property
     def _program(self) -> ProgramState:
@@ -235,8 +217,8 @@ class ResumableFit:
         return ProgramState(self._trainer, self._parts)
 
     def _digest(self, *, callbacks: bool = False) -> dict[str, str]:
-        found = digest_tensors(self._trainer.strategy, self._parts)
-        return found | (digest_callbacks(self._trainer) if callbacks else {})
+        found = program_state.digest_tensors(self._trainer.strategy, self._parts)
+        return found | (program_state.digest_callbacks(self._trainer) if callbacks else {})
 
     def _find_changed(self, since: _Moment | None, *, callbacks: bool = False) -> list[str]:
         """Return the names of what has changed since a moment."""
@@ -245,7 +227,7 @@ class ResumableFit:
         now = self._digest(callbacks=callbacks)
         names = [name for name, digest in since.digests.items() if now.get(name) != digest]
         if since.program is not None:
-            changed = find_changed(since.program, self._program.capture())
+            changed = program_state.find_changed(since.program, self._program.capture())
             names += [path for path in changed if not path.startswith(since.reset)]
         return names
 
@@ -282,11 +264,11 @@ class ResumableFit:
     def _start_batches(self, start: Callable[..., None], *args: Any, **words: Any) -> None:
         trainer, session = self._trainer, self._session
         between = self._was_saved_between_epochs
-        if makes_iterator_again(trainer):
+        if loop_position.makes_iterator_again(trainer):
             session.loaders.restart_epoch("train", trainer.current_epoch)
-        elif trainer.current_epoch and between and draws_when_iterated(trainer):
+        elif trainer.current_epoch and between and loop_position.draws_when_iterated(trainer):
             session.loaders.restart_epoch("train", trainer.current_epoch)
-            iterate_again(trainer, self._loader_states)
+            loop_position.iterate_again(trainer, self._loader_states)
         self._loader_states = []
         start(*args, **words)
         if self._resumed is not None and exactness.is_at_end(trainer):  # a batch may be fetched
@@ -458,7 +440,11 @@ class ResumableFit:
 
     @property
     def _position(self) -> LoopPosition:
-        return find_position(self._trainer) if self._resumed is None else self._resumed.position
+        return (
+            loop_position.find_position(self._trainer)
+            if self._resumed is None
+            else self._resumed.position
+        )
 
     @property
     def _was_saved_between_epochs(self) -> bool:
@@ -472,7 +458,7 @@ class ResumableFit:
         if self._cut is not None:
             return self._add_changes_since_cut(self._cut)
         trainer, session = self._trainer, self._session
-        position = find_position(trainer)
+        position = loop_position.find_position(trainer)
         before = self._before_evaluation
         user, program = (
             before
@@ -481,8 +467,8 @@ class ResumableFit:
         )
         self._captured = program
         if trainer.validating and before is not None:
-            program = keep_modes(program, before[1])
-        kept, reasons = keep_small(program, checkpoint)
+            program = program_state.keep_modes(program, before[1])
+        kept, reasons = program_state.keep_small(program, checkpoint)
         late = self._late if position.phase == "batch" else []
         if position.phase == "validation" and (names := self._find_changed(self._validated)):
             late = [exactness.IN_VALIDATION.format(names[0])]
@@ -540,7 +526,7 @@ class ResumableFit:
         """
         state = find_state(checkpoint)
         if state is not None and not is_sharded(self._trainer.strategy):
-            lost = find_lost(self._parts, checkpoint)
+            lost = program_state.find_lost(self._parts, checkpoint)
             changed = self._find_changed(self._first) if lost else []
             known = self._first.digests
             names = [name for name in lost if name in changed or name not in known]
