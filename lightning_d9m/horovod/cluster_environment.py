@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning_d9m.lightning.packages import combined_base
 
-_ClusterEnvironment: Any = combined_base("plugins.environments.ClusterEnvironment")
+_Environment: Any = combined_base("plugins.environments.LightningEnvironment")
 # horovodrun, Open MPI, MPICH and Intel MPI: rank, size, local rank, node rank.
 _VARIABLES = (
     ("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_CROSS_RANK"),
@@ -40,7 +40,7 @@ def read_rank_info(environment: Mapping[str, str]) -> RankInfo:
     return RankInfo()
 
 
-class HorovodEnvironment(_ClusterEnvironment):  # type: ignore[misc] # of what is loaded
+class HorovodEnvironment(_Environment):  # type: ignore[misc] # of what is loaded
     """The processes that ``horovodrun`` or ``mpirun`` started.
 
     The strategy passes it to Lightning, which would otherwise detect SLURM, MPI or torchrun.
@@ -59,20 +59,8 @@ class HorovodEnvironment(_ClusterEnvironment):  # type: ignore[misc] # of what i
         """Always True: the launcher starts all processes."""
         return True
 
-    @property
-    def main_address(self) -> str:
-        """The launcher's address, if it sets one; Lightning does not connect to it."""
-        return os.environ.get("HOROVOD_GLOO_RENDEZVOUS_ADDR", "127.0.0.1")
-
-    @property
-    def main_port(self) -> int:
-        """The launcher's port, if it sets one; Lightning does not connect to it."""
-        return int(os.environ.get("HOROVOD_GLOO_RENDEZVOUS_PORT", "0"))
-
-    @staticmethod
-    def detect() -> bool:
-        """Return whether a launcher that this class knows has started the process."""
-        return any(names[0] in os.environ for names in _VARIABLES)
+    def teardown(self) -> None:
+        """Leave the launcher's variables as they are."""
 
     def world_size(self) -> int:
         """Return the number of processes."""
