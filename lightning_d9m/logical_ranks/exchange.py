@@ -68,7 +68,6 @@ class RootExchange:
         self._chunk_bytes = chunk_bytes
         self._shares_memory = shares_memory
         self._memory: SharedMemory | None = None
-        self._scratch: dict[tuple[torch.dtype, int], list[Tensor]] = {}
         self.group: Any = None
         if blocks.processes > 1:
             self.group = distributed.group.WORLD if group is None else group
@@ -108,7 +107,6 @@ class RootExchange:
 
     def close(self) -> None:
         """Release memory."""
-        self._scratch.clear()
         if self._memory is not None:
             self._memory.disconnect()
             self._memory = None
@@ -145,16 +143,6 @@ class RootExchange:
         count = self.blocks.processes
         for distance in range(1, count):
             yield (self.process + distance) % count
-
-    def take_scratch(self, like: Tensor, length: int) -> Tensor:
-        """Return memory that an earlier sum has used, because fresh memory costs page faults."""
-        kept = self._scratch.get((like.dtype, length))
-        return kept.pop() if kept else like.new_empty(length)
-
-    def keep_scratch(self, scratch: Tensor) -> None:
-        """Let a later sum use memory."""
-        if scratch.device.type == "cpu":  # CUDA's allocator keeps memory itself
-            self._scratch.setdefault((scratch.dtype, len(scratch)), []).append(scratch)
 
     def _fold(self, values: Sequence[Sequence[Tensor]], result: Tensor, divisor: int) -> None:
         """Write the divided sum of all processes' values to the result; values are scratch."""
@@ -273,29 +261,26 @@ class CollectiveSum:
         processes = exchange.blocks.processes
         length = chunk.stop - chunk.start
         size = round_up(-(-length // processes), STEP)
-        sent, packed = roots[0][chunk], []
+        sent = roots[0][chunk]
         if len(roots) > 1 or length < size * processes:
-            sent = exchange.take_scratch(sent, len(roots) * size * processes)
-            packed = [sent]
+            sent = sent.new_empty(len(roots) * size * processes)
             rows = sent.view(processes, len(roots), size)
             for index, root in enumerate(roots):
                 for row, part in zip(rows, root[chunk].split(size), strict=False):
                     row[index, : len(part)] = part
         counts = [len(nodes) * size for nodes in exchange.roots]
-        received = exchange.take_scratch(sent, sum(counts))
+        received = sent.new_empty(sum(counts))
         exchange.bytes_sent += len(roots) * size * (processes - 1) * sent.element_size()
         work = exchange.group.alltoall_base(received, sent, counts, [len(roots) * size] * processes)
         yield
         work.wait()
         values = [list(part.view(-1, size).unbind()) for part in received.split(counts)]
-        mine = exchange.take_scratch(result, size)
+        mine = result.new_empty(size)
         self._fold(values, mine)
-        gathered = exchange.take_scratch(result, size * processes)
+        gathered = result.new_empty(size * processes)
         exchange.bytes_sent += mine.nbytes * (processes - 1)
         exchange.group.allgather([list(gathered.chunk(processes))], [mine]).wait()
         result[chunk] = gathered[: chunk.stop - chunk.start]
-        for each in (mine, gathered, received, *packed):
-            exchange.keep_scratch(each)
 
 
 class SharedSum:
