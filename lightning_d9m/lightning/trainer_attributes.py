@@ -1,7 +1,7 @@
 """A Trainer's logical ranks, schedulers, ranks, callbacks and metrics."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, TypeAlias
 
 import torch
@@ -51,20 +51,16 @@ def ranks_of(trainer: Trainer) -> Ranks:
 
 def find_metrics(trainer: Trainer) -> dict[str, Any]:
     """Return the metrics and collections of the module and of its callbacks, by path."""
-    of_model = find_metric_modules(dict(trainer.lightning_module.named_modules()))
-    found = {f"model.{name}" if name else "model": metric for name, metric in of_model.items()}
-    for path, owner in _list_owned_modules(trainer):
-        metrics = find_metric_modules(dict(owner.named_modules()))
-        found |= {f"{path}.{name}" if name else path: metric for name, metric in metrics.items()}
-    return found
-
-
-def _list_owned_modules(trainer: Trainer) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules that are attributes of callbacks, by path."""
+    owners = {"model": trainer.lightning_module}
     for path, callback in name_callbacks(trainer.callbacks).items():
         for name, value in getattr(callback, "__dict__", {}).items():
             if isinstance(value, nn.Module) and value is not trainer.lightning_module:
-                yield f"{path}.{name}", value
+                owners[f"{path}.{name}"] = value
+    found: dict[str, Any] = {}
+    for path, owner in owners.items():
+        metrics = find_metric_modules(dict(owner.named_modules()))
+        found |= {f"{path}.{name}" if name else path: metric for name, metric in metrics.items()}
+    return found
 
 
 def name_callbacks(callbacks: Iterable[object]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from lightning_d9m.lightning import lightning_private
 from lightning_d9m.lightning.checkpoint_io import add_manifests
 from lightning_d9m.lightning.packages import rank_zero
 from lightning_d9m.lightning.recording.trainer_recorder import TrainerRecorder
-from lightning_d9m.lightning.resume import exactness, loop_position, program_state, run_state
+from lightning_d9m.lightning.resume import exactness, program_state, run_state
 from lightning_d9m.lightning.resume.exactness import name_all
 from lightning_d9m.lightning.resume.program_state import Captured, ProgramState
 from lightning_d9m.lightning.saved_state import (
@@ -166,7 +166,7 @@ class ResumableFit:
         if state.position.phase == "cut" and not exactness.reaches_max_steps(
             trainer, state.position.step
         ):
-            loop_position.reopen_epoch(checkpoint)
+            run_state.reopen_epoch(checkpoint)
         place = trainer.world_size, get_logical_ranks(trainer)
         rank = self._rank = state.of_rank(trainer.global_rank, *place)
         if state.fits(*place):
@@ -190,7 +190,7 @@ class ResumableFit:
         trainer = self._trainer
         if trainer.fit_loop.restarting:
             if self._was_saved_between_epochs:
-                loop_position.drop_consumed_states(trainer)
+                run_state.drop_consumed_states(trainer)
             self._loader_states = lightning_private.list_pending_loader_states(trainer)
             if self._resumed is not None and any(self._loader_states):
                 self._lengths = [] if self._position.batch else [0]
@@ -209,7 +209,7 @@ class ResumableFit:
         latest, device = self._rank.callback_metrics, self._trainer.strategy.root_device
         moved = {name: value.to(device, copy=True) for name, value in latest.items()}
         lightning_private.update_callback_metrics(self._trainer, moved)
-        self._at_end = loop_position.finish_pending_work(self._trainer, self._position, reset)
+        self._at_end = run_state.finish_pending_work(self._trainer, self._position, reset)
 
     @cached_property
     def _program(self) -> ProgramState:
@@ -264,11 +264,11 @@ class ResumableFit:
     def _start_batches(self, start: Callable[..., None], *args: Any, **words: Any) -> None:
         trainer, session = self._trainer, self._session
         between = self._was_saved_between_epochs
-        if loop_position.makes_iterator_again(trainer):
+        if run_state.makes_iterator_again(trainer):
             session.loaders.restart_epoch("train", trainer.current_epoch)
-        elif trainer.current_epoch and between and loop_position.draws_when_iterated(trainer):
+        elif trainer.current_epoch and between and run_state.draws_when_iterated(trainer):
             session.loaders.restart_epoch("train", trainer.current_epoch)
-            loop_position.iterate_again(trainer, self._loader_states)
+            run_state.iterate_again(trainer, self._loader_states)
         self._loader_states = []
         start(*args, **words)
         if self._resumed is not None and exactness.is_at_end(trainer):  # a batch may be fetched
@@ -441,7 +441,7 @@ class ResumableFit:
     @property
     def _position(self) -> LoopPosition:
         return (
-            loop_position.find_position(self._trainer)
+            run_state.find_position(self._trainer)
             if self._resumed is None
             else self._resumed.position
         )
@@ -458,7 +458,7 @@ class ResumableFit:
         if self._cut is not None:
             return self._add_changes_since_cut(self._cut)
         trainer, session = self._trainer, self._session
-        position = loop_position.find_position(trainer)
+        position = run_state.find_position(trainer)
         before = self._before_evaluation
         user, program = (
             before
