@@ -138,14 +138,12 @@ def set_pending_loader_states(trainer: Trainer, states: list[dict[str, Any]]) ->
 
 def load_loader_states(trainer: Trainer, states: list[dict[str, Any]]) -> None:
     """Load states into the training loaders; Lightning loads them only once, in its setup."""
-    combined: Any = trainer.fit_loop._combined_loader
-    combined._load_state_dicts(states)
+    trainer.fit_loop._combined_loader._load_state_dicts(states)
 
 
 def create_loader_iterator(trainer: Trainer) -> None:
     """Create the iterator over the training loaders again, as Lightning does for each epoch."""
-    fetcher: Any = trainer.fit_loop._data_fetcher
-    iter(fetcher)
+    iter(trainer.fit_loop._data_fetcher)
 
 
 def get_reload_epoch(trainer: Trainer, stage: Literal["train", "validate"]) -> int | None:

@@ -51,8 +51,10 @@ def check_devices(devices: list[str]) -> None:
         )
 
 
-def check_trainer(trainer: Trainer, strategy: Any, *, session: object) -> None:
+def check_trainer(trainer: Trainer, strategy: Any, *, session: object, synced: bool) -> None:
     """Refuse what logical ranks do not support, at every number of processes.
+
+    ``synced`` says whether the Trainer was built with ``sync_batchnorm=True``.
 
     Raises:
         SettingError: With the setting, and what to do.
@@ -65,7 +67,7 @@ def check_trainer(trainer: Trainer, strategy: Any, *, session: object) -> None:
         )
     module: Any = trainer.lightning_module
     _check_module(module)
-    if strategy._layer_sync is not None:  # noqa: SLF001 - the strategy derives from it
+    if synced:
         raise SettingError(
             "sync_batchnorm is True, which needs the activations of all logical ranks at once: "
             "leave it out, or train without logical_ranks."

@@ -177,7 +177,7 @@ class DDPDeterministicStrategy(_DDPStrategy):  # type: ignore[misc] # of the pac
             return
         self._end_logical_ranks()
         blocks = self.blocks
-        check_trainer(trainer, self, session=self._session)
+        check_trainer(trainer, self, session=self._session, synced=self._layer_sync is not None)
         check_devices(self.gather_values(self.root_device.type))
         seeds = MicroBatchSeeds(self._session.settings.seed, self._session.fit)
         seeds.find_generators(trainer)

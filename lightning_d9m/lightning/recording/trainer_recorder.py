@@ -8,10 +8,9 @@ from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
-from torch import nn
 
 from lightning_d9m.attribute_patches import replace_method, wrap_method
 from lightning_d9m.control.environment import control_is_on
@@ -164,7 +163,7 @@ class TrainerRecorder:
         resumed, self._resumed = self._resumed, None
         training = Training(
             trainer.lightning_module,
-            cast(nn.Module, trainer.model),
+            trainer.model,
             lambda: trainer.optimizers,
             partial(list_schedulers, trainer),
             partial(_wrap_steps, trainer.strategy),
@@ -237,13 +236,12 @@ class TrainerRecorder:
         The record is another one that names a continued ledger, without a name: readers take only
         the reasons from it.
         """
-        batches: Any = trainer.fit_loop.epoch_loop.batch_progress.current
         record = Resume(
             parent="",
             parent_check="",
             epoch=trainer.current_epoch,
             step=trainer.global_step,
-            batch=batches.ready,
+            batch=trainer.fit_loop.epoch_loop.batch_progress.current.ready,
             inexact=tuple(reasons),
         )
         self._run.append(record)
@@ -330,7 +328,7 @@ class TrainerRecorder:
         self._outputs = OutputDigest() if block is None else LogicalOutputDigest(block)
         if trainer.state.fn == "fit":
             return
-        training = Training(trainer.lightning_module, cast(nn.Module, trainer.model))
+        training = Training(trainer.lightning_module, trainer.model)
         self._run.begin(
             ranks_of(trainer),
             training,
