@@ -34,9 +34,8 @@ from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_d9m.control.seeding import seed_micro_batch
-from lightning_d9m.logical_ranks.buckets import RootBucket
+from lightning_d9m.logical_ranks.accumulation import KeptGradients
 from lightning_d9m.logical_ranks.gradients import LogicalGradients
-from lightning_d9m.logical_ranks.kept_gradients import KeptGradients
 from lightning_d9m.logical_ranks.malloc import disable_malloc_trim
 from lightning_d9m.logical_ranks.tree import Blocks
 
@@ -194,8 +193,7 @@ def work(setting, rounds, folder):
     found["bytes_sent"] = logical.sums.bytes_sent - before
     found["gradient_bytes"] = sum(p.nbytes for p in logical.model.parameters())
     # The flat buckets are counted, too: they live on between the steps. Only the sums know them.
-    packed = [each for each in logical.sums._buckets if isinstance(each, RootBucket)]  # noqa: SLF001 - see above
-    buffers = sum(bucket._bucket.flat.nbytes for bucket in packed)  # noqa: SLF001 - see above
+    buffers = sum(bucket.flat.nbytes for bucket in logical.sums._buckets)  # noqa: SLF001 - see above
     memory = logical.sums._exchange.memory if processes > 1 else None  # noqa: SLF001 - see above
     shared = found["shared_bytes"] = 0 if memory is None else memory.own_bytes
     if model == "large":

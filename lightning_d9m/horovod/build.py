@@ -25,7 +25,6 @@ from lightning_d9m.errors import CommandError
 HOROVOD_VERSION = "0.28.1"
 RECIPE = 1  # raise it if a change here builds a different wheel from the same inputs
 REQUIREMENTS = ("setuptools", "wheel", "packaging", "cloudpickle", "psutil", "pyyaml", "cffi")
-_CMAKE_AT_LEAST = (3, 13)
 _CUDA_VARIABLES = ("HOROVOD_CUDA_HOME", "CUDA_HOME", "CUDA_PATH")
 _CUDA_PREFIX = Path("/usr/local")
 _MEGABYTES_PER_JOB = 1500  # the peak of one compilation of torch's headers, rounded up
@@ -105,13 +104,6 @@ def find_tools(target: Target, environment: Mapping[str, str]) -> Tools:
             "PATH: install it (Debian: `apt-get install cmake`; any venv: `pip install cmake`) and "
             "run the command again."
         )
-    reply = subprocess.run([cmake, "--version"], capture_output=True, text=True, check=False).stdout
-    found = re.search(r"version (\d+)\.(\d+)", reply)
-    if found is None or (int(found[1]), int(found[2])) < _CMAKE_AT_LEAST:
-        raise CommandError(
-            f"Horovod needs CMake 3.13 or newer, but {cmake} prints {reply.strip()!r}: "
-            "`pip install cmake` installs a newer one into this environment."
-        )
     cuda_home = _find_cuda_home(target, path, environment) if target.nccl else None
     return Tools(compiler=compiler, cmake=cmake, cuda_home=cuda_home)
 
@@ -174,7 +166,9 @@ def build_environment(
         ("HOROVOD_WITH_MPI" if target.mpi else "HOROVOD_WITHOUT_MPI"): "1",
     }
     built.setdefault("LDFLAGS", "-s")  # without the debug information: 1 MB instead of 60
-    built.setdefault("MAKEFLAGS", f"-j{_count_jobs()}")
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2**20
+    jobs = min(len(os.sched_getaffinity(0)), memory // _MEGABYTES_PER_JOB)
+    built.setdefault("MAKEFLAGS", f"-j{max(1, jobs)}")
     if target.nccl:
         built["HOROVOD_GPU_OPERATIONS"] = "NCCL"
         # Horovod's CMake passes -std=c++11 to nvcc, whose front end then rejects C++20 headers.
@@ -189,13 +183,6 @@ def build_environment(
         if "HOROVOD_NCCL_HOME" not in built and (home := _lay_out_nccl(work)):
             built |= {"HOROVOD_NCCL_HOME": str(home), "HOROVOD_NCCL_LINK": "SHARED"}
     return built
-
-
-def _count_jobs() -> int:
-    """Return the number of compilations that fit the cores and the memory."""
-    cores = len(os.sched_getaffinity(0))
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2**20
-    return max(1, min(cores, memory // _MEGABYTES_PER_JOB))
 
 
 def _lay_out_nccl(work: Path) -> Path | None:
@@ -248,9 +235,11 @@ def build_wheel(
             raise
     wheels = sorted(work.glob("horovod-*.whl"))
     if status != 0 or len(wheels) != 1:
+        lines = log.read_text(errors="replace").splitlines()
+        errors = (line.strip() for line in lines if re.search(r"\berror:", line, re.IGNORECASE))
         raise CommandError(
             f"Building Horovod {HOROVOD_VERSION} failed with exit status {status}; the whole log "
-            f"is in {log} and its first error is: {_find_first_error(log)}"
+            f"is in {log} and its first error is: {next(errors, read_last_line(log))}"
         )
     return wheels[0]
 
@@ -261,9 +250,3 @@ def read_last_line(log: Path) -> str:
         file.seek(max(0, log.stat().st_size - 4096))
         lines = file.read().decode(errors="replace").splitlines()
     return next((line.strip() for line in reversed(lines) if line.strip()), "")
-
-
-def _find_first_error(log: Path) -> str:
-    lines = log.read_text(errors="replace").splitlines()
-    word = re.compile(r"\berror:", re.IGNORECASE)
-    return next((line.strip() for line in lines if word.search(line)), read_last_line(log))

@@ -11,54 +11,46 @@ from lightning_d9m.horovod.environment import PINNED_REASONS, import_horovod
 
 def check_installation() -> Iterator[CheckResult]:
     """Check Lightning, and Horovod if it is installed."""
-    yield _check_lightning()
-    found = _find_version("horovod")
-    if found is None:
-        return
-    yield _check_extension(found)
-    for name, (wanted, reason) in PINNED_REASONS.items():
-        yield check_variable(name, wanted, wanted.__eq__, reason, unset="the strategy sets it")
-    yield _check_elastic()
-
-
-def _check_lightning() -> CheckResult:
     versions = {name: _find_version(name) for name in ("lightning", "pytorch-lightning")}
-    found = [f"{name} {number}" for name, number in versions.items() if number is not None]
-    if found:
-        return CheckResult("Lightning", "ok", ", ".join(found))
-    return CheckResult(
-        "Lightning",
-        "note",
-        "not installed",
-        "The callback needs it; `lightning_d9m.deterministic` does not.",
-        "pip install lightning",
+    found = ", ".join(f"{name} {number}" for name, number in versions.items() if number)
+    yield judge(
+        not found,
+        CheckResult(
+            "Lightning",
+            "note",
+            found or "not installed",
+            "The callback needs it; `lightning_d9m.deterministic` does not.",
+            "pip install lightning",
+        ),
     )
-
-
-def _check_extension(found: str) -> CheckResult:
+    horovod = _find_version("horovod")
+    if horovod is None:
+        return
+    cause: object = None
     try:
         import_horovod()
     except SettingError as error:
-        return CheckResult(
+        cause = error.__cause__
+    yield judge(
+        cause is not None,
+        CheckResult(
             "Horovod",
             "problem",
-            f"{found}, which cannot be imported ({error.__cause__})",
+            f"{horovod}, which cannot be imported ({cause})" if cause else horovod,
             "Its extension is missing, because `pip install horovod` can succeed without it, or it "
             "was built for a different torch.",
             "d9m install-horovod",
-        )
-    return CheckResult("Horovod", "ok", found)
-
-
-def _check_elastic() -> CheckResult:
-    name = "HOROVOD_ELASTIC"
-    found = os.environ.get(name) or "not set"
-    return judge(
-        found not in ("not set", "0"),
+        ),
+    )
+    for name, (wanted, reason) in PINNED_REASONS.items():
+        yield check_variable(name, wanted, wanted.__eq__, reason, unset="the strategy sets it")
+    elastic = os.environ.get("HOROVOD_ELASTIC") or "not set"
+    yield judge(
+        elastic not in ("not set", "0"),
         CheckResult(
-            name,
+            "HOROVOD_ELASTIC",
             "problem",
-            found,
+            elastic,
             "Elastic Horovod changes the number of ranks while training, which changes the sums.",
             "Start with `horovodrun -np N` without --min-np and --max-np.",
         ),

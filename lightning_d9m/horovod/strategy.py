@@ -1,8 +1,11 @@
 """``Trainer(strategy="horovod_d9m")``: bit-exact training in the processes of ``horovodrun``."""
 
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
+from functools import partialmethod
 from typing import Any, Literal
 
 import torch
@@ -10,7 +13,6 @@ from torch import Tensor, distributed
 
 from lightning_d9m.attribute_patches import AttributePatches
 from lightning_d9m.errors import RankLostError, SettingError
-from lightning_d9m.horovod.cluster_environment import HorovodEnvironment
 from lightning_d9m.horovod.environment import (
     SavedEnvironment,
     check_rank_stacks,
@@ -20,9 +22,10 @@ from lightning_d9m.horovod.environment import (
     set_variables,
 )
 from lightning_d9m.lightning.lightning_private import BROADCAST_SIGTERM
-from lightning_d9m.lightning.logical_ranks.collectives import watch_functions
+from lightning_d9m.lightning.logical_ranks.refusals import watch_functions
 from lightning_d9m.lightning.logical_ranks.sandbox import send_tensors
 from lightning_d9m.lightning.logical_ranks.strategy import DDPDeterministicStrategy
+from lightning_d9m.lightning.packages import combined_base
 from lightning_d9m.lightning.strategies import register_in_loaded_packages
 from lightning_d9m.logical_ranks.buckets import check_options
 from lightning_d9m.logical_ranks.gradients import BUCKET_BYTES, LogicalGradients
@@ -37,6 +40,84 @@ from lightning_d9m.state.plain_data import decode_plain, encode_plain
 
 # The collectives of horovod.torch, whose names begin so.
 _COLLECTIVES = ("all", "barrier", "broadcast", "grouped_", "reducescatter")
+
+
+_Environment: Any = combined_base("plugins.environments.LightningEnvironment")
+# horovodrun, Open MPI, MPICH and Intel MPI: rank, size, local rank, node rank.
+_VARIABLES = (
+    ("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_CROSS_RANK"),
+    (
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_NODE_RANK",
+    ),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_NODE_RANK"),
+)
+
+
+@dataclass(frozen=True)
+class RankInfo:
+    """The ranks of this process, and the number of processes."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    node_rank: int = 0
+
+
+def read_rank_info(environment: Mapping[str, str]) -> RankInfo:
+    """Read the launcher's variables; without a launcher, return a single process."""
+    for names in _VARIABLES:
+        if names[0] in environment:
+            rank, size, local_rank, node_rank = (int(environment.get(n, "0")) for n in names)
+            return RankInfo(rank, max(1, size), local_rank, node_rank)
+    return RankInfo()
+
+
+class HorovodEnvironment(_Environment):  # type: ignore[misc] # of what is loaded
+    """The processes that ``horovodrun`` or ``mpirun`` started.
+
+    The strategy passes it to Lightning, which would otherwise detect SLURM, MPI or torchrun.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._info = read_rank_info(os.environ)
+
+    def update(self, hvd: Any) -> None:
+        """Read the ranks from Horovod, once it is initialized."""
+        self._info = RankInfo(hvd.rank(), hvd.size(), hvd.local_rank(), hvd.cross_rank())
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        """Always True: the launcher starts all processes."""
+        return True
+
+    def teardown(self) -> None:
+        """Leave the launcher's variables as they are."""
+
+    def world_size(self) -> int:
+        """Return the number of processes."""
+        return self._info.size
+
+    def set_world_size(self, size: int) -> None:
+        """Do nothing: the launcher sets it."""
+
+    def global_rank(self) -> int:
+        """Return the rank of this process."""
+        return self._info.rank
+
+    def set_global_rank(self, rank: int) -> None:
+        """Do nothing: the launcher sets it."""
+
+    def local_rank(self) -> int:
+        """Return the rank of this process on its host."""
+        return self._info.local_rank
+
+    def node_rank(self) -> int:
+        """Return the number of this process's host."""
+        return self._info.node_rank
 
 
 class HorovodDeterministicStrategy(DDPDeterministicStrategy):
@@ -100,8 +181,13 @@ class HorovodDeterministicStrategy(DDPDeterministicStrategy):
         )
         self._sum_options = {"op": op, "bucket_bytes": bucket_bytes, "compression": compression}
         self._broadcast_buffers = broadcast_buffers
-        if self.logical_ranks is not None:
-            _check_options(compression=compression, broadcast_buffers=broadcast_buffers)
+        given = {"compression": (compression, None), "broadcast_buffers": (broadcast_buffers, True)}
+        for name, (value, allowed) in given.items():
+            if self.logical_ranks is not None and value != allowed:
+                raise SettingError(
+                    f"{name}={value!r} does not go with logical_ranks, whose sums are exact for "
+                    f"any number of processes: leave out {name}, or logical_ranks."
+                )
         self._stall_seconds = stall_seconds
         self._saved_environment: SavedEnvironment | None = None
         self._sums: LogicalGradients | None = None
@@ -116,7 +202,7 @@ class HorovodDeterministicStrategy(DDPDeterministicStrategy):
     @property
     def root_device(self) -> torch.device:
         """The CPU, or the CUDA device of the local rank."""
-        devices = self.parallel_devices or [torch.device("cpu")]
+        devices: list[torch.device] = self.parallel_devices or [torch.device("cpu")]
         if devices[0].type != "cuda":
             return devices[0]
         if len(devices) > 1:
@@ -205,15 +291,11 @@ class HorovodDeterministicStrategy(DDPDeterministicStrategy):
         loop = trainer.fit_loop.epoch_loop
         if hasattr(loop, BROADCAST_SIGTERM):
             # It would wait for a rank that has no more batches, before the ranks agree.
-            self._patches.replace(loop, BROADCAST_SIGTERM, _do_nothing)
+            self._patches.replace(loop, BROADCAST_SIGTERM, lambda: None)
         if self.logical_ranks is None and self.optimizers and self.world_size > 1:
             blocks = Blocks(self.world_size, self.world_size)
             self._sums = self.make_logical_gradients(blocks, adds=True, on_stray=self._refuse_stray)
             self._sums.prepare()
-
-    def make_logical_gradients(self, blocks: Blocks, **options: Any) -> LogicalGradients:
-        """Return sums over the default process group."""
-        return super().make_logical_gradients(blocks, **self._sum_options, **options)
 
     def watch_collectives(
         self, patches: AttributePatches, current: Callable[[], int | None]
@@ -235,9 +317,8 @@ class HorovodDeterministicStrategy(DDPDeterministicStrategy):
             self.agree("the backward pass")
             with self.naming_lost("the sum of gradients"):
                 self._sums.finish(self.global_rank)
-            module: Any = self.lightning_module
             if self._broadcast_buffers:
-                send_tensors([*module.buffers()], self)
+                send_tensors([*self.lightning_module.buffers()], self)
         return self.end_backward(loss)
 
     @contextmanager
@@ -280,8 +361,7 @@ class HorovodDeterministicStrategy(DDPDeterministicStrategy):
         return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     def _refuse_stray(self, name: str) -> None:
-        module: Any = self.lightning_module
-        if module.trainer.training and not (self._runs_backward or self._is_blocked):
+        if self.lightning_module.trainer.training and not (self._runs_backward or self._is_blocked):
             raise SettingError(
                 f"{name!r} got a gradient outside Lightning's backward, so the ranks would not "
                 "reduce it: call self.manual_backward(loss) instead of loss.backward()."
@@ -323,25 +403,17 @@ class HorovodDeterministicStrategy(DDPDeterministicStrategy):
 
     def on_train_start(self) -> None:
         """Raise at once if the ranks have different numbers of batches."""
-        module: Any = self.lightning_module
-        number = module.trainer.num_training_batches
+        number = self.lightning_module.trainer.num_training_batches
         self.agree(f"training on {number} batches per epoch")
 
-    def on_train_end(self) -> None:
-        """Raise if other ranks still have batches."""
-        self.agree("the end of training")
+    def _agree_on_end(self, name: str) -> None:
+        """Raise if another rank still has batches, or calls a collective there."""
+        self.agree(f"the end of {name}")
 
-    def on_validation_end(self) -> None:
-        """Raise if another rank calls a collective in its validation."""
-        self.agree("the end of validation")
-
-    def on_test_end(self) -> None:
-        """Raise if another rank calls a collective in its test."""
-        self.agree("the end of testing")
-
-    def on_predict_end(self) -> None:
-        """Raise if another rank calls a collective in its prediction."""
-        self.agree("the end of prediction")
+    on_train_end = partialmethod(_agree_on_end, "training")
+    on_validation_end = partialmethod(_agree_on_end, "validation")
+    on_test_end = partialmethod(_agree_on_end, "testing")
+    on_predict_end = partialmethod(_agree_on_end, "prediction")
 
     def on_exception(self, exception: BaseException) -> None:
         """Release the sums, and let no other process wait for this one."""
@@ -358,20 +430,6 @@ class HorovodDeterministicStrategy(DDPDeterministicStrategy):
         if self._saved_environment is not None:
             self._saved_environment.restore()
             self._saved_environment = None
-
-
-def _do_nothing() -> None:
-    pass
-
-
-def _check_options(*, compression: str | None, broadcast_buffers: bool) -> None:
-    refused = {"compression": (compression, None), "broadcast_buffers": (broadcast_buffers, True)}
-    for name, (value, allowed) in refused.items():
-        if value != allowed:
-            raise SettingError(
-                f"{name}={value!r} does not go with logical_ranks, whose sums are exact for any "
-                f"number of processes: leave out {name}, or logical_ranks."
-            )
 
 
 register_in_loaded_packages()  # a Trainer takes the name after this import

@@ -3,14 +3,16 @@
 Each hook calls one function of :mod:`lightning_d9m.lightning` or of a lower layer.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import Any, Literal
 
 import torch
+from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_d9m.control.environment import EarlyVariables, control_is_on
 from lightning_d9m.control.hash_seed import describe_hash_seed_problem
@@ -33,22 +35,16 @@ from lightning_d9m.lightning.resume.resumable_fit import CheckpointState
 from lightning_d9m.lightning.resume.run_state import mark_used_gradients
 from lightning_d9m.lightning.saved_state import KEY
 from lightning_d9m.lightning.strategies import check_strategy, register_strategies
-from lightning_d9m.lightning.trainer_attributes import list_callbacks, ranks_of
+from lightning_d9m.lightning.trainer_attributes import Trainer, ranks_of
 from lightning_d9m.lightning.trainer_session import TrainerSession
 from lightning_d9m.ranks.connections import close_group_at_exit
 from lightning_d9m.ranks.liveness import RankLiveness, add_lost_ranks, connect_liveness
 from lightning_d9m.recording.run_recorder import RunOptions
 
-if TYPE_CHECKING:
-    from lightning.pytorch import Callback as _Callback
-    from lightning.pytorch import LightningModule, Trainer
-    from torch import Tensor
-    from torch.optim import Optimizer
-else:
-    _Callback = combined_base("callbacks.Callback")
+_Callback: Any = combined_base("callbacks.Callback")
 
 
-class DeterminismCallback(_Callback):
+class DeterminismCallback(_Callback):  # type: ignore[misc] # of the package that is loaded
     """Makes a Trainer's runs deterministic, and writes and checks the ledger of each fit.
 
     It works without arguments. Everything that it switches is restored when the run ends.
@@ -135,8 +131,9 @@ class DeterminismCallback(_Callback):
         validate_choice("on_inexact_resume", on_inexact_resume, ("raise", "warn", "raise_early"))
         read_path("ledger_dir", ledger_dir)  # a URL passes, too
         self._given = select_given(arguments)
-        options = RunOptions(**_select(arguments, RunOptions))
-        ignored = _as_tuple(ignored_metrics)
+        names = [field.name for field in fields(RunOptions) if field.name in arguments]
+        options = RunOptions(**{name: arguments[name] for name in names})
+        ignored = [ignored_metrics] if isinstance(ignored_metrics, str) else ignored_metrics
         self._recorder = TrainerRecorder(options, ledger_dir, ignored, spare_cwd=self._auto_added)
         self._shows_summary = summary
         self._checkpoint_state = CheckpointState(on_inexact_resume)
@@ -173,7 +170,9 @@ class DeterminismCallback(_Callback):
         """The digest of the weights in the last record, 32 hex digits; None before a fit."""
         return self._recorder.summary.digest
 
-    def setup(self, trainer: "Trainer", pl_module: "LightningModule", stage: str) -> None:
+    # Lightning passes the module and more, of which each hook names what it uses.
+
+    def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
         """Open the session, before the model is configured and any loader is made."""
         if self._session is not None:  # the error of another callback skipped our teardown
             given_up = "The run was given up without a call of on_exception."
@@ -182,13 +181,11 @@ class DeterminismCallback(_Callback):
         ranks_of(trainer).raise_on_all(lambda: self._open(trainer, stage))
         self._liveness = connect_liveness(ranks_of(trainer))
 
-    def teardown(self, trainer: "Trainer", pl_module: "LightningModule", stage: str) -> None:
+    def teardown(self, *_: Any, **__: Any) -> None:
         """Restore everything."""
         self._close(End(status="finished"))
 
-    def on_exception(
-        self, trainer: "Trainer", pl_module: "LightningModule", exception: BaseException
-    ) -> None:
+    def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
         """Record in the ledger that the run failed, and restore everything."""
         add_lost_ranks(exception, self._liveness)
         if self._session is not None:
@@ -197,7 +194,7 @@ class DeterminismCallback(_Callback):
                 self._checkpoint_state.keep(trainer, ended=False)
         self._close(End.failed(exception))
 
-    def on_train_start(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Verify the switches, open the ledger and record the initial weights."""
         self._open_session.has_trained = True
         self._checkpoint_state.fit.begin()
@@ -205,45 +202,34 @@ class DeterminismCallback(_Callback):
         self._recorder.begin(trainer, self._open_session, last_bits)
 
     def on_train_batch_start(
-        self, trainer: "Trainer", pl_module: "LightningModule", batch: Any, batch_idx: int
+        self, trainer: Trainer, _: Any, batch: Any, batch_idx: int, *__: Any
     ) -> None:
         """Probe the state that the batch starts from."""
         self._recorder.start_batch(trainer, batch, batch_idx)
 
-    def on_before_backward(
-        self, trainer: "Trainer", pl_module: "LightningModule", loss: "Tensor"
-    ) -> None:
+    def on_before_backward(self, trainer: Trainer, _: Any, loss: Tensor) -> None:
         """Probe the loss."""
         self._recorder.probes.take_loss(loss)
 
-    def on_before_optimizer_step(
-        self, trainer: "Trainer", pl_module: "LightningModule", optimizer: "Optimizer"
-    ) -> None:
+    def on_before_optimizer_step(self, trainer: Trainer, _: Any, optimizer: Optimizer) -> None:
         """Probe gradients and optimizer, and tell apart gradients that are still added to."""
         mark_used_gradients(trainer, optimizer)
         self._recorder.probes.take_step(optimizer)
 
-    def on_train_epoch_start(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
+    def on_train_epoch_start(self, trainer: Trainer, *_: Any) -> None:
         """Seed the epoch."""
         self._open_session.start_epoch(trainer.current_epoch)
 
-    def on_train_batch_end(
-        self,
-        trainer: "Trainer",
-        pl_module: "LightningModule",
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, _: Any, outputs: Any, *__: Any) -> None:
         """Keep the loss on its device, and write the probes of the batch."""
         self._recorder.end_batch(trainer, outputs)
 
-    def on_train_epoch_end(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
+    def on_train_epoch_end(self, trainer: Trainer, *_: Any) -> None:
         """Record the epoch; compare it with the reference and across ranks."""
         self._checkpoint_state.fit.end_epoch()
         self._recorder.record(trainer, self._open_session, "epoch")
 
-    def on_fit_end(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
+    def on_fit_end(self, trainer: Trainer, *_: Any) -> None:
         """Record the final weights, after averaging callbacks have rewritten them."""
         self._recorder.record(trainer, self._open_session, "final")
         self._checkpoint_state.keep(trainer, ended=True)
@@ -251,41 +237,30 @@ class DeterminismCallback(_Callback):
         if self._shows_summary:
             self._recorder.summary.log(trainer, session.fit, session.settings.seed)
 
-    def on_save_checkpoint(
-        self, trainer: "Trainer", pl_module: "LightningModule", checkpoint: dict[str, Any]
-    ) -> None:
+    def on_save_checkpoint(self, trainer: Trainer, _: Any, checkpoint: dict[str, Any]) -> None:
         """Add the state that an exact resume needs, even after the fit has ended."""
         self._recorder.probes.collector.close()
         self._checkpoint_state.save(trainer, checkpoint)
 
-    def on_load_checkpoint(
-        self, trainer: "Trainer", pl_module: "LightningModule", checkpoint: dict[str, Any]
-    ) -> None:
+    def on_load_checkpoint(self, trainer: Any, _: Any, checkpoint: dict[str, Any]) -> None:
         """Resume the run that saved the checkpoint; outside a run there is nothing to resume."""
         self._checkpoint_state.load(checkpoint)
 
-    def on_validation_start(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
+    def on_validation_start(self, trainer: Trainer, *_: Any) -> None:
         """Set the RNG aside; within a fit, TrainerSession does so around the whole validation."""
         stage = _find_stage(trainer)
         if trainer.state.fn != "fit":
             self._open_session.start_evaluation(stage)
         self._recorder.begin_evaluation(trainer, self._open_session, stage)
 
-    def on_validation_batch_start(
-        self,
-        trainer: "Trainer",
-        pl_module: "LightningModule",
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
+    def on_validation_batch_start(self, trainer: Trainer, _: Any, batch: Any, *__: Any) -> None:
         """Probe a validation within a fit."""
         self._recorder.start_validation_batch(trainer, batch)
 
     def on_validation_batch_end(
         self,
-        trainer: "Trainer",
-        pl_module: "LightningModule",
+        trainer: Any,
+        _: Any,
         outputs: Any,
         batch: Any,
         batch_idx: int,
@@ -294,7 +269,7 @@ class DeterminismCallback(_Callback):
         """Digest the outputs of the batch."""
         self._recorder.end_evaluation_batch(outputs, batch_idx, dataloader_idx)
 
-    def on_validation_end(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
+    def on_validation_end(self, trainer: Trainer, *_: Any) -> None:
         """Record the evaluation and restore the RNG."""
         stage = _find_stage(trainer)
         self._recorder.end_evaluation(trainer, stage)
@@ -310,8 +285,12 @@ class DeterminismCallback(_Callback):
         assert self._session is not None, "Lightning calls `setup` before any other hook"
         return self._session
 
-    def _open(self, trainer: "Trainer", stage: str) -> None:
-        check_callbacks(len(list_program_callbacks(trainer)))
+    def _open(self, trainer: Trainer, stage: str) -> None:
+        if (count := len(list_program_callbacks(trainer))) > 1:
+            raise SettingError(
+                f"This Trainer has {count} DeterminismCallbacks; a run has one seed and "
+                "one ledger, so one is allowed. Remove the others from Trainer(callbacks=...)."
+            )
         check_benchmark(trainer, overrides=self._auto_added)
         check_strategy(trainer.strategy)
         if stage == "fit":
@@ -345,7 +324,7 @@ class _LaunchedRun:
     returns the result, the number of fits, and what the process knows of its last fit.
     """
 
-    trainer: "Trainer"
+    trainer: Trainer
     run: Callable[..., object]
     callback: DeterminismCallback
     session: InheritedSession
@@ -363,7 +342,7 @@ class _LaunchedRun:
 
 
 def _launch(
-    trainer: "Trainer", run: Callable[..., object], start: Callable[[Callable[..., object]], Any]
+    trainer: Trainer, run: Callable[..., object], start: Callable[[Callable[..., object]], Any]
 ) -> object:
     """Launch a run in new processes, which a callback of this package may serve.
 
@@ -372,7 +351,7 @@ def _launch(
     ``run`` is the method of the Trainer that runs. ``start`` starts processes that call its
     argument, and returns what it returned on rank 0.
     """
-    callbacks = [c for c in list_callbacks(trainer) if isinstance(c, DeterminismCallback)]
+    callbacks = [c for c in trainer.callbacks if isinstance(c, DeterminismCallback)]
     if not callbacks:
         return start(run)
     callbacks.sort(key=lambda callback: callback._auto_added)  # noqa: SLF001 - our own class
@@ -407,38 +386,19 @@ def _serve_packages() -> None:
 _serve_packages()
 
 
-def list_program_callbacks(trainer: "Trainer") -> list[DeterminismCallback]:
+def list_program_callbacks(trainer: Trainer) -> list[DeterminismCallback]:
     """Return the DeterminismCallbacks of a Trainer that the program itself has passed."""
-    callbacks = [c for c in list_callbacks(trainer) if isinstance(c, DeterminismCallback)]
+    callbacks = [c for c in trainer.callbacks if isinstance(c, DeterminismCallback)]
     return [callback for callback in callbacks if not callback._auto_added]  # noqa: SLF001 - our own class
 
 
-def _find_stage(trainer: "Trainer") -> str:
+def _find_stage(trainer: Trainer) -> str:
     """Return the stage of the evaluation that runs."""
-    function = cast(Any, trainer.state.fn).value
+    function = trainer.state.fn.value
     return "validate" if function == "fit" else str(function)
 
 
-def _select(arguments: Mapping[str, Any], owner: Any) -> dict[str, Any]:
-    """Return the arguments that are fields of a dataclass."""
-    return {field.name: arguments[field.name] for field in fields(owner) if field.name in arguments}
-
-
-def _as_tuple(names: Sequence[str]) -> tuple[str, ...]:
-    """Return names as a tuple; a single name need not be in a list."""
-    return (names,) if isinstance(names, str) else tuple(names)
-
-
-def check_callbacks(count: int) -> None:
-    """Raise a ``SettingError`` if the program has passed several DeterminismCallbacks."""
-    if count > 1:
-        raise SettingError(
-            f"This Trainer has {count} DeterminismCallbacks; a run has one seed and "
-            "one ledger, so one is allowed. Remove the others from Trainer(callbacks=...)."
-        )
-
-
-def check_benchmark(trainer: "Trainer", *, overrides: bool) -> None:
+def check_benchmark(trainer: Trainer, *, overrides: bool) -> None:
     """Refuse cuDNN's benchmark mode, or say that the run switches it off, if it overrides it.
 
     Raises:

@@ -3,11 +3,11 @@
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -24,13 +24,9 @@ from lightning_d9m.lightning.saved_state import (
     replace_state,
 )
 from lightning_d9m.lightning.strategies import is_sharded
-from lightning_d9m.lightning.trainer_attributes import ranks_of
+from lightning_d9m.lightning.trainer_attributes import Trainer, ranks_of
 from lightning_d9m.recording.rank_agreement import gather_json
 from lightning_d9m.text import describe_names, escape
-
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
-
 
 _CHUNK = 2**20
 _HEAD = 512
@@ -38,7 +34,7 @@ _PICKLE = b"\x80"  # the first byte
 
 
 @contextmanager
-def loads_checked(trainer: "Trainer") -> Iterator[None]:
+def loads_checked(trainer: Trainer) -> Iterator[None]:
     """Check every checkpoint that the Trainer loads in the body.
 
     Raises:
@@ -63,9 +59,7 @@ def loads_checked(trainer: "Trainer") -> Iterator[None]:
         yield
 
 
-def _load_on_all_ranks(
-    trainer: "Trainer", path: Any, load: Callable[[], Mapping[str, Any]]
-) -> None:
+def _load_on_all_ranks(trainer: Trainer, path: Any, load: Callable[[], Mapping[str, Any]]) -> None:
     """Load the same checkpoint on all ranks, or raise on all: hosts may share no folder."""
     ranks = ranks_of(trainer)
     checkpoint = ranks.raise_on_all(load)
@@ -91,7 +85,7 @@ def _load_on_all_ranks(
 
 
 def add_manifests(
-    trainer: "Trainer",
+    trainer: Trainer,
     *,
     once: bool = False,
     before: Callable[[dict[str, Any]], object] = bool,
@@ -140,15 +134,22 @@ def load_checkpoint(path: Path, *, allow_objects: bool = False) -> dict[str, Any
         CommandError: If it is a text file, or holds objects that may not be loaded, or that cannot
             be.
     """
-    if _is_text(path):
-        raise CommandError(f"{path} is a text file, and not a checkpoint. Name a checkpoint.")
+    head = b""
+    with suppress(OSError), path.open("rb") as file:
+        head = file.read(_HEAD)
+    with suppress(UnicodeDecodeError):
+        if head.decode() and b"\0" not in head:
+            raise CommandError(f"{path} is a text file, and not a checkpoint. Name a checkpoint.")
     try:
         with damage_explained(path):
             checkpoint = torch.load(path, map_location="cpu", weights_only=not allow_objects)
     except CheckpointError:
         raise
     except Exception as error:
-        if objects := _find_objects(path):
+        objects: list[str] = []
+        with suppress(Exception):  # not a file that torch saved: the first error says why
+            objects = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path))
+        if objects:
             listed = describe_names(objects[:8], len(objects), 8)
             if allow_objects:
                 raise CommandError(
@@ -161,7 +162,7 @@ def load_checkpoint(path: Path, *, allow_objects: bool = False) -> dict[str, Any
                 "from it with fit(..., weights_only=False), or with "
                 "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1 in its environment."
             ) from error
-        if _read_head(path).startswith(_PICKLE):
+        if head.startswith(_PICKLE):
             raise CommandError(
                 f"{path} is a pickle, as torch saved before release 1.6, which has no checksums to "
                 f"verify, and it cannot be loaded: {escape(str(error), 400)}"
@@ -170,29 +171,6 @@ def load_checkpoint(path: Path, *, allow_objects: bool = False) -> dict[str, Any
     if not isinstance(checkpoint, dict):
         raise CheckpointError(f"{path} is not a checkpoint of a Trainer: it holds no dict.")
     return checkpoint
-
-
-def _read_head(path: Path) -> bytes:
-    if not path.is_file():
-        return b""
-    with path.open("rb") as file:
-        return file.read(_HEAD)
-
-
-def _is_text(path: Path) -> bool:
-    head = _read_head(path)
-    try:
-        return bool(head.decode()) and b"\0" not in head
-    except UnicodeDecodeError:
-        return False
-
-
-def _find_objects(path: Path) -> list[str]:
-    """Return the classes and functions in a checkpoint that torch does not load by default."""
-    try:
-        return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path))
-    except Exception:  # noqa: BLE001 - not a file that torch saved: the first error says why
-        return []
 
 
 @contextmanager

@@ -6,7 +6,7 @@ each weight when a fit begins. It applies to each fit, and the ledger records it
 
 import os
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import torch
 
@@ -21,17 +21,13 @@ from lightning_d9m.launch.interruption_points import (
 from lightning_d9m.ledger.stack import LAST_BITS_SETTING
 from lightning_d9m.lightning.lightning_private import is_search, resume_next_fit
 from lightning_d9m.lightning.packages import combined_base
-from lightning_d9m.lightning.trainer_attributes import list_callbacks, ranks_of
+from lightning_d9m.lightning.trainer_attributes import Trainer, ranks_of
 
-if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule, Trainer
-    from lightning.pytorch.callbacks import Checkpoint as _Checkpoint
-else:
-    _Checkpoint = combined_base("callbacks.Checkpoint")
+_Checkpoint: Any = combined_base("callbacks.Checkpoint")
 
 
 def apply_interrupt_variables(
-    trainer: "Trainer", stage: str, environment: Mapping[str, str] = os.environ
+    trainer: Trainer, stage: str, environment: Mapping[str, str] = os.environ
 ) -> None:
     """Apply the variables to a run that begins; called in ``setup``.
 
@@ -39,8 +35,8 @@ def apply_interrupt_variables(
         SettingError: If a variable has a value that is not allowed.
     """
     # A Trainer that fits again still has that of its first fit.
-    callbacks = [c for c in list_callbacks(trainer) if not isinstance(c, InterruptingCallback)]
-    cast(Any, trainer).callbacks = callbacks
+    callbacks = [c for c in trainer.callbacks if not isinstance(c, InterruptingCallback)]
+    trainer.callbacks = callbacks
     if stage != "fit" or is_search(trainer):
         return
     request = read_request(environment)
@@ -55,7 +51,7 @@ def apply_interrupt_variables(
 
 
 def change_last_bits(
-    module: "LightningModule", environment: Mapping[str, str] = os.environ
+    module: Any, environment: Mapping[str, str] = os.environ
 ) -> dict[str, str | int]:
     """Move each weight to the next number above or below, as the variable's number draws it.
 
@@ -79,7 +75,7 @@ def change_last_bits(
     return {LAST_BITS_SETTING: int(text)}
 
 
-class InterruptingCallback(_Checkpoint):
+class InterruptingCallback(_Checkpoint):  # type: ignore[misc] # as DeterminismCallback
     """Surveys a fit, or saves a checkpoint at a point and kills its process.
 
     It saves when a ModelCheckpoint would, after all other callbacks. Its base class makes it run
@@ -90,14 +86,14 @@ class InterruptingCallback(_Checkpoint):
         self._interruption = interruption
         self._validation = 0  # batches of validations in this epoch
 
-    def on_train_epoch_start(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Count the validation batches of each epoch."""
         self._validation = 0
 
     def on_train_batch_end(
         self,
-        trainer: "Trainer",
-        pl_module: "LightningModule",
+        trainer: Trainer,
+        pl_module: Any,
         outputs: Any,
         batch: Any,
         batch_idx: int,
@@ -105,34 +101,34 @@ class InterruptingCallback(_Checkpoint):
         """Interrupt after a batch of training."""
         self._reach(trainer, "batch", batch_idx + 1)
 
-    def on_validation_batch_end(self, trainer: "Trainer", *_: Any, **__: Any) -> None:
+    def on_validation_batch_end(self, trainer: Trainer, *_: Any, **__: Any) -> None:
         """Interrupt after a batch of a validation."""
         if not trainer.sanity_checking:
             self._validation += 1
             self._reach(trainer, "validation", self._validation)
 
-    def on_validation_end(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
+    def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
         """Interrupt at the end of a validation."""
         if not trainer.sanity_checking:
             self._reach(trainer, "validated")
 
-    def on_train_epoch_end(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
         """Note the batches of the epoch, and interrupt at its end."""
         self._interruption.note_epoch(
             EpochShape(
                 epoch=trainer.current_epoch,
-                batches=cast(Any, trainer.fit_loop.epoch_loop.batch_progress.current).processed,
+                batches=trainer.fit_loop.epoch_loop.batch_progress.current.processed,
                 accumulated=trainer.accumulate_grad_batches,
                 validation=self._validation,
             )
         )
         self._reach(trainer, "epoch")
 
-    def on_train_end(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
+    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
         """Write the survey."""
         self._interruption.write_survey()
 
-    def _reach(self, trainer: "Trainer", kind: InterruptionKind, number: int = 0) -> None:
+    def _reach(self, trainer: Trainer, kind: InterruptionKind, number: int = 0) -> None:
         if self._interruption.reach(kind, trainer.current_epoch, number):
             trainer.save_checkpoint(self._interruption.checkpoint)
             self._interruption.end_save()

@@ -13,12 +13,10 @@ from contextlib import ExitStack
 from functools import wraps
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from lightning_d9m.attribute_patches import replace_method
-
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
+from lightning_d9m.lightning.trainer_attributes import Trainer
 
 # The method of a fit loop that loads the states of the training loaders from a checkpoint. No hook
 # runs between the setup of these loaders and this call.
@@ -41,7 +39,7 @@ def list_loaders(loop: Any) -> list[Any]:
     return [] if combined is None else list(combined.flattened)
 
 
-def fit_data_sources(trainer: "Trainer") -> dict[str, Any]:
+def fit_data_sources(trainer: Trainer) -> dict[str, Any]:
     """Return the objects whose ``dataloader()`` gives a fit's loaders, by stage.
 
     Replacing ``train_dataloader`` of a module itself would hide that the module overrides it.
@@ -50,7 +48,7 @@ def fit_data_sources(trainer: "Trainer") -> dict[str, Any]:
     return {"train": fit._data_source, "validate": fit.epoch_loop.val_loop._data_source}
 
 
-def resume_next_fit(trainer: "Trainer", path: Path) -> None:
+def resume_next_fit(trainer: Trainer, path: Path) -> None:
     """Let the fit that is being set up resume from a checkpoint.
 
     By the time that a callback runs, ``fit(ckpt_path=...)`` has been called without one.
@@ -62,11 +60,11 @@ def resume_next_fit(trainer: "Trainer", path: Path) -> None:
         del connector.resume_start
         original(path, **options)
 
-    connector.resume_start = resume_start  # type: ignore[assignment] # it takes any arguments
+    connector.resume_start = resume_start
 
 
 def wrap_resume_start(
-    trainer: "Trainer",
+    trainer: Trainer,
     around: Callable[[Any, Callable[[], Mapping[str, Any]]], None],
     stack: ExitStack,
 ) -> None:
@@ -119,7 +117,7 @@ def has_loaders(loop: Any) -> bool:
     return loop._combined_loader is not None
 
 
-def cycles_shorter_loaders(trainer: "Trainer") -> bool:
+def cycles_shorter_loaders(trainer: Trainer) -> bool:
     """Return whether a fit starts its shorter loaders again until the longest one ends.
 
     ``Trainer.train_dataloader`` returns the user's collection without its mode.
@@ -128,40 +126,38 @@ def cycles_shorter_loaders(trainer: "Trainer") -> bool:
     return combined is not None and combined._mode == "max_size_cycle"
 
 
-def list_pending_loader_states(trainer: "Trainer") -> list[dict[str, Any]]:
+def list_pending_loader_states(trainer: Trainer) -> list[dict[str, Any]]:
     """Return the states of the checkpoint that the training loaders have not yet loaded."""
     return list(trainer.fit_loop._combined_loader_states_to_load)
 
 
-def set_pending_loader_states(trainer: "Trainer", states: list[dict[str, Any]]) -> None:
+def set_pending_loader_states(trainer: Trainer, states: list[dict[str, Any]]) -> None:
     """Replace the states that ``list_pending_loader_states`` returns."""
     trainer.fit_loop._combined_loader_states_to_load = states
 
 
-def load_loader_states(trainer: "Trainer", states: list[dict[str, Any]]) -> None:
+def load_loader_states(trainer: Trainer, states: list[dict[str, Any]]) -> None:
     """Load states into the training loaders; Lightning loads them only once, in its setup."""
-    combined: Any = trainer.fit_loop._combined_loader
-    combined._load_state_dicts(states)
+    trainer.fit_loop._combined_loader._load_state_dicts(states)
 
 
-def create_loader_iterator(trainer: "Trainer") -> None:
+def create_loader_iterator(trainer: Trainer) -> None:
     """Create the iterator over the training loaders again, as Lightning does for each epoch."""
-    fetcher: Any = trainer.fit_loop._data_fetcher
-    iter(fetcher)
+    iter(trainer.fit_loop._data_fetcher)
 
 
-def get_reload_epoch(trainer: "Trainer", stage: Literal["train", "validate"]) -> float:
-    """Return the epoch in which the loaders of a stage were last loaded; -inf before that.
+def get_reload_epoch(trainer: Trainer, stage: Literal["train", "validate"]) -> int | None:
+    """Return the epoch in which the loaders of a stage were last loaded; None before that.
 
     ``Trainer.reload_dataloaders_every_n_epochs`` gives only the interval.
     """
     fit = trainer.fit_loop
-    if stage == "train":
-        return fit._last_train_dl_reload_epoch
-    return fit.epoch_loop.val_loop._last_val_dl_reload_epoch
+    train, validate = fit._last_train_dl_reload_epoch, fit.epoch_loop.val_loop
+    epoch = train if stage == "train" else validate._last_val_dl_reload_epoch
+    return None if epoch == float("-inf") else int(epoch)
 
 
-def set_reload_epoch(trainer: "Trainer", stage: Literal["train", "validate"], epoch: float) -> None:
+def set_reload_epoch(trainer: Trainer, stage: Literal["train", "validate"], epoch: float) -> None:
     """Set the epoch that ``get_reload_epoch`` returns."""
     fit = trainer.fit_loop
     if stage == "train":
@@ -170,7 +166,7 @@ def set_reload_epoch(trainer: "Trainer", stage: Literal["train", "validate"], ep
         fit.epoch_loop.val_loop._last_val_dl_reload_epoch = epoch
 
 
-def has_loaded_progress(trainer: "Trainer") -> bool:
+def has_loaded_progress(trainer: Trainer) -> bool:
     """Return whether the fit has loaded a checkpoint and has not trained an epoch since.
 
     ``restarting`` is false for a checkpoint that was saved at the end of an epoch.
@@ -184,25 +180,24 @@ def clear_restart(loop: Any) -> None:
     loop._restarting = False
 
 
-def is_validation_due(trainer: "Trainer") -> bool:
+def is_validation_due(trainer: Trainer) -> bool:
     """Return whether a validation follows the current batch of the fit."""
     fit = trainer.fit_loop
     fetcher: Any = fit._data_fetcher
     return bool(fit.epoch_loop._should_check_val_fx(fetcher))
 
 
-def accumulates_gradients(trainer: "Trainer") -> bool:
+def accumulates_gradients(trainer: Trainer) -> bool:
     """Return whether later batches add to the gradients before the optimizer steps."""
     return bool(trainer.fit_loop.epoch_loop._should_accumulate())
 
 
-def is_search(trainer: "Trainer") -> bool:
+def is_search(trainer: Trainer) -> bool:
     """Return whether a fit only searches for a learning rate or a batch size, for a ``Tuner``."""
-    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined] # set in its constructor
-    return any(getattr(callback, "_early_exit", False) for callback in callbacks)
+    return any(getattr(callback, "_early_exit", False) for callback in trainer.callbacks)
 
 
-def skips_backward(trainer: "Trainer") -> bool:
+def skips_backward(trainer: Trainer) -> bool:
     """Return whether the fit runs training steps without backward passes and optimizer steps.
 
     ``StochasticWeightAveraging`` has it do so for the statistics of batch normalization.
@@ -210,12 +205,12 @@ def skips_backward(trainer: "Trainer") -> bool:
     return bool(trainer.fit_loop._skip_backward)
 
 
-def count_step_batch(trainer: "Trainer") -> None:
+def count_step_batch(trainer: Trainer) -> None:
     """Count one more batch after which the optimizer stepped; loggers use it as their step."""
     trainer.fit_loop.epoch_loop._batches_that_stepped += 1
 
 
-def update_callback_metrics(trainer: "Trainer", metrics: dict[str, Any]) -> None:
+def update_callback_metrics(trainer: Trainer, metrics: dict[str, Any]) -> None:
     """Update the metrics for callbacks.
 
     Reading ``Trainer.callback_metrics`` would compute the results of the current loop.
@@ -223,19 +218,13 @@ def update_callback_metrics(trainer: "Trainer", metrics: dict[str, Any]) -> None
     trainer._logger_connector._callback_metrics.update(metrics)
 
 
-def get_logged_results(loop: Any) -> dict[str, Any]:
-    """Return the collection of results that were logged in a loop so far, by key."""
-    results: dict[str, Any] = loop._results
-    return results
-
-
-def keep_results_at_next_batch(trainer: "Trainer") -> None:
+def keep_results_at_next_batch(trainer: Trainer) -> None:
     """Prevent the next batch, the first of the loop, from resetting the logged results."""
     trainer._logger_connector._first_loop_iter = False
 
 
 def create_result(
-    trainer: "Trainer",
+    trainer: Trainer,
     meta: Mapping[str, Any],
     *,
     is_tensor: bool,
@@ -253,17 +242,6 @@ def create_result(
         _should=synced, fn=trainer.strategy.reduce, rank_zero_only=rank_zero_only
     )
     return module._ResultMetric(metadata, is_tensor=is_tensor)
-
-
-def get_update_state(result: Any) -> tuple[int, Any]:
-    """Return the number of updates of a logged result, and its value for the last batch."""
-    return result._update_count, result._forward_cache
-
-
-def set_update_state(result: Any, updates: int, cache: Any) -> None:
-    """Set the values that ``get_update_state`` returns; torchmetrics has no setter."""
-    result._update_count = updates
-    result._forward_cache = cache
 
 
 def is_compiled(model: object) -> bool:
@@ -287,7 +265,7 @@ def replace_batch_sampler(batch_sampler: Any, make: Callable[[Any], Any]) -> Any
     return duplicate
 
 
-def set_logged_batch(trainer: "Trainer", batch: Any) -> None:
+def set_logged_batch(trainer: Trainer, batch: Any) -> None:
     """Set the batch whose size ``self.log`` takes for its mean."""
     results: Any = trainer._results
     if results is not None:
@@ -295,41 +273,21 @@ def set_logged_batch(trainer: "Trainer", batch: Any) -> None:
         results.batch_size = None
 
 
-def list_result_collections(trainer: "Trainer") -> list[Any]:
-    """Return the collections of logged results of all loops."""
+def list_result_collections(trainer: Trainer) -> list[Any]:
+    """Return the logged results by key of the loops of training, its validation, and others."""
     fit: Any = trainer.fit_loop.epoch_loop
     loops: list[Any] = [fit, fit.val_loop, trainer.validate_loop, trainer.test_loop]
     return [loop._results for loop in loops]
 
 
-def get_current_results(trainer: "Trainer") -> Any:
+def get_current_results(trainer: Trainer) -> Any:
     """Return the collection of logged results of the loop that runs now, or None."""
     return trainer._results
 
 
-def get_logger_connector(trainer: "Trainer") -> Any:
+def get_logger_connector(trainer: Trainer) -> Any:
     """Return the object whose ``on_batch_end`` and ``epoch_end_reached`` read logged results."""
     return trainer._logger_connector
-
-
-def set_step_value(result: Any, value: Any) -> None:
-    """Set the value of a logged result for the current batch."""
-    result._forward_cache = value
-
-
-def get_epoch_value(result: Any) -> Any:
-    """Return the value of a logged result for the epoch, or None before it is computed."""
-    return result._computed
-
-
-def set_epoch_value(result: Any, value: Any) -> None:
-    """Set the value of a logged result for the epoch; None computes it again."""
-    result._computed = value
-
-
-def has_layer_sync(strategy: Any) -> bool:
-    """Return whether the Trainer was built with ``sync_batchnorm=True``."""
-    return strategy._layer_sync is not None
 
 
 def find_fabric_loader(loader: Any) -> Any:

@@ -11,17 +11,11 @@ from importlib.util import find_spec
 from types import ModuleType
 
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
-_LIBRARIES = ("lightning", "pytorch_lightning", "lightning_d9m")
 
 
 def loaded_packages() -> tuple[str, ...]:
     """Return the Lightning packages that the program has imported."""
     return tuple(name for name in PACKAGES if sys.modules.get(name) is not None)
-
-
-def is_of_program(hook: object) -> bool:
-    """Return whether a hook is defined neither by Lightning nor by this package."""
-    return getattr(hook, "__module__", "").partition(".")[0] not in _LIBRARIES
 
 
 def rank_zero() -> ModuleType:

@@ -9,7 +9,7 @@ import functools
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,21 +23,12 @@ from lightning_d9m.ledger.format.records import Json, ReplayDrift
 from lightning_d9m.ledger.kinds import ROOT
 from lightning_d9m.lightning.lightning_private import is_compiled
 from lightning_d9m.lightning.strategies import is_sharded
-from lightning_d9m.lightning.trainer_attributes import ranks_of
+from lightning_d9m.lightning.trainer_attributes import Trainer, ranks_of
 from lightning_d9m.probes.module_hooks import hook_model
 from lightning_d9m.probes.settings import ProbeSettings
-from lightning_d9m.probes.trace import (
-    Listener,
-    ProbePoint,
-    Trace,
-    TraceDifference,
-    find_difference,
-)
+from lightning_d9m.probes.trace import Listener, ProbePoint, Trace, TraceDifference, find_difference
 from lightning_d9m.state.watch import Watch
 from lightning_d9m.text import describe_pair
-
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
 
 _COMPARED = frozenset({"input", "output", "grad_output", "local_gradient"})
 
@@ -74,7 +65,7 @@ class Replay(Listener):
 
     def __init__(
         self,
-        trainer: "Trainer",
+        trainer: Trainer,
         append: Callable[[Mapping[str, Json]], None],
         on_drift: str,
     ) -> None:
@@ -115,7 +106,8 @@ class Replay(Listener):
                 if first is None:
                     return backward(loss, optimizer, **kwargs)
                 with silenced():
-                    gradients = self._copy_gradients()
+                    own = [parameter.grad for parameter in self._module.parameters()]
+                    gradients = [None if each is None else each.detach().clone() for each in own]
                 rng = capture_rng()
                 self.add("loss", "loss", loss)
                 result = backward(loss, optimizer, **kwargs)
@@ -134,7 +126,7 @@ class Replay(Listener):
 
             replace_method(stack, self._module, "training_step", first_step)
             replace_method(stack, strategy, "backward", both_backwards)
-            stack.callback(self._forget)
+            stack.callback(lambda: vars(self).update(_step=None, _trace=None))
             return stack.pop_all()
 
     def add(self, kind: str, name: str, value: object) -> None:
@@ -150,9 +142,6 @@ class Replay(Listener):
             with self._silenced():
                 self._trace.add_tensors(kind, tensors)
 
-    def _forget(self) -> None:
-        self._step = self._trace = None
-
     def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if any(isinstance(value, Iterator) for value in (*args, *kwargs.values())):
             raise SettingError(
@@ -164,10 +153,6 @@ class Replay(Listener):
         state = capture_state(self._module, (args, kwargs))
         weights = self._trace_weights()
         self._step = _Step((args, kwargs), state, capture_rng(), weights, self._trace)
-
-    def _copy_gradients(self) -> list[Tensor | None]:
-        gradients = (parameter.grad for parameter in self._module.parameters())
-        return [None if own is None else own.detach().clone() for own in gradients]
 
     def _take_buffers(self) -> None:
         buffers = self._module.named_buffers()
@@ -232,8 +217,7 @@ class Replay(Listener):
         trainer = self._trainer
         kind = trainer.fit_loop.epoch_loop.automatic_optimization.output_result_cls
         result = kind.from_training_step_output(output, trainer.accumulate_grad_batches)
-        loss = result.closure_loss
-        assert loss is not None, "the first run of the step had a loss"
+        loss: Tensor = result.closure_loss  # the first run of the step had one
         return loss
 
     @contextmanager
@@ -242,7 +226,7 @@ class Replay(Listener):
         block = getattr(self._trainer.strategy, "block_backward_sync", nullcontext)
         with ExitStack() as stack:
             for name in ("log", "log_dict"):
-                replace_method(stack, self._module, name, _do_nothing)
+                replace_method(stack, self._module, name, lambda *_, **__: None)
             stack.enter_context(block())
             yield
 
@@ -272,11 +256,7 @@ class Replay(Listener):
         ranks.raise_on_all(raise_error)
 
 
-def _do_nothing(*_: object, **__: object) -> None:
-    pass
-
-
-def _check_repeatable(trainer: "Trainer") -> None:
+def _check_repeatable(trainer: Trainer) -> None:
     if not trainer.lightning_module.automatic_optimization:
         raise SettingError(
             "replay_every is on and the module optimizes by hand (automatic_optimization is "

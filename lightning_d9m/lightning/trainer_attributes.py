@@ -1,8 +1,8 @@
-"""Attributes of a Trainer that Lightning's annotations lack; its ranks, callbacks and metrics."""
+"""A Trainer's logical ranks, schedulers, ranks, callbacks and metrics."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from collections.abc import Iterable
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -10,53 +10,22 @@ from torch import nn
 from lightning_d9m.errors import SettingError
 from lightning_d9m.ranks.ranks import Ranks
 
-if TYPE_CHECKING:
-    from lightning.pytorch import Callback, Trainer
+Trainer: TypeAlias = Any
+"""A Trainer of Lightning, whose annotations lack half of the attributes that we read."""
 
 
-class ProgressCounts(Protocol):
-    """Lightning's counts of epochs or batches, of which all but the newest have completed."""
-
-    ready: int
-    started: int
-    processed: int
-    completed: int
-
-
-def get_logical_ranks(trainer: "Trainer") -> int | None:
+def get_logical_ranks(trainer: Trainer) -> int | None:
     """Return the number of logical ranks, or None without them."""
     number: int | None = getattr(trainer.strategy, "logical_ranks", None)
     return number
 
 
-def list_callbacks(trainer: "Trainer") -> list["Callback"]:
-    """Return the list of callbacks; a callback that is appended takes effect."""
-    callbacks: list[Callback] = cast(Any, trainer).callbacks
-    return callbacks
-
-
-def list_schedulers(trainer: "Trainer") -> list[object]:
+def list_schedulers(trainer: Trainer) -> list[object]:
     """Return the schedulers of learning rates."""
     return [config.scheduler for config in trainer.lr_scheduler_configs]
 
 
-def get_datamodule(trainer: "Trainer") -> object:
-    """Return the datamodule, or None."""
-    return cast(Any, trainer).datamodule
-
-
-def get_reload_interval(trainer: "Trainer") -> int:
-    """Return after how many epochs the loaders are loaded again; 0 if they are loaded once."""
-    return int(cast(Any, trainer).reload_dataloaders_every_n_epochs)
-
-
-def get_epoch_counts(trainer: "Trainer") -> ProgressCounts:
-    """Return the counts of a fit's epochs."""
-    counts: ProgressCounts = cast(Any, trainer.fit_loop.epoch_progress.current)
-    return counts
-
-
-def ranks_of(trainer: "Trainer") -> Ranks:
+def ranks_of(trainer: Trainer) -> Ranks:
     """Return the Trainer's ranks, which communicate through its strategy.
 
     Raises:
@@ -80,22 +49,18 @@ def ranks_of(trainer: "Trainer") -> Ranks:
     return Ranks(trainer.global_rank, exchange)
 
 
-def find_metrics(trainer: "Trainer") -> dict[str, Any]:
+def find_metrics(trainer: Trainer) -> dict[str, Any]:
     """Return the metrics and collections of the module and of its callbacks, by path."""
-    of_model = find_metric_modules(dict(trainer.lightning_module.named_modules()))
-    found = {f"model.{name}" if name else "model": metric for name, metric in of_model.items()}
-    for path, owner in _list_owned_modules(trainer):
+    owners = {"model": trainer.lightning_module}
+    for path, callback in name_callbacks(trainer.callbacks).items():
+        for name, value in getattr(callback, "__dict__", {}).items():
+            if isinstance(value, nn.Module) and value is not trainer.lightning_module:
+                owners[f"{path}.{name}"] = value
+    found: dict[str, Any] = {}
+    for path, owner in owners.items():
         metrics = find_metric_modules(dict(owner.named_modules()))
         found |= {f"{path}.{name}" if name else path: metric for name, metric in metrics.items()}
     return found
-
-
-def _list_owned_modules(trainer: "Trainer") -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules that are attributes of callbacks, by path."""
-    for path, callback in name_callbacks(list_callbacks(trainer)).items():
-        for name, value in getattr(callback, "__dict__", {}).items():
-            if isinstance(value, nn.Module) and value is not trainer.lightning_module:
-                yield f"{path}.{name}", value
 
 
 def name_callbacks(callbacks: Iterable[object]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import torch
 
@@ -23,10 +23,7 @@ from lightning_d9m.hashing.shards import reshard
 from lightning_d9m.lightning.checkpoint_io import add_manifests, loads_checked
 from lightning_d9m.lightning.lightning_private import fit_data_sources
 from lightning_d9m.lightning.saved_state import VALIDATION, LoopPhase
-from lightning_d9m.lightning.trainer_attributes import get_epoch_counts, get_reload_interval
-
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
+from lightning_d9m.lightning.trainer_attributes import Trainer
 
 # Lightning's stage -> ours. Batches of the sanity check are validation batches.
 _STAGES = {"sanity_check": "validate"}
@@ -47,7 +44,7 @@ class TrainerSession:
         TooLateError: If a switch can no longer take effect.
     """
 
-    def __init__(self, trainer: "Trainer", settings: Settings, stage: str) -> None:
+    def __init__(self, trainer: Trainer, settings: Settings, stage: str) -> None:
         self.settings = settings
         self.stage = stage
         self._trainer = trainer
@@ -56,7 +53,7 @@ class TrainerSession:
         self._training_rng: RngState | None = None
         self._resumed_epoch = 0
         self._loaded_epochs: Mapping[str, int | None] = {}
-        self._resume_loader: Callable[[object], None] = _do_nothing
+        self._resume_loader: Callable[[object], None] = lambda _: None
         self.has_trained = False
         with ExitStack() as stack:
             # Read before the session switches it off.
@@ -230,12 +227,12 @@ class TrainerSession:
     def _loader_hook_seeded(self, stage: str) -> Iterator[None]:
         epoch = self._loader_epoch(stage)
         # With overfit_batches Lightning shows training and validation the same batches.
-        alike = cast(Any, self._trainer).overfit_batches > 0
+        alike = self._trainer.overfit_batches > 0
         with rng_restored():
             purpose = f"{'train' if alike else stage} dataloader"
             seed_all(derive_seed(self.settings.seed, purpose, fit=self.fit, epoch=epoch))
             # The hook may read `current_epoch`, which is another one when a resumed fit loads data.
-            counts = get_epoch_counts(self._trainer)
+            counts = self._trainer.fit_loop.epoch_progress.current
             completed, counts.completed = counts.completed, self._shown_epoch(stage)
             try:
                 yield
@@ -245,20 +242,21 @@ class TrainerSession:
     def _loader_epoch(self, stage: str) -> int:
         """Return the epoch for which loaders are loaded; 0 if they are loaded once."""
         trainer = self._trainer
-        every = get_reload_interval(trainer)
+        every = trainer.reload_dataloaders_every_n_epochs
         if not every:
             return 0
         # Not `current_epoch`: in a run that resumes between epochs it is the epoch before.
-        epoch = get_epoch_counts(trainer).processed if stage == "train" else trainer.current_epoch
+        counts = trainer.fit_loop.epoch_progress.current
+        epoch = counts.processed if stage == "train" else trainer.current_epoch
         loaded = self._loaded_epochs.get(stage)
         return int(epoch) if loaded is None or epoch - loaded >= every else loaded
 
     def _shown_epoch(self, stage: str) -> int:
         """Return the ``current_epoch`` in which an uninterrupted run loads the same loaders."""
-        if get_reload_interval(self._trainer):
+        if self._trainer.reload_dataloaders_every_n_epochs:
             return self._loader_epoch(stage)
         loaded = self._loaded_epochs.get(stage)
-        return get_epoch_counts(self._trainer).completed if loaded is None else loaded
+        return self._trainer.fit_loop.epoch_progress.current.completed if loaded is None else loaded
 
     def _wrap_process_dataloader(self, patches: AttributePatches) -> None:
         """Control each loader after Lightning has set its sampler and before it is iterated."""
@@ -267,7 +265,7 @@ class TrainerSession:
 
         def process_dataloader(dataloader: object) -> object:
             processed = original(dataloader)
-            name = str(cast(Any, self._trainer.state.stage).value)
+            name = str(self._trainer.state.stage.value)
             stage = _STAGES.get(name, name)
             controlled = self.loaders.wrap_loader(processed, stage)
             if stage != "train":
@@ -276,7 +274,8 @@ class TrainerSession:
             self._resume_loader(controlled)
             # Not `current_epoch`: in a run that resumes between epochs it is the epoch before. The
             # count is still 0 if `estimated_stepping_batches` loads the data.
-            epoch = max(self._resumed_epoch, get_epoch_counts(self._trainer).processed)
+            counts = self._trainer.fit_loop.epoch_progress.current
+            epoch = max(self._resumed_epoch, counts.processed)
             self.loaders.start_epoch(stage, epoch)
             # In the first epoch Lightning fetches a batch of an iterable dataset before the epoch
             # is seeded; without this, all ranks would draw the same numbers for it.
@@ -286,11 +285,7 @@ class TrainerSession:
         patches.replace(strategy, "process_dataloader", process_dataloader)
 
 
-def _do_nothing(loader: object) -> None:
-    """Do nothing: this run does not resume."""
-
-
-def _data_rank(trainer: "Trainer") -> int:
+def _data_rank(trainer: Trainer) -> int:
     """Return the data-parallel rank; tensor-parallel peers share one."""
     kwargs = getattr(trainer.strategy, "distributed_sampler_kwargs", None) or {}
     return int(kwargs.get("rank", 0))

@@ -1,74 +1,94 @@
 """The gradients of a process's logical ranks, added along the tree as they come in."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from lightning_d9m.errors import SettingError
 from lightning_d9m.logical_ranks.tree import Blocks, Fold, Node
 
 _HALVES = frozenset({torch.float16, torch.bfloat16})
 _CHUNK = 2**17  # elements; several such chunks fit in the second cache of a core
-# The gradients of a node, by part: a large gradient, or the small ones of a bucket. None is a
-# missing one, which counts as +0.0.
 Gradients = list[Tensor | None]
+"""Gradients, or sums of them; None is a missing one, which counts as +0.0."""
 
 
-class GradientFold:
-    """The sums of the subtrees of one process's block.
-
-    The gradients of the next logical rank come in one by one (`fold_one`), in any order; `push`
-    ends the logical rank. Tensors that are held are changed in place, so they must not share
-    memory.
+class FoldOrder:
+    """The logical ranks of one process, in the order in which their gradients come in.
 
     Attributes:
-        held: The gradients of the nodes that are complete, in order.
+        first: The first one.
+        last: The last one.
+        next: The one whose gradients come in now.
     """
 
     def __init__(self, blocks: Blocks, process: int) -> None:
-        self._block = blocks.of(process)
-        self._merges = count_merges(self._block, blocks.logical_ranks)
-        self.held: list[Gradients] = []
-        self.clear()
-
-    def clear(self) -> None:
-        """Forget what is held; the first logical rank of the block is next."""
-        self.held.clear()
-        self.next = self._block.start
-
-    @property
-    def is_first(self) -> bool:
-        """True if the next logical rank is the first of a step."""
-        return self.next == self._block.start
+        block = blocks.of(process)
+        self._merges = count_merges(block, blocks.logical_ranks)
+        self.first, self.last = block.start, block[-1]
+        self.next = self.first
 
     @property
     def merges(self) -> int:
-        """The number of held nodes to which the next logical rank is added."""
-        return self._merges[self.next - self._block.start]
+        """The number of held sums to which the next logical rank is added."""
+        return self._merges[self.next - self.first]
 
-    def fold_one(
+
+class Part:
+    """What is added at once: a large gradient, or the small ones of a bucket.
+
+    It holds the sums of the subtrees whose gradients have come in, one after the other. They are
+    changed in place, so parts must not share memory.
+
+    Attributes:
+        views: Where each root of this process is packed.
+        is_taken: Whether the gradient of the next logical rank has been added.
+    """
+
+    __slots__ = ("_held", "is_taken", "views")
+
+    def __init__(self, views: list[Tensor]) -> None:
+        self.views = views
+        self.is_taken = False
+        self._held: Gradients = []
+
+    def set_aside(self, gradient: Tensor | None, merges: int) -> None:
+        """Add the gradient of a logical rank that is not the last one to sums that are held."""
+        self._held.append(self._add(gradient, merges))
+        self.is_taken = True
+
+    def pack(
+        self, gradient: Tensor | None, merges: int, end: Callable[[Tensor], None] | None
+    ) -> None:
+        """Add the gradient of the last logical rank, and write the roots to their places.
+
+        ``end`` is called with parts of the last root to change them.
+        """
+        last = self._add(gradient, merges, self.views[-1], end)
+        for view, value in zip(self.views, [*self._held, last], strict=True):
+            if value is None:
+                view.zero_()
+            elif value is not view:
+                view.copy_(value)
+        self._held.clear()
+        self.is_taken = True
+
+    def _add(
         self,
-        index: int,
         gradient: Tensor | None,
+        merges: int,
         out: Tensor | None = None,
         end: Callable[[Tensor], None] | None = None,
     ) -> Tensor | None:
-        """Add one gradient of the next logical rank to the nodes that it completes.
+        """Return the sum of a gradient and those held sums to which it is added.
 
-        Args:
-            index: The part.
-            gradient: Its gradient. It is not changed unless others lack theirs.
-            out: Where the result may be written; it is used if the dtype agrees.
-            end: Called with parts of the result to change them. The result is then in ``out``, or
-                without it in memory of this fold or, if it completes no node, in ``gradient``.
+        The gradient is not changed unless others lack theirs. The result is written to ``out`` if
+        their dtypes agree.
         """
-        lefts: Gradients = []
-        for level in range(1, self.merges + 1):
-            held = self.held[-level]
-            lefts.append(held[index])
-            held[index] = None
+        lefts = [self._held.pop() for _ in range(merges)]
         is_owned = bool(lefts) or out is not None
         if is_owned and (end or len(lefts) > 1) and _are_alike([*lefts, gradient, out]):
             return add_in_chunks(lefts, gradient, out, end)
@@ -79,29 +99,6 @@ class GradientFold:
             value = value if out is None or value is out else out.copy_(value)
             end(value)
         return value
-
-    def take_roots(
-        self,
-        index: int,
-        gradient: Tensor | None,
-        out: Tensor | None = None,
-        end: Callable[[Tensor], None] | None = None,
-    ) -> Gradients:
-        """Take one part of each root of this process, given its gradient of the last logical rank.
-
-        ``out`` and ``end`` are of the last root, as in `fold_one`.
-        """
-        values: Gradients = []
-        for held in self.held[: len(self.held) - self.merges]:
-            values.append(held[index])
-            held[index] = None
-        return [*values, self.fold_one(index, gradient, out, end)]
-
-    def push(self, values: Gradients) -> None:
-        """Hold the folded gradients of the next logical rank."""
-        del self.held[len(self.held) - self.merges :]
-        self.held.append(values)
-        self.next += 1
 
 
 def count_merges(block: range, leaves: int) -> list[int]:
@@ -232,3 +229,54 @@ def refuse_stale(name: str) -> NoReturn:
         f"The gradient of {name!r} was added to that of the last step: begin each step with "
         "zero_grad(set_to_none=True)."
     )
+
+
+class KeptGradients:
+    """A set of gradients for each logical rank of a process, from one batch to the next.
+
+    Autograd adds the gradients of a logical rank to those of its earlier batches, as if the rank
+    were alone in its process. The sum over batches is therefore the same on any number of
+    processes, and only the gradients of the last batch travel.
+    """
+
+    def __init__(self, named_parameters: Iterable[tuple[str, Parameter]]) -> None:
+        self._named = list(named_parameters)
+        self._kept: dict[int, Gradients] = {}
+
+    def keep(self, logical_rank: int) -> None:
+        """Take the gradients of a logical rank away, until ``put_back``."""
+        gradients = [parameter.grad for _, parameter in self._named]
+        separate(gradients)
+        self._kept[logical_rank] = gradients
+        for _, parameter in self._named:
+            parameter.grad = None
+
+    def put_back(self, logical_rank: int) -> None:
+        """Set ``grad`` to what was kept of a logical rank, before its next backward pass."""
+        gradients = self._kept.pop(logical_rank, None)
+        if gradients is not None:
+            for (_, parameter), gradient in zip(self._named, gradients, strict=True):
+                parameter.grad = gradient
+
+    def clear(self) -> None:
+        """Forget the gradients."""
+        self._kept.clear()
+
+    def capture(self) -> dict[str, dict[int, Tensor]]:
+        """Return copies of the gradients by parameter and logical rank."""
+        found: dict[str, dict[int, Tensor]] = {}
+        for rank, gradients in self._kept.items():
+            for (name, _), gradient in zip(self._named, gradients, strict=True):
+                if gradient is not None:
+                    found.setdefault(name, {})[rank] = gradient.detach().to("cpu", copy=True)
+        return found
+
+    def restore(self, saved: Mapping[str, Mapping[int, Any]], block: range) -> None:
+        """Restore the gradients of the logical ranks of this process."""
+        for rank in block:
+            gradients = [saved.get(name, {}).get(rank) for name, _ in self._named]
+            if any(gradient is not None for gradient in gradients):
+                self._kept[rank] = [
+                    None if each is None else torch.empty_like(parameter).copy_(each).detach()
+                    for (_, parameter), each in zip(self._named, gradients, strict=True)
+                ]

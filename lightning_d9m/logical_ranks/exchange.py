@@ -13,6 +13,7 @@ processor. Therefore every NaN of a result is replaced by torch's ``nan``.
 import math
 from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import zip_longest
 from typing import Any, TypeAlias
 
 import torch
@@ -20,12 +21,8 @@ from torch import Tensor, distributed
 
 from lightning_d9m.errors import SettingError
 from lightning_d9m.logical_ranks.accumulation import add_wide, is_half, split_in_chunks
-from lightning_d9m.logical_ranks.shared_memory import (
-    SLOT_BYTES,
-    SharedMemory,
-    open_shared_memory,
-)
-from lightning_d9m.logical_ranks.tree import Blocks, Node, find_parent, list_roots
+from lightning_d9m.logical_ranks.shared_memory import SLOT_BYTES, SharedMemory, open_shared_memory
+from lightning_d9m.logical_ranks.tree import Blocks, Fold, list_roots
 
 MESSAGE_BYTES = 2**22  # 4 MiB: smaller ones cost more messages, larger ones more memory
 STEP = 16  # shards begin at multiples of 64 bytes of float32
@@ -71,7 +68,6 @@ class RootExchange:
         self._chunk_bytes = chunk_bytes
         self._shares_memory = shares_memory
         self._memory: SharedMemory | None = None
-        self._scratch: dict[tuple[torch.dtype, int], list[Tensor]] = {}
         self.group: Any = None
         if blocks.processes > 1:
             self.group = distributed.group.WORLD if group is None else group
@@ -111,7 +107,6 @@ class RootExchange:
 
     def close(self) -> None:
         """Release memory."""
-        self._scratch.clear()
         if self._memory is not None:
             self._memory.disconnect()
             self._memory = None
@@ -149,16 +144,6 @@ class RootExchange:
         for distance in range(1, count):
             yield (self.process + distance) % count
 
-    def take_scratch(self, like: Tensor, length: int) -> Tensor:
-        """Return memory that an earlier sum has used, because fresh memory costs page faults."""
-        kept = self._scratch.get((like.dtype, length))
-        return kept.pop() if kept else like.new_empty(length)
-
-    def keep_scratch(self, scratch: Tensor) -> None:
-        """Let a later sum use memory."""
-        if scratch.device.type == "cpu":  # CUDA's allocator keeps memory itself
-            self._scratch.setdefault((scratch.dtype, len(scratch)), []).append(scratch)
-
     def _fold(self, values: Sequence[Sequence[Tensor]], result: Tensor, divisor: int) -> None:
         """Write the divided sum of all processes' values to the result; values are scratch."""
         tensors = [each for part in values for each in part]
@@ -166,16 +151,17 @@ class RootExchange:
             self._fold_chunk(parts, out, divisor)
 
     def _fold_chunk(self, values: Sequence[Tensor], result: Tensor, divisor: int) -> None:
-        leaves = self.blocks.logical_ranks
-        stack: list[tuple[Node, Tensor]] = []
-        for node, tensor in zip(self._nodes, values, strict=True):
-            value, top = tensor, node
-            while stack and (parent := find_parent(stack[-1][0], top, leaves)):
-                is_last = parent == (0, leaves)
-                value = add_wide(stack.pop()[1], value, result if is_last else None)
-                top = parent
-            stack.append((top, value))
-        ((_, total),) = stack
+        additions = len(self._nodes) - 1
+
+        def add(left: Tensor, right: Tensor) -> Tensor:
+            nonlocal additions
+            additions -= 1
+            return add_wide(left, right, None if additions else result)
+
+        fold = Fold[Tensor](self.blocks.logical_ranks, add)
+        for node, value in zip(self._nodes, values, strict=True):
+            fold.push(node, value)
+        ((_, total),) = fold.held
         if is_half(total):
             total = total.float()
         divide(total, divisor)
@@ -254,61 +240,47 @@ class CollectiveSum:
         self._roots = roots
         self._result = result
         self._fold = fold
-        self._chunks = exchange.chunks(result)
-        self._begun: list[tuple[Any, Tensor, list[Tensor], list[int], int]] = []
+        self._sums = [self._sum(chunk) for chunk in exchange.chunks(result)]
         if result.device.type != "cpu":
-            self._begin(self._chunks[0])
+            next(self._sums[0])
 
     def finish(self) -> None:
         """Sum the chunks; the parts of the next one travel while one is folded."""
-        for index, chunk in enumerate(self._chunks):
-            for following in self._chunks[len(self._begun) : index + 2]:
-                self._begin(following)
-            self._end(chunk, *self._begun[index])
-        self._begun.clear()
+        begun = self._result.device.type != "cpu"
+        for this, following in zip_longest(self._sums, self._sums[1:]):
+            if not begun:
+                next(this)
+            begun = following is not None
+            if following is not None:
+                next(following)
+            next(this, None)
 
-    def _begin(self, chunk: slice) -> None:
-        """Send each process its shard of a chunk of this process's roots."""
-        exchange, roots = self._exchange, self._roots
+    def _sum(self, chunk: slice) -> Iterator[None]:
+        """Send each process its shard of a chunk; then fold this one's, and gather the results."""
+        exchange, roots, result = self._exchange, self._roots, self._result
         processes = exchange.blocks.processes
         length = chunk.stop - chunk.start
         size = round_up(-(-length // processes), STEP)
-        sent, packed = roots[0][chunk], []
+        sent = roots[0][chunk]
         if len(roots) > 1 or length < size * processes:
-            sent = exchange.take_scratch(sent, len(roots) * size * processes)
-            packed = [sent]
+            sent = sent.new_empty(len(roots) * size * processes)
             rows = sent.view(processes, len(roots), size)
             for index, root in enumerate(roots):
                 for row, part in zip(rows, root[chunk].split(size), strict=False):
                     row[index, : len(part)] = part
         counts = [len(nodes) * size for nodes in exchange.roots]
-        received = exchange.take_scratch(sent, sum(counts))
+        received = sent.new_empty(sum(counts))
         exchange.bytes_sent += len(roots) * size * (processes - 1) * sent.element_size()
         work = exchange.group.alltoall_base(received, sent, counts, [len(roots) * size] * processes)
-        self._begun.append((work, received, packed, counts, size))
-
-    def _end(
-        self,
-        chunk: slice,
-        work: Any,
-        received: Tensor,
-        packed: list[Tensor],
-        counts: list[int],
-        size: int,
-    ) -> None:
-        """Fold this process's shard of a chunk, and gather the results."""
-        exchange, result = self._exchange, self._result
-        processes = exchange.blocks.processes
+        yield
         work.wait()
         values = [list(part.view(-1, size).unbind()) for part in received.split(counts)]
-        mine = exchange.take_scratch(result, size)
+        mine = result.new_empty(size)
         self._fold(values, mine)
-        gathered = exchange.take_scratch(result, size * processes)
+        gathered = result.new_empty(size * processes)
         exchange.bytes_sent += mine.nbytes * (processes - 1)
         exchange.group.allgather([list(gathered.chunk(processes))], [mine]).wait()
         result[chunk] = gathered[: chunk.stop - chunk.start]
-        for each in (mine, gathered, received, *packed):
-            exchange.keep_scratch(each)
 
 
 class SharedSum:

@@ -3,7 +3,6 @@
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -11,21 +10,13 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_d9m.errors import RanksDisagreeError, SettingError
-from lightning_d9m.logical_ranks.accumulation import (
-    GradientFold,
-    Gradients,
-    as_real,
-    make_dense,
-    refuse_stale,
-    separate,
-)
+from lightning_d9m.logical_ranks.accumulation import FoldOrder, separate
 from lightning_d9m.logical_ranks.buckets import (
-    MissingGradients,
-    RootBucket,
+    Bucket,
+    Slot,
     SumOptions,
-    WholeGradient,
     check_options,
-    lay_out_roots,
+    lay_out,
     refuse_removed,
     refuse_second_gradient,
     settle_missing,
@@ -36,15 +27,6 @@ from lightning_d9m.ranks.groups import gather_bytes
 
 BUCKET_BYTES = 25 * 2**20  # as DDP
 _SENT_AS = {None: None, "fp16": torch.float16, "bf16": torch.bfloat16}
-
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """The bucket of a gradient, and its position there."""
-
-    index: int
-    bucket: RootBucket | WholeGradient
-    position: int
 
 
 class LogicalGradients:
@@ -95,29 +77,21 @@ class LogicalGradients:
         on_stray: Callable[[str], None] | None = None,
     ) -> None:
         check_options(op=op, bucket_bytes=bucket_bytes, compression=compression)
-        self._block = blocks.of(process)
-        self._last = self._block[-1]
-        self._fold = GradientFold(blocks, process)
+        self._order = FoldOrder(blocks, process)
         self._exchange = RootExchange(blocks, process, group)
         divisor = blocks.logical_ranks if op == "average" else 1
         self._options = SumOptions(divisor, sparse_as_dense, adds, _SENT_AS[compression])
         self._bucket_bytes = bucket_bytes
         self._on_stray = on_stray
-        unique: dict[int, tuple[str, Parameter]] = {}
-        for name, parameter in named_parameters:  # a shared parameter has one gradient
-            unique.setdefault(id(parameter), (name, parameter))
-        self._parameters = list(unique.values())
-        self._known = unique.keys()
-        self._buckets: list[RootBucket | WholeGradient] = []
-        self._missing = MissingGradients((), self._exchange)
-        self._places: dict[int, _Place] = {}
-        self._large: list[_Place] = []
+        # A shared parameter has one gradient, and the first of its names.
+        self._parameters: dict[int, tuple[str, Parameter]] = {}
+        for name, parameter in named_parameters:
+            self._parameters.setdefault(id(parameter), (name, parameter))
+        self._buckets: list[Bucket] = []
+        self._slots: dict[int, Slot] = {}
         self._hooks: list[Any] = []
-        # The folded gradients of the next logical rank that hooks have taken, by index.
-        self._taken: dict[int, Tensor | None] = {}
         self._launched = 0  # buckets whose exchange has started
         self._is_inside = False  # whether a backward pass runs inside `backward`
-        self._is_laid_out = False
         self._is_prepared = False  # whether the buckets are known to fit this step
 
     @property
@@ -127,7 +101,7 @@ class LogicalGradients:
 
     def holds(self, parameter: Tensor) -> bool:
         """Whether the gradients of this parameter are summed."""
-        return id(parameter) in self._known
+        return id(parameter) in self._parameters
 
     @contextmanager
     def backward(self) -> Iterator[None]:
@@ -148,24 +122,24 @@ class LogicalGradients:
         """
         self._check_next(logical_rank, is_last=False)
         self.prepare()
-        values: Gradients = [None] * (len(self._parameters) + len(self._buckets))
-        for index, value in self._taken.items():
-            values[index] = value
-        places = [place for place in self._large if place.index not in self._taken]
-        gradients = [self._take(place.index) for place in places]
-        lacking: dict[int, list[int]] = {}
-        for place, gradient in zip(places, gradients, strict=True):
-            if gradient is None:
-                lacking.setdefault(id(place.bucket), []).append(place.position)
-        if self._fold.merges == 0:
+        order, merges = self._order, self._order.merges
+        parts = [
+            (slot, slot.part)
+            for bucket in self._buckets
+            for slot in bucket.large
+            if slot.part is not None
+        ]
+        late = [(slot, part) for slot, part in parts if not part.is_taken]
+        gradients = [slot.take(self._options) for slot, _ in late]
+        if merges == 0:
             separate(gradients)
-        for place, gradient in zip(places, gradients, strict=True):
-            values[place.index] = self._fold.fold_one(place.index, gradient)
-        for number, bucket in enumerate(self._buckets, start=len(self._parameters)):
-            missing = lacking.get(id(bucket), ())
-            values[number] = bucket.fold_small(missing, self._fold)
-        self._fold.push(values)
-        self._taken.clear()
+        for (_, part), gradient in zip(late, gradients, strict=True):
+            part.set_aside(gradient, merges)
+        for bucket in self._buckets:
+            bucket.set_small_aside(merges, is_first=order.next == order.first)
+        for _, part in parts:
+            part.is_taken = False
+        order.next += 1
 
     @torch.no_grad()
     def finish(self, logical_rank: int) -> None:
@@ -178,12 +152,10 @@ class LogicalGradients:
         self._check_next(logical_rank, is_last=True)
         self.prepare()
         for bucket in self._buckets[self._launched :]:
-            self.launch(bucket)
+            self._launch(bucket)
         for bucket in self._buckets:
             bucket.finish()
-        packed = [bucket for bucket in self._buckets if isinstance(bucket, RootBucket)]
-        settle_missing(packed, self._exchange.blocks.processes)
-        self._missing.settle()
+        settle_missing(self._buckets, self._exchange.blocks.processes)
         self._end_step()
 
     def discard(self) -> None:
@@ -195,7 +167,7 @@ class LogicalGradients:
         self._forget()  # a device may still use the buffers
         self._exchange.restart()
         self._end_step()
-        for _, parameter in self._parameters:
+        for _, parameter in self._parameters.values():
             parameter.grad = None
 
     def close(self) -> None:
@@ -205,26 +177,24 @@ class LogicalGradients:
 
     def _forget(self) -> None:
         self._remove_hooks()
-        self._places, self._large, self._buckets = {}, [], []
-        self._missing = MissingGradients((), self._exchange)
-        self._is_laid_out = False
+        self._slots, self._buckets = {}, []
 
     def _end_step(self) -> None:
-        self._fold.clear()
-        self._taken.clear()
+        self._order.next = self._order.first
         self._launched = 0
         self._is_prepared = False
 
     def _check_next(self, logical_rank: int, *, is_last: bool) -> None:
-        first, last = self._block.start, self._last
-        if logical_rank == self._fold.next and is_last == (logical_rank == last):
+        first, last = self._order.first, self._order.last
+        if logical_rank == self._order.next and is_last == (logical_rank == last):
             return
         calls = f"finish({last})"
         if first < last:
             calls = f"set_aside({first}) to set_aside({last - 1}), then {calls}"
         raise SettingError(
-            f"The gradients of logical rank {logical_rank} came in, but {self._fold.next} is next: "
-            f"call {calls}, once per step and in this order. After an exception, call discard()."
+            f"The gradients of logical rank {logical_rank} came in, but {self._order.next} is "
+            f"next: call {calls}, once per step and in this order. After an exception, call "
+            "discard()."
         )
 
     # The buckets
@@ -238,46 +208,25 @@ class LogicalGradients:
         if self._is_prepared or self._matches():
             return
         trained = [
-            (index, name, parameter)
-            for index, (name, parameter) in enumerate(self._parameters)
-            if parameter.requires_grad or id(parameter) in self._places
+            named
+            for key, named in self._parameters.items()
+            if named[1].requires_grad or key in self._slots
         ]
-        self._buckets = lay_out_roots(
-            trained,
-            self._bucket_bytes,
-            self._exchange,
-            self._options,
-            first_part=len(self._parameters),
-        )
+        self._buckets = lay_out(trained, self._bucket_bytes, self._exchange, self._options)
         self._agree(len(trained))
-        whole = [bucket for bucket in self._buckets if isinstance(bucket, WholeGradient)]
-        self._missing = MissingGradients(whole, self._exchange)
-        self._places = {
-            id(slot.parameter): _Place(bucket.indices[position], bucket, position)
-            for bucket in self._buckets
-            for position, slot in enumerate(bucket.slots)
-        }
-        self._large = [
-            place for place in self._places.values() if place.position < place.bucket.large
-        ]
+        self._slots = {id(slot.parameter): slot for each in self._buckets for slot in each.slots}
         self._register_hooks()
-        self._is_laid_out = self._is_prepared = True
+        self._is_prepared = True
 
     def _register_hooks(self) -> None:
         """Let hooks take large gradients, and start those buckets that others follow."""
         self._remove_hooks()
-        hooked = [*self._large]
-        if self._on_stray is not None:
-            hooked = [*self._places.values()]
-        elif self._exchange.group is not None:
-            hooked += [
-                place
-                for place in self._places.values()
-                if place.position >= place.bucket.large and place.bucket is not self._buckets[-1]
-            ]
-        for place in hooked:
-            _, parameter = self._parameters[place.index]
-            self._hooks.append(parameter.register_post_accumulate_grad_hook(self._on_gradient))
+        starts = self._exchange.group is not None
+        for slot in self._slots.values():
+            is_start = starts and slot.bucket is not self._buckets[-1]
+            if slot.part is not None or is_start or self._on_stray is not None:
+                hook = slot.parameter.register_post_accumulate_grad_hook(self._on_gradient)
+                self._hooks.append(hook)
 
     def _remove_hooks(self) -> None:
         for hook in self._hooks:
@@ -286,9 +235,9 @@ class LogicalGradients:
 
     def _matches(self) -> bool:
         """Whether the buckets hold the parameters that are trained now."""
-        self._is_prepared = self._is_laid_out and all(
-            id(parameter) in self._places
-            for _, parameter in self._parameters
+        self._is_prepared = bool(self._buckets) and all(
+            key in self._slots
+            for key, (_, parameter) in self._parameters.items()
             if parameter.requires_grad
         )
         return self._is_prepared
@@ -297,7 +246,7 @@ class LogicalGradients:
         """Check that all processes have the same buckets."""
         if self._exchange.group is None:
             return
-        text = "\n".join(line for bucket in self._buckets for line in bucket.describe())
+        text = "\n".join(slot.describe() for bucket in self._buckets for slot in bucket.slots)
         digest = hashlib.blake2b(
             f"{self._options} {self._exchange.flushes}\n{text}".encode(), digest_size=16
         ).digest()
@@ -314,66 +263,36 @@ class LogicalGradients:
                 intents=[each.hex() for each in digests],
             )
 
+    @torch.no_grad()
     def _on_gradient(self, parameter: Tensor) -> None:
         """Take a large gradient; in the last backward pass also start complete buckets."""
-        place = self._places[id(parameter)]
+        slot = self._slots[id(parameter)]
         if not self._is_inside and self._on_stray is not None:
-            self._on_stray(self._parameters[place.index][0])
+            self._on_stray(slot.name)
         if not self._is_inside or not (self._is_prepared or self._matches()):
             return
         if parameter.grad is None:
-            refuse_removed(self._parameters[place.index][0])
-        bucket, position = place.bucket, place.position
-        is_last = self._fold.next == self._last
-        if position < bucket.large:
-            if is_last or self._fold.merges:
-                self._take_large(place, is_last=is_last)
-        elif position in bucket.packed:
-            refuse_second_gradient(self._parameters[place.index][0])
+            refuse_removed(slot.name)
+        merges, is_last = self._order.merges, self._order.next == self._order.last
+        bucket, part = slot.bucket, slot.part
+        if bucket.is_launched or (part is not None and part.is_taken):
+            refuse_second_gradient(slot.name)
+        if part is not None and is_last:
+            part.pack(slot.take(self._options), merges, bucket.end)
+        elif part is not None and merges:  # while it is in the cache, and to free its memory
+            part.set_aside(slot.take(self._options), merges)
         if is_last:
-            bucket.fired.add(position)
-            if bucket.is_complete:
-                self._launch_complete()
+            bucket.fired.add(slot.position)
+            # In order, in which every process starts these in any case.
+            while self._launched < len(self._buckets) and self._buckets[self._launched].is_complete:
+                self._launch(self._buckets[self._launched])
 
-    @torch.no_grad()
-    def _take_large(self, place: _Place, *, is_last: bool) -> None:
-        """Add a gradient while it is in the cache, and free its memory."""
-        if place.index in self._taken or place.position in place.bucket.packed:
-            refuse_second_gradient(self._parameters[place.index][0])
-        gradient = self._take(place.index)
-        if is_last:
-            place.bucket.pack_one(place.position, gradient, self._fold)
-        else:
-            self._taken[place.index] = self._fold.fold_one(place.index, gradient)
-
-    @torch.no_grad()
-    def _launch_complete(self) -> None:
-        """Start the complete buckets, in order; every process starts these in any case."""
-        while self._launched < len(self._buckets) and self._buckets[self._launched].is_complete:
-            self.launch(self._buckets[self._launched])
-
-    def launch(self, bucket: RootBucket | WholeGradient) -> None:
+    def _launch(self, bucket: Bucket) -> None:
         """Start the exchange of a bucket, after what it still lacks is packed."""
-        lacking = []
-        for position in range(bucket.large):
-            if position not in bucket.packed:
-                gradient = self._take(bucket.indices[position])
-                if gradient is None:
-                    lacking.append(position)
-                bucket.pack_one(position, gradient, self._fold)
-        bucket.pack_small(lacking, self._fold)
+        order = self._order
+        for slot in bucket.large:
+            if slot.part is not None and not slot.part.is_taken:
+                slot.part.pack(slot.take(self._options), order.merges, bucket.end)
+        bucket.pack_small(order.merges, is_first=order.next == order.first)
         self._launched += 1
         bucket.start()
-
-    def _take(self, index: int) -> Tensor | None:
-        """Take the gradient of a parameter away."""
-        name, parameter = self._parameters[index]
-        gradient = parameter.grad
-        if gradient is None:
-            return None
-        gradient = make_dense(name, gradient, allowed=self._options.sparse_as_dense)
-        place = self._places[id(parameter)]
-        if not self._options.adds and place.bucket.is_stale(place.position, gradient):
-            refuse_stale(name)
-        parameter.grad = None
-        return as_real(gradient)

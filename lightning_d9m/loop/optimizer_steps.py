@@ -110,21 +110,16 @@ def _list_holders(places: dict[int, int]) -> list[tuple[nn.Module, set[int]]]:
     for module in modules:
         if id(module) in inner:
             continue
-        held = {id(p) for p in _list_tensors(module)} & places.keys()
+        held = {id(p) for p in (*module.parameters(), *module.buffers())} & places.keys()
         if held:
             found.append((module, held))
-    found.sort(key=lambda pair: (-len(pair[1]), min(map(places.__getitem__, pair[1])), _path(pair)))
-    return found
 
+    def order(pair: tuple[nn.Module, set[int]]) -> tuple[int, int, str]:
+        kind, held = type(pair[0]), pair[1]
+        path = f"{kind.__module__}.{kind.__qualname__}"
+        return -len(held), min(map(places.__getitem__, held)), path
 
-def _list_tensors(module: nn.Module) -> Iterator[Tensor]:
-    yield from module.parameters()
-    yield from module.buffers()
-
-
-def _path(pair: tuple[nn.Module, set[int]]) -> str:
-    kind = type(pair[0])
-    return f"{kind.__module__}.{kind.__qualname__}"
+    return sorted(found, key=order)
 
 
 def _find_free_name(name: str, module: nn.Module) -> str:
@@ -193,7 +188,10 @@ class StepRecorder(Recorder):
         self._ranks = Ranks(rank)
         self._make_folder = lambda: _make_folder(rank, self._world_size, number)
         self._check_options()
-        self._further = {"every_n_steps": self._every, **_override(session)}
+        self._further = {"every_n_steps": self._every}
+        # The flags that the program has changed before its first step are set again.
+        if names := session.switch_again():
+            self._further["overridden"] = ", ".join(names)
         with self._ended_by_an_error():
             self.begin()
             self.start_batch()
@@ -435,12 +433,6 @@ def _read_every() -> int:
 
 def _count(optimizer: Optimizer) -> int:
     return sum(len(group["params"]) for group in optimizer.param_groups)
-
-
-def _override(session: Session) -> dict[str, str]:
-    """Set the flags again that the program has changed before its first step; return them."""
-    names = session.switch_again()
-    return {"overridden": ", ".join(names)} if names else {}
 
 
 def _make_folder(rank: int, size: int, number: int) -> Path:

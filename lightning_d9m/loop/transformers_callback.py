@@ -26,12 +26,6 @@ from lightning_d9m.loop.recorder import Recorder, find_ranks, find_session
 from lightning_d9m.recording.run_recorder import OptionArguments
 
 
-class TransformersRecorder(Recorder):
-    """The recorder of a Trainer, which iterates, saves and resumes itself."""
-
-    _is_hosted = True
-
-
 def resume_first_training(callback: "TrainerCallback") -> None:
     """Let the first training in this process resume, if a variable names a checkpoint.
 
@@ -58,7 +52,7 @@ def resume_first_training(callback: "TrainerCallback") -> None:
 
 
 if TYPE_CHECKING:
-    from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+    from transformers import TrainerCallback
     from typing_extensions import Unpack
 else:
     try:
@@ -69,6 +63,12 @@ else:
 # Logged numbers that are measured times or follow from them; and means of the loss since the last
 # log or the start of the process, which a resumed run begins later.
 _NOT_RECORDED = ("*_runtime", "*_per_second", "total_flos", "loss", "train_loss")
+
+
+class TransformersRecorder(Recorder):
+    """The recorder of a Trainer, which iterates, saves and resumes itself."""
+
+    _is_hosted = True
 
 
 class TransformersCallback(TrainerCallback or object):  # type: ignore[misc]
@@ -136,13 +136,9 @@ class TransformersCallback(TrainerCallback or object):  # type: ignore[misc]
         """The digest of the weights in the last record, 32 hex digits; None before one."""
         return None if self.recorder is None else self.recorder.digest
 
-    def on_train_begin(
-        self,
-        args: "TrainingArguments",
-        state: "TrainerState",
-        control: "TrainerControl",
-        **kwargs: Any,
-    ) -> None:
+    # The Trainer passes its arguments, its state and its control, and more by name.
+
+    def on_train_begin(self, args: Any, state: Any, _: Any, **kwargs: Any) -> None:
         """Open the ledger and record the state that the training starts from."""
         self._give_up()
         ranks, _ = find_ranks()
@@ -173,9 +169,7 @@ class TransformersCallback(TrainerCallback or object):  # type: ignore[misc]
             self._close(error)
             raise
 
-    def on_epoch_begin(
-        self, args: "TrainingArguments", state: "TrainerState", *_: Any, **__: Any
-    ) -> None:
+    def on_epoch_begin(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
         """Record an epoch that ended just after the checkpoint from which this run resumes."""
         if self._recorder.next_epoch < int(state.epoch or 0):
             self._record_epoch()
@@ -184,43 +178,22 @@ class TransformersCallback(TrainerCallback or object):  # type: ignore[misc]
         """Probe the state that the step starts from."""
         self._recorder.start_batch()
 
-    def on_step_end(
-        self,
-        args: "TrainingArguments",
-        state: "TrainerState",
-        control: "TrainerControl",
-        **_: Any,
-    ) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Count the step."""
         self._recorder.step(self._loss)
         self._reach(control, "batch", self._recorder.next_epoch, self._recorder.epoch_steps)
 
-    def on_epoch_end(
-        self,
-        args: "TrainingArguments",
-        state: "TrainerState",
-        control: "TrainerControl",
-        **_: Any,
-    ) -> None:
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Record the epoch; compare it with the reference and across ranks."""
         self._record_epoch()
         self._reach(control, "epoch", self._recorder.next_epoch - 1)
 
-    def _reach(
-        self, control: "TrainerControl", kind: InterruptionKind, epoch: int, number: int = 0
-    ) -> None:
+    def _reach(self, control: Any, kind: InterruptionKind, epoch: int, number: int = 0) -> None:
         """Let the Trainer save a checkpoint, if the training is to be interrupted here."""
         self._interrupts = self._recorder.interruption.reach(kind, epoch, number)
         control.should_save |= self._interrupts
 
-    def on_log(
-        self,
-        args: "TrainingArguments",
-        state: "TrainerState",
-        control: "TrainerControl",
-        logs: Mapping[str, Any] | None = None,
-        **_: Any,
-    ) -> None:
+    def on_log(self, *_: Any, logs: Mapping[str, Any] | None = None, **__: Any) -> None:
         """Keep the logged numbers for the next record."""
         if not self._is_open or not logs:
             return
@@ -232,7 +205,7 @@ class TransformersCallback(TrainerCallback or object):  # type: ignore[misc]
         }
         self._recorder.log(**scalars)
 
-    def on_save(self, args: "TrainingArguments", state: "TrainerState", *_: Any, **__: Any) -> None:
+    def on_save(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
         """Add what the ledger of a resumed run needs to the checkpoint."""
         if self._is_open and not args.save_only_model:
             folder = _name_checkpoint(args, state)
@@ -272,9 +245,7 @@ class TransformersCallback(TrainerCallback or object):  # type: ignore[misc]
         if model.training and isinstance(loss, Tensor) and loss.numel() == 1:
             self._loss = loss.detach()
 
-    def _read_checkpoint(
-        self, args: "TrainingArguments", state: "TrainerState", chosen: Path | None
-    ) -> Any:
+    def _read_checkpoint(self, args: Any, state: Any, chosen: Path | None) -> Any:
         """Return what this rank saved in the checkpoint that is resumed; None without one."""
         if self._recorder.interruption.is_wanted and args.save_only_model:
             raise SettingError(
@@ -298,7 +269,7 @@ class TransformersCallback(TrainerCallback or object):  # type: ignore[misc]
             )
         return torch.load(path, weights_only=True)
 
-    def _save_state(self, folder: Path, args: "TrainingArguments") -> None:
+    def _save_state(self, folder: Path, args: Any) -> None:
         if folder.is_dir():
             torch.save(self._recorder.state_dict(), _name_state(folder, args))
 
@@ -321,9 +292,9 @@ class TransformersCallback(TrainerCallback or object):  # type: ignore[misc]
         self._recorder.__exit__(None if error is None else type(error), error, None)
 
 
-def _name_checkpoint(args: "TrainingArguments", state: "TrainerState") -> Path:
+def _name_checkpoint(args: Any, state: Any) -> Path:
     return Path(args.output_dir) / f"checkpoint-{state.global_step}"
 
 
-def _name_state(checkpoint: Path, args: "TrainingArguments") -> Path:
+def _name_state(checkpoint: Path, args: Any) -> Path:
     return checkpoint / f"d9m-{args.process_index}.pt"

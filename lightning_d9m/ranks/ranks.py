@@ -56,7 +56,8 @@ class Ranks:
         except Exception as error:  # noqa: BLE001 - it is raised below, when the others know
             problem = error
         try:
-            failed = self._ranks_where(problem is not None)
+            rows = [] if self.gather is None else self.gather([int(problem is not None)])
+            failed = [rank for rank, row in enumerate(rows) if row[0]]
         except Exception:
             if problem is None:
                 raise
@@ -109,10 +110,3 @@ class Ranks:
             bytes(row[_SIZE_BYTES : _SIZE_BYTES + size])
             for row, size in zip(rows, sizes, strict=True)
         ]
-
-    def _ranks_where(self, condition: bool) -> list[int]:
-        """Return the ranks on which ``condition`` is so."""
-        gather = self.gather
-        if gather is None:
-            return [self.rank] if condition else []
-        return [rank for rank, row in enumerate(gather([int(condition)])) if row[0]]

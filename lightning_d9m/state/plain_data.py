@@ -190,7 +190,7 @@ _Decode = Callable[[Any, _Contents], Any]
 _FORMATS: dict[str, tuple[Any, _Encode, _Decode]] = {
     "tuple": (
         tuple,
-        lambda value, contents: [_to_json(item, contents) for item in value],
+        lambda value, contents: _to_json([*value], contents),
         lambda content, contents: tuple(_from_json(item, contents) for item in content),
     ),
     "dict": (dict, _dict_to_json, _dict_from_json),

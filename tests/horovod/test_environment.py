@@ -10,7 +10,6 @@ import torch
 
 from lightning_d9m.errors import SettingError, StackDifferenceError, TooLateError
 from lightning_d9m.horovod import environment as settings
-from lightning_d9m.horovod.cluster_environment import HorovodEnvironment, RankInfo, read_rank_info
 from lightning_d9m.horovod.environment import (
     PINNED,
     check_rank_stacks,
@@ -18,7 +17,12 @@ from lightning_d9m.horovod.environment import (
     describe_rank,
     set_variables,
 )
-from lightning_d9m.horovod.strategy import HorovodDeterministicStrategy
+from lightning_d9m.horovod.strategy import (
+    HorovodDeterministicStrategy,
+    HorovodEnvironment,
+    RankInfo,
+    read_rank_info,
+)
 
 
 @pytest.fixture(autouse=True)

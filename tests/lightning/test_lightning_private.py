@@ -232,7 +232,7 @@ def test_the_epoch_of_the_last_reload_is_read_and_set(tmp_path, reloaded, moved)
         callbacks=[MoveAfterEpoch()],
     )
     assert loads == {"train": 1, "validate": 1} | {reloaded: 2 if moved else 1}
-    assert epochs == [float("-inf"), 0, int(moved)]
+    assert epochs == [None, 0, int(moved)]
 
 
 def test_one_loop_is_marked_as_not_restarting(trainer):
@@ -346,16 +346,17 @@ def test_a_result_that_is_created_counts_in_the_mean_of_the_epoch(tmp_path, keep
                 rank_zero_only=False,
             )
             result.value, result.cumulated_batch_size = torch.tensor(10.0), torch.tensor(1)
-            lightning_private.set_update_state(result, 5, torch.tensor(10.0))
-            states.append(lightning_private.get_update_state(result))
-            results = lightning_private.get_logged_results(self.trainer.fit_loop.epoch_loop)
+            result._update_count, result._forward_cache = 5, torch.tensor(10.0)
+            states.append((result._update_count, result._forward_cache))
+            results = lightning_private.list_result_collections(self.trainer)[0]
             results["training_step.a"] = result
             if keep:
                 lightning_private.keep_results_at_next_batch(self.trainer)
 
         def on_train_epoch_end(self):
-            results = lightning_private.get_logged_results(self.trainer.fit_loop.epoch_loop)
-            states.append(lightning_private.get_update_state(results["training_step.a"]))
+            results = lightning_private.list_result_collections(self.trainer)[0]
+            result = results["training_step.a"]
+            states.append((result._update_count, result._forward_cache))
 
     trainer = fit(LoggingModel(), tmp_path)
     assert trainer.callback_metrics["a_epoch"].item() == pytest.approx(mean)
@@ -392,8 +393,8 @@ def test_the_results_of_a_step_can_be_set(trainer):
             assert results in lightning_private.list_result_collections(self.trainer)
             result = results["training_step.a"]
             seen["size"] = int(result.cumulated_batch_size)
-            lightning_private.set_step_value(result, torch.tensor(2.0))
-            lightning_private.set_epoch_value(result, torch.tensor(3.0))
+            result._forward_cache = torch.tensor(2.0)
+            result._computed = torch.tensor(3.0)
             return super().training_step(batch, batch_idx)
 
     trainer.fit(LoggingModel())
@@ -404,7 +405,7 @@ def test_the_results_of_a_step_can_be_set(trainer):
     assert callable(connector.on_batch_end)
     assert callable(connector.epoch_end_reached)
     results = lightning_private.list_result_collections(trainer)[0]
-    assert lightning_private.get_epoch_value(results["training_step.a"]) is None
+    assert results["training_step.a"]._computed is None
 
 
 def test_the_module_calls_its_hook_before_a_transfer():

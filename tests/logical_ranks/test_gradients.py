@@ -10,21 +10,12 @@ from logical_sums import add_in_tree_order, average_leaves, bits, make_leaf
 from torch import nn
 
 from lightning_d9m.errors import RanksDisagreeError, SettingError
-from lightning_d9m.logical_ranks import buckets as buckets_module
 from lightning_d9m.logical_ranks.gradients import LogicalGradients
 from lightning_d9m.logical_ranks.tree import Blocks
 
 BUILDING = threading.Lock()
 # Small and large gradients; of the largest, more than one chunk is added.
 SHAPES = [(3, 4, 5, 5), (17,), (), (70, 90), (0, 3), (1000,), (130, 140), (66_000,)]
-
-
-@pytest.fixture(autouse=True, params=["packed", "whole"])
-def is_whole(request, monkeypatch):
-    """Run each test also with large gradients that have no place in a bucket."""
-    if request.param == "whole":
-        monkeypatch.setattr(buckets_module, "_WHOLE_BYTES", 2**14)
-    return request.param == "whole"
 
 
 def make_parameters(dtype=torch.float32, shapes=SHAPES):

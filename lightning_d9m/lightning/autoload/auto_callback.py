@@ -4,7 +4,7 @@ import logging
 import os
 from functools import cache
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 from lightning_d9m.control.env_settings import (
     CONTROL_VARIABLES,
@@ -17,10 +17,7 @@ from lightning_d9m.control.settings import Settings
 from lightning_d9m.errors import SettingError
 from lightning_d9m.lightning.callback import DeterminismCallback, list_program_callbacks
 from lightning_d9m.lightning.packages import loaded_packages, rank_zero
-from lightning_d9m.lightning.trainer_attributes import list_callbacks
-
-if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule, Trainer
+from lightning_d9m.lightning.trainer_attributes import Trainer
 
 
 class AddedCallback(DeterminismCallback):
@@ -33,16 +30,16 @@ class AddedCallback(DeterminismCallback):
 
     _auto_added = True
 
-    def setup(self, trainer: "Trainer", pl_module: "LightningModule", stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
         """Open the session, unless another callback does."""
-        callbacks = list_callbacks(trainer)
+        callbacks = trainer.callbacks
         in_program = list_program_callbacks(trainer)
         first = next(c for c in callbacks if isinstance(c, DeterminismCallback))
         if not in_program and first is self:
             super().setup(trainer, pl_module, stage)
             return
         # A new list: Lightning iterates over the old one, and the program may hold it too.
-        cast(Any, trainer).callbacks = [c for c in callbacks if c is not self]
+        trainer.callbacks = [c for c in callbacks if c is not self]
         self.early_variables.restore()
         if in_program:
             _report_unused()
@@ -63,15 +60,13 @@ def make_callback(package: str) -> AddedCallback:
             "both packages at the top of the program, or use one of them."
         )
     fabric = {"lightning.pytorch": "lightning.fabric"}.get(package, "lightning_fabric")
-    logging.getLogger(f"{fabric}.utilities.registry").addFilter(_is_not_ours)
+    logging.getLogger(f"{fabric}.utilities.registry").addFilter(
+        # Lightning logs for each Trainer that it adds our callback.
+        lambda record: "entry point 'lightning_d9m'" not in record.getMessage()
+    )
     reject_unknown_variables(DeterminismCallback, os.environ)
     settings = read_settings(DeterminismCallback, os.environ)
     return build_from_variables(AddedCallback, settings)
-
-
-def _is_not_ours(record: logging.LogRecord) -> bool:
-    """Return whether a record is not Lightning's, for each Trainer, that it adds our callback."""
-    return "entry point 'lightning_d9m'" not in record.getMessage()
 
 
 @cache

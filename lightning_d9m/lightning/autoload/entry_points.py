@@ -92,14 +92,9 @@ def _start() -> None:
         call_after_import(f"{package}.strategies", register)
     if not _is_half_loaded():
         _open_session()
-        # A program without a Trainer; a Trainer's callback takes precedence.
-        _record_steps()
+        from lightning_d9m.loop.optimizer_steps import load as load_steps
 
-
-def _record_steps() -> None:
-    from lightning_d9m.loop.optimizer_steps import load as load_steps
-
-    load_steps()
+        load_steps()  # for a program without a Trainer, whose callback takes precedence
 
 
 def _is_half_loaded() -> bool:

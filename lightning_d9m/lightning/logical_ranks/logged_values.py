@@ -1,9 +1,10 @@
+# ruff: noqa: SLF001 - a logged result is a metric of torchmetrics, whose values have no setters
 """Values that logical ranks log, reduced with the same bits on any number of processes."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,16 +12,14 @@ from torch import Tensor
 from lightning_d9m.attribute_patches import AttributePatches
 from lightning_d9m.errors import SettingError
 from lightning_d9m.lightning import lightning_private
+from lightning_d9m.lightning.trainer_attributes import Trainer
 from lightning_d9m.logical_ranks.scalars import ExactMean
-
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
 
 GatherValues = Callable[[Any], list[Any]]
 
 
 class LoggedValue:
-    """The values that the logical ranks of this process have logged under one name.
+    """The sum, or the extreme, of what all logical ranks have logged under one name in an epoch.
 
     Lightning's result receives the reduced values.
     """
@@ -33,29 +32,10 @@ class LoggedValue:
         """Forget the values of the last epoch."""
         self._sum = ExactMean()
         self._extreme: float | None = None
-        self._step: list[float] = []
-        # Those of a step are read together, because each reading waits for an accelerator.
-        self._unread: list[tuple[Tensor, int, bool]] = []
 
-    def add(self, value: Tensor, weight: int, *, with_step: bool) -> None:
-        """Add a value for a batch of a size, to that of the step only if ``with_step``."""
-        self._unread.append(
-            (value.detach().to(torch.float64, copy=True).reshape(()), weight, with_step)
-        )
-
-    def _read(self) -> None:
-        unread, self._unread = self._unread, []
-        if unread:
-            numbers = torch.stack([value for value, *_ in unread]).tolist()
-            for (_, weight, with_step), number in zip(unread, numbers, strict=True):
-                self._add(number, weight, with_step=with_step)
-
-    def _add(self, number: float, weight: int, *, with_step: bool) -> None:
+    def add(self, number: float, weight: int = 1) -> None:
+        """Add a value for a batch of a size."""
         meta = self.result.meta
-        if meta.on_step and with_step:
-            self._step.append(number)
-        if not meta.on_epoch:
-            return
         if meta.is_mean_reduction:
             self._sum.add(number, weight)
         elif meta.is_sum_reduction:
@@ -63,19 +43,12 @@ class LoggedValue:
         else:
             self._merge_extreme(number)
 
-    def take_step(self) -> list[float]:
-        """Return the values of this step."""
-        self._read()
-        step, self._step = self._step, []
-        return step
-
     def capture(self) -> list[Any]:
-        """Return the sums of the epoch so far as plain values."""
-        self._read()
+        """Return the sums so far as plain values."""
         return [*self._sum.as_plain(), self._extreme]
 
     def merge(self, partials: list[float], weight: int, extreme: float | None) -> None:
-        """Add the sums of another process."""
+        """Add the sums that were captured."""
         self._sum.merge(partials, weight)
         if extreme is not None:
             self._merge_extreme(extreme)
@@ -88,21 +61,16 @@ class LoggedValue:
         elif not math.isnan(known):
             self._extreme = choose(known, number)
 
-    def reduce_epoch(self) -> float:
-        """Return the value for the epoch."""
-        meta = self.result.meta
+    def reduce(self) -> Tensor:
+        """Return the value of the added ones, as Lightning keeps it."""
+        meta, value = self.result.meta, self.result.value
         if meta.is_mean_reduction:
-            return self._sum.mean
-        if meta.is_sum_reduction:
-            return self._sum.total
-        return math.nan if self._extreme is None else self._extreme
-
-    def reduce_step(self, numbers: list[float]) -> float:
-        """Return the value for a step, from those of all logical ranks."""
-        one = LoggedValue(self.result)
-        for number in numbers:
-            one.merge([number], 1, number)
-        return one.reduce_epoch()
+            number = self._sum.mean
+        elif meta.is_sum_reduction:
+            number = self._sum.total
+        else:
+            number = math.nan if self._extreme is None else self._extreme
+        return torch.tensor(number, dtype=value.dtype, device=value.device)
 
 
 class LoggedValues:
@@ -112,13 +80,15 @@ class LoggedValues:
     ``sync_dist``. One that is logged for a step is reduced with ``sync_dist=True``; otherwise it is
     that of logical rank 0. A value that is logged between steps is that of process 0.
 
+    Every process adds the values of all, after each step and at the end of the epoch.
+
     ``current`` returns the logical rank whose micro-batch is computed now, or None, and
     ``gather`` the plain values of every process.
     """
 
     def __init__(
         self,
-        trainer: "Trainer",
+        trainer: Trainer,
         block: range,
         current: Callable[[], int | None],
         gather: GatherValues,
@@ -128,6 +98,9 @@ class LoggedValues:
         self._current = current
         self._gather = gather
         self._values: dict[int, dict[str, LoggedValue]] = {}
+        # The name, value, size of the batch, and whether it counts for the step. Those of a step
+        # are read together, because each reading waits for an accelerator.
+        self._pending: dict[int, list[tuple[str, Tensor, int, bool]]] = {}
         self._is_epoch_over = False
 
     def attach(self, patches: AttributePatches) -> None:
@@ -159,32 +132,32 @@ class LoggedValues:
             update(key, value, batch_size)
             if not result.meta.on_epoch or self._is_epoch_over:
                 return
-        kept = self._keep(results, key)
+        self._keep(results, key)
         if not torch.is_floating_point(value):
             value = value.to(torch.get_default_dtype())
         value = _widen(value)
         sync = result.meta.sync
         first = (self._block.start if rank is None else rank) == 0
-        if rank is None:
-            if first:
-                kept.add(value, batch_size, with_step=False)
-        elif first or not sync.rank_zero_only:
+        counts = first or not (rank is None or sync.rank_zero_only)
+        if counts and rank is not None:
             if rank == self._block.start and result.meta.on_step:
-                lightning_private.set_step_value(result, value.clone())
+                result._forward_cache = value.clone()
             result.value = result.value.to(value.dtype)
+        if counts:
             synced = sync.should and not sync.rank_zero_only
-            kept.add(value, batch_size, with_step=synced or first)
+            number = value.detach().to(torch.float64, copy=True).reshape(())
+            entry = key, number, batch_size, rank is not None and (synced or first)
+            self._pending.setdefault(id(results), []).append(entry)
 
-    def _keep(self, results: Any, key: str) -> LoggedValue:
-        """Return what is kept of a name, empty at the start of an epoch."""
+    def _keep(self, results: Any, key: str) -> None:
+        """Keep sums of a name, which are empty at the start of an epoch."""
         known, result = self._values.setdefault(id(results), {}), results[key]
         if key not in known or known[key].result is not result:
             known[key] = LoggedValue(result)
         elif result.has_reset:
             known[key].clear()
         result.has_reset = False
-        lightning_private.set_epoch_value(result, None)
-        return known[key]
+        result._computed = None
 
     def _check_hook(self, result: Any) -> None:
         """Refuse a mean over processes of what a hook sees of its own process alone."""
@@ -197,78 +170,76 @@ class LoggedValues:
             )
 
     def capture(self) -> dict[str, Any]:
-        """Return the sums of the training epoch so far, as plain values."""
+        """Return the sums of the training epoch so far, as plain values; from process 0 alone."""
         results = lightning_private.list_result_collections(self._trainer)[0]
-        return {
-            key: value.capture()
-            for key, value in self._values.get(id(results), {}).items()
-            if value.result is results.get(key) and not value.result.has_reset
-        }
+        found: dict[str, Any] = {}
+        for key, value in self._values.get(id(results), {}).items() if 0 in self._block else ():
+            if value.result is results.get(key) and not value.result.has_reset:
+                whole = LoggedValue(value.result)
+                whole.merge(*value.capture())
+                for name, number, weight, _ in self._pending.get(id(results), ()):
+                    if name == key and value.result.meta.on_epoch:
+                        whole.add(number.item(), weight)
+                found[key] = whole.capture()
+        return found
 
-    def restore(self, parts: list[dict[str, Any]], *, here: bool) -> None:
+    def restore(self, parts: list[dict[str, Any]]) -> None:
         """Continue a training epoch, whose results Lightning holds again.
 
-        ``parts`` has the sums that each process captured; one process (``here``) adds them
-        to its own.
+        ``parts`` has the sums that processes captured.
         """
         results = lightning_private.list_result_collections(self._trainer)[0]
         known = self._values.setdefault(id(results), {})
         for part in parts:
             for key, sums in part.items():
                 if key in results:
-                    value = known.setdefault(key, LoggedValue(results[key]))
-                    if here:
-                        value.merge(*sums)
+                    known.setdefault(key, LoggedValue(results[key])).merge(*sums)
 
-    def take_step(self) -> dict[str, list[float]]:
-        """Return what the logical ranks of this process have logged for a step, by name."""
-        known = self._values.get(id(lightning_private.get_current_results(self._trainer)), {})
+    def take_step(self) -> dict[str, list[Any]]:
+        """Return what this process has logged since the last step, by name."""
         self._is_epoch_over = False
-        return {key: step for key, value in known.items() if (step := value.take_step())}
+        return self._take()
 
-    def set_step(self, parts: list[dict[str, list[float]]]) -> None:
+    def _take(self) -> dict[str, list[Any]]:
+        results = lightning_private.get_current_results(self._trainer)
+        pending = self._pending.pop(id(results), [])
+        numbers = torch.stack([value for _, value, *_ in pending]).tolist() if pending else []
+        found: dict[str, list[Any]] = {}
+        for (key, _, weight, with_step), number in zip(pending, numbers, strict=True):
+            found.setdefault(key, []).append([number, weight, with_step])
+        return found
+
+    def set_step(self, parts: list[dict[str, list[Any]]]) -> None:
         """Set the values of a step, given what each process has taken."""
-        known = self._values.get(id(lightning_private.get_current_results(self._trainer)), {})
-        by_key: dict[str, list[float]] = {}
-        for part in parts:
-            for key, step in part.items():
-                by_key.setdefault(key, []).extend(step)
-        for key, step in by_key.items():
-            if key in known:
-                result = known[key].result
-                number = known[key].reduce_step(step)
-                lightning_private.set_step_value(result, _like(result, number))
+        self._add(parts, with_step=True)
+
+    def _add(self, parts: list[dict[str, list[Any]]], *, with_step: bool) -> None:
+        results = lightning_private.get_current_results(self._trainer)
+        steps: dict[str, LoggedValue] = {}
+        for key, value in self._values.get(id(results), {}).items():
+            for part in parts:
+                for number, weight, of_step in part.get(key, ()):
+                    if value.result.meta.on_epoch:
+                        value.add(number, weight)
+                    if value.result.meta.on_step and of_step and with_step:
+                        steps.setdefault(key, LoggedValue(value.result)).add(number)
+        for step in steps.values():
+            step.result._forward_cache = step.reduce()
 
     def finish_epoch(self) -> None:
         """Reduce what was logged for an epoch."""
         self._is_epoch_over = True
+        self._add(self._gather(self._take()), with_step=False)
         results = lightning_private.get_current_results(self._trainer)
-        found = dict(self._valid(results))
-        parts = self._gather({key: value.capture() for key, value in found.items()})
-        for key, value in found.items():
-            whole = LoggedValue(value.result)
-            for part in parts:
-                if key in part:
-                    whole.merge(*part[key])
-            lightning_private.set_epoch_value(
-                value.result, _like(value.result, whole.reduce_epoch())
-            )
-
-    def _valid(self, results: Any) -> Iterator[tuple[str, LoggedValue]]:
         known = self._values.get(id(results), {})
         for key, result in results.valid_items():
             value = known.get(key)
-            computed = lightning_private.get_epoch_value(result) is not None
-            if value is None or value.result is not result or computed:
+            if value is None or value.result is not result or not result.meta.on_epoch:
                 continue
-            if result.meta.on_epoch:
-                yield key, value
+            if result._computed is None:
+                result._computed = value.reduce()
 
 
 def _widen(value: Tensor) -> Tensor:
     """Return the value in the type in which Lightning keeps it."""
     return value if value.dtype in (torch.float32, torch.float64) else value.float()
-
-
-def _like(result: Any, number: float) -> Tensor:
-    return torch.tensor(number, dtype=result.value.dtype, device=result.value.device)

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from copy import copy
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,11 +11,8 @@ from torchmetrics import MetricCollection
 
 from lightning_d9m.attribute_patches import AttributePatches
 from lightning_d9m.errors import SettingError
-from lightning_d9m.lightning.trainer_attributes import find_metrics
+from lightning_d9m.lightning.trainer_attributes import Trainer, find_metrics
 from lightning_d9m.state.plain_data import decode_plain, encode_plain, pack_bytes, unpack_bytes
-
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
 
 _COUNT = "_update_count"
 # The attribute of a metric that has its states by logical rank between two runs of a Trainer.
@@ -33,7 +30,7 @@ class MetricStates:
 
     def __init__(
         self,
-        trainer: "Trainer",
+        trainer: Trainer,
         block: range,
         current: Callable[[], int | None],
         gather: Callable[[bytes], list[bytes]],

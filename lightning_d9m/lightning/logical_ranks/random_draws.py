@@ -2,22 +2,15 @@
 
 import random
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
 from lightning_d9m.control.seeding import derive_seed, seed_micro_batch
-from lightning_d9m.lightning.trainer_attributes import (
-    get_datamodule,
-    list_callbacks,
-    name_callbacks,
-)
+from lightning_d9m.lightning.trainer_attributes import Trainer, name_callbacks
 from lightning_d9m.state.parts import GENERATOR, find_kind, is_of_program
 from lightning_d9m.state.search import find_generators
-
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
 
 # The draws between two steps, such as those of callbacks, are of no logical rank.
 _BETWEEN_STEPS = -1
@@ -35,15 +28,15 @@ class MicroBatchSeeds:
         self._fit = fit
         self._generators: dict[str, Any] = {}
 
-    def find_generators(self, trainer: "Trainer") -> None:
+    def find_generators(self, trainer: Trainer) -> None:
         """Find the generators that the user's objects hold, which are seeded too."""
-        owners: dict[str, object] = {"datamodule": get_datamodule(trainer)}
+        owners: dict[str, object] = {"datamodule": trainer.datamodule}
         for name, module in trainer.lightning_module.named_modules():
             owners[f"model.{name}"] = module
             if is_of_program(module.__class__) or module is trainer.lightning_module:
                 source = type(module).__module__
                 owners[source] = _Globals(vars(sys.modules[source]))
-        self._generators = find_generators(owners | name_callbacks(list_callbacks(trainer)))
+        self._generators = find_generators(owners | name_callbacks(trainer.callbacks))
 
     def add_generator(self, path: str, generator: Any) -> None:
         """Add a generator of the module, unless it is known."""

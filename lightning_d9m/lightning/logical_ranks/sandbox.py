@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,6 @@ from torch.utils._pytree import tree_map_only
 from torchmetrics import Metric
 
 from lightning_d9m.errors import SettingError
-from lightning_d9m.logical_ranks.tree import Blocks
 from lightning_d9m.state.parts import (
     DICT,
     GENERATOR,
@@ -39,30 +38,6 @@ _COMPARED_STEPS = 2
 # A larger tensor is digested only if processes must agree on it.
 _SMALL = 1024
 _LIBRARIES = ("torch", "torchmetrics", "lightning", "pytorch_lightning", "lightning_d9m")
-
-
-class Processes(Protocol):
-    """The processes that have the logical ranks; a strategy implements it.
-
-    Attributes:
-        blocks: The logical ranks of all processes.
-        block: Those of this process.
-    """
-
-    @property
-    def blocks(self) -> Blocks: ...  # noqa: D102 - an attribute
-
-    @property
-    def block(self) -> range: ...  # noqa: D102 - an attribute
-
-    def gather_values(self, values: Any) -> list[Any]:
-        """Return what each process passes, plain data (see `encode_plain`)."""
-
-    def gather_bytes(self, data: bytes) -> list[bytes]:
-        """Return the bytes of every process."""
-
-    def broadcast_tensors(self, tensors: list[Tensor]) -> None:
-        """Overwrite tensors with those of process 0."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -124,7 +99,8 @@ class Sandbox:
 
     Args:
         module: The user's module.
-        processes: Those that have the logical ranks.
+        processes: Those that have the logical ranks: the strategy, which has their ``blocks`` and
+            the ``block`` of this one, gathers values, and broadcasts tensors.
         add_metric: Called with the path of each metric, which keeps its states itself.
         add_generator: Called with the path of each generator, which is seeded for each rank.
     """
@@ -132,7 +108,7 @@ class Sandbox:
     def __init__(
         self,
         module: nn.Module,
-        processes: Processes,
+        processes: Any,
         add_metric: Callable[[str, Any], None],
         add_generator: Callable[[str, Any], None],
     ) -> None:
@@ -203,10 +179,6 @@ class Sandbox:
             self._note(node, record)
         if not last:
             record.put_back()
-
-    def discard(self) -> None:
-        """Forget a step after an exception."""
-        self._records = {}
 
     # The state
 
@@ -330,7 +302,12 @@ class Sandbox:
             return [extra]
         if self._watch is None:
             return [extra]
-        own = [*_describe(records), extra]
+        tokens = {
+            rank: {path: change.token for path, change in record.changes.items()}
+            for rank, record in records.items()
+        }
+        added = {rank: record.added for rank, record in records.items() if record.added}
+        own = [tokens, added, extra]
         parts = self._processes.gather_values(own) if self.shared else [own]
         self._merge(records, parts, stage)
         return [part[-1] for part in parts]
@@ -452,20 +429,19 @@ class Sandbox:
             record.put_back()
 
 
-def send_tensors(tensors: list[Tensor], processes: Processes) -> None:
+def send_tensors(tensors: list[Tensor], processes: Any) -> None:
     """Overwrite tensors with those of process 0, also sparse and expanded ones."""
-    dense = [one for one in tensors if one.layout is torch.strided and not _is_expanded(one)]
+    dense: list[Tensor] = []
+    others: list[Tensor] = []
+    for one in tensors:
+        is_expanded = one.layout is torch.strided and one.numel() > 1 and 0 in one.stride()
+        (dense if one.layout is torch.strided and not is_expanded else others).append(one)
     if dense:
         processes.broadcast_tensors(dense)
-    others = [one for one in tensors if one.layout is not torch.strided or _is_expanded(one)]
     if others:
         for own, first in zip(others, processes.gather_values(others)[0], strict=True):
             if not TENSOR.matches(own.cpu(), first):
                 TENSOR.write(own, first.to(own.device))
-
-
-def _is_expanded(tensor: Tensor) -> bool:
-    return tensor.numel() > 1 and 0 in tensor.stride()
 
 
 def _make_plain(changes: list[_Change]) -> tuple[str, dict[str, list[Any]]]:
@@ -490,16 +466,6 @@ def _settle(records: dict[int, _Record], first: int) -> None:
         record.put_back()
     for change in records[first].changes.values():
         change.apply()
-
-
-def _describe(records: dict[int, _Record]) -> list[Any]:
-    return [
-        {
-            rank: {path: change.token for path, change in record.changes.items()}
-            for rank, record in records.items()
-        },
-        {rank: record.added for rank, record in records.items() if record.added},
-    ]
 
 
 def _find_added(node: Node) -> list[Any] | None:

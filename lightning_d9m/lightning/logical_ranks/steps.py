@@ -2,11 +2,13 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from functools import partial, wraps
+from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
+from lightning_d9m.attribute_patches import AttributePatches
 from lightning_d9m.control.data.micro_batches import MicroBatches
 from lightning_d9m.errors import SettingError
 from lightning_d9m.lightning.lightning_private import (
@@ -15,18 +17,21 @@ from lightning_d9m.lightning.lightning_private import (
     set_logged_batch,
     skips_backward,
 )
-from lightning_d9m.lightning.logical_ranks.batch_hooks import BatchHooks
 from lightning_d9m.lightning.logical_ranks.logged_values import LoggedValues
 from lightning_d9m.lightning.logical_ranks.metric_states import MetricStates
 from lightning_d9m.lightning.logical_ranks.random_draws import MicroBatchSeeds
-from lightning_d9m.lightning.logical_ranks.sandbox import Processes, Sandbox
+from lightning_d9m.lightning.logical_ranks.sandbox import Sandbox
+from lightning_d9m.lightning.trainer_attributes import Trainer
+from lightning_d9m.logical_ranks.accumulation import KeptGradients
 from lightning_d9m.logical_ranks.gradients import LogicalGradients
-from lightning_d9m.logical_ranks.kept_gradients import KeptGradients
-
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
+from lightning_d9m.state.parts import is_of_lightning
+from lightning_d9m.state.plain_data import encode_plain
 
 Step = Callable[..., Any]
+_EVALUATED = ("on_validation_batch_end", "on_test_batch_end")
+# Of such a hook of the module: outputs, batch, their number, and that of the loader.
+_ARGUMENTS = 4
+_TRAINED = ("on_train_batch_start", "on_train_batch_end")
 
 
 class LogicalSteps:
@@ -43,19 +48,20 @@ class LogicalSteps:
         logged: The values that logical ranks log.
         hooks: The hooks of the program that get a batch.
         kept: The gradients of earlier batches, to which later ones are added.
+        losses: The losses of the last training step, one for each logical rank of this process.
     """
 
     def __init__(
         self,
-        trainer: "Trainer",
-        processes: Processes,
+        trainer: Trainer,
+        processes: Any,
         seeds: MicroBatchSeeds,
         gradients: LogicalGradients | None,
         to_device: Callable[..., Any],
     ) -> None:
         self.logical_rank: int | None = None
         self.step_rank: int | None = None
-        self.block = block = processes.block
+        self.block = block = processes.block  # of the strategy
         gather = processes.gather_values
         current = lambda: self.logical_rank  # noqa: E731 - given to two objects
         self.metrics = MetricStates(trainer, block, current, processes.gather_bytes)
@@ -72,7 +78,7 @@ class LogicalSteps:
         self._accumulates = False
         self._ran = False
         self._place = ("train", 0, 0)
-        self._losses: list[Tensor] = []
+        self.losses: list[Tensor] = []
         self._output: Any = None
         self._loader = 0
 
@@ -111,7 +117,7 @@ class LogicalSteps:
         self._clear_gradients()
         self._sandbox.begin()
         self._output = None
-        self._losses = []
+        self.losses = []
         if skips_backward(trainer):
             return self._run_forward(step, batches, args)
         self._accumulates = accumulates_gradients(trainer)
@@ -137,7 +143,7 @@ class LogicalSteps:
         self._clear_gradients()
         self.kept.put_back(rank)
         output = self._run(step, rank, batch, args)
-        self._losses.append(_find_loss(output).detach())
+        self.losses.append(_find_loss(output).detach())
         self._sandbox.start_backward()
         return output
 
@@ -154,7 +160,7 @@ class LogicalSteps:
         outputs: list[Any] = []
         for rank, batch in self._pair(batches):
             outputs.append(self._run(step, rank, batch, args))
-            self._losses.append(_find_loss(outputs[-1]).detach())
+            self.losses.append(_find_loss(outputs[-1]).detach())
             self._sandbox.end(rank, last=rank == self.block[-1])
         self._end("train")
         return outputs[0]
@@ -191,11 +197,7 @@ class LogicalSteps:
         trainer = self._trainer
         kind = trainer.fit_loop.epoch_loop.automatic_optimization.output_result_cls
         result = kind.from_training_step_output(output, trainer.accumulate_grad_batches)
-        return result.asdict()
-
-    def read_losses(self) -> list[float]:
-        """Return the losses of the last training step, one for each logical rank."""
-        return [float(loss) for loss in self._losses]
+        return dict(result.asdict())
 
     def evaluate(self, stage: str, epoch: int, step: Step, batches: Any, *args: Any) -> Any:
         """Run the micro-batches of an evaluation, and return their outputs.
@@ -221,7 +223,6 @@ class LogicalSteps:
         """Forget the step after an exception."""
         self.logical_rank = None
         self.kept.clear()
-        self._sandbox.discard()
         if self._gradients is not None:
             self._gradients.discard()
 
@@ -287,7 +288,68 @@ class LogicalSteps:
         return int(loop.batch_progress.current.ready) - int(earlier)
 
 
-def get_logical_steps(trainer: "Trainer") -> LogicalSteps | None:
+class BatchHooks:
+    """Wraps the hooks of the module and of callbacks that the program itself defines.
+
+    - After a batch of a validation or test they get the outputs and the micro-batches of all
+      logical ranks, so that a list of them has them all, as the processes of DDP have together.
+    - In training they get the micro-batch of the process's first logical rank, as its output: on
+      process 0 those of logical rank 0.
+
+    ``gather`` returns the plain values of every process.
+    """
+
+    def __init__(self, trainer: Trainer, gather: Callable[[Any], list[Any]]) -> None:
+        self._trainer = trainer
+        self._gather = gather
+        self._last: tuple[Any, list[Any]] = (None, [])
+
+    def attach(self, patches: AttributePatches) -> None:
+        """Wrap the hooks."""
+        for owner in (self._trainer.lightning_module, *self._trainer.callbacks):
+            for names, call in ((_EVALUATED, self._call_evaluated), (_TRAINED, self._call_trained)):
+                for name in names:
+                    hook = getattr(owner, name, None)
+                    if hook is not None and not is_of_lightning(hook):
+                        patches.replace(owner, name, wraps(hook)(partial(call, hook)))
+
+    def _call_evaluated(self, hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a hook of the module, or of a callback, which gets Trainer and module, too."""
+        of_callback = args[0] is self._trainer
+        full = args if len(args) == _ARGUMENTS + 2 * of_callback else (*args, 0)
+        *own, outputs, batch, number, loader = full
+        if isinstance(outputs, MicroBatches):
+            if self._last[0] is not outputs:  # once for all hooks of a batch
+                self._last = (outputs, self._gather_all(outputs, batch))
+            outputs, batch = self._last[1]
+        found = (*own, outputs, batch, number, loader)
+        return hook(*found[: len(args)], **kwargs)
+
+    def _call_trained(self, hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        *own, batch, number = args
+        if holds_micro_batches(batch):
+            batch = self._move(tree_map(lambda part: _select(part, 0), batch))
+        return hook(*own, batch, number, **kwargs)
+
+    def _gather_all(self, outputs: MicroBatches, batch: Any) -> list[Any]:
+        plain = [list(outputs), list(batch)]
+        try:
+            encode_plain(tree_map_only(Tensor, lambda _: None, plain))
+        except SettingError as error:
+            raise SettingError(
+                "A hook after each batch of an evaluation gets the outputs and batches of all "
+                f"logical ranks, and these cannot be sent: {error}"
+            ) from error
+        parts = self._gather(plain) if self._trainer.world_size > 1 else [plain]
+        moved = self._move(parts)
+        return [MicroBatches(own for part in moved for own in part[place]) for place in (0, 1)]
+
+    def _move(self, value: Any) -> Any:
+        device = self._trainer.lightning_module.device
+        return tree_map_only(Tensor, lambda tensor: tensor.to(device), value)
+
+
+def get_logical_steps(trainer: Trainer) -> LogicalSteps | None:
     """Return the steps of a run with logical ranks, which hold their state; None without them."""
     steps: LogicalSteps | None = getattr(trainer.strategy, "logical_steps", None)
     return steps

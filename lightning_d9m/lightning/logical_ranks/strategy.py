@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, distributed
@@ -14,14 +14,19 @@ from lightning_d9m.control.env_settings import read_variable, variable_of
 from lightning_d9m.control.torch_flags import read_threads
 from lightning_d9m.errors import DriftError, RankLostError, RanksDisagreeError, SettingError
 from lightning_d9m.lightning.lightning_private import BEFORE_BATCH_TRANSFER
-from lightning_d9m.lightning.logical_ranks.collectives import refuse_collective, watch_collectives
 from lightning_d9m.lightning.logical_ranks.loaders import group_loader
 from lightning_d9m.lightning.logical_ranks.random_draws import MicroBatchSeeds
-from lightning_d9m.lightning.logical_ranks.refusals import check_devices, check_trainer
+from lightning_d9m.lightning.logical_ranks.refusals import (
+    check_devices,
+    check_trainer,
+    refuse_collective,
+    watch_collectives,
+)
 from lightning_d9m.lightning.logical_ranks.sandbox import send_tensors
 from lightning_d9m.lightning.logical_ranks.steps import LogicalSteps, holds_micro_batches
 from lightning_d9m.lightning.packages import combined_base
 from lightning_d9m.lightning.strategies import register_in_loaded_packages
+from lightning_d9m.lightning.trainer_attributes import Trainer
 from lightning_d9m.logical_ranks.gradients import LogicalGradients
 from lightning_d9m.logical_ranks.malloc import disable_malloc_trim
 from lightning_d9m.logical_ranks.scalars import sum_exactly
@@ -36,19 +41,12 @@ from lightning_d9m.ranks.groups import broadcast_tensors, gather_bytes, ranks_of
 from lightning_d9m.ranks.liveness import RankLiveness, connect_liveness, lost_ranks_named
 from lightning_d9m.state.plain_data import decode_plain, encode_plain
 
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
-    from lightning.pytorch.strategies import DDPStrategy as _DDPStrategy
-else:
-    _DDPStrategy = combined_base("strategies.DDPStrategy")
-
+_DDPStrategy: Any = combined_base("strategies.DDPStrategy")
 # Errors that another rank has caused, or all.
 _OF_OTHERS = (RankLostError, RanksDisagreeError)
-# Our names of Lightning's stages.
-_STAGES = {"sanity_check": "validate"}
 
 
-class DDPDeterministicStrategy(_DDPStrategy):
+class DDPDeterministicStrategy(_DDPStrategy):  # type: ignore[misc] # of the package that is loaded
     """Train on any number of processes with the same bits.
 
     The samples of each step are split among ``logical_ranks``, not among the processes. Each
@@ -96,6 +94,7 @@ class DDPDeterministicStrategy(_DDPStrategy):
         self._liveness: RankLiveness | None = None
         self._control: Any = None  # the group of agreements; None is the default group
         self._sparse_as_dense = sparse_as_dense
+        self._sum_options: dict[str, Any] = {}  # that Horovod's strategy has
         self._group_options = {"timeout": options["timeout"]} if "timeout" in options else {}
 
     def setup_distributed(self) -> None:
@@ -111,12 +110,12 @@ class DDPDeterministicStrategy(_DDPStrategy):
 
     def make_logical_gradients(self, blocks: Blocks, **options: Any) -> LogicalGradients:
         """Return sums over the default process group."""
-        module: Any = self.lightning_module
         return LogicalGradients(
-            module.named_parameters(),
+            self.lightning_module.named_parameters(),
             blocks,
             self.global_rank,
             sparse_as_dense=self._sparse_as_dense,
+            **self._sum_options,
             **options,
         )
 
@@ -167,7 +166,7 @@ class DDPDeterministicStrategy(_DDPStrategy):
         """The logical ranks of this process."""
         return self.blocks.of(self.global_rank)
 
-    def setup(self, trainer: "Trainer") -> None:
+    def setup(self, trainer: Trainer) -> None:
         """Run Lightning's setup, which moves the model to its device, and begin a run.
 
         Raises:
@@ -178,11 +177,10 @@ class DDPDeterministicStrategy(_DDPStrategy):
             return
         self._end_logical_ranks()
         blocks = self.blocks
-        check_trainer(trainer, self, session=self._session)
+        check_trainer(trainer, self, session=self._session, synced=self._layer_sync is not None)
         check_devices(self.gather_values(self.root_device.type))
         seeds = MicroBatchSeeds(self._session.settings.seed, self._session.fit)
         seeds.find_generators(trainer)
-        module: Any = self.lightning_module
         fitting = trainer.state.fn == "fit"
         if fitting:
             if self.root_device.type == "cpu":
@@ -192,9 +190,9 @@ class DDPDeterministicStrategy(_DDPStrategy):
         steps = self.logical_steps = LogicalSteps(
             trainer, self, seeds, gradients, super().batch_to_device
         )
-        self._patches.replace(module, BEFORE_BATCH_TRANSFER, steps.before_transfer)
+        self._patches.replace(self.lightning_module, BEFORE_BATCH_TRANSFER, steps.before_transfer)
         optimization = trainer.fit_loop.epoch_loop.automatic_optimization
-        self._patches.replace(optimization, "run", partial(self._run_batch, optimization.run))
+        self._patches.replace(optimization, "run", partial(steps.run_batch, optimization.run))
         steps.logged.attach(self._patches)
         steps.metrics.attach(self._patches)
         steps.hooks.attach(self._patches)
@@ -212,8 +210,7 @@ class DDPDeterministicStrategy(_DDPStrategy):
         Raises:
             RanksDisagreeError: Another process has other ones.
         """
-        module: Any = self.lightning_module
-        named = [*module.named_parameters(), *module.named_buffers()]
+        named = [*self.lightning_module.named_parameters(), *self.lightning_module.named_buffers()]
         described = [f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in named]
         self.agree("the first broadcast of the model", described)
         with torch.no_grad():
@@ -286,7 +283,7 @@ class DDPDeterministicStrategy(_DDPStrategy):
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """The arguments of the sampler: with logical ranks that of all samples, split later."""
         if self.logical_ranks is None:
-            return super().distributed_sampler_kwargs
+            return dict(super().distributed_sampler_kwargs)
         return {"num_replicas": 1, "rank": 0}
 
     def process_dataloader(self, dataloader: object) -> object:
@@ -294,8 +291,7 @@ class DDPDeterministicStrategy(_DDPStrategy):
         dataloader = super().process_dataloader(dataloader)
         if self.logical_ranks is None:
             return dataloader
-        module: Any = self.lightning_module
-        padded = module.trainer.state.fn != "predict"
+        padded = self.lightning_module.trainer.state.fn != "predict"
         return group_loader(dataloader, self.blocks, self.global_rank, padded=padded)
 
     def batch_to_device(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -320,8 +316,10 @@ class DDPDeterministicStrategy(_DDPStrategy):
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Run Lightning's backward, and sum the gradients before ``on_after_backward``."""
+        loss: Tensor
         if self.logical_steps is None:
-            return super().backward(closure_loss, optimizer, *args, **kwargs)
+            loss = super().backward(closure_loss, optimizer, *args, **kwargs)
+            return loss
         loss = self.run_backward(closure_loss, optimizer, *args, **kwargs)
         with self.naming_lost("the sum of gradients"):
             self.logical_steps.finish_gradients()
@@ -329,11 +327,10 @@ class DDPDeterministicStrategy(_DDPStrategy):
 
     def run_backward(self, loss: Tensor, optimizer: Any = None, *args: Any, **kw: Any) -> Tensor:
         """Run the backward pass of a loss, which overlaps the sums, without the hooks after it."""
-        module: Any = self.lightning_module
         self.pre_backward(loss)
-        loss = self.precision_plugin.pre_backward(loss, module)
+        loss = self.precision_plugin.pre_backward(loss, self.lightning_module)
         with self.overlapping_sums():
-            self.precision_plugin.backward(loss, module, optimizer, *args, **kw)
+            self.precision_plugin.backward(loss, self.lightning_module, optimizer, *args, **kw)
         return loss
 
     @contextmanager
@@ -345,8 +342,7 @@ class DDPDeterministicStrategy(_DDPStrategy):
 
     def end_backward(self, loss: Tensor) -> Tensor:
         """Run the hooks after the backward passes of a step."""
-        module: Any = self.lightning_module
-        loss = self.precision_plugin.post_backward(loss, module)
+        loss = self.precision_plugin.post_backward(loss, self.lightning_module)
         self.post_backward(loss)
         return loss
 
@@ -355,10 +351,6 @@ class DDPDeterministicStrategy(_DDPStrategy):
         """Enter Lightning's context for batches that are accumulated; logical ranks need none."""
         with nullcontext() if self.logical_steps is not None else super().block_backward_sync():
             yield
-
-    def _run_batch(self, run: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
-        assert self.logical_steps is not None, "it replaces a method during a run"
-        return self.logical_steps.run_batch(run, *args)
 
     # Evaluation
 
@@ -377,8 +369,10 @@ class DDPDeterministicStrategy(_DDPStrategy):
     def _evaluate(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self.logical_steps is None:
             return step(*args, **kwargs)
+        stage = str(self.lightning_module.trainer.state.stage.value)
+        stage = "validate" if stage == "sanity_check" else stage
         number = self._session.evaluation
-        return self.logical_steps.evaluate(self._stage, number, step, *args, **kwargs)
+        return self.logical_steps.evaluate(stage, number, step, *args, **kwargs)
 
     # Records
 
@@ -386,32 +380,21 @@ class DDPDeterministicStrategy(_DDPStrategy):
         """Return the mean of the losses of the last step, over all logical ranks."""
         if self.logical_steps is None:
             return None
-        losses = [
-            loss for part in self.gather_values(self.logical_steps.read_losses()) for loss in part
-        ]
+        own = [float(loss) for loss in self.logical_steps.losses]
+        losses = [loss for part in self.gather_values(own) for loss in part]
         return sum_exactly(losses) / len(losses) if losses else None
 
-    @property
-    def _stage(self) -> str:
-        module: Any = self.lightning_module
-        name = str(module.trainer.state.stage.value)
-        return _STAGES.get(name, name)
-
     # Errors
-
-    def close_connections(self, exception: BaseException) -> None:
-        """Publish the error, and close the connections of torch's default group."""
-        if self._liveness is not None and not isinstance(exception, _OF_OTHERS):
-            self._liveness.report_error(exception)
-        if self.world_size > 1:
-            close_default_group()
 
     def on_exception(self, exception: BaseException) -> None:
         """Let no other process wait for this one, and forget the step."""
         # A drift is raised on all ranks together, so none waits, and they may train again.
         closes = self.closes_after_errors or self.logical_ranks is not None
         if closes and not isinstance(exception, DriftError):
-            self.close_connections(exception)
+            if self._liveness is not None and not isinstance(exception, _OF_OTHERS):
+                self._liveness.report_error(exception)
+            if self.world_size > 1:
+                close_default_group()
         if self.logical_steps is not None:
             self.logical_steps.discard()
         super().on_exception(exception)

@@ -4,7 +4,6 @@ import os
 from collections.abc import Iterable
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
 
 from fsspec.core import strip_protocol
 from fsspec.utils import get_protocol
@@ -13,17 +12,14 @@ from lightning_d9m.errors import LedgerError
 from lightning_d9m.launch.run import LEDGER_VARIABLE
 from lightning_d9m.ledger.folder import create_ledger_folder
 from lightning_d9m.lightning.packages import rank_zero
-from lightning_d9m.lightning.trainer_attributes import ranks_of
+from lightning_d9m.lightning.trainer_attributes import Trainer, ranks_of
 from lightning_d9m.recording.run_recorder import share_new_folder
-
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
 
 _NAME = "d9m"
 
 
 def make_ledger_folder(
-    trainer: "Trainer", ledger_dir: str | Path | None, kind: str, *, spare_cwd: bool = False
+    trainer: Trainer, ledger_dir: str | Path | None, kind: str, *, spare_cwd: bool = False
 ) -> Path:
     """Make the folder of a ledger on rank 0, and return its path on all ranks.
 
@@ -51,7 +47,7 @@ def make_ledger_folder(
 
 
 def _choose_parent(
-    trainer: "Trainer", log_dir: str | None, ledger_dir: str | Path | None, *, spare_cwd: bool
+    trainer: Trainer, log_dir: str | None, ledger_dir: str | Path | None, *, spare_cwd: bool
 ) -> Path:
     chosen = os.environ.get(LEDGER_VARIABLE) or ledger_dir
     if chosen:
@@ -63,7 +59,7 @@ def _choose_parent(
         return _local_path(chosen)
     preferred = log_dir or trainer.default_root_dir
     # Programs list these folders, and expect nothing else there.
-    excluded = _list_checkpoint_folders(trainer) | _list_profiler_folders(trainer)
+    excluded = _list_checkpoint_folders(trainer)
     if spare_cwd and not _writes_into_cwd(trainer):
         excluded.add(Path.cwd())
     for folder in (preferred, trainer.default_root_dir, Path.cwd()):
@@ -75,27 +71,21 @@ def _choose_parent(
     if parent != Path(preferred, _NAME) and not str(preferred).startswith("file:"):
         rank_zero().rank_zero_info(
             f"The ledger is written to {parent}, because {preferred} is the folder of the "
-            "checkpoints or of the profiler, not a local folder, or the working folder of a "
+            "checkpoints, not a local folder, or the working folder of a "
             f"Trainer that writes no files into it. Set {LEDGER_VARIABLE} to choose another folder."
         )
     return parent
 
 
-def _list_checkpoint_folders(trainer: "Trainer") -> set[Path]:
+def _list_checkpoint_folders(trainer: Trainer) -> set[Path]:
     return _list_local(
         getattr(callback, "dirpath", None) for callback in trainer.checkpoint_callbacks
     )
 
 
-def _list_profiler_folders(trainer: "Trainer") -> set[Path]:
-    profiler = cast(Any, trainer).profiler
-    # Without a name it writes no files, and yet has a folder.
-    return _list_local([profiler.dirpath] if getattr(profiler, "filename", None) else [])
-
-
-def _writes_into_cwd(trainer: "Trainer") -> bool:
+def _writes_into_cwd(trainer: Trainer) -> bool:
     """Return whether a logger or a checkpoint callback writes below the working folder."""
-    saves = trainer.state.fn == "fit" and not cast(Any, trainer).fast_dev_run
+    saves = trainer.state.fn == "fit" and not trainer.fast_dev_run
     written = _list_local(logger.save_dir for logger in trainer.loggers)
     written |= _list_checkpoint_folders(trainer) if saves else set()
     return any(folder.is_relative_to(Path.cwd()) for folder in written)

@@ -8,10 +8,9 @@ from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import Any, Literal
 
 import torch
-from torch import nn
 
 from lightning_d9m.attribute_patches import replace_method, wrap_method
 from lightning_d9m.control.environment import control_is_on
@@ -32,7 +31,12 @@ from lightning_d9m.lightning.packages import rank_zero
 from lightning_d9m.lightning.recording.ledger_location import make_ledger_folder
 from lightning_d9m.lightning.saved_state import PendingRecords
 from lightning_d9m.lightning.step_replay import Replay
-from lightning_d9m.lightning.trainer_attributes import get_logical_ranks, list_schedulers, ranks_of
+from lightning_d9m.lightning.trainer_attributes import (
+    Trainer,
+    get_logical_ranks,
+    list_schedulers,
+    ranks_of,
+)
 from lightning_d9m.lightning.trainer_session import TrainerSession
 from lightning_d9m.probes.batch_probes import BatchProbes
 from lightning_d9m.probes.dispatch_mode import OpMode
@@ -47,10 +51,6 @@ from lightning_d9m.recording.run_recorder import (
     describe_training,
 )
 from lightning_d9m.text import cut_digests, escape, pluralize
-
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
-
 
 _LONGEST = 4096
 # What a program may not expect that seeds again before its second fit.
@@ -77,7 +77,7 @@ class FitSummary:
         self.digest = digest
         self.epochs += moment == "epoch"
 
-    def log(self, trainer: "Trainer", fit: int, seed: int) -> None:
+    def log(self, trainer: Trainer, fit: int, seed: int) -> None:
         """Log one line on rank 0."""
         if self.ledger is None or self.digest is None:
             return
@@ -140,7 +140,7 @@ class TrainerRecorder:
 
     def begin(
         self,
-        trainer: "Trainer",
+        trainer: Trainer,
         session: TrainerSession,
         further: Mapping[str, Scalar] = MappingProxyType({}),
     ) -> None:
@@ -163,18 +163,24 @@ class TrainerRecorder:
         resumed, self._resumed = self._resumed, None
         training = Training(
             trainer.lightning_module,
-            cast(nn.Module, trainer.model),
+            trainer.model,
             lambda: trainer.optimizers,
             partial(list_schedulers, trainer),
             partial(_wrap_steps, trainer.strategy),
             is_compiled=is_compiled(trainer.lightning_module),
         )
         settings = {**options.as_record(), **further}
+
+        def make_folder() -> Path:
+            folder = self._make_folder(trainer, kind="fit")
+            self.summary = FitSummary(str(folder))
+            return folder
+
         run.begin(
             ranks_of(trainer),
             training,
             lambda: _describe_run(trainer, training, session, settings),
-            lambda: self._make_fit_folder(trainer),
+            make_folder,
             resumed=resumed,
         )
         if run.probes.dump is not None and options.kinds & WRITTEN:
@@ -182,17 +188,12 @@ class TrainerRecorder:
         if resumed is None:
             self.record(trainer, session, "initial")
 
-    def _make_fit_folder(self, trainer: "Trainer") -> Path:
-        folder = self._make_folder(trainer, kind="fit")
-        self.summary = FitSummary(str(folder))
-        return folder
-
     def _append_in_order(self, record: Mapping[str, Json]) -> None:
         """Write a record after those of the finished batches."""
         self._run.probes.collector.catch_up()
         self._run.append(record)
 
-    def _trace_hooks(self, trainer: "Trainer", folder: Path) -> None:
+    def _trace_hooks(self, trainer: Trainer, folder: Path) -> None:
         """Trace the state that is saved, around each hook that Lightning calls."""
         probes = self._run.probes
 
@@ -201,7 +202,7 @@ class TrainerRecorder:
                 return None
             return probes.digest_state(trainer.global_step)
 
-        profiler = cast(Any, trainer).profiler
+        profiler = trainer.profiler
         traced = trace_hooks(folder, take, profiler.profile)
         replace_method(self._traced, profiler, "profile", traced)
 
@@ -229,34 +230,33 @@ class TrainerRecorder:
         self._run.load_loss(pending.loss)
         self._evaluations[:] = pending.evaluations
 
-    def add_reasons(self, trainer: "Trainer", reasons: Sequence[str]) -> None:
+    def add_reasons(self, trainer: Trainer, reasons: Sequence[str]) -> None:
         """Record why a resumed fit is inexact, as found after it has begun.
 
         The record is another one that names a continued ledger, without a name: readers take only
         the reasons from it.
         """
-        batches: Any = trainer.fit_loop.epoch_loop.batch_progress.current
         record = Resume(
             parent="",
             parent_check="",
             epoch=trainer.current_epoch,
             step=trainer.global_step,
-            batch=batches.ready,
+            batch=trainer.fit_loop.epoch_loop.batch_progress.current.ready,
             inexact=tuple(reasons),
         )
         self._run.append(record)
 
-    def start_batch(self, trainer: "Trainer", batch: Any, batch_idx: int) -> None:
+    def start_batch(self, trainer: Trainer, batch: Any, batch_idx: int) -> None:
         """Probe the state at the start of a batch, and run its step twice if that is due."""
         self._replayed.close()
         point = ProbePoint(trainer.current_epoch, trainer.global_step, batch_idx)
-        self.probes.start(point, batch, _find_scaler(trainer))
+        self.probes.start(point, batch, getattr(trainer.precision_plugin, "scaler", None))
         # Last, because it comes off first.
         every = self._run.options.replay_every
         if self._replay is not None and trainer.fit_loop.total_batch_idx % every == 0:
             self._replayed = self._replay.attach(point, self.probes.collector.paused)
 
-    def end_batch(self, trainer: "Trainer", outputs: object) -> None:
+    def end_batch(self, trainer: Trainer, outputs: object) -> None:
         """Keep the loss on its device, without waiting for it, and write the probes of a batch."""
         self._replayed.close()
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
@@ -267,20 +267,21 @@ class TrainerRecorder:
         scalars = trainer.callback_metrics if "scalar" in self._run.options.kinds else {}
         self.probes.end(loss, {name: v for name, v in scalars.items() if self._takes(name)})
 
-    def start_validation_batch(self, trainer: "Trainer", batch: Any) -> None:
+    def start_validation_batch(self, trainer: Trainer, batch: Any) -> None:
         """Probe a batch of a validation within a fit, which may feed back into the training."""
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
-            step, scaler = trainer.global_step, _find_scaler(trainer)
+            step = trainer.global_step
+            scaler = getattr(trainer.precision_plugin, "scaler", None)
             self.probes.start_validation(trainer.current_epoch, step, batch, scaler)
 
-    def reduce_loss(self, trainer: "Trainer") -> None:
+    def reduce_loss(self, trainer: Trainer) -> None:
         """With logical ranks, replace the loss by the mean of all; every rank must call this."""
         reduce = getattr(trainer.strategy, "reduce_loss", None)
         number = None if reduce is None else reduce()
         if number is not None:
             self._run.loss = torch.tensor(number, dtype=torch.float64)
 
-    def record(self, trainer: "Trainer", session: TrainerSession, moment: RecordKind) -> None:
+    def record(self, trainer: Trainer, session: TrainerSession, moment: RecordKind) -> None:
         """Record one moment, and compare it with the reference and across ranks.
 
         Raises:
@@ -310,10 +311,11 @@ class TrainerRecorder:
         if moment == "final" or not trainer.is_global_zero:  # the loggers are closed by then
             return
         log_digest(trainer.loggers, digests.totals["weights"], trainer.global_step)
-        if self._run.compares:
-            log_drift(trainer.loggers, differing, trainer.global_step)
+        if self._run.compares:  # the entries that differ from the reference or across ranks
+            for logger in trainer.loggers:
+                logger.log_metrics({_DRIFT: float(differing)}, step=trainer.global_step)
 
-    def begin_evaluation(self, trainer: "Trainer", session: TrainerSession, stage: str) -> None:
+    def begin_evaluation(self, trainer: Trainer, session: TrainerSession, stage: str) -> None:
         """Begin to digest the outputs of an evaluation; outside a fit, open a ledger for it.
 
         Raises:
@@ -322,11 +324,11 @@ class TrainerRecorder:
         if trainer.sanity_checking:  # its outputs are not recorded
             return
         logical = get_logical_ranks(trainer) is not None
-        block = cast(Any, trainer.strategy).block if logical else None
+        block = trainer.strategy.block if logical else None
         self._outputs = OutputDigest() if block is None else LogicalOutputDigest(block)
         if trainer.state.fn == "fit":
             return
-        training = Training(trainer.lightning_module, cast(nn.Module, trainer.model))
+        training = Training(trainer.lightning_module, trainer.model)
         self._run.begin(
             ranks_of(trainer),
             training,
@@ -342,13 +344,13 @@ class TrainerRecorder:
         if self._outputs is not None and self._run.is_open:
             self._outputs.add(outputs, loader=loader, batch=batch)
 
-    def end_evaluation(self, trainer: "Trainer", stage: str) -> None:
+    def end_evaluation(self, trainer: Trainer, stage: str) -> None:
         """Record an evaluation."""
         outputs, self._outputs = self._outputs, None
         if outputs is None or not self._run.is_open:
             return
         if isinstance(outputs, LogicalOutputDigest):
-            outputs.merge(cast(Any, trainer.strategy).gather_values(outputs.as_plain()))
+            outputs.merge(trainer.strategy.gather_values(outputs.as_plain()))
         record = Evaluation(
             name=stage,
             epoch=trainer.current_epoch,
@@ -372,7 +374,7 @@ class TrainerRecorder:
             self._run.append(record)
         self._evaluations.clear()
 
-    def _append_model(self, trainer: "Trainer", moment: RecordKind) -> None:
+    def _append_model(self, trainer: Trainer, moment: RecordKind) -> None:
         """Record the evaluated weights, to tell different weights from different arithmetic."""
         digests = self._run.take(moment, epoch=trainer.current_epoch, step=trainer.global_step)
         self._run.append(digests)
@@ -389,7 +391,7 @@ class TrainerRecorder:
     def _takes(self, metric: str) -> bool:
         return not any(fnmatchcase(metric, pattern) for pattern in self._ignored_metrics)
 
-    def _logged_scalars(self, trainer: "Trainer") -> dict[str, str]:
+    def _logged_scalars(self, trainer: Trainer) -> dict[str, str]:
         """Return the logged scalars; vectors are left out.
 
         With logical ranks they are those of rank 0, where the first logical rank is, whatever the
@@ -402,7 +404,7 @@ class TrainerRecorder:
         }
         if get_logical_ranks(trainer) is None:
             return scalars
-        first: dict[str, str] = cast(Any, trainer.strategy).gather_values(scalars)[0]
+        first: dict[str, str] = trainer.strategy.gather_values(scalars)[0]
         return first
 
 
@@ -411,12 +413,8 @@ def _wrap_steps(strategy: object, stack: ExitStack, ops: OpMode) -> None:
         wrap_method(stack, strategy, name, ops.entered)
 
 
-def _find_scaler(trainer: "Trainer") -> Any:
-    return getattr(trainer.precision_plugin, "scaler", None)
-
-
 def _describe_run(
-    trainer: "Trainer",
+    trainer: Trainer,
     training: Training,
     session: TrainerSession,
     further: Mapping[str, Scalar],
@@ -445,7 +443,7 @@ def _describe_run(
     return header, facts, replicated if trains else None
 
 
-def _describe_layout(trainer: "Trainer") -> dict[str, Scalar]:
+def _describe_layout(trainer: Trainer) -> dict[str, Scalar]:
     layout: dict[str, Scalar] = {
         "world.size": trainer.world_size,
         "world.nodes": trainer.num_nodes,
@@ -485,9 +483,3 @@ def log_digest(loggers: Iterable[Any], digest: str, step: int) -> None:
             experiment.summary[_WEIGHTS] = digest
         elif hasattr(experiment, "log_hparams"):
             logger.log_hyperparams({_WEIGHTS: digest})
-
-
-def log_drift(loggers: Iterable[Any], differing: int, step: int) -> None:
-    """Log the number of entries that differ from the reference or across ranks."""
-    for logger in loggers:
-        logger.log_metrics({_DRIFT: float(differing)}, step=step)

@@ -13,11 +13,9 @@ from lightning_d9m.hashing.shards import find_hybrid_sharding
 from lightning_d9m.lightning import lightning_private
 from lightning_d9m.lightning.packages import rank_zero
 from lightning_d9m.lightning.saved_state import LOGICAL_RANKS_KEY, LoopPosition, SavedState
-from lightning_d9m.lightning.trainer_attributes import get_logical_ranks
+from lightning_d9m.lightning.trainer_attributes import Trainer, get_logical_ranks
 
 if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
-
     from lightning_d9m.lightning.trainer_session import TrainerSession
 
 
@@ -86,7 +84,7 @@ def name_all(problem: str, paths: Iterable[str]) -> list[str]:
     return [problem.format(named)] if named else []
 
 
-def describe_unfinished(trainer: "Trainer", epoch: int, cause: str, then: str) -> str:
+def describe_unfinished(trainer: Trainer, epoch: int, cause: str, then: str) -> str:
     """Return why an epoch that the end of a fit cut short cannot go on."""
     trained = trainer.fit_loop.epoch_loop.batch_progress.current.completed
     return (
@@ -96,7 +94,7 @@ def describe_unfinished(trainer: "Trainer", epoch: int, cause: str, then: str) -
     )
 
 
-def find_missing_state(trainer: "Trainer", position: LoopPosition) -> list[str]:
+def find_missing_state(trainer: Trainer, position: LoopPosition) -> list[str]:
     """Return why a checkpoint that is being saved cannot be resumed exactly."""
     between = position.phase == "epoch"
     loaders = lightning_private.list_loaders(trainer.fit_loop)
@@ -111,7 +109,7 @@ def find_missing_state(trainer: "Trainer", position: LoopPosition) -> list[str]:
     return found
 
 
-def list_loader_problems(trainer: "Trainer", *, within: bool) -> list[str]:
+def list_loader_problems(trainer: Trainer, *, within: bool) -> list[str]:
     """Return why loaders cannot continue exactly, within a training epoch or in the next one."""
     fit = trainer.fit_loop
     loops = ((fit, within), (fit.epoch_loop.val_loop, False))
@@ -123,13 +121,13 @@ def list_loader_problems(trainer: "Trainer", *, within: bool) -> list[str]:
     ]
 
 
-def is_cut_by_max_steps(trainer: "Trainer") -> bool:
+def is_cut_by_max_steps(trainer: Trainer) -> bool:
     """Return whether ``max_steps`` has ended the fit, and batches of the epoch are left."""
     by_steps = reaches_max_steps(trainer, trainer.global_step) and not trainer.should_stop
     return by_steps and _has_batches_left(trainer)
 
 
-def _has_batches_left(trainer: "Trainer") -> bool:
+def _has_batches_left(trainer: Trainer) -> bool:
     # A batch that `on_train_batch_start` has skipped, which ends the epoch in every run, is ready
     # and not completed.
     batches = trainer.fit_loop.epoch_loop.batch_progress.current
@@ -149,7 +147,7 @@ def report(heading: str, problems: list[str], *, raises: bool, then: str = "") -
     rank_zero().rank_zero_info(text)
 
 
-def describe_settings(trainer: "Trainer", session: "TrainerSession") -> dict[str, Any]:
+def describe_settings(trainer: Trainer, session: "TrainerSession") -> dict[str, Any]:
     """Return the settings in a checkpoint, which ``find_resume_problems`` compares with a run's."""
     settings: dict[str, Any] = dict(session.settings.as_record())
     logical_ranks = get_logical_ranks(trainer)
@@ -157,7 +155,7 @@ def describe_settings(trainer: "Trainer", session: "TrainerSession") -> dict[str
 
 
 def find_resume_problems(
-    state: SavedState, trainer: "Trainer", settings: Mapping[str, object]
+    state: SavedState, trainer: Trainer, settings: Mapping[str, object]
 ) -> list[str]:
     """Return why a run cannot be resumed exactly from the state that a checkpoint holds.
 
@@ -198,11 +196,11 @@ def find_resume_problems(
     return problems
 
 
-def is_at_end(trainer: "Trainer") -> bool:
+def is_at_end(trainer: Trainer) -> bool:
     """Return whether no batch of the epoch is left."""
     return bool(trainer.fit_loop.epoch_loop.batch_progress.is_last_batch)
 
 
-def reaches_max_steps(trainer: "Trainer", step: int) -> bool:
+def reaches_max_steps(trainer: Trainer, step: int) -> bool:
     """Return whether the fit has no step left after this one."""
-    return 0 <= trainer.max_steps <= step  # -1: unlimited
+    return bool(0 <= trainer.max_steps <= step)  # -1: unlimited

@@ -10,7 +10,7 @@ import inspect
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import cache
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -25,9 +25,8 @@ from lightning_d9m.lightning.lightning_private import list_loaders
 from lightning_d9m.lightning.saved_state import KEY
 from lightning_d9m.lightning.strategies import is_sharded
 from lightning_d9m.lightning.trainer_attributes import (
+    Trainer,
     find_metrics,
-    get_datamodule,
-    list_callbacks,
     list_schedulers,
     name_callbacks,
 )
@@ -35,10 +34,6 @@ from lightning_d9m.state.changes import Changes, describe_unsaved
 from lightning_d9m.state.parts import Namespace, is_of_lightning, is_of_program
 from lightning_d9m.state.plain_data import decode_plain, pack_bytes, unpack_bytes
 from lightning_d9m.state.state import digest_value
-
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
-
 
 # Loaders have a control of their own, which reads their datasets and samplers.
 _LOADING = (Dataset, DataLoader, Sampler)
@@ -56,7 +51,7 @@ class ProgramState:
     It is made before the fit runs any step, also none of the sanity check.
     """
 
-    def __init__(self, trainer: "Trainer", parts: ModelTensors) -> None:
+    def __init__(self, trainer: Trainer, parts: ModelTensors) -> None:
         self._trainer = trainer
         self._parts = parts
         self._module = trainer.lightning_module
@@ -106,7 +101,7 @@ class ProgramState:
         controlled = [loader for loader in loaders if isinstance(loader, DataLoader)]
         samplers = [sampler for loader in controlled for sampler in find_samplers(loader)]
         samplers = [sampler for sampler in samplers if id(sampler) not in self._entered]
-        containers = _list_loaded_containers(list_callbacks(trainer))
+        containers = _list_loaded_containers(trainer.callbacks)
         held: Iterable[Any] = [
             *trainer.optimizers,
             *list_schedulers(trainer),
@@ -194,7 +189,7 @@ def digest_tensors(strategy: object, model: ModelTensors) -> dict[str, str]:
     return dict(zip(named, digest_many(list(named.values())), strict=True))
 
 
-def digest_callbacks(trainer: "Trainer") -> dict[str, str]:
+def digest_callbacks(trainer: Trainer) -> dict[str, str]:
     """Return the digests of the states of callbacks.
 
     Those that save checkpoints, and our own, change when they do so, and steer no training.
@@ -202,7 +197,7 @@ def digest_callbacks(trainer: "Trainer") -> dict[str, str]:
     saving = {*map(id, trainer.checkpoint_callbacks)}
     return {
         f"{name}.state_dict()": digest_value(callback.state_dict())
-        for name, callback in name_callbacks(list_callbacks(trainer)).items()
+        for name, callback in name_callbacks(trainer.callbacks).items()
         if id(callback) not in saving and callback.state_key != KEY
     }
 
@@ -222,10 +217,10 @@ def find_lost(model: ModelTensors, checkpoint: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _name_owners(trainer: "Trainer") -> dict[str, object]:
-    own = [each for each in list_callbacks(trainer) if getattr(each, "state_key", None) != KEY]
+def _name_owners(trainer: Trainer) -> dict[str, object]:
+    own = [each for each in trainer.callbacks if getattr(each, "state_key", None) != KEY]
     owners: dict[str, object] = {"model": trainer.lightning_module}
-    owners |= {"datamodule": get_datamodule(trainer)} | name_callbacks(own)
+    owners |= {"datamodule": trainer.datamodule} | name_callbacks(own)
     kinds: dict[type, None] = {}
     for owner in owners.values():
         kinds |= dict.fromkeys(kind for kind in type(owner).__mro__ if is_of_program(kind))

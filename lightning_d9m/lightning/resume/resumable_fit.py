@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 from warnings import catch_warnings, filterwarnings, warn
 
 from lightning_d9m.attribute_patches import AttributePatches
@@ -18,27 +18,9 @@ from lightning_d9m.lightning import lightning_private
 from lightning_d9m.lightning.checkpoint_io import add_manifests
 from lightning_d9m.lightning.packages import rank_zero
 from lightning_d9m.lightning.recording.trainer_recorder import TrainerRecorder
-from lightning_d9m.lightning.resume import exactness, run_state
+from lightning_d9m.lightning.resume import exactness, program_state, run_state
 from lightning_d9m.lightning.resume.exactness import name_all
-from lightning_d9m.lightning.resume.loop_position import (
-    draws_when_iterated,
-    drop_consumed_states,
-    find_position,
-    finish_pending_work,
-    iterate_again,
-    makes_iterator_again,
-    reopen_epoch,
-)
-from lightning_d9m.lightning.resume.program_state import (
-    Captured,
-    ProgramState,
-    digest_callbacks,
-    digest_tensors,
-    find_changed,
-    find_lost,
-    keep_modes,
-    keep_small,
-)
+from lightning_d9m.lightning.resume.program_state import Captured, ProgramState
 from lightning_d9m.lightning.saved_state import (
     CALLBACKS,
     KEY,
@@ -49,14 +31,15 @@ from lightning_d9m.lightning.saved_state import (
     find_state,
 )
 from lightning_d9m.lightning.strategies import is_sharded
-from lightning_d9m.lightning.trainer_attributes import get_logical_ranks, list_schedulers, ranks_of
+from lightning_d9m.lightning.trainer_attributes import (
+    Trainer,
+    get_logical_ranks,
+    list_schedulers,
+    ranks_of,
+)
 from lightning_d9m.lightning.trainer_session import TrainerSession
 from lightning_d9m.recording.rank_agreement import gather_json
 from lightning_d9m.state.plain_data import decode_plain, encode_plain, pack_bytes, unpack_bytes
-
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
-
 
 InexactResumeAction = Literal["raise", "warn", "raise_early"]
 
@@ -92,7 +75,7 @@ class ResumableFit:
 
     def __init__(
         self,
-        trainer: "Trainer",
+        trainer: Trainer,
         session: TrainerSession,
         recorder: TrainerRecorder,
         on_inexact: InexactResumeAction,
@@ -101,7 +84,9 @@ class ResumableFit:
         self._on_inexact = on_inexact
         self._patches = AttributePatches()
         self._at_end = False
+        # The state that is resumed, and that of this rank, until the first batch.
         self._resumed: SavedState | None = None
+        self._rank = SavedRank()
         # Where training began, where `max_steps` ended the fit, after a save, before a validation.
         self._first = _Moment({})
         self._at_cut: _Moment | None = None
@@ -181,9 +166,10 @@ class ResumableFit:
         if state.position.phase == "cut" and not exactness.reaches_max_steps(
             trainer, state.position.step
         ):
-            reopen_epoch(checkpoint)
-        rank = self._rank_state
-        if state.fits(trainer.world_size, get_logical_ranks(trainer)):
+            run_state.reopen_epoch(checkpoint)
+        place = trainer.world_size, get_logical_ranks(trainer)
+        rank = self._rank = state.of_rank(trainer.global_rank, *place)
+        if state.fits(*place):
             loaded = {"train": rank.train_reload_epoch, "validate": rank.validation_reload_epoch}
             self._session.resume_fit(state.fit, loaded)
         self._unvalidated = rank
@@ -204,7 +190,7 @@ class ResumableFit:
         trainer = self._trainer
         if trainer.fit_loop.restarting:
             if self._was_saved_between_epochs:
-                drop_consumed_states(trainer)
+                run_state.drop_consumed_states(trainer)
             self._loader_states = lightning_private.list_pending_loader_states(trainer)
             if self._resumed is not None and any(self._loader_states):
                 self._lengths = [] if self._position.batch else [0]
@@ -220,8 +206,10 @@ class ResumableFit:
         if not lightning_private.has_loaded_progress(self._trainer):
             reset()
             return
-        run_state.restore_latest(self._trainer, self._rank_state.callback_metrics)
-        self._at_end = finish_pending_work(self._trainer, self._position, reset)
+        latest, device = self._rank.callback_metrics, self._trainer.strategy.root_device
+        moved = {name: value.to(device, copy=True) for name, value in latest.items()}
+        lightning_private.update_callback_metrics(self._trainer, moved)
+        self._at_end = run_state.finish_pending_work(self._trainer, self._position, reset)
 
     @cached_property
     def _program(self) -> ProgramState:
@@ -229,8 +217,8 @@ class ResumableFit:
         return ProgramState(self._trainer, self._parts)
 
     def _digest(self, *, callbacks: bool = False) -> dict[str, str]:
-        found = digest_tensors(self._trainer.strategy, self._parts)
-        return found | (digest_callbacks(self._trainer) if callbacks else {})
+        found = program_state.digest_tensors(self._trainer.strategy, self._parts)
+        return found | (program_state.digest_callbacks(self._trainer) if callbacks else {})
 
     def _find_changed(self, since: _Moment | None, *, callbacks: bool = False) -> list[str]:
         """Return the names of what has changed since a moment."""
@@ -239,7 +227,7 @@ class ResumableFit:
         now = self._digest(callbacks=callbacks)
         names = [name for name, digest in since.digests.items() if now.get(name) != digest]
         if since.program is not None:
-            changed = find_changed(since.program, self._program.capture())
+            changed = program_state.find_changed(since.program, self._program.capture())
             names += [path for path in changed if not path.startswith(since.reset)]
         return names
 
@@ -249,11 +237,11 @@ class ResumableFit:
             self._has_settled = True
             self._program.settle()
         if self._resumed is not None and self._has_begun:
-            vars(self._trainer).update(self._read_hooks().get("options", {}))
-            missing = self._program.restore(self._rank_state.program, self._rank_state.reset)
+            self._trainer.__dict__.update(self._read_hooks().get("options", {}))
+            missing = self._program.restore(self._rank.program, self._rank.reset)
             self._raise_or_warn_on_all_ranks(name_all(exactness.MISSING_OBJECTS, missing))
             run_state.restore_outside(
-                self._trainer, self._session, self._rank_state, self._report_problems
+                self._trainer, self._session, self._rank, self._report_problems
             )
             if self._was_saved_between_epochs:
                 self._session.loaders.restore_data("train", self._position.epoch)
@@ -276,11 +264,11 @@ class ResumableFit:
     def _start_batches(self, start: Callable[..., None], *args: Any, **words: Any) -> None:
         trainer, session = self._trainer, self._session
         between = self._was_saved_between_epochs
-        if makes_iterator_again(trainer):
+        if run_state.makes_iterator_again(trainer):
             session.loaders.restart_epoch("train", trainer.current_epoch)
-        elif trainer.current_epoch and between and draws_when_iterated(trainer):
+        elif trainer.current_epoch and between and run_state.draws_when_iterated(trainer):
             session.loaders.restart_epoch("train", trainer.current_epoch)
-            iterate_again(trainer, self._loader_states)
+            run_state.iterate_again(trainer, self._loader_states)
         self._loader_states = []
         start(*args, **words)
         if self._resumed is not None and exactness.is_at_end(trainer):  # a batch may be fetched
@@ -296,16 +284,16 @@ class ResumableFit:
             if self._resumed is not None:
                 self._start_schedules()
             if self._resumed is not None and self._resumed.position.phase != "epoch":
-                self._program.restore(self._rank_state.program, self._rank_state.reset)
-                run_state.restore_within(trainer, self._rank_state, self._report_problems)
-            self._resumed = None
+                self._program.restore(self._rank.program, self._rank.reset)
+                run_state.restore_within(trainer, self._rank, self._report_problems)
+            self._resumed, self._rank = None, SavedRank()
 
     def _start_schedules(self) -> None:
         """Set up the options and schedulers that callbacks change when an epoch starts."""
         hooks, trainer = self._read_hooks(), self._trainer
         if not self._was_saved_between_epochs:
             run_state.start_schedules(trainer, hooks.get("starters", ()))
-            vars(trainer).update(hooks.get("options", {}))
+            trainer.__dict__.update(hooks.get("options", {}))
         names = [type(own).__name__ for own in list_schedulers(trainer)]
         saved = hooks.get("schedulers", names)
         if saved != names and not lightning_private.skips_backward(trainer):
@@ -314,7 +302,7 @@ class ResumableFit:
 
     def _read_hooks(self) -> dict[str, Any]:
         """Return what ``_capture_hooks`` has saved."""
-        data = self._rank_state.program.get(_HOOKS)
+        data = self._rank.program.get(_HOOKS)
         return {} if data is None else decode_plain(unpack_bytes(data))
 
     def _capture_hooks(self) -> dict[str, Any]:
@@ -388,7 +376,7 @@ class ResumableFit:
             position.batch,
             # Called when the loaders are iterated: Lightning sets their mode later.
             lambda: lightning_private.cycles_shorter_loaders(trainer),
-            self._rank_state.samplers,
+            self._rank.samplers,
         )
 
     def end_epoch(self) -> None:
@@ -428,7 +416,7 @@ class ResumableFit:
                 if problems:
                     exactness.report(_EARLY, problems, raises=True, then=_THEN)
             return
-        position, rank = self._position, self._rank_state
+        position, rank = self._position, self._rank
         if (resumed := self._resumed) is not None:
             if (step := trainer.global_step) != position.step:
                 problem = exactness.LOST_PROGRESS.format(step, position.step)
@@ -452,18 +440,15 @@ class ResumableFit:
 
     @property
     def _position(self) -> LoopPosition:
-        return find_position(self._trainer) if self._resumed is None else self._resumed.position
+        return (
+            run_state.find_position(self._trainer)
+            if self._resumed is None
+            else self._resumed.position
+        )
 
     @property
     def _was_saved_between_epochs(self) -> bool:
         return self._resumed is not None and self._resumed.position.phase == "epoch"
-
-    @property
-    def _rank_state(self) -> SavedRank:
-        if self._resumed is None:
-            return SavedRank()
-        ranks, logical_ranks = self._trainer.world_size, get_logical_ranks(self._trainer)
-        return self._resumed.of_rank(self._trainer.global_rank, ranks, logical_ranks)
 
     def capture(self, checkpoint: Mapping[str, Any] = MappingProxyType({})) -> SavedState:
         """Return the state of the run, with the state of this rank alone.
@@ -473,7 +458,7 @@ class ResumableFit:
         if self._cut is not None:
             return self._add_changes_since_cut(self._cut)
         trainer, session = self._trainer, self._session
-        position = find_position(trainer)
+        position = run_state.find_position(trainer)
         before = self._before_evaluation
         user, program = (
             before
@@ -482,8 +467,8 @@ class ResumableFit:
         )
         self._captured = program
         if trainer.validating and before is not None:
-            program = keep_modes(program, before[1])
-        kept, reasons = keep_small(program, checkpoint)
+            program = program_state.keep_modes(program, before[1])
+        kept, reasons = program_state.keep_small(program, checkpoint)
         late = self._late if position.phase == "batch" else []
         if position.phase == "validation" and (names := self._find_changed(self._validated)):
             late = [exactness.IN_VALIDATION.format(names[0])]
@@ -541,7 +526,7 @@ class ResumableFit:
         """
         state = find_state(checkpoint)
         if state is not None and not is_sharded(self._trainer.strategy):
-            lost = find_lost(self._parts, checkpoint)
+            lost = program_state.find_lost(self._parts, checkpoint)
             changed = self._find_changed(self._first) if lost else []
             known = self._first.digests
             names = [name for name in lost if name in changed or name not in known]
@@ -603,9 +588,7 @@ class CheckpointState:
     def __getstate__(self) -> dict[str, Any]:
         return vars(CheckpointState(self._on_inexact))
 
-    def attach(
-        self, trainer: "Trainer", session: TrainerSession, recorder: TrainerRecorder
-    ) -> None:
+    def attach(self, trainer: Trainer, session: TrainerSession, recorder: TrainerRecorder) -> None:
         """Prepare a fit for a checkpoint that it may resume from; called before that is loaded."""
         self._ended = None
         if session.stage == "fit":
@@ -619,7 +602,7 @@ class CheckpointState:
         if fit is not None:
             fit.release()
 
-    def keep(self, trainer: "Trainer", *, ended: bool) -> None:
+    def keep(self, trainer: Trainer, *, ended: bool) -> None:
         """Keep the state of a run that is about to end, for checkpoints that are saved later.
 
         Args:
@@ -633,7 +616,7 @@ class CheckpointState:
             self._ended = run_state.gather_ranks(trainer, state) if ended else state
             self._ended_on_all_ranks = ended
 
-    def save(self, trainer: "Trainer", checkpoint: dict[str, Any]) -> None:
+    def save(self, trainer: Trainer, checkpoint: dict[str, Any]) -> None:
         """Add the state to a checkpoint. Every rank calls this, unless the run has ended."""
         if self._fit is not None:
             state = run_state.gather_ranks(trainer, self._fit.save(checkpoint))

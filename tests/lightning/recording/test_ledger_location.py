@@ -6,7 +6,6 @@ import lightning.pytorch as pl
 import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.profilers import SimpleProfiler
 from trainings import QUIET, make_loader, make_model
 
 from lightning_d9m import DeterminismCallback, LedgerError
@@ -46,13 +45,6 @@ def test_the_folder_of_the_checkpoints_holds_no_ledger(train, caplog):
     assert (train.root / "cwd/d9m" / LEDGER).exists()
     assert "because" in caplog.text
     assert "LIGHTNING_D9M_LEDGER_DIR" in caplog.text
-
-
-def test_the_folder_of_the_profiler_holds_no_ledger(train):
-    root = train.root / "root"
-    train(default_root_dir=root, profiler=SimpleProfiler(dirpath=root, filename="profiled"))
-    assert [path.name for path in root.iterdir()] == ["fit-profiled.txt"]
-    assert (train.root / "cwd/d9m" / LEDGER).exists()
 
 
 def test_a_remote_root_makes_no_local_folder_of_its_name(train):

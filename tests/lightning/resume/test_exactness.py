@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import (
     ModelPruning,
 )
 from resuming import DrawingDigits, Fits, agree, in_order, stream
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, default_collate
 from trainings import QUIET, NoisyDigits, make_loader, make_model
 
 from lightning_d9m import DeterminismCallback
@@ -103,6 +103,44 @@ def test_a_run_is_resumed_when_nothing_of_its_epoch_is_left(fits, loader):
     """Where a ModelCheckpoint saves by default: after the validation that ends the epoch."""
     places = [{"batch": 6}, {"hook": "on_validation_end", "batch": 6}]
     fits.check(*places, loader=loader, limit_train_batches=6)
+
+
+class RestlessLoader:
+    """A loader of the program that draws its order when it is iterated."""
+
+    def __init__(self):
+        self.digits, self.rng = NoisyDigits(), random.Random(3)
+
+    def draw(self):
+        order = list(range(96))
+        self.rng.shuffle(order)
+        random.shuffle(order)
+        return order
+
+    def __iter__(self):
+        order = self.draw()
+        batches = (order[start : start + 16] for start in range(0, 96, 16))
+        return (default_collate([self.digits[index] for index in batch]) for batch in batches)
+
+    def __len__(self):
+        return 6
+
+
+class RestlessDataLoader(DataLoader):
+    """The same, derived from torch's."""
+
+    def __init__(self):
+        super().__init__(NoisyDigits(), batch_size=16)
+        self.rng = random.Random(3)
+
+    def __iter__(self):
+        moved = self.rng.random() + random.random()
+        return ([image + moved, label] for image, label in super().__iter__())
+
+
+@pytest.mark.parametrize("loader", [RestlessLoader, RestlessDataLoader])
+def test_a_loader_of_the_program_that_draws_goes_on_between_epochs(fits, loader):
+    fits.check(BETWEEN, {**BETWEEN, "epoch": 1}, loader=loader, max_epochs=3)
 
 
 def pruning():
