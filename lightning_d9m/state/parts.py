@@ -114,7 +114,7 @@ class Holder(Kind):
     def matches(self, owner: Any, content: Content) -> bool:
         """See `Kind`."""
         found = self.read(owner)
-        return _are_same(found.parts, content.parts) and _are_same(found.keys, content.keys)
+        return are_same(found.parts, content.parts) and are_same(found.keys, content.keys)
 
     def sign(self, owner: Any) -> object:
         """Return the identities of the parts, which are known as the content keeps them alive."""
@@ -282,7 +282,7 @@ class _Long(Kind):
     def matches(self, owner: Any, content: Any) -> bool:
         now = self.read(owner)
         alike = len(now) == len(content) and all(map(operator.is_, now, content))
-        return alike or _are_same(now, content)
+        return alike or are_same(now, content)
 
 
 class _Tensor(Kind):
@@ -318,7 +318,7 @@ class _Array(Kind):
         if (owner.shape, owner.dtype) != (content.shape, content.dtype):
             return False
         if owner.dtype.hasobject:
-            return _are_same(tuple(owner.flat), tuple(content.flat))
+            return are_same(tuple(owner.flat), tuple(content.flat))
         return owner.tobytes() == content.tobytes()
 
 
@@ -363,13 +363,13 @@ class _Opaque(Kind):
         if slots := _read_slots(owner):
             return (None, *slots.values())
         first, again = (tuple(_list_saved(owner)) for _ in range(2))
-        if _are_same(first, again):
+        if are_same(first, again):
             return (None, *first)
         ended = getattr(owner, "gi_frame", owner) is None
         return (None, object()) if hasattr(owner, "__next__") and not ended else (None,)
 
     def matches(self, owner: Any, content: Any) -> bool:
-        return _are_same(self.read(owner), content)
+        return are_same(self.read(owner), content)
 
     def describe(self, content: Any) -> object:
         return content[0]
@@ -539,7 +539,7 @@ def are_equal(one: Any, other: Any) -> bool:  # noqa: PLR0911 - one case for eac
     return bool(one == other)
 
 
-def _are_same(one: tuple[Any, ...] | None, other: tuple[Any, ...] | None) -> bool:
+def are_same(one: tuple[Any, ...] | None, other: tuple[Any, ...] | None) -> bool:
     """Return whether two contents hold the same objects, or equal values."""
     if one is None or other is None:
         return one is other

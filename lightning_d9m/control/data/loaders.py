@@ -27,7 +27,6 @@ from lightning_d9m.control.data.data_state import (
 )
 from lightning_d9m.control.data.resumable_sampler import ResumableSampler, is_user_made, unwrap
 from lightning_d9m.control.data.samplers import (
-    SamplerState,
     copy_loader,
     describe_seed,
     find_samplers,
@@ -94,8 +93,9 @@ class ControlledLoader:
         self._orders: dict[int, torch.Generator] = {}
         self._chosen: dict[int, str] = {}  # what the user's seeds add to ours
         self._rankless = is_rankless(loader)
-        others = [control.data for control in earlier]
-        self.data: DataState = DataState(_name_owners(loader), others)
+        samplers = find_samplers(loader)
+        states = [control.state for control in earlier]
+        self.state: DataState = DataState(_name_owners(loader), samplers, states)
         replacements.replace(loader, "generator", self._generator)
         # With in_order=False batches come as workers finish them. torchdata's loaders and older
         # releases of torch may lack the attribute.
@@ -115,10 +115,6 @@ class ControlledLoader:
                 replacements.replace(loader, "_iterator", None)
         self.at_start: dict[str, Any] = {}
         self._has_data = False
-        samplers = find_samplers(loader)
-        self.samplers: SamplerState = SamplerState(
-            samplers, loader.dataset, [control.samplers for control in earlier]
-        )
         # What the samplers have changed before and after they were iterated in advance.
         self._before: dict[str, Any] | None = None
         self._after: dict[str, Any] | None = None
@@ -137,7 +133,7 @@ class ControlledLoader:
                 # torchdata's loader; this class restores the position in the epoch.
                 replacements.replace(loader, "load_state_dict", _ignore)
             guard = RngGuard()
-            state = None if loader.num_workers else self.data
+            state = None if loader.num_workers else self.state
             owners = (loader.dataset, stream, per_sample, guard, loader.collate_fn)
             seeded = SeededDataset(*owners, state)
             replacements.replace(loader, "dataset", seeded)
@@ -161,12 +157,12 @@ class ControlledLoader:
     def capture(self, *, within: bool, at_end: bool) -> dict[str, Any]:
         """Return what the order of batches depends on; see ``LoaderControl.capture_samplers``."""
         if not within:
-            return self._capture_now()
+            return self.state.capture()
         # Read again from the start of the epoch; a validation is run again as a whole.
         if (self._iterable or self.stage != "train") and not at_end:
             return self.at_start
         at_start = {name: own for name, own in self.at_start.items() if name not in _OF_DATA}
-        now = self.data.capture()
+        now = {name: own for name, own in self.state.capture().items() if name in _OF_DATA}
         loader = self.loader()
         if loader is not None and loader.num_workers and not at_end:
             # Workers have copies from the start of the epoch.
@@ -175,35 +171,30 @@ class ControlledLoader:
             now = {**now, UNSAVED_DATA: [*now.get(UNSAVED_DATA, ()), *changed]}
         return at_start | {name: own for name, own in now.items() if own}
 
-    def _capture_now(self) -> dict[str, Any]:
-        """Return the states of the samplers and of the objects that load data."""
-        return self.samplers.capture() | self.data.capture()
-
     def _keep_start(self) -> None:
         if self._before is None:  # torch may make a second iterator, or cycle
-            self._before = self.samplers.capture()
-            self.at_start = self._before | self.data.capture()
+            self._before = self.at_start = self.state.capture()
 
     def keep_iterated(self) -> None:
         """Keep what iterating the samplers in advance has made of them."""
         if self._before is not None:
-            self._after = self.samplers.capture()
+            self._after = self.state.capture()
 
     def restore_data(self, epoch: int, consumed: ReachedPosition | None) -> None:
         """Restore what the dataset held where the run was interrupted."""
         if consumed is not None and consumed.epoch == epoch:
-            self.data.restore(consumed.samplers.get(str(self.number), {}))
+            self.state.restore_data(consumed.samplers.get(str(self.number), {}))
             self._has_data = True
 
     def restore(self, states: Mapping[str, Any]) -> None:
         """Restore what ``capture`` returned."""
-        self.samplers.restore(states)
-        self.data.restore(states)
+        self.state.restore_samplers(states)
+        self.state.restore_data(states)
 
     def reset(self, epoch: int) -> None:
         """Restore the samplers to the start of the current epoch, but for what hooks have set."""
         if self.started == epoch:
-            self.samplers.undo(self._before or self.at_start, self._after or {})
+            self.state.undo(self._before or self.at_start, self._after or {})
             self.started = None
 
     def enter(self, number: int, epoch: int) -> None:
@@ -229,11 +220,11 @@ class ControlledLoader:
             self._generator.manual_seed(seed)
         resumed = consumed is not None and consumed.epoch == epoch
         if consumed is not None and resumed:
-            self.samplers.restore(consumed.samplers.get(str(self.number), {}))
+            self.state.restore_samplers(consumed.samplers.get(str(self.number), {}))
             if not self._has_data:  # otherwise hooks may have set it since
                 self.restore_data(epoch, consumed)
         self._seed_samplers(loader, epoch)
-        self.at_start = self._capture_now()
+        self.at_start = self.state.capture()
         # A loader of an iterable dataset restores its position itself, or cannot.
         if consumed is not None and resumed and not self._iterable:
             self._requests.start_epoch(consumed.batches, consumed.cycled)

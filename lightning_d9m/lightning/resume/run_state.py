@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from lightning_d9m.control.data.data_state import DATA, NUMBERS
+from lightning_d9m.control.data.data_state import CHANGES, DATA, NUMBERS
 from lightning_d9m.control.data.resumable_sampler import unwrap
-from lightning_d9m.control.data.samplers import CHANGES
 from lightning_d9m.control.data.seeded_dataset import SeededCollate
 from lightning_d9m.control.seeding import (
     capture_generators,
