@@ -153,31 +153,6 @@ def test_a_search_visits_few_objects_and_still_finds_a_generator_beside_data(dat
     assert len(visited) <= 20_010
 
 
-def test_generators_in_nested_transforms_are_found():
-    """As in Albumentations: each transform has two, and a list of transforms is one itself."""
-    dataset = Sample()
-    dataset.transform = SimpleNamespace(
-        transforms=[SimpleNamespace(transforms=[SimpleNamespace(rng=random.Random(1))])]
-    )
-    assert list(find_generators({"loader": SimpleNamespace(dataset=dataset)})) == [
-        "loader.dataset.transform.transforms.0.transforms.0.rng"
-    ]
-
-
-class Sample:
-    """An object of a dataset, as those of PyTorch Geometric."""
-
-    def __init__(self, generator=None):
-        self.store = {"generator": generator, "parts": [[1], [2]]}
-
-
-def test_lists_of_objects_are_searched_whole():
-    inner = [Sample(random.Random(number)) for number in range(200)]
-    assert len(find_generators({"data": inner})) == 200
-    mixed = [Item(0)] * 200 + [Sample(random.Random(1))]
-    assert list(find_generators({"data": mixed})) == ["data.200.store.generator"]
-
-
 def test_long_lists_that_hold_themselves_or_many_others_are_searched_once():
     cyclic = [SimpleNamespace() for _ in range(60)]
     for item in cyclic:
@@ -289,8 +264,3 @@ def test_what_holds_a_generator_is_searched(name):
 def test_what_cannot_hold_a_generator_of_the_training_is_not_searched(name):
     held = NOT_SEARCHED[name](random.Random(1))
     assert find_generators({"owner": [held]}) == {}
-
-
-def test_an_owner_of_lightning_is_searched():
-    generator = random.Random(1)
-    assert find_generators({"owner": Lightnings(generator)}) == {"owner.held": generator}

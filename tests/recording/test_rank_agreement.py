@@ -7,7 +7,6 @@ from lightning_d9m.recording.rank_agreement import compare_ranks
 
 SAME = {"w": "a" * 32, "b": "b" * 32}
 EPOCH = Digests(moment="epoch", epoch=4, step=115, totals={}, groups={})
-INITIAL = Digests(moment="initial", epoch=0, step=0, totals={}, groups={})
 ODD = {"w": "a" * 32, "b": "c" * 32}
 
 
@@ -21,10 +20,6 @@ class TestCompareRanks:
     def test_equal(self, count):
         """One rank agrees with itself."""
         assert self.compare(*[SAME] * count) is None
-
-    def test_nothing_to_compare(self):
-        """A model whose parameters are all sharded."""
-        assert compare_ranks([{}, {}], EPOCH) is None
 
     def test_two_ranks(self):
         """Nobody can tell which is right: rank 1 is named."""
@@ -43,13 +38,6 @@ class TestCompareRanks:
         found = self.compare(ODD, SAME, SAME)
         assert (found.rank, found.expected_rank) == (0, 1)
         assert (found.expected, found.actual) == ("b" * 32, "c" * 32)
-
-    def test_all_differ(self):
-        """Then rank 0 is as good as any."""
-        third = {"w": "d" * 32, "b": "d" * 32}
-        found = self.compare(SAME, ODD, third)
-        assert (found.rank, found.expected_rank) == (1, 0)
-        assert str(found).startswith("Ranks 1, 2 differ from rank 0")
 
     def test_other_names(self):
         """Ranks that list other names are not held against each other entry by entry."""
@@ -91,13 +79,4 @@ class TestRankError:
         assert message.startswith(
             "Ranks 0 and 1 differ from each other in epoch 4 (step 115): 1 of 1 weights differ, "
             f"first w.\n  rank 0: {'a' * 16}\n  rank 1: {'b' * 16}\n"
-        )
-
-    def test_many_ranks(self):
-        """They are listed up to a bound."""
-        table = {"w": "a" * 32}
-        others = [{"w": f"{rank:032x}"} for rank in range(12)]
-        message = str(compare_ranks([table, *others], INITIAL))
-        assert message.startswith(
-            "Ranks 1, 2, 3, 4, 5, 6, 7, 8, ... differ from rank 0 in the initial state: 1 of 1 "
         )

@@ -122,14 +122,6 @@ def test_a_seed_of_the_user_counts_beside_ours(make_sampler):
     assert all(orders.count(one) == 1 for one in orders)
 
 
-def test_loaders_of_one_stage_draw_different_orders():
-    control = LoaderControl(1, fit=0, rank=0, per_sample_rng=False)
-    first, second = control.wrap_loader([make(), make()], "train")
-    control.start_epoch("train", 0)
-    assert order([rows(first)]) != order([rows(second)])
-    control.release()
-
-
 @pytest.mark.parametrize("container", [list, tuple, lambda x: dict(enumerate(x))])
 def test_loaders_in_containers_are_taken_over(container):
     from lightning.pytorch.utilities import CombinedLoader
@@ -169,17 +161,6 @@ def test_a_loader_that_is_made_anew_every_epoch_is_not_kept_alive():
     assert not seen
     # A loader that lives on draws the same, and so does one of a run that is resumed.
     assert found == epochs(make(), count=3, per_sample=True)
-
-
-def test_a_loader_that_is_handed_over_again_starts_its_epoch_anew():
-    """As for the training that follows a search for the learning rate."""
-    loader = make()
-    control = begin(loader, 0)
-    first = rows(loader)
-    control.wrap_loader(loader, "train")
-    control.start_epoch("train", 0)
-    assert order([rows(loader)]) == order([first])
-    control.release()
 
 
 def test_long_lived_workers_of_the_users_are_set_aside():

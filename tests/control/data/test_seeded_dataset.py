@@ -43,13 +43,6 @@ def test_workers_draw_what_seed_rank_and_epoch_say(workers, dataset):
         assert not {row[1:4] for row in others[0]} & set(draws)
 
 
-def test_a_long_lived_worker_draws_the_same_as_one_that_starts_anew():
-    """So that a resumed run, whose workers are new, can agree with a straight one."""
-    persistent = epochs(make(**WORKERS[1]), count=3)
-    assert epochs(make(**WORKERS[0]), count=3) == persistent
-    assert epochs(make(**WORKERS[1]), start=2, count=1) == persistent[2:]
-
-
 class DrawnOrder(IterableDataset):
     """A stream that draws its order when it starts."""
 
@@ -71,15 +64,6 @@ def test_an_epoch_that_is_started_again_draws_the_same(workers):
         assert [batch.tolist() for batch in loader] == found[epoch]
     control.release()
     assert found[0] != found[1]
-
-
-@pytest.mark.parametrize("dataset", [Draws, BatchDraws])
-def test_per_sample_rng_does_not_depend_on_workers(dataset):
-    found = {
-        repr(epochs(make(dataset(), **workers), count=3, per_sample=True))
-        for workers in ({}, {"num_workers": 1}, *WORKERS)
-    }
-    assert len(found) == 1
 
 
 @pytest.mark.parametrize("workers", [{}, WORKERS[1]], ids=["none", "persistent"])
