@@ -19,6 +19,7 @@ from xxhash import xxh3_128, xxh3_128_digest
 from lightning_d9m.errors import SettingError
 from lightning_d9m.state.parts import (
     ARRAY,
+    ATTRIBUTES,
     DICT,
     GENERATOR,
     ITEMS,
@@ -365,11 +366,13 @@ class _Digest(pickle.Pickler):
         self.hash = xxh3_128()
         self.identities: list[Any] = []
         self._leave_out = leave_out
+        self._plain: set[type] = set()  # types of which pickle itself takes all that objects hold
         super().__init__(cast("IO[bytes]", SimpleNamespace(write=self.hash.update)), 5)
 
     def reducer_override(self, value: Any) -> Any:
         """Return what counts of an object, but of numbers and builtin containers."""
-        if value is tuple:  # which this method returns
+        own: Any = type(value)
+        if own in self._plain or value is tuple:  # which this method returns
             return NotImplemented
         kind, held = find_kind(value), ()
         if kind is ARRAY:
@@ -378,6 +381,12 @@ class _Digest(pickle.Pickler):
             held = (encode_plain(kind.read(value)),)
         elif isinstance(kind, Holder) and not self._leave_out("", value):
             held = tuple(kind.read(value))
+            if (
+                kind is ATTRIBUTES
+                and own.__reduce_ex__ is object.__reduce_ex__
+                and not (issubclass(own, nn.Module) or _is_pickled_otherwise(own))
+            ):
+                self._plain.add(own)
         else:
             self.identities.append(value)
             if kind is TENSOR and not value.is_inference():
@@ -385,6 +394,11 @@ class _Digest(pickle.Pickler):
             elif kind in (OPAQUE, SET):
                 self.identities += kind.read(value)
         return tuple, (type(value).__qualname__, held)
+
+
+def _is_pickled_otherwise(kind: Any) -> bool:
+    names = ("__reduce__", "__getstate__", "__getnewargs__", "__getnewargs_ex__")
+    return any(getattr(kind, name, None) is not getattr(object, name, None) for name in names)
 
 
 class _Ignored(Kind):

@@ -10,40 +10,32 @@ EPOCH = Digests(moment="epoch", epoch=4, step=115, totals={}, groups={})
 ODD = {"w": "a" * 32, "b": "c" * 32}
 
 
-class TestCompareRanks:
-    """Rank 0 is expected, unless it alone is the odd one out."""
+THIRD = {"w": "d" * 32, "b": "d" * 32}
 
-    def compare(self, *tables):
-        return compare_ranks(tables, EPOCH)
 
-    @pytest.mark.parametrize("count", [1, 2, 5])
-    def test_equal(self, count):
-        """One rank agrees with itself."""
-        assert self.compare(*[SAME] * count) is None
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_ranks_that_agree_are_equal(count):
+    assert compare_ranks([SAME] * count, EPOCH) is None
+    assert compare_ranks([{}] * count, EPOCH) is None  # parameters that are all sharded
 
-    def test_two_ranks(self):
-        """Nobody can tell which is right: rank 1 is named."""
-        found = self.compare(ODD, SAME)
-        assert (found.rank, found.expected_rank) == (1, 0)
 
-    def test_one_of_many(self):
-        """The facts of the rank that differs."""
-        found = self.compare(SAME, SAME, ODD, SAME)
-        assert (found.rank, found.expected_rank, found.names) == (2, 0, ("b",))
+@pytest.mark.parametrize(
+    ("tables", "rank", "expected_rank", "names"),
+    [
+        ((ODD, SAME), 1, 0, ("b",)),  # nothing tells which of two is wrong
+        ((SAME, SAME, ODD, SAME), 2, 0, ("b",)),
+        ((ODD, SAME, SAME), 0, 1, ("b",)),
+        ((SAME, ODD, THIRD), 1, 0, ("b",)),  # rank 0 is as good as any
+        ((SAME, {"w": "a" * 32, "x": "b" * 32}), 1, 0, ("names of the entries",)),
+    ],
+)
+def test_rank_0_is_expected_unless_it_alone_differs(tables, rank, expected_rank, names):
+    found = compare_ranks(tables, EPOCH)
+    assert (found.rank, found.expected_rank, found.names) == (rank, expected_rank, names)
+    if names == ("b",):
         assert (found.count, found.total) == (1, 2)
-        assert (found.expected, found.actual) == ("b" * 32, "c" * 32)
-
-    def test_rank_0_alone(self):
-        """All others agree with each other."""
-        found = self.compare(ODD, SAME, SAME)
-        assert (found.rank, found.expected_rank) == (0, 1)
-        assert (found.expected, found.actual) == ("b" * 32, "c" * 32)
-
-    def test_other_names(self):
-        """Ranks that list other names are not held against each other entry by entry."""
-        found = compare_ranks([SAME, {"w": "a" * 32, "x": "b" * 32}], EPOCH)
-        assert found.names == ("names of the entries",)
-        assert "they do not list the same weights." in str(found)
+        sides = (tables[expected_rank]["b"], tables[rank]["b"])
+        assert (found.expected, found.actual) == sides
 
 
 class TestRankError:

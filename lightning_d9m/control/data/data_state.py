@@ -8,6 +8,7 @@ hold their first values.
 import time
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -18,27 +19,18 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from lightning_d9m.control.data.resumable_sampler import is_user_made
 from lightning_d9m.control.data.samplers import list_controlled
 from lightning_d9m.state.changes import Changes, describe_unsaved
-from lightning_d9m.state.parts import GENERATOR, Namespace, is_of_lightning, is_of_program
+from lightning_d9m.state.parts import GENERATOR, Namespace, is_of_lightning, name_classes
 from lightning_d9m.state.plain_data import pack_bytes, unpack_bytes
 from lightning_d9m.state.search import find_kind_safely, search
 
-CHANGES = "sampler"
-"""The key of what samplers have changed, encoded, by number of the sampler and path."""
-
-UNSAVED = "unsaved"
-"""The key of the paths of what they have changed and a checkpoint cannot hold."""
-
-DATA = "data"
-"""The key of what has changed in a loader's dataset and functions, encoded, by path."""
-
-UNSAVED_DATA = "unsaved data"
-"""The key of the paths of what has changed there and a checkpoint cannot hold."""
-
-LOGGED_DATA = "logged data"
-"""The key of the paths of what only the log names: caches that were filled, and loaders' own."""
-
+# The keys of a captured state. What samplers have changed, encoded, by number of the sampler and
+# path; and the paths of what they have changed and a checkpoint cannot hold.
+CHANGES, UNSAVED = "sampler", "unsaved"
+# The same of a loader's dataset and functions; and the paths of what only the log names: caches
+# that were filled, and what changes in a loader itself.
+DATA, UNSAVED_DATA, LOGGED_DATA = "data", "unsaved data", "logged data"
+# Of earlier versions: numbers by attribute, by the path of the object.
 NUMBERS = "dataset numbers"
-"""The key of earlier versions, for numbers by attribute, by the path of the object."""
 
 LOADER = "loader"
 """The name of a loader among the objects."""
@@ -48,9 +40,9 @@ _MOST_VISITED = 1000
 # Most bytes of one value; a larger one is data of the dataset's own.
 _MOST_BYTES = 2**24
 _CODE = (type, FunctionType, ModuleType)
-# In a worker each of the first batches is followed by a check, and later as many as take a
-# twentieth of the time.
-_CHECKED_BATCHES = 16
+# In a worker each of the first batches is followed by a check, unless checks take long, and later
+# as many as take a twentieth of the time.
+_CHECKED_BATCHES, _CHECKED_SECONDS = 16, 0.1
 _SHARE = 20
 
 
@@ -208,8 +200,8 @@ class WorkerWatch:
         """Look for changes, if it is time to; called after each batch."""
         self._batches += 1
         begun = time.monotonic()
-        early = self._batches <= _CHECKED_BATCHES or last
-        if not early and self._spent * _SHARE > begun - self._begun:
+        early = self._batches <= (_CHECKED_BATCHES if self._spent < _CHECKED_SECONDS else 2)
+        if not (early or last) and self._spent * _SHARE > begun - self._begun:
             return
         if self._batches == 1:
             self._state.settle()
@@ -244,12 +236,7 @@ def _watch(name: str, owner: Any, others: Collection[int]) -> Changes:
     if name not in ("", LOADER):
         owners = dict(_find_owners(name, owner))
     if name:
-        kinds = dict.fromkeys(kind for each in owners.values() for kind in type(each).__mro__)
-        owners |= {
-            f"{kind.__module__}.{kind.__qualname__}": Namespace(kind)
-            for kind in kinds
-            if is_of_program(kind)
-        }
+        owners |= name_classes(owners.values())
     return Changes(
         owners,
         leave_out=leave_out,
@@ -277,4 +264,9 @@ def _leave_out(_path: str, value: Any, *, generators: bool = True) -> bool:
     if isinstance(value, nn.Parameter) and value.requires_grad:
         return True
     # Such as the module and the datamodule, which are in the state of the program.
-    return any(map(is_of_lightning, type(value).__mro__))
+    return _derives_from_lightning(type(value))
+
+
+@lru_cache(maxsize=10_000)
+def _derives_from_lightning(kind: Any) -> bool:
+    return any(map(is_of_lightning, kind.__mro__))
