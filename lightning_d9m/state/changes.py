@@ -347,7 +347,7 @@ class _Together(Kind):
         digest = _Digest(self._leave_out)
         try:
             digest.dump(owner)
-        except RuntimeError:  # too deep, or a tensor without memory: it may change unseen
+        except _UNREAD:  # too deep, freed, or without memory or pickled form: it may change unseen
             return object(), 0, *LONG.read(owner)
         found = digest.identities
         return digest.hash.digest(), len(found), *found, *LONG.read(owner)
@@ -357,6 +357,9 @@ class _Together(Kind):
 
     def matches(self, owner: Any, content: Any) -> bool:
         return are_same(self.read(owner), content)
+
+
+_UNREAD = (RuntimeError, TypeError, ValueError, ReferenceError, pickle.PicklingError)
 
 
 class _Digest(pickle.Pickler):
@@ -383,6 +386,7 @@ class _Digest(pickle.Pickler):
             held = tuple(kind.read(value))
             if (
                 kind is ATTRIBUTES
+                and own is value.__class__
                 and own.__reduce_ex__ is object.__reduce_ex__
                 and not (issubclass(own, nn.Module) or _is_pickled_otherwise(own))
             ):
