@@ -26,7 +26,7 @@ _MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 _MOST_ITEMS = 1000
 _MOST_NESTED_ITEMS = 10_000
 _DEPTH = 8
-_MOST_VISITED = 20_000
+_MOST_VISITED = 50_000
 _CONTAINERS = (dict, list, tuple, deque)
 
 

@@ -150,7 +150,17 @@ def test_a_search_visits_few_objects_and_still_finds_a_generator_beside_data(dat
     dataset.transforms[1].generator = random.Random(1)
     visited = [path for path, _ in search({"dataset": dataset})]
     assert "dataset.transforms.1.generator" in visited
-    assert len(visited) <= 20_010
+    assert len(visited) <= 50_010
+
+
+def test_a_generator_in_nested_transforms_is_found_beside_many_objects():
+    """As in Albumentations, where a list of transforms is one itself."""
+    inner = SimpleNamespace(transforms=[SimpleNamespace(rng=random.Random(1))])
+    dataset = SimpleNamespace(samples=[Item(2, width=4) for _ in range(1000)])
+    dataset.transform = SimpleNamespace(transforms=[inner])
+    assert list(find_generators({"loader": SimpleNamespace(dataset=dataset)})) == [
+        "loader.dataset.transform.transforms.0.transforms.0.rng"
+    ]
 
 
 def test_long_lists_that_hold_themselves_or_many_others_are_searched_once():
