@@ -24,18 +24,24 @@ _INDUCTOR = "torch._inductor.config"
 Flags = dict[str, bool]
 
 
+# Flags that are attributes, by dotted name; an older torch lacks some.
+_ATTRIBUTES: dict[str, tuple[Any, str]] = {
+    "torch.fill_uninitialized_memory": (memory, "fill_uninitialized_memory"),
+    "cudnn.deterministic": (cudnn_backend, "deterministic"),
+    "cudnn.benchmark": (cudnn_backend, "benchmark"),
+}
+if has_mkldnn_flag():
+    _ATTRIBUTES["mkldnn.deterministic"] = (mkldnn_backend, "deterministic")
+
+
 def capture_flags() -> Flags:
-    """Return torch's flags that this module sets, by dotted name; an older torch lacks some."""
+    """Return torch's flags that this module sets, by dotted name."""
     flags = {
         "torch.deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
         "torch.deterministic_warn_only": torch.is_deterministic_algorithms_warn_only_enabled(),
-        "torch.fill_uninitialized_memory": memory.fill_uninitialized_memory,
-        "cudnn.deterministic": cudnn_backend.deterministic,
-        "cudnn.benchmark": cudnn_backend.benchmark,
         "sdpa.cudnn": bool(cuda_backend.cudnn_sdp_enabled()),
     }
-    if has_mkldnn_flag():
-        flags["mkldnn.deterministic"] = mkldnn_backend.deterministic
+    flags |= {name: getattr(owner, own) for name, (owner, own) in _ATTRIBUTES.items()}
     if has_compiler_flag():
         flags["inductor.deterministic"] = _inductor_deterministic()
     return flags
@@ -48,12 +54,9 @@ def restore_flags(flags: Flags) -> None:
     torch.use_deterministic_algorithms(
         flags["torch.deterministic_algorithms"], warn_only=flags["torch.deterministic_warn_only"]
     )
-    memory.fill_uninitialized_memory = flags["torch.fill_uninitialized_memory"]
-    cudnn_backend.deterministic = flags["cudnn.deterministic"]
-    cudnn_backend.benchmark = flags["cudnn.benchmark"]
     cuda_backend.enable_cudnn_sdp(flags["sdpa.cudnn"])
-    if has_mkldnn_flag():
-        mkldnn_backend.deterministic = flags["mkldnn.deterministic"]
+    for name, (owner, own) in _ATTRIBUTES.items():
+        setattr(owner, own, flags[name])
     if has_compiler_flag():
         # `use_deterministic_algorithms` has imported this module and set it to its own mode.
         sys.modules[_INDUCTOR].deterministic = flags["inductor.deterministic"]  # type: ignore[attr-defined]

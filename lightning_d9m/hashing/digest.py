@@ -6,8 +6,7 @@ of each 128 KiB of the elements. It does not depend on thread counts, blocks or 
 
 import functools
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple, cast
 
@@ -237,7 +236,6 @@ class DigestQueue:
         self._chunks: list[bytes] = []  # the digests of the chunks of each dense tensor
         self._copies: dict[int, bytes] = {}  # of small tensors, by their number
         self._streams: dict[tuple[torch.device, Any], _StreamDigests] = {}
-        self._is_collecting = False
 
     def __len__(self) -> int:
         """The number of digests."""
@@ -247,20 +245,6 @@ class DigestQueue:
     def pending(self) -> bool:
         """True while devices compute digests; fetching waits for them."""
         return bool(self._streams)
-
-    @contextmanager
-    def together(self) -> Iterator[None]:
-        """Read the tensors that are added in the body in one launch for each stream.
-
-        The body must not change them, nor the current stream.
-        """
-        self._is_collecting = True
-        try:
-            yield
-        finally:
-            self._is_collecting = False
-            for stream in self._streams.values():
-                stream.launch()
 
     def add_digest(self, digest: str) -> None:
         """Append a known digest."""
@@ -280,8 +264,14 @@ class DigestQueue:
         Raises:
             DigestError: As ``digest_value``; then nothing is appended.
         """
-        pieces = [_VALUE, *encode(value)]
-        self._append(lambda dense: [self._plan_pieces(pieces, dense)])
+        self._append(lambda dense: [self._plan_value(value, dense)])
+
+    def add_leaves(self, leaves: Iterable[object]) -> None:
+        """Read tensors and other values, in one launch on each CUDA device.
+
+        Of a leaf without defined bytes, the type is digested.
+        """
+        self._append(lambda dense: [self._plan_leaf(leaf, dense) for leaf in leaves])
 
     def _append(self, plan: Callable[[list[DenseTensor]], list[_Recipe]]) -> None:
         dense: list[DenseTensor] = []
@@ -295,10 +285,24 @@ class DigestQueue:
         """Append a tensor's dense tensors to ``dense``; return the parts of its digest."""
         parts = flatten_tensor(tensor)
         if isinstance(parts, DenseTensor):
+            locate(parts.data)
             dense.append(parts)
             return len(self._headers) + len(dense) - 1
         context = [] if parts.context is None else encode(parts.context)
         return self._plan_pieces([parts.header, *parts.components, *context], dense)
+
+    def _plan_value(self, value: object, dense: list[DenseTensor]) -> _Recipe:
+        return self._plan_pieces([_VALUE, *encode(value)], dense)
+
+    def _plan_leaf(self, leaf: object, dense: list[DenseTensor]) -> _Recipe:
+        planned = len(dense)
+        try:
+            if isinstance(leaf, torch.Tensor):
+                return self._plan(leaf, dense)
+            return self._plan_value(leaf, dense)
+        except DigestError:
+            del dense[planned:]
+            return self._plan_value(type(leaf), dense)
 
     def _plan_pieces(self, pieces: Iterable[Piece], dense: list[DenseTensor]) -> _Recipe:
         return [own if isinstance(own, bytes) else self._plan(own, dense) for own in pieces]
@@ -338,9 +342,7 @@ class DigestQueue:
         key = device, torch.cuda.current_stream(device)
         if key not in self._streams:
             self._streams[key] = _StreamDigests(kernel, *key)
-        self._streams[key].waiting += located
-        if not self._is_collecting:
-            self._streams[key].launch()
+        self._streams[key].launch(located)
 
     def start_copies(self) -> None:
         """Copy the results of CUDA devices to the host without waiting."""
@@ -381,9 +383,6 @@ class _StreamDigests:
         kernel: The module ``xxh3.cuda``.
         device: The device.
         stream: Its stream, which must be the current one when tensors are added.
-
-    Attributes:
-        waiting: The tensors of the next launch.
     """
 
     def __init__(self, kernel: Any, device: torch.device, stream: Any) -> None:
@@ -393,16 +392,12 @@ class _StreamDigests:
         self._arenas: list[tuple[torch.Tensor, int]] = []  # with the number of used places
         self._numbers: list[int] = []
         self._spans: list[tuple[int, int]] = []
-        self.waiting: list[_Located] = []  # for the next launch
         self._host_copies: list[torch.Tensor] | None = None
         self._copied: Any = None
 
-    def launch(self) -> None:
-        """Start hashing the waiting tensors, in one launch."""
-        if not self.waiting:
-            return
-        numbers, tensors, spans = zip(*self.waiting, strict=True)
-        self.waiting = []
+    def launch(self, located: list[_Located]) -> None:
+        """Start hashing tensors, in one launch."""
+        numbers, tensors, spans = zip(*located, strict=True)
         self._numbers += numbers
         self._spans += spans
         chunks = sum(xxh3_cpu.count_chunks(size) for _, size in spans)

@@ -26,7 +26,14 @@ from lightning_d9m.lightning.strategies import is_sharded
 from lightning_d9m.lightning.trainer_attributes import Trainer, ranks_of
 from lightning_d9m.probes.module_hooks import hook_model
 from lightning_d9m.probes.settings import ProbeSettings
-from lightning_d9m.probes.trace import Listener, ProbePoint, Trace, TraceDifference, find_difference
+from lightning_d9m.probes.trace import (
+    Leaves,
+    Listener,
+    ProbePoint,
+    Trace,
+    TraceDifference,
+    find_difference,
+)
 from lightning_d9m.state.watch import Watch
 from lightning_d9m.text import describe_pair
 
@@ -129,18 +136,13 @@ class Replay(Listener):
             stack.callback(lambda: vars(self).update(_step=None, _trace=None))
             return stack.pop_all()
 
-    def add(self, kind: str, name: str, value: object) -> None:
-        """Take a value of the run that is going on."""
+    def add_leaves(self, kind: str, leaves: Leaves) -> None:
+        """Take values of the run that is going on."""
         # The whole model is called from outside, by a wrapper such as DDP's, the first time only.
-        if self._trace is not None and name.partition(":")[0] != ROOT:
+        inner = [leaf for leaf in leaves if leaf[0].partition(":")[0] != ROOT]
+        if self._trace is not None and inner:
             with self._silenced():
-                self._trace.add(kind, name, value)
-
-    def add_tensors(self, kind: str, tensors: Mapping[str, Tensor]) -> None:
-        """Take tensors by name."""
-        if self._trace is not None:
-            with self._silenced():
-                self._trace.add_tensors(kind, tensors)
+                self._trace.add_leaves(kind, inner)
 
     def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if any(isinstance(value, Iterator) for value in (*args, *kwargs.values())):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import distributed
 
-from lightning_d9m.control.data.samplers import list_unsaved
+from lightning_d9m.control.data.data_state import list_unsaved
 from lightning_d9m.control.seeding import (
     capture_rng,
     decode_rng,
@@ -419,7 +419,6 @@ class Recorder:
         self._run.probes.end(None if loss is None else self._run.loss, scalars)
         self.global_step += 1
         self.epoch_steps += 1
-        self._run.keep_step(self.global_step)
         self._stepped = True
 
     def log(self, loss: torch.Tensor | float | None = None, **scalars: float) -> None:

@@ -20,9 +20,8 @@ from torch._ops import OpOverload
 from torch.utils._pytree import tree_map
 
 from lightning_d9m.errors import LedgerError
-from lightning_d9m.hashing.pytree_leaves import list_pytree_leaves
 from lightning_d9m.ledger.format.records import ProbeKey
-from lightning_d9m.probes.trace import Listener, ProbePoint, StatePoint
+from lightning_d9m.probes.trace import Leaves, Listener, ProbePoint, StatePoint
 
 _INDEX = "index.jsonl"
 # The key of a dict that stands for a value of another type.
@@ -86,11 +85,10 @@ class StateDump(Listener):
         self._dump = dump
         self._point = point
 
-    def add(self, kind: str, name: str, value: object) -> None:
-        """Save each leaf of a value."""
-        for path, leaf in list_pytree_leaves(value):
-            place = (kind, f"{name}:{path}" if path else name, 0)
-            self._dump.save(self._point, place, {"value": leaf})
+    def add_leaves(self, kind: str, leaves: Leaves) -> None:
+        """Save values."""
+        for name, leaf in leaves:
+            self._dump.save(self._point, (kind, name, 0), {"value": leaf})
 
 
 def read_index(folder: Path) -> list[dict[str, Any]]:

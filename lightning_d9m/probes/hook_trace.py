@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from lightning_d9m.hashing.digest import digest_value
-from lightning_d9m.probes.trace import Listener
+from lightning_d9m.probes.trace import Leaves, Listener
 
 _FILE = "hooks.jsonl"
 
@@ -22,10 +22,11 @@ class StateDigest(Listener):
         self._names = names
         self._digests: list[str] = []
 
-    def add(self, kind: str, name: str, value: object) -> None:  # noqa: ARG002 - see Listener
-        """Take the value at a place."""
-        if any(fnmatchcase(name, pattern) for pattern in self._names):
-            self._digests.append(digest_value(value))
+    def add_leaves(self, kind: str, leaves: Leaves) -> None:  # noqa: ARG002 - see Listener
+        """Take values with the names of their places."""
+        for name, leaf in leaves:
+            if any(fnmatchcase(name, pattern) for pattern in self._names):
+                self._digests.append(digest_value(leaf))
 
     def digest(self) -> str:
         """Return the digest of all values that were taken."""

@@ -6,14 +6,13 @@ Framework-free: hooks pass values as (kind, name, value).
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 
-from lightning_d9m.errors import DigestError
-from lightning_d9m.hashing.digest import DigestQueue, digest_value
+from lightning_d9m.hashing.digest import DigestQueue
 from lightning_d9m.hashing.pytree_leaves import list_pytree_leaves
 from lightning_d9m.ledger.format.frames import MAX_LAYOUTS
 from lightning_d9m.ledger.format.records import (
@@ -66,17 +65,29 @@ class StatePoint(NamedTuple):
 Save = Callable[[ProbePoint, ProbeKey, Mapping[str, Any]], None]
 
 
+Leaves = Sequence[tuple[str, object]]
+
+
 class Listener(ABC):
     """Receives probed values."""
 
     @abstractmethod
+    def add_leaves(self, kind: str, leaves: Leaves) -> None:
+        """Take values with the names of their places."""
+
     def add(self, kind: str, name: str, value: object) -> None:
-        """Take the value at a place."""
+        """Take a value; each of its leaves is a place."""
+        self.add_leaves(kind, name_leaves(name, value))
 
     def add_tensors(self, kind: str, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Take tensors by name; a subclass may take them together."""
-        for name, tensor in tensors.items():
-            self.add(kind, name, tensor)
+        """Take tensors by name."""
+        self.add_leaves(kind, [*tensors.items()])
+
+
+def name_leaves(name: str, value: object) -> Leaves:
+    """Return each leaf of a value, with the name of its place."""
+    leaves = list_pytree_leaves(value)
+    return [(f"{name}:{path}" if path else name, leaf) for path, leaf in leaves]
 
 
 class Trace(Listener):
@@ -93,37 +104,14 @@ class Trace(Listener):
         # Calls are counted from those of an earlier part of the batch on.
         self._calls: dict[tuple[str, str], int] = {} if earlier is None else earlier._calls  # noqa: SLF001 - another trace
 
-    def add(self, kind: str, name: str, value: object) -> None:
-        """Take a value; each of its leaves is a place.
-
-        Of a leaf without defined bytes, the type is digested.
-        """
-        with self.queue.together():
-            for path, leaf in list_pytree_leaves(value):
-                try:
-                    if isinstance(leaf, torch.Tensor):
-                        self.queue.add([leaf])
-                    else:
-                        self.queue.add_value(leaf)
-                except DigestError:
-                    self.queue.add_digest(digest_value(type(leaf)))
-                self._add_place(kind, f"{name}:{path}" if path else name)
-
-    def add_tensors(self, kind: str, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Take tensors by name, in one launch for each device."""
-        try:
-            self.queue.add(tensors.values())
-        except DigestError:
-            super().add_tensors(kind, tensors)
-        else:
-            for name in tensors:
-                self._add_place(kind, name)
-
-    def _add_place(self, kind: str, name: str) -> None:
-        key = (kind, name[:_LONGEST_NAME])
-        call = self._calls.get(key, 0)
-        self._calls[key] = call + 1
-        self.places.append((*key, call))
+    def add_leaves(self, kind: str, leaves: Leaves) -> None:
+        """Take values, in one launch for each device."""
+        self.queue.add_leaves(leaf for _, leaf in leaves)
+        for name, _ in leaves:
+            key = (kind, name[:_LONGEST_NAME])
+            call = self._calls.get(key, 0)
+            self._calls[key] = call + 1
+            self.places.append((*key, call))
 
 
 class ProbeCollector(Listener):
@@ -182,28 +170,33 @@ class ProbeCollector(Listener):
 
         The content is saved instead of the value's leaves.
         """
-        self._take(
-            lambda trace: trace.add(kind, name, value),
-            lambda places: self._save_places(places, name, value, content),
-        )
+        if self._moment is not None and not self._paused:
+            self._take(kind, name_leaves(name, value), name, content)
 
-    def add_tensors(self, kind: str, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Take tensors by name, in one launch for each device."""
-        self._take(
-            lambda trace: trace.add_tensors(kind, tensors),
-            lambda places: self._save_values(places, tensors.values()),
-        )
+    def add_leaves(self, kind: str, leaves: Leaves) -> None:
+        """Take values, in one launch for each device."""
+        if self._moment is not None and not self._paused:
+            self._take(kind, leaves)
 
-    def _take(self, add: Callable[[Trace], None], save: Callable[[list[ProbeKey]], None]) -> None:
-        if self._moment is None or self._paused:
-            return
+    def _take(
+        self,
+        kind: str,
+        leaves: Leaves,
+        name: str = "",
+        content: Mapping[str, Any] | None = None,
+    ) -> None:
+        assert self._moment is not None, "a batch has begun"
         trace = self._trace
         before = len(trace.places)
         busy, self._busy = self._busy, True
         try:
-            add(trace)
-            if self._save is not None:
-                save(trace.places[before:])
+            trace.add_leaves(kind, leaves)
+            places = trace.places[before:]
+            if self._save is not None and content is not None and places:
+                self._save(self._moment, (kind, name, places[0][2]), content)
+            elif self._save is not None:
+                for place, (_, value) in zip(places, leaves, strict=True):
+                    self._save(self._moment, place, {"value": value})
         finally:
             self._busy = busy
         if len(trace.places) >= RECORD_PLACES:  # begin another record of the batch
@@ -229,21 +222,6 @@ class ProbeCollector(Listener):
         """End the batch and write all records."""
         self.end()
         self.catch_up()
-
-    def _save_places(
-        self, places: list[ProbeKey], name: str, value: object, content: Mapping[str, Any] | None
-    ) -> None:
-        if content is None or not places:
-            self._save_values(places, (leaf for _, leaf in list_pytree_leaves(value)))
-            return
-        assert self._moment is not None and self._save is not None  # noqa: PT018 - told by _take()
-        kind, _, call = places[0]  # of the first leaf
-        self._save(self._moment, (kind, name, call), content)
-
-    def _save_values(self, places: list[ProbeKey], values: Iterable[object]) -> None:
-        assert self._moment is not None and self._save is not None  # noqa: PT018 - as above
-        for place, value in zip(places, values, strict=True):
-            self._save(self._moment, place, {"value": value})
 
     def _enqueue(self, moment: ProbePoint) -> None:
         trace = self._trace

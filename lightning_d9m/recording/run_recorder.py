@@ -13,7 +13,7 @@ from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypedDict, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypedDict, cast
 from weakref import WeakSet
 
 import torch
@@ -21,7 +21,7 @@ import torch
 from lightning_d9m.control.env_settings import variable_of
 from lightning_d9m.control.environment import control_is_on
 from lightning_d9m.control.settings import Settings, read_path, validate_choice
-from lightning_d9m.errors import D9mError, DriftError, LedgerError, SettingError
+from lightning_d9m.errors import DriftError, LedgerError, SettingError
 from lightning_d9m.hashing.digest import digest
 from lightning_d9m.hashing.shards import (
     ShardParts,
@@ -50,7 +50,6 @@ from lightning_d9m.ledger.format.records import (
 from lightning_d9m.ledger.format.writer import LedgerWriter
 from lightning_d9m.ledger.program import capture_program
 from lightning_d9m.ledger.stack import (
-    SHARDED_PARAMETERS,
     are_portable,
     capture_stack,
     check_stack,
@@ -362,18 +361,6 @@ class RunRecorder:
                 warnings.warn(str(error), stacklevel=2)
         return max(error.count for error in found)
 
-    def keep_step(self, step: int) -> None:
-        """Keep this rank's digests of a step until the next record, if ranks are compared.
-
-        An error is left to the next record, which all ranks see.
-        """
-        agreement, header = self._agreement, self._header
-        if agreement is None or header is None or SHARDED_PARAMETERS in header.stack:
-            return
-        if agreement.wants_step(step):
-            with suppress(D9mError):
-                agreement.keep_step(step, self._read(None, sketches=False).groups)
-
     def append(self, record: Record | Mapping[str, Json]) -> None:
         """Write a record that is not compared during training, if a ledger is open.
 
@@ -552,32 +539,9 @@ def share_new_folder(ranks: Ranks, create: Callable[[], Path] | None, advice: st
     return Path(folder)
 
 
-# Digests of whole tensors of which each rank holds a part, from the parts of all ranks.
-_Place = tuple[str, str]  # group and name
 # Tensors whose parts are gathered at a time. Every rank holds those of all ranks: up to 256 KiB of
 # bytes for each tensor and rank, and the digests of chunks.
 _ROUND = 32
-
-
-class _Entry(NamedTuple):
-    """A rank's description of its part of a tensor, or of a value that belongs to one.
-
-    Attributes:
-        ranks: The ranks that together hold the tensor once.
-        header: The header of its digest, as text; the digest itself, of a value.
-        size: The bytes of the tensor; None for a value.
-        begin: The first byte that the rank holds.
-        lengths: The bytes of the parts that it sends.
-    """
-
-    ranks: tuple[int, ...]
-    header: str
-    size: int | None = None
-    begin: int = 0
-    lengths: tuple[int, int, int] = (0, 0, 0)
-
-
-_Table = dict[_Place, _Entry]
 
 
 def complete_snapshot(partial: PartialSnapshot, ranks: Ranks) -> Snapshot:
@@ -593,71 +557,46 @@ def complete_snapshot(partial: PartialSnapshot, ranks: Ranks) -> Snapshot:
     if not (partial.shards or partial.owners or partial.scattered):
         return partial.finish()
     read = ranks.raise_on_all(lambda: read_shards(partial.shards.values()))
-    own = dict(zip(partial.shards, read, strict=True))
-    rows = ranks.gather_bytes(encode_plain(_describe_parts(partial, own)))
-    tables: list[_Table] = [
-        {place: _Entry(*entry) for place, entry in decode_plain(row).items()} for row in rows
-    ]
-    wanted = _select_parts(tables, ranks.rank)
-    digests = {place: entry.header for place, entry in wanted.items() if entry.size is None}
+    own = dict(zip(partial.shards, map(tuple, read), strict=True))
+    # By group and name: the ranks that hold the tensor once, its header and its size; of a value
+    # that belongs to a tensor, its digest and None.
+    held: dict[tuple[str, str], tuple[Any, ...]] = {
+        place: (shard.ranks, shard.header, shard.size) for place, shard in partial.shards.items()
+    }
+    for (group, name), shard in partial.owners.items():
+        held[group, name] = (shard.ranks, partial.groups[group][name], None)
+    tables = _gather_plain(ranks, held)
+    wanted = dict(held)
+    for place, entry in (item for table in tables for item in table.items()):
+        if ranks.rank in entry[0]:
+            wanted.setdefault(place, entry)
+    digests = {place: known for place, (_, known, size) in wanted.items() if size is None}
     divided = dict.fromkeys(
-        place for table in tables for place, entry in table.items() if entry.size is not None
+        p for table in tables for p, entry in table.items() if entry[2] is not None
     )
     for start in range(0, len(divided), _ROUND):
         places = [*divided][start : start + _ROUND]
-        payload = b"".join(b"".join(own[place][1:]) for place in places if place in own)
-        rows = ranks.gather_bytes(payload)
-        found = ranks.raise_on_all(lambda: _combine_parts(tables, places, rows, wanted))  # noqa: B023 - called here
-        digests.update(found)
+        rows = _gather_plain(ranks, {place: own[place] for place in places if place in own})
+        digests |= ranks.raise_on_all(lambda: _combine_parts(rows, places, wanted))  # noqa: B023 - called here
     for place, tensor in partial.scattered.items():
         with torch.no_grad():
             digests[place] = digest(tensor.full_tensor())  # type: ignore[attr-defined]
     return partial.finish(digests)
 
 
-def _describe_parts(partial: PartialSnapshot, own: Mapping[_Place, ShardParts]) -> _Table:
-    table = {}
-    for place, shard in partial.shards.items():
-        _, *parts = own[place]
-        head, leaves, tail = map(len, parts)
-        header = shard.header.decode()
-        table[place] = _Entry(shard.ranks, header, shard.size, shard.begin, (head, leaves, tail))
-    for (group, name), shard in partial.owners.items():
-        table[group, name] = _Entry(shard.ranks, partial.groups[group][name])
-    return table
-
-
-def _select_parts(tables: Sequence[_Table], rank: int) -> _Table:
-    """Return what this rank records: its own entries, and those of the ranks it shares with."""
-    selected = dict(tables[rank])
-    for table in tables:
-        for place, entry in table.items():
-            if rank in entry.ranks:
-                selected.setdefault(place, entry)
-    return selected
+def _gather_plain(ranks: Ranks, value: object) -> list[Any]:
+    return [decode_plain(row) for row in ranks.gather_bytes(encode_plain(value))]
 
 
 def _combine_parts(
-    tables: Sequence[_Table], places: Sequence[_Place], rows: Sequence[bytes], wanted: _Table
-) -> dict[_Place, str]:
-    """Return the digests at places from what each rank has sent for them."""
-    received: dict[_Place, dict[int, ShardParts]] = {}
-    for rank, (table, row) in enumerate(zip(tables, rows, strict=True)):
-        at = 0
-        for place in places:
-            if place not in table:
-                continue
-            entry = table[place]
-            parts = []
-            for length in entry.lengths:
-                parts.append(row[at : at + length])
-                at += length
-            if place in wanted and rank in wanted[place].ranks:
-                received.setdefault(place, {})[rank] = ShardParts(entry.begin, *parts)
-    return {
-        place: combine_shards(
-            wanted[place].header.encode(), wanted[place].size or 0, list(received[place].values())
-        )
-        for place in places
-        if place in wanted
-    }
+    rows: Sequence[Mapping[tuple[str, str], tuple[Any, ...]]],
+    places: Iterable[tuple[str, str]],
+    wanted: Mapping[tuple[str, str], tuple[Any, ...]],
+) -> dict[tuple[str, str], str]:
+    """Return the digests at places from the parts that each rank has sent."""
+    found = {}
+    for place in filter(wanted.__contains__, places):
+        holders, header, size = wanted[place]
+        parts = [ShardParts(*rows[rank][place]) for rank in holders if place in rows[rank]]
+        found[place] = combine_shards(header, size, parts)
+    return found

@@ -2,21 +2,24 @@
 
 import enum
 import operator
+import pickle
 import random
 import sys
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import IO, Any, NamedTuple, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from xxhash import xxh3_128_digest
+from xxhash import xxh3_128, xxh3_128_digest
 
 from lightning_d9m.errors import SettingError
 from lightning_d9m.state.parts import (
     ARRAY,
+    ATTRIBUTES,
     DICT,
     GENERATOR,
     ITEMS,
@@ -29,6 +32,7 @@ from lightning_d9m.state.parts import (
     Dict,
     Holder,
     Kind,
+    are_same,
     find_kind,
     read_memory,
 )
@@ -39,7 +43,7 @@ from lightning_d9m.state.watch import VERSIONED, LeaveOut, Watch
 
 # Of larger data only the version and the place in memory are compared.
 _MOST_BYTES = 2**24
-# A longer container holds data: of objects in it only is compared which they are.
+# Objects in a longer container are compared together, without a node for each.
 _MOST_ITEMS = 1000
 _KEYS = (str, int, float, bytes, tuple, type(None))
 _SCALARS = (type(None), bool, int, float, complex, str, bytes)
@@ -73,9 +77,8 @@ class Changes:
         owners: Objects by name, which are entered whatever their type.
         leave_out: See ``walk``. What it returns True for is not looked at, now and later.
         hide: Returns the attributes of an object that are not looked at.
-        copies: Keep copies of tensors and arrays, so that ``undo`` can restore them.
+        copies: Keep copies of what changes, so that ``undo`` can restore it.
         most_bytes: Most bytes that ``capture`` encodes, about.
-        enters_long: Whether tensors and arrays in long containers are looked at.
 
     Attributes:
         filled: The paths of what the last ``capture`` could not encode, and that was put in empty
@@ -90,24 +93,24 @@ class Changes:
         hide: Callable[[object], Collection[str]] = lambda _: (),
         copies: bool = False,
         most_bytes: int | None = None,
-        enters_long: bool = True,
     ) -> None:
         self._ignored: set[int] = set()
         self._hide = hide
         self._most_bytes = most_bytes
         self.filled: set[str] = set()
+        together = _Together(leave_out)
 
         def ignore(path: str, value: object) -> bool:
             found = leave_out(path, value)
             # The id of a freed object may be that of another now.
             (self._ignored.add if found else self._ignored.discard)(id(value))
-            return found or _is_long(value, of_data=not enters_long)
+            return found or (not copies and _is_long(value))
 
         def choose(_path: str, value: Any, kind: Kind) -> Kind:
             if id(value) in self._ignored:
                 return _IGNORED
-            if find_kind(value) in (ITEMS, DICT) and kind is OPAQUE:  # a long one
-                return LONG
+            if not copies and kind in (OPAQUE, LONG) and _is_long(value):
+                return together
             return _DIGESTED if kind in (TENSOR, ARRAY) and not copies else kind
 
         self._leave_out = ignore
@@ -331,6 +334,77 @@ class _Digested(Kind):
         return tuple(owner.flat) if owner.dtype.hasobject else owner.ctypes.data
 
 
+class _Together(Kind):
+    """A long container, whose objects have no nodes: one digest says what they hold.
+
+    The content has the digest, the objects of which the identity counts, and the items.
+    """
+
+    def __init__(self, leave_out: LeaveOut) -> None:
+        self._leave_out = leave_out
+
+    def read(self, owner: Any) -> tuple[Any, ...]:
+        digest = _Digest(self._leave_out)
+        try:
+            digest.dump(owner)
+        except _UNREAD:  # too deep, freed, or without memory or pickled form: it may change unseen
+            return object(), 0, *LONG.read(owner)
+        found = digest.identities
+        return digest.hash.digest(), len(found), *found, *LONG.read(owner)
+
+    def write(self, owner: Any, content: Any) -> None:
+        LONG.write(owner, content[2 + content[1] :])
+
+    def matches(self, owner: Any, content: Any) -> bool:
+        return are_same(self.read(owner), content)
+
+
+_UNREAD = (RuntimeError, TypeError, ValueError, ReferenceError, pickle.PicklingError)
+
+
+class _Digest(pickle.Pickler):
+    """Hashes what objects hold by pickle's walk through them, which is written in C."""
+
+    def __init__(self, leave_out: LeaveOut) -> None:
+        self.hash = xxh3_128()
+        self.identities: list[Any] = []
+        self._leave_out = leave_out
+        self._plain: set[type] = set()  # types of which pickle itself takes all that objects hold
+        super().__init__(cast("IO[bytes]", SimpleNamespace(write=self.hash.update)), 5)
+
+    def reducer_override(self, value: Any) -> Any:
+        """Return what counts of an object, but of numbers and builtin containers."""
+        own: Any = type(value)
+        if own in self._plain or value is tuple:  # which this method returns
+            return NotImplemented
+        kind, held = find_kind(value), ()
+        if kind is ARRAY:
+            held = (_DIGESTED.read(value),)
+        elif kind is GENERATOR:
+            held = (encode_plain(kind.read(value)),)
+        elif isinstance(kind, Holder) and not self._leave_out("", value):
+            held = tuple(kind.read(value))
+            if (
+                kind is ATTRIBUTES
+                and own is value.__class__
+                and own.__reduce_ex__ is object.__reduce_ex__
+                and not (issubclass(own, nn.Module) or _is_pickled_otherwise(own))
+            ):
+                self._plain.add(own)
+        else:
+            self.identities.append(value)
+            if kind is TENSOR and not value.is_inference():
+                held = VERSIONED.read(value)
+            elif kind in (OPAQUE, SET):
+                self.identities += kind.read(value)
+        return tuple, (type(value).__qualname__, held)
+
+
+def _is_pickled_otherwise(kind: Any) -> bool:
+    names = ("__reduce__", "__getstate__", "__getnewargs__", "__getnewargs_ex__")
+    return any(getattr(kind, name, None) is not getattr(object, name, None) for name in names)
+
+
 class _Ignored(Kind):
     """An object that is left out."""
 
@@ -357,16 +431,14 @@ def describe_unsaved(paths: Iterable[str]) -> list[str]:
     ]
 
 
-def _is_long(value: Any, *, of_data: bool) -> bool:
-    """Return whether a container is so long that its objects are data.
-
-    If ``of_data``, tensors and arrays count as such objects, too.
-    """
-    if find_kind(value) not in (ITEMS, DICT) or len(value) <= _MOST_ITEMS:
+def _is_long(value: Any) -> bool:
+    """Return whether a container holds so many objects that they have no node each."""
+    if find_kind(value) not in (ITEMS, DICT, LONG) or len(value) <= _MOST_ITEMS:
         return False
     parts = value.values() if isinstance(value, dict) else value
-    kinds = [find_kind(part) for part in {type(part): part for part in parts}.values()]
-    return any(isinstance(kind, Holder) or (of_data and kind is not None) for kind in kinds)
+    return any(
+        find_kind(part) is not None for part in {type(part): part for part in parts}.values()
+    )
 
 
 def _is_filled(change: Change) -> bool:

@@ -17,7 +17,7 @@ import types
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import is_dataclass
 from functools import lru_cache
@@ -114,7 +114,7 @@ class Holder(Kind):
     def matches(self, owner: Any, content: Content) -> bool:
         """See `Kind`."""
         found = self.read(owner)
-        return _are_same(found.parts, content.parts) and _are_same(found.keys, content.keys)
+        return are_same(found.parts, content.parts) and are_same(found.keys, content.keys)
 
     def sign(self, owner: Any) -> object:
         """Return the identities of the parts, which are known as the content keeps them alive."""
@@ -160,19 +160,17 @@ class Dict(Holder):
         return f"[{key!r}]" if plain else f"[{type(key).__name__} {place}]"
 
 
-class Table(Dict):
+class _Table(Dict):
     """The parameters, buffers or modules of a module, which are named as attributes."""
 
     def name(self, content: Content, place: int) -> str:
-        """See `Holder`."""
         return f".{(content.keys or ())[place]}"
 
 
-class Attributes(Table):
+class _Attributes(_Table):
     """The attributes of an object, in its dict or in slots."""
 
     def read(self, owner: Any) -> Content:
-        """See `Kind`."""
         own = getattr(owner, "__dict__", {})
         slots = _read_slots(owner)
         found = {**own, **slots} if slots else own
@@ -181,7 +179,6 @@ class Attributes(Table):
         return Content(tuple(found), tuple(found.values()))
 
     def write(self, owner: Any, content: Content) -> None:
-        """See `Kind`."""
         kept = dict(zip(content.keys or (), content.parts, strict=True))
         for name in self.read(owner).keys or ():
             if name not in kept:
@@ -190,7 +187,6 @@ class Attributes(Table):
             self.set_part(owner, name, part)
 
     def set_part(self, owner: Any, key: Any, value: Any) -> None:
-        """See `Dict`."""
         own = getattr(owner, "__dict__", {})
         if value is MISSING:
             object.__delattr__(owner, key)
@@ -200,14 +196,13 @@ class Attributes(Table):
             object.__setattr__(owner, key, value)
 
     def sign(self, owner: Any) -> object:
-        """See `Kind`."""
         if _list_slots(owner.__class__):
             return None
         own = owner.__dict__
         return tuple(own), tuple(map(id, own.values()))
 
 
-class _Closure(Attributes):
+class _Closure(_Attributes):
     """The variables of a function of the program that enclosing functions define."""
 
     def read(self, owner: Any) -> Content:
@@ -231,7 +226,7 @@ class Namespace:
         self.owner = owner
 
 
-class _Variables(Attributes):
+class _Variables(_Attributes):
     """The data among the variables of a namespace: no code, and no callables of libraries."""
 
     def read(self, owner: Namespace) -> Content:
@@ -282,7 +277,7 @@ class _Long(Kind):
     def matches(self, owner: Any, content: Any) -> bool:
         now = self.read(owner)
         alike = len(now) == len(content) and all(map(operator.is_, now, content))
-        return alike or _are_same(now, content)
+        return alike or are_same(now, content)
 
 
 class _Tensor(Kind):
@@ -318,7 +313,7 @@ class _Array(Kind):
         if (owner.shape, owner.dtype) != (content.shape, content.dtype):
             return False
         if owner.dtype.hasobject:
-            return _are_same(tuple(owner.flat), tuple(content.flat))
+            return are_same(tuple(owner.flat), tuple(content.flat))
         return owner.tobytes() == content.tobytes()
 
 
@@ -363,13 +358,13 @@ class _Opaque(Kind):
         if slots := _read_slots(owner):
             return (None, *slots.values())
         first, again = (tuple(_list_saved(owner)) for _ in range(2))
-        if _are_same(first, again):
+        if are_same(first, again):
             return (None, *first)
         ended = getattr(owner, "gi_frame", owner) is None
         return (None, object()) if hasattr(owner, "__next__") and not ended else (None,)
 
     def matches(self, owner: Any, content: Any) -> bool:
-        return _are_same(self.read(owner), content)
+        return are_same(self.read(owner), content)
 
     def describe(self, content: Any) -> object:
         return content[0]
@@ -418,7 +413,7 @@ def _list_saved(owner: Any, depth: int = 4) -> Iterator[Any]:
             yield part
 
 
-ATTRIBUTES, ITEMS, DICT, TABLE, SET = Attributes(), Holder(), Dict(), Table(), _Set()
+ATTRIBUTES, ITEMS, DICT, TABLE, SET = _Attributes(), Holder(), Dict(), _Table(), _Set()
 TENSOR, ARRAY, GENERATOR, OPAQUE, TOLD = _Tensor(), _Array(), _Generator(), _Opaque(), _Told()
 CLOSURE, VARIABLES, LONG = _Closure(), _Variables(), _Long()
 _EMPTY = types.CellType()
@@ -466,6 +461,16 @@ def _find_kind_of_type(kind: Any) -> Kind | None:  # noqa: PLR0911 - one case fo
 def is_of_program(kind: Any) -> bool:
     """Return whether the program defines a class or a function."""
     return _is_source_of_program(str(getattr(kind, "__module__", None)))
+
+
+def name_classes(owners: Iterable[object]) -> dict[str, Namespace]:
+    """Return the variables of the program's classes of objects, by the name of the class."""
+    kinds = dict.fromkeys(kind for owner in owners for kind in type(owner).__mro__)
+    return {
+        f"{kind.__module__}.{kind.__qualname__}": Namespace(kind)
+        for kind in kinds
+        if is_of_program(kind)
+    }
 
 
 def is_of_lightning(kind: Any) -> bool:
@@ -539,7 +544,7 @@ def are_equal(one: Any, other: Any) -> bool:  # noqa: PLR0911 - one case for eac
     return bool(one == other)
 
 
-def _are_same(one: tuple[Any, ...] | None, other: tuple[Any, ...] | None) -> bool:
+def are_same(one: tuple[Any, ...] | None, other: tuple[Any, ...] | None) -> bool:
     """Return whether two contents hold the same objects, or equal values."""
     if one is None or other is None:
         return one is other

@@ -1,10 +1,10 @@
 """A search through what objects hold, those of libraries too: attributes and items."""
 
 import types
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,22 +25,13 @@ _MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 # A longer list holds data, and so do nested lists of more items in all.
 _MOST_ITEMS = 1000
 _MOST_NESTED_ITEMS = 10_000
-# A longer list may hold data; the first of each type are its sample.
-_MOST_UNSAMPLED = 50
-_SAMPLED = 5
 _DEPTH = 8
-_MOST_VISITED = 20_000
+_MOST_VISITED = 50_000
 _CONTAINERS = (dict, list, tuple, deque)
-# The path, the object, its level, and the number of items of the lists around it.
-_Waiting: TypeAlias = tuple[str, Any, int, int]
 
 
 def search(
-    owners: Mapping[str, object],
-    *,
-    depth: int = _DEPTH,
-    most: int = _MOST_VISITED,
-    sampled: bool = False,
+    owners: Mapping[str, object], *, depth: int = _DEPTH, most: int = _MOST_VISITED
 ) -> Iterator[tuple[str, Any]]:
     """Yield the path and the object of all that owners hold, each once, from the outside in.
 
@@ -50,12 +41,10 @@ def search(
         owners: Objects by name.
         depth: The number of steps from an owner.
         most: The number of objects that are visited below the owners' own attributes.
-        sampled: Search a list or dict of more than 50 items only if one of the first five of a
-            type is, or holds, a generator.
     """
     seen: dict[int, object] = {}  # an object that was freed would give its id to another
-    waiting: deque[_Waiting] = deque((f"{name}", owner, 0, 1) for name, owner in owners.items())
-    samples: list[tuple[str, list[_Waiting]]] = []
+    # The path, the object, its level, and the number of items of the lists around it.
+    waiting = deque((f"{name}", owner, 0, 1) for name, owner in owners.items())
     while waiting:
         path, value, level, items = waiting.popleft()
         if id(value) in seen:
@@ -64,32 +53,16 @@ def search(
             return
         seen[id(value)] = value
         yield path, value
-        if find_kind_safely(value) is GENERATOR:
-            for parts in [parts for start, parts in samples if path.startswith(start)]:
-                waiting.extend(parts)
-            samples = [sample for sample in samples if not path.startswith(sample[0])]
-        elif level < depth:
-            with suppress(ReferenceError):  # of a weak reference to a freed object
-                if isinstance(value, _CONTAINERS):
-                    items *= len(value)
-                parts = [
-                    (f"{path}.{name}", part, level + 1, items)
-                    for name, part in _list_parts(value, level, items)
-                    if type(part) not in _ATOMS and id(part) not in seen
-                ]
-                if sampled and isinstance(value, _CONTAINERS) and len(parts) > _MOST_UNSAMPLED:
-                    samples.append((f"{path}.", parts))
-                    parts = list(_take_sample(parts))
-                waiting.extend(parts)
-
-
-def _take_sample(parts: list[_Waiting]) -> Iterator[_Waiting]:
-    """Yield the first parts of each type."""
-    taken: Counter[type] = Counter()
-    for part in parts:
-        taken[type(part[1])] += 1
-        if taken[type(part[1])] <= _SAMPLED:
-            yield part
+        if level == depth or find_kind_safely(value) is GENERATOR:
+            continue
+        with suppress(ReferenceError):  # of a weak reference to a freed object
+            if isinstance(value, _CONTAINERS):
+                items *= len(value)
+            waiting.extend(
+                (f"{path}.{name}", part, level + 1, items)
+                for name, part in _list_parts(value, level, items)
+                if type(part) not in _ATOMS and id(part) not in seen
+            )
 
 
 def find_kind_safely(value: object) -> object:
@@ -101,12 +74,8 @@ def find_kind_safely(value: object) -> object:
 
 
 def find_generators(owners: Mapping[str, object]) -> dict[str, Any]:
-    """Return the generators in attributes, lists and dicts of objects, by path.
-
-    Long lists are sampled: a dataset of a thousand objects would otherwise be searched before each
-    validation.
-    """
-    found = search(owners, sampled=True)
+    """Return the generators in attributes, lists and dicts of objects, by path."""
+    found = search(owners)
     return {path: value for path, value in found if find_kind_safely(value) is GENERATOR}
 
 

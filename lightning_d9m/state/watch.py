@@ -11,22 +11,20 @@ from lightning_d9m.state.state import Node, name_part, walk
 LeaveOut = Callable[[str, object], bool]
 
 
-class Versioned(Kind):
+class _Versioned(Kind):
     """A tensor whose values are not copied, so that it cannot be put back.
 
     A change is found by torch's version and the place of the memory, as optimizers change it.
     """
 
     def read(self, owner: Tensor) -> Any:
-        """See `Kind`."""
         return self.sign(owner)
 
     def sign(self, owner: Tensor) -> Any:
-        """See `Kind`."""
         return owner._version, owner.data_ptr()  # noqa: SLF001 - torch has no public counter
 
 
-VERSIONED = Versioned()
+VERSIONED = _Versioned()
 
 
 class Watch:

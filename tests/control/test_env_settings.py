@@ -22,28 +22,6 @@ from lightning_d9m.control.session import deterministic
 from lightning_d9m.lightning.resolved_settings import resolve_settings, select_given
 from lightning_d9m.probes.settings import ProbeSettings
 
-
-def test_the_callbacks_settings():
-    given = {
-        "LIGHTNING_D9M_SEED": "42",
-        "LIGHTNING_D9M_REFERENCE": "runs/fit-000",
-        "LIGHTNING_D9M_ON_DRIFT": "warn",
-        "LIGHTNING_D9M_THREADS": "none",
-        "LIGHTNING_D9M_PER_SAMPLE_RNG": "1",
-        "LIGHTNING_D9M_IGNORED_METRICS": "time/*, speed",
-        "LIGHTNING_D9M_LEDGER_DIR": "",
-        "OTHER": "1",
-    }
-    assert read_settings(DeterminismCallback, given) == {
-        "seed": 42,
-        "reference": "runs/fit-000",
-        "on_drift": "warn",
-        "threads": None,
-        "per_sample_rng": True,
-        "ignored_metrics": ("time/*", "speed"),
-    }
-
-
 OWNERS = (DeterminismCallback, Settings, ProbeSettings)
 SETTINGS = [(owner, name) for owner in OWNERS for name in inspect.signature(owner).parameters]
 
@@ -115,22 +93,6 @@ def test_a_misspelt_variable_is_said():
     with pytest.raises(SettingError, match=r"Did you mean LIGHTNING_D9M_REFERENCE\?") as caught:
         reject_unknown_variables(DeterminismCallback, known | {"LIGHTNING_D9M_REFRENCE": "x"})
     assert str(caught.value).startswith("There is no variable LIGHTNING_D9M_REFRENCE.")
-
-
-@pytest.mark.parametrize(
-    ("setting", "argument", "text", "value"),
-    [
-        ("probes", "loss", "weight", ("weight",)),
-        ("probe_modules", "a", "b", ("b",)),
-        ("probe_steps", "1:2", "3:4", "3:4"),
-        ("probe_ranks", 1, "0", (0,)),
-        ("replay_every", 2, "3", 3),
-    ],
-)
-def test_variables_of_probes_take_precedence_over_arguments(setting, argument, text, value):
-    given = ProbeSettings(**{"probes": "all", setting: argument})
-    assert getattr(given.overridden({variable_of(setting): text}), setting) == value
-    assert variable_of(setting) in CONTROL_VARIABLES
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,6 @@ from lightning_d9m.control.environment import (
     EarlyVariables,
     allows_nvls,
     nccl_started,
-    read_user_value,
 )
 
 NAMES = (CUBLAS, NCCL, INDUCTOR, FLASH_ATTENTION, TRANSFORMER_ENGINE)
@@ -78,16 +77,6 @@ def test_a_holder_that_is_forgotten_restores():
     del early
     gc.collect()
     assert values() == UNSET
-
-
-@pytest.mark.parametrize("value", [":4096:8", ":16:8"])
-def test_a_valid_workspace_of_the_users_is_kept(monkeypatch, value):
-    monkeypatch.setenv(CUBLAS, value)
-    early = EarlyVariables()
-    early.set()
-    assert os.environ[CUBLAS] == value
-    early.restore()
-    assert os.environ[CUBLAS] == value
 
 
 BAD = [
@@ -160,14 +149,6 @@ def test_a_library_that_started_between_sessions_is_too_late(start, library):
 )
 def test_whether_a_value_lets_nccl_choose_nvls(value, allowed):
     assert allows_nvls(value) is allowed
-
-
-def test_the_users_value_is_known_while_another_is_set(monkeypatch):
-    monkeypatch.setenv(INDUCTOR, "1")
-    early = EarlyVariables()
-    early.set()
-    assert (read_user_value(INDUCTOR), read_user_value(FLASH_ATTENTION)) == ("1", None)
-    early.restore()
 
 
 @pytest.mark.parametrize("library", ["cuda", "nccl"])

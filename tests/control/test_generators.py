@@ -148,42 +148,19 @@ LISTS = {
 def test_a_search_visits_few_objects_and_still_finds_a_generator_beside_data(data):
     dataset = SimpleNamespace(data=data(), transforms=[Item(1), Item(1)])
     dataset.transforms[1].generator = random.Random(1)
-    visited = [path for path, _ in search({"dataset": dataset}, sampled=True)]
+    visited = [path for path, _ in search({"dataset": dataset})]
     assert "dataset.transforms.1.generator" in visited
-    assert len(visited) <= 20_010
+    assert len(visited) <= 50_010
 
 
-def test_generators_in_nested_transforms_are_found():
-    """As in Albumentations: each transform has two, and a list of transforms is one itself."""
-    dataset = Sample()
-    dataset.transform = SimpleNamespace(
-        transforms=[SimpleNamespace(transforms=[SimpleNamespace(rng=random.Random(1))])]
-    )
+def test_a_generator_in_nested_transforms_is_found_beside_many_objects():
+    """As in Albumentations, where a list of transforms is one itself."""
+    inner = SimpleNamespace(transforms=[SimpleNamespace(rng=random.Random(1))])
+    dataset = SimpleNamespace(samples=[Item(2, width=4) for _ in range(1000)])
+    dataset.transform = SimpleNamespace(transforms=[inner])
     assert list(find_generators({"loader": SimpleNamespace(dataset=dataset)})) == [
         "loader.dataset.transform.transforms.0.transforms.0.rng"
     ]
-
-
-class Sample:
-    """An object of a dataset, as those of PyTorch Geometric."""
-
-    def __init__(self, generator=None):
-        self.store = {"generator": generator, "parts": [[1], [2]]}
-
-
-def test_of_a_long_list_of_objects_only_a_sample_is_searched():
-    """PyTorch Geometric keeps a dataset as a list of such objects: 10 ms and more a search."""
-    visited = list(search({"data": [Sample() for _ in range(1000)]}, sampled=True))
-    assert 5 < len(visited) < 50
-
-
-def test_a_long_list_whose_items_hold_generators_is_searched_whole():
-    inner = [Sample(random.Random(number)) for number in range(200)]
-    assert len(find_generators({"data": inner})) == 200
-    outer = [random.Random(number) for number in range(200)]
-    assert len(find_generators({"data": outer})) == 200
-    mixed = [Item(0)] * 200 + [Sample(random.Random(1))]
-    assert list(find_generators({"data": mixed})) == ["data.200.store.generator"]
 
 
 def test_long_lists_that_hold_themselves_or_many_others_are_searched_once():
@@ -297,8 +274,3 @@ def test_what_holds_a_generator_is_searched(name):
 def test_what_cannot_hold_a_generator_of_the_training_is_not_searched(name):
     held = NOT_SEARCHED[name](random.Random(1))
     assert find_generators({"owner": [held]}) == {}
-
-
-def test_an_owner_of_lightning_is_searched():
-    generator = random.Random(1)
-    assert find_generators({"owner": Lightnings(generator)}) == {"owner.held": generator}

@@ -41,16 +41,6 @@ def test_a_pinned_number_makes_it_equal():
     assert len(digests) == 1
 
 
-def test_none_changes_nothing_and_an_error_restores():
-    torch.set_num_threads(2)
-    with threads_pinned(None):
-        assert torch.get_num_threads() == 2
-    with pytest.raises(ZeroDivisionError), threads_pinned(1):
-        assert torch.get_num_threads() == 1
-        raise ZeroDivisionError
-    assert torch.get_num_threads() == 2
-
-
 def test_a_number_that_somebody_changes_is_found():
     with deterministic(threads=2) as pinned:
         pinned.verify()

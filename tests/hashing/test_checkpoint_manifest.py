@@ -74,13 +74,6 @@ def test_leaves_with_the_same_dotted_path_are_told_apart(number):
         assert check_manifest(make(swapped), manifest)
 
 
-def test_a_list_is_no_dict_with_numbers():
-    tensors = [torch.ones(1), torch.zeros(1)]
-    manifest = make_manifest({"a": tensors})
-    assert check_manifest({"a": dict(enumerate(tensors))}, manifest)
-    assert check_manifest({"a": {str(at): value for at, value in enumerate(tensors)}}, manifest)
-
-
 @pytest.mark.parametrize("kind", [dict, list])
 def test_a_container_that_holds_itself_is_a_leaf_where_it_occurs_again(kind):
     value = {"tensor": torch.ones(1), "inner": {} if kind is dict else [0]}

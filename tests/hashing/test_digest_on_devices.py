@@ -56,25 +56,6 @@ def test_the_leaves_of_a_value_are_read_in_one_launch():
     assert trace.places == alone.places
 
 
-def test_a_leaf_without_a_digest_leaves_the_others_theirs():
-    trace = Trace()
-    value = torch.randn(4)
-    trace.add("input", "module", [put(value), torch.empty(3, device="meta"), put(value)])
-    digests = trace.queue.fetch()
-    assert digests[0] == digests[2] == digest_many([value])[0]
-    assert len(set(digests)) == 2
-
-
-def test_many_probes_keep_their_order():
-    """Also beyond the memory that the digests of a batch share."""
-    values = [torch.full((number % 5 + 1,), float(number)) for number in range(9000)]
-    queue = DigestQueue()
-    for value in values:
-        queue.add([put(value)])
-    queue.start_copies()
-    assert queue.fetch() == digest_many(values)
-
-
 def test_tensors_of_the_host_and_of_a_device_are_digested_together():
     values = [torch.randn(n) for n in (3, 70_000, 0, 5)]
     mixed = [put(values[0]), values[1], put(values[2]), values[3]]

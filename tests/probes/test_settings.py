@@ -1,7 +1,5 @@
 """Settings of probes: values that are not allowed raise, and variables take precedence."""
 
-from pathlib import Path
-
 import pytest
 
 from lightning_d9m.errors import SettingError
@@ -49,27 +47,6 @@ def test_modules_are_selected_by_pattern():
     assert settings.takes_parameter("head.weight")
     assert not settings.takes_module("")
     assert ProbeSettings(probe_modules=("(model)",)).takes_module("")
-
-
-def test_variables_go_before_settings():
-    settings = ProbeSettings(probes="loss", replay_every=3).overridden(
-        {
-            "LIGHTNING_D9M_PROBES": "all",
-            "LIGHTNING_D9M_PROBE_MODULES": "a,b.*",
-            "LIGHTNING_D9M_PROBE_STEPS": "1:2",
-            "LIGHTNING_D9M_PROBE_RANKS": "0, 2",
-            "LIGHTNING_D9M_DUMP": "here",
-            "LIGHTNING_D9M_REPLAY_EVERY": " ",
-        }
-    )
-    assert settings == ProbeSettings(
-        probes=("all",),
-        probe_modules=("a", "b.*"),
-        probe_steps="1:2",
-        probe_ranks=(0, 2),
-        replay_every=3,
-        dump=Path("here"),
-    )
 
 
 @pytest.mark.parametrize(

@@ -6,13 +6,21 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 from lightning_d9m.errors import DigestError
-from lightning_d9m.hashing.digest import DigestQueue, digest, digest_many, digest_value
+from lightning_d9m.hashing.digest import DigestQueue, digest, digest_value
 from lightning_d9m.hashing.pytree_leaves import list_pytree_leaves
 from lightning_d9m.probes.monitor import monitor, monitors_heard
-from lightning_d9m.probes.trace import RECORD_PLACES, ProbeCollector, ProbePoint
+from lightning_d9m.probes.trace import (
+    RECORD_PLACES,
+    ProbeCollector,
+    ProbePoint,
+    Trace,
+    find_difference,
+)
 
 Pair = namedtuple("Pair", ["left", "right"])  # noqa: PYI024 - as users write them
 
@@ -174,24 +182,8 @@ def test_outside_batches_and_when_paused_nothing_is_taken():
     assert records == []
 
 
-def test_a_form_that_was_met_before_gives_the_same():
-    x = torch.randn(300, 400)
-    tensors = [
-        *(x, x.t(), x[1], x[:, 1], torch.zeros(()), torch.empty(0), nn.Parameter(x[2])),
-        x.to(torch.complex64).conj(),
-        torch.complex(x, x).conj().imag,  # negated where it is read
-        torch.view_as_real(torch.complex(x, x)).select(-1, 0),
-        x.to_sparse(),
-        x.bfloat16(),
-    ]
-    queue = DigestQueue()
-    for tensor in (*tensors, *tensors):
-        queue.add([tensor])
-    assert queue.fetch() == digest_many(tensors) * 2
-
-
 @pytest.mark.parametrize("size", [0, 1, 1024, 16383, 16384, 16385, 131072, 131073, 64 * 131072 + 1])
-def test_a_form_that_was_met_before_gives_the_digests_of_the_moment(size):
+def test_a_queue_gives_the_digests_of_the_moment(size):
     x = torch.arange(size).to(torch.uint8)
     queue, expected = DigestQueue(), []
     for _ in range(3):
@@ -203,7 +195,7 @@ def test_a_form_that_was_met_before_gives_the_digests_of_the_moment(size):
 
 
 @pytest.mark.parametrize("kept", [0, 8])
-def test_memory_of_a_known_form_that_was_freed_is_an_error(kept):
+def test_memory_that_was_freed_is_an_error(kept):
     queue = DigestQueue()
     x = torch.ones(4)
     queue.add([x])
@@ -233,3 +225,24 @@ def test_a_monitor_returns_what_it_is_given_and_tells_who_listens():
     monitor(1, "after")
     assert [name for name, _ in heard] == ["x", "twice", "nothing"]
     assert x.grad.tolist() == [2, 2]
+
+
+@given(st.lists(st.integers(0, 2), min_size=1, max_size=12), st.data())
+def test_the_first_difference_of_traces_is_found(values, data):
+    place = data.draw(st.integers(0, len(values) - 1))
+    expected, actual = Trace(), Trace()
+    for number, value in enumerate(values):
+        expected.add("output", f"m{value}", torch.tensor([number]))
+        actual.add("output", f"m{value}", torch.tensor([-1 if number == place else number]))
+    difference = find_difference(expected, actual)
+    assert difference is not None
+    assert difference.place == expected.places[place]
+    assert difference.differing == 1
+    assert find_difference(expected, expected) is None
+
+
+def test_a_place_that_only_one_trace_has_is_a_difference():
+    expected, actual = Trace(), Trace()
+    actual.add("output", "a", 1)
+    difference = find_difference(expected, actual)
+    assert difference == (("output", "a", 0), None, digest_value(1), 1)

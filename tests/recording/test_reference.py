@@ -1,5 +1,7 @@
 """A run is held against its reference: refused, equal, or drifted, and then where."""
 
+from contextlib import closing
+
 import pytest
 
 from lightning_d9m.errors import LedgerError, ReferenceRefusedError
@@ -78,7 +80,7 @@ class TestRefusal:
     def test_by_the_facts(self, runs, facts, field):
         """Another model or dataset."""
         reference = Reference(runs.write(), 0)
-        with reference_closed(reference), pytest.raises(ReferenceRefusedError) as caught:
+        with closing(reference), pytest.raises(ReferenceRefusedError) as caught:
             reference.check_run(runs.facts(**facts))
         assert caught.value.field == field
 
@@ -117,21 +119,8 @@ class TestRefusal:
         """It was killed after its header."""
         folder = runs.write(edit=lambda _, records: records.__delitem__(slice(1, None)))
         reference = Reference(folder, 0)
-        with reference_closed(reference), pytest.raises(LedgerError, match="ends before its train"):
+        with closing(reference), pytest.raises(LedgerError, match="ends before its train"):
             reference.check_run(runs.facts())
-
-
-class reference_closed:  # noqa: N801 - reads as what it is, like contextlib.closing
-    """Close a reference whose check is expected to fail."""
-
-    def __init__(self, reference):
-        self.reference = reference
-
-    def __enter__(self):
-        return self.reference
-
-    def __exit__(self, *_):
-        self.reference.close()
 
 
 class TestDrift:
@@ -150,7 +139,7 @@ class TestDrift:
         folder = runs.write()
         reference = held(runs, folder)
         expected = runs.digests("epoch", 1).groups["weights"]["layers.0.bias"]
-        with reference_closed(reference):
+        with closing(reference):
             assert reference.check(runs.digests("initial", 0)) is None
             assert reference.check(runs.digests("epoch", 0)) is None
             difference = reference.check(drifted(runs.digests("epoch", 1)))
@@ -174,7 +163,7 @@ class TestDrift:
         record = runs.digests("epoch", 0)
         for name in record.groups["weights"]:
             record = drifted(drifted(record, "weights", name), "schedulers", "0")
-        with reference_closed(reference):
+        with closing(reference):
             error = reference.drift_error(reference.check(record))
         assert "5 of 12 entries differ, first in weights: layers.0.weight, layers.0.bias, " in str(
             error
@@ -186,7 +175,7 @@ class TestDrift:
     def test_initial_weights(self, runs):
         """No training caused it: seed earlier."""
         reference = held(runs, runs.write())
-        with reference_closed(reference):
+        with closing(reference):
             error = reference.drift_error(reference.check(drifted(runs.digests("initial", 0))))
         assert "differs from its reference in the initial state on rank 0" in str(error)
         assert "They differed before the first step" in str(error)
@@ -195,7 +184,7 @@ class TestDrift:
     def test_loss(self, runs):
         """A number is shown with all digits: one unit in the last place counts."""
         reference = held(runs, runs.write())
-        with reference_closed(reference):
+        with closing(reference):
             difference = reference.check(runs.digests("epoch", 0, loss="0x1.5555555555556p-2"))
         error = reference.drift_error(difference)
         assert "  reference: 0.3333333333333333\n" in str(error)
@@ -213,7 +202,7 @@ class TestDrift:
         folder = runs.write(world_size=2, edit=differ)
         for rank in (0, 1):
             reference = held(runs, folder, rank=rank, world_size=2)
-            with reference_closed(reference):
+            with closing(reference):
                 difference = reference.check(runs.digests("epoch", 0))
             assert (difference is not None) == (rank == 1)
         assert reference.drift_error(difference).rank == 1
@@ -224,7 +213,7 @@ class TestDrift:
         path = rank_path(folder, 0)
         path.write_bytes(path.read_bytes().replace(b'"step":69', b'"step":68', 1))
         reference = held(runs, folder)
-        with reference_closed(reference):
+        with closing(reference):
             reference.check(runs.digests("epoch", 0))
             with pytest.raises(LedgerError, match="line 6 "):
                 reference.check(runs.digests("epoch", 1))
@@ -254,7 +243,7 @@ class TestLengths:
     def test_a_record_that_the_reference_lacks_in_between(self, runs):
         """A check that was asked for would be left out in silence."""
         reference = held(runs, runs.write(edit=lambda _, records: records.pop(4)))
-        with reference_closed(reference):
+        with closing(reference):
             reference.check(runs.digests("epoch", 0))
             with pytest.raises(ReferenceRefusedError) as caught:
                 reference.check(runs.digests("epoch", 1))

@@ -142,11 +142,6 @@ def test_state_that_one_rank_lacks_is_a_difference():
     assert found["optimizers"].names == ("names of the entries",)
 
 
-def test_a_buffer_that_only_one_rank_has_is_not_compared():
-    found = find_differences(lambda rank: rank.model.register_buffer("own", torch.ones(1)), at=0)
-    assert found == [{}, {}, {}]
-
-
 def test_synchronized_statistics_must_be_equal():
     model = nn.Sequential(nn.SyncBatchNorm(2), nn.BatchNorm1d(2), nn.InstanceNorm1d(2))
     replicated = find_replicated_state(model)

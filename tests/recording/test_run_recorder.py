@@ -170,16 +170,6 @@ def test_a_reference_that_ends_early_is_said_at_the_end(tmp_path):
         assert alone(tmp_path / "a", clean, reference=tmp_path / "reference") == [0, 0, 0]
 
 
-def test_a_run_cannot_be_its_own_reference(tmp_path):
-    with pytest.raises(D9mError, match="run writes"):
-        alone(tmp_path / "a", clean, reference=tmp_path / "a")
-
-
-def test_whether_anything_is_compared(tmp_path):
-    assert not alone(tmp_path / "a", lambda recorder, _: recorder.compares)
-    assert run(tmp_path / "b", lambda recorder, _: recorder.compares) == [True] * RANKS
-
-
 def test_a_training_is_recorded_and_the_closed_recorder_pickled(tmp_path):
     model = torch.nn.Linear(2, 1)
     run = RunRecorder(RunOptions())

@@ -11,7 +11,6 @@ from lightning_d9m.errors import DigestError
 from lightning_d9m.hashing.shards import FlatLayout
 from lightning_d9m.hashing.training_state import take_partial_snapshot, take_snapshot
 from lightning_d9m.ranks.ranks import Ranks
-from lightning_d9m.recording import run_recorder
 from lightning_d9m.recording.run_recorder import complete_snapshot
 
 
@@ -97,11 +96,6 @@ def whole():
 def test_every_rank_has_the_digests_of_the_whole(whole, count):
     """Of more than one rank, the first ones hold nothing of the small parameter."""
     assert complete([Rank(number, count) for number in range(count)]) == [whole] * count
-
-
-def test_a_state_is_gathered_in_rounds(whole, monkeypatch):
-    monkeypatch.setattr(run_recorder, "_ROUND", 1)
-    assert complete([Rank(number, 2) for number in range(2)]) == [whole] * 2
 
 
 def test_copies_in_two_groups_are_digested_by_group(whole):

@@ -199,6 +199,22 @@ def test_what_was_disturbed_is_written_into_objects_that_were_made_alike(graph, 
     assert unknown or digest_value(owner) == digest_value(other)
 
 
+@settings(max_examples=100, deadline=None)
+@given(graph=GRAPHS, data=st.data())
+def test_a_change_of_an_object_in_a_long_list_is_found(graph, data):
+    owner = Thing(items=[{"number": number} for number in range(1200)])
+    owner.items[700]["graph"] = graph
+    changes, digest = Changes({"owner": owner}, leave_out=lambda *_: False), digest_value(owner)
+    assert changes.capture() == ({}, [])
+    nodes = [*Watch({"graph": graph}).nodes.values()]
+    if nodes:
+        node = data.draw(st.sampled_from(nodes))
+        disturb(node.owner, lambda ways: data.draw(st.sampled_from(ways)))
+    found, unknown = changes.capture()
+    assert {*found, *unknown} <= {"owner.items", "owner.items'"}
+    assert found or unknown or digest_value(owner) == digest
+
+
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
 @pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
 def test_a_changed_value_of_a_sparse_tensor_is_a_change(layout):

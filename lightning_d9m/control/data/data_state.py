@@ -7,30 +7,30 @@ hold their first values.
 
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Sampler, TensorDataset
+from torch.utils.data import DataLoader, Dataset, Sampler
 
-from lightning_d9m.state.changes import Changes
-from lightning_d9m.state.parts import GENERATOR, Namespace, is_of_lightning, is_of_program
+from lightning_d9m.control.data.resumable_sampler import is_user_made
+from lightning_d9m.control.data.samplers import list_controlled
+from lightning_d9m.state.changes import Changes, describe_unsaved
+from lightning_d9m.state.parts import GENERATOR, Namespace, is_of_lightning, name_classes
 from lightning_d9m.state.plain_data import pack_bytes, unpack_bytes
 from lightning_d9m.state.search import find_kind_safely, search
 
-DATA = "data"
-"""The key of what has changed in a loader's dataset and functions, encoded, by path."""
-
-UNSAVED_DATA = "unsaved data"
-"""The key of the paths of what has changed there and a checkpoint cannot hold."""
-
-LOGGED_DATA = "logged data"
-"""The key of the paths of what only the log names: caches that were filled, and loaders' own."""
-
+# The keys of a captured state. What samplers have changed, encoded, by number of the sampler and
+# path; and the paths of what they have changed and a checkpoint cannot hold.
+CHANGES, UNSAVED = "sampler", "unsaved"
+# The same of a loader's dataset and functions; and the paths of what only the log names: caches
+# that were filled, and what changes in a loader itself.
+DATA, UNSAVED_DATA, LOGGED_DATA = "data", "unsaved data", "logged data"
+# Of earlier versions: numbers by attribute, by the path of the object.
 NUMBERS = "dataset numbers"
-"""The key of earlier versions, for numbers by attribute, by the path of the object."""
 
 LOADER = "loader"
 """The name of a loader among the objects."""
@@ -40,68 +40,87 @@ _MOST_VISITED = 1000
 # Most bytes of one value; a larger one is data of the dataset's own.
 _MOST_BYTES = 2**24
 _CODE = (type, FunctionType, ModuleType)
-# In a worker each of the first batches is followed by a check, and later as many as take a
-# twentieth of the time.
-_CHECKED_BATCHES = 16
+# In a worker each of the first batches is followed by a check, unless checks take long, and later
+# as many as take a twentieth of the time.
+_CHECKED_BATCHES, _CHECKED_SECONDS = 16, 0.1
 _SHARE = 20
 
 
 class DataState:
-    """The state of objects that load data, and of all in them, relative to their first one.
+    """The state of the objects that load data, and of all in them, relative to their first one.
 
-    An object with a ``state_dict`` says itself where it is, and has none here. Generators have a
-    state of their own: see ``capture_generators``.
+    An object with a ``state_dict`` says itself where it is, and has none here. Generators of
+    datasets have a state of their own: see ``capture_generators``.
 
     Args:
         owners: The objects by name. What changes in a loader itself is never saved, as Lightning
             iterates it when it is loaded, and again when an epoch starts; most loaders then begin
             again.
+        samplers: The samplers of the loader. The program's own have a state.
         earlier: The states of other loaders. An object that one of them has, too, is compared with
             its first state there.
     """
 
-    def __init__(self, owners: Mapping[str, object], earlier: Iterable["DataState"] = ()) -> None:
-        known = {id(own): part for state in earlier for own, part in state.parts.values()}
-        self.parts: dict[str, tuple[object, Changes]] = {}
-        for name, own in owners.items():
-            if not hasattr(own, "load_state_dict"):
-                self.parts[name] = own, known.get(id(own)) or _watch(name, own)
+    def __init__(
+        self,
+        owners: Mapping[str, object],
+        samplers: Sequence[object] = (),
+        earlier: Iterable["DataState"] = (),
+    ) -> None:
+        known = {
+            id(own): changes
+            for state in earlier
+            for own, changes in (*state.data.values(), *state.samplers.values())
+        }
+        others = {*map(id, owners.values()), *map(id, samplers)}
+        self.data: dict[str, tuple[object, Changes]] = {
+            name: (own, known.get(id(own)) or _watch(name, own, others))
+            for name, own in owners.items()
+            if not hasattr(own, "load_state_dict")
+        }
+        self.samplers: dict[str, tuple[object, Changes]] = {
+            str(number): (sampler, known.get(id(sampler)) or _watch("", sampler, others))
+            for number, sampler in enumerate(samplers)
+            if is_user_made([sampler])
+        }
 
     def capture(self) -> dict[str, Any]:
         """Return what has changed, for ``restore``, and the paths of what cannot be saved."""
-        data: dict[str, Any] = {}
-        unsaved: list[str] = []
-        logged: list[str] = []
-        for name, (_, changes) in self.parts.items():
+        states: dict[str, Any] = {DATA: {}, UNSAVED_DATA: [], LOGGED_DATA: []}
+        states |= {CHANGES: {}, UNSAVED: []}
+        for number, (_, changes) in self.samplers.items():
+            found, unknown = changes.capture()
+            states[CHANGES] |= {f"{number}.{path}": pack_bytes(own) for path, own in found.items()}
+            states[UNSAVED] += [f"{number}.{path}" for path in unknown]
+        for name, (_, changes) in self.data.items():
             found, unknown = changes.capture()
             if name == LOADER:
-                logged += [*found, *unknown]
+                states[LOGGED_DATA] += [*found, *unknown]
                 continue
-            data |= {path: pack_bytes(own) for path, own in found.items()}
+            states[DATA] |= {path: pack_bytes(own) for path, own in found.items()}
             for path in unknown:
-                (logged if path in changes.filled else unsaved).append(path)
-        states = {DATA: data, UNSAVED_DATA: unsaved, LOGGED_DATA: logged}
+                states[LOGGED_DATA if path in changes.filled else UNSAVED_DATA].append(path)
         return {key: own for key, own in states.items() if own}
 
-    def restore(self, states: Mapping[str, Any]) -> None:
-        """Write what ``capture`` returned into the objects; warn of what they do not take."""
+    def restore_samplers(self, states: Mapping[str, Any]) -> None:
+        """Write what ``capture`` returned into the samplers; warn of what they do not take."""
+        for number, (_, changes) in self.samplers.items():
+            lost = changes.restore(_select(states, number), torch.device("cpu"))
+            _warn_of_lost([f"sampler.{path}" for path in lost])
+
+    def restore_data(self, states: Mapping[str, Any]) -> None:
+        """Write what ``capture`` returned into the others; warn of what they do not take."""
         plain = {path: unpack_bytes(data) for path, data in states.get(DATA, {}).items()}
         lost = {path.rstrip("'") for path in plain}
-        for _, changes in self.parts.values():
+        for _, changes in self.data.values():
             lost = set(changes.restore(plain, torch.device("cpu")))
             plain = {path: own for path, own in plain.items() if path.rstrip("'") in lost}
         lost.update(self._restore_numbers(states.get(NUMBERS, {})))
-        if lost:
-            warnings.warn(
-                f"The checkpoint holds values that a dataset lacks, or takes others for: "
-                f"{', '.join(sorted(lost))}. Its samples may differ from those of an uninterrupted "
-                "run: make the dataset as in the run that saved it.",
-                stacklevel=2,
-            )
+        _warn_of_lost(lost)
 
     def _restore_numbers(self, numbers: Mapping[str, Mapping[str, float]]) -> Iterator[str]:
         """Set the numbers of a checkpoint of an earlier version; yield what has no place."""
-        dataset, _ = self.parts.get("dataset", (None, None))
+        dataset, _ = self.data.get("dataset", (None, None))
         owners = dict(_find_owners("dataset", dataset)) if numbers else {}
         for path, values in numbers.items():
             for name, value in values.items():
@@ -110,15 +129,57 @@ class DataState:
                 else:
                     yield f"{path}.{name}"
 
+    def undo(self, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
+        """Restore what differs in samplers between two captures and has not changed since."""
+        for number, (_, changes) in self.samplers.items():
+            changes.undo(_select(before, number), _select(after, number))
+
     def settle(self) -> None:
         """Take objects that the first batch has made, such as an open file, as held at first."""
-        for _, changes in self.parts.values():
+        for _, changes in self.data.values():
             changes.settle()
 
     def find_change(self) -> str | None:
         """Return the path of a change, but of an empty place that was filled once."""
-        found = (changes.find_first() for _, changes in self.parts.values())
+        found = (changes.find_first() for _, changes in self.data.values())
         return next(filter(None, found), None)
+
+
+def _select(states: Mapping[str, Any], number: str) -> dict[str, bytes]:
+    """Return the encoded values of one sampler."""
+    found = {path.partition("."): data for path, data in states.get(CHANGES, {}).items()}
+    return {path: unpack_bytes(data) for (own, _, path), data in found.items() if own == number}
+
+
+def _warn_of_lost(paths: Collection[str]) -> None:
+    if paths:
+        warnings.warn(
+            "The checkpoint holds values that a sampler or dataset lacks, or takes others for: "
+            f"{', '.join(sorted(paths))}. Batches may differ from those of an uninterrupted run: "
+            "make both as in the run that saved it.",
+            stacklevel=3,
+        )
+
+
+def list_unsaved(samplers: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Return why the captured states of loaders cannot be restored, by number of the loader."""
+    return describe_unsaved(
+        path
+        for number, states in samplers.items()
+        for path in (
+            *(f"{number}.sampler.{path.partition('.')[2]}" for path in states.get(UNSAVED, ())),
+            *(f"{number}.{path}" for path in states.get(UNSAVED_DATA, ())),
+        )
+    )
+
+
+def list_logged(samplers: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Return the paths of what reading samples changes, and is in no checkpoint."""
+    return [
+        f"{number}.{path}"
+        for number, states in samplers.items()
+        for path in states.get(LOGGED_DATA, ())
+    ]
 
 
 class WorkerWatch:
@@ -139,8 +200,8 @@ class WorkerWatch:
         """Look for changes, if it is time to; called after each batch."""
         self._batches += 1
         begun = time.monotonic()
-        early = self._batches <= _CHECKED_BATCHES or last
-        if not early and self._spent * _SHARE > begun - self._begun:
+        early = self._batches <= (_CHECKED_BATCHES if self._spent < _CHECKED_SECONDS else 2)
+        if not (early or last) and self._spent * _SHARE > begun - self._begun:
             return
         if self._batches == 1:
             self._state.settle()
@@ -157,28 +218,31 @@ class WorkerWatch:
         self.end_batch(last=True)
 
 
-def _watch(name: str, owner: Any) -> Changes:
-    own, torchs = set[str](), set[int]()
-    if isinstance(owner, DataLoader):
-        own = set(vars(DataLoader(TensorDataset(torch.empty(1)))))
-        torchs = {id(value) for key, value in vars(owner).items() if key in own}
+def _watch(name: str, owner: Any, others: Collection[int]) -> Changes:
+    """Watch an object that loads data, or a sampler, which has no name."""
+    hidden = list_controlled(owner)
+    own = getattr(owner, "__dict__", {})
+    left_out = {*others, *(id(own[key]) for key in hidden & own.keys())}
+    of_others = Dataset if not name else ()
 
     def leave_out(path: str, value: object) -> bool:
-        return value is not owner and (id(value) in torchs or _leave_out(path, value))
+        return value is not owner and (
+            id(value) in left_out
+            or isinstance(value, of_others)
+            or _leave_out(path, value, generators=bool(name))
+        )
 
-    owners = dict(_find_owners(name, owner)) if name != LOADER else {name: owner}
-    kinds = dict.fromkeys(kind for each in owners.values() for kind in type(each).__mro__)
-    owners |= {
-        f"{kind.__module__}.{kind.__qualname__}": Namespace(kind)
-        for kind in kinds
-        if is_of_program(kind)
-    }
+    owners: dict[str, object] = {name: owner}
+    if name not in ("", LOADER):
+        owners = dict(_find_owners(name, owner))
+    if name:
+        owners |= name_classes(owners.values())
     return Changes(
         owners,
         leave_out=leave_out,
-        hide=lambda each: own if each is owner else (),
-        most_bytes=_MOST_BYTES,
-        enters_long=False,
+        hide=lambda each: hidden if each is owner else (),
+        copies=not name,
+        most_bytes=_MOST_BYTES if name else None,
     )
 
 
@@ -190,12 +254,19 @@ def _find_owners(name: str, owner: object) -> Iterator[tuple[str, object]]:
             yield path, value
 
 
-def _leave_out(_path: str, value: Any) -> bool:
+def _leave_out(_path: str, value: Any, *, generators: bool = True) -> bool:
     if isinstance(value, Namespace):
         return False
-    if find_kind_safely(value) is GENERATOR or isinstance(value, DataLoader | Sampler):
+    if isinstance(value, DataLoader | Sampler):
+        return True
+    if generators and find_kind_safely(value) is GENERATOR:
         return True
     if isinstance(value, nn.Parameter) and value.requires_grad:
         return True
     # Such as the module and the datamodule, which are in the state of the program.
-    return any(map(is_of_lightning, type(value).__mro__))
+    return _derives_from_lightning(type(value))
+
+
+@lru_cache(maxsize=10_000)
+def _derives_from_lightning(kind: Any) -> bool:
+    return any(map(is_of_lightning, kind.__mro__))

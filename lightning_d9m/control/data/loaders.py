@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 from torch.utils.data.distributed import DistributedSampler
@@ -27,7 +26,6 @@ from lightning_d9m.control.data.data_state import (
 )
 from lightning_d9m.control.data.resumable_sampler import ResumableSampler, is_user_made, unwrap
 from lightning_d9m.control.data.samplers import (
-    SamplerState,
     copy_loader,
     describe_seed,
     find_samplers,
@@ -94,8 +92,9 @@ class ControlledLoader:
         self._orders: dict[int, torch.Generator] = {}
         self._chosen: dict[int, str] = {}  # what the user's seeds add to ours
         self._rankless = is_rankless(loader)
-        others = [control.data for control in earlier]
-        self.data: DataState = DataState(_name_owners(loader), others)
+        samplers = find_samplers(loader)
+        states = [control.state for control in earlier]
+        self.state: DataState = DataState(_name_owners(loader), samplers, states)
         replacements.replace(loader, "generator", self._generator)
         # With in_order=False batches come as workers finish them. torchdata's loaders and older
         # releases of torch may lack the attribute.
@@ -113,14 +112,9 @@ class ControlledLoader:
             if loader.persistent_workers:
                 # Running workers do not have these streams, so torch must start new ones.
                 replacements.replace(loader, "_iterator", None)
-        self.at_start: dict[str, Any] = {}
         self._has_data = False
-        samplers = find_samplers(loader)
-        self.samplers: SamplerState = SamplerState(
-            samplers, loader.dataset, [control.samplers for control in earlier]
-        )
-        # What the samplers have changed before and after they were iterated in advance.
-        self._before: dict[str, Any] | None = None
+        # The states where the epoch was first iterated, and after it was iterated in advance.
+        self._start: dict[str, Any] | None = None
         self._after: dict[str, Any] | None = None
         user_sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
         self._requests = ResumableSampler(
@@ -137,7 +131,7 @@ class ControlledLoader:
                 # torchdata's loader; this class restores the position in the epoch.
                 replacements.replace(loader, "load_state_dict", _ignore)
             guard = RngGuard()
-            state = None if loader.num_workers else self.data
+            state = None if loader.num_workers else self.state
             owners = (loader.dataset, stream, per_sample, guard, loader.collate_fn)
             seeded = SeededDataset(*owners, state)
             replacements.replace(loader, "dataset", seeded)
@@ -160,50 +154,51 @@ class ControlledLoader:
 
     def capture(self, *, within: bool, at_end: bool) -> dict[str, Any]:
         """Return what the order of batches depends on; see ``LoaderControl.capture_samplers``."""
-        if not within:
-            return self._capture_now()
+        start = self._start
+        if not within or start is None:
+            return self.state.capture()
         # Read again from the start of the epoch; a validation is run again as a whole.
         if (self._iterable or self.stage != "train") and not at_end:
-            return self.at_start
-        at_start = {name: own for name, own in self.at_start.items() if name not in _OF_DATA}
-        now = self.data.capture()
+            return start
+        at_start = {name: own for name, own in start.items() if name not in _OF_DATA}
+        now = {name: own for name, own in self.state.capture().items() if name in _OF_DATA}
         loader = self.loader()
         if loader is not None and loader.num_workers and not at_end:
             # Workers have copies from the start of the epoch.
-            first = self.at_start.get(DATA, {})
-            changed = [path for path, own in now.get(DATA, {}).items() if _differ(own, first, path)]
+            first = start.get(DATA, {})
+            changed = [
+                path
+                for path, own in now.get(DATA, {}).items()
+                if path not in first or not torch.equal(own, first[path])
+            ]
             now = {**now, UNSAVED_DATA: [*now.get(UNSAVED_DATA, ()), *changed]}
         return at_start | {name: own for name, own in now.items() if own}
 
-    def _capture_now(self) -> dict[str, Any]:
-        """Return the states of the samplers and of the objects that load data."""
-        return self.samplers.capture() | self.data.capture()
-
     def _keep_start(self) -> None:
-        if self._before is None:  # torch may make a second iterator, or cycle
-            self._before = self.samplers.capture()
-            self.at_start = self._before | self.data.capture()
+        if self._start is None:  # torch may make a second iterator, or cycle
+            self._start = self.state.capture()
 
     def keep_iterated(self) -> None:
         """Keep what iterating the samplers in advance has made of them."""
-        if self._before is not None:
-            self._after = self.samplers.capture()
+        if self._start is not None:
+            self._after = self.state.capture()
 
     def restore_data(self, epoch: int, consumed: ReachedPosition | None) -> None:
         """Restore what the dataset held where the run was interrupted."""
         if consumed is not None and consumed.epoch == epoch:
-            self.data.restore(consumed.samplers.get(str(self.number), {}))
+            self.state.restore_data(consumed.samplers.get(str(self.number), {}))
             self._has_data = True
 
     def restore(self, states: Mapping[str, Any]) -> None:
         """Restore what ``capture`` returned."""
-        self.samplers.restore(states)
-        self.data.restore(states)
+        self.state.restore_samplers(states)
+        self.state.restore_data(states)
 
     def reset(self, epoch: int) -> None:
         """Restore the samplers to the start of the current epoch, but for what hooks have set."""
         if self.started == epoch:
-            self.samplers.undo(self._before or self.at_start, self._after or {})
+            if self._start is not None:
+                self.state.undo(self._start, self._after or {})
             self.started = None
 
     def enter(self, number: int, epoch: int) -> None:
@@ -218,7 +213,7 @@ class ControlledLoader:
             return
         self._requests.draw_skipped()
         self.started = epoch
-        self._before = self._after = None
+        self._start = self._after = None
         self._stream.start_epoch(epoch)
         seed = self._stream.derive("workers")
         self._generator.manual_seed(seed)
@@ -229,11 +224,10 @@ class ControlledLoader:
             self._generator.manual_seed(seed)
         resumed = consumed is not None and consumed.epoch == epoch
         if consumed is not None and resumed:
-            self.samplers.restore(consumed.samplers.get(str(self.number), {}))
+            self.state.restore_samplers(consumed.samplers.get(str(self.number), {}))
             if not self._has_data:  # otherwise hooks may have set it since
                 self.restore_data(epoch, consumed)
         self._seed_samplers(loader, epoch)
-        self.at_start = self._capture_now()
         # A loader of an iterable dataset restores its position itself, or cannot.
         if consumed is not None and resumed and not self._iterable:
             self._requests.start_epoch(consumed.batches, consumed.cycled)
@@ -478,10 +472,6 @@ def _name_owners(loader: Any) -> dict[str, object]:
     if stays and not isinstance(loader.dataset, IterableDataset):
         return owners
     return owners | {"dataset": loader.dataset, "collate_fn": loader.collate_fn}
-
-
-def _differ(own: Tensor, first: Mapping[str, Tensor], path: str) -> bool:
-    return path not in first or not torch.equal(own, first[path])
 
 
 def _copy_original(loader: Any) -> Any:

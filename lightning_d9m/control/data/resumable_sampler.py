@@ -153,8 +153,9 @@ class ResumableSampler(Proxy):
             stream = self._stream.at_epoch()
             batches = self._iterate()
             skipped = 0
-            if self._skip:
-                batches, skipped = skip_batches(batches, self._skip)
+            if self._skip:  # only the sampler runs; no batch is loaded
+                batches = iter(batches)
+                skipped = sum(1 for _ in islice(batches, self._skip))
             vars(self).update(_round=number + 1, _skip=self._skip - skipped)
             if not self._skip:
                 return number, stream, batches, skipped
@@ -256,15 +257,6 @@ def is_user_made(values: Iterable[Any]) -> bool:
     Such a sampler may draw from the generators of the process.
     """
     return any(type(value).__module__.partition(".")[0] not in _LIBRARIES for value in values)
-
-
-def skip_batches(batches: Iterable[Any], count: int) -> tuple[Iterator[Any], int]:
-    """Skip the first ``count`` batches; return the rest, and the number of skipped batches.
-
-    Only the sampler runs; no batch is loaded.
-    """
-    iterator = iter(batches)
-    return iterator, sum(1 for _ in islice(iterator, count))
 
 
 def iterate_apart(sampler: Iterable[Any], seed: int) -> Iterator[Any]:

@@ -6,6 +6,7 @@ Objects that are sent to workers must be picklable (``spawn``), so this module a
 import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from torch.utils.data import get_worker_info
@@ -76,24 +77,14 @@ class SeededCollate:
         return getattr(self.user_function, name)
 
     def __call__(self, samples: Any) -> Any:
-        """Make a batch of samples, or the micro-batches of a request."""
-        if isinstance(samples, _Unfetched):
+        """Make a batch of samples, or the micro-batches of requests."""
+        if isinstance(samples, MicroBatches):
             # One after the other, because this function may draw after the samples of its batch.
-            return MicroBatches(
-                self(samples.dataset.__getitems__(request)) for request in samples.requests
-            )
+            return MicroBatches(self(fetch()) for fetch in samples)
         try:
             return self.user_function(samples)
         finally:
             self._guard.end()
-
-
-@dataclass(frozen=True)
-class _Unfetched:
-    """A request for micro-batches, as the dataset hands it on to the ``collate_fn``."""
-
-    dataset: "SeededDataset"
-    requests: SeededMicroBatches
 
 
 class SeededDataset(Proxy):
@@ -162,7 +153,7 @@ class SeededDataset(Proxy):
     def __getitems__(self, request: Any) -> Any:
         """Fetch a whole batch, as torch's loader does."""
         if isinstance(request, SeededMicroBatches):
-            return _Unfetched(self, request)
+            return MicroBatches(partial(self.__getitems__, part) for part in request)
         if isinstance(request, SeededIndex):
             return self._fetch(request, lambda: self._fetch_batch(request.indices, request.epoch))
         if self._per_sample:

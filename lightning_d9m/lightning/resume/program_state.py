@@ -31,7 +31,7 @@ from lightning_d9m.lightning.trainer_attributes import (
     name_callbacks,
 )
 from lightning_d9m.state.changes import Changes, describe_unsaved
-from lightning_d9m.state.parts import Namespace, is_of_lightning, is_of_program
+from lightning_d9m.state.parts import Namespace, is_of_lightning, name_classes
 from lightning_d9m.state.plain_data import decode_plain, pack_bytes, unpack_bytes
 from lightning_d9m.state.state import digest_value
 
@@ -221,13 +221,9 @@ def _name_owners(trainer: Trainer) -> dict[str, object]:
     own = [each for each in trainer.callbacks if getattr(each, "state_key", None) != KEY]
     owners: dict[str, object] = {"model": trainer.lightning_module}
     owners |= {"datamodule": trainer.datamodule} | name_callbacks(own)
-    kinds: dict[type, None] = {}
-    for owner in owners.values():
-        kinds |= dict.fromkeys(kind for kind in type(owner).__mro__ if is_of_program(kind))
-    owners |= {f"{kind.__module__}.{kind.__qualname__}": Namespace(kind) for kind in kinds}
-    return owners | {
-        name: Namespace(sys.modules[name]) for name in dict.fromkeys(k.__module__ for k in kinds)
-    }
+    classes = name_classes(owners.values())
+    files = dict.fromkeys(each.owner.__module__ for each in classes.values())
+    return owners | classes | {name: Namespace(sys.modules[name]) for name in files}
 
 
 def _list_loaded_containers(callbacks: Iterable[Any]) -> Iterator[Any]:

@@ -8,8 +8,8 @@ from typing import Any, Literal, NamedTuple
 from warnings import catch_warnings, filterwarnings, warn
 
 from lightning_d9m.attribute_patches import AttributePatches
+from lightning_d9m.control.data.data_state import list_logged, list_unsaved
 from lightning_d9m.control.data.resumable_sampler import find_epoch_problem, find_loader_problems
-from lightning_d9m.control.data.samplers import list_logged, list_unsaved
 from lightning_d9m.control.seeding import find_lost_devices
 from lightning_d9m.errors import InexactResumeError
 from lightning_d9m.hashing.training_state import ModelTensors

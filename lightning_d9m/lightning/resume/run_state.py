@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_d9m.control.data.data_state import DATA, NUMBERS
+from lightning_d9m.control.data.data_state import CHANGES, DATA, NUMBERS
 from lightning_d9m.control.data.resumable_sampler import has_state, unwrap
-from lightning_d9m.control.data.samplers import CHANGES
 from lightning_d9m.control.data.seeded_dataset import SeededCollate
 from lightning_d9m.control.seeding import (
     capture_generators,

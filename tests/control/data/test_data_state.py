@@ -1,5 +1,7 @@
-"""What reading samples changes in a dataset and in its parts is saved and restored, or named."""
+"""What datasets and samplers change is saved and restored, or named; that of samplers undone."""
 
+import copy
+import random
 import tempfile
 import time
 import warnings
@@ -7,12 +9,26 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
+from torch.utils.data import (
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    RandomSampler,
+    Subset,
+)
 
-from lightning_d9m.control.data.data_state import LOGGED_DATA, NUMBERS, UNSAVED_DATA, DataState
+from lightning_d9m.control.data.data_state import (
+    LOGGED_DATA,
+    NUMBERS,
+    UNSAVED_DATA,
+    DataState,
+    list_logged,
+    list_unsaved,
+)
 from lightning_d9m.control.data.loaders import LoaderControl
 from lightning_d9m.control.data.resumable_sampler import find_loader_problems
-from lightning_d9m.control.data.samplers import list_logged, list_unsaved
+from lightning_d9m.state.state import digest_value
 
 
 class Stages(list):
@@ -28,6 +44,13 @@ class Augmentation(torch.nn.Module):
         self.register_buffer("mean", torch.zeros(2))
 
 
+class Sample:
+    """An object of a dataset."""
+
+    def __init__(self):
+        self.box, self.image, self.points = [0, 1], torch.zeros(2), np.zeros(2)
+
+
 class Part(Dataset):
     """A dataset that keeps state in many ways."""
 
@@ -39,6 +62,8 @@ class Part(Dataset):
         self.weights, self.table, self.cache = np.zeros(3), torch.zeros(2), {}
         self.stages, self.augment = Stages([1]), Augmentation()
         self.images = [torch.zeros(2) for _ in range(1500)]
+        self.notes = [{"id": number, "boxes": [[0.5, number]]} for number in range(1500)]
+        self.samples = [Sample() for _ in range(1500)]
 
     def __len__(self):
         return 8
@@ -62,6 +87,8 @@ SAVED = {
     "a list that grows": lambda part: part.seen.append(1),
     "a long list that is shuffled": lambda part: part.files.reverse(),
     "a long list that is replaced": lambda part: setattr(part, "files", part.files[2:]),
+    "a dict in a long list": lambda part: part.notes[7]["boxes"][0].append(1),
+    "a tensor in a long list": lambda part: part.images[7].add_(1),
     "an array": lambda part: part.weights.__setitem__(1, 2.0),
     "a tensor without a version": lambda part: part.table.data.add_(1),
     "an entry": lambda part: part.cache.__setitem__("a", [torch.ones(2)]),
@@ -96,7 +123,7 @@ def test_each_kind_of_state_is_restored_in_a_new_dataset(change, wrap):
     fresh.__wrapped__()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        restored.restore(captured)
+        restored.restore_data(captured)
     assert list(restored.capture()) == list(captured) == ["data"]
     assert repr(restored.capture()) == repr(captured)
 
@@ -130,7 +157,33 @@ def test_what_fills_an_empty_place_is_named_and_not_refused(change, request):
     assert not list_logged({"0": watch(part).capture()})
 
 
-@pytest.mark.parametrize("change", [replace_by_function, grow_beyond_the_limit])
+def extend_a_sample(part):
+    part.samples[1400].box.append(2)
+
+
+def write_to_the_array_of_a_sample(part):
+    part.samples[1400].points[1] = 1
+
+
+def replace_the_tensor_of_a_sample(part):
+    part.samples[1400].image = torch.zeros(2)
+
+
+def write_to_the_tensor_of_a_sample(part):
+    part.samples[1400].image += 1
+
+
+UNSAVED = [
+    replace_by_function,
+    grow_beyond_the_limit,
+    extend_a_sample,
+    write_to_the_array_of_a_sample,
+    replace_the_tensor_of_a_sample,
+    write_to_the_tensor_of_a_sample,
+]
+
+
+@pytest.mark.parametrize("change", UNSAVED)
 def test_what_cannot_be_saved_is_refused(change):
     part = Part()
     state = watch(part)
@@ -152,7 +205,7 @@ def test_the_state_is_that_since_a_loader_first_had_the_dataset():
     part = Part()
     first = watch(part)
     part.count = 7
-    again = DataState({"dataset": part}, [first])
+    again = DataState({"dataset": part}, earlier=[first])
     assert again.capture().keys() == first.capture().keys() == {"data"}
 
 
@@ -162,8 +215,8 @@ def test_values_that_a_new_dataset_does_not_take_are_named():
     part.weights[0] = 1
     del other.weights
     restored = watch(other)
-    with pytest.warns(UserWarning, match=r"a dataset lacks, .*dataset\.weights"):
-        restored.restore(state.capture())
+    with pytest.warns(UserWarning, match=r"dataset lacks, .*dataset\.weights"):
+        restored.restore_data(state.capture())
 
 
 def test_numbers_that_earlier_versions_saved_are_restored_or_named():
@@ -172,19 +225,19 @@ def test_numbers_that_earlier_versions_saved_are_restored_or_named():
     path = "dataset.dataset.datasets.1"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        restored.restore({NUMBERS: {path: {"count": 3, "total": 2}, f"{path}.stages": {}}})
+        restored.restore_data({NUMBERS: {path: {"count": 3, "total": 2}, f"{path}.stages": {}}})
     assert (part.count, part.total, Part.total) == (3, 2, 0)
     gone = {path: {"gone": 1}, f"{path}.gone": {"epoch": 2}}
     with pytest.warns(UserWarning, match=r"datasets\.1\.gone, .*datasets\.1\.gone\.epoch"):
-        restored.restore({NUMBERS: gone})
+        restored.restore_data({NUMBERS: gone})
 
 
 def test_values_are_named_if_persistent_workers_do_not_get_them():
     part = Part()
     state = watch(part)
     part.count = 3
-    with pytest.warns(UserWarning, match=r"a dataset lacks, .*dataset\.count"):
-        DataState({}).restore(state.capture())
+    with pytest.warns(UserWarning, match=r"dataset lacks, .*dataset\.count"):
+        DataState({}).restore_data(state.capture())
 
 
 class CountingLoader(DataLoader):
@@ -275,3 +328,117 @@ def test_what_reading_changes_in_a_worker_is_named(change):
     assert len(problems) == bool(name)
     if name:
         assert f".{name} in its workers" in problems[0]
+
+
+class Own:
+    """A sampler of a program."""
+
+    def __init__(self, **values):
+        vars(self).update(values)
+
+
+# The value of an attribute at first, and later. The property tests of `Changes` have the others.
+VALUES = {
+    "count": (3, 4),
+    "order": ([1, 2, 3], [3, 1, 2]),
+    "batches": ([[number] for number in range(1500)], [[number] for number in range(1500, 0, -1)]),
+    "array": (np.arange(4, dtype="int32"), np.arange(4, dtype="int32")[::-1].copy()),
+    "seen": ({1, 2}, {1, 3}),
+    "long": ([*range(110_000)], [*range(110_000, 0, -1)]),
+}
+
+
+def sample(*samplers, earlier=(), **owners):
+    return DataState(owners, samplers, earlier)
+
+
+def change_sampler(sampler, name, *, inside):
+    """Replace what a sampler holds, or what that holds."""
+    present, new = getattr(sampler, name), VALUES[name][1]
+    if inside and isinstance(present, list) and isinstance(present[0], list):
+        for one, other in zip(present, new, strict=True):
+            one[:] = other
+    elif inside and isinstance(present, np.ndarray | list):
+        present[:] = new
+    elif inside and isinstance(present, set):
+        present ^= {2, 3}
+    else:
+        setattr(sampler, name, copy.deepcopy(new))
+
+
+def begin():
+    return Own(**{name: copy.deepcopy(first) for name, (first, _) in VALUES.items()})
+
+
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("name", VALUES)
+def test_what_a_sampler_has_changed_is_restored_and_undone(name, inside):
+    sampler, resumed = begin(), begin()
+    state, restored = sample(sampler), sample(resumed)
+    before = state.capture()
+    change_sampler(sampler, name, inside=inside)
+    after = state.capture()
+    assert (before, list(after)) == ({}, ["sampler"])
+    restored.restore_samplers(after)
+    assert digest_value(getattr(resumed, name)) == digest_value(VALUES[name][1])
+    sampler.other = 1  # set by a hook since
+    state.undo(before, after)
+    assert digest_value(getattr(sampler, name)) == digest_value(VALUES[name][0])
+    assert sampler.other == 1
+
+
+def test_what_a_sampler_has_changed_again_stays():
+    sampler = begin()
+    state = sample(sampler)
+    before = state.capture()
+    sampler.count = 4
+    after = state.capture()
+    sampler.count = 5
+    state.undo(before, after)
+    assert sampler.count == 5
+    assert list(sample(sampler, earlier=[state]).capture()["sampler"]) == ["0.count"]
+
+
+def test_generators_of_samplers_are_restored_whoever_seeded_them():
+    sampler, resumed = Own(rng=random.Random(1)), Own(rng=random.Random(2))
+    state = sample(sampler)
+    saved = state.capture()
+    expected = sampler.rng.random()
+    sample(resumed).restore_samplers(saved)
+    assert resumed.rng.random() == expected
+    state.undo(saved, {})
+    assert sampler.rng.random() == expected
+
+
+def test_what_no_checkpoint_can_hold_of_a_sampler_and_what_it_does_not_take_are_named():
+    sampler = Own(parts=iter([1, 2, 3]), inner={"order": [1]})
+    state = sample(sampler)
+    assert state.capture() == {}
+    next(sampler.parts)
+    sampler.objects = [object()]
+    sampler.inner["order"].append(2)
+    captured = state.capture()
+    assert [reason.split()[0] for reason in list_unsaved({"validate.0": captured})] == [
+        "validate.0.sampler.objects",
+        "validate.0.sampler.parts",
+    ]
+    with pytest.warns(UserWarning, match=r"a sampler .* lacks.*: sampler\.inner\['order'\]\."):
+        sample(Own()).restore_samplers(captured)
+
+
+def test_what_is_no_state_of_a_sampler_is_left_out():
+    class Split(DistributedSampler):
+        """A sampler of a program, to which the control gives seed and epoch."""
+
+    data = [[1]]
+    split, sampler = Split(data, 2, 0), Own(data=data, generator=None)
+    other = RandomSampler(range(4))
+    state = sample(sampler, other, split, dataset=data)
+    assert list(state.samplers) == ["0", "2"]
+    sampler.generator = torch.Generator()
+    split.seed, split.epoch, other.own = 3, 4, 1
+    assert state.capture() == {}
+    data[0].append(2)
+    split.num_replicas = 3
+    captured = state.capture()
+    assert list(captured["sampler"]) == ["2.num_replicas"]

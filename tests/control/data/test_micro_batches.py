@@ -156,10 +156,5 @@ def test_what_a_logical_rank_draws_depends_on_no_other(together, block, workers)
     assert load(block, workers) == {rank: together[rank] for rank in block}
 
 
-def test_logical_ranks_draw_different_numbers(together):
-    drawn = [drawn for batches in together.values() for _, drawn in batches]
-    assert len(set(drawn)) == len(drawn)
-
-
 def test_an_epoch_continues_after_the_steps_that_were_consumed(together):
     assert load(range(1, 3), 0, skip=2) == {rank: together[rank][2:] for rank in (1, 2)}

@@ -15,7 +15,7 @@ from torch.utils.data import (
 )
 
 from lightning_d9m.control.data.loaders import LoaderControl
-from lightning_d9m.control.data.resumable_sampler import find_loader_problems, skip_batches
+from lightning_d9m.control.data.resumable_sampler import find_loader_problems
 from lightning_d9m.control.seeding import seed_host
 
 
@@ -158,23 +158,6 @@ def test_a_loader_that_is_cycled_goes_on_in_the_right_round(skip, words):
     rest = found(0)[skip:]
     assert found(skip)[: len(rest)] == rest[: len(found(skip))]
     assert rest
-
-
-def test_a_stream_draws_by_batch_in_its_workers():
-    straight = take(make(Stream(), shuffle=False, **WORKERS[0]))
-    assert take(make(Stream(), shuffle=False, **WORKERS[1])) == straight
-
-
-@pytest.mark.parametrize("drop_last", [False, True])
-@pytest.mark.parametrize("count", range(6))
-def test_batches_are_skipped_as_if_they_were_taken(count, drop_last):
-    batches = BatchSampler(range(10), 3, drop_last)
-    rest, skipped = skip_batches(batches, count)
-    assert list(rest) == list(batches)[count:]
-    assert skipped == min(count, len(batches))
-    rest, skipped = skip_batches(list(batches), count)
-    assert list(rest) == list(batches)[count:]
-    assert skipped == min(count, len(batches))
 
 
 class OwnGenerator(Draws):

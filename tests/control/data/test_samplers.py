@@ -20,35 +20,6 @@ from torch.utils.data import (
 )
 
 
-def test_ranks_cut_one_permutation():
-    found = [
-        order(
-            epochs(make(shuffle=False, sampler=DistributedSampler(range(SIZE), 2, rank)), rank=rank)
-        )
-        for rank in (0, 1)
-    ]
-    for first, second in zip(*found, strict=True):
-        assert sorted(first + second) == list(range(SIZE))
-    again = order(epochs(make(shuffle=False, sampler=DistributedSampler(range(SIZE), 2, 0))))
-    assert again == found[0]
-
-
-@pytest.mark.parametrize("sampler", [RandomSampler, SequentialSampler], ids=lambda s: s.__name__)
-def test_ranks_share_out_what_lightnings_wrapper_wraps(sampler):
-    from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
-
-    def found(rank, seed=1):
-        wrapper = DistributedSamplerWrapper(
-            sampler(range(SIZE)), num_replicas=2, rank=rank, shuffle=False
-        )
-        return order(epochs(make(shuffle=False, sampler=wrapper), seed=seed, rank=rank))
-
-    for first, second in zip(found(0), found(1), strict=True):
-        assert sorted(first + second) == list(range(SIZE))
-    assert found(0) == found(0)
-    assert (found(0) == found(0, seed=2)) == (sampler is SequentialSampler)
-
-
 class Dealer:
     """A user's own batch sampler, which deals the batches of one order out to two ranks."""
 
@@ -60,12 +31,37 @@ class Dealer:
         return iter(list(BatchSampler(self.sampler, 2, drop_last=False))[self.rank :: 2])
 
 
-def test_ranks_share_out_what_a_users_batch_sampler_deals():
-    found = [
-        order(epochs(DataLoader(Draws(), batch_sampler=Dealer(rank)), rank=rank, count=1))[0]
-        for rank in (0, 1)
-    ]
-    assert sorted(found[0] + found[1]) == list(range(SIZE))
+def wrap(sampler):
+    from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
+
+    def load(rank):
+        wrapper = DistributedSamplerWrapper(
+            sampler(range(SIZE)), num_replicas=2, rank=rank, shuffle=False
+        )
+        return make(shuffle=False, sampler=wrapper)
+
+    return load
+
+
+LOADERS = {
+    "DistributedSampler": lambda rank: make(
+        shuffle=False, sampler=DistributedSampler(range(SIZE), 2, rank)
+    ),
+    "Lightning's wrapper": wrap(RandomSampler),
+    "Lightning's wrapper, in order": wrap(SequentialSampler),
+    "a batch sampler of the user's": lambda rank: DataLoader(Draws(), batch_sampler=Dealer(rank)),
+}
+
+
+@pytest.mark.parametrize("name", LOADERS)
+def test_ranks_share_out_one_order(name):
+    def found(rank, seed=1):
+        return order(epochs(LOADERS[name](rank), seed=seed, rank=rank))
+
+    for first, second in zip(found(0), found(1), strict=True):
+        assert sorted(first + second) == list(range(SIZE))
+    assert found(0) == found(0)
+    assert (found(0) == found(0, seed=2)) == name.endswith("in order")
 
 
 class Turning(SequentialSampler):

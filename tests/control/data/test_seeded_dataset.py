@@ -43,13 +43,6 @@ def test_workers_draw_what_seed_rank_and_epoch_say(workers, dataset):
         assert not {row[1:4] for row in others[0]} & set(draws)
 
 
-def test_a_long_lived_worker_draws_the_same_as_one_that_starts_anew():
-    """So that a resumed run, whose workers are new, can agree with a straight one."""
-    persistent = epochs(make(**WORKERS[1]), count=3)
-    assert epochs(make(**WORKERS[0]), count=3) == persistent
-    assert epochs(make(**WORKERS[1]), start=2, count=1) == persistent[2:]
-
-
 class DrawnOrder(IterableDataset):
     """A stream that draws its order when it starts."""
 
@@ -71,15 +64,6 @@ def test_an_epoch_that_is_started_again_draws_the_same(workers):
         assert [batch.tolist() for batch in loader] == found[epoch]
     control.release()
     assert found[0] != found[1]
-
-
-@pytest.mark.parametrize("dataset", [Draws, BatchDraws])
-def test_per_sample_rng_does_not_depend_on_workers(dataset):
-    found = {
-        repr(epochs(make(dataset(), **workers), count=3, per_sample=True))
-        for workers in ({}, {"num_workers": 1}, *WORKERS)
-    }
-    assert len(found) == 1
 
 
 @pytest.mark.parametrize("workers", [{}, WORKERS[1]], ids=["none", "persistent"])
@@ -192,14 +176,6 @@ def spawned_quickly(monkeypatch, forking_python):
     monkeypatch.setattr("multiprocessing.spawn._python_exe", os.fsencode(forking_python))
 
 
-@pytest.mark.usefixtures("spawned_quickly")
-@pytest.mark.parametrize("context", ["spawn", "forkserver"])
-def test_every_way_to_start_workers_draws_the_same(context):
-    workers = WORKERS[1]
-    forked = epochs(make(**workers), per_sample=True)
-    assert epochs(make(**workers, multiprocessing_context=context), per_sample=True) == forked
-
-
 class Marked(Draws):
     """Each sample also says what the user's function for workers left in the dataset."""
 
@@ -215,14 +191,14 @@ def mark(worker, *, by):
 
 
 @pytest.mark.usefixtures("spawned_quickly")
-@pytest.mark.parametrize("context", ["fork", "spawn"])
-def test_the_users_function_for_workers_is_kept_and_called(context):
-    def found(by):
+@pytest.mark.parametrize("context", ["spawn", "forkserver"])
+def test_every_way_to_start_workers_draws_the_same_and_calls_the_users_function(context):
+    def found(by, context):
         init = functools.partial(mark, by=by)
         words = {"num_workers": 1, "multiprocessing_context": context}
-        return epochs(make(Marked(), worker_init_fn=init, **words), count=1)[0]
+        return epochs(make(Marked(), worker_init_fn=init, **words), count=1, per_sample=True)[0]
 
-    zero, one = found(0), found(1)
+    zero, one = found(0, "fork"), found(1, context)
     assert [row[4] + 1 for row in zero] == [row[4] for row in one]
     assert [row[:4] for row in zero] == [row[:4] for row in one]  # a batch has a seed of its own
 

@@ -67,16 +67,6 @@ def test_other_layouts_agree_with_the_cpu():
     assert digest_many(both)[:2] == [digest(tensors[5])] * 2
 
 
-def test_one_flipped_bit_is_seen(noise):
-    there = noise[1].clone()
-    before = digest(there)
-    for position in (0, 1024 * 63 + 1023, CHUNK, 300 * CHUNK + 17, 301 * CHUNK - 1):
-        there[position] ^= 0x10
-        assert digest(there) != before
-        there[position] ^= 0x10
-    assert digest(there) == before
-
-
 def test_tensors_beyond_two_gigabytes_agree_with_the_cpu():
     size = 2**32 + 3 * CHUNK + 5
     if torch.cuda.mem_get_info()[0] < 2 * size:
@@ -114,18 +104,6 @@ def test_many_tensors_cost_one_synchronisation():
             torch.cuda.set_sync_debug_mode(before)
     assert sum("synchronizing CUDA operation" in str(found.message) for found in caught) == 1
     assert there == digest_many([tensor.cpu() for tensor in tensors])
-
-
-def test_current_stream_is_used():
-    tensor = torch.zeros(1_000_000, device="cuda")
-    digest(tensor)
-    torch.cuda.synchronize()
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(50_000_000)
-        tensor.fill_(1)
-        late = digest(tensor)
-    assert late == digest(torch.ones(1_000_000))
 
 
 def test_a_queue_reads_tensors_of_several_streams():
