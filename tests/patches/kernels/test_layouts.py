@@ -29,6 +29,6 @@ def test_the_rows_of_a_target_are_contiguous(
         rows.index_add_(0, slots, given)
 
     monkeypatch.setitem(updates._RULES, "sum", add)
-    updates.update_places(target, (5,), keys, values, "sum")
+    updates.update_rows(target, keys, values, "sum")
     expected = torch.zeros(5, 6, 20).index_add_(0, keys, values.contiguous())
     torch.testing.assert_close(target, expected)
