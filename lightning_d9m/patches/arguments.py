@@ -46,6 +46,13 @@ def make_places(device: torch.device, *sizes: int) -> Tensor:
     return torch.zeros((), dtype=torch.uint8, device=device).expand(sizes)
 
 
+def lay_out(result: Tensor, memory_format: torch.memory_format) -> Tensor:
+    """Return a contiguous result with the strides of a memory format."""
+    if memory_format == torch.contiguous_format:
+        return result
+    return torch.empty_like(result, memory_format=memory_format).copy_(result)
+
+
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype to add in: float32 for half and bfloat16, else the dtype itself."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype

@@ -134,21 +134,28 @@ def _accumulate(
     if given <= _SLICE:
         terms = partial(iter, list(terms()))
     if include or not 0 < _MANY * given < min(size, _SLICE):
-        result = _add_terms(size, terms, pieces, out.dtype, -0.0 if include else 0.0)
+        result = _add_terms(
+            flat.new_zeros(size, dtype=torch.int64),
+            terms,
+            pieces,
+            out.dtype,
+            -0.0 if include else 0.0,
+        )
     else:  # only places that get a value are computed
         places, listed = map(torch.cat, zip(*terms(), strict=True))
         used = places.sort(stable=True).values
         slots = torch.searchsorted(used, places)
-        sums = _add_terms(len(used), lambda: [(slots, listed)], pieces, out.dtype, 0.0)
+        sums = _add_terms(torch.zeros_like(used), lambda: [(slots, listed)], pieces, out.dtype, 0.0)
         result = sums.new_zeros(size).index_put_((places,), sums.index_select(0, slots))
     result = result[: len(flat)]
     flat.copy_(torch.where(flat.isnan(), flat, result) if include else result)
 
 
-def _add_terms(size: int, terms: Terms, pieces: Pieces, dtype: torch.dtype, start: float) -> Tensor:
-    """Return the sum of the terms of each of ``size`` places."""
+def _add_terms(
+    tops: Tensor, terms: Terms, pieces: Pieces, dtype: torch.dtype, start: float
+) -> Tensor:
+    """Return the sum of the terms of each place; ``tops`` has a zero for each place."""
     # As integers, the magnitudes of numbers are in the order of the numbers.
-    tops = torch.zeros(size, dtype=torch.int64, device=next(iter(terms()))[0].device)
     for places, values in terms():
         tops.scatter_reduce_(0, places, values.view(torch.int64) & _MAGNITUDE, "amax")
     tops = tops >> _FRACTION

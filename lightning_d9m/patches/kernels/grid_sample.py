@@ -175,11 +175,8 @@ def _pad(
             distance = position - low
             slope = torch.where(distance < 0, -slope, slope)
             distance = distance.abs()
-            flips = (distance / span).floor()
-            rest = distance - flips * span
-            before = rest < 0  # the quotient was rounded up
-            flips, rest = flips - before.to(flips.dtype), torch.where(before, rest + span, rest)
-            even = flips.fmod(2) == 0
+            rest = distance.fmod(span)  # exactly
+            even = ((distance - rest) / span).round().fmod(2) == 0
             position = torch.where(even, rest + low, span - rest + low)
             slope = torch.where(even, slope, -slope)
     if padding != _ZEROS:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch._prims_common import suggest_memory_format
 
-from lightning_d9m.patches.arguments import Function, require
+from lightning_d9m.patches.arguments import Function, lay_out, require
 from lightning_d9m.patches.exact_sums import plan_pieces
 from lightning_d9m.patches.kernels.updates import find_last, plan_sum
 from lightning_d9m.patches.triton.launch import allocate
@@ -55,7 +55,7 @@ def _backward(
     def run(grad_output: Tensor, *more: Any) -> Tensor:
         result = allocate(shape, grad_output.dtype, grad_output.device)
         add(result, more[-1], grad_output)
-        return result.contiguous(memory_format=memory_format)
+        return lay_out(result, memory_format)
 
     return run
 

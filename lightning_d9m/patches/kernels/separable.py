@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch._prims_common import suggest_memory_format
 
-from lightning_d9m.patches.arguments import Function, accumulation_dtype, require
+from lightning_d9m.patches.arguments import Function, accumulation_dtype, lay_out, require
 from lightning_d9m.patches.taps import apply_taps, cached_taps
 
 
@@ -48,8 +48,7 @@ def _differentiate(
     )
 
     def run(grad_output: Tensor, *_: Any, **__: Any) -> Tensor:
-        result = apply_taps(grad_output, taps, shape)
-        return result.contiguous(memory_format=memory_format)
+        return lay_out(apply_taps(grad_output, taps, shape), memory_format)
 
     return run
 

@@ -116,8 +116,8 @@ def _plan(
         if add and target.is_contiguous():
             add(target, index, source)
         elif by_slice:
-            rows, slices = target.movedim(axis, 0), source.movedim(axis, 0)
-            update_rows(rows, index, slices, reduce, include_self=include_self)
+            slices = target.movedim(axis, 0), index, source.movedim(axis, 0)
+            update_rows(*slices, reduce, include_self=include_self)
         else:
             outer, rows, inner = _divide(wanted, axis)
             lines = torch.arange(outer, device=index.device).view(-1, 1, 1) * shape[axis]
@@ -198,7 +198,7 @@ def _plan_places(
     is_laid_out = values.shape == rows
 
     def write(target: Tensor, indices: Any, values: Tensor, *_: bool) -> None:
-        given = [indices] if isinstance(indices, Tensor) else indices
+        given: Sequence[Tensor] = [indices] if isinstance(indices, Tensor) else indices
         _ = places[tuple(given)]  # as in _check_places
         if len(given) > 1:
             given = torch.broadcast_tensors(*given)
@@ -312,10 +312,10 @@ def plan_sum(
     """
     outer, rows, inner = sides = _divide(shape, axis)
     is_shared = index is None or index.dim() == 1
-    steps: Sequence[int] = (0, 1, 0)
+    along = (0, 1, 0)
     if index is not None:
-        steps = (0, index.stride(0), 0) if is_shared else index.reshape(sides).stride()
-    layout = Layout(1, outer, 1, rows, inner, size[axis], (0, *steps))
+        along = (0, index.stride(0), 0) if is_shared else index.reshape(sides).stride()
+    layout = Layout(1, outer, 1, rows, inner, size[axis], (0, along[0], along[1], along[2]))
     planned = pieces or plan_pieces(dtype, rows + 1)
 
     def add(out: Tensor, index: Tensor, values: Tensor) -> None:

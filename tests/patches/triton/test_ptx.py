@@ -144,12 +144,12 @@ def test_a_wrong_sum_is_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> No
     count, terms = (12, 2) if fault == "rounds" else (2000, 70)
     values = torch.linspace(1, 2, 70, dtype=torch.float64).sqrt()
     layout = Layout(1, 1, 1, 70, 1, count, (0, 0, 1, 0))
-    terms = (torch.full((70,), count - 1), values, None, layout)
+    given = (torch.full((70,), count - 1), values, None, layout)
     monkeypatch.setattr(exact_sums, "run_kernel", lambda _, __, ___, *args: run(*args))
     from lightning_d9m.patches.triton.sums import accumulate as run
 
     with executed(90, monkeypatch), pytest.raises(PtxError, match=fault):
-        accumulate(torch.zeros(12).double(), *terms, plan_pieces(torch.float64, terms))
+        accumulate(torch.zeros(12).double(), *given, plan_pieces(torch.float64, terms))
 
 
 @pytest.mark.parametrize("fault", FAULTS)
