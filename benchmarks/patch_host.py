@@ -34,7 +34,7 @@ from lightning_d9m.patches.exact_sums import Layout, plan_pieces
 from lightning_d9m.patches.registration import Kernel, patches_applied
 from lightning_d9m.patches.triton import launch, sums
 
-CALLS, ROUNDS = 2, 1000
+CALLS, ROUNDS = 2, 20_000
 _FREE = {
     "_debug_has_internal_overlap",
     "broadcast_tensors",

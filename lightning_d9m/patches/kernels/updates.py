@@ -197,7 +197,7 @@ def _plan_places(
     add = is_sum and plan_sum(self.dtype, (prod(sizes), *rest), None, rows)
     is_laid_out = values.shape == rows
 
-    def write(target: Tensor, indices: Any, values: Tensor, *_: bool) -> None:
+    def write(target: Tensor, indices: Any, values: Tensor, *_more: bool) -> None:
         given: Sequence[Tensor] = [indices] if isinstance(indices, Tensor) else indices
         _ = places[tuple(given)]  # as in _check_places
         if len(given) > 1:
@@ -311,15 +311,18 @@ def plan_sum(
         pieces: By default those for all values of the dimension.
     """
     outer, rows, inner = sides = _divide(shape, axis)
-    is_shared = index is None or index.dim() == 1
-    along = (0, 1, 0)
-    if index is not None:
-        along = (0, index.stride(0), 0) if is_shared else index.reshape(sides).stride()
+    along: Sequence[int] = (0, 1, 0)
+    is_view = True
+    if index is not None and index.dim() == 1:
+        along = (0, index.stride(0), 0)
+    elif index is not None:
+        lines = index.reshape(sides)
+        along, is_view = lines.stride(), lines.data_ptr() == index.data_ptr()
     layout = Layout(1, outer, 1, rows, inner, size[axis], (0, along[0], along[1], along[2]))
     planned = pieces or plan_pieces(dtype, rows + 1)
 
     def add(out: Tensor, index: Tensor, values: Tensor) -> None:
-        index = index if is_shared else index.reshape(sides)
+        index = index if is_view else index.reshape(sides)
         accumulate(out, index, values.contiguous(), None, layout, planned, include=include)
 
     return add
