@@ -29,10 +29,22 @@ def check_device(device: str) -> None:
         ) from error
 
 
-def try_device(device: torch.device) -> CheckResult:
-    """Open a session, and compare the digests of a device with those of the CPU.
+def compute_examples(device: torch.device) -> list[torch.Tensor]:
+    """Return results of patched ops, one for each Triton kernel; no addition in them rounds."""
+    rows = torch.arange(12, dtype=torch.float32, device=device)
+    index = torch.tensor([0, 1, 1], device=device)
+    image = rows[:4].view(1, 1, 2, 2).requires_grad_()
+    wide = torch.nn.functional.interpolate(image, scale_factor=2, mode="bilinear")
+    return [
+        torch.zeros(2, 4, device=device).index_add(0, index, rows.view(3, 4)),
+        *torch.autograd.grad(wide, image, torch.ones_like(wide)),
+    ]
 
-    Any error or warning is a problem; a Triton kernel that cannot be used is a warning.
+
+def try_device(device: torch.device) -> CheckResult:
+    """Open a session, and compare digests and patched ops of a device with those of the CPU.
+
+    Any error or warning is a problem; each Triton kernel that cannot be used is a warning.
     """
     begin = time.monotonic()
     problems = []
@@ -44,12 +56,17 @@ def try_device(device: torch.device) -> CheckResult:
                 there = [tensor.to(device) for tensor in tensors]
                 if digest_many(there) != digest_many(tensors):
                     problems.append("digests on the device differ from those of the CPU")
+                known = compute_examples(torch.device("cpu"))
+                if not all(
+                    map(torch.equal, map(torch.Tensor.cpu, compute_examples(device)), known)
+                ):
+                    problems.append("patched ops on the device differ from the CPU's")
         except Exception as error:  # noqa: BLE001 - the check reports every failure
             problems.append(f"{type(error).__name__}: {error}")
     problems += [str(one.message) for one in caught]
     seconds = f"{time.monotonic() - begin:.1f} s"
     if not problems:
-        found = f"a session opens, and digests are those of the CPU (checked in {seconds})"
+        found = f"a session opens; digests and patched ops are the CPU's (checked in {seconds})"
         return CheckResult(f"device {device}", "ok", found)
     return CheckResult(
         f"device {device}",

@@ -4,8 +4,9 @@ A replacement accepts exactly what torch's kernel accepts. Where a cheap check s
 would raise, the replacement refuses, and torch's own kernel is called to raise its error.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,24 +22,35 @@ def require(*conditions: bool) -> None:
         raise RefusedError
 
 
-def require_places(index: Tensor, shape: Sequence[int], axis: int = 0) -> None:
-    """Refuse the arguments unless an index has places of a dimension of a shape only.
+Function = Callable[..., Tensor]
+"""A function of an op's arguments.
 
-    ``gather`` checks it, in one launch. On CUDA the host does not wait: a place outside is a
-    device-side assertion, as in torch's own kernels, which surfaces as an error at a later call.
+It holds for any tensors of the same shapes, strides, dtypes and devices as those with which it was
+made, and is made once for them.
+"""
+
+
+class Update(NamedTuple):
+    """A change of the tensor ``self``: in place, or of a copy.
+
+    Attributes:
+        write: A :data:`Function` of the tensor to change and of the op's other arguments.
     """
-    if index.dtype != torch.int64:
-        index = index.to(torch.int64)
-    if index.dim() == 1:
-        _make_places(index.device, shape[axis]).gather(0, index)
-    else:
-        sizes = [*index.shape[:axis], shape[axis], *index.shape[axis + 1 :]]
-        _make_places(index.device).expand(sizes).gather(axis, index)
+
+    write: Callable[..., None]
 
 
 @lru_cache(maxsize=4096)
-def _make_places(device: torch.device, *sizes: int) -> Tensor:
+def make_places(device: torch.device, *sizes: int) -> Tensor:
+    """Return a tensor of a shape, in the memory of one element: reading a place outside fails."""
     return torch.zeros((), dtype=torch.uint8, device=device).expand(sizes)
+
+
+def lay_out(result: Tensor, memory_format: torch.memory_format) -> Tensor:
+    """Return a contiguous result with the strides of a memory format."""
+    if memory_format == torch.contiguous_format:
+        return result
+    return torch.empty_like(result, memory_format=memory_format).copy_(result)
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -31,6 +31,7 @@ GUARD = 40
 _FRACTION, _BIAS = 52, 1023  # of float64
 _LARGE, _DOWN = _BIAS + 900, 64  # the exponent from which terms are scaled by 2**-_DOWN
 _SLICE = 2**22  # terms that are cut at a time
+_MANY = 2  # sums for each term, beyond which only those that get a term are computed
 _MAGNITUDE = 2**63 - 1  # all bits of a number but its sign
 
 _FORMATS = {  # bits of the significand, and the exponent of the least normal number
@@ -62,51 +63,16 @@ class Layout(NamedTuple):
     steps: tuple[int, int, int, int]
 
 
-class Part(NamedTuple):
-    """Terms of sums.
-
-    Attributes:
-        keys: The place of each value, from 0 to ``places``; a place outside is skipped.
-        values: Floating point; float64 only if the sums are.
-        weights: Factors, with the strides of the keys, or None.
-        layout: How they lie in memory.
-    """
-
-    keys: Tensor
-    values: Tensor
-    weights: Tensor | None
-    layout: Layout
-
-
 class Pieces(NamedTuple):
-    """The number of pieces of a term, and of terms.
-
-    Attributes:
-        number: Pieces of a term.
-        size: The sum has at most ``2**size`` terms.
-    """
+    """``number`` pieces of each term, for sums of at most ``2**size`` terms."""
 
     number: int
     size: int
 
 
-class Cuts(NamedTuple):
-    """The numbers that cut the terms of sums; see :func:`find_cuts`.
-
-    Attributes:
-        constants: For each piece the numbers whose addition and subtraction round a term.
-        scale: Factors of the terms, or None where no term can be too large.
-    """
-
-    constants: tuple[Tensor, ...]
-    scale: Tensor | None
-
-    def at(self, places: Tensor) -> "Cuts":
-        """Return those of the sum that each term goes to."""
-        constants = tuple(part.gather(0, places) for part in self.constants)
-        scale = None if self.scale is None else self.scale.gather(0, places)
-        return Cuts(constants, scale)
-
+Cuts = Sequence[Any]
+"""Tensors that cut the terms of sums: factors of the terms, or None where no term can be too large,
+and for each piece the numbers whose addition and subtraction round a term."""
 
 Terms = Callable[[], Iterable[tuple[Tensor, Tensor]]]
 """The place of each term, and the terms in float64."""
@@ -124,45 +90,83 @@ def plan_pieces(dtype: torch.dtype, terms: int, guard: int = GUARD) -> Pieces:
     return Pieces(1 + max(0, -((first - kept) // more)), size)
 
 
-def accumulate(out: Tensor, part: Part, pieces: Pieces, *, include: bool = True) -> None:
-    """Write into each place the sum of the terms that go to it.
+def accumulate(
+    out: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    weights: Tensor | None,
+    layout: Layout,
+    pieces: Pieces,
+    *,
+    include: bool = True,
+) -> None:
+    """Write into each place the sum of the terms that go to it: values, or values times weights.
 
     Args:
         out: Floating point, contiguous.
-        part: The terms.
+        keys: The place of each value, from 0 to ``places``; a place outside is skipped.
+        values: Floating point; float64 only if the sums are.
+        weights: Factors, with the strides of the keys, or None.
+        layout: How they lie in memory.
         pieces: Those of as many terms as a place can get, with its own.
         include: Whether what is in ``out`` is a term as well. A place without a value then keeps
             its bits; else it becomes 0.
     """
     if out.numel():
-        form = _FORMATS.get(out.dtype, (0, 0))
-        more = (part, pieces, form, include)
+        more = (keys, values, weights, layout, pieces, _FORMATS.get(out.dtype, (0, 0)), include)
         run_kernel("sums:accumulate", _accumulate, _make_example, out, *more)
 
 
 def _accumulate(
-    out: Tensor, part: Part, pieces: Pieces, _form: tuple[int, int], include: bool
+    out: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    weights: Tensor | None,
+    layout: Layout,
+    pieces: Pieces,
+    _form: tuple[int, int],
+    include: bool,
 ) -> None:
-    slots, flat = out.numel(), out.view(-1)
+    flat, given = out.view(-1), layout.taps * values.numel()
     # What goes to no place goes to the row after the last one.
-    size = slots + part.layout.inner
-    terms: Terms = partial(_list_terms, flat, part, include)
-    if part.layout.taps * part.values.numel() <= _SLICE:
+    size = len(flat) + layout.inner
+    terms: Terms = partial(_list_terms, flat if include else None, keys, values, weights, layout)
+    if given <= _SLICE:
         terms = partial(iter, list(terms()))
+    if include or not 0 < _MANY * given < min(size, _SLICE):
+        result = _add_terms(
+            flat.new_zeros(size, dtype=torch.int64),
+            terms,
+            pieces,
+            out.dtype,
+            -0.0 if include else 0.0,
+        )
+    else:  # only places that get a value are computed
+        places, listed = map(torch.cat, zip(*terms(), strict=True))
+        used = places.sort(stable=True).values
+        slots = torch.searchsorted(used, places)
+        sums = _add_terms(torch.zeros_like(used), lambda: [(slots, listed)], pieces, out.dtype, 0.0)
+        result = sums.new_zeros(size).index_put_((places,), sums.index_select(0, slots))
+    result = result[: len(flat)]
+    flat.copy_(torch.where(flat.isnan(), flat, result) if include else result)
+
+
+def _add_terms(
+    tops: Tensor, terms: Terms, pieces: Pieces, dtype: torch.dtype, start: float
+) -> Tensor:
+    """Return the sum of the terms of each place; ``tops`` has a zero for each place."""
     # As integers, the magnitudes of numbers are in the order of the numbers.
-    tops = torch.zeros(size, dtype=torch.int64, device=out.device)
     for places, values in terms():
         tops.scatter_reduce_(0, places, values.view(torch.int64) & _MAGNITUDE, "amax")
     tops = tops >> _FRACTION
-    cuts = find_cuts(tops, pieces, out.dtype)
+    cuts = find_cuts(tops, pieces, dtype)
     # Any number can be added to -0.0. A fresh sum of torch begins with 0.0.
-    start = torch.full_like(tops, -0.0 if include else 0.0, dtype=torch.float64)
-    sums = [start.clone() for _ in cuts.constants]
+    sums = [torch.full_like(tops, start, dtype=torch.float64) for _ in range(pieces.number)]
     for places, values in terms():
-        for total, piece in zip(sums, cut_terms(values, cuts.at(places)), strict=True):
+        own = [part if part is None else part.gather(0, places) for part in cuts]
+        for total, piece in zip(sums, cut_terms(values, own), strict=True):
             total.index_add_(0, places, piece)
-    result = round_sums(sums, tops, out.dtype)[:slots]
-    flat.copy_(torch.where(flat.isnan(), flat, result) if include else result)
+    return round_sums(sums, tops, dtype)
 
 
 def _make_example(device: torch.device) -> tuple[Any, ...]:
@@ -172,33 +176,35 @@ def _make_example(device: torch.device) -> tuple[Any, ...]:
     index = (terms.to(torch.int64) * 7 % 12).to(device)
     layout = Layout(2, 1, 2, 300, 1, 11, (300, 0, 1, 0))
     out = torch.ones(1, 2, 11, 1, device=device)
-    part = Part(index, values.to(device), None, layout)
-    return out, part, plan_pieces(out.dtype, 2**10), _FORMATS[out.dtype], True
+    more = (layout, plan_pieces(out.dtype, 2**10), _FORMATS[out.dtype], True)
+    return out, index, values.to(device), None, *more
 
 
-def _list_terms(flat: Tensor, part: Part, include: bool) -> Iterator[tuple[Tensor, Tensor]]:
-    """Return the places and the terms, in slices."""
-    if include:
-        yield torch.arange(flat.numel(), device=flat.device), flat.to(torch.float64)
-    taps, batch, group, rows, inner, count, steps = part.layout
+def _list_terms(
+    own: Tensor | None, keys: Tensor, values: Tensor, weights: Tensor | None, layout: Layout
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Return the places and the terms, in slices; those of the sums themselves first."""
+    if own is not None:
+        yield torch.arange(len(own), device=own.device), own.to(torch.float64)
+    taps, batch, group, rows, inner, count, steps = layout
     indices, *factors = (
         one.as_strided((taps, batch, rows, inner), steps).unsqueeze(2)
-        for one in (part.keys, part.weights)
+        for one in (keys, weights)
         if one is not None
     )
-    given = part.values.view(batch, group, rows, inner)
-    lines = torch.arange(batch * group, device=flat.device).view(batch, group, 1, 1) * count
-    beyond, column = batch * group * count, torch.arange(inner, device=flat.device)
+    given = values.view(batch, group, rows, inner)
+    lines = torch.arange(batch * group, device=keys.device).view(batch, group, 1, 1) * count
+    beyond, column = batch * group * count, torch.arange(inner, device=keys.device)
     some = max(1, _SLICE // max(group * inner, 1))
     several = max(1, some // max(rows, 1))
     for tap, begin, start in product(range(taps), range(0, batch, several), range(0, rows, some)):
         side = slice(begin, begin + several)
         where = (side, slice(None), slice(start, start + some))
-        keys, terms = indices[tap][where], given[where]
+        key, terms = indices[tap][where], given[where]
         for factor in factors:
             weight = factor[tap][where]
             terms = terms.to(weight.dtype) * weight
-        places = torch.where((keys >= 0) & (keys < count), lines[side] + keys, beyond)
+        places = torch.where((key >= 0) & (key < count), lines[side] + key, beyond)
         if inner > 1:
             places = places * inner + column
         yield places.expand(terms.shape).flatten(), terms.flatten().to(torch.float64)
@@ -222,10 +228,10 @@ def find_cuts(tops: Tensor, pieces: Pieces, dtype: torch.dtype) -> Cuts:
     # The last place of a piece is 2**(last - _BIAS).
     last = torch.where(large, tops - _DOWN, tops).clamp(min=1) + (pieces.size - _FRACTION)
     step = _FRACTION + 2 - pieces.size
-    constants = tuple(_find_constant(last - step * turn) for turn in range(pieces.number))
-    if dtype != torch.float64:
-        return Cuts(constants, None)  # only what is not finite is large
-    return Cuts(constants, torch.where(large, 2.0**-_DOWN, 1.0).to(torch.float64))
+    constants = [_find_constant(last - step * turn) for turn in range(pieces.number)]
+    if dtype != torch.float64:  # only what is not finite is large
+        return None, *constants
+    return torch.where(large, 2.0**-_DOWN, 1.0).to(torch.float64), *constants
 
 
 def cut_terms(terms: Tensor, cuts: Cuts) -> list[Tensor]:
@@ -233,15 +239,14 @@ def cut_terms(terms: Tensor, cuts: Cuts) -> list[Tensor]:
 
     The first piece of a zero, an infinity and a NaN is the term; the others do not count then.
     """
-    rest = terms if cuts.scale is None else terms * cuts.scale
-    cut: list[Tensor] = []
-    for constant in cuts.constants:
+    scale, *constants = cuts
+    rest, cut = terms if scale is None else terms * scale, list[Tensor]()
+    for constant in constants:
         piece = (rest + constant).sub_(constant)
         if not cut:
             piece = torch.where(rest == 0, rest, piece)
         cut.append(piece)
-        if len(cut) < len(cuts.constants):
-            rest = rest - piece
+        rest = rest - piece
     return cut
 
 

@@ -20,10 +20,11 @@ from torch.library import Library
 
 from lightning_d9m.compatibility import describe_missing_patches, get_boxed_kernel
 from lightning_d9m.errors import D9mError, SettingError
-from lightning_d9m.patches.arguments import RefusedError, require
+from lightning_d9m.patches.arguments import RefusedError, Update, require
 from lightning_d9m.patches.catalog.catalog import FlagEffect, Op, select_ops
 from lightning_d9m.patches.decompositions import decompositions_bypassed
 
+_MOST_FUNCTIONS = 4096
 _OVERLAP = 1  # torch's MemOverlap::Yes
 _active: set[str] = set()
 _thread = threading.local()
@@ -120,11 +121,12 @@ def _find_original(overload: str, device_key: str) -> Callable[..., Any]:
 class Kernel:
     """A replacement as the dispatcher calls it: functional, in place, or with ``out=``.
 
-    One replacement serves all overloads of an op. It returns results; a function that writes them
-    into ``self`` in place, or into a copy of it; or ``NotImplemented`` where torch's kernel is
-    deterministic. Arguments that it refuses, or at which one of its ops raises, are torch's. Ops
-    that a replacement calls are torch's own: pieces of sums may be added by ops that have
-    replacements.
+    One replacement serves all overloads of an op. It returns results; a function of its arguments
+    that returns them; an :class:`Update`; or ``NotImplemented`` where torch's kernel is
+    deterministic. Functions are kept for the next call with tensors alike: of the same shapes,
+    strides, dtypes and devices. Arguments that a replacement refuses, or at which one of its ops
+    raises, are torch's. Ops that a replacement calls are torch's own: pieces of sums may be added
+    by ops that have replacements.
 
     Args:
         replacement: The function of the catalog.
@@ -148,16 +150,16 @@ class Kernel:
         alias = schema.arguments[0].alias_info
         self._in_place = alias is not None and alias.is_write
         self._switches = switches
+        self._functions: dict[object, Any] = {}
 
     def __call__(self, keyset: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         """Run the replacement and return what torch's kernel would return."""
         if getattr(_thread, "is_inside", False):
             return self._call(keyset, *args, **kwargs)
         _thread.is_inside, refusal = True, None
-        targets: list[Any] = []
         try:
             try:
-                returned = self._compute(args, kwargs, targets)
+                returned = self._replace(args, kwargs)
             except torch.OutOfMemoryError:
                 raise
             except (RefusedError, RuntimeError, IndexError, ValueError) as error:
@@ -166,43 +168,64 @@ class Kernel:
                 returned = NotImplemented
             if returned is NotImplemented:
                 returned = self._call(keyset, *args, **kwargs)
-            elif targets:
-                results = returned if isinstance(returned, tuple) else (returned,)
-                for target, one in zip(targets, results, strict=False):
-                    _write(target, one)
-                returned = tuple(targets) if len(targets) > 1 else targets[0]
         finally:
             _thread.is_inside = False
         if refusal is not None and not self._switches:
             raise _make_refusal(args) from refusal
         return returned
 
-    def _compute(self, args: tuple[Any, ...], kwargs: dict[str, Any], targets: list[Any]) -> Any:
-        """Return the results, or ``NotImplemented``; list the tensors that they go to."""
+    def _replace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the results, in the tensors that they go to, or ``NotImplemented``."""
+        targets = [args[0]] if self._in_place else [kwargs[name] for name in self._outputs]
         if self._outputs:
-            targets += [kwargs[name] for name in self._outputs]
             kwargs = {name: kwargs[name] for name in kwargs if name not in self._outputs}
-        if self._in_place:
-            targets.append(args[0])
-            require(not _shares_memory(args[0], args[1:]))
-        result = self._replacement(*args, **kwargs)
-        if callable(result):
+        found = self._find_function(args, kwargs)
+        if self._in_place or isinstance(found, Update):
+            for target in targets:
+                require(not _shares_memory(target, args[1:]))
+        if isinstance(found, Update):
             target = args[0]
             if not self._in_place:
-                require(not any(_shares_memory(output, args[1:]) for output in targets))
                 target = target.clone(memory_format=torch.contiguous_format)
-            result(target)
-            result = target
-        if result is not NotImplemented and targets and result is not targets[0]:
-            results = result if isinstance(result, tuple) else (result,)
-            for target, one in zip(targets, results, strict=False):
-                require(target.dtype == one.dtype, target.device == one.device)
-        return result
+            found.write(target, *args[1:], **kwargs)
+            found = target
+        elif callable(found):
+            found = found(*args, **kwargs)
+        if not targets or found is NotImplemented or found is targets[0]:
+            return found
+        results = found if isinstance(found, tuple) else (found,)
+        for target, one in zip(targets, results, strict=False):
+            require(target.dtype == one.dtype, target.device == one.device)
+        for target, one in zip(targets, results, strict=False):
+            _write(target, one)
+        return tuple(targets) if len(targets) > 1 else targets[0]
+
+    def _find_function(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the function for arguments like these, or what the replacement returns."""
+        alike = _describe((*args, *kwargs.values()))
+        found = self._functions.get(alike)
+        if found is None:
+            found = self._replacement(*args, **kwargs)
+            if isinstance(found, Update) or callable(found):
+                if len(self._functions) == _MOST_FUNCTIONS:
+                    self._functions.clear()
+                self._functions[alike] = found
+        return found
+
+
+def _describe(values: Iterable[Any]) -> tuple[Any, ...]:
+    """Return what a function that a replacement returns may depend on."""
+    return tuple(
+        [
+            (one.shape, one.stride(), one.dtype, one.device)
+            if isinstance(one, Tensor)
+            else (_describe(one) if type(one) is list else one)
+            for one in values
+        ]
+    )
 
 
 def _write(target: Tensor, result: Tensor) -> None:
-    if target is result:
-        return
     if target.shape != result.shape:
         # Warns, as torch does, if the output held something of a different shape.
         _maybe_resize_out(target, result.shape)
@@ -229,19 +252,17 @@ def _shares_memory(target: Tensor, arguments: Iterable[Any]) -> bool:
 
     As in torch, only dense tensors without internal overlap are compared with each other.
     """
-    own = torch._debug_has_internal_overlap(target)  # noqa: SLF001 - torch's kernels check the same
-    if own == _OVERLAP:
+    if not target.is_contiguous() and torch._debug_has_internal_overlap(target) == _OVERLAP:  # noqa: SLF001 - torch's kernels check the same
         return True
     for one in arguments:
-        if isinstance(one, list):
-            if _shares_memory(target, one):
+        if isinstance(one, Tensor):
+            if (
+                torch._C._overlaps(target, one)  # noqa: SLF001 - whether they have one storage
+                and not any(map(torch._debug_has_internal_overlap, (target, one)))  # noqa: SLF001 - as above
+                and target.data_ptr() < one.data_ptr() + one.nbytes
+                and one.data_ptr() < target.data_ptr() + target.nbytes
+            ):
                 return True
-        elif (
-            isinstance(one, Tensor)
-            and torch._C._overlaps(target, one)  # noqa: SLF001 - whether they have one storage
-            and not (own or torch._debug_has_internal_overlap(one))  # noqa: SLF001 - as above
-            and target.data_ptr() < one.data_ptr() + one.nbytes
-            and one.data_ptr() < target.data_ptr() + target.nbytes
-        ):
+        elif isinstance(one, list) and _shares_memory(target, one):
             return True
     return False

@@ -142,9 +142,8 @@ def apply_taps(gradient: Tensor, sides: Sequence[Taps], shape: Sequence[int]) ->
         Contiguous, of the gradient's dtype. Half and bfloat16 are added in float32.
     """
     if gradient.is_complex():
-        parts = torch.view_as_real(gradient.resolve_conj())
-        whole = [apply_taps(part, sides, shape) for part in parts.unbind(-1)]
-        return torch.complex(*whole)
+        real, imaginary = torch.view_as_real(gradient.resolve_conj()).unbind(-1)
+        return torch.complex(apply_taps(real, sides, shape), apply_taps(imaginary, sides, shape))
     dtype, result, inner = gradient.dtype, gradient.contiguous(), 1
     sizes = list(gradient.shape)
     for dim in range(-1, -len(sides) - 1, -1):

@@ -10,7 +10,7 @@ import torch
 
 from lightning_d9m import SettingError
 from lightning_d9m.audit import device
-from lightning_d9m.audit.device import try_device
+from lightning_d9m.audit.device import compute_examples, try_device
 from lightning_d9m.cli.doctor import format_findings
 from lightning_d9m.cli.main import main
 from lightning_d9m.control import doctor
@@ -18,6 +18,8 @@ from lightning_d9m.control import environment as variables
 from lightning_d9m.control.doctor import CheckResult
 from lightning_d9m.horovod import doctor as horovod_doctor
 from lightning_d9m.horovod.environment import PINNED
+from lightning_d9m.patches.registration import patches_applied
+from lightning_d9m.patches.triton import launch
 
 NAMES = [variable.name for variable in variables.VARIABLES]
 
@@ -260,7 +262,7 @@ def test_a_device_is_tried_in_a_session(healthy, report, monkeypatch):
     monkeypatch.setattr(device, "try_device", lambda _: try_device(torch.device("cpu")))
     status, findings = report()
     assert (status, findings["device cpu"]["status"]) == (0, "ok")
-    assert "digests are those of the CPU (checked in" in findings["device cpu"]["found"]
+    assert "digests and patched ops are the CPU's (checked in" in findings["device cpu"]["found"]
     assert not torch.are_deterministic_algorithms_enabled()
 
 
@@ -277,6 +279,30 @@ def test_what_a_tried_device_does_wrong_is_a_problem(planted, found, monkeypatch
     result = try_device(torch.device("cpu"))
     assert result.status == "problem"
     assert result.found.startswith(found)
+
+
+def test_patched_ops_of_a_tried_device_are_compared(monkeypatch):
+    """By the kernels: those that cannot be used are named, and another result is a problem."""
+
+    def fail(path):
+        raise RuntimeError(f"no {path}")
+
+    computed = []
+
+    def compute(where):
+        computed.append(compute_examples(where))
+        return [part + (len(computed) == 3) for part in computed[-1]]
+
+    monkeypatch.setattr(launch, "_load", fail)
+    monkeypatch.setattr(launch, "_device_types", {"cpu"})
+    monkeypatch.setattr(launch, "_withdrawn", set())
+    monkeypatch.setattr(device, "compute_examples", compute)
+    with patches_applied("CPU"):
+        found = try_device(torch.device("cpu")).found
+        for path in ("sums:accumulate", "taps:apply"):
+            assert f"The Triton kernel {path} cannot be used (RuntimeError: no {path})" in found
+        assert "patched ops on the device differ" not in found
+        assert "patched ops on the device differ" in try_device(torch.device("cpu")).found
 
 
 def test_problems_come_first_and_notes_second(healthy, report, monkeypatch):

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from lightning_d9m.patches import taps
+from lightning_d9m.patches.arguments import Update
 from lightning_d9m.patches.catalog.catalog import Op
 from lightning_d9m.patches.kernels import separable
 from lightning_d9m.state.parts import equal_bits
@@ -161,14 +162,15 @@ def judged(ops: tuple[Op, ...], monkeypatch: Any) -> Iterator[tuple[Judge, set[s
             with judge:
                 result = replacement(*args, **kwargs)
             assert result is not NotImplemented or path.rpartition(":")[2] in LEAVING, path
-            if not callable(result):
+            function = result.write if isinstance(result, Update) else result
+            if not callable(function):
                 return result
 
-            def write(target: torch.Tensor) -> None:
+            def compute(*args: object, **kwargs: object) -> object:
                 with judge:
-                    result(target)
+                    return function(*args, **kwargs)
 
-            return write
+            return Update(compute) if isinstance(result, Update) else compute
 
         return run
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_d9m.patches import exact_sums, taps
 from lightning_d9m.patches.registration import patches_applied
 
 LEGACY = "ignore:(index_reduce.* is in beta|The reduce argument of torch.scatter)"
@@ -70,6 +71,28 @@ def test_the_cost_is_that_of_the_update(name: str, monkeypatch: pytest.MonkeyPat
     with patches_applied("CPU"):
         FEW[name](torch.ones(100_000))
     assert 0 < watch.elements < 100
+
+
+def test_torch_ops_work_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No tensor is as large as all terms, or as the gradients that all taps read: same bits."""
+    gradient, grid = torch.randn(1, 40, 5, 6), torch.rand(1, 5, 6, 2) * 2 - 1
+    backward = torch.ops.aten.grid_sampler_2d_backward
+    calls: list[Callable[[], Tensor]] = [
+        lambda: backward(gradient, torch.zeros(1, 40, 3, 4), grid, 0, 0, False, [True, False])[0],
+        lambda: torch.ops.aten.upsample_bicubic2d_backward(gradient, [5, 6], [1, 40, 3, 4], False),
+    ]
+    with patches_applied("CPU"):
+        whole = [call() for call in calls]
+        monkeypatch.setattr(exact_sums, "_SLICE", 120)
+        monkeypatch.setattr(taps, "_SOME", 120)
+        found = []
+        run = exact_sums.cut_terms
+        monkeypatch.setattr(
+            exact_sums, "cut_terms", lambda *args: found.append(len(args[0])) or run(*args)
+        )
+        for call, expected in zip(calls, whole, strict=True):
+            assert torch.equal(call(), expected)
+    assert max(found) <= 120
 
 
 def test_places_without_a_value_keep_their_bits() -> None:

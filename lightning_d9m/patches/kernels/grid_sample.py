@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_d9m.patches.arguments import accumulation_dtype, require
-from lightning_d9m.patches.exact_sums import Layout, Part, accumulate, plan_pieces
+from lightning_d9m.patches.exact_sums import Layout, accumulate, plan_pieces
 from lightning_d9m.patches.triton.launch import INT32_LIMIT, allocate
 
 _BILINEAR, _NEAREST, _BICUBIC = 0, 1, 2
@@ -23,6 +23,17 @@ _ZEROS, _BORDER, _REFLECTION = 0, 1, 2
 _OUTSIDE = -100.0  # torch's position for coordinates that no integer can represent
 _INT_MAX = 2**31 - 1
 _CUBIC = -0.75  # the parameter of torch's cubic convolution
+_WEIGHTS: dict[int, list[tuple[int, tuple[float, ...]]]] = {
+    # The offset of each neighbor, and the coefficients of the polynomial that is its weight.
+    _NEAREST: [(0, (1,))],
+    _BILINEAR: [(0, (-1, 1)), (1, (1, 0))],
+    _BICUBIC: [
+        (-1, (_CUBIC, -2 * _CUBIC, _CUBIC, 0)),
+        (0, (_CUBIC + 2, -_CUBIC - 3, 0, 1)),
+        (1, (-_CUBIC - 2, 2 * _CUBIC + 3, -_CUBIC, 0)),
+        (2, (-_CUBIC, _CUBIC, 0, 0)),
+    ],
+}
 
 
 class Tap(NamedTuple):
@@ -87,10 +98,10 @@ def _backward(
     tap, sample, output = index.stride()
     steps = (tap, sample, output, 0)
     layout = Layout(len(corners), batch, channels, outputs, 1, prod(sizes), steps)
-    part = Part(index, gradients.contiguous(), weights, layout)
     grad_image = allocate(image.shape, image.dtype, image.device)
     pieces = plan_pieces(image.dtype, outputs * len(corners))
-    accumulate(grad_image, part, pieces, include=False)
+    terms = (index, gradients.contiguous(), weights)
+    accumulate(grad_image, *terms, layout, pieces, include=False)
     return grad_image, grad_grid
 
 
@@ -135,40 +146,21 @@ def _find_place(corner: Sequence[Tap], sizes: Sequence[int]) -> Tensor:
 def _find_taps(
     coordinate: Tensor, size: int, mode: int, padding: int, align_corners: bool
 ) -> list[Tap]:
-    position, rate = _unnormalize(coordinate, size, align_corners)
-    slope = torch.full_like(position, rate)
-    if mode == _BICUBIC:
-        return _find_cubic_taps(position, slope, size, padding, align_corners)
-    position, slope = _pad(position, slope, size, padding, align_corners)
-    if mode == _NEAREST:
-        one = torch.ones_like(position)
-        return [Tap(position.round().to(torch.int64), one, torch.zeros_like(one))]
-    base = position.floor()
-    left = base.to(torch.int64)
-    return [Tap(left, base + 1 - position, -slope), Tap(left + 1, position - base, slope)]
-
-
-def _find_cubic_taps(
-    position: Tensor, slope: Tensor, size: int, padding: int, align_corners: bool
-) -> list[Tap]:
-    base = position.floor()
-    after = position - base
-    before = 1 - after
-    factors = [_weigh_outer(after + 1), _weigh_inner(after)]
-    factors += [
-        (weight, -change) for weight, change in (_weigh_inner(before), _weigh_outer(before + 1))
-    ]
-    taps = []
-    for offset, (weight, change) in enumerate(factors, start=-1):
-        place, _ = _pad(base + offset, slope, size, padding, align_corners)
+    rate = size - 1 if align_corners else size
+    position = ((coordinate + 1) * rate - (0 if align_corners else 1)) / 2
+    slope = torch.full_like(position, rate / 2)
+    if mode != _BICUBIC:
+        position, slope = _pad(position, slope, size, padding, align_corners)
+    base = position.round() if mode == _NEAREST else position.floor()
+    after, taps = position - base, []
+    for offset, factors in _WEIGHTS[mode]:
+        place, weight, change = base + offset, torch.zeros_like(after), torch.zeros_like(after)
+        for factor in factors:
+            weight, change = weight * after + factor, change * after + weight
+        if mode == _BICUBIC:
+            place, _ = _pad(place, slope, size, padding, align_corners)
         taps.append(Tap(place.to(torch.int64), weight, change * slope))
     return taps
-
-
-def _unnormalize(coordinate: Tensor, size: int, align_corners: bool) -> tuple[Tensor, float]:
-    if align_corners:
-        return (coordinate + 1) / 2 * (size - 1), (size - 1) / 2
-    return ((coordinate + 1) * size - 1) / 2, size / 2
 
 
 def _pad(
@@ -183,11 +175,8 @@ def _pad(
             distance = position - low
             slope = torch.where(distance < 0, -slope, slope)
             distance = distance.abs()
-            flips = (distance / span).floor()
-            rest = distance - flips * span
-            before = rest < 0  # the quotient was rounded up
-            flips, rest = flips - before.to(flips.dtype), torch.where(before, rest + span, rest)
-            even = flips.fmod(2) == 0
+            rest = distance.fmod(span)  # exactly
+            even = ((distance - rest) / span).round().fmod(2) == 0
             position = torch.where(even, rest + low, span - rest + low)
             slope = torch.where(even, slope, -slope)
     if padding != _ZEROS:
@@ -197,18 +186,6 @@ def _pad(
         position = position.clamp(0, size - 1)
     representable = (position.abs() < _INT_MAX) & position.isfinite()
     return torch.where(representable, position, _OUTSIDE), slope
-
-
-def _weigh_inner(distance: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the weight of cubic convolution at a distance of 0 to 1, and its derivative."""
-    weight = ((_CUBIC + 2) * distance - (_CUBIC + 3)) * distance * distance + 1
-    return weight, (3 * (_CUBIC + 2) * distance - 2 * (_CUBIC + 3)) * distance
-
-
-def _weigh_outer(distance: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the weight of cubic convolution at a distance of 1 to 2, and its derivative."""
-    weight = ((_CUBIC * distance - 5 * _CUBIC) * distance + 8 * _CUBIC) * distance - 4 * _CUBIC
-    return weight, (3 * _CUBIC * distance - 10 * _CUBIC) * distance + 8 * _CUBIC
 
 
 _multiply = partial(reduce, torch.mul)

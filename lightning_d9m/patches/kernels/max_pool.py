@@ -14,69 +14,23 @@ import torch
 from torch import Tensor
 from torch._prims_common import suggest_memory_format
 
-from lightning_d9m.patches.arguments import require
+from lightning_d9m.patches.arguments import Function, lay_out, require
 from lightning_d9m.patches.exact_sums import plan_pieces
-from lightning_d9m.patches.kernels.updates import add_rows, find_last
+from lightning_d9m.patches.kernels.updates import find_last, plan_sum
 from lightning_d9m.patches.triton.launch import allocate
 
 _GUARD = 24  # bits that a single piece keeps of the few windows of one input
 
 
-def max_pool3d_with_indices_backward(
-    grad_output: Tensor,
-    self: Tensor,
-    kernel_size: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    ceil_mode: bool,
-    indices: Tensor,
-) -> Tensor:
-    """Return the gradient of ``max_pool3d`` with respect to its input."""
-    shape: tuple[Any, ...] = (kernel_size, stride, padding, dilation, ceil_mode)
-    pooled = torch.max_pool3d(self.new_empty(self.shape, device="meta"), *shape)
-    require(pooled.shape == grad_output.shape)
-    return _add_chosen(grad_output, self, indices, 3, kernel_size, format_of=self)
+def _backward(
+    grad_output: Tensor, self: Tensor, *more: Any, dims: int, keeps_format: bool = False
+) -> Function:
+    """Return what returns the gradient of a max pooling with respect to its input.
 
-
-def _adaptive_backward(grad_output: Tensor, self: Tensor, indices: Tensor, *, dims: int) -> Tensor:
-    """Return the gradient of an adaptive max pooling with respect to its input."""
-    format_of = self if dims == 2 else None  # noqa: PLR2004 - as torch's kernels
-    return _add_chosen(grad_output, self, indices, dims, format_of=format_of)
-
-
-def _fractional_backward(
-    grad_output: Tensor,
-    self: Tensor,
-    kernel_size: Sequence[int],
-    output_size: Sequence[int],
-    indices: Tensor,
-    *,
-    dims: int,
-) -> Tensor:
-    """Return the gradient of a fractional max pooling with respect to its input."""
-    require(list(output_size) == list(grad_output.shape[-dims:]))
-    return _add_chosen(grad_output, self, indices, dims, kernel_size)
-
-
-adaptive_max_pool2d_backward = partial(_adaptive_backward, dims=2)
-adaptive_max_pool3d_backward = partial(_adaptive_backward, dims=3)
-fractional_max_pool2d_backward = partial(_fractional_backward, dims=2)
-fractional_max_pool3d_backward = partial(_fractional_backward, dims=3)
-
-
-def _add_chosen(
-    grad_output: Tensor,
-    self: Tensor,
-    indices: Tensor,
-    dims: int,
-    kernel_size: Sequence[int] = (),
-    format_of: Tensor | None = None,
-) -> Tensor:
-    """Return the sums of the gradients of the outputs that chose each input.
-
-    An input has as many places in windows with different starts as a window has places.
+    The arguments between the input and the last one, the indices, are those of the pooling. An
+    input has as many places in windows with different starts as a window has places.
     """
+    *window, indices = more
     shape, given = self.shape, grad_output.shape
     _require_planes(grad_output, indices, dims)
     require(
@@ -84,18 +38,32 @@ def _add_chosen(
         grad_output.dtype == self.dtype,
         0 not in (*shape[1:], *given[-dims:]),
     )
-    planes, outputs = prod(shape[:-dims]), prod(given[-dims:])
+    planes, outputs, inputs = prod(shape[:-dims]), prod(given[-dims:]), prod(shape[-dims:])
     pieces = plan_pieces(self.dtype, outputs)
-    if kernel_size:
+    if window:
+        kernel_size, *rest = window
+        pooled = rest[0]  # of a fractional pooling
+        if len(rest) > 1:
+            pooled = torch.max_pool3d(self.new_empty(shape, device="meta"), *window).shape[-dims:]
+        require(list(pooled) == list(given[-dims:]))
         pieces = plan_pieces(self.dtype, prod(kernel_size) ** (dims // len(kernel_size)), _GUARD)
-    result = allocate((planes, prod(shape[-dims:])), self.dtype, self.device)
-    places, values = (part.reshape(planes, outputs) for part in (indices, grad_output))
-    add_rows(result, places, values, 1, include=False, pieces=pieces)
-    result = result.view(shape)
-    if format_of is None or format_of.is_contiguous():
-        return result
-    memory_format = suggest_memory_format(format_of)
-    return torch.empty_like(result, memory_format=memory_format).copy_(result)
+    size, wanted = (planes, inputs), (planes, outputs)
+    like = indices.reshape(wanted)
+    add = plan_sum(self.dtype, size, like, wanted, 1, include=False, pieces=pieces)
+    memory_format = suggest_memory_format(self) if keeps_format else torch.contiguous_format
+
+    def run(grad_output: Tensor, *more: Any) -> Tensor:
+        result = allocate(shape, grad_output.dtype, grad_output.device)
+        add(result, more[-1], grad_output)
+        return lay_out(result, memory_format)
+
+    return run
+
+
+max_pool3d_with_indices_backward = partial(_backward, dims=3, keeps_format=True)
+adaptive_max_pool2d_backward = partial(_backward, dims=2, keeps_format=True)
+adaptive_max_pool3d_backward = fractional_max_pool3d_backward = partial(_backward, dims=3)
+fractional_max_pool2d_backward = partial(_backward, dims=2)
 
 
 def _require_planes(values: Tensor, indices: Tensor, dims: int) -> None:

@@ -6,15 +6,15 @@ the arguments with which it is run along one dimension.
 """
 
 from collections.abc import Sequence
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._prims_common import suggest_memory_format
 
-from lightning_d9m.patches.arguments import accumulation_dtype, require
-from lightning_d9m.patches.taps import Taps, apply_taps, cached_taps
+from lightning_d9m.patches.arguments import Function, accumulation_dtype, lay_out, require
+from lightning_d9m.patches.taps import apply_taps, cached_taps
 
 
 def _differentiate(
@@ -22,8 +22,8 @@ def _differentiate(
     shape: Sequence[int],
     sides: Sequence[tuple[Any, ...]],
     format_of: Tensor | None = None,
-) -> Tensor:
-    """Return the gradient with respect to the input, of a shape.
+) -> Function:
+    """Return what returns the gradient with respect to the input, of a shape.
 
     Args:
         grad_output: Of shape ``[..., *outputs]``.
@@ -37,25 +37,20 @@ def _differentiate(
         given[:-dims] == tuple(shape[:-dims]),
         0 not in (*shape[1:], *given[1:]),
     )
-    taps = _find_taps(grad_output.device, dtype, tuple(shape[-dims:]), tuple(sides))
-    require(all(one.size == size for one, size in zip(taps, given[-dims:], strict=True)))
-    result = apply_taps(grad_output, taps, shape)
-    memory_format = torch.contiguous_format
-    if format_of is not None:
-        memory_format = suggest_memory_format(format_of)
-    if memory_format == torch.contiguous_format:
-        return result
-    return torch.empty_like(result, memory_format=memory_format).copy_(result)
-
-
-@lru_cache(maxsize=4096)
-def _find_taps(
-    device: torch.device, dtype: torch.dtype, sizes: Sequence[int], sides: Sequence[Any]
-) -> list[Taps]:
     dtype = dtype.to_real() if dtype.is_complex else dtype
-    return [
+    device, sizes = grad_output.device, shape[-dims:]
+    taps = [
         cached_taps(device, size, dtype, *side) for size, side in zip(sizes, sides, strict=True)
     ]
+    require(all(one.size == size for one, size in zip(taps, given[-dims:], strict=True)))
+    memory_format = (
+        torch.contiguous_format if format_of is None else suggest_memory_format(format_of)
+    )
+
+    def run(grad_output: Tensor, *_: Any, **__: Any) -> Tensor:
+        return lay_out(apply_taps(grad_output, taps, shape), memory_format)
+
+    return run
 
 
 def _interpolation_backward(
@@ -67,8 +62,8 @@ def _interpolation_backward(
     dims: int,
     forward: str = "upsample_linear1d",
     keep_format: bool = False,
-) -> Tensor:
-    """Return the gradient of an interpolation.
+) -> Function:
+    """Return what returns the gradient of an interpolation.
 
     ``keep_format`` says whether torch's kernel keeps the channels_last memory format.
     """
@@ -96,8 +91,8 @@ def avg_pool3d_backward(
     ceil_mode: bool,
     count_include_pad: bool,
     divisor_override: int | None,
-) -> Tensor:
-    """Return the gradient of ``avg_pool3d`` with respect to its input."""
+) -> Function:
+    """Return what returns the gradient of ``avg_pool3d`` with respect to its input."""
     _require_image(grad_output, self, 3)
     require(self.shape[-4] > 0)
     windows = (
@@ -113,8 +108,8 @@ def avg_pool3d_backward(
     return _differentiate(grad_output, self.shape, sides)
 
 
-def _adaptive_backward(grad_output: Tensor, self: Tensor, *, dims: int) -> Tensor:
-    """Return the gradient of an adaptive average pooling with respect to its input."""
+def _adaptive_backward(grad_output: Tensor, self: Tensor, *, dims: int) -> Function:
+    """Return what returns the gradient of an adaptive average pooling with respect to its input."""
     _require_image(grad_output, self, dims)
     sides = [("_adaptive_avg_pool2d", (outputs, 1)) for outputs in grad_output.shape[-dims:]]
     # torch's kernel of two dimensions keeps the memory format.
@@ -123,8 +118,8 @@ def _adaptive_backward(grad_output: Tensor, self: Tensor, *, dims: int) -> Tenso
 
 def _padding_backward(
     grad_output: Tensor, self: Tensor, padding: Sequence[int], *, forward: str
-) -> Tensor:
-    """Return the gradient of a padding with respect to its input."""
+) -> Function:
+    """Return what returns the gradient of a padding with respect to its input."""
     dims = len(padding) // 2
     _require_image(grad_output, self, dims)
     require(self.shape[-dims - 1] > 0)

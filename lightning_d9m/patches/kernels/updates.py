@@ -15,28 +15,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_d9m.patches.arguments import accumulation_dtype, require, require_places
-from lightning_d9m.patches.exact_sums import Layout, Part, Pieces, accumulate, plan_pieces
+from lightning_d9m.patches.arguments import Update, accumulation_dtype, make_places, require
+from lightning_d9m.patches.exact_sums import Layout, Pieces, accumulate, plan_pieces
 from lightning_d9m.patches.triton.launch import allocate
-
-Update = Callable[[Tensor], object]
-"""Writes a result into a tensor: ``self`` of an in-place op, else a copy of it."""
 
 _MANY = 2  # elements for each value, beyond which only those that get a value are read
 _MODE_MAX = 2
 _INDEX_DTYPES = (torch.int32, torch.int64)
 _LEGACY = {"add": "sum", "multiply": "prod"}
+_NOTHING = Update(lambda *_, **__: None)
 
 
-def _write_nothing(_: Tensor) -> None: ...
-
-
-def index_add(self: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: float = 1) -> Update:
+def index_add(self: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: float = 1) -> Update:  # noqa: ARG001 - a factor of the source
     """Add the source's slices where the index says."""
-    require(_is_added(self), index.dim() == 1, source.numel() > 0, source.dtype == self.dtype)
-    if alpha != 1:
-        source = source.to(accumulation_dtype(source.dtype)) * alpha
-    return _update_slices(self, dim, index, source, "sum")
+    require(_is_added(self), index.dim() == 1, source.numel() > 0)
+    return _plan(self, dim, index, source, "sum", by_slice=True)
 
 
 def index_reduce(
@@ -46,46 +39,9 @@ def index_reduce(
     require(
         reduce in {"prod", "mean", "amax", "amin"},
         index.dim() <= 1,
-        source.dtype == self.dtype,
         not (self.is_complex() or self.dtype == torch.bool),
     )
-    return _update_slices(self, dim, index, source, reduce, include_self=include_self)
-
-
-def _update_slices(
-    self: Tensor, dim: int, index: Tensor, source: Tensor, reduce: str, *, include_self: bool = True
-) -> Update:
-    dims = max(self.dim(), 1)
-    require(-dims <= dim < dims, index.dtype in _INDEX_DTYPES, source.dim() == self.dim())
-    rows, slices, keys = _as_rows(self, dim), _as_rows(source, dim), index
-    if not index.dim():
-        keys = index.view(1)
-    require(slices.shape[:1] == keys.shape, slices.shape[1:] == rows.shape[1:])
-    if not source.numel():
-        return _write_nothing
-    sizes = rows.shape[:1]
-    require_places(keys, sizes)
-
-    is_sum = reduce == "sum" and self.is_floating_point() and self.dim() > 0
-
-    def write(target: Tensor) -> None:
-        if is_sum and target.is_contiguous() and not _gets_few(target, source):
-            add_rows(target, keys, source, dim % dims, include=True)
-            return
-        rows = _as_rows(target, dim)
-        update_places(rows, sizes, keys, slices, reduce, include_self=include_self)
-
-    return write
-
-
-def _as_rows(values: Tensor, dim: int) -> Tensor:
-    if not values.dim():
-        return values.view(1)
-    return values.movedim(dim, 0) if dim else values
-
-
-def _is_added(values: Tensor) -> bool:
-    return values.is_floating_point() or values.is_complex()
+    return _plan(self, dim, index, source, reduce, include_self=include_self, by_slice=True)
 
 
 def scatter_reduce(
@@ -94,62 +50,95 @@ def scatter_reduce(
     """Multiply the source's elements into a tensor, from first to last."""
     if reduce != "prod":
         return NotImplemented
-    return _scatter(self, dim, index, src, "prod", include_self=include_self)
+    return _plan(self, dim, index, src, "prod", include_self=include_self)
 
 
 def scatter(self: Tensor, dim: int, index: Tensor, src: Tensor, *, reduce: str) -> Update:
     """Add the source's elements to a tensor, or multiply them into it from first to last."""
     require(reduce in _LEGACY)
-    return _scatter(self, dim, index, src, _LEGACY[reduce])
+    return _plan(self, dim, index, src, _LEGACY[reduce])
 
 
 def scatter_add(self: Tensor, dim: int, index: Tensor, src: Tensor) -> Update:
     """Add the source's elements to a tensor."""
-    return _scatter(self, dim, index, src, "sum")
+    return _plan(self, dim, index, src, "sum")
 
 
-def _scatter(
-    self: Tensor, dim: int, index: Tensor, src: Tensor, reduce: str, *, include_self: bool = True
+def _plan(
+    self: Tensor,
+    dim: int,
+    index: Tensor,
+    source: Tensor,
+    reduce: str,
+    *,
+    include_self: bool = True,
+    by_slice: bool = False,
 ) -> Update:
+    """Return an update along a dimension, whose index has a place for each element or slice."""
     dims = max(self.dim(), 1)
-    require(-dims <= dim < dims, index.dtype in _INDEX_DTYPES, src.dtype == self.dtype)
-    if not index.numel():
-        return _write_nothing
-    if not (index.dim() and src.dim()):
-        index, src = (part if part.dim() else part.view(1) for part in (index, src))
-    shape, wanted, axis = self.shape or torch.Size([1]), index.shape, dim % dims
-    around, above = ((*one[:axis], *one[axis + 1 :]) for one in (wanted, shape))
-    require(len(shape) == len(wanted) == src.dim())
-    if wanted != src.shape or around != above:
-        require(all(map(le, wanted, src.shape)), all(map(le, around, above)))
-        src = src[tuple(map(slice, wanted))]
-    require_places(index, shape, axis)
-    is_sum = reduce == "sum" and around == above and self.is_floating_point()
+    require(-dims <= dim < dims, index.dtype in _INDEX_DTYPES, source.dtype == self.dtype)
+    if not (by_slice or index.numel()):
+        return _NOTHING
+    axis = dim % dims
+    shape, wanted, given = (tuple(part.shape) or (1,) for part in (self, index, source))
+    if by_slice:
+        wanted = (*shape[:axis], *wanted, *shape[axis + 1 :])
+        require(source.dim() == self.dim(), wanted == given)
+    # An index of elements may be shorter than the source, and beside the dimension than the target.
+    size = (*wanted[:axis], shape[axis], *wanted[axis + 1 :])
+    require(
+        len(shape) == len(wanted) == len(given), all(map(le, (*wanted, *size), (*given, *shape)))
+    )
+    if not prod(wanted):
+        return _NOTHING
+    narrow_target, narrow_source = map(tuple, (map(slice, size), map(slice, wanted)))
+    is_whole, is_scalar = size == shape and wanted == given, 0 in {self.dim(), index.dim()}
+    is_sum = reduce == "sum" and self.is_floating_point() and prod(size) <= _MANY * prod(wanted)
+    places = make_places(self.device, *((shape[axis],) if by_slice else size))
+    add = is_sum and plan_sum(self.dtype, size, index, wanted, axis)
 
-    def write(target: Tensor) -> None:
-        target = target if target.dim() else target.view(shape)
-        if is_sum and not _gets_few(target, src):
-            whole = target.contiguous()
-            add_rows(whole, index, src, axis, include=True)
-            if whole is not target:
-                target.copy_(whole)
-            return
-        flat = target.view(-1) if target.is_contiguous() else target
-        places, more = _find_places(index, shape, axis), {"include_self": include_self}
-        update_places(flat, flat.shape, places, src.flatten(), reduce, **more)
+    def write(
+        target: Tensor,
+        _: int,
+        index: Tensor,
+        source: Tensor,
+        *_more: str,
+        alpha: float = 1,
+        **__: Any,
+    ) -> None:
+        if alpha != 1:
+            source = source.to(accumulation_dtype(source.dtype)) * alpha
+        if is_scalar:
+            target, index, source = target.view(shape), index.view(-1), source.view(given)
+        _check_places(places, 0 if by_slice else axis, index)
+        if not is_whole:
+            target, source = target[narrow_target], source[narrow_source]
+        if add and target.is_contiguous():
+            add(target, index, source)
+        elif by_slice:
+            slices = target.movedim(axis, 0), index, source.movedim(axis, 0)
+            update_rows(*slices, reduce, include_self=include_self)
+        else:
+            outer, rows, inner = _divide(wanted, axis)
+            lines = torch.arange(outer, device=index.device).view(-1, 1, 1) * shape[axis]
+            keys = (lines + index.reshape(outer, rows, inner)) * inner
+            keys = (keys + torch.arange(inner, device=index.device)).flatten()
+            _update_flat(target, (-1,), keys, source.flatten(), reduce, include_self=include_self)
 
-    return write
+    return Update(write)
 
 
-def _find_places(index: Tensor, shape: torch.Size, axis: int) -> Tensor:
-    """Return the position in the flattened result that each element of the index stands for."""
-    places, stride = torch.zeros_like(index, dtype=torch.int64), 1
-    for side in reversed(range(len(shape))):
-        ranks = torch.arange(index.shape[side], device=index.device)
-        ranks = ranks.view([-1] + [1] * (len(shape) - 1 - side))
-        places = places + (index if side == axis else ranks) * stride
-        stride *= shape[side]
-    return places.flatten()
+def _check_places(places: Tensor, axis: int, index: Tensor) -> None:
+    """Raise unless an index has places of a dimension only, in one launch.
+
+    On CUDA the host does not wait: a place outside is a device-side assertion, as in torch's own
+    kernels, which surfaces as an error at a later call.
+    """
+    places.gather(axis, index if index.dtype == torch.int64 else index.to(torch.int64))
+
+
+def _is_added(values: Tensor) -> bool:
+    return values.is_floating_point() or values.is_complex()
 
 
 def index_put_impl(
@@ -171,20 +160,9 @@ def index_put_impl(
         self.numel() > 0,
     )
     sizes, rest = self.shape[: len(given)], self.shape[len(given) :]
-    first, *others = torch.broadcast_tensors(*given) if len(given) > 1 else given
-    rows = values.expand((*first.shape, *rest))
-    require(rows.numel() > 0)
-    keys = _count_from_start(first.flatten(), sizes[0])
-    for index, size in zip(others, sizes[1:], strict=True):
-        keys = keys * size + _count_from_start(index.flatten(), size)
-    rows = rows.reshape(len(keys), *rest)
-    return lambda target: update_places(target, sizes, keys, rows, "sum")
-
-
-def _count_from_start(index: Tensor, size: int) -> Tensor:
-    """Return places that may be counted from the end, counted from the start."""
-    require_places(index + size, [2 * size])
-    return index.remainder(size)
+    shape = (*torch.broadcast_shapes(*[index.shape for index in given]), *rest)
+    require(values.expand(shape).numel() > 0)
+    return _plan_places(self, sizes, rest, values, shape, "sum")
 
 
 def put(self: Tensor, index: Tensor, source: Tensor, accumulate: bool = False) -> Update:
@@ -200,11 +178,50 @@ def put(self: Tensor, index: Tensor, source: Tensor, accumulate: bool = False) -
         size > 0 or not index.numel(),
     )
     if not index.numel():
-        return _write_nothing
-    places, values = _count_from_start(index.flatten(), size), source.flatten()
-    shape = self.shape or torch.Size([1])
+        return _NOTHING
     reduce = "sum" if accumulate else "last"
-    return lambda target: update_places(target.view(shape), shape, places, values, reduce)
+    return _plan_places(self, (size,), (), source, source.shape, reduce)
+
+
+def _plan_places(
+    self: Tensor,
+    sizes: Sequence[int],
+    rest: Sequence[int],
+    values: Tensor,
+    shape: Sequence[int],
+    reduce: str,
+) -> Update:
+    """Return an update of some dimensions as if they were one, by values expanded to a shape."""
+    places, rows = make_places(self.device, *sizes), (prod(shape) // prod(rest), *rest)
+    is_sum = reduce == "sum" and self.is_floating_point() and prod(shape) * _MANY >= self.numel()
+    add = is_sum and plan_sum(self.dtype, (prod(sizes), *rest), None, rows)
+    is_laid_out = values.shape == rows
+
+    def write(target: Tensor, indices: Any, values: Tensor, *_more: bool) -> None:
+        given: Sequence[Tensor] = [indices] if isinstance(indices, Tensor) else indices
+        _ = places[tuple(given)]  # as in _check_places
+        if len(given) > 1:
+            given = torch.broadcast_tensors(*given)
+        keys = given[0].flatten().remainder(sizes[0])  # a place may be counted from the end
+        for part, size in zip(given[1:], sizes[1:], strict=True):
+            keys = keys * size + part.flatten().remainder(size)
+        if not is_laid_out:
+            values = values.expand(shape).reshape(rows)
+        if add and target.is_contiguous():
+            add(target, keys, values)
+        else:
+            _update_flat(target, (-1, *rest), keys, values, reduce)
+
+    return Update(write)
+
+
+def _update_flat(
+    target: Tensor, shape: Sequence[int], keys: Tensor, values: Tensor, reduce: str, **more: bool
+) -> None:
+    whole = target.contiguous()
+    update_rows(whole.view(shape), keys, values, reduce, **more)
+    if whole is not target:
+        target.copy_(whole)
 
 
 def embedding_bag_dense_backward(  # noqa: PLR0913, PLR0917 - torch's arguments
@@ -258,61 +275,74 @@ def bincount(self: Tensor, weights: Tensor | None = None, minlength: int = 0) ->
 
 
 def sum_rows(index: Tensor, values: Tensor, count: int) -> Tensor:
-    """Return the sums of the values of each of ``count`` places; see :func:`add_rows`."""
+    """Return the sums of the values of each of ``count`` places; see :func:`plan_sum`."""
     out = allocate((count, *values.shape[1:]), values.dtype, values.device)
     add_rows(out, index, values, include=False)
     return out
 
 
-def add_rows(
-    out: Tensor,
-    index: Tensor,
-    values: Tensor,
+def add_rows(out: Tensor, index: Tensor, values: Tensor, *, include: bool) -> None:
+    """Write into each row the sum of the values that go to it; see :func:`plan_sum`."""
+    plan_sum(out.dtype, out.shape, index, values.shape, include=include)(out, index, values)
+
+
+def plan_sum(
+    dtype: torch.dtype,
+    size: Sequence[int],
+    index: Tensor | None,
+    shape: Sequence[int],
     axis: int = 0,
     *,
-    include: bool,
+    include: bool = True,
     pieces: Pieces | None = None,
-) -> None:
-    """Write into each place of a dimension the sum of the values that go to it.
+) -> Callable[[Tensor, Tensor, Tensor], None]:
+    """Return a function that adds values into the places of a dimension that an index names.
+
+    It takes a contiguous tensor to write into, an index and values; each like those given here.
 
     Args:
-        out: Floating point, contiguous.
-        index: Of one dimension, or of the values' shape. A place outside is skipped.
-        values: Of the shape of ``out``, but for the dimension; float64 only if ``out`` is.
+        dtype: That of the sums, floating point; the values have float64 only if the sums have.
+        size: The shape of the sums.
+        index: Of one dimension, or of the values' shape; None for a contiguous one of one
+            dimension. A place outside is skipped.
+        shape: That of the values, which is that of the sums but for the dimension.
         axis: The dimension.
-        include: Whether what is in ``out`` is a term as well.
+        include: Whether what is there is a term as well.
         pieces: By default those for all values of the dimension.
     """
-    shape = values.shape
-    outer, rows, inner = prod(shape[:axis]), shape[axis], prod(shape[axis + 1 :])
-    if index.dim() == 1:
-        steps = (0, 0, index.stride(0), 0)
-    else:
-        index = index.reshape(outer, rows, inner)
-        outer_step, row_step, inner_step = index.stride()
-        steps = (0, outer_step, row_step, inner_step)
-    layout = Layout(1, outer, 1, rows, inner, out.shape[axis], steps)
-    part = Part(index, values.contiguous(), None, layout)
-    accumulate(out, part, pieces or plan_pieces(out.dtype, rows + 1), include=include)
+    outer, rows, inner = sides = _divide(shape, axis)
+    along: Sequence[int] = (0, 1, 0)
+    is_view = True
+    if index is not None and index.dim() == 1:
+        along = (0, index.stride(0), 0)
+    elif index is not None:
+        lines = index.reshape(sides)
+        along, is_view = lines.stride(), lines.data_ptr() == index.data_ptr()
+    layout = Layout(1, outer, 1, rows, inner, size[axis], (0, along[0], along[1], along[2]))
+    planned = pieces or plan_pieces(dtype, rows + 1)
+
+    def add(out: Tensor, index: Tensor, values: Tensor) -> None:
+        index = index if is_view else index.reshape(sides)
+        accumulate(out, index, values.contiguous(), None, layout, planned, include=include)
+
+    return add
 
 
-def update_places(
-    target: Tensor,
-    sizes: Sequence[int],
-    keys: Tensor,
-    values: Tensor,
-    reduce: str,
-    *,
-    include_self: bool = True,
+def _divide(shape: Sequence[int], axis: int) -> tuple[int, int, int]:
+    """Return the elements before a dimension, along it, and after it."""
+    return prod(shape[:axis]), shape[axis], prod(shape[axis + 1 :])
+
+
+def update_rows(
+    target: Tensor, keys: Tensor, values: Tensor, reduce: str, *, include_self: bool = True
 ) -> None:
-    """Change the places of a tensor that keys name.
+    """Change the rows of a tensor that keys name.
 
     Time and memory grow with the number of values, not with the size of the target.
 
     Args:
-        target: Of shape ``[*sizes, *rest]``, with any strides.
-        sizes: The sizes of the dimensions that the keys go through.
-        keys: Positions as if these dimensions were one; of shape ``[m]``.
+        target: Of shape ``[count, *rest]``, with any strides.
+        keys: Rows, of shape ``[m]``.
         values: Of shape ``[m, *rest]``.
         reduce: A key of ``_RULES``.
         include_self: Whether what is in the target is a term or factor as well.
@@ -324,31 +354,21 @@ def update_places(
         target, values = (torch.view_as_real(part.resolve_conj()) for part in (target, values))
     if not _gets_few(target, values):
         whole = target.contiguous()
-        rows = whole if len(sizes) == 1 else whole.view(-1, *target.shape[len(sizes) :])
-        rule(rows, keys, values, include_self)
+        rule(whole, keys, values, include_self)
         if whole is not target:
             target.copy_(whole)
         return
     ordered = torch.sort(keys, stable=True).values
     slots = torch.searchsorted(ordered, keys)  # the first place of an equal key
-    rows = target[_unravel(ordered, sizes)].contiguous()  # it has the strides of the target
+    rows = target.index_select(0, ordered)
     rule(rows, slots, values, include_self)
     # Values for one place are equal, so the order of the writes has no effect.
-    target.index_put_(_unravel(keys, sizes), rows.index_select(0, slots))
+    target.index_put_((keys,), rows.index_select(0, slots))
 
 
 def _gets_few(target: Tensor, values: Tensor) -> bool:
     """Return whether the values are so few that only their places should be read and written."""
     return target.numel() > _MANY * values.numel()
-
-
-def _unravel(places: Tensor, shape: Sequence[int]) -> tuple[Tensor, ...]:
-    """Turn positions in a flattened tensor into one index for each of its dimensions."""
-    indices: list[Tensor] = []
-    for size in reversed(shape[1:]):
-        indices.append(places % size)
-        places = places // size
-    return (places, *reversed(indices))
 
 
 def find_last(keys: Tensor, count: int) -> Tensor:

@@ -146,7 +146,7 @@ class Launch:
         """Launch the kernel on the device of the first tensor."""
         device = tensors[0].device
         # Triton compiles code for aligned tensors, and for others.
-        variant = (device, *[part.data_ptr() & 15 for part in tensors])
+        variant = (device, *[address & 15 for address in map(Tensor.data_ptr, tensors)])
         compiled = self._compiled.get(variant)
         with torch.cuda.device(device.index if tensors[0].is_cuda else -1):
             if compiled is None:

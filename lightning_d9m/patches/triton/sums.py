@@ -210,7 +210,7 @@ def round_sums(
 
 
 @lru_cache(maxsize=4096)
-def _prepare(layout, pieces, form, include, *dtypes):
+def _prepare(layout, pieces, form, include, weighted, *_dtypes):
     """Return the size of the memory for the sums of pieces and the exponents, and the launches."""
     terms = layout.batch * layout.group * layout.rows * layout.inner
     slots = layout.batch * layout.group * layout.places * layout.inner
@@ -233,7 +233,7 @@ def _prepare(layout, pieces, form, include, *dtypes):
             pieces.size,
             layout.taps,
             pieces.number,
-            len(dtypes) > 3,
+            weighted,
             include,
             *form,
             first,
@@ -246,13 +246,13 @@ def _prepare(layout, pieces, form, include, *dtypes):
     return pieces.number * slots + (slots + 1) // 2, [one for one in launches if one.elements]
 
 
-def accumulate(out, terms, pieces, form, include):
+def accumulate(out, index, values, weights, layout, pieces, form, include):
     """Write into each place of ``out`` the sum of the terms that go to it."""
-    index, values, weights, layout = terms
-    dtypes = [one.dtype for one in (out, index, values, weights) if one is not None]
-    size, launches = _prepare(layout, pieces, form, include, *dtypes)
+    factors = values if weights is None else weights
+    kinds = (weights is not None, out.dtype, index.dtype, values.dtype, factors.dtype)
+    size, launches = _prepare(layout, pieces, form, include, *kinds)
     # One launch fills both; a half of -0.0 is 0 or negative, and raised by any exponent.
     start = -0.0 if include else 0.0
     sums = torch.full((size,), start, dtype=torch.float64, device=out.device)
     for launch in launches:
-        launch(out, values, values if weights is None else weights, index, sums)
+        launch(out, values, factors, index, sums)

@@ -5,12 +5,36 @@ import torch
 from torch import Tensor
 
 from lightning_d9m.patches.kernels import updates
+from lightning_d9m.patches.registration import patches_applied
 
 LAYOUTS = {
     "permuted": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
     "sliced": lambda x: torch.cat([x, x], dim=2)[..., : x.shape[2]],
     "outermost": lambda x: x.movedim(0, 2).contiguous().movedim(2, 0),
 }
+
+
+CALLS = {
+    "amax": lambda x, i, v: x.index_reduce_(0, i, v, "amax"),
+    "mean": lambda x, i, v: x.index_reduce_(0, i, v, "mean"),
+    "index_add": lambda x, i, v: x.index_add_(0, i, v),
+    "index_put": lambda x, i, v: x.index_put_((i,), v, accumulate=True),
+    "scatter_add": lambda x, i, v: x.scatter_add_(0, i.view(-1, 1, 1).expand_as(v), v),
+}
+
+
+@pytest.mark.filterwarnings("ignore:index_reduce.* is in beta")
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_target_of_any_layout_is_updated_as_by_torch(layout: str, call: object) -> None:
+    """In place, with few values and many; a second call is one with tensors alike."""
+    for count in (2, 40, 2, 40):
+        target = LAYOUTS[layout](torch.randn(5, 6, 20))
+        values, index = torch.randn(count, 6, 20), torch.randint(5, (count,))
+        expected = call(target.contiguous(), index, values)
+        with patches_applied("CPU"):
+            assert call(target, index, values) is target
+        torch.testing.assert_close(target, expected)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -29,6 +53,6 @@ def test_the_rows_of_a_target_are_contiguous(
         rows.index_add_(0, slots, given)
 
     monkeypatch.setitem(updates._RULES, "sum", add)
-    updates.update_places(target, (5,), keys, values, "sum")
+    updates.update_rows(target, keys, values, "sum")
     expected = torch.zeros(5, 6, 20).index_add_(0, keys, values.contiguous())
     torch.testing.assert_close(target, expected)

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_d9m.patches.kernels.updates import find_last, update_places
+from lightning_d9m.patches.kernels.updates import find_last, update_rows
 
 keys_of = st.lists(st.integers(0, 7), max_size=60)
 
@@ -39,5 +39,5 @@ def test_an_update_has_the_bits_of_a_loop(
         expected[key] = expected[key] * value if include_self or key in seen else value
         seen.add(key)
     where = torch.tensor(keys)
-    update_places(target, (count,), where, values, "prod", include_self=include_self)
+    update_rows(target, where, values, "prod", include_self=include_self)
     assert torch.equal(target, expected)

@@ -159,10 +159,3 @@ def test_offsets_are_counted_past_the_last_block() -> None:
     limit = 2**31 - 1 - 512
     assert not launch.needs_int64(1, limit)
     assert launch.needs_int64(limit + 1, 1)
-
-
-def test_allocated_memory_is_contiguous() -> None:
-    """Nothing is filled."""
-    memory = launch.allocate((2, 3, 6, 7), torch.float16, torch.device("cpu"))
-    assert (memory.shape, memory.dtype) == ((2, 3, 6, 7), torch.float16)
-    assert memory.is_contiguous()

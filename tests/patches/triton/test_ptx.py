@@ -12,7 +12,7 @@ from scripts import load_script
 from torch import Tensor
 
 from lightning_d9m.patches import exact_sums
-from lightning_d9m.patches.exact_sums import Layout, Part, accumulate, plan_pieces
+from lightning_d9m.patches.exact_sums import Layout, accumulate, plan_pieces
 from lightning_d9m.patches.registration import patches_applied
 from lightning_d9m.patches.triton import launch
 
@@ -144,12 +144,12 @@ def test_a_wrong_sum_is_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> No
     count, terms = (12, 2) if fault == "rounds" else (2000, 70)
     values = torch.linspace(1, 2, 70, dtype=torch.float64).sqrt()
     layout = Layout(1, 1, 1, 70, 1, count, (0, 0, 1, 0))
-    part = Part(torch.full((70,), count - 1), values, None, layout)
+    given = (torch.full((70,), count - 1), values, None, layout)
     monkeypatch.setattr(exact_sums, "run_kernel", lambda _, __, ___, *args: run(*args))
     from lightning_d9m.patches.triton.sums import accumulate as run
 
     with executed(90, monkeypatch), pytest.raises(PtxError, match=fault):
-        accumulate(torch.zeros(12).double(), part, plan_pieces(torch.float64, terms))
+        accumulate(torch.zeros(12).double(), *given, plan_pieces(torch.float64, terms))
 
 
 @pytest.mark.parametrize("fault", FAULTS)

@@ -4,7 +4,7 @@ import torch
 from patches.triton.interpreted import interpreted, kernels_on_cpu
 from torch import Tensor
 
-from lightning_d9m.patches.exact_sums import Layout, Part, accumulate, plan_pieces
+from lightning_d9m.patches.exact_sums import Layout, accumulate, plan_pieces
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 SPECIAL = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, 1.0, -1.0, 1e-300, -1e300])
@@ -24,22 +24,24 @@ def read_bits(values: Tensor) -> Tensor:
     return values.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[values.itemsize])
 
 
-def lay_out(out: Tensor, index: Tensor, values: Tensor, weights: Tensor | None = None) -> Part:
+def lay_out(
+    out: Tensor, index: Tensor, values: Tensor, weights: Tensor | None = None
+) -> tuple[object, ...]:
     """Return terms, of an index that is the same along its sides of one element."""
     taps, *_ = index.shape
     steps = [
         step if size > 1 else 0 for size, step in zip(index.shape, index.stride(), strict=True)
     ]
-    return Part(index, values, weights, Layout(taps, *values.shape, out.shape[2], tuple(steps)))
+    return index, values, weights, Layout(taps, *values.shape, out.shape[2], tuple(steps))
 
 
-def compare(out: Tensor, part: Part, terms: int, *, include: bool) -> None:
+def compare(out: Tensor, part: tuple[object, ...], terms: int, *, include: bool) -> None:
     """Compare the bits by torch ops with those by the kernels."""
     expected, actual = out.clone(), out.clone()
     pieces = plan_pieces(out.dtype, terms)
-    accumulate(expected, part, pieces, include=include)
+    accumulate(expected, *part, pieces, include=include)
     with kernels_on_cpu("sums:accumulate"):
-        accumulate(actual, part, pieces, include=include)
+        accumulate(actual, *part, pieces, include=include)
     assert torch.equal(read_bits(actual), read_bits(expected))
 
 
