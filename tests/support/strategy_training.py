@@ -1,9 +1,9 @@
 """One rank of trainings under strategies and precisions; see lightning/test_strategies.py.
 
-``python strategy_training.py FOLDER CELL...`` runs each cell: the same training twice, the second
-one with patched operations; with a fault on one rank; with probes twice; resumed from the first
-one's checkpoints; and those of ``d9m locate``. Of the cells in ``LAUNCHED`` this is the process
-that starts two ranks for each training.
+``python strategy_training.py FOLDER CELL...`` runs each cell: the same training twice with probes,
+the first one with replays, the second one with patched operations; with a fault on one rank;
+resumed from the first one's checkpoints; and those of ``d9m locate``. Of the cells in ``LAUNCHED``
+this is the process that starts two ranks for each training.
 """
 
 import json
@@ -172,8 +172,8 @@ class Net(L.LightningModule):
     def __init__(self, layout="", fault=None, apply=apply_plainly):
         super().__init__()
         self.layers = nn.Sequential(
-            nn.Linear(64, 32), nn.ReLU(), nn.Dropout(0.3), nn.Linear(32, 10)
-        )
+            nn.Linear(64, 32), nn.ReLU(), nn.Dropout(0.3), nn.Linear(32, 11)
+        )  # two ranks have unequal shards of the last layer
         self.layout = layout
         self.fault = fault
         self.apply_layers = apply
@@ -314,7 +314,6 @@ CELLS = {
     "tp": Cell(model_parallel(data=1, tensor=WORLD), "tp"),
     "fsdp2 and tp": Cell(model_parallel(data=WORLD // 2, tensor=2), "tp and fsdp"),
 }
-CELLS |= {f"{name}, 4 ranks": CELLS[name] for name in ("fsdp1", "fsdp2", "tp")}
 LAUNCHED = ("ddp_spawn", "ddp_fork")
 CELLS |= {name: Cell(name.__str__, devices=2) for name in LAUNCHED}
 # horovodrun starts a process for each rank, in which Lightning has one device.
@@ -327,15 +326,15 @@ CELLS |= {
 FLAT = "fsdp1, flat parameters"
 HYBRID = "fsdp1, hybrid"
 # These are resumed from full checkpoints, too.
-FULL = ("fsdp1", "fsdp2", "tp", "tp, 4 ranks", "hsdp", "fsdp2 and tp")
+FULL = ("fsdp1", "fsdp2", "tp", "fsdp2 and tp")
 # In these `d9m locate` finds the fault.
 LOCATED = (
-    *(f"single device{kind}" for kind in ("", ", bf16-true", ", float8", ", compiled module")),
+    *(f"single device{kind}" for kind in ("", ", bf16-true", ", compiled module")),
     *("ddp", "ddp_spawn", "ddp_d9m, logical ranks", "horovod_d9m"),
-    *("fsdp1", "fsdp1, flat parameters", "fsdp2", "tp", "hsdp", "fsdp2 and tp"),
+    *("fsdp1", "fsdp1, flat parameters", "fsdp2", "tp", "fsdp2 and tp"),
 )
 # In these an operation races, too.
-RACING = ("ddp", "fsdp1", "fsdp2", "tp")
+RACING = ("ddp", "tp")
 # In these a rank drifts apart in every run.
 DRIFTING = ("ddp", "tp")
 COPIED = "layers.3.bias"  # each rank of tensor parallelism has it
@@ -508,7 +507,9 @@ def find_more(folder, cell, last):
 def run(folder, cell):
     """Run a cell; return what each rank found whose process this is, or that it started."""
     session._fits = 0
-    first = fit(folder, cell, "first", saves=True)
+    # Where a strategy divides the weights, replays are refused.
+    replay = {} if CELLS[cell].layout or cell.startswith("fsdp") else {"replay_every": 2}
+    first = fit(folder, cell, "first", saves=True, probes="all", **replay)
     reference = folder / "first" / "fit-000"
     found = [{} for _ in range(2 if cell in LAUNCHED else 1)]
 
@@ -516,7 +517,7 @@ def run(folder, cell):
         for entry, outcome in zip(found, list_outcomes(folder, cell, name, **words), strict=True):
             entry[name] = outcome
 
-    second = {"reference": reference, "patched": True}
+    second = {"reference": reference, "patched": True, "probes": "all"}
     if cell in LAUNCHED:
         variables = [name for name in VARIABLES if name in os.environ]
         found[0]["left"] = [str(first.ledger), first.digest, variables]
@@ -531,10 +532,6 @@ def run(folder, cell):
         attempt("fault without reference", fault=Fault(last))
     if "tp" in CELLS[cell].layout:
         attempt("fault of a copy", fault=Fault(last, name=COPIED))
-    # Where a strategy divides the weights, replays are refused.
-    replay = {} if CELLS[cell].layout or cell.startswith("fsdp") else {"replay_every": 2}
-    attempt("probed", probes="all", **replay)
-    attempt("probed again", probes="all", **replay)
     if not replay:
         attempt("replayed", replay_every=2)
     # The second ends an epoch of four ranks.
