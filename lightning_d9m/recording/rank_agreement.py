@@ -161,6 +161,7 @@ GatherJson: TypeAlias = Callable[[Json], list[Any]]
 """Gathers JSON values of all ranks, in order of ranks; each rank calls this."""
 
 GROUPS = ("weights", "buffers", "optimizers", "schedulers")
+_MOST = 32  # steps that are kept
 _FIRST_BYTES = 256  # that ranks gather at once: a hash of each group
 # Buffers that a training step may set from each rank's own data.
 _FREE_BUFFERS = "free buffers"
@@ -177,16 +178,61 @@ def gather_json(ranks: Ranks, value: Json) -> list[Any]:
     return [json.loads(row) for row in rows]
 
 
+class StepDigests:
+    """Keeps a hash of each group after every n-th step; n doubles as soon as there are too many.
+
+    So the number of digests grows with the logarithm of the number of steps. Ranks keep the same
+    steps, as these depend on nothing else.
+    """
+
+    def __init__(self) -> None:
+        self._every = 1
+        self._kept: dict[int, list[str]] = {}
+
+    def wants(self, step: int) -> bool:
+        """Return whether the state after a step should be added."""
+        return step % self._every == 0 and step not in self._kept
+
+    def add(self, step: int, groups: Mapping[str, Mapping[str, str]]) -> None:
+        """Add the digests of the state that must be equal on all ranks."""
+        self._kept[step] = [_hash(groups.get(group, {}).items()) for group in GROUPS]
+        while len(self._kept) > _MOST:
+            self._every *= 2
+            self._kept = {at: row for at, row in self._kept.items() if at % self._every == 0}
+
+    def forget(self) -> None:
+        """Forget the steps, because the ranks agree."""
+        self._kept.clear()
+
+    def find_first(self, gather: GatherJson) -> dict[str, tuple[int | None, int]]:
+        """Return by group the last step that was equal on all ranks and the first that was not.
+
+        Every rank calls this and gets the same.
+        """
+        tables = [dict(rows) for rows in gather([*self._kept.items()])]
+        found: dict[str, tuple[int | None, int]] = {}
+        before: dict[str, int] = {}
+        for step in sorted(set.intersection(*map(set, tables))):
+            for group, *values in zip(GROUPS, *(table[step] for table in tables), strict=True):
+                if len(set(values)) == 1:
+                    before[group] = step
+                elif group not in found:
+                    found[group] = (before.get(group), step)
+        return found
+
+
 def compare_ranks(
     tables: Sequence[Mapping[str, str]],
     digests: Digests,
     group: str = "weights",
+    steps: tuple[int | None, int] | None = None,
 ) -> DriftError | None:
     """Compare the digests by name of each rank in a group of a record.
 
     The other ranks are compared with rank 0. If they differ from it and agree with each other, rank
     0 is the one that differs. Two ranks differ from each other; ``rank`` is then 1. Ranks that list
-    different names are not compared entry by entry.
+    different names are not compared entry by entry. ``steps`` are the last step after which the
+    ranks were equal in this, if it is known, and the first after which they were not.
 
     Returns:
         The error that names the rank that differs, and what differs on it, the same on all ranks;
@@ -217,6 +263,7 @@ def compare_ranks(
         f"{_describe_ranks(differing, expected_rank, len(tables))} in "
         f"{describe_moment(moment, epoch, step)}: {what}.\n"
         f"{_describe_sides(rank, expected_rank, len(tables), (expected, actual))}"
+        f"{_describe_steps(steps)}"
         "All ranks must hold the same bits after each step. Look for what only one rank does: a "
         "change to its weights, a learning rate that follows its own metric (log the metric with "
         "sync_dist=True), a module that is not synchronized, a failing device.",
@@ -250,6 +297,13 @@ def _describe_sides(rank: int, expected_rank: int, world_size: int, pair: tuple[
     return "".join(f"  {label:<{len(labels[0])}} {value}\n" for label, value in shown)
 
 
+def _describe_steps(steps: tuple[int | None, int] | None) -> str:
+    if steps is None:
+        return ""
+    equal = "" if steps[0] is None else f" They were still equal after step {steps[0]}."
+    return f"The ranks differed in this after step {steps[1]}.{equal}\n"
+
+
 class RankAgreement:
     """Compares a training state across ranks, record by record.
 
@@ -261,6 +315,15 @@ class RankAgreement:
         self._replicated = replicated
         self._tables: dict[str, dict[str, str]] = {}
         self._agreed: dict[str, str] = {}  # what all ranks held, by name of a buffer
+        self._steps = StepDigests()
+
+    def wants_step(self, step: int) -> bool:
+        """Return whether the state after a step should be kept until the next record."""
+        return self._steps.wants(step)
+
+    def keep_step(self, step: int, groups: Mapping[str, Mapping[str, str]]) -> None:
+        """Keep the digests of a step, which tell when ranks that differ began to."""
+        self._steps.add(step, self._replicated.select(groups))
 
     def summarize(self, groups: Mapping[str, Mapping[str, str]]) -> list[str]:
         """Return the hash of each group, which ``compare`` needs of every rank."""
@@ -283,7 +346,14 @@ class RankAgreement:
                 tables, group = self._select_shared(tables), "buffers"  # noqa: PLW2901 - compared alike
             if any(other != tables[0] for other in tables):
                 found.setdefault(group, tables)
-        errors = {group: compare_ranks(tables, digests, group) for group, tables in found.items()}
+        if not found:
+            self._steps.forget()
+            return {}
+        steps = self._steps.find_first(self._gather)
+        errors = {
+            group: compare_ranks(tables, digests, group, steps.get(group))
+            for group, tables in found.items()
+        }
         return {group: error for group, error in errors.items() if error is not None}
 
     def _select_shared(self, tables: list[dict[str, str]]) -> list[dict[str, str]]:

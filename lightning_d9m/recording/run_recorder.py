@@ -21,7 +21,7 @@ import torch
 from lightning_d9m.control.env_settings import variable_of
 from lightning_d9m.control.environment import control_is_on
 from lightning_d9m.control.settings import Settings, read_path, validate_choice
-from lightning_d9m.errors import DriftError, LedgerError, SettingError
+from lightning_d9m.errors import D9mError, DriftError, LedgerError, SettingError
 from lightning_d9m.hashing.digest import digest
 from lightning_d9m.hashing.shards import (
     ShardParts,
@@ -50,6 +50,7 @@ from lightning_d9m.ledger.format.records import (
 from lightning_d9m.ledger.format.writer import LedgerWriter
 from lightning_d9m.ledger.program import capture_program
 from lightning_d9m.ledger.stack import (
+    SHARDED_PARAMETERS,
     are_portable,
     capture_stack,
     check_stack,
@@ -360,6 +361,18 @@ class RunRecorder:
             if self._header.rank in (0, error.rank):
                 warnings.warn(str(error), stacklevel=2)
         return max(error.count for error in found)
+
+    def keep_step(self, step: int) -> None:
+        """Keep this rank's digests of a step until the next record, if ranks are compared.
+
+        An error is left to the next record, which all ranks see.
+        """
+        agreement, header = self._agreement, self._header
+        if agreement is None or header is None or SHARDED_PARAMETERS in header.stack:
+            return
+        if agreement.wants_step(step):
+            with suppress(D9mError):
+                agreement.keep_step(step, self._read(None, sketches=False).groups)
 
     def append(self, record: Record | Mapping[str, Json]) -> None:
         """Write a record that is not compared during training, if a ledger is open.

@@ -263,6 +263,7 @@ class TrainerRecorder:
         if isinstance(loss, torch.Tensor) and loss.numel() == 1:
             # Lightning has detached the loss of an automatic optimization already.
             self._run.loss = loss.detach() if loss.requires_grad else loss
+        self._run.keep_step(trainer.global_step)
         scalars = trainer.callback_metrics if "scalar" in self._run.options.kinds else {}
         self.probes.end(loss, {name: v for name, v in scalars.items() if self._takes(name)})
 
