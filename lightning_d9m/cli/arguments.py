@@ -128,8 +128,11 @@ def declare(parser: argparse.ArgumentParser, text: str, **settings: Mapping[str,
     group: Any = parser
     if "--format" in text:  # and --json is short for it
         short = {"action": "store_const", "dest": "format", "const": "json"}
-        shared = {"format": {"default": "text"}, "json": short | {"default": argparse.SUPPRESS}}
-        settings = shared | settings
+        shared: dict[str, Mapping[str, Any]] = {
+            "format": {"default": "text"},
+            "json": {**short, "default": argparse.SUPPRESS},
+        }
+        settings = {**shared, **settings}
     for number, block in enumerate(blocks):
         form, _, described = block.removeprefix("| ").partition("  ")
         if not block.startswith("| "):

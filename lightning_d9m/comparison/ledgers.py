@@ -588,7 +588,8 @@ def _place_records(reader: RankReader) -> Iterator[tuple[LedgerPosition, Key, It
 
 def _join_batches(reader: RankReader) -> Iterator[Item]:
     """Yield the records of a ledger but those about layouts; the parts of a batch are joined."""
-    known, offset = None, 0  # the last batch, and the places of it that came before
+    known: tuple[int, int] | None = None  # the last batch
+    offset = 0  # the places of it that came before
     records = (item for item in reader.records() if not isinstance(item, ProbeLayout | FramesEnd))
 
     def name(item: Item) -> tuple[int, ...]:

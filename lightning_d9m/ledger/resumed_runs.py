@@ -24,7 +24,6 @@ from lightning_d9m.ledger.format.records import (
 
 _Entry: TypeAlias = Record | Batch
 
-_MAX_LENGTH = 10_000
 _FIRST_RANK = "rank-0.jsonl"
 
 
@@ -118,7 +117,16 @@ def _follow(path: Path) -> tuple[list[tuple[Path, Resume]], list[Break]]:
     while (record := _read_resume(path)) is not None:
         found = _find_parent(path, record.parent)
         seen.add(_file_id(path))
-        problem = _find_problem(found, record.parent_check, seen)
+        problem = None
+        try:
+            if found is None:
+                problem = "it is not there"
+            elif _file_id(found) in seen:
+                problem = "it continues itself"
+            elif not _holds(found, record.parent_check):
+                problem = "it does not hold the record at which the checkpoint was saved"
+        except LedgerError as error:
+            problem = str(error)
         place = record.epoch, record.step, record.batch
         breaks.append(Break(*place, record.parent, problem, record.inexact))
         if found is None or problem is not None:
@@ -150,22 +158,6 @@ def _find_parent(path: Path, parent: str) -> Path | None:
             if parent and file.is_file():
                 return file.resolve()
     return None
-
-
-def _find_problem(
-    parent: Path | None, chain_hash: str, younger: set[tuple[int, int]]
-) -> str | None:
-    """Return why a file cannot be the continued one, or None."""
-    if parent is None:
-        return "it is not there"
-    if len(younger) > _MAX_LENGTH or _file_id(parent) in younger:
-        return "it continues itself"
-    try:
-        if _holds(parent, chain_hash):
-            return None
-    except LedgerError as error:
-        return str(error)
-    return "it does not hold the record at which the checkpoint was saved"
 
 
 def _counts(record: _Entry, reader: RankReader, resume: Resume) -> bool:
