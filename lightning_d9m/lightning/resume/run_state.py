@@ -324,6 +324,16 @@ def find_metrics_to_reset(trainer: Trainer, phase: LoopPhase) -> list[str]:
     return [name for name in dict.fromkeys(names) if name is not None]
 
 
+def count_logged(trainer: Trainer) -> dict[str, int]:
+    """Return how often each value of the training epoch was logged."""
+    results = lightning_private.list_result_collections(trainer)[0].values()
+    return {
+        f"the logged value {own.meta.name!r} of {own.meta.fx}": own._update_count
+        for own in results
+        if own.is_tensor and own.meta.on_epoch
+    }
+
+
 def capture_results(trainer: Trainer) -> list[SavedResult]:
     """Return the running sums from which the epoch's means are computed.
 
