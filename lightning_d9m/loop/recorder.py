@@ -279,7 +279,10 @@ class Recorder:
         """
         if self._run.folder is not None:
             return
-        settings, resumed = self._open_session.settings, self._resumed
+        settings, resumed, parent = self._open_session.settings, self._resumed, None
+        if resumed is not None:  # the ledger that a resumed run continues
+            place = {name: resumed[name] for name in ("epoch", "step", "batch")}
+            parent = Resume(parent=resumed["folder"], parent_check=resumed["check"], **place)
         self._run.begin(
             self._ranks,
             self._training,
@@ -293,7 +296,7 @@ class Recorder:
                 loaders=[] if loader is None else [loader],
             ),
             self._make_folder,
-            resumed=None if resumed is None else _name_resumed(resumed),
+            resumed=None if parent is None else parent.as_record(),
         )
         if resumed is None:
             self._record("initial", 0)
@@ -567,17 +570,6 @@ class Recorder:
             self._run.end(End.failed(error))
             raise
         self._run.end(End(status="finished"))
-
-
-def _name_resumed(state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the record that names the ledger which a resumed run continues."""
-    return Resume(
-        parent=state["folder"],
-        parent_check=state["check"],
-        epoch=state["epoch"],
-        step=state["step"],
-        batch=state["batch"],
-    ).as_record()
 
 
 def _check_state(state: object, **run: int) -> None:

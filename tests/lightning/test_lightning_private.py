@@ -429,7 +429,10 @@ NOT_OF_LIGHTNING = {
         "_orig_mod",
         "_version",
     },
-    "torchmetrics": {"_computed", "_defaults", "_reductions"},
+    "torchmetrics": {
+        *("_computed", "_defaults", "_forward_cache"),
+        *("_reductions", "_update_count"),
+    },
 }
 
 

@@ -1,4 +1,3 @@
-# ruff: noqa: SLF001 - a logged result is a metric of torchmetrics, whose values have no setters
 """Values that logical ranks log, reduced with the same bits on any number of processes."""
 
 import math
@@ -141,7 +140,7 @@ class LoggedValues:
         counts = first or not (rank is None or sync.rank_zero_only)
         if counts and rank is not None:
             if rank == self._block.start and result.meta.on_step:
-                result._forward_cache = value.clone()
+                result._forward_cache = value.clone()  # noqa: SLF001 - of torchmetrics
             result.value = result.value.to(value.dtype)
         if counts:
             synced = sync.should and not sync.rank_zero_only
@@ -157,7 +156,7 @@ class LoggedValues:
         elif result.has_reset:
             known[key].clear()
         result.has_reset = False
-        result._computed = None
+        result._computed = None  # noqa: SLF001 - of torchmetrics
 
     def _check_hook(self, result: Any) -> None:
         """Refuse a mean over processes of what a hook sees of its own process alone."""
@@ -224,7 +223,7 @@ class LoggedValues:
                     if value.result.meta.on_step and of_step and with_step:
                         steps.setdefault(key, LoggedValue(value.result)).add(number)
         for step in steps.values():
-            step.result._forward_cache = step.reduce()
+            step.result._forward_cache = step.reduce()  # noqa: SLF001 - of torchmetrics
 
     def finish_epoch(self) -> None:
         """Reduce what was logged for an epoch."""
@@ -236,8 +235,8 @@ class LoggedValues:
             value = known.get(key)
             if value is None or value.result is not result or not result.meta.on_epoch:
                 continue
-            if result._computed is None:
-                result._computed = value.reduce()
+            if result._computed is None:  # noqa: SLF001 - of torchmetrics
+                result._computed = value.reduce()  # noqa: SLF001 - of torchmetrics
 
 
 def _widen(value: Tensor) -> Tensor:

@@ -114,8 +114,8 @@ class Sandbox:
     ) -> None:
         self._module = module
         self._processes = processes
-        self._block = processes.block
-        self._ranks = processes.blocks.logical_ranks
+        self._block: range = processes.block
+        self._ranks: int = processes.blocks.logical_ranks
         self._add_metric = add_metric
         self._add_generator = add_generator
         self._hidden = _list_own_attributes(module)

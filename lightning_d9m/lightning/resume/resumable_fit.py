@@ -60,11 +60,13 @@ class _Moment(NamedTuple):
         digests: Those of the tensors of the model, and at a cut of the states of callbacks.
         program: The program's objects; None if they may change.
         reset: The beginnings of the paths of metrics that Lightning is about to reset.
+        logged: How often each value of the epoch was logged; None if more may be.
     """
 
     digests: dict[str, str]
     program: Captured | None = None
     reset: tuple[str, ...] = ()
+    logged: dict[str, int] | None = None
 
 
 class ResumableFit:
@@ -142,7 +144,8 @@ class ResumableFit:
         self._tell(state.ranks[0])
         if state.position.phase == "batch":
             reset = tuple(f"model.{name}." for name in state.ranks[0].reset)
-            self._saved = _Moment(self._digest(), self._captured, reset)
+            logged = run_state.count_logged(self._trainer)
+            self._saved = _Moment(self._digest(), self._captured, reset, logged)
         return state
 
     def load(self, checkpoint: Mapping[str, Any]) -> None:
@@ -229,6 +232,9 @@ class ResumableFit:
         if since.program is not None:
             changed = program_state.find_changed(since.program, self._program.capture())
             names += [path for path in changed if not path.startswith(since.reset)]
+        if since.logged is not None:
+            counts = run_state.count_logged(self._trainer).items()
+            names += [name for name, count in counts if since.logged.get(name) != count]
         return names
 
     def _restore_and_start(self, start: Callable[[], None]) -> None:

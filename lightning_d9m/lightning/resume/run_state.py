@@ -1,4 +1,3 @@
-# ruff: noqa: SLF001 - the versions of tensors and the values of torchmetrics have no other names
 """The state of a run that a checkpoint of Lightning leaves out: capture and restore.
 
 It has the position in the fit, too: Lightning saves checkpoints in hooks after which work remains,
@@ -323,6 +322,16 @@ def find_metrics_to_reset(trainer: Trainer, phase: LoopPhase) -> list[str]:
     return [name for name in dict.fromkeys(names) if name is not None]
 
 
+def count_logged(trainer: Trainer) -> dict[str, int]:
+    """Return how often each value of the training epoch was logged."""
+    results = lightning_private.list_result_collections(trainer)[0].values()
+    return {
+        f"the logged value {own.meta.name!r} of {own.meta.fx}": own._update_count  # noqa: SLF001 - of torchmetrics
+        for own in results
+        if own.is_tensor and own.meta.on_epoch
+    }
+
+
 def capture_results(trainer: Trainer) -> list[SavedResult]:
     """Return the running sums from which the epoch's means are computed.
 
@@ -339,7 +348,7 @@ def _capture_result(key: str, result: Any) -> SavedResult:
     meta = result.meta
     cache = None
     with suppress(SettingError):
-        cache = pack_bytes(encode_plain(result._forward_cache))
+        cache = pack_bytes(encode_plain(result._forward_cache))  # noqa: SLF001 - of torchmetrics
     count = getattr(result, "cumulated_batch_size", None) if result.is_tensor else None
     return SavedResult(
         key=key,
@@ -350,7 +359,7 @@ def _capture_result(key: str, result: Any) -> SavedResult:
         is_tensor=result.is_tensor,
         value=_copy(result.value) if result.is_tensor else None,
         count=None if count is None else _copy(count),
-        updates=result._update_count,
+        updates=result._update_count,  # noqa: SLF001 - of torchmetrics
         cache=cache,
         has_reset=result.has_reset,
     )
@@ -377,7 +386,7 @@ def restore_results(trainer: Trainer, results: Sequence[SavedResult]) -> None:
         if saved.count is not None:
             result.cumulated_batch_size = saved.count
         cache = None if saved.cache is None else decode_plain(unpack_bytes(saved.cache), device)
-        result._update_count, result._forward_cache = saved.updates, cache
+        result._update_count, result._forward_cache = saved.updates, cache  # noqa: SLF001 - of torchmetrics
         result.has_reset = saved.has_reset
         collection[saved.key] = result.to(device)
 
@@ -396,7 +405,7 @@ def mark_used_gradients(trainer: Trainer, optimizer: "Optimizer") -> None:
     for parameter in _list_parameters(optimizer):
         gradient: Any = parameter.grad
         if gradient is not None:
-            gradient.d9m_used = gradient._version
+            gradient.d9m_used = gradient._version  # noqa: SLF001 - of torch
 
 
 def capture_gradients(trainer: Trainer) -> dict[str, Any]:
@@ -452,7 +461,7 @@ def restore_gradients(
 
 def _is_used(parameter: "Parameter") -> bool:
     gradient: Any = parameter.grad
-    return bool(getattr(gradient, "d9m_used", None) == gradient._version)
+    return bool(getattr(gradient, "d9m_used", None) == gradient._version)  # noqa: SLF001 - of torch
 
 
 def _list_parameters(optimizer: "Optimizer") -> Iterator["Parameter"]:
@@ -465,7 +474,7 @@ def _watch(parameter: "Parameter", report: Callable[[], None]) -> None:
     # NaN, because in-place operations other than zero_() leave it in place.
     stand_in = torch.full_like(parameter, torch.nan)
     marked: Any = stand_in
-    marked.d9m_used = marked._version
+    marked.d9m_used = marked._version  # noqa: SLF001 - of torch
     parameter.grad = stand_in
 
     def check(_: "Tensor") -> None:  # called before the gradient is added

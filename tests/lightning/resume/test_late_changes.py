@@ -55,6 +55,22 @@ def test_a_hook_of_the_module_is_named_and_later_checkpoints_are_refused(fits, c
         fits.interrupt(model=averaging, words=words, at={"batch": 2, "stop": False})
 
 
+def test_a_value_that_the_modules_hook_logs_for_the_epoch_is_named(fits, caplog):
+    """It counts in the mean, and a resumed run does not log it again."""
+
+    def log(self, outputs, batch, batch_idx):
+        self.log("late", float(batch_idx), on_epoch=True)
+
+    def logging():
+        return make_model(on_train_batch_end=log)
+
+    with caplog.at_level("INFO"):
+        fits.fit(model=logging, extra=[saver(fits, 2)])
+    assert "changes the logged value 'late' of on_train_batch_end" in caplog.text
+    with pytest.raises(InexactResumeError, match="changes the logged value 'late'"):
+        fits.resume(model=logging)
+
+
 def saver(fits, batch):
     """Return a callback that saves in two batches; the second overwrites the first."""
 
