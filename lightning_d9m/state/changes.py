@@ -377,13 +377,14 @@ class _Digest(pickle.Pickler):
         own: Any = type(value)
         if own in self._plain or value is tuple:  # which this method returns
             return NotImplemented
-        kind, held = find_kind(value), ()
+        kind: Any = find_kind(value)
+        held: tuple[Any, ...] = ()
         if kind is ARRAY:
             held = (_DIGESTED.read(value),)
         elif kind is GENERATOR:
             held = (encode_plain(kind.read(value)),)
         elif isinstance(kind, Holder) and not self._leave_out("", value):
-            held = tuple(kind.read(value))
+            held = (*kind.read(value), *_list_own_attributes(value, kind))
             if (
                 kind is ATTRIBUTES
                 and own is value.__class__
@@ -393,11 +394,18 @@ class _Digest(pickle.Pickler):
                 self._plain.add(own)
         else:
             self.identities.append(value)
-            if kind is TENSOR and not value.is_inference():
-                held = VERSIONED.read(value)
+            if kind is TENSOR:
+                plain = value.layout is torch.strided and not value.is_inference()
+                held = ((VERSIONED if plain else _DIGESTED).read(value),)
             elif kind in (OPAQUE, SET):
                 self.identities += kind.read(value)
+                held = _list_own_attributes(value, kind)
         return tuple, (type(value).__qualname__, held)
+
+
+def _list_own_attributes(value: Any, kind: Kind) -> tuple[Any, ...]:
+    """Return the attributes of a container of a subclass, as ``walk`` yields them."""
+    return (vars(value),) if kind in (ITEMS, DICT, SET) and hasattr(value, "__dict__") else ()
 
 
 def _is_pickled_otherwise(kind: Any) -> bool:
