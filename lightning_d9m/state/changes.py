@@ -322,16 +322,25 @@ class _Digested(Kind):
     """Data of which a digest is kept, so that it cannot be put back."""
 
     def read(self, owner: Any) -> Any:
-        with suppress(SettingError, RuntimeError, NotImplementedError, ValueError, TypeError):
+        with suppress(RuntimeError, ValueError, TypeError):
             parts = read_memory(owner)
             if sum(part.nbytes for part in parts) <= _MOST_BYTES:
-                return xxh3_128_digest(encode_plain([*owner.shape, *parts]))
+                return str(owner.dtype), tuple(owner.shape), *map(_digest_memory, parts)
         if isinstance(owner, Tensor):
             try:
                 return VERSIONED.read(owner)
             except (RuntimeError, NotImplementedError):  # without memory
                 return None
         return tuple(owner.flat) if owner.dtype.hasobject else owner.ctypes.data
+
+
+def _digest_memory(part: Any) -> bytes:
+    """Return the digest of the elements of a dense tensor or an array."""
+    if isinstance(part, Tensor):
+        part = part.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    elif part.dtype.hasobject:
+        raise TypeError(part.dtype)
+    return xxh3_128_digest(np.ascontiguousarray(part).reshape(-1).view(np.uint8))
 
 
 class _Together(Kind):
@@ -379,7 +388,7 @@ class _Digest(pickle.Pickler):
             return NotImplemented
         kind: Any = find_kind(value)
         held: tuple[Any, ...] = ()
-        if kind is ARRAY:
+        if kind in (TENSOR, ARRAY):
             held = (_DIGESTED.read(value),)
         elif kind is GENERATOR:
             held = (encode_plain(kind.read(value)),)
@@ -394,10 +403,7 @@ class _Digest(pickle.Pickler):
                 self._plain.add(own)
         else:
             self.identities.append(value)
-            if kind is TENSOR:
-                plain = value.layout is torch.strided and not value.is_inference()
-                held = ((VERSIONED if plain else _DIGESTED).read(value),)
-            elif kind in (OPAQUE, SET):
+            if kind in (OPAQUE, SET):
                 self.identities += kind.read(value)
                 held = _list_own_attributes(value, kind)
         return tuple, (type(value).__qualname__, held)
