@@ -322,16 +322,25 @@ class _Digested(Kind):
     """Data of which a digest is kept, so that it cannot be put back."""
 
     def read(self, owner: Any) -> Any:
-        with suppress(SettingError, RuntimeError, NotImplementedError, ValueError, TypeError):
+        with suppress(RuntimeError, ValueError, TypeError):
             parts = read_memory(owner)
             if sum(part.nbytes for part in parts) <= _MOST_BYTES:
-                return xxh3_128_digest(encode_plain([*owner.shape, *parts]))
+                return str(owner.dtype), tuple(owner.shape), *map(_digest_memory, parts)
         if isinstance(owner, Tensor):
             try:
                 return VERSIONED.read(owner)
             except (RuntimeError, NotImplementedError):  # without memory
                 return None
         return tuple(owner.flat) if owner.dtype.hasobject else owner.ctypes.data
+
+
+def _digest_memory(part: Any) -> bytes:
+    """Return the digest of the elements of a dense tensor or an array."""
+    if isinstance(part, Tensor):
+        part = part.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    elif part.dtype.hasobject:
+        raise TypeError(part.dtype)
+    return xxh3_128_digest(np.ascontiguousarray(part).reshape(-1).view(np.uint8))
 
 
 class _Together(Kind):
@@ -377,13 +386,14 @@ class _Digest(pickle.Pickler):
         own: Any = type(value)
         if own in self._plain or value is tuple:  # which this method returns
             return NotImplemented
-        kind, held = find_kind(value), ()
-        if kind is ARRAY:
+        kind: Any = find_kind(value)
+        held: tuple[Any, ...] = ()
+        if kind in (TENSOR, ARRAY):
             held = (_DIGESTED.read(value),)
         elif kind is GENERATOR:
             held = (encode_plain(kind.read(value)),)
         elif isinstance(kind, Holder) and not self._leave_out("", value):
-            held = tuple(kind.read(value))
+            held = (*kind.read(value), *_list_own_attributes(value, kind))
             if (
                 kind is ATTRIBUTES
                 and own is value.__class__
@@ -393,11 +403,15 @@ class _Digest(pickle.Pickler):
                 self._plain.add(own)
         else:
             self.identities.append(value)
-            if kind is TENSOR and not value.is_inference():
-                held = VERSIONED.read(value)
-            elif kind in (OPAQUE, SET):
+            if kind in (OPAQUE, SET):
                 self.identities += kind.read(value)
+                held = _list_own_attributes(value, kind)
         return tuple, (type(value).__qualname__, held)
+
+
+def _list_own_attributes(value: Any, kind: Kind) -> tuple[Any, ...]:
+    """Return the attributes of a container of a subclass, as ``walk`` yields them."""
+    return (vars(value),) if kind in (ITEMS, DICT, SET) and hasattr(value, "__dict__") else ()
 
 
 def _is_pickled_otherwise(kind: Any) -> bool:

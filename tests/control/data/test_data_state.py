@@ -166,7 +166,7 @@ def write_to_the_array_of_a_sample(part):
 
 
 def replace_the_tensor_of_a_sample(part):
-    part.samples[1400].image = torch.zeros(2)
+    part.samples[1400].image = torch.ones(2)
 
 
 def write_to_the_tensor_of_a_sample(part):
