@@ -246,7 +246,8 @@ def cut_terms(terms: Tensor, cuts: Cuts) -> list[Tensor]:
         if not cut:
             piece = torch.where(rest == 0, rest, piece)
         cut.append(piece)
-        rest = rest - piece
+        if len(cut) < len(constants):
+            rest = rest - piece
     return cut
 
 

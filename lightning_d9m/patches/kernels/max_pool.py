@@ -48,8 +48,7 @@ def _backward(
         require(list(pooled) == list(given[-dims:]))
         pieces = plan_pieces(self.dtype, prod(kernel_size) ** (dims // len(kernel_size)), _GUARD)
     size, wanted = (planes, inputs), (planes, outputs)
-    like = indices.reshape(wanted)
-    add = plan_sum(self.dtype, size, like, wanted, 1, include=False, pieces=pieces)
+    add = plan_sum(self.dtype, size, indices, wanted, 1, include=False, pieces=pieces)
     memory_format = suggest_memory_format(self) if keeps_format else torch.contiguous_format
 
     def run(grad_output: Tensor, *more: Any) -> Tensor:

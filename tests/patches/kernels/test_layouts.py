@@ -38,6 +38,19 @@ def test_a_target_of_any_layout_is_updated_as_by_torch(layout: str, call: object
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+def test_indices_of_any_layout_choose_what_torch_chooses(layout: str) -> None:
+    index, values = torch.randint(5, (4, 6, 20)), torch.randn(4, 6, 20)
+    pooled = (values, torch.randn(4, 9, 20), index)
+    backward = torch.ops.aten.adaptive_max_pool2d_backward
+    expected = torch.zeros(5, 6, 20).scatter_add(0, index, values), backward(*pooled)
+    with patches_applied("CPU"):
+        index, values = LAYOUTS[layout](index), LAYOUTS[layout](values)
+        actual = torch.zeros(5, 6, 20).scatter_add(0, index, values)
+        torch.testing.assert_close(actual, expected[0])
+        torch.testing.assert_close(backward(values, pooled[1], index), expected[1])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("count", [2, 40], ids=["few", "many"])
 def test_the_rows_of_a_target_are_contiguous(
     layout: str, count: int, monkeypatch: pytest.MonkeyPatch
