@@ -80,7 +80,7 @@ def evaluate(name: str, *inputs: Tensor, dtype: torch.dtype | None = None) -> Te
         dtype = inputs[0].dtype if len(inputs) == 1 else torch.result_type(*inputs)
     if not dtype.is_floating_point:
         dtype = torch.get_default_dtype()
-    inputs = torch.broadcast_tensors(*inputs)  # type: ignore[no-untyped-call]
+    inputs = torch.broadcast_tensors(*inputs)
     working = torch.float64 if dtype == torch.float64 else torch.float32
     out = torch.empty_like(inputs[0], dtype=working)
     if out.numel() <= _CHUNK or not out.is_contiguous():
