@@ -33,7 +33,10 @@ CONTROLS: dict[str, tuple[str, tuple[str, ...]]] = {
         "mm bmm addmm baddbmm convolution convolution_backward",
         ("conv2d", "linear", "attention"),
     ),
-    "functions": (" ".join(FUNCTIONS.keys() - {"normal"}), ("elementary", "Tanh", "GELU", "Sigmoid")),
+    "functions": (
+        " ".join(FUNCTIONS.keys() - {"normal"}),
+        ("elementary", "Tanh", "GELU", "Sigmoid"),
+    ),
     "decompositions": (
         "elu mish mse_loss soft_margin_loss native_group_norm hardswish",
         ("ELU", "Mish", "mse_loss", "soft_margin_loss", "GroupNorm(2, 4)"),
