@@ -6,6 +6,7 @@ Names are those of the user's model, without the prefix that ``torch.compile`` a
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from inspect import signature
 from math import prod
 from typing import Any
 
@@ -187,8 +188,8 @@ def take_partial_snapshot(
         layouts: What ``find_flat_layouts`` returns; None to digest shards as if they were tensors.
         sketches: Whether to sketch the weights that this rank holds whole. Those of an
             accelerator are copied to the host, in pieces of 16 MiB that each wait for it.
-        switches: Whether settings of optimizers and schedulers that are True, False or None count.
-            Versions of torch have different ones; what they do shows in the weights.
+        switches: Whether settings of optimizers and schedulers count that are True, False or None
+            by default. Versions of torch have different ones.
 
     Raises:
         DigestError: When a weight or a buffer has no defined bytes.
@@ -202,7 +203,7 @@ def take_partial_snapshot(
     ]
     for number, optimizer in enumerate(optimizers):
         for name, value in optimizer_state(optimizer, names, f"{number}."):
-            given = _choose_settings(value, switches=switches)
+            given = _choose_settings(value, optimizer, switches=switches)
             listed.append(("optimizers", name, name.split(".", 2)[2], given))
     divided = {names[key]: own for key, own in (layouts or {}).items() if key in names}
     taken = PartialSnapshot()
@@ -218,7 +219,7 @@ def take_partial_snapshot(
         else:
             whole[group, name] = value
     for number, scheduler in enumerate(schedulers):
-        given = _choose_settings(scheduler.state_dict(), switches=switches)
+        given = _choose_settings(scheduler.state_dict(), scheduler, switches=switches)
         taken.groups["schedulers"][str(number)] = _digest_state(given)
     for (group, name), found in zip(whole, digest_many(whole.values()), strict=True):
         taken.groups[group][name] = found
@@ -229,11 +230,19 @@ def take_partial_snapshot(
     return taken
 
 
-def _choose_settings(value: object, *, switches: bool) -> object:
-    """Leave out the entries of a mapping that are True, False or None, unless these count."""
+def _choose_settings(value: object, owner: object, *, switches: bool) -> object:
+    """Leave out the entries of a mapping that are True, False or None, unless these count.
+
+    Those always count that the owner's constructor takes and that differ from its defaults.
+    """
     if switches or not isinstance(value, Mapping):
         return value
-    return {key: own for key, own in value.items() if not isinstance(own, bool | None)}
+    options = signature(type(owner)).parameters
+    return {
+        key: own
+        for key, own in value.items()
+        if not isinstance(own, bool | None) or own is not getattr(options.get(key), "default", own)
+    }
 
 
 def _digest_state(value: object) -> str:

@@ -10,16 +10,12 @@ from torch import Tensor
 
 from lightning_d9m.patches.exact_sums import round_sums
 from lightning_d9m.portability import functions
-from lightning_d9m.portability.functions import evaluate
+from lightning_d9m.portability.functions import FUNCTIONS, evaluate
 from lightning_d9m.portability.products import matmul
 from lightning_d9m.portability.registry import RULES, Rule, along_dim, as_tensor, composed, rule
 from lightning_d9m.portability.sums import add_terms, cut_exactly
 
-FUNCTIONS = """
-    acos acosh asin asinh atan atan2 atanh cos cosh erf erfc erfinv exp exp2 expm1 hypot log log10
-    log1p log2 sigmoid sin sinh tan tanh
-""".split()  # noqa: SIM905 - a table is easier to read
-RULES |= {name: partial(evaluate, getattr(functions, name)) for name in FUNCTIONS}
+RULES |= {name: partial(evaluate, name) for name in FUNCTIONS if name not in ("normal", "pow")}
 
 
 # These round once, or not at all; complex numbers are refused.
@@ -159,9 +155,8 @@ def reciprocal(values: Tensor) -> Tensor:
 @rule("sqrt")
 def sqrt(values: Tensor) -> Tensor:
     """The square root."""
-    if values.dtype in (torch.float32, torch.float64):
-        return functions.sqrt(values)
-    return evaluate(functions.sqrt, values)
+    dtype = values.dtype if values.is_floating_point() else torch.get_default_dtype()
+    return functions.sqrt(values.to(at_least_32(dtype))).to(dtype)
 
 
 @rule("rsqrt")
@@ -189,7 +184,7 @@ def power(base: Any, exponent: Any) -> Tensor:
         if base.is_floating_point() and float(exponent) in simple:
             return simple[float(exponent)]()
         exponent = torch.full((), exponent, dtype=torch.float64, device=base.device)
-    return evaluate(functions.pow, base.double(), exponent.double()).to(dtype)
+    return evaluate("pow", base.double(), exponent.double(), dtype=dtype)
 
 
 @rule("relu")

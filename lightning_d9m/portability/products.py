@@ -9,7 +9,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from lightning_d9m.portability.sums import BLOCK, combine, multiply, multiply_doubles
+from lightning_d9m.portability.sums import (
+    BLOCK,
+    add_squares,
+    combine,
+    multiply,
+    multiply_doubles,
+)
 
 Vectors = Callable[[], tuple[Tensor, Tensor]]
 """A function that returns the vectors that a convolution multiplies.
@@ -102,6 +108,7 @@ def _form(
     left: Tensor,
     right: Tensor,
     vectors: Vectors,
+    find_lengths: Callable[[Tensor, Tensor], Tensor],
     length: int,
     row_dim: int,
     roundings: int = 0,
@@ -113,6 +120,7 @@ def _form(
         left: The first argument of the function.
         right: The second one.
         vectors: The vectors.
+        find_lengths: Returns the products of the lengths of the vectors.
         length: The number of products in a sum.
         row_dim: The dimension of the result that counts the rows of the first vectors.
         roundings: The greatest number of roundings of a sum, if it is not ``length``.
@@ -137,7 +145,33 @@ def _form(
         first, second = rows[row], windows[place]
         return first.reshape(len(places), -1).double() * second.reshape(len(places), -1).double()
 
-    return combine(function, left, right, find_terms, length, (roundings or length) + 1)
+    wide, other = left.double(), right.double()
+    lengths = find_lengths(wide, other)
+    return combine(function, wide, other, lengths, find_terms, length, roundings or length)
+
+
+def _convolve_windows(
+    function: Callable[[Tensor, Tensor], Tensor],
+    values: Tensor,
+    weight: Tensor,
+    vectors: Vectors,
+    given: Convolution,
+    *,
+    turned: bool,
+) -> Tensor:
+    """Return a convolution, or a turned one, which multiplies by columns of the weight."""
+    groups = given.groups
+    rows = weight.unflatten(0, (groups, -1))
+    rows = (rows.transpose(1, 2) if turned else rows).flatten(2)  # of each group
+    length = rows.shape[2]
+
+    def find_lengths(values: Tensor, weight: Tensor) -> Tensor:
+        squares = values.unflatten(1, (groups, -1)).square().sum(2)
+        windows = function(squares, weight.new_ones((groups, 1, *weight.shape[2:])))
+        others = add_squares(rows.double(), 2).view(groups, -1, *[1] * (values.dim() - 2))
+        return (windows.unsqueeze(2).sqrt() * others.sqrt()).flatten(1, 2)
+
+    return _form(function, values, weight, vectors, find_lengths, length, 1).to(values.dtype)
 
 
 def convolve(values: Tensor, weight: Tensor, given: Convolution) -> Tensor:
@@ -150,50 +184,59 @@ def convolve(values: Tensor, weight: Tensor, given: Convolution) -> Tensor:
         result: Tensor = torch.ops.aten.convolution(left, right, None, *given)
         return result
 
-    meta = (one.to("meta") for one in (values, weight))
-    sizes = function(*meta).shape[2:]
-    length = weight[0].numel()
-    vectors = given.list_forward(values, weight, sizes)
-    if given.transposed:
-        length = weight[:, 0].numel() // given.groups
-        vectors = given.list_backward(values, weight, sizes)
-    return _form(function, values, weight, vectors, length, 1).to(values.dtype)
+    sizes = function(*(one.to("meta") for one in (values, weight))).shape[2:]
+    find = given.list_backward if given.transposed else given.list_forward
+    more = (find(values, weight, sizes), given)
+    return _convolve_windows(function, values, weight, *more, turned=given.transposed)
 
 
 def convolve_backward(
     gradient: Tensor, values: Tensor, weight: Tensor, given: Convolution, mask: Sequence[bool]
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return the gradients of a convolution for its input and its weight, where the mask asks."""
-    kernel = weight.shape[2:]
-    given = given.expand(len(kernel))
-    differentiate = torch.ops.aten.convolution_backward
-    for_input = for_weight = None
-    if mask[0]:
+    given = given.expand(weight.dim() - 2)
+    return (
+        _differentiate_by_input(gradient, values.shape, weight, given) if mask[0] else None,
+        _differentiate_by_weight(gradient, values, weight.shape, given) if mask[1] else None,
+    )
 
-        def find_input(left: Tensor, right: Tensor) -> Tensor:
-            like, wanted = left.new_empty(()).expand(values.shape), [True, False, False]
-            return differentiate(left, like, right, None, *given, wanted)[0]  # type: ignore[no-any-return]
 
-        length = weight[:, 0].numel() // given.groups
-        vectors = given.list_backward(gradient, weight, values.shape[2:])
-        if given.transposed:
-            length = weight[0].numel()
-            vectors = given.list_forward(gradient, weight, values.shape[2:])
-        for_input = _form(find_input, gradient, weight, vectors, length, 1).to(values.dtype)
-    if mask[1]:
-        small, large = (values, gradient) if given.transposed else (gradient, values)
-        each = max(1, BLOCK // prod(small.shape[2:]))
+def _differentiate_by_input(
+    gradient: Tensor, shape: Sequence[int], weight: Tensor, given: Convolution
+) -> Tensor:
+    def function(left: Tensor, right: Tensor) -> Tensor:
+        channels = len(right) if given.transposed else right.shape[1] * given.groups
+        like = left.new_empty(()).expand(shape[0], channels, *shape[2:])
+        more = (like, right, None, *given, [True, False, False])
+        return torch.ops.aten.convolution_backward(left, *more)[0]  # type: ignore[no-any-return]
 
-        def find_weight(left: Tensor, right: Tensor) -> Tensor:
-            like, wanted = left.new_empty(()).expand(weight.shape), [False, True, False]
-            total = torch.zeros((), dtype=left.dtype, device=left.device)
-            for part, other in zip(left.split(each), right.split(each), strict=True):
-                total = total + differentiate(part, other, like, None, *given, wanted)[1]
-            return total
+    find = given.list_forward if given.transposed else given.list_backward
+    more = (find(gradient, weight, shape[2:]), given)
+    return _convolve_windows(function, gradient, weight, *more, turned=not given.transposed)
 
-        length = len(values) * prod(small.shape[2:])
-        roundings = each * prod(small.shape[2:]) + len(values) // each
-        vectors = given.list_weight(small, large, kernel)
-        for_weight = _form(find_weight, gradient, values, vectors, length, 0, roundings)
-        for_weight = for_weight.to(weight.dtype)
-    return for_input, for_weight
+
+def _differentiate_by_weight(
+    gradient: Tensor, values: Tensor, shape: Sequence[int], given: Convolution
+) -> Tensor:
+    small, large = (values, gradient) if given.transposed else (gradient, values)
+    area = prod(small.shape[2:])
+    each = max(1, BLOCK // area)
+
+    def function(left: Tensor, right: Tensor) -> Tensor:
+        like, wanted = left.new_empty(()).expand(shape), [False, True, False]
+        total = torch.zeros((), dtype=left.dtype, device=left.device)
+        for one in zip(left.split(each), right.split(each), strict=True):
+            more = (*one, like, None, *given, wanted)
+            total = total + torch.ops.aten.convolution_backward(*more)[1]
+        return total
+
+    def find_lengths(left: Tensor, right: Tensor) -> Tensor:
+        dims = (0, *range(2, left.dim()))
+        squares = [add_squares(one, *dims).view(given.groups, -1) for one in (left, right)]
+        rows, others = reversed(squares) if given.transposed else squares
+        found = rows.unsqueeze(2).sqrt() * others.unsqueeze(1).sqrt()
+        return found.view(*shape[:2], *[1] * len(shape[2:]))
+
+    vectors = given.list_weight(small, large, shape[2:])
+    more = (len(values) * area, 0, each * area + len(values) // each)
+    return _form(function, gradient, values, vectors, find_lengths, *more).to(values.dtype)

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from lightning_d9m.errors import SettingError
-from lightning_d9m.portability import functions
+from lightning_d9m.portability.arithmetic import at_least_32
+from lightning_d9m.portability.functions import evaluate
 from lightning_d9m.portability.registry import RULES, composed, rule
 
 Generator = torch.Generator | None
@@ -31,13 +32,11 @@ def draw_uniform(size: Any, generator: Generator, bits: int = 53) -> Tensor:
     return draw(size, generator, bits).double() * 2.0**-bits
 
 
-def _draw_normal(size: torch.Size, generator: Generator) -> Tensor:
-    """Return float64 numbers from the standard normal distribution (Box and Muller)."""
-    first = 1.0 - draw_uniform((2, (size.numel() + 1) // 2), generator)
-    radius = functions.sqrt(functions.log(first[0]) * -2.0)
+def _draw_normal(size: torch.Size, generator: Generator, dtype: torch.dtype) -> Tensor:
+    """Return numbers from the standard normal distribution in float32, or in float64."""
+    first = 1.0 - draw_uniform((2, *size), generator)
     angle = first[1] * 6.283185307179586
-    both = torch.cat([radius * functions.cos(angle), radius * functions.sin(angle)])
-    return both[: size.numel()].reshape(size)
+    return evaluate("normal", first[0], angle, dtype=at_least_32(dtype)).double()
 
 
 @rule("uniform")
@@ -54,7 +53,7 @@ def normal(mean: Any, std: Any = 1, *_size: Any, generator: Any = None, **_: Any
     if not given:
         return NotImplemented
     shape = torch.broadcast_shapes(*(one.shape for one in given))
-    return _draw_normal(shape, generator).to(given[0]) * std + mean
+    return _draw_normal(shape, generator, given[0].dtype).to(given[0]) * std + mean
 
 
 @rule("normal_")
@@ -62,7 +61,7 @@ def normal_in_place(
     values: Tensor, mean: float = 0, std: float = 1, *, generator: Any = None
 ) -> Tensor:
     """Fill a tensor with normal numbers."""
-    return values.copy_(_draw_normal(values.shape, generator) * std + mean)
+    return values.copy_(_draw_normal(values.shape, generator, values.dtype) * std + mean)
 
 
 @rule("bernoulli")
@@ -82,7 +81,10 @@ def bernoulli_in_place(values: Tensor, p: Any = 0.5, *, generator: Any = None) -
 @rule("exponential")
 def exponential(values: Tensor, lambd: float = 1, *, generator: Any = None) -> Tensor:
     """Exponential numbers."""
-    return (functions.log1p(-draw_uniform(values.shape, generator)) / -lambd).to(values)
+    dtype = at_least_32(values.dtype)
+    return (evaluate("log1p", -draw_uniform(values.shape, generator), dtype=dtype) / -lambd).to(
+        values
+    )
 
 
 @rule("multinomial")

@@ -30,13 +30,20 @@ BLOCK = 512
 
 _CHUNK = 2**15  # sums that are rounded at a time: they stay in a core's cache
 _MOST_TERMS = 2**20  # that are added exactly at a time
+_FEW_TERMS = 2**12  # that Python adds sooner than torch cuts them
 
 
 Terms = Callable[[Tensor], Tensor]
 """A function that takes flat positions of sums, and returns their terms, ``[sums, terms]``."""
 
 
-def settle(total: Tensor, bound: Tensor, find_terms: Terms, length: int) -> Tensor:
+def settle(
+    total: Tensor,
+    bound: Tensor,
+    find_terms: Terms,
+    length: int,
+    find_bound: Callable[[], Tensor] | None = None,
+) -> Tensor:
     """Round float64 sums to float32 as their exact values round.
 
     Args:
@@ -44,18 +51,35 @@ def settle(total: Tensor, bound: Tensor, find_terms: Terms, length: int) -> Tens
         bound: At least twice the greatest error of each sum.
         find_terms: Returns the terms of some sums in float64.
         length: The number of terms of a sum.
+        find_bound: Returns a closer bound, for sums that many zeros make small.
     """
-    flat, margins = total.reshape(-1), bound.reshape(-1)
+    flat, margins = total.reshape(-1), bound.expand(total.shape).reshape(-1)
     result, places = _round(flat, margins)
+    if find_bound is not None and len(places) > len(flat) // 256:
+        result, places = _round(flat, find_bound().reshape(-1))
     if len(places):
         result[places] = flat[places].float()
         places = places[flat[places].isfinite()]
     if len(places):
         for some in places.split(max(1, _MOST_TERMS // length)):
-            pieces, tops = cut_exactly(find_terms(some), 1)
+            terms = find_terms(some)
+            if terms.numel() <= _FEW_TERMS:
+                exact = [_add_to_odd(row) for row in terms.tolist()]
+                result[some] = torch.tensor(exact, dtype=torch.float64).to(result)
+                continue
+            pieces, tops = cut_exactly(terms, 1)
             sums = [piece.sum(1, keepdim=True) for piece in pieces]
             result[some] = round_sums(sums, tops, torch.float32).view(-1)
     return result.add_(0.0).view(total.shape)  # one zero
+
+
+def _add_to_odd(terms: list[float]) -> float:
+    """Return the sum with a last bit of 1 unless it is exact, so that it can be rounded again."""
+    total = math.fsum(terms)
+    rest = math.fsum([*terms, -total])
+    if rest and not int(math.frexp(total)[0] * 2.0**53) & 1:
+        return math.nextafter(total, math.copysign(math.inf, rest))
+    return total
 
 
 def _round(total: Tensor, bound: Tensor) -> tuple[Tensor, Tensor]:
@@ -98,10 +122,17 @@ def add_terms(
     """
     count = values.dim()
     axes = sorted({dim % count for dim in (dims or range(count))}) if count else []
-    if dtype == torch.float64 or not values.numel():
-        total = exact_sum(values, axes, keepdim=True, dtype=dtype) + 0.0
+    terms = values.to(torch.float64)
+    if not values.numel():
+        total = values.sum(axes, keepdim=True, dtype=dtype)
+    elif dtype == torch.float64:
+        tops = read_exponents(terms).amax(axes, keepdim=True)
+        pieces = plan_pieces(dtype, terms.numel() // tops.numel())
+        sums = [
+            one.sum(axes, keepdim=True) for one in cut_terms(terms, find_cuts(tops, pieces, dtype))
+        ]
+        total = round_sums(sums, tops, dtype) + 0.0
     else:
-        terms = values.to(torch.float64)
         wide, rounds = _reduce(terms, axes)
         size, _ = _reduce(terms.abs(), axes)
         others = [axis for axis in range(count) if axis not in axes]
@@ -129,49 +160,64 @@ def _reduce(terms: Tensor, axes: Sequence[int]) -> tuple[Tensor, int]:
     return terms, rounds
 
 
+def multiply(left: Tensor, right: Tensor) -> Tensor:
+    """Return the products of matrices, ``[b, m, k]`` and ``[b, k, n]``, in float32."""
+    rows, columns = left.double(), right.double()
+    inner = rows.shape[2]
+
+    def find_terms(places: Tensor) -> Tensor:
+        row, column = places // columns.shape[2], places % columns.shape[2]
+        batch, row = row // rows.shape[1], row % rows.shape[1]
+        return rows[batch, row] * columns[batch, :, column]
+
+    bound = add_squares(rows, 2).sqrt() * add_squares(columns, 1).sqrt()
+    rounds = min(inner, BLOCK) + inner // BLOCK
+    return combine(_multiply_blocks, rows, columns, bound, find_terms, inner, rounds)
+
+
+def _multiply_blocks(left: Tensor, right: Tensor) -> Tensor:
+    parts = zip(left.split(BLOCK, 2), right.split(BLOCK, 1), strict=True)
+    total = torch.bmm(*next(parts))
+    for part, other in parts:
+        total += torch.bmm(part, other)
+    return total
+
+
+def add_squares(values: Tensor, *dims: int) -> Tensor:
+    """Return the sums of squares of float64 numbers that were float32 numbers."""
+    return (values * values).sum(dims, keepdim=True)
+
+
 def combine(
     function: Callable[[Tensor, Tensor], Tensor],
     left: Tensor,
     right: Tensor,
+    lengths: Tensor,
     find_terms: Terms,
     length: int,
     roundings: int,
 ) -> Tensor:
-    """Return a function of two tensors that adds products of their numbers, rounded once.
+    """Return sums of products, rounded once.
 
     Args:
-        function: Adds in any order, in float64 and in float32.
-        left: Of float32 or 16 bits.
+        function: Adds the products of numbers of two tensors in any order.
+        left: Float64 numbers that were float32 numbers.
         right: As ``left``.
+        lengths: The product of the lengths of the vectors that each sum multiplies; no sum of the
+            sizes of its terms is greater (Cauchy and Schwarz).
         find_terms: See :func:`settle`.
         length: The number of terms of a sum.
         roundings: The greatest number of roundings of a sum.
     """
-    total = function(left.double(), right.double())
-    # The sizes of the terms; float32 gives them up to small errors, and up to what underflows.
-    size = function(left.float().abs(), right.float().abs()).double()
-    bound = size.mul_((2.05 + length * 2.0**-22) * roundings * UNIT)
-    return settle(total, bound.add_(length * roundings * 2.0**-170), find_terms, length)
+    factor = 2.05 * (roundings + 1) * UNIT
 
+    def find_bound() -> Tensor:
+        # The sizes of the terms; float32 gives them up to small errors, and up to what underflows.
+        size = function(left.abs().float(), right.abs().float()).double()
+        return size.mul_(1 + length * 2.0**-22).add_(length * 2.0**-120).mul_(factor)
 
-def multiply(left: Tensor, right: Tensor) -> Tensor:
-    """Return the products of matrices, ``[b, m, k]`` and ``[b, k, n]``, in float32."""
-    inner = left.shape[2]
-
-    def multiply_parts(left: Tensor, right: Tensor) -> Tensor:
-        (first, second), *more = zip(left.split(BLOCK, 2), right.split(BLOCK, 1), strict=True)
-        total = torch.bmm(first, second)
-        for part, other in more:
-            total += torch.bmm(part, other)
-        return total
-
-    def find_terms(places: Tensor) -> Tensor:
-        row, column = places // right.shape[2], places % right.shape[2]
-        batch, row = row // left.shape[1], row % left.shape[1]
-        return left[batch, row].double() * right[batch, :, column].double()
-
-    roundings = min(inner, BLOCK) + inner // BLOCK + 1
-    return combine(multiply_parts, left, right, find_terms, inner, roundings)
+    total = function(left, right)
+    return settle(total, lengths.mul_(factor), find_terms, length, find_bound)
 
 
 def multiply_doubles(left: Tensor, right: Tensor) -> Tensor:
@@ -215,39 +261,3 @@ def _cut(matrices: Tensor, dim: int, bits: int, number: int) -> tuple[list[Tenso
         rest = rest - piece
         pieces.append(piece)
     return pieces, ((1023 + exponent) << 52).view(torch.float64)
-
-
-def exact_sum(
-    values: Tensor,
-    dims: Sequence[int] | None = None,
-    *,
-    keepdim: bool = False,
-    dtype: torch.dtype | None = None,
-) -> Tensor:
-    """Return the sum over dimensions, rounded once; the same bits in any order.
-
-    Args:
-        values: Floating point or complex.
-        dims: The dimensions; None stands for all.
-        keepdim: Whether they stay, with the size 1.
-        dtype: The result's, by default that of the values.
-    """
-    dtype = dtype or values.dtype
-    dims = sorted({dim % values.dim() for dim in (range(values.dim()) if dims is None else dims)})
-    if values.is_complex():
-        parts = torch.view_as_real(values.resolve_conj())
-        real = exact_sum(parts, dims, keepdim=keepdim, dtype=dtype.to_real())
-        return torch.view_as_complex(real.contiguous())
-    count = math.prod(values.shape[dim] for dim in dims)
-    if not dims or not count:
-        return (
-            values.sum(dims, keepdim=keepdim, dtype=dtype) if dims else values.to(dtype, copy=True)
-        )
-    terms = values.to(torch.float64)
-    tops = read_exponents(terms).amax(dims, keepdim=True)
-    cuts = find_cuts(tops, plan_pieces(values.dtype, count), values.dtype)
-    sums = [piece.sum(dims, keepdim=True) for piece in cut_terms(terms, cuts)]
-    result = round_sums(sums, tops, dtype)
-    return (
-        result if keepdim else result.view([n for i, n in enumerate(values.shape) if i not in dims])
-    )

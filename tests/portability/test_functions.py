@@ -13,7 +13,7 @@ REFERENCES = {
     name: getattr(mpmath, name)
     for name in (
         *("acos", "acosh", "asin", "asinh", "atan", "atanh", "cos", "cosh", "erf", "erfc", "exp"),
-        *("erfinv", "expm1", "log", "log10", "log1p", "sin", "sinh", "sqrt", "tan", "tanh"),
+        *("erfinv", "expm1", "log", "log10", "log1p", "sin", "sinh", "tan", "tanh"),
     )
 } | {
     "exp2": lambda x: mpmath.mpf(2) ** x,
@@ -22,7 +22,7 @@ REFERENCES = {
 }
 DOMAINS = {
     **dict.fromkeys(("acos", "asin", "atanh", "erfinv"), (-1, 1)),
-    **dict.fromkeys(("log", "log2", "log10", "sqrt"), (0, math.inf)),
+    **dict.fromkeys(("log", "log2", "log10"), (0, math.inf)),
     "acosh": (1, math.inf),
     "log1p": (-1, math.inf),
 }
@@ -40,7 +40,7 @@ def sample(count):
 def test_the_error_is_half_a_unit(name):
     low, high = DOMAINS.get(name, (-math.inf, math.inf))
     values = [x for x in sample(40).tolist() if low < x < high]
-    results = evaluate(getattr(functions, name), torch.tensor(values)).tolist()
+    results = evaluate(name, torch.tensor(values)).tolist()
     with mpmath.workprec(200):
         for value, result in zip(values, results, strict=True):
             exact = REFERENCES[name](mpmath.mpf(value))
@@ -58,7 +58,7 @@ def test_special_values_are_those_of_torch(name, dtype):
     special = [0.0, -0.0, math.inf, -math.inf, math.nan, 1.0, -1.0, 3e38, -3e38, 1e-30, -1e-30]
     values = torch.tensor(special, dtype=dtype)
     expected = getattr(torch, name)(values)
-    result = evaluate(getattr(functions, name), values)
+    result = evaluate(name, values)
     torch.testing.assert_close(result, expected, rtol=1e-6, atol=0, equal_nan=True)
     zero = expected == 0
     assert torch.equal(torch.signbit(result[zero]), torch.signbit(expected[zero]))
@@ -84,7 +84,7 @@ def test_functions_of_two_numbers(name):
         1e-30,
     ]
     left, right = torch.meshgrid(torch.tensor(numbers), torch.tensor(numbers), indexing="ij")
-    result = evaluate(getattr(functions, name), left.reshape(-1), right.reshape(-1))
+    result = evaluate(name, left.reshape(-1), right.reshape(-1))
     expected = getattr(torch, name)(left.double(), right.double()).float().reshape(-1)
     torch.testing.assert_close(result, expected, rtol=2e-7, atol=0, equal_nan=True)
 
@@ -100,5 +100,5 @@ def test_the_root_of_float64_is_correctly_rounded():
 
 def test_chunks_give_what_one_piece_gives():
     values = torch.randn(3 * 2**14 + 5)
-    whole = functions.exp(values.double()).float()
-    assert torch.equal(evaluate(functions.exp, values), whole)
+    whole = torch.cat([evaluate("exp", some) for some in values.split(1000)])
+    assert torch.equal(evaluate("exp", values), whole)

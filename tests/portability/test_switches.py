@@ -111,6 +111,7 @@ def test_options_that_only_one_version_of_torch_has_do_not_count_in_portable_run
     first = _record(tmp_path / "a", 1)
     assert compare(first, _record(tmp_path / "b", 1, new=True, other=None)).equal
     assert not compare(first, _record(tmp_path / "c", 1, new=0.5)).equal
+    assert not compare(first, _record(tmp_path / "d", 1, nesterov=True)).equal
     plain = [_record(tmp_path / name, 1, portable=False, **more) for name, more in _NEW.items()]
     assert not compare(*plain).equal
 
