@@ -15,6 +15,7 @@ interpreter in these points; a test of one of them starts ``sys.executable``:
   ``LIGHTNING_D9M=1`` takes effect when the fork begins.
 - Lightning has found the entry points of callbacks, the versions of packages and what Lightning's
   classes set are known, and no file waits for the disk (left_out_work.py).
+- A training has filled caches, and what torch's libraries free at the end is left to the system.
 - Without ``PYTHONHASHSEED`` the seed is 0. With ``random`` it is the server's, which all its forks
   share.
 - The fork is a child of the server, not of the process that stands for it.
