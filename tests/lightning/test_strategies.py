@@ -260,7 +260,8 @@ def test_patched_operations_are_called_and_give_the_same_bits(cell):
     for rank, entry in enumerate(found):
         assert entry["second"] is None
         # One call for each batch of two epochs on this rank, of 3 or 2; with logical ranks, of 4.
-        assert int((folder / "second" / f"calls-{rank}").read_text()) in {6, 4, 8}
+        # Where steps are replayed, every second one calls it again.
+        assert int((folder / "second" / f"calls-{rank}").read_text()) in {6, 4, 9, 10}
 
 
 @pytest.mark.parametrize("cell", [HYBRID], indirect=True)

@@ -237,19 +237,19 @@ def run(folder, cell, launched=None):
     once("first", saves=True, probes="all")
     ranks = WORLD if launched is None else launched.world_size
     rank = dist.get_rank() if ranks > 1 else 0
-    reference = folder / "first" / "fit-000"
+    referring = {"reference": folder / "first" / "fit-000", "probes": "all"}
     fault = Fault(ranks - 1)
     trainings = {
-        "second": {"reference": reference, "patched": True, "probes": "all"},
-        "fault": {"reference": reference, "fault": fault},
+        "second": {"patched": True, **referring},
+        "fault": {"fault": fault, **referring},
         "fault without reference": {"fault": fault},
-        "resumed": {"resume": True, "reference": reference},
+        "resumed": {"resume": True, **referring},
     }
     if "tp" in cell:
         trainings["fault of a copy"] = {"fault": fault._replace(name=COPIED)}
     if cell in FULL:
         trainings["saved full"] = {"saves": True, "full": True}
-        trainings["resumed from full"] = {"resume": True, "full": True, "reference": reference}
+        trainings["resumed from full"] = {"resume": True, "full": True, **referring}
     found = {}
     for name, words in trainings.items():
         try:

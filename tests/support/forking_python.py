@@ -15,6 +15,7 @@ interpreter in these points; a test of one of them starts ``sys.executable``:
   ``LIGHTNING_D9M=1`` takes effect when the fork begins.
 - Lightning has found the entry points of callbacks, the versions of packages and what Lightning's
   classes set are known, and no file waits for the disk (left_out_work.py).
+- A training has filled caches, and what torch's libraries free at the end is left to the system.
 - Without ``PYTHONHASHSEED`` the seed is 0. With ``random`` it is the server's, which all its forks
   share.
 - The fork is a child of the server, not of the process that stands for it.
@@ -136,9 +137,9 @@ def _serve(listener, modules):
                 if ready in running:  # not yet told with the other file
                     _tell_end(poll, running, ready)
                 continue
-            for module in modules:  # not before there is a client
-                __import__(module)
-            _leave_out_work()
+            if modules:  # not before there is a client
+                _leave_out_work(modules)
+                modules = ()
             client, _ = listener.accept()
             process = os.fork()
             if not process:
@@ -170,8 +171,10 @@ def _tell_end(poll, running, ready):
         del running[file]
 
 
-def _leave_out_work():
+def _leave_out_work(modules):
     """Do what no fork has to do, once."""
+    for module in modules:
+        __import__(module)
     leave_out_work()
     _fill_caches()
     for finalizer in tuple(weakref.finalize._registry):  # those of torch's libraries take 50 ms
@@ -185,7 +188,7 @@ def _fill_caches():
     from lightning_d9m.lightning.resume.program_state import list_stored_by
 
     _capture_packages()
-    if "trainings" in sys.modules:
+    if {"trainings", "lightning.pytorch"} <= sys.modules.keys():
         _train_once()
     for package in ("lightning.pytorch", "pytorch_lightning"):
         if (module := sys.modules.get(package)) is not None:

@@ -1,7 +1,7 @@
 """One rank of trainings under strategies and precisions; see lightning/test_strategies.py.
 
-``python strategy_training.py FOLDER CELL...`` runs each cell: the same training twice with probes,
-the first one with replays, the second one with patched operations; with a fault on one rank;
+``python strategy_training.py FOLDER CELL...`` runs each cell: the same training twice with probes
+and replays, the second one with patched operations; with a fault on one rank;
 resumed from the first one's checkpoints; and those of ``d9m locate``. Of the cells in ``LAUNCHED``
 this is the process that starts two ranks for each training.
 """
@@ -509,15 +509,16 @@ def run(folder, cell):
     session._fits = 0
     # Where a strategy divides the weights, replays are refused.
     replay = {} if CELLS[cell].layout or cell.startswith("fsdp") else {"replay_every": 2}
-    first = fit(folder, cell, "first", saves=True, probes="all", **replay)
-    reference = folder / "first" / "fit-000"
+    probed = {"probes": "all", **replay}
+    first = fit(folder, cell, "first", saves=True, **probed)
+    referring = {"reference": folder / "first" / "fit-000", **probed}
     found = [{} for _ in range(2 if cell in LAUNCHED else 1)]
 
     def attempt(name, **words):
         for entry, outcome in zip(found, list_outcomes(folder, cell, name, **words), strict=True):
             entry[name] = outcome
 
-    second = {"reference": reference, "patched": True, "probes": "all"}
+    second = {"patched": True, **referring}
     if cell in LAUNCHED:
         variables = [name for name in VARIABLES if name in os.environ]
         found[0]["left"] = [str(first.ledger), first.digest, variables]
@@ -527,7 +528,7 @@ def run(folder, cell):
     else:
         attempt("second", **second)
     last = max(WORLD, CELLS[cell].devices) - 1
-    attempt("fault", fault=Fault(last), reference=reference)
+    attempt("fault", fault=Fault(last), **referring)
     if last:
         attempt("fault without reference", fault=Fault(last))
     if "tp" in CELLS[cell].layout:
@@ -537,11 +538,11 @@ def run(folder, cell):
     # The second ends an epoch of four ranks.
     for step in (1, 2) if cell in ("hsdp", "fsdp2 and tp", HYBRID) else (1,):
         path = folder / "checkpoints" / f"step={step}.ckpt"
-        attempt(f"resumed at {step}", resume_from=path, reference=reference)
+        attempt(f"resumed at {step}", resume_from=path, **referring)
     if cell in FULL:
         attempt("full", saves=True, full=True)
         path = folder / "full checkpoints" / "step=1.ckpt"
-        attempt("resumed from full", resume_from=path, reference=reference, full=True)
+        attempt("resumed from full", resume_from=path, full=True, **referring)
     found[0] |= find_more(folder, cell, last)
     return found
 
