@@ -148,10 +148,10 @@ class Runner:
             variables={**self._variables, **variables},
             may_fail=True,
         )
-        ends = [fit.outcome(rank).end for fit in run.fits.values() for rank in fit.files]
-        drifted = any(end and (end.error or "").startswith(DriftError.__name__) for end in ends)
-        if run.failure is not None and not drifted:
-            raise run.failure
+        if run.failure is not None:
+            ends = [fit.outcome(rank).end for fit in run.fits.values() for rank in fit.files]
+            if not any(end and (end.error or "").startswith(DriftError.__name__) for end in ends):
+                raise run.failure
         self.files.note_run()
         return run, folder / "dump"
 
