@@ -142,7 +142,8 @@ def records(folder, name="first", rank=0):
 def test_two_runs_agree_on_every_rank(cell):
     folder, found = cell
     assert [entry["second"] for entry in found] == [None] * len(found)
-    comparison = compare_ledgers(ledger(folder), ledger(folder, "second"))
+    again = "probed again" if folder.name.startswith("fsdp1") else "second"
+    comparison = compare_ledgers(ledger(folder), ledger(folder, again))
     assert comparison.equal
     assert len(comparison.ranks) == len(found)
     assert all(rank.places > 100 for rank in comparison.ranks)  # probes

@@ -60,7 +60,7 @@ def name_of_weight(folder):
 def test_two_loops_agree_on_every_rank(cell):
     folder, found = cell
     assert [entry["second"] for entry in found] == [None] * len(found)
-    comparison = compare(ledger(folder), ledger(folder, "second"))
+    comparison = compare(ledger(folder), ledger(folder, "probed again"))
     assert (comparison.verdict, len(comparison.ranks)) == ("equal", len(found))
     assert all(rank.places > 50 for rank in comparison.ranks)  # probes
     names = sorted(ledger(folder).outcome(len(found) - 1).last.groups["weights"])

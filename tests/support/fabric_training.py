@@ -241,6 +241,8 @@ def run(folder, cell, launched=None):
     fault = Fault(ranks - 1)
     trainings = {
         "second": {"patched": True, **referring},
+        # For FSDP1: its probes see the operations of a patch, too.
+        "probed again": {"probes": "all"},
         "fault": {"fault": fault, **referring},
         "fault without reference": {"fault": fault},
         "resumed": {"resume": True, **referring},

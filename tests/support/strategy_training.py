@@ -527,6 +527,8 @@ def run(folder, cell):
             fit(folder, cell, "next", seed=None)
     else:
         attempt("second", **second)
+    if cell.startswith("fsdp1"):  # there, probes see the operations of a patch, too
+        attempt("probed again", **probed)
     last = max(WORLD, CELLS[cell].devices) - 1
     attempt("fault", fault=Fault(last), **referring)
     if last:
