@@ -264,7 +264,7 @@ def _leave_out(_path: str, value: Any, *, generators: bool = True) -> bool:
     if isinstance(value, nn.Parameter) and value.requires_grad:
         return True
     # Such as the module and the datamodule, which are in the state of the program.
-    return _derives_from_lightning(type(value))
+    return _derives_from_lightning(type(value))  # type: ignore[arg-type] # types are hashable
 
 
 @lru_cache(maxsize=10_000)
