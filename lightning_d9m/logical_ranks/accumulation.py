@@ -38,7 +38,7 @@ class FoldOrder:
 
 
 class Part:
-    """What is added at once: a large gradient, or the small ones of a bucket.
+    """A large gradient, or the small ones of a bucket, which are added at once.
 
     It holds the sums of the subtrees whose gradients have come in, one after the other. They are
     changed in place, so parts must not share memory.

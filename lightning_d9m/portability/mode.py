@@ -20,7 +20,7 @@ from torch._decomp import decomposition_table
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_d9m.errors import NotPortableError
-from lightning_d9m.patches.arguments import RefusedError
+from lightning_d9m.patches.arguments import RefusedError, Update
 from lightning_d9m.patches.catalog.catalog import OPS
 from lightning_d9m.portability import (
     arithmetic,
@@ -169,11 +169,11 @@ def _patch(kernel: Rule, *args: Any, **kwargs: Any) -> Any:
         result = NotImplemented
     if result is NotImplemented:
         raise UnsupportedError("Its arguments are none that its deterministic replacement takes")
-    if callable(result):  # it writes into a tensor
+    if isinstance(result, Update):
         target = args[0].clone()
-        result(target)
+        result.write(target, *args[1:], **kwargs)
         return target
-    return result
+    return result(*args, **kwargs) if callable(result) else result
 
 
 def _is_seeded(func: Any) -> bool:

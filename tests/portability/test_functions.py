@@ -6,6 +6,7 @@ import mpmath
 import pytest
 import torch
 
+import lightning_d9m
 from lightning_d9m.portability import functions
 from lightning_d9m.portability.functions import evaluate
 
@@ -102,3 +103,10 @@ def test_chunks_give_what_one_piece_gives():
     values = torch.randn(3 * 2**14 + 5)
     whole = torch.cat([evaluate("exp", some) for some in values.split(1000)])
     assert torch.equal(evaluate("exp", values), whole)
+
+
+def test_float64_numbers_divide_by_all_digits_of_a_number():
+    with lightning_d9m.portable():
+        assert (torch.tensor([1.0], dtype=torch.float64) / 3.3).item() == 1 / 3.3
+        halves = torch.arange(1.0, 999, dtype=torch.bfloat16) / 3.3
+    assert torch.equal(halves, torch.arange(1.0, 999, dtype=torch.bfloat16) / 3.3)
