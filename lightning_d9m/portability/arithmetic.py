@@ -93,8 +93,9 @@ def divide(left: Any, right: Any, rounding_mode: str | None = None) -> Tensor:
     if rounding_mode is None:
         if isinstance(right, Tensor) or not left.is_floating_point():
             return torch.div(left, right)
-        number = torch.full((1,) * left.dim(), right, dtype=left.dtype, device=left.device)
-        return torch.div(left, number)
+        wide = left if left.dtype == torch.float64 else left.float()
+        number = torch.full((1,) * left.dim(), right, dtype=wide.dtype, device=left.device)
+        return torch.div(wide, number).to(left.dtype)
     dtype = torch.result_type(left, right)
     # A quotient of float32 numbers is never rounded to a whole number in float64.
     quotient = torch.div(*_widen(left, right))
