@@ -148,8 +148,8 @@ def test_repeat_says_equal_after_the_fix(cause, tmp_path, monkeypatch, capsys):
     path.write_text(GALLERY.read_text(encoding="utf-8"), encoding="utf-8")
     command = [shared_python(), "train.py", cause]
     if cause == "set":  # its order is drawn when Python starts; repeat alone would fix it
-        seed = "$(rm -r again 2>/dev/null && echo random || { mkdir again; echo 0; })"
-        command = ["sh", "-c", f"PYTHONHASHSEED={seed} exec {shared_python()} train.py set"]
+        shell = f"PYTHONHASHSEED=$RANDOM exec {sys.executable} train.py set"
+        command = ["bash", "-c", shell]
     words = ["repeat", "--json", "-n", "2", "--", *command]
 
     def repeat():

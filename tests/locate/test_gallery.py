@@ -25,16 +25,11 @@ PAGE = (Path(__file__).parents[2] / "docs" / "gallery.md").read_text()
 
 
 def run_forked(command, folder, *, variables, ranks, pythons, **_):
-    """Replace ``run_once``: the same variables, without the start of an interpreter.
-
-    The hash seed is 0 unless there are several ``pythons``, each of which draws one.
-    """
+    """Replace ``run_once``: the same variables, without the start of an interpreter."""
     environment = {n: v for n, v in os.environ.items() if not n.startswith("PYTEST_")}
     environment |= {"LIGHTNING_D9M": "1", "PYTHONHASHSEED": "0"}
     environment |= {"LIGHTNING_D9M_LEDGER_DIR": str(folder), **variables}
     log = folder / "output.log"
-    if isinstance(pythons, repeat):
-        environment["PYTHONHASHSEED"] = "0"
     python = next(pythons)
     with log.open("wb") as file:
         processes = [

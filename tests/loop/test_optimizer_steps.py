@@ -6,7 +6,6 @@ import sys
 
 import pytest
 import torch
-from forking_python import shared_python
 from torch import nn
 
 from lightning_d9m import DriftError, Recorder, compare, deterministic, read_ledger
@@ -252,11 +251,11 @@ def test_a_store_gives_ranks_one_folder_and_does_not_wait_without_end(tmp_path, 
         optimizer_steps._make_folder(1, 2, 1)
 
 
-def run_program(folder, python=None, *, setup="", end="", **variables):
+def run_program(folder, *, setup="", end="", **variables):
     environment = {k: v for k, v in os.environ.items() if not k.startswith("LIGHTNING_")}
     environment |= {"LIGHTNING_D9M": "1", "LIGHTNING_D9M_EVERY_N_STEPS": "3"} | variables
     return subprocess.run(
-        [python or shared_python(), "-c", PROGRAM.format(setup=setup, end=end)],
+        [sys.executable, "-c", PROGRAM.format(setup=setup, end=end)],
         cwd=folder,
         env=environment,
         capture_output=True,
@@ -269,7 +268,7 @@ def run_program(folder, python=None, *, setup="", end="", **variables):
 def unaware(tmp_path_factory):
     """Return the ledger of a program that does not know us, and what the program wrote."""
     home = tmp_path_factory.mktemp("unaware")
-    done = run_program(home, sys.executable, XDG_STATE_HOME=str(home / "state"))
+    done = run_program(home, XDG_STATE_HOME=str(home / "state"))
     assert done.returncode == 0, done.stderr
     assert [path.name for path in home.iterdir()] == ["state"]
     (folder,) = list_fits(next((home / "state" / "lightning_d9m").iterdir()))

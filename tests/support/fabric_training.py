@@ -1,8 +1,8 @@
 """One rank of loops with Fabric under its strategies; see loop/test_fabric_strategies.py.
 
-``python fabric_training.py FOLDER CELL...`` runs each cell: the same training twice with probes,
-the second one with patched operations; with a fault on one rank; resumed from what the first one
-has saved; and those of ``d9m locate``. Of the cells in ``LAUNCHED`` this is the process
+``python fabric_training.py FOLDER CELL...`` runs each cell: the same training twice, the second
+one with patched operations; with a fault on one rank; with probes twice; resumed from what the
+first one has saved; and those of ``d9m locate``. Of the cells in ``LAUNCHED`` this is the process
 that starts two ranks.
 """
 
@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
-from lightning.fabric.strategies import FSDPStrategy, ModelParallelStrategy
+from lightning.fabric.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
 from located_runs import locate
 from strategy_training import (
     PLAN,
@@ -27,6 +27,7 @@ from strategy_training import (
     patches_counted,
 )
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
@@ -40,9 +41,10 @@ WORLD = int(os.environ.get("WORLD_SIZE", "1"))
 LAUNCHED = ("ddp_spawn", "ddp_fork")
 SAVED = 2  # steps, in the first epoch
 # In these `d9m locate` finds the fault.
-LOCATED = ("single device", "ddp", "fsdp1, flat parameters", "fsdp2", "tp", "pipeline")
+LOCATED = ("single device", "ddp", "ddp_spawn", "fsdp1", "fsdp1, flat parameters", "fsdp2", "tp")
+LOCATED += ("pipeline", "hsdp", "fsdp2 and tp")
 RACING = ("fsdp2",)  # in these an operation races, too
-FULL = ("fsdp2", "tp", "fsdp2 and tp")  # these are resumed from full checkpoints, too
+FULL = ("fsdp2", "tp", "hsdp", "fsdp2 and tp")  # these are resumed from full checkpoints, too
 COPIED = "3.bias"  # each rank of tensor parallelism has it
 
 
@@ -56,6 +58,15 @@ class FSDPOnCPU(FSDPStrategy):
             sharding_strategy=self.sharding_strategy,
             **self._fsdp_kwargs,
         )
+
+
+class HookedDDP(DDPStrategy):
+    """DDP that sends gradients as floats of 16 bits."""
+
+    def setup_module(self, module):
+        wrapped = super().setup_module(module)
+        wrapped.register_comm_hook(None, fp16_compress_hook)
+        return wrapped
 
 
 def parallelize_tensors(model, mesh):
@@ -115,6 +126,9 @@ def fsdp1_hybrid():
 CELLS = {
     "single device": lambda: "auto",
     "ddp": lambda: "ddp",
+    "ddp, unused parameters": lambda: "ddp_find_unused_parameters_true",
+    "ddp, fp16_compress_hook": HookedDDP,
+    "ddp, static_graph": lambda: DDPStrategy(static_graph=True),
     "fsdp1": fsdp1(),
     "fsdp1, flat parameters": fsdp1(use_orig_params=False),
     "fsdp1, hybrid": fsdp1_hybrid,
@@ -194,7 +208,7 @@ def train(  # noqa: PLR0913 - one keyword for each kind of run
     faulty = fault is not None and fault.rank == rank
     with deterministic(seed=5, threads=1), patches_counted(folder / name, rank, on=patched):
         activation = RacingReLU() if faulty and fault.races else nn.ReLU()
-        layers = (nn.Linear(64, 32), activation, nn.Dropout(0.3), nn.Linear(32, 11))
+        layers = (nn.Linear(64, 32), activation, nn.Dropout(0.3), nn.Linear(32, 10))
         # The gradient of this padding is one of the patched operations.
         model = nn.Sequential(*layers, nn.ReflectionPad1d(1))
         save, load, compute = fabric.save, fabric.load, compute_whole
@@ -234,24 +248,24 @@ def run(folder, cell, launched=None):
         launched: The Fabric that has started this process; None if each training makes one.
     """
     once = partial(train, folder, cell, launched=launched)
-    once("first", saves=True, probes="all")
+    once("first", saves=True)
     ranks = WORLD if launched is None else launched.world_size
     rank = dist.get_rank() if ranks > 1 else 0
-    referring = {"reference": folder / "first" / "fit-000", "probes": "all"}
+    reference = folder / "first" / "fit-000"
     fault = Fault(ranks - 1)
     trainings = {
-        "second": {"patched": True, **referring},
-        # For FSDP1: its probes see the operations of a patch, too.
+        "second": {"reference": reference, "patched": True},
+        "probed": {"probes": "all"},
         "probed again": {"probes": "all"},
-        "fault": {"fault": fault, **referring},
+        "fault": {"reference": reference, "fault": fault},
         "fault without reference": {"fault": fault},
-        "resumed": {"resume": True, **referring},
+        "resumed": {"resume": True, "reference": reference},
     }
     if "tp" in cell:
         trainings["fault of a copy"] = {"fault": fault._replace(name=COPIED)}
     if cell in FULL:
         trainings["saved full"] = {"saves": True, "full": True}
-        trainings["resumed from full"] = {"resume": True, "full": True, **referring}
+        trainings["resumed from full"] = {"resume": True, "full": True, "reference": reference}
     found = {}
     for name, words in trainings.items():
         try:

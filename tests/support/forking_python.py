@@ -15,7 +15,6 @@ interpreter in these points; a test of one of them starts ``sys.executable``:
   ``LIGHTNING_D9M=1`` takes effect when the fork begins.
 - Lightning has found the entry points of callbacks, the versions of packages and what Lightning's
   classes set are known, and no file waits for the disk (left_out_work.py).
-- A training has filled caches, and what torch's libraries free at the end is left to the system.
 - Without ``PYTHONHASHSEED`` the seed is 0. With ``random`` it is the server's, which all its forks
   share.
 - The fork is a child of the server, not of the process that stands for it.
@@ -41,7 +40,6 @@ import sys
 import tempfile
 import threading
 import warnings
-import weakref
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -49,12 +47,7 @@ from pathlib import Path
 from left_out_work import leave_out_work
 
 # What the trainings of the tests import.
-TRAINING = (
-    *("lightning.pytorch", "lightning_d9m.lightning.callback", "trainings"),
-    *("omegaconf", "rich.console", "torchmetrics"),  # which Lightning imports when it trains
-    *("torch.distributed.checkpoint", "torch.distributed.fsdp"),
-    *("torch.distributed.tensor.parallel", "lightning_d9m.cli.locate"),
-)
+TRAINING = ("lightning.pytorch", "lightning_d9m.lightning.callback")
 # What the ranks of Horovod import, too.
 HOROVOD = (*TRAINING, "horovod.torch")
 _MOST_FILES = 200  # that a process inherits
@@ -124,62 +117,21 @@ def _start_python(modules):
 
 
 def _serve(listener, modules):
-    """Fork for each client and tell it of the end; return the connection in the fork."""
-    running = {}  # by the files of the forks' ends, and by those of their clients
-    poll = select.poll()
-    poll.register(0, select.POLLIN)
-    poll.register(listener, select.POLLIN)
-    while True:
-        for ready, _ in poll.poll():
-            if ready == 0:
-                os._exit(0)
-            if ready != listener.fileno():
-                if ready in running:  # not yet told with the other file
-                    _tell_end(poll, running, ready)
-                continue
-            if modules:  # not before there is a client
-                _leave_out_work(modules)
-                modules = ()
-            client, _ = listener.accept()
-            process = os.fork()
-            if not process:
-                listener.close()
-                for file in {file for one in running.values() for file in one[1:]}:
-                    os.close(file)
-                return client
-            end, client = os.pidfd_open(process), client.detach()
-            poll.register(end, select.POLLIN)
-            poll.register(client, 0)  # its end alone: the fork reads what it sends
-            running[end] = running[client] = (process, end, client)
-            with suppress(OSError):
-                os.write(client, f"{process}\n".encode())
-
-
-def _tell_end(poll, running, ready):
-    """Tell a client how its fork has ended, or kill the fork of a client that was killed."""
-    process, end, client = running[ready]
-    if ready == client:
-        with suppress(ProcessLookupError):  # it has no group yet
-            os.kill(process, signal.SIGKILL)
-            os.killpg(process, signal.SIGKILL)
-    status = os.waitpid(process, 0)[1]
-    with suppress(OSError):
-        os.write(client, f"{status}\n".encode())
-    for file in (end, client):
-        poll.unregister(file)
-        os.close(file)
-        del running[file]
-
-
-def _leave_out_work(modules):
-    """Do what no fork has to do, once."""
-    for module in modules:
-        __import__(module)
-    leave_out_work()
-    _fill_caches()
-    for finalizer in tuple(weakref.finalize._registry):  # those of torch's libraries take 50 ms
-        finalizer.atexit = False
-    gc.freeze()  # so that no fork copies what it does not change
+    """Fork for each client; return the connection in the fork."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the system forgets guards that have ended
+    while 0 not in select.select([0, listener], [], [])[0]:
+        for module in modules:  # not before there is a client
+            __import__(module)
+        leave_out_work()
+        _fill_caches()
+        gc.freeze()  # so that no fork copies what it does not change
+        client, _ = listener.accept()
+        if not os.fork():
+            listener.close()
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            return client
+        client.close()
+    os._exit(0)
 
 
 def _fill_caches():
@@ -188,36 +140,10 @@ def _fill_caches():
     from lightning_d9m.lightning.resume.program_state import list_stored_by
 
     _capture_packages()
-    if {"trainings", "lightning.pytorch"} <= sys.modules.keys():
-        _train_once()
     for package in ("lightning.pytorch", "pytorch_lightning"):
         if (module := sys.modules.get(package)) is not None:
             for base in (*module.LightningModule.__mro__, module.Callback):
                 list_stored_by(base)
-
-
-def _train_once():
-    """Train, so that what each training finds in its first steps is found."""
-    import logging
-
-    import lightning.pytorch
-    from trainings import QUIET, make_loader, make_model
-
-    from lightning_d9m import DeterminismCallback
-    from lightning_d9m.control import session
-    from lightning_d9m.lightning import callback
-
-    logger = logging.getLogger("lightning.pytorch")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(action="ignore"):
-        determinism = DeterminismCallback(ledger_dir=folder, probes="all")
-        words = {"default_root_dir": folder, "callbacks": [determinism], **QUIET}
-        trainer = lightning.pytorch.Trainer(max_epochs=1, limit_train_batches=2, **words)
-        trainer.fit(make_model(), make_loader(), make_loader(shuffle=False))
-    logger.setLevel(level)
-    session.set_fits(0)
-    callback.report_hash_seed.cache_clear()
 
 
 def _enter_namespaces(client):
@@ -230,6 +156,23 @@ def _enter_namespaces(client):
             with place.open() as file:
                 if libc.setns(file.fileno(), 0):
                     raise OSError(ctypes.get_errno(), f"cannot enter {place}")
+
+
+def _guard(client):
+    """Fork the program and tell the client of its end; return in the fork."""
+    process = os.fork()
+    if not process:
+        os.setsid()
+        return
+    end = os.pidfd_open(process)
+    with suppress(OSError):
+        client.sendall(f"{process}\n".encode())
+        if end in select.select([end, client], [], [])[0]:
+            client.sendall(f"{os.waitpid(process, 0)[1]}\n".encode())
+            os._exit(0)
+    with suppress(ProcessLookupError):  # the client was killed
+        os.killpg(process, signal.SIGKILL)
+    os._exit(0)
 
 
 def _receive(client):
@@ -321,10 +264,10 @@ def _execute(arguments):
 if __name__ == "__main__":
     CLIENT = _serve(socket.socket(fileno=int(sys.argv[1])), sys.argv[3:])
     CLIENT = socket.socket(fileno=fcntl.fcntl(CLIENT.detach(), fcntl.F_DUPFD_CLOEXEC, _FREE))
-    os.setsid()
     with suppress(FileNotFoundError):  # the client was killed
         _enter_namespaces(CLIENT)
     PROGRAM = _receive(CLIENT)
+    _guard(CLIENT)
     CLIENT.close()
     _become(*PROGRAM, sys.argv[2])
     _end(_run(PROGRAM[1]))

@@ -271,7 +271,7 @@ def fit(model, strategy, folder):
     stop = [EarlyStopping("train_step", patience=2, mode="max")] if type(model) is Steered else []
     trainer = L.Trainer(
         default_root_dir=folder,
-        max_epochs=2,
+        max_epochs=3,
         devices=PROCESSES,
         strategy=strategy,
         num_sanity_val_steps=0,
@@ -286,7 +286,7 @@ def fit(model, strategy, folder):
     steps = trainer.global_step
     if hasattr(model, "on_validation_epoch_end") and "validation_step" in vars(type(model)):
         trainer.validate(model, validation, verbose=False)
-    trainer.fit_loop.max_epochs = 3
+    trainer.fit_loop.max_epochs = 4
     trainer.fit(model, train, validation)
     state = {name: value.to_dense().tolist() for name, value in model.state_dict().items()}
     logged = {name: float(value) for name, value in trainer.callback_metrics.items()}

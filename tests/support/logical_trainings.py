@@ -25,7 +25,7 @@ from lightning_d9m.logical_ranks import accumulation
 PROCESSES = int(os.environ.get("WORLD_SIZE", "1"))
 BATCH_SIZE = 3
 # The networks, and the numbers of logical ranks with which each is trained.
-MATRIX = [("mlp", 6), ("mlp", 8), ("cnn", 4), ("transformer", 6)]
+MATRIX = [*(("mlp", ranks) for ranks in (2, 4, 6, 8)), ("cnn", 4), ("cnn", 6), ("transformer", 6)]
 
 
 class Classifier(L.LightningModule):
@@ -168,7 +168,7 @@ def fit_variants(folder):
     workers = {"num_workers": 1, "persistent_workers": True}
     fit(folder / "workers", "mlp", 4, loader=workers)
     fit(folder / "drop_last", "cnn", 5, loader={"drop_last": True})
-    fit(folder / "branches", "branches", 3, several=True)
+    fit(folder / "branches", "branches", 4, several=True)
     fit(folder / "accumulated", "cnn", 4, accumulate_grad_batches=2)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**60, growth_interval=2)
     fit(folder / "scaler", "plain", 4, plugins=[MixedPrecision("16-mixed", "cpu", scaler)])
@@ -215,14 +215,15 @@ def main():
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     for net, ranks in MATRIX:
-        if ranks >= PROCESSES:
+        if ranks >= PROCESSES and (net == "mlp" or PROCESSES <= 4):
             fit(folder / f"{net} {ranks}", net, ranks)
-    if PROCESSES in {1, 2}:
+    if PROCESSES < 4:
         import logical_callbacks
 
         fit_variants(folder)
         found = logical_callbacks.fit_all(folder)
         (folder / f"found-{PROCESSES}-{found['rank']}.json").write_text(json.dumps(found))
+    if PROCESSES in {1, 2}:
         fit_controls(folder)
 
 

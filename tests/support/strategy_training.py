@@ -1,9 +1,9 @@
 """One rank of trainings under strategies and precisions; see lightning/test_strategies.py.
 
-``python strategy_training.py FOLDER CELL...`` runs each cell: the same training twice with probes
-and replays, the second one with patched operations; with a fault on one rank;
-resumed from the first one's checkpoints; and those of ``d9m locate``. Of the cells in ``LAUNCHED``
-this is the process that starts two ranks for each training.
+``python strategy_training.py FOLDER CELL...`` runs each cell: the same training twice, the second
+one with patched operations; with a fault on one rank; with probes twice; resumed from the first
+one's checkpoints; and those of ``d9m locate``. Of the cells in ``LAUNCHED`` this is the process
+that starts two ranks for each training.
 """
 
 import json
@@ -172,8 +172,8 @@ class Net(L.LightningModule):
     def __init__(self, layout="", fault=None, apply=apply_plainly):
         super().__init__()
         self.layers = nn.Sequential(
-            nn.Linear(64, 32), nn.ReLU(), nn.Dropout(0.3), nn.Linear(32, 11)
-        )  # two ranks have unequal shards of the last layer
+            nn.Linear(64, 32), nn.ReLU(), nn.Dropout(0.3), nn.Linear(32, 10)
+        )
         self.layout = layout
         self.fault = fault
         self.apply_layers = apply
@@ -314,6 +314,7 @@ CELLS = {
     "tp": Cell(model_parallel(data=1, tensor=WORLD), "tp"),
     "fsdp2 and tp": Cell(model_parallel(data=WORLD // 2, tensor=2), "tp and fsdp"),
 }
+CELLS |= {f"{name}, 4 ranks": CELLS[name] for name in ("fsdp1", "fsdp2", "tp")}
 LAUNCHED = ("ddp_spawn", "ddp_fork")
 CELLS |= {name: Cell(name.__str__, devices=2) for name in LAUNCHED}
 # horovodrun starts a process for each rank, in which Lightning has one device.
@@ -326,15 +327,15 @@ CELLS |= {
 FLAT = "fsdp1, flat parameters"
 HYBRID = "fsdp1, hybrid"
 # These are resumed from full checkpoints, too.
-FULL = ("fsdp1", "fsdp2", "tp", "fsdp2 and tp")
+FULL = ("fsdp1", "fsdp2", "tp", "tp, 4 ranks", "hsdp", "fsdp2 and tp")
 # In these `d9m locate` finds the fault.
 LOCATED = (
-    *(f"single device{kind}" for kind in ("", ", bf16-true", ", compiled module")),
+    *(f"single device{kind}" for kind in ("", ", bf16-true", ", float8", ", compiled module")),
     *("ddp", "ddp_spawn", "ddp_d9m, logical ranks", "horovod_d9m"),
-    *("fsdp1", "fsdp1, flat parameters", "fsdp2", "tp", "fsdp2 and tp"),
+    *("fsdp1", "fsdp1, flat parameters", "fsdp2", "tp", "hsdp", "fsdp2 and tp"),
 )
 # In these an operation races, too.
-RACING = ("ddp", "tp")
+RACING = ("ddp", "fsdp1", "fsdp2", "tp")
 # In these a rank drifts apart in every run.
 DRIFTING = ("ddp", "tp")
 COPIED = "layers.3.bias"  # each rank of tensor parallelism has it
@@ -507,18 +508,15 @@ def find_more(folder, cell, last):
 def run(folder, cell):
     """Run a cell; return what each rank found whose process this is, or that it started."""
     session._fits = 0
-    # Where a strategy divides the weights, replays are refused.
-    replay = {} if CELLS[cell].layout or cell.startswith("fsdp") else {"replay_every": 2}
-    probed = {"probes": "all", **replay}
-    first = fit(folder, cell, "first", saves=True, **probed)
-    referring = {"reference": folder / "first" / "fit-000", **probed}
+    first = fit(folder, cell, "first", saves=True)
+    reference = folder / "first" / "fit-000"
     found = [{} for _ in range(2 if cell in LAUNCHED else 1)]
 
     def attempt(name, **words):
         for entry, outcome in zip(found, list_outcomes(folder, cell, name, **words), strict=True):
             entry[name] = outcome
 
-    second = {"patched": True, **referring}
+    second = {"reference": reference, "patched": True}
     if cell in LAUNCHED:
         variables = [name for name in VARIABLES if name in os.environ]
         found[0]["left"] = [str(first.ledger), first.digest, variables]
@@ -527,24 +525,26 @@ def run(folder, cell):
             fit(folder, cell, "next", seed=None)
     else:
         attempt("second", **second)
-    if cell.startswith("fsdp1"):  # there, probes see the operations of a patch, too
-        attempt("probed again", **probed)
     last = max(WORLD, CELLS[cell].devices) - 1
-    attempt("fault", fault=Fault(last), **referring)
+    attempt("fault", fault=Fault(last), reference=reference)
     if last:
         attempt("fault without reference", fault=Fault(last))
     if "tp" in CELLS[cell].layout:
         attempt("fault of a copy", fault=Fault(last, name=COPIED))
+    # Where a strategy divides the weights, replays are refused.
+    replay = {} if CELLS[cell].layout or cell.startswith("fsdp") else {"replay_every": 2}
+    attempt("probed", probes="all", **replay)
+    attempt("probed again", probes="all", **replay)
     if not replay:
         attempt("replayed", replay_every=2)
     # The second ends an epoch of four ranks.
     for step in (1, 2) if cell in ("hsdp", "fsdp2 and tp", HYBRID) else (1,):
         path = folder / "checkpoints" / f"step={step}.ckpt"
-        attempt(f"resumed at {step}", resume_from=path, **referring)
+        attempt(f"resumed at {step}", resume_from=path, reference=reference)
     if cell in FULL:
         attempt("full", saves=True, full=True)
         path = folder / "full checkpoints" / "step=1.ckpt"
-        attempt("resumed from full", resume_from=path, full=True, **referring)
+        attempt("resumed from full", resume_from=path, reference=reference, full=True)
     found[0] |= find_more(folder, cell, last)
     return found
 
