@@ -12,6 +12,7 @@ FUNCTIONS = {
     *("broadcast_object_list", "all_gather_object", "gather_object", "scatter_object_list"),
     *("recv_object_list", "allow_pickle"),
 }
+WRITES = {"Pickler", "PicklingError"}
 # The one load that may unpickle, with --allow-objects.
 ALLOWED = ("lightning/checkpoint_io.py", "weights_only=not allow_objects")
 
@@ -24,7 +25,8 @@ def find_unpickling(source, module=""):
         if isinstance(node, ast.Import):
             names = [alias.name.partition(".")[0] for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            names = [str(node.module).partition(".")[0], *(alias.name for alias in node.names)]
+            names = [alias.name for alias in node.names]
+            names += [] if WRITES.issuperset(names) else [str(node.module).partition(".")[0]]
         elif isinstance(node, ast.Attribute | ast.keyword):
             names = [node.attr if isinstance(node, ast.Attribute) else node.arg]
         elif isinstance(node, ast.Call) and _is_unsafe(node, module):
@@ -50,6 +52,7 @@ def _is_unsafe(call, module):
     [
         "import pickle",
         "from cloudpickle import loads",
+        "from pickle import Pickler, loads",
         "torch.load(file)",
         "torch.load(file, weights_only=False)",
         "torch.load(file, weights_only=not allow_objects)",

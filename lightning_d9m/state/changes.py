@@ -2,12 +2,12 @@
 
 import enum
 import operator
-import pickle
 import random
 import sys
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
+from pickle import Pickler, PicklingError
 from types import SimpleNamespace
 from typing import IO, Any, NamedTuple, cast
 
@@ -368,10 +368,10 @@ class _Together(Kind):
         return are_same(self.read(owner), content)
 
 
-_UNREAD = (RuntimeError, TypeError, ValueError, ReferenceError, pickle.PicklingError)
+_UNREAD = (RuntimeError, TypeError, ValueError, ReferenceError, PicklingError)
 
 
-class _Digest(pickle.Pickler):
+class _Digest(Pickler):
     """Hashes what objects hold by pickle's walk through them, which is written in C."""
 
     def __init__(self, leave_out: LeaveOut) -> None:
