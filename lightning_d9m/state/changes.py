@@ -340,7 +340,7 @@ def _digest_memory(part: Any) -> bytes:
         part = part.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     elif part.dtype.hasobject:
         raise TypeError(part.dtype)
-    return xxh3_128_digest(memoryview(np.ascontiguousarray(part).reshape(-1).view(np.uint8)))
+    return xxh3_128_digest(np.ascontiguousarray(part).reshape(-1).view(np.uint8).data)
 
 
 class _Together(Kind):
