@@ -9,12 +9,14 @@ import os
 import re
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from pickle import UnpicklingError
 
 import pytest
 import torch
 from ledger_program import PROGRAM
+from process_end import has_ended
 
 from lightning_d9m import (
     D9mError,
@@ -26,7 +28,9 @@ from lightning_d9m import (
 from lightning_d9m.cli.main import main
 from lightning_d9m.cli.repeat import _REMEDIES
 from lightning_d9m.control.env_settings import read_settings
-from lightning_d9m.errors import InexactResumeError
+from lightning_d9m.errors import InexactResumeError, LedgerError
+from lightning_d9m.launch import processes
+from lightning_d9m.launch.run import make_run_folder
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 LOGICAL = {"world.logical_ranks": 4}
@@ -111,6 +115,12 @@ def test_markdown(repeat):
     assert repeat("train()", "--format", "markdown")[1].startswith("**equal**: the fits of 2")
 
 
+def test_several_fits_are_compared_one_by_one(repeat):
+    status, out, _ = repeat("train(7); train(run)")
+    assert status == 1
+    assert "differs from run 1. Run 2, fit 2: " in out
+
+
 @pytest.mark.parametrize(
     ("value", "said", "advised"),
     [
@@ -177,6 +187,13 @@ def test_nothing_is_overwritten(repeat, tmp_path):
     assert "mine exists already, and nothing is overwritten" in err
 
 
+def test_an_output_that_cannot_be_made(repeat, tmp_path):
+    (tmp_path / "file").write_text("")
+    status, _, err = repeat("train()", "-o", "file/below")
+    assert status == 2
+    assert "file/below cannot be made: Not a directory" in err
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
@@ -197,6 +214,20 @@ def test_misuse_is_one_clear_error(argv, message, tmp_path, monkeypatch, capsys)
     error = capsys.readouterr().err
     assert error.count("d9m: error:") == 1
     assert message in error
+
+
+def test_a_ledger_that_cannot_be_read_is_named(repeat, tmp_path):
+    code = "train().write_bytes(b'{')"
+    status, _, err = repeat(code)
+    assert status == 2
+    assert "run-001/fit-000/rank-0.jsonl is not a ledger" in err
+
+
+def test_a_ledger_cut_short_is_no_agreement(repeat):
+    code = "path = train()\nif run == 2: os.truncate(path, path.stat().st_size - 5)"
+    status, out, _ = repeat(code)
+    assert status == 1
+    assert "this run was ended before it finished its ledger" in " ".join(out.split())
 
 
 def test_a_failing_run_leaves_its_log_and_its_ledger(repeat, tmp_path):
@@ -299,6 +330,25 @@ def test_all_processes_end_when_one_fails_and_its_error_is_shown(repeat):
     assert "error: In run 1 of 2, on 2 processes: The command" in err
     assert "ended with exit status 1 in process 1 of 2. Log: " in err
     assert err.rstrip().endswith("| the batch is bad")
+
+
+def test_a_process_that_hangs_is_shown(repeat, tmp_path, monkeypatch):
+    """The time passes at once when rank 0 has ended."""
+    ended = []
+
+    def read_clock():
+        if ended:
+            return 2.0
+        with suppress(OSError, ValueError):
+            ended.extend([True] * has_ended(int((tmp_path / "pid").read_text()), seconds=0))
+        return 0.0
+
+    monkeypatch.setattr(processes, "_read_clock", read_clock)
+    code = "if rank == 1: signal.pause()\n"
+    code += f"Path({str(tmp_path / 'pid')!r}).write_text(str(os.getpid()))"
+    _, _, err = repeat(code, "--processes", "2,1", "--timeout", "1")
+    assert "was still running in process 1 of 2 after 1 s" in err
+    assert "output-1.log" in err
 
 
 @pytest.mark.parametrize(
@@ -480,6 +530,11 @@ def test_objects_are_allowed_in_resumed_runs_only(resume, tmp_path, monkeypatch,
         assert text == ("0 1\n" if options and resumed else "1 None\n")
 
 
+def test_a_command_that_outlives_its_kill_is_killed(resume):
+    code = "os.kill = lambda *_: signal.pause()\ntrain()"
+    assert resume(code, survey=EPOCHS[:1])[0] == 0
+
+
 # A real project that does not mention lightning_d9m. With `hidden`, its training draws from an
 # iterator, which no checkpoint can hold, and which does not show that it changes.
 TRAINING = """
@@ -531,3 +586,9 @@ def test_a_real_project_is_tested_unchanged(tmp_path, forking_python, hidden, ve
     assert done.returncode == (verdict != "equal")
     assert len(result["ledgers"]) == 3
     assert [entry["run"] for entry in result["differing"]] == ([2, 3] if hidden else [])
+
+
+def test_a_run_folder_that_cannot_be_made(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(LedgerError, match="run-001 cannot be made: Not a directory"):
+        make_run_folder(tmp_path / "file", "run-001")

@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import sys
 
 import pytest
 import torch
@@ -155,3 +156,13 @@ def test_objects_are_loaded_on_request_only(saved, verify, tmp_path):
     status, text = verify("--allow-objects", path, ledger)
     assert status == 0, text
     assert "whole: " in text
+
+
+def test_objects_that_cannot_be_imported(saved, verify, tmp_path, monkeypatch):
+    path = tmp_path / "objects.ckpt"
+    torch.save({"state_dict": {}, "setting": Setting()}, path)
+    monkeypatch.delattr(sys.modules[Setting.__module__], "Setting")
+    status, text = verify("--allow-objects", path)
+    assert status == 2
+    assert "cannot be loaded" in text
+    assert "can import them" in text

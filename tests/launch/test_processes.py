@@ -1,5 +1,6 @@
 """Running the user's command: failures are named, and no process is left behind."""
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -103,6 +104,14 @@ def test_other_children_of_this_process_are_left_alone(watch):
         other.kill()
 
 
+@linux
+def test_the_subreaper_is_reset_after_the_command(watch):
+    watch("print('done')")
+    found = ctypes.c_int(-1)
+    ctypes.CDLL(None).prctl(processes._GET_SUBREAPER, ctypes.byref(found), 0, 0, 0)
+    assert found.value == 0
+
+
 # Runs a command like `d9m` does, in a process that can be signaled.
 WATCHER = """
 import os, signal, sys
@@ -161,3 +170,9 @@ def test_the_end_of_the_output_is_as_a_terminal_shows_it(watch):
     assert (first, second) == ("  | 99%", "  | red")
     assert third.endswith("long ...")
     assert len(third) < 220
+
+
+def test_a_log_that_cannot_be_created_is_named(tmp_path):
+    with pytest.raises(CommandError, match="log cannot be made: No such file or directory"):
+        start = ProcessStart(os.environ, tmp_path / "none" / "log")
+        run_processes(["true"], [start], timeout=None, tick=lambda _: None)

@@ -8,6 +8,7 @@ from ledger_runs import chain_lines, write_lines
 
 from lightning_d9m.errors import LedgerError
 from lightning_d9m.ledger.folder import rank_path, read_ledger
+from lightning_d9m.ledger.format import reader as rank_file
 
 
 def read(path, rank=0):
@@ -60,6 +61,12 @@ class TestFinding:
         (tmp_path / "b").symlink_to(tmp_path / "a")
         with pytest.raises(LedgerError, match="Its symbolic links lead in a circle"):
             read_ledger(tmp_path / "a")
+
+    def test_a_link_to_its_own_folder(self, runs, tmp_path):
+        """The search is two levels deep, whatever links there are."""
+        folder = runs.write()
+        (tmp_path / "self").symlink_to(tmp_path)
+        assert read_ledger(tmp_path).path == folder
 
     def test_not_there(self, tmp_path):
         with pytest.raises(LedgerError, match=r"no ledger at .*/gone: No such file or directory\."):
@@ -220,4 +227,12 @@ class TestUntrusted:
         records = [record.as_record() for record in runs.records()]
         path = write_lines(tmp_path / "rank-0.jsonl", [*records[:2], records[0]])
         with pytest.raises(LedgerError, match="line 3: field 'kind' is 'header' a second time"):
+            read(path)
+
+    def test_a_line_beyond_the_bound(self, runs, tmp_path, monkeypatch):
+        """Memory is bounded: the line is not read to its end."""
+        monkeypatch.setattr(rank_file, "MAX_LINE", 2000)
+        header = runs.header().as_record()
+        path = write_lines(tmp_path / "rank-0.jsonl", [header, {"kind": "x" * 3000}])
+        with pytest.raises(LedgerError, match="line 2 is longer than 2000 bytes"):
             read(path)
