@@ -264,9 +264,9 @@ def _leave_out(_path: str, value: Any, *, generators: bool = True) -> bool:
     if isinstance(value, nn.Parameter) and value.requires_grad:
         return True
     # Such as the module and the datamodule, which are in the state of the program.
-    return _derives_from_lightning(type(value))  # type: ignore[arg-type] # types are hashable
+    return _has_one_of_lightning(type(value).__mro__)
 
 
 @lru_cache(maxsize=10_000)
-def _derives_from_lightning(kind: Any) -> bool:
-    return any(map(is_of_lightning, kind.__mro__))
+def _has_one_of_lightning(kinds: tuple[type, ...]) -> bool:
+    return any(map(is_of_lightning, kinds))
