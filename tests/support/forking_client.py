@@ -25,6 +25,8 @@ def main():
     """Ask for a fork, and end as it ends."""
     channel = socket.socket(socket.AF_UNIX)
     channel.connect(sys.argv[1])
+    # The program may be running before this process knows its number: signals wait until then.
+    signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED)
     folder = os.getcwd()  # noqa: PTH109 - pathlib takes long to import
     request = {"argv": sys.argv[2:], "variables": dict(os.environ), "folder": folder}
     # The standard streams, and what the process has inherited besides: pipes of multiprocessing.
@@ -37,6 +39,7 @@ def main():
     process = int(answers.readline())
     for number in _FORWARDED:
         signal.signal(number, lambda number, _: os.kill(process, number))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _FORWARDED)
     status = os.waitstatus_to_exitcode(int(answers.readline()))
     if status < 0:
         if -status != signal.SIGKILL:
