@@ -295,7 +295,7 @@ def test_oldest_lightning(arguments: list[str]) -> None:
     packages = [f"{name}=={OLDEST_LIGHTNING}" for name in ("lightning", "pytorch-lightning")]
     pip = (PYTHON, "-m", "pip", "--disable-pip-version-check", f"--python={python}")
     run(*pip, "install", "--quiet", "--no-deps", *packages)
-    # control/data/samplers.py finds the sampler in Lightning's wrapper by an underscored name.
+    # control/data/resumable_sampler.py finds the sampler in Lightning's wrapper by an underscored name.
     used = ["tests/lightning/test_lightning_private.py", "tests/control/data/test_samplers.py"]
     tests = arguments or used
     # Lightning 2.2 imports pkg_resources.

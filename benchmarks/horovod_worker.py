@@ -17,8 +17,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from lightning_d9m.ranks.agreement import agree
 from lightning_d9m.ranks.groups import ranks_of_group
+from lightning_d9m.ranks.ranks import agree
 
 mode, workload, steps, folder = sys.argv[1], sys.argv[2], int(sys.argv[3]), Path(sys.argv[4])
 WARM_UP = 4

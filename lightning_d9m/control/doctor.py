@@ -9,8 +9,8 @@ from typing import Any, Literal
 import torch
 
 from lightning_d9m.compatibility import OLDEST_TORCH, describe_missing_patches, parse_release
+from lightning_d9m.control.env_settings import describe_hash_seed_problem
 from lightning_d9m.control.environment import VARIABLES
-from lightning_d9m.control.hash_seed import describe_hash_seed_problem
 from lightning_d9m.control.settings import HIGHEST_SEED
 from lightning_d9m.control.torch_flags import DYNAMIC, threads_vary
 

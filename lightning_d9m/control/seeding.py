@@ -16,7 +16,7 @@ import torch
 from lightning_d9m.compatibility import find_accelerator
 from lightning_d9m.state.parts import GENERATOR
 from lightning_d9m.state.plain_data import decode_plain, encode_plain, pack_bytes, unpack_bytes
-from lightning_d9m.state.search import find_generators
+from lightning_d9m.state.state import find_generators
 
 
 def derive_seed(

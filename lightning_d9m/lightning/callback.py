@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_d9m.control.env_settings import describe_hash_seed_problem
 from lightning_d9m.control.environment import EarlyVariables, control_is_on
-from lightning_d9m.control.hash_seed import describe_hash_seed_problem
 from lightning_d9m.control.session import (
     InheritedSession,
     capture_session,
@@ -30,13 +30,12 @@ from lightning_d9m.lightning.lightning_private import wrap_launches
 from lightning_d9m.lightning.logical_ranks.refusals import refuse_unread_variable
 from lightning_d9m.lightning.packages import combined_base, extend_base, import_packages, rank_zero
 from lightning_d9m.lightning.recording.trainer_recorder import FitSummary, TrainerRecorder
-from lightning_d9m.lightning.resolved_settings import resolve_settings, select_given
 from lightning_d9m.lightning.resume.resumable_fit import CheckpointState
 from lightning_d9m.lightning.resume.run_state import mark_used_gradients
 from lightning_d9m.lightning.saved_state import KEY
 from lightning_d9m.lightning.strategies import check_strategy, register_strategies
 from lightning_d9m.lightning.trainer_attributes import Trainer, ranks_of
-from lightning_d9m.lightning.trainer_session import TrainerSession
+from lightning_d9m.lightning.trainer_session import TrainerSession, resolve_settings, select_given
 from lightning_d9m.ranks.connections import close_group_at_exit
 from lightning_d9m.ranks.liveness import RankLiveness, add_lost_ranks, connect_liveness
 from lightning_d9m.recording.run_recorder import RunOptions
@@ -81,8 +80,6 @@ class DeterminismCallback(_Callback):  # type: ignore[misc] # of the package tha
             recorded because they always differ, such as measured times.
         on_inexact_resume: What to do if a fit resumes from a checkpoint and cannot end at the same
             bits as an uninterrupted run: ``"raise"``, or ``"warn"``, which records the break.
-            ``"raise_early"`` also fails a fresh fit at its start if its mid-epoch checkpoints
-            could not be resumed exactly.
         probes: Kinds of values whose digests are recorded in every batch, such as ``"weight"``,
             ``"loss"`` or ``"output"``; ``"all"`` for all of them.
         probe_modules: Patterns of the names of modules that are probed.
@@ -117,7 +114,7 @@ class DeterminismCallback(_Callback):  # type: ignore[misc] # of the package tha
         unpatched_ops: Sequence[str] | None = None,
         portable: bool | None = None,
         ignored_metrics: Sequence[str] = (),
-        on_inexact_resume: Literal["raise", "warn", "raise_early"] = "raise",
+        on_inexact_resume: Literal["raise", "warn"] = "raise",
         probes: str | Sequence[str] = (),
         probe_modules: str | Sequence[str] = "*",
         probe_steps: str | None = None,
@@ -128,7 +125,7 @@ class DeterminismCallback(_Callback):  # type: ignore[misc] # of the package tha
         arguments = dict(locals())
         _serve_packages()
         super().__init__()
-        validate_choice("on_inexact_resume", on_inexact_resume, ("raise", "warn", "raise_early"))
+        validate_choice("on_inexact_resume", on_inexact_resume, ("raise", "warn"))
         read_path("ledger_dir", ledger_dir)  # a URL passes, too
         self._given = select_given(arguments)
         names = [field.name for field in fields(RunOptions) if field.name in arguments]

@@ -37,8 +37,7 @@ from lightning_d9m.state.parts import (
     read_memory,
 )
 from lightning_d9m.state.plain_data import decode_plain, encode_plain
-from lightning_d9m.state.search import find_generators
-from lightning_d9m.state.state import Node
+from lightning_d9m.state.state import Node, find_generators
 from lightning_d9m.state.watch import VERSIONED, LeaveOut, Watch
 
 # Of larger data only the version and the place in memory are compared.

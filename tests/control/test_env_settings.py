@@ -19,7 +19,7 @@ from lightning_d9m.control.env_settings import (
 )
 from lightning_d9m.control.environment import control_is_on
 from lightning_d9m.control.session import deterministic
-from lightning_d9m.lightning.resolved_settings import resolve_settings, select_given
+from lightning_d9m.lightning.trainer_session import resolve_settings, select_given
 from lightning_d9m.probes.settings import ProbeSettings
 
 OWNERS = (DeterminismCallback, Settings, ProbeSettings)

@@ -24,7 +24,7 @@ from lightning_d9m.control.seeding import (
     rng_restored,
     seed_all,
 )
-from lightning_d9m.state.search import find_generators, search
+from lightning_d9m.state.state import find_generators, search
 
 
 def through_a_file(value):

@@ -9,7 +9,7 @@ import pytest
 REPORT = """
 import os
 os.environ["PYTHONHASHSEED"] = {inside!r} or os.environ.get("PYTHONHASHSEED", "")
-from lightning_d9m.control.hash_seed import describe_hash_seed_problem
+from lightning_d9m.control.env_settings import describe_hash_seed_problem
 print(describe_hash_seed_problem())
 """
 

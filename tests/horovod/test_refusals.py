@@ -12,8 +12,7 @@ from rank_threads import RANKS, Threads
 from lightning_d9m.errors import RanksDisagreeError, SettingError
 from lightning_d9m.horovod.environment import import_horovod
 from lightning_d9m.horovod.strategy import HorovodDeterministicStrategy
-from lightning_d9m.ranks.agreement import agree
-from lightning_d9m.ranks.ranks import Ranks
+from lightning_d9m.ranks.ranks import Ranks, agree
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from lightning_d9m.control.session import enable
 from lightning_d9m.control.settings import Settings
 from lightning_d9m.errors import SettingError
 from lightning_d9m.ledger.format.records import Header
-from lightning_d9m.lightning.resolved_settings import resolve_settings
+from lightning_d9m.lightning.trainer_session import resolve_settings
 
 
 @pytest.mark.parametrize("given", [True, False])

@@ -11,7 +11,7 @@ from lightning_d9m import Recorder, Settings, compare, deterministic
 from lightning_d9m.cli.main import main
 from lightning_d9m.errors import SettingError, StackDifferenceError
 from lightning_d9m.ledger.folder import read_ledger
-from lightning_d9m.lightning.resolved_settings import resolve_settings
+from lightning_d9m.lightning.trainer_session import resolve_settings
 from lightning_d9m.output.comparison_text import format_comparison
 from lightning_d9m.portability.mode import is_portable
 from lightning_d9m.portability.random_numbers import draw

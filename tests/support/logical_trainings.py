@@ -19,7 +19,7 @@ from trainings import QUIET, NoisyDigits, read_digits
 from lightning_d9m import DDPDeterministicStrategy, DeterminismCallback
 from lightning_d9m.control import session
 from lightning_d9m.control.data import micro_batches
-from lightning_d9m.lightning.logical_ranks import random_draws, sandbox
+from lightning_d9m.lightning.logical_ranks import sandbox, steps
 from lightning_d9m.logical_ranks import accumulation
 
 PROCESSES = int(os.environ.get("WORLD_SIZE", "1"))
@@ -199,7 +199,7 @@ def fit_controls(folder):
     large = {"batch_size": BATCH_SIZE * 4 // PROCESSES}
     fit(folder / "one batch", "plain", PROCESSES, noisy=False, loader=large, size=48)
     fit(folder / "ddp", "plain", PROCESSES, noisy=False, loader=large, size=48, strategy="ddp")
-    with mock.patch.object(random_draws.MicroBatchSeeds, "start"):
+    with mock.patch.object(steps.MicroBatchSeeds, "start"):
         fit(folder / "process rng", "mlp", 4, noisy=False)
     with mock.patch.object(sandbox._Record, "put_back"), mock.patch.object(sandbox, "_settle"):
         fit(folder / "buffers", "cnn", 4)

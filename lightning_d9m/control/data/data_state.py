@@ -16,12 +16,11 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from lightning_d9m.control.data.resumable_sampler import is_user_made
-from lightning_d9m.control.data.samplers import list_controlled
+from lightning_d9m.control.data.resumable_sampler import is_user_made, list_controlled
 from lightning_d9m.state.changes import Changes, describe_unsaved
 from lightning_d9m.state.parts import GENERATOR, Namespace, is_of_lightning, name_classes
 from lightning_d9m.state.plain_data import pack_bytes, unpack_bytes
-from lightning_d9m.state.search import find_kind_safely, search
+from lightning_d9m.state.state import find_kind_safely, search
 
 # The keys of a captured state. What samplers have changed, encoded, by number of the sampler and
 # path; and the paths of what they have changed and a checkpoint cannot hold.

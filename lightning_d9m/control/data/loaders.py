@@ -24,13 +24,15 @@ from lightning_d9m.control.data.data_state import (
     UNSAVED_DATA,
     DataState,
 )
-from lightning_d9m.control.data.resumable_sampler import ResumableSampler, is_user_made, unwrap
-from lightning_d9m.control.data.samplers import (
+from lightning_d9m.control.data.resumable_sampler import (
+    ResumableSampler,
     copy_loader,
     describe_seed,
     find_samplers,
     is_rankless,
+    is_user_made,
     make_generator,
+    unwrap,
 )
 from lightning_d9m.control.data.seeded_dataset import (
     RngGuard,

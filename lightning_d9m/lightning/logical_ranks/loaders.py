@@ -10,7 +10,7 @@ from lightning_d9m.control.data.micro_batches import BlockBatchSampler
 from lightning_d9m.errors import SettingError
 from lightning_d9m.lightning.lightning_private import replace_batch_sampler
 from lightning_d9m.logical_ranks.tree import Blocks
-from lightning_d9m.state.search import find_generators
+from lightning_d9m.state.state import find_generators
 
 
 def group_loader(loader: object, blocks: Blocks, process: int, *, padded: bool) -> Any:

@@ -15,7 +15,6 @@ from lightning_d9m.control.torch_flags import read_threads
 from lightning_d9m.errors import DriftError, RankLostError, RanksDisagreeError, SettingError
 from lightning_d9m.lightning.lightning_private import BEFORE_BATCH_TRANSFER
 from lightning_d9m.lightning.logical_ranks.loaders import group_loader
-from lightning_d9m.lightning.logical_ranks.random_draws import MicroBatchSeeds
 from lightning_d9m.lightning.logical_ranks.refusals import (
     check_devices,
     check_trainer,
@@ -23,7 +22,11 @@ from lightning_d9m.lightning.logical_ranks.refusals import (
     watch_collectives,
 )
 from lightning_d9m.lightning.logical_ranks.sandbox import send_tensors
-from lightning_d9m.lightning.logical_ranks.steps import LogicalSteps, holds_micro_batches
+from lightning_d9m.lightning.logical_ranks.steps import (
+    LogicalSteps,
+    MicroBatchSeeds,
+    holds_micro_batches,
+)
 from lightning_d9m.lightning.packages import combined_base
 from lightning_d9m.lightning.strategies import register_in_loaded_packages
 from lightning_d9m.lightning.trainer_attributes import Trainer
@@ -31,7 +34,6 @@ from lightning_d9m.logical_ranks.gradients import LogicalGradients
 from lightning_d9m.logical_ranks.malloc import disable_malloc_trim
 from lightning_d9m.logical_ranks.scalars import sum_exactly
 from lightning_d9m.logical_ranks.tree import Blocks
-from lightning_d9m.ranks.agreement import agree
 from lightning_d9m.ranks.connections import (
     close_default_group,
     is_default_group_closed,
@@ -39,6 +41,7 @@ from lightning_d9m.ranks.connections import (
 )
 from lightning_d9m.ranks.groups import broadcast_tensors, gather_bytes, ranks_of_group
 from lightning_d9m.ranks.liveness import RankLiveness, connect_liveness, lost_ranks_named
+from lightning_d9m.ranks.ranks import agree
 from lightning_d9m.state.plain_data import decode_plain, encode_plain
 
 _DDPStrategy: Any = combined_base("strategies.DDPStrategy")

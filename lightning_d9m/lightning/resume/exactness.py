@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from lightning_d9m.control.data.resumable_sampler import find_epoch_problem, find_loader_problems
-from lightning_d9m.errors import InexactResumeError
 from lightning_d9m.hashing.shards import find_hybrid_sharding
 from lightning_d9m.lightning import lightning_private
 from lightning_d9m.lightning.packages import rank_zero
@@ -96,29 +95,22 @@ def describe_unfinished(trainer: Trainer, epoch: int, cause: str, then: str) -> 
 
 def find_missing_state(trainer: Trainer, position: LoopPosition) -> list[str]:
     """Return why a checkpoint that is being saved cannot be resumed exactly."""
-    between = position.phase == "epoch"
-    loaders = lightning_private.list_loaders(trainer.fit_loop)
+    between, fit = position.phase == "epoch", trainer.fit_loop
     if not between and lightning_private.skips_backward(trainer):
         return [WITHOUT_STEPS]
-    found = list_loader_problems(trainer, within=not between and not is_at_end(trainer))
+    within = not between and not is_at_end(trainer)
+    found = [
+        problem
+        for loop, is_within in ((fit, within), (fit.epoch_loop.val_loop, False))
+        for loader in lightning_private.list_loaders(loop)
+        for problem in find_loader_problems(loader, within=is_within)
+    ]
     if between and trainer.should_stop and _has_batches_left(trainer):
         found.append(describe_unfinished(trainer, position.epoch - 1, *STOPPED))
     # Lightning loads the state of a loader in a fit of a number of steps.
     if between and trainer.max_steps < 0:
-        found += filter(None, map(find_epoch_problem, loaders))
+        found += filter(None, map(find_epoch_problem, lightning_private.list_loaders(fit)))
     return found
-
-
-def list_loader_problems(trainer: Trainer, *, within: bool) -> list[str]:
-    """Return why loaders cannot continue exactly, within a training epoch or in the next one."""
-    fit = trainer.fit_loop
-    loops = ((fit, within), (fit.epoch_loop.val_loop, False))
-    return [
-        problem
-        for loop, is_within in loops
-        for loader in lightning_private.list_loaders(loop)
-        for problem in find_loader_problems(loader, within=is_within)
-    ]
 
 
 def is_cut_by_max_steps(trainer: Trainer) -> bool:
@@ -134,17 +126,10 @@ def _has_batches_left(trainer: Trainer) -> bool:
     return 0 < batches.completed == batches.ready and not is_at_end(trainer)
 
 
-def report(heading: str, problems: list[str], *, raises: bool, then: str = "") -> None:
-    """Report problems of checkpoints that this run saves.
-
-    Raises:
-        InexactResumeError: If ``raises``.
-    """
+def report(checkpoint: str, problems: list[str]) -> None:
+    """Log problems of a checkpoint that this run saves."""
     listed = "\n- ".join(problems)
-    text = f"{heading} be resumed exactly:\n- {listed}{then}"
-    if raises:
-        raise InexactResumeError(text, reasons=problems)
-    rank_zero().rank_zero_info(text)
+    rank_zero().rank_zero_info(f"{checkpoint} cannot be resumed exactly:\n- {listed}")
 
 
 def describe_settings(trainer: Trainer, session: "TrainerSession") -> dict[str, Any]:

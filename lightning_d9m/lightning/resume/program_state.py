@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from lightning_d9m.control.data.samplers import find_samplers
+from lightning_d9m.control.data.resumable_sampler import find_samplers
 from lightning_d9m.hashing.digest import digest_many
 from lightning_d9m.hashing.training_state import ModelTensors
 from lightning_d9m.lightning.lightning_private import list_loaders
@@ -178,12 +178,12 @@ def find_changed(before: Captured, now: Captured) -> list[str]:
     ]
 
 
-def digest_tensors(strategy: object, model: ModelTensors) -> dict[str, str]:
-    """Return the digest of each tensor by name; none if ranks hold shards of them.
+def digest_tensors(trainer: Trainer, model: ModelTensors) -> dict[str, str]:
+    """Return the digest of each tensor by name, on the rank whose tensors a checkpoint holds.
 
-    A change through ``.data`` has no other trace.
+    A change through ``.data`` has no other trace. Ranks that hold shards digest none.
     """
-    if is_sharded(strategy):
+    if is_sharded(trainer.strategy) or not trainer.is_global_zero:
         return {}
     named = {name: own for part in model.listed for name, own in part if not is_lazy(own)}
     return dict(zip(named, digest_many(list(named.values())), strict=True))
@@ -204,16 +204,16 @@ def digest_callbacks(trainer: Trainer) -> dict[str, str]:
 
 def find_lost(model: ModelTensors, checkpoint: Mapping[str, Any]) -> list[str]:
     """Return the names of the tensors of a model that are not in a checkpoint."""
+    absent = [pair for pair in model.list_saved() if pair[0] not in checkpoint["state_dict"]]
     held = {
         part.untyped_storage().data_ptr()
-        for part in tree_leaves(dict(checkpoint))
+        for part in (tree_leaves(dict(checkpoint)) if absent else ())
         if isinstance(part, Tensor) and part.layout is torch.strided
     }
     return [
         name
-        for name, tensor in model.list_saved()
-        if name not in checkpoint["state_dict"]
-        and not (tensor.layout is torch.strided and tensor.untyped_storage().data_ptr() in held)
+        for name, tensor in absent
+        if not (tensor.layout is torch.strided and tensor.untyped_storage().data_ptr() in held)
     ]
 
 

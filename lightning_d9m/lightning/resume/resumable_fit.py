@@ -41,16 +41,11 @@ from lightning_d9m.lightning.trainer_session import TrainerSession
 from lightning_d9m.recording.rank_agreement import gather_json
 from lightning_d9m.state.plain_data import decode_plain, encode_plain, pack_bytes, unpack_bytes
 
-InexactResumeAction = Literal["raise", "warn", "raise_early"]
+InexactResumeAction = Literal["raise", "warn"]
 
 
 # The key, among the state of the program, of what hooks change in the Trainer.
 _HOOKS = "trainer"
-_EARLY = "Checkpoints of this run could not"
-_THEN = (
-    "\nTo train anyway, leave on_inexact_resume at its default: then the error is raised when "
-    "such a checkpoint is loaded."
-)
 
 
 class _Moment(NamedTuple):
@@ -220,7 +215,7 @@ class ResumableFit:
         return ProgramState(self._trainer, self._parts)
 
     def _digest(self, *, callbacks: bool = False) -> dict[str, str]:
-        found = program_state.digest_tensors(self._trainer.strategy, self._parts)
+        found = program_state.digest_tensors(self._trainer, self._parts)
         return found | (program_state.digest_callbacks(self._trainer) if callbacks else {})
 
     def _find_changed(self, since: _Moment | None, *, callbacks: bool = False) -> list[str]:
@@ -335,8 +330,7 @@ class ResumableFit:
         self._saved = None
         if names and not self._late:
             self._late = [exactness.LATE_HOOK.format(names[0])]
-            raises = self._on_inexact == "raise_early"
-            exactness.report("The checkpoint that was just saved cannot", self._late, raises=raises)
+            exactness.report("The checkpoint that was just saved", self._late)
 
     def _load_training(self, load: Callable[[], None]) -> None:
         load()
@@ -417,10 +411,6 @@ class ResumableFit:
         self._options = run_state.read_options(trainer)
         self._schedulers = list_schedulers(trainer)
         if self._resumed is None and not self._reasons:
-            if self._on_inexact == "raise_early":
-                problems = exactness.list_loader_problems(trainer, within=True)
-                if problems:
-                    exactness.report(_EARLY, problems, raises=True, then=_THEN)
             return
         position, rank = self._position, self._rank
         if (resumed := self._resumed) is not None:
@@ -504,7 +494,7 @@ class ResumableFit:
     def _tell(self, saved: SavedRank) -> None:
         """Log, once each, why a checkpoint cannot be resumed exactly, and what it does not hold."""
         if new := [text for text in saved.inexact if text not in self._told]:
-            exactness.report("The checkpoint that is being saved cannot", new, raises=False)
+            exactness.report("The checkpoint that is being saved", new)
         logged = [exactness.NOT_HELD.format(path) for path in list_logged(saved.samplers)]
         for text in logged:
             if text not in self._told:
@@ -531,7 +521,8 @@ class ResumableFit:
         Other callbacks, and the module, may have taken them out.
         """
         state = find_state(checkpoint)
-        if state is not None and not is_sharded(self._trainer.strategy):
+        trainer = self._trainer
+        if state is not None and trainer.is_global_zero and not is_sharded(trainer.strategy):
             lost = program_state.find_lost(self._parts, checkpoint)
             changed = self._find_changed(self._first) if lost else []
             known = self._first.digests
@@ -579,8 +570,7 @@ class CheckpointState:
     """Saves and restores the state of one callback's fits.
 
     Args:
-        on_inexact: ``"raise"`` or ``"warn"`` if a run cannot be resumed exactly; ``"raise_early"``
-            raises at the start of a fit whose checkpoints could not be resumed exactly.
+        on_inexact: ``"raise"`` or ``"warn"`` if a run cannot be resumed exactly.
     """
 
     def __init__(self, on_inexact: InexactResumeAction = "raise") -> None:

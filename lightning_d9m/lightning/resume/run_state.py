@@ -51,7 +51,7 @@ from lightning_d9m.lightning.trainer_attributes import (
 )
 from lightning_d9m.state.parts import is_of_lightning, is_of_program
 from lightning_d9m.state.plain_data import decode_plain, encode_plain, pack_bytes, unpack_bytes
-from lightning_d9m.state.search import find_generators, search
+from lightning_d9m.state.state import find_generators, search
 from lightning_d9m.text import pluralize
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from lightning_d9m.control.session import enable
 from lightning_d9m.lightning.autoload import auto_callback, entry_points
 from lightning_d9m.lightning.autoload.auto_callback import AddedCallback, make_callback
 from lightning_d9m.lightning.packages import PACKAGES
-from lightning_d9m.lightning.resolved_settings import resolve_seed
+from lightning_d9m.lightning.trainer_session import resolve_seed
 
 
 @pytest.fixture

@@ -167,26 +167,6 @@ class TestForetold:
         fits.fit(loader=stream, extra=[between], enable_checkpointing=True, max_epochs=1)
         assert "be resumed exactly" not in caplog.text
 
-    @pytest.mark.parametrize(
-        ("part", "loader"),
-        [("loader", stream), ("validate", partial(drawing, **PERSISTENT))],
-        ids=["training", "validation"],
-    )
-    def test_it_is_an_error_where_the_user_asks_for_that(self, fits, part, loader):
-        def step(self, batch, batch_idx):
-            raise AssertionError("it is said before anything is trained")
-
-        run = {"model": partial(make_model, training_step=step), part: loader}
-        words = {"on_inexact_resume": "raise_early"}
-        with pytest.raises(
-            InexactResumeError, match="Checkpoints of this run could not be resumed"
-        ):
-            fits.fit(**run, words=words, num_sanity_val_steps=0)
-
-    def test_a_run_that_can_be_resumed_goes_on(self, fits):
-        words = {"on_inexact_resume": "raise_early"}
-        fits.fit(loader=make_loader, validate=in_order, words=words, max_epochs=1)
-
 
 STEPS = {"max_epochs": -1, "max_steps": 15}
 

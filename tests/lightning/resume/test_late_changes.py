@@ -50,9 +50,6 @@ def test_a_hook_of_the_module_is_named_and_later_checkpoints_are_refused(fits, c
     assert "just saved cannot be resumed exactly" in caplog.text
     with pytest.raises(InexactResumeError, match="on_train_batch_end, changes average"):
         fits.resume(model=averaging)
-    words = {"on_inexact_resume": "raise_early"}
-    with pytest.raises(InexactResumeError, match="changes average"):
-        fits.interrupt(model=averaging, words=words, at={"batch": 2, "stop": False})
 
 
 def test_a_value_that_the_modules_hook_logs_for_the_epoch_is_named(fits, caplog):
