@@ -25,7 +25,6 @@ from lightning_d9m.lightning.saved_state import (
 )
 from lightning_d9m.lightning.strategies import is_sharded
 from lightning_d9m.lightning.trainer_attributes import Trainer, ranks_of
-from lightning_d9m.recording.rank_agreement import gather_json
 from lightning_d9m.text import describe_names, escape
 
 _CHUNK = 2**20
@@ -67,7 +66,7 @@ def _load_on_all_ranks(trainer: Trainer, path: Any, load: Callable[[], Mapping[s
     manifest = find_manifest(checkpoint) or {"tensors": torch.empty(0), "values": ""}
     content = manifest["tensors"].numpy().tobytes() + str(manifest["values"]).encode()
     own = [str(path) if checkpoint else "", place, blake2b(content, digest_size=16).hexdigest()]
-    rows = gather_json(ranks, own)
+    rows = ranks.gather_json(own)
     other = next((rank for rank, row in enumerate(rows) if row[1:] != rows[0][1:]), None)
     if other is None:
         return

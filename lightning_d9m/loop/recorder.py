@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import distributed
@@ -188,7 +188,7 @@ class Recorder:
         portable: bool = False,
         **options: "Unpack[OptionArguments]",
     ) -> None:
-        self._options = RunOptions.of(**options)
+        self._options = RunOptions(**cast(dict[str, Any], options))
         inner, self._schedulers = unwrap_model(model), _as_tuple(schedulers)
         self._optimizers = tuple(map(unwrap_optimizer, _as_tuple(optimizers)))
         self._training = Training(inner, model, lambda: self._optimizers, lambda: self._schedulers)

@@ -155,13 +155,12 @@ def connect_liveness(ranks: Ranks) -> RankLiveness | None:
     Returns:
         None without a process group of torch's.
     """
-    gather = ranks.gather
-    if gather is None or not torch.distributed.is_available():
+    distributed = torch.distributed
+    if ranks.is_alone or not distributed.is_available() or not distributed.is_initialized():
         return None
-    if not torch.distributed.is_initialized():
-        return None
-    store = torch.distributed.distributed_c10d._get_default_store()  # noqa: SLF001 - not public
-    return RankLiveness(store, ranks.rank, gather(identify_process()), prefix=str(next(_runs)))
+    store = distributed.distributed_c10d._get_default_store()  # noqa: SLF001 - not public
+    processes = ranks.gather_json(identify_process())
+    return RankLiveness(store, ranks.rank, processes, prefix=str(next(_runs)))
 
 
 def add_lost_ranks(error: BaseException, liveness: RankLiveness | None) -> None:

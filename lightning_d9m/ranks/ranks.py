@@ -5,9 +5,8 @@ Framework-free: ranks communicate through a function that the caller passes.
 
 import hashlib
 import json
-from array import array
 from collections.abc import Callable, Sequence
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from lightning_d9m.errors import D9mError, RanksDisagreeError
 
@@ -15,13 +14,11 @@ Result = TypeVar("Result")
 _FIRST_BYTES = 2**12  # that ranks gather at once: enough for most texts
 _CHUNK_BYTES = 2**22  # then; those of all ranks may be on a device together
 _SIZE_BYTES = 8  # data begin with their size
+_SHORT_BYTES = 16  # of a fingerprint, or whether a rank failed, with its size
 
 Exchange: TypeAlias = Callable[[bytes], list[bytes]]
 """Gathers bytes from all ranks, each of which passes equally many, a multiple of 8; returns those
 of each rank, in order of ranks, the same on every rank."""
-
-Gather: TypeAlias = Callable[[Sequence[int]], list[list[int]]]
-"""The same for int64 numbers."""
 
 
 class Ranks:
@@ -35,14 +32,9 @@ class Ranks:
         self._exchange = exchange
 
     @property
-    def gather(self) -> Gather | None:
-        """Gathers integers from all ranks; None for a single rank."""
-        exchange = self._exchange
-        if exchange is None:
-            return None
-        return lambda numbers: [
-            array("q", row).tolist() for row in exchange(array("q", numbers).tobytes())
-        ]
+    def is_alone(self) -> bool:
+        """Whether there is no other rank."""
+        return self._exchange is None
 
     def raise_on_all(self, func: Callable[[], Result]) -> Result:
         """Call a function, and raise on every rank if it raises on any.
@@ -58,8 +50,8 @@ class Ranks:
         except Exception as error:  # noqa: BLE001 - it is raised below, when the others know
             problem = error
         try:
-            rows = [] if self.gather is None else self.gather([int(problem is not None)])
-            failed = [rank for rank, row in enumerate(rows) if row[0]]
+            rows = self.gather_bytes(b"" if problem is None else b"1", first=_SHORT_BYTES)
+            failed = [rank for rank, row in enumerate(rows) if row]
         except Exception:
             if problem is None:
                 raise
@@ -73,13 +65,12 @@ class Ranks:
             )
         return result
 
-    def broadcast_text(self, text: str) -> str:
-        """Return the text that rank 0 passes; each rank calls this.
+    def gather_json(self, value: Any) -> list[Any]:
+        """Return the JSON value that each rank passes, in order of ranks; each rank calls this.
 
-        Ranks gather integers, because unpickling what another process sends runs its code.
+        Not pickled, because unpickling what another process sends runs its code.
         """
-        own = text.encode("utf-8", "surrogateescape") if self.rank == 0 else b""
-        return self.gather_bytes(own)[0].decode("utf-8", "surrogateescape")
+        return [json.loads(row) for row in self.gather_bytes(json.dumps(value).encode())]
 
     def gather_bytes(
         self, own: bytes, *, first: int = _FIRST_BYTES, on_first_rank: bool = False
@@ -115,7 +106,6 @@ class Ranks:
 
 
 _MAX_NAMES = 8
-_BYTES = 16  # of a fingerprint, with its length
 
 
 def agree(ranks: Ranks, activity: str, items: Sequence[str] = ()) -> None:
@@ -130,9 +120,8 @@ def agree(ranks: Ranks, activity: str, items: Sequence[str] = ()) -> None:
         RanksDisagreeError: They differ; raised on every rank.
     """
     digest = hashlib.blake2b("\0".join((activity, *items)).encode(), digest_size=8).digest()
-    if len(set(ranks.gather_bytes(digest, first=_BYTES))) > 1:
-        announced = ranks.gather_bytes(json.dumps([activity, [*items]]).encode())
-        found = [json.loads(part) for part in announced]
+    if len(set(ranks.gather_bytes(digest, first=_SHORT_BYTES))) > 1:
+        found = ranks.gather_json([activity, [*items]])
         raise RanksDisagreeError(
             compose_disagreement(found), intents=[activity for activity, _ in found]
         )

@@ -1,7 +1,6 @@
 """The state that must be equal on all ranks: ranks gather a hash of each group, and compare it."""
 
 import gc
-import json
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +18,6 @@ from lightning_d9m.hashing.shards import FlatLayout, has_base, may_be_sharded
 from lightning_d9m.hashing.training_state import Groups, count_sharded, plain_name, replicated_names
 from lightning_d9m.ledger.format.records import Digests, Json, Scalar
 from lightning_d9m.ledger.stack import PIPELINE_STAGES, SHARDED_PARAMETERS
-from lightning_d9m.ranks.ranks import Ranks
 from lightning_d9m.text import describe_moment, describe_names, describe_pair, escape
 
 
@@ -162,7 +160,6 @@ GatherJson: TypeAlias = Callable[[Json], list[Any]]
 
 GROUPS = ("weights", "buffers", "optimizers", "schedulers")
 _MOST = 32  # steps that are kept
-_FIRST_BYTES = 256  # that ranks gather at once: a hash of each group
 # Buffers that a training step may set from each rank's own data.
 _FREE_BUFFERS = "free buffers"
 _COMPARED = (*GROUPS[:2], _FREE_BUFFERS, *GROUPS[2:])
@@ -170,12 +167,6 @@ _NAMES = "names of the entries"
 _PAIR = 2
 # The words for a group's entries in messages.
 _ENTRIES = {"optimizers": "optimizer entries"}
-
-
-def gather_json(ranks: Ranks, value: Json) -> list[Any]:
-    """Return the JSON value of each rank, in order of ranks; each rank calls this."""
-    rows = ranks.gather_bytes(json.dumps(value).encode(), first=_FIRST_BYTES)
-    return [json.loads(row) for row in rows]
 
 
 class StepDigests:

@@ -3,17 +3,15 @@
 Ranks communicate through ``Ranks``, so tests need no processes.
 """
 
-import json
 import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypedDict, cast
+from typing import Any, ClassVar, Literal, TypedDict
 from weakref import WeakSet
 
 import torch
@@ -65,14 +63,10 @@ from lightning_d9m.recording.rank_agreement import (
     ReplicatedState,
     describe_division,
     find_replicated_state,
-    gather_json,
 )
 from lightning_d9m.recording.reference import Reference
 from lightning_d9m.state.plain_data import decode_plain, encode_plain
 from lightning_d9m.version import __version__
-
-if TYPE_CHECKING:
-    from typing_extensions import Self, Unpack
 
 NO_SCALARS: Mapping[str, str] = MappingProxyType({})
 
@@ -113,11 +107,6 @@ class RunOptions(ProbeSettings):
         validate_choice("on_drift", self.on_drift, ("raise", "warn"))
         allowed = ("raise", "warn", "ignore")
         validate_choice("on_stack_difference", self.on_stack_difference, allowed)
-
-    @classmethod
-    def of(cls, *, replay_every: int = 0, **given: "Unpack[OptionArguments]") -> "Self":
-        """Return the options that arguments give."""
-        return cls(replay_every=replay_every, **cast(dict[str, Any], given))
 
     def check_reference(self) -> None:
         """Raise a ``LedgerError`` if the reference cannot be read."""
@@ -263,8 +252,8 @@ class RunRecorder:
         header, facts, replicated = ranks.raise_on_all(describe)
         self.folder = make_folder()
         self._header, self._present_options = header, options or self.options
-        if ranks.gather is not None and replicated is not None:
-            self._agreement = RankAgreement(partial(gather_json, ranks), replicated)
+        if not ranks.is_alone and replicated is not None:
+            self._agreement = RankAgreement(ranks.gather_json, replicated)
         self._training = training
         self.open_recorders.add(self)
         ranks.raise_on_all(lambda: self._begin(header, facts, resumed))
@@ -424,11 +413,11 @@ class RunRecorder:
 
     def _across_ranks(self, digests: Digests, found: list[DriftError]) -> list[DriftError]:
         """Return the errors that all ranks raise, the same on every rank."""
-        if self.ranks.gather is None:
+        if self.ranks.is_alone:
             return []
         agreement = self._agreement
         summary = [] if agreement is None else agreement.summarize(digests.groups)
-        rows = gather_json(self.ranks, [found[0].count if found else 0, *summary])
+        rows = self.ranks.gather_json([found[0].count if found else 0, *summary])
         counts = [row[0] for row in rows]
         drifted = [rank for rank, count in enumerate(counts) if count]
         errors: list[DriftError] = []
@@ -541,8 +530,7 @@ def share_new_folder(ranks: Ranks, create: Callable[[], Path] | None, advice: st
             folder = str(create())
         except LedgerError as error:
             problem = f"{error} {advice}".rstrip()
-    # As text: unpickling what another process sends runs its code.
-    folder, problem = json.loads(ranks.broadcast_text(json.dumps([folder, problem])))
+    folder, problem = ranks.gather_json([folder, problem])[0]
     if problem:
         raise LedgerError(problem)
     # Nodes need not share a file system: each keeps the ledgers of its own ranks. If this fails,

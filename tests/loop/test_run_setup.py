@@ -32,4 +32,4 @@ def test_two_ranks(tmp_path):
 
 def test_without_a_group_there_is_one_rank():
     ranks, size = find_ranks()
-    assert (ranks.rank, ranks.gather, size) == (0, None, 1)
+    assert (ranks.rank, ranks.is_alone, size) == (0, True, 1)

@@ -1,6 +1,5 @@
 """Hugging Face's Trainer writes ledgers that repeat, detect, and continue after a resume."""
 
-from array import array
 from pathlib import Path
 
 import pytest
@@ -153,16 +152,16 @@ def test_a_resumed_training_ends_at_the_same_bits(example, tmp_path, step):
 
 @pytest.fixture
 def told(monkeypatch):
-    """Let each rank be one of two that do the same; return what it tells the other."""
-    numbers = []
+    """Let each rank be one of two that do the same; return whether it tells of an error."""
+    failures = []
 
     def exchange(own):
-        numbers.append(array("q", own).tolist())
+        failures.append(own[:9] == bytes([1, 0, 0, 0, 0, 0, 0, 0]) + b"1")
         return [own, own]
 
     for module in (transformers_callback, recorder):
         monkeypatch.setattr(module, "find_ranks", lambda: (Ranks(0, exchange), 2))
-    return numbers
+    return failures
 
 
 def test_a_checkpoint_of_a_training_without_the_callback_is_refused(example, tmp_path, told):
@@ -170,10 +169,10 @@ def test_a_checkpoint_of_a_training_without_the_callback_is_refused(example, tmp
     example.train(tmp_path, num_train_epochs=1)
     (state,) = tmp_path.glob("checkpoints/checkpoint-10/d9m-0.pt")
     moved = state.rename(tmp_path / "d9m-0.pt")
-    assert [1] not in told
+    assert True not in told
     with pytest.raises(CheckpointError, match=r"If the checkpoint is not .*checkpoint-10, name it"):
         example.train(tmp_path, resume=True)
-    assert told[-1] == [1]
+    assert told[-1]
     assert moved.exists()
     resumed = example.train(tmp_path, resume=True, settings={"resumed_from": tmp_path})
     assert read_ledger(resumed.ledger).outcome(0).last.step == 30
@@ -181,7 +180,7 @@ def test_a_checkpoint_of_a_training_without_the_callback_is_refused(example, tmp
     (last.with_name("checkpoint-40") / "d9m-0.pt").mkdir(parents=True)
     with pytest.raises(RuntimeError, match="open file failed"):
         example.train(tmp_path, resume=str(last), num_train_epochs=4)
-    assert told[-1] == [1]
+    assert told[-1]
 
 
 def test_a_training_that_failed_is_closed_with_its_session_or_by_the_next(example, tmp_path):

@@ -37,14 +37,12 @@ def test_bytes_of_any_lengths(monkeypatch, sizes, rounds):
 
 
 @pytest.mark.parametrize("text", ["", "a", "eight by", "/ä/\udc80 Ω" * 50])
-def test_every_rank_gets_the_text_of_rank_0(text):
+def test_every_rank_gets_the_texts_of_all(text):
     threads = Threads()
 
     def one(rank):
-        return Ranks(rank, threads.exchange_of(rank)).broadcast_text(
-            text if rank == 0 else "own" * 9
-        )
+        return Ranks(rank, threads.exchange_of(rank)).gather_json([text, rank])
 
     with ThreadPoolExecutor(RANKS) as pool:
-        assert list(pool.map(one, range(RANKS))) == [text] * RANKS
-    assert Ranks(0).broadcast_text(text) == text
+        assert list(pool.map(one, range(RANKS))) == [[[text, n] for n in range(RANKS)]] * RANKS
+    assert Ranks(0).gather_json(text) == [text]

@@ -38,7 +38,6 @@ from lightning_d9m.lightning.trainer_attributes import (
     ranks_of,
 )
 from lightning_d9m.lightning.trainer_session import TrainerSession
-from lightning_d9m.recording.rank_agreement import gather_json
 from lightning_d9m.state.plain_data import decode_plain, encode_plain, pack_bytes, unpack_bytes
 
 InexactResumeAction = Literal["raise", "warn"]
@@ -543,7 +542,7 @@ class ResumableFit:
 
     def _raise_or_warn_on_all_ranks(self, problems: list[str]) -> None:
         """Raise or warn on all ranks of the problems that any of them has found."""
-        rows = gather_json(ranks_of(self._trainer), problems)
+        rows = ranks_of(self._trainer).gather_json(problems)
         if found := list(dict.fromkeys(problem for row in rows for problem in row)):
             self._raise_or_warn(found)
 

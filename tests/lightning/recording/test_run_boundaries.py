@@ -28,7 +28,7 @@ def lonely_trainer():
 
 def test_a_gather_without_the_other_ranks_says_so(lonely_trainer):
     with pytest.raises(SettingError, match="The Trainer has 2 ranks, but all_gather of"):
-        ranks_of(lonely_trainer).gather([1])
+        ranks_of(lonely_trainer).gather_json(1)
 
 
 def test_a_failing_gather_does_not_hide_the_error_of_the_program(lonely_trainer):
