@@ -55,6 +55,8 @@ class Session:
         self.thread = threading.current_thread()
         self._scopes = 0
         self._switching = control_is_on()
+        fill = settings.fill_uninitialized_memory
+        self._flags = torch_flags.wanted_flags(fill_uninitialized_memory=fill)
         if not self._switching:
             warnings.warn(
                 f"The variable {CONTROL} is 'off': this run is seeded and recorded, but not "
@@ -75,8 +77,7 @@ class Session:
             _open.append(self)
 
     def _switch(self, stack: ExitStack) -> None:
-        fill = self.settings.fill_uninitialized_memory
-        stack.enter_context(torch_flags.algorithms_switched(fill_uninitialized_memory=fill))
+        stack.enter_context(torch_flags.algorithms_switched(self._flags))
         # `is_built` does not start the driver, after which a launcher could no longer fork.
         patching = self.settings.patch_ops and torch.backends.cuda.is_built()
         patching = patching and not self.settings.portable  # which computes these operations, too
@@ -91,16 +92,15 @@ class Session:
     def verify(self) -> None:
         """Raise a ``SettingError`` if a flag or the number of threads has changed since."""
         if self._switching:
-            fill = self.settings.fill_uninitialized_memory
-            torch_flags.verify_flags(fill_uninitialized_memory=fill)
+            torch_flags.verify_flags(self._flags)
         verify_threads(self.settings.threads)
 
     def switch_again(self) -> list[str]:
         """Set the flags that have changed since again, and return their names."""
-        if not self._switching:
-            return []
-        fill = self.settings.fill_uninitialized_memory
-        return torch_flags.switch_again(fill_uninitialized_memory=fill)
+        changed = torch_flags.find_changed_flags(self._flags) if self._switching else ()
+        if changed:
+            torch_flags.restore_flags(self._flags)
+        return [*changed]
 
     def call_on_close(self, func: Callable[[], object]) -> None:
         """Call a function when the session closes, before it restores anything."""

@@ -85,41 +85,34 @@ def wanted_flags(*, fill_uninitialized_memory: bool) -> Flags:
 
 
 @contextmanager
-def algorithms_switched(*, fill_uninitialized_memory: bool) -> Iterator[None]:
-    """Compute with deterministic algorithms, and restore torch's flags."""
+def algorithms_switched(wanted: Flags) -> Iterator[None]:
+    """Compute with the flags of a deterministic session, and restore torch's flags."""
     before = capture_flags()
     try:
-        restore_flags(before | wanted_flags(fill_uninitialized_memory=fill_uninitialized_memory))
+        restore_flags(wanted)
         yield
     finally:
         restore_flags(before)
 
 
-def switch_again(*, fill_uninitialized_memory: bool) -> list[str]:
-    """Set the flags that differ from those of a deterministic session; return their names."""
-    found = capture_flags()
-    wanted = wanted_flags(fill_uninitialized_memory=fill_uninitialized_memory)
-    changed = [name for name, value in found.items() if value != wanted[name]]
-    if changed:
-        restore_flags(found | wanted)
-    return changed
+def find_changed_flags(wanted: Flags) -> Flags:
+    """Return the present values of the flags that differ from those of a session."""
+    return {name: value for name, value in capture_flags().items() if value != wanted[name]}
 
 
-def verify_flags(*, fill_uninitialized_memory: bool) -> None:
+def verify_flags(wanted: Flags) -> None:
     """Raise if a flag has changed since the session set it.
 
     Raises:
         SettingError: With the first flag that has changed.
     """
-    wanted = wanted_flags(fill_uninitialized_memory=fill_uninitialized_memory)
-    for name, value in capture_flags().items():
-        if value != wanted[name]:
-            raise SettingError(
-                f"The flag {name} is {value} and was set to {wanted[name]}: something changed it "
-                "during the run, so the run is not deterministic. Look for "
-                "torch.use_deterministic_algorithms, torch.backends.cudnn or "
-                "Trainer(deterministic=...) in the program, and remove it."
-            )
+    for name, value in find_changed_flags(wanted).items():
+        raise SettingError(
+            f"The flag {name} is {value} and was set to {wanted[name]}: something changed it "
+            "during the run, so the run is not deterministic. Look for "
+            "torch.use_deterministic_algorithms, torch.backends.cudnn or "
+            "Trainer(deterministic=...) in the program, and remove it."
+        )
 
 
 def _inductor_deterministic() -> bool:

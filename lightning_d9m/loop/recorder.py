@@ -41,6 +41,7 @@ from lightning_d9m.launch.run import LEDGER_VARIABLE
 from lightning_d9m.ledger.folder import create_ledger_folder
 from lightning_d9m.ledger.format.records import End, Resume, Scalar
 from lightning_d9m.loop.batches import Batches, EpochBatches, unwrap_model, unwrap_optimizer
+from lightning_d9m.probes.batch_probes import Training
 from lightning_d9m.probes.trace import ProbePoint
 from lightning_d9m.ranks.groups import ranks_of_group
 from lightning_d9m.ranks.ranks import Ranks
@@ -48,7 +49,6 @@ from lightning_d9m.recording.run_recorder import (
     OptionArguments,
     RunOptions,
     RunRecorder,
-    Training,
     describe_training,
     share_new_folder,
 )

@@ -4,6 +4,7 @@ import warnings
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -24,45 +25,48 @@ from lightning_d9m.probes.trace import Listener, ProbeCollector, ProbePoint, Sta
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
+@dataclass(frozen=True)
+class Training:
+    """The training whose batches are probed, and whose state is recorded.
+
+    Attributes:
+        model: The model, as the user's optimizers see it.
+        wrapped: The model with the wrappers around it; None if it has none.
+        list_optimizers: Returns the optimizers.
+        list_schedulers: Returns the learning rate schedulers.
+        wrap_steps: Records operations while the training makes a step, until a stack is closed;
+            the training then calls ``take_step`` itself. Without it the optimizers call
+            ``take_step``, and operations are recorded from the start of a batch on, but for those
+            of an optimizer.
+        is_compiled: See ``hook_model``.
+    """
+
+    model: nn.Module
+    wrapped: nn.Module | None = None
+    list_optimizers: Callable[[], Sequence[Any]] = tuple
+    list_schedulers: Callable[[], Sequence[Any]] = tuple
+    wrap_steps: Callable[[ExitStack, OpMode], None] | None = None
+    is_compiled: bool = False
+
+
 class BatchProbes:
     """Takes the probes that the settings name, of the batches of a training.
 
     Without settings, and on ranks that they leave out, it takes none.
 
-    Args:
-        settings: The settings.
-        model: The model.
-        rank: The rank.
-        write: Takes the records.
-        list_optimizers: Returns the optimizers.
-        wrap_steps: Records operations while the training makes a step, until a stack is closed;
-            the training then calls ``take_step`` itself. Without it the optimizers call
-            ``take_step``, and operations are recorded from the start of a batch on, but for those
-            of an optimizer.
-        is_compiled: Whether the steps of the model are compiled; see ``hook_model``.
+    ``write`` takes the records.
     """
 
     def __init__(
-        self,
-        settings: ProbeSettings,
-        model: nn.Module,
-        rank: int,
-        write: Write,
-        list_optimizers: Callable[[], Sequence[Any]],
-        wrap_steps: Callable[[ExitStack, OpMode], None] | None = None,
-        *,
-        is_compiled: bool = False,
+        self, settings: ProbeSettings, training: Training, rank: int, write: Write
     ) -> None:
         self._settings = settings
         self._kinds = settings.kinds if settings.takes_rank(rank) else frozenset()
-        self._model = model
+        self._training, model = training, training.model
         folder, names = settings.dump if self._kinds else None, settings.dump_names
         self.dump = None if folder is None else Dump(folder, rank, names)
         self.collector = ProbeCollector(write, None if self.dump is None else self.dump.save)
         self._tensors = ModelTensors(model, settings.takes_parameter)
-        self._list_optimizers = list_optimizers
-        self._wrap_steps = wrap_steps
-        self._is_compiled = is_compiled
         self._hooks: ExitStack | None = None
         self._ops: OpMode | None = None
         self._ops_entered = ExitStack()
@@ -146,7 +150,7 @@ class BatchProbes:
             return None
         state = StateDigest(self._settings.dump_names)
         self._take_states(state)
-        for optimizer in self._list_optimizers():
+        for optimizer in self._training.list_optimizers():
             self._take_gradients(optimizer, state)
         return state.digest()
 
@@ -192,7 +196,7 @@ class BatchProbes:
 
     def _take_optimizers(self, names: Mapping[int, str], listener: Listener) -> None:
         tensors: dict[str, Tensor] = {}
-        for number, optimizer in enumerate(self._list_optimizers()):
+        for number, optimizer in enumerate(self._training.list_optimizers()):
             for name, value in optimizer_state(optimizer, names):
                 key, _, parameter = name.partition(".")
                 if key != "group" and not self._settings.takes_parameter(parameter):
@@ -209,27 +213,25 @@ class BatchProbes:
 
     def _hook(self) -> ExitStack:
         with ExitStack() as stack:
+            training, listener = self._training, self.collector
+            model, compiled = training.model, training.is_compiled
             if "op" in self._kinds:
-                self._ops = OpMode(self._settings, self.collector)
-                stack.enter_context(self._ops.attach(self._model, is_compiled=self._is_compiled))
-                if self._wrap_steps is not None:
-                    self._wrap_steps(stack, self._ops)
-            listener, is_compiled = self.collector, self._is_compiled
-            stack.enter_context(
-                hook_model(
-                    self._model, self._settings, self._kinds, listener, is_compiled=is_compiled
-                )
-            )
+                self._ops = OpMode(self._settings, listener)
+                stack.enter_context(self._ops.attach(model, is_compiled=compiled))
+                if training.wrap_steps is not None:
+                    training.wrap_steps(stack, self._ops)
+            hooks = hook_model(model, self._settings, self._kinds, listener, is_compiled=compiled)
+            stack.enter_context(hooks)
             if "monitor" in self._kinds:
-                stack.enter_context(monitors_heard(partial(self.collector.add, "monitor")))
-            if self._wrap_steps is None:
-                for optimizer in self._list_optimizers():
+                stack.enter_context(monitors_heard(partial(listener.add, "monitor")))
+            if training.wrap_steps is None:
+                for optimizer in training.list_optimizers():
                     stack.callback(optimizer.register_step_pre_hook(self.take_step).remove)
                     stack.callback(optimizer.register_step_post_hook(self._enter_ops).remove)
             return stack.pop_all()
 
     def _enter_ops(self, *_: object) -> None:
-        if self._ops is not None and self._wrap_steps is None and self.collector.listens:
+        if self._ops is not None and self._training.wrap_steps is None and self.collector.listens:
             self._ops_entered.close()
             self._ops_entered.enter_context(self._ops.entered())
 

@@ -6,7 +6,7 @@ Ranks communicate through ``Ranks``, so tests need no processes.
 import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -53,8 +53,7 @@ from lightning_d9m.ledger.stack import (
     capture_stack,
     check_stack,
 )
-from lightning_d9m.probes.batch_probes import BatchProbes
-from lightning_d9m.probes.dispatch_mode import OpMode
+from lightning_d9m.probes.batch_probes import BatchProbes, Training
 from lightning_d9m.probes.settings import ProbeSettings
 from lightning_d9m.probes.trace import StatePoint
 from lightning_d9m.ranks.ranks import Ranks
@@ -123,27 +122,6 @@ class RunOptions(ProbeSettings):
             )
 
 
-@dataclass(frozen=True)
-class Training:
-    """The training that a run records.
-
-    Attributes:
-        model: The model, as the user's optimizers see it.
-        wrapped: The model with the wrappers around it; None if it has none.
-        list_optimizers: Returns the optimizers.
-        list_schedulers: Returns the learning rate schedulers.
-        wrap_steps: See ``BatchProbes``.
-        is_compiled: See ``hook_model``.
-    """
-
-    model: torch.nn.Module
-    wrapped: torch.nn.Module | None = None
-    list_optimizers: Callable[[], Sequence[Any]] = tuple
-    list_schedulers: Callable[[], Sequence[Any]] = tuple
-    wrap_steps: Callable[[ExitStack, OpMode], None] | None = None
-    is_compiled: bool = False
-
-
 class RunRecorder:
     """Writes the ledger of a training, takes its probes, and compares its state as it is written.
 
@@ -181,16 +159,7 @@ class RunRecorder:
         self._start_probes(RunOptions())
 
     def _start_probes(self, options: RunOptions) -> None:
-        training = self._training
-        self.probes = BatchProbes(
-            options,
-            training.model,
-            self.ranks.rank,
-            self.append,
-            training.list_optimizers,
-            training.wrap_steps,
-            is_compiled=training.is_compiled,
-        )
+        self.probes = BatchProbes(options, self._training, self.ranks.rank, self.append)
 
     def __getstate__(self) -> dict[str, Any]:
         copied = RunRecorder(self.options)

@@ -52,7 +52,7 @@ def test_any_state_is_captured_and_restored(state, disturbance):
 
 @needs_all_flags
 def test_torch_computes_with_deterministic_kernels_and_times_none():
-    with algorithms_switched(fill_uninitialized_memory=False):
+    with algorithms_switched(wanted_flags(fill_uninitialized_memory=False)):
         assert torch.get_deterministic_debug_mode() == 2  # others raise
         assert not torch.utils.deterministic.fill_uninitialized_memory
         assert torch.backends.cudnn.deterministic
@@ -66,20 +66,22 @@ def test_torch_computes_with_deterministic_kernels_and_times_none():
 @needs_all_flags
 def test_any_state_is_switched_and_restored_also_on_error(state, fill):
     restore_flags(state)
-    with pytest.raises(ZeroDivisionError), algorithms_switched(fill_uninitialized_memory=fill):
-        assert capture_flags() == wanted_flags(fill_uninitialized_memory=fill)
-        verify_flags(fill_uninitialized_memory=fill)
+    wanted = wanted_flags(fill_uninitialized_memory=fill)
+    with pytest.raises(ZeroDivisionError), algorithms_switched(wanted):
+        assert capture_flags() == wanted
+        verify_flags(wanted)
         raise ZeroDivisionError
     assert capture_flags() == state
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_each_flag_that_somebody_switches_is_found(name):
-    with algorithms_switched(fill_uninitialized_memory=True):
+    wanted = wanted_flags(fill_uninitialized_memory=True)
+    with algorithms_switched(wanted):
         flags = capture_flags()
         restore_flags(flags | {name: not flags[name]})
         with pytest.raises(SettingError, match=f"The flag {name} is {not flags[name]}"):
-            verify_flags(fill_uninitialized_memory=True)
+            verify_flags(wanted)
 
 
 @pytest.mark.parametrize("value", [None, "0", "1"])

@@ -162,7 +162,7 @@ def forbid_a_value(g):
 
 def forget_the_flags(g):
     g.patch.setattr(torch.backends.cudnn, "benchmark", not torch.backends.cudnn.benchmark)
-    g.module.verify_flags(fill_uninitialized_memory=True)
+    g.module.verify_flags(g.module.wanted_flags(fill_uninitialized_memory=True))
 
 
 # The module that raises, what makes it raise, and words of the message that no other message of the

@@ -15,12 +15,12 @@ from lightning_d9m.control.settings import Settings
 from lightning_d9m.errors import D9mError, DriftError, LedgerError, StackDifferenceError
 from lightning_d9m.ledger.folder import create_ledger_folder, read_ledger
 from lightning_d9m.ledger.format.records import Digests, End, Header, RunFacts
+from lightning_d9m.probes.batch_probes import Training
 from lightning_d9m.ranks.ranks import Ranks
 from lightning_d9m.recording.rank_agreement import ReplicatedState
 from lightning_d9m.recording.run_recorder import (
     RunOptions,
     RunRecorder,
-    Training,
     describe_training,
 )
 

@@ -21,7 +21,12 @@ from lightning_d9m.audit.ops.torch_docs import (
 )
 from lightning_d9m.comparison.numeric_difference import SpreadMeter, measure_variation
 from lightning_d9m.compatibility import synchronize
-from lightning_d9m.control.torch_flags import algorithms_switched, capture_flags, restore_flags
+from lightning_d9m.control.torch_flags import (
+    algorithms_switched,
+    capture_flags,
+    restore_flags,
+    wanted_flags,
+)
 from lightning_d9m.patches.registration import patches_applied
 
 CONDITIONS = ("default", "deterministic", "patched")
@@ -185,7 +190,8 @@ def _measure_error(oracle: tuple[Tensor, ...], results: tuple[Tensor, ...]) -> f
 def _enter(condition: str, kind: str) -> Iterator[None]:
     """Set torch's flag, and nothing else; patched, all that a session does and the op's patch."""
     if condition == "patched":
-        with algorithms_switched(fill_uninitialized_memory=True), patches_applied(kind.upper()):
+        wanted = wanted_flags(fill_uninitialized_memory=True)
+        with algorithms_switched(wanted), patches_applied(kind.upper()):
             yield
         return
     flags, threads = capture_flags(), torch.get_num_threads()

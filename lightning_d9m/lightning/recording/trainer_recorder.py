@@ -38,7 +38,7 @@ from lightning_d9m.lightning.trainer_attributes import (
     ranks_of,
 )
 from lightning_d9m.lightning.trainer_session import TrainerSession
-from lightning_d9m.probes.batch_probes import BatchProbes
+from lightning_d9m.probes.batch_probes import BatchProbes, Training
 from lightning_d9m.probes.dispatch_mode import OpMode
 from lightning_d9m.probes.hook_trace import trace_hooks
 from lightning_d9m.probes.trace import ProbePoint
@@ -47,7 +47,6 @@ from lightning_d9m.recording.rank_agreement import ReplicatedState
 from lightning_d9m.recording.run_recorder import (
     RunOptions,
     RunRecorder,
-    Training,
     describe_training,
 )
 from lightning_d9m.text import cut_digests, escape, pluralize
