@@ -33,7 +33,7 @@ TESTS = (
     "tests/control/test_torch_flags.py",
     "tests/control/data/test_loaders.py",
     "tests/control/data/test_seeded_dataset.py",
-    "tests/lightning/test_lightning_private.py",
+    "tests/lightning/resume/test_resume.py",
     "tests/lightning/test_callback.py",
 )
 COMMON = ("hypothesis", "pytest>=9", "pytest-timeout", "scikit-learn")

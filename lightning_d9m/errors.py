@@ -103,12 +103,12 @@ class DriftError(D9mError, RuntimeError):
         epoch: int,
         step: int,
         rank: int,
-        group: str,
-        names: Sequence[str],
+        group: str = "",
+        names: Sequence[str] = (),
         count: int,
-        total: int,
-        expected: str,
-        actual: str,
+        total: int = 0,
+        expected: str = "",
+        actual: str = "",
         expected_rank: int | None = None,
     ) -> None:
         super().__init__(message)

@@ -206,10 +206,6 @@ class RandomStreams:
         if self.shared is not None:
             self.shared[0], self.shared[1] = epoch, self.starts
 
-    def at_epoch(self) -> "RandomStreams":
-        """Return a copy that stays in the current epoch."""
-        return replace(self, shared=None)
-
     def follow(self) -> bool:
         """Enter the main process's epoch; return whether it was started since the last call."""
         before = self.starts

@@ -3,7 +3,6 @@
 import os
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -56,22 +55,13 @@ _STORE_BYTES = 256  # of the address of a store
 _started_with: dict[str, str] | None = None  # the variables when this process started Horovod
 
 
-@dataclass(frozen=True)
-class SavedEnvironment:
-    """The names of the environment variables that `set_variables` added."""
-
-    added: tuple[str, ...]
-
-    def restore(self) -> None:
-        """Remove the variables; a running Horovod has read them and does not change."""
-        for name in self.added:
-            os.environ.pop(name, None)
-
-
-def set_variables(*, initialized: bool, stall_seconds: float) -> SavedEnvironment:
+def set_variables(*, initialized: bool, stall_seconds: float) -> list[str]:
     """Set the variables before Horovod starts, or check those of a running Horovod.
 
     Horovod gives up waiting for a rank after ``stall_seconds``.
+
+    Returns:
+        The names of the variables that were added.
 
     Raises:
         SettingError: A variable has a contradicting value.
@@ -109,7 +99,7 @@ def set_variables(*, initialized: bool, stall_seconds: float) -> SavedEnvironmen
         added["GLOO_SOCKET_IFNAME"] = interface
     missing = {n: v for n, v in {**wanted, **added}.items() if n not in os.environ}
     os.environ.update(missing)
-    return SavedEnvironment(tuple(missing))
+    return [*missing]
 
 
 def _check_running(wanted: Mapping[str, str]) -> None:

@@ -14,7 +14,6 @@ from torch import Tensor, distributed
 from lightning_d9m.attribute_patches import AttributePatches
 from lightning_d9m.errors import RankLostError, SettingError
 from lightning_d9m.horovod.environment import (
-    SavedEnvironment,
     check_rank_stacks,
     connect_store,
     describe_rank,
@@ -189,7 +188,7 @@ class HorovodDeterministicStrategy(DDPDeterministicStrategy):
                     f"any number of processes: leave out {name}, or logical_ranks."
                 )
         self._stall_seconds = stall_seconds
-        self._saved_environment: SavedEnvironment | None = None
+        self._added_variables: list[str] | None = None  # from `setup_environment` to `teardown`
         self._sums: LogicalGradients | None = None
         self._is_blocked = False  # whether gradients accumulate on this rank alone
         self._runs_backward = False
@@ -233,9 +232,8 @@ class HorovodDeterministicStrategy(DDPDeterministicStrategy):
         """Set the environment variables, start Horovod, and compare the ranks."""
         hvd = import_horovod()
         running = hvd.is_initialized()
-        self._saved_environment = set_variables(
-            initialized=running, stall_seconds=self._stall_seconds
-        )
+        stall_seconds = self._stall_seconds
+        self._added_variables = set_variables(initialized=running, stall_seconds=stall_seconds)
         if not running:
             hvd.init()
         if self.root_device.type == "cpu":
@@ -396,7 +394,7 @@ class HorovodDeterministicStrategy(DDPDeterministicStrategy):
                 return
         except RankLostError:
             # After the run, other ranks may have exited while a script saves a checkpoint.
-            if self._saved_environment is not None:
+            if self._added_variables is not None:
                 raise
 
     # The run
@@ -427,9 +425,9 @@ class HorovodDeterministicStrategy(DDPDeterministicStrategy):
             self._sums.close()
             self._sums = None
         super().teardown()
-        if self._saved_environment is not None:
-            self._saved_environment.restore()
-            self._saved_environment = None
+        for name in self._added_variables or ():  # a running Horovod has read them
+            os.environ.pop(name, None)
+        self._added_variables = None
 
 
 register_in_loaded_packages()  # a Trainer takes the name after this import

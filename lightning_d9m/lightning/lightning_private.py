@@ -1,9 +1,8 @@
 # ruff: noqa: SLF001 - the one file that touches underscored names of Lightning
 """Access to private attributes of Lightning; no other file of this package touches them.
 
-Where Lightning has a similar public name, the docstring says why it does not serve. The test file
-of the same name checks every function on the installed version; Lightning 2.2 is the oldest
-supported one.
+Where Lightning has a similar public name, the docstring says why it does not serve. Lightning 2.2
+is the oldest version; `dev.py test-oldest-lightning` trains and resumes with it.
 """
 
 import copy
@@ -171,13 +170,23 @@ def has_loaded_progress(trainer: Trainer) -> bool:
 
     ``restarting`` is false for a checkpoint that was saved at the end of an epoch.
     """
-    loop = trainer.fit_loop  # before Lightning 2.5, `restarting` is true for every checkpoint
-    return bool(getattr(loop, "_loaded_from_state_dict", loop.restarting))
+    loop = trainer.fit_loop
+    epochs = loop.epoch_progress.current
+    pending = loop.restarting or epochs.completed < epochs.processed  # before Lightning 2.5
+    return bool(getattr(loop, "_loaded_from_state_dict", pending))
 
 
 def clear_restart(loop: Any) -> None:
     """Mark one loop as not restarting; the setter of ``restarting`` also changes its children."""
     loop._restarting = False
+
+
+def completes_batch(loop: Any) -> bool:
+    """Return whether Lightning completes the last batch itself, if it was saved in a hook after it.
+
+    Before 2.5 it trains that batch again, and runs a validation after it again.
+    """
+    return hasattr(loop, "restarted_on_train_batch_end")
 
 
 def is_validation_due(trainer: Trainer) -> bool:

@@ -407,12 +407,7 @@ class RunRecorder:
             epoch=digests.epoch,
             step=digests.step,
             rank=rank,
-            group="",
-            names=(),
             count=count,
-            total=0,
-            expected="",
-            actual="",
         )
 
 

@@ -288,11 +288,6 @@ CASES = [
         ("…=… is not allowed: pass a whole number from 1.", "processes=0 is"),
     ),
     ("control.settings", lambda g: g.module.Settings(seed=-1), "allowed: a whole number from"),
-    (
-        "lightning.resume.exactness",
-        lambda g: g.module.report("It could not", ["a reason"], raises=True),
-        ("be resumed exactly:", "It could not be resumed exactly:\n- a reason"),
-    ),
     ("control.environment", forbid_a_value, "which a deterministic session does not allow."),
     (
         "probes.dumps",

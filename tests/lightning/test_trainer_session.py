@@ -20,6 +20,7 @@ def test_settings_left_at_their_default_are_those_of_the_active_session(fit):
     chosen = {"fill_uninitialized_memory": False, "patch_ops": True, "unpatched_ops": ("histc",)}
     with enable(seed=12, threads=1, **chosen):
         settings = fit(seed=None).header.settings
+        assert settings["seed"] == 12
         other = fit(seed=None, threads=2).header.settings
     assert (settings["patch_ops"], settings["unpatched_ops"]) == (True, "histc")
     assert settings["fill_uninitialized_memory"] is False

@@ -181,9 +181,10 @@ def test_a_change_has_exactly_the_disturbed_path(graph, value, name):
 @settings(max_examples=150, deadline=None)
 @given(graph=GRAPHS, data=st.data())
 def test_what_was_disturbed_is_written_into_objects_that_were_made_alike(graph, data):
-    """As a run that resumes has them; what cannot be written is named."""
+    """As a run that resumes has them; what cannot be written is named. Copies are put back."""
     owner = Thing(graph=graph, again=graph)
     other = copy.deepcopy(owner)
+    copies = Changes({"owner": owner}, leave_out=lambda *_: False, copies=True)
     here, there = (Changes({"owner": one}, leave_out=lambda *_: False) for one in (owner, other))
     before, (at_first, unknown) = Watch({"owner": owner}), here.capture()
     assert not unknown
@@ -197,6 +198,8 @@ def test_what_was_disturbed_is_written_into_objects_that_were_made_alike(graph, 
     assert bool(captured != at_first or unknown) == bool(before.find_changed())
     assert there.restore(captured, torch.device("cpu")) == []
     assert unknown or digest_value(owner) == digest_value(other)
+    copies.undo(at_first, copies.capture()[0])
+    assert unknown or before.find_changed() == []
 
 
 @settings(max_examples=100, deadline=None)

@@ -116,8 +116,8 @@ class ControlledLoader:
                 replacements.replace(loader, "_iterator", None)
         self._has_data = False
         # The states where the epoch was first iterated, and after it was iterated in advance.
-        self._start: dict[str, Any] | None = None
-        self._after: dict[str, Any] | None = None
+        self.start: dict[str, Any] | None = None
+        self.after: dict[str, Any] | None = None
         user_sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
         self._requests = ResumableSampler(
             user_sampler,
@@ -156,7 +156,7 @@ class ControlledLoader:
 
     def capture(self, *, within: bool, at_end: bool) -> dict[str, Any]:
         """Return what the order of batches depends on; see ``LoaderControl.capture_samplers``."""
-        start = self._start
+        start = self.start
         if not within or start is None:
             return self.state.capture()
         # Read again from the start of the epoch; a validation is run again as a whole.
@@ -177,13 +177,8 @@ class ControlledLoader:
         return at_start | {name: own for name, own in now.items() if own}
 
     def _keep_start(self) -> None:
-        if self._start is None:  # torch may make a second iterator, or cycle
-            self._start = self.state.capture()
-
-    def keep_iterated(self) -> None:
-        """Keep what iterating the samplers in advance has made of them."""
-        if self._start is not None:
-            self._after = self.state.capture()
+        if self.start is None:  # torch may make a second iterator, or cycle
+            self.start = self.state.capture()
 
     def restore_data(self, epoch: int, consumed: ReachedPosition | None) -> None:
         """Restore what the dataset held where the run was interrupted."""
@@ -191,16 +186,11 @@ class ControlledLoader:
             self.state.restore_data(consumed.samplers.get(str(self.number), {}))
             self._has_data = True
 
-    def restore(self, states: Mapping[str, Any]) -> None:
-        """Restore what ``capture`` returned."""
-        self.state.restore_samplers(states)
-        self.state.restore_data(states)
-
     def reset(self, epoch: int) -> None:
         """Restore the samplers to the start of the current epoch, but for what hooks have set."""
         if self.started == epoch:
-            if self._start is not None:
-                self.state.undo(self._start, self._after or {})
+            if self.start is not None:
+                self.state.undo(self.start, self.after or {})
             self.started = None
 
     def enter(self, number: int, epoch: int) -> None:
@@ -215,7 +205,7 @@ class ControlledLoader:
             return
         self._requests.draw_skipped()
         self.started = epoch
-        self._start = self._after = None
+        self.start = self.after = None
         self._stream.start_epoch(epoch)
         seed = self._stream.derive("workers")
         self._generator.manual_seed(seed)
@@ -411,12 +401,15 @@ class LoaderControl:
     def restore_samplers(self, stage: str, samplers: Mapping[str, Any]) -> None:
         """Restore what ``capture_samplers`` returned, after the loaders were loaded."""
         for control in self._list(stage):
-            control.restore(samplers.get(str(control.number), {}))
+            states = samplers.get(str(control.number), {})
+            control.state.restore_samplers(states)
+            control.state.restore_data(states)
 
     def keep_iterated(self, stage: str) -> None:
         """Note that a stage's loaders were iterated in advance, as ``restart_epoch`` may undo."""
         for control in self._list(stage):
-            control.keep_iterated()
+            if control.start is not None:
+                control.after = control.state.capture()
 
     def restart(self, stage: str) -> None:
         """Let the next ``start_epoch`` of a stage start the same epoch again."""

@@ -164,7 +164,7 @@ class ResumableSampler(Proxy):
         while True:
             number = self._round
             # The epoch may change before the last batch is requested.
-            stream = self._stream.at_epoch()
+            stream = replace(self._stream, shared=None)
             batches = self._iterate()
             skipped = 0
             if self._skip:  # only the sampler runs; no batch is loaded

@@ -533,7 +533,8 @@ def finish_pending_work(
             _complete(progress)
             _reset_before_validation(loop.val_loop.batch_progress, position.phase, reset)
             return False
-        if saved_in_hook and progress.is_last_batch:
+        at_end = saved_in_hook and progress.is_last_batch
+        if at_end or not lightning_private.completes_batch(loop):
             _complete(progress)
             if not lightning_private.accumulates_gradients(trainer):
                 lightning_private.count_step_batch(trainer)

@@ -1,6 +1,5 @@
 """What datasets and samplers change is saved and restored, or named; that of samplers undone."""
 
-import copy
 import random
 import tempfile
 import time
@@ -337,54 +336,28 @@ class Own:
         vars(self).update(values)
 
 
-# The value of an attribute at first, and later. The property tests of `Changes` have the others.
-VALUES = {
-    "count": (3, 4),
-    "order": ([1, 2, 3], [3, 1, 2]),
-    "batches": ([[number] for number in range(1500)], [[number] for number in range(1500, 0, -1)]),
-    "array": (np.arange(4, dtype="int32"), np.arange(4, dtype="int32")[::-1].copy()),
-    "seen": ({1, 2}, {1, 3}),
-    "long": ([*range(110_000)], [*range(110_000, 0, -1)]),
-}
-
-
 def sample(*samplers, earlier=(), **owners):
     return DataState(owners, samplers, earlier)
 
 
-def change_sampler(sampler, name, *, inside):
-    """Replace what a sampler holds, or what that holds."""
-    present, new = getattr(sampler, name), VALUES[name][1]
-    if inside and isinstance(present, list) and isinstance(present[0], list):
-        for one, other in zip(present, new, strict=True):
-            one[:] = other
-    elif inside and isinstance(present, np.ndarray | list):
-        present[:] = new
-    elif inside and isinstance(present, set):
-        present ^= {2, 3}
-    else:
-        setattr(sampler, name, copy.deepcopy(new))
-
-
 def begin():
-    return Own(**{name: copy.deepcopy(first) for name, (first, _) in VALUES.items()})
+    return Own(count=3, order=[1, 2, 3], long=[*range(110_000)])
 
 
-@pytest.mark.parametrize("inside", [True, False])
-@pytest.mark.parametrize("name", VALUES)
-def test_what_a_sampler_has_changed_is_restored_and_undone(name, inside):
+# The property tests of `Changes` have other values.
+def test_what_a_sampler_has_changed_is_restored_and_undone():
     sampler, resumed = begin(), begin()
     state, restored = sample(sampler), sample(resumed)
     before = state.capture()
-    change_sampler(sampler, name, inside=inside)
+    sampler.count, sampler.order = 4, [3]
+    sampler.long.reverse()
     after = state.capture()
     assert (before, list(after)) == ({}, ["sampler"])
     restored.restore_samplers(after)
-    assert digest_value(getattr(resumed, name)) == digest_value(VALUES[name][1])
+    assert digest_value(resumed) == digest_value(sampler)
     sampler.other = 1  # set by a hook since
     state.undo(before, after)
-    assert digest_value(getattr(sampler, name)) == digest_value(VALUES[name][0])
-    assert sampler.other == 1
+    assert vars(sampler) == vars(begin()) | {"other": 1}
 
 
 def test_what_a_sampler_has_changed_again_stays():
