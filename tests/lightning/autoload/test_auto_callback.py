@@ -10,8 +10,7 @@ from trainings import QUIET, make_loader, make_model
 from lightning_d9m import DeterminismCallback, SettingError, TooLateError
 from lightning_d9m.control.session import enable
 from lightning_d9m.lightning.autoload import auto_callback, entry_points
-from lightning_d9m.lightning.autoload.auto_callback import AddedCallback, make_callback
-from lightning_d9m.lightning.packages import PACKAGES
+from lightning_d9m.lightning.autoload.auto_callback import make_callback
 from lightning_d9m.lightning.trainer_session import resolve_seed
 
 
@@ -35,14 +34,6 @@ def train(package, callbacks, folder):
     return [c for c in trainer.callbacks if isinstance(c, DeterminismCallback)]
 
 
-@pytest.mark.usefixtures("asked", "unseeded")
-@pytest.mark.parametrize("package", PACKAGES)
-def test_added_to_both_packages(package, tmp_path):
-    (callback,) = train(package, [], tmp_path)
-    assert isinstance(callback, AddedCallback)
-    assert (tmp_path / "d9m/fit-000/rank-0.jsonl").exists()
-
-
 def test_lightning_does_not_log_that_it_adds_the_callback(asked, caplog):
     logger = logging.getLogger("lightning.fabric.utilities.registry")
     with caplog.at_level("INFO", logger.name):
@@ -53,13 +44,6 @@ def test_lightning_does_not_log_that_it_adds_the_callback(asked, caplog):
         "Adding 1 callbacks from entry point 'other': C"
     ]
     del asked
-
-
-@pytest.mark.usefixtures("asked", "unseeded")
-def test_the_programs_own_callback_wins(tmp_path):
-    own = DeterminismCallback(seed=3)
-    assert train("lightning.pytorch", [own], tmp_path) == [own]
-    assert len(list((tmp_path / "d9m").iterdir())) == 1
 
 
 @pytest.mark.usefixtures("unseeded")
