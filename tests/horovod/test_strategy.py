@@ -15,17 +15,6 @@ def test_an_option_that_logical_ranks_do_not_support_is_refused(options):
     assert HorovodDeterministicStrategy(**options).logical_ranks is None
 
 
-def test_a_number_of_logical_ranks_that_is_not_allowed_is_refused():
-    with pytest.raises(SettingError, match="logical_ranks=0 is not allowed"):
-        HorovodDeterministicStrategy(logical_ranks=0)
-
-
-def test_the_variable_sets_the_number_of_logical_ranks(monkeypatch):
-    monkeypatch.setenv("LIGHTNING_D9M_LOGICAL_RANKS", "6")
-    assert HorovodDeterministicStrategy().logical_ranks == 6
-    assert HorovodDeterministicStrategy(logical_ranks=2).logical_ranks == 2
-
-
 @pytest.mark.parametrize("kind", ["HorovodDeterministicStrategy", "DDPDeterministicStrategy"])
 def test_importing_a_strategy_makes_its_name_known(forking_python, kind):
     """Whichever is imported first, the strategy or Lightning."""
