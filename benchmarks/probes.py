@@ -94,7 +94,7 @@ class Switch(pl.Callback):
             # A new list, because Lightning is iterating over the other.
             trainer.callbacks = [self.own, self] if self.is_on() else [self]
             if not self.is_on():
-                self.own._recorder.probes.unhook()  # noqa: SLF001 - what a batch that is not probed does
+                self.own._recorder.run.probes.unhook()  # noqa: SLF001 - what a batch that is not probed does
         self.inside = 0.0
         self.ended = time.perf_counter()
 

@@ -187,7 +187,7 @@ class DeterminismCallback(_Callback):  # type: ignore[misc] # of the package tha
         add_lost_ranks(exception, self._liveness)
         if self._session is not None:
             with suppress(Exception):  # do not hide the error that is being raised
-                self._recorder.probes.collector.close()
+                self._recorder.run.probes.collector.close()
                 self._checkpoint_state.keep(trainer, ended=False)
         self._close(End.failed(exception))
 
@@ -206,12 +206,12 @@ class DeterminismCallback(_Callback):  # type: ignore[misc] # of the package tha
 
     def on_before_backward(self, trainer: Trainer, _: Any, loss: Tensor) -> None:
         """Probe the loss."""
-        self._recorder.probes.take_loss(loss)
+        self._recorder.run.probes.take_loss(loss)
 
     def on_before_optimizer_step(self, trainer: Trainer, _: Any, optimizer: Optimizer) -> None:
         """Probe gradients and optimizer, and tell apart gradients that are still added to."""
         mark_used_gradients(trainer, optimizer)
-        self._recorder.probes.take_step(optimizer)
+        self._recorder.run.probes.take_step(optimizer)
 
     def on_train_epoch_start(self, trainer: Trainer, *_: Any) -> None:
         """Seed the epoch."""
@@ -236,7 +236,7 @@ class DeterminismCallback(_Callback):  # type: ignore[misc] # of the package tha
 
     def on_save_checkpoint(self, trainer: Trainer, _: Any, checkpoint: dict[str, Any]) -> None:
         """Add the state that an exact resume needs, even after the fit has ended."""
-        self._recorder.probes.collector.close()
+        self._recorder.run.probes.collector.close()
         self._checkpoint_state.save(trainer, checkpoint)
 
     def on_load_checkpoint(self, trainer: Any, _: Any, checkpoint: dict[str, Any]) -> None:

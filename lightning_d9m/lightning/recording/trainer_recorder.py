@@ -38,7 +38,7 @@ from lightning_d9m.lightning.trainer_attributes import (
     ranks_of,
 )
 from lightning_d9m.lightning.trainer_session import TrainerSession
-from lightning_d9m.probes.batch_probes import BatchProbes, Training
+from lightning_d9m.probes.batch_probes import Training
 from lightning_d9m.probes.dispatch_mode import OpMode
 from lightning_d9m.probes.hook_trace import trace_hooks
 from lightning_d9m.probes.trace import ProbePoint
@@ -99,6 +99,7 @@ class TrainerRecorder:
     See ``make_ledger_folder`` for ``spare_cwd``.
 
     Attributes:
+        run: What writes the ledger.
         summary: The last fit in a few words.
     """
 
@@ -111,7 +112,7 @@ class TrainerRecorder:
         spare_cwd: bool = False,
     ) -> None:
         self._options = options
-        self._run = RunRecorder(options)
+        self.run = RunRecorder(options)
         self._make_folder = partial(make_ledger_folder, ledger_dir=ledger_dir, spare_cwd=spare_cwd)
         self._ignored_metrics = tuple(ignored_metrics)
         self._outputs: OutputDigest | LogicalOutputDigest | None = None
@@ -134,8 +135,8 @@ class TrainerRecorder:
             LedgerError: If the reference cannot be read.
             SettingError: If a variable's value is not allowed.
         """
-        self._run.options = self._options.overridden(os.environ)
-        self._run.options.check_reference()
+        self.run.options = self._options.overridden(os.environ)
+        self.run.options.check_reference()
 
     def begin(
         self,
@@ -151,7 +152,7 @@ class TrainerRecorder:
             SettingError: If a switch has been changed since the run began, a rank should be probed
                 that the training does not have, or no step can be run twice.
         """
-        options, run = self._run.options, self._run
+        options, run = self.run.options, self.run
         options.check_ranks(trainer.world_size)
         if options.replay_every:
             self._replay = Replay(trainer, self._append_in_order, options.on_drift)
@@ -189,15 +190,15 @@ class TrainerRecorder:
 
     def _append_in_order(self, record: Mapping[str, Json]) -> None:
         """Write a record after those of the finished batches."""
-        self._run.probes.collector.catch_up()
-        self._run.append(record)
+        self.run.probes.collector.catch_up()
+        self.run.append(record)
 
     def _trace_hooks(self, trainer: Trainer, folder: Path) -> None:
         """Trace the state that is saved, around each hook that Lightning calls."""
-        probes = self._run.probes
+        probes = self.run.probes
 
         def take() -> str | None:
-            if self._run.probes is not probes:
+            if self.run.probes is not probes:
                 return None
             return probes.digest_state(trainer.global_step)
 
@@ -206,19 +207,9 @@ class TrainerRecorder:
         replace_method(self._traced, profiler, "profile", traced)
 
     @property
-    def probes(self) -> BatchProbes:
-        """The probes of the fit."""
-        return self._run.probes
-
-    @property
-    def ledger_position(self) -> dict[str, str] | None:
-        """The ledger's folder, and the check of this rank's last record; None without one."""
-        return self._run.ledger_position
-
-    @property
     def pending(self) -> PendingRecords:
         """The values that wait for the next record."""
-        return PendingRecords(self._run.loss_text, list(self._evaluations))
+        return PendingRecords(self.run.loss_text, list(self._evaluations))
 
     def resume(self, record: Resume, pending: PendingRecords) -> None:
         """Let the ledger that ``begin`` opens next continue another one.
@@ -226,7 +217,7 @@ class TrainerRecorder:
         ``pending`` is that of the run that wrote the other ledger.
         """
         self._resumed = record.as_record()
-        self._run.load_loss(pending.loss)
+        self.run.load_loss(pending.loss)
         self._evaluations[:] = pending.evaluations
 
     def add_reasons(self, trainer: Trainer, reasons: Sequence[str]) -> None:
@@ -243,17 +234,17 @@ class TrainerRecorder:
             batch=trainer.fit_loop.epoch_loop.batch_progress.current.ready,
             inexact=tuple(reasons),
         )
-        self._run.append(record)
+        self.run.append(record)
 
     def start_batch(self, trainer: Trainer, batch: Any, batch_idx: int) -> None:
         """Probe the state at the start of a batch, and run its step twice if that is due."""
         self._replayed.close()
         point = ProbePoint(trainer.current_epoch, trainer.global_step, batch_idx)
-        self.probes.start(point, batch, getattr(trainer.precision_plugin, "scaler", None))
+        self.run.probes.start(point, batch, getattr(trainer.precision_plugin, "scaler", None))
         # Last, because it comes off first.
-        every = self._run.options.replay_every
+        every = self.run.options.replay_every
         if self._replay is not None and trainer.fit_loop.total_batch_idx % every == 0:
-            self._replayed = self._replay.attach(point, self.probes.collector.paused)
+            self._replayed = self._replay.attach(point, self.run.probes.collector.paused)
 
     def end_batch(self, trainer: Trainer, outputs: object) -> None:
         """Keep the loss on its device, without waiting for it, and write the probes of a batch."""
@@ -261,24 +252,24 @@ class TrainerRecorder:
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if isinstance(loss, torch.Tensor) and loss.numel() == 1:
             # Lightning has detached the loss of an automatic optimization already.
-            self._run.loss = loss.detach() if loss.requires_grad else loss
-        self._run.keep_step(trainer.global_step)
-        scalars = trainer.callback_metrics if "scalar" in self._run.options.kinds else {}
-        self.probes.end(loss, {name: v for name, v in scalars.items() if self._takes(name)})
+            self.run.loss = loss.detach() if loss.requires_grad else loss
+        self.run.keep_step(trainer.global_step)
+        scalars = trainer.callback_metrics if "scalar" in self.run.options.kinds else {}
+        self.run.probes.end(loss, {name: v for name, v in scalars.items() if self._takes(name)})
 
     def start_validation_batch(self, trainer: Trainer, batch: Any) -> None:
         """Probe a batch of a validation within a fit, which may feed back into the training."""
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
             step = trainer.global_step
             scaler = getattr(trainer.precision_plugin, "scaler", None)
-            self.probes.start_validation(trainer.current_epoch, step, batch, scaler)
+            self.run.probes.start_validation(trainer.current_epoch, step, batch, scaler)
 
     def reduce_loss(self, trainer: Trainer) -> None:
         """With logical ranks, replace the loss by the mean of all; every rank must call this."""
         reduce = getattr(trainer.strategy, "reduce_loss", None)
         number = None if reduce is None else reduce()
         if number is not None:
-            self._run.loss = torch.tensor(number, dtype=torch.float64)
+            self.run.loss = torch.tensor(number, dtype=torch.float64)
 
     def record(self, trainer: Trainer, session: TrainerSession, moment: RecordKind) -> None:
         """Record one moment, and compare it with the reference and across ranks.
@@ -288,12 +279,12 @@ class TrainerRecorder:
             LedgerError: If the ledger cannot be written.
             SettingError: If a switch has been changed since the run began.
         """
-        if not self._run.is_open:  # no batch has been trained
+        if not self.run.is_open:  # no batch has been trained
             return
         if moment == "epoch":
             self._epoch = trainer.current_epoch
         self.reduce_loss(trainer)
-        digests = self._run.take(
+        digests = self.run.take(
             moment,
             epoch=self._epoch,
             step=trainer.global_step,
@@ -303,14 +294,14 @@ class TrainerRecorder:
         )
         self.summary.add(moment, digests.totals["weights"])
         try:
-            differing = self._run.record(digests)
+            differing = self.run.record(digests)
         finally:
             self._append_evaluations()
-        assert self._run.folder is not None, "the ledger is open"
+        assert self.run.folder is not None, "the ledger is open"
         if moment == "final" or not trainer.is_global_zero:  # the loggers are closed by then
             return
         log_digest(trainer.loggers, digests.totals["weights"], trainer.global_step)
-        if self._run.compares:  # the entries that differ from the reference or across ranks
+        if self.run.compares:  # the entries that differ from the reference or across ranks
             for logger in trainer.loggers:
                 logger.log_metrics({_DRIFT: float(differing)}, step=trainer.global_step)
 
@@ -328,7 +319,7 @@ class TrainerRecorder:
         if trainer.state.fn == "fit":
             return
         training = Training(trainer.lightning_module, trainer.model)
-        self._run.begin(
+        self.run.begin(
             ranks_of(trainer),
             training,
             lambda: _describe_run(trainer, training, session, {}, trains=False),
@@ -339,14 +330,14 @@ class TrainerRecorder:
 
     def end_evaluation_batch(self, outputs: object, batch: int, loader: int) -> None:
         """Write the probes of a batch of an evaluation, and digest its outputs."""
-        self.probes.end()
-        if self._outputs is not None and self._run.is_open:
+        self.run.probes.end()
+        if self._outputs is not None and self.run.is_open:
             self._outputs.add(outputs, loader=loader, batch=batch)
 
     def end_evaluation(self, trainer: Trainer, stage: str) -> None:
         """Record an evaluation."""
         outputs, self._outputs = self._outputs, None
-        if outputs is None or not self._run.is_open:
+        if outputs is None or not self.run.is_open:
             return
         if isinstance(outputs, LogicalOutputDigest):
             outputs.merge(trainer.strategy.gather_values(outputs.as_plain()))
@@ -368,24 +359,24 @@ class TrainerRecorder:
         If both differ, the weights are then reported first: they usually cause the difference.
         """
         if self._evaluations:
-            self.probes.collector.close()
+            self.run.probes.collector.close()
         for record in self._evaluations:
-            self._run.append(record)
+            self.run.append(record)
         self._evaluations.clear()
 
     def _append_model(self, trainer: Trainer, moment: RecordKind) -> None:
         """Record the evaluated weights, to tell different weights from different arithmetic."""
-        digests = self._run.take(moment, epoch=trainer.current_epoch, step=trainer.global_step)
-        self._run.append(digests)
+        digests = self.run.take(moment, epoch=trainer.current_epoch, step=trainer.global_step)
+        self.run.append(digests)
 
     def end(self, end: End) -> None:
         """Close the ledger of the fit, if one is open, and remove every hook."""
         self._replayed.close()
         self._traced.close()
         self._replay = None
-        if self._run.is_open:
+        if self.run.is_open:
             self._append_evaluations()
-        self._run.end(end)
+        self.run.end(end)
 
     def _takes(self, metric: str) -> bool:
         return not any(fnmatchcase(metric, pattern) for pattern in self._ignored_metrics)

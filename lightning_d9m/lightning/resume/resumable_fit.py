@@ -467,7 +467,7 @@ class ResumableFit:
         late = self._late if position.phase == "batch" else []
         if position.phase == "validation" and (names := self._find_changed(self._validated)):
             late = [exactness.IN_VALIDATION.format(names[0])]
-        ledger = self._recorder.ledger_position
+        ledger = self._recorder.run.ledger_position
         samplers = session.capture_samplers(position.phase)
         reasons += list_unsaved(samplers)
         if hooks := self._capture_hooks():
