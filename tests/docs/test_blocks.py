@@ -87,6 +87,11 @@ SYBIL = Sybil(
 )
 
 
+def run_page(page):
+    for example in SYBIL.parse(page).examples():
+        example.evaluate()
+
+
 def ids(page):
     return str(page.relative_to(ROOT))
 
@@ -96,8 +101,7 @@ def ids(page):
 def test_every_block_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
-    for example in SYBIL.parse(page).examples():
-        example.evaluate()
+    run_page(page)
     gc.collect()  # callbacks that a page makes and does not use
 
 

@@ -106,7 +106,7 @@ CASES = [
     (
         "lightning.checkpoint_io",
         lambda g: g.module.load_checkpoint(g.folder),
-        "{folder} cannot be read: Is a directory",
+        "{folder} cannot be read: [Errno 21] Is a directory",
     ),
     (
         "horovod.build",
