@@ -184,7 +184,7 @@ def need_tools() -> None:
         install_debian(*missing)
 
 
-def digits() -> None:
+def digits(_: list[str]) -> None:
     """The main job: train on the digits twice, and compare portable bits with the README's."""
     install(extra="examples")
     run(ENVIRONMENT / "bin" / "d9m", "repeat", "-n", "2", "--", "python", "examples/digits.py")
@@ -310,7 +310,7 @@ def test_oldest_lightning(arguments: list[str]) -> None:
     run(python, "-m", "pytest", "-p", "no:cacheprovider", *ignored, *tests)
 
 
-def release() -> None:
+def release(_: list[str]) -> None:
     """Build both archives of a release."""
     run(PYTHON, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "hatchling>=1.27")
     shutil.rmtree(ROOT / "dist", ignore_errors=True)
@@ -343,6 +343,16 @@ def use_environment(name: str) -> None:
     UNFINISHED = ENVIRONMENT / "unfinished"
 
 
+COMMANDS = {
+    "digits": digits,
+    "test": test,
+    "test-cuda-build": test_cuda_build,
+    "test-oldest-lightning": test_oldest_lightning,
+    "release": release,
+    "test-wheel": test_wheel,
+}
+
+
 def main() -> None:
     """Read the command and run it."""
     if sys.version_info < OLDEST_PYTHON:
@@ -350,14 +360,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
         "command",
-        choices=[
-            "digits",
-            "test",
-            "test-cuda-build",
-            "test-oldest-lightning",
-            "release",
-            "test-wheel",
-        ],
+        choices=list(COMMANDS),
         help="the main job, all checks, the tests of a CUDA build of torch, those of private "
         "attributes with the oldest supported Lightning, the archives of a release, or a training "
         "with its wheel",
@@ -369,20 +372,10 @@ def main() -> None:
     if options.command == "test-cuda-build":
         use_environment(CUDA_ENVIRONMENT)
     make_environment()
-    if options.command == "digits":
-        digits()
-    elif options.command == "release":
-        release()
-    elif options.command == "test-wheel":
-        test_wheel(arguments)
-    elif options.command == "test-cuda-build":
-        test_cuda_build(arguments)
-    elif options.command == "test-oldest-lightning":
-        test_oldest_lightning(arguments)
-    elif options.quick:
+    if options.command == "test" and options.quick:
         test_quickly()
     else:
-        test(arguments)
+        COMMANDS[options.command](arguments)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -157,7 +157,7 @@ def measure(row: Row, device: str, runs: int, seconds: float) -> dict[str, objec
                     torch.accelerator.synchronize()
                 times.append((time.perf_counter() - start) * 1e6)
                 meter.add(output)
-        arms[arm] = {**meter.spread().as_record(), "microseconds": statistics.median(times)}
+        arms[arm] = {**asdict(meter.spread()), "microseconds": statistics.median(times)}
     arms["published"] = None if row.published is None else vars(row.published)
     return arms
 

@@ -1,6 +1,6 @@
 """Write docs/errors.md: every message that the package raises, as it stands in the code.
 
-``python docs/write_errors.py`` writes the page; ``tests/docs/test_errors_page.py`` compares it
+``python docs/write_errors.py`` writes the page; ``tests/docs/test_written_pages.py`` compares it
 with the code.
 """
 
@@ -41,9 +41,12 @@ def read_messages() -> dict[str, list[tuple[str, str]]]:
         source = _Module(ast.parse(path.read_text()))
         for function, node in source.calls():
             name = node.func.id if isinstance(node.func, ast.Name) else node.func.attr
-            if name in classes and node.args:
-                for text in source.list_messages(node.args[0], function):
-                    message = " ".join(text.split())
+            given, end = node.args[:1], ""
+            if name == "file_errors":  # the class, and the text before the reason
+                name, given, end = ast.unparse(given[0]), node.args[1:2], ": …"
+            if name in classes and given:
+                for text in source.list_messages(given[0], function):
+                    message = " ".join(text.split()) + end
                     if message.strip("… "):
                         found[name].append((module, message))
     return found

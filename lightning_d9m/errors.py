@@ -1,14 +1,36 @@
-"""The exceptions of the package. This module imports nothing of the package.
+"""The exceptions of the package, and what to do about files. It imports nothing of the package.
 
 Each message names the problem, the value, the allowed values and the remedy. The facts are also
 attributes, so that programs need not parse the text.
 """
 
-from collections.abc import Sequence
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_ADVICE = {
+    errno.ENOENT: "Check the name; a ledger is a folder fit-NNN under the Trainer's log directory.",
+    errno.ENOTDIR: "A part of the path is a file, not a folder; choose another path.",
+    errno.ELOOP: "Its symbolic links lead in a circle; remove them or name the real folder.",
+    errno.EACCES: "Give this user the permission, or choose another folder.",
+    errno.EPERM: "Give this user the permission, or choose another folder.",
+    errno.EROFS: "Choose a folder on a file system that can be written.",
+    errno.ENOSPC: "Free some space, or put the ledger on another disk.",
+    errno.EDQUOT: "Free some space, or put the ledger on another disk.",
+    errno.EFBIG: "Raise the limit on the size of a file (ulimit -f), or record fewer moments.",
+    errno.EEXIST: "Nothing was overwritten; choose a new folder.",
+    errno.ENAMETOOLONG: "Choose a shorter path.",
+}
 
 
 class D9mError(Exception):
     """The base of every error that lightning_d9m raises."""
+
+    def __init__(self, *words: object, **facts: object) -> None:
+        super().__init__(*words)
+        for name, fact in facts.items():
+            setattr(self, name, tuple(fact) if isinstance(fact, list) else fact)
 
 
 class SettingError(D9mError, ValueError):
@@ -40,11 +62,9 @@ class ReferenceRefusedError(D9mError, ValueError):
         actual: This run's value.
     """
 
-    def __init__(self, message: str, *, field: str, expected: object, actual: object) -> None:
-        super().__init__(message)
-        self.field = field
-        self.expected = expected
-        self.actual = actual
+    field: str
+    expected: object
+    actual: object
 
 
 class StackDifferenceError(D9mError, RuntimeError):
@@ -54,9 +74,7 @@ class StackDifferenceError(D9mError, RuntimeError):
         differences: One ``(field, expected, actual)`` for each field that differs.
     """
 
-    def __init__(self, message: str, *, differences: Sequence[tuple[str, object, object]]) -> None:
-        super().__init__(message)
-        self.differences = tuple(differences)
+    differences: tuple[tuple[str, object, object], ...]
 
 
 class NotPortableError(D9mError, NotImplementedError):
@@ -67,10 +85,8 @@ class NotPortableError(D9mError, NotImplementedError):
         source: The line of the program that called it, as ``"file:line"``; None if unknown.
     """
 
-    def __init__(self, message: str, *, op: str, source: str | None) -> None:
-        super().__init__(message)
-        self.op = op
-        self.source = source
+    op: str
+    source: str | None
 
 
 class NotBitExactError(D9mError, AssertionError):
@@ -95,34 +111,17 @@ class DriftError(D9mError, RuntimeError):
             reference.
     """
 
-    def __init__(  # noqa: PLR0913 - the facts of one drift, each named
-        self,
-        message: str,
-        *,
-        moment: str,
-        epoch: int,
-        step: int,
-        rank: int,
-        group: str = "",
-        names: Sequence[str] = (),
-        count: int,
-        total: int = 0,
-        expected: str = "",
-        actual: str = "",
-        expected_rank: int | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.moment = moment
-        self.epoch = epoch
-        self.step = step
-        self.rank = rank
-        self.group = group
-        self.names = tuple(names)
-        self.count = count
-        self.total = total
-        self.expected = expected
-        self.actual = actual
-        self.expected_rank = expected_rank
+    moment: str
+    epoch: int
+    step: int
+    rank: int
+    group: str = ""
+    names: tuple[str, ...] = ()
+    count: int
+    total: int = 0
+    expected: str = ""
+    actual: str = ""
+    expected_rank: int | None = None
 
 
 class RanksDisagreeError(D9mError, RuntimeError):
@@ -132,9 +131,7 @@ class RanksDisagreeError(D9mError, RuntimeError):
         intents: The next collective of each rank, in rank order.
     """
 
-    def __init__(self, message: str, *, intents: Sequence[str]) -> None:
-        super().__init__(message)
-        self.intents = tuple(intents)
+    intents: tuple[str, ...]
 
 
 class RankLostError(D9mError, RuntimeError):
@@ -146,11 +143,9 @@ class RankLostError(D9mError, RuntimeError):
         lost: The lost ranks, as far as they are known.
     """
 
-    def __init__(self, message: str, *, rank: int, activity: str, lost: Sequence[int] = ()) -> None:
-        super().__init__(message)
-        self.rank = rank
-        self.activity = activity
-        self.lost = tuple(lost)
+    rank: int
+    activity: str
+    lost: tuple[int, ...] = ()
 
 
 class InexactResumeError(D9mError, RuntimeError):
@@ -160,9 +155,7 @@ class InexactResumeError(D9mError, RuntimeError):
         reasons: The reasons, one sentence each.
     """
 
-    def __init__(self, message: str, *, reasons: Sequence[str]) -> None:
-        super().__init__(message)
-        self.reasons = tuple(reasons)
+    reasons: tuple[str, ...]
 
 
 class CheckpointError(D9mError, RuntimeError):
@@ -172,6 +165,34 @@ class CheckpointError(D9mError, RuntimeError):
         names: The tensors whose bytes differ from the saved ones; empty if unknown.
     """
 
-    def __init__(self, message: str, *, names: Sequence[str] = ()) -> None:
-        super().__init__(message)
-        self.names = tuple(names)
+    names: tuple[str, ...] = ()
+
+
+def explain_file_error(error: OSError | ValueError) -> str:
+    """Return the cause of a failed file operation and what to do about it."""
+    number = getattr(error, "errno", None)
+    if number is None:
+        return f"{error}."
+    return f"{os.strerror(number)}. {_ADVICE.get(number, 'Check the path and the disk.')}"
+
+
+@contextmanager
+def file_errors(kind: type[D9mError], what: str, advice: str = "") -> Iterator[None]:
+    """Explain a file operation of the body that fails; ours come through.
+
+    Args:
+        kind: The class of the error.
+        what: What cannot be done, with the path.
+        advice: Further advice.
+
+    Raises:
+        D9mError: If the body raises an ``OSError`` or a ``ValueError``.
+    """
+    try:
+        yield
+    except D9mError:
+        raise
+    except (OSError, ValueError) as error:
+        raise kind(
+            " ".join(filter(None, [f"{what}: {explain_file_error(error)}", advice]))
+        ) from error

@@ -162,6 +162,21 @@ def new_process(monkeypatch):
     return start
 
 
+@pytest.fixture
+def d9m(capsys):
+    """Return a function that runs a command in this process: its status, output and errors."""
+    from lightning_d9m.cli.main import main
+
+    def run(*words):
+        try:
+            status = main([str(word) for word in words])
+        except SystemExit as ended:  # argparse
+            status = ended.code
+        return status, *capsys.readouterr()
+
+    return run
+
+
 @pytest.fixture(scope="session")
 def forking_python() -> str:
     """Return a Python that has imported torch and Lightning; see forking_python.py."""

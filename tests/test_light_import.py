@@ -94,7 +94,3 @@ def test_what_examples_and_docs_import_is_public():
 def test_an_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="lightning_d9m attribute Determinism"):
         _ = lightning_d9m.Determinism
-
-
-def test_the_package_is_typed():
-    assert (Path(lightning_d9m.__file__).parent / "py.typed").exists()

@@ -126,13 +126,10 @@ def declare(parser: argparse.ArgumentParser, text: str, **settings: Mapping[str,
     """
     blocks = re.split(r"\n+(?=\S)", text.strip("\n"))
     group: Any = parser
-    if "--format" in text:  # and --json is short for it
-        short = {"action": "store_const", "dest": "format", "const": "json"}
-        shared: dict[str, Mapping[str, Any]] = {
-            "format": {"default": "text"},
-            "json": {**short, "default": argparse.SUPPRESS},
-        }
-        settings = {**shared, **settings}
+    parser.set_defaults(format="text")
+    short = {"action": "store_const", "dest": "format", "default": argparse.SUPPRESS}
+    formats = {name: {**short, "const": name} for name in ("json", "markdown")}
+    settings = {"format": {"default": "text"}, **formats, **settings}
     for number, block in enumerate(blocks):
         form, _, described = block.removeprefix("| ").partition("  ")
         if not block.startswith("| "):

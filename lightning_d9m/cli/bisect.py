@@ -1,7 +1,6 @@
 """``d9m bisect``: find the commit that changed the bits of a training."""
 
 import argparse
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +13,7 @@ from lightning_d9m.history.repository import Commit, Repository
 from lightning_d9m.launch.run import Runs, make_output
 from lightning_d9m.ledger.folder import read_ledger
 from lightning_d9m.output.bisection_text import format_bisection, list_facts
-from lightning_d9m.output.terminal import print_lines
+from lightning_d9m.output.columns import print_result
 
 ARGUMENTS = f"""
 commits:GOOD..BAD?  a commit with the right bits and a later one with others; without BAD it is HEAD
@@ -49,11 +48,9 @@ def run(arguments: argparse.Namespace) -> int:
             runs.fits = {golden.path.name: golden}
         search = Bisection(repository, runs, arguments.until, arguments.link)
         search.search(good, bad)
-        if arguments.json:
-            print(json.dumps(list_facts(search) | {"output": str(runs.output)}, indent=2))
-        else:
-            lines = format_bisection(search, verbose=arguments.verbose)
-            print_lines([*lines, "", f"ledgers: {runs.output}"])
+        facts = list_facts(search) | {"output": str(runs.output)}
+        lines = format_bisection(search, verbose=arguments.verbose)
+        print_result(arguments.format, facts, [*lines, "", f"ledgers: {runs.output}"])
     return 1
 
 

@@ -94,5 +94,5 @@ def _show(
         if manifest.locate is None and not comparison.equal:
             steps.insert(0, (f"d9m locate -- {command}", "finds the line, for a new bundle"))
         lines += ["", f"bundle: {name}", *format_next_steps(steps)]
-    print_result(arguments.format, facts, state_verdict(comparison), lines)
+    print_result(arguments.format, facts, lines, state_verdict(comparison))
     return 0 if comparison.equal else 1

@@ -9,8 +9,7 @@ from lightning_d9m.cli.arguments import FORMAT, LEDGERS, choose_ledgers
 from lightning_d9m.comparison.ledgers import compare_ledgers
 from lightning_d9m.comparison.noise import judge_change
 from lightning_d9m.comparison.weight_distance import DistanceSeries
-from lightning_d9m.errors import LedgerError, SettingError
-from lightning_d9m.file_errors import explain_file_error
+from lightning_d9m.errors import LedgerError, SettingError, file_errors
 from lightning_d9m.launch.progress import show_progress
 from lightning_d9m.ledger.folder import Ledger, read_ledger, search_ledgers
 from lightning_d9m.output.columns import print_result
@@ -61,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
             command = f"-- {printable(find_command((expected, actual)) or 'COMMAND')}"
             ledgers = printable(" ".join(shlex.quote(str(path)) for path in paths))
             evidence += format_next_steps(list_next_steps(command, ledgers))
-    print_result(arguments.format, facts, state_verdict(comparison), evidence)
+    print_result(arguments.format, facts, evidence, state_verdict(comparison))
     return 0 if comparison.equal else 1
 
 
@@ -71,13 +70,9 @@ def _compare_with_noise(arguments: argparse.Namespace, expected: Ledger, actual:
     with show_progress("runs read") as progress:
         found = judge_change(expected, actual, noise, arguments.value, progress)
     if arguments.plot is not None:
-        try:
+        with file_errors(LedgerError, f"The plot {arguments.plot} cannot be written"):
             arguments.plot.write_text(draw_noise(found), encoding="utf-8")
-        except OSError as error:
-            raise LedgerError(
-                f"The plot {arguments.plot} cannot be written: {explain_file_error(error)}"
-            ) from error
-    print_result(arguments.format, list_noise_facts(found), state_noise(found), format_noise(found))
+    print_result(arguments.format, list_noise_facts(found), format_noise(found), state_noise(found))
     return 0 if found.verdict == "within noise" else 1
 
 

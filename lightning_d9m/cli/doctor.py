@@ -1,12 +1,12 @@
 """``d9m doctor``: settings of this machine that make runs nondeterministic, and their fixes."""
 
 import argparse
-import json
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+from lightning_d9m.output.columns import print_result
 from lightning_d9m.output.terminal import format_next_steps
 from lightning_d9m.text import pluralize, printable
 
@@ -35,25 +35,22 @@ def run(arguments: argparse.Namespace) -> int:
     findings = [*find_problems(), *check_installation()]
     findings += [try_device(torch.device("cuda"))] if torch.cuda.is_available() else []
     findings = sort_results(findings)
-    if arguments.json:
-        report = {"findings": [asdict(f) for f in findings], "stack": capture_stack()}
-        print(json.dumps(report, indent=2))
-    elif arguments.fix:
+    if arguments.fix:
         print("".join(f"{line}\n" for line in list_fixes(findings)), end="")
         findings = [finding for finding in findings if not finding.shell]
     else:
-        problems, notes = (
-            sum(finding.status == status for finding in findings) for status in ("problem", "note")
-        )
-        also = f", but {pluralize(notes, 'note')}" if notes else ""
-        found = (
-            pluralize(problems, "problem") + " found" if problems else f"No problems found{also}"
-        )
-        print(f"{found}.\n")
-        print(format_findings(findings))
+        facts = {"findings": list(map(asdict, findings)), "stack": capture_stack()}
+        statuses = [finding.status for finding in findings]
+        found = "No problems found"
+        if problems := statuses.count("problem"):
+            found = f"{pluralize(problems, 'problem')} found"
+        elif notes := statuses.count("note"):
+            found += f", but {pluralize(notes, 'note')}"
+        lines = [f"{found}.", "", *format_findings(findings).splitlines()]
         if any(finding.shell for finding in findings):
-            steps = [('eval "$(d9m doctor --fix)"', "fixes what variables can fix")]
-            print("\n".join(format_next_steps(steps)))
+            step = ('eval "$(d9m doctor --fix)"', "fixes what variables can fix")
+            lines += format_next_steps([step])
+        print_result(arguments.format, facts, lines)
     return int(any(finding.status == "problem" for finding in findings))
 
 

@@ -2,7 +2,6 @@
 
 import argparse
 import importlib.metadata
-import json
 import os
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from lightning_d9m.horovod.build import (
     find_tools,
 )
 from lightning_d9m.launch.progress import StatusLine
+from lightning_d9m.output.columns import print_result
 
 _TRIAL_SECONDS = 180
 _TERMINAL_COLUMNS = 100
@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
     built = wheel is None or arguments.rebuild
     _install_requirements()
     if built:
-        wheel = _build_into(folder, target, quiet=arguments.json)
+        wheel = _build_into(folder, target, quiet=arguments.format == "json")
     _pip("--no-index", "--no-deps", "--force-reinstall", str(wheel))
     failure = _try_installed(target)
     if failure is not None:
@@ -176,16 +176,14 @@ def _try_installed(target: Target) -> str | None:
 
 
 def _report(arguments: argparse.Namespace, done: str, target: Target, wheel: Path | None) -> int:
-    if arguments.json:
-        facts = {
-            "done": done,
-            "horovod": HOROVOD_VERSION,
-            "torch": target.torch,
-            "mpi": target.mpi,
-            "nccl": target.nccl,
-            "wheel": None if wheel is None else str(wheel),
-        }
-        print(json.dumps(facts))
-    else:
-        print(f"Horovod {HOROVOD_VERSION} works with torch {target.torch} ({done}).")
+    facts = {
+        "done": done,
+        "horovod": HOROVOD_VERSION,
+        "torch": target.torch,
+        "mpi": target.mpi,
+        "nccl": target.nccl,
+        "wheel": None if wheel is None else str(wheel),
+    }
+    said = f"Horovod {HOROVOD_VERSION} works with torch {target.torch} ({done})."
+    print_result(arguments.format, facts, [said])
     return 0

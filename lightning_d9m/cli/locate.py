@@ -14,6 +14,7 @@ from lightning_d9m.cli.arguments import COMMAND, get_command
 from lightning_d9m.history.bundle import LOCATE_JSON
 from lightning_d9m.launch.run import Runs, make_output
 from lightning_d9m.locate.search import Runner, Search, find_cause_lines
+from lightning_d9m.output.columns import print_result
 from lightning_d9m.output.locate_text import describe
 from lightning_d9m.output.terminal import print_lines, wrap
 
@@ -37,7 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
     output = make_output(arguments.output)
     runner = Runner(Runs(command, output, arguments.timeout), variables)
     suspects = find_cause_lines(command, "")
-    if suspects and not arguments.json:
+    if suspects and arguments.format == "text":
         # What the source shows already, before the first of many trainings ends.
         for one in suspects[:_MOST_SUSPECTS]:
             print_lines(wrap(f"suspect: {one.location}: {one.code} ({one.reason})", "  "))
@@ -51,8 +52,6 @@ def run(arguments: argparse.Namespace) -> int:
         ledgers = (found.pair.comparison.expected, found.pair.comparison.actual)
         facts["ledgers"] = [os.path.relpath(ledger, output) for ledger in ledgers]
     (output / LOCATE_JSON).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
-    if arguments.json:
-        print(json.dumps(found.as_json() | {"output": str(output)}, indent=2))
-    else:
-        print_lines([*lines, f"ledgers:  {output}"])
+    shown = found.as_json() | {"output": str(output)}
+    print_result(arguments.format, shown, [*lines, f"ledgers:  {output}"])
     return 1 if found.cause is not None else 0

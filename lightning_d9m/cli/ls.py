@@ -1,12 +1,12 @@
 """``d9m ls``: list the ledgers under a folder."""
 
 import argparse
-import json
 from dataclasses import asdict
 from pathlib import Path
 
 from lightning_d9m.launch.progress import show_progress
 from lightning_d9m.ledger.folder import search_ledgers
+from lightning_d9m.output.columns import print_result
 from lightning_d9m.output.result_tables import format_ledgers, make_ledger_row
 from lightning_d9m.output.terminal import terminal_width
 
@@ -29,8 +29,6 @@ def run(arguments: argparse.Namespace) -> int:
             rows.append(make_ledger_row(entry, before[-1] if before else None))
             if progress is not None:
                 progress(len(rows))
-    if arguments.json:
-        print(json.dumps([asdict(row) for row in rows], indent=2))
-    else:
-        print(format_ledgers(rows, terminal_width()))
+    lines = format_ledgers(rows, terminal_width()).splitlines()
+    print_result(arguments.format, list(map(asdict, rows)), lines)
     return 0

@@ -46,7 +46,7 @@ from lightning_d9m.launch.processes import count_threads
 from lightning_d9m.launch.progress import RunProgress
 from lightning_d9m.launch.run import Run, Runs, make_output, make_run_folder, run_once
 from lightning_d9m.ledger.stack import LAST_BITS_SETTING
-from lightning_d9m.output.repeat_text import FailedRun, RepeatReport
+from lightning_d9m.output.repeat_text import RepeatReport
 from lightning_d9m.text import pluralize
 
 _FEWEST_RUNS = 2
@@ -276,7 +276,7 @@ def _interrupt_and_resume(argv: list[str], runs: Runs, *, allow_objects: bool) -
     straight = _train(
         runs, folder.name, title="run 1, straight", variables=survey, label="straight"
     )
-    made, failures = {1: straight}, []
+    made = {1: straight}
     points = list(choose_points(read_survey(folder)))
     if not points:
         raise CommandError(
@@ -300,9 +300,9 @@ def _interrupt_and_resume(argv: list[str], runs: Runs, *, allow_objects: bool) -
             log = runs.output / name / "output.log"
             said = log.read_text(errors="replace") if log.exists() else ""
             remedies = [remedy for cause, remedy in _REMEDIES.items() if cause in said]
-            text = "\n".join([str(error), *remedies])
-            failures.append(FailedRun(number, f"{label}, failed", text))
-    return RepeatReport(made, runs.output, argv, failures, resumed=True)
+            failure = CommandError("\n".join([str(error), *remedies]))
+            made[number] = Run({}, f"{label}, failed", failure=failure)
+    return RepeatReport(made, runs.output, argv, resumed=True)
 
 
 def _kill(runs: Runs, name: str, point: InterruptionPoint, title: str) -> Path:

@@ -8,8 +8,7 @@ from pathlib import Path
 from lightning_d9m.cli.arguments import LEDGERS, choose_ledgers
 from lightning_d9m.comparison.ledgers import Comparison, RecordObserver, compare_ledgers
 from lightning_d9m.comparison.timeline import Timeline
-from lightning_d9m.errors import LedgerError
-from lightning_d9m.file_errors import explain_file_error
+from lightning_d9m.errors import LedgerError, file_errors
 from lightning_d9m.launch.progress import show_progress
 from lightning_d9m.launch.run import Run, read_runs
 from lightning_d9m.ledger.folder import Ledger, read_ledger
@@ -104,11 +103,8 @@ def check_output(path: Path, *, force: bool) -> None:
         raise LedgerError(f"The report {path} {what}; name a file in a folder that exists (-o).")
     if force or not path.exists():
         return
-    try:
-        with path.open("rb") as file:
-            ours = GENERATOR.encode() in file.read(1024)
-    except OSError as error:
-        raise LedgerError(f"{path} cannot be read: {explain_file_error(error)}") from error
+    with file_errors(LedgerError, f"{path} cannot be read"), path.open("rb") as file:
+        ours = GENERATOR.encode() in file.read(1024)
     if not ours:
         raise LedgerError(
             f"{path} exists and is not a report of lightning_d9m, so it was left unchanged. Name "
@@ -118,9 +114,5 @@ def check_output(path: Path, *, force: bool) -> None:
 
 def write_page(path: Path, page: str) -> None:
     """Write a report."""
-    try:
+    with file_errors(LedgerError, f"The report {path} cannot be written"):
         path.write_text(page, encoding="utf-8")
-    except OSError as error:
-        raise LedgerError(
-            f"The report {path} cannot be written: {explain_file_error(error)}"
-        ) from error

@@ -4,7 +4,6 @@ It runs on the CPU and loads only plain values, unless ``--allow-objects`` is gi
 """
 
 import argparse
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -13,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from lightning_d9m.errors import CheckpointError, CommandError, LedgerError
 from lightning_d9m.ledger.folder import Ledger, read_ledger
 from lightning_d9m.ledger.format.records import Digests
-from lightning_d9m.output.terminal import print_wrapped
+from lightning_d9m.output.columns import print_result
+from lightning_d9m.output.terminal import wrap_on_terminal
 from lightning_d9m.text import describe_names, escape, pluralize
 
 if TYPE_CHECKING:
@@ -67,10 +67,8 @@ def run(arguments: argparse.Namespace) -> int:
                 "DeterminismCallback."
             )
         found = _verify(path, checkpoint, state, ledger, has_manifest=has_manifest)
-    if arguments.json:
-        print(json.dumps({"ok": found.ok, **asdict(found), "checkpoint": str(path)}, indent=2))
-    else:
-        print_wrapped(found.lines)
+    facts = {"ok": found.ok, **asdict(found), "checkpoint": str(path)}
+    print_result(arguments.format, facts, wrap_on_terminal(found.lines))
     return 0 if found.ok else 1
 
 

@@ -21,8 +21,7 @@ from lightning_d9m.ledger.format.records import (
 )
 from lightning_d9m.ledger.keys import Item, describe_record
 from lightning_d9m.ledger.kinds import PROBE_KINDS
-from lightning_d9m.ledger.stack import same_logical_ranks
-from lightning_d9m.ledger.tables import MISSING, table_differences
+from lightning_d9m.ledger.stack import MISSING, same_logical_ranks, table_differences
 from lightning_d9m.text import cut_digests
 
 Table: TypeAlias = Mapping[str, Json]

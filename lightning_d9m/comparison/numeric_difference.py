@@ -5,7 +5,7 @@ formulas leave a case open, the rule makes a metric zero exactly if all bits agr
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from math import fsum
 
 import torch
@@ -160,10 +160,6 @@ class Spread:
     vc: float
     vc_max: float
     ulps: int
-
-    def as_record(self) -> dict[str, int | float | None]:
-        """Return the figures for JSON."""
-        return asdict(self)
 
 
 class SpreadMeter:

@@ -17,8 +17,7 @@ from zipfile import ZIP_DEFLATED, BadZipFile, ZipFile
 
 import msgspec
 
-from lightning_d9m.errors import LedgerError
-from lightning_d9m.file_errors import explain_file_error
+from lightning_d9m.errors import LedgerError, file_errors
 from lightning_d9m.history.secrets import SecretFilter
 from lightning_d9m.ledger.folder import Ledger, rank_path, read_ledger
 from lightning_d9m.ledger.format.frames import Batch, pack_places
@@ -105,7 +104,7 @@ def write_bundle(
                 _copy_records(ledger, rank, rank_path(folder / side, rank), secrets)
         files = {str(one.relative_to(folder)): one for one in folder.glob("*/*")}
         files |= _list_added(added)
-        try:
+        with file_errors(LedgerError, f"No bundle is written to {path}"):
             manifest = Manifest(
                 package=__version__,
                 locate=secrets.clean_values(facts) or None,
@@ -118,10 +117,6 @@ def write_bundle(
                 archive.writestr(_MANIFEST, document)
                 for member in sorted(files):
                     archive.write(files[member], member)
-        except OSError as error:
-            raise LedgerError(
-                f"No bundle is written to {path}: {explain_file_error(error)}"
-            ) from error
 
 
 def _copy_records(ledger: Ledger, rank: int, path: Path, secrets: SecretFilter) -> None:

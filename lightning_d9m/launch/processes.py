@@ -28,8 +28,7 @@ from typing import Any
 
 import psutil
 
-from lightning_d9m.errors import CommandError
-from lightning_d9m.file_errors import explain_file_error
+from lightning_d9m.errors import CommandError, explain_file_error, file_errors
 from lightning_d9m.text import escape, pluralize, printable, quote
 
 _SET_SUBREAPER, _GET_SUBREAPER = 36, 37  # linux/prctl.h
@@ -137,27 +136,13 @@ _NAMES = 3
 _ESCAPE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\^_])")
 
 
-@dataclass(frozen=True)
-class ProcessStart:
-    """The start of one process.
-
-    Attributes:
-        environment: All environment variables of the process.
-        log: File that receives standard output and standard error, interleaved.
-        folder: Its working folder; None for that of this process.
-    """
-
-    environment: Mapping[str, str]
-    log: Path
-    folder: Path | None = None
-
-
 def run_processes(
     command: Sequence[str],
-    starts: Sequence[ProcessStart],
+    environments: Mapping[Path, Mapping[str, str]],
     *,
     timeout: float | None,
     tick: Callable[[float], None],
+    folder: Path | None = None,
     killed_when: Callable[[], bool] = lambda: False,
 ) -> None:
     """Run ``command`` to its end in several processes at once.
@@ -167,9 +152,11 @@ def run_processes(
 
     Args:
         command: The program and its arguments.
-        starts: One entry for each process.
+        environments: The environment variables of each process, by the file that receives its
+            standard output and standard error.
         timeout: Seconds after which the command counts as hanging; None for no limit.
         tick: Called a few times a second with the elapsed seconds.
+        folder: The working folder of the processes; None for that of this process.
         killed_when: Condition under which the command is killed without counting as a failure;
             evaluated a few times a second and when the command ends.
 
@@ -179,7 +166,9 @@ def run_processes(
     """
     described = describe_command(command)
     wait = partial(_wait, timeout=timeout, tick=tick, killed_when=killed_when)
-    end, left = _watch(command, starts, wait)
+    logs = list(environments)
+    start = partial(_start, command, folder)
+    end, left = _watch([partial(start, *one) for one in environments.items()], logs, wait)
     if left:
         names = Counter(left.values()).most_common()
         listed = ", ".join(
@@ -190,8 +179,8 @@ def run_processes(
         print(f"d9m: the command left {what} running, ended now: {listed}{more}", file=sys.stderr)
     if end is None:
         return
-    log = starts[end.process].log
-    which = f" in process {end.process} of {len(starts)}" if len(starts) > 1 else ""
+    log = logs[end.process]
+    which = f" in process {end.process} of {len(logs)}" if len(logs) > 1 else ""
     if end.status is None:
         raise CommandError(
             f"The command {described} was still running{which} after {timeout:g} s and was ended. "
@@ -217,8 +206,8 @@ def describe_command(command: Sequence[str]) -> str:
 
 
 def _watch(
-    command: Sequence[str],
-    starts: Sequence[ProcessStart],
+    starts: "Sequence[Callable[[], subprocess.Popen[bytes]]]",
+    logs: Sequence[Path],
     wait: Callable[[ProcessTree, list[int]], _Failure | None],
 ) -> tuple[_Failure | None, dict[int, str]]:
     """Return the result of ``wait``, and the processes that a successful command left running."""
@@ -228,12 +217,12 @@ def _watch(
         left: dict[int, str] = {}
         try:
             for start in starts:
-                tree.leaders.append(_start(command, start))
+                tree.leaders.append(start())
             failure = wait(tree, received)
             if failure is None and not tree.wait(_SETTLE_SECONDS, lambda: bool(received)):
                 left = tree.find_descendants()
             elif failure is not None:
-                failure = _find_first(failure, tree, starts)
+                failure = _find_first(failure, tree, logs)
         finally:
             # The first signal ends the command; a second one kills it at once.
             expected = max(1, len(received))
@@ -241,19 +230,17 @@ def _watch(
     return failure, left
 
 
-def _start(command: Sequence[str], start: ProcessStart) -> "subprocess.Popen[bytes]":
-    try:
-        output = start.log.open("wb")
-    except OSError as error:
-        raise CommandError(
-            f"The log {start.log} cannot be made: {explain_file_error(error)}"
-        ) from error
+def _start(
+    command: Sequence[str], folder: Path | None, log: Path, environment: Mapping[str, str]
+) -> "subprocess.Popen[bytes]":
+    with file_errors(CommandError, f"The log {log} cannot be made"):
+        output = log.open("wb")
     with output:
         try:
             return subprocess.Popen(
                 command,
-                cwd=start.folder,
-                env=dict(start.environment),
+                cwd=folder,
+                env=dict(environment),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -305,16 +292,16 @@ def _wait(
     return None
 
 
-def _find_first(failure: _Failure, tree: ProcessTree, starts: Sequence[ProcessStart]) -> _Failure:
+def _find_first(failure: _Failure, tree: ProcessTree, logs: Sequence[Path]) -> _Failure:
     """Return the failure that came first; others may fail shortly after, because of it.
 
     The process that failed first wrote to its log before the others.
     """
-    if failure.status is None or len(starts) == 1:
+    if failure.status is None or len(logs) == 1:
         return failure
     tree.wait(_SETTLE_SECONDS, lambda: False)
     failed = [number for number, leader in enumerate(tree.leaders) if leader.poll()]
-    first = min(failed, key=lambda number: starts[number].log.stat().st_mtime_ns)
+    first = min(failed, key=lambda number: logs[number].stat().st_mtime_ns)
     return _Failure(first, tree.leaders[first].poll())
 
 

@@ -11,17 +11,16 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain, count
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from lightning_d9m.errors import CommandError, LedgerError
-from lightning_d9m.file_errors import explain_file_error
+from lightning_d9m.errors import CommandError, LedgerError, file_errors
 from lightning_d9m.launch.interruption_points import INTERRUPT, RESUME
 from lightning_d9m.launch.processes import (
-    ProcessStart,
     describe_command,
     make_rank_variables,
     run_processes,
@@ -48,16 +47,11 @@ def make_output(chosen: Path | None, parent: str = "d9m-runs", prefix: str = "")
         else [chosen]
     )
     for folder in candidates:
-        try:
+        what = f"The folder {folder} cannot be made"
+        advice = "Give another with --output."
+        with file_errors(LedgerError, what, advice), suppress(FileExistsError):
             folder.mkdir(parents=True)
-        except FileExistsError:
-            continue
-        except (OSError, ValueError) as error:
-            why = getattr(error, "strerror", None) or error
-            raise LedgerError(
-                f"The folder {folder} cannot be made: {why}. Give another with --output."
-            ) from error
-        return folder.resolve()
+            return folder.resolve()
     if chosen is None:
         raise LedgerError(
             f"{parent} holds 1000 repetitions already. Remove old ones, or give a new folder with "
@@ -95,12 +89,8 @@ def make_run_folder(output: Path, name: str) -> Path:
         LedgerError: If it cannot be created.
     """
     folder = output / name
-    try:
+    with file_errors(LedgerError, f"The folder {folder} cannot be made"):
         folder.mkdir()
-    except OSError as error:
-        raise LedgerError(
-            f"The folder {folder} cannot be made: {explain_file_error(error)}"
-        ) from error
     return folder
 
 
@@ -133,17 +123,19 @@ def run_once(
     """
     environment = _make_environment(folder) | dict(variables)
     ranks = [{}] if processes is None else make_rank_variables(processes)
-    starts = [
-        ProcessStart(
-            environment | own,
-            folder / (f"output-{rank}.log" if rank else "output.log"),
-            working_folder,
-        )
+    environments = {
+        folder / (f"output-{rank}.log" if rank else "output.log"): environment | own
         for rank, own in enumerate(ranks)
-    ]
+    }
     with progress:
-        tick = progress.tick
-        run_processes(command, starts, timeout=timeout, tick=tick, killed_when=killed_when)
+        run_processes(
+            command,
+            environments,
+            timeout=timeout,
+            tick=progress.tick,
+            folder=working_folder,
+            killed_when=killed_when,
+        )
 
 
 @dataclass

@@ -10,8 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightning_d9m.errors import LedgerError
-from lightning_d9m.file_errors import explain_file_error
+from lightning_d9m.errors import LedgerError, file_errors
 from lightning_d9m.ledger.format.frames import Batch
 from lightning_d9m.ledger.format.reader import RankReader
 from lightning_d9m.ledger.format.records import MAX_RANKS, Digests, End, Header, Record
@@ -32,7 +31,7 @@ def create_ledger_folder(parent: Path, kind: str = "fit") -> Path:
     Raises:
         LedgerError: When no folder can be made there.
     """
-    try:
+    with file_errors(LedgerError, f"No ledger can be made in {parent}"):
         parent.mkdir(parents=True, exist_ok=True)
         names = [entry.name for entry in parent.iterdir()]
         numbered = re.compile(f"{kind}-([0-9]{{3,9}})")
@@ -46,10 +45,6 @@ def create_ledger_folder(parent: Path, kind: str = "fit") -> Path:
                 number += 1
             else:
                 return folder
-    except (OSError, ValueError) as error:
-        raise LedgerError(
-            f"No ledger can be made in {parent}: {explain_file_error(error)}"
-        ) from error
 
 
 def rank_path(folder: Path, rank: int) -> Path:
@@ -168,10 +163,8 @@ def read_ledger(path: str | os.PathLike[str], *, ignoring: Path | None = None) -
         LedgerError: When there is no ledger, more than one, or one that cannot be read.
     """
     place = Path(path)
-    try:
+    with file_errors(LedgerError, f"There is no ledger at {place}"):
         is_folder = stat.S_ISDIR(place.stat().st_mode)
-    except (OSError, ValueError) as error:
-        raise LedgerError(f"There is no ledger at {place}: {explain_file_error(error)}") from error
     if not is_folder:
         with RankReader(place) as reader:
             header = reader.header
@@ -232,10 +225,8 @@ def _rank_files(folder: Path) -> dict[int, Path]:
 
 
 def _scan(folder: Path) -> list[Path]:
-    try:
+    with file_errors(LedgerError, f"{folder} cannot be read"):
         return sorted(folder.iterdir())
-    except OSError as error:
-        raise LedgerError(f"{folder} cannot be read: {explain_file_error(error)}") from error
 
 
 @dataclass(frozen=True)

@@ -15,14 +15,13 @@ from hashlib import blake2b
 from importlib import metadata
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 from lightning_d9m.errors import StackDifferenceError
 from lightning_d9m.ledger.format.records import Scalar
-from lightning_d9m.ledger.tables import table_differences
 from lightning_d9m.text import escape, pluralize
 
-StackDifference: TypeAlias = tuple[str, object, object]
+StackDifference: TypeAlias = tuple[str, Any, Any]
 
 # Recorded but never compared; each with the reason.
 INFORMATIONAL = {
@@ -297,6 +296,35 @@ def stack_differences(
     """
     ignored = {*INFORMATIONAL, *(_PROCESSES if same_logical_ranks(expected, actual) else ())}
     return [entry for entry in table_differences(expected, actual) if entry[0] not in ignored]
+
+
+class _Missing(str):
+    """The text ``"missing"`` of a type that no table holds; compare with ``is``."""
+
+    __slots__ = ()
+
+
+MISSING: Final = _Missing("missing")
+
+
+def table_differences(
+    expected: Mapping[str, Any], actual: Mapping[str, Any]
+) -> list[StackDifference]:
+    """Return (name, expected, actual) for each entry that differs; ``MISSING`` where it is absent.
+
+    Values of different types differ: 1 is not True, and 1.0 is not 1. Floats are compared by their
+    bits: 0.0 is not -0.0.
+
+    >>> table_differences({"a": 1, "b": 2}, {"a": True, "b": 2, "c": None})
+    [('a', 1, True), ('c', 'missing', None)]
+    """
+    differing = []
+    for name in expected.keys() | actual.keys():
+        one, other = expected.get(name, MISSING), actual.get(name, MISSING)
+        alike = type(one) is type(other) and one == other
+        if not alike or (type(one) is float and one.hex() != other.hex()):
+            differing.append((name, one, other))
+    return sorted(differing, key=lambda entry: entry[0])
 
 
 def same_logical_ranks(expected: Mapping[str, object], actual: Mapping[str, object]) -> bool:

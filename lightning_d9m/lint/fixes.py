@@ -9,7 +9,7 @@ from difflib import unified_diff
 from itertools import accumulate
 from pathlib import Path
 
-from lightning_d9m.errors import SettingError
+from lightning_d9m.errors import SettingError, file_errors
 from lightning_d9m.lint.rules import Finding
 from lightning_d9m.lint.scanner import scan_source
 from lightning_d9m.lint.source import Source
@@ -47,16 +47,12 @@ class FileFix:
             SettingError: If the file cannot be written.
         """
         path = Path(self.path)
-        try:
+        advice = "Make it writable, or leave it out with --exclude."
+        with file_errors(SettingError, f"{path} cannot be fixed", advice):
             data = path.read_bytes()
             encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
             newline = "\r\n" if b"\r\n" in data else "\n"
             path.write_bytes(self.after.replace("\n", newline).encode(encoding))
-        except OSError as error:
-            raise SettingError(
-                f"{path} cannot be fixed: {error.strerror or error}. Make it writable, or leave it "
-                "out with --exclude."
-            ) from error
 
 
 def fix_text(text: str, path: str, torch_version: str, rules: frozenset[str]) -> FileFix:

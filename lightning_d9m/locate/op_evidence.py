@@ -17,7 +17,7 @@ from torch import Tensor
 from lightning_d9m.comparison.differences import Divergence
 from lightning_d9m.comparison.numeric_difference import Magnitude, measure_difference
 from lightning_d9m.hashing.digest import digest, digest_value
-from lightning_d9m.ledger.tables import MISSING
+from lightning_d9m.ledger.stack import MISSING
 from lightning_d9m.patches.catalog.catalog import OPS, Op
 from lightning_d9m.probes.dumps import (
     find_batches,

@@ -4,7 +4,7 @@ A row is a dataclass, whose fields are its JSON; its columns say how they look i
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -116,12 +116,15 @@ def format_markdown(verdict: str, evidence: Sequence[str], table: str = "") -> s
 
 
 def print_result(
-    chosen: str, facts: Mapping[str, object], verdict: str, evidence: Sequence[str]
+    chosen: str, facts: object, lines: Sequence[str], verdict: str = "", table: str = ""
 ) -> None:
-    """Print a result in the chosen format: its facts as JSON, or its verdict and evidence."""
+    """Print a result in the chosen format: its facts as JSON, or lines below a verdict.
+
+    ``table`` is one in Markdown, for that format alone.
+    """
     if chosen == "json":
         print(json.dumps(facts, indent=2))
     elif chosen == "markdown":
-        print(format_markdown(verdict, evidence))
+        print(format_markdown(verdict, lines, table))
     else:
-        print_lines([*wrap(verdict), "", *evidence])
+        print_lines([*wrap(verdict), "", *lines] if verdict else lines)

@@ -1,6 +1,5 @@
 """The result of ``d9m repeat``: a table of all fits, the verdict, and what differs."""
 
-import json
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -11,34 +10,18 @@ from lightning_d9m.comparison.ledgers import Comparison, RecordObserver, compare
 from lightning_d9m.launch.run import Run
 from lightning_d9m.ledger.folder import Ledger
 from lightning_d9m.ledger.stack import LAST_BITS_SETTING, LOGICAL_RANKS
-from lightning_d9m.output.columns import format_markdown, format_markdown_table, format_table
+from lightning_d9m.output.columns import format_markdown_table, format_table, print_result
 from lightning_d9m.output.comparison_text import format_evidence, state_verdict
 from lightning_d9m.output.result_tables import RunRow, list_run_columns, make_run_row
 from lightning_d9m.output.terminal import (
     format_next_steps,
     list_next_steps,
-    print_lines,
     terminal_width,
     wrap,
 )
 from lightning_d9m.text import pluralize, printable
 
 _SEVERAL = 2  # later runs, of which some may agree
-
-
-@dataclass(frozen=True)
-class FailedRun:
-    """A run that left nothing to compare.
-
-    Attributes:
-        run: Its number.
-        label: What happened to it, in a few words.
-        error: Why it failed.
-    """
-
-    run: int
-    label: str
-    error: str
 
 
 @dataclass(frozen=True)
@@ -67,10 +50,9 @@ class RepeatReport:
     """The comparison of all runs with run 1, fit by fit.
 
     Args:
-        runs: The runs by number; run 1 is the reference.
+        runs: The runs by number; run 1 is the reference. One that failed has nothing to compare.
         output: The folder with their ledgers.
         command: The command that was run.
-        failures: The runs that failed.
         resumed: Whether runs from run 2 on were killed and resumed.
         printed: The first line of the output in which a run differs from run 1, with its
             counterpart.
@@ -85,16 +67,17 @@ class RepeatReport:
         runs: Mapping[int, Run],
         output: Path,
         command: Sequence[str],
-        failures: Sequence[FailedRun] = (),
         *,
         resumed: bool = False,
         printed: str = "",
         left: Callable[..., str] | None = None,
         watch: Callable[[int, str], RecordObserver] | None = None,
     ) -> None:
+        self._labels = [f"run {number}: {run.label}" for number, run in runs.items() if run.label]
+        self._failures = {number: run for number, run in runs.items() if run.failure is not None}
+        runs = {number: run for number, run in runs.items() if run.failure is None}
         self._runs, self._command, self._output = runs, command, output
-        self._failures, self._resumed = failures, resumed
-        self._printed, self._left = printed, left
+        self._resumed, self._printed, self._left = resumed, printed, left
         self._counts = [run.processes for run in runs.values() if run.processes is not None]
         # Fits are matched by name, so that a missing fit does not shift the others.
         names = list(dict.fromkeys(name for run in runs.values() for name in run.fits))
@@ -129,28 +112,20 @@ class RepeatReport:
     def print_out(self, chosen: str, *, verbose: bool = False) -> None:
         """Print the report as text, Markdown or one JSON object."""
         columns = list_run_columns(self.rows, verbose=verbose)
-        evidence = list(self._list_evidence(verbose=verbose))
-        if chosen == "json":
-            print(json.dumps(self._as_json(), indent=2))
-        elif chosen == "markdown":
-            table = format_markdown_table(columns, self.rows)
-            print(format_markdown(self.state_verdict(), evidence[:-1], table))
-        else:
+        lines = list(self._list_evidence(verbose=verbose))[:-1]
+        markdown = format_markdown_table(columns, self.rows)
+        if chosen == "text":
             table = format_table(columns, self.rows, terminal_width(), plain=False)
-            print_lines([*wrap(self.state_verdict()), "", *table.splitlines()])
-            labels = {number: run.label for number, run in self._runs.items()}
-            labels |= {failure.run: failure.label for failure in self._failures}
-            print_lines(
-                [*(f"run {n}: {label}" for n, label in sorted(labels.items()) if label), ""]
-            )
-            print_lines([*evidence, f"ledgers: {self._output}"])
-            if self._differing:
-                print_lines(format_next_steps(self._list_next_steps(self._differing[0])))
+            lines = [*table.splitlines(), *self._labels, "", *lines, *[""] * bool(lines)]
+            lines.append(f"ledgers: {self._output}")
+            for entry in self._differing[:1]:
+                lines += format_next_steps(self._list_next_steps(entry))
+        print_result(chosen, self._as_json(), lines, self.state_verdict(), markdown)
 
     def _list_evidence(self, *, verbose: bool) -> Iterator[str]:
         """Yield the lines below the table; a blank line ends each paragraph."""
-        for failure in self._failures:
-            yield from (f"Run {failure.run} failed: {failure.error}", "")
+        for number, run in self._failures.items():
+            yield from (f"Run {number} failed: {run.failure}", "")
         for number in self._unmatched[:1]:
             fits, others = self._runs[1].fits, self._runs[number].fits
             yield f"Run 1 left {pluralize(len(fits), 'ledger')}, run {number} left {len(others)}:"
@@ -280,7 +255,10 @@ class RepeatReport:
             "runs": [asdict(row) for row in self.rows],
             "printed": self._printed,
             "left": self._list_left(),
-            "failed": [asdict(failure) for failure in self._failures],
+            "failed": [
+                {"run": number, "label": run.label, "error": str(run.failure)}
+                for number, run in self._failures.items()
+            ],
             "ledgers": [list(run.fits) for run in self._runs.values()],
             "differing": [
                 {

@@ -122,11 +122,11 @@ def print_lines(lines: Sequence[str]) -> None:
     print("\n".join(lines))
 
 
-def print_wrapped(lines: Sequence[str]) -> None:
-    """Print lines as ``print_lines`` does; on a terminal, a long one is wrapped between words."""
-    if sys.stdout.isatty():
-        lines = [part for line in lines for part in wrap(line, "  ", "") or [""]]
-    print_lines(lines)
+def wrap_on_terminal(lines: Sequence[str]) -> Sequence[str]:
+    """Return lines; if standard output is a terminal, long ones are wrapped between words."""
+    if not sys.stdout.isatty():
+        return lines
+    return [part for line in lines for part in wrap(line, "  ", "") or [""]]
 
 
 def terminal_width(limit: int = 100) -> int:

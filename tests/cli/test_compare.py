@@ -1,6 +1,5 @@
 """``d9m compare``: what it prints, its exit status, and that it needs no torch."""
 
-import argparse
 import json
 import math
 import re
@@ -11,10 +10,6 @@ import sys
 import pytest
 from ledger_runs import make_facts, make_weights, write_rank
 
-from lightning_d9m.cli import compare as command
-from lightning_d9m.cli.arguments import declare_command
-from lightning_d9m.cli.compare import run
-from lightning_d9m.cli.main import main
 from lightning_d9m.ledger.folder import create_ledger_folder, rank_path
 
 NAMES = [f"encoder.layers.{number}.attention.projection.weight" for number in range(12)]
@@ -42,19 +37,16 @@ def write(parent, *, epochs=2, drift=None, world_size=1, end=True, scalars=(), *
     return folder
 
 
-def parse(*words):
-    """Parse the words of the command."""
-    parser = argparse.ArgumentParser()
-    declare_command(parser, command)
-    return parser.parse_args([str(word) for word in words])
+@pytest.fixture
+def compare(d9m):
+    """Return a function that runs the command in this process; it gives its status and output."""
 
+    def run(*words):
+        status, out, err = d9m("compare", *words)
+        assert err == ""
+        return status, out
 
-def compare(capsys, *words):
-    """Run the command in this process; return its status and output."""
-    status = run(parse(*words))
-    output = capsys.readouterr()
-    assert output.err == ""
-    return status, output.out
+    return run
 
 
 def narrow(output):
@@ -65,10 +57,10 @@ def narrow(output):
     return "\n".join(lines).rstrip()
 
 
-def test_equal(tmp_path, capsys):
+def test_equal(tmp_path, compare):
     """What was compared is said: never a bare OK."""
     one, other = write(tmp_path), write(tmp_path)
-    status, output = compare(capsys, one, other)
+    status, output = compare(one, other)
     assert status == 0
     assert output == (
         "equal: 5 records bit for bit the same (3 of digests; 2 epochs; rank 0).\n\n"
@@ -76,11 +68,9 @@ def test_equal(tmp_path, capsys):
     )
 
 
-def test_different(tmp_path, capsys):
+def test_different(tmp_path, compare):
     """Rank, epoch, step, groups, names, both values, digests cut."""
-    status, output = compare(
-        capsys, write(tmp_path, world_size=2), write(tmp_path, world_size=2, drift=1)
-    )
+    status, output = compare(write(tmp_path, world_size=2), write(tmp_path, world_size=2, drift=1))
     assert status == 1
     assert narrow(output) == (
         "different: 10 records compared. Rank 1 diverges first, in epoch 1 (step 46).\n\n\n"
@@ -118,18 +108,18 @@ ONCE, AGAIN = ({"scalars": [("val_loss", value.hex())]} for value in (1.5, 2.5))
         ({}, {"stack": {}}, 0, "this run: missing", "different"),
     ],
 )
-def test_advice(tmp_path, capsys, one, other, status, said, unsaid):
-    found, output = compare(capsys, write(tmp_path, **one), write(tmp_path, **other))
+def test_advice(tmp_path, compare, one, other, status, said, unsaid):
+    found, output = compare(write(tmp_path, **one), write(tmp_path, **other))
     assert found == status
     text = " ".join(narrow(output).split() + output.split())
     assert said in text
     assert unsaid not in text
 
 
-def test_another_stack_comes_before_any_drift(tmp_path, capsys):
+def test_another_stack_comes_before_any_drift(tmp_path, compare):
     """So that another driver is never mistaken for nondeterminism."""
     status, output = compare(
-        capsys, write(tmp_path), write(tmp_path, drift=0, stack={"device.driver": "570.1"})
+        write(tmp_path), write(tmp_path, drift=0, stack={"device.driver": "570.1"})
     )
     assert status == 1
     text = narrow(output)
@@ -140,9 +130,9 @@ def test_another_stack_comes_before_any_drift(tmp_path, capsys):
     assert 0 <= text.index(stack) < text.index("Rank 0, epoch")
 
 
-def test_another_seed(tmp_path, capsys):
+def test_another_seed(tmp_path, compare):
     """Refused with the reason."""
-    status, output = compare(capsys, write(tmp_path), write(tmp_path, seed=7))
+    status, output = compare(write(tmp_path), write(tmp_path, seed=7))
     assert status == 1
     assert narrow(output) == (
         "not comparable: the runs differ by design (seed).\n\n\n"
@@ -162,45 +152,45 @@ def test_another_seed(tmp_path, capsys):
         (lambda path: path.unlink(), "Only the reference has a file of rank 3."),
     ],
 )
-def test_what_one_run_lacks_is_said(tmp_path, capsys, spoil, said):
+def test_what_one_run_lacks_is_said(tmp_path, compare, spoil, said):
     one, other = write(tmp_path, world_size=4), write(tmp_path, world_size=4)
     spoil(rank_path(other, 3))
-    status, output = compare(capsys, one, other)
+    status, output = compare(one, other)
     assert status == 1
     assert said in " ".join(output.split())
 
 
-def test_nothing_was_proven(tmp_path, capsys):
+def test_nothing_was_proven(tmp_path, compare):
     """Two runs that were killed before the first digest are not called equal."""
     folders = [write(tmp_path, epochs=-1, end=False) for _ in range(2)]
-    status, output = compare(capsys, *folders)
+    status, output = compare(*folders)
     assert status == 1
     assert "not comparable: a rank has no digests in common" in output
     ranks = [rank_path(write(tmp_path, world_size=2), rank) for rank in range(2)]
-    assert "the ledgers have no rank in common" in compare(capsys, *ranks)[1]
+    assert "the ledgers have no rank in common" in compare(*ranks)[1]
 
 
-def test_a_ledger_and_itself(tmp_path, capsys):
+def test_a_ledger_and_itself(tmp_path, compare):
     """Equal, and worth nothing."""
     folder = write(tmp_path)
-    status, output = compare(capsys, folder, tmp_path)
+    status, output = compare(folder, tmp_path)
     assert status == 0
     assert "Both are the same ledger, so this shows nothing about two runs." in output
 
 
-def test_untrusted_names_are_printed_harmlessly(tmp_path, capsys):
+def test_untrusted_names_are_printed_harmlessly(tmp_path, compare, d9m):
     """A ledger from elsewhere does not move the cursor, nor does the folder that it is in."""
     one = write(tmp_path / "\x1b[2J", stack={"\x1b[2J": "\x1b[31m"})
-    text = compare(capsys, one, write(tmp_path))[1]
+    text = compare(one, write(tmp_path))[1]
     assert "\x1b" not in text
     assert "\\x1b[2J/fit-000" in text
-    assert main(["compare", str(one.parent / "none\u202e"), str(one)]) == 2
-    error = capsys.readouterr().err
+    status, _, error = d9m("compare", one.parent / "none\u202e", one)
+    assert status == 2
     assert "\\x1b[2J/none\\u202e: No such file" in error
     assert not {"\x1b", "\u202e"} & set(error)
 
 
-def test_of_many_ranks_the_first_is_described(tmp_path, capsys):
+def test_of_many_ranks_the_first_is_described(tmp_path, compare):
     """The others in a sentence; the last line says again which was first."""
 
     def trace(drift):
@@ -209,7 +199,7 @@ def test_of_many_ranks_the_first_is_described(tmp_path, capsys):
     one, other = trace(None), trace([2, 2, 2, 1, 2, 2, None, 1])
     path = rank_path(other, 7)
     path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:-1]))
-    text = narrow(compare(capsys, one, other)[1])
+    text = narrow(compare(one, other)[1])
     assert text == (
         "different: 7 records and 96 probes of 24 batches compared. Ranks 3, 7 diverge\n"
         "first, in batch 1 of epoch 0 (step 1).\n\n\n"
@@ -229,7 +219,7 @@ def test_of_many_ranks_the_first_is_described(tmp_path, capsys):
     )
 
 
-def test_why_a_run_is_not_continued_is_said_whole(tmp_path, capsys):
+def test_why_a_run_is_not_continued_is_said_whole(tmp_path, compare):
     """Also where the reason is a long path."""
     parent, child = write(tmp_path / ("p" * 90)), tmp_path / "fit-009"
     child.mkdir()
@@ -237,7 +227,7 @@ def test_why_a_run_is_not_continued_is_said_whole(tmp_path, capsys):
     write_rank(child, [{"kind": "resume", **resume}], end=False)
     path = rank_path(parent, 0)
     path.write_bytes(path.read_bytes().replace(b"layers.3", b"layers.4", 1))
-    text = " ".join(compare(capsys, write(tmp_path), child)[1].split())
+    text = " ".join(compare(write(tmp_path), child)[1].split())
     assert f"{path}, line 3 (digests) does not fit its check" in text
     assert "record the run again. " in text
 
@@ -246,10 +236,10 @@ def test_why_a_run_is_not_continued_is_said_whole(tmp_path, capsys):
     ("changes", "verdict", "status"),
     [({}, "equal", 0), ({"drift": 1}, "different", 1), ({"seed": 1}, "not comparable", 1)],
 )
-def test_json(tmp_path, capsys, changes, verdict, status):
+def test_json(tmp_path, compare, changes, verdict, status):
     """One object, with the facts of the text."""
     one, other = write(tmp_path), write(tmp_path, **changes)
-    found, output = compare(capsys, one, other, "--json")
+    found, output = compare(one, other, "--json")
     facts = json.loads(output)
     assert (found, facts["verdict"]) == (status, verdict)
     assert (facts["expected"], facts["actual"]) == (str(one), str(other))
@@ -261,10 +251,10 @@ def test_json(tmp_path, capsys, changes, verdict, status):
         assert facts["refusals"] == [{"field": "seed", "expected": 42, "actual": 1, "ranks": [0]}]
 
 
-def test_markdown(tmp_path, capsys):
+def test_markdown(tmp_path, compare):
     """The evidence stays in its block, whatever a name in the ledger holds."""
     one, other = write(tmp_path, stack={"```": "a"}), write(tmp_path, stack={"```": "b"})
-    status, output = compare(capsys, one, other, "--format", "markdown")
+    status, output = compare(one, other, "--format", "markdown")
     assert status == 0
     assert output.startswith("**equal**: 5 records")
     assert output.count("```") == 2
@@ -304,7 +294,7 @@ def write_trace(parent, *, drift=lambda _: None, places=4, batches=3, world_size
 
 
 def test_numbers_are_decimal_and_verbose_shows_their_bits_and_the_size_of_the_difference(
-    tmp_path, capsys
+    tmp_path, compare
 ):
     """A loss that differs by one ulp, and weights with sketches."""
 
@@ -315,20 +305,19 @@ def test_numbers_are_decimal_and_verbose_shows_their_bits_and_the_size_of_the_di
         return write_rank(create_ledger_folder(tmp_path), [record])
 
     losses = [write_run(loss, (), "") for loss in (0.1, math.nextafter(0.1, 1))]
-    _, out = compare(capsys, *losses)
+    _, out = compare(*losses)
     assert "reference: 0.1\n" in out
     assert "this run:  0.10000000000000002\n" in out
-    _, out = compare(capsys, "-v", *losses)
+    _, out = compare("-v", *losses)
     assert "reference: 0x1.999999999999ap-4 (0.1)\n" in out
     assert "How far" not in out
     one, other = (3.0, 4.0, *[0.0] * 6), (3.0, 4.5, *[0.0] * 6)
     weights = [write_run(0.1, *own) for own in ((one, "0"), (other, "f"))]
-    assert "How far" not in compare(capsys, *weights)[1]
-    _, out = compare(capsys, "--verbose", *weights)
+    assert "How far" not in compare(*weights)[1]
+    _, out = compare("--verbose", *weights)
     assert re.search(
         r"relative to their norm \(\+- 25%\):\nlayer .*\nhead +0 +9.2e-02 +9.2e-02\n", out
     )
-    assert run(parse("-v", "--json", *weights)) == 1
-    (listed,) = json.loads(capsys.readouterr().out)["distances"]
+    (listed,) = json.loads(compare("-v", "--json", *weights)[1])["distances"]
     assert (listed["layer"], listed["absolute"]) == ("head", 0.5)
-    assert "distances" not in json.loads(compare(capsys, "--json", *weights)[1])
+    assert "distances" not in json.loads(compare("--json", *weights)[1])

@@ -6,20 +6,19 @@ import sys
 
 import pytest
 
-from lightning_d9m.cli.main import COMMANDS, main
+from lightning_d9m.cli.main import COMMANDS
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "tcsh"])
-def test_the_script_has_every_command(capsys, shell):
-    assert main(["completion", shell]) == 0
-    script = capsys.readouterr().out
+def test_the_script_has_every_command(d9m, shell):
+    status, script, _ = d9m("completion", shell)
+    assert status == 0
     assert all(command in script for command in COMMANDS)
 
 
-def test_bash_reads_it(tmp_path, capsys):
-    main(["completion", "bash"])
+def test_bash_reads_it(tmp_path, d9m):
     script = tmp_path / "d9m.bash"
-    script.write_text(capsys.readouterr().out)
+    script.write_text(d9m("completion", "bash")[1])
     code = f'. {script}; COMP_WORDS=(d9m rep); COMP_CWORD=1; _shtab_d9m; echo "${{COMPREPLY[@]}}"'
     done = subprocess.run(
         [shutil.which("bash"), "-c", code], capture_output=True, text=True, check=True
@@ -27,7 +26,8 @@ def test_bash_reads_it(tmp_path, capsys):
     assert set(done.stdout.split()) == {"repeat", "report"}
 
 
-def test_without_the_package_the_error_says_what_to_install(monkeypatch, capsys):
+def test_without_the_package_the_error_says_what_to_install(monkeypatch, d9m):
     monkeypatch.setitem(sys.modules, "shtab", None)
-    assert main(["completion", "bash"]) == 2
-    assert "Run: pip install shtab" in capsys.readouterr().err
+    status, _, err = d9m("completion", "bash")
+    assert status == 2
+    assert "Run: pip install shtab" in err

@@ -12,7 +12,6 @@ from lightning_d9m import SettingError
 from lightning_d9m.audit import device
 from lightning_d9m.audit.device import compute_examples, try_device
 from lightning_d9m.cli.doctor import format_findings
-from lightning_d9m.cli.main import main
 from lightning_d9m.control import doctor
 from lightning_d9m.control import environment as variables
 from lightning_d9m.control.doctor import CheckResult
@@ -36,23 +35,23 @@ def healthy(monkeypatch):
 
 
 @pytest.fixture
-def report(capsys):
+def report(d9m):
     """Return a function that runs the command and gives (exit status, findings by name)."""
 
     def run():
-        status = main(["doctor", "--json"])
-        findings = json.loads(capsys.readouterr().out)["findings"]
-        return status, {finding["name"]: finding for finding in findings}
+        status, out, _ = d9m("doctor", "--json")
+        return status, {finding["name"]: finding for finding in json.loads(out)["findings"]}
 
     return run
 
 
-def test_a_healthy_environment_has_no_problems(healthy, report, capsys):
+def test_a_healthy_environment_has_no_problems(healthy, report, d9m):
     status, findings = report()
     assert status == 0
     assert "problem" not in {finding["status"] for finding in findings.values()}
-    assert main(["doctor"]) == 0
-    assert capsys.readouterr().out.startswith("No problems found, but 2 notes.\n\n")
+    status, out, _ = d9m("doctor")
+    assert status == 0
+    assert out.startswith("No problems found, but 2 notes.\n\n")
 
 
 @pytest.mark.parametrize(
@@ -77,12 +76,12 @@ def test_a_healthy_environment_has_no_problems(healthy, report, capsys):
     ],
 )
 def test_a_variable_that_allows_nondeterminism_is_found(
-    healthy, report, monkeypatch, capsys, name, bad, good
+    healthy, report, monkeypatch, d9m, name, bad, good
 ):
     assert report()[1][name]["found"].startswith("not set")
     monkeypatch.setenv(name, bad)
-    assert main(["doctor"]) == 1
-    output = capsys.readouterr().out
+    status, output, _ = d9m("doctor")
+    assert status == 1
     assert output.startswith(f"1 problem found.\n\n✗  {name}: {bad}\n")
     assert "\n   Fix: " in output
     monkeypatch.setenv(name, good)
@@ -231,18 +230,15 @@ def test_lines_fit_80_columns(monkeypatch):
     assert all(line.startswith("   ") for line in lines[1:])
 
 
-def test_the_printed_commands_fix_what_variables_can_fix(
-    healthy, monkeypatch, capsys, forking_python
-):
+def test_the_printed_commands_fix_what_variables_can_fix(healthy, monkeypatch, d9m, forking_python):
     monkeypatch.setenv("NCCL_ALGO", "NVLS")
     monkeypatch.setenv("PL_GLOBAL_SEED", "twelve")
     monkeypatch.setenv("OMP_DYNAMIC", "true")
-    assert main(["doctor"]) == 1
-    assert capsys.readouterr().out.endswith(
+    assert d9m("doctor")[1].endswith(
         '\n\nNext:\n  eval "$(d9m doctor --fix)"  fixes what variables can fix\n'
     )
-    assert main(["doctor", "--fix"]) == 0
-    shell = capsys.readouterr().out
+    status, shell, _ = d9m("doctor", "--fix")
+    assert status == 0
     assert "unset PL_GLOBAL_SEED\n" in shell
     done = subprocess.run(
         ["bash", "-c", f'{shell}\nexec "$0" -m lightning_d9m doctor --json', forking_python],

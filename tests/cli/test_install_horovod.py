@@ -6,13 +6,12 @@ import sys
 import pytest
 
 from lightning_d9m.cli import install_horovod
-from lightning_d9m.cli.main import main
 from lightning_d9m.errors import CommandError
 
 
 @pytest.fixture
-def install(monkeypatch, tmp_path):
-    """Return a function that installs without doing the steps, which it returns with the status.
+def install(monkeypatch, tmp_path, d9m):
+    """Return a function that installs without the steps; it gives what it printed, and the steps.
 
     ``problems`` are what trials of the installed Horovod find, in order.
     """
@@ -27,8 +26,8 @@ def install(monkeypatch, tmp_path):
     def run(problems, *words):
         found = iter(problems)
         monkeypatch.setattr(install_horovod, "_try_installed", lambda _: next(found))
-        command = ["install-horovod", "--gpu", "none", "--cache", str(tmp_path), "--json", *words]
-        return main(command), taken
+        command = ["install-horovod", "--gpu", "none", "--cache", tmp_path, "--json", *words]
+        return *d9m(*command), taken
 
     monkeypatch.setattr(install_horovod, "_build_into", build)
     monkeypatch.setattr(
@@ -47,22 +46,22 @@ def install(monkeypatch, tmp_path):
         ([None], True, ["--rebuild"], "built", ["build", "horovod-1.whl"]),
     ],
 )
-def test_it_does_what_is_missing(
-    install, tmp_path, capsys, problems, cached, words, done, expected
-):
+def test_it_does_what_is_missing(install, tmp_path, problems, cached, words, done, expected):
     if cached:
         folder = tmp_path / install_horovod._find_target(mpi=False, gpu="none").key
         folder.mkdir()
         (folder / "horovod-0.whl").touch()
-    assert install(problems, *words) == (0, expected)
-    facts = json.loads(capsys.readouterr().out)
+    status, out, _, taken = install(problems, *words)
+    assert (status, taken) == (0, expected)
+    facts = json.loads(out)
     assert facts["done"] == done
     assert facts["wheel"] is None or facts["wheel"].endswith(expected[-1])
 
 
-def test_an_installation_that_does_not_work(install, capsys):
-    assert install(["It hung.", "It hung again."])[0] == 2
-    assert "allreduce of two processes failed: It hung again." in capsys.readouterr().err
+def test_an_installation_that_does_not_work(install):
+    status, _, err, _ = install(["It hung.", "It hung again."])
+    assert status == 2
+    assert "allreduce of two processes failed: It hung again." in err
 
 
 def test_an_installation_without_torch(monkeypatch):

@@ -4,8 +4,6 @@ import json
 
 import pytest
 
-from lightning_d9m.cli.main import main
-
 WEIGHTS = "92b5bf6594ae602d"  # 16 digits
 PROGRAM = {"command": "python src/train.py --lr 0.1", "git.commit": "1a2b" * 10, "git.dirty": True}
 
@@ -30,13 +28,13 @@ def folder(tmp_path, runs, monkeypatch):
     return tmp_path
 
 
-def ls(capsys, *words):
-    assert main(["ls", *words]) == 0
-    return capsys.readouterr().out
+@pytest.fixture
+def ls(d9m):
+    return lambda *words: d9m("ls", *words)[1]
 
 
-def test_a_table_at_80_columns(folder, capsys):
-    lines = ls(capsys).splitlines()
+def test_a_table_at_80_columns(folder, ls):
+    lines = ls().splitlines()
     assert max(map(len, lines)) <= 80
     cells = [line.split() for line in lines]
     # The seed of the last one has ten digits, so that there is no room for commits.
@@ -60,13 +58,13 @@ def test_a_table_at_80_columns(folder, capsys):
     ],
 )
 def test_a_long_name_takes_the_place_of_less_important_columns(
-    tmp_path, runs, monkeypatch, capsys, name, columns, left_out, shown
+    tmp_path, runs, monkeypatch, ls, name, columns, left_out, shown
 ):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", str(columns))
     for _ in range(2):
         runs.write(3, program=PROGRAM | {"command": f"python {name}"})
-    first, *_, last = ls(capsys).splitlines()
+    first, *_, last = ls().splitlines()
     titles = ["ledger", "date", "program", "seed", "epochs", "weights", "commit", "verdict"]
     assert first.split() == [title for title in titles if title not in left_out]
     assert f"  {name if shown is ... else shown}  " in last
@@ -75,8 +73,8 @@ def test_a_long_name_takes_the_place_of_less_important_columns(
     assert len(last) <= columns
 
 
-def test_json_has_everything(folder, capsys):
-    found = json.loads(ls(capsys, "--json", "runs"))
+def test_json_has_everything(folder, ls):
+    found = json.loads(ls("--json", "runs"))
     assert [row["verdict"] for row in found] == [None, "equal", "different", "not comparable"]
     assert [row["before"] for row in found] == [None, *(f"runs/fit-00{n}" for n in range(3))]
     assert (found[0]["command"], found[0]["program"]) == (PROGRAM["command"], "train.py")
@@ -85,42 +83,44 @@ def test_json_has_everything(folder, capsys):
     assert {len(row["weights"]) for row in found} == {32}
 
 
-def test_the_last_ones_are_compared_with_earlier_ones(folder, capsys):
-    found = json.loads(ls(capsys, "--json", "--last", "2"))
+def test_the_last_ones_are_compared_with_earlier_ones(folder, ls):
+    found = json.loads(ls("--json", "--last", "2"))
     assert [(row["ledger"], row["before"]) for row in found] == [
         ("runs/fit-002", "runs/fit-001"),
         ("runs/other/fit-000", "runs/fit-002"),
     ]
 
 
-def test_an_unfinished_run_and_one_that_is_damaged(folder, capsys):
+def test_an_unfinished_run_and_one_that_is_damaged(folder, ls):
     path = folder / "runs" / "fit-001" / "rank-0.jsonl"
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join(lines[:4]))
     edited = folder / "runs" / "fit-002" / "rank-0.jsonl"
     edited.write_bytes(edited.read_bytes().replace(b"f" * 32, b"0" * 32))
-    rows = json.loads(ls(capsys, "--json"))
+    rows = json.loads(ls("--json"))
     assert [row["status"] for row in rows] == ["finished", "no end", "", "finished"]
     assert (rows[1]["epochs"], rows[1]["verdict"]) == (1, "incomplete")
     assert "does not fit its check" in rows[2]["problem"]
     assert rows[3]["verdict"] == "not comparable"
-    text = ls(capsys)
+    text = ls()
     assert "1 no end" in text
     assert "invalid" in text
     assert "not fit its check" in text
 
 
-def test_nothing_is_an_error(tmp_path, capsys):
-    assert main(["ls", str(tmp_path)]) == 2
-    assert "There is no ledger under" in capsys.readouterr().err
+def test_nothing_is_an_error(tmp_path, d9m):
+    status, _, err = d9m("ls", tmp_path)
+    assert status == 2
+    assert "There is no ledger under" in err
 
 
 @pytest.mark.parametrize("words", [(), (".",), ("runs/fit-001", "runs/fit-002")])
-def test_two_ledgers_are_the_last_two_by_default(folder, capsys, words):
+def test_two_ledgers_are_the_last_two_by_default(folder, d9m, words):
     (folder / "runs" / "other" / "fit-000" / "rank-0.jsonl").unlink()
-    assert main(["compare", *words, "--json"]) == 1
-    found = json.loads(capsys.readouterr().out)
-    assert (found["verdict"], found["expected"], found["actual"]) == (
+    status, out, _ = d9m("compare", *words, "--json")
+    found = json.loads(out)
+    assert (status, found["verdict"], found["expected"], found["actual"]) == (
+        1,
         "different",
         "runs/fit-001",
         "runs/fit-002",

@@ -6,27 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from lightning_d9m.cli.main import COMMANDS, main
+from lightning_d9m.cli.main import COMMANDS
 from lightning_d9m.version import __version__
 
 
 @pytest.mark.parametrize("command", [*COMMANDS, "audit ops", "audit model"])
-def test_each_command_explains_itself_in_80_columns(command, monkeypatch, capsys):
+def test_each_command_explains_itself_in_80_columns(command, monkeypatch, d9m):
     monkeypatch.setenv("COLUMNS", "80")
-    with pytest.raises(SystemExit) as ended:
-        main([*command.split(), "--help"])
-    assert ended.value.code == 0
-    text = capsys.readouterr().out
+    status, text, _ = d9m(*command.split(), "--help")
+    assert status == 0
     assert text.startswith(f"usage: d9m {command}")
     assert max(map(len, text.splitlines())) <= 80
-
-
-def run(words):
-    """Return the exit status of the command, also where argparse ends it."""
-    try:
-        return main(words)
-    except SystemExit as ended:
-        return ended.code
 
 
 @pytest.mark.parametrize(
@@ -63,27 +53,25 @@ def run(words):
         ("audit model --", 2, "after `--`: d9m audit model -- python train.py"),
     ],
 )
-def test_what_is_typed_gets_an_answer(words, status, said, capsys):
-    assert run(words.split()) == status
-    printed = capsys.readouterr()
-    assert said in printed.out + printed.err
+def test_what_is_typed_gets_an_answer(words, status, said, d9m):
+    found, out, err = d9m(*words.split())
+    assert found == status
+    assert said in out + err
 
 
-def test_an_expected_error_is_one_line_and_2(capsys):
-    assert main(["compare", "/no/such/ledger", "/no/such/ledger"]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err.startswith("d9m: error: There is no ledger at /no/such/ledger")
-    assert "Traceback" not in captured.err
+def test_an_expected_error_is_one_line_and_2(d9m):
+    status, out, err = d9m("compare", "/no/such/ledger", "/no/such/ledger")
+    assert (status, out) == (2, "")
+    assert err.startswith("d9m: error: There is no ledger at /no/such/ledger")
+    assert "Traceback" not in err
 
 
-def test_interrupting_is_no_traceback(monkeypatch, capsys):
+def test_interrupting_is_no_traceback(monkeypatch, d9m):
     def interrupt(path):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("lightning_d9m.cli.compare.read_ledger", interrupt)
-    assert main(["compare", "a", "b"]) == 130
-    assert capsys.readouterr().err == "d9m: interrupted.\n"
+    assert d9m("compare", "a", "b") == (130, "", "d9m: interrupted.\n")
 
 
 @pytest.mark.parametrize(
@@ -93,13 +81,14 @@ def test_interrupting_is_no_traceback(monkeypatch, capsys):
         (KeyError("name"), "KeyError: 'name'. This is a bug in d9m: please report it"),
     ],
 )
-def test_an_unexpected_error_is_one_line_and_2(monkeypatch, capsys, error, message):
+def test_an_unexpected_error_is_one_line_and_2(monkeypatch, d9m, error, message):
     def fail(path):
         raise error
 
     monkeypatch.setattr("lightning_d9m.cli.compare.read_ledger", fail)
-    assert main(["compare", "a", "b"]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
+    status, _, err = d9m("compare", "a", "b")
+    (line,) = err.splitlines()
+    assert status == 2
     assert line.startswith(f"d9m: error: {message}")
 
 

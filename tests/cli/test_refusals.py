@@ -15,8 +15,6 @@ from lightning_d9m.lightning.step_replay import _check_repeatable
 def test_an_audit_of_what_is_not_here():
     with pytest.raises(SettingError, match="--device is 'nowhere', on which torch"):
         check_device("nowhere")
-    with pytest.raises(SettingError, match="--ops contains 'no_such_op', which matches no op"):
-        next(plan_cases(["no_such_op"], ["float32"], quick=True))
     with pytest.raises(SettingError, match=r"the audit\. Did you mean index_add\? The ops are: "):
         next(plan_cases(["idnex_add"], ["float32"], quick=True))
 

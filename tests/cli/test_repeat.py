@@ -25,7 +25,6 @@ from lightning_d9m import (
     SettingError,
     deterministic,
 )
-from lightning_d9m.cli.main import main
 from lightning_d9m.cli.repeat import _REMEDIES
 from lightning_d9m.control.env_settings import read_settings
 from lightning_d9m.errors import InexactResumeError, LedgerError
@@ -41,16 +40,14 @@ FEW = [{**epoch, "batches": 2, "validation": 0} for epoch in EPOCHS]
 
 
 @pytest.fixture
-def repeat(tmp_path, monkeypatch, capsys):
+def repeat(tmp_path, monkeypatch, d9m):
     """Return a function that repeats a program; it gives (status, output, errors)."""
     monkeypatch.chdir(tmp_path)
 
     def run(code, *options, words=(), survey=FEW):
         script = tmp_path / "script.py"
         script.write_text(f"{PROGRAM}survey = {survey!r}\n{code}")
-        status = main(["repeat", *options, "--", sys.executable, str(script), *words])
-        captured = capsys.readouterr()
-        return status, captured.out, captured.err
+        return d9m("repeat", *options, "--", sys.executable, script, *words)
 
     return run
 
@@ -208,10 +205,10 @@ def test_an_output_that_cannot_be_made(repeat, tmp_path):
         (["--timeout", "0.3", "--", "sleep", "60"], "still running after 0.3 s"),
     ],
 )
-def test_misuse_is_one_clear_error(argv, message, tmp_path, monkeypatch, capsys):
+def test_misuse_is_one_clear_error(argv, message, tmp_path, monkeypatch, d9m):
     monkeypatch.chdir(tmp_path)
-    assert main(["repeat", *argv]) == 2
-    error = capsys.readouterr().err
+    status, _, error = d9m("repeat", *argv)
+    assert status == 2
     assert error.count("d9m: error:") == 1
     assert message in error
 
@@ -365,14 +362,10 @@ def test_a_process_that_hangs_is_shown(repeat, tmp_path, monkeypatch):
         (["1,8"], "--processes is 1,8, but LIGHTNING_D9M_LOGICAL_RANKS is 4"),
     ],
 )
-def test_wrong_input_is_one_clear_error(options, message, monkeypatch, capsys):
+def test_wrong_input_is_one_clear_error(options, message, monkeypatch, d9m):
     monkeypatch.setenv("LIGHTNING_D9M_LOGICAL_RANKS", "4")
-    try:
-        status = main(["repeat", "--processes", *options, "--", "true"])
-    except SystemExit as ended:  # argparse
-        status = ended.code
+    status, _, error = d9m("repeat", "--processes", *options, "--", "true")
     assert status == 2
-    error = capsys.readouterr().err
     assert error.count("error:") == 1
     assert message in error
 

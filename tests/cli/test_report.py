@@ -1,8 +1,8 @@
 """``d9m report`` writes one offline file with every fact and escapes every value of a ledger."""
 
-import argparse
 import json
 import math
+import re
 import shutil
 import subprocess
 from html.parser import HTMLParser
@@ -11,11 +11,6 @@ import pytest
 import torch
 from ledger_runs import make_facts, make_weights, write_rank
 
-from lightning_d9m.cli import report as command
-from lightning_d9m.cli.arguments import declare_command
-from lightning_d9m.cli.main import main
-from lightning_d9m.cli.report import run
-from lightning_d9m.errors import LedgerError
 from lightning_d9m.hashing.digest import digest
 from lightning_d9m.hashing.sketches import sketch_tensors
 from lightning_d9m.ledger.folder import create_ledger_folder
@@ -109,13 +104,6 @@ def write_losses(parent, losses, *, digit="0", program=None, folder=None):
     return write_rank(folder, records, created=created, program=program or {}, stack=stack)
 
 
-def parse(*words):
-    """Parse the arguments of the command."""
-    parser = argparse.ArgumentParser()
-    declare_command(parser, command)
-    return parser.parse_args([str(word) for word in words])
-
-
 class Page(HTMLParser):
     """Checks that tags nest, and collects tags, attributes and text."""
 
@@ -148,16 +136,24 @@ class Page(HTMLParser):
         return " ".join(" ".join(self.text).split())
 
 
-def report(tmp_path, *words, status=1):
-    """Write a report and return its text."""
-    path = tmp_path / "report.html"
-    assert run(parse(*words, "-o", path)) == status
-    return path.read_text()
+@pytest.fixture
+def report(d9m, tmp_path):
+    """Return a function that writes a report and returns its text."""
+
+    def run(*words, status=1):
+        path = tmp_path / "report.html"
+        assert d9m("report", *words, "-o", path)[0] == status
+        return path.read_text()
+
+    return run
 
 
-def test_different_runs(tmp_path, capsys):
+def test_different_runs(tmp_path, d9m):
     one, other = write(tmp_path), write(tmp_path, drift=8, stack="570.1")
-    text = report(tmp_path, one, other)
+    status, out, _ = d9m("report", one, other, "-o", tmp_path / "report.html")
+    assert status == 1
+    assert out.startswith("different: the report is")
+    text = (tmp_path / "report.html").read_text()
     words = Page(text).words
     assert "Different" in words
     assert "First divergence: batch 8 of epoch 0 (step 8) , gradient" in words
@@ -173,7 +169,6 @@ def test_different_runs(tmp_path, capsys):
     assert "steps 0 to 7: equal" in words
     assert "step 8: 2 differ" in words
     assert text.count('<tr class="differs first"') == 1
-    assert capsys.readouterr().out.startswith("different: the report is")
 
 
 # How two runs are written, and what their page says and does not say.
@@ -252,18 +247,18 @@ PAGES = {
 
 
 @pytest.mark.parametrize(("make", "said", "unsaid"), PAGES.values(), ids=PAGES)
-def test_a_page_says(tmp_path, make, said, unsaid):
+def test_a_page_says(tmp_path, make, said, unsaid, report):
     equal = any(line.startswith(("Equal", "Weights of both", "Both")) for line in said)
     equal |= any("but the runs are equal" in line for line in said)
-    words = Page(report(tmp_path, *make(tmp_path), status=0 if equal else 1)).words
+    words = Page(report(*make(tmp_path), status=0 if equal else 1)).words
     assert [line for line in said if line not in words] == []
     assert [line for line in unsaid if line in words] == []
 
 
-def test_of_many_ranks_the_first_is_named(tmp_path):
+def test_of_many_ranks_the_first_is_named(tmp_path, report):
     """The verdict, the first rows of the tables, and the tree name it."""
     one, other = write_ranks(tmp_path, *[None] * 5), write_ranks(tmp_path, 6, 5, 3, None, 5)
-    text = report(tmp_path, one, other)
+    text = report(one, other)
     words = Page(text).words
     assert "First divergence: batch 3 of epoch 0 (step 3) , gradient" in words
     assert "Rank 2 of 5; 3 more ranks diverged later. 2 of 10 places differ there." in words
@@ -273,23 +268,23 @@ def test_of_many_ranks_the_first_is_named(tmp_path):
     assert words.count("step 3: 2 differ") == 1
 
 
-def test_what_differs_goes_before_what_agrees(tmp_path, monkeypatch):
+def test_what_differs_goes_before_what_agrees(tmp_path, monkeypatch, report):
     """A limit drops modules that agree."""
     monkeypatch.setattr("lightning_d9m.output.html_page._MAX_MODULES", 2)
     names = [f"layers.{number}" for number in range(9)]
     one, other = write_epochs(tmp_path, 9, names=names), write_epochs(tmp_path, 9, 7, names[::-1])
-    words = Page(report(tmp_path, one, other)).words
+    words = Page(report(one, other)).words
     modules = words.partition("Modules by step")[2].partition("All that differs")[0]
     assert modules.count("2 weights weight") == 2
     assert "more are left out." in modules
 
 
-def test_what_ran_and_the_logged_values_are_shown(tmp_path):
+def test_what_ran_and_the_logged_values_are_shown(tmp_path, report):
     """Values lie over each other, and their difference has a logarithmic scale."""
     program = {"command": "python train.py", "git.commit": "abc123", "git.dirty": True}
     one = write_losses(tmp_path, [1.0, 0.5, 0.25], program=program)
     other = write_losses(tmp_path, [1.0, 0.5001, float("nan")], digit="f", program=program)
-    text = report(tmp_path, one, other)
+    text = report(one, other)
     words = Page(text).words
     assert (
         "command python train.py python train.py commit abc123, with changes abc123, with changes"
@@ -303,12 +298,12 @@ def test_what_ran_and_the_logged_values_are_shown(tmp_path):
     assert "val_<b> at the ends of epochs, both runs: the wide line" in words
 
 
-def test_all_runs_of_a_repeat_are_shown(tmp_path):
+def test_all_runs_of_a_repeat_are_shown(tmp_path, report):
     for number, loss in ((1, 0.5), (2, 0.5), (3, 0.25)):
         folder = tmp_path / f"run-{number:03d}" / "fit-000"
         folder.mkdir(parents=True)
         write_losses(tmp_path, [1.0, loss], digit=str(number // 3), folder=folder)
-    text = report(tmp_path, tmp_path)
+    text = report(tmp_path)
     assert text.count('class="key-line"') == 3
     words = Page(text).words
     assert "run 1, the reference run 2 run 3" in words
@@ -320,15 +315,15 @@ def test_all_runs_of_a_repeat_are_shown(tmp_path):
     assert "run-003/fit-000" in words
 
 
-def test_nothing_is_loaded_from_anywhere(tmp_path):
+def test_nothing_is_loaded_from_anywhere(tmp_path, report):
     """The page has no address and no link, and its policy forbids loading."""
-    page = Page(report(tmp_path, write(tmp_path), write(tmp_path, drift=2)))
+    page = Page(report(write(tmp_path), write(tmp_path, drift=2)))
     assert not {"link", "img", "iframe", "object"} & set(page.tags)
     assert not {"src", "href", "action"} & {name for name, _ in page.attributes}
     assert any("default-src 'none'" in str(value) for _, value in page.attributes)
 
 
-def test_names_are_escaped(tmp_path):
+def test_names_are_escaped(tmp_path, report):
     """The page has the same tags and attributes as one with harmless names."""
     tame = [
         "".join(c if c in ".:/" else "abcdefgh"[number] for c in name)
@@ -338,7 +333,7 @@ def test_names_are_escaped(tmp_path):
     for names in (tame, EVIL):
         one = write(tmp_path, names=names)
         other = write(tmp_path, names=names, drift=2, stack=names[0])
-        pages.append(Page(report(tmp_path, one, other)))
+        pages.append(Page(report(one, other)))
     tame_page, evil_page = pages
     for page in pages:
         page.tags = [tag for tag in page.tags if tag != "bdi"]
@@ -350,28 +345,29 @@ def test_names_are_escaped(tmp_path):
     assert "x" * 500 not in text
 
 
-def test_the_size_is_bounded(tmp_path):
+def test_the_size_is_bounded(tmp_path, report):
     """Omitted entries are counted."""
     names = [f"layers.{number}.{'n' * 100}" for number in range(3000)]
     one = write(tmp_path, names=names, steps=1)
     other = write(tmp_path, names=names, steps=1, drift=0, growth=10_000)
-    text = report(tmp_path, one, other)
+    text = report(one, other)
     assert len(text) < 2_000_000
     assert "3,002 more are left out." in text
     assert "1,501 more are left out." in text
 
 
 @pytest.mark.parametrize("force", [False, True])
-def test_a_file_that_is_not_a_report_is_kept(tmp_path, force):
+def test_a_file_that_is_not_a_report_is_kept(tmp_path, d9m, force):
     """``--force`` replaces it; an earlier report is always replaced."""
     one, path = write(tmp_path), tmp_path / "report.html"
     path.write_text("my thesis")
     if force:
-        assert run(parse(one, one, "-o", path, "--force")) == 0
-        assert run(parse(one, one, "-o", path)) == 0
+        assert d9m("report", one, one, "-o", path, "--force")[0] == 0
+        assert d9m("report", one, one, "-o", path)[0] == 0
     else:
-        with pytest.raises(LedgerError, match=r"is not a report of lightning_d9m.*--force"):
-            run(parse(one, one, "-o", path))
+        status, _, err = d9m("report", one, one, "-o", path)
+        assert status == 2
+        assert re.search(r"is not a report of lightning_d9m.*--force", err)
         assert path.read_text() == "my thesis"
 
 
@@ -385,7 +381,7 @@ def test_a_file_that_is_not_a_report_is_kept(tmp_path, force):
         (["repeat"], "holds run 1 of a `d9m repeat` and no run to compare"),
     ],
 )
-def test_wrong_words_are_one_clear_error(tmp_path, monkeypatch, words, message):
+def test_wrong_words_are_one_clear_error(tmp_path, monkeypatch, d9m, words, message):
     """The error comes before the work."""
     monkeypatch.chdir(tmp_path)
     write(tmp_path)
@@ -393,8 +389,9 @@ def test_wrong_words_are_one_clear_error(tmp_path, monkeypatch, words, message):
     only = tmp_path / "repeat" / "run-001" / "fit-000"
     only.mkdir(parents=True)
     write_losses(tmp_path, [1.0], folder=only)
-    with pytest.raises(LedgerError, match=message):
-        run(parse(*words))
+    status, _, err = d9m("report", *words)
+    assert status == 2
+    assert message in err
     assert not (tmp_path / "report.html").exists()
 
 
@@ -436,7 +433,7 @@ document.title = seen.join(";");
 
 
 @BROWSER
-def test_filters_and_a_narrow_window(tmp_path):
+def test_filters_and_a_narrow_window(tmp_path, report):
     """Filters by rank, kind and name work; nothing is too wide; the tree is scrolled."""
     names = [f"layers.{number}.block" for number in range(40)] + MODULES + ["x" * 3000]
     folders = []
@@ -448,7 +445,7 @@ def test_filters_and_a_narrow_window(tmp_path):
                 drift=None if drift is None else drift + rank, growth=47,
             )  # fmt: skip
     one, other = folders
-    text = report(tmp_path, one, other)
+    text = report(one, other)
     policy = text[text.index("<meta http-equiv") :].partition(">")[0] + ">"
     text = text.replace(policy, "").replace("</body>", f"<script>{READER}</script></body>")
     dom = browse(tmp_path, text, "--window-size=412,800")
@@ -459,14 +456,14 @@ def test_filters_and_a_narrow_window(tmp_path):
     )
 
 
-def test_the_size_of_the_difference_of_each_layer(tmp_path, capsys):
+def test_the_size_of_the_difference_of_each_layer(tmp_path, report, d9m):
     """Plot, legend and table name the layers; the rest is one line, and names are escaped."""
     names = [f"layers.{number}.weight" for number in range(10)] + ["<b>.weight", "same.weight"]
     reference = write_weights(tmp_path, dict.fromkeys(names, (0, 0, 0)))
     changes = {name: (0, 0.001, 0.1 + number) for number, name in enumerate(names)}
     changes |= {"same.weight": (0, 0, 0), "<b>.weight": (0, 1e-20, math.nan)}
     other = write_weights(tmp_path, changes)
-    page = Page(report(tmp_path, reference, other))
+    page = Page(report(reference, other))
     section = page.words.partition("Size of the difference by layer")[2].partition("Modules")[0]
     assert "standard error of 25%" in section
     shown = ["<b>", *(f"layers.{number}" for number in range(9, 2, -1)), "all other layers"]
@@ -475,9 +472,9 @@ def test_the_size_of_the_difference_of_each_layer(tmp_path, capsys):
     assert table.startswith("<b> 2 not finite not finite layers.9 1 1.0e-03 9.0e-01 ")
     assert "not finite" in section
     assert "9.0e-01" in section  # 9.1 of 10.1, for layers.9
-    capsys.readouterr()
-    assert main(["compare", str(reference), str(other), "-v", "--json"]) == 1
-    listed = json.loads(capsys.readouterr().out)["distances"]
+    status, out, _ = d9m("compare", reference, other, "-v", "--json")
+    assert status == 1
+    listed = json.loads(out)["distances"]
     last = [entry for entry in listed if entry["epoch"] == 2]
     assert {entry["layer"] for entry in last} == {"<b>", *(f"layers.{n}" for n in range(10))}
     (broken,) = (entry for entry in last if entry["layer"] == "<b>")
@@ -487,9 +484,9 @@ def test_the_size_of_the_difference_of_each_layer(tmp_path, capsys):
     assert first["relative"] == pytest.approx(0.1 / 1.1, rel=1e-5)
 
 
-def test_ledgers_without_sketches_have_no_sizes(tmp_path):
+def test_ledgers_without_sketches_have_no_sizes(tmp_path, report):
     old = write_weights(tmp_path, {"a.weight": (0, 0, 0)}, sketched=False)
-    page = Page(report(tmp_path, old, write_weights(tmp_path, {"a.weight": (0, 1, 2)})))
+    page = Page(report(old, write_weights(tmp_path, {"a.weight": (0, 1, 2)})))
     assert "The size is not recorded for 1 weight that differ" in page.words
-    equal = report(tmp_path, old, write_weights(tmp_path, {"a.weight": (0, 0, 0)}), status=0)
+    equal = report(old, write_weights(tmp_path, {"a.weight": (0, 0, 0)}), status=0)
     assert "Size of the difference" not in equal

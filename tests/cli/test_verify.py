@@ -8,7 +8,6 @@ import pytest
 import torch
 from resuming import Fits
 
-from lightning_d9m.cli.main import main
 from lightning_d9m.hashing.checkpoint_manifest import make_manifest
 from lightning_d9m.lightning.saved_state import KEY, MANIFEST_KEY
 
@@ -28,12 +27,12 @@ def saved(tmp_path_factory):
 
 
 @pytest.fixture
-def verify(capsys):
+def verify(d9m):
     """Return a function that runs the command and returns its status and its output."""
 
     def run(*words):
-        status = main(["verify", *map(str, words)])
-        return status, "".join(capsys.readouterr())
+        status, *printed = d9m("verify", *words)
+        return status, "".join(printed)
 
     return run
 
@@ -92,10 +91,10 @@ def test_without_a_seal_the_ledger_decides(saved, verify, tmp_path):
     assert (status, "nothing to check it by" in text) == (2, True)
 
 
-def test_json_holds_the_facts(saved, capsys, tmp_path):
+def test_json_holds_the_facts(saved, verify, tmp_path):
     def read(*words):
-        status = main(["verify", "--json", *map(str, words)])
-        return status, json.loads(capsys.readouterr().out)
+        status, text = verify("--json", *words)
+        return status, json.loads(text)
 
     ledger, checkpoint = saved["epoch"]
     status, found = read(checkpoint)

@@ -5,13 +5,13 @@ import math
 import random
 import statistics
 import sys
+from functools import partial
 from xml.etree import ElementTree as ET
 
 import pytest
 import torch
 from ledger_runs import make_facts, make_weights, write_rank
 
-from lightning_d9m.cli.main import main
 from lightning_d9m.comparison.noise import _find_chance, judge_change
 from lightning_d9m.hashing.digest import digest
 from lightning_d9m.hashing.sketches import sketch_tensors
@@ -55,15 +55,13 @@ def here(tmp_path, monkeypatch):
     return tmp_path
 
 
-def compare(capsys, *words):
-    """Run the command; return its status, output and errors."""
-    status = main(["compare", *map(str, words)])
-    captured = capsys.readouterr()
-    return status, captured.out, captured.err
+@pytest.fixture
+def compare(d9m):
+    return partial(d9m, "compare")
 
 
-def test_a_change_within_noise_is_said_in_one_sentence(here, capsys):
-    status, out, _ = compare(capsys, "before", "little", "--noise", "noise")
+def test_a_change_within_noise_is_said_in_one_sentence(here, compare):
+    status, out, _ = compare("before", "little", "--noise", "noise")
     assert status == 0
     sentence = " ".join(out.partition("\n\n")[0].split())
     assert sentence == (
@@ -74,30 +72,30 @@ def test_a_change_within_noise_is_said_in_one_sentence(here, capsys):
     assert "of their norm apart; those of the runs without the" in out
 
 
-def test_a_change_beyond_noise_has_a_plot(here, capsys):
+def test_a_change_beyond_noise_has_a_plot(here, compare):
     words = ("before", "much", "--noise", "noise", "--value", "accuracy", "--plot", "a.svg")
-    status, out, _ = compare(capsys, *words)
+    status, out, _ = compare(*words)
     assert status == 1
     assert out.startswith("beyond noise: accuracy changes by +0.1, and 5 reruns spread over 0.03.")
     drawing = ET.parse(here / "a.svg")  # noqa: S314 - our own
     shown = [one.text for one in drawing.iter("{http://www.w3.org/2000/svg}text")]
     assert {"accuracy", "reference", "this run", "others: without the change"} <= set(shown)
     assert len(list(drawing.iter("{http://www.w3.org/2000/svg}polyline"))) == 7
-    status, out, _ = compare(capsys, *words, "--json")
+    status, out, _ = compare(*words, "--json")
     facts = json.loads(out)
     assert facts["verdict"] == "beyond noise"
     assert facts["values"][0]["change"] == pytest.approx(0.1)
     assert facts["weights"] > max(facts["noise_weights"]) > 0
-    status, out, _ = compare(capsys, *words[:4], "--format", "markdown")
+    status, out, _ = compare(*words[:4], "--format", "markdown")
     assert out.startswith("**beyond noise**: ")
 
 
-def test_a_terminal_shows_how_many_runs_and_records_are_read(here, capsys, monkeypatch):
+def test_a_terminal_shows_how_many_runs_and_records_are_read(here, compare, monkeypatch):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    _, _, errors = compare(capsys, "before", "much", "--noise", "noise")
+    _, _, errors = compare("before", "much", "--noise", "noise")
     assert "7 runs read" in errors
     monkeypatch.setattr("lightning_d9m.comparison.ledgers._TICK", 0)
-    _, _, errors = compare(capsys, "before", "much")
+    _, _, errors = compare("before", "much")
     assert "5 records compared" in errors
 
 
@@ -112,56 +110,48 @@ def test_noise_calls_one_in_twenty_pairs_a_change():
     assert 0.04 < beyond / 4000 < 0.06
 
 
-@pytest.mark.parametrize(
-    ("freedom", "quantile"), [(2, 4.302653), (3, 3.182446), (7, 2.364624), (30, 2.042272)]
-)
-def test_the_chance_is_that_of_tables(freedom, quantile):
-    assert _find_chance(quantile, freedom) == pytest.approx(0.05, abs=1e-6)
-    assert _find_chance(0.0, freedom) == 1.0
-
-
-def test_reruns_that_all_agree_make_any_difference_a_change(tmp_path, monkeypatch, capsys):
+def test_reruns_that_all_agree_make_any_difference_a_change(tmp_path, monkeypatch, compare):
     monkeypatch.chdir(tmp_path)
     for number in range(3):
         write(tmp_path / f"noise/run-{number:03d}", 0.8)
     write(tmp_path / "a", 0.8)
     write(tmp_path / "b", 0.8000001)
-    status, out, _ = compare(capsys, "a", "b", "--noise", "noise")
+    status, out, _ = compare("a", "b", "--noise", "noise")
     assert status == 1
     assert "accuracy, " not in out
     assert "changes by +1e-07, and 3 reruns all" in out
-    assert compare(capsys, "a", "a", "--noise", "noise")[0] == 0
+    assert compare("a", "a", "--noise", "noise")[0] == 0
 
 
-def test_seeds_are_counted(tmp_path, monkeypatch, capsys):
+def test_seeds_are_counted(tmp_path, monkeypatch, compare):
     monkeypatch.chdir(tmp_path)
     for number in range(1, 4):
         write(tmp_path / "noise", number / 10, fit=0, seed=number)
     for name, value in (("a", 0.2), ("b", 0.21)):
         write(tmp_path / name, value)
-    status, out, _ = compare(capsys, "a", "b", "--noise", "noise")
+    status, out, _ = compare("a", "b", "--noise", "noise")
     assert status == 0
     assert "and 3 runs with 3 seeds spread over 0.2." in " ".join(out.split())
 
 
-def test_runs_with_changed_last_bits_are_called_so(tmp_path, monkeypatch, capsys):
+def test_runs_with_changed_last_bits_are_called_so(tmp_path, monkeypatch, compare):
     monkeypatch.chdir(tmp_path)
     for number, accuracy in enumerate((0.80, 0.81, 0.82)):
         write(tmp_path / "noise", accuracy, fit=0, settings={"last_bits": number} if number else {})
     write(tmp_path / "a", 0.80)
     write(tmp_path / "b", 0.81)
-    _, out, _ = compare(capsys, "a", "b", "--noise", "noise")
+    _, out, _ = compare("a", "b", "--noise", "noise")
     assert "and 3 runs with changed last bits spread over 0.02." in " ".join(out.split())
 
 
-def test_an_audit_shows_the_noise_of_its_runs_without_determinism(tmp_path, monkeypatch, capsys):
+def test_an_audit_shows_the_noise_of_its_runs_without_determinism(tmp_path, monkeypatch, compare):
     monkeypatch.chdir(tmp_path)
     for number, accuracy in enumerate((0.7, 0.8, 0.9), start=1):
         write(tmp_path / f"audit/without-{number:03d}", accuracy)
         write(tmp_path / f"audit/with-{number:03d}", 0.8)
     write(tmp_path / "a", 0.8)
     write(tmp_path / "b", 0.85)
-    status, out, _ = compare(capsys, "a", "b", "--noise", "audit", "--json")
+    status, out, _ = compare("a", "b", "--noise", "audit", "--json")
     assert status == 0
     accuracy = next(v for v in json.loads(out)["values"] if v["name"] == "accuracy")
     assert sorted(accuracy["noise"]) == [0.7, 0.8, 0.9]
@@ -196,10 +186,10 @@ def test_a_value_that_is_not_finite_is_left_out_or_a_change(tmp_path):
         (["before", "much", "--noise", "none"], "none is not a folder"),
     ],
 )
-def test_wrong_words_are_one_clear_error(here, capsys, words, message):
+def test_wrong_words_are_one_clear_error(here, compare, words, message):
     write(here / "killed", 0.8, end="epoch")
     write(here / "bare", None, loss=None)
     write(here / "seeded", 0.8, seed=7)
-    status, out, errors = compare(capsys, *words)
+    status, out, errors = compare(*words)
     assert (status, out) == (2, "")
     assert message in errors

@@ -50,7 +50,3 @@ def test_a_folder_says_which_file_to_read_first(folder):
     named = re.findall(r"``([a-z0-9_/]+\.py)``", first)
     assert named
     assert [name for name in named if not (folder / name).is_file()] == []
-
-
-def test_a_file_that_is_missing_is_found():
-    assert list_missing(["cli/main.py", "dev.py", "cli/mian.py"]) == ["cli/mian.py"]

@@ -12,7 +12,6 @@ import torch
 from bisected_training import BROKEN, OTHER, SAME, TRAIN
 from ledger_runs import make_facts, make_weights, write_rank
 
-from lightning_d9m.cli.main import main
 from lightning_d9m.hashing.digest import digest
 from lightning_d9m.hashing.sketches import sketch_tensors
 from lightning_d9m.history.bisection import Bisection
@@ -49,17 +48,16 @@ def make_repository(folder, contents):
 
 
 @pytest.fixture
-def bisect(tmp_path, monkeypatch, capsys):
+def bisect(tmp_path, monkeypatch, d9m):
     """Return a function that bisects ``tmp_path/project``; it gives (status, facts, errors)."""
     monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
 
     def run(*words, inside="project"):
         monkeypatch.chdir(tmp_path / inside)
         output = tmp_path / f"output-{len(list(tmp_path.iterdir()))}"
-        command = [sys.executable, "train.py"]
-        status = main(["bisect", "--json", "-o", str(output), *words, "--", *command])
-        captured = capsys.readouterr()
-        return status, json.loads(captured.out or "{}"), captured.err
+        command = ["--", sys.executable, "train.py"]
+        status, out, err = d9m("bisect", "--json", "-o", output, *words, *command)
+        return status, json.loads(out or "{}"), err
 
     return run
 
@@ -191,13 +189,12 @@ def test_linked_data_is_found_from_a_folder_below_the_top(tmp_path, bisect):
     assert (folder / "data/n").read_text() == "7"
 
 
-def test_the_text_names_the_commit_its_patch_and_what_differs(tmp_path, monkeypatch, capsys):
+def test_the_text_names_the_commit_its_patch_and_what_differs(tmp_path, monkeypatch, d9m):
     make_repository(tmp_path / "project", [SAME, SAME, OTHER])
     monkeypatch.chdir(tmp_path / "project")
-    output = str(tmp_path / "output")
-    command = [sys.executable, "train.py"]
-    assert main(["bisect", "-o", output, "HEAD~2..HEAD", "--", *command]) == 1
-    text = capsys.readouterr().out
+    words = ["-o", tmp_path / "output", "HEAD~2..HEAD", "--", sys.executable, "train.py"]
+    status, text, _ = d9m("bisect", *words)
+    assert status == 1
     assert "first commit that differs: " in text
     assert "Change 2 (Ann, " in text
     assert "+VALUES = [1, 9, 8]" in text

@@ -4,6 +4,7 @@ import json
 import re
 import stat
 import zipfile
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,6 @@ from ledger_runs import (
 )
 
 from lightning_d9m.cli import locate as locate_module
-from lightning_d9m.cli.main import main
 from lightning_d9m.comparison.causes import Cause
 from lightning_d9m.comparison.ledgers import compare_ledgers
 from lightning_d9m.history.bundle import open_bundle, write_bundle
@@ -58,7 +58,7 @@ def here(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def located(here, monkeypatch):
+def located(here, d9m, monkeypatch):
     """Let ``d9m locate`` find a line in these runs, without training."""
     (here / "train.py").write_text(PROGRAM)
     ledgers = [read_ledger(here / f"runs/run-{number:03d}") for number in (1, 2)]
@@ -75,26 +75,23 @@ def located(here, monkeypatch):
     )
     monkeypatch.setattr(locate_module.Search, "locate", lambda _: found)
     monkeypatch.setattr(locate_module, "make_output", lambda _: here / "runs")
-    assert main(["locate", "--", "python", "train.py"]) == 1
+    assert d9m("locate", "--", "python", "train.py")[0] == 1
     return here
 
 
-def bundle(capsys, *words):
-    """Run the command; return its status, output and errors."""
-    capsys.readouterr()
-    status = main(["bundle", *map(str, words)])
-    captured = capsys.readouterr()
-    return status, captured.out, captured.err
+@pytest.fixture
+def bundle(d9m):
+    return partial(d9m, "bundle")
 
 
-def test_a_bundle_shows_on_another_machine_what_it_shows_here(located, capsys, monkeypatch):
-    status, written, _ = bundle(capsys, "runs")
+def test_a_bundle_shows_on_another_machine_what_it_shows_here(located, bundle, monkeypatch):
+    status, written, _ = bundle("runs")
     assert status == 1
     other = located / "elsewhere"
     other.mkdir()
     (located / "d9m-bundle.zip").rename(other / "b.zip")
     monkeypatch.chdir(other)
-    status, shown, _ = bundle(capsys, "open", "b.zip")
+    status, shown, _ = bundle("open", "b.zip")
     assert status == 1
     assert written.startswith(shown.rstrip())
     assert shown.startswith("different: ")
@@ -105,16 +102,16 @@ def test_a_bundle_shows_on_another_machine_what_it_shows_here(located, capsys, m
     assert "--hf-token [removed]" in shown
     assert "reference/rank-0.jsonl" in shown
     assert max(map(len, shown.splitlines())) <= 80
-    status, page, _ = bundle(capsys, "open", "b.zip", "-o", "report.html", "--json")
+    status, page, _ = bundle("open", "b.zip", "-o", "report.html", "--json")
     assert json.loads(page)["comparison"]["verdict"] == "different"
     assert "<h1>Different</h1>" in (other / "report.html").read_text()
     # Only what was asked for is left on the disk.
     assert sorted(path.name for path in other.iterdir()) == ["b.zip", "report.html"]
 
 
-def test_no_secret_is_in_any_file(located, capsys, monkeypatch):
+def test_no_secret_is_in_any_file(located, bundle, monkeypatch):
     monkeypatch.setenv("SOME_TOKEN", "0.default")
-    _, out, _ = bundle(capsys, "runs", "--json")
+    _, out, _ = bundle("runs", "--json")
     facts = json.loads(out)
     with zipfile.ZipFile("d9m-bundle.zip") as archive:
         texts = [archive.read(name) for name in archive.namelist()]
@@ -171,19 +168,19 @@ def test_a_resumed_run_becomes_one_ledger(here, runs):
         assert compare_ledgers(*copies).equal
 
 
-def test_files_are_added_when_asked_for(here, capsys):
+def test_files_are_added_when_asked_for(here, bundle):
     (here / "weights").mkdir()
     (here / "weights/last.ckpt").write_bytes(bytes(3 * 2**20))
     (here / "notes.txt").write_text("notes")
-    status, out, _ = bundle(capsys, "runs", "--add", "weights", "--add", "notes.txt")
+    status, out, _ = bundle("runs", "--add", "weights", "--add", "notes.txt")
     assert status == 1
     assert re.search(r"^added/weights/last\.ckpt +3\.1 MB$", out, re.MULTILINE)
     assert zipfile.ZipFile("d9m-bundle.zip").read("added/notes.txt") == b"notes"
     assert Path("d9m-bundle.zip").stat().st_size < 2**20
 
 
-def test_markdown_is_what_an_issue_shows(here, capsys):
-    status, out, _ = bundle(capsys, "runs", "--format", "markdown")
+def test_markdown_is_what_an_issue_shows(here, bundle):
+    status, out, _ = bundle("runs", "--format", "markdown")
     assert status == 1
     assert out.startswith("**different**: ")
     assert out.rstrip().endswith("publish it.\n```")
@@ -204,20 +201,20 @@ def test_markdown_is_what_an_issue_shows(here, capsys):
         (["none"], "none"),
     ],
 )
-def test_wrong_words_are_one_clear_error(here, capsys, words, message):
+def test_wrong_words_are_one_clear_error(here, bundle, words, message):
     Path("train.py").write_text(PROGRAM)
     with zipfile.ZipFile("other.zip", "w") as archive:
         archive.writestr("a.txt", "a")
-    status, out, errors = bundle(capsys, *words)
+    status, out, errors = bundle(*words)
     assert (status, out) == (2, "")
     assert message in errors
     assert errors.startswith("d9m: error: ")
     assert not Path("d9m-bundle.zip").exists()
 
 
-def test_a_result_of_locate_that_was_edited_is_an_error(located, capsys):
+def test_a_result_of_locate_that_was_edited_is_an_error(located, bundle):
     (located / "runs/locate.json").write_text("[")
-    status, _, errors = bundle(capsys, "runs")
+    status, _, errors = bundle("runs")
     assert status == 2
     assert "The result of d9m locate in runs cannot be used" in errors
 
@@ -236,7 +233,7 @@ def members(here):
         return {name: archive.read(name) for name in archive.namelist()}
 
 
-def test_nothing_is_written_outside_of_the_temporary_folder(here, members, capsys, monkeypatch):
+def test_nothing_is_written_outside_of_the_temporary_folder(here, members, bundle, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(here / "temporary"))
     (here / "temporary").mkdir()
     link = zipfile.ZipInfo("this-run/rank-7.jsonl")
@@ -244,18 +241,18 @@ def test_nothing_is_written_outside_of_the_temporary_folder(here, members, capsy
     evil = {"../evil": b"x", "/tmp/d9m-evil": b"x", "reference/../../evil": b"x", "added/e": b"x"}  # noqa: S108
     before = sorted(here.rglob("*"))
     write_archive("evil.zip", {**members, **evil})
-    status, _, _ = bundle(capsys, "open", "evil.zip")
+    status, _, _ = bundle("open", "evil.zip")
     assert status == 0
     # A link is unpacked as a file that holds its target, which is not a ledger.
     write_archive("link.zip", {**members, link: b"/etc/passwd"})
-    status, _, errors = bundle(capsys, "open", "link.zip")
+    status, _, errors = bundle("open", "link.zip")
     assert status == 2
     assert "is not a ledger" in errors
     assert sorted(here.rglob("*")) == sorted([*before, here / "evil.zip", here / "link.zip"])
     assert not Path("/tmp/d9m-evil").exists()  # noqa: S108
 
 
-def test_a_bomb_is_not_unpacked(members, capsys):
+def test_a_bomb_is_not_unpacked(members, bundle):
     write_archive("bomb.zip", {**members, "this-run/rank-1.jsonl": bytes(2**20)})
     with (
         pytest.raises(OSError, match=r"have 1,0.* bytes, and at most 100,000 are unpacked"),
@@ -264,33 +261,33 @@ def test_a_bomb_is_not_unpacked(members, capsys):
         pass
     large = b'{"package":"' + b" " * 65 * 2**20 + b'"}'
     write_archive("manifest.zip", {**members, "bundle.json": large})
-    status, _, errors = bundle(capsys, "open", "manifest.zip")
+    status, _, errors = bundle("open", "manifest.zip")
     assert status == 2
     assert "its bundle.json has 68,157," in errors
 
 
-def test_damage_is_an_error(here, members, capsys):
+def test_damage_is_an_error(here, members, bundle):
     data = bytearray(Path("b.zip").read_bytes())
     data[len(data) // 2] ^= 1
     Path("b.zip").write_bytes(data)
-    status, _, errors = bundle(capsys, "open", "b.zip")
+    status, _, errors = bundle("open", "b.zip")
     assert status == 2
     assert "is not a bundle, or is damaged" in errors
     write_archive("types.zip", {**members, "bundle.json": b'{"package": 3}'})
-    status, _, errors = bundle(capsys, "open", "types.zip")
+    status, _, errors = bundle("open", "types.zip")
     assert status == 2
     assert "Expected `str`, got `int`" in errors
     lines = members["reference/rank-0.jsonl"].replace(b'"seed":42', b'"seed":43')
     write_archive("edited.zip", {**members, "reference/rank-0.jsonl": lines})
-    status, _, errors = bundle(capsys, "open", "edited.zip")
+    status, _, errors = bundle("open", "edited.zip")
     assert status == 2
     assert "rank-0.jsonl" in errors
 
 
-def test_untrusted_text_cannot_move_the_cursor(members, capsys):
+def test_untrusted_text_cannot_move_the_cursor(members, bundle):
     manifest = json.loads(members["bundle.json"])
     manifest["report"] = ["\x1b[2Jcleared", "\x1b]0;title"]
     write_archive("red.zip", {**members, "bundle.json": json.dumps(manifest)})
-    status, out, _ = bundle(capsys, "open", "red.zip")
+    status, out, _ = bundle("open", "red.zip")
     assert status == 0
     assert "\x1b" not in out

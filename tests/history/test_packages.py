@@ -10,7 +10,6 @@ import pytest
 from bisected_training import BROKEN, OTHER, SAME, TRAIN
 from uv import find_uv_bin
 
-from lightning_d9m.cli.main import main
 from lightning_d9m.history import packages
 from lightning_d9m.history.packages import install_packages, read_packages
 
@@ -43,7 +42,7 @@ BOTH = pytest.mark.parametrize("installer", ["uv", "pip"], indirect=True)
 
 
 @pytest.fixture
-def bisect(tmp_path, monkeypatch, capsys, installer):
+def bisect(tmp_path, monkeypatch, d9m, installer):
     """Return a function that searches between two lists; it gives (status, facts, errors)."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
@@ -58,11 +57,10 @@ def bisect(tmp_path, monkeypatch, capsys, installer):
             (tmp_path / name).write_text("\n".join([*source, *lines, ""]))
         output = tmp_path / f"output-{len(list(tmp_path.iterdir()))}"
         lists = ("--packages", "old.txt", "new.txt")
-        status = main(
-            ["bisect", "--json", "-o", str(output), *words, *lists, "--", "python", "train.py"]
+        status, out, err = d9m(
+            "bisect", "--json", "-o", output, *words, *lists, "--", "python", "train.py"
         )
-        captured = capsys.readouterr()
-        return status, json.loads(captured.out or "{}"), captured.err
+        return status, json.loads(out or "{}"), err
 
     return run
 
@@ -89,7 +87,7 @@ def test_the_package_that_changes_bits_is_named(tmp_path, bisect):
     assert names == {"left", "new.txt", "old.txt", "output", "train.py", "wheels"}
 
 
-def test_lists_that_do_not_train_hide_the_package(tmp_path, bisect, capsys):
+def test_lists_that_do_not_train_hide_the_package(tmp_path, bisect):
     wheels = tmp_path / "wheels"
     write_wheel(wheels, "helper", 1)
     write_wheel(wheels, "helper", 2, "VALUES = [1, 9, 8]")
@@ -125,25 +123,22 @@ def test_equal_lists_of_bits_and_wrong_words_are_one_clear_error(tmp_path, bisec
     assert "old.txt holds 'values>=1', not a package with its version" in errors
     status, _, errors = bisect(["values==1"], ["values==2"], "--link", "data")
     assert "--link and --golden are for commits" in errors
-    assert main(["bisect", "--packages", "none.txt", "new.txt"]) == 2
 
 
-def test_a_missing_list_is_named(tmp_path, monkeypatch, capsys):
+def test_a_missing_list_is_named(tmp_path, monkeypatch, d9m):
     monkeypatch.chdir(tmp_path)
-    assert main(["bisect", "--packages", "none.txt", "new.txt", "--", "python", "a.py"]) == 2
-    assert (
-        "The list of packages none.txt cannot be read: [Errno 2] No such file"
-        in capsys.readouterr().err
-    )
+    status, _, err = d9m("bisect", "--packages", "none.txt", "new.txt", "--", "python", "a.py")
+    assert status == 2
+    assert "The list of packages none.txt cannot be read: [Errno 2] No such file" in err
 
 
-def test_the_text_names_the_package(tmp_path, bisect, capsys):
+def test_the_text_names_the_package(tmp_path, bisect, d9m):
     write_wheel(tmp_path / "wheels", "values", 1, SAME)
     write_wheel(tmp_path / "wheels", "values", 2, OTHER)
     bisect(["values==1"], ["values==2"])
-    lists = ["--packages", "old.txt", "new.txt"]
-    assert main(["bisect", *lists, "-o", "text", "--", "python", "train.py"]) == 1
-    text = capsys.readouterr().out
+    words = ["--packages", "old.txt", "new.txt", "-o", "text", "--", "python", "train.py"]
+    status, text, _ = d9m("bisect", *words)
+    assert status == 1
     assert text.startswith("first package that differs: values==1 -> values==2\n")
     assert "trained: 3 times for 1 package\n" in text
     assert "git show" not in text

@@ -11,7 +11,7 @@ from process_end import has_ended
 
 from lightning_d9m.errors import CommandError
 from lightning_d9m.launch import processes
-from lightning_d9m.launch.processes import ProcessStart, run_processes
+from lightning_d9m.launch.processes import run_processes
 
 PAUSE = "import signal; signal.pause()"
 STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.pause()"
@@ -39,8 +39,8 @@ def watch(tmp_path):
 
     def run(code, *, timeout=60.0):
         log = tmp_path / "output.log"
-        command, start = [sys.executable, "-c", code], ProcessStart(os.environ, log)
-        run_processes(command, [start], timeout=timeout, tick=ticks.append)
+        command = [sys.executable, "-c", code]
+        run_processes(command, {log: os.environ}, timeout=timeout, tick=ticks.append)
         return log.read_text()
 
     ticks: list[float] = []
@@ -122,8 +122,8 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGTERM, signal.SIG_DFL)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 process._GRACE_SECONDS = 0.2
-start = process.ProcessStart(os.environ, Path({log!r}))
-process.run_processes([sys.executable, "-c", {code!r}], [start], timeout=None, tick=lambda _: None)
+logs = {{Path({log!r}): os.environ}}
+process.run_processes([sys.executable, "-c", {code!r}], logs, timeout=None, tick=lambda _: None)
 """
 
 
@@ -174,5 +174,5 @@ def test_the_end_of_the_output_is_as_a_terminal_shows_it(watch):
 
 def test_a_log_that_cannot_be_created_is_named(tmp_path):
     with pytest.raises(CommandError, match="log cannot be made: No such file or directory"):
-        start = ProcessStart(os.environ, tmp_path / "none" / "log")
-        run_processes(["true"], [start], timeout=None, tick=lambda _: None)
+        logs = {tmp_path / "none" / "log": os.environ}
+        run_processes(["true"], logs, timeout=None, tick=lambda _: None)

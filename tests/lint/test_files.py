@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from lightning_d9m.cli.main import main
 from lightning_d9m.errors import SettingError
 from lightning_d9m.lint.files import list_files
 
@@ -20,11 +19,16 @@ def folder(tmp_path):
     return tmp_path
 
 
-def run(capsys, *words):
-    """Return the status, and the findings as (name of the file, rule, reason)."""
-    status = main(["scan", "--format", "json", *map(str, words)])
-    findings = json.loads(capsys.readouterr().out)["findings"]
-    return status, [(Path(f["file"]).name, f["rule"], f["reason"]) for f in findings]
+@pytest.fixture
+def run(d9m):
+    """Return a function that scans; it gives status and (name of the file, rule, reason)s."""
+
+    def scan(*words):
+        status, out, _ = d9m("scan", "--format", "json", *words)
+        findings = json.loads(out)["findings"]
+        return status, [(Path(f["file"]).name, f["rule"], f["reason"]) for f in findings]
+
+    return scan
 
 
 @pytest.mark.parametrize(
@@ -41,11 +45,9 @@ def run(capsys, *words):
         ("text.ipynb", b"hello", "not a valid notebook"),
     ],
 )
-def test_what_cannot_be_read_is_one_line_and_the_rest_is_scanned(
-    folder, capsys, name, data, reason
-):
+def test_what_cannot_be_read_is_one_line_and_the_rest_is_scanned(folder, run, name, data, reason):
     (folder / name).write_bytes(data)
-    status, findings = run(capsys, folder)
+    status, findings = run(folder)
     assert status == 1
     assert ("bad.py", "D9M204") in [found[:2] for found in findings]
     [problem] = [found for found in findings if found[0] == name]
@@ -53,45 +55,45 @@ def test_what_cannot_be_read_is_one_line_and_the_rest_is_scanned(
     assert reason in problem[2]
 
 
-def test_links_that_lead_nowhere_are_said_and_circles_end(folder, capsys):
+def test_links_that_lead_nowhere_are_said_and_circles_end(folder, run):
     (folder / "self.py").symlink_to(folder / "self.py")
     (folder / "gone.py").symlink_to(folder / "absent.py")
     (folder / "inner").mkdir()
     (folder / "inner" / "up").symlink_to(folder)
-    _, findings = run(capsys, folder)
+    _, findings = run(folder)
     assert [name for name, rule, _ in findings if rule == "D9M001"] == ["gone.py", "self.py"]
 
 
-def test_a_file_that_two_links_lead_to_is_scanned_once(folder, capsys):
+def test_a_file_that_two_links_lead_to_is_scanned_once(folder, run):
     (folder / "again.py").symlink_to(folder / "bad.py")
-    assert len(run(capsys, folder, folder / "bad.py")[1]) == 1
+    assert len(run(folder, folder / "bad.py")[1]) == 1
 
 
-def test_folders_of_others_are_left_out_unless_named(folder, capsys):
+def test_folders_of_others_are_left_out_unless_named(folder, run):
     for name in (".git", ".venv", "site-packages", "mine"):
         (folder / name).mkdir()
         (folder / name / "bad.py").write_text(BAD)
     (folder / "mine" / "pyvenv.cfg").touch()
-    assert len(run(capsys, folder)[1]) == 1
-    assert len(run(capsys, folder / "site-packages")[1]) == 1
-    assert run(capsys, folder, "--exclude", "bad.*")[0] == 0
+    assert len(run(folder)[1]) == 1
+    assert len(run(folder / "site-packages")[1]) == 1
+    assert run(folder, "--exclude", "bad.*")[0] == 0
 
 
-def test_paths_that_do_not_exist_are_misuse(folder, capsys):
+def test_paths_that_do_not_exist_are_misuse(folder, d9m):
     with pytest.raises(SettingError, match="does not exist"):
         list(list_files([folder / "absent"]))
-    assert main(["scan", str(folder / "absent")]) == 2
-    assert main(["scan", str(folder), "--select", "D9M999"]) == 2
-    assert "does not match a rule" in capsys.readouterr().err
+    status, _, err = d9m("scan", folder, "--select", "D9M999")
+    assert status == 2
+    assert "does not match a rule" in err
 
 
-def test_without_a_path_the_current_folder_is_scanned(folder, monkeypatch, capsys):
+def test_without_a_path_the_current_folder_is_scanned(folder, monkeypatch, run):
     monkeypatch.chdir(folder)
-    assert run(capsys) == run(capsys, ".")
-    assert [file for file, *_ in run(capsys)[1]] == ["bad.py"]
+    assert run() == run(".")
+    assert [file for file, *_ in run()[1]] == ["bad.py"]
 
 
-def test_files_that_git_ignores_are_left_out_unless_they_are_named(folder, capsys):
+def test_files_that_git_ignores_are_left_out_unless_they_are_named(folder, run):
     subprocess.run(["git", "init", "-q", folder], check=True)
     (folder / "build").mkdir()
     for name in ("build/made.py", "local.py", "inner.py"):
@@ -100,17 +102,16 @@ def test_files_that_git_ignores_are_left_out_unless_they_are_named(folder, capsy
     (folder / "package" / "inner.py").write_text(BAD)
     (folder / "package" / ".gitignore").write_text("inner.py\n")
     (folder / ".gitignore").write_text("build/\nlocal.py\n")
-    assert {file for file, *_ in run(capsys, folder)[1]} == {"bad.py", "inner.py"}
-    assert len(run(capsys, folder)[1]) == 2
-    assert len(run(capsys, folder, "--no-gitignore")[1]) == 5
-    assert run(capsys, folder / "local.py")[0] == 1
-    assert run(capsys, folder / "build")[0] == 1
-    assert {file for file, *_ in run(capsys, folder / "package")[1]} == set()
+    assert {file for file, *_ in run(folder)[1]} == {"bad.py", "inner.py"}
+    assert len(run(folder)[1]) == 2
+    assert len(run(folder, "--no-gitignore")[1]) == 5
+    assert run(folder / "local.py")[0] == 1
+    assert run(folder / "build")[0] == 1
+    assert {file for file, *_ in run(folder / "package")[1]} == set()
 
 
-def test_nothing_found_is_status_0_and_something_1(folder, capsys):
-    assert main(["scan", str(folder / "good.py")]) == 0
-    assert main(["scan", str(folder)]) == 1
-    assert main(["scan", str(folder), "--ignore", "D9M2"]) == 0
-    assert main(["scan", str(folder), "--select", "D9M301,D9M4"]) == 0
-    assert "0 found in 2 files" in capsys.readouterr().out
+def test_nothing_found_is_status_0_and_something_1(folder, d9m):
+    words = [(folder / "good.py",), (folder,), (folder, "--ignore", "D9M2")]
+    assert [d9m("scan", *own)[0] for own in words] == [0, 1, 0]
+    status, out, _ = d9m("scan", folder, "--select", "D9M301,D9M4")
+    assert (status, "0 found in 2 files" in out) == (0, True)

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from forking_python import shared_python
 
-from lightning_d9m.cli.main import main
 from lightning_d9m.lint.fixes import fix_text
 from lightning_d9m.lint.rules import RULES
 
@@ -82,7 +81,7 @@ print(np.random.default_rng().random(), random.Random().random())
 """
 
 
-def test_a_fixed_program_prints_the_same_in_each_run(tmp_path, monkeypatch, capsys):
+def test_a_fixed_program_prints_the_same_in_each_run(tmp_path, monkeypatch, d9m):
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "program.py"
     path.write_bytes(PROGRAM.replace("\n", "\r\n").encode())
@@ -93,18 +92,17 @@ def test_a_fixed_program_prints_the_same_in_each_run(tmp_path, monkeypatch, caps
         return {subprocess.check_output(run, env=environment) for environment in seeds}
 
     assert len(outputs()) == 2
-    assert main(["scan", "--diff"]) == 1
-    assert "+numbers = {label: number for number, label in enumerate(sorted(labels))}\n" in (
-        capsys.readouterr().out
-    )
+    status, shown, _ = d9m("scan", "--diff")
+    assert status == 1
+    assert "+numbers = {label: number for number, label in enumerate(sorted(labels))}\n" in shown
     assert len(outputs()) == 2
-    assert main(["scan", "--fix"]) == 0
-    shown = capsys.readouterr()
-    assert "fixed: 4 findings in 1 file" in shown.err
-    assert shown.out.startswith("0 found in 1 file")
+    status, shown, err = d9m("scan", "--fix")
+    assert status == 0
+    assert "fixed: 4 findings in 1 file" in err
+    assert shown.startswith("0 found in 1 file")
     assert path.read_bytes().count(b"\r\n") == PROGRAM.count("\n")
     assert len(outputs()) == 1
-    assert main(["scan", "--diff"]) == 0
+    assert d9m("scan", "--diff")[0] == 0
 
 
 CHANGED = [
@@ -117,24 +115,25 @@ CHANGED = [
 ]
 
 
-def test_the_gallery(tmp_path, capsys):
+def test_the_gallery(tmp_path, d9m):
     """What is left has no answer that fits every program: other lines stay as they are."""
     path = tmp_path / "train.py"
     text = GALLERY.read_text(encoding="utf-8")
     path.write_text(text, encoding="utf-8")
-    assert main(["scan", str(path), "--fix", "--select", "D9M2,D9M3"]) == 1
-    shown = capsys.readouterr()
-    assert "fixed: 6 findings in 1 file" in shown.err
-    assert not {rule for rule in ("D9M201", "D9M204", "D9M301", "D9M302") if rule in shown.out}
+    status, out, err = d9m("scan", path, "--fix", "--select", "D9M2,D9M3")
+    assert status == 1
+    assert "fixed: 6 findings in 1 file" in err
+    assert not {rule for rule in ("D9M201", "D9M204", "D9M301", "D9M302") if rule in out}
     pairs = zip(text.splitlines(), path.read_text(encoding="utf-8").splitlines(), strict=True)
     assert [new.strip() for old, new in pairs if old != new] == CHANGED
 
 
-def test_a_file_that_cannot_be_written_is_said(tmp_path, monkeypatch, capsys):
+def test_a_file_that_cannot_be_written_is_said(tmp_path, monkeypatch, d9m):
     (tmp_path / "a.py").write_text(f"{HEAD}random.seed()\n")
     monkeypatch.setattr(Path, "write_bytes", lambda *_: (_ for _ in ()).throw(OSError("full")))
-    assert main(["scan", str(tmp_path), "--fix"]) == 2
-    assert "cannot be fixed: full. Make it writable" in capsys.readouterr().err
+    status, _, err = d9m("scan", tmp_path, "--fix")
+    assert status == 2
+    assert "cannot be fixed: full. Make it writable" in err
 
 
 # Each cause of the gallery whose line has one right answer.
@@ -142,7 +141,7 @@ CAUSES = ("default_rng", "listdir", "set", "initial", "generator", "exchange")
 
 
 @pytest.mark.parametrize("cause", CAUSES)
-def test_repeat_says_equal_after_the_fix(cause, tmp_path, monkeypatch, capsys):
+def test_repeat_says_equal_after_the_fix(cause, tmp_path, monkeypatch, d9m):
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "train.py"
     path.write_text(GALLERY.read_text(encoding="utf-8"), encoding="utf-8")
@@ -150,15 +149,13 @@ def test_repeat_says_equal_after_the_fix(cause, tmp_path, monkeypatch, capsys):
     if cause == "set":  # its order is drawn when Python starts; repeat alone would fix it
         shell = f"PYTHONHASHSEED=$RANDOM exec {sys.executable} train.py set"
         command = ["bash", "-c", shell]
-    words = ["repeat", "--json", "-n", "2", "--", *command]
 
     def repeat():
-        status = main(words)
-        return status, json.loads(capsys.readouterr().out)["verdict"]
+        status, out, _ = d9m("repeat", "--json", "-n", "2", "--", *command)
+        return status, json.loads(out)["verdict"]
 
     assert repeat() == (1, "different")
-    main(["scan", "--fix", "train.py"])
-    capsys.readouterr()
+    d9m("scan", "--fix", "train.py")
     assert repeat() == (0, "equal")
 
 
@@ -185,7 +182,7 @@ print([batch.item() for batch in loader])
 """
 
 
-def test_workers_differ_and_runs_agree_after_the_fix(tmp_path):
+def test_workers_differ_and_runs_agree_after_the_fix(tmp_path, d9m):
     path = tmp_path / "workers.py"
     path.write_text(WORKERS)
 
@@ -194,7 +191,7 @@ def test_workers_differ_and_runs_agree_after_the_fix(tmp_path):
 
     one, other = draw()
     assert one == other
-    assert main(["scan", "--fix", str(path)]) == 0
+    assert d9m("scan", "--fix", path)[0] == 0
     one, other = draw()
     assert one != other
     assert draw() == [one, other]

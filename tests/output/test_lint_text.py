@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from rich.cells import cell_len
 
-from lightning_d9m.cli.main import main
 from lightning_d9m.lint.files import SourceFile
 from lightning_d9m.lint.rules import RULES
 from lightning_d9m.lint.scanner import scan_file
@@ -37,9 +36,9 @@ def program(tmp_path, monkeypatch):
     return "my program.py"
 
 
-def read(capsys, *words):
-    assert main(["scan", *words]) == 1
-    return capsys.readouterr().out
+@pytest.fixture
+def read(d9m):
+    return lambda *words: d9m("scan", *words)[1]
 
 
 def test_ops_that_one_setting_mends_do_not_bury_the_rest(tmp_path):
@@ -55,20 +54,20 @@ def test_ops_that_one_setting_mends_do_not_bury_the_rest(tmp_path):
     assert alone.count("| x.index_add_") == 9
 
 
-def test_severities_have_colors_on_a_terminal_only(program, capsys, monkeypatch):
+def test_severities_have_colors_on_a_terminal_only(program, read, monkeypatch):
     """FORCE_COLOR stands for a terminal."""
-    plain = read(capsys, program)
+    plain = read(program)
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm")
-    colored = read(capsys, program)
+    colored = read(program)
     assert "\x1b[1;33mwarning\x1b[0m, certain" in colored
     assert "\x1b[1;33m^" in colored
     assert "\x1b[1mD9M101 op-without-deterministic-version\x1b[0m" in colored
     assert re.sub(r"\x1b\[[\d;]*m", "", colored) == plain
 
 
-def test_text_fits_80_columns(program, capsys):
-    out = read(capsys, program)
+def test_text_fits_80_columns(program, read):
+    out = read(program)
     assert max(map(len, out.splitlines())) <= 80
     assert (
         "D9M101 op-without-deterministic-version\n\n  my program.py:3:18: warning, certain\n" in out
@@ -86,11 +85,11 @@ def test_text_fits_80_columns(program, capsys):
         "f(nn.AvgPool3d(" + "2, " * 60 + "))",
     ],
 )
-def test_carets_lie_below_the_code_within_80_columns(line, tmp_path, monkeypatch, capsys):
+def test_carets_lie_below_the_code_within_80_columns(line, tmp_path, monkeypatch, read):
     monkeypatch.chdir(tmp_path)
     block = "if True:\n" if line.startswith(" ") else ""
     (tmp_path / "a.py").write_text(f"from torch import nn\n{block}{line}\n", encoding="utf-8")
-    out = read(capsys, "a.py", "--select", "D9M101").splitlines()
+    out = read("a.py", "--select", "D9M101").splitlines()
     at = next(i for i, row in enumerate(out) if row.lstrip().startswith("| ") and "^" in row)
     assert max(map(cell_len, out)) <= 80
     first = cell_len(out[at][: out[at].index("^")])
@@ -101,9 +100,9 @@ def test_carets_lie_below_the_code_within_80_columns(line, tmp_path, monkeypatch
     assert whole == "nn.AvgPool3d(2)" or (whole == marked and len(line) > 100)
 
 
-def test_json_holds_each_fact(program, capsys):
-    record = json.loads(read(capsys, program, "--json"))
-    assert record == json.loads(read(capsys, program, "--format", "json"))
+def test_json_holds_each_fact(program, read):
+    record = json.loads(read(program, "--json"))
+    assert record == json.loads(read(program, "--format", "json"))
     assert record["files"] == 1
     first = record["findings"][0]
     assert (first["line"], first["column"], first["op"]) == (3, 18, "avg_pool3d_backward")
@@ -123,23 +122,23 @@ def find_faults(log):
     return [error.message for error in make_validator().iter_errors(log)]
 
 
-def test_sarif_is_what_its_schema_says(program, capsys, tmp_path):
+def test_sarif_is_what_its_schema_says(program, d9m, read, tmp_path):
     """However a place is written: with blanks, absolute, in a notebook; and with nothing found."""
     cell = {"cell_type": "code", "metadata": {}, "source": ["import torch\n", "torch.seed()"]}
     (tmp_path / "book.ipynb").write_text(json.dumps({"cells": [cell]}))
     (tmp_path / "broken.py").write_text("def")
     (tmp_path / "clean.py").write_text("")
     paths = [program, str(tmp_path / "book.ipynb"), "broken.py"]
-    log = json.loads(read(capsys, *paths, "--format", "sarif"))
+    log = json.loads(read(*paths, "--format", "sarif"))
     assert len(log["runs"][0]["results"]) == 6
     assert find_faults(log) == []
-    assert main(["scan", "clean.py", "--format", "sarif"]) == 0
-    assert find_faults(json.loads(capsys.readouterr().out)) == []
+    status, out, _ = d9m("scan", "clean.py", "--format", "sarif")
+    assert (status, find_faults(json.loads(out))) == (0, [])
 
 
-def test_sarif_says_what_the_schema_cannot(program, capsys):
+def test_sarif_says_what_the_schema_cannot(program, read):
     """Results point to the rules that they name, and columns count characters, not bytes."""
-    [run] = json.loads(read(capsys, program, "--format", "sarif"))["runs"]
+    [run] = json.loads(read(program, "--format", "sarif"))["runs"]
     assert run["columnKind"] == "unicodeCodePoints"
     rules = run["tool"]["driver"]["rules"]
     assert [rule["id"] for rule in rules] == list(RULES)
@@ -151,15 +150,15 @@ def test_sarif_says_what_the_schema_cannot(program, capsys):
     assert place["region"]["startColumn"] == 18
 
 
-def test_what_varies_only_without_the_flag_is_left_out_when_it_is_on(program, capsys, tmp_path):
+def test_what_varies_only_without_the_flag_is_left_out_when_it_is_on(program, read, tmp_path):
     """Said on the command line, or seen in any of the files."""
-    assert "D9M103" in read(capsys, program)
-    assert "D9M103" not in read(capsys, program, "--deterministic")
+    assert "D9M103" in read(program)
+    assert "D9M103" not in read(program, "--deterministic")
     on = "import lightning as L\nL.Trainer(deterministic=True)\n"
     (tmp_path / "train.py").write_text(on)
-    assert "D9M103" not in read(capsys, ".")
+    assert "D9M103" not in read(".")
 
 
-def test_the_rules_are_listed(capsys):
-    assert main(["scan", "--rules"]) == 0
-    assert len(capsys.readouterr().out.splitlines()) == len(RULES)
+def test_the_rules_are_listed(d9m):
+    status, out, _ = d9m("scan", "--rules")
+    assert (status, len(out.splitlines())) == (0, len(RULES))

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from lightning_d9m.output.terminal import make_table, print_wrapped, render, style, wrap
+from lightning_d9m.output.terminal import make_table, render, style, wrap, wrap_on_terminal
 
 
 def test_a_name_in_brackets_is_not_a_style():
@@ -22,12 +22,11 @@ def test_a_path_is_not_broken():
 
 
 @pytest.mark.parametrize("on_terminal", [False, True])
-def test_a_long_line_is_wrapped_on_a_terminal_only(on_terminal, monkeypatch, capsys):
+def test_a_long_line_is_wrapped_on_a_terminal_only(on_terminal, monkeypatch):
     """Words and paths are not broken, and an empty line stays."""
     monkeypatch.setattr(sys.stdout, "isatty", lambda: on_terminal)
     lines = ["word " * 19 + "last", "", "folder/" * 12]
-    print_wrapped(lines)
-    shown = capsys.readouterr().out.splitlines()
+    shown = wrap_on_terminal(lines)
     if on_terminal:
         long, indented, *rest = shown
         assert len(long) <= 80

@@ -5,7 +5,7 @@ import statistics
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
 from typing import Any
 
@@ -141,7 +141,7 @@ def _measure(
         meter.add(tensors)
     # The first call also loads and selects kernels: its output counts, its time does not.
     micros = statistics.median(times[1:]) * 1e6
-    return {"spread": meter.spread().as_record(), "microseconds": round(micros, 2)}
+    return {"spread": asdict(meter.spread()), "microseconds": round(micros, 2)}
 
 
 def _disturb(device: str, turn: int) -> None:

@@ -1,10 +1,11 @@
 """The measurement of all cases, in a worker that is restarted after a case has crashed it.
 
 Each row is appended to a file when it is measured, with what it depends on, so that an interrupted
-audit continues there.
+audit continues there. The worker is this module, run as a program.
 """
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -14,13 +15,12 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import IO, Any
 
-from lightning_d9m.errors import CommandError
-from lightning_d9m.file_errors import explain_file_error
+from lightning_d9m.errors import CommandError, file_errors
 from lightning_d9m.launch.progress import StatusLine
 
 _CONDITIONS = ("default", "deterministic", "patched", "oracle")
 _START_SECONDS = 300.0
-_WORKER = [sys.executable, "-m", "lightning_d9m.audit.ops.worker"]
+_WORKER = [sys.executable, "-m", "lightning_d9m.audit.ops.worker_process"]
 
 
 def measure_rows(
@@ -38,35 +38,32 @@ def measure_rows(
         CommandError: The worker ends before its first case, or the folder cannot be written.
     """
     worker: _Worker | None = None
+    what = f"The rows of the audit cannot be written to {folder}"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        done = _read_rows(folder / "ops.jsonl", settings)
-        with (
-            StatusLine() as line,
-            (folder / "worker.log").open("ab") as errors,
-            (folder / "ops.jsonl").open("a") as file,
-        ):
-            for number, row in enumerate(plan, start=1):
-                if row["key"] in done:
-                    continue
-                text = f"[{number} of {len(plan)}] {row['key']}"
-                line.update(text)
-                if not line.live:
-                    print(text, file=sys.stderr, flush=True)
-                worker = worker or _Worker(settings, errors)
-                conditions = worker.ask(row["key"], timeout)
-                if conditions is None:
-                    entry = {"outcome": "lost", "reason": f"The process was {worker.end()}."}
-                    conditions, worker = dict.fromkeys(_CONDITIONS, entry), None
-                done[row["key"]] = {**row, "conditions": conditions}
-                # After a line that an interruption cut, a new one begins.
-                file.write(f"\n{json.dumps({'settings': settings, 'row': done[row['key']]})}")
-                file.flush()
-    except OSError as error:
-        raise CommandError(
-            f"The rows of the audit cannot be written to {folder}: {explain_file_error(error)} "
-            "Give a different folder with --output."
-        ) from error
+        with file_errors(CommandError, what, "Give a different folder with --output."):
+            folder.mkdir(parents=True, exist_ok=True)
+            done = _read_rows(folder / "ops.jsonl", settings)
+            with (
+                StatusLine() as line,
+                (folder / "worker.log").open("ab") as errors,
+                (folder / "ops.jsonl").open("a") as file,
+            ):
+                for number, row in enumerate(plan, start=1):
+                    if row["key"] in done:
+                        continue
+                    text = f"[{number} of {len(plan)}] {row['key']}"
+                    line.update(text)
+                    if not line.live:
+                        print(text, file=sys.stderr, flush=True)
+                    worker = worker or _Worker(settings, errors)
+                    conditions = worker.ask(row["key"], timeout)
+                    if conditions is None:
+                        entry = {"outcome": "lost", "reason": f"The process was {worker.end()}."}
+                        conditions, worker = dict.fromkeys(_CONDITIONS, entry), None
+                    done[row["key"]] = {**row, "conditions": conditions}
+                    # After a line that an interruption cut, a new one begins.
+                    file.write(f"\n{json.dumps({'settings': settings, 'row': done[row['key']]})}")
+                    file.flush()
     finally:  # after an interruption the case is measured again
         if worker is not None:
             worker.end()
@@ -125,3 +122,33 @@ class _Worker:
         if status < 0:
             return f"ended by {signal.Signals(-status).name}"
         return f"ended with exit status {status}"
+
+
+def main() -> int:
+    """Measure the cases that standard input requests; return 0 after the last one.
+
+    It reads one line of JSON for each case, and writes one line with what it measured. What a
+    library prints goes to standard error.
+    """
+    import torch
+
+    from lightning_d9m.audit.ops.cases import list_cases
+    from lightning_d9m.audit.ops.conditions import Budget, measure_case
+
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    settings = json.loads(sys.stdin.readline())
+    if settings["threads"] is not None:
+        torch.set_num_threads(settings["threads"])
+    budget = Budget(settings["runs"], settings["seconds"])
+    cases = {case.key(dtype): (case, dtype) for case in list_cases() for dtype in case.dtypes}
+    print(json.dumps(list(cases)), file=answers, flush=True)
+    for line in sys.stdin:
+        case, dtype = cases[json.loads(line)]
+        conditions = measure_case(case, settings["device"], dtype, budget)
+        print(json.dumps(conditions), file=answers, flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

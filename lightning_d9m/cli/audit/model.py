@@ -13,7 +13,8 @@ from lightning_d9m.audit.training import (
 )
 from lightning_d9m.cli.arguments import COMMAND, MOST_RUNS, get_command, whole_number
 from lightning_d9m.launch.run import Run, Runs, make_output
-from lightning_d9m.output.terminal import format_next_steps, print_lines
+from lightning_d9m.output.columns import print_result
+from lightning_d9m.output.terminal import format_next_steps
 
 # Set for the command; `control.environment` reads it.
 CONTROL = "LIGHTNING_D9M_CONTROL"
@@ -34,17 +35,10 @@ def run(arguments: argparse.Namespace) -> int:
     result = summarize(trainings)
     (output / "model.json").write_text(json.dumps(result, indent=1) + "\n")
     (output / "model.md").write_text(render_markdown(result, command))
-    if arguments.json:
-        print(json.dumps(result, indent=1))
-    else:
-        print_lines(render_text(result).splitlines())
-        print(f"audit: {output / 'model.md'}, model.json")
-        if not result["equal"]:
-            step = (
-                f"d9m locate -- {shlex.join(command)}",
-                "finds the step, module and source line",
-            )
-            print("\n".join(format_next_steps([step])))
+    step = (f"d9m locate -- {shlex.join(command)}", "finds the step, module and source line")
+    lines = [*render_text(result).splitlines(), f"audit: {output / 'model.md'}, model.json"]
+    lines += [] if result["equal"] else format_next_steps([step])
+    print_result(arguments.format, result, lines)
     return 0 if result["equal"] else 1
 
 

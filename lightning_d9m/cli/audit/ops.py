@@ -9,7 +9,8 @@ from typing import Any
 from lightning_d9m.audit.ops.report import find_broken, render_findings, render_markdown, summarize
 from lightning_d9m.audit.ops.worker_process import measure_rows
 from lightning_d9m.cli.arguments import whole_number
-from lightning_d9m.output.terminal import print_wrapped
+from lightning_d9m.output.columns import print_result
+from lightning_d9m.output.terminal import wrap_on_terminal
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 _QUICK_SECONDS, _SECONDS = 0.25, 30.0
@@ -51,11 +52,8 @@ def run(arguments: argparse.Namespace) -> int:
     (folder / "ops.json").write_text(json.dumps(summary, indent=1) + "\n")
     (folder / "ops.md").write_text(render_markdown(summary))
     broken = find_broken(summary["rows"])
-    if arguments.json:
-        print(json.dumps(summary, indent=1))
-    else:
-        print_wrapped(render_findings(summary).splitlines())
-        print(f"audit: {folder / 'ops.md'}, ops.json")
+    lines = wrap_on_terminal(render_findings(summary).splitlines())
+    print_result(arguments.format, summary, [*lines, f"audit: {folder / 'ops.md'}, ops.json"])
     if facts["unknown"]:
         unknown = "; ".join(facts["unknown"])
         print(f"documented by torch, but not measured by this audit: {unknown}", file=sys.stderr)

@@ -5,17 +5,14 @@ import stat
 from pathlib import Path
 from typing import BinaryIO
 
-from lightning_d9m.errors import LedgerError
-from lightning_d9m.file_errors import explain_file_error
+from lightning_d9m.errors import LedgerError, file_errors
 
 
 def open_regular(path: Path) -> BinaryIO:
     """Open a file for reading; refuse a pipe or a device, which might never end."""
-    try:
+    with file_errors(LedgerError, f"{path} cannot be read"):
         # Without O_NONBLOCK, opening a named pipe waits for its writer.
         number = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    except (OSError, ValueError) as error:
-        raise LedgerError(f"{path} cannot be read: {explain_file_error(error)}") from error
     if not stat.S_ISREG(os.fstat(number).st_mode):
         os.close(number)
         raise LedgerError(

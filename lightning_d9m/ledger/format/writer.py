@@ -5,8 +5,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-from lightning_d9m.errors import LedgerError
-from lightning_d9m.file_errors import explain_file_error
+from lightning_d9m.errors import LedgerError, explain_file_error, file_errors
 from lightning_d9m.ledger.format.frames import check_frames
 from lightning_d9m.ledger.format.records import (
     CHAIN_START,
@@ -48,12 +47,8 @@ class LedgerWriter(AbstractContextManager["LedgerWriter"]):
         # The bytes and the last check of all whole records, and those with the one under way.
         self._written = self._begun = (0, CHAIN_START)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
-        try:
+        with file_errors(LedgerError, f"The ledger {path} cannot be made"):
             self._file = os.open(path, flags, 0o666)
-        except (OSError, ValueError) as error:
-            raise LedgerError(
-                f"The ledger {path} cannot be made: {explain_file_error(error)}"
-            ) from error
 
     @property
     def chain_hash(self) -> str:
@@ -98,11 +93,8 @@ class LedgerWriter(AbstractContextManager["LedgerWriter"]):
             return
         self._closed = True
         try:
-            os.fsync(self._file)
-        except OSError as error:
-            raise LedgerError(
-                f"The ledger {self.path} was not kept: {explain_file_error(error)}"
-            ) from error
+            with file_errors(LedgerError, f"The ledger {self.path} was not kept"):
+                os.fsync(self._file)
         finally:
             os.close(self._file)
 

@@ -1,13 +1,11 @@
 """``d9m audit model``: the spread without determinism, and equality with it."""
 
 import json
-import os
 import sys
 
 import pytest
 import torch
 
-from lightning_d9m.cli.main import main
 from lightning_d9m.hashing.sketches import sketch_tensors
 
 # A command that leaves ledgers as a training does, without the seconds of loading torch. VALUE
@@ -45,7 +43,7 @@ WHOLE = [("epoch", 0), ("epoch", 1), ("final", 1)]
 
 
 @pytest.fixture
-def audit(tmp_path, monkeypatch, capsys):
+def audit(tmp_path, monkeypatch, d9m):
     """Return a function that audits such a command; it gives status, output and errors."""
     monkeypatch.chdir(tmp_path)
     sketches = [  # one element of two, in one layer of two, moves by a quarter
@@ -59,10 +57,7 @@ def audit(tmp_path, monkeypatch, capsys):
         (tmp_path / "script.py").write_text(
             code.replace("MOMENTS", repr(moments)).replace("SKETCHED", str(sketched))
         )
-        command = ["audit", "model", "-n", "3", *words, "--", sys.executable, "script.py"]
-        status = main(command)
-        captured = capsys.readouterr()
-        return status, captured.out, captured.err
+        return d9m("audit", "model", "-n", "3", *words, "--", sys.executable, "script.py")
 
     return run
 
@@ -75,7 +70,7 @@ def test_parallel_fits_are_paired_by_content(audit):
     value = "(1 + (_ if number == 1 or condition == 'without' and number == 2 else 1 - _))"
     status, out, _ = audit(value, "--json", fits="2")
     first, second = json.loads(out)["fits"]
-    assert status == 0
+    assert (status, first["fit"], second["fit"]) == (0, "fit-000", "fit-001")
     for fit in (first, second):
         assert [fit[condition]["distinct"] for condition in ("without", "with")] == [1, 1]
         assert [moment["distance"] for moment in fit["with"]["moments"]] == [0, 0, 0]
@@ -140,11 +135,6 @@ def test_runs_that_differ_with_determinism_are_found(audit):
     assert out.endswith("  finds the step, module and source line\n")
 
 
-def test_each_fit_is_reported(audit):
-    _, out, _ = audit(VARIES, "--json", fits="2")
-    assert [fit["fit"] for fit in json.loads(out)["fits"]] == ["fit-000", "fit-001"]
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -166,13 +156,8 @@ def test_runs_that_cannot_be_measured(audit, settings, message):
         (["--", "false"], "exit status 1"),
     ],
 )
-def test_misuse(tmp_path, monkeypatch, capsys, words, message):
+def test_misuse(tmp_path, monkeypatch, d9m, words, message):
     monkeypatch.chdir(tmp_path)
-    assert main(["audit", "model", *words]) == 2
-    assert message in capsys.readouterr().err
-
-
-def test_nothing_of_the_environment_is_left(audit):
-    before = dict(os.environ)
-    audit("0")
-    assert dict(os.environ) == before
+    status, _, err = d9m("audit", "model", *words)
+    assert status == 2
+    assert message in err

@@ -13,7 +13,6 @@ from lightning_d9m.audit.ops.cases import Case, Inputs, NotHereError, list_cases
 from lightning_d9m.audit.ops.conditions import Budget, begin_row, measure_case
 from lightning_d9m.audit.ops.report import judge_op
 from lightning_d9m.audit.ops.torch_docs import find_documented_lines, read_documentation
-from lightning_d9m.cli.main import main
 from lightning_d9m.errors import SettingError
 from lightning_d9m.patches.catalog.catalog import OPS
 
@@ -202,7 +201,7 @@ FACTS = {"torch": "0", "threads": 1, "unknown": []}
 
 
 @pytest.fixture
-def audit(tmp_path, monkeypatch, capsys):
+def audit(tmp_path, monkeypatch, d9m):
     """Return a function that audits with a worker of that fate; it gives status and output."""
 
     def run(*words, fate="pass", varies=False):
@@ -210,8 +209,7 @@ def audit(tmp_path, monkeypatch, capsys):
         worker.write_text(FAKE.replace("FATE", fate).replace("VARIES", str(varies)))
         monkeypatch.setattr(worker_process, "_WORKER", [sys.executable, str(worker)])
         monkeypatch.setattr(audit_conditions, "plan_rows", lambda _: (PLAN, FACTS))
-        status = main(["audit", "ops", "--quick", "-o", str(tmp_path / "out"), *words])
-        return status, *capsys.readouterr()
+        return d9m("audit", "ops", "--quick", "-o", tmp_path / "out", *words)
 
     return run
 
@@ -291,20 +289,20 @@ def forked_worker(monkeypatch, forking_python):
     monkeypatch.setattr(worker_process, "_WORKER", command)
 
 
-def test_the_real_worker(tmp_path, capsys, forked_worker):
+def test_the_real_worker(tmp_path, d9m, forked_worker):
     """One op, measured in a real worker process."""
-    words = ["audit", "ops", "--quick", "--ops", "cumsum", "-o", str(tmp_path), "--json"]
-    assert main(words) == 0
-    result = json.loads(capsys.readouterr().out)
+    status, out, _ = d9m("audit", "ops", "--quick", "--ops", "cumsum", "-o", tmp_path, "--json")
+    result = json.loads(out)
+    assert status == 0
     assert result["settings"]["torch"] == torch.__version__
     assert [row["op"] for row in result["rows"]] == ["cumsum"]
     assert result["rows"][0]["conditions"]["patched"]["spread"]["distinct"] == 1
 
 
-def test_of_what_cannot_be_no_folder_is_left(tmp_path, capsys):
+def test_of_what_cannot_be_no_folder_is_left(tmp_path, d9m):
     """cli/test_refusals.py has the other refusals."""
-    folder = tmp_path / "new" / "folder"
-    assert main(["audit", "ops", "--quick", "-o", str(folder), "--ops", "no_such_op"]) == 2
-    message = "--ops contains 'no_such_op', which matches no op of the audit"
-    assert message in capsys.readouterr().err
+    words = ["--quick", "-o", tmp_path / "new" / "folder", "--ops", "no_such_op"]
+    status, _, err = d9m("audit", "ops", *words)
+    assert status == 2
+    assert "--ops contains 'no_such_op', which matches no op of the audit" in err
     assert list(tmp_path.iterdir()) == []

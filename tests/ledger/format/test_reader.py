@@ -55,39 +55,33 @@ class TestFinding:
         older, newer = runs.write(), runs.write()
         assert read_ledger(tmp_path, ignoring=newer).path == older
 
-    def test_a_folder_that_moves_in_a_circle(self, tmp_path):
-        """Symbolic links are followed, not for ever."""
-        (tmp_path / "a").symlink_to(tmp_path / "b")
-        (tmp_path / "b").symlink_to(tmp_path / "a")
-        with pytest.raises(LedgerError, match="Its symbolic links lead in a circle"):
-            read_ledger(tmp_path / "a")
-
     def test_a_link_to_its_own_folder(self, runs, tmp_path):
         """The search is two levels deep, whatever links there are."""
         folder = runs.write()
         (tmp_path / "self").symlink_to(tmp_path)
         assert read_ledger(tmp_path).path == folder
 
-    def test_not_there(self, tmp_path):
-        with pytest.raises(LedgerError, match=r"no ledger at .*/gone: No such file or directory\."):
-            read_ledger(tmp_path / "gone")
-        with pytest.raises(LedgerError, match="embedded null"):
-            read_ledger("a\0b")
-
-    @pytest.mark.parametrize("inside", [None, "fit-000", "notes.txt"])
-    def test_a_folder_without_a_ledger(self, tmp_path, inside):
-        """Also one whose fit folder is empty: its run was ended before it wrote."""
-        if inside:
-            (tmp_path / inside).mkdir()
-        with pytest.raises(LedgerError, match="holds no ledger: there is no file"):
-            read_ledger(tmp_path)
-
-    def test_what_never_ends_is_not_opened(self, tmp_path):
-        """A pipe would block, a device would never end."""
+    @pytest.mark.parametrize(
+        ("name", "message"),
+        [
+            ("gone", r"no ledger at .*/gone: No such file or directory\."),
+            ("a\0b", "embedded null"),
+            ("circle", "Its symbolic links lead in a circle"),
+            ("empty", "holds no ledger: there is no file"),
+            # The run in its fit folder was ended before it wrote.
+            (".", "holds no ledger: there is no file"),
+            # A pipe would block, a device would never end.
+            ("pipe", "is not a regular file"),
+            ("/dev/zero", "is not a regular file"),
+        ],
+    )
+    def test_what_is_none(self, tmp_path, name, message):
+        (tmp_path / "circle").symlink_to(tmp_path / "circle")
+        (tmp_path / "empty").mkdir()
+        (tmp_path / "fit-000").mkdir()
         os.mkfifo(tmp_path / "pipe")
-        for path in (tmp_path / "pipe", "/dev/zero"):
-            with pytest.raises(LedgerError, match="is not a regular file"):
-                read_ledger(path)
+        with pytest.raises(LedgerError, match=message):
+            read_ledger(tmp_path / name)
 
     def test_a_renamed_rank(self, runs):
         """Rank 1 must not be taken for rank 0."""
