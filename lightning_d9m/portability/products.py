@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from functools import cache
 from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,12 +16,6 @@ from lightning_d9m.portability.sums import (
     multiply,
     multiply_doubles,
 )
-
-Vectors = Callable[[], tuple[Tensor, Tensor]]
-"""A function that returns the vectors that a convolution multiplies.
-
-The first ones are ``[rows, *inner]``, the second ones ``[groups, *outer, *inner]``.
-"""
 
 
 def matmul(left: Tensor, right: Tensor) -> Tensor:
@@ -43,183 +37,150 @@ class Convolution(NamedTuple):
     output_padding: Sequence[int]
     groups: int
 
-    def expand(self, dims: int) -> "Convolution":
-        """Return the arguments with a number for each spatial dimension."""
-        lists = (self.stride, self.padding, self.dilation, self.output_padding)
-        stride, padding, dilation, output = (
-            tuple(one) * (dims if len(one) == 1 else 1) for one in lists
-        )
-        return Convolution(stride, padding, dilation, self.transposed, output, self.groups)
+    def find_reads(
+        self, sizes: Sequence[int], counts: Sequence[int], kernel: Sequence[int]
+    ) -> Tensor:
+        """Return the flat place of an image that each window reads with each tap of a kernel.
 
-    def view_windows(self, values: Tensor, kernel: Sequence[int], counts: Sequence[int]) -> Tensor:
-        """Return the windows of an input: ``[groups, n, *counts, channels, *kernel]``."""
-        wide: list[int] = []
-        for axis, before in enumerate(self.padding):
-            reach = self.dilation[axis] * (kernel[axis] - 1) + 1
-            end = (counts[axis] - 1) * self.stride[axis] + reach
-            wide = [before, end - before - values.shape[2 + axis], *wide]
-        padded = pad(values, wide).contiguous()
-        each, between, *steps = padded.stride()
-        channels = padded.shape[1] // self.groups
-        inner = [s * step for s, step in zip(steps, self.dilation, strict=True)]
-        outer = [s * step for s, step in zip(steps, self.stride, strict=True)]
-        return padded.as_strided(
-            [self.groups, len(padded), *counts, channels, *kernel],
-            [channels * between, each, *outer, between, *inner],
-        )
+        Args:
+            sizes: Those of the image.
+            counts: The number of windows along each dimension.
+            kernel: The number of taps along each dimension.
 
-    def list_forward(self, values: Tensor, weight: Tensor, counts: Sequence[int]) -> Vectors:
-        """Return the vectors for the output of a convolution that is not transposed."""
-        return lambda: (weight, self.view_windows(values, weight.shape[2:], counts))
-
-    def list_backward(self, gradient: Tensor, weight: Tensor, sizes: Sequence[int]) -> Vectors:
-        """Return the vectors for its input: it convolves the gradient, spread by the strides."""
-
-        def find() -> tuple[Tensor, Tensor]:
-            kernel, counts = weight.shape[2:], gradient.shape[2:]
-            spread = [(n - 1) * step + 1 for n, step in zip(counts, self.stride, strict=True)]
-            wide = gradient.new_zeros((*gradient.shape[:2], *spread))
-            places: Any = (..., *(slice(None, None, step) for step in self.stride))
-            wide[places] = gradient
-            sides = zip(self.dilation, kernel, self.padding, strict=True)
-            margins = [step * (length - 1) - before for step, length, before in sides]
-            turned = weight.unflatten(0, (self.groups, -1)).transpose(1, 2).flatten(0, 1)
-            close = self._replace(stride=(1,) * len(sizes), padding=margins)
-            turned = turned.flip(tuple(range(2, turned.dim())))
-            return turned, close.view_windows(wide, kernel, sizes)
-
-        return find
-
-    def list_weight(self, gradient: Tensor, values: Tensor, kernel: Sequence[int]) -> Vectors:
-        """Return the vectors for its weight."""
-
-        def find() -> tuple[Tensor, Tensor]:
-            counts = gradient.shape[2:]
-            windows = self.view_windows(values, kernel, counts)
-            last = 2 + len(counts)
-            order = (0, *range(last, windows.dim()), *range(1, last))
-            return gradient.transpose(0, 1), windows.permute(order)
-
-        return find
+        Returns:
+            The places, ``[windows, taps]``; -1 beside the image.
+        """
+        dims = len(sizes)
+        places, inside = torch.zeros((), dtype=torch.int64), torch.ones((), dtype=torch.bool)
+        for axis, (size, count, taps) in enumerate(zip(sizes, counts, kernel, strict=True)):
+            stride, padding, dilation = (
+                one[axis % len(one)] for one in (self.stride, self.padding, self.dilation)
+            )
+            starts = torch.arange(count).unsqueeze(1) * stride - padding
+            along = [1] * (2 * dims)
+            along[axis], along[dims + axis] = count, taps
+            place = (starts + torch.arange(taps) * dilation).view(along)
+            inside = inside & (place >= 0) & (place < size)
+            places = places * size + place
+        return torch.where(inside, places, -1).view(prod(counts), prod(kernel))
 
 
-def _form(
-    function: Callable[[Tensor, Tensor], Tensor],
-    left: Tensor,
-    right: Tensor,
-    vectors: Vectors,
-    find_lengths: Callable[[Tensor, Tensor], Tensor],
-    length: int,
-    row_dim: int,
-    roundings: int = 0,
-) -> Tensor:
-    """Return the products of vectors.
-
-    Args:
-        function: Torch's convolution, or its gradient.
-        left: The first argument of the function.
-        right: The second one.
-        vectors: The vectors.
-        find_lengths: Returns the products of the lengths of the vectors.
-        length: The number of products in a sum.
-        row_dim: The dimension of the result that counts the rows of the first vectors.
-        roundings: The greatest number of roundings of a sum, if it is not ``length``.
-    """
-    vectors = cache(vectors)
-    if left.dtype == torch.float64:
-        rows, windows = vectors()
-        outer = windows.shape[1 : 1 + windows.dim() - rows.dim()]
-        first = rows.reshape(len(windows), len(rows) // len(windows), -1)
-        second = windows.reshape(len(windows), prod(outer), -1)
-        found = multiply_doubles(first, second.mT)
-        return found.view(len(rows), *outer).movedim(0, row_dim).contiguous()
-
-    def find_terms(places: Tensor) -> Tensor:
-        rows, windows = vectors()
-        shape = list(windows.shape[1 : 1 + windows.dim() - rows.dim()])
-        shape.insert(row_dim, len(rows))
-        index = list(torch.unravel_index(places, shape))
-        row = index.pop(row_dim)
-        group = row // (len(rows) // len(windows))
-        place = (group, *index)
-        first, second = rows[row], windows[place]
-        return first.reshape(len(places), -1).double() * second.reshape(len(places), -1).double()
-
-    wide, other = left.double(), right.double()
-    lengths = find_lengths(wide, other)
-    return combine(function, wide, other, lengths, find_terms, length, roundings or length)
+def _turn(reads: Tensor, size: int) -> Tensor:
+    """Return the window that reads each of so many places of an image with each tap, or -1."""
+    windows, taps = (torch.arange(length) for length in reads.shape)
+    turned = torch.full((size + 1, len(taps)), -1)
+    turned[reads, taps] = windows.unsqueeze(1)  # the last row is that of place -1
+    return turned[:size]
 
 
-def _convolve_windows(
+def _list_lines(values: Tensor, groups: int) -> Tensor:
+    """Return ``[batch, groups, channels, places + 1]``, where place -1 holds 0."""
+    return pad(values.flatten(2), (0, 1)).unflatten(1, (groups, -1))
+
+
+def _convolve(
     function: Callable[[Tensor, Tensor], Tensor],
     values: Tensor,
     weight: Tensor,
-    vectors: Vectors,
     given: Convolution,
+    sizes: Sequence[int],
     *,
     turned: bool,
 ) -> Tensor:
-    """Return a convolution, or a turned one, which multiplies by columns of the weight."""
-    groups = given.groups
-    rows = weight.unflatten(0, (groups, -1))
-    rows = (rows.transpose(1, 2) if turned else rows).flatten(2)  # of each group
-    length = rows.shape[2]
+    """Return a convolution to some sizes, or a turned one, which goes back from its windows."""
+    groups, batch, given_sizes = given.groups, len(values), values.shape[2:]
+    rows = weight.flatten(2).unflatten(0, (groups, -1))  # [groups, rows, channels, taps]
+    rows = rows.transpose(1, 2) if turned else rows
+    count = groups * rows.shape[1]
 
-    def find_lengths(values: Tensor, weight: Tensor) -> Tensor:
-        squares = values.unflatten(1, (groups, -1)).square().sum(2)
-        windows = function(squares, weight.new_ones((groups, 1, *weight.shape[2:])))
-        others = add_squares(rows.double(), 2).view(groups, -1, *[1] * (values.dim() - 2))
-        return (windows.unsqueeze(2).sqrt() * others.sqrt()).flatten(1, 2)
+    @cache
+    def list_lines() -> tuple[Tensor, Tensor]:
+        image, windows = (sizes, given_sizes) if turned else (given_sizes, sizes)
+        reads = given.find_reads(image, windows, weight.shape[2:])
+        reads = _turn(reads, prod(sizes)) if turned else reads
+        return _list_lines(values, groups), reads.to(values.device)
 
-    return _form(function, values, weight, vectors, find_lengths, length, 1).to(values.dtype)
+    if values.dtype == torch.float64:
+        lines, reads = list_lines()
+        columns = lines[..., reads].permute(1, 2, 4, 0, 3).flatten(3).flatten(1, 2)
+        found = multiply_doubles(rows.flatten(2), columns)
+        return found.view(count, batch, -1).transpose(0, 1).reshape(batch, count, *sizes)
+
+    def find_terms(places: Tensor) -> Tensor:
+        lines, reads = list_lines()
+        sample, row, place = torch.unravel_index(places, (batch, count, len(reads)))
+        channel = torch.arange(lines.shape[2], device=lines.device).unsqueeze(1)
+        where = (one.view(-1, 1, 1) for one in (sample, row // rows.shape[1]))
+        windows = lines[(*where, channel, reads[place].unsqueeze(1))]
+        return (windows.double() * rows.flatten(0, 1)[row]).flatten(1)
+
+    wide, other = values.double(), weight.double()
+    squares = wide.square().unflatten(1, (groups, -1)).sum(2)
+    lengths = function(squares, other.new_ones((groups, 1, *weight.shape[2:]))).sqrt_()
+    others = add_squares(rows.double(), 2, 3).sqrt().view(groups, -1, *[1] * len(sizes))
+    lengths = (lengths.unsqueeze(2) * others).flatten(1, 2)
+    length = rows[0, 0].numel()
+    return combine(function, wide, other, lengths, find_terms, length, length).to(values.dtype)
 
 
 def convolve(values: Tensor, weight: Tensor, given: Convolution) -> Tensor:
     """Return what ``aten::convolution`` returns without a bias."""
     if values.dim() == weight.dim() - 1:
         return convolve(values.unsqueeze(0), weight, given)[0]
-    given = given.expand(weight.dim() - 2)
 
     def function(left: Tensor, right: Tensor) -> Tensor:
         result: Tensor = torch.ops.aten.convolution(left, right, None, *given)
         return result
 
     sizes = function(*(one.to("meta") for one in (values, weight))).shape[2:]
-    find = given.list_backward if given.transposed else given.list_forward
-    more = (find(values, weight, sizes), given)
-    return _convolve_windows(function, values, weight, *more, turned=given.transposed)
+    return _convolve(function, values, weight, given, sizes, turned=given.transposed)
 
 
 def convolve_backward(
     gradient: Tensor, values: Tensor, weight: Tensor, given: Convolution, mask: Sequence[bool]
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return the gradients of a convolution for its input and its weight, where the mask asks."""
-    given = given.expand(weight.dim() - 2)
-    return (
-        _differentiate_by_input(gradient, values.shape, weight, given) if mask[0] else None,
-        _differentiate_by_weight(gradient, values, weight.shape, given) if mask[1] else None,
-    )
 
-
-def _differentiate_by_input(
-    gradient: Tensor, shape: Sequence[int], weight: Tensor, given: Convolution
-) -> Tensor:
     def function(left: Tensor, right: Tensor) -> Tensor:
         channels = len(right) if given.transposed else right.shape[1] * given.groups
-        like = left.new_empty(()).expand(shape[0], channels, *shape[2:])
+        like = left.new_empty(()).expand(len(left), channels, *values.shape[2:])
         more = (like, right, None, *given, [True, False, False])
         return torch.ops.aten.convolution_backward(left, *more)[0]  # type: ignore[no-any-return]
 
-    find = given.list_forward if given.transposed else given.list_backward
-    more = (find(gradient, weight, shape[2:]), given)
-    return _convolve_windows(function, gradient, weight, *more, turned=not given.transposed)
+    more = (gradient, weight, given, values.shape[2:])
+    return (
+        _convolve(function, *more, turned=not given.transposed) if mask[0] else None,
+        _differentiate_by_weight(gradient, values, weight.shape, given) if mask[1] else None,
+    )
 
 
 def _differentiate_by_weight(
     gradient: Tensor, values: Tensor, shape: Sequence[int], given: Convolution
 ) -> Tensor:
+    groups, batch = given.groups, len(values)
     small, large = (values, gradient) if given.transposed else (gradient, values)
     area = prod(small.shape[2:])
+    rows = small.flatten(2).transpose(0, 1)  # [rows, batch, windows]
+
+    @cache
+    def list_lines() -> tuple[Tensor, Tensor]:
+        reads = given.find_reads(large.shape[2:], small.shape[2:], shape[2:])
+        return _list_lines(large, groups), reads.to(values.device)
+
+    if values.dtype == torch.float64:
+        lines, reads = list_lines()
+        columns = lines[..., reads].permute(1, 0, 3, 2, 4).flatten(3).flatten(1, 2)
+        first = rows.flatten(1).unflatten(0, (groups, -1))
+        return multiply_doubles(first, columns).view(shape)
+
+    def find_terms(places: Tensor) -> Tensor:
+        lines, reads = list_lines()
+        row, channel, tap = torch.unravel_index(places, (*shape[:2], reads.shape[1]))
+        sample = torch.arange(batch, device=lines.device).unsqueeze(1)
+        where = (one.view(-1, 1, 1) for one in (row // (shape[0] // groups), channel))
+        windows = lines[(sample, *where, reads.t()[tap].unsqueeze(1))]
+        return (windows.double() * rows[row]).flatten(1)
+
     each = max(1, BLOCK // area)
 
     def function(left: Tensor, right: Tensor) -> Tensor:
@@ -230,13 +191,13 @@ def _differentiate_by_weight(
             total = total + torch.ops.aten.convolution_backward(*more)[1]
         return total
 
-    def find_lengths(left: Tensor, right: Tensor) -> Tensor:
-        dims = (0, *range(2, left.dim()))
-        squares = [add_squares(one, *dims).view(given.groups, -1) for one in (left, right)]
-        rows, others = reversed(squares) if given.transposed else squares
-        found = rows.unsqueeze(2).sqrt() * others.unsqueeze(1).sqrt()
-        return found.view(*shape[:2], *[1] * len(shape[2:]))
-
-    vectors = given.list_weight(small, large, shape[2:])
-    more = (len(values) * area, 0, each * area + len(values) // each)
-    return _form(function, gradient, values, vectors, find_lengths, *more).to(values.dtype)
+    wide, other = gradient.double(), values.double()
+    dims = (0, *range(2, wide.dim()))
+    first, second = (
+        add_squares(one, *dims).sqrt().view(groups, -1)
+        for one in ((other, wide) if given.transposed else (wide, other))
+    )
+    lengths = first.unsqueeze(2) * second.unsqueeze(1)
+    lengths = lengths.view(*shape[:2], *[1] * (wide.dim() - 2))
+    more = (batch * area, each * area + batch // each)
+    return combine(function, wide, other, lengths, find_terms, *more).to(values.dtype)
