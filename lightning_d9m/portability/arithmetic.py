@@ -128,7 +128,9 @@ def _add_scaled(
     add: Rule, combine: Rule, start: Tensor, left: Tensor, right: Tensor, value: float = 1
 ) -> Tensor:
     term = combine(left, right)
-    return add(start, term if value == 1 else term * value)  # type: ignore[no-any-return]
+    if value != 1:
+        term = term.mul_(value) if term.is_floating_point() else term * value
+    return add(start, term)  # type: ignore[no-any-return]
 
 
 for _name, _combine in (("addcmul", torch.mul), ("addcdiv", torch.div)):

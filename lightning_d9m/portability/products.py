@@ -11,8 +11,8 @@ from torch.nn.functional import pad
 
 from lightning_d9m.portability.sums import (
     BLOCK,
-    add_squares,
     combine,
+    find_lengths,
     multiply,
     multiply_doubles,
 )
@@ -116,10 +116,9 @@ def _convolve(
 
     wide, other = values.double(), weight.double()
     squares = wide.square().unflatten(1, (groups, -1)).sum(2)
-    lengths = function(squares, other.new_ones((groups, 1, *weight.shape[2:]))).sqrt_()
-    others = add_squares(rows.double(), 2, 3).sqrt().view(groups, -1, *[1] * len(sizes))
-    lengths = (lengths.unsqueeze(2) * others).flatten(1, 2)
-    length = rows[0, 0].numel()
+    windows = function(squares, other.new_ones((groups, 1, *weight.shape[2:]))).sqrt_()
+    others = find_lengths(rows.double(), 2, 3).view(groups, -1, *[1] * len(sizes))
+    lengths, length = (others, windows.unsqueeze(2)), rows[0, 0].numel()
     return combine(function, wide, other, lengths, find_terms, length, length).to(values.dtype)
 
 
@@ -194,10 +193,9 @@ def _differentiate_by_weight(
     wide, other = gradient.double(), values.double()
     dims = (0, *range(2, wide.dim()))
     first, second = (
-        add_squares(one, *dims).sqrt().view(groups, -1)
+        find_lengths(one, *dims).view(groups, -1)
         for one in ((other, wide) if given.transposed else (wide, other))
     )
-    lengths = first.unsqueeze(2) * second.unsqueeze(1)
-    lengths = lengths.view(*shape[:2], *[1] * (wide.dim() - 2))
+    lengths = first.unsqueeze(2), second.unsqueeze(1)
     more = (batch * area, each * area + batch // each)
     return combine(function, wide, other, lengths, find_terms, *more).to(values.dtype)
