@@ -22,22 +22,20 @@ RULES |= {name: partial(evaluate, name) for name in FUNCTIONS if name not in ("n
 RULES |= {
     name: getattr(torch.ops.aten, name) for name in ("mul", "abs", "sgn", "_amp_update_scale_")
 }
-RULES["mul_"] = Tensor.mul_
-
-
-# Processors make NaNs of different signs, and convert numbers out of range differently.
-@rule("signbit")
-def signbit(values: Tensor) -> Tensor:
-    """Whether a number is below 0, or -0.0; False for NaN."""
-    return torch.signbit(values) & ~values.isnan()
-
-
-@rule("copysign")
-def copysign(values: Tensor, signs: Any) -> Tensor:
-    """The values with other signs."""
-    if isinstance(signs, Tensor):
-        signs = torch.where(signs.isnan(), 0.0, signs)
-    return torch.copysign(values, signs)
+RULES |= {
+    "mul_": Tensor.mul_,
+    "relu": lambda values: torch.threshold(values, 0, 0),
+    # Processors make NaNs of different signs.
+    "signbit": lambda values: torch.signbit(values) & ~values.isnan(),
+    "copysign": lambda values, signs: torch.copysign(
+        values, torch.where(torch.as_tensor(signs).isnan(), 0.0, signs)
+    ),
+    # Of matrices and vectors.
+    "mm": matmul,
+    "bmm": matmul,
+    "mv": lambda matrix, vector: matmul(matrix, vector.unsqueeze(1)).squeeze(1),
+    "dot": lambda left, right: matmul(left.unsqueeze(0), right.unsqueeze(1)).view(()),
+}
 
 
 def view_bits(values: Tensor, dtype: torch.dtype) -> Tensor:
@@ -48,7 +46,7 @@ def view_bits(values: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _bound_to(values: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """Bring numbers that are converted to integers into their range; NaN becomes 0."""
+    """Bring numbers that are converted to integers into their range, as processors do not."""
     if dtype is None or dtype.is_floating_point or dtype.is_complex or dtype == torch.bool:
         return values
     if not values.is_floating_point():
@@ -81,12 +79,6 @@ RULES |= {"add": partial(_add, torch.add), "add_": partial(_add, Tensor.add_)}
 RULES |= {"sub": partial(_add, torch.sub), "sub_": partial(_add, Tensor.sub_)}
 
 
-@rule("rsub")
-def subtract_from(left: Tensor, right: Any, alpha: float = 1) -> Tensor:
-    """``right - alpha * left``."""
-    return torch.sub(as_tensor(right, left), left if alpha == 1 else left * alpha)
-
-
 @rule("div")
 def divide(left: Any, right: Any, rounding_mode: str | None = None) -> Tensor:
     """The quotient; CUDA multiplies by the reciprocal of a number, so it gets a tensor."""
@@ -108,12 +100,6 @@ def _widen(*values: Any) -> list[Tensor]:
     return [as_tensor(one, like).double() for one in values]
 
 
-@rule("floor_divide")
-def floor_divide(left: Any, right: Any) -> Tensor:
-    """The quotient, rounded down."""
-    return divide(left, right, rounding_mode="floor")
-
-
 def _remainder(mode: str, left: Any, right: Any) -> Tensor:
     wide, other = _widen(left, right)
     result = wide - divide(wide, other, mode) * other
@@ -122,6 +108,7 @@ def _remainder(mode: str, left: Any, right: Any) -> Tensor:
 
 
 RULES |= {"remainder": partial(_remainder, "floor"), "fmod": partial(_remainder, "trunc")}
+RULES["floor_divide"] = partial(divide, rounding_mode="floor")
 
 
 def _add_scaled(
@@ -176,25 +163,12 @@ def power(base: Any, exponent: Any) -> Tensor:
         base = torch.full((), base, dtype=torch.result_type(exponent, base)).to(exponent.device)
     dtype = torch.result_type(base, exponent)
     if not isinstance(exponent, Tensor):
-        simple: dict[float, Callable[[], Tensor]] = {
-            1.0: base.clone,
-            2.0: lambda: base * base,
-            3.0: lambda: base * base * base,
-            0.5: lambda: sqrt(base),
-            -0.5: lambda: rsqrt(base),
-            -1.0: lambda: reciprocal(base),
-            -2.0: lambda: reciprocal(base * base),
-        }
-        if base.is_floating_point() and float(exponent) in simple:
-            return simple[float(exponent)]()
+        simple = {0.5: sqrt, 1.0: torch.clone, 2.0: lambda x: x * x, 3.0: lambda x: x * x * x}
+        if base.is_floating_point() and abs(float(exponent)) in simple and exponent != -3:
+            found: Tensor = simple[abs(float(exponent))](base)
+            return found if exponent > 0 else reciprocal(found)
         exponent = torch.full((), exponent, dtype=torch.float64, device=base.device)
     return evaluate("pow", base.double(), exponent.double(), dtype=dtype)
-
-
-@rule("relu")
-def relu(values: Tensor) -> Tensor:
-    """The values that are positive, else 0."""
-    return torch.threshold(values, 0, 0)
 
 
 def _choose(function: Rule, *given: Any, **more: Any) -> Any:
@@ -232,18 +206,18 @@ def sort(
 @rule("topk", whole=True)
 @along_dim
 def topk(
-    values: Tensor, k: int, dim: int = -1, largest: bool = True, *_: Any
+    values: Tensor, k: int, dim: int = -1, largest: bool = True, *_: Any, first: int = 0
 ) -> tuple[Tensor, ...]:
-    """The first k of the stable order."""
-    return tuple(one.narrow(dim, 0, k).contiguous() for one in sort(values, dim, largest))
+    """Return k elements of the stable order."""
+    return tuple(one.narrow(dim, first, k).contiguous() for one in sort(values, dim, largest))
 
 
 @rule("kthvalue", whole=True)
 @along_dim
 def kthvalue(values: Tensor, k: int, dim: int = -1, keepdim: bool = False) -> tuple[Tensor, ...]:
     """The k-th of the stable order."""
-    found = (one.narrow(dim, k - 1, 1) for one in sort(values, dim))
-    return tuple(one.clone() if keepdim else one.squeeze(dim).clone() for one in found)
+    found: tuple[Tensor, ...] = topk(values, 1, dim, largest=False, first=k - 1)
+    return found if keepdim else tuple(one.squeeze(dim) for one in found)
 
 
 def _converting(torchs: Callable[..., Tensor]) -> Callable[[Rule], Rule]:
@@ -270,51 +244,29 @@ def sum_values(values: Tensor, dim: Sequence[int] | None = None, keepdim: bool =
     return add_terms(values, dim, keepdim=keepdim, dtype=values.dtype)
 
 
-@rule("mean")
-def mean(
-    values: Tensor,
-    dim: Sequence[int] | None = None,
-    keepdim: bool = False,
-    *,
-    dtype: torch.dtype | None = None,
-) -> Tensor:
-    """The exact sum, divided by the number of terms."""
-    dtype = dtype or values.dtype
-    total = sum_values(values, dim, keepdim, dtype=at_least_32(dtype))
-    return _divide_by(total, _count(values, dim)).to(dtype)
-
-
 def _divide_by(total: Tensor, number: float) -> Tensor:
     return total / torch.full((1,) * total.dim(), number).to(total)
 
 
-@rule("var_mean")
-def variance_and_mean(
+@rule("var")
+def variance(
     values: Tensor,
     dim: Sequence[int] | None = None,
     unbiased: bool = True,
     keepdim: bool = False,
     *,
     correction: float | None = None,
-) -> tuple[Tensor, Tensor]:
-    """The variance and the mean."""
+) -> Tensor:
+    """The variance; torch takes standard deviations and means apart."""
     if isinstance(dim, bool):  # the overload without dimensions
         dim, unbiased = None, dim
     dtype = at_least_32(values.dtype)
-    center = mean(values, dim, keepdim=True, dtype=dtype)
+    count = math.prod(values.shape[one] for one in dim or range(values.dim()))
+    center = _divide_by(add_terms(values, dim, keepdim=True, dtype=dtype), count)
     gaps = values.double() - center
-    total = add_terms(gaps.mul_(gaps), dim, keepdim=True, dtype=dtype)
-    count = _count(values, dim) - (unbiased if correction is None else correction)
-    found = (one.to(values.dtype) for one in (_divide_by(total, max(count, 0)), center))
-    if keepdim or not values.dim():
-        return tuple(found)  # type: ignore[return-value]
-    return tuple(one.squeeze(tuple(dim or range(values.dim()))) for one in found)  # type: ignore[return-value]
-
-
-@rule("var")
-def variance(*given: Any, **more: Any) -> Tensor:
-    """The variance; torch takes standard deviations apart."""
-    return variance_and_mean(*given, **more)[0]
+    total = add_terms(gaps.mul_(gaps), dim, keepdim=keepdim, dtype=dtype)
+    freedom = count - (unbiased if correction is None else correction)
+    return _divide_by(total, max(freedom, 0)).to(values.dtype)
 
 
 @rule("linalg_vector_norm")
@@ -371,21 +323,6 @@ def product(values: Tensor, dim: int | None = None, keepdim: bool = False) -> Te
     return last.clone() if keepdim else last.squeeze(dim).clone()
 
 
-RULES |= {"mm": matmul, "bmm": matmul}
-
-
-@rule("dot")
-def dot(left: Tensor, right: Tensor) -> Tensor:
-    """The exact sum of products, rounded once."""
-    return matmul(left.unsqueeze(0), right.unsqueeze(1)).view(())
-
-
-@rule("mv")
-def multiply_vector(matrix: Tensor, vector: Tensor) -> Tensor:
-    """The product of a matrix and a vector."""
-    return matmul(matrix, vector.unsqueeze(1)).squeeze(1)
-
-
 @rule("arange")
 def arange(*given: Any, dtype: torch.dtype | None = None, **kwargs: Any) -> Any:
     """Whole numbers; torch makes others from these."""
@@ -394,17 +331,11 @@ def arange(*given: Any, dtype: torch.dtype | None = None, **kwargs: Any) -> Any:
     return torch.arange(*given, dtype=dtype, **kwargs)
 
 
-@composed("addbmm")
-def add_products(
-    start: Tensor, left: Tensor, right: Tensor, *, beta: float = 1, alpha: float = 1
-) -> Tensor:
-    """The sum of a batch of products, which is one product, that is added to ``start``."""
-    rows, columns = left.transpose(0, 1).flatten(1), right.flatten(0, 1)
-    return torch.ops.aten.addmm(start, rows, columns, beta=beta, alpha=alpha)  # type: ignore[no-any-return]
-
-
-def _count(values: Tensor, dim: Sequence[int] | None) -> int:
-    return math.prod(values.shape[one] for one in dim or range(values.dim())) if values.dim() else 1
+composed("addbmm")(
+    lambda start, left, right, **factors: torch.addmm(
+        start, left.transpose(0, 1).flatten(1), right.flatten(0, 1), **factors
+    )
+)
 
 
 def at_least_32(dtype: torch.dtype) -> torch.dtype:

@@ -85,7 +85,8 @@ def _convolve(
     given: Convolution,
     sizes: Sequence[int],
     *,
-    turned: bool,
+    turned: bool = False,
+    roundings: int = 0,
 ) -> Tensor:
     """Return a convolution to some sizes, or a turned one, which goes back from its windows."""
     groups, batch, given_sizes = given.groups, len(values), values.shape[2:]
@@ -119,7 +120,8 @@ def _convolve(
     windows = function(squares, other.new_ones((groups, 1, *weight.shape[2:]))).sqrt_()
     others = find_lengths(rows.double(), 2, 3).view(groups, -1, *[1] * len(sizes))
     lengths, length = (others, windows.unsqueeze(2)), rows[0, 0].numel()
-    return combine(function, wide, other, lengths, find_terms, length, length).to(values.dtype)
+    more = (lengths, find_terms, length, roundings or length)
+    return combine(function, wide, other, *more).to(values.dtype)
 
 
 def convolve(values: Tensor, weight: Tensor, given: Convolution) -> Tensor:
@@ -156,46 +158,33 @@ def convolve_backward(
 def _differentiate_by_weight(
     gradient: Tensor, values: Tensor, shape: Sequence[int], given: Convolution
 ) -> Tensor:
+    """Return the gradient for the weight: a convolution whose weight is the smaller tensor.
+
+    Batch and channels, and stride and dilation, change places.
+    """
     groups, batch = given.groups, len(values)
     small, large = (values, gradient) if given.transposed else (gradient, values)
     area = prod(small.shape[2:])
-    rows = small.flatten(2).transpose(0, 1)  # [rows, batch, windows]
-
-    @cache
-    def list_lines() -> tuple[Tensor, Tensor]:
-        reads = given.find_reads(large.shape[2:], small.shape[2:], shape[2:])
-        return _list_lines(large, groups), reads.to(values.device)
-
-    if values.dtype == torch.float64:
-        lines, reads = list_lines()
-        columns = lines[..., reads].permute(1, 0, 3, 2, 4).flatten(3).flatten(1, 2)
-        first = rows.flatten(1).unflatten(0, (groups, -1))
-        return multiply_doubles(first, columns).view(shape)
-
-    def find_terms(places: Tensor) -> Tensor:
-        lines, reads = list_lines()
-        row, channel, tap = torch.unravel_index(places, (*shape[:2], reads.shape[1]))
-        sample = torch.arange(batch, device=lines.device).unsqueeze(1)
-        where = (one.view(-1, 1, 1) for one in (row // (shape[0] // groups), channel))
-        windows = lines[(sample, *where, reads.t()[tap].unsqueeze(1))]
-        return (windows.double() * rows[row]).flatten(1)
-
     each = max(1, BLOCK // area)
 
     def function(left: Tensor, right: Tensor) -> Tensor:
-        like, wanted = left.new_empty(()).expand(shape), [False, True, False]
+        image = left.unflatten(1, (groups, -1)).transpose(0, 2).flatten(1, 2)
+        pair = (
+            (image, right.transpose(0, 1)) if given.transposed else (right.transpose(0, 1), image)
+        )
+        like = left.new_empty(()).expand(len(right), len(left), *shape[2:])
         total = torch.zeros((), dtype=left.dtype, device=left.device)
-        for one in zip(left.split(each), right.split(each), strict=True):
-            more = (*one, like, None, *given, wanted)
+        for one in zip(*(part.split(each) for part in pair), strict=True):
+            more = (*one, like, None, *given, [False, True, False])
             total = total + torch.ops.aten.convolution_backward(*more)[1]
-        return total
+        return total.transpose(0, 1)
 
-    wide, other = gradient.double(), values.double()
-    dims = (0, *range(2, wide.dim()))
-    first, second = (
-        find_lengths(one, *dims).view(groups, -1)
-        for one in ((other, wide) if given.transposed else (wide, other))
+    found = _convolve(
+        function,
+        large.unflatten(1, (groups, -1)).transpose(0, 2).flatten(1, 2),
+        small.transpose(0, 1),
+        given._replace(stride=given.dilation, dilation=given.stride),
+        shape[2:],
+        roundings=each * area + batch // each,
     )
-    lengths = first.unsqueeze(2), second.unsqueeze(1)
-    more = (batch * area, each * area + batch // each)
-    return combine(function, wide, other, lengths, find_terms, *more).to(values.dtype)
+    return found.transpose(0, 1).contiguous()

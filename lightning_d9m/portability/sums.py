@@ -3,10 +3,10 @@
 float64 holds every product of two float32 numbers. A sum of n such terms in float64, in any order
 and by any library, is off by at most n * 2**-53 times the sum of their sizes. If all numbers within
 a little more than this bound round to one float32 number, that number is the exact sum rounded,
-whatever the order was. Otherwise (for about one element in 10,000) the terms of the element are cut into pieces
-that add exactly (``patches.exact_sums``), as many as hold all of their bits. Which elements need it
-may differ between machines; the results do not. Sums of float64 numbers are those of
-``patches.exact_sums``, and products of float64 numbers come from Ozaki's scheme.
+whatever the order was. Otherwise (for about one element in 10,000) the terms of the element are cut
+into pieces that add exactly (``patches.exact_sums``), as many as hold all of their bits. Which
+elements need it may differ between machines; the results do not. Sums of float64 numbers are those
+of ``patches.exact_sums``, and products of float64 numbers come from Ozaki's scheme.
 """
 
 import math
