@@ -48,11 +48,9 @@ def group_norm(
     return result.view(values.shape), mean.view(n, groups), scale.view(n, groups)
 
 
-@composed("silu_backward")
-def silu_backward(gradient: Tensor, values: Tensor) -> Tensor:
-    """The gradient of the SiLU function."""
-    part = values.sigmoid()
-    return gradient * part * (1 + values * (1 - part))
+composed("silu_backward")(
+    lambda gradient, values: gradient * (p := values.sigmoid()) * (1 + values * (1 - p))
+)
 
 
 def _add_at(out: Tensor, places: Tensor, values: Tensor) -> Tensor:

@@ -26,16 +26,15 @@ _multi_margin = decomposition_table[torch.ops.aten.multi_margin_loss.default]
 composed("_weight_norm_interface_backward")(torch.ops.aten._weight_norm_differentiable_backward)  # noqa: SLF001
 
 
-@composed("softshrink")
-def softshrink(values: Tensor, lambd: float = 0.5) -> Tensor:
-    """The values, nearer to 0; torch 2.4's decomposition gives other zeros than later ones."""
-    return torch.where(values.abs() > lambd, values - values.sign() * lambd, values * 0)
-
-
-@composed("hardshrink_backward", "softshrink_backward")
-def shrink_backward(gradient: Tensor, values: Tensor, lambd: float) -> Tensor:
-    """The gradient outside of the interval that is mapped to 0."""
-    return torch.where(values.abs() <= lambd, 0.0, gradient)
+# Torch 2.4's decomposition gives other zeros than later ones.
+composed("softshrink")(
+    lambda values, lambd=0.5: torch.where(
+        values.abs() > lambd, values - values.sign() * lambd, values * 0
+    )
+)
+composed("hardshrink_backward", "softshrink_backward")(
+    lambda gradient, values, lambd: torch.where(values.abs() <= lambd, 0.0, gradient)
+)
 
 
 @composed("rrelu_with_noise")
@@ -146,16 +145,15 @@ def embedding_bag(
         raise UnsupportedError("Its gradient is a sparse tensor: pass sparse=False")
     if mode > 1:
         raise UnsupportedError("Mode 'max' has no rule: use mode 'sum' or 'mean'")
-    last = offsets[:0] if include_last_offset else offsets.new_tensor([len(indices)])
-    ends = torch.cat([offsets[1:], last])
-    starts = offsets[: len(ends)]
-    bags = torch.arange(len(ends), device=indices.device).repeat_interleave(ends - starts)
+    count = len(offsets) - include_last_offset
+    order = torch.arange(len(indices), dtype=offsets.dtype, device=offsets.device)
+    bags = torch.searchsorted(offsets, order, right=True) - 1
     kept = indices != padding_idx
-    sizes = torch.zeros_like(starts).index_add(0, bags, kept.to(starts.dtype))
+    sizes = offsets.new_zeros(count).index_add(0, bags, kept.to(offsets.dtype))
     rows = weight[indices]
     if per_sample_weights is not None:
         rows = rows * per_sample_weights.unsqueeze(1)
-    result = weight.new_zeros((len(ends), weight.shape[1])).index_add(0, bags[kept], rows[kept])
+    result = weight.new_zeros((count, weight.shape[1])).index_add(0, bags[kept], rows[kept])
     if mode == 1:
         result = result / sizes.clamp(min=1).unsqueeze(1)
     return result, bags, sizes, torch.zeros_like(sizes)

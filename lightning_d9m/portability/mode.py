@@ -139,7 +139,12 @@ class PortableMode(TorchDispatchMode):
         names = [one.name().partition("::")[2] for one in same]
         paths = (_PATCHES.get(one) for one in (*names, f"{name}_"))
         path = next(filter(None, paths), None)
-        refusal = partial(_take_integers, func)
+
+        def refuse_numbers(*_: Any, **__: Any) -> NoReturn:
+            refuse(func)
+
+        whole = not _is_seeded(func)
+        refusal = partial(_checked, func, refuse_numbers, lambda: refuse_numbers, whole=whole)
         if path is None:
             return refusal
         patch = self._compose(partial(_patch, resolve_name(path)), func)
@@ -258,14 +263,14 @@ def _checked(
     whole: bool,
     **kwargs: Any,
 ) -> Any:
-    """Apply a rule to dense real numbers; leave whole numbers, which are exact, to torch."""
-    given = [value for value in args if isinstance(value, Tensor)]
+    """Apply a rule to dense real numbers; leave whole numbers, and what has none, to torch."""
+    given = [*_tensors(args)]
     if any(one.is_complex() or one.layout != torch.strided for one in given if not one.is_meta):
         refuse(func)
     # Without a number there is nothing to round, and torch knows its results and its errors.
     if any(one.is_meta for one in given) or (given and not any(one.numel() for one in given)):
         return func(*args, **kwargs)
-    if whole and given and not any(one.is_floating_point() for one in given):
+    if whole and not any(one.is_floating_point() for one in given):
         found = func(*args, **kwargs)
         if not any(map(_has_fractions, _tensors([found]))):
             return found
@@ -274,19 +279,6 @@ def _checked(
     except UnsupportedError as error:
         refuse(func, f"{error}.")
     return take_apart()(*args, **kwargs) if found is NotImplemented else found
-
-
-def _take_integers(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Compute an operation in no class on whole numbers, or on what has no values."""
-    given = [*_tensors(args), *_tensors(kwargs.values())]
-    if _is_seeded(func) or any(map(_has_fractions, given)):
-        if given and all(one.is_meta for one in given):
-            return func(*args, **kwargs)
-        refuse(func)
-    result = func(*args, **kwargs)
-    if any(map(_has_fractions, _tensors([result]))):
-        refuse(func)
-    return result
 
 
 def _has_fractions(tensor: Tensor) -> bool:

@@ -107,16 +107,16 @@ def _register(dims: int, name: str, find: Callable[..., Matrices], *, forward: b
     def apply(values: Tensor, *given: Any, **named: Any) -> Tensor:
         return _apply(find(values.shape[-dims:], *given, **named), values, dims)
 
-    def differentiate(gradient: Tensor, values: Tensor, *given: Any, **named: Any) -> Tensor:
-        given = given or (gradient.shape[-dims:],)  # of adaptive pooling
-        return _apply(_turn(find(values.shape[-dims:], *given, **named)), gradient, dims)
+    def differentiate(gradient: Tensor, *given: Any, **named: Any) -> Tensor:
+        if "upsample" in name:
+            out, sizes, *more = given
+            more = [out, *more]
+        else:
+            values, *more = given
+            sizes, more = values.shape[-dims:], more or [gradient.shape[-dims:]]  # if adaptive
+        return _apply(_turn(find(sizes, *more, **named)), gradient, dims)
 
-    def differentiate_resized(
-        gradient: Tensor, out: Any, sizes: Any, *given: Any, **named: Any
-    ) -> Tensor:
-        return _apply(_turn(find(sizes, out, *given, **named)), gradient, dims)
-
-    RULES[f"{name}_backward"] = differentiate_resized if "upsample" in name else differentiate
+    RULES[f"{name}_backward"] = differentiate
     if forward:
         RULES[name] = apply
 
