@@ -1,4 +1,4 @@
-"""Rules for arithmetic, comparisons that choose, elementary functions, and sums."""
+"""Rules for arithmetic, choices, elementary functions, sums, and sums at places."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_d9m.patches.exact_sums import round_sums
+from lightning_d9m.patches.kernels.updates import add_rows
 from lightning_d9m.portability import functions
 from lightning_d9m.portability.functions import FUNCTIONS, evaluate
 from lightning_d9m.portability.products import matmul
@@ -341,3 +342,74 @@ composed("addbmm")(
 def at_least_32(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of sums: float32, or float64 for float64."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _add_at(out: Tensor, places: Tensor, values: Tensor) -> Tensor:
+    """Add values to places of a flattened tensor."""
+    out = out.clone(memory_format=torch.contiguous_format)
+    terms = values.expand(places.shape).reshape(-1).to(out.dtype)
+    add_rows(out.view(-1), places.reshape(-1), terms, include=True)
+    return out.add_(0.0)
+
+
+def _number(values: Tensor) -> Tensor:
+    """Return the place of each element: what torch selects from them are the selected places."""
+    return torch.arange(values.numel(), device=values.device).view(values.shape)
+
+
+@rule("scatter_add")
+def scatter_add(values: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor:
+    """Add to chosen places."""
+    used = source[tuple(slice(size) for size in index.shape)]
+    return _add_at(values, _number(values).gather(dim, index), used)
+
+
+@rule("scatter_reduce")
+def scatter_reduce(
+    values: Tensor,
+    dim: int,
+    index: Tensor,
+    source: Tensor,
+    reduce: str,
+    *,
+    include_self: bool = True,
+) -> Any:
+    """Reduce the terms of each place."""
+    if reduce == "prod":
+        return NotImplemented
+    if reduce in ("amax", "amin"):
+        given = (values, dim, index, source, reduce)
+        return torch.scatter_reduce(*given, include_self=include_self) + 0
+    start = values if include_self else values.scatter(dim, index, 0)
+    total = scatter_add(start, dim, index, source)
+    if reduce == "sum":
+        return total
+    ones = (torch.ones_like(values), dim, index, torch.ones_like(source), "sum")
+    counts = torch.scatter_reduce(*ones, include_self=include_self).clamp(min=1)
+    return torch.div(total, counts)
+
+
+@rule("index_put", "_index_put_impl", "_unsafe_index_put")
+def index_put(
+    values: Tensor, indices: Sequence[Any], source: Tensor, accumulate: bool = False, *_: Any
+) -> Tensor:
+    """Write to, or add to, indexed places."""
+    if not accumulate:
+        return torch.index_put(values, list(indices), source)
+    return _add_at(values, torch.ops.aten.index(_number(values), list(indices)), source)
+
+
+def _pool_backward(
+    dims: int, gradient: Tensor, values: Tensor, kernel: Sequence[int], *given: Any
+) -> Tensor:
+    """Add the gradients of windows to their places."""
+    stride, _, dilation, _, indices = given
+    flat = values.new_zeros(values.shape).flatten(-dims)
+    given = (flat, -1, indices.flatten(-dims), gradient.flatten(-dims))
+    apart = max(dilation) == 1 and min(stride or kernel) >= max(kernel)
+    found = torch.scatter(*given) if apart else scatter_add(*given)
+    return found.view(values.shape)
+
+
+for _dims in (2, 3):
+    RULES[f"max_pool{_dims}d_with_indices_backward"] = partial(_pool_backward, _dims)

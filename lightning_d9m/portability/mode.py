@@ -22,14 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_d9m.errors import NotPortableError
 from lightning_d9m.patches.arguments import RefusedError, Update
 from lightning_d9m.patches.catalog.catalog import OPS
-from lightning_d9m.portability import (
-    arithmetic,
-    layers,
-    losses,
-    optimizers,
-    random_numbers,
-    resampling,
-)
+from lightning_d9m.portability import arithmetic, composed, random_numbers, resampling
 from lightning_d9m.portability.registry import (
     COMPOSED,
     OF_WHOLE_NUMBERS,
@@ -38,7 +31,7 @@ from lightning_d9m.portability.registry import (
     UnsupportedError,
 )
 
-_REGISTERED = (arithmetic, layers, losses, optimizers, random_numbers, resampling)
+_REGISTERED = (arithmetic, composed, random_numbers, resampling)
 
 # Torch's own kernels serve: they move values, compare them, or round them to whole numbers.
 MOVES = frozenset(

@@ -3,14 +3,16 @@
 from collections.abc import Callable, Sequence
 from functools import cache
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from lightning_d9m.portability.registry import rule
 from lightning_d9m.portability.sums import (
     BLOCK,
+    add_terms,
     combine,
     find_lengths,
     multiply,
@@ -124,34 +126,41 @@ def _convolve(
     return combine(function, wide, other, *more).to(values.dtype)
 
 
-def convolve(values: Tensor, weight: Tensor, given: Convolution) -> Tensor:
-    """Return what ``aten::convolution`` returns without a bias."""
+@rule("convolution", "_convolution", "convolution_overrideable")
+def convolve(values: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any) -> Tensor:
+    """A convolution: exact sums over its windows."""
     if values.dim() == weight.dim() - 1:
-        return convolve(values.unsqueeze(0), weight, given)[0]
+        return convolve(values.unsqueeze(0), weight, bias, *arguments)[0]
+    given = Convolution(*arguments[:6])
 
     def function(left: Tensor, right: Tensor) -> Tensor:
         result: Tensor = torch.ops.aten.convolution(left, right, None, *given)
         return result
 
     sizes = function(*(one.to("meta") for one in (values, weight))).shape[2:]
-    return _convolve(function, values, weight, given, sizes, turned=given.transposed)
+    result = _convolve(function, values, weight, given, sizes, turned=given.transposed)
+    return result if bias is None else result.add_(bias.view(-1, *[1] * len(sizes)))
 
 
+@rule("convolution_backward")
 def convolve_backward(
-    gradient: Tensor, values: Tensor, weight: Tensor, given: Convolution, mask: Sequence[bool]
-) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients of a convolution for its input and its weight, where the mask asks."""
+    gradient: Tensor, values: Tensor, weight: Tensor, _bias_sizes: Any, *arguments: Any
+) -> tuple[Tensor | None, ...]:
+    """The gradients of a convolution for its input, its weight and its bias."""
+    *more, mask = arguments
+    given = Convolution(*more)
 
     def function(left: Tensor, right: Tensor) -> Tensor:
         channels = len(right) if given.transposed else right.shape[1] * given.groups
         like = left.new_empty(()).expand(len(left), channels, *values.shape[2:])
-        more = (like, right, None, *given, [True, False, False])
-        return torch.ops.aten.convolution_backward(left, *more)[0]  # type: ignore[no-any-return]
+        wanted = (like, right, None, *given, [True, False, False])
+        return torch.ops.aten.convolution_backward(left, *wanted)[0]  # type: ignore[no-any-return]
 
-    more = (gradient, weight, given, values.shape[2:])
+    back, dims = (gradient, weight, given, values.shape[2:]), (0, *range(2, gradient.dim()))
     return (
-        _convolve(function, *more, turned=not given.transposed) if mask[0] else None,
+        _convolve(function, *back, turned=not given.transposed) if mask[0] else None,
         _differentiate_by_weight(gradient, values, weight.shape, given) if mask[1] else None,
+        add_terms(gradient, dims, keepdim=False, dtype=gradient.dtype) if mask[2] else None,
     )
 
 

@@ -7,7 +7,7 @@ looked up itself. Operations whose arguments and results are whole numbers are t
 """
 
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, TypeVar, cast
 
 import torch
@@ -26,25 +26,21 @@ class UnsupportedError(Exception):
     """A rule does not take its arguments; the mode says so in the words of ``NotPortableError``."""
 
 
-def rule(*names: str, whole: bool = False) -> Callable[[_Rule], _Rule]:
+def rule(
+    *names: str, table: dict[str, Rule] = RULES, whole: bool = False
+) -> Callable[[_Rule], _Rule]:
     """Register a function for operations, by their names without the namespace."""
 
     def register(function: _Rule) -> _Rule:
-        RULES.update(dict.fromkeys(names, function))
+        table.update(dict.fromkeys(names, function))
         OF_WHOLE_NUMBERS.update(names if whole else ())
         return function
 
     return register
 
 
-def composed(*names: str) -> Callable[[_Rule], _Rule]:
-    """Register a function that runs under the mode."""
-
-    def register(function: _Rule) -> _Rule:
-        COMPOSED.update(dict.fromkeys(names, function))
-        return function
-
-    return register
+composed = partial(rule, table=COMPOSED)
+"""Register a function that runs under the mode."""
 
 
 def along_dim(function: _Rule) -> _Rule:

@@ -117,9 +117,9 @@ def test_convolutions_agree_with_torch(dims, groups, transposed):
     gradient = torch.randn(out.shape, generator=generator)
     expected = torch.autograd.grad(out, (values, weight), gradient)
     with torch.no_grad():
-        torch.testing.assert_close(convolve(values, weight, given), out)
-        found = convolve_backward(gradient, values, weight, given, (True, True))
+        torch.testing.assert_close(convolve(values, weight, None, *given), out)
+        found = convolve_backward(gradient, values, weight, None, *given, (True, True, False))[:2]
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
-    whole = convolve(values.detach(), weight.detach(), given)
-    assert torch.equal(convolve(values.detach()[1:2], weight.detach(), given), whole[1:2])
+    whole = convolve(values.detach(), weight.detach(), None, *given)
+    assert torch.equal(convolve(values.detach()[1:2], weight.detach(), None, *given), whole[1:2])

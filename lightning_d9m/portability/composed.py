@@ -1,11 +1,16 @@
-"""Composed rules for operations that torch does not take apart itself."""
+"""Composed rules: norms, losses, and steps of optimizers that torch does not take apart itself."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._decomp import decomposition_table
+from torch.optim.adagrad import adagrad
+from torch.optim.adam import adam
+from torch.optim.adamw import adamw
+from torch.optim.sgd import sgd
 
 from lightning_d9m.portability.registry import UnsupportedError, composed
 
@@ -188,3 +193,68 @@ def qr(matrix: Tensor, mode: str = "reduced") -> tuple[Tensor, Tensor]:
             vector = vector - q[:, :column].mv(q[:, :column].t().mv(vector))
         q[:, column] = vector / torch.linalg.vector_norm(vector)
     return q.to(matrix.dtype), (q.t() @ wide).triu().to(matrix.dtype)
+
+
+# The decompositions of these changed between torch 2.6 and 2.13.
+@composed("native_group_norm")
+def group_norm(
+    values: Tensor, weight: Any, bias: Any, n: int, c: int, area: int, groups: int, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Group normalization."""
+    rows = values.reshape(n * groups, c // groups * area)
+    result, mean, scale = torch.native_layer_norm(rows, rows.shape[1:], None, None, eps)
+    result = result.view(n, c, area)
+    result = result if weight is None else result * weight.view(c, 1)
+    result = result if bias is None else result + bias.view(c, 1)
+    return result.view(values.shape), mean.view(n, groups), scale.view(n, groups)
+
+
+composed("silu_backward")(
+    lambda gradient, values: gradient * (p := values.sigmoid()) * (1 + values * (1 - p))
+)
+
+
+def _step(
+    function: Callable[..., None],
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    *state: Sequence[Tensor],
+    lr: Any,
+    grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+    **options: Any,
+) -> None:
+    """Take the step that an optimizer takes with ``foreach=False``."""
+    if found_inf is not None and found_inf.item():
+        return
+    if grad_scale is not None:
+        grads = [grad / grad_scale for grad in grads]
+    if function is not sgd:  # it counts the step that the caller has counted
+        state = (*state[:-1], [one - 1 for one in state[-1]])
+    rate = lr.item() if isinstance(lr, Tensor) else lr
+    function(list(params), list(grads), *state, foreach=False, fused=False, lr=rate, **options)
+
+
+for _function in (adam, adamw, adagrad):
+    composed(f"_fused_{_function.__name__}_")(partial(_step, _function))
+
+
+@composed("_fused_sgd_")
+def fused_sgd(
+    params: Any, grads: Any, buffers: Any, *, is_first_step: bool, **options: Any
+) -> None:
+    """A step of SGD, which fills the buffers of the momentum at first."""
+    found: list[Any] = [None] * len(params) if is_first_step or not buffers else list(buffers)
+    _step(sgd, params, grads, found, **options)
+    for buffer, values in zip(buffers, found, strict=False):
+        if values is not None and values is not buffer:
+            buffer.copy_(values)
+
+
+@composed("_amp_foreach_non_finite_check_and_unscale_")
+def unscale(grads: Sequence[Tensor], found_inf: Tensor, inverse_scale: Tensor) -> None:
+    """Multiply gradients, and tell whether one is infinite or NaN."""
+    for grad in grads:
+        if not bool(grad.isfinite().all()):
+            found_inf.fill_(1.0)
+        grad.mul_(inverse_scale)
