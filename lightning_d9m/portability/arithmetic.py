@@ -86,13 +86,15 @@ def divide(left: Any, right: Any, rounding_mode: str | None = None) -> Tensor:
     if rounding_mode is None:
         if isinstance(right, Tensor) or not left.is_floating_point():
             return torch.div(left, right)
-        wide = left if left.dtype == torch.float64 else left.float()
-        number = torch.full((1,) * left.dim(), right, dtype=wide.dtype, device=left.device)
-        return torch.div(wide, number).to(left.dtype)
+        return _divide_by(left.to(at_least_32(left.dtype)), right).to(left.dtype)
     dtype = torch.result_type(left, right)
     # A quotient of float32 numbers is never rounded to a whole number in float64.
     quotient = torch.div(*_widen(left, right))
     return (quotient.floor_() if rounding_mode == "floor" else quotient.trunc_()).to(dtype)
+
+
+def _divide_by(total: Tensor, number: float) -> Tensor:
+    return total / torch.full((1,) * total.dim(), number, dtype=total.dtype, device=total.device)
 
 
 def _widen(*values: Any) -> list[Tensor]:
@@ -151,10 +153,7 @@ def sqrt(values: Tensor) -> Tensor:
     return functions.sqrt(values.to(at_least_32(dtype))).to(dtype)
 
 
-@rule("rsqrt")
-def rsqrt(values: Tensor) -> Tensor:
-    """1 / sqrt(x)."""
-    return reciprocal(sqrt(values))
+RULES["rsqrt"] = lambda values: reciprocal(sqrt(values))
 
 
 @rule("pow")
@@ -174,11 +173,7 @@ def power(base: Any, exponent: Any) -> Tensor:
 
 def _choose(function: Rule, *given: Any, **more: Any) -> Any:
     """Let torch choose among numbers; processors disagree on the greater one of 0.0 and -0.0."""
-    return function(*(one + 0 if _is_fraction(one) else one for one in given), **more)
-
-
-def _is_fraction(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point()
+    return function(*(one + 0 if isinstance(one, Tensor) else one for one in given), **more)
 
 
 for _name in ("amax", "amin", "fmax", "fmin", "max", "maximum", "min", "minimum"):
@@ -245,10 +240,6 @@ def sum_values(values: Tensor, dim: Sequence[int] | None = None, keepdim: bool =
     return add_terms(values, dim, keepdim=keepdim, dtype=values.dtype)
 
 
-def _divide_by(total: Tensor, number: float) -> Tensor:
-    return total / torch.full((1,) * total.dim(), number).to(total)
-
-
 @rule("var")
 def variance(
     values: Tensor,
@@ -282,11 +273,10 @@ def vector_norm(
     """The root of the exact sum of squares; torch takes other norms apart."""
     if ord != 2:
         return NotImplemented
-    values = values if dtype is None else values.to(dtype)
-    wide = values.double()
-    dims = [dim] if isinstance(dim, int) else dim
-    total = add_terms(wide * wide, dims, keepdim=keepdim, dtype=at_least_32(values.dtype))
-    return sqrt(total).to(values.dtype)
+    dtype = dtype or values.dtype
+    wide, dims = values.to(dtype).double(), [dim] if isinstance(dim, int) else dim
+    total = add_terms(wide * wide, dims, keepdim=keepdim, dtype=at_least_32(dtype))
+    return sqrt(total).to(dtype)
 
 
 @rule("cumsum")

@@ -359,6 +359,12 @@ def portable() -> Iterator[None]:
         for get, put, value in switches:
             stack.callback(put, get())
             put(value)
+        for name in ("adagrad", "adam", "adamw", "sgd"):
+            optimizer, fused = sys.modules[f"torch.optim.{name}"], f"_fused_{name}"
+            if step := getattr(optimizer, fused, None):
+                stack.callback(setattr, optimizer, fused, step)
+                single = getattr(optimizer, f"_single_tensor_{name}")
+                setattr(optimizer, fused, partial(composed.take_fused_step, single))
         _active.count = 1
         stack.callback(setattr, _active, "count", 0)
         stack.enter_context(_MODE)

@@ -81,17 +81,14 @@ def _pad(kind: str, sizes: Sequence[int], padding: Sequence[int]) -> Matrices:
         yield _read_matrix(f"{kind}_pad1d", size, 0, pair)
 
 
-def _apply(matrices: Matrices, values: Tensor, dims: int) -> Tensor:
-    """Multiply each of the last dimensions by its matrix."""
+def _apply(matrices: Matrices, values: Tensor, dims: int, *, turned: bool = False) -> Tensor:
+    """Multiply each of the last dimensions by its matrix, or by the transposed one."""
     for axis, matrix in enumerate(matrices, values.dim() - dims):
         moved = values.movedim(axis, 0)
-        product = matmul(matrix.to(values), moved.reshape(moved.shape[0], -1))
+        factor = (matrix.t() if turned else matrix).to(values)
+        product = matmul(factor, moved.reshape(moved.shape[0], -1))
         values = product.view(-1, *moved.shape[1:]).movedim(0, axis)
     return values.contiguous()
-
-
-def _turn(matrices: Matrices) -> Matrices:
-    return (one.t() for one in matrices)
 
 
 def _register(dims: int, name: str, find: Callable[..., Matrices], *, forward: bool = True) -> None:
@@ -114,7 +111,7 @@ def _register(dims: int, name: str, find: Callable[..., Matrices], *, forward: b
         else:
             values, *more = given
             sizes, more = values.shape[-dims:], more or [gradient.shape[-dims:]]  # if adaptive
-        return _apply(_turn(find(sizes, *more, **named)), gradient, dims)
+        return _apply(find(sizes, *more, **named), gradient, dims, turned=True)
 
     RULES[f"{name}_backward"] = differentiate
     if forward:
