@@ -13,7 +13,7 @@ from lightning_d9m.patches.kernels.updates import add_rows
 from lightning_d9m.portability import functions
 from lightning_d9m.portability.functions import FUNCTIONS, evaluate
 from lightning_d9m.portability.products import matmul
-from lightning_d9m.portability.registry import RULES, Rule, along_dim, as_tensor, composed, rule
+from lightning_d9m.portability.registry import RULES, Rule, along_dim, composed, rule
 from lightning_d9m.portability.sums import add_terms, cut_exactly
 
 RULES |= {name: partial(evaluate, name) for name in FUNCTIONS if name not in ("normal", "pow")}
@@ -100,7 +100,8 @@ def _divide_by(total: Tensor, number: float) -> Tensor:
 def _widen(*values: Any) -> list[Tensor]:
     """Return numbers and tensors as float64 tensors."""
     (like,) = [one for one in values if isinstance(one, Tensor)][:1]
-    return [as_tensor(one, like).double() for one in values]
+    tensors = (one if isinstance(one, Tensor) else like.new_full((), one) for one in values)
+    return [one.double() for one in tensors]
 
 
 def _remainder(mode: str, left: Any, right: Any) -> Tensor:

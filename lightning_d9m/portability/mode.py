@@ -33,37 +33,11 @@ from lightning_d9m.portability.registry import (
 
 _REGISTERED = (arithmetic, composed, random_numbers, resampling)
 
-# Torch's own kernels serve: they move values, compare them, or round them to whole numbers.
-MOVES = frozenset(
-    """
-    _conj_physical _copy_from _local_scalar_dense _pack_padded_sequence _pin_memory _reshape_alias
-    _unique2 _unsafe_index _unsafe_view _upsample_nearest_exact1d _upsample_nearest_exact2d
-    _upsample_nearest_exact3d adaptive_max_pool2d adaptive_max_pool3d all any argmax argmin
-    argwhere as_strided as_strided_scatter bitwise_and bitwise_left_shift bitwise_not bitwise_or
-    bitwise_right_shift bitwise_xor bucketize cat ceil clone complex constant_pad_nd
-    count_nonzero cummax cummin embedding empty empty_like empty_permuted empty_strided eq equal
-    eye fill flip floor frac fractional_max_pool2d fractional_max_pool3d full full_like gather ge
-    gt heaviside im2col index index_copy index_fill index_select is_pinned is_same_size is_set_to
-    isin isinf isnan isneginf isposinf item le lift lift_fresh lift_fresh_copy logical_and
-    logical_not logical_or logical_xor lt masked_fill masked_scatter masked_select
-    max_pool2d_with_indices max_pool3d_with_indices max_unpool2d max_unpool3d nan_to_num
-    narrow_copy ne neg new_empty new_empty_strided new_full new_ones new_zeros nextafter nonzero
-    nonzero_static ones ones_like record_stream reflection_pad1d reflection_pad2d
-    reflection_pad3d repeat repeat_interleave replication_pad1d replication_pad2d
-    replication_pad3d resize resize_as roll round scalar_tensor scatter searchsorted
-    select_backward set sign slice_backward stack sym_numel sym_size sym_storage_offset
-    sym_stride take threshold tril triu trunc unique_consecutive unique_dim unsafe_split
-    unsafe_split_with_sizes upsample_nearest1d upsample_nearest2d upsample_nearest3d where zero
-    zeros zeros_like
-    """.split()  # noqa: SIM905 - a table is easier to read
-)
-# Transfers between processes that compute nothing.
-_TRANSFERS = frozenset(
-    """
-    _allgather_base_ all_gather_into_tensor all_to_all_single allgather_ allgather_coalesced_
-    allgather_into_tensor_coalesced_ alltoall_ alltoall_base_ barrier broadcast broadcast_
-    gather_ monitored_barrier_ recv_ recv_any_source_ scatter_ send wait_tensor
-    """.split()  # noqa: SIM905 - a table is easier to read
+# Operations that torch's own kernels serve: they move values, compare them, or round them to whole
+# numbers; and transfers between processes that compute nothing.
+MOVES, _TRANSFERS = (
+    frozenset(part.split())
+    for part in Path(__file__).with_name("moves.txt").read_text().split("\n\n")
 )
 # Torch's kernels of these call other operations only.
 _COMPOSITE = frozenset(("_embedding_bag_backward", "_grouped_mm", "_trilinear", "copy"))

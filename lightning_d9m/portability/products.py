@@ -1,7 +1,7 @@
 """Matrix products and convolutions, rounded once from their exact values."""
 
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from math import prod
 from typing import Any, NamedTuple
 
@@ -52,19 +52,13 @@ class Convolution(NamedTuple):
         Returns:
             The places, ``[windows, taps]``; -1 beside the image.
         """
-        dims = len(sizes)
-        places, inside = torch.zeros((), dtype=torch.int64), torch.ones((), dtype=torch.bool)
-        for axis, (size, count, taps) in enumerate(zip(sizes, counts, kernel, strict=True)):
-            stride, padding, dilation = (
-                one[axis % len(one)] for one in (self.stride, self.padding, self.dilation)
-            )
-            starts = torch.arange(count).unsqueeze(1) * stride - padding
-            along = [1] * (2 * dims)
-            along[axis], along[dims + axis] = count, taps
-            place = (starts + torch.arange(taps) * dilation).view(along)
-            inside = inside & (place >= 0) & (place < size)
-            places = places * size + place
-        return torch.where(inside, places, -1).view(prod(counts), prod(kernel))
+        places = torch.arange(1, prod(sizes) + 1, dtype=torch.float64).view(1, 1, *sizes)
+        taps = torch.eye(prod(kernel), dtype=torch.float64).view(-1, 1, *kernel)
+        given = self._replace(transposed=False, output_padding=[0] * len(sizes), groups=1)
+        # A kernel of a single 1 moves the number of a place, or the 0 beside the image.
+        found = torch.ops.aten.convolution(places, taps, None, *given)[0]
+        found = found[(slice(None), *map(slice, counts))]
+        return found.flatten(1).t().to(torch.int64) - 1
 
 
 def _turn(reads: Tensor, size: int) -> Tensor:
@@ -84,23 +78,22 @@ def _convolve(
     function: Callable[[Tensor, Tensor], Tensor],
     values: Tensor,
     weight: Tensor,
-    given: Convolution,
+    groups: int,
     sizes: Sequence[int],
+    find_reads: Callable[[], Tensor],
     *,
     turned: bool = False,
     roundings: int = 0,
 ) -> Tensor:
     """Return a convolution to some sizes, or a turned one, which goes back from its windows."""
-    groups, batch, given_sizes = given.groups, len(values), values.shape[2:]
+    batch = len(values)
     rows = weight.flatten(2).unflatten(0, (groups, -1))  # [groups, rows, channels, taps]
     rows = rows.transpose(1, 2) if turned else rows
     count = groups * rows.shape[1]
 
     @cache
     def list_lines() -> tuple[Tensor, Tensor]:
-        image, windows = (sizes, given_sizes) if turned else (given_sizes, sizes)
-        reads = given.find_reads(image, windows, weight.shape[2:])
-        reads = _turn(reads, prod(sizes)) if turned else reads
+        reads = _turn(find_reads(), prod(sizes)) if turned else find_reads()
         return _list_lines(values, groups), reads.to(values.device)
 
     if values.dtype == torch.float64:
@@ -138,7 +131,10 @@ def convolve(values: Tensor, weight: Tensor, bias: Tensor | None, *arguments: An
         return result
 
     sizes = function(*(one.to("meta") for one in (values, weight))).shape[2:]
-    result = _convolve(function, values, weight, given, sizes, turned=given.transposed)
+    image, counts = (sizes, values.shape[2:]) if given.transposed else (values.shape[2:], sizes)
+    find_reads = partial(given.find_reads, image, counts, weight.shape[2:])
+    more = (values, weight, given.groups, sizes, find_reads)
+    result = _convolve(function, *more, turned=given.transposed)
     return result if bias is None else result.add_(bias.view(-1, *[1] * len(sizes)))
 
 
@@ -156,23 +152,31 @@ def convolve_backward(
         wanted = (like, right, None, *given, [True, False, False])
         return torch.ops.aten.convolution_backward(left, *wanted)[0]  # type: ignore[no-any-return]
 
-    back, dims = (gradient, weight, given, values.shape[2:]), (0, *range(2, gradient.dim()))
+    small, large = (values, gradient) if given.transposed else (gradient, values)
+    find_reads = partial(given.find_reads, large.shape[2:], small.shape[2:], weight.shape[2:])
+    back = (gradient, weight, given.groups, values.shape[2:], find_reads)
+    dims = (0, *range(2, gradient.dim()))
     return (
         _convolve(function, *back, turned=not given.transposed) if mask[0] else None,
-        _differentiate_by_weight(gradient, values, weight.shape, given) if mask[1] else None,
+        _differentiate_by_weight(small, large, weight.shape, given, find_reads)
+        if mask[1]
+        else None,
         add_terms(gradient, dims, keepdim=False, dtype=gradient.dtype) if mask[2] else None,
     )
 
 
 def _differentiate_by_weight(
-    gradient: Tensor, values: Tensor, shape: Sequence[int], given: Convolution
+    small: Tensor,
+    large: Tensor,
+    shape: Sequence[int],
+    given: Convolution,
+    find_reads: Callable[[], Tensor],
 ) -> Tensor:
     """Return the gradient for the weight: a convolution whose weight is the smaller tensor.
 
-    Batch and channels, and stride and dilation, change places.
+    Batch and channels, and windows and taps, change places.
     """
-    groups, batch = given.groups, len(values)
-    small, large = (values, gradient) if given.transposed else (gradient, values)
+    groups, batch = given.groups, len(small)
     area = prod(small.shape[2:])
     each = max(1, BLOCK // area)
 
@@ -192,8 +196,9 @@ def _differentiate_by_weight(
         function,
         large.unflatten(1, (groups, -1)).transpose(0, 2).flatten(1, 2),
         small.transpose(0, 1),
-        given._replace(stride=given.dilation, dilation=given.stride),
+        groups,
         shape[2:],
+        lambda: find_reads().t(),
         roundings=each * area + batch // each,
     )
     return found.transpose(0, 1).contiguous()

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from functools import partial, wraps
 from typing import Any, TypeVar, cast
 
-import torch
 from torch import Tensor
 
 Rule = Callable[..., Any]
@@ -54,10 +53,3 @@ def along_dim(function: _Rule) -> _Rule:
         return tuple(one.view(()) for one in found) if isinstance(found, tuple) else found.view(())
 
     return cast("_Rule", call)
-
-
-def as_tensor(value: Any, like: Tensor) -> Tensor:
-    """Return a number as a tensor of one element that does not decide a dtype."""
-    if isinstance(value, Tensor):
-        return value
-    return torch.full((), value, dtype=like.dtype, device=like.device)

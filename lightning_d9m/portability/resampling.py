@@ -75,12 +75,6 @@ def _average_adaptively(sizes: Sequence[int], out: Sequence[int]) -> Matrices:
         yield _read_matrix("_adaptive_avg_pool2d", size, 1, (length, 1))
 
 
-def _pad(kind: str, sizes: Sequence[int], padding: Sequence[int]) -> Matrices:
-    pairs = zip(padding[::2], padding[1::2], strict=True)  # torch lists the last dimension first
-    for size, pair in zip(sizes, reversed([*pairs]), strict=True):
-        yield _read_matrix(f"{kind}_pad1d", size, 0, pair)
-
-
 def _apply(matrices: Matrices, values: Tensor, dims: int, *, turned: bool = False) -> Tensor:
     """Multiply each of the last dimensions by its matrix, or by the transposed one."""
     for axis, matrix in enumerate(matrices, values.dim() - dims):
@@ -126,8 +120,6 @@ for _dims, _modes in enumerate(("linear", "bilinear bicubic", "trilinear"), 1):
     _register(_dims, _name, partial(_resize, _name), forward=False)
     _register(_dims, f"avg_pool{_dims}d", _average)
     _register(_dims, f"_adaptive_avg_pool{_dims}d", _average_adaptively)
-    for _kind in ("reflection", "replication"):
-        _register(_dims, f"{_kind}_pad{_dims}d", partial(_pad, _kind), forward=False)
 for _mode in ("bilinear", "bicubic", "lanczos"):
     _name = f"_upsample_{_mode}2d_aa"
     _register(2, _name, partial(_resize, _name))
