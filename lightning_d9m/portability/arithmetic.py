@@ -5,12 +5,12 @@ from collections.abc import Callable, Sequence
 from functools import partial, wraps
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from lightning_d9m.patches.exact_sums import round_sums
 from lightning_d9m.patches.kernels.updates import add_rows
-from lightning_d9m.portability import functions
 from lightning_d9m.portability.functions import FUNCTIONS, evaluate
 from lightning_d9m.portability.products import matmul
 from lightning_d9m.portability.registry import RULES, Rule, along_dim, composed, rule
@@ -20,12 +20,13 @@ RULES |= {name: partial(evaluate, name) for name in FUNCTIONS if name not in ("n
 
 
 # These round once, or not at all; complex numbers are refused.
-RULES |= {
-    name: getattr(torch.ops.aten, name) for name in ("mul", "abs", "sgn", "_amp_update_scale_")
-}
+_ONE_ROUNDING = "mul abs sgn _amp_update_scale_ _amp_foreach_non_finite_check_and_unscale_"
+RULES |= {name: getattr(torch.ops.aten, name) for name in _ONE_ROUNDING.split()}
 RULES |= {
     "mul_": Tensor.mul_,
+    "rsqrt": lambda values: RULES["reciprocal"](RULES["sqrt"](values)),
     "relu": lambda values: torch.threshold(values, 0, 0),
+    "floor_divide": lambda left, right: RULES["div"](left, right, rounding_mode="floor"),
     # Processors make NaNs of different signs.
     "signbit": lambda values: torch.signbit(values) & ~values.isnan(),
     "copysign": lambda values, signs: torch.copysign(
@@ -48,14 +49,13 @@ def view_bits(values: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _bound_to(values: Tensor, dtype: torch.dtype | None) -> Tensor:
     """Bring numbers that are converted to integers into their range, as processors do not."""
-    if dtype is None or dtype.is_floating_point or dtype.is_complex or dtype == torch.bool:
+    if dtype in (None, torch.bool) or not values.is_floating_point():
         return values
-    if not values.is_floating_point():
+    if dtype.is_floating_point or dtype.is_complex:
         return values
     limits = torch.iinfo(dtype)
     wide = torch.where(values.isnan(), 0.0, values.double())
-    highest = float(limits.max) if limits.bits < 64 else 2.0**63 - 1024
-    return wide.clamp_(float(limits.min), highest)
+    return wide.clamp_(float(limits.min), min(float(limits.max), 2.0**63 - 1024))
 
 
 @rule("_to_copy")
@@ -112,7 +112,6 @@ def _remainder(mode: str, left: Any, right: Any) -> Tensor:
 
 
 RULES |= {"remainder": partial(_remainder, "floor"), "fmod": partial(_remainder, "trunc")}
-RULES["floor_divide"] = partial(divide, rounding_mode="floor")
 
 
 def _add_scaled(
@@ -149,12 +148,13 @@ def reciprocal(values: Tensor) -> Tensor:
 
 @rule("sqrt")
 def sqrt(values: Tensor) -> Tensor:
-    """The square root."""
+    """The square root: NumPy's is the processor's; MKL's may be off by one unit."""
     dtype = values.dtype if values.is_floating_point() else torch.get_default_dtype()
-    return functions.sqrt(values.to(at_least_32(dtype))).to(dtype)
-
-
-RULES["rsqrt"] = lambda values: reciprocal(sqrt(values))
+    wide = values.detach().to(at_least_32(dtype))
+    if wide.device.type != "cpu":
+        return wide.sqrt().to(dtype)
+    with np.errstate(invalid="ignore"):
+        return torch.from_numpy(np.asarray(np.sqrt(wide.numpy()))).to(dtype)
 
 
 @rule("pow")
@@ -164,7 +164,8 @@ def power(base: Any, exponent: Any) -> Tensor:
         base = torch.full((), base, dtype=torch.result_type(exponent, base)).to(exponent.device)
     dtype = torch.result_type(base, exponent)
     if not isinstance(exponent, Tensor):
-        simple = {0.5: sqrt, 1.0: torch.clone, 2.0: lambda x: x * x, 3.0: lambda x: x * x * x}
+        simple: dict[float, Rule] = {0.5: sqrt, 1.0: torch.clone, 2.0: lambda x: x * x}
+        simple[3.0] = lambda x: x * x * x
         if base.is_floating_point() and abs(float(exponent)) in simple and exponent != -3:
             found: Tensor = simple[abs(float(exponent))](base)
             return found if exponent > 0 else reciprocal(found)
@@ -181,16 +182,15 @@ for _name in ("amax", "amin", "fmax", "fmin", "max", "maximum", "min", "minimum"
     RULES[_name] = partial(_choose, getattr(torch.ops.aten, _name))
 
 
-def _find_middle(name: str, values: Tensor, *along: Any) -> Any:
-    """Return the median of all values; our patch finds those along a dimension."""
-    return NotImplemented if along else getattr(torch, name)(values + 0)
-
-
-RULES |= {name: partial(_find_middle, name) for name in ("median", "nanmedian")}
+# Our patches find the medians along a dimension.
+RULES |= {
+    name: lambda values, *along, find=find: NotImplemented if along else find(values + 0)
+    for name, find in (("median", torch.median), ("nanmedian", torch.nanmedian))
+}
 
 
 # An unstable order of equal numbers is not the same everywhere.
-@rule("sort", whole=True)
+@rule("sort")
 @along_dim
 def sort(
     values: Tensor, dim: int = -1, descending: bool = False, *, stable: bool | None = None
@@ -200,7 +200,7 @@ def sort(
     return torch.sort(values, stable=True, dim=dim, descending=descending)
 
 
-@rule("topk", whole=True)
+@rule("topk")
 @along_dim
 def topk(
     values: Tensor, k: int, dim: int = -1, largest: bool = True, *_: Any, first: int = 0
@@ -209,7 +209,7 @@ def topk(
     return tuple(one.narrow(dim, first, k).contiguous() for one in sort(values, dim, largest))
 
 
-@rule("kthvalue", whole=True)
+@rule("kthvalue")
 @along_dim
 def kthvalue(values: Tensor, k: int, dim: int = -1, keepdim: bool = False) -> tuple[Tensor, ...]:
     """The k-th of the stable order."""
@@ -236,7 +236,7 @@ def _converting(torchs: Callable[..., Tensor]) -> Callable[[Rule], Rule]:
 
 @rule("sum")
 @_converting(torch.sum)
-def sum_values(values: Tensor, dim: Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
+def sum_values(values: Tensor, dim: Any = None, keepdim: bool = False) -> Tensor:
     """The exact sum, rounded once."""
     return add_terms(values, dim, keepdim=keepdim, dtype=values.dtype)
 
@@ -305,14 +305,13 @@ def cumprod(values: Tensor, dim: int) -> Tensor:
 
 
 @rule("prod")
+@along_dim
 @_converting(torch.prod)
 def product(values: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
     """The last one of the products of the values up to each one."""
-    if dim is None or not values.dim():
-        every: Tensor = cumprod(values.reshape(-1), 0)
-        return every[-1].clone()
-    last: Tensor = cumprod(values, dim).narrow(dim, values.shape[dim] - 1, 1)
-    return last.clone() if keepdim else last.squeeze(dim).clone()
+    rows, axis = (values.reshape(-1), 0) if dim is None else (values, dim)
+    last: Tensor = cumprod(rows, axis).select(axis, -1).clone()
+    return last.unsqueeze(axis) if keepdim else last
 
 
 @rule("arange")

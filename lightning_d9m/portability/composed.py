@@ -1,28 +1,29 @@
 """Composed rules: norms, losses, and steps of optimizers that torch does not take apart itself."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._decomp import decomposition_table
 
-from lightning_d9m.portability.registry import UnsupportedError, composed
+from lightning_d9m.patches.arguments import RefusedError
+from lightning_d9m.portability.registry import composed
 
 
 def differentiate(
-    function: Callable[..., Tensor], gradient: Tensor, *inputs: Tensor
-) -> tuple[Tensor, ...]:
-    """Return the gradients of a function for its inputs: each operation of them is portable."""
+    function: Callable[..., Tensor], gradient: Tensor, values: Tensor, *given: Any
+) -> Tensor:
+    """Return the gradient of a function for its first argument, by portable operations."""
     key = torch._C.DispatchKey.AutogradFunctionality  # noqa: SLF001 - no public form
     # Let autograd record the operations, although the mode runs below it.
     with torch._C._SetExcludeDispatchKeyGuard(key, False), torch.enable_grad():  # noqa: SLF001
-        leaves = [one.detach().requires_grad_() for one in inputs]
-        result = function(*leaves)
-        return tuple(torch.autograd.grad(result, leaves, gradient, materialize_grads=True))
+        leaf = values.detach().requires_grad_()
+        result = function(leaf, *given)
+        return torch.autograd.grad(result, leaf, gradient, materialize_grads=True)[0]
 
 
-_multi_margin = decomposition_table[torch.ops.aten.multi_margin_loss.default]
 composed("_weight_norm_interface_backward")(torch.ops.aten._weight_norm_differentiable_backward)  # noqa: SLF001
 
 
@@ -57,14 +58,6 @@ def cdist(left: Tensor, right: Tensor, p: float, mode: int | None) -> Tensor:
     return torch.linalg.vector_norm(gaps, p, dim=-1)  # type: ignore[no-any-return]
 
 
-composed("_cdist_backward")(
-    lambda g, left, right, p, _: differentiate(lambda x: cdist(x, right, p, None), g, left)[0]
-)
-composed("multi_margin_loss_backward")(
-    lambda g, values, *given: differentiate(lambda x: _multi_margin(x, *given), g, values)[0]
-)
-
-
 @composed("multilabel_margin_loss_forward")
 def multilabel_margin(values: Tensor, target: Tensor, reduction: int) -> tuple[Tensor, Tensor]:
     """The multi-label margin loss, and 1 for each class that is a label.
@@ -84,11 +77,12 @@ def multilabel_margin(values: Tensor, target: Tensor, reduction: int) -> tuple[T
     return losses, (counts > 0).to(values.dtype).view(target.shape)
 
 
-composed("multilabel_margin_loss_backward")(
-    lambda g, values, target, reduction, _: differentiate(
-        lambda x: multilabel_margin(x, target, reduction)[0], g, values
-    )[0]
-)
+for _name, _function in (
+    ("_cdist_backward", cdist),
+    ("multi_margin_loss_backward", decomposition_table[torch.ops.aten.multi_margin_loss.default]),
+    ("multilabel_margin_loss_backward", lambda *given: multilabel_margin(*given[:3])[0]),
+):
+    composed(_name)(partial(differentiate, _function))
 
 
 @composed("_ctc_loss")
@@ -142,9 +136,9 @@ def embedding_bag(
     """The sums or means of the rows of each bag, and which bag each index is in."""
     del by_frequency
     if sparse:
-        raise UnsupportedError("Its gradient is a sparse tensor: pass sparse=False")
+        raise RefusedError("Its gradient is a sparse tensor: pass sparse=False")
     if mode > 1:
-        raise UnsupportedError("Mode 'max' has no rule: use mode 'sum' or 'mean'")
+        raise RefusedError("Mode 'max' has no rule: use mode 'sum' or 'mean'")
     count = len(offsets) - include_last_offset
     order = torch.arange(len(indices), dtype=offsets.dtype, device=offsets.device)
     bags = torch.searchsorted(offsets, order, right=True) - 1
@@ -178,7 +172,7 @@ def embedding_bag_backward(
 def qr(matrix: Tensor, mode: str = "reduced") -> tuple[Tensor, Tensor]:
     """The reduced QR decomposition of a matrix, by Gram and Schmidt, twice for each column."""
     if mode != "reduced" or matrix.dim() != 2:
-        raise UnsupportedError(f"linalg_qr of shape {tuple(matrix.shape)}, mode {mode!r}")
+        raise RefusedError(f"linalg_qr of shape {tuple(matrix.shape)}, mode {mode!r}")
     wide = matrix.double()
     size = min(wide.shape)
     q = wide.new_zeros((len(wide), size))
@@ -222,12 +216,3 @@ def take_fused_step(
     if found_inf is None or not found_inf.item():
         grads = grads if grad_scale is None else [grad / grad_scale for grad in grads]
         single(params, grads, *state, grad_scale=None, found_inf=None, **options)
-
-
-@composed("_amp_foreach_non_finite_check_and_unscale_")
-def unscale(grads: Sequence[Tensor], found_inf: Tensor, inverse_scale: Tensor) -> None:
-    """Multiply gradients, and tell whether one is infinite or NaN."""
-    for grad in grads:
-        if not bool(grad.isfinite().all()):
-            found_inf.fill_(1.0)
-        grad.mul_(inverse_scale)

@@ -7,6 +7,7 @@ operation in no class raises an error.
 
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -22,16 +23,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_d9m.errors import NotPortableError
 from lightning_d9m.patches.arguments import RefusedError, Update
 from lightning_d9m.patches.catalog.catalog import OPS
-from lightning_d9m.portability import arithmetic, composed, random_numbers, resampling
+from lightning_d9m.portability import arithmetic, composed, random_numbers, resampling  # noqa: F401 - their rules
 from lightning_d9m.portability.registry import (
     COMPOSED,
-    OF_WHOLE_NUMBERS,
     RULES,
     Rule,
-    UnsupportedError,
 )
-
-_REGISTERED = (arithmetic, composed, random_numbers, resampling)
 
 # Operations that torch's own kernels serve: they move values, compare them, or round them to whole
 # numbers; and transfers between processes that compute nothing.
@@ -41,6 +38,7 @@ MOVES, _TRANSFERS = (
 )
 # Torch's kernels of these call other operations only.
 _COMPOSITE = frozenset(("_embedding_bag_backward", "_grouped_mm", "_trilinear", "copy"))
+_OF_WHOLE_NUMBERS = ("kthvalue", "sort", "topk")  # torch's order of equal ones varies
 _FOREIGN = ("torch", "lightning", "pytorch_lightning", "lightning_fabric")
 _PATCHES = {overload: path for op in OPS for overload, path in op.kernels.items()}
 _MOST_NESTED = 8  # calls of one operation within each other
@@ -84,7 +82,7 @@ class PortableMode(TorchDispatchMode):
             if found is not None:
                 writes = one != name or any(arg.is_out for arg in func._schema.arguments)  # noqa: SLF001
                 found = partial(_write, func, found) if writes else found
-                whole = not (_is_seeded(func) or one in OF_WHOLE_NUMBERS)
+                whole = not (_is_seeded(func) or one in _OF_WHOLE_NUMBERS)
                 return partial(_checked, func, found, partial(self._take_apart, func), whole=whole)
         moves = base in MOVES and "reduce" not in func._overloadname  # noqa: SLF001 - a sum
         if moves or torch.Tag.view_copy in func.tags:
@@ -135,12 +133,9 @@ class PortableMode(TorchDispatchMode):
 
 def _patch(kernel: Rule, *args: Any, **kwargs: Any) -> Any:
     """Compute an operation by its deterministic replacement, under the mode."""
-    try:
-        result = kernel(*args, **kwargs)
-    except RefusedError:
-        result = NotImplemented
+    result = kernel(*args, **kwargs)
     if result is NotImplemented:
-        raise UnsupportedError("Its arguments are none that its deterministic replacement takes")
+        raise RefusedError
     if isinstance(result, Update):
         target = args[0].clone()
         result.write(target, *args[1:], **kwargs)
@@ -243,8 +238,8 @@ def _checked(
             return found
     try:
         found = rule(*args, **kwargs)
-    except UnsupportedError as error:
-        refuse(func, f"{error}.")
+    except RefusedError as error:
+        refuse(func, f"{str(error) or 'Its deterministic replacement does not take them'}.")
     return take_apart()(*args, **kwargs) if found is NotImplemented else found
 
 
@@ -254,15 +249,11 @@ def _has_fractions(tensor: Tensor) -> bool:
 
 def _reduce(func: Any, *args: Any, **kwargs: Any) -> Any:
     """Reduce over processes if the order of the additions cannot matter."""
-    whole = not any(_has_fractions(one) for one in _tensors(args))
-    if whole or torch.distributed.get_world_size() == 1:
+    if torch.distributed.get_world_size() == 1 or not any(map(_has_fractions, _tensors(args))):
         return func(*args, **kwargs)
     operation = next((one for one in args if "ReduceOp" in type(one).__name__), None)
     if not any(name in str(operation) for name in ("MAX", "MIN")):
-        remedy = (
-            "Sum over ranks with DDPDeterministicStrategy(logical_ranks=...), in a fixed order."
-        )
-        refuse(func, remedy)
+        refuse(func, "Sum in a fixed order: DDPDeterministicStrategy(logical_ranks=...).")
     return func(*args, **kwargs)
 
 
@@ -282,12 +273,10 @@ def refuse(func: Any, remedy: str = "") -> NoReturn:
 def find_source() -> str | None:
     """Return the innermost line that is neither torch's, Lightning's nor ours, as ``file:line``."""
     ours = str(Path(__file__).parents[1])
-    frame: Any = sys._getframe(1)  # noqa: SLF001 - inspect.stack reads every file
-    while frame is not None:
-        name = str(frame.f_globals.get("__name__", ""))
-        if name.partition(".")[0] not in _FOREIGN and not frame.f_code.co_filename.startswith(ours):
-            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        frame = frame.f_back
+    for frame, line in traceback.walk_stack(None):
+        name, file = str(frame.f_globals.get("__name__", "")), frame.f_code.co_filename
+        if name.partition(".")[0] not in _FOREIGN and not file.startswith(ours):
+            return f"{file}:{line}"
     return None
 
 

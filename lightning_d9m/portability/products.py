@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,36 +29,27 @@ def matmul(left: Tensor, right: Tensor) -> Tensor:
     return product(*(one.view(-1, *one.shape[-2:]) for one in (left, right))).view(shape).to(left)
 
 
-class Convolution(NamedTuple):
-    """The arguments of ``aten::convolution`` after input, weight and bias."""
+def find_reads(
+    given: Sequence[Any], sizes: Sequence[int], counts: Sequence[int], kernel: Sequence[int]
+) -> Tensor:
+    """Return the flat place of an image that each window reads with each tap of a kernel.
 
-    stride: Sequence[int]
-    padding: Sequence[int]
-    dilation: Sequence[int]
-    transposed: bool
-    output_padding: Sequence[int]
-    groups: int
+    Args:
+        given: The arguments of a convolution after input, weight and bias.
+        sizes: Those of the image.
+        counts: The number of windows along each dimension.
+        kernel: The number of taps along each dimension.
 
-    def find_reads(
-        self, sizes: Sequence[int], counts: Sequence[int], kernel: Sequence[int]
-    ) -> Tensor:
-        """Return the flat place of an image that each window reads with each tap of a kernel.
-
-        Args:
-            sizes: Those of the image.
-            counts: The number of windows along each dimension.
-            kernel: The number of taps along each dimension.
-
-        Returns:
-            The places, ``[windows, taps]``; -1 beside the image.
-        """
-        places = torch.arange(1, prod(sizes) + 1, dtype=torch.float64).view(1, 1, *sizes)
-        taps = torch.eye(prod(kernel), dtype=torch.float64).view(-1, 1, *kernel)
-        given = self._replace(transposed=False, output_padding=[0] * len(sizes), groups=1)
-        # A kernel of a single 1 moves the number of a place, or the 0 beside the image.
-        found = torch.ops.aten.convolution(places, taps, None, *given)[0]
-        found = found[(slice(None), *map(slice, counts))]
-        return found.flatten(1).t().to(torch.int64) - 1
+    Returns:
+        The places, ``[windows, taps]``; -1 beside the image.
+    """
+    places = torch.arange(1, prod(sizes) + 1, dtype=torch.float64).view(1, 1, *sizes)
+    taps = torch.eye(prod(kernel), dtype=torch.float64).view(-1, 1, *kernel)
+    # A kernel of a single 1 moves the number of a place, or the 0 beside the image.
+    more = (*given[:3], False, [0] * len(sizes), 1)
+    found: Tensor = torch.ops.aten.convolution(places, taps, None, *more)[0]
+    inside = (slice(None), *map(slice, counts))
+    return found[inside].flatten(1).t().to(torch.int64) - 1
 
 
 def _turn(reads: Tensor, size: int) -> Tensor:
@@ -67,11 +58,6 @@ def _turn(reads: Tensor, size: int) -> Tensor:
     turned = torch.full((size + 1, len(taps)), -1)
     turned[reads, taps] = windows.unsqueeze(1)  # the last row is that of place -1
     return turned[:size]
-
-
-def _list_lines(values: Tensor, groups: int) -> Tensor:
-    """Return ``[batch, groups, channels, places + 1]``, where place -1 holds 0."""
-    return pad(values.flatten(2), (0, 1)).unflatten(1, (groups, -1))
 
 
 def _convolve(
@@ -94,7 +80,8 @@ def _convolve(
     @cache
     def list_lines() -> tuple[Tensor, Tensor]:
         reads = _turn(find_reads(), prod(sizes)) if turned else find_reads()
-        return _list_lines(values, groups), reads.to(values.device)
+        lines = pad(values.flatten(2), (0, 1))  # place -1 holds 0
+        return lines.unflatten(1, (groups, -1)), reads.to(values.device)
 
     if values.dtype == torch.float64:
         lines, reads = list_lines()
@@ -106,9 +93,9 @@ def _convolve(
         lines, reads = list_lines()
         sample, row, place = torch.unravel_index(places, (batch, count, len(reads)))
         channel = torch.arange(lines.shape[2], device=lines.device).unsqueeze(1)
-        where = (one.view(-1, 1, 1) for one in (sample, row // rows.shape[1]))
-        windows = lines[(*where, channel, reads[place].unsqueeze(1))]
-        return (windows.double() * rows.flatten(0, 1)[row]).flatten(1)
+        lists = (one.view(-1, 1, 1) for one in (sample, row // rows.shape[1]))
+        where = (*lists, channel, reads[place].unsqueeze(1))
+        return torch.mul(lines[where].double(), rows.flatten(0, 1)[row]).flatten(1)
 
     wide, other = values.double(), weight.double()
     squares = wide.square().unflatten(1, (groups, -1)).sum(2)
@@ -124,17 +111,17 @@ def convolve(values: Tensor, weight: Tensor, bias: Tensor | None, *arguments: An
     """A convolution: exact sums over its windows."""
     if values.dim() == weight.dim() - 1:
         return convolve(values.unsqueeze(0), weight, bias, *arguments)[0]
-    given = Convolution(*arguments[:6])
+    given = arguments[:6]
+    transposed, groups = given[3], given[5]
 
     def function(left: Tensor, right: Tensor) -> Tensor:
         result: Tensor = torch.ops.aten.convolution(left, right, None, *given)
         return result
 
     sizes = function(*(one.to("meta") for one in (values, weight))).shape[2:]
-    image, counts = (sizes, values.shape[2:]) if given.transposed else (values.shape[2:], sizes)
-    find_reads = partial(given.find_reads, image, counts, weight.shape[2:])
-    more = (values, weight, given.groups, sizes, find_reads)
-    result = _convolve(function, *more, turned=given.transposed)
+    image, counts = (sizes, values.shape[2:]) if transposed else (values.shape[2:], sizes)
+    reads = partial(find_reads, given, image, counts, weight.shape[2:])
+    result = _convolve(function, values, weight, groups, sizes, reads, turned=transposed)
     return result if bias is None else result.add_(bias.view(-1, *[1] * len(sizes)))
 
 
@@ -143,24 +130,22 @@ def convolve_backward(
     gradient: Tensor, values: Tensor, weight: Tensor, _bias_sizes: Any, *arguments: Any
 ) -> tuple[Tensor | None, ...]:
     """The gradients of a convolution for its input, its weight and its bias."""
-    *more, mask = arguments
-    given = Convolution(*more)
+    *given, mask = arguments
+    transposed, groups = given[3], given[5]
 
     def function(left: Tensor, right: Tensor) -> Tensor:
-        channels = len(right) if given.transposed else right.shape[1] * given.groups
+        channels = len(right) if transposed else right.shape[1] * groups
         like = left.new_empty(()).expand(len(left), channels, *values.shape[2:])
         wanted = (like, right, None, *given, [True, False, False])
         return torch.ops.aten.convolution_backward(left, *wanted)[0]  # type: ignore[no-any-return]
 
-    small, large = (values, gradient) if given.transposed else (gradient, values)
-    find_reads = partial(given.find_reads, large.shape[2:], small.shape[2:], weight.shape[2:])
-    back = (gradient, weight, given.groups, values.shape[2:], find_reads)
+    small, large = (values, gradient) if transposed else (gradient, values)
+    reads = partial(find_reads, given, large.shape[2:], small.shape[2:], weight.shape[2:])
+    back = (gradient, weight, groups, values.shape[2:], reads)
     dims = (0, *range(2, gradient.dim()))
     return (
-        _convolve(function, *back, turned=not given.transposed) if mask[0] else None,
-        _differentiate_by_weight(small, large, weight.shape, given, find_reads)
-        if mask[1]
-        else None,
+        _convolve(function, *back, turned=not transposed) if mask[0] else None,
+        _differentiate_by_weight(small, large, weight.shape, given, reads) if mask[1] else None,
         add_terms(gradient, dims, keepdim=False, dtype=gradient.dtype) if mask[2] else None,
     )
 
@@ -169,22 +154,20 @@ def _differentiate_by_weight(
     small: Tensor,
     large: Tensor,
     shape: Sequence[int],
-    given: Convolution,
-    find_reads: Callable[[], Tensor],
+    given: Sequence[Any],
+    reads: Callable[[], Tensor],
 ) -> Tensor:
     """Return the gradient for the weight: a convolution whose weight is the smaller tensor.
 
     Batch and channels, and windows and taps, change places.
     """
-    groups, batch = given.groups, len(small)
+    groups, batch = given[5], len(small)
     area = prod(small.shape[2:])
     each = max(1, BLOCK // area)
 
     def function(left: Tensor, right: Tensor) -> Tensor:
         image = left.unflatten(1, (groups, -1)).transpose(0, 2).flatten(1, 2)
-        pair = (
-            (image, right.transpose(0, 1)) if given.transposed else (right.transpose(0, 1), image)
-        )
+        pair = (image, right.transpose(0, 1)) if given[3] else (right.transpose(0, 1), image)
         like = left.new_empty(()).expand(len(right), len(left), *shape[2:])
         total = torch.zeros((), dtype=left.dtype, device=left.device)
         for one in zip(*(part.split(each) for part in pair), strict=True):
@@ -198,7 +181,7 @@ def _differentiate_by_weight(
         small.transpose(0, 1),
         groups,
         shape[2:],
-        lambda: find_reads().t(),
+        lambda: reads().t(),
         roundings=each * area + batch // each,
     )
     return found.transpose(0, 1).contiguous()

@@ -28,13 +28,6 @@ def draw(size: Any, generator: Generator, bits: int = 53) -> Tensor:
     return drawn.double() * 2.0**-bits
 
 
-def _draw_normal(size: torch.Size, generator: Generator, dtype: torch.dtype) -> Tensor:
-    """Return numbers from the standard normal distribution in float32, or in float64."""
-    first = 1.0 - draw((2, *size), generator)
-    angle = first[1] * 6.283185307179586
-    return evaluate("normal", first[0], angle, dtype=at_least_32(dtype)).double()
-
-
 @rule("uniform")
 def uniform(values: Tensor, low: float = 0, high: float = 1, *, generator: Any = None) -> Tensor:
     """Numbers between two bounds, of as many bits as the dtype has."""
@@ -47,7 +40,10 @@ def normal_in_place(
     values: Tensor, mean: float = 0, std: float = 1, *, generator: Any = None
 ) -> Tensor:
     """Fill a tensor with normal numbers."""
-    return values.copy_(_draw_normal(values.shape, generator, values.dtype) * std + mean)
+    radius, angle = 1.0 - draw((2, *values.shape), generator)
+    angle *= 6.283185307179586
+    drawn = evaluate("normal", radius, angle, dtype=at_least_32(values.dtype))
+    return values.copy_(drawn.double() * std + mean)
 
 
 @rule("bernoulli_")

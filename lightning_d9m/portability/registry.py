@@ -17,22 +17,13 @@ _Rule = TypeVar("_Rule", bound=Rule)
 
 RULES: dict[str, Rule] = {}
 COMPOSED: dict[str, Rule] = {}
-OF_WHOLE_NUMBERS: set[str] = set()
-"""Rules that serve for whole numbers as well."""
 
 
-class UnsupportedError(Exception):
-    """A rule does not take its arguments; the mode says so in the words of ``NotPortableError``."""
-
-
-def rule(
-    *names: str, table: dict[str, Rule] = RULES, whole: bool = False
-) -> Callable[[_Rule], _Rule]:
+def rule(*names: str, table: dict[str, Rule] = RULES) -> Callable[[_Rule], _Rule]:
     """Register a function for operations, by their names without the namespace."""
 
     def register(function: _Rule) -> _Rule:
         table.update(dict.fromkeys(names, function))
-        OF_WHOLE_NUMBERS.update(names if whole else ())
         return function
 
     return register

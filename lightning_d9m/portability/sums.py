@@ -240,10 +240,7 @@ def multiply_doubles(left: Tensor, right: Tensor) -> Tensor:
     """
     inner = left.shape[2]
     number = 3
-    while True:
-        bits = (51 - (number * inner - 1).bit_length()) // 2
-        if bits * number >= 55:
-            break
+    while (bits := (51 - (number * inner - 1).bit_length()) // 2) * number < 55:
         number += 1
     parts, left_scale = _cut(left, 2, bits, number)
     others, right_scale = _cut(right, 1, bits, number)
