@@ -1,6 +1,5 @@
 """What switches portable bits on: a setting, a session, the recorder, and d9m repeat."""
 
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -65,33 +64,6 @@ def test_repeat_takes_one_way_to_choose_its_runs(capsys):
     with pytest.raises(SystemExit):
         main(["repeat", "--portable", "-n", "3", "--", "true"])
     assert "-n/--runs: not allowed with argument --portable" in capsys.readouterr().err
-
-
-PROGRAM = """
-import torch
-from lightning_d9m import Recorder, deterministic
-with deterministic(seed=1):
-    model = torch.nn.Linear(300, 40)
-    optimizer = torch.optim.AdamW(model.parameters())
-    with Recorder("runs", model, optimizer) as run:
-        for batch in run.batches([torch.rand(30, 300)]):
-            model(batch).square().mean().backward()
-            optimizer.step()
-            run.step()
-        run.epoch()
-"""
-
-
-def test_repeat_shows_one_digest_under_the_settings_of_this_machine(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    Path("program.py").write_text(PROGRAM)
-    status = main(["repeat", "--portable", "--", sys.executable, "program.py"])
-    out = capsys.readouterr().out
-    assert status == 0, out
-    assert "equal: the fits of 3 runs agree bit for bit" in out
-    ledgers = [read_ledger(one) for one in sorted(tmp_path.glob("d9m-runs/000/*/fit-000"))]
-    assert {one.header.settings["portable"] for one in ledgers} == {True}
-    assert len({one.outcome(0).final.totals["weights"] for one in ledgers}) == 1
 
 
 def test_a_generator_of_a_device_is_refused():
