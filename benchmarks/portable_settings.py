@@ -5,7 +5,8 @@
 Each setting runs tests/support/portable_cases.py and one epoch of examples/digits.py; all digests
 must be those of the first setting. The first interpreter also leaves torch one class of operations
 after the other (and then all of them): at least one case of each class must differ, or the class
-is not needed on this machine. Interpreters with other versions of torch can be named.
+is not needed on this machine. Interpreters with other versions of torch can be named. In the last
+setting, plain loops in C (portable_without_mkl.c, built with cc) stand in for MKL's routines.
 """
 
 import argparse
@@ -56,6 +57,7 @@ SETTINGS: dict[str, dict[str, str]] = {
     "oneDNN with SSE4.1": {"ONEDNN_MAX_CPU_ISA": "SSE41"},
     "oneDNN off": {"TORCH_MKLDNN_ENABLED": "0"},
 }
+WITHOUT_MKL = "plain loops for MKL"
 OF_OTHER_STACKS = ("default, 2 threads",)
 CONTROLS: tuple[dict[str, str], ...] = (
     SETTINGS[f"{CAPABILITIES[0]}, 1 thread"],
@@ -71,6 +73,15 @@ def run(python: Path, setting: dict[str, str], *arguments: object) -> str:
     if done.returncode:
         raise RuntimeError(done.stderr[-2000:])
     return done.stdout
+
+
+def build_loops(folder: str) -> dict[str, str]:
+    """Return the setting in which plain loops stand in for MKL's routines."""
+    library = Path(folder, "loops.so")
+    source = Path(__file__).with_name("portable_without_mkl.c")
+    command = ["cc", "-O2", "-shared", "-fPIC", "-o", library, source, "-lm"]
+    subprocess.run(command, check=True)
+    return {"LD_PRELOAD": str(library)}
 
 
 def run_cases(python: Path, setting: dict[str, str], *arguments: str) -> dict[str, str]:
@@ -104,10 +115,13 @@ def main() -> int:
     """Run all settings, print and write what differs; return 1 if a portable digest does."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--python", action="append", default=[], metavar="NAME=PATH")
-    parser.add_argument("--settings", nargs="*", default=list(SETTINGS), metavar="NAME")
+    parser.add_argument("--settings", nargs="*", default=[*SETTINGS, WITHOUT_MKL], metavar="NAME")
     parser.add_argument("--no-controls", action="store_true")
     parser.add_argument("-o", "--output", type=Path)
     options = parser.parse_args()
+    folder = tempfile.TemporaryDirectory()
+    if WITHOUT_MKL in options.settings:
+        SETTINGS[WITHOUT_MKL] = build_loops(folder.name)
     pythons = {"this": Path(sys.executable)}
     pythons |= {
         name: Path(path) for name, _, path in (one.partition("=") for one in options.python)

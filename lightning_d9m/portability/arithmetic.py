@@ -1,43 +1,43 @@
-"""Rules for arithmetic, comparisons that choose, elementary functions, and sums."""
+"""Rules for arithmetic, choices, elementary functions, sums, and sums at places."""
 
 import math
 from collections.abc import Callable, Sequence
 from functools import partial, wraps
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from lightning_d9m.patches.exact_sums import round_sums
-from lightning_d9m.portability import functions
+from lightning_d9m.patches.kernels.updates import add_rows
 from lightning_d9m.portability.functions import FUNCTIONS, evaluate
 from lightning_d9m.portability.products import matmul
-from lightning_d9m.portability.registry import RULES, Rule, along_dim, as_tensor, composed, rule
+from lightning_d9m.portability.registry import RULES, Rule, along_dim, composed, rule
 from lightning_d9m.portability.sums import add_terms, cut_exactly
 
 RULES |= {name: partial(evaluate, name) for name in FUNCTIONS if name not in ("normal", "pow")}
 
 
 # These round once, or not at all; complex numbers are refused.
+_ONE_ROUNDING = "mul abs sgn _amp_update_scale_ _amp_foreach_non_finite_check_and_unscale_"
+RULES |= {name: getattr(torch.ops.aten, name) for name in _ONE_ROUNDING.split()}
 RULES |= {
-    name: getattr(torch.ops.aten, name) for name in ("mul", "abs", "sgn", "_amp_update_scale_")
+    "mul_": Tensor.mul_,
+    "rsqrt": lambda values: RULES["reciprocal"](RULES["sqrt"](values)),
+    "relu": lambda values: torch.threshold(values, 0, 0),
+    "floor_divide": lambda left, right: RULES["div"](left, right, rounding_mode="floor"),
+    # Processors make NaNs of different signs.
+    "signbit": lambda values: torch.signbit(values) & ~values.isnan(),
+    "copysign": lambda values, signs: torch.copysign(
+        values, torch.where(torch.as_tensor(signs).isnan(), 0.0, signs)
+    ),
+    # Of matrices and vectors.
+    "mm": matmul,
+    "bmm": matmul,
+    "mv": lambda matrix, vector: matmul(matrix, vector.unsqueeze(1)).squeeze(1),
+    "dot": lambda left, right: matmul(left.unsqueeze(0), right.unsqueeze(1)).view(()),
 }
-RULES["mul_"] = Tensor.mul_
-
-
-# Processors make NaNs of different signs, and convert numbers out of range differently.
-@rule("signbit")
-def signbit(values: Tensor) -> Tensor:
-    """Whether a number is below 0, or -0.0; False for NaN."""
-    return torch.signbit(values) & ~values.isnan()
-
-
-@rule("copysign")
-def copysign(values: Tensor, signs: Any) -> Tensor:
-    """The values with other signs."""
-    if isinstance(signs, Tensor):
-        signs = torch.where(signs.isnan(), 0.0, signs)
-    return torch.copysign(values, signs)
 
 
 def view_bits(values: Tensor, dtype: torch.dtype) -> Tensor:
@@ -48,15 +48,14 @@ def view_bits(values: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _bound_to(values: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """Bring numbers that are converted to integers into their range; NaN becomes 0."""
-    if dtype is None or dtype.is_floating_point or dtype.is_complex or dtype == torch.bool:
+    """Bring numbers that are converted to integers into their range, as processors do not."""
+    if dtype in (None, torch.bool) or not values.is_floating_point():
         return values
-    if not values.is_floating_point():
+    if dtype.is_floating_point or dtype.is_complex:
         return values
     limits = torch.iinfo(dtype)
     wide = torch.where(values.isnan(), 0.0, values.double())
-    highest = float(limits.max) if limits.bits < 64 else 2.0**63 - 1024
-    return wide.clamp_(float(limits.min), highest)
+    return wide.clamp_(float(limits.min), min(float(limits.max), 2.0**63 - 1024))
 
 
 @rule("_to_copy")
@@ -81,37 +80,28 @@ RULES |= {"add": partial(_add, torch.add), "add_": partial(_add, Tensor.add_)}
 RULES |= {"sub": partial(_add, torch.sub), "sub_": partial(_add, Tensor.sub_)}
 
 
-@rule("rsub")
-def subtract_from(left: Tensor, right: Any, alpha: float = 1) -> Tensor:
-    """``right - alpha * left``."""
-    return torch.sub(as_tensor(right, left), left if alpha == 1 else left * alpha)
-
-
 @rule("div")
 def divide(left: Any, right: Any, rounding_mode: str | None = None) -> Tensor:
     """The quotient; CUDA multiplies by the reciprocal of a number, so it gets a tensor."""
     if rounding_mode is None:
         if isinstance(right, Tensor) or not left.is_floating_point():
             return torch.div(left, right)
-        wide = left if left.dtype == torch.float64 else left.float()
-        number = torch.full((1,) * left.dim(), right, dtype=wide.dtype, device=left.device)
-        return torch.div(wide, number).to(left.dtype)
+        return _divide_by(left.to(at_least_32(left.dtype)), right).to(left.dtype)
     dtype = torch.result_type(left, right)
     # A quotient of float32 numbers is never rounded to a whole number in float64.
     quotient = torch.div(*_widen(left, right))
     return (quotient.floor_() if rounding_mode == "floor" else quotient.trunc_()).to(dtype)
 
 
+def _divide_by(total: Tensor, number: float) -> Tensor:
+    return total / torch.full((1,) * total.dim(), number, dtype=total.dtype, device=total.device)
+
+
 def _widen(*values: Any) -> list[Tensor]:
     """Return numbers and tensors as float64 tensors."""
     (like,) = [one for one in values if isinstance(one, Tensor)][:1]
-    return [as_tensor(one, like).double() for one in values]
-
-
-@rule("floor_divide")
-def floor_divide(left: Any, right: Any) -> Tensor:
-    """The quotient, rounded down."""
-    return divide(left, right, rounding_mode="floor")
+    tensors = (one if isinstance(one, Tensor) else like.new_full((), one) for one in values)
+    return [one.double() for one in tensors]
 
 
 def _remainder(mode: str, left: Any, right: Any) -> Tensor:
@@ -128,7 +118,9 @@ def _add_scaled(
     add: Rule, combine: Rule, start: Tensor, left: Tensor, right: Tensor, value: float = 1
 ) -> Tensor:
     term = combine(left, right)
-    return add(start, term if value == 1 else term * value)  # type: ignore[no-any-return]
+    if value != 1:
+        term = term.mul_(value) if term.is_floating_point() else term * value
+    return add(start, term)  # type: ignore[no-any-return]
 
 
 for _name, _combine in (("addcmul", torch.mul), ("addcdiv", torch.div)):
@@ -156,15 +148,13 @@ def reciprocal(values: Tensor) -> Tensor:
 
 @rule("sqrt")
 def sqrt(values: Tensor) -> Tensor:
-    """The square root."""
+    """The square root: NumPy's is the processor's; MKL's may be off by one unit."""
     dtype = values.dtype if values.is_floating_point() else torch.get_default_dtype()
-    return functions.sqrt(values.to(at_least_32(dtype))).to(dtype)
-
-
-@rule("rsqrt")
-def rsqrt(values: Tensor) -> Tensor:
-    """1 / sqrt(x)."""
-    return reciprocal(sqrt(values))
+    wide = values.detach().to(at_least_32(dtype))
+    if wide.device.type != "cpu":
+        return wide.sqrt().to(dtype)
+    with np.errstate(invalid="ignore"):
+        return torch.from_numpy(np.asarray(np.sqrt(wide.numpy()))).to(dtype)
 
 
 @rule("pow")
@@ -174,50 +164,33 @@ def power(base: Any, exponent: Any) -> Tensor:
         base = torch.full((), base, dtype=torch.result_type(exponent, base)).to(exponent.device)
     dtype = torch.result_type(base, exponent)
     if not isinstance(exponent, Tensor):
-        simple: dict[float, Callable[[], Tensor]] = {
-            1.0: base.clone,
-            2.0: lambda: base * base,
-            3.0: lambda: base * base * base,
-            0.5: lambda: sqrt(base),
-            -0.5: lambda: rsqrt(base),
-            -1.0: lambda: reciprocal(base),
-            -2.0: lambda: reciprocal(base * base),
-        }
-        if base.is_floating_point() and float(exponent) in simple:
-            return simple[float(exponent)]()
+        simple: dict[float, Rule] = {0.5: sqrt, 1.0: torch.clone, 2.0: lambda x: x * x}
+        simple[3.0] = lambda x: x * x * x
+        if base.is_floating_point() and abs(float(exponent)) in simple and exponent != -3:
+            found: Tensor = simple[abs(float(exponent))](base)
+            return found if exponent > 0 else reciprocal(found)
         exponent = torch.full((), exponent, dtype=torch.float64, device=base.device)
     return evaluate("pow", base.double(), exponent.double(), dtype=dtype)
 
 
-@rule("relu")
-def relu(values: Tensor) -> Tensor:
-    """The values that are positive, else 0."""
-    return torch.threshold(values, 0, 0)
-
-
 def _choose(function: Rule, *given: Any, **more: Any) -> Any:
     """Let torch choose among numbers; processors disagree on the greater one of 0.0 and -0.0."""
-    return function(*(one + 0 if _is_fraction(one) else one for one in given), **more)
-
-
-def _is_fraction(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point()
+    return function(*(one + 0 if isinstance(one, Tensor) else one for one in given), **more)
 
 
 for _name in ("amax", "amin", "fmax", "fmin", "max", "maximum", "min", "minimum"):
     RULES[_name] = partial(_choose, getattr(torch.ops.aten, _name))
 
 
-def _find_middle(name: str, values: Tensor, *along: Any) -> Any:
-    """Return the median of all values; our patch finds those along a dimension."""
-    return NotImplemented if along else getattr(torch, name)(values + 0)
-
-
-RULES |= {name: partial(_find_middle, name) for name in ("median", "nanmedian")}
+# Our patches find the medians along a dimension.
+RULES |= {
+    name: lambda values, *along, find=find: NotImplemented if along else find(values + 0)
+    for name, find in (("median", torch.median), ("nanmedian", torch.nanmedian))
+}
 
 
 # An unstable order of equal numbers is not the same everywhere.
-@rule("sort", whole=True)
+@rule("sort")
 @along_dim
 def sort(
     values: Tensor, dim: int = -1, descending: bool = False, *, stable: bool | None = None
@@ -227,21 +200,21 @@ def sort(
     return torch.sort(values, stable=True, dim=dim, descending=descending)
 
 
-@rule("topk", whole=True)
+@rule("topk")
 @along_dim
 def topk(
-    values: Tensor, k: int, dim: int = -1, largest: bool = True, *_: Any
+    values: Tensor, k: int, dim: int = -1, largest: bool = True, *_: Any, first: int = 0
 ) -> tuple[Tensor, ...]:
-    """The first k of the stable order."""
-    return tuple(one.narrow(dim, 0, k).contiguous() for one in sort(values, dim, largest))
+    """Return k elements of the stable order."""
+    return tuple(one.narrow(dim, first, k).contiguous() for one in sort(values, dim, largest))
 
 
-@rule("kthvalue", whole=True)
+@rule("kthvalue")
 @along_dim
 def kthvalue(values: Tensor, k: int, dim: int = -1, keepdim: bool = False) -> tuple[Tensor, ...]:
     """The k-th of the stable order."""
-    found = (one.narrow(dim, k - 1, 1) for one in sort(values, dim))
-    return tuple(one.clone() if keepdim else one.squeeze(dim).clone() for one in found)
+    found: tuple[Tensor, ...] = topk(values, 1, dim, largest=False, first=k - 1)
+    return found if keepdim else tuple(one.squeeze(dim) for one in found)
 
 
 def _converting(torchs: Callable[..., Tensor]) -> Callable[[Rule], Rule]:
@@ -263,56 +236,30 @@ def _converting(torchs: Callable[..., Tensor]) -> Callable[[Rule], Rule]:
 
 @rule("sum")
 @_converting(torch.sum)
-def sum_values(values: Tensor, dim: Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
+def sum_values(values: Tensor, dim: Any = None, keepdim: bool = False) -> Tensor:
     """The exact sum, rounded once."""
     return add_terms(values, dim, keepdim=keepdim, dtype=values.dtype)
 
 
-@rule("mean")
-def mean(
-    values: Tensor,
-    dim: Sequence[int] | None = None,
-    keepdim: bool = False,
-    *,
-    dtype: torch.dtype | None = None,
-) -> Tensor:
-    """The exact sum, divided by the number of terms."""
-    dtype = dtype or values.dtype
-    total = sum_values(values, dim, keepdim, dtype=at_least_32(dtype))
-    return _divide_by(total, _count(values, dim)).to(dtype)
-
-
-def _divide_by(total: Tensor, number: float) -> Tensor:
-    return total / torch.full((1,) * total.dim(), number).to(total)
-
-
-@rule("var_mean")
-def variance_and_mean(
+@rule("var")
+def variance(
     values: Tensor,
     dim: Sequence[int] | None = None,
     unbiased: bool = True,
     keepdim: bool = False,
     *,
     correction: float | None = None,
-) -> tuple[Tensor, Tensor]:
-    """The variance and the mean."""
+) -> Tensor:
+    """The variance; torch takes standard deviations and means apart."""
     if isinstance(dim, bool):  # the overload without dimensions
         dim, unbiased = None, dim
     dtype = at_least_32(values.dtype)
-    center = mean(values, dim, keepdim=True, dtype=dtype)
+    count = math.prod(values.shape[one] for one in dim or range(values.dim()))
+    center = _divide_by(add_terms(values, dim, keepdim=True, dtype=dtype), count)
     gaps = values.double() - center
-    total = add_terms(gaps.mul_(gaps), dim, keepdim=True, dtype=dtype)
-    count = _count(values, dim) - (unbiased if correction is None else correction)
-    found = (one.to(values.dtype) for one in (_divide_by(total, max(count, 0)), center))
-    if keepdim or not values.dim():
-        return tuple(found)  # type: ignore[return-value]
-    return tuple(one.squeeze(tuple(dim or range(values.dim()))) for one in found)  # type: ignore[return-value]
-
-
-@rule("var")
-def variance(*given: Any, **more: Any) -> Tensor:
-    """The variance; torch takes standard deviations apart."""
-    return variance_and_mean(*given, **more)[0]
+    total = add_terms(gaps.mul_(gaps), dim, keepdim=keepdim, dtype=dtype)
+    freedom = count - (unbiased if correction is None else correction)
+    return _divide_by(total, max(freedom, 0)).to(values.dtype)
 
 
 @rule("linalg_vector_norm")
@@ -327,11 +274,10 @@ def vector_norm(
     """The root of the exact sum of squares; torch takes other norms apart."""
     if ord != 2:
         return NotImplemented
-    values = values if dtype is None else values.to(dtype)
-    wide = values.double()
-    dims = [dim] if isinstance(dim, int) else dim
-    total = add_terms(wide * wide, dims, keepdim=keepdim, dtype=at_least_32(values.dtype))
-    return sqrt(total).to(values.dtype)
+    dtype = dtype or values.dtype
+    wide, dims = values.to(dtype).double(), [dim] if isinstance(dim, int) else dim
+    total = add_terms(wide * wide, dims, keepdim=keepdim, dtype=at_least_32(dtype))
+    return sqrt(total).to(dtype)
 
 
 @rule("cumsum")
@@ -359,29 +305,13 @@ def cumprod(values: Tensor, dim: int) -> Tensor:
 
 
 @rule("prod")
+@along_dim
 @_converting(torch.prod)
 def product(values: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
     """The last one of the products of the values up to each one."""
-    if dim is None or not values.dim():
-        every: Tensor = cumprod(values.reshape(-1), 0)
-        return every[-1].clone()
-    last: Tensor = cumprod(values, dim).narrow(dim, values.shape[dim] - 1, 1)
-    return last.clone() if keepdim else last.squeeze(dim).clone()
-
-
-RULES |= {"mm": matmul, "bmm": matmul}
-
-
-@rule("dot")
-def dot(left: Tensor, right: Tensor) -> Tensor:
-    """The exact sum of products, rounded once."""
-    return matmul(left.unsqueeze(0), right.unsqueeze(1)).view(())
-
-
-@rule("mv")
-def multiply_vector(matrix: Tensor, vector: Tensor) -> Tensor:
-    """The product of a matrix and a vector."""
-    return matmul(matrix, vector.unsqueeze(1)).squeeze(1)
+    rows, axis = (values.reshape(-1), 0) if dim is None else (values, dim)
+    last: Tensor = cumprod(rows, axis).select(axis, -1).clone()
+    return last.unsqueeze(axis) if keepdim else last
 
 
 @rule("arange")
@@ -392,19 +322,84 @@ def arange(*given: Any, dtype: torch.dtype | None = None, **kwargs: Any) -> Any:
     return torch.arange(*given, dtype=dtype, **kwargs)
 
 
-@composed("addbmm")
-def add_products(
-    start: Tensor, left: Tensor, right: Tensor, *, beta: float = 1, alpha: float = 1
-) -> Tensor:
-    """The sum of a batch of products, which is one product, that is added to ``start``."""
-    rows, columns = left.transpose(0, 1).flatten(1), right.flatten(0, 1)
-    return torch.ops.aten.addmm(start, rows, columns, beta=beta, alpha=alpha)  # type: ignore[no-any-return]
-
-
-def _count(values: Tensor, dim: Sequence[int] | None) -> int:
-    return math.prod(values.shape[one] for one in dim or range(values.dim())) if values.dim() else 1
+composed("addbmm")(
+    lambda start, left, right, **factors: torch.addmm(
+        start, left.transpose(0, 1).flatten(1), right.flatten(0, 1), **factors
+    )
+)
 
 
 def at_least_32(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of sums: float32, or float64 for float64."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _add_at(out: Tensor, places: Tensor, values: Tensor) -> Tensor:
+    """Add values to places of a flattened tensor."""
+    out = out.clone(memory_format=torch.contiguous_format)
+    terms = values.expand(places.shape).reshape(-1).to(out.dtype)
+    add_rows(out.view(-1), places.reshape(-1), terms, include=True)
+    return out.add_(0.0)
+
+
+def _number(values: Tensor) -> Tensor:
+    """Return the place of each element: what torch selects from them are the selected places."""
+    return torch.arange(values.numel(), device=values.device).view(values.shape)
+
+
+@rule("scatter_add")
+def scatter_add(values: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor:
+    """Add to chosen places."""
+    used = source[tuple(slice(size) for size in index.shape)]
+    return _add_at(values, _number(values).gather(dim, index), used)
+
+
+@rule("scatter_reduce")
+def scatter_reduce(
+    values: Tensor,
+    dim: int,
+    index: Tensor,
+    source: Tensor,
+    reduce: str,
+    *,
+    include_self: bool = True,
+) -> Any:
+    """Reduce the terms of each place."""
+    if reduce == "prod":
+        return NotImplemented
+    if reduce in ("amax", "amin"):
+        given = (values, dim, index, source, reduce)
+        return torch.scatter_reduce(*given, include_self=include_self) + 0
+    start = values if include_self else values.scatter(dim, index, 0)
+    total = scatter_add(start, dim, index, source)
+    if reduce == "sum":
+        return total
+    ones = (torch.ones_like(values), dim, index, torch.ones_like(source), "sum")
+    counts = torch.scatter_reduce(*ones, include_self=include_self).clamp(min=1)
+    return torch.div(total, counts)
+
+
+@rule("index_put", "_index_put_impl", "_unsafe_index_put")
+def index_put(
+    values: Tensor, indices: Sequence[Any], source: Tensor, accumulate: bool = False, *_: Any
+) -> Tensor:
+    """Write to, or add to, indexed places."""
+    if not accumulate:
+        return torch.index_put(values, list(indices), source)
+    return _add_at(values, torch.ops.aten.index(_number(values), list(indices)), source)
+
+
+def _pool_backward(
+    dims: int, gradient: Tensor, values: Tensor, kernel: Sequence[int], *given: Any
+) -> Tensor:
+    """Add the gradients of windows to their places."""
+    stride, _, dilation, _, indices = given
+    flat = values.new_zeros(values.shape).flatten(-dims)
+    given = (flat, -1, indices.flatten(-dims), gradient.flatten(-dims))
+    apart = max(dilation) == 1 and min(stride or kernel) >= max(kernel)
+    found = torch.scatter(*given) if apart else scatter_add(*given)
+    return found.view(values.shape)
+
+
+for _dims in (2, 3):
+    RULES[f"max_pool{_dims}d_with_indices_backward"] = partial(_pool_backward, _dims)

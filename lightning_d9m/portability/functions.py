@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import Any
 
 import mpmath
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,18 +21,6 @@ _MARGINS = {torch.float32: 2.0**-44, torch.float64: 2.0**-49}
 _DROPPED = 12  # the bits of a float64 number that its results do not keep
 _LEAST = 2.0**-1000  # float64 numbers below may have lost bits
 _PRECISION = 200  # bits with which mpmath computes
-
-
-def sqrt(values: Tensor) -> Tensor:
-    """Return the square root of float32 or float64 numbers, correctly rounded.
-
-    Torch's root on x86, from MKL, may be off by one unit in the last place; NumPy's is that of the
-    processor.
-    """
-    if values.device.type != "cpu":
-        return values.sqrt()
-    with np.errstate(invalid="ignore"):
-        return torch.from_numpy(np.asarray(np.sqrt(values.detach().numpy())))
 
 
 def _erfinv(x: Tensor) -> Tensor:

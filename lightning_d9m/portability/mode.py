@@ -7,6 +7,7 @@ operation in no class raises an error.
 
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -22,58 +23,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_d9m.errors import NotPortableError
 from lightning_d9m.patches.arguments import RefusedError, Update
 from lightning_d9m.patches.catalog.catalog import OPS
-from lightning_d9m.portability import (
-    arithmetic,
-    layers,
-    losses,
-    optimizers,
-    random_numbers,
-    resampling,
-)
+from lightning_d9m.portability import arithmetic, composed, random_numbers, resampling  # noqa: F401 - their rules
 from lightning_d9m.portability.registry import (
     COMPOSED,
-    OF_WHOLE_NUMBERS,
     RULES,
     Rule,
-    UnsupportedError,
 )
 
-_REGISTERED = (arithmetic, layers, losses, optimizers, random_numbers, resampling)
-
-# Torch's own kernels serve: they move values, compare them, or round them to whole numbers.
-MOVES = frozenset(
-    """
-    _conj_physical _copy_from _local_scalar_dense _pack_padded_sequence _pin_memory _reshape_alias
-    _unique2 _unsafe_index _unsafe_view _upsample_nearest_exact1d _upsample_nearest_exact2d
-    _upsample_nearest_exact3d adaptive_max_pool2d adaptive_max_pool3d all any argmax argmin
-    argwhere as_strided as_strided_scatter bitwise_and bitwise_left_shift bitwise_not bitwise_or
-    bitwise_right_shift bitwise_xor bucketize cat ceil clone complex constant_pad_nd
-    count_nonzero cummax cummin embedding empty empty_like empty_permuted empty_strided eq equal
-    eye fill flip floor frac fractional_max_pool2d fractional_max_pool3d full full_like gather ge
-    gt heaviside im2col index index_copy index_fill index_select is_pinned is_same_size is_set_to
-    isin isinf isnan isneginf isposinf item le lift lift_fresh lift_fresh_copy logical_and
-    logical_not logical_or logical_xor lt masked_fill masked_scatter masked_select
-    max_pool2d_with_indices max_pool3d_with_indices max_unpool2d max_unpool3d nan_to_num
-    narrow_copy ne neg new_empty new_empty_strided new_full new_ones new_zeros nextafter nonzero
-    nonzero_static ones ones_like record_stream reflection_pad1d reflection_pad2d
-    reflection_pad3d repeat repeat_interleave replication_pad1d replication_pad2d
-    replication_pad3d resize resize_as roll round scalar_tensor scatter searchsorted
-    select_backward set sign slice_backward stack sym_numel sym_size sym_storage_offset
-    sym_stride take threshold tril triu trunc unique_consecutive unique_dim unsafe_split
-    unsafe_split_with_sizes upsample_nearest1d upsample_nearest2d upsample_nearest3d where zero
-    zeros zeros_like
-    """.split()  # noqa: SIM905 - a table is easier to read
-)
-# Transfers between processes that compute nothing.
-_TRANSFERS = frozenset(
-    """
-    _allgather_base_ all_gather_into_tensor all_to_all_single allgather_ allgather_coalesced_
-    allgather_into_tensor_coalesced_ alltoall_ alltoall_base_ barrier broadcast broadcast_
-    gather_ monitored_barrier_ recv_ recv_any_source_ scatter_ send wait_tensor
-    """.split()  # noqa: SIM905 - a table is easier to read
+# Operations that torch's own kernels serve: they move values, compare them, or round them to whole
+# numbers; and transfers between processes that compute nothing.
+MOVES, _TRANSFERS = (
+    frozenset(part.split())
+    for part in Path(__file__).with_name("moves.txt").read_text().split("\n\n")
 )
 # Torch's kernels of these call other operations only.
 _COMPOSITE = frozenset(("_embedding_bag_backward", "_grouped_mm", "_trilinear", "copy"))
+_OF_WHOLE_NUMBERS = ("kthvalue", "sort", "topk")  # torch's order of equal ones varies
 _FOREIGN = ("torch", "lightning", "pytorch_lightning", "lightning_fabric")
 _PATCHES = {overload: path for op in OPS for overload, path in op.kernels.items()}
 _MOST_NESTED = 8  # calls of one operation within each other
@@ -117,7 +82,7 @@ class PortableMode(TorchDispatchMode):
             if found is not None:
                 writes = one != name or any(arg.is_out for arg in func._schema.arguments)  # noqa: SLF001
                 found = partial(_write, func, found) if writes else found
-                whole = not (_is_seeded(func) or one in OF_WHOLE_NUMBERS)
+                whole = not (_is_seeded(func) or one in _OF_WHOLE_NUMBERS)
                 return partial(_checked, func, found, partial(self._take_apart, func), whole=whole)
         moves = base in MOVES and "reduce" not in func._overloadname  # noqa: SLF001 - a sum
         if moves or torch.Tag.view_copy in func.tags:
@@ -139,7 +104,12 @@ class PortableMode(TorchDispatchMode):
         names = [one.name().partition("::")[2] for one in same]
         paths = (_PATCHES.get(one) for one in (*names, f"{name}_"))
         path = next(filter(None, paths), None)
-        refusal = partial(_take_integers, func)
+
+        def refuse_numbers(*_: Any, **__: Any) -> NoReturn:
+            refuse(func)
+
+        whole = not _is_seeded(func)
+        refusal = partial(_checked, func, refuse_numbers, lambda: refuse_numbers, whole=whole)
         if path is None:
             return refusal
         patch = self._compose(partial(_patch, resolve_name(path)), func)
@@ -163,12 +133,9 @@ class PortableMode(TorchDispatchMode):
 
 def _patch(kernel: Rule, *args: Any, **kwargs: Any) -> Any:
     """Compute an operation by its deterministic replacement, under the mode."""
-    try:
-        result = kernel(*args, **kwargs)
-    except RefusedError:
-        result = NotImplemented
+    result = kernel(*args, **kwargs)
     if result is NotImplemented:
-        raise UnsupportedError("Its arguments are none that its deterministic replacement takes")
+        raise RefusedError
     if isinstance(result, Update):
         target = args[0].clone()
         result.write(target, *args[1:], **kwargs)
@@ -258,35 +225,22 @@ def _checked(
     whole: bool,
     **kwargs: Any,
 ) -> Any:
-    """Apply a rule to dense real numbers; leave whole numbers, which are exact, to torch."""
-    given = [value for value in args if isinstance(value, Tensor)]
+    """Apply a rule to dense real numbers; leave whole numbers, and what has none, to torch."""
+    given = [*_tensors(args)]
     if any(one.is_complex() or one.layout != torch.strided for one in given if not one.is_meta):
         refuse(func)
     # Without a number there is nothing to round, and torch knows its results and its errors.
     if any(one.is_meta for one in given) or (given and not any(one.numel() for one in given)):
         return func(*args, **kwargs)
-    if whole and given and not any(one.is_floating_point() for one in given):
+    if whole and not any(one.is_floating_point() for one in given):
         found = func(*args, **kwargs)
         if not any(map(_has_fractions, _tensors([found]))):
             return found
     try:
         found = rule(*args, **kwargs)
-    except UnsupportedError as error:
-        refuse(func, f"{error}.")
+    except RefusedError as error:
+        refuse(func, f"{str(error) or 'Its deterministic replacement does not take them'}.")
     return take_apart()(*args, **kwargs) if found is NotImplemented else found
-
-
-def _take_integers(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Compute an operation in no class on whole numbers, or on what has no values."""
-    given = [*_tensors(args), *_tensors(kwargs.values())]
-    if _is_seeded(func) or any(map(_has_fractions, given)):
-        if given and all(one.is_meta for one in given):
-            return func(*args, **kwargs)
-        refuse(func)
-    result = func(*args, **kwargs)
-    if any(map(_has_fractions, _tensors([result]))):
-        refuse(func)
-    return result
 
 
 def _has_fractions(tensor: Tensor) -> bool:
@@ -295,15 +249,11 @@ def _has_fractions(tensor: Tensor) -> bool:
 
 def _reduce(func: Any, *args: Any, **kwargs: Any) -> Any:
     """Reduce over processes if the order of the additions cannot matter."""
-    whole = not any(_has_fractions(one) for one in _tensors(args))
-    if whole or torch.distributed.get_world_size() == 1:
+    if torch.distributed.get_world_size() == 1 or not any(map(_has_fractions, _tensors(args))):
         return func(*args, **kwargs)
     operation = next((one for one in args if "ReduceOp" in type(one).__name__), None)
     if not any(name in str(operation) for name in ("MAX", "MIN")):
-        remedy = (
-            "Sum over ranks with DDPDeterministicStrategy(logical_ranks=...), in a fixed order."
-        )
-        refuse(func, remedy)
+        refuse(func, "Sum in a fixed order: DDPDeterministicStrategy(logical_ranks=...).")
     return func(*args, **kwargs)
 
 
@@ -323,12 +273,10 @@ def refuse(func: Any, remedy: str = "") -> NoReturn:
 def find_source() -> str | None:
     """Return the innermost line that is neither torch's, Lightning's nor ours, as ``file:line``."""
     ours = str(Path(__file__).parents[1])
-    frame: Any = sys._getframe(1)  # noqa: SLF001 - inspect.stack reads every file
-    while frame is not None:
-        name = str(frame.f_globals.get("__name__", ""))
-        if name.partition(".")[0] not in _FOREIGN and not frame.f_code.co_filename.startswith(ours):
-            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        frame = frame.f_back
+    for frame, line in traceback.walk_stack(None):
+        name, file = str(frame.f_globals.get("__name__", "")), frame.f_code.co_filename
+        if name.partition(".")[0] not in _FOREIGN and not file.startswith(ours):
+            return f"{file}:{line}"
     return None
 
 
@@ -374,6 +322,12 @@ def portable() -> Iterator[None]:
         for get, put, value in switches:
             stack.callback(put, get())
             put(value)
+        for name in ("adagrad", "adam", "adamw", "sgd"):
+            optimizer, fused = sys.modules[f"torch.optim.{name}"], f"_fused_{name}"
+            if step := getattr(optimizer, fused, None):
+                stack.callback(setattr, optimizer, fused, step)
+                single = getattr(optimizer, f"_single_tensor_{name}")
+                setattr(optimizer, fused, partial(composed.take_fused_step, single))
         _active.count = 1
         stack.callback(setattr, _active, "count", 0)
         stack.enter_context(_MODE)

@@ -17,43 +17,22 @@ Generator = torch.Generator | None
 
 
 def draw(size: Any, generator: Generator, bits: int = 53) -> Tensor:
-    """Return whole numbers below ``2**bits``, drawn on the CPU."""
+    """Return float64 numbers in [0, 1) that have so many bits, drawn on the CPU."""
     if generator is not None and generator.device.type != "cpu":
         raise SettingError(
             f"A generator is on {generator.device}; with portable bits, numbers are drawn on the "
             "CPU. Make it with torch.Generator()."
         )
     # The same on every machine: one draw of the Mersenne Twister for each number, in order.
-    return torch.empty(size, dtype=torch.int64).random_(0, 2**bits, generator=generator)
-
-
-def draw_uniform(size: Any, generator: Generator, bits: int = 53) -> Tensor:
-    """Return float64 numbers in [0, 1) that have so many bits."""
-    return draw(size, generator, bits).double() * 2.0**-bits
-
-
-def _draw_normal(size: torch.Size, generator: Generator, dtype: torch.dtype) -> Tensor:
-    """Return numbers from the standard normal distribution in float32, or in float64."""
-    first = 1.0 - draw_uniform((2, *size), generator)
-    angle = first[1] * 6.283185307179586
-    return evaluate("normal", first[0], angle, dtype=at_least_32(dtype)).double()
+    drawn = torch.empty(size, dtype=torch.int64).random_(0, 2**bits, generator=generator)
+    return drawn.double() * 2.0**-bits
 
 
 @rule("uniform")
 def uniform(values: Tensor, low: float = 0, high: float = 1, *, generator: Any = None) -> Tensor:
     """Numbers between two bounds, of as many bits as the dtype has."""
     bits = {torch.float64: 53, torch.bfloat16: 8, torch.float16: 11}.get(values.dtype, 24)
-    return (draw_uniform(values.shape, generator, bits) * (high - low) + low).to(values)
-
-
-@rule("normal")
-def normal(mean: Any, std: Any = 1, *_size: Any, generator: Any = None, **_: Any) -> Any:
-    """Normal numbers, where the means or the deviations are tensors."""
-    given = [one for one in (mean, std) if isinstance(one, Tensor)]
-    if not given:
-        return NotImplemented
-    shape = torch.broadcast_shapes(*(one.shape for one in given))
-    return _draw_normal(shape, generator, given[0].dtype).to(given[0]) * std + mean
+    return (draw(values.shape, generator, bits) * (high - low) + low).to(values)
 
 
 @rule("normal_")
@@ -61,30 +40,24 @@ def normal_in_place(
     values: Tensor, mean: float = 0, std: float = 1, *, generator: Any = None
 ) -> Tensor:
     """Fill a tensor with normal numbers."""
-    return values.copy_(_draw_normal(values.shape, generator, values.dtype) * std + mean)
-
-
-@rule("bernoulli")
-def bernoulli(values: Tensor, p: Any = None, *, generator: Any = None) -> Tensor:
-    """One with a probability, else zero."""
-    chance = values if p is None else p
-    chance = chance.to("cpu", torch.float64) if isinstance(chance, Tensor) else chance
-    return (draw_uniform(values.shape, generator) < chance).to(values)
+    radius, angle = 1.0 - draw((2, *values.shape), generator)
+    angle *= 6.283185307179586
+    drawn = evaluate("normal", radius, angle, dtype=at_least_32(values.dtype))
+    return values.copy_(drawn.double() * std + mean)
 
 
 @rule("bernoulli_")
 def bernoulli_in_place(values: Tensor, p: Any = 0.5, *, generator: Any = None) -> Tensor:
-    """Fill a tensor with ones with a probability."""
-    return values.copy_(bernoulli(values, p, generator=generator))
+    """Fill a tensor with ones with a probability, and else with zeros."""
+    chance = p.to("cpu", torch.float64) if isinstance(p, Tensor) else p
+    return values.copy_(draw(values.shape, generator) < chance)
 
 
 @rule("exponential")
 def exponential(values: Tensor, lambd: float = 1, *, generator: Any = None) -> Tensor:
     """Exponential numbers."""
-    dtype = at_least_32(values.dtype)
-    return (evaluate("log1p", -draw_uniform(values.shape, generator), dtype=dtype) / -lambd).to(
-        values
-    )
+    drawn = -draw(values.shape, generator)
+    return (evaluate("log1p", drawn, dtype=at_least_32(values.dtype)) / -lambd).to(values)
 
 
 @rule("multinomial")
@@ -95,7 +68,7 @@ def multinomial(
     rows = torch.atleast_2d(weights).to("cpu", torch.float64)
     if replacement:
         sums = RULES["cumsum"](rows, 1)
-        places = draw_uniform((len(rows), count), generator) * sums[:, -1:]
+        places = draw((len(rows), count), generator) * sums[:, -1:]
         result = torch.searchsorted(sums, places, right=True).clamp_(max=rows.shape[1] - 1)
     else:
         times = exponential(rows, generator=generator) / rows

@@ -7,10 +7,9 @@ looked up itself. Operations whose arguments and results are whole numbers are t
 """
 
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, TypeVar, cast
 
-import torch
 from torch import Tensor
 
 Rule = Callable[..., Any]
@@ -18,33 +17,20 @@ _Rule = TypeVar("_Rule", bound=Rule)
 
 RULES: dict[str, Rule] = {}
 COMPOSED: dict[str, Rule] = {}
-OF_WHOLE_NUMBERS: set[str] = set()
-"""Rules that serve for whole numbers as well."""
 
 
-class UnsupportedError(Exception):
-    """A rule does not take its arguments; the mode says so in the words of ``NotPortableError``."""
-
-
-def rule(*names: str, whole: bool = False) -> Callable[[_Rule], _Rule]:
+def rule(*names: str, table: dict[str, Rule] = RULES) -> Callable[[_Rule], _Rule]:
     """Register a function for operations, by their names without the namespace."""
 
     def register(function: _Rule) -> _Rule:
-        RULES.update(dict.fromkeys(names, function))
-        OF_WHOLE_NUMBERS.update(names if whole else ())
+        table.update(dict.fromkeys(names, function))
         return function
 
     return register
 
 
-def composed(*names: str) -> Callable[[_Rule], _Rule]:
-    """Register a function that runs under the mode."""
-
-    def register(function: _Rule) -> _Rule:
-        COMPOSED.update(dict.fromkeys(names, function))
-        return function
-
-    return register
+composed = partial(rule, table=COMPOSED)
+"""Register a function that runs under the mode."""
 
 
 def along_dim(function: _Rule) -> _Rule:
@@ -58,10 +44,3 @@ def along_dim(function: _Rule) -> _Rule:
         return tuple(one.view(()) for one in found) if isinstance(found, tuple) else found.view(())
 
     return cast("_Rule", call)
-
-
-def as_tensor(value: Any, like: Tensor) -> Tensor:
-    """Return a number as a tensor of one element that does not decide a dtype."""
-    if isinstance(value, Tensor):
-        return value
-    return torch.full((), value, dtype=like.dtype, device=like.device)

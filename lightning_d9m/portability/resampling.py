@@ -75,23 +75,14 @@ def _average_adaptively(sizes: Sequence[int], out: Sequence[int]) -> Matrices:
         yield _read_matrix("_adaptive_avg_pool2d", size, 1, (length, 1))
 
 
-def _pad(kind: str, sizes: Sequence[int], padding: Sequence[int]) -> Matrices:
-    pairs = zip(padding[::2], padding[1::2], strict=True)  # torch lists the last dimension first
-    for size, pair in zip(sizes, reversed([*pairs]), strict=True):
-        yield _read_matrix(f"{kind}_pad1d", size, 0, pair)
-
-
-def _apply(matrices: Matrices, values: Tensor, dims: int) -> Tensor:
-    """Multiply each of the last dimensions by its matrix."""
+def _apply(matrices: Matrices, values: Tensor, dims: int, *, turned: bool = False) -> Tensor:
+    """Multiply each of the last dimensions by its matrix, or by the transposed one."""
     for axis, matrix in enumerate(matrices, values.dim() - dims):
         moved = values.movedim(axis, 0)
-        product = matmul(matrix.to(values), moved.reshape(moved.shape[0], -1))
+        factor = (matrix.t() if turned else matrix).to(values)
+        product = matmul(factor, moved.reshape(moved.shape[0], -1))
         values = product.view(-1, *moved.shape[1:]).movedim(0, axis)
     return values.contiguous()
-
-
-def _turn(matrices: Matrices) -> Matrices:
-    return (one.t() for one in matrices)
 
 
 def _register(dims: int, name: str, find: Callable[..., Matrices], *, forward: bool = True) -> None:
@@ -107,16 +98,16 @@ def _register(dims: int, name: str, find: Callable[..., Matrices], *, forward: b
     def apply(values: Tensor, *given: Any, **named: Any) -> Tensor:
         return _apply(find(values.shape[-dims:], *given, **named), values, dims)
 
-    def differentiate(gradient: Tensor, values: Tensor, *given: Any, **named: Any) -> Tensor:
-        given = given or (gradient.shape[-dims:],)  # of adaptive pooling
-        return _apply(_turn(find(values.shape[-dims:], *given, **named)), gradient, dims)
+    def differentiate(gradient: Tensor, *given: Any, **named: Any) -> Tensor:
+        if "upsample" in name:
+            out, sizes, *more = given
+            more = [out, *more]
+        else:
+            values, *more = given
+            sizes, more = values.shape[-dims:], more or [gradient.shape[-dims:]]  # if adaptive
+        return _apply(find(sizes, *more, **named), gradient, dims, turned=True)
 
-    def differentiate_resized(
-        gradient: Tensor, out: Any, sizes: Any, *given: Any, **named: Any
-    ) -> Tensor:
-        return _apply(_turn(find(sizes, out, *given, **named)), gradient, dims)
-
-    RULES[f"{name}_backward"] = differentiate_resized if "upsample" in name else differentiate
+    RULES[f"{name}_backward"] = differentiate
     if forward:
         RULES[name] = apply
 
@@ -129,8 +120,6 @@ for _dims, _modes in enumerate(("linear", "bilinear bicubic", "trilinear"), 1):
     _register(_dims, _name, partial(_resize, _name), forward=False)
     _register(_dims, f"avg_pool{_dims}d", _average)
     _register(_dims, f"_adaptive_avg_pool{_dims}d", _average_adaptively)
-    for _kind in ("reflection", "replication"):
-        _register(_dims, f"{_kind}_pad{_dims}d", partial(_pad, _kind), forward=False)
 for _mode in ("bilinear", "bicubic", "lanczos"):
     _name = f"_upsample_{_mode}2d_aa"
     _register(2, _name, partial(_resize, _name))

@@ -2,11 +2,11 @@
 
 float64 holds every product of two float32 numbers. A sum of n such terms in float64, in any order
 and by any library, is off by at most n * 2**-53 times the sum of their sizes. If all numbers within
-twice this bound round to one float32 number, that number is the exact sum rounded, whatever the
-order was. Otherwise (for about one element in 10,000) the terms of the element are cut into pieces
-that add exactly (``patches.exact_sums``), as many as hold all of their bits. Which elements need it
-may differ between machines; the results do not. Sums of float64 numbers are those of
-``patches.exact_sums``, and products of float64 numbers come from Ozaki's scheme.
+a little more than this bound round to one float32 number, that number is the exact sum rounded,
+whatever the order was. Otherwise (for about one element in 10,000) the terms of the element are cut
+into pieces that add exactly (``patches.exact_sums``), as many as hold all of their bits. Which
+elements need it may differ between machines; the results do not. Sums of float64 numbers are those
+of ``patches.exact_sums``, and products of float64 numbers come from Ozaki's scheme.
 """
 
 import math
@@ -24,7 +24,6 @@ from lightning_d9m.patches.exact_sums import (
     round_sums,
 )
 
-UNIT = 2.0**-53
 BLOCK = 512
 """Terms that are added at a time: shorter sums have smaller bounds."""
 
@@ -34,7 +33,7 @@ _FEW_TERMS = 2**12  # that Python adds sooner than torch cuts them
 
 
 Terms = Callable[[Tensor], Tensor]
-"""A function that takes flat positions of sums, and returns their terms, ``[sums, terms]``."""
+"""A function of flat positions of sums: their terms, ``[sums, terms]``, or their bounds."""
 
 
 def settle(
@@ -42,21 +41,24 @@ def settle(
     bound: Tensor,
     find_terms: Terms,
     length: int,
-    find_bound: Callable[[], Tensor] | None = None,
+    find_bound: Terms | None = None,
 ) -> Tensor:
     """Round float64 sums to float32 as their exact values round.
 
     Args:
         total: The sums; any order of additions.
-        bound: At least twice the greatest error of each sum.
+        bound: More than the greatest error of each sum, or of so many sums in turn; see
+            :func:`_find_factor`.
         find_terms: Returns the terms of some sums in float64.
         length: The number of terms of a sum.
-        find_bound: Returns a closer bound, for sums that many zeros make small.
+        find_bound: Returns closer bounds of some sums, which many zeros make small.
     """
-    flat, margins = total.reshape(-1), bound.expand(total.shape).reshape(-1)
+    flat = total.reshape(-1)
+    margins = bound.reshape(-1, 1).expand(-1, len(flat) // bound.numel()).reshape(-1)
     result, places = _round(flat, margins)
     if find_bound is not None and len(places) > len(flat) // 256:
-        result, places = _round(flat, find_bound().reshape(-1))
+        result[places], left = _round(flat[places], find_bound(places))
+        places = places[left]
     if len(places):
         result[places] = flat[places].float()
         places = places[flat[places].isfinite()]
@@ -142,7 +144,7 @@ def add_terms(
             rows = terms.permute(*others, *axes)[tuple(index[axis] for axis in others)]
             return rows.reshape(len(places), -1)
 
-        bound = size.mul_(2 * (rounds + 2) * UNIT)
+        bound = size.mul_(_find_factor(rounds))
         total = settle(wide, bound, find_terms, values.numel() // wide.numel()).to(dtype)
     return total if keepdim or not axes else total.squeeze(axes)
 
@@ -170,9 +172,9 @@ def multiply(left: Tensor, right: Tensor) -> Tensor:
         batch, row = row // rows.shape[1], row % rows.shape[1]
         return rows[batch, row] * columns[batch, :, column]
 
-    bound = add_squares(rows, 2).sqrt() * add_squares(columns, 1).sqrt()
+    lengths = find_lengths(rows, 2), find_lengths(columns, 1)
     rounds = min(inner, BLOCK) + inner // BLOCK
-    return combine(_multiply_blocks, rows, columns, bound, find_terms, inner, rounds)
+    return combine(_multiply_blocks, rows, columns, lengths, find_terms, inner, rounds)
 
 
 def _multiply_blocks(left: Tensor, right: Tensor) -> Tensor:
@@ -183,16 +185,24 @@ def _multiply_blocks(left: Tensor, right: Tensor) -> Tensor:
     return total
 
 
-def add_squares(values: Tensor, *dims: int) -> Tensor:
-    """Return the sums of squares of float64 numbers that were float32 numbers."""
-    return (values * values).sum(dims, keepdim=True)
+def find_lengths(values: Tensor, *dims: int) -> Tensor:
+    """Return the lengths of vectors of float64 numbers that were float32 numbers."""
+    return (values * values).sum(dims, keepdim=True).sqrt_()
+
+
+def _find_factor(roundings: int) -> float:
+    """Return the error of a sum in relation to the sum of the sizes of its terms.
+
+    Two roundings and a part in 20 more cover the errors of a bound itself, and of adding it.
+    """
+    return 1.05 * (roundings + 2) * 2.0**-53
 
 
 def combine(
     function: Callable[[Tensor, Tensor], Tensor],
     left: Tensor,
     right: Tensor,
-    lengths: Tensor,
+    lengths: tuple[Tensor, Tensor],
     find_terms: Terms,
     length: int,
     roundings: int,
@@ -203,21 +213,23 @@ def combine(
         function: Adds the products of numbers of two tensors in any order.
         left: Float64 numbers that were float32 numbers.
         right: As ``left``.
-        lengths: The product of the lengths of the vectors that each sum multiplies; no sum of the
-            sizes of its terms is greater (Cauchy and Schwarz).
+        lengths: Those of the vectors that each sum multiplies; no sum of the sizes of its terms is
+            greater than their product (Cauchy and Schwarz).
         find_terms: See :func:`settle`.
         length: The number of terms of a sum.
         roundings: The greatest number of roundings of a sum.
     """
-    factor = 2.05 * (roundings + 1) * UNIT
+    factor = _find_factor(roundings)
 
-    def find_bound() -> Tensor:
+    def find_bound(places: Tensor) -> Tensor:
         # The sizes of the terms; float32 gives them up to small errors, and up to what underflows.
-        size = function(left.abs().float(), right.abs().float()).double()
-        return size.mul_(1 + length * 2.0**-22).add_(length * 2.0**-120).mul_(factor)
+        size = function(left.float().abs_(), right.float().abs_())
+        size = size.reshape(-1)[places].double()
+        return size.mul_((1 + length * 2.0**-22) * factor).add_(length * 2.0**-119 * factor)
 
     total = function(left, right)
-    return settle(total, lengths.mul_(factor), find_terms, length, find_bound)
+    bound = lengths[0].mul(factor).mul(lengths[1])
+    return settle(total, bound, find_terms, length, find_bound)
 
 
 def multiply_doubles(left: Tensor, right: Tensor) -> Tensor:
@@ -228,10 +240,7 @@ def multiply_doubles(left: Tensor, right: Tensor) -> Tensor:
     """
     inner = left.shape[2]
     number = 3
-    while True:
-        bits = (51 - (number * inner - 1).bit_length()) // 2
-        if bits * number >= 55:
-            break
+    while (bits := (51 - (number * inner - 1).bit_length()) // 2) * number < 55:
         number += 1
     parts, left_scale = _cut(left, 2, bits, number)
     others, right_scale = _cut(right, 1, bits, number)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import lightning_d9m
-from lightning_d9m.portability import functions
+from lightning_d9m.portability.arithmetic import sqrt
 from lightning_d9m.portability.functions import evaluate
 
 REFERENCES = {
@@ -95,7 +95,7 @@ def test_the_root_of_float64_is_correctly_rounded():
         0, 0x7FF0000000000000, (20_000,), generator=torch.Generator().manual_seed(0)
     )
     values = bits.view(torch.float64)
-    roots = functions.sqrt(values).tolist()
+    roots = sqrt(values).tolist()
     assert roots == [math.sqrt(value) for value in values.tolist()]
 
 

@@ -253,6 +253,8 @@ def _add_batch(values, shape):
         *((lambda x, name=name: getattr(x, name)(0)[0], ()) for name in ("median", "sort", "max")),
         (lambda x: x.kthvalue(1, 0, keepdim=True)[0] + x.topk(1)[0], ()),
         (lambda x: x.cumsum(0) + x.cumprod(-1), ()),
+        (lambda x: F.pad(x, (3, 4), "reflect"), (2, 3, 5)),
+        (lambda x: F.pad(x, (1, 2, 1, 2, 1, 2), "replicate"), (1, 2, 3, 3, 3)),
         *((lambda x, s=shape: _add_batch(x, s), (2, 3, 4)) for shape in ((), (1,), (2,), (3, 1))),
     ],
     ids=[
@@ -262,7 +264,15 @@ def _add_batch(values, shape):
         *("counted distances", "prod of one", "infinite terms", "put of one"),
         *("padded by a stride", "padded by two strides", "softmax of none", "pooling of none"),
         *("resizing of none", "median of one", "sort of one", "max of one", "kthvalue of one"),
-        *("scan of one", "start of 0", "start of 1", "start of 2", "start of a column"),
+        *(
+            "scan of one",
+            "reflected",
+            "replicated",
+            "start of 0",
+            "start of 1",
+            "start of 2",
+            "start of a column",
+        ),
     ],
 )
 @pytest.mark.filterwarnings("ignore:index_reduce")

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_d9m import portable
-from lightning_d9m.portability.products import Convolution, convolve, convolve_backward, matmul
+from lightning_d9m.portability.products import convolve, convolve_backward, matmul
 from lightning_d9m.portability.sums import add_terms
 
 FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
@@ -107,7 +107,7 @@ def test_float64_products_keep_special_values():
 def test_convolutions_agree_with_torch(dims, groups, transposed):
     name = f"conv{'_transpose' if transposed else ''}{dims}d"
     generator = torch.Generator().manual_seed(2)
-    given = Convolution([2], [1], [2], transposed, [1] if transposed else [0], groups)
+    given = ([2], [1], [2], transposed, [1] if transposed else [0], groups)
     channels = (4, 6 // groups) if transposed else (6, 4 // groups)
     values = torch.randn(3, 4, *[9, 8, 7][:dims], generator=generator, requires_grad=True)
     weight = torch.randn(*channels, *[3, 2, 3][:dims], generator=generator, requires_grad=True)
@@ -117,9 +117,9 @@ def test_convolutions_agree_with_torch(dims, groups, transposed):
     gradient = torch.randn(out.shape, generator=generator)
     expected = torch.autograd.grad(out, (values, weight), gradient)
     with torch.no_grad():
-        torch.testing.assert_close(convolve(values, weight, given), out)
-        found = convolve_backward(gradient, values, weight, given, (True, True))
+        torch.testing.assert_close(convolve(values, weight, None, *given), out)
+        found = convolve_backward(gradient, values, weight, None, *given, (True, True, False))[:2]
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
-    whole = convolve(values.detach(), weight.detach(), given)
-    assert torch.equal(convolve(values.detach()[1:2], weight.detach(), given), whole[1:2])
+    whole = convolve(values.detach(), weight.detach(), None, *given)
+    assert torch.equal(convolve(values.detach()[1:2], weight.detach(), None, *given), whole[1:2])

@@ -1,41 +1,41 @@
-"""Composed rules for operations that torch does not take apart itself."""
+"""Composed rules: norms, losses, and steps of optimizers that torch does not take apart itself."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._decomp import decomposition_table
 
-from lightning_d9m.portability.registry import UnsupportedError, composed
+from lightning_d9m.patches.arguments import RefusedError
+from lightning_d9m.portability.registry import composed
 
 
 def differentiate(
-    function: Callable[..., Tensor], gradient: Tensor, *inputs: Tensor
-) -> tuple[Tensor, ...]:
-    """Return the gradients of a function for its inputs: each operation of them is portable."""
+    function: Callable[..., Tensor], gradient: Tensor, values: Tensor, *given: Any
+) -> Tensor:
+    """Return the gradient of a function for its first argument, by portable operations."""
     key = torch._C.DispatchKey.AutogradFunctionality  # noqa: SLF001 - no public form
     # Let autograd record the operations, although the mode runs below it.
     with torch._C._SetExcludeDispatchKeyGuard(key, False), torch.enable_grad():  # noqa: SLF001
-        leaves = [one.detach().requires_grad_() for one in inputs]
-        result = function(*leaves)
-        return tuple(torch.autograd.grad(result, leaves, gradient, materialize_grads=True))
+        leaf = values.detach().requires_grad_()
+        result = function(leaf, *given)
+        return torch.autograd.grad(result, leaf, gradient, materialize_grads=True)[0]
 
 
-_multi_margin = decomposition_table[torch.ops.aten.multi_margin_loss.default]
 composed("_weight_norm_interface_backward")(torch.ops.aten._weight_norm_differentiable_backward)  # noqa: SLF001
 
 
-@composed("softshrink")
-def softshrink(values: Tensor, lambd: float = 0.5) -> Tensor:
-    """The values, nearer to 0; torch 2.4's decomposition gives other zeros than later ones."""
-    return torch.where(values.abs() > lambd, values - values.sign() * lambd, values * 0)
-
-
-@composed("hardshrink_backward", "softshrink_backward")
-def shrink_backward(gradient: Tensor, values: Tensor, lambd: float) -> Tensor:
-    """The gradient outside of the interval that is mapped to 0."""
-    return torch.where(values.abs() <= lambd, 0.0, gradient)
+# Torch 2.4's decomposition gives other zeros than later ones.
+composed("softshrink")(
+    lambda values, lambd=0.5: torch.where(
+        values.abs() > lambd, values - values.sign() * lambd, values * 0
+    )
+)
+composed("hardshrink_backward", "softshrink_backward")(
+    lambda gradient, values, lambd: torch.where(values.abs() <= lambd, 0.0, gradient)
+)
 
 
 @composed("rrelu_with_noise")
@@ -58,14 +58,6 @@ def cdist(left: Tensor, right: Tensor, p: float, mode: int | None) -> Tensor:
     return torch.linalg.vector_norm(gaps, p, dim=-1)  # type: ignore[no-any-return]
 
 
-composed("_cdist_backward")(
-    lambda g, left, right, p, _: differentiate(lambda x: cdist(x, right, p, None), g, left)[0]
-)
-composed("multi_margin_loss_backward")(
-    lambda g, values, *given: differentiate(lambda x: _multi_margin(x, *given), g, values)[0]
-)
-
-
 @composed("multilabel_margin_loss_forward")
 def multilabel_margin(values: Tensor, target: Tensor, reduction: int) -> tuple[Tensor, Tensor]:
     """The multi-label margin loss, and 1 for each class that is a label.
@@ -85,11 +77,12 @@ def multilabel_margin(values: Tensor, target: Tensor, reduction: int) -> tuple[T
     return losses, (counts > 0).to(values.dtype).view(target.shape)
 
 
-composed("multilabel_margin_loss_backward")(
-    lambda g, values, target, reduction, _: differentiate(
-        lambda x: multilabel_margin(x, target, reduction)[0], g, values
-    )[0]
-)
+for _name, _function in (
+    ("_cdist_backward", cdist),
+    ("multi_margin_loss_backward", decomposition_table[torch.ops.aten.multi_margin_loss.default]),
+    ("multilabel_margin_loss_backward", lambda *given: multilabel_margin(*given[:3])[0]),
+):
+    composed(_name)(partial(differentiate, _function))
 
 
 @composed("_ctc_loss")
@@ -143,19 +136,18 @@ def embedding_bag(
     """The sums or means of the rows of each bag, and which bag each index is in."""
     del by_frequency
     if sparse:
-        raise UnsupportedError("Its gradient is a sparse tensor: pass sparse=False")
+        raise RefusedError("Its gradient is a sparse tensor: pass sparse=False")
     if mode > 1:
-        raise UnsupportedError("Mode 'max' has no rule: use mode 'sum' or 'mean'")
-    last = offsets[:0] if include_last_offset else offsets.new_tensor([len(indices)])
-    ends = torch.cat([offsets[1:], last])
-    starts = offsets[: len(ends)]
-    bags = torch.arange(len(ends), device=indices.device).repeat_interleave(ends - starts)
+        raise RefusedError("Mode 'max' has no rule: use mode 'sum' or 'mean'")
+    count = len(offsets) - include_last_offset
+    order = torch.arange(len(indices), dtype=offsets.dtype, device=offsets.device)
+    bags = torch.searchsorted(offsets, order, right=True) - 1
     kept = indices != padding_idx
-    sizes = torch.zeros_like(starts).index_add(0, bags, kept.to(starts.dtype))
+    sizes = offsets.new_zeros(count).index_add(0, bags, kept.to(offsets.dtype))
     rows = weight[indices]
     if per_sample_weights is not None:
         rows = rows * per_sample_weights.unsqueeze(1)
-    result = weight.new_zeros((len(ends), weight.shape[1])).index_add(0, bags[kept], rows[kept])
+    result = weight.new_zeros((count, weight.shape[1])).index_add(0, bags[kept], rows[kept])
     if mode == 1:
         result = result / sizes.clamp(min=1).unsqueeze(1)
     return result, bags, sizes, torch.zeros_like(sizes)
@@ -180,7 +172,7 @@ def embedding_bag_backward(
 def qr(matrix: Tensor, mode: str = "reduced") -> tuple[Tensor, Tensor]:
     """The reduced QR decomposition of a matrix, by Gram and Schmidt, twice for each column."""
     if mode != "reduced" or matrix.dim() != 2:
-        raise UnsupportedError(f"linalg_qr of shape {tuple(matrix.shape)}, mode {mode!r}")
+        raise RefusedError(f"linalg_qr of shape {tuple(matrix.shape)}, mode {mode!r}")
     wide = matrix.double()
     size = min(wide.shape)
     q = wide.new_zeros((len(wide), size))
@@ -190,3 +182,37 @@ def qr(matrix: Tensor, mode: str = "reduced") -> tuple[Tensor, Tensor]:
             vector = vector - q[:, :column].mv(q[:, :column].t().mv(vector))
         q[:, column] = vector / torch.linalg.vector_norm(vector)
     return q.to(matrix.dtype), (q.t() @ wide).triu().to(matrix.dtype)
+
+
+# The decompositions of these changed between torch 2.6 and 2.13.
+@composed("native_group_norm")
+def group_norm(
+    values: Tensor, weight: Any, bias: Any, n: int, c: int, area: int, groups: int, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Group normalization."""
+    rows = values.reshape(n * groups, c // groups * area)
+    result, mean, scale = torch.native_layer_norm(rows, rows.shape[1:], None, None, eps)
+    result = result.view(n, c, area)
+    result = result if weight is None else result * weight.view(c, 1)
+    result = result if bias is None else result + bias.view(c, 1)
+    return result.view(values.shape), mean.view(n, groups), scale.view(n, groups)
+
+
+composed("silu_backward")(
+    lambda gradient, values: gradient * (p := values.sigmoid()) * (1 + values * (1 - p))
+)
+
+
+def take_fused_step(
+    single: Callable[..., None],
+    params: list[Tensor],
+    grads: list[Tensor],
+    *state: Any,
+    grad_scale: Tensor | None,
+    found_inf: Tensor | None,
+    **options: Any,
+) -> None:
+    """Take a fused step of an optimizer by torch's own code for single tensors."""
+    if found_inf is None or not found_inf.item():
+        grads = grads if grad_scale is None else [grad / grad_scale for grad in grads]
+        single(params, grads, *state, grad_scale=None, found_inf=None, **options)
