@@ -104,7 +104,8 @@ def accumulate(
 
     Args:
         out: Floating point, contiguous.
-        keys: The place of each value, from 0 to ``places``; a place outside is skipped.
+        keys: The place of each value, from 0 to ``places``, or counted from the end; a place
+            outside is skipped.
         values: Floating point; float64 only if the sums are.
         weights: Factors, with the strides of the keys, or None.
         layout: How they lie in memory.
@@ -204,6 +205,7 @@ def _list_terms(
         for factor in factors:
             weight = factor[tap][where]
             terms = terms.to(weight.dtype) * weight
+        key = torch.where(key < 0, key + count, key)
         places = torch.where((key >= 0) & (key < count), lines[side] + key, beyond)
         if inner > 1:
             places = places * inner + column

@@ -10,7 +10,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from lightning_d9m.patches import taps
 from lightning_d9m.patches.arguments import Update
 from lightning_d9m.patches.catalog.catalog import Op
 from lightning_d9m.patches.kernels import separable
@@ -28,7 +27,16 @@ ONE_THREAD_PER_OUTPUT = {
         "_unsafe_view",
     ),
     *("_to_copy", "copy_", "clone", "cat", "stack", "flip", "floor_divide"),
-    *("fill_.Scalar", "gather", "index.Tensor", "index_select", "searchsorted.Tensor"),
+    *(
+        "fill_.Scalar",
+        "gather",
+        "take",
+        "scatter.value",
+        "scatter_.value",
+        "index.Tensor",
+        "index_select",
+        "searchsorted.Tensor",
+    ),
     *("_assert_async", "_local_scalar_dense"),
     "set_.source_Storage_storage_offset",  # memory that is not filled
     "complex",  # of a real and an imaginary part
@@ -104,7 +112,8 @@ ON_CONDITION: dict[str, Callable[[tuple[Any, ...], dict[str, Any]], bool]] = {
 
 LEAVING = {
     *("cumprod", "logcumsumexp"),  # several rows, and integers
-    *("nll_loss2d_forward", "scatter_reduce", "embedding_bag_dense_backward"),  # other modes
+    *("nll_loss2d_forward", "embedding_bag_dense_backward"),  # other modes
+    *("index_add", "index_reduce", "scatter", "scatter_add", "scatter_reduce"),  # integers, complex
     *("histc", "bincount"),  # integers and nothing
     "index_put_impl",  # without accumulate it sorts
 }
@@ -180,9 +189,11 @@ def judged(ops: tuple[Op, ...], monkeypatch: Any) -> Iterator[tuple[Judge, set[s
             name = path.split(":")[1]
             patch.setattr(module, name, observe(path, getattr(module, name)))
 
+        find = separable.cached_taps
+
         def prepare(*args: object) -> object:
             with _disable_current_modes():
-                return taps.cached_taps(*args)
+                return find(*args)
 
         patch.setattr(separable, "cached_taps", prepare)
         yield judge, ran

@@ -93,7 +93,8 @@ def _backward(
 
     corners = list(product(*taps))
     dtype = torch.int32 if prod(sizes) <= INT32_LIMIT else torch.int64
-    index = torch.stack([_find_place(corner, sizes).to(dtype) for corner in corners])
+    places = torch.stack([_find_place(corner, sizes) for corner in corners])
+    index = torch.where(places < 0, prod(sizes), places).to(dtype)
     weights = torch.stack([_multiply([tap.weight for tap in corner]) for corner in corners])
     tap, sample, output = index.stride()
     steps = (tap, sample, output, 0)

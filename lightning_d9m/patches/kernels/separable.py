@@ -1,20 +1,219 @@
-"""Gradients of interpolation, average pooling and padding, which act on one dimension at a time.
+"""Gradients of separable linear ops: each input reads the outputs that it went to.
 
-torch's CUDA kernels start one thread per output and add into the inputs with atomics. Here each
-input adds the outputs that it went to; see ``taps``. Each side of a tensor names torch's own op and
-the arguments with which it is run along one dimension.
+Interpolation, average pooling and padding are linear, and act on one dimension after the other. The
+matrix of one dimension is what torch's own forward pass does to the identity matrix, and the
+gradient multiplies by its transpose. Few elements of a row are not zero: the taps. One thread adds
+the taps of an input in ascending order, so no two threads meet: of the last dimension first, then
+what these sums give along the dimension before it.
+
+A row of the identity stands for many here, because outputs read only inputs nearby: it is 1 at
+every ``period``-th input. Which of them an output has read follows from the center of all that it
+reads, which is the forward pass of the positions.
 """
 
-from collections.abc import Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from itertools import accumulate
+from math import prod
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch._prims_common import suggest_memory_format
 
+from lightning_d9m.errors import D9mError
 from lightning_d9m.patches.arguments import Function, accumulation_dtype, lay_out, require
-from lightning_d9m.patches.taps import apply_taps, cached_taps
+from lightning_d9m.patches.triton.launch import allocate, is_capturing, run_kernel
+
+Forward = Callable[[Tensor], Tensor]
+"""The op along one dimension, on a CPU: of shape ``[rows, inputs]`` to ``[rows, outputs]``."""
+
+_PERIOD = 16
+_SOME = 2**22  # elements that a slice of torch ops adds
+_TOGETHER = 512  # taps of an input, up to which one thread adds those of all dimensions
+
+
+class Taps(NamedTuple):
+    """The outputs that each input of three adjacent dimensions went to, in ascending order.
+
+    Attributes:
+        begins: The position of each input's first tap, and the end of all, for each dimension after
+            the other; int32.
+        places: The outputs of input 0, of input 1, ...; int32.
+        weights: Their weights.
+        inputs: The number of inputs of each dimension.
+        outputs: The number of outputs.
+        most: The greatest number of taps; 0 for a dimension of one element that changes nothing.
+    """
+
+    begins: Tensor
+    places: Tensor
+    weights: Tensor
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    most: tuple[int, ...]
+
+
+def find_taps(forward: Forward, size: int, dtype: torch.dtype) -> Taps:
+    """Return the taps of an op along a dimension.
+
+    Args:
+        forward: The op.
+        size: The number of inputs.
+        dtype: The dtype in which the op computes.
+    """
+    positions = torch.arange(size, dtype=torch.float64)
+    ones, centers = forward(torch.stack([torch.ones_like(positions), positions]))
+    centers = torch.where(ones == 0, 0, centers / ones)
+    samples = torch.rand(2, size, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    expected = forward(samples)
+    period = min(_PERIOD, size)
+    while True:
+        inputs, outputs, weights = _probe(forward, centers, size, period, torch.float64)
+        # An input that was taken for another one gives other sums.
+        sums = torch.zeros_like(expected).index_add_(1, outputs, weights * samples[:, inputs])
+        if period == size or torch.allclose(sums, expected, rtol=0, atol=1e-9):
+            break
+        period = min(2 * period, size)
+    if dtype != torch.float64:
+        inputs, outputs, weights = _probe(forward, centers, size, period, dtype)
+    order = (inputs * len(centers) + outputs).argsort()
+    begins = torch.searchsorted(inputs[order], torch.arange(size + 1)).to(torch.int32)
+    sizes = (size,), (len(centers),), (int(begins.diff().max()),)
+    return Taps(begins, outputs[order].to(torch.int32), weights[order], *sizes)
+
+
+def _probe(
+    forward: Forward, centers: Tensor, size: int, period: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what is read by which output, and with which weight."""
+    combs = (torch.arange(size) % period == torch.arange(period)[:, None]).to(dtype)
+    # A NaN reaches all that is read, with a weight of 0, too.
+    phase, outputs = forward(combs.masked_fill(combs > 0, torch.nan)).isnan().nonzero().unbind(1)
+    # Of the inputs of this phase, the nearest one to the center.
+    nearest = ((centers[outputs] - phase) / period).round().to(torch.int64)
+    last = (size - 1 - phase) // period
+    inputs = nearest.clamp(min=0).minimum(last) * period + phase
+    return inputs, outputs, forward(combs)[phase, outputs]
+
+
+@cache
+def cached_taps(device: torch.device, dtype: torch.dtype, *sides: tuple[Any, ...]) -> Taps:
+    """Return the taps of ops of torch along adjacent dimensions, on a device.
+
+    A side has its number of inputs, the name of an op, and the op's arguments. An op of two
+    dimensions runs on as many columns as the first argument ends with.
+
+    Sizes seldom change during a training, so a layer pays for this at its first step only. Nothing
+    is evicted: taps are only as long as a side, a CUDA graph reads the memory at each replay, and
+    other streams may still read it.
+
+    Raises:
+        D9mError: A CUDA graph is being captured, of which the copy from the host cannot be a part.
+        RuntimeError: The op does not take the arguments.
+    """
+    if device.type == "cuda" and is_capturing():
+        raise D9mError(
+            "A CUDA graph is being captured, and a deterministic replacement has to copy a table "
+            f"for sides of {[size for size, *_ in sides]} to {device} first. Run the same step "
+            "once before the capture."
+        )
+    # For any later use, whatever the default device is.
+    with torch.device("cpu"), torch.inference_mode(mode=False), torch.no_grad():
+        one = torch.arange(2, dtype=torch.int32)
+        found = [Taps(one, one[:1], torch.ones(1, dtype=dtype), (1,), (1,), (0,))] * (
+            3 - len(sides)
+        )
+        found += [
+            find_taps(partial(_run, getattr(torch.ops.aten, name), *arguments), size, dtype)
+            for size, name, *arguments in sides
+        ]
+        begins, places, weights, *sizes = zip(*found, strict=True)
+        ends = accumulate(map(len, places), initial=0)
+        begins = [one + end for one, end in zip(begins, ends, strict=False)]
+        tables = [torch.cat(parts).to(device) for parts in (begins, places, weights)]
+    return Taps(*tables, *[sum(numbers, ()) for numbers in sizes])
+
+
+def _run(op: Any, first: Sequence[int], *rest: Any) -> Tensor:
+    """Run an op, whose last argument has rows, along their columns."""
+    *arguments, rows = rest
+    if op.__name__.endswith("1d"):
+        result: Tensor = op(rows.unsqueeze(1), first, *arguments)
+        return result.squeeze(1)
+    image = rows[:, None, :, None].expand(-1, -1, -1, first[1]).contiguous()
+    result = op(image, first, *arguments)
+    return result[:, 0, :, 0]
+
+
+def plan_gradient(like: Tensor, sides: Sequence[tuple[Any, ...]]) -> Callable[[Tensor], Tensor]:
+    """Return what propagates a gradient from outputs to inputs, along the last dimensions.
+
+    Its result is contiguous and of the gradient's dtype. Half and bfloat16 are added in float32.
+
+    Args:
+        like: A gradient, real or complex, of shape ``[..., *outputs]``.
+        sides: As for :func:`cached_taps`, of each of the last dimensions.
+    """
+    device, kept, wide = like.device, like.dtype.to_real(), accumulation_dtype(like.dtype).to_real()
+    whole = cached_taps(device, wide, *sides)
+    require(whole.outputs[-len(sides) :] == like.shape[-len(sides) :])
+    are_many = prod(filter(None, whole.most)) > _TOGETHER
+    groups = [(side,) for side in sides] if are_many else [tuple(sides)]
+    steps, sizes, end, inner = [], list(like.shape), like.dim(), 1
+    for group in reversed(groups):
+        begin = end - len(group)
+        sizes[begin:end] = [size for size, *_ in group]
+        dtype, taps = kept if group is groups[0] else wide, cached_taps(device, wide, *group)
+        steps.append((tuple(sizes), dtype, taps, prod(sizes[:begin]), inner))
+        end, inner = begin, prod(sizes[begin:])
+
+    def propagate(gradient: Tensor) -> Tensor:
+        if gradient.is_complex():
+            parts = torch.view_as_real(gradient.resolve_conj()).unbind(-1)
+            return torch.complex(*map(propagate, parts))
+        result = gradient.contiguous()
+        for size, dtype, *rest in steps:
+            out = allocate(size, dtype, device)
+            if size[0]:
+                run_kernel("taps:apply", _apply, _make_example, out, result, *rest)
+            result = out
+        return result
+
+    return propagate
+
+
+def _make_example(device: torch.device) -> tuple[Tensor, Tensor, Taps, int, int]:
+    """Return arguments of :func:`_apply`: the gradient of a resized image."""
+    side = (7, "upsample_linear1d", (17,), False)
+    taps = cached_taps(device, torch.float32, side, side)
+    source = (torch.arange(3 * 17 * 17 * 5, dtype=torch.float32, device="cpu") * 0.37).sin()
+    return torch.zeros(3, 7, 7, 5, device=device), source.to(device), taps, 3, 5
+
+
+def _apply(out: Tensor, source: Tensor, taps: Taps, outer: int, inner: int) -> None:
+    step = max(1, _SOME // (prod(map(max, taps.inputs, taps.outputs)) * inner))
+    results = out.view(outer, -1).split(step)
+    for given, target in zip(source.view(outer, -1).split(step), results, strict=True):
+        sums, end, columns = given, len(taps.begins), inner
+        for size, count, most in zip(*(part[::-1] for part in taps[3:]), strict=True):
+            begins = taps.begins[end - size - 1 : end]
+            if most:
+                sums = _add_taps(sums.reshape(-1, count, columns), begins, taps, most)
+            end, columns = end - size - 1, columns * size
+        target.copy_(sums.view(target.shape))
+
+
+def _add_taps(rows: Tensor, begins: Tensor, taps: Taps, most: int) -> Tensor:
+    """Return the weighted sums of the taps of one dimension, that in the middle."""
+    size, numbers = len(begins) - 1, begins.diff()[:, None]
+    sums = rows.new_zeros((len(rows), size, rows.shape[2]), dtype=taps.weights.dtype)
+    for turn in range(most):
+        tap = (begins[:-1] + turn).clamp(max=len(taps.places) - 1)
+        terms = rows.index_select(1, taps.places[tap]).to(sums.dtype)
+        terms.mul_(taps.weights[tap][:, None]).add_(sums)
+        sums = torch.where(turn < numbers, terms, sums)
+    return sums
 
 
 def _differentiate(
@@ -31,26 +230,17 @@ def _differentiate(
         sides: For each of the last dimensions torch's op and its arguments.
         format_of: The tensor whose memory format torch's kernel keeps, if it keeps one.
     """
-    given, dims, dtype = grad_output.shape, len(sides), accumulation_dtype(grad_output.dtype)
+    given, dims = grad_output.shape, len(sides)
     require(
-        dtype.is_floating_point or dtype.is_complex,
+        grad_output.is_floating_point() or grad_output.is_complex(),
         given[:-dims] == tuple(shape[:-dims]),
         0 not in (*shape[1:], *given[1:]),
     )
-    dtype = dtype.to_real() if dtype.is_complex else dtype
-    device, sizes = grad_output.device, shape[-dims:]
-    taps = [
-        cached_taps(device, size, dtype, *side) for size, side in zip(sizes, sides, strict=True)
-    ]
-    require(all(one.size == size for one, size in zip(taps, given[-dims:], strict=True)))
-    memory_format = (
-        torch.contiguous_format if format_of is None else suggest_memory_format(format_of)
-    )
-
-    def run(grad_output: Tensor, *_: Any, **__: Any) -> Tensor:
-        return lay_out(apply_taps(grad_output, taps, shape), memory_format)
-
-    return run
+    whole = [(size, *side) for size, side in zip(shape[-dims:], sides, strict=True)]
+    propagate, form = plan_gradient(grad_output, whole), torch.contiguous_format
+    if format_of is not None:
+        form = suggest_memory_format(format_of)
+    return lambda grad_output, *_, **__: lay_out(propagate(grad_output), form)
 
 
 def _interpolation_backward(

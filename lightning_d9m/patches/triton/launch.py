@@ -132,10 +132,13 @@ class Launch:
         elements: The elements that the programs divide among themselves.
         numbers: The other arguments, without ``BLOCK``.
         alone: Whether a single program computes all elements.
+        wide: Whether a thread computes several of many elements: it has registers for that.
     """
 
-    def __init__(self, kernel: Any, elements: int, *numbers: Any, alone: bool = False) -> None:
-        block = _SMALL_BLOCK if elements < _SMALL and not alone else _BLOCK
+    def __init__(
+        self, kernel: Any, elements: int, *numbers: Any, alone: bool = False, wide: bool = True
+    ) -> None:
+        block = _BLOCK if alone or (wide and elements >= _SMALL) else _SMALL_BLOCK
         self.elements = elements
         self._kernel = kernel
         self._grid = (1 if alone else -(-elements // block), 1, 1)

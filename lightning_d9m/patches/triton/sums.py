@@ -105,6 +105,7 @@ def accumulate_terms(
                 kept = tl.load(out + (element - terms), mask=own, other=0.0)
                 for tap in tl.static_range(TAPS):
                     key = tl.load(index + where, mask=given, other=-1).to(element.dtype)
+                    key = tl.where(key < 0, key + count, key)
                     mask = given & (key >= 0) & (key < count)
                     term = value.to(tl.float64)
                     if WEIGHTED:

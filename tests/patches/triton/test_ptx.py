@@ -110,12 +110,19 @@ def resize() -> Tensor:
     return backward(gradient, (13, 9), (2, 3, 7, 11), align_corners=False)
 
 
+def enlarge() -> Tensor:
+    """Return the gradient of an image each pixel of which went to many places."""
+    gradient = torch.randn(1, 1, 40, 50, generator=torch.Generator().manual_seed(0)).double()
+    return torch.ops.aten.upsample_bilinear2d_backward(gradient, (40, 50), (1, 1, 2, 3), False)
+
+
 CALLS = {
     "sum": (add(torch.float32), 90, True, 1),
     "sum in three launches": (add(torch.float64), 80, False, 3),
     "sum of bfloat16": (add(torch.bfloat16), 100, True, 1),
     "weighted sum": (sample, 90, False, 3),
-    "taps": (resize, 90, True, 2),
+    "taps": (resize, 90, True, 1),
+    "taps of one dimension at a time": (enlarge, 80, True, 2),
 }
 
 
