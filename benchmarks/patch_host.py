@@ -32,7 +32,7 @@ from triton.runtime.jit import JITFunction
 
 from lightning_d9m.patches.exact_sums import Layout, plan_pieces
 from lightning_d9m.patches.registration import Kernel, patches_applied
-from lightning_d9m.patches.triton import launch, sums
+from lightning_d9m.patches.triton import kernels, launch
 
 CALLS, ROUNDS = 2, 20_000
 _FREE = {
@@ -118,7 +118,7 @@ def measure_floor() -> dict[str, float]:
     """Return the time of each call that a replacement of ``index_add_`` needs."""
     target, rows, index = torch.randn(40, 8), torch.randn(64, 8), torch.randint(40, (64,))
     layout, pieces = Layout(1, 1, 1, 64, 8, 40, (0, 0, 1, 0)), plan_pieces(torch.float32, 65)
-    size, launches = sums._prepare(layout, pieces, (24, -126), True, False)  # noqa: SLF001
+    size, launches = kernels._prepare(layout, pieces, (24, -126), True, False)  # noqa: SLF001
     memory, places = torch.full((size,), 0.0, dtype=torch.float64), torch.zeros(40)
     library = Library("aten", "IMPL")
     with warnings.catch_warnings(action="ignore"):

@@ -20,8 +20,8 @@ from torch._decomp import decomposition_table
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_d9m.errors import NotPortableError
-from lightning_d9m.patches.arguments import RefusedError, Update
 from lightning_d9m.patches.catalog.catalog import OPS
+from lightning_d9m.patches.registration import RefusedError, Update
 from lightning_d9m.portability import (
     arithmetic,
     layers,

@@ -10,9 +10,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from lightning_d9m.patches.arguments import Update
 from lightning_d9m.patches.catalog.catalog import Op
 from lightning_d9m.patches.kernels import separable
+from lightning_d9m.patches.registration import Update
 from lightning_d9m.state.parts import equal_bits
 
 ONE_THREAD_PER_OUTPUT = {
@@ -47,7 +47,16 @@ ONE_THREAD_PER_OUTPUT = {
 }
 """No two threads meet: they read, copy, or go through their own elements in order."""
 
-FIXED_TREES = {"sum", "sum.dim_IntList", "all", "any.dim", "amin", "aminmax", "segment_reduce"}
+FIXED_TREES = {
+    "sum",
+    "sum.dim_IntList",
+    "all",
+    "any.dim",
+    "amin",
+    "argmax",
+    "aminmax",
+    "segment_reduce",
+}
 """Reductions whose partial results are combined in an order that the shapes decide."""
 
 

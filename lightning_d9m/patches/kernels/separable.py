@@ -22,15 +22,11 @@ from torch import Tensor
 from torch._prims_common import suggest_memory_format
 
 from lightning_d9m.errors import D9mError
-from lightning_d9m.patches.arguments import Function, accumulation_dtype, lay_out, require
+from lightning_d9m.patches.registration import accumulation_dtype, require
 from lightning_d9m.patches.triton.launch import allocate, is_capturing, run_kernel
-
-Forward = Callable[[Tensor], Tensor]
-"""The op along one dimension, on a CPU: of shape ``[rows, inputs]`` to ``[rows, outputs]``."""
 
 _PERIOD = 16
 _SOME = 2**22  # elements that a slice of torch ops adds
-_TOGETHER = 512  # taps of an input, up to which one thread adds those of all dimensions
 
 
 class Taps(NamedTuple):
@@ -54,11 +50,11 @@ class Taps(NamedTuple):
     most: tuple[int, ...]
 
 
-def find_taps(forward: Forward, size: int, dtype: torch.dtype) -> Taps:
+def find_taps(forward: Callable[[Tensor], Tensor], size: int, dtype: torch.dtype) -> Taps:
     """Return the taps of an op along a dimension.
 
     Args:
-        forward: The op.
+        forward: The op, on a CPU: of shape ``[rows, inputs]`` to ``[rows, outputs]``.
         size: The number of inputs.
         dtype: The dtype in which the op computes.
     """
@@ -84,7 +80,7 @@ def find_taps(forward: Forward, size: int, dtype: torch.dtype) -> Taps:
 
 
 def _probe(
-    forward: Forward, centers: Tensor, size: int, period: int, dtype: torch.dtype
+    forward: Callable[[Tensor], Tensor], centers: Tensor, size: int, period: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return what is read by which output, and with which weight."""
     combs = (torch.arange(size) % period == torch.arange(period)[:, None]).to(dtype)
@@ -146,101 +142,87 @@ def _run(op: Any, first: Sequence[int], *rest: Any) -> Tensor:
     return result[:, 0, :, 0]
 
 
-def plan_gradient(like: Tensor, sides: Sequence[tuple[Any, ...]]) -> Callable[[Tensor], Tensor]:
-    """Return what propagates a gradient from outputs to inputs, along the last dimensions.
-
-    Its result is contiguous and of the gradient's dtype. Half and bfloat16 are added in float32.
+def apply_taps(gradient: Tensor, taps: Taps, shape: Sequence[int]) -> Tensor:
+    """Propagate a gradient from outputs to inputs, along the last dimensions.
 
     Args:
-        like: A gradient, real or complex, of shape ``[..., *outputs]``.
-        sides: As for :func:`cached_taps`, of each of the last dimensions.
+        gradient: Real or complex, of shape ``[..., *outputs]``.
+        taps: Those of the last dimensions.
+        shape: The shape of the result, ``[..., *inputs]``.
+
+    Returns:
+        Contiguous, of the gradient's dtype. Half and bfloat16 are added in float32.
     """
-    device, kept, wide = like.device, like.dtype.to_real(), accumulation_dtype(like.dtype).to_real()
-    whole = cached_taps(device, wide, *sides)
-    require(whole.outputs[-len(sides) :] == like.shape[-len(sides) :])
-    are_many = prod(filter(None, whole.most)) > _TOGETHER
-    groups = [(side,) for side in sides] if are_many else [tuple(sides)]
-    steps, sizes, end, inner = [], list(like.shape), like.dim(), 1
-    for group in reversed(groups):
-        begin = end - len(group)
-        sizes[begin:end] = [size for size, *_ in group]
-        dtype, taps = kept if group is groups[0] else wide, cached_taps(device, wide, *group)
-        steps.append((tuple(sizes), dtype, taps, prod(sizes[:begin]), inner))
-        end, inner = begin, prod(sizes[begin:])
-
-    def propagate(gradient: Tensor) -> Tensor:
-        if gradient.is_complex():
-            parts = torch.view_as_real(gradient.resolve_conj()).unbind(-1)
-            return torch.complex(*map(propagate, parts))
-        result = gradient.contiguous()
-        for size, dtype, *rest in steps:
-            out = allocate(size, dtype, device)
-            if size[0]:
-                run_kernel("taps:apply", _apply, _make_example, out, result, *rest)
-            result = out
-        return result
-
-    return propagate
+    if gradient.is_complex():
+        parts = torch.view_as_real(gradient.resolve_conj()).unbind(-1)
+        return torch.complex(*(apply_taps(part, taps, shape) for part in parts))
+    out = allocate(shape, gradient.dtype, gradient.device)
+    if gradient.numel():
+        run_kernel("kernels:add_taps", _apply, _make_example, out, gradient.contiguous(), taps)
+    return out
 
 
-def _make_example(device: torch.device) -> tuple[Tensor, Tensor, Taps, int, int]:
+def _make_example(device: torch.device) -> tuple[Tensor, Tensor, Taps]:
     """Return arguments of :func:`_apply`: the gradient of a resized image."""
     side = (7, "upsample_linear1d", (17,), False)
+    source = (torch.arange(3 * 17 * 17, dtype=torch.float32, device="cpu") * 0.37).sin()
     taps = cached_taps(device, torch.float32, side, side)
-    source = (torch.arange(3 * 17 * 17 * 5, dtype=torch.float32, device="cpu") * 0.37).sin()
-    return torch.zeros(3, 7, 7, 5, device=device), source.to(device), taps, 3, 5
+    return torch.zeros(3, 7, 7, device=device), source.to(device), taps
 
 
-def _apply(out: Tensor, source: Tensor, taps: Taps, outer: int, inner: int) -> None:
-    step = max(1, _SOME // (prod(map(max, taps.inputs, taps.outputs)) * inner))
-    results = out.view(outer, -1).split(step)
-    for given, target in zip(source.view(outer, -1).split(step), results, strict=True):
-        sums, end, columns = given, len(taps.begins), inner
+def _apply(out: Tensor, source: Tensor, taps: Taps) -> None:
+    step = max(1, _SOME // prod(map(max, taps.inputs, taps.outputs)))
+    results = out.view(-1, prod(taps.inputs)).split(step)
+    for given, target in zip(source.view(-1, prod(taps.outputs)).split(step), results, strict=True):
+        sums, end, columns = given, len(taps.begins), 1
         for size, count, most in zip(*(part[::-1] for part in taps[3:]), strict=True):
-            begins = taps.begins[end - size - 1 : end]
+            begins, end = taps.begins[end - size - 1 : end], end - size - 1
+            rows, numbers = sums.reshape(-1, count, columns), begins.diff()[:, None]
             if most:
-                sums = _add_taps(sums.reshape(-1, count, columns), begins, taps, most)
-            end, columns = end - size - 1, columns * size
+                sums = rows.new_zeros((len(rows), size, columns), dtype=taps.weights.dtype)
+            for turn in range(most):
+                tap = (begins[:-1] + turn).clamp(max=len(taps.places) - 1)
+                terms = rows.index_select(1, taps.places[tap]).to(sums.dtype)
+                terms.mul_(taps.weights[tap][:, None]).add_(sums)
+                sums = torch.where(turn < numbers, terms, sums)
+            columns *= size
         target.copy_(sums.view(target.shape))
-
-
-def _add_taps(rows: Tensor, begins: Tensor, taps: Taps, most: int) -> Tensor:
-    """Return the weighted sums of the taps of one dimension, that in the middle."""
-    size, numbers = len(begins) - 1, begins.diff()[:, None]
-    sums = rows.new_zeros((len(rows), size, rows.shape[2]), dtype=taps.weights.dtype)
-    for turn in range(most):
-        tap = (begins[:-1] + turn).clamp(max=len(taps.places) - 1)
-        terms = rows.index_select(1, taps.places[tap]).to(sums.dtype)
-        terms.mul_(taps.weights[tap][:, None]).add_(sums)
-        sums = torch.where(turn < numbers, terms, sums)
-    return sums
 
 
 def _differentiate(
     grad_output: Tensor,
-    shape: Sequence[int],
+    self: Tensor,
     sides: Sequence[tuple[Any, ...]],
     format_of: Tensor | None = None,
-) -> Function:
-    """Return what returns the gradient with respect to the input, of a shape.
+) -> Callable[..., Tensor]:
+    """Return what returns the gradient with respect to the input.
 
     Args:
         grad_output: Of shape ``[..., *outputs]``.
-        shape: Of the input, ``[..., *inputs]``.
+        self: The input, of shape ``[..., *inputs]``, with one or two more dimensions.
         sides: For each of the last dimensions torch's op and its arguments.
         format_of: The tensor whose memory format torch's kernel keeps, if it keeps one.
     """
-    given, dims = grad_output.shape, len(sides)
+    given, shape, dims = grad_output.shape, self.shape, len(sides)
     require(
+        len(shape) in {dims + 1, dims + 2},
+        grad_output.dtype == self.dtype,
         grad_output.is_floating_point() or grad_output.is_complex(),
-        given[:-dims] == tuple(shape[:-dims]),
+        given[:-dims] == shape[:-dims],
         0 not in (*shape[1:], *given[1:]),
     )
+    dtype = accumulation_dtype(grad_output.dtype).to_real()
     whole = [(size, *side) for size, side in zip(shape[-dims:], sides, strict=True)]
-    propagate, form = plan_gradient(grad_output, whole), torch.contiguous_format
+    taps, form = cached_taps(grad_output.device, dtype, *whole), torch.contiguous_format
+    require(taps.outputs[-dims:] == given[-dims:])
     if format_of is not None:
         form = suggest_memory_format(format_of)
-    return lambda grad_output, *_, **__: lay_out(propagate(grad_output), form)
+
+    def run(grad_output: Tensor, *_: Any, **__: Any) -> Tensor:
+        result = apply_taps(grad_output, taps, shape)
+        return result if form == torch.contiguous_format else result.clone(memory_format=form)
+
+    return run
 
 
 def _interpolation_backward(
@@ -252,7 +234,7 @@ def _interpolation_backward(
     dims: int,
     forward: str = "upsample_linear1d",
     keep_format: bool = False,
-) -> Function:
+) -> Callable[..., Tensor]:
     """Return what returns the gradient of an interpolation.
 
     ``keep_format`` says whether torch's kernel keeps the channels_last memory format.
@@ -269,7 +251,8 @@ def _interpolation_backward(
         (forward, (outputs, *columns), align_corners, scale, *more)
         for outputs, scale in zip(output_size, scales, strict=True)
     ]
-    return _differentiate(grad_output, input_size, sides, grad_output if keep_format else None)
+    image = torch.empty(input_size, dtype=grad_output.dtype, device="meta")
+    return _differentiate(grad_output, image, sides, grad_output if keep_format else None)
 
 
 def avg_pool3d_backward(
@@ -281,9 +264,8 @@ def avg_pool3d_backward(
     ceil_mode: bool,
     count_include_pad: bool,
     divisor_override: int | None,
-) -> Function:
+) -> Callable[..., Tensor]:
     """Return what returns the gradient of ``avg_pool3d`` with respect to its input."""
-    _require_image(grad_output, self, 3)
     require(self.shape[-4] > 0)
     windows = (
         tuple(values) * (3 // len(values))
@@ -295,32 +277,25 @@ def avg_pool3d_backward(
         ("avg_pool2d", (size, 1), (step, 1), (pad, 0), ceil_mode, count_include_pad, divisor)
         for size, step, pad, divisor in zip(*windows, divisors, strict=True)
     ]
-    return _differentiate(grad_output, self.shape, sides)
+    return _differentiate(grad_output, self, sides)
 
 
-def _adaptive_backward(grad_output: Tensor, self: Tensor, *, dims: int) -> Function:
+def _adaptive_backward(grad_output: Tensor, self: Tensor, *, dims: int) -> Callable[..., Tensor]:
     """Return what returns the gradient of an adaptive average pooling with respect to its input."""
-    _require_image(grad_output, self, dims)
     sides = [("_adaptive_avg_pool2d", (outputs, 1)) for outputs in grad_output.shape[-dims:]]
     # torch's kernel of two dimensions keeps the memory format.
-    return _differentiate(grad_output, self.shape, sides, self if dims == 2 else None)  # noqa: PLR2004
+    return _differentiate(grad_output, self, sides, self if dims == 2 else None)  # noqa: PLR2004
 
 
 def _padding_backward(
     grad_output: Tensor, self: Tensor, padding: Sequence[int], *, forward: str
-) -> Function:
+) -> Callable[..., Tensor]:
     """Return what returns the gradient of a padding with respect to its input."""
     dims = len(padding) // 2
-    _require_image(grad_output, self, dims)
     require(self.shape[-dims - 1] > 0)
     # torch lists the last dimension first.
     sides = [(forward, tuple(padding[side : side + 2])) for side in range(0, len(padding), 2)]
-    return _differentiate(grad_output, self.shape, sides[::-1])
-
-
-def _require_image(grad_output: Tensor, self: Tensor, dims: int) -> None:
-    """Refuse the arguments unless the input has one or two more dimensions."""
-    require(self.dim() in {dims + 1, dims + 2}, grad_output.dtype == self.dtype)
+    return _differentiate(grad_output, self, sides[::-1])
 
 
 _resize = partial(_interpolation_backward, dims=2)

@@ -6,7 +6,7 @@ names the rule that combines the values of a place. The result is the same in an
 values, except that products and the last value follow the order in which the values are given.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from math import prod
 from operator import le
@@ -16,57 +16,21 @@ import torch
 from torch import Tensor
 from torch._prims_common import suggest_memory_format
 
-from lightning_d9m.patches.arguments import (
-    Function,
+from lightning_d9m.patches.exact_sums import Layout, Pieces, accumulate, plan_pieces
+from lightning_d9m.patches.registration import (
     Update,
     accumulation_dtype,
-    lay_out,
     make_places,
     require,
 )
-from lightning_d9m.patches.exact_sums import Layout, Pieces, accumulate, plan_pieces
 from lightning_d9m.patches.triton.launch import allocate
 
 _MANY = 2  # elements for each value, beyond which only those that get a value are read
 _MODE_MAX = 2
 _INDEX_DTYPES = (torch.int32, torch.int64)
 _GUARD = 24  # bits that a single piece keeps of the few windows of one input
-_LEGACY = {"add": "sum", "multiply": "prod"}
 _NEUTRAL = {"sum": 0.0, "mean": 0.0, "prod": 1.0, "amax": -torch.inf, "amin": torch.inf}
 _NOTHING = Update(lambda *_, **__: None)
-
-
-def index_add(self: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: float = 1) -> Any:  # noqa: ARG001 - a factor of the source
-    """Add the source's slices where the index says."""
-    require(index.dim() == 1, source.numel() > 0)
-    return _plan(self, dim, index, source, "sum", by_slice=True)
-
-
-def index_reduce(
-    self: Tensor, dim: int, index: Tensor, source: Tensor, reduce: str, *, include_self: bool = True
-) -> Any:
-    """Reduce the source's slices into a tensor; products are formed from first to last."""
-    require(reduce in {"prod", "mean", "amax", "amin"}, index.dim() <= 1)
-    return _plan(self, dim, index, source, reduce, include_self=include_self, by_slice=True)
-
-
-def scatter_reduce(
-    self: Tensor, dim: int, index: Tensor, src: Tensor, reduce: str, *, include_self: bool = True
-) -> Any:
-    """Reduce the source's elements into a tensor; products are formed from first to last."""
-    require(reduce in {"sum", "prod", "mean", "amax", "amin"})
-    return _plan(self, dim, index, src, reduce, include_self=include_self)
-
-
-def scatter(self: Tensor, dim: int, index: Tensor, src: Tensor, *, reduce: str) -> Any:
-    """Add the source's elements to a tensor, or multiply them into it from first to last."""
-    require(reduce in _LEGACY)
-    return _plan(self, dim, index, src, _LEGACY[reduce])
-
-
-def scatter_add(self: Tensor, dim: int, index: Tensor, src: Tensor) -> Any:
-    """Add the source's elements to a tensor."""
-    return _plan(self, dim, index, src, "sum")
 
 
 def _plan(
@@ -76,15 +40,21 @@ def _plan(
     source: Tensor,
     reduce: str,
     *,
-    include_self: bool = True,
+    names: Mapping[str, str],
     by_slice: bool = False,
+    include_self: bool = True,
+    **_: Any,
 ) -> Any:
     """Return an update along a dimension, whose index has a place for each element or slice.
 
     Integers and complex numbers are left to torch, which adds them one by one after a sort.
+
+    ``names`` says what ``_RULES`` call torch's reductions.
     """
     if not self.is_floating_point():
         return NotImplemented
+    require(reduce in names, not by_slice or index.dim() <= 1)
+    reduce = names[reduce]
     dims = max(self.dim(), 1)
     require(-dims <= dim < dims, index.dtype in _INDEX_DTYPES, source.dtype == self.dtype)
     if not (by_slice or index.numel()):
@@ -135,24 +105,25 @@ def _plan(
     return Update(write)
 
 
+_NAMES = {name: name for name in ("sum", "prod", "mean", "amax", "amin")}
+index_add = partial(_plan, reduce="sum", names=_NAMES, by_slice=True)
+index_reduce = partial(_plan, names={name: name for name in list(_NAMES)[1:]}, by_slice=True)
+scatter = partial(_plan, names={"add": "sum", "multiply": "prod"})
+scatter_add = partial(_plan, reduce="sum", names=_NAMES)
+scatter_reduce = partial(_plan, names=_NAMES)
+
+
 def _plan_change(
     self: Tensor,
     size: Sequence[int],
-    index: Tensor | None,
+    index: Tensor,
     shape: Sequence[int],
     rule: str,
     axis: int = 0,
 ) -> Callable[[Tensor, Tensor, Tensor], None]:
     """Return what changes the places of a dimension that an index names, by values.
 
-    Args:
-        self: The tensor to change, or one like it.
-        size: The shape that it is taken for.
-        index: Of one dimension, or of the values' shape; None for a contiguous one of one
-            dimension. A place may be counted from the end.
-        shape: That of the values.
-        rule: A key of ``_RULES``.
-        axis: The dimension.
+    The tensor is taken for one of a size; ``rule`` is a key of ``_RULES``. See :func:`plan_sum`.
     """
     outer, rows, inner = sides = _divide(shape, axis)
     is_sum = rule == "sum" and self.is_floating_point() and prod(size) <= _MANY * prod(shape)
@@ -166,13 +137,17 @@ def _plan_change(
             keys = index.remainder(size[axis])
             update_rows(whole.view(-1, inner), keys, values.reshape(rows, inner), rule)
         else:
-            places = index.view(-1, 1).expand(sides) if index.dim() == 1 else index.reshape(sides)
-            keys = _number_places(places, size[axis])
+            keys = _number_places(_view_places(index, sides), size[axis])
             update_rows(whole.view(-1), keys, values.flatten(), rule)
         if whole is not target:
             target.copy_(whole)
 
     return change
+
+
+def _view_places(index: Tensor, sides: Sequence[int]) -> Tensor:
+    """Return an index of a dimension, or of the values' shape, as one of their three sides."""
+    return index.view(1, -1, 1).expand(sides) if index.dim() == 1 else index.reshape(sides)
 
 
 def _number_places(index: Tensor, count: int) -> Tensor:
@@ -234,7 +209,8 @@ def _plan_places(
     """Return an update of some dimensions as if they were one, by values expanded to a shape."""
     places, rows = make_places(self.device, *sizes), (prod(shape) // prod(rest), *rest)
     is_laid_out = values.shape == rows
-    change = _plan_change(self, (prod(sizes), *rest), None, rows, reduce)
+    keys = torch.empty(rows[0], device="meta")
+    change = _plan_change(self, (prod(sizes), *rest), keys, rows, reduce)
 
     def write(target: Tensor, indices: Any, values: Tensor, *_more: bool) -> None:
         given: Sequence[Tensor] = [indices] if isinstance(indices, Tensor) else indices
@@ -260,9 +236,9 @@ def embedding_bag_dense_backward(  # noqa: PLR0913, PLR0917 - torch's arguments
     bag_size: Tensor,
     maximum_indices: Tensor,
     num_weights: int,
-    scale_grad_by_freq: bool,
+    scale_grad_by_freq: bool,  # noqa: ARG001 - not of this mode
     mode: int,
-    per_sample_weights: Tensor | None,
+    per_sample_weights: Tensor | None,  # noqa: ARG001 - as above
     padding_idx: int = -1,  # noqa: ARG001 - a row that the bags skip
 ) -> Any:
     """Return the gradient with respect to the table, of shape ``[num_weights, features]``.
@@ -273,8 +249,6 @@ def embedding_bag_dense_backward(  # noqa: PLR0913, PLR0917 - torch's arguments
     if mode != _MODE_MAX:
         return NotImplemented
     require(
-        per_sample_weights is None,
-        not scale_grad_by_freq,
         grad.dim() == 2,  # noqa: PLR2004 - a number of dimensions
         maximum_indices.shape == grad.shape,
         bag_size.shape == grad.shape[:1],
@@ -285,7 +259,7 @@ def embedding_bag_dense_backward(  # noqa: PLR0913, PLR0917 - torch's arguments
 
 def _pool_backward(
     grad_output: Tensor, self: Tensor, *more: Any, dims: int, keeps_format: bool = False
-) -> Function:
+) -> Callable[..., Tensor]:
     """Return what returns the gradient of a max pooling with respect to its input.
 
     The arguments between the input and the last one, the indices, are those of the pooling. An
@@ -308,14 +282,16 @@ def _pool_backward(
             pooled = torch.max_pool3d(self.new_empty(shape, device="meta"), *window).shape[-dims:]
         require(list(pooled) == list(given[-dims:]))
         pieces = plan_pieces(self.dtype, prod(kernel_size) ** (dims // len(kernel_size)), _GUARD)
-    size, wanted = (planes, inputs), (planes, outputs)
-    add = plan_sum(self.dtype, size, indices, wanted, 1, include=False, pieces=pieces)
+    sizes = ((planes, inputs), indices, (planes, outputs))
+    add = plan_sum(self.dtype, *sizes, 1, include=False, pieces=pieces)
     memory_format = suggest_memory_format(self) if keeps_format else torch.contiguous_format
 
     def run(grad_output: Tensor, *more: Any) -> Tensor:
         result = allocate(shape, grad_output.dtype, grad_output.device)
         add(result, more[-1], grad_output)
-        return lay_out(result, memory_format)
+        if memory_format != torch.contiguous_format:
+            result = result.clone(memory_format=memory_format)
+        return result
 
     return run
 
@@ -335,57 +311,38 @@ def _require_planes(values: Tensor, indices: Tensor, dims: int) -> None:
     )
 
 
-def max_unpool2d(self: Tensor, indices: Tensor, output_size: Sequence[int]) -> Tensor:
-    """Return zeros with each value at the position in its plane that its index names."""
-    return _unpool(self, indices, output_size, 2)
-
-
-def max_unpool3d(
-    self: Tensor,
-    indices: Tensor,
-    output_size: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
+def _unpool(
+    self: Tensor, indices: Tensor, output_size: Sequence[int], *window: Sequence[int], dims: int
 ) -> Tensor:
-    """Return zeros with each value at the position in its volume that its index names."""
-    dims = 3
-    require(len(stride) == len(padding) == dims, min(stride) > 0)
-    return _unpool(self, indices, output_size, dims)
+    """Return zeros with each value at the position in its plane that its index names.
 
-
-def _unpool(self: Tensor, indices: Tensor, output_size: Sequence[int], dims: int) -> Tensor:
+    The stride and padding of an unpooling in 3 dimensions are only checked.
+    """
     _require_planes(self, indices, dims)
-    require(len(output_size) == dims, 0 not in self.shape[-dims - 1 :])
+    require(all(len(sizes) == dims for sizes in (output_size, *window)), all(map(min, window[:1])))
+    require(0 not in self.shape[-dims - 1 :])
     planes, count = prod(self.shape[:-dims]), prod(output_size)
     make_places(self.device, count).gather(0, indices.flatten())  # fails if a place is outside
-    result = self.new_zeros(planes * count)
-    update_rows(
-        result,
-        _number_places(indices.reshape(planes, prod(self.shape[-dims:]), 1), count),
-        self.flatten(),
-        "last",
-    )
+    result, sides = self.new_zeros(planes * count), (planes, prod(self.shape[-dims:]), 1)
+    update_rows(result, _number_places(indices.reshape(sides), count), self.flatten(), "last")
     return result.view(*self.shape[:-dims], *output_size)
+
+
+max_unpool2d = partial(_unpool, dims=2)
+max_unpool3d = partial(_unpool, dims=3)
 
 
 def bincount(self: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Any:
     """Add the weights of equal values.
 
-    The host waits for the smallest and the greatest value, which sizes the result, as in torch.
+    The host waits for the greatest value, which sizes the result, as in torch.
     """
-    if weights is None or (self.dim() == 1 and not self.numel() and minlength >= 0):
+    if weights is None or not self.numel():
         return NotImplemented  # integers are counted exactly in any order
-    require(
-        self.dim() == 1,
-        self.dtype != torch.bool,
-        not (self.is_floating_point() or self.is_complex()),
-        weights.shape == self.shape,
-        minlength >= 0,
-    )
-    low, high = torch.stack(torch.aminmax(self)).tolist()
-    require(low >= 0)
+    count = len(torch.bincount(self, minlength=minlength))
+    require(weights.shape == self.shape)
     terms = weights if weights.dtype == torch.float32 else weights.to(torch.float64)
-    return sum_rows(self, terms, int(max(high + 1, minlength)))
+    return sum_rows(self, terms, count)
 
 
 def sum_rows(index: Tensor, values: Tensor, count: int) -> Tensor:
@@ -403,7 +360,7 @@ def add_rows(out: Tensor, index: Tensor, values: Tensor, *, include: bool) -> No
 def plan_sum(
     dtype: torch.dtype,
     size: Sequence[int],
-    index: Tensor | None,
+    index: Tensor,
     shape: Sequence[int],
     axis: int = 0,
     *,
@@ -417,22 +374,17 @@ def plan_sum(
     Args:
         dtype: That of the sums, floating point; the values have float64 only if the sums have.
         size: The shape of the sums.
-        index: Of one dimension, or of the values' shape; None for a contiguous one of one
-            dimension. A place may be counted from the end; one outside is skipped.
+        index: Of one dimension, or of the values' shape. A place may be counted from the end; one
+            outside is skipped.
         shape: That of the values, which is that of the sums but for the dimension.
         axis: The dimension.
         include: Whether what is there is a term as well.
         pieces: By default those for all values of the dimension.
     """
     outer, rows, inner = sides = _divide(shape, axis)
-    along: Sequence[int] = (0, 1, 0)
-    is_view = True
-    if index is not None and index.dim() == 1:
-        along = (0, index.stride(0), 0)
-    elif index is not None:
-        lines = index.reshape(sides)
-        along, is_view = lines.stride(), lines.data_ptr() == index.data_ptr()
-    layout = Layout(1, outer, 1, rows, inner, size[axis], (0, along[0], along[1], along[2]))
+    lines = _view_places(index, sides)
+    is_view = lines.data_ptr() == index.data_ptr()
+    layout = Layout(1, outer, 1, rows, inner, size[axis], (0, *lines.stride()))
     planned = pieces or plan_pieces(dtype, rows + 1)
 
     def add(out: Tensor, index: Tensor, values: Tensor) -> None:
@@ -487,19 +439,15 @@ def _replace(rows: Tensor, keys: Tensor, values: Tensor) -> None:
 
 def _multiply(rows: Tensor, keys: Tensor, values: Tensor) -> None:
     """Multiply the values of each place, from first to last."""
-    ordered, order = torch.sort(keys, stable=True)
-    factors = values.index_select(0, order).to(accumulation_dtype(rows.dtype))
-    bounds = torch.arange(len(rows) + 1, dtype=ordered.dtype, device=rows.device)
+    bounds = torch.arange(len(rows) + 1, dtype=keys.dtype, device=rows.device)
+    ordered, order = torch.sort(torch.cat([bounds[:-1], keys]), stable=True)
     offsets = torch.searchsorted(ordered, bounds)
-    wide = (-1, *[1] * (rows.dim() - 1))
-    first = torch.cat([torch.ones_like(ordered[:1]), ordered.diff()]) != 0
-    own = rows.index_select(0, ordered).to(factors.dtype)
-    factors = torch.where(first.view(wide), own * factors, factors)
+    factors = torch.cat([rows, values]).index_select(0, order).to(accumulation_dtype(rows.dtype))
     # unsafe: the offsets are known to be valid; checking them would wait for the device.
     # Of rows, one thread multiplies each feature of a run.
     flat = factors.reshape(len(factors), -1)
     products = torch.segment_reduce(flat, "prod", offsets=offsets, initial=1, unsafe=True)
-    occupied = (offsets[1:] > offsets[:-1]).view(wide)
+    occupied = (offsets.diff() > 1).view(-1, *[1] * (rows.dim() - 1))
     rows.copy_(torch.where(occupied, products.view(rows.shape).to(rows.dtype), rows))
 
 

@@ -19,11 +19,11 @@ from torch import Tensor
 from lightning_d9m.errors import D9mError
 
 INT32_LIMIT = 2**31 - 1
-_BLOCK, _SMALL_BLOCK = 512, 128  # elements that a program of four warps writes
-_SMALL = 2**17  # elements below which small blocks occupy more of a device
+_BLOCK, _SMALL_BLOCK = 512, 128  # elements of a program of four warps: of one alone, and of many
 _device_types = {"cuda"}  # tests add "cpu", where Triton's interpreter runs the kernels
 _withdrawn: set[str] = set()
 _checked: set[tuple[str, torch.device]] = set()
+_load = cache(lambda path: resolve_name(f"{__package__}.{path}"))
 
 
 def run_kernel(
@@ -71,12 +71,6 @@ def run_kernel(
         else:
             return
     reference(out, *args)
-
-
-@cache
-def _load(path: str) -> Callable[..., None]:
-    kernel: Callable[..., None] = resolve_name(f"{__package__}.{path}")
-    return kernel
 
 
 def _check(
@@ -132,14 +126,10 @@ class Launch:
         elements: The elements that the programs divide among themselves.
         numbers: The other arguments, without ``BLOCK``.
         alone: Whether a single program computes all elements.
-        wide: Whether a thread computes several of many elements: it has registers for that.
     """
 
-    def __init__(
-        self, kernel: Any, elements: int, *numbers: Any, alone: bool = False, wide: bool = True
-    ) -> None:
-        block = _BLOCK if alone or (wide and elements >= _SMALL) else _SMALL_BLOCK
-        self.elements = elements
+    def __init__(self, kernel: Any, elements: int, *numbers: Any, alone: bool = False) -> None:
+        block = _BLOCK if alone else _SMALL_BLOCK
         self._kernel = kernel
         self._grid = (1 if alone else -(-elements // block), 1, 1)
         self._numbers = (*numbers, block)

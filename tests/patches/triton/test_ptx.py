@@ -110,19 +110,12 @@ def resize() -> Tensor:
     return backward(gradient, (13, 9), (2, 3, 7, 11), align_corners=False)
 
 
-def enlarge() -> Tensor:
-    """Return the gradient of an image each pixel of which went to many places."""
-    gradient = torch.randn(1, 1, 40, 50, generator=torch.Generator().manual_seed(0)).double()
-    return torch.ops.aten.upsample_bilinear2d_backward(gradient, (40, 50), (1, 1, 2, 3), False)
-
-
 CALLS = {
     "sum": (add(torch.float32), 90, True, 1),
     "sum in three launches": (add(torch.float64), 80, False, 3),
     "sum of bfloat16": (add(torch.bfloat16), 100, True, 1),
     "weighted sum": (sample, 90, False, 3),
     "taps": (resize, 90, True, 1),
-    "taps of one dimension at a time": (enlarge, 80, True, 2),
 }
 
 
@@ -131,12 +124,12 @@ def test_executed_code_has_the_bits_of_the_torch_ops(
     call, capability, alone, launches, monkeypatch
 ) -> None:
     """Every access is within the tensors, every read of written bytes, and no addition rounds."""
-    from lightning_d9m.patches.triton import sums
+    from lightning_d9m.patches.triton import kernels
 
     with patches_applied("CPU"):
         expected = call()
-        monkeypatch.setattr(sums, "_ALONE", sums._ALONE if alone else 0)
-        monkeypatch.setattr(sums, "_prepare", sums._prepare.__wrapped__)
+        monkeypatch.setattr(kernels, "_ALONE", kernels._ALONE if alone else 0)
+        monkeypatch.setattr(kernels, "_prepare", kernels._prepare.__wrapped__)
         with executed(capability, monkeypatch) as names:
             actual = call()
     assert len(names) == launches
@@ -153,7 +146,7 @@ def test_a_wrong_sum_is_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> No
     layout = Layout(1, 1, 1, 70, 1, count, (0, 0, 1, 0))
     given = (torch.full((70,), count - 1), values, None, layout)
     monkeypatch.setattr(exact_sums, "run_kernel", lambda _, __, ___, *args: run(*args))
-    from lightning_d9m.patches.triton.sums import accumulate as run
+    from lightning_d9m.patches.triton.kernels import accumulate as run
 
     with executed(90, monkeypatch), pytest.raises(PtxError, match=fault):
         accumulate(torch.zeros(12).double(), *given, plan_pieces(torch.float64, terms))

@@ -40,7 +40,7 @@ def compare(out: Tensor, part: tuple[object, ...], terms: int, *, include: bool)
     expected, actual = out.clone(), out.clone()
     pieces = plan_pieces(out.dtype, terms)
     accumulate(expected, *part, pieces, include=include)
-    with kernels_on_cpu("sums:accumulate"):
+    with kernels_on_cpu("kernels:accumulate"):
         accumulate(actual, *part, pieces, include=include)
     assert torch.equal(read_bits(actual), read_bits(expected))
 

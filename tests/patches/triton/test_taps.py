@@ -30,7 +30,7 @@ def test_every_op_has_the_bits_of_the_torch_ops() -> None:
             expected = compute_gradient(case, image, gradient, patched=True)
         except (NotImplementedError, RuntimeError):
             continue  # torch's CPU kernel does not take half
-        with kernels_on_cpu("taps:apply"):
+        with kernels_on_cpu("kernels:add_taps"):
             actual = compute_gradient(case, image, gradient, patched=True)
         assert actual.stride() == expected.stride()
         left, right = (
