@@ -84,6 +84,11 @@ def _counts(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return not args[0].is_floating_point()
 
 
+def _has_no_weights(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Integers are counted exactly."""
+    return len(args) == 1 and kwargs.get("weights") is None
+
+
 def _takes_extremes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Of numbers that are equal only if their bits are; NaNs become one later."""
     zeros = [part[part == 0] for part in (args[0], args[3])]
@@ -109,6 +114,7 @@ def _has_several_rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 ON_CONDITION: dict[str, Callable[[tuple[Any, ...], dict[str, Any]], bool]] = {
     "sort.stable": _sorts_stably,
+    "bincount": _has_no_weights,
     "cumsum": _counts,
     "cumprod": _has_several_rows,
     "logcumsumexp": _has_several_rows,

@@ -47,9 +47,7 @@ def _plan(
 ) -> Any:
     """Return an update along a dimension, whose index has a place for each element or slice.
 
-    Integers and complex numbers are left to torch, which adds them one by one after a sort.
-
-    ``names`` says what ``_RULES`` call torch's reductions.
+    Integers and complex numbers are left to torch. ``names`` has a rule for each reduction.
     """
     if not self.is_floating_point():
         return NotImplemented
@@ -253,7 +251,8 @@ def embedding_bag_dense_backward(  # noqa: PLR0913, PLR0917 - torch's arguments
         maximum_indices.shape == grad.shape,
         bag_size.shape == grad.shape[:1],
     )
-    index = torch.where((bag_size > 0).unsqueeze(1), maximum_indices, num_weights)  # none
+    is_full = (bag_size > 0).unsqueeze(1) & (maximum_indices >= 0)  # -1 in a bag of padding
+    index = torch.where(is_full, maximum_indices, num_weights)
     return sum_rows(index, grad, num_weights)
 
 
