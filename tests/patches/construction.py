@@ -86,7 +86,7 @@ def _counts(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 def _has_no_weights(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Integers are counted exactly."""
-    return len(args) == 1 and kwargs.get("weights") is None
+    return kwargs.get("weights", args[1] if len(args) > 1 else None) is None
 
 
 def _takes_extremes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -80,7 +80,8 @@ def _backward(
     if not output_mask[0]:
         return None, grad_grid
     weights = torch.stack([_multiply([weight for _, weight, _ in corner]) for corner in corners])
-    steps = (*index.stride(), 0)
+    tap, sample, output = index.stride()
+    steps = (tap, sample, output, 0)
     layout = Layout(len(corners), batch, channels, outputs, 1, prod(sizes), steps)
     grad_image = allocate(image.shape, image.dtype, image.device)
     pieces = plan_pieces(image.dtype, outputs * len(corners))

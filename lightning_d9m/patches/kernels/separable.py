@@ -117,18 +117,17 @@ def cached_taps(device: torch.device, dtype: torch.dtype, *sides: tuple[Any, ...
     # For any later use, whatever the default device is.
     with torch.device("cpu"), torch.inference_mode(mode=False), torch.no_grad():
         one = torch.arange(2, dtype=torch.int32)
-        found = [Taps(one, one[:1], torch.ones(1, dtype=dtype), (1,), (1,), (0,))] * (
-            3 - len(sides)
-        )
-        found += [
+        none = Taps(one, one[:1], torch.ones(1, dtype=dtype), (1,), (1,), (0,))
+        found = [none] * (3 - len(sides)) + [
             find_taps(partial(_run, getattr(torch.ops.aten, name), *arguments), size, dtype)
             for size, name, *arguments in sides
         ]
-        begins, places, weights, *sizes = zip(*found, strict=True)
+        firsts, places, weights, inputs, outputs, most = zip(*found, strict=True)
         ends = accumulate(map(len, places), initial=0)
-        begins = [one + end for one, end in zip(begins, ends, strict=False)]
-        tables = [torch.cat(parts).to(device) for parts in (begins, places, weights)]
-    return Taps(*tables, *[sum(numbers, ()) for numbers in sizes])
+        begins = [one + end for one, end in zip(firsts, ends, strict=False)]
+        tables = begins, places, weights
+        begin, place, weight = (torch.cat(parts).to(device) for parts in tables)
+        return Taps(begin, place, weight, sum(inputs, ()), sum(outputs, ()), sum(most, ()))
 
 
 def _run(op: Any, first: Sequence[int], *rest: Any) -> Tensor:
@@ -181,7 +180,7 @@ def _apply(out: Tensor, source: Tensor, taps: Taps) -> None:
             if most:
                 sums = rows.new_zeros((len(rows), size, columns), dtype=taps.weights.dtype)
             for turn in range(most):
-                tap = (begins[:-1] + turn).clamp(max=len(taps.places) - 1)
+                tap = (begins[:-1] + turn).minimum(begins[-1:] - 1)
                 terms = rows.index_select(1, taps.places[tap]).to(sums.dtype)
                 terms.mul_(taps.weights[tap][:, None]).add_(sums)
                 sums = torch.where(turn < numbers, terms, sums)

@@ -73,6 +73,7 @@ def _plan(
     narrow_target, narrow_source = map(tuple, (map(slice, size), map(slice, wanted)))
     is_whole, is_scalar = size == shape and wanted == given, 0 in {self.dim(), index.dim()}
     places = make_places(self.device, *((shape[axis],) if by_slice else size))
+    along, fill = (0, "index_fill_") if by_slice else (axis, "scatter_")
     rule = "mean of values" if reduce == "mean" and not include_self else reduce
     change = _plan_change(self, size, index, wanted, rule, axis)
 
@@ -89,15 +90,14 @@ def _plan(
             source = source.to(accumulation_dtype(source.dtype)) * alpha
         if is_scalar:
             target, index, source = target.view(shape), index.view(-1), source.view(given)
-        keys = index.to(torch.int64)
+        keys = index if index.dtype == torch.int64 else index.to(torch.int64)
         # Fails if a place is outside. On CUDA the host does not wait: it is a device-side
         # assertion, as in torch's own kernels, which surfaces as an error at a later call.
-        places.gather(0 if by_slice else axis, keys)
+        places.gather(along, keys)
         if not is_whole:
             target, source = target[narrow_target], source[narrow_source]
         if not include_self:
-            fill = target.index_fill_ if by_slice else target.scatter_
-            fill(axis, keys, _NEUTRAL[reduce])
+            getattr(target, fill)(axis, keys, _NEUTRAL[reduce])
         change(target, index, source)
 
     return Update(write)
@@ -382,8 +382,8 @@ def plan_sum(
     """
     outer, rows, inner = sides = _divide(shape, axis)
     lines = _view_places(index, sides)
-    is_view = lines.data_ptr() == index.data_ptr()
-    layout = Layout(1, outer, 1, rows, inner, size[axis], (0, *lines.stride()))
+    is_view, (first, step, last) = lines.data_ptr() == index.data_ptr(), lines.stride()
+    layout = Layout(1, outer, 1, rows, inner, size[axis], (0, first, step, last))
     planned = pieces or plan_pieces(dtype, rows + 1)
 
     def add(out: Tensor, index: Tensor, values: Tensor) -> None:
