@@ -104,7 +104,9 @@ def list_calls() -> dict[str, Callable[[], object]]:
     image, wider = torch.randn(2, 3, 8, 8), torch.randn(2, 3, 16, 16)
     pooled, places = nnf.adaptive_max_pool2d(image, 3, return_indices=True)
     aten = torch.ops.aten
-    resize, pool = aten.upsample_bilinear2d_backward, aten.adaptive_max_pool2d_backward
+    # Overloads, as C++ calls them: Python would choose one at each call.
+    resize = aten.upsample_bilinear2d_backward.default
+    pool = aten.adaptive_max_pool2d_backward.default
     return {
         "index_add_": lambda: target.index_add_(0, index, rows),
         "scatter_add_": lambda: target.scatter_add_(0, wide, rows),

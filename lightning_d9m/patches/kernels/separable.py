@@ -125,8 +125,7 @@ def cached_taps(device: torch.device, dtype: torch.dtype, *sides: tuple[Any, ...
         firsts, places, weights, inputs, outputs, most = zip(*found, strict=True)
         ends = accumulate(map(len, places), initial=0)
         begins = [one + end for one, end in zip(firsts, ends, strict=False)]
-        tables = begins, places, weights
-        begin, place, weight = (torch.cat(parts).to(device) for parts in tables)
+        begin, place, weight = (torch.cat(parts).to(device) for parts in (begins, places, weights))
         return Taps(begin, place, weight, sum(inputs, ()), sum(outputs, ()), sum(most, ()))
 
 

@@ -222,7 +222,7 @@ def _plan_places(
                 keys = keys * size + part.remainder(size)
         if not is_laid_out:
             values = values.expand(shape).reshape(rows)
-        change(target, keys.flatten().contiguous(), values)
+        change(target, (keys if keys.dim() == 1 else keys.flatten()).contiguous(), values)
 
     return Update(write)
 

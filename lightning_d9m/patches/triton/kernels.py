@@ -240,7 +240,7 @@ def accumulate(out, index, values, weights, layout, pieces, form, include):
     size, launches = _prepare(layout, pieces, form, include, *kinds)
     # One launch fills both; a half of -0.0 is 0 or negative, and raised by any exponent.
     start = -0.0 if include else 0.0
-    sums = torch.full((size,), start, dtype=torch.float64, device=out.device)
+    sums = out.new_full((size,), start, dtype=torch.float64)
     for launch in launches:
         launch(out, values, factors, index, sums)
 

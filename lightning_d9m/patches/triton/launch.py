@@ -8,7 +8,6 @@ is loaded at the first use on a CUDA device. There a small example is computed b
 import warnings
 from collections.abc import Callable, Sequence
 from functools import cache
-from math import prod
 from pkgutil import resolve_name
 from subprocess import SubprocessError
 from typing import Any
@@ -160,9 +159,12 @@ def allocate(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> 
     """Return contiguous memory that the kernel fills.
 
     Torch fills ``torch.empty`` as well while deterministic algorithms are on, which is one more
-    launch.
+    launch: not while this memory is made.
     """
-    memory = torch.UntypedStorage(prod(shape) * dtype.itemsize, device=device)
-    made: Tensor = torch.empty(0, dtype=dtype, device=device)
-    made.set_(memory, 0, tuple(shape))  # type: ignore[call-overload]  # strides may be left out
-    return made
+    fills = torch._C._get_deterministic_fill_uninitialized_memory()  # noqa: SLF001 - the public property takes longer
+    torch._C._set_deterministic_fill_uninitialized_memory(False)  # noqa: FBT003, SLF001 - as above
+    try:
+        return torch.empty(shape, dtype=dtype, device=device)
+    finally:
+        if fills:
+            torch._C._set_deterministic_fill_uninitialized_memory(True)  # noqa: FBT003, SLF001 - as above
