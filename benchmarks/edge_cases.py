@@ -65,11 +65,12 @@ def list_updates() -> dict[str, tuple[str, Update, bool]]:
     for kept in (True, False):
         more = {"include_self": kept}
         mark = "" if kept else " without self"
-        found[f"scatter_reduce prod{mark}"] = (
-            "scatter_reduce_",
-            lambda t, i, s, more=more: t.scatter_reduce_(0, i, s, "prod", **more),
-            False,
-        )
+        for kind in ("sum", "prod", "mean", "amax", "amin"):
+            found[f"scatter_reduce {kind}{mark}"] = (
+                "scatter_reduce_",
+                lambda t, i, s, kind=kind, more=more: t.scatter_reduce_(0, i, s, kind, **more),
+                False,
+            )
         for kind in ("prod", "mean", "amax", "amin"):
             found[f"index_reduce {kind}{mark}"] = (
                 "index_reduce_",
@@ -185,6 +186,7 @@ def list_output_cases() -> Iterator[EdgeCase]:
         "scatter_add": partial(torch.scatter_add, rows, 0, wide, source),
         "scatter add": partial(torch.scatter, rows, 0, wide, source, reduce="add"),
         "scatter_reduce prod": partial(torch.scatter_reduce, rows, 0, wide, source, "prod"),
+        "scatter_reduce mean": partial(torch.scatter_reduce, rows, 0, wide, source, "mean"),
         "index_reduce mean": partial(torch.index_reduce, rows, 0, index, source, "mean"),
         "histc": partial(torch.histc, source, 4),
         "median": partial(torch.median, source, 0),

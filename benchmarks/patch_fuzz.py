@@ -161,7 +161,13 @@ def draw_update(draw: random.Random) -> Case:
     generator = torch.Generator().manual_seed(draw.randrange(2**31))
     index = torch.randint(count, (terms,), generator=generator)
     order = torch.randperm(terms, generator=generator)
-    op = draw.choice(["index_add", "scatter_add", "mean", "index_put", "amax", "put"])
+    reductions = [
+        f"scatter_reduce {kind}{mark}"
+        for kind in ("sum", "mean", "amax")
+        for mark in ("", " without self")
+    ]
+    ops = ["index_add", "scatter_add", "mean", "index_put", "amax", "put"]
+    op = draw.choice([*ops, draw.choice(reductions)])
 
     def update(dtype: torch.dtype, index: Tensor, source: Tensor) -> Tensor:
         given, values = target.to(dtype), source.to(dtype)
@@ -170,6 +176,11 @@ def draw_update(draw: random.Random) -> Case:
             return given.index_add(dim, index, values)
         if op == "scatter_add":
             return given.clone().scatter_add_(dim, wide.expand(values.shape), values)
+        if op in reductions:
+            more = op.split()[1], "without" not in op
+            return given.clone().scatter_reduce_(
+                dim, wide.expand(values.shape), values, more[0], include_self=more[1]
+            )
         if op == "index_put":
             moved = given.movedim(dim, 0)
             return moved.index_put((index,), values.movedim(dim, 0), accumulate=True)

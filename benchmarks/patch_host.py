@@ -32,7 +32,7 @@ from triton.runtime.jit import JITFunction
 
 from lightning_d9m.patches.exact_sums import Layout, plan_pieces
 from lightning_d9m.patches.registration import Kernel, patches_applied
-from lightning_d9m.patches.triton import launch, sums
+from lightning_d9m.patches.triton import kernels, launch
 
 CALLS, ROUNDS = 2, 20_000
 _FREE = {
@@ -104,7 +104,9 @@ def list_calls() -> dict[str, Callable[[], object]]:
     image, wider = torch.randn(2, 3, 8, 8), torch.randn(2, 3, 16, 16)
     pooled, places = nnf.adaptive_max_pool2d(image, 3, return_indices=True)
     aten = torch.ops.aten
-    resize, pool = aten.upsample_bilinear2d_backward, aten.adaptive_max_pool2d_backward
+    # Overloads, as C++ calls them: Python would choose one at each call.
+    resize = aten.upsample_bilinear2d_backward.default
+    pool = aten.adaptive_max_pool2d_backward.default
     return {
         "index_add_": lambda: target.index_add_(0, index, rows),
         "scatter_add_": lambda: target.scatter_add_(0, wide, rows),
@@ -118,7 +120,7 @@ def measure_floor() -> dict[str, float]:
     """Return the time of each call that a replacement of ``index_add_`` needs."""
     target, rows, index = torch.randn(40, 8), torch.randn(64, 8), torch.randint(40, (64,))
     layout, pieces = Layout(1, 1, 1, 64, 8, 40, (0, 0, 1, 0)), plan_pieces(torch.float32, 65)
-    size, launches = sums._prepare(layout, pieces, (24, -126), True, False)  # noqa: SLF001
+    size, launches = kernels._prepare(layout, pieces, (24, -126), True, False)  # noqa: SLF001
     memory, places = torch.full((size,), 0.0, dtype=torch.float64), torch.zeros(40)
     library = Library("aten", "IMPL")
     with warnings.catch_warnings(action="ignore"):

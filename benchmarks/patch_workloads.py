@@ -343,6 +343,14 @@ WORKLOADS = [
     Workload("grid_sampler_3d_backward", "16 to 32", _sample(3, 16)),
     Workload("scatter_reduce_prod", "2^20 factors, 1024 places", _multiply),
     *(
+        Workload(
+            "scatter_reduce_prod",
+            f"2^20 values, 4096 places, {name}",
+            _scatter("scatter_reduce", reduce=name),
+        )
+        for name in ("sum", "mean", "amax")
+    ),
+    *(
         Workload("index_reduce", f"2^17 rows of 64, 4096 places, {name}", _reduce(name))
         for name in ("prod", "mean", "amax")
     ),

@@ -2,5 +2,5 @@
 
 A call of such an op on CUDA comes in through torch's dispatcher; its result goes out with the same
 bits in every run. Read ``catalog/ops.txt`` first, then ``registration.py``, ``exact_sums.py`` and
-``taps.py``.
+``kernels/separable.py``.
 """

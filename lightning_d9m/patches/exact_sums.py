@@ -15,7 +15,7 @@ Infinities, NaN and -0.0 need no case of their own: a piece keeps them, and IEEE
 give the same in any order, except the payload of a NaN, which the result does not keep.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache, partial
 from itertools import product
 from typing import Any, NamedTuple
@@ -31,7 +31,6 @@ GUARD = 40
 _FRACTION, _BIAS = 52, 1023  # of float64
 _LARGE, _DOWN = _BIAS + 900, 64  # the exponent from which terms are scaled by 2**-_DOWN
 _SLICE = 2**22  # terms that are cut at a time
-_MANY = 2  # sums for each term, beyond which only those that get a term are computed
 _MAGNITUDE = 2**63 - 1  # all bits of a number but its sign
 
 _FORMATS = {  # bits of the significand, and the exponent of the least normal number
@@ -70,14 +69,6 @@ class Pieces(NamedTuple):
     size: int
 
 
-Cuts = Sequence[Any]
-"""Tensors that cut the terms of sums: factors of the terms, or None where no term can be too large,
-and for each piece the numbers whose addition and subtraction round a term."""
-
-Terms = Callable[[], Iterable[tuple[Tensor, Tensor]]]
-"""The place of each term, and the terms in float64."""
-
-
 @lru_cache(maxsize=4096)
 def plan_pieces(dtype: torch.dtype, terms: int, guard: int = GUARD) -> Pieces:
     """Return the pieces for sums of at most so many terms of a dtype.
@@ -104,7 +95,8 @@ def accumulate(
 
     Args:
         out: Floating point, contiguous.
-        keys: The place of each value, from 0 to ``places``; a place outside is skipped.
+        keys: The place of each value, from 0 to ``places``, or counted from the end; a place
+            outside is skipped.
         values: Floating point; float64 only if the sums are.
         weights: Factors, with the strides of the keys, or None.
         layout: How they lie in memory.
@@ -114,7 +106,7 @@ def accumulate(
     """
     if out.numel():
         more = (keys, values, weights, layout, pieces, _FORMATS.get(out.dtype, (0, 0)), include)
-        run_kernel("sums:accumulate", _accumulate, _make_example, out, *more)
+        run_kernel("kernels:accumulate", _accumulate, _make_example, out, *more)
 
 
 def _accumulate(
@@ -127,46 +119,26 @@ def _accumulate(
     _form: tuple[int, int],
     include: bool,
 ) -> None:
-    flat, given = out.view(-1), layout.taps * values.numel()
+    flat = out.view(-1)
+    list_terms = partial(_list_terms, flat if include else None, keys, values, weights, layout)
+    if layout.taps * values.numel() <= _SLICE:
+        list_terms = partial(iter, list(list_terms()))
     # What goes to no place goes to the row after the last one.
-    size = len(flat) + layout.inner
-    terms: Terms = partial(_list_terms, flat if include else None, keys, values, weights, layout)
-    if given <= _SLICE:
-        terms = partial(iter, list(terms()))
-    if include or not 0 < _MANY * given < min(size, _SLICE):
-        result = _add_terms(
-            flat.new_zeros(size, dtype=torch.int64),
-            terms,
-            pieces,
-            out.dtype,
-            -0.0 if include else 0.0,
-        )
-    else:  # only places that get a value are computed
-        places, listed = map(torch.cat, zip(*terms(), strict=True))
-        used = places.sort(stable=True).values
-        slots = torch.searchsorted(used, places)
-        sums = _add_terms(torch.zeros_like(used), lambda: [(slots, listed)], pieces, out.dtype, 0.0)
-        result = sums.new_zeros(size).index_put_((places,), sums.index_select(0, slots))
-    result = result[: len(flat)]
-    flat.copy_(torch.where(flat.isnan(), flat, result) if include else result)
-
-
-def _add_terms(
-    tops: Tensor, terms: Terms, pieces: Pieces, dtype: torch.dtype, start: float
-) -> Tensor:
-    """Return the sum of the terms of each place; ``tops`` has a zero for each place."""
+    tops = flat.new_zeros(len(flat) + layout.inner, dtype=torch.int64)
     # As integers, the magnitudes of numbers are in the order of the numbers.
-    for places, values in terms():
-        tops.scatter_reduce_(0, places, values.view(torch.int64) & _MAGNITUDE, "amax")
+    for places, terms in list_terms():
+        tops.scatter_reduce_(0, places, terms.view(torch.int64) & _MAGNITUDE, "amax")
     tops = tops >> _FRACTION
-    cuts = find_cuts(tops, pieces, dtype)
+    cuts = find_cuts(tops, pieces, out.dtype)
     # Any number can be added to -0.0. A fresh sum of torch begins with 0.0.
+    start = -0.0 if include else 0.0
     sums = [torch.full_like(tops, start, dtype=torch.float64) for _ in range(pieces.number)]
-    for places, values in terms():
+    for places, terms in list_terms():
         own = [part if part is None else part.gather(0, places) for part in cuts]
-        for total, piece in zip(sums, cut_terms(values, own), strict=True):
+        for total, piece in zip(sums, cut_terms(terms, own), strict=True):
             total.index_add_(0, places, piece)
-    return round_sums(sums, tops, dtype)
+    result = round_sums(sums, tops, out.dtype)[: len(flat)]
+    flat.copy_(torch.where(flat.isnan(), flat, result) if include else result)
 
 
 def _make_example(device: torch.device) -> tuple[Any, ...]:
@@ -195,16 +167,15 @@ def _list_terms(
     given = values.view(batch, group, rows, inner)
     lines = torch.arange(batch * group, device=keys.device).view(batch, group, 1, 1) * count
     beyond, column = batch * group * count, torch.arange(inner, device=keys.device)
-    some = max(1, _SLICE // max(group * inner, 1))
-    several = max(1, some // max(rows, 1))
-    for tap, begin, start in product(range(taps), range(0, batch, several), range(0, rows, some)):
-        side = slice(begin, begin + several)
-        where = (side, slice(None), slice(start, start + some))
+    some = max(1, _SLICE // max(batch * group * inner, 1))
+    for tap, start in product(range(taps), range(0, rows, some)):
+        where = (slice(None), slice(None), slice(start, start + some))
         key, terms = indices[tap][where], given[where]
         for factor in factors:
             weight = factor[tap][where]
             terms = terms.to(weight.dtype) * weight
-        places = torch.where((key >= 0) & (key < count), lines[side] + key, beyond)
+        key = torch.where(key < 0, key + count, key)
+        places = torch.where((key >= 0) & (key < count), lines + key, beyond)
         if inner > 1:
             places = places * inner + column
         yield places.expand(terms.shape).flatten(), terms.flatten().to(torch.float64)
@@ -215,13 +186,17 @@ def read_exponents(values: Tensor) -> Tensor:
     return ((values.view(torch.int64) >> _FRACTION) & 0x7FF).to(torch.int32)
 
 
-def find_cuts(tops: Tensor, pieces: Pieces, dtype: torch.dtype) -> Cuts:
+def find_cuts(tops: Tensor, pieces: Pieces, dtype: torch.dtype) -> Sequence[Any]:
     """Return what cuts terms into pieces whose sums float64 holds exactly.
 
     Args:
         tops: The greatest of :func:`read_exponents` of the terms of each sum.
         pieces: Their number, which depends on the number of terms.
         dtype: That of the terms before they were float64.
+
+    Returns:
+        Factors of the terms, or None where no term can be too large, and for each piece the numbers
+        whose addition and subtraction round a term.
     """
     tops = tops.to(torch.int64).clamp(max=2 * _BIAS)
     large = tops >= _LARGE
@@ -234,7 +209,7 @@ def find_cuts(tops: Tensor, pieces: Pieces, dtype: torch.dtype) -> Cuts:
     return torch.where(large, 2.0**-_DOWN, 1.0).to(torch.float64), *constants
 
 
-def cut_terms(terms: Tensor, cuts: Cuts) -> list[Tensor]:
+def cut_terms(terms: Tensor, cuts: Sequence[Any]) -> list[Tensor]:
     """Cut float64 terms into pieces: the greatest one of each term, then the next one.
 
     The first piece of a zero, an infinity and a NaN is the term; the others do not count then.

@@ -7,24 +7,26 @@ kernel never fires. The tables of other keys (autograd, autocast, meta, vmap) st
 
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from pkgutil import resolve_name
-from typing import Any, cast
+from typing import Any, NamedTuple
 
 import torch
+import torch._decomp.decompositions as torch_decompositions
 from torch import Tensor
 from torch._prims_common.wrappers import _maybe_resize_out
 from torch.library import Library
 
+from lightning_d9m.attribute_patches import AttributePatches
 from lightning_d9m.compatibility import describe_missing_patches, get_boxed_kernel
 from lightning_d9m.errors import D9mError, SettingError
-from lightning_d9m.patches.arguments import RefusedError, Update, require
 from lightning_d9m.patches.catalog.catalog import FlagEffect, Op, select_ops
-from lightning_d9m.patches.decompositions import decompositions_bypassed
 
 _MOST_FUNCTIONS = 4096
+_native = torch._C._nn  # noqa: SLF001 - what torch.nn.functional calls with the flag off
 _OVERLAP = 1  # torch's MemOverlap::Yes
 _active: set[str] = set()
 _thread = threading.local()
@@ -62,7 +64,12 @@ def patches_applied(
     if problem := describe_missing_patches():
         raise SettingError(problem)
     excluded = tuple(sorted(set(exclude)))
-    ops = [op for op in select_ops(torch.__version__, excluded) if _exists(op)]
+    ops = [
+        op
+        for op in select_ops(torch.__version__, excluded)
+        # A newer op may be missing in an older torch.
+        if any(hasattr(torch.ops.aten, overload.partition(".")[0]) for overload in op.kernels)
+    ]
     if device_key in _active:
         raise SettingError(
             f"The patches are already applied for the dispatch key {device_key!r}; applying them "
@@ -86,24 +93,14 @@ def patches_applied(
 
 def _register(library: Library, op: Op, device_key: str) -> None:
     for overload, path in op.kernels.items():
+        packet, _, name = overload.partition(".")
         kernel = Kernel(
             resolve_name(path),
             _find_original(overload, device_key),
-            _find_schema(overload),
+            getattr(getattr(torch.ops.aten, packet), name or "default")._schema,  # noqa: SLF001 - it names the outputs
             switches=op.flag_effect is FlagEffect.SWITCHES,
         )
         library.impl(overload, kernel, device_key, with_keyset=True)
-
-
-def _exists(op: Op) -> bool:
-    """Return whether this torch has the op: a newer op may be missing in an older torch."""
-    return any(hasattr(torch.ops.aten, overload.partition(".")[0]) for overload in op.kernels)
-
-
-def _find_schema(overload: str) -> torch._C.FunctionSchema:
-    packet, _, name = overload.partition(".")
-    found = getattr(getattr(torch.ops.aten, packet), name or "default")
-    return cast("torch._C.FunctionSchema", found._schema)  # noqa: SLF001 - it names the outputs
 
 
 def _find_original(overload: str, device_key: str) -> Callable[..., Any]:
@@ -118,15 +115,46 @@ def _find_original(overload: str, device_key: str) -> Callable[..., Any]:
     return call_nothing
 
 
+class RefusedError(Exception):
+    """A replacement does not take its arguments."""
+
+
+def require(*conditions: bool) -> None:
+    """Refuse the arguments unless all conditions hold."""
+    if not all(conditions):
+        raise RefusedError
+
+
+class Update(NamedTuple):
+    """A change of the tensor ``self``: in place, or of a copy.
+
+    Attributes:
+        write: Takes the tensor to change and the op's other arguments.
+    """
+
+    write: Callable[..., None]
+
+
+@lru_cache(maxsize=4096)
+def make_places(device: torch.device, *sizes: int) -> Tensor:
+    """Return a tensor of a shape, in the memory of one element: reading a place outside fails."""
+    return torch.zeros((), dtype=torch.uint8, device=device).expand(sizes)
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype to add in: float32 for half and bfloat16, else the dtype itself."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
 class Kernel:
     """A replacement as the dispatcher calls it: functional, in place, or with ``out=``.
 
     One replacement serves all overloads of an op. It returns results; a function of its arguments
     that returns them; an :class:`Update`; or ``NotImplemented`` where torch's kernel is
     deterministic. Functions are kept for the next call with tensors alike: of the same shapes,
-    strides, dtypes and devices. Arguments that a replacement refuses, or at which one of its ops
-    raises, are torch's. Ops that a replacement calls are torch's own: pieces of sums may be added
-    by ops that have replacements.
+    strides, dtypes and devices, which is all that they may depend on. Arguments that a replacement
+    refuses, or at which one of its ops raises, are torch's. Ops that a replacement calls are
+    torch's own: pieces of sums may be added by ops that have replacements.
 
     Args:
         replacement: The function of the catalog.
@@ -235,16 +263,15 @@ def _write(target: Tensor, result: Tensor) -> None:
 
 def _make_refusal(arguments: Iterable[object]) -> D9mError:
     """Return the error for arguments that torch's kernel took; its result is discarded."""
+    given = [
+        f"{one.dtype} of shape {tuple(one.shape)}" if isinstance(one, Tensor) else repr(one)
+        for one in arguments
+    ]
     return D9mError(
         "The deterministic replacement does not take these arguments, although torch's own kernel "
-        f"does: {[_describe_argument(argument) for argument in arguments]}. Exclude the op from "
+        f"does: {given}. Exclude the op from "
         "the patches to run torch's nondeterministic kernel, and please report the case."
     )
-
-
-def _describe_argument(argument: object) -> str:
-    shape, dtype = getattr(argument, "shape", None), getattr(argument, "dtype", None)
-    return repr(argument) if shape is None else f"{dtype} of shape {tuple(shape)}"
 
 
 def _shares_memory(target: Tensor, arguments: Iterable[Any]) -> bool:
@@ -266,3 +293,39 @@ def _shares_memory(target: Tensor, arguments: Iterable[Any]) -> bool:
         elif isinstance(one, list) and _shares_memory(target, one):
             return True
     return False
+
+
+def _find_gradient(name: str, image: Tensor, *args: Any) -> tuple[str, Callable[..., Any]]:
+    """Return the gradient in the catalog and the op, by the name of a decomposition."""
+    if name == "_upsample_linear_vec":
+        kind = "trilinear3d" if image.dim() == 5 else "bilinear2d"  # noqa: PLR2004 - dimensions
+        return f"upsample_{kind}_backward", getattr(_native, f"upsample_{kind}")
+    if name == "_replication_pad":
+        pad = partial(_native.pad, mode="replicate")
+        return f"replication_pad{len(args[0]) // 2}d_backward", pad
+    return "max_pool3d_backward", _native.max_pool3d_with_indices  # from torch 2.13 on
+
+
+@contextmanager
+def decompositions_bypassed(names: Collection[str], device: str) -> Iterator[None]:
+    """Run the body with the ops of patched gradients in place of their decompositions.
+
+    With the flag on in the forward pass, bilinear and trilinear ``F.interpolate``, replicating
+    ``F.pad`` and ``F.max_pool3d`` with ``return_indices`` look a decomposition up on CUDA, whose
+    gradient is an ``index_put`` with many times the memory traffic: the patched gradient would
+    never run. The registered decompositions do not change.
+    """
+    patches = AttributePatches()
+
+    def run(name: str, decompose: Callable[..., Any], image: Tensor, *args: Any, **kw: Any) -> Any:
+        gradient, native = _find_gradient(name, image, *args)
+        patched = gradient in names and image.device.type == device
+        return (native if patched else decompose)(image, *args, **kw)
+
+    try:
+        for name in ("_upsample_linear_vec", "_replication_pad", "max_pool3d_with_indices"):
+            if decompose := getattr(torch_decompositions, name, None):
+                patches.replace(torch_decompositions, name, partial(run, name, decompose))
+        yield
+    finally:
+        patches.undo()

@@ -21,8 +21,8 @@ from torch._decomp import decomposition_table
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_d9m.errors import NotPortableError
-from lightning_d9m.patches.arguments import RefusedError, Update
 from lightning_d9m.patches.catalog.catalog import OPS
+from lightning_d9m.patches.registration import RefusedError, Update
 from lightning_d9m.portability import arithmetic, composed, random_numbers, resampling  # noqa: F401 - their rules
 from lightning_d9m.portability.registry import (
     COMPOSED,

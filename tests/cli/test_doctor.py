@@ -295,7 +295,7 @@ def test_patched_ops_of_a_tried_device_are_compared(monkeypatch):
     monkeypatch.setattr(device, "compute_examples", compute)
     with patches_applied("CPU"):
         found = try_device(torch.device("cpu")).found
-        for path in ("sums:accumulate", "taps:apply"):
+        for path in ("kernels:accumulate", "kernels:add_taps"):
             assert f"The Triton kernel {path} cannot be used (RuntimeError: no {path})" in found
         assert "patched ops on the device differ" not in found
         assert "patched ops on the device differ" in try_device(torch.device("cpu")).found

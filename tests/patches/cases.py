@@ -123,6 +123,12 @@ GRADIENT_CASES = [
         _call("pad", (3, 5, 1, 0, 2, 3), "reflect"),
         cpu_keeps_format=True,
     ),
+    _case(
+        "reflection3d-sides",  # the last dimension has more outputs than the one before it
+        (2, 1, 8, 8, 9),
+        _call("pad", (0, 8, 2, 5, 6, 2), "reflect"),
+        cpu_keeps_format=True,
+    ),
     _case("replication1d", (2, 3, 7), _call("pad", (3, 9), "replicate"), exact=True),
     _case(
         "replication2d",

@@ -10,10 +10,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from lightning_d9m.patches import taps
-from lightning_d9m.patches.arguments import Update
 from lightning_d9m.patches.catalog.catalog import Op
 from lightning_d9m.patches.kernels import separable
+from lightning_d9m.patches.registration import Update
 from lightning_d9m.state.parts import equal_bits
 
 ONE_THREAD_PER_OUTPUT = {
@@ -28,7 +27,16 @@ ONE_THREAD_PER_OUTPUT = {
         "_unsafe_view",
     ),
     *("_to_copy", "copy_", "clone", "cat", "stack", "flip", "floor_divide"),
-    *("fill_.Scalar", "gather", "index.Tensor", "index_select", "searchsorted.Tensor"),
+    *(
+        "fill_.Scalar",
+        "gather",
+        "take",
+        "scatter.value",
+        "scatter_.value",
+        "index.Tensor",
+        "index_select",
+        "searchsorted.Tensor",
+    ),
     *("_assert_async", "_local_scalar_dense"),
     "set_.source_Storage_storage_offset",  # memory that is not filled
     "complex",  # of a real and an imaginary part
@@ -39,7 +47,16 @@ ONE_THREAD_PER_OUTPUT = {
 }
 """No two threads meet: they read, copy, or go through their own elements in order."""
 
-FIXED_TREES = {"sum", "sum.dim_IntList", "all", "any.dim", "amin", "aminmax", "segment_reduce"}
+FIXED_TREES = {
+    "sum",
+    "sum.dim_IntList",
+    "all",
+    "any.dim",
+    "amin",
+    "argmax",
+    "aminmax",
+    "segment_reduce",
+}
 """Reductions whose partial results are combined in an order that the shapes decide."""
 
 
@@ -67,6 +84,11 @@ def _counts(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return not args[0].is_floating_point()
 
 
+def _has_no_weights(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Integers are counted exactly."""
+    return kwargs.get("weights", args[1] if len(args) > 1 else None) is None
+
+
 def _takes_extremes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Of numbers that are equal only if their bits are; NaNs become one later."""
     zeros = [part[part == 0] for part in (args[0], args[3])]
@@ -92,6 +114,7 @@ def _has_several_rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 ON_CONDITION: dict[str, Callable[[tuple[Any, ...], dict[str, Any]], bool]] = {
     "sort.stable": _sorts_stably,
+    "bincount": _has_no_weights,
     "cumsum": _counts,
     "cumprod": _has_several_rows,
     "logcumsumexp": _has_several_rows,
@@ -104,7 +127,8 @@ ON_CONDITION: dict[str, Callable[[tuple[Any, ...], dict[str, Any]], bool]] = {
 
 LEAVING = {
     *("cumprod", "logcumsumexp"),  # several rows, and integers
-    *("nll_loss2d_forward", "scatter_reduce", "embedding_bag_dense_backward"),  # other modes
+    *("nll_loss2d_forward", "embedding_bag_dense_backward"),  # other modes
+    *("index_add", "index_reduce", "scatter", "scatter_add", "scatter_reduce"),  # integers, complex
     *("histc", "bincount"),  # integers and nothing
     "index_put_impl",  # without accumulate it sorts
 }
@@ -180,9 +204,11 @@ def judged(ops: tuple[Op, ...], monkeypatch: Any) -> Iterator[tuple[Judge, set[s
             name = path.split(":")[1]
             patch.setattr(module, name, observe(path, getattr(module, name)))
 
+        find = separable.cached_taps
+
         def prepare(*args: object) -> object:
             with _disable_current_modes():
-                return taps.cached_taps(*args)
+                return find(*args)
 
         patch.setattr(separable, "cached_taps", prepare)
         yield judge, ran

@@ -9,8 +9,7 @@ import torch.nn.functional as nnf
 from patches.cases import deterministic_algorithms
 from torch import Tensor, nn
 
-from lightning_d9m.patches.decompositions import decompositions_bypassed
-from lightning_d9m.patches.registration import patches_applied
+from lightning_d9m.patches.registration import decompositions_bypassed, patches_applied
 
 Forward = Callable[[Tensor], Tensor]
 NAMES = ("_upsample_linear_vec", "_replication_pad", "max_pool3d_with_indices")

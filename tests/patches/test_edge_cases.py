@@ -60,4 +60,4 @@ def test_the_results_are_those_of_the_cases(edge_cases):
     assert record["cases_by_edge"] == Counter(case.edge for case in cases)
     assert record["cases"] == len(cases)
     assert record["differences"] == []
-    assert set(record["cases_by_kernel"]) == {"sums:accumulate", "taps:apply"}
+    assert set(record["cases_by_kernel"]) == {"kernels:accumulate", "kernels:add_taps"}

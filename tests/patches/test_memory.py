@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_d9m.patches import exact_sums, taps
+from lightning_d9m.patches import exact_sums
+from lightning_d9m.patches.kernels import separable
 from lightning_d9m.patches.registration import patches_applied
 
 LEGACY = "ignore:(index_reduce.* is in beta|The reduce argument of torch.scatter)"
@@ -84,7 +85,7 @@ def test_torch_ops_work_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     with patches_applied("CPU"):
         whole = [call() for call in calls]
         monkeypatch.setattr(exact_sums, "_SLICE", 120)
-        monkeypatch.setattr(taps, "_SOME", 120)
+        monkeypatch.setattr(separable, "_SOME", 120)
         found = []
         run = exact_sums.cut_terms
         monkeypatch.setattr(

@@ -4,7 +4,6 @@ import pytest
 import torch
 import torch.nn.functional as nnf
 
-from lightning_d9m.errors import D9mError
 from lightning_d9m.patches.registration import patches_applied
 
 NAN = float("nan")
@@ -25,14 +24,6 @@ def test_half_is_rounded_once() -> None:
     assert abs(loss.double() - reference) <= torch.finfo(torch.half).eps * abs(reference)
     for product in products:
         assert torch.equal(product, low.float().pow(7).half())
-
-
-@pytest.mark.filterwarnings("ignore:index_reduce.* is in beta")
-def test_what_no_cuda_kernel_takes_is_refused() -> None:
-    """Torch's CPU kernel reduces complex numbers."""
-    ones = torch.ones(6, 1).cfloat()
-    with patches_applied("CPU"), pytest.raises(D9mError, match=r"torch\.complex64 of shape"):
-        ones[:1].index_reduce(0, torch.zeros(6, dtype=torch.int64), ones, "prod")
 
 
 @pytest.mark.parametrize("name", ["median", "nanmedian"])

@@ -77,6 +77,14 @@ CALLS: dict[str, Call] = {
         lambda index, values: TARGETS.scatter(0, index, values, reduce="add")
     ),
     **{
+        f"scatter_reduce_prod-{name}": scatter(
+            lambda index, values, name=name: TARGETS.scatter_reduce(
+                0, index, values, name, include_self=name != "sum"
+            )
+        )
+        for name in ("sum", "mean", "amax", "amin")
+    },
+    **{
         f"index_reduce-{name}": lambda index, values, name=name: TARGETS.index_reduce(
             0, index, values, name
         )
@@ -100,7 +108,6 @@ FIXED = {
     *(
         "median",
         "nanmedian",
-        "scatter_reduce_prod",
         "cumprod",
         "logcumsumexp",
     ),  # from first to last

@@ -13,9 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_d9m.errors import D9mError, SettingError
 from lightning_d9m.patches import registration
-from lightning_d9m.patches.arguments import require
 from lightning_d9m.patches.catalog.catalog import OPS, select_ops
-from lightning_d9m.patches.registration import Kernel, patches_applied
+from lightning_d9m.patches.registration import Kernel, patches_applied, require
 
 KERNELS = [f"aten::{overload}" for op in select_ops(torch.__version__) for overload in op.kernels]
 

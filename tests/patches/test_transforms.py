@@ -30,6 +30,12 @@ CASES: dict[str, Callable[[Tensor], Tensor]] = {
     "median": lambda x: x.median(0).values,
     "nanmedian": lambda x: x.nanmedian(1).values,
     "scatter_reduce": lambda x: x.scatter_reduce(0, WHERE, FIXED, "prod"),
+    "scatter_reduce-sum": lambda x: x.scatter_reduce(0, WHERE, FIXED, "sum", include_self=False),
+    "scatter_reduce-mean": lambda x: FIXED.scatter_reduce(0, WHERE[:5], x, "mean"),
+    "scatter_reduce-mean-of-values": lambda x: FIXED.scatter_reduce(
+        0, WHERE[:5], x, "mean", include_self=False
+    ),
+    "scatter_reduce-amax": lambda x: FIXED.scatter_reduce(0, WHERE[:5], x, "amax"),
     "scatter_reduce-source": lambda x: FIXED.scatter_reduce(0, WHERE[:5], x, "prod"),
     "index_reduce-prod": lambda x: x.index_reduce(0, ROWS, FIXED, "prod"),
     "index_reduce-mean": lambda x: x.index_reduce(0, ROWS, FIXED, "mean"),

@@ -21,18 +21,12 @@ _KERNELS = "lightning_d9m.patches.kernels"
 class FlagEffect(Enum):
     """The effect of ``torch.use_deterministic_algorithms`` on an op."""
 
-    RAISES = "raises"
-    """torch raises: it has no deterministic version."""
-    SWITCHES = "switches"
-    """torch, or the library that it calls, runs a deterministic version."""
-    DECOMPOSES = "decomposes"
-    """torch replaces the op in the forward pass by ops that have a deterministic version."""
-    NONE = "none"
-    """The op stays nondeterministic, and torch does not raise."""
-    OUT_OF_REACH = "out of reach"
-    """The op belongs to another package, which does not read torch's flag."""
-    UNNEEDED = "unneeded"
-    """The op is deterministic with and without the flag."""
+    RAISES = "raises"  # torch raises: it has no deterministic version
+    SWITCHES = "switches"  # torch, or a library that it calls, runs a deterministic version
+    DECOMPOSES = "decomposes"  # the forward pass consists of ops that have a deterministic version
+    NONE = "none"  # the op stays nondeterministic, and torch does not raise
+    OUT_OF_REACH = "out of reach"  # the op's package does not read torch's flag
+    UNNEEDED = "unneeded"  # the op is deterministic with and without the flag
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,10 +69,8 @@ class Op:
 
     def is_needed(self, torch_version: str) -> bool:
         """Return whether this entry applies to a release of torch."""
-        release = _read_release(torch_version)
-        return _read_release(self.since) <= release and (
-            self.until is None or release < _read_release(self.until)
-        )
+        since, release, until = map(_read_release, (self.since, torch_version, self.until or "999"))
+        return since <= release < until
 
     def as_record(self) -> dict[str, object]:
         """Return the entry as JSON types."""
@@ -146,12 +138,8 @@ def _make_op(line: str, fields: Mapping[str, str], shared: Mapping[str, str]) ->
     )
 
 
-OPS: tuple[Op, ...] = tuple(
-    sorted(
-        read_ops(Path(__file__).with_name("ops.txt").read_text(encoding="utf-8")),
-        key=lambda op: op.name,
-    )
-)
+_TEXT = Path(__file__).with_name("ops.txt").read_text(encoding="utf-8")
+OPS: tuple[Op, ...] = tuple(sorted(read_ops(_TEXT), key=lambda op: op.name))
 
 
 def find_op(name: str) -> Op:

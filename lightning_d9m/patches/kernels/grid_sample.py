@@ -9,19 +9,17 @@ from collections.abc import Sequence
 from functools import partial, reduce
 from itertools import product
 from math import prod
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from lightning_d9m.patches.arguments import accumulation_dtype, require
 from lightning_d9m.patches.exact_sums import Layout, accumulate, plan_pieces
+from lightning_d9m.patches.registration import accumulation_dtype, require
 from lightning_d9m.patches.triton.launch import INT32_LIMIT, allocate
 
 _BILINEAR, _NEAREST, _BICUBIC = 0, 1, 2
 _ZEROS, _BORDER, _REFLECTION = 0, 1, 2
 _OUTSIDE = -100.0  # torch's position for coordinates that no integer can represent
-_INT_MAX = 2**31 - 1
 _CUBIC = -0.75  # the parameter of torch's cubic convolution
 _WEIGHTS: dict[int, list[tuple[int, tuple[float, ...]]]] = {
     # The offset of each neighbor, and the coefficients of the polynomial that is its weight.
@@ -36,18 +34,9 @@ _WEIGHTS: dict[int, list[tuple[int, tuple[float, ...]]]] = {
 }
 
 
-class Tap(NamedTuple):
-    """One neighbor that a sample reads along one dimension; all of shape ``[n, outputs]``.
-
-    Attributes:
-        place: The element read, possibly outside of the input.
-        weight: Its factor.
-        slope: The derivative of the factor with respect to the grid's coordinate.
-    """
-
-    place: Tensor
-    weight: Tensor
-    slope: Tensor
+Tap = tuple[Tensor, Tensor, Tensor]
+"""One neighbor that a sample reads along one dimension: the element, possibly outside of the input,
+its weight, and the derivative of the weight by the grid's coordinate; of shape ``[n, outputs]``."""
 
 
 def _backward(
@@ -73,9 +62,6 @@ def _backward(
         mode in (_BILINEAR, _NEAREST, _BICUBIC)[: 5 - dims],
         padding in {_ZEROS, _BORDER, _REFLECTION},
     )
-    if not grad_output.numel():
-        grad_image = torch.zeros_like(image, memory_format=torch.contiguous_format)
-        return grad_image if output_mask[0] else None, torch.zeros_like(grid)
     batch, channels, *sizes = image.shape
     outputs = prod(grid.shape[1:-1])
     dtype = accumulation_dtype(image.dtype)
@@ -85,16 +71,15 @@ def _backward(
         _find_taps(coordinates[..., -1 - side], size, mode, padding, align_corners)
         for side, size in enumerate(sizes)
     ]
-    gradients = grad_output.reshape(batch, channels, outputs)
-    grad_grid = _differentiate_grid(image, gradients, taps, flat=mode == _NEAREST)
+    gradients, corners = grad_output.reshape(batch, channels, outputs), list(product(*taps))
+    integer = torch.int32 if prod(sizes) < INT32_LIMIT else torch.int64
+    index = torch.stack([_find_place(corner, sizes).to(integer) for corner in corners])
+    sloped = [] if mode == _NEAREST else corners
+    grad_grid = _differentiate_grid(image, gradients, sloped, index, dims)
     grad_grid = grad_grid.to(grid.dtype).view(grid.shape)
     if not output_mask[0]:
         return None, grad_grid
-
-    corners = list(product(*taps))
-    dtype = torch.int32 if prod(sizes) <= INT32_LIMIT else torch.int64
-    index = torch.stack([_find_place(corner, sizes).to(dtype) for corner in corners])
-    weights = torch.stack([_multiply([tap.weight for tap in corner]) for corner in corners])
+    weights = torch.stack([_multiply([weight for _, weight, _ in corner]) for corner in corners])
     tap, sample, output = index.stride()
     steps = (tap, sample, output, 0)
     layout = Layout(len(corners), batch, channels, outputs, 1, prod(sizes), steps)
@@ -117,30 +102,32 @@ def cudnn_grid_sampler_backward(
 
 
 def _differentiate_grid(
-    image: Tensor, gradients: Tensor, taps: Sequence[Sequence[Tap]], *, flat: bool
+    image: Tensor, gradients: Tensor, corners: Sequence[Sequence[Tap]], index: Tensor, dims: int
 ) -> Tensor:
     """Return the gradient with respect to the grid, of shape ``[batch, outputs, sides]``."""
-    channels, *sizes = image.shape[1:]
-    slopes = [torch.zeros_like(side[0].weight) for side in taps]
-    pixels = image.reshape(*image.shape[:2], prod(sizes))
-    for corner in product(*taps) if not flat else ():
-        place = _find_place(corner, sizes)
-        read = pixels.gather(2, place.clamp(min=0).unsqueeze(1).expand(-1, channels, -1))
-        match = (read.to(slopes[0].dtype) * gradients).sum(1)
-        for side in range(len(sizes)):
-            factors = [tap.weight for tap in corner]
-            factors[side] = corner[side].slope
-            slopes[side] = slopes[side] + torch.where(place >= 0, match * _multiply(factors), 0)
+    pixels = image.flatten(2)
+    slopes = [torch.zeros_like(index[0], dtype=accumulation_dtype(image.dtype))] * dims
+    for corner, place in zip(corners, index, strict=False):
+        inside = place < pixels.shape[2]
+        here = torch.where(inside, place, 0).to(torch.int64).unsqueeze(1).expand_as(gradients)
+        match = (pixels.gather(2, here).to(slopes[0].dtype) * gradients).sum(1)
+        for side, (_, _, slope) in enumerate(corner):
+            factors = [weight for _, weight, _ in corner]
+            factors[side] = slope
+            slopes[side] = slopes[side] + torch.where(inside, match * _multiply(factors), 0)
     return torch.stack(slopes[::-1], dim=-1)
 
 
 def _find_place(corner: Sequence[Tap], sizes: Sequence[int]) -> Tensor:
-    """Return the position of one neighbor of each output, or -1 if it is outside."""
-    place, inside = torch.zeros_like(corner[0].place), torch.ones_like(corner[0].place) > 0
-    for tap, size in zip(corner, sizes, strict=True):
-        inside = inside & (tap.place >= 0) & (tap.place < size)
-        place = place * size + tap.place
-    return torch.where(inside, place, -1)
+    """Return the position of one neighbor of each output; that after the last one if outside."""
+    place, outside = (
+        torch.zeros_like(corner[0][0]),
+        torch.zeros_like(corner[0][0], dtype=torch.bool),
+    )
+    for (along, _, _), size in zip(corner, sizes, strict=True):
+        outside = outside | (along < 0) | (along >= size)
+        place = place * size + along
+    return torch.where(outside, prod(sizes), place)
 
 
 def _find_taps(
@@ -159,7 +146,7 @@ def _find_taps(
             weight, change = weight * after + factor, change * after + weight
         if mode == _BICUBIC:
             place, _ = _pad(place, slope, size, padding, align_corners)
-        taps.append(Tap(place.to(torch.int64), weight, change * slope))
+        taps.append((place.to(torch.int64), weight, change * slope))
     return taps
 
 
@@ -184,7 +171,7 @@ def _pad(
         # A NaN keeps its slope, as in torch.
         slope = torch.where(inside | position.isnan(), slope, 0)
         position = position.clamp(0, size - 1)
-    representable = (position.abs() < _INT_MAX) & position.isfinite()
+    representable = (position.abs() < INT32_LIMIT) & position.isfinite()
     return torch.where(representable, position, _OUTSIDE), slope
 
 

@@ -1,14 +1,15 @@
-"""Reductions: ``nll_loss2d``, medians, scans of a single row, and histograms."""
+"""Reductions: ``nll_loss2d``, medians, scans of a single row, histograms, and ``CTCLoss``."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_d9m.patches.arguments import accumulation_dtype, require
+from lightning_d9m.patches.kernels.updates import sum_rows
+from lightning_d9m.patches.registration import accumulation_dtype, require
 
 _NONE, _MEAN = 0, 1
 
@@ -55,19 +56,13 @@ def _median(
     size = rows.shape[dim]
     require(size > 0)
     is_nan = rows.isnan()
-    if ignore_nan and self.is_floating_point():
-        numbers = size - is_nan.sum(dim, keepdim=True)
-        middle = torch.div(numbers - 1, 2, rounding_mode="floor").clamp_(min=0)
-        value = torch.sort(rows, dim=dim, stable=True).values.gather(dim, middle)
-        matches = (rows == value) | (is_nan & (numbers == 0))
-    else:
-        # kthvalue selects without a sort, and its value does not depend on the order of threads.
-        value = rows.kthvalue((size + 1) // 2, dim, keepdim=True).values
-        matches = torch.where(is_nan.any(dim, keepdim=True), is_nan, rows == value)
-    shape = [1] * rows.dim()
-    shape[dim] = size
-    ranks = torch.arange(size, device=self.device).view(shape)
-    index = torch.where(matches, ranks, size - 1).amin(dim, keepdim=True)
+    nans = is_nan.sum(dim, keepdim=True)
+    middle = torch.div(size - nans - 1, 2, rounding_mode="floor").clamp_(min=0)
+    if not ignore_nan:
+        middle = torch.where(nans > 0, size - 1, middle)  # NaNs are sorted behind the numbers
+    value = torch.sort(rows, dim=dim, stable=True).values.gather(dim, middle)
+    matches = (rows == value) | (is_nan & value.isnan())
+    index = matches.to(torch.uint8).argmax(dim, keepdim=True)  # the first of several
     chosen = rows.gather(dim, index), index
     values, indices = (part if keepdim and self.dim() else part.squeeze(dim) for part in chosen)
     return values.contiguous(), indices.contiguous()
@@ -120,11 +115,101 @@ def histc(
     # A tensor on the device: CUDA multiplies by the reciprocal of a number, which rounds twice.
     span = torch.full((), _round(high - low, self.dtype), dtype=self.dtype, device=self.device)
     places = ((values - low) * bins / span).to(torch.int32).clamp_(max=bins - 1)
-    inside = (values >= low) & (values <= high)
-    places = torch.where(inside, places, bins)
+    places = torch.where((values >= low) & (values <= high), places, bins)
     bounds = torch.arange(bins + 1, dtype=torch.int32, device=self.device)
     return torch.searchsorted(places.sort(stable=True).values, bounds).diff().to(self.dtype)
 
 
 def _round(number: float, dtype: torch.dtype) -> float:
     return float(torch.tensor(number, dtype=dtype, device="cpu"))
+
+
+def ctc_loss_backward(  # noqa: PLR0913, PLR0917 - torch's arguments
+    grad: Tensor,
+    log_probs: Tensor,
+    targets: Tensor,
+    input_lengths: Sequence[int] | Tensor,
+    target_lengths: Sequence[int] | Tensor,
+    neg_log_likelihood: Tensor,
+    log_alpha: Tensor,
+    blank: int,
+    zero_infinity: bool = False,
+) -> Tensor:
+    """Return the gradient with respect to the log probabilities.
+
+    It has the shape ``[time, batch, labels]`` and is ``grad * (exp(log_probs) - posterior)``
+    (Graves et al. 2006, formula 16), where a label's posterior is the sum over its states of
+    ``alpha * beta / (probability * likelihood)``. torch's CUDA kernel adds these with atomics; here
+    their sum is exact. The backward variables are the forward variables of the reversed problem, so
+    torch's own forward kernel (one thread per state, no race) computes them.
+
+    The host needs the lengths. If they are CUDA tensors it waits for them, as in torch's own
+    kernel; lists and CPU tensors are copied to the device once, without a wait.
+    """
+    lengths, label_lengths = (
+        part.tolist() if isinstance(part, Tensor) else list(part)
+        for part in (input_lengths, target_lengths)
+    )
+    steps, batch, labels = log_probs.shape
+    require(batch > 0, steps > 0, log_probs.dtype in {torch.float32, torch.float64})
+    device = log_probs.device
+    on_cuda = device.type == "cuda"  # a copy from pinned memory does not make the host wait
+    copied = torch.tensor([lengths, label_lengths], pin_memory=on_cuda, device="cpu")
+    time, count = copied.to(device, non_blocking=on_cuda)[..., None]
+    padded = _pad_targets(targets.to(device), max(label_lengths), count)
+    last_step = torch.arange(steps, device=device)
+    past = last_step >= time  # [batch, steps]
+    mirror = torch.where(past, 0, time - 1 - last_step)
+    sizes = (lengths, label_lengths, count, mirror)
+    paths = log_alpha + _compute_log_beta(log_probs, padded, *sizes, blank)
+    states = log_alpha.shape[2]
+    state_labels = torch.full((batch, states), blank, dtype=torch.int64, device=device)
+    state_labels[:, 1::2] = padded[:, : states // 2]
+    ranks = torch.arange(states, device=device)
+    real = ranks <= 2 * count  # [batch, states]
+    emitted = log_probs.transpose(0, 1).gather(2, state_labels[:, None].expand(-1, steps, -1))
+    posterior = (paths + neg_log_likelihood[:, None, None] - emitted).exp()
+    counted = real[:, None] & ~past[..., None] & (paths > -torch.inf)
+    posterior = torch.where(counted, posterior, 0)
+    first = torch.arange(batch, device=device)[:, None] * labels
+    rows = posterior.transpose(1, 2).reshape(batch * states, steps)
+    sums = sum_rows((state_labels + first).flatten(), rows, batch * labels)
+    shares = sums.view(batch, labels, steps).permute(2, 0, 1)
+    result = (log_probs.exp() - shares) * grad[:, None]
+    impossible = neg_log_likelihood == torch.inf
+    # torch subtracts infinities where nothing can be emitted: its gradient is NaN there.
+    result = torch.where(impossible[:, None] | (log_probs == -torch.inf), torch.nan, result)
+    silent = past.t() | (impossible & zero_infinity)
+    return torch.where(silent[..., None], 0, result).contiguous()
+
+
+def _compute_log_beta(
+    log_probs: Tensor,
+    padded: Tensor,
+    lengths: list[int],
+    label_lengths: list[int],
+    count: Tensor,
+    mirror: Tensor,
+    blank: int,
+) -> Tensor:
+    """Return the log probability of finishing, of shape ``[batch, steps, states]``."""
+    backwards = log_probs.gather(0, mirror.t()[..., None].expand_as(log_probs))
+    ranks = torch.arange(padded.shape[1], device=padded.device)
+    flipped = padded.gather(1, (count - 1 - ranks).clamp(min=0))
+    forward = torch._ctc_loss  # noqa: SLF001 - it returns log_alpha, which ctc_loss hides
+    _, log_alpha = forward(backwards, flipped, lengths, label_lengths, blank)
+    states = torch.arange(log_alpha.shape[2], device=padded.device)
+    log_beta = log_alpha.gather(1, mirror[..., None].expand_as(log_alpha))
+    mirrored = (2 * count - states).clamp(min=0)
+    return log_beta.gather(2, mirrored[:, None].expand_as(log_beta))
+
+
+def _pad_targets(targets: Tensor, longest: int, count: Tensor) -> Tensor:
+    """Return padded or concatenated targets as int64 of shape ``[batch, longest]``."""
+    ranks = torch.arange(longest, device=targets.device)
+    if targets.dim() == 1:
+        targets = torch.cat([targets, targets.new_zeros(1)])  # there may be none
+        padded = targets[(count.cumsum(0) - count + ranks).clamp(max=len(targets) - 1)]
+    else:
+        padded = targets[:, :longest]
+    return torch.where(ranks < count, padded.to(torch.int64), 0)

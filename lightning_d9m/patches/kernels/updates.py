@@ -1,4 +1,4 @@
-"""Ops in which an index names the place of each value, such as ``index_add`` and ``bincount``.
+"""Ops in which an index names the place of each value, such as ``index_add`` and max pooling.
 
 torch's CUDA kernels start one thread for each value, which adds, multiplies or writes with no
 regard to the other threads of its place. Here an op turns its arguments into keys and values, and
@@ -6,7 +6,7 @@ names the rule that combines the values of a place. The result is the same in an
 values, except that products and the last value follow the order in which the values are given.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from math import prod
 from operator import le
@@ -14,54 +14,23 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._prims_common import suggest_memory_format
 
-from lightning_d9m.patches.arguments import Update, accumulation_dtype, make_places, require
 from lightning_d9m.patches.exact_sums import Layout, Pieces, accumulate, plan_pieces
+from lightning_d9m.patches.registration import (
+    Update,
+    accumulation_dtype,
+    make_places,
+    require,
+)
 from lightning_d9m.patches.triton.launch import allocate
 
 _MANY = 2  # elements for each value, beyond which only those that get a value are read
 _MODE_MAX = 2
 _INDEX_DTYPES = (torch.int32, torch.int64)
-_LEGACY = {"add": "sum", "multiply": "prod"}
+_GUARD = 24  # bits that a single piece keeps of the few windows of one input
+_NEUTRAL = {"sum": 0.0, "mean": 0.0, "prod": 1.0, "amax": -torch.inf, "amin": torch.inf}
 _NOTHING = Update(lambda *_, **__: None)
-
-
-def index_add(self: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: float = 1) -> Update:  # noqa: ARG001 - a factor of the source
-    """Add the source's slices where the index says."""
-    require(_is_added(self), index.dim() == 1, source.numel() > 0)
-    return _plan(self, dim, index, source, "sum", by_slice=True)
-
-
-def index_reduce(
-    self: Tensor, dim: int, index: Tensor, source: Tensor, reduce: str, *, include_self: bool = True
-) -> Update:
-    """Reduce the source's slices into a tensor; products are formed from first to last."""
-    require(
-        reduce in {"prod", "mean", "amax", "amin"},
-        index.dim() <= 1,
-        not (self.is_complex() or self.dtype == torch.bool),
-    )
-    return _plan(self, dim, index, source, reduce, include_self=include_self, by_slice=True)
-
-
-def scatter_reduce(
-    self: Tensor, dim: int, index: Tensor, src: Tensor, reduce: str, *, include_self: bool = True
-) -> Any:
-    """Multiply the source's elements into a tensor, from first to last."""
-    if reduce != "prod":
-        return NotImplemented
-    return _plan(self, dim, index, src, "prod", include_self=include_self)
-
-
-def scatter(self: Tensor, dim: int, index: Tensor, src: Tensor, *, reduce: str) -> Update:
-    """Add the source's elements to a tensor, or multiply them into it from first to last."""
-    require(reduce in _LEGACY)
-    return _plan(self, dim, index, src, _LEGACY[reduce])
-
-
-def scatter_add(self: Tensor, dim: int, index: Tensor, src: Tensor) -> Update:
-    """Add the source's elements to a tensor."""
-    return _plan(self, dim, index, src, "sum")
 
 
 def _plan(
@@ -71,10 +40,19 @@ def _plan(
     source: Tensor,
     reduce: str,
     *,
-    include_self: bool = True,
+    names: Mapping[str, str],
     by_slice: bool = False,
-) -> Update:
-    """Return an update along a dimension, whose index has a place for each element or slice."""
+    include_self: bool = True,
+    **_: Any,
+) -> Any:
+    """Return an update along a dimension, whose index has a place for each element or slice.
+
+    Integers and complex numbers are left to torch. ``names`` has a rule for each reduction.
+    """
+    if not self.is_floating_point():
+        return NotImplemented
+    require(reduce in names, not by_slice or index.dim() <= 1)
+    reduce = names[reduce]
     dims = max(self.dim(), 1)
     require(-dims <= dim < dims, index.dtype in _INDEX_DTYPES, source.dtype == self.dtype)
     if not (by_slice or index.numel()):
@@ -83,19 +61,21 @@ def _plan(
     shape, wanted, given = (tuple(part.shape) or (1,) for part in (self, index, source))
     if by_slice:
         wanted = (*shape[:axis], *wanted, *shape[axis + 1 :])
-        require(source.dim() == self.dim(), wanted == given)
     # An index of elements may be shorter than the source, and beside the dimension than the target.
     size = (*wanted[:axis], shape[axis], *wanted[axis + 1 :])
     require(
-        len(shape) == len(wanted) == len(given), all(map(le, (*wanted, *size), (*given, *shape)))
+        len(shape) == len(wanted) == len(given),
+        all(map(le, (*wanted, *size), (*given, *shape))),
+        not by_slice or (source.dim() == self.dim() and wanted == given),
     )
     if not prod(wanted):
         return _NOTHING
     narrow_target, narrow_source = map(tuple, (map(slice, size), map(slice, wanted)))
     is_whole, is_scalar = size == shape and wanted == given, 0 in {self.dim(), index.dim()}
-    is_sum = reduce == "sum" and self.is_floating_point() and prod(size) <= _MANY * prod(wanted)
     places = make_places(self.device, *((shape[axis],) if by_slice else size))
-    add = is_sum and plan_sum(self.dtype, size, index, wanted, axis)
+    along, fill = (0, "index_fill_") if by_slice else (axis, "scatter_")
+    rule = "mean of values" if reduce == "mean" and not include_self else reduce
+    change = _plan_change(self, size, index, wanted, rule, axis)
 
     def write(
         target: Tensor,
@@ -110,35 +90,69 @@ def _plan(
             source = source.to(accumulation_dtype(source.dtype)) * alpha
         if is_scalar:
             target, index, source = target.view(shape), index.view(-1), source.view(given)
-        _check_places(places, 0 if by_slice else axis, index)
+        keys = index if index.dtype == torch.int64 else index.to(torch.int64)
+        # Fails if a place is outside. On CUDA the host does not wait: it is a device-side
+        # assertion, as in torch's own kernels, which surfaces as an error at a later call.
+        places.gather(along, keys)
         if not is_whole:
             target, source = target[narrow_target], source[narrow_source]
-        if add and target.is_contiguous():
-            add(target, index, source)
-        elif by_slice:
-            slices = target.movedim(axis, 0), index, source.movedim(axis, 0)
-            update_rows(*slices, reduce, include_self=include_self)
-        else:
-            outer, rows, inner = _divide(wanted, axis)
-            lines = torch.arange(outer, device=index.device).view(-1, 1, 1) * shape[axis]
-            keys = (lines + index.reshape(outer, rows, inner)) * inner
-            keys = (keys + torch.arange(inner, device=index.device)).flatten()
-            _update_flat(target, (-1,), keys, source.flatten(), reduce, include_self=include_self)
+        if not include_self:
+            getattr(target, fill)(axis, keys, _NEUTRAL[reduce])
+        change(target, index, source)
 
     return Update(write)
 
 
-def _check_places(places: Tensor, axis: int, index: Tensor) -> None:
-    """Raise unless an index has places of a dimension only, in one launch.
+_NAMES = {name: name for name in ("sum", "prod", "mean", "amax", "amin")}
+index_add = partial(_plan, reduce="sum", names=_NAMES, by_slice=True)
+index_reduce = partial(_plan, names={name: name for name in list(_NAMES)[1:]}, by_slice=True)
+scatter = partial(_plan, names={"add": "sum", "multiply": "prod"})
+scatter_add = partial(_plan, reduce="sum", names=_NAMES)
+scatter_reduce = partial(_plan, names=_NAMES)
 
-    On CUDA the host does not wait: a place outside is a device-side assertion, as in torch's own
-    kernels, which surfaces as an error at a later call.
+
+def _plan_change(
+    self: Tensor,
+    size: Sequence[int],
+    index: Tensor,
+    shape: Sequence[int],
+    rule: str,
+    axis: int = 0,
+) -> Callable[[Tensor, Tensor, Tensor], None]:
+    """Return what changes the places of a dimension that an index names, by values.
+
+    The tensor is taken for one of a size; ``rule`` is a key of ``_RULES``. See :func:`plan_sum`.
     """
-    places.gather(axis, index if index.dtype == torch.int64 else index.to(torch.int64))
+    outer, rows, inner = sides = _divide(shape, axis)
+    is_sum = rule == "sum" and self.is_floating_point() and prod(size) <= _MANY * prod(shape)
+    add = plan_sum(self.dtype, size, index, shape, axis) if is_sum else None
+
+    def change(target: Tensor, index: Tensor, values: Tensor) -> None:
+        whole = target.contiguous()
+        if add:
+            add(whole, index, values)
+        elif outer == 1 and index.dim() == 1:
+            keys = index.remainder(size[axis])
+            update_rows(whole.view(-1, inner), keys, values.reshape(rows, inner), rule)
+        else:
+            keys = _number_places(_view_places(index, sides), size[axis])
+            update_rows(whole.view(-1), keys, values.flatten(), rule)
+        if whole is not target:
+            target.copy_(whole)
+
+    return change
 
 
-def _is_added(values: Tensor) -> bool:
-    return values.is_floating_point() or values.is_complex()
+def _view_places(index: Tensor, sides: Sequence[int]) -> Tensor:
+    """Return an index of a dimension, or of the values' shape, as one of their three sides."""
+    return index.view(1, -1, 1).expand(sides) if index.dim() == 1 else index.reshape(sides)
+
+
+def _number_places(index: Tensor, count: int) -> Tensor:
+    """Return positions in a flat tensor of an index of shape ``[outer, rows, inner]``."""
+    outer, _, inner = index.shape
+    lines = torch.arange(outer, device=index.device).view(-1, 1, 1) * count
+    return ((lines + index) * inner + torch.arange(inner, device=index.device)).flatten()
 
 
 def index_put_impl(
@@ -149,11 +163,10 @@ def index_put_impl(
     unsafe: bool = False,  # noqa: ARG001 - torch's argument
 ) -> Any:
     """Add the values where the indices of the first dimensions say."""
-    if not accumulate:
+    if not (accumulate and self.is_floating_point()):
         return NotImplemented
     given = [index for index in indices if index is not None]
     require(
-        _is_added(self),
         0 < len(given) == len(indices) <= self.dim(),
         all(index.dtype in _INDEX_DTYPES for index in given),
         values.dtype == self.dtype,
@@ -193,35 +206,25 @@ def _plan_places(
 ) -> Update:
     """Return an update of some dimensions as if they were one, by values expanded to a shape."""
     places, rows = make_places(self.device, *sizes), (prod(shape) // prod(rest), *rest)
-    is_sum = reduce == "sum" and self.is_floating_point() and prod(shape) * _MANY >= self.numel()
-    add = is_sum and plan_sum(self.dtype, (prod(sizes), *rest), None, rows)
     is_laid_out = values.shape == rows
+    keys = torch.empty(rows[0], device="meta")
+    change = _plan_change(self, (prod(sizes), *rest), keys, rows, reduce)
 
     def write(target: Tensor, indices: Any, values: Tensor, *_more: bool) -> None:
         given: Sequence[Tensor] = [indices] if isinstance(indices, Tensor) else indices
-        _ = places[tuple(given)]  # as in _check_places
-        if len(given) > 1:
-            given = torch.broadcast_tensors(*given)
-        keys = given[0].flatten().remainder(sizes[0])  # a place may be counted from the end
-        for part, size in zip(given[1:], sizes[1:], strict=True):
-            keys = keys * size + part.flatten().remainder(size)
+        keys = given[0]
+        if len(given) == 1 and keys.dtype == torch.int64:
+            places.take(keys)  # fails as in _plan; a place may be counted from the end
+        else:
+            _ = places[tuple(given)]  # as above
+            keys = torch.zeros_like(keys)
+            for part, size in zip(torch.broadcast_tensors(*given), sizes, strict=True):
+                keys = keys * size + part.remainder(size)
         if not is_laid_out:
             values = values.expand(shape).reshape(rows)
-        if add and target.is_contiguous():
-            add(target, keys, values)
-        else:
-            _update_flat(target, (-1, *rest), keys, values, reduce)
+        change(target, (keys if keys.dim() == 1 else keys.flatten()).contiguous(), values)
 
     return Update(write)
-
-
-def _update_flat(
-    target: Tensor, shape: Sequence[int], keys: Tensor, values: Tensor, reduce: str, **more: bool
-) -> None:
-    whole = target.contiguous()
-    update_rows(whole.view(shape), keys, values, reduce, **more)
-    if whole is not target:
-        target.copy_(whole)
 
 
 def embedding_bag_dense_backward(  # noqa: PLR0913, PLR0917 - torch's arguments
@@ -231,9 +234,9 @@ def embedding_bag_dense_backward(  # noqa: PLR0913, PLR0917 - torch's arguments
     bag_size: Tensor,
     maximum_indices: Tensor,
     num_weights: int,
-    scale_grad_by_freq: bool,
+    scale_grad_by_freq: bool,  # noqa: ARG001 - not of this mode
     mode: int,
-    per_sample_weights: Tensor | None,
+    per_sample_weights: Tensor | None,  # noqa: ARG001 - as above
     padding_idx: int = -1,  # noqa: ARG001 - a row that the bags skip
 ) -> Any:
     """Return the gradient with respect to the table, of shape ``[num_weights, features]``.
@@ -244,34 +247,101 @@ def embedding_bag_dense_backward(  # noqa: PLR0913, PLR0917 - torch's arguments
     if mode != _MODE_MAX:
         return NotImplemented
     require(
-        per_sample_weights is None,
-        not scale_grad_by_freq,
         grad.dim() == 2,  # noqa: PLR2004 - a number of dimensions
         maximum_indices.shape == grad.shape,
         bag_size.shape == grad.shape[:1],
     )
-    index = torch.where((bag_size > 0).unsqueeze(1), maximum_indices, -1)
+    is_full = (bag_size > 0).unsqueeze(1) & (maximum_indices >= 0)  # -1 in a bag of padding
+    index = torch.where(is_full, maximum_indices, num_weights)
     return sum_rows(index, grad, num_weights)
+
+
+def _pool_backward(
+    grad_output: Tensor, self: Tensor, *more: Any, dims: int, keeps_format: bool = False
+) -> Callable[..., Tensor]:
+    """Return what returns the gradient of a max pooling with respect to its input.
+
+    The arguments between the input and the last one, the indices, are those of the pooling. An
+    input has as many places in windows with different starts as a window has places.
+    """
+    *window, indices = more
+    shape, given = self.shape, grad_output.shape
+    _require_planes(grad_output, indices, dims)
+    require(
+        given[:-dims] == shape[:-dims],
+        grad_output.dtype == self.dtype,
+        0 not in (*shape[1:], *given[-dims:]),
+    )
+    planes, outputs, inputs = prod(shape[:-dims]), prod(given[-dims:]), prod(shape[-dims:])
+    pieces = plan_pieces(self.dtype, outputs)
+    if window:
+        kernel_size, *rest = window
+        pooled = rest[0]  # of a fractional pooling
+        if len(rest) > 1:
+            pooled = torch.max_pool3d(self.new_empty(shape, device="meta"), *window).shape[-dims:]
+        require(list(pooled) == list(given[-dims:]))
+        pieces = plan_pieces(self.dtype, prod(kernel_size) ** (dims // len(kernel_size)), _GUARD)
+    sizes = ((planes, inputs), indices, (planes, outputs))
+    add = plan_sum(self.dtype, *sizes, 1, include=False, pieces=pieces)
+    memory_format = suggest_memory_format(self) if keeps_format else torch.contiguous_format
+
+    def run(grad_output: Tensor, *more: Any) -> Tensor:
+        result = allocate(shape, grad_output.dtype, grad_output.device)
+        add(result, more[-1], grad_output)
+        if memory_format != torch.contiguous_format:
+            result = result.clone(memory_format=memory_format)
+        return result
+
+    return run
+
+
+max_pool3d_with_indices_backward = partial(_pool_backward, dims=3, keeps_format=True)
+adaptive_max_pool2d_backward = partial(_pool_backward, dims=2, keeps_format=True)
+adaptive_max_pool3d_backward = fractional_max_pool3d_backward = partial(_pool_backward, dims=3)
+fractional_max_pool2d_backward = partial(_pool_backward, dims=2)
+
+
+def _require_planes(values: Tensor, indices: Tensor, dims: int) -> None:
+    require(
+        values.dim() in {dims + 1, dims + 2},
+        values.is_floating_point(),
+        indices.shape == values.shape,
+        indices.dtype == torch.int64,
+    )
+
+
+def _unpool(
+    self: Tensor, indices: Tensor, output_size: Sequence[int], *window: Sequence[int], dims: int
+) -> Tensor:
+    """Return zeros with each value at the position in its plane that its index names.
+
+    The stride and padding of an unpooling in 3 dimensions are only checked.
+    """
+    _require_planes(self, indices, dims)
+    require(all(len(sizes) == dims for sizes in (output_size, *window)), all(map(min, window[:1])))
+    require(0 not in self.shape[-dims - 1 :])
+    planes, count = prod(self.shape[:-dims]), prod(output_size)
+    make_places(self.device, count).gather(0, indices.flatten())  # fails if a place is outside
+    result, sides = self.new_zeros(planes * count), (planes, prod(self.shape[-dims:]), 1)
+    update_rows(result, _number_places(indices.reshape(sides), count), self.flatten(), "last")
+    return result.view(*self.shape[:-dims], *output_size)
+
+
+max_unpool2d = partial(_unpool, dims=2)
+max_unpool3d = partial(_unpool, dims=3)
 
 
 def bincount(self: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Any:
     """Add the weights of equal values.
 
-    The host waits for the smallest and the greatest value, which sizes the result, as in torch.
+    The host waits for the greatest value, which sizes the result, as in torch.
     """
-    if weights is None or (self.dim() == 1 and not self.numel() and minlength >= 0):
+    if weights is None or not self.numel():
         return NotImplemented  # integers are counted exactly in any order
-    require(
-        self.dim() == 1,
-        self.dtype != torch.bool,
-        not (self.is_floating_point() or self.is_complex()),
-        weights.shape == self.shape,
-        minlength >= 0,
-    )
-    low, high = torch.stack(torch.aminmax(self)).tolist()
-    require(low >= 0)
+    count = len(torch.bincount(self, minlength=minlength))
+    require(weights.shape == self.shape)
     terms = weights if weights.dtype == torch.float32 else weights.to(torch.float64)
-    return sum_rows(self, terms, int(max(high + 1, minlength)))
+    return sum_rows(self, terms, count)
 
 
 def sum_rows(index: Tensor, values: Tensor, count: int) -> Tensor:
@@ -289,7 +359,7 @@ def add_rows(out: Tensor, index: Tensor, values: Tensor, *, include: bool) -> No
 def plan_sum(
     dtype: torch.dtype,
     size: Sequence[int],
-    index: Tensor | None,
+    index: Tensor,
     shape: Sequence[int],
     axis: int = 0,
     *,
@@ -303,22 +373,17 @@ def plan_sum(
     Args:
         dtype: That of the sums, floating point; the values have float64 only if the sums have.
         size: The shape of the sums.
-        index: Of one dimension, or of the values' shape; None for a contiguous one of one
-            dimension. A place outside is skipped.
+        index: Of one dimension, or of the values' shape. A place may be counted from the end; one
+            outside is skipped.
         shape: That of the values, which is that of the sums but for the dimension.
         axis: The dimension.
         include: Whether what is there is a term as well.
         pieces: By default those for all values of the dimension.
     """
     outer, rows, inner = sides = _divide(shape, axis)
-    along: Sequence[int] = (0, 1, 0)
-    is_view = True
-    if index is not None and index.dim() == 1:
-        along = (0, index.stride(0), 0)
-    elif index is not None:
-        lines = index.reshape(sides)
-        along, is_view = lines.stride(), lines.data_ptr() == index.data_ptr()
-    layout = Layout(1, outer, 1, rows, inner, size[axis], (0, along[0], along[1], along[2]))
+    lines = _view_places(index, sides)
+    is_view, (first, step, last) = lines.data_ptr() == index.data_ptr(), lines.stride()
+    layout = Layout(1, outer, 1, rows, inner, size[axis], (0, first, step, last))
     planned = pieces or plan_pieces(dtype, rows + 1)
 
     def add(out: Tensor, index: Tensor, values: Tensor) -> None:
@@ -333,148 +398,85 @@ def _divide(shape: Sequence[int], axis: int) -> tuple[int, int, int]:
     return prod(shape[:axis]), shape[axis], prod(shape[axis + 1 :])
 
 
-def update_rows(
-    target: Tensor, keys: Tensor, values: Tensor, reduce: str, *, include_self: bool = True
-) -> None:
+def update_rows(target: Tensor, keys: Tensor, values: Tensor, reduce: str) -> None:
     """Change the rows of a tensor that keys name.
 
     Time and memory grow with the number of values, not with the size of the target.
 
     Args:
-        target: Of shape ``[count, *rest]``, with any strides.
+        target: Of shape ``[count, *rest]``, contiguous.
         keys: Rows, of shape ``[m]``.
         values: Of shape ``[m, *rest]``.
-        reduce: A key of ``_RULES``.
-        include_self: Whether what is in the target is a term or factor as well.
+        reduce: A key of ``_RULES``. What is in the target is a term or factor as well.
     """
-    if not values.numel():
-        return
     rule = _RULES[reduce]
-    if reduce == "sum" and target.is_complex():
-        target, values = (torch.view_as_real(part.resolve_conj()) for part in (target, values))
-    if not _gets_few(target, values):
-        whole = target.contiguous()
-        rule(whole, keys, values, include_self)
-        if whole is not target:
-            target.copy_(whole)
+    if target.numel() <= _MANY * values.numel():
+        rule(target, keys, values)
         return
     ordered = torch.sort(keys, stable=True).values
     slots = torch.searchsorted(ordered, keys)  # the first place of an equal key
     rows = target.index_select(0, ordered)
-    rule(rows, slots, values, include_self)
+    rule(rows, slots, values)
     # Values for one place are equal, so the order of the writes has no effect.
     target.index_put_((keys,), rows.index_select(0, slots))
 
 
-def _gets_few(target: Tensor, values: Tensor) -> bool:
-    """Return whether the values are so few that only their places should be read and written."""
-    return target.numel() > _MANY * values.numel()
-
-
-def find_last(keys: Tensor, count: int) -> Tensor:
-    """Return the position of the last key of each row that equals each of ``0 .. count - 1``.
-
-    Args:
-        keys: Of shape ``[..., m]``.
-        count: Number of keys.
-
-    Returns:
-        Positions of shape ``[..., count]``; -1 where there is none.
-    """
-    ranks = torch.arange(keys.shape[-1], device=keys.device).expand_as(keys)
-    # The greatest of some integers does not depend on their order.
-    return ranks.new_full((*keys.shape[:-1], count), -1).scatter_reduce_(-1, keys, ranks, "amax")
-
-
-def _add(rows: Tensor, keys: Tensor, values: Tensor, include_self: bool) -> None:
+def _add(rows: Tensor, keys: Tensor, values: Tensor) -> None:
     if rows.is_floating_point():
-        add_rows(rows, keys, values, include=include_self)
+        add_rows(rows, keys, values, include=True)
     else:
-        rows.index_put_((keys,), values, accumulate=True)  # integers are added exactly
+        rows.index_put_((keys,), values, accumulate=True)  # torch adds one by one after a sort
 
 
-def _replace(rows: Tensor, keys: Tensor, values: Tensor, _include_self: bool) -> None:
+def _replace(rows: Tensor, keys: Tensor, values: Tensor) -> None:
     """Write the last value of each place."""
-    last = find_last(keys.to(torch.int64), len(rows)).index_select(0, keys)
-    rows.index_put_((keys,), values.index_select(0, last))
+    keys, ranks = keys.to(torch.int64), torch.arange(len(keys), device=keys.device)
+    # The greatest of some integers does not depend on their order.
+    last = ranks.new_full((len(rows),), -1).scatter_reduce_(0, keys, ranks, "amax")
+    rows.index_put_((keys,), values.index_select(0, last.index_select(0, keys)))
 
 
-def _multiply(rows: Tensor, keys: Tensor, values: Tensor, include_self: bool) -> None:
+def _multiply(rows: Tensor, keys: Tensor, values: Tensor) -> None:
     """Multiply the values of each place, from first to last."""
-    ordered, order = torch.sort(keys, stable=True)
-    factors = values.index_select(0, order).to(accumulation_dtype(rows.dtype))
-    bounds = torch.arange(len(rows) + 1, dtype=ordered.dtype, device=rows.device)
+    bounds = torch.arange(len(rows) + 1, dtype=keys.dtype, device=rows.device)
+    ordered, order = torch.sort(torch.cat([bounds[:-1], keys]), stable=True)
     offsets = torch.searchsorted(ordered, bounds)
-    wide = (-1, *[1] * (rows.dim() - 1))
-    if include_self:
-        first = torch.cat([torch.ones_like(ordered[:1]), ordered.diff()]) != 0
-        own = rows.index_select(0, ordered).to(factors.dtype)
-        factors = torch.where(first.view(wide), own * factors, factors)
-    occupied = (offsets[1:] > offsets[:-1]).view(wide)
-    if rows.is_floating_point():
-        # unsafe: the offsets are known to be valid; checking them would wait for the device.
-        # Of rows, one thread multiplies each feature of a run.
-        flat = factors.reshape(len(factors), -1)
-        found = torch.segment_reduce(flat, "prod", offsets=offsets, initial=1, unsafe=True)
-        products = found.view(rows.shape)
-    else:
-        products = _multiply_runs(factors, ordered.view(wide), (offsets[1:] - 1).clamp(min=0))
-    rows.copy_(torch.where(occupied, products.to(rows.dtype), rows))
+    factors = torch.cat([rows, values]).index_select(0, order).to(accumulation_dtype(rows.dtype))
+    # unsafe: the offsets are known to be valid; checking them would wait for the device.
+    # Of rows, one thread multiplies each feature of a run.
+    flat = factors.reshape(len(factors), -1)
+    products = torch.segment_reduce(flat, "prod", offsets=offsets, initial=1, unsafe=True)
+    occupied = (offsets.diff() > 1).view(-1, *[1] * (rows.dim() - 1))
+    rows.copy_(torch.where(occupied, products.view(rows.shape).to(rows.dtype), rows))
 
 
-def _multiply_runs(factors: Tensor, runs: Tensor, last: Tensor) -> Tensor:
-    """Return the product of each run of equal keys, whose last positions are given.
-
-    torch.segment_reduce takes floating point only. Integers may be multiplied in any order: after
-    step k of this loop each element holds the product of 2**k elements of its run.
-    """
-    step = 1
-    while step < len(factors):
-        same = runs[step:] == runs[:-step]
-        folded = torch.where(same, factors[step:] * factors[:-step], factors[step:])
-        factors = torch.cat([factors[:step], folded])
-        step *= 2
-    return factors.index_select(0, last)
-
-
-def _average(rows: Tensor, keys: Tensor, values: Tensor, include_self: bool) -> None:
-    """Write the sum of the terms, divided by their number."""
+def _average(rows: Tensor, keys: Tensor, values: Tensor, *, own: int) -> None:
+    """Write the sum of the terms, divided by their number, of which ``own`` are in the rows."""
     dtype = accumulation_dtype(rows.dtype)
     counts = torch.zeros(len(rows), dtype=torch.int64, device=rows.device)
     counts.index_add_(0, keys, torch.ones_like(keys, dtype=torch.int64))
-    divisors = counts.view(-1, *[1] * (rows.dim() - 1))
-    total = rows.to(dtype, copy=True) if include_self else rows.new_zeros(rows.shape, dtype=dtype)
-    _add(total, keys, values, include_self)
-    terms = (divisors + include_self).clamp(min=1).to(dtype)
-    rounding = None if rows.is_floating_point() else "floor"
-    mean = torch.div(total, terms, rounding_mode=rounding)
-    rows.copy_(torch.where(divisors > 0, mean.to(rows.dtype), rows))
+    given, total = counts.view(-1, *[1] * (rows.dim() - 1)), rows.to(dtype, copy=True)
+    _add(total, keys, values)
+    mean = total / (given + own).clamp(min=1).to(dtype)
+    rows.copy_(torch.where(given > 0, mean.to(rows.dtype), rows))
 
 
-def _choose(rows: Tensor, keys: Tensor, values: Tensor, include_self: bool, *, reduce: str) -> None:
+def _choose(rows: Tensor, keys: Tensor, values: Tensor, *, reduce: str) -> None:
     """Write the greatest or the least value; a zero is 0.0, and of NaNs there is one.
 
     Without -0.0 the order of equal numbers cannot show. A place keeps its bits if its number stays.
     """
-    keys, chosen, is_float = keys.to(torch.int64), rows + 0, rows.is_floating_point()
-    if not include_self:
-        limits = (-torch.inf, torch.inf)
-        if not is_float:
-            limits = (torch.iinfo(rows.dtype).min, torch.iinfo(rows.dtype).max)
-        chosen.index_fill_(0, keys, limits[reduce == "amin"])
-    index = keys.view(-1, *[1] * (rows.dim() - 1)).expand_as(values)
-    chosen.scatter_reduce_(0, index, values + 0, reduce)
-    is_nan = chosen.isnan()
-    kept = (chosen == rows) | (is_nan & rows.isnan())
-    if is_float:
-        chosen = torch.where(is_nan, torch.nan, chosen)
-    rows.copy_(torch.where(kept, rows, chosen))
+    index = keys.to(torch.int64).view(-1, *[1] * (rows.dim() - 1)).expand_as(values)
+    chosen = (rows + 0).scatter_reduce_(0, index, values + 0, reduce)
+    kept = (chosen == rows) | (chosen.isnan() & rows.isnan())
+    rows.copy_(torch.where(kept, rows, torch.where(chosen.isnan(), torch.nan, chosen)))
 
 
-_RULES: dict[str, Callable[[Tensor, Tensor, Tensor, bool], None]] = {
+_RULES: dict[str, Callable[[Tensor, Tensor, Tensor], None]] = {
     "sum": _add,
     "prod": _multiply,
-    "mean": _average,
+    "mean": partial(_average, own=1),
+    "mean of values": partial(_average, own=0),
     "amax": partial(_choose, reduce="amax"),
     "amin": partial(_choose, reduce="amin"),
     "last": _replace,

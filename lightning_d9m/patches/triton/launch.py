@@ -8,7 +8,6 @@ is loaded at the first use on a CUDA device. There a small example is computed b
 import warnings
 from collections.abc import Callable, Sequence
 from functools import cache
-from math import prod
 from pkgutil import resolve_name
 from subprocess import SubprocessError
 from typing import Any
@@ -19,11 +18,11 @@ from torch import Tensor
 from lightning_d9m.errors import D9mError
 
 INT32_LIMIT = 2**31 - 1
-_BLOCK, _SMALL_BLOCK = 512, 128  # elements that a program of four warps writes
-_SMALL = 2**17  # elements below which small blocks occupy more of a device
+_BLOCK, _SMALL_BLOCK = 512, 128  # elements of a program of four warps: of one alone, and of many
 _device_types = {"cuda"}  # tests add "cpu", where Triton's interpreter runs the kernels
 _withdrawn: set[str] = set()
 _checked: set[tuple[str, torch.device]] = set()
+_load = cache(lambda path: resolve_name(f"{__package__}.{path}"))
 
 
 def run_kernel(
@@ -71,12 +70,6 @@ def run_kernel(
         else:
             return
     reference(out, *args)
-
-
-@cache
-def _load(path: str) -> Callable[..., None]:
-    kernel: Callable[..., None] = resolve_name(f"{__package__}.{path}")
-    return kernel
 
 
 def _check(
@@ -135,8 +128,7 @@ class Launch:
     """
 
     def __init__(self, kernel: Any, elements: int, *numbers: Any, alone: bool = False) -> None:
-        block = _SMALL_BLOCK if elements < _SMALL and not alone else _BLOCK
-        self.elements = elements
+        block = _BLOCK if alone else _SMALL_BLOCK
         self._kernel = kernel
         self._grid = (1 if alone else -(-elements // block), 1, 1)
         self._numbers = (*numbers, block)
@@ -167,9 +159,12 @@ def allocate(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> 
     """Return contiguous memory that the kernel fills.
 
     Torch fills ``torch.empty`` as well while deterministic algorithms are on, which is one more
-    launch.
+    launch: not while this memory is made.
     """
-    memory = torch.UntypedStorage(prod(shape) * dtype.itemsize, device=device)
-    made: Tensor = torch.empty(0, dtype=dtype, device=device)
-    made.set_(memory, 0, tuple(shape))  # type: ignore[call-overload]  # strides may be left out
-    return made
+    fills = torch._C._get_deterministic_fill_uninitialized_memory()  # noqa: SLF001 - the public property takes longer
+    torch._C._set_deterministic_fill_uninitialized_memory(False)  # noqa: FBT003, SLF001 - as above
+    try:
+        return torch.empty(shape, dtype=dtype, device=device)
+    finally:
+        if fills:
+            torch._C._set_deterministic_fill_uninitialized_memory(True)  # noqa: FBT003, SLF001 - as above

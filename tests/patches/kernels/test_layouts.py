@@ -1,10 +1,8 @@
-"""Places of targets in any memory layout reach the kernels as contiguous rows."""
+"""Updates of targets, and by indices, in any memory layout."""
 
 import pytest
 import torch
-from torch import Tensor
 
-from lightning_d9m.patches.kernels import updates
 from lightning_d9m.patches.registration import patches_applied
 
 LAYOUTS = {
@@ -19,6 +17,9 @@ CALLS = {
     "mean": lambda x, i, v: x.index_reduce_(0, i, v, "mean"),
     "index_add": lambda x, i, v: x.index_add_(0, i, v),
     "index_put": lambda x, i, v: x.index_put_((i,), v, accumulate=True),
+    "scatter_mean": lambda x, i, v: x.scatter_reduce_(
+        0, i.view(-1, 1, 1).expand_as(v), v, "mean", include_self=False
+    ),
     "scatter_add": lambda x, i, v: x.scatter_add_(0, i.view(-1, 1, 1).expand_as(v), v),
 }
 
@@ -48,24 +49,3 @@ def test_indices_of_any_layout_choose_what_torch_chooses(layout: str) -> None:
         actual = torch.zeros(5, 6, 20).scatter_add(0, index, values)
         torch.testing.assert_close(actual, expected[0])
         torch.testing.assert_close(backward(values, pooled[1], index), expected[1])
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("count", [2, 40], ids=["few", "many"])
-def test_the_rows_of_a_target_are_contiguous(
-    layout: str, count: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    target = LAYOUTS[layout](torch.zeros(5, 6, 20))
-    keys = torch.arange(count) % 5
-    values = LAYOUTS[layout](torch.randn(count, 6, 20))
-
-    def add(rows: Tensor, slots: Tensor, given: Tensor, include_self: bool) -> None:
-        assert include_self
-        assert rows.is_contiguous()
-        rows.view(-1)  # kernels see rows as flat memory
-        rows.index_add_(0, slots, given)
-
-    monkeypatch.setitem(updates._RULES, "sum", add)
-    updates.update_rows(target, keys, values, "sum")
-    expected = torch.zeros(5, 6, 20).index_add_(0, keys, values.contiguous())
-    torch.testing.assert_close(target, expected)

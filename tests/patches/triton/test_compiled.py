@@ -25,8 +25,8 @@ def benchmark():
 
 # In each of the kernels' variants: formats, one and several pieces, weights, and own terms.
 WORKLOADS = {
-    "upsample_bicubic2d_aa_backward": ["apply_taps"] * 2,
-    "replication_pad2d_backward": ["apply_taps"] * 2,
+    "upsample_bicubic2d_aa_backward": ["apply_taps"],
+    "replication_pad2d_backward": ["apply_taps"],
     "max_pool3d_backward": ["accumulate_terms"] * 3,
     "index_add": ["accumulate_terms"] * 3,
     "grid_sampler_2d_backward": ["accumulate_terms"] * 3,
@@ -51,10 +51,10 @@ def test_atomics_are_exact_and_nothing_is_spilled(
     """
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     if op == "index_add" and capability == 90:  # a single program runs all phases
-        from lightning_d9m.patches.triton import sums
+        from lightning_d9m.patches.triton import kernels
 
-        monkeypatch.setattr(sums, "_ALONE", 2**30)
-        monkeypatch.setattr(sums, "_prepare", sums._prepare.__wrapped__)
+        monkeypatch.setattr(kernels, "_ALONE", 2**30)
+        monkeypatch.setattr(kernels, "_prepare", kernels._prepare.__wrapped__)
         monkeypatch.setitem(WORKLOADS, op, ["accumulate_terms"])
     workload = next(one for one in benchmark.WORKLOADS if one.op == op)
     recorded, _ = benchmark.run_workload(workload)

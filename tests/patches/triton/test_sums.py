@@ -40,7 +40,7 @@ def compare(out: Tensor, part: tuple[object, ...], terms: int, *, include: bool)
     expected, actual = out.clone(), out.clone()
     pieces = plan_pieces(out.dtype, terms)
     accumulate(expected, *part, pieces, include=include)
-    with kernels_on_cpu("sums:accumulate"):
+    with kernels_on_cpu("kernels:accumulate"):
         accumulate(actual, *part, pieces, include=include)
     assert torch.equal(read_bits(actual), read_bits(expected))
 
@@ -57,7 +57,7 @@ def test_every_dtype_and_shape_has_the_bits_of_the_torch_ops() -> None:
             make(dtype, batch, group, rows, inner),
         )
         shape = [size if (number >> bit) & 1 else 1 for bit, size in ((1, batch), (2, inner))]
-        index = torch.randint(-1, count + 1, (1 + number % 2, shape[0], rows, shape[1]))
+        index = torch.randint(-count - 1, count + 1, (1 + number % 2, shape[0], rows, shape[1]))
         index = index.to((torch.int64, torch.int32)[number % 3 % 2])
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         weights = make(wide, *index.shape) if number % 5 == 0 else None

@@ -6,7 +6,7 @@ from patches.cases import GRADIENT_CASES, compute_gradient, make_inputs
 from patches.triton.interpreted import interpreted, kernels_on_cpu
 
 from lightning_d9m.errors import D9mError
-from lightning_d9m.patches import taps
+from lightning_d9m.patches.kernels import separable
 
 DTYPES = (torch.float32, torch.float64, torch.float16)
 WORDS = ("avg_pool", "linear", "cubic", "flection", "cation")
@@ -30,7 +30,7 @@ def test_every_op_has_the_bits_of_the_torch_ops() -> None:
             expected = compute_gradient(case, image, gradient, patched=True)
         except (NotImplementedError, RuntimeError):
             continue  # torch's CPU kernel does not take half
-        with kernels_on_cpu("taps:apply"):
+        with kernels_on_cpu("kernels:add_taps"):
             actual = compute_gradient(case, image, gradient, patched=True)
         assert actual.stride() == expected.stride()
         left, right = (
@@ -40,6 +40,6 @@ def test_every_op_has_the_bits_of_the_torch_ops() -> None:
 
 
 def test_taps_are_not_made_while_a_graph_is_captured(monkeypatch) -> None:
-    monkeypatch.setattr(taps, "is_capturing", lambda: True)
-    with pytest.raises(D9mError, match="has to copy a table for a side of 7 to cuda:0 first"):
-        taps.cached_taps(torch.device("cuda:0"), 7, torch.float32, "avg_pool2d")
+    monkeypatch.setattr(separable, "is_capturing", lambda: True)
+    with pytest.raises(D9mError, match=r"has to copy a table for sides of \[7\] to cuda:0 first"):
+        separable.cached_taps(torch.device("cuda:0"), torch.float32, (7, "avg_pool2d"))

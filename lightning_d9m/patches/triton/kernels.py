@@ -1,11 +1,12 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 # ruff: noqa: ANN001, ANN002, ANN201, ANN202, C901, N803, PLR0124, PLR0912, PLR0913, PLR0917, PLR2004 - Triton's compiler reads these functions
-"""Kernels of the sums of ``patches/exact_sums.py``, which has the definition, with the same bits.
+"""The kernels of ``patches/exact_sums.py`` and of ``kernels/separable.py``, with the same bits.
 
-The first phase raises the exponent of each sum to that of its greatest term, by maxima of 32-bit
-integers; the second one cuts the terms and adds their pieces in float64; the last one rounds. No
-addition of pieces rounds, and maxima compare, so the order of the threads has no effect. Each phase
-is a launch; few terms take one launch of a single program.
+One thread adds the taps of an input. Of exact sums, the first phase raises the exponent of each one
+to that of its greatest term, by maxima of 32-bit integers; the second one cuts the terms and adds
+their pieces in float64; the last one rounds. No addition of pieces rounds, and maxima compare, so
+the order of the threads has no effect. Each phase is a launch; few terms take one launch of a
+single program.
 """
 
 from functools import lru_cache
@@ -105,6 +106,7 @@ def accumulate_terms(
                 kept = tl.load(out + (element - terms), mask=own, other=0.0)
                 for tap in tl.static_range(TAPS):
                     key = tl.load(index + where, mask=given, other=-1).to(element.dtype)
+                    key = tl.where(key < 0, key + count, key)
                     mask = given & (key >= 0) & (key < count)
                     term = value.to(tl.float64)
                     if WEIGHTED:
@@ -219,31 +221,16 @@ def _prepare(layout, pieces, form, include, weighted, *_dtypes):
     sizes = (layout.taps, layout.batch, layout.rows, layout.inner)
     reach = sum(max(size - 1, 0) * step for size, step in zip(sizes, layout.steps, strict=True))
     wide = needs_int64(terms, pieces.number * slots, reach)
+    rows, size = max(layout.rows, 1), pieces.size
+    numbers = (*layout.steps, terms, slots, layout.places, rows, layout.inner, layout.group, size)
+    constants = (layout.taps, pieces.number, weighted, include, *form)
+    phases = {(0, 2): max(added, slots)} if alone else {(0, 0): added, (1, 1): added, (2, 2): slots}
     launches = [
-        Launch(
-            accumulate_terms,
-            max(added, slots) if alone else (added, added, slots)[first],
-            *layout.steps,
-            terms,
-            slots,
-            layout.places,
-            max(layout.rows, 1),
-            layout.inner,
-            layout.group,
-            pieces.size,
-            layout.taps,
-            pieces.number,
-            weighted,
-            include,
-            *form,
-            first,
-            last,
-            wide,
-            alone=alone,
-        )
-        for first, last in (((0, 2),) if alone else ((0, 0), (1, 1), (2, 2)))
+        Launch(accumulate_terms, elements, *numbers, *constants, *phase, wide, alone=alone)
+        for phase, elements in phases.items()
+        if elements
     ]
-    return pieces.number * slots + (slots + 1) // 2, [one for one in launches if one.elements]
+    return pieces.number * slots + (slots + 1) // 2, launches
 
 
 def accumulate(out, index, values, weights, layout, pieces, form, include):
@@ -253,6 +240,88 @@ def accumulate(out, index, values, weights, layout, pieces, form, include):
     size, launches = _prepare(layout, pieces, form, include, *kinds)
     # One launch fills both; a half of -0.0 is 0 or negative, and raised by any exponent.
     start = -0.0 if include else 0.0
-    sums = torch.full((size,), start, dtype=torch.float64, device=out.device)
+    sums = out.new_full((size,), start, dtype=torch.float64)
     for launch in launches:
         launch(out, values, factors, index, sums)
+
+
+_SIDES = ["depth", "height", "width", "planes", "lines", "columns", "elements"]
+
+
+@triton.jit
+def read_range(begins, side, mask):
+    """Return the position of an input's first tap, and the number of its taps."""
+    begin = tl.load(begins + side, mask=mask, other=0)
+    return begin, tl.load(begins + side + 1, mask=mask, other=0) - begin
+
+
+@triton.jit(do_not_specialize=_SIDES)
+def apply_taps(
+    source,
+    out,
+    begins,
+    places,
+    weights,
+    depth,
+    height,
+    width,
+    planes,
+    lines,
+    columns,
+    elements,
+    WIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Write into each input the weighted sum of its outputs, along three adjacent dimensions.
+
+    A dimension of one input and one output has one tap, of weight 1. Of the tables those of the
+    dimensions follow each other.
+    """
+    first = tl.program_id(0)
+    if WIDE:
+        first = first.to(tl.int64)
+    element = first * BLOCK + tl.arange(0, BLOCK)
+    mask = element < elements
+    x = element % width
+    y = element // width % height
+    z = element // width // height % depth
+    outer = element // width // height // depth
+    begin_z, number_z = read_range(begins, z, mask)
+    begin_y, number_y = read_range(begins + depth + 1, y, mask)
+    begin_x, number_x = read_range(begins + depth + height + 2, x, mask)
+    total = tl.zeros([BLOCK], weights.dtype.element_ty)
+    for turn_z in range(tl.max(number_z)):
+        tap_z = begin_z + turn_z
+        here_z = turn_z < number_z
+        plane = outer * planes + tl.load(places + tap_z, mask=here_z, other=0)
+        plane_sum = tl.zeros([BLOCK], total.dtype)
+        for turn_y in range(tl.max(number_y)):
+            tap_y = begin_y + turn_y
+            here_y = here_z & (turn_y < number_y)
+            line = plane * lines + tl.load(places + tap_y, mask=here_y, other=0)
+            line_sum = tl.zeros([BLOCK], total.dtype)
+            for turn_x in range(tl.max(number_x)):
+                tap_x = begin_x + turn_x
+                here = here_y & (turn_x < number_x)
+                place = line * columns + tl.load(places + tap_x, mask=here, other=0)
+                value = tl.load(source + place, mask=here, other=0.0)
+                weight = tl.load(weights + tap_x, mask=here, other=0.0)
+                line_sum = tl.where(here, line_sum + value.to(total.dtype) * weight, line_sum)
+            weight = tl.load(weights + tap_y, mask=here_y, other=0.0)
+            plane_sum = tl.where(here_y, plane_sum + line_sum * weight, plane_sum)
+        weight = tl.load(weights + tap_z, mask=here_z, other=0.0)
+        total = tl.where(here_z, total + plane_sum * weight, total)
+    tl.store(out + element, total.to(out.dtype.element_ty), mask=mask)
+
+
+@lru_cache(maxsize=4096)
+def _prepare_taps(elements, given, inputs, outputs, *_dtypes):
+    numbers = (*inputs, *outputs, elements, needs_int64(elements, given))
+    return Launch(apply_taps, elements, *numbers)
+
+
+def add_taps(out, source, taps):
+    """Write into ``out`` the weighted sums of ``source``, along the dimensions of the taps."""
+    sizes = (out.numel(), source.numel(), taps.inputs, taps.outputs)
+    launch = _prepare_taps(*sizes, source.dtype, out.dtype, taps.weights.dtype)
+    launch(source, out, taps.begins, taps.places, taps.weights)
