@@ -37,7 +37,7 @@ def start_agents(hosts, nodes, *arguments, first):
     agent = [python, "-m", "torch.distributed.run", f"--nnodes={nodes}", "--nproc-per-node=1"]
     agent += ["--max-restarts=3", "--monitor-interval=0.1", "--no-python", "--rdzv-backend=c10d"]
     agent += [f"--rdzv-endpoint={first.name}:29511", "--rdzv-id=run"]
-    timeouts = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3"
+    timeouts = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=6"
     words = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     return [
         host.start(
