@@ -18,8 +18,10 @@ import sys
 import tempfile
 import threading
 import time
+from collections import defaultdict
 from datetime import datetime, timezone
 from pathlib import Path
+from queue import SimpleQueue
 
 import torch
 from compare import WEIGHTS
@@ -87,10 +89,10 @@ def run(processes):
 
 
 class SimulatedGroup:
-    """The collectives of one rank, which is a thread."""
+    """The messages of one rank, which is a thread."""
 
-    def __init__(self, rank, slots, barrier):
-        self._rank, self._slots, self._barrier = rank, slots, barrier
+    def __init__(self, rank, places):
+        self._rank, self._places = rank, places
 
     def rank(self):
         """Return the rank."""
@@ -98,41 +100,38 @@ class SimulatedGroup:
 
     def size(self):
         """Return the number of ranks."""
-        return len(self._slots)
+        return len(self._places)
 
-    def _exchange(self, sent):
-        self._slots[self._rank] = sent
-        self._barrier.wait()
-        slots = list(self._slots)
-        self._barrier.wait()
-        return slots
+    def send(self, tensors, to, tag):
+        """Put a copy where its receiver finds it."""
+        self._places[to][self._rank, tag].put(tensors[0].clone())
+        return Received(None, None)
 
-    def alltoall_base(self, received, sent, counts, sizes):
-        """Receive this rank's part of what each rank sends."""
-        begin = self._rank * sizes[0]
-        rows = self._exchange(sent.clone())
-        parts = [row[begin : begin + n] for row, n in zip(rows, counts, strict=True)]
-        received.copy_(torch.cat(parts))
-        return self
+    def recv(self, tensors, sender, tag):
+        """Return what waits for a message."""
+        return Received(tensors[0], self._places[self._rank][sender, tag])
 
-    def allgather(self, outputs, inputs):
-        """Receive what each rank sends."""
-        for out, row in zip(outputs[0], self._exchange(inputs[0].clone()), strict=True):
-            out.copy_(row)
-        return self
+
+class Received:
+    """A message that arrives."""
+
+    def __init__(self, tensor, place):
+        self._tensor, self._place = tensor, place
 
     def wait(self):
-        """Wait for nothing."""
+        """Wait for the message, once."""
+        if self._place is not None:
+            self._tensor.copy_(self._place.get())
 
 
 def sum_on(processes, leaves):
     """Return the sum of the leaves on simulated processes, and the bytes that a process sends."""
     blocks = Blocks(len(leaves), processes)
-    slots, barrier = [None] * processes, threading.Barrier(processes)
+    places = [defaultdict(SimpleQueue) for _ in range(processes)]
     sums, sent = [None] * processes, [0] * processes
 
     def work(process):
-        group = SimulatedGroup(process, slots, barrier)
+        group = SimulatedGroup(process, places)
         exchange = RootExchange(blocks, process, group, shares_memory=False)
         fold = Fold(len(leaves), torch.add)
         for rank in blocks.of(process):

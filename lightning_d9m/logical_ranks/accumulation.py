@@ -174,9 +174,8 @@ def add_in_chunks(
 
 def split_in_chunks(tensor: Tensor) -> Sequence[Tensor]:
     """Return parts that fit in a cache of the processor, in the order of memory."""
-    flat = tensor.as_strided((tensor.numel(),), (1,))
-    parts: tuple[Tensor, ...] = flat.split(_CHUNK) if tensor.device.type == "cpu" else (flat,)
-    return parts
+    count = -(-tensor.numel() // _CHUNK) if tensor.device.type == "cpu" else 1
+    return tensor.as_strided((tensor.numel(),), (1,)).chunk(max(1, count))
 
 
 def is_half(tensor: Tensor) -> bool:

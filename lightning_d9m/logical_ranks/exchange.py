@@ -1,9 +1,9 @@
-"""The sum of the roots that all processes hold, by any of two exchanges with the same bits.
+"""The sum of the roots that all processes hold, by any of three exchanges with the same bits.
 
 The processes of one host write their roots to memory that all of them read: process ``q`` folds the
-``q``-th part of each chunk there, and all copy the results. Other processes do the same by an
-all-to-all and an all-gather. With one root for each process these send as many bytes as a ring
-all-reduce.
+``q``-th part of each chunk there, and all copy the results. Processes of several hosts do the same
+by messages, and devices by an all-to-all and an all-gather. With one root for each process these
+send as many bytes as a ring all-reduce.
 
 The tree alone decides the order of every addition, so the choice of the exchange, of chunks and of
 shards changes no bit. There is one exception: which of two NaNs an addition returns is up to the
@@ -13,7 +13,6 @@ processor. Therefore every NaN of a result is replaced by torch's ``nan``.
 import math
 from collections.abc import Iterator, Sequence
 from functools import partial
-from itertools import zip_longest
 from typing import Any, TypeAlias
 
 import torch
@@ -21,10 +20,12 @@ from torch import Tensor, distributed
 
 from lightning_d9m.errors import SettingError
 from lightning_d9m.logical_ranks.accumulation import add_wide, is_half, split_in_chunks
-from lightning_d9m.logical_ranks.shared_memory import SLOT_BYTES, SharedMemory, open_shared_memory
+from lightning_d9m.logical_ranks.shared_memory import SharedMemory, open_shared_memory
 from lightning_d9m.logical_ranks.tree import Blocks, Fold, list_roots
 
-MESSAGE_BYTES = 2**22  # 4 MiB: smaller ones cost more messages, larger ones more memory
+MESSAGE_BYTES = 3 * 2**19  # 1.5 MiB: smaller ones cost more waits, larger ones more memory
+# The tags of messages: those of one tag arrive in their order, however long others take.
+_ROOTS, _RESULTS = 0x0D9A, 0x0D9B
 STEP = 16  # shards begin at multiples of 64 bytes of float32
 
 
@@ -38,7 +39,7 @@ class RootExchange:
         process: This process.
         group: The process group of torch.distributed whose ranks are the processes; None is the
             default group. One process needs none.
-        chunk_bytes: Size of the parts that overlap.
+        message_bytes: Size of what each process sends to another at once.
         shares_memory: Whether processes on one host share memory.
 
     Attributes:
@@ -57,7 +58,7 @@ class RootExchange:
         process: int,
         group: Any = None,
         *,
-        chunk_bytes: int = MESSAGE_BYTES,
+        message_bytes: int = MESSAGE_BYTES,
         shares_memory: bool = True,
     ) -> None:
         self.blocks = blocks
@@ -65,7 +66,7 @@ class RootExchange:
         self.roots = list_roots(blocks)
         self._nodes = [node for nodes in self.roots for node in nodes]
         self.bytes_sent = 0
-        self._chunk_bytes = chunk_bytes
+        self._message_bytes = message_bytes
         self._shares_memory = shares_memory
         self._memory: SharedMemory | None = None
         self.group: Any = None
@@ -101,9 +102,10 @@ class RootExchange:
         fold = partial(self._fold, divisor=divisor)
         if self.blocks.processes == 1:
             return LocalSum(roots, result, fold)
-        if result.device.type == "cpu" and self.memory is not None:
-            return SharedSum(self, roots, result, fold)
-        return CollectiveSum(self, roots, result, fold)
+        if result.device.type != "cpu":
+            return CollectiveSum(self, roots, result, fold)
+        kind = MessageSum if self.memory is None else SharedSum
+        return kind(self, roots, result, fold)
 
     def close(self) -> None:
         """Release memory."""
@@ -116,24 +118,21 @@ class RootExchange:
         """The memory that all processes share; None unless they are on one host."""
         if not self._is_asked:
             self._is_asked = True
-            slot_bytes = min(self._chunk_bytes, SLOT_BYTES)
             self._memory = open_shared_memory(
-                self.process, self.blocks.processes, self.group, slot_bytes
+                self.process, self.blocks.processes, self.group, self._message_bytes
             )
         return self._memory
 
     def chunks(self, result: Tensor) -> list[slice]:
-        """Return the parts of a result, of nearly equal size; on a device it is one."""
-        length = len(result)
-        if result.device.type != "cpu":
-            return [slice(0, length)]
-        count = max(1, round(length * result.element_size() / self._chunk_bytes))
-        size = round_up(math.ceil(length / count), STEP * self.blocks.processes)
+        """Return the parts of a result, of nearly equal size."""
+        length, processes = len(result), self.blocks.processes
+        count = math.ceil(result.nbytes / (self._message_bytes * processes))
+        size = round_up(-(-length // max(1, count)), STEP * processes)
         return [slice(start, min(start + size, length)) for start in range(0, length, size)]
 
     def shards(self, chunk: slice) -> list[slice]:
         """Return the part of a chunk that each process folds; the last ones may be empty."""
-        size = round_up(math.ceil((chunk.stop - chunk.start) / self.blocks.processes), STEP)
+        size = round_up(-(-(chunk.stop - chunk.start) // self.blocks.processes), STEP)
         starts = range(chunk.start, chunk.start + size * self.blocks.processes, size)
         return [slice(min(s, chunk.stop), min(s + size, chunk.stop)) for s in starts]
 
@@ -226,61 +225,108 @@ class LocalSum:
         fold([roots], result)
 
 
-class CollectiveSum:
-    """The sum of chunks: an all-to-all of shards, the fold of one's own, and an all-gather.
+class MessageSum:
+    """The sum of CPUs that share no memory: messages travel while backward passes and folds run.
 
-    On a CPU all of it is done when the sum is finished. On a device the first collective starts
-    with the sum, and the order of the stream is that of all processes.
+    A process receives the roots of its shards from the others, and sends them its roots of theirs.
+    When the sum is finished it folds its shards, sends the results to all, and receives those of
+    the others in their places: who sends a result has received all roots of that place.
     """
 
     def __init__(
         self, exchange: RootExchange, roots: Sequence[Tensor], result: Tensor, fold: Any
     ) -> None:
-        self._exchange = exchange
-        self._roots = roots
-        self._result = result
-        self._fold = fold
-        self._sums = [self._sum(chunk) for chunk in exchange.chunks(result)]
-        if result.device.type != "cpu":
-            next(self._sums[0])
+        self._exchange, self._group = exchange, exchange.group
+        self._roots, self._result, self._fold = roots, result, fold
+        self._works: list[Any] = []
+        self._chunks = [exchange.shards(chunk) for chunk in exchange.chunks(result)]
+        self._received = [self._start(shards) for shards in self._chunks]
 
     def finish(self) -> None:
-        """Sum the chunks; the parts of the next one travel while one is folded."""
-        begun = self._result.device.type != "cpu"
-        for this, following in zip_longest(self._sums, self._sums[1:]):
-            if not begun:
-                next(this)
-            begun = following is not None
-            if following is not None:
-                next(following)
-            next(this, None)
+        """Sum the chunks."""
+        for shards, received in zip(self._chunks, self._received, strict=True):
+            self._sum(shards, received)
+        for work in self._works:
+            work.wait()
 
-    def _sum(self, chunk: slice) -> Iterator[None]:
-        """Send each process its shard of a chunk; then fold this one's, and gather the results."""
-        exchange, roots, result = self._exchange, self._roots, self._result
-        processes = exchange.blocks.processes
-        length = chunk.stop - chunk.start
-        size = round_up(-(-length // processes), STEP)
-        sent = roots[0][chunk]
+    def _start(self, shards: list[slice]) -> dict[int, tuple[list[Tensor], list[Any]]]:
+        """Send the roots of a chunk; return where those of each process arrive, and what waits."""
+        received = {}
+        mine = shards[self._exchange.process]
+        for peer in self._exchange.peers:
+            count = len(self._exchange.roots[peer])
+            values = self._roots[0].new_empty(count, mine.stop - mine.start).unbind()
+            works = [self._group.recv([each], peer, _ROOTS) for each in values if len(each)]
+            received[peer] = [*values], works
+            for root in self._roots:
+                self._send(root[shards[peer]], peer, _ROOTS)
+        return received
+
+    def _send(self, values: Tensor, peer: int, tag: int) -> None:
+        if len(values):
+            self._works.append(self._group.send([values], peer, tag))
+            self._exchange.bytes_sent += values.nbytes
+
+    def _sum(
+        self, shards: list[slice], received: dict[int, tuple[list[Tensor], list[Any]]]
+    ) -> None:
+        """Fold this process's shard of a chunk; send it, and receive those of the others."""
+        exchange = self._exchange
+        for peer in exchange.peers:
+            if len(result := self._result[shards[peer]]):
+                self._works.append(self._group.recv([result], peer, _RESULTS))
+        mine = shards[exchange.process]
+        if mine.start == mine.stop:
+            return
+        for _, works in received.values():
+            for work in works:
+                work.wait()
+        own = [root[mine] for root in self._roots]
+        values = [
+            received[process][0] if process in received else own
+            for process in range(exchange.blocks.processes)
+        ]
+        self._fold(values, self._result[mine])
+        for peer in exchange.peers:
+            self._send(self._result[mine], peer, _RESULTS)
+
+
+class CollectiveSum:
+    """The sum of devices: an all-to-all of shards, the fold of one's own, and an all-gather.
+
+    The first collective starts with the sum; the order of the stream is that of all processes.
+    """
+
+    def __init__(
+        self, exchange: RootExchange, roots: Sequence[Tensor], result: Tensor, fold: Any
+    ) -> None:
+        self._exchange, self._result, self._fold = exchange, result, fold
+        processes, length = exchange.blocks.processes, len(result)
+        self._size = size = round_up(-(-length // processes), STEP)
+        sent = roots[0]
         if len(roots) > 1 or length < size * processes:
             sent = sent.new_empty(len(roots) * size * processes)
             rows = sent.view(processes, len(roots), size)
             for index, root in enumerate(roots):
-                for row, part in zip(rows, root[chunk].split(size), strict=False):
+                for row, part in zip(rows, root.split(size), strict=False):
                     row[index, : len(part)] = part
-        counts = [len(nodes) * size for nodes in exchange.roots]
-        received = sent.new_empty(sum(counts))
+        self._counts = [len(nodes) * size for nodes in exchange.roots]
+        self._sent, self._received = sent, sent.new_empty(sum(self._counts))
         exchange.bytes_sent += len(roots) * size * (processes - 1) * sent.element_size()
-        work = exchange.group.alltoall_base(received, sent, counts, [len(roots) * size] * processes)
-        yield
-        work.wait()
-        values = [list(part.view(-1, size).unbind()) for part in received.split(counts)]
+        counts = [len(roots) * size] * processes
+        self._work = exchange.group.alltoall_base(self._received, sent, self._counts, counts)
+
+    def finish(self) -> None:
+        """Fold this process's shard, and gather the results."""
+        exchange, result, size = self._exchange, self._result, self._size
+        self._work.wait()
+        parts = self._received.split(self._counts)
         mine = result.new_empty(size)
-        self._fold(values, mine)
-        gathered = result.new_empty(size * processes)
-        exchange.bytes_sent += mine.nbytes * (processes - 1)
-        exchange.group.allgather([list(gathered.chunk(processes))], [mine]).wait()
-        result[chunk] = gathered[: chunk.stop - chunk.start]
+        self._fold([list(part.view(-1, size).unbind()) for part in parts], mine)
+        gathered = result.new_empty(size * exchange.blocks.processes)
+        exchange.bytes_sent += mine.nbytes * (exchange.blocks.processes - 1)
+        exchange.group.allgather([list(gathered.split(size))], [mine]).wait()
+        result.copy_(gathered[: len(result)])
 
 
 class SharedSum:
@@ -369,4 +415,4 @@ class SharedSum:
         return slot[start : start + shard.stop - shard.start]
 
 
-PendingSum: TypeAlias = LocalSum | SharedSum | CollectiveSum
+PendingSum: TypeAlias = LocalSum | SharedSum | MessageSum | CollectiveSum

@@ -16,7 +16,6 @@ from torch import Tensor, distributed
 
 from lightning_d9m.ranks.groups import gather_bytes
 
-SLOT_BYTES = 3 * 2**19  # 1.5 MiB: smaller ones cost more waits, larger ones more memory
 # One chunk is packed while another is folded and a third is collected.
 _SLOTS = 3
 _SECRET_BYTES = 16

@@ -37,7 +37,7 @@ def start_agents(hosts, nodes, *arguments, first):
     agent = [python, "-m", "torch.distributed.run", f"--nnodes={nodes}", "--nproc-per-node=1"]
     agent += ["--max-restarts=3", "--monitor-interval=0.1", "--no-python", "--rdzv-backend=c10d"]
     agent += [f"--rdzv-endpoint={first.name}:29511", "--rdzv-id=run"]
-    timeouts = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3"
+    timeouts = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=6"
     words = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     return [
         host.start(
@@ -94,17 +94,17 @@ def test_a_host_is_lost_and_another_is_added(tmp_path, one_process):
     with make_hosts(3, tmp_path) as hosts:
         first, lost, added = hosts
         agents = start_agents([first, lost], "1:2", *arguments, first=first)
+        # The first may have begun alone.
         wait_until(
-            lambda: all((host.folder / "waiting0").exists() for host in (first, lost)), agents
+            lambda: all((host.folder / "waiting2").exists() for host in (first, lost)), agents
         )
         lost.send_signal(signal.SIGKILL)
-        (first.folder / "go0").touch()
+        (first.folder / "waiting1").unlink(missing_ok=True)
+        (first.folder / "go2").touch()
         wait_until((first.folder / "waiting1").exists, agents[:1])
         assert not (added.folder / "runs").exists()
+        (added.folder / "go2").touch()
         agents += start_agents([added], "1:2", *arguments, first=first)
-        wait_until((added.folder / "waiting0").exists, [agents[0], agents[2]])
-        (first.folder / "go1").touch()
-        (added.folder / "go0").touch()
         statuses, outputs = wait_for(agents)
         assert [statuses[0], statuses[2]] == [0, 0], "\n".join(outputs)
         assert re.search(r"Rank 1 \(process \d+\) did not respond", outputs[0])
@@ -166,7 +166,7 @@ def test_slurm_requeues_a_job(tmp_path, one_process):
             ]
 
         tasks = srun("wait=1")
-        wait_until(lambda: all((host.folder / "waiting0").exists() for host in hosts), tasks)
+        wait_until(lambda: all((host.folder / "waiting2").exists() for host in hosts), tasks)
         for task in tasks:
             task.send_signal(signal.SIGUSR1)
         wait_until((tmp_path / "requeued").exists, tasks)
@@ -278,9 +278,9 @@ def test_every_rank_ends_with_an_error_and_a_resume_is_exact(
     program.append(f"kept={tmp_path / 'kept'}")
     with make_hosts(2, tmp_path, small_disk=2**20) as hosts:
         ranks = [start_rank(hosts, rank, [*program, "wait=1"]) for rank in range(2)]
-        wait_until(lambda: all((host.folder / "waiting0").exists() for host in hosts), ranks)
+        wait_until(lambda: all((host.folder / "waiting2").exists() for host in hosts), ranks)
         for host in hosts:
-            (host.folder / "go0").touch()
+            (host.folder / "go2").touch()
             if host is hosts[0]:
                 fault(hosts)
         began = time.monotonic()

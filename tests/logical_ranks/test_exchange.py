@@ -1,6 +1,7 @@
 """Every exchange gives the bits of one fold in one process."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -9,7 +10,12 @@ from logical_sums import average_leaves, bits, make_leaf
 
 from lightning_d9m.errors import SettingError
 from lightning_d9m.logical_ranks.accumulation import add_wide
-from lightning_d9m.logical_ranks.exchange import RootExchange, divide, replace_nans
+from lightning_d9m.logical_ranks.exchange import (
+    CollectiveSum,
+    RootExchange,
+    divide,
+    replace_nans,
+)
 from lightning_d9m.logical_ranks.tree import Blocks, Fold, Node
 
 PAIRS = [(1, 1), (8, 1), (2, 2), (8, 2), (5, 3), (8, 3), (6, 4), (8, 4), (7, 5)]
@@ -25,17 +31,21 @@ def fold_block(leaves, block, *, wide):
 
 
 def exchange_all(leaves, processes, **words):
-    """Return the results in shared memory and by messages, on each process."""
+    """Return the results in shared memory, by messages and as on devices, on each process."""
     blocks, dtype = Blocks(len(leaves), processes), leaves[0].dtype
 
     def exchange(process, group):
         results = []
-        for shares_memory in (True, False):
-            it = RootExchange(blocks, process, group, shares_memory=shares_memory, **words)
+        for way in ("shared", "messages", "collectives"):
+            it = RootExchange(blocks, process, group, shares_memory=way == "shared", **words)
             wide = dtype.itemsize < 4 and not it.sends_leaves
             roots = fold_block(leaves, blocks.of(process), wide=wide)
             result = torch.empty_like(leaves[0]) if wide else roots[-1]
-            it.start(roots, result, len(leaves)).finish()
+            if way == "collectives" and processes > 1:
+                fold = partial(it._fold, divisor=len(leaves))
+                CollectiveSum(it, roots, result, fold).finish()
+            else:
+                it.start(roots, result, len(leaves)).finish()
             results.append(result)
         return results
 
@@ -43,13 +53,13 @@ def exchange_all(leaves, processes, **words):
 
 
 @pytest.mark.parametrize(("logical_ranks", "processes"), PAIRS)
-def test_both_exchanges_give_the_bits_of_one_fold(logical_ranks, processes):
+def test_every_exchange_gives_the_bits_of_one_fold(logical_ranks, processes):
     generator = torch.Generator().manual_seed(logical_ranks)
     for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
         for length in (1, 5003):
             leaves = [make_leaf([length], dtype, generator) for _ in range(logical_ranks)]
             expected = bits(average_leaves(leaves))
-            for result in exchange_all(leaves, processes, chunk_bytes=2**12):
+            for result in exchange_all(leaves, processes, message_bytes=2**12):
                 assert bits(result) == expected
 
 
@@ -61,7 +71,7 @@ def test_zeros_infinities_nans_and_subnormal_numbers_keep_their_bits(dtype, proc
     expected = average_leaves(leaves)
     assert 0 < expected.isnan().sum() < 3001
     assert expected.isinf().any()
-    for result in exchange_all(leaves, processes, chunk_bytes=2**12):
+    for result in exchange_all(leaves, processes, message_bytes=2**12):
         assert bits(result) == bits(expected)
 
 
@@ -78,7 +88,7 @@ def test_messages_have_the_bytes_of_a_ring_for_powers_of_two():
         blocks = Blocks(logical_ranks, processes)
 
         def send(process, group, blocks=blocks):
-            it = RootExchange(blocks, process, group, shares_memory=False, chunk_bytes=2**12)
+            it = RootExchange(blocks, process, group, shares_memory=False, message_bytes=2**12)
             root = torch.randn(length)
             it.start([root], root).finish()
             return it.bytes_sent
@@ -90,7 +100,7 @@ def test_messages_have_the_bytes_of_a_ring_for_powers_of_two():
 @pytest.mark.parametrize("shares_memory", [False, True])
 def test_sums_that_overlap_do_not_mix(shares_memory):
     blocks = Blocks(4, 2)
-    words = {"chunk_bytes": 2**12, "shares_memory": shares_memory}
+    words = {"message_bytes": 2**12, "shares_memory": shares_memory}
 
     def exchange(process, group):
         it = RootExchange(blocks, process, group, **words)
@@ -119,7 +129,7 @@ def test_two_processes_flush_subnormal_numbers_as_one_does(flushes, shares_memor
         return root.unique().tolist(), type(pending).__name__
 
     expected = 2.0 ** (-126 if flushes else -128)  # a flushed operand counts as zero
-    name = "SharedSum" if shares_memory else "CollectiveSum"
+    name = "SharedSum" if shares_memory else "MessageSum"
     assert run_processes(2, exchange) == [([expected], name)] * 2
 
 

@@ -96,7 +96,7 @@ def test_one_process_without_memory_lets_all_send_messages(monkeypatch, place):
         current_thread().process = process
         return sum_ones(process, group, 3)
 
-    assert run_processes(3, run) == [["CollectiveSum", "CollectiveSum"]] * 3
+    assert run_processes(3, run) == [["MessageSum", "MessageSum"]] * 3
     assert find_files() <= before
 
 
@@ -106,7 +106,7 @@ def test_processes_on_other_hosts_send_messages(monkeypatch):
         shared_memory._Opening, "listen", lambda self: b"s" * 16 + b"%d" % self._process
     )
     found = run_processes(3, lambda process, group: sum_ones(process, group, 3))
-    assert found == [["CollectiveSum", "CollectiveSum"]] * 3
+    assert found == [["MessageSum", "MessageSum"]] * 3
 
 
 def test_strangers_get_nothing(monkeypatch):
@@ -143,7 +143,7 @@ def test_sums_of_any_sizes_share_the_slots():
     blocks = Blocks(5, 3)
 
     def run(process, group):
-        it = RootExchange(blocks, process, group, chunk_bytes=2**12)
+        it = RootExchange(blocks, process, group, message_bytes=2**12)
         waits, results = [], []
         for _number, leaves in enumerate(sums):
             roots = [leaves[rank].clone() for rank in blocks.of(process)]  # no two have a sum

@@ -3,8 +3,8 @@
 Usage: hosts_training.py FOLDER [WORD=VALUE ...]. The words:
 
 - ``limit``: the time limit of the process group in seconds.
-- ``wait``: the epoch before which it writes a file ``waiting0``, and waits for a file ``go0``;
-  after a restart by torchrun ``waiting1`` and ``go1``.
+- ``wait``: the epoch before which a training on N processes writes a file ``waitingN``, and waits
+  for a file ``goN``.
 - ``kept``: a folder of checkpoints, from the last of which it continues.
 - ``logical``: the number of logical ranks under Horovod; without it, it has fixed buckets.
 
@@ -34,9 +34,8 @@ class Waiting(L.Callback):
 
     def on_train_epoch_start(self, trainer, module):
         if trainer.current_epoch == self.epoch:
-            restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-            Path(f"waiting{restarts}").touch()
-            while not Path(f"go{restarts}").exists():
+            Path(f"waiting{trainer.world_size}").touch()
+            while not Path(f"go{trainer.world_size}").exists():
                 time.sleep(0.01)
                 if trainer.received_sigterm:  # Lightning would stop after the next batch
                     sys.exit(1)

@@ -213,7 +213,7 @@ def start_rank(hosts, rank, command, **variables):
     )
 
 
-def wait_until(condition, processes=(), timeout=120):
+def wait_until(condition, processes=(), timeout=240):
     """Wait until a condition is true, which it must become before one of the processes ends."""
     end = time.monotonic() + timeout
     while not condition():
@@ -223,7 +223,7 @@ def wait_until(condition, processes=(), timeout=120):
         time.sleep(0.02)
 
 
-def wait_for(processes, timeout=120):
+def wait_for(processes, timeout=240):
     """Return the statuses and outputs of processes, which are killed if one takes too long."""
     try:
         outputs = [process.communicate(timeout=timeout)[0] for process in processes]
