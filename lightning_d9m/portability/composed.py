@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch._decomp import decomposition_table
 
-from lightning_d9m.patches.arguments import RefusedError
+from lightning_d9m.patches.registration import RefusedError
 from lightning_d9m.portability.registry import composed
 
 
