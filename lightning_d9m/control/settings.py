@@ -1,5 +1,6 @@
 """Settings of a deterministic session. This module does not import torch."""
 
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -8,12 +9,21 @@ from os import PathLike
 from pathlib import Path
 from runpy import run_path
 
+from lightning_d9m.control.env_settings import read_switch, read_variable
 from lightning_d9m.errors import SettingError
 from lightning_d9m.patches.catalog.catalog import find_op
+from lightning_d9m.portability import is_portable
 
 # The range of Lightning's `seed_everything`, so that one number serves both.
 HIGHEST_SEED = 2**32 - 1
 HIGHEST_THREADS = 4096
+
+
+def _variables_ask_for_portable_bits() -> bool:
+    """Return whether a session of the program is portable, too; others are opened with it."""
+    return read_switch(os.environ) and bool(
+        read_variable("LIGHTNING_D9M_PORTABLE", os.environ, bool)
+    )
 
 
 def _torch_is_built_for_cuda() -> bool:
@@ -43,7 +53,8 @@ class Settings:
             default is True if torch was built for CUDA.
         unpatched_ops: Names of operations that torch computes anyway.
         portable: Compute every operation so that the bits are the same on every machine, several
-            times slower; see ``docs/portable.md``.
+            times slower; see ``docs/portable.md``. The default is True if the variables
+            ``LIGHTNING_D9M`` and ``LIGHTNING_D9M_PORTABLE`` are 1.
 
     Raises:
         SettingError: If a value is not allowed.
@@ -55,7 +66,7 @@ class Settings:
     fill_uninitialized_memory: bool = True
     patch_ops: bool = field(default_factory=_torch_is_built_for_cuda)
     unpatched_ops: tuple[str, ...] = ()
-    portable: bool = False
+    portable: bool = field(default_factory=_variables_ask_for_portable_bits)
 
     def __post_init__(self) -> None:
         _validate_integer("seed", self.seed, 0, HIGHEST_SEED)
@@ -76,7 +87,8 @@ class Settings:
     def as_record(self) -> dict[str, int | bool | str | None]:
         """Return the settings as the ledger stores them; one that is off by default only if on."""
         record = asdict(self) | {"unpatched_ops": " ".join(sorted(self.unpatched_ops))}
-        if self.portable:  # the same on every machine, whatever torch was built for
+        record["portable"] = self.portable or is_portable()  # which may have been entered before
+        if record["portable"]:  # the same on every machine, whatever torch was built for
             record |= {"patch_ops": False, "unpatched_ops": ""}
         return {name: value for name, value in record.items() if name != "portable" or value}
 

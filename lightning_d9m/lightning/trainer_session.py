@@ -27,6 +27,7 @@ from lightning_d9m.lightning.checkpoint_io import add_manifests, loads_checked
 from lightning_d9m.lightning.lightning_private import fit_data_sources
 from lightning_d9m.lightning.saved_state import VALIDATION, LoopPhase
 from lightning_d9m.lightning.trainer_attributes import Trainer
+from lightning_d9m.portability import is_portable
 
 # Lightning's stage -> ours. Batches of the sanity check are validation batches.
 _STAGES = {"sanity_check": "validate"}
@@ -321,11 +322,11 @@ def resolve_settings(given: Mapping[str, Any], threads: int | None = None) -> Se
     """
     session = active_session()
     inherited = Settings() if session is None else session.settings
-    for name, effect in (
-        ("patch_ops", "has patched the operations already"),
-        ("portable", "computes portable bits"),
+    for name, is_on, effect in (
+        ("patch_ops", inherited.patch_ops, "has patched the operations already"),
+        ("portable", is_portable(), "computes portable bits"),
     ):
-        if getattr(inherited, name) and given.get(name) is False:
+        if is_on and given.get(name) is False:
             raise SettingError(
                 f"{name} is False, but the active session of lightning_d9m.enable() {effect}. "
                 f"Leave {name} out here, or call enable({name}=False)."

@@ -6,7 +6,6 @@ Ranks are those of ``torch.distributed``, as launched by torchrun, Fabric or Acc
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -288,7 +287,7 @@ class Recorder:
             self._training,
             lambda: describe_training(
                 self._ranks,
-                replace(settings, portable=self._portable or settings.portable),
+                settings,
                 {"world.size": self._world_size},
                 self._training,
                 fit=self._fit,

@@ -4,3 +4,13 @@ Every operation that torch dispatches comes in; its result goes out, computed fr
 IEEE 754 defines. Read ``mode.py`` first, then ``registry.py`` with the table of rules, and
 ``sums.py``, which most rules need.
 """
+
+import threading
+
+active = threading.local()
+"""Has ``count`` while the operations of a thread are computed portably."""
+
+
+def is_portable() -> bool:
+    """Return whether the operations of this thread are computed portably."""
+    return bool(getattr(active, "count", 0))

@@ -6,7 +6,6 @@ operation in no class raises an error.
 """
 
 import sys
-import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -23,7 +22,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_d9m.errors import NotPortableError
 from lightning_d9m.patches.catalog.catalog import OPS
 from lightning_d9m.patches.registration import RefusedError, Update
-from lightning_d9m.portability import arithmetic, composed, random_numbers, resampling  # noqa: F401 - their rules
+from lightning_d9m.portability import (  # noqa: F401 - rules of four
+    active,
+    arithmetic,
+    composed,
+    is_portable,
+    random_numbers,
+    resampling,
+)
 from lightning_d9m.portability.registry import (
     COMPOSED,
     RULES,
@@ -281,12 +287,6 @@ def find_source() -> str | None:
 
 
 _MODE = PortableMode()
-_active = threading.local()
-
-
-def is_portable() -> bool:
-    """Return whether the operations of this thread are computed portably."""
-    return bool(getattr(_active, "count", 0))
 
 
 @contextmanager
@@ -328,7 +328,7 @@ def portable() -> Iterator[None]:
                 stack.callback(setattr, optimizer, fused, step)
                 single = getattr(optimizer, f"_single_tensor_{name}")
                 setattr(optimizer, fused, partial(composed.take_fused_step, single))
-        _active.count = 1
-        stack.callback(setattr, _active, "count", 0)
+        active.count = 1
+        stack.callback(setattr, active, "count", 0)
         stack.enter_context(_MODE)
         yield

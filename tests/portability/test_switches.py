@@ -1,5 +1,8 @@
 """What switches portable bits on: a setting, a session, the recorder, and d9m repeat."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -58,6 +61,33 @@ def test_a_recorder_is_portable_within_its_block_and_its_ledger_says_so(tmp_path
         assert run.ledger is not None
     assert not is_portable()
     assert read_ledger(run.ledger).header.settings["portable"] is True
+
+
+PROGRAM = """
+from lightning_d9m import {first}, deterministic
+import torch
+from lightning_d9m.portability import is_portable
+with {within}:
+    with deterministic(seed=1) as session:
+        print(is_portable(), session.settings.as_record().get("portable"))
+"""
+
+
+@pytest.mark.parametrize(
+    ("first", "within", "variables"),
+    [
+        ("Recorder", "deterministic()", {"LIGHTNING_D9M": "1", "LIGHTNING_D9M_PORTABLE": "1"}),
+        ("portable", "portable()", {}),
+    ],
+    ids=["variables", "block"],
+)
+def test_the_session_of_a_program_is_portable_and_says_so(first, within, variables):
+    """Even where the package is imported before torch, so that the variables come too late."""
+    command = [sys.executable, "-c", PROGRAM.format(first=first, within=within)]
+    done = subprocess.run(
+        command, env=os.environ | variables, capture_output=True, text=True, check=False
+    )
+    assert done.stdout == "True True\n", done.stderr
 
 
 def test_repeat_takes_one_way_to_choose_its_runs(capsys):
