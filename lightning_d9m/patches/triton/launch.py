@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from pkgutil import resolve_name
 from subprocess import SubprocessError
+from threading import Lock
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ _BLOCK, _SMALL_BLOCK = 512, 128  # elements of a program of four warps: of one a
 _device_types = {"cuda"}  # tests add "cpu", where Triton's interpreter runs the kernels
 _withdrawn: set[str] = set()
 _checked: set[tuple[str, torch.device]] = set()
+_ALLOCATING = Lock()
 _load = cache(lambda path: resolve_name(f"{__package__}.{path}"))
 
 
@@ -156,15 +158,12 @@ def needs_int64(*sizes: int) -> bool:
 
 
 def allocate(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return contiguous memory that the kernel fills.
-
-    Torch fills ``torch.empty`` as well while deterministic algorithms are on, which is one more
-    launch: not while this memory is made.
-    """
-    fills = torch._C._get_deterministic_fill_uninitialized_memory()  # noqa: SLF001 - the public property takes longer
-    torch._C._set_deterministic_fill_uninitialized_memory(False)  # noqa: FBT003, SLF001 - as above
-    try:
-        return torch.empty(shape, dtype=dtype, device=device)
-    finally:
-        if fills:
-            torch._C._set_deterministic_fill_uninitialized_memory(True)  # noqa: FBT003, SLF001 - as above
+    """Return contiguous memory that the kernel fills, and torch does not: that is a launch less."""
+    flag = torch._C  # noqa: SLF001 - the public property takes longer
+    with _ALLOCATING:  # the flag is that of all threads: none may take another's for the program's
+        fills = flag._get_deterministic_fill_uninitialized_memory()  # noqa: SLF001 - see above
+        flag._set_deterministic_fill_uninitialized_memory(False)  # noqa: FBT003, SLF001 - see above
+        try:
+            return torch.empty(shape, dtype=dtype, device=device)
+        finally:
+            flag._set_deterministic_fill_uninitialized_memory(fills)  # noqa: SLF001 - see above
