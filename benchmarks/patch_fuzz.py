@@ -159,8 +159,9 @@ def draw_update(draw: random.Random) -> Case:
     target = lay_out(draw_values(draw, *shape[:dim], count, *shape[dim + 1 :]), draw)
     source = lay_out(draw_values(draw, *shape[:dim], terms, *shape[dim + 1 :]), draw)
     generator = torch.Generator().manual_seed(draw.randrange(2**31))
-    index = torch.randint(count, (terms,), generator=generator)
+    index = lay_out(torch.randint(count, (terms,), generator=generator), draw)
     order = torch.randperm(terms, generator=generator)
+    layout = draw.randrange(2**31)  # of the index where it has the shape of the values
     reductions = [
         f"scatter_reduce {kind}{mark}"
         for kind in ("sum", "mean", "amax")
@@ -171,16 +172,15 @@ def draw_update(draw: random.Random) -> Case:
 
     def update(dtype: torch.dtype, index: Tensor, source: Tensor) -> Tensor:
         given, values = target.to(dtype), source.to(dtype)
-        wide = index.view([-1 if side == dim else 1 for side in range(len(shape))])
+        wide = index.reshape([-1 if side == dim else 1 for side in range(len(shape))])
+        wide = lay_out(wide.expand(values.shape), random.Random(layout))  # noqa: S311 - no secret
         if op == "index_add":
             return given.index_add(dim, index, values)
         if op == "scatter_add":
-            return given.clone().scatter_add_(dim, wide.expand(values.shape), values)
+            return given.clone().scatter_add_(dim, wide, values)
         if op in reductions:
             more = op.split()[1], "without" not in op
-            return given.clone().scatter_reduce_(
-                dim, wide.expand(values.shape), values, more[0], include_self=more[1]
-            )
+            return given.clone().scatter_reduce_(dim, wide, values, more[0], include_self=more[1])
         if op == "index_put":
             moved = given.movedim(dim, 0)
             return moved.index_put((index,), values.movedim(dim, 0), accumulate=True)
@@ -200,7 +200,7 @@ def draw_lookup(draw: random.Random) -> Case:
     """Return the gradient of a lookup, or a histogram with weights."""
     rows, terms, features = draw.randint(1, 30), draw.randint(1, 200), draw.randint(1, 5)
     generator = torch.Generator().manual_seed(draw.randrange(2**31))
-    index = torch.randint(rows, (terms,), generator=generator)
+    index = lay_out(torch.randint(rows, (terms,), generator=generator), draw)
     order = torch.randperm(terms, generator=generator)
     gradient = lay_out(draw_values(draw, terms, features), draw)
     op = draw.choice(["embedding_bag", "bincount"])
