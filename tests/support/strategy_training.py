@@ -439,7 +439,8 @@ def fit(  # noqa: PLR0913 - one keyword for each kind of run
 
 def describe(error):
     """Return the facts of an error."""
-    facts = {name: str(value) for name, value in vars(error).items()}
+    names = {*vars(error), *vars(type(error)).get("__annotations__", {})}
+    facts = {name: str(getattr(error, name)) for name in names}
     return {**facts, "type": type(error).__name__, "message": str(error)}
 
 
