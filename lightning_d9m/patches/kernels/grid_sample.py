@@ -83,7 +83,7 @@ def _backward(
     tap, sample, output = index.stride()
     steps = (tap, sample, output, 0)
     layout = Layout(len(corners), batch, channels, outputs, 1, prod(sizes), steps)
-    grad_image = allocate(image.shape, image.dtype, image.device)
+    grad_image = allocate(image, image.shape)
     pieces = plan_pieces(image.dtype, outputs * len(corners))
     terms = (index, gradients.contiguous(), weights)
     accumulate(grad_image, *terms, layout, pieces, include=False)

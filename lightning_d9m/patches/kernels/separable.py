@@ -154,7 +154,7 @@ def apply_taps(gradient: Tensor, taps: Taps, shape: Sequence[int]) -> Tensor:
     if gradient.is_complex():
         parts = torch.view_as_real(gradient.resolve_conj()).unbind(-1)
         return torch.complex(*(apply_taps(part, taps, shape) for part in parts))
-    out = allocate(shape, gradient.dtype, gradient.device)
+    out = allocate(gradient, shape)
     if gradient.numel():
         run_kernel("kernels:add_taps", _apply, _make_example, out, gradient.contiguous(), taps)
     return out

@@ -286,7 +286,7 @@ def _pool_backward(
     memory_format = suggest_memory_format(self) if keeps_format else torch.contiguous_format
 
     def run(grad_output: Tensor, *more: Any) -> Tensor:
-        result = allocate(shape, grad_output.dtype, grad_output.device)
+        result = allocate(grad_output, shape)
         add(result, more[-1], grad_output)
         if memory_format != torch.contiguous_format:
             result = result.clone(memory_format=memory_format)
@@ -346,7 +346,7 @@ def bincount(self: Tensor, weights: Tensor | None = None, minlength: int = 0) ->
 
 def sum_rows(index: Tensor, values: Tensor, count: int) -> Tensor:
     """Return the sums of the values of each of ``count`` places; see :func:`plan_sum`."""
-    out = allocate((count, *values.shape[1:]), values.dtype, values.device)
+    out = allocate(values, (count, *values.shape[1:]))
     add_rows(out, index, values, include=False)
     return out
 

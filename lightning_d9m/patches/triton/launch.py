@@ -157,13 +157,13 @@ def needs_int64(*sizes: int) -> bool:
     return max(sizes) > INT32_LIMIT - _BLOCK
 
 
-def allocate(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+def allocate(like: Tensor, shape: Sequence[int]) -> Tensor:
     """Return contiguous memory that the kernel fills, and torch does not: that is a launch less."""
     flag = torch._C  # noqa: SLF001 - the public property takes longer
     with _ALLOCATING:  # the flag is that of all threads: none may take another's for the program's
         fills = flag._get_deterministic_fill_uninitialized_memory()  # noqa: SLF001 - see above
         flag._set_deterministic_fill_uninitialized_memory(False)  # noqa: FBT003, SLF001 - see above
         try:
-            return torch.empty(shape, dtype=dtype, device=device)
+            return like.new_empty(shape)
         finally:
             flag._set_deterministic_fill_uninitialized_memory(fills)  # noqa: SLF001 - see above
