@@ -11,7 +11,7 @@ from lightning_d9m.errors import SettingError
 from lightning_d9m.logical_ranks.tree import Blocks, Fold, Node
 
 _HALVES = frozenset({torch.float16, torch.bfloat16})
-_CHUNK = 2**17  # elements; several such chunks fit in the second cache of a core
+_CHUNK = 2**18  # elements; several such chunks fit in the second cache of a core
 Gradients = list[Tensor | None]
 """Gradients, or sums of them; None is a missing one, which counts as +0.0."""
 

@@ -237,6 +237,11 @@ class Bucket:
             result = as_real(self._result).view(-1)
             self._pending = self._exchange.start(roots, result, self._options.divisor)
 
+    def fold(self) -> None:
+        """Sum what other processes wait for."""
+        if self._pending is not None:
+            self._pending.fold()
+
     def finish(self) -> None:
         """Wait for the result, and set the gradients to views of it, but not those that lack."""
         if self._pending is not None:

@@ -13,17 +13,19 @@ processor. Therefore every NaN of a result is replaced by torch's ``nan``.
 import math
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, distributed
 
 from lightning_d9m.errors import SettingError
 from lightning_d9m.logical_ranks.accumulation import add_wide, is_half, split_in_chunks
-from lightning_d9m.logical_ranks.shared_memory import SharedMemory, open_shared_memory
+from lightning_d9m.logical_ranks.shared_memory import SLOT_BYTES, SharedMemory, open_shared_memory
 from lightning_d9m.logical_ranks.tree import Blocks, Fold, list_roots
 
-MESSAGE_BYTES = 3 * 2**19  # 1.5 MiB: smaller ones cost more waits, larger ones more memory
+MESSAGE_BYTES = (
+    6 * 2**20
+)  # a send waits for what is being received: few are fast; small ones overlap
 # The tags of messages: those of one tag arrive in their order, however long others take.
 _ROOTS, _RESULTS = 0x0D9A, 0x0D9B
 STEP = 16  # shards begin at multiples of 64 bytes of float32
@@ -118,8 +120,9 @@ class RootExchange:
         """The memory that all processes share; None unless they are on one host."""
         if not self._is_asked:
             self._is_asked = True
+            slot_bytes = min(self._message_bytes, SLOT_BYTES)
             self._memory = open_shared_memory(
-                self.process, self.blocks.processes, self.group, self._message_bytes
+                self.process, self.blocks.processes, self.group, slot_bytes
             )
         return self._memory
 
@@ -213,7 +216,18 @@ def round_up(number: int, step: int) -> int:
     return -(-number // step) * step
 
 
-class LocalSum:
+class PendingSum:
+    """A sum that has been started; see :meth:`RootExchange.start`."""
+
+    def fold(self) -> None:
+        """Sum what others wait for, before any sum is finished."""
+
+    def finish(self) -> None:
+        """Write the result."""
+        raise NotImplementedError
+
+
+class LocalSum(PendingSum):
     """The sum of the only process."""
 
     def __init__(self, roots: Sequence[Tensor], result: Tensor, fold: Any) -> None:
@@ -225,7 +239,7 @@ class LocalSum:
         fold([roots], result)
 
 
-class MessageSum:
+class MessageSum(PendingSum):
     """The sum of CPUs that share no memory: messages travel while backward passes and folds run.
 
     A process receives the roots of its shards from the others, and sends them its roots of theirs.
@@ -242,10 +256,16 @@ class MessageSum:
         self._chunks = [exchange.shards(chunk) for chunk in exchange.chunks(result)]
         self._received = [self._start(shards) for shards in self._chunks]
 
-    def finish(self) -> None:
-        """Sum the chunks."""
+    def fold(self) -> None:
+        """Sum this process's shards."""
         for shards, received in zip(self._chunks, self._received, strict=True):
             self._sum(shards, received)
+        self._chunks.clear()
+        self._received.clear()
+
+    def finish(self) -> None:
+        """Wait for the results of the others."""
+        self.fold()
         for work in self._works:
             work.wait()
 
@@ -291,7 +311,7 @@ class MessageSum:
             self._send(self._result[mine], peer, _RESULTS)
 
 
-class CollectiveSum:
+class CollectiveSum(PendingSum):
     """The sum of devices: an all-to-all of shards, the fold of one's own, and an all-gather.
 
     The first collective starts with the sum; the order of the stream is that of all processes.
@@ -329,7 +349,7 @@ class CollectiveSum:
         result.copy_(gathered[: len(result)])
 
 
-class SharedSum:
+class SharedSum(PendingSum):
     """The sum whose shards each process folds from memory that all processes share.
 
     The processes meet once for each chunk, and once more. Before they meet, each has packed one
@@ -413,6 +433,3 @@ class SharedSum:
         slot = self._memory.slot(process, self._first + index, self._result.dtype)
         start //= self._result.element_size()
         return slot[start : start + shard.stop - shard.start]
-
-
-PendingSum: TypeAlias = LocalSum | SharedSum | MessageSum | CollectiveSum

@@ -154,6 +154,8 @@ class LogicalGradients:
         for bucket in self._buckets[self._launched :]:
             self._launch(bucket)
         for bucket in self._buckets:
+            bucket.fold()
+        for bucket in self._buckets:
             bucket.finish()
         settle_missing(self._buckets, self._exchange.blocks.processes)
         self._end_step()

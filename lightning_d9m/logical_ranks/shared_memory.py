@@ -18,6 +18,7 @@ from lightning_d9m.ranks.groups import gather_bytes
 
 # One chunk is packed while another is folded and a third is collected.
 _SLOTS = 3
+SLOT_BYTES = 3 * 2**19  # 1.5 MiB: smaller ones cost more waits, larger ones more memory
 _SECRET_BYTES = 16
 _CONNECT_SECONDS = 60.0
 
