@@ -12,7 +12,8 @@ from torch.nn import functional as F
 
 import lightning_d9m
 from lightning_d9m.errors import NotPortableError
-from lightning_d9m.portability.mode import MOVES, is_portable, portable
+from lightning_d9m.portability import is_portable
+from lightning_d9m.portability.mode import MOVES, portable
 from lightning_d9m.portability.registry import COMPOSED, RULES
 
 SCRIPT = Path(__file__).parents[1] / "support" / "portable_cases.py"

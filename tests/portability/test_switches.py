@@ -16,7 +16,7 @@ from lightning_d9m.errors import SettingError, StackDifferenceError
 from lightning_d9m.ledger.folder import read_ledger
 from lightning_d9m.lightning.trainer_session import resolve_settings
 from lightning_d9m.output.comparison_text import format_comparison
-from lightning_d9m.portability.mode import is_portable
+from lightning_d9m.portability import is_portable
 from lightning_d9m.portability.random_numbers import draw
 
 SCRIPT = Path(__file__).parents[1] / "support" / "portable_ranks.py"
