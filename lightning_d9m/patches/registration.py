@@ -284,10 +284,10 @@ def _shares_memory(target: Tensor, arguments: Iterable[Any]) -> bool:
     for one in arguments:
         if isinstance(one, Tensor):
             if (
-                torch._C._overlaps(target, one)  # noqa: SLF001 - whether they have one storage
-                and not any(map(torch._debug_has_internal_overlap, (target, one)))  # noqa: SLF001 - as above
-                and target.data_ptr() < one.data_ptr() + one.nbytes
+                target.data_ptr() < one.data_ptr() + one.nbytes
                 and one.data_ptr() < target.data_ptr() + target.nbytes
+                and torch._C._overlaps(target, one)  # noqa: SLF001 - whether they have one storage
+                and not any(map(torch._debug_has_internal_overlap, (target, one)))  # noqa: SLF001 - as above
             ):
                 return True
         elif isinstance(one, list) and _shares_memory(target, one):

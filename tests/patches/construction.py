@@ -16,7 +16,8 @@ from lightning_d9m.patches.registration import Update
 from lightning_d9m.state.parts import equal_bits
 
 ONE_THREAD_PER_OUTPUT = {
-    *("arange", "empty.memory_format", "full", "full_like", "new_full", "new_zeros", "ones_like"),
+    *("arange", "empty.memory_format", "full", "full_like", "new_empty", "new_full", "new_zeros"),
+    "ones_like",
     *(
         "zeros",
         "zeros_like",
