@@ -59,8 +59,9 @@ def test_the_settings_page_has_every_default():
     # The callback inherits what is not given.
     assert all(of_callback.pop(name) is None for name in of_session)
     del of_session["seed"]  # the page has a section on it
-    del of_session["patch_ops"]
+    del of_session["patch_ops"], of_session["portable"]
     assert "| `patch_ops` | `True` if torch was built for CUDA |" in page
+    assert "| `portable` | `True` with `LIGHTNING_D9M_PORTABLE=1` |" in page
     for defaults in (of_session, of_callback):
         for name, value in defaults.items():
             assert shown[name] == repr(value).replace("'", '"'), name
