@@ -11,6 +11,7 @@ processor. Therefore every NaN of a result is replaced by torch's ``nan``.
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -23,9 +24,8 @@ from lightning_d9m.logical_ranks.accumulation import add_wide, is_half, split_in
 from lightning_d9m.logical_ranks.shared_memory import SLOT_BYTES, SharedMemory, open_shared_memory
 from lightning_d9m.logical_ranks.tree import Blocks, Fold, list_roots
 
-MESSAGE_BYTES = (
-    6 * 2**20
-)  # a send waits for what is being received: few are fast; small ones overlap
+# A send waits for what is being received, so few messages are fast; small ones overlap more.
+MESSAGE_BYTES = 6 * 2**20
 # The tags of messages: those of one tag arrive in their order, however long others take.
 _ROOTS, _RESULTS = 0x0D9A, 0x0D9B
 STEP = 16  # shards begin at multiples of 64 bytes of float32
@@ -216,15 +216,15 @@ def round_up(number: int, step: int) -> int:
     return -(-number // step) * step
 
 
-class PendingSum:
+class PendingSum(ABC):
     """A sum that has been started; see :meth:`RootExchange.start`."""
 
-    def fold(self) -> None:
+    def fold(self) -> None:  # noqa: B027 - only messages have something to do
         """Sum what others wait for, before any sum is finished."""
 
+    @abstractmethod
     def finish(self) -> None:
         """Write the result."""
-        raise NotImplementedError
 
 
 class LocalSum(PendingSum):
@@ -331,6 +331,7 @@ class CollectiveSum(PendingSum):
                 for row, part in zip(rows, root.split(size), strict=False):
                     row[index, : len(part)] = part
         self._counts = [len(nodes) * size for nodes in exchange.roots]
+        # What is sent is kept until it has arrived.
         self._sent, self._received = sent, sent.new_empty(sum(self._counts))
         exchange.bytes_sent += len(roots) * size * (processes - 1) * sent.element_size()
         counts = [len(roots) * size] * processes

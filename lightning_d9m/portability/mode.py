@@ -19,10 +19,11 @@ from torch import Tensor
 from torch._decomp import decomposition_table
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_d9m import portability
 from lightning_d9m.errors import NotPortableError
 from lightning_d9m.patches.catalog.catalog import OPS
 from lightning_d9m.patches.registration import RefusedError, Update
-from lightning_d9m.portability import active, arithmetic, composed, random_numbers, resampling  # noqa: F401 - their rules
+from lightning_d9m.portability import arithmetic, composed, random_numbers, resampling  # noqa: F401 - their rules
 from lightning_d9m.portability.registry import COMPOSED, RULES, Rule
 
 # Operations that torch's own kernels serve: they move values, compare them, or round them to whole
@@ -291,7 +292,7 @@ def portable() -> Iterator[None]:
         ...     torch.tensor([1e8, 1.0, -1e8]).sum().item()
         1.0
     """
-    if getattr(active, "count", 0):
+    if portability.is_portable():
         yield
         return
     cuda, flags, mha = torch.backends.cuda, torch._C, torch.backends.mha  # noqa: SLF001 - no public setters
@@ -317,7 +318,7 @@ def portable() -> Iterator[None]:
                 stack.callback(setattr, optimizer, fused, step)
                 single = getattr(optimizer, f"_single_tensor_{name}")
                 setattr(optimizer, fused, partial(composed.take_fused_step, single))
-        active.count = 1
-        stack.callback(setattr, active, "count", 0)
+        portability.active.count = 1
+        stack.callback(setattr, portability.active, "count", 0)
         stack.enter_context(_MODE)
         yield

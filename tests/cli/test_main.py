@@ -62,7 +62,7 @@ def test_what_is_typed_gets_an_answer(words, status, said, d9m):
 def test_an_expected_error_is_one_line_and_2(d9m):
     status, out, err = d9m("compare", "/no/such/ledger", "/no/such/ledger")
     assert (status, out) == (2, "")
-    assert err.startswith("d9m: error: There is no ledger at /no/such/ledger")
+    assert err.startswith("d9m: error: The ledger /no/such/ledger cannot be opened")
     assert "Traceback" not in err
 
 

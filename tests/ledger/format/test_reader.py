@@ -64,7 +64,7 @@ class TestFinding:
     @pytest.mark.parametrize(
         ("name", "message"),
         [
-            ("gone", r"no ledger at .*/gone: No such file or directory\."),
+            ("gone", r"The ledger .*/gone cannot be opened: No such file or directory\."),
             ("a\0b", "embedded null"),
             ("circle", "Its symbolic links lead in a circle"),
             ("empty", "holds no ledger: there is no file"),
