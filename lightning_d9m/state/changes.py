@@ -262,25 +262,43 @@ class Changes:
 
     def _encode_any(self, value: Any, *, whole: bool = False) -> list[Any] | None:
         kind: Any = find_kind(value)
+        known = self._watch.nodes.get(id(value))
+        if known is not None and kind is not OPAQUE and not whole:
+            return ["known", known.path]
         if kind is GENERATOR or isinstance(value, enum.Enum):
             return _encode_named(value)
-        known = self._watch.nodes.get(id(value))
         is_parameter = isinstance(value, nn.Parameter)
         with suppress(SettingError, RecursionError):
-            if _is_plain(value, whole=whole) and (whole or not is_parameter):
+            if self._is_plain(value, whole=whole) and (whole or not is_parameter):
                 plain = ["value", value.detach() if is_parameter else value]
                 encode_plain(plain)
                 return plain
-            if known is not None and kind is not OPAQUE and not whole:
-                return ["known", known.path]
             if kind is ITEMS and (whole or type(value) in _CONTAINERS):
                 parts = [self._encode_any(part) for part in value]
-                return None if None in parts else ["items", isinstance(value, tuple), parts]
+                empty = next(kind for kind in (list, tuple, deque) if isinstance(value, kind))()
+                if isinstance(value, deque):
+                    empty = deque((), value.maxlen)
+                return None if None in parts else ["items", empty, parts]
             if kind is DICT and (whole or type(value) is dict):
                 entries = {key: self._encode_any(part) for key, part in value.items()}
                 plain_keys = all(isinstance(key, _KEYS) for key in value)
                 return ["dict", entries] if plain_keys and None not in entries.values() else None
         return None
+
+    def _is_plain(self, value: Any, *, whole: bool = False) -> bool:
+        """Return whether a value arrives as one of the same type; if ``whole``, as another.
+
+        A container of an object that was there at first is not plain: it refers to that object.
+        """
+        kind = find_kind(value)
+        if kind in (ITEMS, DICT, SET, LONG):
+            if not whole and type(value) not in _CONTAINERS:
+                return False
+            parts = [*value, *value.values()] if isinstance(value, dict) else value
+            return set(map(type, parts)) <= set(_SCALARS) or all(
+                id(part) not in self._watch.nodes and self._is_plain(part) for part in parts
+            )
+        return kind in (TENSOR, ARRAY) or isinstance(value, np.generic) or type(value) in _SCALARS
 
     def _decode(self, value: list[Any]) -> Any:
         if value[0] == "known":
@@ -293,8 +311,7 @@ class Changes:
             module, name = value[1]
             return operator.attrgetter(f"{name}.{value[2]}")(sys.modules[module])
         if value[0] == "items":
-            items = map(self._decode, value[2])
-            return tuple(items) if value[1] else list(items)
+            return value[1] + type(value[1])(map(self._decode, value[2]))
         if value[0] == "dict":
             return {key: self._decode(part) for key, part in value[1].items()}
         return value[1]
@@ -305,16 +322,6 @@ class Changes:
             node.set_part(key[0], value)
         else:
             own.write(node.owner, own.read(value))
-
-
-def _is_plain(value: Any, *, whole: bool = False) -> bool:
-    """Return whether a value arrives as one of the same type; if ``whole``, that may be another."""
-    kind = find_kind(value)
-    if kind in (ITEMS, DICT, SET, LONG):
-        parts = [*value, *value.values()] if isinstance(value, dict) else value
-        plain = set(map(type, parts)) <= set(_SCALARS) or all(map(_is_plain, parts))
-        return plain and (whole or type(value) in _CONTAINERS)
-    return kind in (TENSOR, ARRAY) or isinstance(value, np.generic) or type(value) in _SCALARS
 
 
 class _Digested(Kind):

@@ -186,7 +186,7 @@ def test_untrusted_names_are_printed_harmlessly(tmp_path, compare, d9m):
     assert "\\x1b[2J/fit-000" in text
     status, _, error = d9m("compare", one.parent / "none\u202e", one)
     assert status == 2
-    assert "\\x1b[2J/none\\u202e: No such file" in error
+    assert "\\x1b[2J/none\\u202e cannot be opened: No such file" in error
     assert not {"\x1b", "\u202e"} & set(error)
 
 

@@ -377,7 +377,7 @@ def test_a_file_that_is_not_a_report_is_kept(tmp_path, d9m, force):
         (["a", "b", "-o", "no/report.html"], "in a folder that does not exist"),
         (["a", "b", "-o", "."], "is a folder"),
         (["text", "fit-000"], "is not a ledger"),
-        (["gone", "fit-000"], "There is no ledger"),
+        (["gone", "fit-000"], "The ledger gone cannot be opened: No such file"),
         (["repeat"], "holds run 1 of a `d9m repeat` and no run to compare"),
     ],
 )

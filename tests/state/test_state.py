@@ -202,6 +202,26 @@ def test_what_was_disturbed_is_written_into_objects_that_were_made_alike(graph, 
     assert unknown or before.find_changed() == []
 
 
+def test_what_two_places_hold_is_one_object_after_it_was_written():
+    def change(owner):
+        owner.last = owner.shown = owner.items[0]
+        owner.drawn = [owner.generator]
+        owner.recent = deque([owner.items[0], 3], maxlen=2)
+        owner.items.append(5)
+
+    owner, other = (
+        Thing(items=[torch.ones(1)], generator=torch.Generator(), last=None) for _ in range(2)
+    )
+    here, there = (Changes({"owner": one}, leave_out=lambda *_: False) for one in (owner, other))
+    change(owner)
+    captured, unknown = here.capture()
+    assert (unknown, there.restore(captured, torch.device("cpu"))) == ([], [])
+    assert other.drawn[0] is other.generator
+    assert other.last is other.shown is other.items[0] is other.recent[0]
+    assert (other.items[1:], other.recent.maxlen) == ([5], 2)
+    assert digest_value(owner) == digest_value(other)
+
+
 @settings(max_examples=100, deadline=None)
 @given(graph=GRAPHS, data=st.data())
 def test_a_change_of_an_object_in_a_long_list_is_found(graph, data):
