@@ -15,7 +15,7 @@ from pathlib import Path
 
 from lightning_d9m.text import printable
 
-# Of a folder, the least nested first. The home folder may be on a slow network.
+# Of a folder's files and folders, the least nested first. The home may be on a slow network.
 _MOST_FILES, _MOST_SHARED = 20_000, 2000
 _MOST_SHOWN = 5
 _LEFT_OUT = frozenset({".git", "__pycache__", ".venv", "site-packages", "node_modules"})
@@ -91,6 +91,8 @@ class FileWatch:
             most = _MOST_FILES if folder in self._own else _MOST_SHARED
             for entry in islice(self._walk(str(folder)), most):
                 with suppress(OSError):  # it was removed meanwhile
+                    if entry.is_dir(follow_symlinks=False):
+                        continue
                     stat = entry.stat(follow_symlinks=False)
                     sign = (stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
                     found[entry.path] = (sign, stat.st_atime_ns)
@@ -101,9 +103,12 @@ class FileWatch:
         while waiting:
             with suppress(OSError), os.scandir(waiting.popleft()) as entries:
                 for entry in entries:
-                    if not entry.is_dir(follow_symlinks=False):
-                        yield entry
-                    elif entry.name not in _LEFT_OUT and entry.path != self._left_out:
+                    yield entry
+                    if (
+                        entry.is_dir(follow_symlinks=False)
+                        and entry.name not in _LEFT_OUT
+                        and entry.path != self._left_out
+                    ):
                         waiting.append(entry.path)
 
 
