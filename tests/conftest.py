@@ -12,6 +12,7 @@ import pytest
 import raise_sites
 from forking_python import shared_python
 from hypothesis import HealthCheck, settings
+from hypothesis.internal.conjecture import providers
 from ledger_runs import runs  # noqa: F401 - a fixture
 from left_out_work import leave_out_work
 
@@ -26,6 +27,8 @@ UNTIMED = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("repeatable", derandomize=True, **UNTIMED)
 settings.register_profile("search", print_blob=True, **UNTIMED)
 settings.load_profile("repeatable")
+# Else examples have constants of the modules that are loaded by then: other tests decide which.
+providers.is_local_module_file = lambda _: False
 
 collect_ignore = ["support"]  # helpers, and scripts that ranks run
 

@@ -1,11 +1,12 @@
 """Loaders of torchdata's, which know where they are, are resumed within an epoch."""
 
+import gc
 from functools import partial
 
 import pytest
 from ledger_runs import find_breaks
 from resuming import Fits
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import IterableDataset, _utils, get_worker_info
 from trainings import NoisyDigits
 
 from lightning_d9m.errors import InexactResumeError
@@ -19,6 +20,14 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__` defined:UserWarning"),
     pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning"),  # torchdata's own
 ]
+
+
+@pytest.fixture(autouse=True)
+def short_joins(monkeypatch):
+    """Wait for workers of a loader in a garbage cycle, whose queues are closed, not 5 s each."""
+    monkeypatch.setattr(_utils, "MP_STATUS_CHECK_INTERVAL", 0.2)
+    yield
+    gc.collect()
 
 
 class Numbers(IterableDataset):
