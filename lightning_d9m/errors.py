@@ -8,6 +8,7 @@ import errno
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import get_type_hints
 
 _ADVICE = {
     errno.ENOENT: "Check the name; a ledger is a folder fit-NNN under the Trainer's log directory.",
@@ -29,6 +30,8 @@ class D9mError(Exception):
 
     def __init__(self, *words: object, **facts: object) -> None:
         super().__init__(*words)
+        if unknown := facts.keys() - get_type_hints(type(self)).keys():
+            raise TypeError(f"{type(self).__name__} has no {sorted(unknown)}")
         for name, fact in facts.items():
             setattr(self, name, tuple(fact) if isinstance(fact, list) else fact)
 

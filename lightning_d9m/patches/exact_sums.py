@@ -157,7 +157,8 @@ def _list_terms(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Return the places and the terms, in slices; those of the sums themselves first."""
     if own is not None:
-        yield torch.arange(len(own), device=own.device), own.to(torch.float64)
+        for places in torch.arange(len(own), device=own.device).split(_SLICE):
+            yield places, own[places].to(torch.float64)
     taps, batch, group, rows, inner, count, steps = layout
     indices, *factors = (
         one.as_strided((taps, batch, rows, inner), steps).unsqueeze(2)
@@ -167,17 +168,18 @@ def _list_terms(
     given = values.view(batch, group, rows, inner)
     lines = torch.arange(batch * group, device=keys.device).view(batch, group, 1, 1) * count
     beyond, column = batch * group * count, torch.arange(inner, device=keys.device)
-    some = max(1, _SLICE // max(batch * group * inner, 1))
-    for tap, start in product(range(taps), range(0, rows, some)):
-        where = (slice(None), slice(None), slice(start, start + some))
-        key, terms = indices[tap][where], given[where]
+    left, parts = _SLICE, list[list[slice]]()
+    for size in reversed(given.shape):
+        parts.insert(0, [slice(start, start + left) for start in range(0, size, left)])
+        left = max(1, left // max(size, 1))
+    for tap, *where in product(range(taps), *parts):
+        common = (where[0], slice(None), *where[2:])  # a group has one key for all
+        key, terms = indices[tap][common], given[tuple(where)]
         for factor in factors:
-            weight = factor[tap][where]
-            terms = terms.to(weight.dtype) * weight
+            terms = terms.to(factor.dtype) * factor[tap][common]
         key = torch.where(key < 0, key + count, key)
-        places = torch.where((key >= 0) & (key < count), lines + key, beyond)
-        if inner > 1:
-            places = places * inner + column
+        places = torch.where((key >= 0) & (key < count), lines[tuple(where[:2])] + key, beyond)
+        places = places * inner + column[where[3]]
         yield places.expand(terms.shape).flatten(), terms.flatten().to(torch.float64)
 
 
@@ -245,9 +247,8 @@ def round_sums(sums: Sequence[Tensor], tops: Tensor, dtype: torch.dtype) -> Tens
             tail = _add_to_odd(error, tail)
         result = total + tail if dtype == torch.float64 else _add_to_odd(total, tail)
         # The sign of a zero is that of the first sum.
-        result = torch.where(
-            (total == 0) & (tail == 0), torch.where(first == 0, first, 0.0), result
-        )
+        zero = torch.where(first == 0, first, 0.0)
+        result = torch.where((total == 0) & (tail == 0), zero, result)
     if dtype == torch.float64:
         result = torch.where(tops >= _LARGE, result * 2.0**_DOWN, result)
     elif dtype != torch.float32:  # to which float64 is rounded once

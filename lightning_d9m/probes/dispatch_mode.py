@@ -17,7 +17,7 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import ClassType, Tensor, nn
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
@@ -226,7 +226,11 @@ def _defines(func: Any) -> bool:
         return True  # a higher-order operator
     if func.namespace in _COLLECTIVES or func.is_view:
         return False
-    return not func._schema.name.partition("::")[2].startswith(_UNDEFINED)  # noqa: SLF001 - as above
+    schema = func._schema  # noqa: SLF001 - as above
+    # The marks of a profiler, which FSDP sets also when a checkpoint is saved, have no data.
+    if not schema.is_mutable and all(isinstance(one.type, ClassType) for one in schema.returns):
+        return False
+    return not schema.name.partition("::")[2].startswith(_UNDEFINED)
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> object:

@@ -275,9 +275,9 @@ class Changes:
                 return plain
             if kind is ITEMS and (whole or type(value) in _CONTAINERS):
                 parts = [self._encode_any(part) for part in value]
-                empty = next(kind for kind in (list, tuple, deque) if isinstance(value, kind))()
+                empty: Any = () if isinstance(value, tuple) else []
                 if isinstance(value, deque):
-                    empty = deque((), value.maxlen)
+                    empty = deque(maxlen=value.maxlen)
                 return None if None in parts else ["items", empty, parts]
             if kind is DICT and (whole or type(value) is dict):
                 entries = {key: self._encode_any(part) for key, part in value.items()}

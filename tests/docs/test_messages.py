@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lightning_d9m.errors import CommandError, D9mError, file_errors
+from lightning_d9m.errors import CommandError, D9mError, DriftError, file_errors
 from lightning_d9m.ledger.folder import read_ledger
 from lightning_d9m.probes.trace import ProbePoint
 
@@ -197,3 +197,8 @@ def test_a_file_operation_that_fails(error, said):
         raise error
     assert said in str(caught.value)
     assert isinstance(caught.value, CommandError) == (said != "ours")
+
+
+def test_an_error_has_the_facts_of_its_class_alone():
+    with pytest.raises(TypeError, match=r"DriftError has no \['steps'\]"):
+        DriftError("text", steps=3)

@@ -78,9 +78,13 @@ def test_torch_ops_work_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     """No tensor is as large as all terms, or as the gradients that all taps read: same bits."""
     gradient, grid = torch.randn(1, 40, 5, 6), torch.rand(1, 5, 6, 2) * 2 - 1
     backward = torch.ops.aten.grid_sampler_2d_backward
+    columns = torch.arange(1200).view(300, 4) % 3
     calls: list[Callable[[], Tensor]] = [
         lambda: backward(gradient, torch.zeros(1, 40, 3, 4), grid, 0, 0, False, [True, False])[0],
         lambda: torch.ops.aten.upsample_bicubic2d_backward(gradient, [5, 6], [1, 40, 3, 4], False),
+        # Few rows, and much in each or many of them.
+        lambda: torch.ones(4, 300).index_add(0, torch.tensor([1, 1]), gradient.view(4, 300)[:2]),
+        lambda: torch.ones(300, 4).scatter_add(1, columns, gradient.view(300, 4)),
     ]
     with patches_applied("CPU"):
         whole = [call() for call in calls]

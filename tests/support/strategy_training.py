@@ -1,8 +1,8 @@
 """One rank of trainings under strategies and precisions; see lightning/test_strategies.py.
 
-``python strategy_training.py FOLDER CELL...`` runs each cell: the same training twice, the second
-one with patched operations; with a fault on one rank; with probes twice; resumed from the first
-one's checkpoints; and those of ``d9m locate``. Of the cells in ``LAUNCHED`` this is the process
+``python strategy_training.py FOLDER CELL...`` runs each cell: the same training twice, with probes,
+the second one with patched operations; with a fault on one rank; resumed from the first one's
+checkpoints; and those of ``d9m locate``. Of the cells in ``LAUNCHED`` this is the process
 that starts two ranks for each training.
 """
 
@@ -509,43 +509,41 @@ def find_more(folder, cell, last):
 def run(folder, cell):
     """Run a cell; return what each rank found whose process this is, or that it started."""
     session._fits = 0
-    first = fit(folder, cell, "first", saves=True)
-    reference = folder / "first" / "fit-000"
+    # Where a strategy divides the weights, replays are refused.
+    replay = {} if CELLS[cell].layout or cell.startswith("fsdp") else {"replay_every": 2}
+    probed = {"probes": "all", **replay}
+    first = fit(folder, cell, "first", saves=True, **probed)
+    compared = {"reference": folder / "first" / "fit-000", **probed}
     found = [{} for _ in range(2 if cell in LAUNCHED else 1)]
 
     def attempt(name, **words):
         for entry, outcome in zip(found, list_outcomes(folder, cell, name, **words), strict=True):
             entry[name] = outcome
 
-    second = {"reference": reference, "patched": True}
     if cell in LAUNCHED:
         variables = [name for name in VARIABLES if name in os.environ]
         found[0]["left"] = [str(first.ledger), first.digest, variables]
         with deterministic(seed=5):
-            attempt("second", **second, seed=None)
+            attempt("second", **compared, patched=True, seed=None)
             fit(folder, cell, "next", seed=None)
     else:
-        attempt("second", **second)
+        attempt("second", **compared, patched=True)
     last = max(WORLD, CELLS[cell].devices) - 1
-    attempt("fault", fault=Fault(last), reference=reference)
+    attempt("fault", fault=Fault(last), **compared)
     if last:
         attempt("fault without reference", fault=Fault(last))
     if "tp" in CELLS[cell].layout:
         attempt("fault of a copy", fault=Fault(last, name=COPIED))
-    # Where a strategy divides the weights, replays are refused.
-    replay = {} if CELLS[cell].layout or cell.startswith("fsdp") else {"replay_every": 2}
-    attempt("probed", probes="all", **replay)
-    attempt("probed again", probes="all", **replay)
     if not replay:
         attempt("replayed", replay_every=2)
     # The second ends an epoch of four ranks.
     for step in (1, 2) if cell in ("hsdp", "fsdp2 and tp", HYBRID) else (1,):
         path = folder / "checkpoints" / f"step={step}.ckpt"
-        attempt(f"resumed at {step}", resume_from=path, reference=reference)
+        attempt(f"resumed at {step}", resume_from=path, **compared)
     if cell in FULL:
         attempt("full", saves=True, full=True)
         path = folder / "full checkpoints" / "step=1.ckpt"
-        attempt("resumed from full", resume_from=path, reference=reference, full=True)
+        attempt("resumed from full", resume_from=path, full=True, **compared)
     found[0] |= find_more(folder, cell, last)
     return found
 
