@@ -4,7 +4,7 @@ import enum
 import operator
 import random
 import sys
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pickle import Pickler, PicklingError
@@ -49,6 +49,7 @@ _SCALARS = (type(None), bool, int, float, complex, str, bytes)
 # Ends the path of an object that has changed, which another may have replaced meanwhile.
 _AT_FIRST = "'"
 _CONTAINERS = (list, tuple, dict, set, deque)
+_HELD = (ITEMS, DICT, SET, LONG, TENSOR, ARRAY, GENERATOR)
 
 
 class Change(NamedTuple):
@@ -95,7 +96,13 @@ class Changes:
     ) -> None:
         self._ignored: set[int] = set()
         self._hide = hide
+        # The new objects that several places hold, by identity, and those that are made again.
+        self._shared: set[int] = set()
+        self._places: dict[int, list[Any] | None] = {}
+        self._path = ""
+        self._made: dict[tuple[str, int], Any] = {}
         self._most_bytes = most_bytes
+        self._copies = copies
         self.filled: set[str] = set()
         together = _Together(leave_out)
 
@@ -155,15 +162,22 @@ class Changes:
 
         Generators count as changed, as they may have been seeded otherwise at first.
         """
-        return self._encode_all(self._find_all())
+        return self._encode_all([*self._find_all()])
 
-    def _encode_all(self, changes: Iterable[Change]) -> tuple[dict[str, bytes], list[str]]:
+    def _encode_all(self, changes: list[Change]) -> tuple[dict[str, bytes], list[str]]:
         found: dict[str, bytes] = {}
         unknown: list[str] = []
         self.filled.clear()
+        self._places.clear()
+        counts: Counter[int] = Counter()
+        for change in changes:
+            with suppress(RecursionError):
+                self._count_holders(change.value, counts, whole=not change.key)
+        # Copies are restored one by one.
+        self._shared = {one for one, count in counts.items() if count > 1 and not self._copies}
         size = 0
         for change in changes:
-            whole, value = not change.key, None
+            whole, value, self._path = not change.key, None, change.path
             if change.value is not MISSING and (
                 self._most_bytes is None or size <= self._most_bytes
             ):
@@ -176,6 +190,10 @@ class Changes:
                 size += len(found[change.path])
             else:
                 unknown.append(change.path.removesuffix(_AT_FIRST))
+                own = [one for one, at in self._places.items() if not at or at[1] == self._path]
+                for identity in own:
+                    del self._places[identity]
+        self._shared.clear()
         return found, unknown
 
     def find_first(self) -> str | None:
@@ -197,23 +215,30 @@ class Changes:
         Returns:
             The paths for which there is no object.
         """
-        missing = []
         entries = [(path, *decode_plain(data, device)) for path, data in captured.items()]
         # First what objects hold, and then the objects that replace others.
-        for path, place, key, value in sorted(entries, key=lambda entry: bool(entry[2])):
-            try:
-                node = self._watch.paths[place]
-                self._write(node, key, MISSING if value is None else self._decode(value))
-            except (LookupError, TypeError, ValueError, RuntimeError, AttributeError):
-                missing.append(path.removesuffix(_AT_FIRST))
-        return missing
+        entries.sort(key=lambda entry: bool(entry[2]))
+        self._made.clear()
+        waiting = 0
+        while len(entries) != waiting:  # some hold an object of another that comes later
+            waiting = len(entries)
+            entries = [entry for entry in entries if not self._restore_one(*entry[1:])]
+        return [path.removesuffix(_AT_FIRST) for path, *_ in entries]
+
+    def _restore_one(self, place: str, key: list[Any], value: Any) -> bool:
+        """Write a value; return whether there was a place for it."""
+        with suppress(LookupError, TypeError, ValueError, RuntimeError, AttributeError):
+            node = self._watch.paths[place]
+            self._write(node, key, MISSING if value is None else self._decode(value))
+            return True
+        return False
 
     def undo(self, before: Mapping[str, bytes], after: Mapping[str, bytes]) -> None:
         """Restore what differs between two captures, unless it has changed since.
 
         Generators are restored in any case, because nothing but their owner uses them.
         """
-        changes = list(self._find_all())
+        changes = [*self._find_all()]
         now, _ = self._encode_all(changes)
         differing = {path for path in before.keys() | after if before.get(path) != after.get(path)}
         for change in changes:
@@ -260,17 +285,45 @@ class Changes:
             return None
         return self._encode_any(value, whole=whole)
 
+    def _count_holders(self, value: Any, counts: Counter[int], *, whole: bool = False) -> None:
+        """Count the places that hold each new object that can change."""
+        kind = find_kind(value)
+        if not whole and kind in _HELD and not isinstance(value, tuple):
+            counts[id(value)] += id(value) not in self._watch.nodes
+        if counts[id(value)] > 1 or kind not in (ITEMS, DICT, SET, LONG):
+            return
+        if whole or id(value) not in self._watch.nodes:
+            for part in [*value, *value.values()] if isinstance(value, dict) else value:
+                if type(part) not in _SCALARS:
+                    self._count_holders(part, counts)
+
     def _encode_any(self, value: Any, *, whole: bool = False) -> list[Any] | None:
         kind: Any = find_kind(value)
         known = self._watch.nodes.get(id(value))
         if known is not None and kind is not OPAQUE and not whole:
             return ["known", known.path]
+        return self._encode_new(value, whole=whole) if whole else self._encode_held(value)
+
+    def _encode_held(self, value: Any) -> list[Any] | None:
+        """Return the plain form of a new object, and at other places that hold it where it is."""
+        if id(value) not in self._shared:
+            return self._encode_new(value)
+        if id(value) not in self._places:
+            self._places[id(value)] = None  # within itself it has no form
+            place = [self._path, len(self._places)]
+            if (form := self._encode_new(value)) is None:
+                return None
+            self._places[id(value)] = ["at", *place]
+            return ["new", *place, form]
+        return self._places[id(value)]
+
+    def _encode_new(self, value: Any, *, whole: bool = False) -> list[Any] | None:
+        kind: Any = find_kind(value)
         if kind is GENERATOR or isinstance(value, enum.Enum):
             return _encode_named(value)
-        is_parameter = isinstance(value, nn.Parameter)
         with suppress(SettingError, RecursionError):
-            if self._is_plain(value, whole=whole) and (whole or not is_parameter):
-                plain = ["value", value.detach() if is_parameter else value]
+            if self._is_plain(value, whole=whole):
+                plain = ["value", value.detach() if isinstance(value, Tensor) else value]
                 encode_plain(plain)
                 return plain
             if kind is ITEMS and (whole or type(value) in _CONTAINERS):
@@ -296,25 +349,35 @@ class Changes:
                 return False
             parts = [*value, *value.values()] if isinstance(value, dict) else value
             return set(map(type, parts)) <= set(_SCALARS) or all(
-                id(part) not in self._watch.nodes and self._is_plain(part) for part in parts
+                id(part) not in self._watch.nodes
+                and id(part) not in self._shared
+                and self._is_plain(part)
+                for part in parts
             )
+        if isinstance(value, nn.Parameter):
+            return whole
         return kind in (TENSOR, ARRAY) or isinstance(value, np.generic) or type(value) in _SCALARS
 
     def _decode(self, value: list[Any]) -> Any:
-        if value[0] == "known":
-            return self._watch.paths[value[1]].owner
-        if value[0] == "generator":
-            generator = _make_generator(*value[1])
-            GENERATOR.write(generator, value[2])
-            return generator
-        if value[0] == "enum":
-            module, name = value[1]
-            return operator.attrgetter(f"{name}.{value[2]}")(sys.modules[module])
-        if value[0] == "items":
-            return value[1] + type(value[1])(map(self._decode, value[2]))
-        if value[0] == "dict":
-            return {key: self._decode(part) for key, part in value[1].items()}
-        return value[1]
+        match value:
+            case "known", path:
+                return self._watch.paths[path].owner
+            case "new", path, number, form:
+                found = self._made[path, number] = self._decode(form)
+            case "at", path, number:
+                found = self._made[path, number]
+            case "generator", kind, state:
+                found = _make_generator(*kind)
+                GENERATOR.write(found, state)
+            case "enum", (module, name), member:
+                found = operator.attrgetter(f"{name}.{member}")(sys.modules[module])
+            case "items", empty, parts:
+                found = empty + type(empty)(map(self._decode, parts))
+            case "dict", entries:
+                found = {key: self._decode(part) for key, part in entries.items()}
+            case _:
+                found = value[1]
+        return found
 
     def _write(self, node: Node, key: list[Any], value: Any) -> None:
         own: Any = find_kind(node.owner)

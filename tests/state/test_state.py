@@ -208,6 +208,10 @@ def test_what_two_places_hold_is_one_object_after_it_was_written():
         owner.drawn = [owner.generator]
         owner.recent = deque([owner.items[0], 3], maxlen=2)
         owner.items.append(5)
+        # New ones, at the place that comes first or later.
+        average = [torch.zeros(2), np.random.default_rng(4)]
+        owner.averages, owner.all = {"a": average, "b": (average[0], 1)}, average
+        owner.items.append(average[1])
 
     owner, other = (
         Thing(items=[torch.ones(1)], generator=torch.Generator(), last=None) for _ in range(2)
@@ -218,8 +222,47 @@ def test_what_two_places_hold_is_one_object_after_it_was_written():
     assert (unknown, there.restore(captured, torch.device("cpu"))) == ([], [])
     assert other.drawn[0] is other.generator
     assert other.last is other.shown is other.items[0] is other.recent[0]
-    assert (other.items[1:], other.recent.maxlen) == ([5], 2)
+    assert (other.items[1], other.recent.maxlen) == (5, 2)
+    assert other.all is other.averages["a"]
+    assert other.all[0] is other.averages["b"][0]
+    assert other.all[1] is other.items[2]
     assert digest_value(owner) == digest_value(other)
+
+
+def test_a_new_parameter_in_a_list_is_not_kept_as_a_tensor():
+    owner = Thing(items=[])
+    changes = Changes({"owner": owner}, leave_out=lambda *_: False)
+    owner.items.append(nn.Parameter(torch.ones(1)))
+    assert changes.capture() == ({}, ["owner.items"])
+
+
+def test_an_object_within_itself_is_not_kept():
+    owner = Thing(items=[])
+    changes = Changes({"owner": owner}, leave_out=lambda *_: False)
+    owner.items.append([owner.items, new := [3]])
+    new.append(new)
+    assert changes.capture() == ({}, ["owner.items"])
+
+
+@settings(max_examples=150, deadline=None)
+@given(graph=GRAPHS, more=GRAPHS, data=st.data())
+def test_new_objects_that_several_places_hold_are_one_object_again(graph, more, data):
+    owner = Thing(graph=graph, first=None, table={}, items=[])
+    other = copy.deepcopy(owner)
+    here, there = (Changes({"owner": one}, leave_out=lambda *_: False) for one in (owner, other))
+    nodes = [node.owner for node in Watch({"graph": graph, "more": more}).nodes.values()]
+    for _ in range(data.draw(st.integers(1, 4))):
+        value = data.draw(st.sampled_from([*nodes, more]))
+        match data.draw(st.integers(0, 2)):
+            case 0:
+                owner.first = (value, owner.first)
+            case 1:
+                owner.table[f"{len(owner.table)}"] = {"value": value}
+            case _:
+                owner.items.append(value)
+    captured, unknown = here.capture()
+    assert there.restore(captured, torch.device("cpu")) == []
+    assert unknown or digest_value(owner) == digest_value(other)
 
 
 @settings(max_examples=100, deadline=None)
