@@ -28,7 +28,7 @@ FABRIC = (
         fabric.test_shards_of_a_loop_are_not_compared_with_each_other,
     ),
     (fabric.test_a_loop_resumed_within_an_epoch_ends_with_the_same_bits,),
-    (fabric.test_two_loops_agree_on_every_rank,),
+    (fabric.test_probes_of_a_loop_agree_in_two_runs,),
     (fabric.test_locate_names_step_rank_and_weight_of_a_fault_in_a_loop,),
 )
 

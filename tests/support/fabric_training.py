@@ -248,22 +248,24 @@ def run(folder, cell, launched=None):
         launched: The Fabric that has started this process; None if each training makes one.
     """
     once = partial(train, folder, cell, launched=launched)
-    once("first", saves=True, probes="all")
+    once("first", saves=True)
     ranks = WORLD if launched is None else launched.world_size
     rank = dist.get_rank() if ranks > 1 else 0
+    reference = folder / "first" / "fit-000"
     fault = Fault(ranks - 1)
-    compared = {"reference": folder / "first" / "fit-000", "probes": "all"}
     trainings = {
-        "second": {"patched": True, **compared},
-        "fault": {"fault": fault, **compared},
+        "second": {"reference": reference, "patched": True},
+        "probed": {"probes": "all"},
+        "probed again": {"probes": "all"},
+        "fault": {"reference": reference, "fault": fault},
         "fault without reference": {"fault": fault},
-        "resumed": {"resume": True, **compared},
+        "resumed": {"resume": True, "reference": reference},
     }
     if "tp" in cell:
         trainings["fault of a copy"] = {"fault": fault._replace(name=COPIED)}
     if cell in FULL:
         trainings["saved full"] = {"saves": True, "full": True}
-        trainings["resumed from full"] = {"resume": True, "full": True, **compared}
+        trainings["resumed from full"] = {"resume": True, "full": True, "reference": reference}
     found = {}
     for name, words in trainings.items():
         try:
