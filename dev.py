@@ -303,10 +303,9 @@ def test_oldest_lightning(arguments: list[str]) -> None:
     packages = [f"{name}=={OLDEST_LIGHTNING}" for name in ("lightning", "pytorch-lightning")]
     pip = (PYTHON, "-m", "pip", "--disable-pip-version-check", f"--python={python}")
     run(*pip, "install", "--quiet", "--no-deps", *packages)
-    # Its loops also count the epochs of a run that was resumed from the start again.
-    tests = arguments or [*OLDEST_LIGHTNING_TESTS, "-k", "not counts_as_an_uninterrupted"]
     # Lightning 2.2 imports pkg_resources.
     ignored = ("-W", "ignore:pkg_resources", "-W", "ignore:Deprecated call to:DeprecationWarning")
+    tests = arguments or OLDEST_LIGHTNING_TESTS
     run(python, "-m", "pytest", "-p", "no:cacheprovider", *ignored, *tests)
 
 

@@ -4,9 +4,9 @@
 
 The runs train ``tests/support/logical_trainings.py`` on 1, 2, 4 and 8 processes with eight logical
 ranks, and count what each rank contributes to agreement, and the bytes of its ledger. The
-simulation has a thread for each rank, whose exchange of gradients runs as it does over Gloo, and
-compares the sum with that of one process; the agreement and ``compare`` of ledgers run as they
-would on one rank. Results go to ``benchmarks/results/scale.json``.
+simulation has the gradients of each rank, whose exchange runs as over Gloo, and compares the sum
+with that of one process; the agreement and ``compare`` of ledgers run as they would on one rank.
+Results go to ``benchmarks/results/scale.json``.
 """
 
 import argparse
@@ -16,12 +16,10 @@ import platform
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections import defaultdict
 from datetime import datetime, timezone
 from pathlib import Path
-from queue import SimpleQueue
+from types import SimpleNamespace
 
 import torch
 from compare import WEIGHTS
@@ -89,65 +87,69 @@ def run(processes):
 
 
 class SimulatedGroup:
-    """The messages of one rank, which is a thread."""
+    """The messages of one process; each is kept by sender, receiver and tag until it is awaited."""
 
-    def __init__(self, rank, places):
-        self._rank, self._places = rank, places
+    def __init__(self, process, processes, messages):
+        self._process, self._processes, self._messages = process, processes, messages
 
     def rank(self):
-        """Return the rank."""
-        return self._rank
+        """Return the process."""
+        return self._process
 
     def size(self):
-        """Return the number of ranks."""
-        return len(self._places)
+        """Return the number of processes."""
+        return self._processes
 
     def send(self, tensors, to, tag):
-        """Put a copy where its receiver finds it."""
-        self._places[to][self._rank, tag].put(tensors[0].clone())
-        return Received(None, None)
+        """Keep a message; to wait for it is not needed."""
+        assert self._messages.setdefault((self._process, to, tag), tensors[0]) is tensors[0]
+        return SENT
 
     def recv(self, tensors, sender, tag):
         """Return what waits for a message."""
-        return Received(tensors[0], self._places[self._rank][sender, tag])
+        return Received(tensors[0], self._messages, (sender, self._process, tag))
 
 
 class Received:
-    """A message that arrives."""
+    """A message that is copied to its place when it is awaited."""
 
-    def __init__(self, tensor, place):
-        self._tensor, self._place = tensor, place
+    __slots__ = ("_key", "_messages", "_place")
+
+    def __init__(self, place, messages, key):
+        self._place, self._messages, self._key = place, messages, key
 
     def wait(self):
-        """Wait for the message, once."""
-        if self._place is not None:
-            self._tensor.copy_(self._place.get())
+        """Copy the message."""
+        self._place.copy_(self._messages.pop(self._key))
+
+
+SENT = SimpleNamespace(wait=lambda: None)
 
 
 def sum_on(processes, leaves):
-    """Return the sum of the leaves on simulated processes, and the bytes that a process sends."""
-    blocks = Blocks(len(leaves), processes)
-    places = [defaultdict(SimpleQueue) for _ in range(processes)]
-    sums, sent = [None] * processes, [0] * processes
+    """Return the sum of the leaves on simulated processes, and the bytes that a process sends.
 
-    def work(process):
-        group = SimulatedGroup(process, places)
-        exchange = RootExchange(blocks, process, group, shares_memory=False)
+    All processes send their roots before the first one folds its shard, and all fold before the
+    first one collects the results, so that no process waits for another.
+    """
+    blocks = Blocks(len(leaves), processes)
+    messages, exchanges, pending, sums = {}, [], [], []
+    for process in range(processes):
+        group = SimulatedGroup(process, processes, messages)
+        exchanges.append(RootExchange(blocks, process, group, shares_memory=False))
         fold = Fold(len(leaves), torch.add)
         for rank in blocks.of(process):
             fold.push(Node(rank, rank + 1), leaves[rank].clone())
-        sums[process] = torch.empty(VALUES)
-        exchange.start([value for _, value in fold.held], sums[process], len(leaves)).finish()
-        sent[process] = exchange.bytes_sent
-
-    threading.stack_size(2**18)
-    threads = [threading.Thread(target=work, args=(process,)) for process in range(processes)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+        sums.append(torch.empty(VALUES))
+        roots = [value for _, value in fold.held]
+        pending.append(exchanges[-1].start(roots, sums[-1], len(leaves)))
+    for each in pending:
+        each.fold()
+    for each in pending:
+        each.finish()
+    assert not messages
     assert all(torch.equal(each, sums[0]) for each in sums)
-    return sums[0], max(sent)
+    return sums[0], max(each.bytes_sent for each in exchanges)
 
 
 def simulate_sums(ranks):
@@ -171,15 +173,20 @@ def simulate_agreement(ranks):
     weights = {f"layers.{n:03}.weight": f"{n:032x}" for n in range(150)}
     changed = weights | {"layers.077.weight": "f" * 32}
     found = {"weights": len(weights)}
+    digests = Digests(moment="epoch", epoch=0, step=1, totals={}, groups={})
     for name, other in (("equal", weights), ("one differs", changed)):
         states = [weights] * (ranks - 1) + [other]
-        agreement = RankAgreement(lambda _, s=states: s, ReplicatedState(weights=weights))
+
+        def gather(own, states=states):
+            return states if isinstance(own, dict) else [own] * ranks  # digests of kept steps
+
+        agreement = RankAgreement(gather, ReplicatedState(weights=weights))
         rows = [agreement.summarize({"weights": state}) for state in reversed(states)][::-1]
         began = time.process_time()
-        differences = agreement.compare(rows)
+        differences = agreement.compare(rows, digests)
         seconds = time.process_time() - began
-        ends = [(each.ranks, each.names) for each in differences.values()]
-        assert ends == ([] if other is weights else [((ranks - 1,), ("layers.077.weight",))])
+        ends = [(each.rank, list(each.names)) for each in differences.values()]
+        assert ends == ([] if other is weights else [(ranks - 1, ["layers.077.weight"])])
         found[name] = {
             "milliseconds_on_a_rank": round(1e3 * seconds, 1),
             "bytes_of_a_rank": sum(

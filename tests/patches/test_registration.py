@@ -11,6 +11,7 @@ from patches.cases import deterministic_algorithms
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from lightning_d9m.compatibility import can_patch
 from lightning_d9m.errors import D9mError, SettingError
 from lightning_d9m.patches import registration
 from lightning_d9m.patches.catalog.catalog import OPS, select_ops
@@ -157,5 +158,10 @@ def test_no_warning_leaks() -> None:
 
 def test_an_old_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "__version__", "2.4.1")
-    with pytest.raises(SettingError, match="patches no operation of torch 2"):
+    said = "patches no operation of torch 2"
+    with pytest.raises(SettingError, match=said):
         patches_applied("CPU").__enter__()
+    assert not can_patch()
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.warns(UserWarning, match=said):
+        assert not can_patch()

@@ -14,6 +14,7 @@ from lightning_d9m import DeterminismCallback
 from lightning_d9m.comparison.ledgers import compare_ledgers
 from lightning_d9m.ledger.folder import read_ledger
 from lightning_d9m.ledger.format.records import Digests
+from lightning_d9m.lightning.lightning_private import completes_batch
 
 
 class OwnOrder:
@@ -169,6 +170,10 @@ class Fits:
         savers = [make_saver(path, **place, stop=False) for path, place in paths.items()]
         straight = self.fit(**words | {"enable_checkpointing": True}, extra=savers)
         counts = copy.deepcopy(self.trainer.fit_loop.state_dict())
+        if not completes_batch(self.trainer.fit_loop.epoch_loop):
+            # Lightning before 2.5 counts the start of the epoch in which a run is resumed again.
+            for count in ("ready", "started"):
+                counts["epoch_progress"]["total"][count] += 1
         for path in paths:
             agree(straight, self.fit(**words, resume=path))
             assert not progress or self.trainer.fit_loop.state_dict() == counts

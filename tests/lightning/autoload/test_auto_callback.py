@@ -2,13 +2,14 @@
 
 import importlib
 import logging
+from importlib import metadata
 
 import pytest
 import torch
 from trainings import QUIET, make_loader, make_model
 
-from lightning_d9m import DeterminismCallback, SettingError, TooLateError
-from lightning_d9m.control.session import enable
+from lightning_d9m import DeterminismCallback, SettingError, TooLateError, compatibility
+from lightning_d9m.control.session import active_session, enable
 from lightning_d9m.lightning.autoload import auto_callback, entry_points
 from lightning_d9m.lightning.autoload.auto_callback import make_callback
 from lightning_d9m.lightning.trainer_session import resolve_seed
@@ -79,6 +80,29 @@ def test_a_door_that_stayed_shut_refuses_the_trainer(monkeypatch):
     )
     with pytest.raises(TooLateError, match="TORCH_DEVICE_BACKEND_AUTOLOAD is 0"):
         entry_points.make_pytorch_lightning_callbacks()
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "value", "message"),
+    [
+        (torch, "__version__", "2.3.1", "torch is 2.3.1, and lightning_d9m needs 2.4 or later"),
+        (metadata, "version", lambda _: "2.1.4", "lightning is 2.1.4, and lightning_d9m needs 2.2"),
+        (compatibility, "imports_extensions", lambda: False, "loads no extensions when it is"),
+    ],
+    ids=["torch", "lightning", "extensions"],
+)
+def test_a_stack_that_is_too_old_is_said_once_and_the_program_goes_on(
+    asked, capsys, place, name, value, message
+):
+    state = {"started": False, "unsupported": None}
+    asked.setattr(entry_points, "_AutoloadState", type("_State", (), {"problem": None, **state}))
+    asked.setattr(place, name, value)
+    entry_points.load()
+    assert entry_points.make_lightning_callbacks() == []
+    assert active_session() is None
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("lightning_d9m: LIGHTNING_D9M=1 has no effect: ")
+    assert message in line
 
 
 @pytest.mark.parametrize("value", ["", "0", "off"])
