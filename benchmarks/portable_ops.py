@@ -144,7 +144,7 @@ def run_op(op: Any, dtype: torch.dtype) -> list[list[str]]:
             result = digest(values)
             distance = find_error(op, sample, values[0], dtype)
             if distance > BOUNDS[dtype]:
-                result = f"inaccurate: {distance:.0e}"
+                result += f" inaccurate: {distance:.0e}"
         except NotPortableError as error:
             result = f"refused {error.op}"
         except Exception as error:  # noqa: BLE001 - each operation counts
@@ -186,7 +186,8 @@ def judge(results: list[list[list[str]]]) -> str:
         if len(found) > 1:
             return "differs"
         if ": " in rows[0][1]:
-            return rows[0][1]
+            text = rows[0][1]
+            return text[text.find("inaccurate") :] if "inaccurate" in text else text
         verdict = rows[0][1] if refused else verdict
     return verdict
 

@@ -1,11 +1,12 @@
 """Run the cases of portable bits and the digits example under many settings of one machine.
 
-    python benchmarks/portable_settings.py [--python PATH ...] [-o FILE]
+    python benchmarks/portable_settings.py [--python PATH ...] [--once PATH ...] [-o FILE]
 
 Each setting runs tests/support/portable_cases.py, whose digests must be those of
-portable_digests.json, and one epoch of examples/digits.py, whose digest must be the README's.
+portable_digests.json; some run one epoch of examples/digits.py, whose digest must be the README's.
 Other interpreters, with other versions of torch, run the settings of ``MATRIX``: capabilities,
-threads, and MKL or plain loops in C (portable_without_mkl.c, built with cc) for its routines.
+threads, and MKL or plain loops in C (portable_without_mkl.c, built with cc) for its routines;
+those of ``--once`` run one of them.
 
 The first interpreter also leaves torch one class of operations after the other (and then all of
 them): at least one case of each class must differ, or the class is not needed on this machine. The
@@ -28,6 +29,7 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
 CASES = ROOT / "tests" / "support" / "portable_cases.py"
 GOLDEN = CASES.with_name("portable_digests.json")
 # What the variable LIGHTNING_D9M does where the package is installed.
@@ -66,12 +68,16 @@ RESTRICTED = {
     "oneDNN with SSE4.1": {"ONEDNN_MAX_CPU_ISA": "SSE41"},
     "oneDNN off": {"TORCH_MKLDNN_ENABLED": "0"},
 }
+ONE = "default, 2 threads"
+FIRST = f"{CAPABILITIES[0]}, 1 thread"
 CONTROLS: tuple[dict[str, str], ...] = (
-    MATRIX[f"{CAPABILITIES[0]}, 1 thread"],
-    MATRIX["default, 2 threads"] | RESTRICTED["MKL as on any CPU"],
+    MATRIX[FIRST],
+    MATRIX[ONE] | RESTRICTED["MKL as on any CPU"],
 )
+WITH_DIGITS = {ONE, FIRST, FIRST + WITHOUT_MKL}
 # Torch 2.13 draws and differentiates these otherwise than torch before it.
 NEW_IN_TORCH = (2, 13), {"cumprod", "trunc_normal_"}
+TITLE = "# Portable bits under the settings of one machine"
 EARLIER = "\n## Earlier"
 
 
@@ -121,13 +127,6 @@ def show_controls(python: Path) -> dict[str, list[str]]:
     return found | {"all": list_differences(*plain)}
 
 
-def run_setting(python: Path, setting: dict[str, str], expected: dict[str, str]) -> dict[str, Any]:
-    """Return which cases differ from the expected ones, and the digest of the digits."""
-    found = run_cases(python, setting)
-    differ = list_differences(expected, found)
-    return {"cases": len(found), "differ": differ, "digits": train_digits(python, setting)}
-
-
 def run_stack(
     python: Path, settings: dict[str, dict[str, str]], loops: dict[str, str]
 ) -> Iterator[dict[str, Any]]:
@@ -138,15 +137,15 @@ def run_stack(
     old = tuple(map(int, stack["torch"].split(".")[:2])) < version
     plain = [run_cases(python, one, "--plain") for one in ({}, loops)]
     stack["without MKL"] = len(list_differences(*plain))
-    for name, setting in settings.items():
-        if WITHOUT_MKL not in name:
-            row = run_setting(python, setting, expected)
-        elif stack["without MKL"]:
-            row = run_setting(python, setting | loops, expected)
-        else:
+    for name, given in settings.items():
+        if WITHOUT_MKL in name and not stack["without MKL"]:
             continue  # the loops were not loaded
-        row["explained"] = old and set(row["differ"]) <= changed
-        yield stack | {"setting": name} | row
+        setting = given | (loops if WITHOUT_MKL in name else {})
+        found = run_cases(python, setting)
+        differ = list_differences(expected, found)
+        row = {"setting": name, "cases": len(found), "differ": differ}
+        row["explained"] = old and set(differ) <= changed
+        yield stack | row | {"digits": train_digits(python, setting) if name in WITH_DIGITS else ""}
 
 
 def format_table(rows: list[dict[str, Any]], controls: dict[str, list[str]], readme: str) -> str:
@@ -166,7 +165,7 @@ def format_table(rows: list[dict[str, Any]], controls: dict[str, list[str]], rea
         names = ", ".join(f"`{name}`" for name in row["differ"])
         equal = f"{row['cases'] - len(row['differ'])} of {row['cases']}"
         why = f" (not {names}, new in torch 2.13)" if row["explained"] else f" (not {names})"
-        digits = "equal" if row["digits"] == readme else row["digits"]
+        digits = "equal" if row["digits"] == readme else row["digits"] or "not run"
         stack = f"{row['torch']}, {row['python']}"
         lines.append(f"| {stack} | {row['setting']} | {equal}{why if names else ''} | {digits} |")
     loops = {f"{row['torch']}: {row['without MKL']}": None for row in rows if row["without MKL"]}
@@ -191,29 +190,40 @@ def main() -> int:
     """Run all settings, print and write what differs; return 1 if a portable digest does."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--python", action="append", default=[], metavar="PATH")
+    parser.add_argument("--once", action="append", default=[], metavar="PATH")
     parser.add_argument("--settings", nargs="*", default=[*MATRIX, *RESTRICTED], metavar="NAME")
     parser.add_argument("--no-controls", action="store_true")
-    parser.add_argument("-o", "--output", type=Path)
+    parser.add_argument("-o", "--output", type=Path, default=RESULTS / "portable-settings.md")
     options = parser.parse_args()
     (readme,) = re.findall(r"digest is ([0-9a-f]{16})", (ROOT / "README.md").read_text())
     rows: list[dict[str, Any]] = []
+    controls: dict[str, list[str]] = {}
+
+    def write() -> None:
+        text = format_table(rows, controls, readme)
+        before = options.output.read_text() if options.output.exists() else ""
+        earlier = "".join(before.partition(EARLIER)[1:])
+        options.output.write_text(f"{TITLE}\n\n{text}{earlier}")
+
     with tempfile.TemporaryDirectory() as folder:
         loops = build_loops(folder)
-        for place, python in enumerate((sys.executable, *options.python)):
+        for place, python in enumerate((sys.executable, *options.python, *options.once)):
             known = MATRIX if place else MATRIX | RESTRICTED
-            settings = {name: one for name, one in known.items() if name in options.settings}
+            chosen = options.settings if python not in options.once else [ONE]
+            settings = {name: one for name, one in known.items() if name in chosen}
             for row in run_stack(Path(python), settings, loops):
                 print(json.dumps(row), flush=True)
                 rows.append(row)
-    controls = {} if options.no_controls else show_controls(Path(sys.executable))
-    text = format_table(rows, controls, readme)
-    print(text)
-    if options.output:
-        title = "# Portable bits under the settings of one machine"
-        before = options.output.read_text() if options.output.exists() else ""
-        earlier = "".join(before.partition(EARLIER)[1:])
-        options.output.write_text(f"{title}\n\n{text}{earlier}")
-    return int(any(row["differ"] and not row["explained"] for row in rows))
+                write()
+            if not place and not options.no_controls:
+                controls = show_controls(Path(python))
+                write()
+    return int(any(wrong(row, readme) for row in rows))
+
+
+def wrong(row: dict[str, Any], readme: str) -> bool:
+    """Return whether a row has a digest that it should not have."""
+    return row["digits"] not in ("", readme) or bool(row["differ"] and not row["explained"])
 
 
 if __name__ == "__main__":

@@ -208,6 +208,9 @@ add_function(
 )
 add_function("addbmm", lambda x: torch.addbmm(x[0, 0], x, x.mT, beta=0.3, alpha=0.7), (5, 9, 9))
 CASES["embedding"] = lambda: train(nn.Embedding(9, 5, padding_idx=1), torch.randint(9, (4, 30)))
+CASES["embedding max_norm"] = lambda: train(
+    nn.Embedding(9, 5, max_norm=1.0, scale_grad_by_freq=True), torch.randint(9, (4, 30))
+)
 CASES["embedding_bag"] = lambda: train(
     nn.EmbeddingBag(9, 5, mode="mean"), torch.randint(9, (4, 30))
 )
