@@ -195,6 +195,7 @@ def main() -> int:
     parser.add_argument("--once", action="append", default=[], metavar="PATH")
     parser.add_argument("--settings", nargs="*", default=[*MATRIX, *RESTRICTED], metavar="NAME")
     parser.add_argument("--no-controls", action="store_true")
+    parser.add_argument("--no-digits", action="store_true")
     parser.add_argument("-o", "--output", type=Path, default=RESULTS / "portable-settings.md")
     options = parser.parse_args()
     (readme,) = re.findall(r"digest is ([0-9a-f]{16})", (ROOT / "README.md").read_text())
@@ -213,8 +214,9 @@ def main() -> int:
             known = MATRIX if place else MATRIX | RESTRICTED
             is_once = python in options.once
             chosen = [ONE] if is_once else options.settings
+            digits = set() if is_once or options.no_digits else WITH_DIGITS
             settings = {name: one for name, one in known.items() if name in chosen}
-            for row in run_stack(Path(python), settings, loops, set() if is_once else WITH_DIGITS):
+            for row in run_stack(Path(python), settings, loops, digits):
                 print(json.dumps(row), flush=True)
                 rows.append(row)
                 write()
