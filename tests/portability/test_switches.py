@@ -152,12 +152,12 @@ def test_a_reference_of_another_stack_is_refused_without_portable_bits(tmp_path)
         _record(tmp_path / "b", 2, portable=False, reference=first)
 
 
-def test_logical_ranks_have_the_same_portable_bits_on_any_number_of_processes(tmp_path):
-    for count in (1, 2, 3):
+def test_logical_ranks_have_the_same_portable_bits_on_one_process_and_on_two(tmp_path):
+    for count in (1, 2):
         threads = {"OMP_NUM_THREADS": str(count)}
         if count == 1:
             threads["ATEN_CPU_CAPABILITY"] = "default"
         run_ranks(SCRIPT, count, tmp_path / str(count), **threads)
-    one, *more = (read_ledger(next((tmp_path / str(count)).iterdir())) for count in (1, 2, 3))
+    one, two = (read_ledger(next((tmp_path / str(count)).iterdir())) for count in (1, 2))
     assert one.header.settings["portable"] is True
-    assert [other.outcome(0).final.totals for other in more] == [one.outcome(0).final.totals] * 2
+    assert one.outcome(0).final.totals == two.outcome(0).final.totals
