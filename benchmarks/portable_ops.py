@@ -144,7 +144,7 @@ def run_op(op: Any, dtype: torch.dtype) -> list[list[str]]:
             result = digest(values)
             distance = find_error(op, sample, values[0], dtype)
             if distance > BOUNDS[dtype]:
-                result = f"inaccurate: {distance:.0e}"
+                result += f" inaccurate: {distance:.0e}"
         except NotPortableError as error:
             result = f"refused {error.op}"
         except Exception as error:  # noqa: BLE001 - each operation counts
@@ -177,7 +177,7 @@ def judge(results: list[list[list[str]]]) -> str:
 
     Samples that torch itself makes otherwise under another setting are only seen to be refused.
     """
-    verdict = "equal"
+    verdict, trouble = "equal", ""
     for rows in zip(*results, strict=True):
         found = {row[1] for row in rows}
         refused = all(one.startswith("refused") for one in found)
@@ -186,9 +186,10 @@ def judge(results: list[list[list[str]]]) -> str:
         if len(found) > 1:
             return "differs"
         if ": " in rows[0][1]:
-            return rows[0][1]
+            trouble = trouble or rows[0][1]
         verdict = rows[0][1] if refused else verdict
-    return verdict
+    # What is inaccurate has a digest, too.
+    return trouble[max(trouble.find("inaccurate"), 0) :] or verdict
 
 
 def main() -> None:

@@ -1,6 +1,9 @@
 """The examples, and the nondeterminism that one of them has without the callback."""
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import lightning
@@ -85,6 +88,20 @@ def test_logical_ranks_give_the_same_bits_on_one_and_on_three_processes(
     script = str(EXAMPLES / "logical_ranks.py")
     arguments = ["repeat", "--processes", "1,3", "--", forking_python, script]
     assert main(arguments) == 0
+
+
+def test_a_plain_loop_has_the_portable_digest_of_the_page(tmp_path):
+    settings = {"ATEN_CPU_CAPABILITY": "default", "OMP_NUM_THREADS": "2"}
+    settings |= {"LIGHTNING_D9M": "1", "LIGHTNING_D9M_PORTABLE": "1"}
+    command = [sys.executable, "-W", "ignore", EXAMPLES / "plain_torch.py", "--folder", tmp_path]
+    done = subprocess.run(
+        command, env=os.environ | settings, check=True, capture_output=True, text=True, cwd=tmp_path
+    )
+    page = (EXAMPLES / "README.md").read_text()
+    (digest_of_page,) = re.findall(
+        r"^\| `plain_torch.py`.* \| ([0-9a-f]{16}) \|$", page, re.MULTILINE
+    )
+    assert f"weights: {digest_of_page}" in done.stdout
 
 
 def test_the_page_lists_every_example_and_its_pictures_exist():

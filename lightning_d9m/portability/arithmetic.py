@@ -193,10 +193,9 @@ RULES |= {
 @rule("sort")
 @along_dim
 def sort(
-    values: Tensor, dim: int = -1, descending: bool = False, *, stable: bool | None = None
+    values: Tensor, dim: int = -1, descending: bool = False, **_: Any
 ) -> tuple[Tensor, Tensor]:
     """The stable order."""
-    del stable
     return torch.sort(values, stable=True, dim=dim, descending=descending)
 
 
@@ -356,25 +355,19 @@ def scatter_add(values: Tensor, dim: int, index: Tensor, source: Tensor) -> Tens
 
 @rule("scatter_reduce")
 def scatter_reduce(
-    values: Tensor,
-    dim: int,
-    index: Tensor,
-    source: Tensor,
-    reduce: str,
-    *,
-    include_self: bool = True,
+    values: Tensor, dim: int, index: Tensor, src: Tensor, reduce: str, *, include_self: bool = True
 ) -> Any:
     """Reduce the terms of each place."""
     if reduce == "prod":
         return NotImplemented
     if reduce in ("amax", "amin"):
-        given = (values, dim, index, source, reduce)
+        given = (values, dim, index, src, reduce)
         return torch.scatter_reduce(*given, include_self=include_self) + 0
     start = values if include_self else values.scatter(dim, index, 0)
-    total = scatter_add(start, dim, index, source)
+    total = scatter_add(start, dim, index, src)
     if reduce == "sum":
         return total
-    ones = (torch.ones_like(values), dim, index, torch.ones_like(source), "sum")
+    ones = (torch.ones_like(values), dim, index, torch.ones_like(src), "sum")
     counts = torch.scatter_reduce(*ones, include_self=include_self).clamp(min=1)
     return torch.div(total, counts)
 

@@ -121,6 +121,13 @@ def ctc_loss(
     return -ends.logsumexp(1), alpha
 
 
+composed("embedding_renorm")(
+    lambda weight, indices, limit, p: weight.index_copy(
+        0, indices.view(-1), weight[indices.view(-1)].renorm(p, 0, limit)
+    )
+)
+
+
 @composed("_embedding_bag", "_embedding_bag_forward_only")
 def embedding_bag(
     weight: Tensor,

@@ -77,6 +77,27 @@ def test_a_run_that_differs_is_named_with_the_first_divergence(repeat):
     )
 
 
+PORTABLE = """
+names = ("LIGHTNING_D9M_PORTABLE", "OMP_NUM_THREADS", "ATEN_CPU_CAPABILITY")
+given = [os.environ.get(name, "") for name in names]
+open("noted", "a").write(" ".join(given) + ";")
+stack = {"threads.intraop": given[1]}
+settings = {"portable": True}
+"""
+
+
+def test_portable_runs_have_other_stacks_and_one_digest(repeat, tmp_path, monkeypatch):
+    monkeypatch.delenv("ATEN_CPU_CAPABILITY", raising=False)
+    same = f"{PORTABLE}train(stack=stack, settings=settings)"
+    status, out, _ = repeat(same, "--portable")
+    assert status == 0
+    assert "agree bit for bit" in out
+    assert len(rows(out)) == 3
+    assert (tmp_path / "noted").read_text() == "1 1 ;1 2 ;1 1 default;"
+    other = f"{PORTABLE}train(int(given[1]), stack=stack, settings=settings)"
+    assert repeat(other, "--portable")[0] == 1
+
+
 def test_last_bits_are_changed_in_each_run_but_the_first_or_it_is_an_error(repeat, tmp_path):
     """The program notes what is set; it has no Trainer, which would change the weights."""
     note = "open('noted', 'a').write(os.environ.get('LIGHTNING_D9M_LAST_BITS', '-'))\n"

@@ -188,6 +188,14 @@ PAGES = {
         ["The stacks differ in 1 field, but the runs are equal: device.driver ."],
         ["Modules by step"],
     ),
+    "another stack and portable bits": (
+        lambda folder: [
+            write(folder, drift=drift, stack=stack, settings={"portable": True})
+            for drift, stack in ((None, "560"), (8, "570"))
+        ],
+        ["in 1 field, on which portable bits do not depend: device.driver .", "Next: d9m locate"],
+        ["Cause: stack."],
+    ),
     "a ledger and itself": (
         lambda folder: (write(folder),) * 2,
         ["Both are one ledger"],

@@ -333,6 +333,14 @@ def test_a_different_stack_is_shown_and_ends_the_search():
     assert "  threads" in describe(found, determinism=True)
 
 
+def test_a_different_stack_does_not_end_the_search_if_bits_are_portable():
+    other = pair(**EPOCH)
+    other.comparison.stack = (FieldDifference("threads", 1, 2, (0,)),)
+    other.comparison.portable = True
+    found, looks = search(other, BATCH, BATCH, BATCH)
+    assert (found.cause.kind, len(looks)) == ("data", 4)
+
+
 def test_records_that_only_one_run_has_are_reported():
     longer = pair()
     alone = Side(OneSided(9, "epoch 2"))

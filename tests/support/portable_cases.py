@@ -208,6 +208,9 @@ add_function(
 )
 add_function("addbmm", lambda x: torch.addbmm(x[0, 0], x, x.mT, beta=0.3, alpha=0.7), (5, 9, 9))
 CASES["embedding"] = lambda: train(nn.Embedding(9, 5, padding_idx=1), torch.randint(9, (4, 30)))
+CASES["embedding max_norm"] = lambda: train(
+    nn.Embedding(9, 5, max_norm=1.0, scale_grad_by_freq=True), torch.randint(9, (4, 30))
+)
 CASES["embedding_bag"] = lambda: train(
     nn.EmbeddingBag(9, 5, mode="mean"), torch.randint(9, (4, 30))
 )
@@ -292,6 +295,42 @@ for name in ("SGD", "Adam", "AdamW", "Adagrad"):
         make=lambda ps, name=name: getattr(torch.optim, name)(ps, lr=0.01, fused=True),
         steps=3,
     )
+
+
+class Lion(torch.optim.Optimizer):
+    """A user's own optimizer: steps of one size, along the sign of an average."""
+
+    def __init__(self, parameters) -> None:
+        super().__init__(parameters, {"lr": 0.01, "weight_decay": 0.1})
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            for one in group["params"]:
+                average = self.state[one].setdefault("average", torch.zeros_like(one))
+                one.mul_(1 - group["lr"] * group["weight_decay"])
+                one.add_(average.lerp(one.grad, 0.1).sign_(), alpha=-group["lr"])
+                average.lerp_(one.grad, 0.01)
+
+
+add("Lion", lambda: nn.Linear(8, 5), (6, 8), make=Lion, steps=4)
+
+
+def _accumulate() -> list[Tensor]:
+    model = nn.Sequential(nn.Linear(9, 6), nn.LayerNorm(6), nn.Tanh(), nn.Linear(6, 4))
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    batches = torch.randn(6, 5, 9).split(3)
+    with _STATE["training"]():
+        for batch in batches:
+            optimizer.zero_grad(set_to_none=False)
+            for part in batch:
+                (model(part).square().mean() / len(batch)).backward()
+            nn.utils.clip_grad_value_(model.parameters(), 0.05)
+            optimizer.step()
+    return [*model.state_dict().values(), *(one.grad for one in model.parameters())]
+
+
+CASES["accumulated gradients"] = _accumulate
 for name in (
     "kaiming_normal_",
     "kaiming_uniform_",
@@ -332,15 +371,16 @@ CASES["autocast"] = _autocast
 
 
 def _clip() -> list[Tensor]:
-    model = nn.Linear(9, 4)
-    model(torch.randn(5, 9)).square().sum().backward()
+    model, batch = nn.Linear(9, 4), torch.randn(5, 9)
     average = torch.optim.swa_utils.AveragedModel(
         model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
     )
-    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-    torch.optim.SGD(model.parameters(), 0.1).step()
-    average.update_parameters(model)
-    average.update_parameters(model)
+    with _STATE["training"]():
+        model(batch).square().sum().backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        torch.optim.SGD(model.parameters(), 0.1).step()
+        average.update_parameters(model)
+        average.update_parameters(model)
     return [norm, *average.state_dict().values()]
 
 
@@ -353,13 +393,14 @@ def _average_weights() -> list[Tensor]:
     average = torch.optim.swa_utils.AveragedModel(model)
     schedule = torch.optim.swa_utils.SWALR(optimizer, 0.05, anneal_epochs=2)
     batches = [torch.randn(5, 9) for _ in range(3)]
-    for batch in batches:
-        optimizer.zero_grad()
-        model(batch).square().mean().backward()
-        optimizer.step()
-        average.update_parameters(model)
-        schedule.step()
-    torch.optim.swa_utils.update_bn(batches, average)
+    with _STATE["training"]():
+        for batch in batches:
+            optimizer.zero_grad()
+            model(batch).square().mean().backward()
+            optimizer.step()
+            average.update_parameters(model)
+            schedule.step()
+        torch.optim.swa_utils.update_bn(batches, average)
     return list(average.state_dict().values())
 
 
@@ -369,11 +410,13 @@ CASES["stochastic weight averaging"] = _average_weights
 def _scale() -> list[Tensor]:
     model, scaler = nn.Linear(9, 4), torch.amp.GradScaler("cpu", growth_interval=1)
     optimizer = torch.optim.Adam(model.parameters(), 0.1)
-    for _ in range(3):
-        optimizer.zero_grad()
-        scaler.scale(model(torch.randn(5, 9)).square().mean()).backward()
-        scaler.step(optimizer)
-        scaler.update()
+    batches = [torch.randn(5, 9) for _ in range(3)]
+    with _STATE["training"]():
+        for batch in batches:
+            optimizer.zero_grad()
+            scaler.scale(model(batch).square().mean()).backward()
+            scaler.step(optimizer)
+            scaler.update()
     return [*model.state_dict().values(), torch.tensor(scaler.get_scale())]
 
 
