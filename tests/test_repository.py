@@ -5,7 +5,7 @@ from importlib import import_module
 from pathlib import Path
 
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_d9m.cli.main import build_parser
@@ -73,6 +73,7 @@ def test_examples_do_not_depend_on_the_modules_that_are_loaded(tmp_path, monkeyp
     """Which tests ran before decides that, and their distribution over the two processes."""
     drawn = []
 
+    @settings(settings.get_profile("repeatable"))  # torch sets another one when it is tested
     @given(st.tuples(st.integers(), st.text()))
     def draw(value):
         drawn.append(value)

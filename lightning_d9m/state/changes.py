@@ -96,7 +96,7 @@ class Changes:
     ) -> None:
         self._ignored: set[int] = set()
         self._hide = hide
-        # The new objects that several places hold, by identity, and those that are made again.
+        # The new objects that several places hold, their forms, and those that are made again.
         self._shared: set[int] = set()
         self._places: dict[int, list[Any] | None] = {}
         self._path = ""
@@ -190,9 +190,6 @@ class Changes:
                 size += len(found[change.path])
             else:
                 unknown.append(change.path.removesuffix(_AT_FIRST))
-                own = [one for one, at in self._places.items() if not at or at[1] == self._path]
-                for identity in own:
-                    del self._places[identity]
         self._shared.clear()
         return found, unknown
 
@@ -215,23 +212,17 @@ class Changes:
         Returns:
             The paths for which there is no object.
         """
+        missing = []
+        self._made.clear()
         entries = [(path, *decode_plain(data, device)) for path, data in captured.items()]
         # First what objects hold, and then the objects that replace others.
-        entries.sort(key=lambda entry: bool(entry[2]))
-        self._made.clear()
-        waiting = 0
-        while len(entries) != waiting:  # some hold an object of another that comes later
-            waiting = len(entries)
-            entries = [entry for entry in entries if not self._restore_one(*entry[1:])]
-        return [path.removesuffix(_AT_FIRST) for path, *_ in entries]
-
-    def _restore_one(self, place: str, key: list[Any], value: Any) -> bool:
-        """Write a value; return whether there was a place for it."""
-        with suppress(LookupError, TypeError, ValueError, RuntimeError, AttributeError):
-            node = self._watch.paths[place]
-            self._write(node, key, MISSING if value is None else self._decode(value))
-            return True
-        return False
+        for path, place, key, value in sorted(entries, key=lambda entry: bool(entry[2])):
+            try:
+                node = self._watch.paths[place]
+                self._write(node, key, MISSING if value is None else self._decode(value))
+            except (LookupError, TypeError, ValueError, RuntimeError, AttributeError):
+                missing.append(path.removesuffix(_AT_FIRST))
+        return missing
 
     def undo(self, before: Mapping[str, bytes], after: Mapping[str, bytes]) -> None:
         """Restore what differs between two captures, unless it has changed since.
@@ -305,17 +296,16 @@ class Changes:
         return self._encode_new(value, whole=whole) if whole else self._encode_held(value)
 
     def _encode_held(self, value: Any) -> list[Any] | None:
-        """Return the plain form of a new object, and at other places that hold it where it is."""
-        if id(value) not in self._shared:
+        """Return the plain form of a new object, with a name if other places hold it as well."""
+        identity = id(value)
+        if identity not in self._shared:
             return self._encode_new(value)
-        if id(value) not in self._places:
-            self._places[id(value)] = None  # within itself it has no form
-            place = [self._path, len(self._places)]
-            if (form := self._encode_new(value)) is None:
-                return None
-            self._places[id(value)] = ["at", *place]
-            return ["new", *place, form]
-        return self._places[id(value)]
+        if identity not in self._places:
+            self._places[identity] = None  # within itself it has no form
+            name = [self._path, len(self._places)]
+            if (form := self._encode_new(value)) is not None:
+                self._places[identity] = ["shared", *name, form]
+        return self._places[identity]
 
     def _encode_new(self, value: Any, *, whole: bool = False) -> list[Any] | None:
         kind: Any = find_kind(value)
@@ -362,9 +352,9 @@ class Changes:
         match value:
             case "known", path:
                 return self._watch.paths[path].owner
-            case "new", path, number, form:
-                found = self._made[path, number] = self._decode(form)
-            case "at", path, number:
+            case "shared", path, number, form:
+                if (path, number) not in self._made:
+                    self._made[path, number] = self._decode(form)
                 found = self._made[path, number]
             case "generator", kind, state:
                 found = _make_generator(*kind)
