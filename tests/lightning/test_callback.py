@@ -37,6 +37,11 @@ def equal(first, second):
     return compare_ledgers(first, second).equal
 
 
+def draw_seed(worker):
+    """Seed NumPy otherwise in each run; of a module, as workers of Python 3.14 need it."""
+    np.random.seed(int.from_bytes(os.urandom(4), "little"))
+
+
 class TestExactness:
     """What training draws depends on the seed and the epoch alone."""
 
@@ -156,13 +161,12 @@ class TestRestores:
         assert np.random.get_state()[1].tolist() == expected[2]
 
     def test_the_users_loader(self, fit):
-        init = lambda worker: None  # noqa: E731
-        loader = make_loader(num_workers=1, worker_init_fn=init)
+        loader = make_loader(num_workers=1, worker_init_fn=draw_seed)
         dataset, sampler = loader.dataset, loader.sampler
         fit(loader=loader, per_sample_rng=True)
         assert loader.dataset is dataset
         assert loader.sampler is sampler
-        assert loader.worker_init_fn is init
+        assert loader.worker_init_fn is draw_seed
         assert loader.generator is None
         assert sampler.generator is None
 
@@ -244,16 +248,13 @@ class TestReference:
         assert "layers.4.bias" in str(error)
 
     def test_an_unseeded_worker_is_seeded_and_an_unseeded_sample_is_found(self, fit):
-        def unseeded(worker):
-            np.random.seed(int.from_bytes(os.urandom(4), "little"))
-
         class Unseeded(NoisyDigits):
             def __getitem__(self, index):
-                unseeded(0)
+                draw_seed(0)
                 return super().__getitem__(index)
 
         reference = fit(loader=make_loader(num_workers=1)).path
-        fit(reference=reference, loader=make_loader(num_workers=1, worker_init_fn=unseeded))
+        fit(reference=reference, loader=make_loader(num_workers=1, worker_init_fn=draw_seed))
         with pytest.raises(DriftError):
             fit(reference=reference, loader=DataLoader(Unseeded(), 16, shuffle=True))
 
