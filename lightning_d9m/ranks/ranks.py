@@ -33,7 +33,7 @@ class Ranks:
 
     @property
     def is_alone(self) -> bool:
-        """Whether this rank is the only one."""
+        """True if the group has one rank."""
         return self._exchange is None
 
     def raise_on_all(self, func: Callable[[], Result]) -> Result:

@@ -162,7 +162,7 @@ class Changes:
 
         Generators count as changed, as they may have been seeded otherwise at first.
         """
-        return self._encode_all([*self._find_all()])
+        return self._encode_all(list(self._find_all()))
 
     def _encode_all(self, changes: list[Change]) -> tuple[dict[str, bytes], list[str]]:
         found: dict[str, bytes] = {}
@@ -170,11 +170,10 @@ class Changes:
         self.filled.clear()
         self._places.clear()
         counts: Counter[int] = Counter()
-        for change in changes:
+        for change in () if self._copies else changes:  # which are restored one by one
             with suppress(RecursionError):
                 self._count_holders(change.value, counts, whole=not change.key)
-        # Copies are restored one by one.
-        self._shared = {one for one, count in counts.items() if count > 1 and not self._copies}
+        self._shared = {identity for identity, count in counts.items() if count > 1}
         size = 0
         for change in changes:
             whole, value, self._path = not change.key, None, change.path
@@ -229,7 +228,7 @@ class Changes:
 
         Generators are restored in any case, because nothing but their owner uses them.
         """
-        changes = [*self._find_all()]
+        changes = list(self._find_all())
         now, _ = self._encode_all(changes)
         differing = {path for path in before.keys() | after if before.get(path) != after.get(path)}
         for change in changes:
@@ -284,7 +283,7 @@ class Changes:
         if counts[id(value)] > 1 or kind not in (ITEMS, DICT, SET, LONG):
             return
         if whole or id(value) not in self._watch.nodes:
-            for part in [*value, *value.values()] if isinstance(value, dict) else value:
+            for part in _list_parts(value):
                 if type(part) not in _SCALARS:
                     self._count_holders(part, counts)
 
@@ -293,7 +292,7 @@ class Changes:
         known = self._watch.nodes.get(id(value))
         if known is not None and kind is not OPAQUE and not whole:
             return ["known", known.path]
-        return self._encode_new(value, whole=whole) if whole else self._encode_held(value)
+        return self._encode_new(value, whole=True) if whole else self._encode_held(value)
 
     def _encode_held(self, value: Any) -> list[Any] | None:
         """Return the plain form of a new object, with a name if other places hold it as well."""
@@ -337,7 +336,7 @@ class Changes:
         if kind in (ITEMS, DICT, SET, LONG):
             if not whole and type(value) not in _CONTAINERS:
                 return False
-            parts = [*value, *value.values()] if isinstance(value, dict) else value
+            parts = _list_parts(value)
             return set(map(type, parts)) <= set(_SCALARS) or all(
                 id(part) not in self._watch.nodes
                 and id(part) not in self._shared
@@ -375,6 +374,10 @@ class Changes:
             node.set_part(key[0], value)
         else:
             own.write(node.owner, own.read(value))
+
+
+def _list_parts(container: Any) -> Collection[Any]:
+    return [*container, *container.values()] if isinstance(container, dict) else container
 
 
 class _Digested(Kind):
