@@ -37,7 +37,7 @@ from lightning_d9m.state.parts import (
     read_memory,
 )
 from lightning_d9m.state.plain_data import decode_plain, encode_plain
-from lightning_d9m.state.state import Node, find_generators
+from lightning_d9m.state.state import Node
 from lightning_d9m.state.watch import VERSIONED, LeaveOut, Watch
 
 # Of larger data only the version and the place in memory are compared.
@@ -121,7 +121,6 @@ class Changes:
 
         self._leave_out = ignore
         self._watch = Watch(owners, leave_out=ignore, choose=choose, enter_owners=True)
-        self._add_generators()
 
     def settle(self) -> None:
         """Take objects that were made or replaced since as held at first, but no plain values."""
@@ -136,7 +135,7 @@ class Changes:
             elif node.kind is not OPAQUE and self._encode(node.owner, whole=True) is not None:
                 continue
             self._watch.set_content(node, now)
-        self._add_generators()
+        self._watch.add_data()
 
     def ignore(self, values: Iterable[object]) -> None:
         """Look at objects no more, nor at what was found in them."""
@@ -148,14 +147,6 @@ class Changes:
             for node in self._watch.nodes.values():
                 if node is first or node.path.startswith(inner):
                     node.kind = _IGNORED
-
-    def _add_generators(self) -> None:
-        """Add the generators in objects of libraries, which are not entered otherwise."""
-        closed = {
-            node.path: node.owner for node in self._watch.nodes.values() if node.kind is OPAQUE
-        }
-        for path, generator in find_generators(closed).items():
-            self._watch.add(path, generator)
 
     def capture(self) -> tuple[dict[str, bytes], list[str]]:
         """Return what has changed, encoded, by path; and the paths of what cannot be encoded.
@@ -501,8 +492,8 @@ def describe_unsaved(paths: Iterable[str]) -> list[str]:
     """Return why a checkpoint that lacks changes at these paths cannot be resumed exactly."""
     return [
         f"{path} changes in the fit, or may change unseen, and has no form that a checkpoint could "
-        "keep: keep numbers, texts, tensors, arrays, and containers of these, or save checkpoints "
-        "without it."
+        "keep: keep numbers, texts, tensors, arrays, and containers of these (of hooks, which are "
+        "code, a flag that they read), or save checkpoints without it."
         for path in paths
     ]
 

@@ -6,6 +6,7 @@ random generator), or opaque: an object of a library that does not say what its 
 """
 
 import enum
+import inspect
 import logging
 import operator
 import random
@@ -40,6 +41,10 @@ _VALUES = (
 # What a module holds besides its attributes. The other tables of torch hold hooks, which are code.
 TABLES = ("_parameters", "_buffers", "_modules")
 _HIDDEN = frozenset(vars(nn.Module())) - {"training", *TABLES}
+_HOOKS = tuple(sorted(name for name in _HIDDEN if re.fullmatch("_(forward|backward).*hooks", name)))
+_HOOKS_OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+HOOKS = "hooks()"
+"""Stands among a module's attributes for the code of all hooks of it and its parameters."""
 # What a queue, a lock and a file tell.
 _QUESTIONS = ("qsize", "locked", "tell")
 # A longer container holds data, which are compared and not entered; a set is opaque.
@@ -176,6 +181,8 @@ class _Attributes(_Table):
         found = {**own, **slots} if slots else own
         if isinstance(owner, nn.Module):
             found = {name: part for name, part in own.items() if name not in _HIDDEN}
+            if hooks := _read_hooks(owner):
+                found[HOOKS] = hooks
         return Content(tuple(found), tuple(found.values()))
 
     def write(self, owner: Any, content: Content) -> None:
@@ -188,6 +195,8 @@ class _Attributes(_Table):
 
     def set_part(self, owner: Any, key: Any, value: Any) -> None:
         own = getattr(owner, "__dict__", {})
+        if key == HOOKS and isinstance(owner, nn.Module):
+            return  # they stay as they are
         if value is MISSING:
             object.__delattr__(owner, key)
         elif key in own:
@@ -199,20 +208,41 @@ class _Attributes(_Table):
         if _list_slots(owner.__class__):
             return None
         own = owner.__dict__
-        return tuple(own), tuple(map(id, own.values()))
+        hooks = [*_list_hooks(owner)] if isinstance(owner, nn.Module) else ()
+        return tuple(own), tuple(map(id, own.values())), tuple(map(tuple, hooks))
 
 
-class _Closure(_Attributes):
-    """The variables of a function of the program that enclosing functions define."""
+def _list_hooks(module: nn.Module) -> Iterator[dict[int, Any]]:
+    """Yield the tables of hooks that are not empty; the number of a hook is used once."""
+    own = module.__dict__
+    yield from filter(None, map(own.get, _HOOKS))
+    for parameter in own["_parameters"].values():
+        if isinstance(parameter, Tensor):
+            yield from filter(None, (getattr(parameter, name) for name in _HOOKS_OF_TENSORS))
+
+
+def _read_hooks(module: nn.Module) -> frozenset[Any]:
+    """Return the code of the hooks that the program defines."""
+    hooks = {inspect.unwrap(hook) for table in _list_hooks(module) for hook in table.values()}
+    plain = {getattr(hook, "func", getattr(hook, "__func__", hook)) for hook in hooks}
+    return frozenset(
+        getattr(hook, "__code__", type(hook))
+        for hook in plain
+        if is_of_program(hook if hasattr(hook, "__code__") else type(hook))
+    )
+
+
+class _Function(_Attributes):
+    """What a function of the program holds: outer variables, defaults and attributes."""
 
     def read(self, owner: Any) -> Content:
-        cells = zip(owner.__code__.co_freevars, owner.__closure__, strict=True)
-        found = {"__code__": owner.__code__}
+        cells = zip(owner.__code__.co_freevars, owner.__closure__ or (), strict=True)
+        found = {name: getattr(owner, name) for name in ("__code__", *_HELD_BY_FUNCTIONS)}
         found |= {name: cell.cell_contents for name, cell in cells if cell != _EMPTY}
         return Content(tuple(found), tuple(found.values()))
 
     def set_part(self, owner: Any, key: Any, value: Any) -> None:
-        if key != "__code__" and value is not MISSING:
+        if key in owner.__code__.co_freevars and value is not MISSING:
             owner.__closure__[owner.__code__.co_freevars.index(key)].cell_contents = value
 
     def sign(self, owner: Any) -> object:
@@ -415,8 +445,9 @@ def _list_saved(owner: Any, depth: int = 4) -> Iterator[Any]:
 
 ATTRIBUTES, ITEMS, DICT, TABLE, SET = _Attributes(), Holder(), Dict(), _Table(), _Set()
 TENSOR, ARRAY, GENERATOR, OPAQUE, TOLD = _Tensor(), _Array(), _Generator(), _Opaque(), _Told()
-CLOSURE, VARIABLES, LONG = _Closure(), _Variables(), _Long()
+FUNCTION, VARIABLES, LONG = _Function(), _Variables(), _Long()
 _EMPTY = types.CellType()
+_HELD_BY_FUNCTIONS = ("__dict__", "__defaults__", "__kwdefaults__")
 _CODE = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType)
 
 
@@ -424,7 +455,8 @@ def find_kind(value: Any) -> Kind | None:
     """Return the kind of an object; None for a value that is only replaced as a whole."""
     kind = _find_kind_of_type(value.__class__)
     if isinstance(value, types.FunctionType):
-        return CLOSURE if value.__closure__ and is_of_program(value) else None
+        held = value.__closure__ or any(getattr(value, name) for name in _HELD_BY_FUNCTIONS)
+        return FUNCTION if held and is_of_program(value) else None
     if kind in (ITEMS, DICT, SET) and len(value) > _MOST_ITEMS:
         return OPAQUE if kind is SET else LONG
     if kind is SET and any(find_kind(item) is not None for item in value):
@@ -473,6 +505,22 @@ def name_classes(owners: Iterable[object]) -> dict[str, Namespace]:
     }
 
 
+def name_files(names: Iterable[str]) -> dict[str, Namespace]:
+    """Return the variables of the program's files, and of those from which they import, by name."""
+    found: dict[str, Namespace] = {}
+    waiting = [*names]
+    for name in waiting:
+        if name in found or name not in sys.modules or not _is_source_of_program(name):
+            continue
+        found[name] = Namespace(sys.modules[name])
+        for value in vars(sys.modules[name]).values():
+            if isinstance(value, types.ModuleType):
+                waiting.append(value.__name__)
+            elif isinstance(value, type | types.FunctionType):
+                waiting.append(str(value.__module__))
+    return found
+
+
 def is_of_lightning(kind: Any) -> bool:
     """Return whether Lightning or this package defines a class or a function."""
     return str(getattr(kind, "__module__", "")).partition(".")[0] in _LIGHTNING
@@ -486,6 +534,8 @@ def _is_source_of_program(name: str) -> bool:
 
 
 def _is_data(value: object) -> bool:
+    if isinstance(value, types.FunctionType):
+        return find_kind(value) is FUNCTION
     if isinstance(value, _CODE) or hasattr(value.__class__, "__get__"):
         return False
     return find_kind(value) is not OPAQUE or not callable(value)

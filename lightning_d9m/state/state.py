@@ -16,6 +16,7 @@ from xxhash import xxh3_128
 
 from lightning_d9m.errors import SettingError
 from lightning_d9m.state.parts import (
+    ARRAY,
     ATTRIBUTES,
     DICT,
     GENERATOR,
@@ -25,6 +26,7 @@ from lightning_d9m.state.parts import (
     SET,
     TABLE,
     TABLES,
+    TENSOR,
     Content,
     Holder,
     Kind,
@@ -94,7 +96,8 @@ def walk(
 
     An object that is reached by several paths is entered at the first. The kind is None for a
     value that is only replaced as a whole, and for an object that was yielded before. Objects of
-    libraries are yielded as opaque and not entered, as is what ``leave_out`` returns True for.
+    libraries are yielded as opaque, as is what ``leave_out`` returns True for; of what those of
+    libraries hold, only data are yielded, after all else (see ``find_data``).
 
     Args:
         owners: Objects by name.
@@ -108,7 +111,13 @@ def walk(
     stack: list[tuple[str, Any, Kind | None]] = [
         (name, owner, None) for name, owner in reversed(list(owners.items()))
     ]
-    while stack:
+    closed: dict[str, object] = {}
+    while stack or closed:
+        if not stack:
+            found, closed = dict(find_data(closed)), {}
+            new = {path: own for path, own in found.items() if id(own) not in seen}
+            stack += [(path, own, None) for path, own in new.items() if id(own) not in known]
+            continue
         path, value, kind = stack.pop()
         kind = kind or find_kind(value)
         if kind is OPAQUE and id(value) in entered:
@@ -122,6 +131,8 @@ def walk(
             yield path, value, OPAQUE
             continue
         yield path, value, kind
+        if kind is OPAQUE:
+            closed[path] = value
         if kind in (ITEMS, DICT, SET) and hasattr(value, "__dict__"):  # of a subclass
             stack.append((f"{path}.__dict__", vars(value), TABLE))
         if isinstance(kind, Holder):
@@ -168,14 +179,17 @@ def _encode(content: object) -> bytes:
         return b"\0".join(map(_encode, (content.shape, *content.flat)))
     try:
         return encode_plain(content)
-    except SettingError:  # a function, a class, a dtype
+    except SettingError:
+        if isinstance(content, frozenset):
+            return b"\0".join(sorted(map(_encode, content)))
+        # a function, a class, a dtype
         name = getattr(content, "__qualname__", None) or re.sub(r" at 0x\w+", "", repr(content))
         return name.encode()
 
 
-# Types whose objects hold nothing, and those of data and code.
+# Types whose objects hold nothing, and those of code.
 _ATOMS = frozenset({
-    *(type(None), bool, int, float, str, bytes, torch.Tensor, nn.Parameter, np.ndarray),
+    *(type(None), bool, int, float, str, bytes),
     *(torch.device, torch.dtype, torch.Size, types.BuiltinFunctionType),
 })  # fmt: skip
 _DATA = (torch.Tensor, np.ndarray, type, str, bytes, types.ModuleType)
@@ -196,7 +210,7 @@ def search(
 ) -> Iterator[tuple[str, Any]]:
     """Yield the path and the object of all that owners hold, each once, from the outside in.
 
-    Generators and the modules in other objects are yielded and not entered.
+    Generators, data and the modules in other objects are yielded and not entered.
 
     Args:
         owners: Objects by name.
@@ -238,6 +252,24 @@ def find_generators(owners: Mapping[str, object]) -> dict[str, Any]:
     """Return the generators in attributes, lists and dicts of objects, by path."""
     found = search(owners)
     return {path: value for path, value in found if find_kind_safely(value) is GENERATOR}
+
+
+def find_data(closed: Mapping[str, object]) -> Iterator[tuple[str, object]]:
+    """Yield the generators and data in objects of libraries, and the lists of data among these.
+
+    Their dicts are not compared: most of them are caches.
+    """
+    for path, value in search(closed):
+        if find_kind_safely(value) in (GENERATOR, TENSOR, ARRAY):
+            yield path, value
+    for path, owner in closed.items():
+        for name, part in getattr(owner, "__dict__", {}).items():
+            if isinstance(part, list | deque) and all(map(_is_datum, part)):
+                yield f"{path}.{name}", part
+
+
+def _is_datum(value: object) -> bool:
+    return type(value) in _ATOMS or isinstance(value, torch.Tensor | np.ndarray)
 
 
 def _list_parts(value: Any, level: int, items: int) -> Iterable[tuple[Any, Any]]:

@@ -5,8 +5,8 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_d9m.state.parts import TABLE, Holder, Kind, find_kind
-from lightning_d9m.state.state import Node, name_part, walk
+from lightning_d9m.state.parts import OPAQUE, TABLE, Holder, Kind, find_kind
+from lightning_d9m.state.state import Node, find_data, name_part, walk
 
 LeaveOut = Callable[[str, object], bool]
 
@@ -92,9 +92,10 @@ class Watch:
         for node in self.nodes.values():
             node.kind.write(node.owner, node.content)
 
-    def add(self, path: str, value: object) -> None:
-        """Watch another object, and what it holds."""
-        self._add({path: value})
+    def add_data(self) -> None:
+        """Add the data that objects of libraries have got since."""
+        nodes = self.nodes.values()
+        self._add(dict(find_data({own.path: own.owner for own in nodes if own.kind is OPAQUE})))
 
     def set_content(self, node: Node, content: Any) -> None:
         """Set what counts as held by an object, and enter what is new in it."""

@@ -7,7 +7,6 @@ saved as plain data; what has no plain form makes a resume inexact, and is named
 
 import dis
 import inspect
-import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import cache
 from typing import Any, TypeAlias
@@ -15,6 +14,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset, Sampler
 
@@ -31,13 +32,14 @@ from lightning_d9m.lightning.trainer_attributes import (
     name_callbacks,
 )
 from lightning_d9m.state.changes import Changes, describe_unsaved
-from lightning_d9m.state.parts import Namespace, is_of_lightning, name_classes
+from lightning_d9m.state.parts import is_of_lightning, name_classes, name_files
 from lightning_d9m.state.plain_data import decode_plain, pack_bytes, unpack_bytes
 from lightning_d9m.state.state import digest_value
 
 # Loaders have a control of their own, which reads their datasets and samplers.
 _LOADING = (Dataset, DataLoader, Sampler)
 _MODE = ".training"
+_OPTIMIZERS = "optimizers["
 # Most bytes that a rank saves; larger values are left out and reported.
 _LIMIT = 16 * 2**20
 
@@ -60,8 +62,9 @@ class ProgramState:
         self._roots = tuple(owners)
         self._entered = set(map(id, owners.values()))
         self._left_out: set[int] = set()
+        self._stepping: set[int] = set()
         self._find_left_out()
-        self._changes = Changes(owners, leave_out=self._leave_out, hide=_list_library_attributes)
+        self._changes = Changes(owners, leave_out=self._leave_out, hide=self._list_held)
 
     def settle(self) -> None:
         """Take objects that hooks have made since as held at first."""
@@ -102,9 +105,15 @@ class ProgramState:
         samplers = [sampler for loader in controlled for sampler in find_samplers(loader)]
         samplers = [sampler for sampler in samplers if id(sampler) not in self._entered]
         containers = _list_loaded_containers(trainer.callbacks)
+        stepping = [*trainer.optimizers, *list_schedulers(trainer)]
+        self._stepping = set(map(id, stepping))
         held: Iterable[Any] = [
-            *trainer.optimizers,
-            *list_schedulers(trainer),
+            *(own for own in stepping if id(own) not in self._entered),
+            *(
+                vars(own)[name]
+                for own in stepping
+                for name in self._list_held(own) & vars(own).keys()
+            ),
             *tensors,
             *samplers,
             *containers,
@@ -112,11 +121,23 @@ class ProgramState:
         self._left_out = set(map(id, held))
         return samplers
 
-    def _leave_out(self, _path: str, value: Any) -> bool:
+    def _list_held(self, owner: Any) -> Collection[str]:
+        """Return the attributes that a library sets, or that the state of an optimizer has."""
+        kind: Any = type(owner)
+        stored = _list_stored(kind)
+        if id(owner) not in self._stepping and not issubclass(kind, LRScheduler | Optimizer):
+            return stored
+        is_own = kind.state_dict is not Optimizer.state_dict  # whose keys are torch's
+        # A scheduler wraps the step of its optimizer.
+        return stored | _list_stored(LRScheduler) | (owner.state_dict().keys() if is_own else set())
+
+    def _leave_out(self, path: str, value: Any) -> bool:
         if id(value) in self._entered:
             return False
         if id(value) in self._left_out or isinstance(value, _LOADING):
             return True
+        if path.startswith(_OPTIMIZERS) and isinstance(value, Optimizer):
+            return True  # the one that holds it saves its state
         if self._sharded and value is not self._module and isinstance(value, nn.Module | Tensor):
             return True  # ranks hold parts of them
         # Such as the Trainer and loggers, which are not the program's.
@@ -142,7 +163,8 @@ def keep_small(
         elif not _is_held(data, checkpoint):
             reasons.append(
                 f"{name} changes in the fit, and has {len(data)} bytes, where {_LIMIT} are kept "
-                "for all such values: return it from state_dict() of the callback or the module."
+                "for all such values: return it from state_dict() of the callback, the module or "
+                "the optimizer."
             )
     return kept, reasons
 
@@ -221,9 +243,10 @@ def _name_owners(trainer: Trainer) -> dict[str, object]:
     own = [each for each in trainer.callbacks if getattr(each, "state_key", None) != KEY]
     owners: dict[str, object] = {"model": trainer.lightning_module}
     owners |= {"datamodule": trainer.datamodule} | name_callbacks(own)
+    owners |= {f"{_OPTIMIZERS}{n}]": own for n, own in enumerate(trainer.optimizers)}
+    owners |= {f"schedulers[{n}]": own for n, own in enumerate(list_schedulers(trainer))}
     classes = name_classes(owners.values())
-    files = dict.fromkeys(each.owner.__module__ for each in classes.values())
-    return owners | classes | {name: Namespace(sys.modules[name]) for name in files}
+    return owners | classes | name_files(each.owner.__module__ for each in classes.values())
 
 
 def _list_loaded_containers(callbacks: Iterable[Any]) -> Iterator[Any]:
@@ -244,15 +267,15 @@ def _list_read(function: Any) -> frozenset[str]:
     return frozenset(_find_attributes(function, "LOAD_ATTR") if known else ())
 
 
-def _list_library_attributes(owner: Any) -> Collection[str]:
-    kind: Any = type(owner)
-    return _list_stored(kind)
-
-
 @cache
 def _list_stored(kind: Any) -> frozenset[str]:
-    """Return the attributes that Lightning's own code sets in objects of a class."""
-    return frozenset[str]().union(*map(list_stored_by, filter(is_of_lightning, kind.__mro__)))
+    """Return the attributes that Lightning and torch.optim set in objects of a class."""
+    known = (
+        base
+        for base in kind.__mro__
+        if is_of_lightning(base) or base.__module__.startswith("torch.optim.")
+    )
+    return frozenset[str]().union(*map(list_stored_by, known))
 
 
 @cache
@@ -269,7 +292,9 @@ def _find_stored(members: Iterable[object]) -> Iterator[str]:
 
 
 def _find_attributes(function: Any, operation: str) -> Iterator[str]:
-    """Yield the attributes on which a function's code does an operation."""
-    for step in dis.get_instructions(inspect.unwrap(function)):
-        if step.opname == operation:
-            yield step.argval
+    """Yield the attributes on which the code of a function, and of those in it, operates."""
+    codes = [inspect.unwrap(function).__code__]
+    for code in codes:
+        codes += filter(inspect.iscode, code.co_consts)
+        steps = dis.get_instructions(code)
+        yield from (step.argval for step in steps if step.opname == operation)

@@ -4,9 +4,11 @@ import array
 import logging
 import queue
 import random
+import sys
 import threading
 from collections import Counter, deque
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -21,6 +23,9 @@ from lightning_d9m import InexactResumeError
 pytestmark = pytest.mark.usefixtures("unseeded", "new_process")
 
 COUNTS = {"batches": 0}
+# A file of the program that this one imports.
+OTHER = sys.modules["other_file"] = ModuleType("other_file")
+OTHER.__file__ = __file__
 STREAM = iter(())
 LOG = logging.getLogger(__name__)
 HELD = iter(range(9))
@@ -30,7 +35,8 @@ HELD = iter(range(9))
 def fresh():
     """Let the next fit begin with the variables of a new process."""
     globals()["STREAM"] = zip(iter([1, 2, 3] * 9), [0] * 27, strict=False)
-    InClass.count = 0
+    InClass.count = OTHER.count = advance.calls = 0
+    advance.__defaults__[0].clear()
     COUNTS.clear()
     COUNTS["batches"] = 0
 
@@ -81,6 +87,43 @@ class InClass(Steering):
         self.steer(module, self.count * COUNTS["batches"])
 
 
+def advance(numbers=[]):  # noqa: B006 - what a program may do
+    """Count in an attribute, a default and a variable of another file."""
+    advance.calls += 1
+    OTHER.count += 2
+    numbers.append(advance.calls * OTHER.count)
+    return sum(numbers)
+
+
+class InFunction(Steering):
+    """Calls a function that keeps numbers."""
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        self.steer(module, advance())
+
+
+class Pool:
+    """Stands for an object of a library."""
+
+    __module__ = "json.pool"
+
+    def __init__(self, *parts):
+        self.kept, self.parts = [], parts
+        self.mean = torch.zeros(2)
+
+
+class InLibrary(Steering):
+    """Keeps objects of a library: a list, and a tensor in another of its objects."""
+
+    def __init__(self):
+        self.pool = Pool(Pool())
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        self.pool.kept.append(batch[0].mean())
+        self.pool.parts[0].mean.lerp_(batch[0].mean(), 0.2)
+        self.steer(module, sum(self.pool.kept) + self.pool.parts[0].mean[0])
+
+
 class InModule(Steering):
     """Keeps an average of the weights in a module."""
 
@@ -120,7 +163,7 @@ def in_closure():
     return LambdaCallback(on_train_batch_start=start)
 
 
-KINDS = [InAttributes, InClass, InModule, Made, in_closure]
+KINDS = [InAttributes, InClass, InFunction, InLibrary, InModule, Made, in_closure]
 HOOKS = ("on_validation_batch_end", "on_validation_end", "on_train_epoch_end")
 PLACES = [{"batch": 2}, *({"hook": hook, "batch": 6} for hook in HOOKS)]
 
@@ -161,6 +204,79 @@ def counting():
     model = make_model(**named)
     model.layers.insert(3, nn.Dropout(0.1))
     return model
+
+
+class Lookahead(torch.optim.SGD):
+    """Keeps a number and slow weights in attributes that are not in its state."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, lr=0.01)
+        self.count = 0
+        self.slow = [own.detach().clone() for own in self.param_groups[0]["params"]]
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = super().step(closure)
+        self.count += 1
+        for slow, own in zip(self.slow, self.param_groups[0]["params"], strict=True):
+            if self.count % 4 == 0:
+                own.copy_(slow.lerp_(own, 0.5))
+        return loss
+
+
+class Fading(torch.optim.lr_scheduler.LRScheduler):
+    """Keeps a factor that is not in its state."""
+
+    factor = 1.0
+
+    def state_dict(self):
+        return {name: own for name, own in super().state_dict().items() if name != "factor"}
+
+    def get_lr(self):
+        self.factor *= 0.9
+        return [rate * self.factor for rate in self.base_lrs]
+
+
+def test_what_optimizers_and_schedulers_keep_is_restored(fits):
+    def configure_optimizers(self):
+        optimizer = Lookahead(self.parameters())
+        return [optimizer], [{"scheduler": Fading(optimizer), "interval": "step"}]
+
+    fits.check(*PLACES, model=lambda: make_model(configure_optimizers=configure_optimizers))
+
+
+def halve(module, inputs, output):
+    return output / 2
+
+
+HOOKED = {
+    "module": lambda layer: layer.register_forward_hook(halve),
+    "backward": lambda layer: layer.register_full_backward_pre_hook(lambda _, own: own),
+    "parameter": lambda layer: layer.weight.register_hook(lambda own: own / 2),
+    "accumulated": lambda layer: layer.bias.register_post_accumulate_grad_hook(lambda own: None),
+}
+
+
+@pytest.mark.parametrize("register", HOOKED.values(), ids=HOOKED)
+def test_a_hook_that_is_registered_in_the_fit_is_refused_by_name(fits, register):
+    def start(trainer, module):
+        if trainer.current_epoch == 1:
+            register(module.layers[4])
+
+    words = {"callbacks": lambda: [LambdaCallback(on_train_epoch_start=start)]}
+    fits.interrupt(**words, at={"batch": 2})
+    with pytest.raises(InexactResumeError, match=r"model\.layers\.4\.hooks\(\) changes in the fit"):
+        fits.resume(**words)
+
+
+def test_hooks_that_are_there_at_first_or_in_a_step_do_not_matter(fits):
+    def start(trainer, module, stage):
+        module.layers[0].register_forward_hook(halve)
+
+    def step(trainer, module, *_):
+        module.layers[4].register_forward_hook(halve).remove()
+
+    fits.check(*PLACES, callbacks=lambda: [LambdaCallback(setup=start, on_train_batch_start=step)])
 
 
 class Opaque(Callback):
