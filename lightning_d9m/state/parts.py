@@ -505,6 +505,12 @@ def name_classes(owners: Iterable[object]) -> dict[str, Namespace]:
     }
 
 
+def name_namespaces(owners: Iterable[object]) -> dict[str, Namespace]:
+    """Return the variables of the program's classes of objects, and of the files that they use."""
+    classes = name_classes(owners)
+    return classes | name_files(each.owner.__module__ for each in classes.values())
+
+
 def name_files(names: Iterable[str]) -> dict[str, Namespace]:
     """Return the variables of the program's files, and of those from which they import, by name."""
     found: dict[str, Namespace] = {}

@@ -145,11 +145,20 @@ class Counter(UserList):
         self.steps, self.table = 0, {"sum": torch.zeros(1)}
 
 
+def advance():
+    """Count the calls in an attribute."""
+    advance.calls += 1
+    return advance.calls
+
+
 class Keeping(Base):
-    """Keeps state in an object, a closure, a dataclass, and in lists that hooks of batches fill."""
+    """Keeps state in an object, a closure, a class, a function, and in lists that hooks fill."""
+
+    average = 0.0
 
     def __init__(self):
         super().__init__()
+        advance.calls, Keeping.average = 0, 0.0
         self.counter, self.outputs, self.sizes = Counter(), [], []
         number = [0]
 
@@ -162,8 +171,10 @@ class Keeping(Base):
     def training_step(self, batch, batch_idx):
         self.counter.steps += 1
         self.counter.table["sum"] += 0.1
+        Keeping.average = 0.9 * Keeping.average + 0.1 * self.counter.steps
         scale = self.counter.steps + self.count() + self.counter.table["sum"]
-        return self.loss(batch[0] * scale / 20)
+        scale = scale + advance() + Keeping.average
+        return self.loss(batch[0] * scale / 40)
 
     def validation_step(self, batch, batch_idx):
         return self.loss(batch[0])

@@ -28,6 +28,7 @@ from lightning_d9m.state.parts import (
     are_equal,
     find_kind,
     is_told,
+    name_namespaces,
 )
 from lightning_d9m.state.plain_data import encode_plain
 from lightning_d9m.state.state import Node, digest_value
@@ -138,9 +139,8 @@ class Sandbox:
         if self._ranks == 1:
             return
         if self._watch is None:
-            self._watch = Watch(
-                {"": self._module}, leave_out=self._leave_out, choose=self._choose_kind
-            )
+            owners = {"": self._module} | name_namespaces(self._module.modules())
+            self._watch = Watch(owners, leave_out=self._leave_out, choose=self._choose_kind)
             return
         if self._steps == _COMPARED_STEPS:
             self._stop_comparing(self._watch)

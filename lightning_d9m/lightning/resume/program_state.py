@@ -32,7 +32,7 @@ from lightning_d9m.lightning.trainer_attributes import (
     name_callbacks,
 )
 from lightning_d9m.state.changes import Changes, describe_unsaved
-from lightning_d9m.state.parts import is_of_lightning, name_classes, name_files
+from lightning_d9m.state.parts import is_of_lightning, name_namespaces
 from lightning_d9m.state.plain_data import decode_plain, pack_bytes, unpack_bytes
 from lightning_d9m.state.state import digest_value
 
@@ -245,8 +245,7 @@ def _name_owners(trainer: Trainer) -> dict[str, object]:
     owners |= {"datamodule": trainer.datamodule} | name_callbacks(own)
     owners |= {f"{_OPTIMIZERS}{n}]": own for n, own in enumerate(trainer.optimizers)}
     owners |= {f"schedulers[{n}]": own for n, own in enumerate(list_schedulers(trainer))}
-    classes = name_classes(owners.values())
-    return owners | classes | name_files(each.owner.__module__ for each in classes.values())
+    return owners | name_namespaces([*owners.values(), *trainer.lightning_module.modules()])
 
 
 def _list_loaded_containers(callbacks: Iterable[Any]) -> Iterator[Any]:
