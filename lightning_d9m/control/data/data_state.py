@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from lightning_d9m.control.data.resumable_sampler import is_user_made, list_controlled
 from lightning_d9m.state.changes import Changes, describe_unsaved
-from lightning_d9m.state.parts import GENERATOR, Namespace, is_of_lightning, name_classes
+from lightning_d9m.state.parts import GENERATOR, Namespace, is_of_lightning, name_namespaces
 from lightning_d9m.state.plain_data import pack_bytes, unpack_bytes
 from lightning_d9m.state.state import find_kind_safely, search
 
@@ -235,7 +235,7 @@ def _watch(name: str, owner: Any, others: Collection[int]) -> Changes:
     if name not in ("", LOADER):
         owners = dict(_find_owners(name, owner))
     if name:
-        owners |= name_classes(owners.values())
+        owners |= name_namespaces(owners.values())
     return Changes(
         owners,
         leave_out=leave_out,
