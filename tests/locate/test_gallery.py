@@ -194,8 +194,6 @@ def test_a_rank_that_drifts_in_every_run(locate):
 @pytest.mark.parametrize(
     ("cause", "where", "kind", "name", "index"),
     [
-        ("rank late", ("epoch", 1, 4), "weights", "layers.0.weight", [2, 3]),
-        ("rank buffer", ("epoch", 1, 4), "buffers", "scale", [1]),
         ("rank rate", ("initial", 0, 0), "optimizers", "0.group.0", []),
         ("rank averaged", ("final", 1, 4), "weights", "layers.2.bias", [0]),
     ],
