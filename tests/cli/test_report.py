@@ -215,7 +215,7 @@ PAGES = {
     ),
     "a module of one run": (
         lambda folder: (write(folder), write(folder, names=[*MODULES, "extra"], drift=2)),
-        ["only this run has 12 probes in batches of both, the first output extra in"],
+        ["only this run has 24 probes in batches of both, the first output extra in"],
         [],
     ),
     "a number": (
