@@ -218,20 +218,10 @@ PAGES = {
         ["only this run has 24 probes in batches of both, the first output extra in"],
         [],
     ),
-    "a number": (
-        lambda folder: [write_losses(folder, [loss]) for loss in (0.5, 0.25)],
-        ["reference: 0.5 this run: 0.25"],
-        [],
-    ),
     "other world sizes": (
         lambda folder: (write(folder), write(folder, world_size=2)),
         ["Not comparable", "world_size reference: 1 this run: 2 A different number of ranks"],
         ["All that differs"],
-    ),
-    "no digests": (
-        lambda folder: [write_epochs(folder, epochs=0) for _ in range(2)],
-        ["Not comparable"],
-        ["modules by step"],
     ),
     "one command": (
         lambda folder: [
@@ -239,14 +229,6 @@ PAGES = {
             for drift in (None, 8)
         ],
         ["Next: d9m locate -- python 'a <b>.py' narrows this down"],
-        [],
-    ),
-    "two commands": (
-        lambda folder: [
-            write(folder, drift=drift, program={"command": f"python {drift}.py"})
-            for drift in (None, 8)
-        ],
-        ["Next: d9m locate -- COMMAND , with the command that trains,"],
         [],
     ),
 }
