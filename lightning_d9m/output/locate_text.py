@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from lightning_d9m.ledger.kinds import STATE
 from lightning_d9m.locate.search import describe_place, explains
-from lightning_d9m.output.comparison_text import format_field
+from lightning_d9m.output.comparison_text import format_field, list_one_sided
 from lightning_d9m.output.terminal import make_table, measure, render, wrap
 from lightning_d9m.text import escape, printable
 
@@ -84,15 +84,8 @@ def _describe_moment(found: "SearchResult") -> Iterator[str]:
         return
     for entry in (*pair.comparison.refusals, *pair.comparison.stack):
         yield from format_field(entry, len(pair.comparison.ranks))
-    if found.divergences or pair.comparison.refusals:
-        return
-    for rank in pair.comparison.ranks:
-        for name, side in (("reference", rank.expected), ("this run", rank.actual)):
-            if (alone := side.records).count:
-                yield (
-                    f"  rank {rank.rank}, {name} alone: {alone.count:,} records, from "
-                    f"{escape(alone.first)}"
-                )
+    for sentence in () if found.divergences else list_one_sided(pair.comparison):
+        yield from wrap(sentence, "  ")
 
 
 def _describe_writing(found: "SearchResult") -> Iterator[str]:

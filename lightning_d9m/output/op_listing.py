@@ -1,4 +1,4 @@
-"""What ``d9m ops NAME`` and the documentation say of an op."""
+"""The facts about an op, for ``d9m ops NAME`` and the documentation."""
 
 from lightning_d9m.output.terminal import make_table, render
 from lightning_d9m.patches.catalog.catalog import Op

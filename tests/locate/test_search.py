@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from lightning_d9m.comparison.differences import Divergence, FieldDifference, PlaceDifference
-from lightning_d9m.comparison.ledgers import OneSided, Side
+from lightning_d9m.comparison.ledgers import OneSided, RankComparison, Side
 from lightning_d9m.locate import op_evidence
 from lightning_d9m.locate import search as search_module
 from lightning_d9m.locate.op_evidence import find_patch
@@ -307,12 +307,14 @@ def test_a_different_stack_does_not_end_the_search_if_bits_are_portable():
 
 def test_records_that_only_one_run_has_are_reported():
     longer = pair()
-    alone = Side(OneSided(9, "epoch 2"))
-    rank = SimpleNamespace(rank=0, divergence=None, expected=Side(), actual=alone)
+    alone = Side(OneSided(9, "epoch 2"), complete=True)
+    rank = RankComparison(0, expected=Side(complete=True), actual=alone)
     longer.differs, longer.comparison.ranks = True, [rank]
+    longer.comparison.ranks_only_expected = longer.comparison.ranks_only_actual = ()
     found, looks = search(longer)
     assert (found.cause.kind, len(looks)) == ("length", 1)
-    assert "  rank 0, this run alone: 9 records, from epoch 2" in describe(found, determinism=True)
+    said = "  Rank 0: only this run has 9 records, the first epoch 2."
+    assert said in describe(found, determinism=True)
 
 
 @pytest.mark.parametrize(
