@@ -3,7 +3,6 @@
 It is collected while two ledgers are compared.
 """
 
-from collections import defaultdict
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TypeAlias
@@ -66,19 +65,6 @@ class StepTable:
 
 
 @dataclass(slots=True)
-class Module:
-    """The differences in a module, its parameters and operations, without its submodules.
-
-    Attributes:
-        differing: Number of places and digests, over all steps and ranks.
-        first: (epoch, step, batch, position, description) of the first one on any rank.
-    """
-
-    differing: int = 0
-    first: tuple[int, int, int, int, str] | None = None
-
-
-@dataclass(slots=True)
 class Timeline:
     """Collects the timeline; pass ``watch`` to ``compare_ledgers``.
 
@@ -87,13 +73,14 @@ class Timeline:
         values: The loss and the logged values of the first rank by name, at most ``MAX_SERIES``:
             (step, the reference's value, this run's value), None where a run has no such record.
         distances: How far the weights of each layer are apart at the ends of epochs.
-        modules: Modules in which something differs, by path; "" is the model itself.
+        firsts: (epoch, step, batch, position, description) of the first place or entry that differs
+            on any rank, by the path of its module, without its submodules; "" is the model itself.
     """
 
     steps: StepTable = field(default_factory=StepTable)
     values: dict[str, list[ValuePair]] = field(default_factory=dict)
     distances: DistanceSeries = field(default_factory=DistanceSeries)
-    modules: dict[str, Module] = field(default_factory=lambda: defaultdict(Module))
+    firsts: dict[str, tuple[int, int, int, int, str]] = field(default_factory=dict)
     _rank: int | None = None  # whose values are kept
 
     def watch(
@@ -136,11 +123,9 @@ class Timeline:
     def _differs(self, when: tuple[int, int, int], place: PlaceDifference) -> None:
         """Count a place of a module that differs in (epoch, step, batch)."""
         path = module_of(place.kind, place.name)
-        module = self.modules[path]
-        module.differing += 1
         self.steps.add(path, when[1], 1)
         where = (*when, place.position, f"{place.kind} {place.name}")
-        module.first = where if module.first is None else min(module.first, where)
+        self.firsts[path] = min(where, self.firsts.get(path, where))
 
 
 # A training has few layouts.

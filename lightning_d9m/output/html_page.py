@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_d9m.comparison.causes import find_cause
 from lightning_d9m.comparison.differences import Divergence, name_call
 from lightning_d9m.comparison.ledgers import Comparison
-from lightning_d9m.comparison.timeline import Module, Timeline, ValuePair, module_of
+from lightning_d9m.comparison.timeline import Timeline, ValuePair, module_of
 from lightning_d9m.comparison.weight_distance import RESOLUTION, STANDARD_ERROR
 from lightning_d9m.ledger.folder import Ledger
 from lightning_d9m.ledger.format.records import Header, Scalar
@@ -239,8 +239,9 @@ def _make_heat_map(timeline: Timeline, comparison: Comparison) -> Mapping[str, o
     """Return the differences of ranks and modules by step, layer 10 after layer 9.
 
     Returns:
-        ``rows`` with (label, state, module, cells), ``most`` differences in a cell, the ``steps``
-        at both ends, and ``left_out`` with a number; None if nothing has steps.
+        ``rows`` with (label, state, number of differences, the first one, cells), ``most``
+        differences in a cell, the ``steps`` at both ends, and ``left_out`` with a number; None if
+        nothing has steps.
     """
     table, found = timeline.steps, comparison.divergences
     if not table.rows:
@@ -250,7 +251,7 @@ def _make_heat_map(timeline: Timeline, comparison: Comparison) -> Mapping[str, o
     diverging = {entry.rank for entry in found}
     ranks = sorted((r for r in table.rows if isinstance(r, int)), key=lambda r: r not in diverging)
     paths = sorted(
-        (row for row in table.rows if isinstance(row, str)), key=lambda p: p not in timeline.modules
+        (row for row in table.rows if isinstance(row, str)), key=lambda p: p not in timeline.firsts
     )
     left_out = max(0, len(ranks) - _MAX_RANKS) + max(0, len(paths) - _MAX_MODULES)
 
@@ -258,12 +259,13 @@ def _make_heat_map(timeline: Timeline, comparison: Comparison) -> Mapping[str, o
         return [part.zfill(9) if part.isdecimal() else part for part in path.split(".")]
 
     most = max(cell[0] for cells in table.rows.values() for cell in cells.values())
-    rows: list[tuple[str, str, Module | None, str]] = [
-        (f"rank {rank}", "", None, draw_row(table.rows[rank], table, most))
+    rows: list[tuple[object, ...]] = [
+        (f"rank {rank}", "", 0, None, draw_row(table.rows[rank], table, most))
         for rank in sorted(ranks[:_MAX_RANKS])
     ]
     for path in sorted(paths[:_MAX_MODULES], key=order):
-        module = timeline.modules.get(path)
-        state = "differs first" if [path] == first else "differs" if module else "same"
-        rows.append((path or ROOT, state, module, draw_row(table.rows[path], table, most)))
+        cells, where = table.rows[path], timeline.firsts.get(path)
+        state = "differs first" if [path] == first else "differs" if where else "same"
+        differing = sum(cell[0] for cell in cells.values())
+        rows.append((path or ROOT, state, differing, where, draw_row(cells, table, most)))
     return {"rows": rows, "most": most, "steps": (table.first, table.last), "left_out": left_out}

@@ -38,4 +38,4 @@ def test_the_steps_at_which_each_module_was_compared(runs):
     rows, width = timeline.steps.rows, timeline.steps.width
     assert rows["layer"].keys() == {0, 1 // width}
     assert rows["layers.0"].keys() == {step // width for step in (0, 23, 46, 69)}
-    assert not timeline.modules
+    assert not timeline.firsts
