@@ -3,9 +3,8 @@
 Run it with: python docs/draw_diagrams.py
 """
 
+from html import escape
 from pathlib import Path
-
-from lightning_d9m.output.svg import element, line, text
 
 FOLDER = Path(__file__).parent / "images"
 _STYLE = """
@@ -16,6 +15,36 @@ line { stroke: #8c959f; stroke-width: 1.5; }
 @media (prefers-color-scheme: dark) { text { fill: #e6edf3; } .soft { fill: #9aa4af; }
   .box { fill: #161b22; stroke: #6e7681; } .hot { fill: #3a1714; stroke: #ff8379; } }
 """
+
+
+def element(tag: str, *content: str, **attributes: object) -> str:
+    """Return an SVG element.
+
+    Args:
+        tag: Its name.
+        content: Elements within it, already SVG.
+        attributes: Its attributes, which are escaped; ``_`` stands for ``-``, and a trailing one
+            is removed. Floats are rounded to a tenth.
+
+    >>> element("circle", cx=1.25, cy=2, class_="a&b")
+    '<circle cx="1.2" cy="2" class="a&amp;b"/>'
+    """
+    written = "".join(
+        f' {name.rstrip("_").replace("_", "-")}="'
+        f'{f"{value:.1f}" if isinstance(value, float) else escape(str(value))}"'
+        for name, value in attributes.items()
+    )
+    return f"<{tag}{written}>{''.join(content)}</{tag}>" if content else f"<{tag}{written}/>"
+
+
+def text(x: float, y: float, words: str, anchor: str = "start", **attributes: object) -> str:
+    """Return a line of text; ``words`` are escaped."""
+    return element("text", escape(words), x=x, y=y, text_anchor=anchor, **attributes)
+
+
+def line(x1: float, y1: float, x2: float, y2: float, **attributes: object) -> str:
+    """Return a straight line."""
+    return element("line", x1=x1, y1=y1, x2=x2, y2=y2, **attributes)
 
 
 def draw(name: str, width: int, height: int, label: str, *parts: str) -> None:

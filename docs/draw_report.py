@@ -56,9 +56,9 @@ trainer.fit(Transformer(), DataLoader(TensorDataset(tokens), 16, shuffle=True))
 WIDE, NARROW, HEIGHT = 1100, 400, 6000
 # Of each picture: the report, the width of the window, and the first heading and the one after it.
 PICTURES = {
-    "report-desktop": ("noisy", WIDE, "", "Stack differences"),
-    "report-modules": ("changed", WIDE, "Modules by step", "All that differs there"),
-    "report-phone": ("changed", NARROW, "Modules by step", "All that differs there"),
+    "report-desktop": ("noisy", WIDE, "", "Comparison"),
+    "report-modules": ("changed", WIDE, "Ranks and modules by step", "All that differs there"),
+    "report-phone": ("changed", NARROW, "Ranks and modules by step", "All that differs there"),
 }
 
 

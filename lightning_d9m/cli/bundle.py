@@ -83,7 +83,7 @@ def _show(
         found = compare_pair(*ledgers)
         comparison = replace(found.comparison, expected=Path(SIDES[0]), actual=Path(SIDES[1]))
         if page is not None:
-            write_page(page, render_page(comparison, found.timeline, found.ledgers))
+            write_page(page, render_page(replace(found, comparison=comparison)))
         facts = msgspec.to_builtins(manifest)
         facts |= {"comparison": comparison.as_json(), "bundle": str(path)}
         lines = format_bundle(manifest, comparison, ledgers, verbose=arguments.verbose)

@@ -1,7 +1,6 @@
 """`d9m install-horovod`: build, cache, install and test Horovod for the installed torch."""
 
 import argparse
-import importlib.metadata
 import os
 import subprocess
 import sys
@@ -63,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
     folder = (arguments.cache or base / "lightning_d9m" / "wheels") / target.key
     wheel = next(iter(sorted(folder.glob("horovod-*.whl"))), None)
     built = wheel is None or arguments.rebuild
-    _install_requirements()
+    _pip(*REQUIREMENTS)  # those that are installed stay as they are
     if built:
         wheel = _build_into(folder, target, quiet=arguments.format == "json")
     _pip("--no-index", "--no-deps", "--force-reinstall", str(wheel))
@@ -126,17 +125,6 @@ def _build_into(folder: Path, target: Target, *, quiet: bool) -> Path:
         return built.replace(folder / built.name)
 
 
-def _install_requirements() -> None:
-    """Install the missing requirements, and leave the others as they are."""
-    missing = [name for name in REQUIREMENTS if not _is_installed(name)]
-    if missing:
-        _pip(*missing)
-
-
-def _is_installed(distribution: str) -> bool:
-    return any(importlib.metadata.distributions(name=distribution))
-
-
 def _pip(*arguments: str) -> None:
     command = [sys.executable, "-m", "pip", "install", "--quiet", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -149,8 +137,6 @@ def _pip(*arguments: str) -> None:
 
 def _try_installed(target: Target) -> str | None:
     """Reduce a tensor between two processes; return the problem, or None."""
-    if not _is_installed("horovod"):
-        return "Horovod is not installed."
     environment = {k: v for k, v in os.environ.items() if not k.startswith("HOROVOD_")}
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder) / "trial.py"

@@ -4,14 +4,13 @@ import argparse
 import sys
 
 from lightning_d9m.output.columns import print_result
-from lightning_d9m.output.op_listing import render_markdown, render_op
+from lightning_d9m.output.op_listing import render_op
 from lightning_d9m.output.terminal import format_next_steps
 from lightning_d9m.patches.catalog.catalog import OPS, find_op
 
 ARGUMENTS = """
 name:NAME?  print all facts about this op
 --json  print JSON
-| --markdown  print the documentation's page
 """
 
 
@@ -20,9 +19,6 @@ def run(arguments: argparse.Namespace) -> int:
     from lightning_d9m.output.terminal import make_table, measure, render, style, terminal_width
 
     ops = OPS if arguments.name is None else (find_op(arguments.name),)
-    if arguments.format == "markdown":
-        print(render_markdown(ops), end="")
-        return 0
     records = [op.as_record() for op in ops]
     if arguments.name is None:
         table = make_table(

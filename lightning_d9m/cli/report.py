@@ -2,17 +2,16 @@
 
 import argparse
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_d9m.cli.arguments import LEDGERS, choose_ledgers
-from lightning_d9m.comparison.ledgers import Comparison, RecordObserver, compare_ledgers
+from lightning_d9m.comparison.ledgers import RecordObserver, compare_ledgers
 from lightning_d9m.comparison.timeline import Timeline
 from lightning_d9m.errors import LedgerError, file_errors
 from lightning_d9m.launch.progress import show_progress
 from lightning_d9m.launch.run import Run, read_runs
 from lightning_d9m.ledger.folder import Ledger, read_ledger
-from lightning_d9m.output.html_page import GENERATOR, RepeatedRuns, render_page
+from lightning_d9m.output.html_page import GENERATOR, ComparedRuns, render_page
 from lightning_d9m.output.repeat_text import RepeatReport
 from lightning_d9m.output.terminal import print_lines
 from lightning_d9m.text import printable
@@ -29,32 +28,12 @@ def run(arguments: argparse.Namespace) -> int:
     """Compare ledgers, write the page, and return 0 if they are equal, else 1."""
     check_output(arguments.output, force=arguments.force)
     found = compare_chosen(arguments)
-    page = render_page(found.comparison, found.timeline, found.ledgers, found.repeated)
-    write_page(arguments.output, page)
+    write_page(arguments.output, render_page(found))
     print_lines([f"{found.verdict}: the report is {printable(str(arguments.output))}"])
     return 0 if found.verdict == "equal" else 1
 
 
-@dataclass(frozen=True)
-class Compared:
-    """Two ledgers that were compared.
-
-    Attributes:
-        verdict: The verdict on all runs.
-        comparison: How the two ledgers compare.
-        timeline: What differs when.
-        ledgers: The two ledgers.
-        repeated: All runs of a `d9m repeat`.
-    """
-
-    verdict: str
-    comparison: Comparison
-    timeline: Timeline
-    ledgers: tuple[Ledger, Ledger]
-    repeated: RepeatedRuns | None = None
-
-
-def compare_chosen(arguments: argparse.Namespace) -> Compared:
+def compare_chosen(arguments: argparse.Namespace) -> ComparedRuns:
     """Compare the ledgers that were named, the runs of a `d9m repeat`, or the last two ledgers."""
     folder = arguments.expected or Path()
     runs = read_runs(folder) if arguments.actual is None else {}
@@ -63,16 +42,16 @@ def compare_chosen(arguments: argparse.Namespace) -> Compared:
     return compare_pair(*map(read_ledger, choose_ledgers(arguments)))
 
 
-def compare_pair(expected: Ledger, actual: Ledger) -> Compared:
+def compare_pair(expected: Ledger, actual: Ledger) -> ComparedRuns:
     """Compare two ledgers, and note what differs when."""
     timeline = Timeline()
     ledgers = expected, actual
     with show_progress("records compared") as progress:
         comparison = compare_ledgers(*ledgers, progress=progress, watch=timeline.watch)
-    return Compared(comparison.verdict, comparison, timeline, ledgers)
+    return ComparedRuns(comparison, timeline, ledgers)
 
 
-def _compare_runs(runs: Mapping[int, Run], folder: Path) -> Compared:
+def _compare_runs(runs: Mapping[int, Run], folder: Path) -> ComparedRuns:
     """Compare the runs that `d9m repeat` left with the first of them."""
     timelines: dict[tuple[int, str], Timeline] = {}
 
@@ -87,12 +66,12 @@ def _compare_runs(runs: Mapping[int, Run], folder: Path) -> Compared:
             "with two runs, such as d9m-runs/000, or two ledgers."
         )
     values = [found.values for (_, name), found in timelines.items() if name == shown.name]
-    return Compared(
-        report.verdict,
+    return ComparedRuns(
         shown.comparison,
         timelines[shown.row.run, shown.name],
         (runs[1].fits[shown.name], shown.ledger),
-        RepeatedRuns(report.state_verdict(), report.rows, values),
+        report,
+        values,
     )
 
 

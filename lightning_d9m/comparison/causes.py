@@ -180,21 +180,19 @@ def _read_causes() -> Iterator[tuple[str, Cause]]:
 
 
 _CAUSES = dict(_read_causes())
-_RANK_TEXTS = {
-    "weight": "When the batch begins, the ranks hold different weights. They were equal when the "
-    "batch before it began.",
-    "optimizer": "When the batch begins, the ranks hold different optimizer state. It was equal "
-    "when the batch before it began, and so were the weights.",
-    "buffer": "When the batch begins, the ranks hold different buffers. The weights are equal.",
-    "gradient": "The optimizer uses different gradients on the ranks, although the ranks have "
-    "exchanged them. The weights were equal when the batch began.",
-}
 _RANK_ADVICE = (
     "Look for what only one rank does: code behind a test of the rank, a parameter that the "
     "strategy does not synchronize, a collective that one rank skips. If there is nothing, suspect "
     "the device or the memory of that rank."
 )
-_GROUP_NAMES = {"optimizers": "optimizer state", "schedulers": "scheduler state"}
+_GROUP_NAMES = {
+    "weight": "weights",
+    "buffer": "buffers",
+    "gradient": "gradients",
+    "optimizer": "optimizer state",
+    "optimizers": "optimizer state",
+    "schedulers": "scheduler state",
+}
 UNINITIALIZED, OUTSIDE = _CAUSES["empty"], _CAUSES["outside"]
 # By the group of the initial digests.
 _INITIAL = {
@@ -264,7 +262,7 @@ def find_rank_cause(drift: Divergence, *, steps_seen: bool) -> Cause:
     if drift.moment == "initial":
         text = f"The ranks hold different {state} before the first step."
     elif drift.moment == "batch":
-        text = _RANK_TEXTS[drift.kind]
+        text = f"The ranks hold different {state}, which were equal when the batch before began."
     elif drift.moment == "final":
         text = f"After training the ranks hold different {state}."
     elif steps_seen:

@@ -14,7 +14,6 @@ from typing import Literal, TypeAlias
 from lightning_d9m.comparison.differences import (
     Divergence,
     FieldDifference,
-    PlaceDifference,
     find_difference,
     header_refusals,
     name_call,
@@ -26,7 +25,6 @@ from lightning_d9m.ledger.format.frames import Batch
 from lightning_d9m.ledger.format.reader import RankReader
 from lightning_d9m.ledger.format.records import (
     Digests,
-    End,
     FramesEnd,
     Header,
     ProbeLayout,
@@ -44,7 +42,6 @@ from lightning_d9m.ledger.keys import (
 )
 from lightning_d9m.ledger.resumed_runs import Break, LineageReader
 from lightning_d9m.ledger.stack import (
-    PIPELINE_STAGES,
     SHARDED_PARAMETERS,
     are_portable,
     same_logical_ranks,
@@ -443,96 +440,51 @@ def _compare_rank(
     return result, refusals
 
 
-# Weights must be equal. An optimizer may shard the others: they count only after a batch in which
-# all ranks agreed on them. If the header says that parameters are sharded, none of them counts.
-_WEIGHT = "weight"
-_MAYBE_SHARDED = frozenset({"optimizer", "gradient"})
-_FLAT = "_flat_param"  # the name that FSDP1 gives them
 # Kind of probe by the group of the entry that the run itself found to differ.
 _KINDS = {"weights": "weight", "buffers": "buffer", "optimizers": "optimizer"}
 
 
-def find_rank_drift(ledger: Ledger) -> tuple[Divergence, ...]:
-    """Return where ranks first differ from the others, for each rank that differs there.
+def find_rank_drift(ledger: Ledger) -> Divergence | None:
+    """Return where the entry that ended a run with a ``DriftError`` first differs between ranks.
 
-    The end of a run that a ``DriftError`` ended names the entry that differed. It counts from the
-    start, beside those that must be equal in every run.
+    The run has compared its ranks: the end of its ledger names the entry and the rank. Probes show
+    the step, and whether the gradient differs before the weight.
 
-    ``expected`` of a ``Divergence`` is the value on the rank that the others are compared with:
-    rank 0, or rank 1 if all ranks but rank 0 agree.
-
-    Args:
-        ledger: A run with several ranks. With probes of weights, buffers, gradients and the
-            optimizer it shows the step; without, the epoch.
+    ``expected`` of the ``Divergence`` is the value on ``reference_rank``. None if no ``DriftError``
+    ended the run, or the ledger does not show the entry.
 
     Raises:
         LedgerError: If a record is malformed or was edited.
     """
-    if PIPELINE_STAGES in ledger.header.stack:  # each rank trains another part of the model
-        return ()
-    first, *others = ledger.files
-    records = (record for rank in ledger.files for record in ledger.line_records(rank))
-    claims = (record.drift for record in records if isinstance(record, End) and record.drift)
-    known = next(claims, None)
-    found = [drift for rank in others if (drift := _compare_ranks(ledger, first, rank, known))]
-    start = min((drift.when for drift in found), default=None)
-    found = [drift for drift in found if drift.when == start]
-    alike = {(drift.kind, drift.name, drift.actual) for drift in found}
-    if 1 < len(found) == len(others) and len(alike) == 1:  # all agree but the first rank
-        places = [
-            place._replace(expected=place.actual, actual=place.expected)
-            for place in found[0].places
-        ]
-        return (replace(found[0], rank=first, places=places),)
-    return tuple(found)
-
-
-def reference_rank(drift: Divergence) -> int:
-    """Return the rank whose values ``drift`` has as expected."""
-    return 1 if drift.rank == 0 else 0
-
-
-def _compare_ranks(
-    ledger: Ledger, first: int, rank: int, known: RankDrift | None
-) -> Divergence | None:
-    sharded = bool(ledger.header.stack.get(SHARDED_PARAMETERS))
-    comparable: set[str] = set() if sharded else {_WEIGHT}
-    with ledger.open(first) as one_file, ledger.open(rank) as other_file:
+    ends = (ledger.outcome(rank).end for rank in ledger.files)
+    known = next((end.drift for end in ends if end is not None and end.drift is not None), None)
+    if known is None or not {known.rank, reference_rank(known)} <= ledger.files.keys():
+        return None
+    kinds = {_KINDS.get(known.group)}
+    with ledger.open(reference_rank(known)) as one_file, ledger.open(known.rank) as other_file:
         for one, other in align_records(one_file, other_file):
-            if one is None or not isinstance(other, Digests | Batch):
+            # Probes hold the digests of shards, which differ.
+            shards = isinstance(other, Batch) and ledger.header.stack.get(SHARDED_PARAMETERS)
+            if one is None or shards or not isinstance(other, Digests | Batch):
                 continue
             found = find_difference(one, other)
-            differing = () if found is None else found.places
-            claimed = None if sharded and isinstance(other, Batch) else known
-            places = [own for own in differing if _must_agree(own, other, comparable, claimed)]
-            if isinstance(other, Batch) and not sharded:
-                kinds = {kind for kind, _, _ in other.list_places()} & _MAYBE_SHARDED
-                comparable |= kinds - {place.kind for place in differing}
-            if places and found is not None:
-                size = found.compared
-                if isinstance(other, Digests):
-                    size = len(other.groups.get(places[0].kind, ()))
-                compared = max(size, len(places))
-                found = replace(found, places=places, count=len(places), compared=compared)
-                return found.keep(rank)
+            places = () if found is None else found.places
+            if isinstance(other, Digests):
+                own = [p for p in places if (p.kind, p.name) == (known.group, known.name)]
+            else:
+                named = [p for p in places if f"{p.name}:".startswith(f"{known.name}:")]
+                own = [place for place in named if place.kind in kinds]
+                # Ranks may hold parts of the gradients: these count once all of them were equal.
+                if all(place.kind != "gradient" for place in places):
+                    kinds.add("gradient")
+            if own and found is not None:
+                return replace(found, places=own, count=len(own)).keep(known.rank)
     return None
 
 
-def _must_agree(
-    place: PlaceDifference, record: Digests | Batch, comparable: set[str], known: RankDrift | None
-) -> bool:
-    """Return whether ranks must agree at a place, or the run itself found it to differ."""
-    if isinstance(record, Batch):
-        if place.kind in comparable or known is None:
-            return place.kind in comparable
-        is_entry = f"{place.name}:".startswith(f"{known.name}:")
-        return is_entry and place.kind == _KINDS.get(known.group)
-    when = (place.kind, place.name, record.moment, record.epoch, record.step)
-    # The digest of a flat weight of FSDP1 is a shard's.
-    return (place.kind == "weights" and not place.name.endswith(_FLAT)) or (
-        known is not None
-        and when == (known.group, known.name, known.moment, known.epoch, known.step)
-    )
+def reference_rank(drift: RankDrift | Divergence) -> int:
+    """Return the rank whose values a drift has as expected."""
+    return 1 if drift.rank == 0 else 0
 
 
 def align_records(*readers: RankReader) -> Iterator[RecordPair]:

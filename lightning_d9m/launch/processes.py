@@ -28,7 +28,7 @@ from typing import Any
 
 import psutil
 
-from lightning_d9m.errors import CommandError, explain_file_error, file_errors
+from lightning_d9m.errors import CommandError, file_errors
 from lightning_d9m.text import escape, pluralize, printable, quote
 
 _SET_SUBREAPER, _GET_SUBREAPER = 36, 37  # linux/prctl.h
@@ -347,12 +347,9 @@ def _name_signal(number: int) -> str:
 
 def _tail(log: Path) -> str:
     """Return the last lines of a log as a terminal shows them, indented for a message."""
-    try:
-        with log.open("rb") as stream:
-            stream.seek(max(0, log.stat().st_size - _TAIL_BYTES))
-            text = stream.read().decode("utf-8", "replace")
-    except OSError as error:
-        return f" It cannot be read: {explain_file_error(error)}"
+    with log.open("rb") as stream:
+        stream.seek(max(0, log.stat().st_size - _TAIL_BYTES))
+        text = stream.read().decode("utf-8", "replace")
     # A progress bar overwrites its line; only the last state of a line is shown.
     shown = [line.rstrip("\r").rpartition("\r")[2] for line in text.rstrip().split("\n")]
     lines = [printable(_ESCAPE.sub("", line.expandtabs())) for line in shown if line.strip()]

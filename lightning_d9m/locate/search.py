@@ -8,7 +8,7 @@ import ast
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from itertools import count
 from pathlib import Path
@@ -46,7 +46,7 @@ from lightning_d9m.text import escape
 
 if TYPE_CHECKING:
     from lightning_d9m.comparison.numeric_difference import Magnitude
-    from lightning_d9m.locate.op_evidence import OpFinding, SampleComparison
+    from lightning_d9m.locate.op_evidence import OpFinding
 
 _MOST_FILES = 500
 _ORDER = ("D9M301", "D9M302", "D9M303", "D9M305")
@@ -75,8 +75,7 @@ class RunPair:
         expected: Its ledger in the first run.
         fits: Number of fits in each run.
         dumps: The folders of dumps of the two runs.
-        rank_drift: Where ranks differ from the others, in two runs that are equal; one
-            ``Divergence`` for each such rank.
+        rank_drift: Where a rank differs from another, in two runs that are equal.
     """
 
     fit: str
@@ -84,7 +83,7 @@ class RunPair:
     expected: Ledger
     fits: int = 1
     dumps: tuple[Path, ...] = ()
-    rank_drift: tuple[Divergence, ...] = ()
+    rank_drift: Divergence | None = None
 
     @property
     def differs(self) -> bool:
@@ -206,8 +205,6 @@ _RANK_PROBES = "weight,buffer,optimizer,gradient"
 _STEPS = "rng,weight,buffer,optimizer,batch,loss,local_gradient,gradient,scalar,monitor"
 _MODULES = f"{_STEPS},input,output,grad_output"
 _OPS = f"{_MODULES},op"
-# Most bytes that the batches of an epoch may take on disk, for each run.
-_MOST_BYTES = 2 * 10**9
 _MOST_LINES = 5
 # The first steps, of which the look at suspects takes probes.
 _SUSPECT_STEPS = "0:1000"
@@ -227,7 +224,6 @@ class SearchResult:
         op: The evidence on the operation, if the place is one.
         magnitude: How far the values are apart at the first place, unless it is an operation.
         reference_rank: The rank whose values are the expected ones, if ranks of one run differ.
-        samples: How the samples of the epoch compare, if batches differ.
         lines: Lines of the program that may explain the cause, the likeliest first.
         left: A sentence on files through which a run may have changed later ones.
         writer: What ran when the first place was written; empty if it is not known.
@@ -241,7 +237,6 @@ class SearchResult:
     op: "OpFinding | None" = None
     magnitude: "Magnitude | None" = None
     reference_rank: int | None = None
-    samples: "SampleComparison | None" = None
     lines: list[Finding] = field(default_factory=list)
     left: str = ""
     writer: str = ""
@@ -261,7 +256,6 @@ class SearchResult:
             "op": op,
             "magnitude": None if op is not None else _recorded(self.magnitude),
             "reference_rank": self.reference_rank,
-            "samples": self.samples and asdict(self.samples) | {"same": self.samples.same},
             "lines": [finding.as_record() for finding in self.lines] or None,
             "left": self.left or None,
             "writer": self.writer or None,
@@ -334,13 +328,12 @@ class Search:
             pair = self._look(_SUSPECTS, probes=_STEPS, probe_steps=_SUSPECT_STEPS)
         else:
             pair = self._look(_WHOLE)
-        if pair is not None and pair.rank_drift:
-            self._look_at_ranks(pair)
+        if pair is not None and pair.rank_drift is not None:
+            self._look_at_ranks(pair, pair.rank_drift)
             return
         while pair is not None:
             pair = self._look_into_epoch(pair)
-        dumps = self._look_at_values()
-        self._look_at_samples(dumps)
+        self._look_at_values()
 
     def _look_into_epoch(self, pair: RunPair) -> RunPair | None:
         """Narrow from an epoch to its steps; return a pair that diverged in an earlier epoch."""
@@ -382,12 +375,8 @@ class Search:
         steps = f"{step}:{step + 1}"
         self._look(f"{_OPERATIONS}{module}", probes=_OPS, probe_steps=steps, **selection)
 
-    def _look_at_values(self) -> Sequence[Path]:
-        """Save the values of the first place that differs, and measure how far they are apart.
-
-        Returns:
-            The folders of the dumps of two runs that differ at that place; empty without such.
-        """
+    def _look_at_values(self) -> None:
+        """Save the values of the first place that differs, and measure how far they are apart."""
         from lightning_d9m.locate.op_evidence import (
             examine_op,
             measure_recorded,
@@ -398,15 +387,15 @@ class Search:
 
         found = self._found
         if not found.divergences or found.pair is None:
-            return ()
+            return
         if found.pair.comparison.stack and not found.pair.comparison.portable:
-            return ()
+            return
         first, initial = found.divergences[0], found.divergences[0].moment == "initial"
         found.magnitude = measure_recorded(first)
         draws = first.moment == "batch" and first.kind == "rng"
         kind = "rng" if draws else kind_of_place(first)
         if found.magnitude is not None or kind is None or not (self._probes or initial):
-            return ()
+            return
         self._low = first.step if initial else self._low
         # For state, save the step before too: if it differs there, the cause lies elsewhere.
         start = max(self._low, first.step - 1) if kind in STATE else first.step
@@ -416,17 +405,16 @@ class Search:
         pair = self._look(_VALUES, dump=name, **settings)
         at = None if pair is None else _find_again(first, earliest_divergences(pair.comparison)[0])
         if pair is None or at is None:
-            return ()
+            return
         if kind in WRITTEN:
             found.writer = find_writer(pair.dumps, first.rank)
         if kind != "op":
             found.magnitude = None if draws else measure_saved(at, kind, pair.dumps)
-            return pair.dumps
+            return
         found.op = examine_op(at, pair.dumps)
         inputs_differ = found.op is not None and not found.op.inputs_equal
         if inputs_differ and found.cause is not None and found.cause.kind == "op":
             self._look_at_filled_memory()
-        return pair.dumps
 
     def _look_at_filled_memory(self) -> None:
         """Test whether runs still differ if new memory is filled."""
@@ -438,87 +426,54 @@ class Search:
         self._found.looks.append(f"filled memory: nothing differs in {2 * self._tries} runs")
         self._found.cause = UNINITIALIZED
 
-    def _look_at_samples(self, dumps: Sequence[Path]) -> None:
-        """If batches differ, find out whether the epoch has the same samples in both runs.
-
-        Args:
-            dumps: The dumps of one batch that differs, which tell how large those of the epoch are.
-        """
-        from lightning_d9m.locate.op_evidence import compare_samples, measure_dump
-
-        found = self._found
-        if not dumps or found.pair is None or found.divergences[0].kind != "batch":
-            return
-        low, high = found.pair.steps_of_epoch(found.divergences[0].epoch)
-        size = measure_dump(dumps[0]) * max(high - low, 1)
-        if size > _MOST_BYTES:
-            found.looks.append(
-                f"samples: not compared, because the batches of the epoch have about "
-                f"{size / 1e9:.0f} GB"
-            )
-            return
-        for _ in range(self._tries):
-            steps = f"{low}:{max(high, low + 1)}"
-            pair = self._runner.run_pair("samples", dump="batch", probes="batch", probe_steps=steps)
-            if pair.differs:
-                found.samples = compare_samples(pair.dumps)
-                return
-
-    def _look_at_ranks(self, pair: RunPair) -> None:
-        """Find the step, rank, tensor and index of a drift that every run has."""
-        drift = pair.rank_drift
-        self._found.pair, self._found.ranks = pair, len(pair.expected.files)
-        self._report_ranks("whole run", drift, steps_seen=False)
-        low = drift[0].step
-        # Probes hold the digests of shards, which are not compared across ranks.
-        if drift[0].moment != "initial" and not pair.expected.header.stack.get(SHARDED_PARAMETERS):
-            low, high = pair.steps_of_epoch(drift[0].epoch)
-            _, narrowed = self._run_ranks(pair, "steps of the epoch", f"{low}:{max(high, low + 1)}")
-            if not narrowed or narrowed[0].epoch > drift[0].epoch:
-                self._found.looks.append("steps of the epoch: the drift did not occur again")
-                return
-            self._report_ranks("steps of the epoch", narrowed, steps_seen=True)
-        self._measure_ranks(pair, low)
-
-    def _run_ranks(
-        self, pair: RunPair, stage: str, steps: str, dump: str = ""
-    ) -> tuple[Path, tuple[Divergence, ...]]:
-        """Run once; return the folder of dumps, and where its ranks differ."""
-        run, saved = self._runner.run(stage, dump=dump, probes=_RANK_PROBES, probe_steps=steps)
-        return saved, find_rank_drift(run.fits[pair.fit]) if pair.fit in run.fits else ()
-
-    def _report_ranks(self, stage: str, drift: tuple[Divergence, ...], *, steps_seen: bool) -> None:
-        self._found.divergences = drift
-        self._found.reference_rank = reference_rank(drift[0])
-        self._found.cause = find_rank_cause(drift[0], steps_seen=steps_seen)
-        self._found.looks.append(f"{stage}: {describe_place(drift)}")
-
-    def _measure_ranks(self, pair: RunPair, low: int) -> None:
-        """Save the values of the first place on all ranks, and measure how far they are apart."""
+    def _look_at_ranks(self, pair: RunPair, drift: Divergence) -> None:
+        """Find the step, tensor and index of a drift between ranks that every run has."""
         from lightning_d9m.locate.op_evidence import measure_saved
 
-        first = self._found.divergences[0]
-        kind = kind_of_place(first)
+        self._found.pair, self._found.ranks = pair, len(pair.expected.files)
+        self._report_ranks("whole run", drift, steps_seen=False)
+        low = drift.step
+        # Probes hold the digests of shards, which are not compared across ranks.
+        if drift.moment != "initial" and not pair.expected.header.stack.get(SHARDED_PARAMETERS):
+            stage = "steps of the epoch"
+            low, high = pair.steps_of_epoch(drift.epoch)
+            _, narrowed = self._run_ranks(pair, stage, f"{low}:{max(high, low + 1)}")
+            if narrowed is None or narrowed.epoch > drift.epoch:
+                self._found.looks.append(f"{stage}: the drift did not occur again")
+                return
+            drift = narrowed
+            self._report_ranks(stage, drift, steps_seen=True)
+        kind = kind_of_place(drift)
         if kind is None:  # the state of a scheduler
             return
         # The step before shows that the ranks were still equal there.
-        steps = f"{max(low, first.step - 1)}:{first.step + 1}"
-        dump, again = self._run_ranks(pair, _VALUES, steps, dump=first.name)
-        place = (first.rank, first.step, first.kind, first.name)
-        if [(own.rank, own.step, own.kind, own.name) for own in again[:1]] != [place]:
-            self._found.looks.append("values: the drift did not occur again")
+        steps = f"{max(low, drift.step - 1)}:{drift.step + 1}"
+        dump, again = self._run_ranks(pair, _VALUES, steps, dump=drift.name)
+        if again is None or (again.step, again.kind) != (drift.step, drift.kind):
+            self._found.looks.append(f"{_VALUES}: the drift did not occur again")
             return
-        self._found.looks.append(f"values: {describe_place(again)}")
-        ranks = (reference_rank(first), first.rank)
-        self._found.magnitude = measure_saved(first, kind, [dump, dump], ranks=ranks)
+        self._found.looks.append(f"{_VALUES}: {describe_place([again])}")
+        ranks = (reference_rank(drift), drift.rank)
+        self._found.magnitude = measure_saved(drift, kind, [dump, dump], ranks=ranks)
+
+    def _run_ranks(
+        self, pair: RunPair, stage: str, steps: str, dump: str = ""
+    ) -> tuple[Path, Divergence | None]:
+        """Run once; return the folder of dumps, and where its ranks differ."""
+        run, saved = self._runner.run(stage, dump=dump, probes=_RANK_PROBES, probe_steps=steps)
+        return saved, find_rank_drift(run.fits[pair.fit]) if pair.fit in run.fits else None
+
+    def _report_ranks(self, stage: str, drift: Divergence, *, steps_seen: bool) -> None:
+        self._found.divergences = (drift,)
+        self._found.reference_rank = reference_rank(drift)
+        self._found.cause = find_rank_cause(drift, steps_seen=steps_seen)
+        self._found.looks.append(f"{stage}: {describe_place([drift])}")
 
     def _find_lines(self) -> None:
         """Search the program's source for lines that may explain the cause."""
         found = self._found
         if found.cause is not None:
-            order_only = found.samples is not None and found.samples.same
-            lines = find_cause_lines(self._runner.command, found.cause.kind, order_only=order_only)
-            found.lines = lines[:_MOST_LINES]
+            found.lines = find_cause_lines(self._runner.command, found.cause.kind)[:_MOST_LINES]
 
     def _is_caught(self, stage: str, found: Sequence[Divergence], steps: str) -> bool:
         """Return whether a look saw the beginning of the known divergence or of an earlier one.
@@ -593,9 +548,7 @@ def _find_again(known: Divergence, first: Divergence) -> Divergence | None:
     return replace(first, places=[*again, *first.places]) if again else None
 
 
-def find_cause_lines(
-    command: Sequence[str], cause: str, *, order_only: bool = False
-) -> list[Finding]:
+def find_cause_lines(command: Sequence[str], cause: str) -> list[Finding]:
     """Scan the program of a command and the modules beside it that it imports.
 
     Returns:
@@ -613,8 +566,6 @@ def find_cause_lines(
     ]
     found = [finding for scan in scans for finding in scan.findings]
     found = [one for one in found if one.rule in rules or one.certainty == "certain"]
-    if order_only:
-        found = [finding for finding in found if finding.rule in _ORDER] or found
     order = (*rules, *_ANY)
     return sorted(found, key=lambda f: (order.index(f.rule), f.certainty != "certain"))
 

@@ -1,10 +1,9 @@
-"""The page that ``d9m report`` writes: the values that its template shows.
+"""The page that ``d9m report`` writes: the text of ``d9m compare``, drawings, and tables.
 
 Jinja escapes every value. The filter ``untrusted`` also cuts a text of a ledger and isolates its
 direction.
 """
 
-import re
 from base64 import b64encode
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,34 +14,24 @@ from math import inf, isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_d9m.comparison.causes import earliest_divergences, find_cause
-from lightning_d9m.comparison.differences import Divergence, PlaceDifference, name_call
+from lightning_d9m.comparison.causes import find_cause
+from lightning_d9m.comparison.differences import Divergence, name_call
 from lightning_d9m.comparison.ledgers import Comparison
-from lightning_d9m.comparison.timeline import (
-    Module,
-    StepHistogram,
-    Timeline,
-    ValuePair,
-    module_of,
-)
+from lightning_d9m.comparison.timeline import Timeline, ValuePair, module_of
 from lightning_d9m.comparison.weight_distance import RESOLUTION, STANDARD_ERROR
 from lightning_d9m.ledger.folder import Ledger
 from lightning_d9m.ledger.format.records import Header, Scalar
-from lightning_d9m.output.comparison_text import (
-    count_compared,
-    is_one_ledger,
-    list_one_sided,
-    name_ranks,
-    state_verdict,
-)
+from lightning_d9m.ledger.kinds import ROOT
+from lightning_d9m.output.columns import Column
+from lightning_d9m.output.comparison_text import format_evidence, state_verdict
+from lightning_d9m.output.repeat_text import RepeatReport
 from lightning_d9m.output.result_tables import (
     LAYER_COLUMNS,
-    RunRow,
     list_layer_lines,
     list_layers,
     list_run_columns,
 )
-from lightning_d9m.output.svg import HeatMap, draw_chart, draw_key
+from lightning_d9m.output.svg import draw_chart, draw_key, draw_row
 from lightning_d9m.output.terminal import find_command
 from lightning_d9m.text import describe_pair, pluralize, quote
 from lightning_d9m.version import __version__
@@ -54,9 +43,7 @@ if TYPE_CHECKING:
 GENERATOR = '<meta name="generator" content="lightning_d9m'
 _MAX_RANKS = 64
 _MAX_ROWS_FIRST, _MAX_ROWS_OTHERS = 3_000, 1_000
-_MAX_FIELDS = 200
-_MAX_SENTENCES = 200
-_MAX_DEPTH = 12
+_MAX_LINES = 1_000
 _MAX_MODULES = 1_500
 # What ran, by its name on the page.
 _FACTS: dict[str, Callable[[Header], object]] = {
@@ -73,72 +60,77 @@ _FACTS: dict[str, Callable[[Header], object]] = {
     "Python": lambda header: header.stack.get("python.version"),
     "lightning_d9m": lambda header: header.package,
 }
-_DIGEST = re.compile(r"[0-9a-f]{32}")
 
 
 @dataclass(frozen=True)
-class RepeatedRuns:
-    """All runs of a `d9m repeat`, beside the pair that the page compares.
+class ComparedRuns:
+    """Two runs that were compared.
 
     Attributes:
-        verdict: The verdict on all runs.
-        rows: The table of all runs.
-        values: For each run but the first, the logged values of the first and its own by name.
+        comparison: How they compare.
+        timeline: What differs when.
+        ledgers: Their ledgers.
+        report: The comparison of all runs, if they are of a `d9m repeat`.
+        values: For each of these but the first, the logged values of the first and its own.
     """
 
-    verdict: str
-    rows: Sequence[RunRow]
-    values: Sequence[Mapping[str, Sequence[ValuePair]]]
+    comparison: Comparison
+    timeline: Timeline
+    ledgers: tuple[Ledger, Ledger]
+    report: RepeatReport | None = None
+    values: Sequence[Mapping[str, Sequence[ValuePair]]] = ()
+
+    @property
+    def verdict(self) -> str:
+        """The verdict on all runs."""
+        return self.comparison.verdict if self.report is None else self.report.verdict
 
 
-def render_page(
-    comparison: Comparison,
-    timeline: Timeline,
-    ledgers: tuple[Ledger, Ledger],
-    repeated: RepeatedRuns | None = None,
-) -> str:
+def render_page(compared: ComparedRuns) -> str:
     """Return the whole page."""
     from importlib.resources import files
 
-    environment = _make_environment()
+    comparison, timeline, report = compared.comparison, compared.timeline, compared.report
+    ledgers, values = compared.ledgers, compared.values or [timeline.values]
     folder = files("lightning_d9m.output") / "templates"
     style, script = ((folder / name).read_text() for name in ("style.css", "script.js"))
     found = comparison.divergences
-    basis = state_verdict(comparison)
-    if comparison.verdict == "different":  # the header says the rest
-        basis = f"{count_compared(comparison)} compared."
     final = ledgers[1].outcome(min(ledgers[1].files)).final if comparison.equal else None
-    values = [timeline.values] if repeated is None else repeated.values
-    # If there are many ranks, those that diverge are shown.
-    chosen = list(dict.fromkeys([*(entry.rank for entry in found), *timeline.ranks]))[:_MAX_RANKS]
-    ranks = [(rank, timeline.ranks[rank]) for rank in sorted(chosen) if rank in timeline.ranks]
-    return environment.get_template("report.html.j2").render(
+    evidence = format_evidence(comparison)
+    places = [
+        (entry.rank, *row)
+        for number, entry in enumerate(found)
+        for row in _list_places(entry, _MAX_ROWS_OTHERS // len(found) if number else None)
+    ]
+    layers = list_layers(timeline.distances)
+    unknown = len(timeline.distances.unknown)
+    return _make_environment().get_template("report.html.j2").render(
         comparison=comparison,
-        timeline=timeline,
-        repeated=repeated,
+        report=report,
+        verdict="" if report is None else report.state_verdict(),
         title=f"{comparison.verdict}: {_name_pair(comparison.expected, comparison.actual)}",
+        basis=state_verdict(comparison).partition(": ")[2],
         cause=find_cause(comparison) if found or comparison.stack else None,
         weights="" if final is None else final.totals.get("weights", ""),
-        facts=list(list_run_facts(ledgers)),
+        facts=[(name, *sides) for name, sides in list_run_facts(ledgers)],
         command=find_command(ledgers),
         first=found[0] if found else None,
-        first_ranks=_describe_first_ranks(comparison),
-        one_sided=list(list_one_sided(comparison)),
-        one_ledger=is_one_ledger(comparison),
-        basis=basis,
-        places=list(_list_places(found)),
-        modules=_make_module_map(timeline, comparison),
-        run_columns=list_run_columns([] if repeated is None else repeated.rows),
+        evidence=evidence[:_MAX_LINES],
+        evidence_left=len(evidence) - _MAX_LINES,
+        places=places,
+        places_left=sum(entry.count for entry in found) - len(places),
+        heat=None if comparison.equal else _make_heat_map(timeline, comparison),
+        runs=None if report is None else _make_table(list_run_columns(report.rows), report.rows),
         values=list(_draw_values(timeline, values)),
-        keys=[draw_key(n) for n in range(1 + len(values))] if repeated else [],
-        ranks=_make_heat_map(ranks, timeline.epochs) if ranks else None,
-        ranks_left_out=len(timeline.ranks) - len(ranks),
-        layers=list(enumerate(list_layers(timeline.distances))),
+        keys=[draw_key(n) for n in range(1 + len(values))] if report else [],
+        layers=_make_table(LAYER_COLUMNS, layers) if layers else None,
+        layer_names=[row.layer for row in layers],
         layer_chart=_draw_layers(timeline),
+        unknown=pluralize(unknown, "weight") if unknown else "",
         style=style,
         script=script,
         script_hash=b64encode(sha256(script.encode()).digest()).decode(),
-    )
+    )  # fmt: skip
 
 
 def list_run_facts(ledgers: Sequence[Ledger]) -> Iterator[tuple[str, list[str]]]:
@@ -171,6 +163,14 @@ def _describe_commit(program: Mapping[str, Scalar]) -> str:
     return f"{commit}, with changes" if commit and program.get("git.dirty") else commit
 
 
+def _make_table(
+    columns: Sequence[Column[Any]], rows: Sequence[object]
+) -> tuple[list[str], list[list[str]]]:
+    """Return the titles and the cells of a table."""
+    titles = [column.title for column in columns]
+    return titles, [[column.cell(row) for column in columns] for row in rows]
+
+
 def _draw_values(
     timeline: Timeline, runs: Sequence[Mapping[str, Sequence[ValuePair]]]
 ) -> Iterator[tuple[str, str, str]]:
@@ -184,8 +184,8 @@ def _draw_values(
         label = f"Logged value {number}"
         drawing = ""
         if any(gap > 0 and isfinite(gap) for _, gap in gaps):
-            drawing = draw_chart(f"{label}: difference", [gaps], timeline.epochs, log=True)
-        yield name, draw_chart(label, lines, timeline.epochs, name="run"), drawing
+            drawing = draw_chart(f"{label}: difference", [gaps], log=True)
+        yield name, draw_chart(label, lines, name="run"), drawing
 
 
 def _draw_layers(timeline: Timeline) -> str:
@@ -193,8 +193,7 @@ def _draw_layers(timeline: Timeline) -> str:
     lines = list_layer_lines(timeline.distances)
     if not any(RESOLUTION <= value < inf for points in lines for _, value in points):
         return ""
-    label = "Size of the difference of each layer by step"
-    return draw_chart(label, lines, timeline.epochs, log=True)
+    return draw_chart("Size of the difference of each layer by step", lines, log=True)
 
 
 @cache
@@ -210,25 +209,12 @@ def _make_environment() -> "Environment":
         keep_trailing_newline=True,
     )
     environment.globals |= {
-        "max_ranks": _MAX_RANKS,
-        "max_fields": _MAX_FIELDS,
-        "max_sentences": _MAX_SENTENCES,
         "generator": GENERATOR,
         "version": __version__,
-        "layer_columns": LAYER_COLUMNS,
         "standard_error": f"{STANDARD_ERROR:.0%}",
         "draw_key": draw_key,
     }
-    environment.filters |= {
-        "untrusted": _mark_untrusted,
-        "name": _break_name,
-        "sides": _mark_sides,
-        "call_name": lambda place: name_call(place.name, place.call),
-        "ranks": lambda ranks: name_ranks(ranks).partition(" ")[2],
-        "is_digest": lambda text: _DIGEST.fullmatch(text) is not None,
-        "count": pluralize,
-        "commands": _mark_commands,
-    }
+    environment.filters["untrusted"] = _mark_untrusted
     return environment
 
 
@@ -236,114 +222,50 @@ def _mark_untrusted(value: object, limit: int = 160) -> "Markup":
     """Return a value on one line, cut, escaped, and isolated in its direction."""
     from markupsafe import Markup, escape
 
-    text = value if isinstance(value, str) else quote(value, limit)
+    text = str(value)
     if len(text) > limit or not text.isprintable():
         text = quote(text, limit)
     return escape(text) if text.isascii() else Markup("<bdi>{}</bdi>").format(text)
 
 
-def _break_name(value: object) -> "Markup":
-    """Return a name as ``untrusted`` does; a line may break after its dots and underscores."""
-    from markupsafe import Markup
-
-    return _mark_untrusted(value).replace(".", Markup(".<wbr>")).replace("_", Markup("_<wbr>"))
-
-
-def _mark_commands(text: str) -> "Markup":
-    """Return a sentence in which what stands between backticks is code."""
-    from markupsafe import Markup
-
-    marked = [Markup("<code>{}</code>"), Markup("{}")]
-    return Markup("").join(
-        marked[number % 2 == 0].format(part) for number, part in enumerate(text.split("`"))
-    )
+def _list_places(found: Divergence, most: int | None) -> Iterator[tuple[object, ...]]:
+    """Yield (position, kind, name, both values) for what differs where a rank diverges first."""
+    for place in found.places[: _MAX_ROWS_FIRST if most is None else most]:
+        values = ("missing" if own is None else own for own in (place.expected, place.actual))
+        yield place.position, place.kind, name_call(place.name, place.call), *describe_pair(*values)
 
 
-def _mark_sides(entry: PlaceDifference | Divergence) -> list["Markup"]:
-    """Return the values of both runs; what they have in full shows when the mouse points there."""
-    from markupsafe import Markup
-
-    values = ["missing" if side is None else side for side in (entry.expected, entry.actual)]
-    return [
-        Markup('<span title="{}">{}</span>').format(_mark_untrusted(value).striptags(), shown)
-        if shown != value
-        else shown
-        for value, shown in zip(values, map(_mark_untrusted, describe_pair(*values)), strict=True)
-    ]
-
-
-def _describe_first_ranks(comparison: Comparison) -> str:
-    """Return which of several ranks diverge first, and how many diverge later."""
-    found = earliest_divergences(comparison)
-    if not found or not comparison.ranks[1:]:
-        return ""
-    later = len(comparison.divergences) - len(found)
-    others = f"; {pluralize(later, 'more rank')} diverged later" if later else ""
-    together = name_ranks(sorted(entry.rank for entry in found))
-    return f"{together} of {len(comparison.ranks)}{others}. ".capitalize()
-
-
-def _list_places(found: list[Divergence]) -> Iterator[tuple[int, Any]]:
-    """Yield (rank, place) for what differs where a rank diverges first."""
-    share = _MAX_ROWS_OTHERS // max(1, len(found) - 1)
-    for number, entry in enumerate(found):
-        for place in entry.places[: share if number else _MAX_ROWS_FIRST]:
-            yield entry.rank, place
-
-
-def _describe_module(path: str, module: Module, *, is_first: bool) -> dict[str, object]:
-    """Return a row of the tree of modules; below the greatest depth it has its whole path."""
-    first = None
-    if module.first is not None:
-        epoch, step, _, _, what = module.first
-        kind, _, name = what.partition(" ")
-        within = name.removeprefix(path).lstrip(".:") if path else name
-        first = (kind, within, epoch, step)
-    deep = path.count(".") >= _MAX_DEPTH
-    return {
-        "label": path if deep else path.rpartition(".")[2],
-        "depth": min(path.count(".") + 1, _MAX_DEPTH) if path else 0,
-        "state": "differs first" if is_first else "differs" if first else "same",
-        "differing": module.differing,
-        "first": first,
-        "is_first": is_first,
-    }
-
-
-def _make_heat_map(
-    named: Sequence[tuple[object, StepHistogram]], epochs: Mapping[int, int]
-) -> Mapping[str, object]:
-    heat = HeatMap([row for _, row in named])
-    return {
-        "rows": [(name, heat.draw_row(row)) for name, row in named],
-        "axis": heat.draw_axis(epochs),
-        "shades": heat.shades,
-    }
-
-
-def _make_module_map(timeline: Timeline, comparison: Comparison) -> Mapping[str, object] | None:
-    """Return the tree of modules beside its heat map, layer 10 after layer 9; None without modules.
+def _make_heat_map(timeline: Timeline, comparison: Comparison) -> Mapping[str, object] | None:
+    """Return the differences of ranks and modules by step, layer 10 after layer 9.
 
     Returns:
-        ``rows`` with (module, its cells), ``axis`` with the steps of the columns, ``shades`` with
-        (number of the shade, fewest, most differing digests), ``left_out`` with a number.
+        ``rows`` with (label, state, number of differences, the first one, cells), ``most``
+        differences in a cell, the ``steps`` at both ends, and ``left_out`` with a number; None if
+        nothing has steps.
     """
-    if not timeline.modules:
+    table, found = timeline.steps, comparison.divergences
+    if not table.rows:
         return None
-    ordered = sorted(timeline.modules.items(), key=lambda item: not item[1].differing)
-    modules = dict(ordered[:_MAX_MODULES])
-    first = [module_of(entry.kind, entry.name) for entry in comparison.divergences[:1]]
-    paths = {"", *modules, *first}
-    for path in list(paths):
-        parts = path.split(".")[:_MAX_DEPTH]
-        paths |= {".".join(parts[:n]) for n in range(1, len(parts))}
+    first = [module_of(entry.kind, entry.name) for entry in found[:1]]
+    # If there are many, the ranks that diverge and the modules that differ are shown.
+    diverging = {entry.rank for entry in found}
+    ranks = sorted((r for r in table.rows if isinstance(r, int)), key=lambda r: r not in diverging)
+    paths = sorted(
+        (row for row in table.rows if isinstance(row, str)), key=lambda p: p not in timeline.firsts
+    )
+    left_out = max(0, len(ranks) - _MAX_RANKS) + max(0, len(paths) - _MAX_MODULES)
 
     def order(path: str) -> list[str]:
         return [part.zfill(9) if part.isdecimal() else part for part in path.split(".")]
 
-    rows: list[tuple[object, StepHistogram]] = []
-    for path in sorted(paths, key=order):
-        module = modules.get(path, Module())
-        rows.append((_describe_module(path, module, is_first=[path] == first), module.steps))
-    left_out = len(timeline.modules) - len(modules)
-    return {**_make_heat_map(rows, timeline.epochs), "left_out": left_out}
+    most = max(cell[0] for cells in table.rows.values() for cell in cells.values())
+    rows: list[tuple[object, ...]] = [
+        (f"rank {rank}", "", 0, None, draw_row(table.rows[rank], table, most))
+        for rank in sorted(ranks[:_MAX_RANKS])
+    ]
+    for path in sorted(paths[:_MAX_MODULES], key=order):
+        cells, where = table.rows[path], timeline.firsts.get(path)
+        state = "differs first" if [path] == first else "differs" if where else "same"
+        differing = sum(cell[0] for cell in cells.values())
+        rows.append((path or ROOT, state, differing, where, draw_row(cells, table, most)))
+    return {"rows": rows, "most": most, "steps": (table.first, table.last), "left_out": left_out}

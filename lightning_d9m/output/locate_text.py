@@ -5,13 +5,13 @@ from typing import TYPE_CHECKING
 
 from lightning_d9m.ledger.kinds import STATE
 from lightning_d9m.locate.search import describe_place, explains
-from lightning_d9m.output.comparison_text import format_field
+from lightning_d9m.output.comparison_text import format_field, list_one_sided
 from lightning_d9m.output.terminal import make_table, measure, render, wrap
 from lightning_d9m.text import escape, printable
 
 if TYPE_CHECKING:
     from lightning_d9m.comparison.numeric_difference import Magnitude
-    from lightning_d9m.locate.op_evidence import OpFinding, SampleComparison
+    from lightning_d9m.locate.op_evidence import OpFinding
     from lightning_d9m.locate.search import SearchResult
 
 _INDENT = " " * 10
@@ -48,8 +48,6 @@ def _describe_cause(found: "SearchResult", *, verbose: bool) -> Iterator[str]:
         label = "line" if explains(finding.rule, found.cause.kind) else "suspect"
         yield from _label(label, f"{escape(finding.location, _LONGEST)}: {escape(finding.code)}")
         yield from _label("", f"{finding.rule}: {finding.reason}")
-    if found.samples is not None:
-        yield from _label("samples", _describe_samples(found.samples))
     if found.op is not None:
         yield from describe_op(found.op)
         if found.op.magnitude is not None:
@@ -86,15 +84,8 @@ def _describe_moment(found: "SearchResult") -> Iterator[str]:
         return
     for entry in (*pair.comparison.refusals, *pair.comparison.stack):
         yield from format_field(entry, len(pair.comparison.ranks))
-    if found.divergences or pair.comparison.refusals:
-        return
-    for rank in pair.comparison.ranks:
-        for name, side in (("reference", rank.expected), ("this run", rank.actual)):
-            if (alone := side.records).count:
-                yield (
-                    f"  rank {rank.rank}, {name} alone: {alone.count:,} records, from "
-                    f"{escape(alone.first)}"
-                )
+    for sentence in () if found.divergences else list_one_sided(pair.comparison):
+        yield from wrap(sentence, "  ")
 
 
 def _describe_writing(found: "SearchResult") -> Iterator[str]:
@@ -120,15 +111,6 @@ def _name_ranks(found: "SearchResult") -> str:
         return "0 and 1 differ from each other; two ranks do not show which one is wrong"
     compared = "" if reference is None else f", compared with rank {reference} (reference)"
     return f"{ranks} of {found.ranks}{compared}"
-
-
-def _describe_samples(samples: "SampleComparison") -> str:
-    if samples.same:
-        return f"the epoch has the same {samples.expected:,} in both runs, in a different order"
-    counts = f"{samples.expected:,}"
-    if samples.actual != samples.expected:
-        counts += f" and {samples.actual:,}"
-    return f"of the epoch's {counts}, {samples.common:,} are in both runs; the others differ"
 
 
 def describe_op(found: "OpFinding") -> Iterator[str]:

@@ -1,10 +1,11 @@
 """The comparison of a change with noise: as text, as JSON types, and as a plot."""
 
+import html
 from dataclasses import asdict
 
 from lightning_d9m.comparison.noise import LEVEL, NoiseVerdict, ValueChange
 from lightning_d9m.output.columns import Column, format_table
-from lightning_d9m.output.svg import HEIGHT, LEFT, WIDTH, draw_chart, draw_key, element, text
+from lightning_d9m.output.svg import HEIGHT, WIDTH, draw_chart, draw_key
 from lightning_d9m.output.terminal import wrap
 from lightning_d9m.text import describe_names, escape, pluralize
 
@@ -74,23 +75,15 @@ def format_noise(found: NoiseVerdict) -> list[str]:
 
 def draw_noise(found: NoiseVerdict) -> str:
     """Return a plot of the first value of all runs at the ends of epochs, as an SVG file."""
-    what = found.values[0].name
-    legend = [
-        _place(LEFT + 160 * number, 26, draw_key(number), text(32, 9, name))
+    what = html.escape(escape(found.values[0].name))
+    legend = "".join(
+        f'<g transform="translate({8 + 160 * number} 26)">{draw_key(number)}'
+        f'<text x="32" y="9">{name}</text></g>'
         for number, name in enumerate(("reference", "this run", "others: without the change"))
-    ]
-    return element(
-        "svg",
-        element("style", "text{font:12px sans-serif}.axis{stroke:#888}"),
-        element("rect", width="100%", height="100%", fill="white"),
-        text(LEFT, 16, what),
-        *legend,
-        _place(0, 46, draw_chart(what, found.lines, {}, name="run")),
-        xmlns="http://www.w3.org/2000/svg",
-        width=WIDTH,
-        height=46 + HEIGHT,
     )
-
-
-def _place(x: int, y: int, *content: str) -> str:
-    return element("g", *content, transform=f"translate({x} {y})")
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{46 + HEIGHT}">'
+        "<style>text{font:12px sans-serif}.axis{stroke:#888}</style>"
+        f'<rect width="100%" height="100%" fill="white"/><text x="8" y="16">{what}</text>{legend}'
+        f'<g transform="translate(0 46)">{draw_chart("Values", found.lines, name="run")}</g></svg>'
+    )

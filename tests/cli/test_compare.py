@@ -116,32 +116,6 @@ def test_advice(tmp_path, compare, one, other, status, said, unsaid):
     assert unsaid not in text
 
 
-def test_another_stack_comes_before_any_drift(tmp_path, compare):
-    """So that another driver is never mistaken for nondeterminism."""
-    status, output = compare(
-        write(tmp_path), write(tmp_path, drift=0, stack={"device.driver": "570.1"})
-    )
-    assert status == 1
-    text = narrow(output)
-    stack = (
-        "The stacks differ, which alone may change results:\n"
-        "  device.driver\n    reference: 560.35.03\n    this run:  570.1\n"
-    )
-    assert 0 <= text.index(stack) < text.index("Rank 0, epoch")
-
-
-def test_another_seed(tmp_path, compare):
-    """Refused with the reason."""
-    status, output = compare(write(tmp_path), write(tmp_path, seed=7))
-    assert status == 1
-    assert narrow(output) == (
-        "not comparable: the runs differ by design (seed).\n\n\n"
-        "The runs cannot be compared:\n"
-        "  seed\n    reference: 42\n    this run:  7\n"
-        "A different seed draws different random numbers, so every digest differs by\ndesign."
-    )
-
-
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [

@@ -30,10 +30,11 @@ def install(monkeypatch, tmp_path, d9m):
         return *d9m(*command), taken
 
     monkeypatch.setattr(install_horovod, "_build_into", build)
-    monkeypatch.setattr(
-        install_horovod, "_pip", lambda *words: taken.append(words[-1].rpartition("/")[2])
-    )
-    monkeypatch.setattr(install_horovod, "_install_requirements", lambda: None)
+
+    def install(*words):
+        taken.extend(word.rpartition("/")[2] for word in words if word.endswith(".whl"))
+
+    monkeypatch.setattr(install_horovod, "_pip", install)
     return run
 
 

@@ -1,17 +1,8 @@
-"""The catalog as ``d9m ops`` and the documentation show it."""
+"""The catalog as ``d9m ops`` shows it."""
 
 import json
-from pathlib import Path
 
-from lightning_d9m.output.op_listing import render_markdown
 from lightning_d9m.patches.catalog.catalog import OPS
-
-PAGE = Path(__file__).parents[2] / "docs" / "ops.md"
-
-
-def test_the_page_is_current():
-    """Made from the catalog as it is; `d9m ops --markdown > docs/ops.md` brings it up to date."""
-    assert PAGE.read_text(encoding="utf-8") == render_markdown(OPS)
 
 
 def test_the_table_has_a_line_for_each_op(d9m):

@@ -27,9 +27,8 @@ from lightning_d9m import (
 )
 from lightning_d9m.cli.repeat import _REMEDIES
 from lightning_d9m.control.env_settings import read_settings
-from lightning_d9m.errors import InexactResumeError, LedgerError
+from lightning_d9m.errors import InexactResumeError
 from lightning_d9m.launch import processes
-from lightning_d9m.launch.run import make_run_folder
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 LOGICAL = {"world.logical_ranks": 4}
@@ -205,13 +204,6 @@ def test_nothing_is_overwritten(repeat, tmp_path):
     assert "mine exists already, and nothing is overwritten" in err
 
 
-def test_an_output_that_cannot_be_made(repeat, tmp_path):
-    (tmp_path / "file").write_text("")
-    status, _, err = repeat("train()", "-o", "file/below")
-    assert status == 2
-    assert "file/below cannot be made: Not a directory" in err
-
-
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
@@ -232,13 +224,6 @@ def test_misuse_is_one_clear_error(argv, message, tmp_path, monkeypatch, d9m):
     assert status == 2
     assert error.count("d9m: error:") == 1
     assert message in error
-
-
-def test_a_ledger_that_cannot_be_read_is_named(repeat, tmp_path):
-    code = "train().write_bytes(b'{')"
-    status, _, err = repeat(code)
-    assert status == 2
-    assert "run-001/fit-000/rank-0.jsonl is not a ledger" in err
 
 
 def test_a_ledger_cut_short_is_no_agreement(repeat):
@@ -600,9 +585,3 @@ def test_a_real_project_is_tested_unchanged(tmp_path, forking_python, hidden, ve
     assert done.returncode == (verdict != "equal")
     assert len(result["ledgers"]) == 3
     assert [entry["run"] for entry in result["differing"]] == ([2, 3] if hidden else [])
-
-
-def test_a_run_folder_that_cannot_be_made(tmp_path):
-    (tmp_path / "file").touch()
-    with pytest.raises(LedgerError, match="run-001 cannot be made: Not a directory"):
-        make_run_folder(tmp_path / "file", "run-001")

@@ -129,6 +129,8 @@ def test_a_run_that_goes_on_where_the_other_ends(counts, kind):
         ("weights", "a", "weights"),
         ("buffers", "a", "buffers"),
         ("optimizers", "0.group.0", "optimizer settings"),
+        ("optimizers", "0.exp_avg.a", "optimizer state"),
+        ("schedulers", "0", "optimizer settings"),
         ("scalars", "val_loss", "logged value"),
     ],
 )

@@ -56,13 +56,6 @@ def test_the_formulas():
     assert measure_variation(torch.tensor(4.0), torch.tensor(-4.0)).vs == 2
 
 
-def test_one_ulp_of_the_largest_mantissa_is_not_rounded_away():
-    """1 - B / A would be zero here, in float64."""
-    old = torch.tensor(math.nextafter(2.0, 0.0), dtype=torch.float64)
-    new = torch.nextafter(old, torch.tensor(0.0, dtype=torch.float64))
-    assert measure_variation(old, new).vs == pytest.approx(2**-53)
-
-
 def test_large_whole_numbers_are_told_apart():
     found = measure_variation(torch.tensor([2**60]), torch.tensor([2**60 + 1]))
     assert found.vermv == 2.0**-60
@@ -144,23 +137,6 @@ def test_scalars_have_a_vs():
     assert spread_of([torch.ones(2)]).vs is None
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_one_ulp_is_one_in_every_dtype(dtype):
-    one = torch.linspace(-2, 2, 12, dtype=dtype).reshape(3, 4)
-    other = one.clone()
-    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[one.element_size()]
-    other.view(bits)[1, 2] += 1
-    found = measure_difference(one, other)
-    assert (found.count, found.total, found.ulps) == (1, 12, 1)
-    assert found.examples[0][0] == (1, 2)
-
-
-@pytest.mark.parametrize(("other", "ulps"), [(-0.0, 1), (2.0**-149, 1), (-(2.0**-149), 2)])
-def test_zeros_differ_and_are_neighbors(other, ulps):
-    found = measure_difference(torch.tensor([0.0]), torch.tensor([other]))
-    assert (found.count, found.ulps, found.absolute) == (1, ulps, abs(other))
-
-
 def test_no_number_has_no_distance():
     found = measure_difference(torch.tensor([float("nan"), 1.0]), torch.tensor([2.0, 1.5]))
     assert (found.count, found.ulps, found.absolute) == (2, None, 0.5)
@@ -171,11 +147,6 @@ def test_whole_numbers_and_complex_ones():
     assert (found.count, found.ulps, found.absolute) == (1, None, 4.0)
     found = measure_difference(torch.tensor([1 + 2j]), torch.tensor([1 + 3j]))
     assert (found.count, found.examples[0][0]) == (1, (0, 1))
-
-
-def test_equal_bytes_differ_nowhere():
-    found = measure_difference(torch.tensor([float("nan")]), torch.tensor([float("nan")]))
-    assert (found.count, found.examples) == (0, ())
 
 
 @pytest.mark.parametrize("other", [torch.ones(2, 1), torch.ones(2, dtype=torch.float64)])

@@ -25,19 +25,17 @@ def test_what_only_one_run_has_is_told_apart(runs):
     timeline = Timeline()
     ledgers = (runs.write(3, edit=probes(2)), runs.write(2, edit=probes(3)))
     compare_ledgers(*map(read_ledger, ledgers), watch=timeline.watch)
-    alone = {step.first: step.alone for step in timeline.ranks[0].ordered()}
+    cells, width = timeline.steps.rows[0], timeline.steps.width
     # The runs end after different epochs, so each final state is alone, too.
-    assert (alone[1], alone[2], alone[46], alone[69]) == (0, 1, 1, 2)
+    alone = {column: cell[1] for column, cell in cells.items() if cell[1]}
+    assert alone == {2 // width: 1, 46 // width: 1, 69 // width: 2}
 
 
 def test_the_steps_at_which_each_module_was_compared(runs):
     timeline = Timeline()
     ledger = read_ledger(runs.write(3, edit=probes(2)))
     compare_ledgers(ledger, ledger, watch=timeline.watch)
-    steps = {
-        path: {step.first for step in module.steps.ordered()}
-        for path, module in timeline.modules.items()
-    }
-    assert steps["layer"] == {0, 1}
-    assert steps["layers.0"] == {0, 23, 46, 69}
-    assert not timeline.differs
+    rows, width = timeline.steps.rows, timeline.steps.width
+    assert rows["layer"].keys() == {0, 1 // width}
+    assert rows["layers.0"].keys() == {step // width for step in (0, 23, 46, 69)}
+    assert not timeline.firsts

@@ -5,7 +5,7 @@ from math import ceil
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-# Made by docs/write_commands.py, write_errors.py, write_ledger_fields.py and `d9m ops --markdown`.
+# Made by docs/write_commands.py, write_errors.py, write_ledger_fields.py and write_ops.py.
 GENERATED = {"commands.md", "errors.md", "ledger-fields.md", "ops.md"}
 MOST_WORDS = 20_000
 # A page of GitHub on a screen of 1280 by 900 pixels: the column's width, the height of a line, the

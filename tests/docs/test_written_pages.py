@@ -10,7 +10,7 @@ import lightning_d9m
 from lightning_d9m.cli.main import COMMANDS, build_parser
 from lightning_d9m.errors import D9mError
 
-WRITERS = {name: load_script(f"docs/write_{name}.py") for name in ("commands", "errors")}
+WRITERS = {name: load_script(f"docs/write_{name}.py") for name in ("commands", "errors", "ops")}
 WRITERS["ledger_fields"] = load_script("docs/write_ledger_fields.py")
 
 

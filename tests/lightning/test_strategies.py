@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from lightning_d9m import SettingError
 from lightning_d9m.cli.main import main
-from lightning_d9m.comparison.ledgers import compare_ledgers, find_rank_drift
+from lightning_d9m.comparison.ledgers import compare_ledgers
 from lightning_d9m.ledger.folder import read_ledger
 from lightning_d9m.ledger.format.records import Digests
 from lightning_d9m.ledger.stack import COMPILER_CACHE
@@ -175,7 +175,6 @@ def test_copies_that_differ_on_one_rank_raise_on_all(cell):
 def test_shards_are_not_compared_with_each_other(cell):
     folder, found = cell
     assert [entry["fault without reference"] for entry in found] == [None] * len(found)
-    assert find_rank_drift(ledger(folder)) == ()
     expected = {1} if folder.name == FLAT else {3, 4}
     assert ledger(folder).header.stack["world.sharded_parameters"] in expected
 

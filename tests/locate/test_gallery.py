@@ -194,14 +194,12 @@ def test_a_rank_that_drifts_in_every_run(locate):
 @pytest.mark.parametrize(
     ("cause", "where", "kind", "name", "index"),
     [
-        ("rank late", ("epoch", 1, 4), "weights", "layers.0.weight", [2, 3]),
-        ("rank buffer", ("epoch", 1, 4), "buffers", "scale", [1]),
         ("rank rate", ("initial", 0, 0), "optimizers", "0.group.0", []),
         ("rank averaged", ("final", 1, 4), "weights", "layers.2.bias", [0]),
     ],
 )
 def test_a_rank_that_drifts_outside_of_steps(locate, cause, where, kind, name, index):
-    """After the last step, before the first, and in what is not a weight."""
+    """Before the first, in what is not a weight, and when the training has ended."""
     status, found = locate(cause, ranks=2)
     assert status == 1
     assert (found["cause"], found["ranks"], found["reference_rank"]) == ("rank drift", [1], 0)
@@ -219,7 +217,7 @@ def test_filled_memory_does_not_change_a_value_from_outside(locate):
 
 @pytest.mark.parametrize("words", [(), (WITHOUT,)])
 def test_no_false_alarm(locate, words):
-    assert locate("none", *words)[0] == 0
+    assert locate("none", "--tries", "1", *words)[0] == 0
 
 
 def test_fits_in_processes_that_take_turns(locate):

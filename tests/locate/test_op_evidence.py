@@ -7,8 +7,6 @@ import pytest
 import torch
 
 from lightning_d9m.locate.op_evidence import (
-    SampleComparison,
-    compare_samples,
     examine_op,
     measure_saved,
 )
@@ -129,53 +127,3 @@ def test_the_values_of_a_place_are_measured(tmp_path, moment, kind, name, one, o
     where = SimpleNamespace(**vars(FOUND) | {"name": own, "moment": moment, "call": 0})
     found = measure_saved(where, kind, [tmp_path / "0", tmp_path / "1"])
     assert (found.count, found.ulps, found.examples[0][0]) == expected
-
-
-SAMPLES = torch.arange(24.0).view(12, 2)
-
-
-@pytest.fixture
-def compare(tmp_path):
-    """Return a function that dumps batches of two runs, each a list of (rank, leaves)."""
-
-    def compare(*runs):
-        for number, batches in enumerate(runs):
-            for batch, (rank, *leaves) in enumerate(batches):
-                dump = Dump(tmp_path / str(number), rank)
-                for leaf, value in enumerate(leaves):
-                    place = ("batch", f"batch:{leaf}", 0)
-                    dump.save(ProbePoint(0, batch, batch), place, {"value": value})
-        return compare_samples([tmp_path / "0", tmp_path / "1"])
-
-    return compare
-
-
-def batches(order, *, ranks=1):
-    parts = SAMPLES[torch.tensor(order)].split(4)
-    return [(number % ranks, part, part[:, 0] > 5) for number, part in enumerate(parts)]
-
-
-WHOLE = batches(range(12))
-COMPARED = {
-    "another order": (batches(range(11, -1, -1)), (12, 12, 12)),
-    "another order on two ranks": (batches(range(11, -1, -1), ranks=2), (12, 12, 12)),
-    "a sample that is taken twice": (batches([0, *range(11)]), (12, 12, 11)),
-    "other values": ([(rank, part + 1, label) for rank, part, label in WHOLE], (12, 12, 0)),
-    "a label belongs to its sample": (
-        [(rank, part, ~label) for rank, part, label in WHOLE],
-        (12, 12, 0),
-    ),
-    "one run has more": (batches(range(8)), (12, 8, 8)),
-}
-
-
-@pytest.mark.parametrize(("other", "counts"), COMPARED.values(), ids=COMPARED)
-def test_samples_are_compared(compare, other, counts):
-    found = compare(WHOLE, other)
-    assert found == SampleComparison(*counts)
-    assert found.same == (counts == (12, 12, 12))
-
-
-@pytest.mark.parametrize("leaves", [(torch.tensor(3.0),), (SAMPLES, SAMPLES[:3])])
-def test_a_batch_without_samples(compare, leaves):
-    assert compare([(0, *leaves)], [(0, *leaves)]) is None

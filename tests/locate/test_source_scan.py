@@ -27,12 +27,6 @@ def test_the_program_and_what_it_imports(project):
     assert sorted(found) == [("helper.py", 2, "D9M201"), ("train.py", 2, "D9M301")]
 
 
-def test_only_what_orders_samples_explains_their_order(project):
-    assert places("train.py", cause="data", order_only=True) == [("train.py", 2, "D9M301")]
-    (project / "train.py").write_text("import helper\n")
-    assert places("train.py", cause="data", order_only=True) == [("helper.py", 2, "D9M201")]
-
-
 def test_what_explains_the_cause_goes_first_and_what_is_certain_follows(project):
     certain = [("helper.py", 2, "D9M201"), ("train.py", 2, "D9M301")]
     assert places("train.py", cause="random numbers") == certain

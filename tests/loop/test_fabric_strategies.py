@@ -11,7 +11,6 @@ from lightning.fabric import Fabric
 from rank_processes import run_ranks
 
 from lightning_d9m import HorovodDeterministicStrategy, compare, read_ledger
-from lightning_d9m.comparison.ledgers import find_rank_drift
 
 SCRIPT = Path(__file__).parents[1] / "support" / "fabric_training.py"
 REPLICATED = ["ddp", "ddp, unused parameters", "ddp, fp16_compress_hook", "ddp, static_graph"]
@@ -87,7 +86,6 @@ def test_copies_of_a_loop_that_differ_raise_on_all_ranks(cell):
 def test_shards_of_a_loop_are_not_compared_with_each_other(cell):
     folder, found = cell
     assert [entry["fault without reference"] for entry in found] == [None] * len(found)
-    assert find_rank_drift(ledger(folder)) == ()
     stack = ledger(folder).header.stack
     if folder.name == PIPELINE:
         assert stack["world.pipeline_stages"] == len(found)

@@ -199,22 +199,6 @@ class RankDependentNet(Net):
             self.layers[0].weight.data.view(torch.int32)[2, 3] += 1
 
 
-class LateRankNet(Net):
-    def on_train_batch_end(self, *_):
-        if self.global_rank == 1 and self.global_step == 4:
-            self.layers[0].weight.data.view(torch.int32)[2, 3] += 1
-
-
-class RankBufferNet(Net):
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("scale", torch.ones(3))
-
-    def on_train_batch_end(self, *_):
-        if self.global_rank == 1 and self.global_step == 4:
-            self.scale[1] += 1
-
-
 class RankRateNet(Net):
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), 0.1 + 1e-9 * self.global_rank)
@@ -308,8 +292,6 @@ MODELS = {
     "thread": WatchedNet,
     "ulp": WeakCellNet,
     "rank drift": RankDependentNet,
-    "rank late": LateRankNet,
-    "rank buffer": RankBufferNet,
     "rank rate": RankRateNet,
     "rank averaged": RankAveragedNet,
     "gradient": WeakGradientNet,

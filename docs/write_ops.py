@@ -1,7 +1,26 @@
+"""Write docs/ops.md: the catalog of operations.
+
+``python docs/write_ops.py`` writes the page; ``tests/docs/test_written_pages.py`` compares it with
+the catalog.
+"""
+
+from pathlib import Path
+
+from lightning_d9m.output.op_listing import list_op_facts
+from lightning_d9m.patches.catalog.catalog import OPS
+
+PAGE = Path(__file__).with_name("ops.md")
+_HEADINGS = {
+    "patched": "Patched\n\nApplied by `patch_ops`; `unpatched_ops` excludes ops by name.",
+    "exempt": (
+        "Without a patch\n\nOps that torch or others call nondeterministic, with the reason."
+    ),
+}
+_INTRODUCTION = """\
 # Ops
 
 The ops that torch leaves nondeterministic on CUDA, and their deterministic replacements.
-`d9m ops --markdown` makes this page from the catalog.
+`python docs/write_ops.py` makes this page from the catalog.
 
 The replacements are registered in torch's dispatcher for CUDA, all or none, and removed at the
 end. Nearly all are one of two [primitives](primitives.md). They are tested on a CPU against torch's
@@ -26,3 +45,19 @@ On CUDA,
 - an index out of range is a device-side assertion, which surfaces as an error at a later call;
 - a step with patches has to run once before a CUDA graph captures it, because kernels are compiled
   and taps are copied from the host at the first use. Taps that a graph uses are kept.
+"""
+
+
+def format_page() -> str:
+    """Return the page."""
+    parts = [_INTRODUCTION.rstrip()]
+    for status, heading in _HEADINGS.items():
+        parts.append(f"## {heading}")
+        for op in (op for op in OPS if op.status == status):
+            facts = "\n".join(f"- **{label}**: {text}" for label, text in list_op_facts(op))
+            parts.append(f"### `{op.name}`\n\n{facts}")
+    return "\n\n".join(parts) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(format_page(), encoding="utf-8")
