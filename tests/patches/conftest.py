@@ -25,3 +25,9 @@ def check():
 def edge_cases(check):
     """Return the module of cases."""
     return sys.modules["edge_cases"]
+
+
+@pytest.fixture(scope="session")
+def kinds(edge_cases):
+    """Return one case of each op and edge; ``benchmarks/check_edge_cases.py`` runs all."""
+    return [*{(case.op, case.edge): case for case in edge_cases.list_cases()}.values()]
