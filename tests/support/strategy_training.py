@@ -330,7 +330,7 @@ FULL = ("fsdp1", "fsdp2", "tp", "tp, 4 ranks", "hsdp", "fsdp2 and tp")
 # In these `d9m locate` finds the fault.
 LOCATED = (
     *("single device", "single device, compiled module", "ddp", "ddp_d9m, logical ranks"),
-    *("horovod_d9m", "fsdp1", "fsdp2", "tp", "hsdp"),
+    *("fsdp1", "fsdp2", "tp"),
 )
 # In these an operation races, too.
 RACING = ("ddp", "fsdp2")
