@@ -27,7 +27,10 @@ def edge_cases(check):
     return sys.modules["edge_cases"]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture
 def kinds(edge_cases):
-    """Return one case of each op and edge; ``benchmarks/check_edge_cases.py`` runs all."""
+    """Return one case of each op and edge; ``benchmarks/check_edge_cases.py`` runs all.
+
+    They are new for each test: a case may resize the tensor that it gives as ``out=``.
+    """
     return [*{(case.op, case.edge): case for case in edge_cases.list_cases()}.values()]
