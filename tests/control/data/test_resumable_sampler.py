@@ -134,8 +134,9 @@ def test_the_epochs_after_a_resumed_one_are_whole():
     assert resumed == [straight[1][6:], straight[2]]
 
 
-@pytest.mark.parametrize("skip", [1, 4, 5, 8, 9])
-@pytest.mark.parametrize("words", [{}, WORKERS[0]], ids=["none", "workers"])
+@pytest.mark.parametrize(
+    ("skip", "words"), [*((skip, {}) for skip in (1, 4, 5, 8, 9)), (5, WORKERS[0])]
+)
 def test_a_loader_that_is_cycled_goes_on_in_the_right_round(skip, words):
     """Lightning begins the shorter of two loaders anew until the longer one ends."""
 
