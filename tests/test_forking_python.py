@@ -7,11 +7,6 @@ import sys
 
 import pytest
 
-DRAWS = """
-import random, sys, torch, numpy as np
-print(random.random(), np.random.rand(), torch.rand(1).item(), torch.initial_seed(), sys.argv[1:])
-"""
-
 
 def start(python, *words, **variables):
     return subprocess.Popen(
@@ -61,26 +56,6 @@ def test_a_fixed_hash_seed_is_that_of_an_interpreter(forking_python):
         sys.executable, "-c", code, PYTHONHASHSEED="3"
     )
     assert run(forking_python, "-c", code, PYTHONHASHSEED="") == run(forking_python, "-c", code)
-
-
-def test_forks_draw_different_numbers_unless_they_are_seeded(forking_python):
-    (_, one, _), (_, other, _) = (run(forking_python, "-c", DRAWS, "word") for _ in range(2))
-    assert not set(one.split()[:-1]) & set(other.split()[:-1])
-    assert one.split()[-1] == "['word']"
-    switch = {"LIGHTNING_D9M": "1", "LIGHTNING_D9M_SEED": "5"}
-    (_, one, _), (_, other, _) = (run(forking_python, "-c", DRAWS, **switch) for _ in range(2))
-    assert one == other
-    assert one.split()[3] == "5"
-
-
-def test_an_exception_and_a_message_are_shown(forking_python):
-    status, _, err = run(forking_python, "-c", "raise ValueError('bad')")
-    assert (status, err.splitlines()[-1]) == (1, "ValueError: bad")
-    assert run(forking_python, "-c", "import sys; sys.exit('why')") == (1, "", "why\n")
-    assert run(forking_python, "-m", "lightning_d9m", "--version")[0] == 0
-    warn = ("-c", "import warnings; warnings.warn('careful')")
-    assert "careful" in run(forking_python, *warn)[2]
-    assert run(forking_python, "-W", "ignore", *warn) == (0, "", "")
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGABRT])

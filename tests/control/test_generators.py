@@ -24,7 +24,7 @@ from lightning_d9m.control.seeding import (
     rng_restored,
     seed_all,
 )
-from lightning_d9m.state.state import find_generators, search
+from lightning_d9m.state.state import find_generators
 
 
 def through_a_file(value):
@@ -133,24 +133,6 @@ class Item:
     def __init__(self, levels, width=10):
         numbers = range(width if levels else 0)
         vars(self).update({f"part{number}": Item(levels - 1, width) for number in numbers})
-
-
-LISTS = {
-    "lists": lambda: [[[0.5, None] for _ in range(100)] for _ in range(1000)],
-    "pairs": lambda: [[[0.5, None] for _ in range(20)] for _ in range(900)],
-    "dicts": lambda: {number: [(number, [other]) for other in range(300)] for number in range(300)},
-    "objects": lambda: [Item(2) for _ in range(800)],
-    "few objects": lambda: [Item(3) for _ in range(40)],
-}
-
-
-@pytest.mark.parametrize("data", LISTS.values(), ids=LISTS)
-def test_a_search_visits_few_objects_and_still_finds_a_generator_beside_data(data):
-    dataset = SimpleNamespace(data=data(), transforms=[Item(1), Item(1)])
-    dataset.transforms[1].generator = random.Random(1)
-    visited = [path for path, _ in search({"dataset": dataset})]
-    assert "dataset.transforms.1.generator" in visited
-    assert len(visited) <= 50_010
 
 
 def test_a_generator_in_nested_transforms_is_found_beside_many_objects():

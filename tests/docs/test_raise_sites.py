@@ -1,10 +1,6 @@
 """The list of errors that no test made holds what was not executed, and only that."""
 
-import subprocess
-import sys
-
 import pytest
-import raise_sites
 from raise_sites import PACKAGE, find_sites, find_unexecuted, note_sites
 
 from lightning_d9m.control.settings import Settings
@@ -34,20 +30,3 @@ def test_what_was_executed_is_not_listed(tmp_path):
     assert len(sites) == len(find_sites(settings.read_text(), settings)) - 1
     assert vars(D9mError).get("__new__") == before
     assert str(SettingError("as before")) == "as before"
-
-
-def test_the_program_fails_where_a_site_was_not_executed(tmp_path):
-    file = tmp_path / "noted"
-    file.write_text("")
-    command = [sys.executable, raise_sites.__file__, file]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    assert "control/settings.py:" in done.stderr
-    lines = [
-        f"{path}\t{last}\n"
-        for module in PACKAGE.rglob("*.py")
-        for path, _, last in find_sites(module.read_text(), module)
-    ]
-    file.write_text("".join(lines))
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")

@@ -16,7 +16,7 @@ LIGHTNING = (
         lightning.test_copies_that_differ_on_one_rank_raise_on_all,
         lightning.test_shards_are_not_compared_with_each_other,
     ),
-    (lightning.test_resumed_within_an_epoch_it_ends_with_the_same_bits,),
+    (lightning.test_resumed_within_an_epoch_it_has_the_same_bits,),
     (lightning.test_two_runs_agree_on_every_rank,),
     (lightning.test_locate_names_step_rank_and_weight_of_a_fault_on_one_rank,),
 )

@@ -5,6 +5,7 @@ import importlib
 from collections.abc import Iterator
 
 import pytest
+from resuming import Fits
 from trainings import QUIET, make_loader, make_model
 
 from lightning_d9m import DeterminismCallback
@@ -12,8 +13,8 @@ from lightning_d9m.ledger.folder import read_ledger
 
 
 @pytest.fixture(autouse=True)
-def forgotten_callbacks_collected() -> Iterator[None]:
-    """Collect them within the test that forgot them, not in a later one."""
+def process_as_new(unseeded, new_process) -> Iterator[None]:
+    """Begin without seeds or fits; collect forgotten callbacks within the test that forgot them."""
     yield
     gc.collect()
 
@@ -43,3 +44,9 @@ def fit(tmp_path, new_process):
         return read_ledger(folder)
 
     return train
+
+
+@pytest.fixture
+def fits(tmp_path, new_process):
+    """Return what interrupts and resumes trainings."""
+    return Fits(tmp_path, new_process)

@@ -19,8 +19,6 @@ from lightning_d9m.ledger.format.records import Digests
 
 PACKAGES = ["lightning.pytorch", "pytorch_lightning"]
 
-pytestmark = pytest.mark.usefixtures("unseeded", "new_process")
-
 
 class DrawingStream(IterableDataset):
     """A stream of batches whose iterator draws as soon as it is made."""
@@ -109,25 +107,6 @@ class TestExactness:
         ]
         assert scalars[0] == scalars[1]
 
-    @pytest.mark.parametrize(
-        "workers", [{"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}]
-    )
-    def test_workers_draw_the_same_in_every_run(self, fit, workers):
-        first, second = (fit(loader=make_loader(**workers)) for _ in range(2))
-        assert equal(first, second)
-
-    def test_per_sample_rng_does_not_depend_on_the_number_of_workers(self, fit):
-        weights = {
-            final_weights(fit(per_sample_rng=True, loader=make_loader(**workers)))
-            for workers in (
-                {},
-                {"num_workers": 1},
-                {"num_workers": 2},
-                {"num_workers": 2, "persistent_workers": True},
-            )
-        }
-        assert len(weights) == 1
-
 
 def final_weights(ledger):
     """Return the digest of all weights at the end."""
@@ -159,16 +138,6 @@ class TestRestores:
         assert torch.equal(torch.get_rng_state(), expected[0])
         assert random.getstate() == expected[1]
         assert np.random.get_state()[1].tolist() == expected[2]
-
-    def test_the_users_loader(self, fit):
-        loader = make_loader(num_workers=1, worker_init_fn=draw_seed)
-        dataset, sampler = loader.dataset, loader.sampler
-        fit(loader=loader, per_sample_rng=True)
-        assert loader.dataset is dataset
-        assert loader.sampler is sampler
-        assert loader.worker_init_fn is draw_seed
-        assert loader.generator is None
-        assert sampler.generator is None
 
     def test_after_an_exception(self, fit, tmp_path):
         def training_step(self, batch, batch_idx):

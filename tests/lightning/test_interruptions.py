@@ -60,20 +60,27 @@ PLACES = [
     ("batch:1:2", 8, 2),
     ("batch:1:3", 9, 3),
     ("validation:0:4", 6, 6),
-    ("validated:1", 12, 6),
+    ("validated:0", 6, 6),
 ]
 
 
 @pytest.mark.parametrize(("place", "batches", "within"), PLACES)
-def test_a_fit_is_killed_at_its_place_after_a_checkpoint(steered, place, batches, within):
+def test_a_fit_is_killed_at_its_place_and_an_unchanged_program_resumes_it(
+    steered, place, batches, within
+):
+    words = {"trainer_accumulate_grad_batches": 2}
+    straight = steered(**words)
     with pytest.raises(KilledError):
-        steered(interrupt=place, trainer_accumulate_grad_batches=2)
+        steered(interrupt=place, **words)
     assert (steered.folder / "killed").read_text() == place
     checkpoint = torch.load(steered.folder / "interrupted.ckpt", weights_only=True)
     progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
     assert progress["total"]["processed"] == batches
     if within is not None:
         assert progress["current"]["processed"] == within
+    resumed = steered(resume=steered.folder / "interrupted.ckpt", **words)
+    assert resumed.outcome(0).final == straight.outcome(0).final
+    assert [record.as_record()["kind"] for record in resumed.records(0)].count("digests") == 4
 
 
 def test_a_fit_may_be_killed_some_batches_after_the_checkpoint(steered, fit):
@@ -83,17 +90,6 @@ def test_a_fit_may_be_killed_some_batches_after_the_checkpoint(steered, fit):
     loops = checkpoint["loops"]["fit_loop"]
     assert loops["epoch_loop.batch_progress"]["total"]["processed"] == 2
     assert fit.trainer.fit_loop.epoch_loop.batch_progress.total.processed == 9
-
-
-@pytest.mark.parametrize("place", ["epoch:0", "batch:1:3", "validated:0"])
-def test_a_variable_resumes_a_fit_of_an_unchanged_program(steered, place):
-    words = {"trainer_accumulate_grad_batches": 2}
-    straight = steered(**words)
-    with pytest.raises(KilledError):
-        steered(interrupt=place, **words)
-    resumed = steered(resume=steered.folder / "interrupted.ckpt", **words)
-    assert resumed.outcome(0).final == straight.outcome(0).final
-    assert [record.as_record()["kind"] for record in resumed.records(0)].count("digests") == 4
 
 
 def test_only_the_first_fit_of_a_process_is_steered(steered, fit):

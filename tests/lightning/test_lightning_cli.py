@@ -1,7 +1,6 @@
 """The callback from YAML and from the command line of LightningCLI, and across processes."""
 
 import importlib
-import pickle
 import subprocess
 import sys
 import textwrap
@@ -52,7 +51,6 @@ def callback_of(cli):
     return callback
 
 
-@pytest.mark.usefixtures("unseeded")
 def test_from_yaml(command_line, tmp_path):
     (tmp_path / "config.yaml").write_text(YAML.format(folder=tmp_path / "ledgers"))
     cli = command_line("fit", "--config", "config.yaml")
@@ -68,14 +66,6 @@ def test_a_bad_word_is_one_clear_error(command_line, capsys):
     error = capsys.readouterr().err
     assert "shrug" in error
     assert "raise" in error
-
-
-def test_survives_pickling_as_spawned_processes_need_it():
-    callback = DeterminismCallback(seed=3, per_sample_rng=True)
-    again = pickle.loads(pickle.dumps(callback))  # noqa: S301 - our own
-    assert again._given == callback._given
-    callback.early_variables.restore()
-    again.early_variables.restore()
 
 
 def test_a_package_that_is_imported_after_the_callback_accepts_it(forking_python):

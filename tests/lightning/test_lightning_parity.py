@@ -73,7 +73,6 @@ def search_rates(trainer):
     return Tuner(trainer).lr_find(BoringModel(), num_training=12, early_stop_threshold=None).results
 
 
-@pytest.mark.usefixtures("new_process")
 def test_a_search_for_a_learning_rate_counts_as_no_fit(make_trainer, monkeypatch):
     monkeypatch.setattr(BoringModel, "lr", 0.1, raising=False)
     results = [search_rates(make_trainer(controlled=True, seed=3)) for _ in range(2)]

@@ -155,17 +155,6 @@ def test_nothing_stays_behind_after_the_end_or_an_error(fit):
         assert probe.monitor(1, "nobody listens") == 1
 
 
-def test_no_hooks_are_on_while_no_batch_is_probed(fit):
-    counts = []
-
-    def step(self, batch, batch_idx):
-        counts.append(count_hooks(self))
-        return self.layers(batch[0]).sum()
-
-    fit(model=make_model(training_step=step), probes="output", probe_steps="2:3")
-    assert [count > 0 for count in counts[:5]] == [False, False, True, False, False]
-
-
 def test_a_shared_module_is_called_twice_under_its_first_name(fit):
     model = make_model()
     shared = nn.Linear(32, 32)
@@ -260,30 +249,6 @@ def test_a_torchscript_module_is_probed_from_outside(fit):
     assert ("buffer", "layers.1.running_mean", 0) in places
 
 
-def test_a_flipped_bit_of_a_weight_shows_at_its_step_and_name(fit):
-    def start(self, batch, batch_idx):
-        if self.faulty and self.global_step == 3:
-            with torch.no_grad():
-                self.layers[4].bias.view(torch.int32)[2] ^= 1 << 20
-
-    def make(*, faulty):
-        model = make_model(on_train_batch_start=start)
-        model.faulty = faulty
-        return model
-
-    expected = read_probes(fit(model=make(faulty=False), probes="all"))
-    actual = read_probes(fit(model=make(faulty=True), probes="all", on_drift="warn"))
-    different = [
-        (batch, place)
-        for batch, entries in expected.items()
-        for (place, value), (_, other) in zip(entries, actual[batch], strict=True)
-        if value != other
-    ]
-    # Lightning calls callbacks first: the weight was read before the module's own hook wrote it.
-    assert different[0][0] == (0, 3)
-    assert different[0][1][:2] == ("op", "layers.4::aten.addmm.default")
-
-
 def test_a_dump_has_inputs_outputs_and_the_line_of_each_operation(fit, tmp_path, monkeypatch):
     monkeypatch.setenv("LIGHTNING_D9M_DUMP", str(tmp_path / "dump"))
     ledger = fit(probes="op", probe_steps="1:2")
@@ -299,56 +264,61 @@ def test_a_dump_has_inputs_outputs_and_the_line_of_each_operation(fit, tmp_path,
         assert "in training_step: loss = " in dumped["source"]
 
 
-def test_the_scale_of_the_loss_is_a_state_of_the_optimizer(fit):
-    def end(self, outputs, batch, batch_idx):
-        if self.faulty and batch_idx == 2:
-            self.trainer.precision_plugin.scaler.update(2.0**15)
+def flip_a_bit(self, batch, batch_idx):
+    if self.faulty and self.global_step == 3:
+        with torch.no_grad():
+            self.layers[4].bias.view(torch.int32)[2] ^= 1 << 20
 
+
+def change_the_scale(self, outputs, batch, batch_idx):
+    if self.faulty and batch_idx == 2:
+        self.trainer.precision_plugin.scaler.update(2.0**15)
+
+
+def change_the_rate(self):
+    if self.faulty and self.trainer.global_step == 2:
+        self.optimizers().optimizer.param_groups[0]["lr"] *= 2
+
+
+def change_a_moment(self):
+    if self.faulty and self.trainer.global_step == 2:
+        state = self.optimizers().optimizer.state[self.layers[0].weight]
+        state["exp_avg"].view(-1)[0] += 1
+
+
+def validate_others(self, batch, batch_idx):
+    images = batch[0] + (1 if self.faulty and batch_idx == 1 else 0)
+    self.log("val_loss", nn.functional.cross_entropy(self.layers(images), batch[1]))
+
+
+def scaled():
+    return {"trainer_plugins": [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))]}
+
+
+# Lightning calls callbacks first: the weight was read before the module's own hook wrote it. What
+# changes an optimizer within a step would otherwise be a difference of the next step's weights. A
+# validation belongs to the step before it.
+CHANGES = [
+    ("on_train_batch_start", flip_a_bit, dict, (3, "op", "layers.4::aten.addmm.default", 0)),
+    ("on_train_batch_end", change_the_scale, scaled, (3, "optimizer", "scaler.scale", 0)),
+    ("on_after_backward", change_the_rate, dict, (2, "optimizer", "0.group.0:lr", 1)),
+    ("on_after_backward", change_a_moment, dict, (2, "optimizer", "0.exp_avg.layers.0.weight", 1)),
+    ("validation_step", validate_others, dict, (5, "op", "(model)::aten.add.Tensor", 0)),
+]
+
+
+@pytest.mark.parametrize(("hook", "change", "words", "expected"), CHANGES)
+def test_a_change_shows_at_its_step_and_name(fit, hook, change, words, expected):
     ledgers = []
     for faulty in (False, True):
-        model = make_model(on_train_batch_end=end)
+        model = make_model(**{hook: change})
         model.faulty = faulty
-        precision = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
-        ledgers.append(fit(model=model, probes="all", trainer_plugins=[precision]))
+        ledgers.append(fit(model=model, probes="all", **words()))
     found = compare_ledgers(*ledgers).ranks[0].divergence
-    assert (found.step, found.kind, found.name) == (3, "optimizer", "scaler.scale")
-
-
-@pytest.mark.parametrize("name", ["0.exp_avg.layers.0.weight", "0.group.0:lr"])
-def test_what_changes_an_optimizer_within_a_step_is_met_before_the_weights(fit, name):
-    """Otherwise it would be a difference of the next step's weights."""
-
-    def change(self):
-        if self.faulty and self.trainer.global_step == 2:
-            optimizer = self.optimizers().optimizer
-            if name.endswith("lr"):
-                optimizer.param_groups[0]["lr"] *= 2
-            else:
-                optimizer.state[self.layers[0].weight]["exp_avg"].view(-1)[0] += 1
-
-    ledgers = []
-    for faulty in (False, True):
-        model = make_model(on_after_backward=change)
-        model.faulty = faulty
-        ledgers.append(fit(model=model, probes="all"))
-    found = compare_ledgers(*ledgers).ranks[0].divergence
-    assert (found.step, found.kind, found.name, found.call) == (2, "optimizer", name, 1)
-
-
-def test_a_validation_is_probed_as_part_of_the_step_before_it(fit):
-    def step(self, batch, batch_idx):
-        images = batch[0] + (1 if self.faulty and batch_idx == 1 else 0)
-        self.log("val_loss", nn.functional.cross_entropy(self.layers(images), batch[1]))
-
-    ledgers = []
-    for faulty in (False, True):
-        model = make_model(validation_step=step)
-        model.faulty = faulty
-        ledgers.append(fit(model=model, probes="all"))
-    found = compare_ledgers(*ledgers).ranks[0].divergence
-    assert (found.epoch, found.step, found.batch) == (0, 5, VALIDATION + 1)
-    assert (found.kind, found.name) == ("op", "(model)::aten.add.Tensor")
-    assert "batch 1 of the validation" in describe_place([found])
+    assert (found.step, found.kind, found.name, found.call) == expected
+    if hook == "validation_step":
+        assert (found.epoch, found.batch) == (0, VALIDATION + 1)
+        assert "batch 1 of the validation" in describe_place([found])
 
 
 def test_a_pattern_that_fits_nothing_is_named(fit):

@@ -32,7 +32,6 @@ class Watch(Callback):
         self.seen.append((*place, sorted(self.bar.get_metrics(trainer, module))))
 
 
-@pytest.mark.usefixtures("new_process")
 @pytest.mark.parametrize("kind", [TQDMProgressBar, RichProgressBar])
 def test_a_progress_bar_stays_whole(kind, tmp_path, capfd):
     def run(*ours):

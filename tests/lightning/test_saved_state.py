@@ -1,7 +1,7 @@
 """The state in a checkpoint comes back as it was, or an error says what is wrong with it."""
 
 import io
-from dataclasses import fields, replace
+from dataclasses import fields
 
 import pytest
 import torch
@@ -74,17 +74,6 @@ def test_comes_back_as_it_was():
         SavedResult,
     }
     assert checkpoint["callbacks"][KEY].keys() == {field.name for field in fields(SavedState)}
-
-
-def test_the_state_of_a_rank():
-    assert STATE.of_rank(0, 2, None) is RANK
-    for rank, world in ((0, 3), (2, 2)):
-        assert STATE.of_rank(rank, world, None) == SavedRank()
-
-
-def test_untrained():
-    assert not STATE.is_untrained
-    assert replace(STATE, ranks=[SavedRank()] * 2).is_untrained
 
 
 @pytest.mark.parametrize(

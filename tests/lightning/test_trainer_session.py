@@ -8,12 +8,11 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 from trainings import QUIET, make_loader, make_model
 
-from lightning_d9m import DeterminismCallback, DriftError, deterministic, enable
+from lightning_d9m import DeterminismCallback, DriftError, SettingError, deterministic, enable
 from lightning_d9m.control import session
 from lightning_d9m.ledger.folder import read_ledger
 from lightning_d9m.lightning import callback
-
-pytestmark = pytest.mark.usefixtures("unseeded", "new_process")
+from lightning_d9m.lightning.trainer_session import resolve_settings
 
 
 def test_settings_left_at_their_default_are_those_of_the_active_session(fit):
@@ -25,6 +24,13 @@ def test_settings_left_at_their_default_are_those_of_the_active_session(fit):
     assert (settings["patch_ops"], settings["unpatched_ops"]) == (True, "histc")
     assert settings["fill_uninitialized_memory"] is False
     assert (settings["threads"], other["threads"]) == (1, 2)
+
+
+def test_patches_of_the_session_cannot_be_refused_by_a_run():
+    with enable(patch_ops=True):
+        assert resolve_settings({}).patch_ops
+        with pytest.raises(SettingError, match=r"enable\(\) has patched the operations already"):
+            resolve_settings({"patch_ops": False})
 
 
 def test_a_fit_in_a_session_is_the_same_wherever_in_a_sweep_it_comes(fit):

@@ -25,3 +25,13 @@ def check():
 def edge_cases(check):
     """Return the module of cases."""
     return sys.modules["edge_cases"]
+
+
+@pytest.fixture
+def kinds(edge_cases):
+    """Return one case of each op and edge; ``benchmarks/check_edge_cases.py`` runs all.
+
+    They are new for each test: a case may resize the tensor that it gives as ``out=``.
+    """
+    cases = reversed(edge_cases.list_cases())  # the first one of each kind stays
+    return [*{(case.op, case.edge): case for case in cases}.values()]

@@ -1,11 +1,10 @@
-"""Ops that write in place: parts of one storage, and the cost of an update."""
+"""Ops that write in place: parts of one storage, and sums that are cut into slices."""
 
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_d9m.patches import exact_sums
 from lightning_d9m.patches.kernels import separable
@@ -29,49 +28,6 @@ def test_parts_of_one_storage_that_do_not_meet_are_taken(name: str) -> None:
     expected = APART[name](torch.arange(1.0, 7))
     with patches_applied("CPU"):
         assert torch.equal(APART[name](torch.arange(1.0, 7)), expected)
-
-
-class Largest(TorchDispatchMode):
-    """Remembers the most elements of a tensor that an op returned."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for part in result if isinstance(result, tuple) else (result,):
-            if isinstance(part, Tensor) and not func.is_view and not func._schema.is_mutable:
-                self.elements = max(self.elements, part.numel())
-        return result
-
-
-FEW: dict[str, Callable[[Tensor], object]] = {
-    "index_add_": lambda x: x.index_add_(0, INDEX, torch.ones(3)),
-    "scatter_add_": lambda x: x.scatter_add_(0, INDEX, torch.ones(3)),
-    "scatter_": lambda x: x.scatter_(0, INDEX, torch.ones(3), reduce="multiply"),
-    "scatter_reduce_": lambda x: x.scatter_reduce_(0, INDEX, torch.ones(3), "prod"),
-    "index_reduce_": lambda x: x.index_reduce_(0, INDEX, torch.ones(3), "mean"),
-    "index_put_": lambda x: x.index_put_((INDEX,), torch.ones(3), accumulate=True),
-    "put_": lambda x: x.put_(INDEX, torch.ones(3)),
-}
-
-
-@pytest.mark.filterwarnings(LEGACY)
-@pytest.mark.parametrize("name", FEW)
-def test_the_cost_is_that_of_the_update(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three values into 100,000 places: no tensor of more than a few elements is made."""
-    from lightning_d9m.patches import registration
-
-    watch = Largest()
-    run = registration.Kernel.__call__
-
-    def watched(self, *args, **kwargs):
-        with watch:
-            return run(self, *args, **kwargs)
-
-    monkeypatch.setattr(registration.Kernel, "__call__", watched)
-    with patches_applied("CPU"):
-        FEW[name](torch.ones(100_000))
-    assert 0 < watch.elements < 100
 
 
 def test_torch_ops_work_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:

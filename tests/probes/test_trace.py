@@ -2,7 +2,6 @@
 
 from collections import OrderedDict, deque, namedtuple
 from dataclasses import dataclass
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -150,24 +149,6 @@ def test_a_batch_with_many_places_is_written_in_parts():
     sizes = [len(r["digests"]) // 16 for r in records if r["kind"] == "probes"]
     assert sizes == [RECORD_PLACES, 10]
     assert tuple(records[2]["places"][0]) == ("op", "a", RECORD_PLACES)
-
-
-def test_short_batches_are_written_together(monkeypatch):
-    """Nothing waits longer than a tenth of a second, the end, or who wants it written."""
-    now = SimpleNamespace(time=7.0)
-    clock = SimpleNamespace(monotonic=lambda: now.time)
-    monkeypatch.setattr("lightning_d9m.probes.trace.time", clock)
-    records, written = [], []
-    probes = ProbeCollector(lambda record: records.append(record.as_record()))
-    for batch, now.time in enumerate((7.0, 7.04, 7.08, 7.11, 7.12, 7.13)):
-        probes.begin(ProbePoint(0, batch, batch))
-        probes.add("output", "a", torch.full((2,), float(batch)))
-        probes.end()
-        written.append(len(records))
-    assert written == [2, 2, 2, 5, 5, 5]
-    probes.catch_up()
-    assert [r["batch"] for r in records[1:]] == [*range(6)]
-    assert hexed(records[3])[:32] == digest(torch.full((2,), 2.0))
 
 
 def test_outside_batches_and_when_paused_nothing_is_taken():

@@ -1,7 +1,7 @@
 """Programs whose steps change state, on one of several processes; see test_state.py.
 
-Usage: logical_state.py FOLDER, which trains with four logical ranks, and on four processes with
-plain DDP, too.
+Usage: logical_state.py FOLDER, which trains with four logical ranks; on four processes, with plain
+DDP.
 """
 
 import json
@@ -330,11 +330,12 @@ def main():
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     found = {"error": find_error(folder)} if PROCESSES < 4 else {}
     for name, program in PROGRAMS.items():
-        found[name] = fit(program(), DDPDeterministicStrategy(logical_ranks=4), folder)
+        if PROCESSES < 4:
+            found[name] = fit(program(), DDPDeterministicStrategy(logical_ranks=4), folder)
         # Of these each process of DDP trains another.
-        if PROCESSES == 4 and name not in {"Steered", "Drawing"}:
+        elif name not in {"Steered", "Drawing"}:
             model = program(dense=True) if program is Graph else program()
-            found[f"{name} under DDP"] = fit(model, "ddp", folder)
+            found[name] = fit(model, "ddp", folder)
     (folder / f"state-{PROCESSES}-{RANK}.json").write_text(json.dumps(found))
 
 

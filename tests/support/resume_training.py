@@ -1,9 +1,9 @@
 """One process of a training that is interrupted and resumed.
 
-Usage: resume_training.py FOLDER STRATEGY WHAT..., each of WHAT "straight", "interrupted" (saved in
-the middle of an epoch, between two micro-batches, and ended there), "killed" (by the system, some
-batches after the checkpoint), "terminated" or "asked" (to end, by SIGTERM or SIGINT) or "resumed";
-with "+workers" after it, two workers that live for the whole run load the batches.
+Usage: resume_training.py FOLDER STRATEGY WHAT..., each of WHAT "straight", "killed" (by the system,
+some batches after a checkpoint between two micro-batches), "terminated" or "asked" (to end, by
+SIGTERM or SIGINT) or "resumed"; with "+workers" after it, two workers that live for the whole run
+load the batches.
 """
 
 import os
@@ -27,10 +27,6 @@ world = int(os.environ.get("WORLD_SIZE") or os.environ.get("HOROVOD_SIZE") or 1)
 SIGNALS = {"terminated": signal.SIGTERM, "asked": signal.SIGINT}
 
 
-class Ended(Exception):  # noqa: N818 - no error
-    """Ends a run before its time."""
-
-
 class Ending(L.Callback):
     """Saves a checkpoint in the middle of an epoch, and ends the run in some way."""
 
@@ -43,8 +39,6 @@ class Ending(L.Callback):
                 os.kill(os.getpid(), SIGNALS[self.how])
                 return
             trainer.save_checkpoint(checkpoint)
-            if self.how == "interrupted":
-                raise Ended
         if trainer.current_epoch == 1 and batch_idx == 4 and self.how == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -88,10 +82,7 @@ def main():
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     for what in whats:
-        try:
-            trainer = fit(what)
-        except Ended:
-            continue
+        trainer = fit(what)
     if trainer.is_global_zero:
         # A script that saves on one rank at its end: whatever is ours waits for nobody.
         saved = trainer._checkpoint_connector.dump_checkpoint()

@@ -1,9 +1,9 @@
 """One rank of trainings under strategies and precisions; see lightning/test_strategies.py.
 
 ``python strategy_training.py FOLDER CELL...`` runs each cell: the same training twice, with probes,
-the second one with patched operations; with a fault on one rank; resumed from the first one's
-checkpoints; and those of ``d9m locate``. Of the cells in ``LAUNCHED`` this is the process
-that starts two ranks for each training.
+the second one with patched operations; resumed from a checkpoint of the first one, with a fault on
+one rank; and those of ``d9m locate``. Of the cells in ``LAUNCHED`` this is the process that starts
+two ranks for each training.
 """
 
 import json
@@ -27,7 +27,6 @@ from torch.distributed import fsdp
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
-    CPUOffload,
     CPUOffloadPolicy,
     FullOptimStateDictConfig,
     FullStateDictConfig,
@@ -330,18 +329,21 @@ HYBRID = "fsdp1, hybrid"
 FULL = ("fsdp1", "fsdp2", "tp", "tp, 4 ranks", "hsdp", "fsdp2 and tp")
 # In these `d9m locate` finds the fault.
 LOCATED = (
-    *(f"single device{kind}" for kind in ("", ", bf16-true", ", float8", ", compiled module")),
-    *("ddp", "ddp_spawn", "ddp_d9m, logical ranks", "horovod_d9m"),
-    *("fsdp1", "fsdp1, flat parameters", "fsdp2", "tp", "hsdp", "fsdp2 and tp"),
+    *("single device", "single device, compiled module", "ddp", "ddp_d9m, logical ranks"),
+    *("fsdp1", "fsdp2", "tp"),
 )
 # In these an operation races, too.
-RACING = ("ddp", "fsdp1", "fsdp2", "tp")
+RACING = ("ddp", "fsdp2")
+# In these a rank changes a copy that it has with others.
+COPIES = ("ddp", "horovod", "hsdp", "fsdp1, hybrid")
+# Strategies that divide the weights refuse replays.
+REFUSED = ("fsdp1", "fsdp2", "tp")
 # In these a rank drifts apart in every run.
 DRIFTING = ("ddp", "tp")
 COPIED = "layers.3.bias"  # each rank of tensor parallelism has it
 VARIABLES = ("CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO")
-SHORT = {"max_epochs": 2, "limit_train_batches": 3, "limit_val_batches": 1}
 SHORTEST = {"max_epochs": 1, "limit_train_batches": 2, "limit_val_batches": 0}
+SHORT = SHORTEST | {"max_epochs": 2, "limit_val_batches": 1, "num_sanity_val_steps": 0}
 
 
 class ErrorKeepingCallback(DeterminismCallback):
@@ -463,22 +465,6 @@ def list_outcomes(folder, cell, name, **words):
     return [None] * (len(errors) if cell in LAUNCHED else 1)
 
 
-def pin_offloaded():
-    """Return what torch says of offloaded parameters in pinned memory, of both kinds of FSDP."""
-    own, pinned = torch.device("cpu"), CPUOffload(offload_params=True)
-    mesh, policy = init_device_mesh("cpu", (WORLD,)), CPUOffloadPolicy()
-    found = []
-    for shard in (
-        partial(FullyShardedDataParallel, device_id=own, cpu_offload=pinned),
-        partial(fully_shard, mesh=mesh, offload_policy=policy),
-    ):
-        try:
-            shard(nn.Linear(2, 2))(torch.ones(1, 2))
-        except RuntimeError as error:
-            found.append(str(error))
-    return found
-
-
 def locate_fault(folder, cell, fault, name="located"):
     """Locate a fault that one rank has in each second run, or in all; return what is printed."""
 
@@ -491,12 +477,10 @@ def locate_fault(folder, cell, fault, name="located"):
 
 
 def find_more(folder, cell, last):
-    """Locate the faults of a cell on its last rank, and pin its offloaded parameters."""
+    """Locate the faults of a cell on its last rank."""
     found = {}
     if cell in LOCATED:
         found["located"] = locate_fault(folder, cell, Fault(last, epoch=0, batch=0))
-    if "offload" in CELLS[cell].layout:
-        found["pinned"] = pin_offloaded()
     if cell in RACING:
         race, name = Fault(last, races=True), "located op"
         found[name] = locate_fault(folder, cell, race, name)
@@ -527,22 +511,24 @@ def run(folder, cell):
             attempt("second", **compared, patched=True, seed=None)
             fit(folder, cell, "next", seed=None)
     else:
-        attempt("second", **compared, patched=True)
+        full = {"saves": True, "full": True} if cell in FULL else {}
+        attempt("second", **compared, patched=True, **full)
     last = max(WORLD, CELLS[cell].devices) - 1
-    attempt("fault", fault=Fault(last), **compared)
-    if last:
-        attempt("fault without reference", fault=Fault(last))
+    resumed = {"resume_from": folder / "checkpoints" / "step=1.ckpt", **compared}
+    if cell == HYBRID:
+        attempt("refused", **resumed)
+        resumed = compared
+    attempt("fault", fault=Fault(last), **resumed)
+    short = {"limits": SHORTEST}
+    if cell.startswith(COPIES):
+        attempt("fault without reference", fault=Fault(last, epoch=0), **short)
     if "tp" in CELLS[cell].layout:
-        attempt("fault of a copy", fault=Fault(last, name=COPIED))
-    if not replay:
-        attempt("replayed", replay_every=2)
-    # The second ends an epoch of four ranks.
-    for step in (1, 2) if cell in ("hsdp", "fsdp2 and tp", HYBRID) else (1,):
-        path = folder / "checkpoints" / f"step={step}.ckpt"
-        attempt(f"resumed at {step}", resume_from=path, **compared)
+        attempt("fault of a copy", fault=Fault(last, epoch=0, name=COPIED), **short)
+    if cell in REFUSED:
+        attempt("replayed", replay_every=2, **short)
     if cell in FULL:
-        attempt("full", saves=True, full=True)
-        path = folder / "full checkpoints" / "step=1.ckpt"
+        # The second step ends an epoch of four ranks.
+        path = folder / "full checkpoints" / f"step={WORLD // 2}.ckpt"
         attempt("resumed from full", resume_from=path, full=True, **compared)
     found[0] |= find_more(folder, cell, last)
     return found

@@ -2,7 +2,6 @@
 
 import random
 import tempfile
-import time
 import warnings
 
 import numpy as np
@@ -26,7 +25,6 @@ from lightning_d9m.control.data.data_state import (
     list_unsaved,
 )
 from lightning_d9m.control.data.loaders import LoaderControl
-from lightning_d9m.control.data.resumable_sampler import find_loader_problems
 from lightning_d9m.state.state import digest_value
 
 
@@ -57,26 +55,6 @@ class Part(Dataset):
         return torch.tensor(float(index))
 
 
-def count_in_class(part):
-    Part.total += 1
-
-
-# The property tests of `Changes` have other values.
-SAVED = {
-    "a number": lambda part: setattr(part, "count", 3),
-    "a long list that is shuffled": lambda part: part.files.reverse(),
-    "a dict in a long list": lambda part: part.notes[7]["boxes"][0].append(1),
-    "a tensor without a version": lambda part: part.table.data.add_(1),
-    "an entry": lambda part: part.cache.__setitem__("a", [torch.ones(2)]),
-    "a buffer": lambda part: part.augment.running_mean.add_(1),
-    "a variable of the class": count_in_class,
-}
-AROUND = {
-    "alone": lambda part: part,
-    "a subset of parts": lambda part: Subset(ConcatDataset([Part(), part]), [0, 9]),
-}
-
-
 @pytest.fixture(autouse=True)
 def fresh():
     Part.total = 0
@@ -84,22 +62,6 @@ def fresh():
 
 def watch(dataset, collate=None):
     return DataState({"dataset": dataset, "collate_fn": collate})
-
-
-@pytest.mark.parametrize("wrap", AROUND.values(), ids=AROUND)
-@pytest.mark.parametrize("change", SAVED.values(), ids=SAVED)
-def test_each_kind_of_state_is_restored_in_a_new_dataset(change, wrap):
-    part, other = Part(), Part()
-    state, restored = watch(wrap(part)), watch(wrap(other))
-    assert state.capture() == {}
-    change(part)
-    captured = state.capture()
-    fresh.__wrapped__()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        restored.restore_data(captured)
-    assert list(restored.capture()) == list(captured) == ["data"]
-    assert repr(restored.capture()) == repr(captured)
 
 
 def open_file(part):
@@ -223,63 +185,6 @@ def test_state_of_a_loader_of_the_program_is_named_and_not_refused(make):
     control.release()
     assert not list_unsaved(captured)
     assert [path.endswith("loader.count") for path in list_logged(captured)] == [True]
-
-
-class Reading(Part):
-    """Changes in a worker as it is read."""
-
-    def __init__(self, change):
-        super().__init__()
-        self.change = change
-
-    def __getitem__(self, index):
-        self.change(self)
-        return super().__getitem__(index)
-
-
-def count(part):
-    part.count += 1
-
-
-def count_late(part):
-    part.calls = getattr(part, "calls", 0) + 1
-
-
-def collect(part):
-    part.seen.append(1)
-
-
-def open_once(part):
-    part.file = part.file or tempfile.TemporaryFile()  # noqa: SIM115 - as a dataset does
-
-
-def keep(part):
-    part.cache[len(part.cache)] = torch.zeros(2)
-
-
-def keep_the_last(part):
-    part.cache[time.monotonic_ns()] = b"read"
-    if len(part.cache) > 1:
-        del part.cache[next(iter(part.cache))]
-
-
-WITHIN_WORKERS = {count: "count", count_late: "calls", collect: "seen", count_in_class: "total"}
-
-
-@pytest.mark.parametrize("change", [*WITHIN_WORKERS, open_once, keep, keep_the_last])
-def test_what_reading_changes_in_a_worker_is_named(change):
-    control = LoaderControl(1, fit=0, rank=0, per_sample_rng=False)
-    loader = control.wrap_loader(DataLoader(Reading(change), 2, num_workers=1), "train")
-    control.start_epoch("train", 0)
-    assert not find_loader_problems(loader, within=True)
-    list(loader)
-    problems = find_loader_problems(loader, within=True)
-    assert not find_loader_problems(loader, within=False)  # each epoch begins with new workers
-    control.release()
-    name = WITHIN_WORKERS.get(change)
-    assert len(problems) == bool(name)
-    if name:
-        assert f".{name} in its workers" in problems[0]
 
 
 class Own:

@@ -64,28 +64,6 @@ def test_ranks_share_out_one_order(name):
     assert (found(0) == found(0, seed=2)) == name.endswith("in order")
 
 
-class Turning(SequentialSampler):
-    """A user's own sampler, which is told the epoch."""
-
-    turn = 0
-
-    def set_epoch(self, epoch):
-        self.turn = epoch
-
-    def __iter__(self):
-        return iter([(index + self.turn) % SIZE for index in range(SIZE)])
-
-
-@pytest.mark.parametrize("wrap", [False, True], ids=["sampler", "batch sampler"])
-def test_a_users_sampler_is_told_the_epoch_before_the_iterator_is_made(wrap):
-    sampler = Turning(range(SIZE))
-    if wrap:
-        loader = DataLoader(Draws(), batch_sampler=BatchSampler(sampler, 3, drop_last=False))
-    else:
-        loader = make(shuffle=False, sampler=sampler)
-    assert [epoch[0] for epoch in order(epochs(loader, start=4))] == [4, 5]
-
-
 class Peculiar(RandomSampler):
     """A sampler with a generator of NumPy's, or one that cannot be set."""
 

@@ -143,33 +143,6 @@ def test_a_loader_that_is_iterated_again_within_an_epoch_draws_anew(workers):
     assert found() == (first, second)
 
 
-class Shard(IterableDataset):
-    """The stream of torch's documentation, which a worker's function cuts."""
-
-    def __init__(self):
-        self.start, self.end = 0, SIZE
-
-    def __iter__(self):
-        return iter(range(self.start, self.end))
-
-
-def cut(worker):
-    dataset = get_worker_info().dataset
-    half = SIZE // 2
-    dataset.start, dataset.end = worker * half, (worker + 1) * half
-
-
-@pytest.mark.parametrize("workers", WORKERS, ids=["workers", "persistent"])
-def test_a_worker_function_that_sets_attributes_reaches_the_users_dataset(workers):
-    loader = DataLoader(Shard(), worker_init_fn=cut, **workers)
-    control = LoaderControl(1, fit=0, rank=0, per_sample_rng=False)
-    control.wrap_loader(loader, "train")
-    for epoch in range(2):
-        control.start_epoch("train", epoch)
-        assert sorted(map(int, loader)) == list(range(SIZE))
-    control.release()
-
-
 @pytest.fixture
 def spawned_quickly(monkeypatch, forking_python):
     """Let ``spawn`` and ``forkserver`` start a Python that has imported torch."""

@@ -47,7 +47,6 @@ def test_lightning_does_not_log_that_it_adds_the_callback(asked, caplog):
     del asked
 
 
-@pytest.mark.usefixtures("unseeded")
 def test_variables_that_the_programs_own_callback_does_not_take_are_said(asked, tmp_path):
     asked.setenv("LIGHTNING_D9M_ON_DRIFT", "warn")
     asked.setenv("LIGHTNING_D9M_THREADS", "1")
@@ -111,7 +110,6 @@ def test_nothing_is_added_when_nothing_is_asked(monkeypatch, value):
     assert entry_points.make_lightning_callbacks() == []
 
 
-@pytest.mark.usefixtures("unseeded")
 def test_a_seed_that_nobody_chose_gives_way_to_seed_everything(asked, monkeypatch):
     """Two runs with other seeds must not draw the same order of samples."""
     with enable(seed=0) as session:

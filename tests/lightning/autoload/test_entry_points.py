@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from lightning_d9m.cli.main import main
 from lightning_d9m.ledger.folder import list_fits, read_ledger
 
 PROJECT = Path(__file__).parents[2] / "support" / "autoload_training.py"
@@ -187,11 +186,3 @@ def test_torch_alone_is_seeded_too(tmp_path, forking_python):
     code = "import torch; print(torch.initial_seed(), torch.are_deterministic_algorithms_enabled())"
     done, _ = run("-c", code, folder=tmp_path, python=forking_python, LIGHTNING_D9M_SEED="7")
     assert done.stdout.split() == ["7", "True"]
-
-
-def test_repeat_of_a_project_that_never_mentions_us(tmp_path, monkeypatch, capsys, forking_python):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("LIGHTNING_D9M", raising=False)
-    command = [forking_python, str(PROJECT), "lightning.pytorch", "first"]
-    assert main(["repeat", "-n", "2", "--", *command]) == 0
-    assert "equal: the fits of 2 runs agree bit for bit" in capsys.readouterr().out

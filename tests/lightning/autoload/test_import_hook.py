@@ -44,17 +44,3 @@ def test_acts_at_once_when_it_is_imported_already(module):
     seen = []
     call_after_import(module, lambda: seen.append(1))
     assert seen == [1]
-
-
-def test_a_module_that_does_not_exist_is_still_not_found(module):
-    call_after_import("no_such_module_at_all", lambda: None)
-    with pytest.raises(ModuleNotFoundError):
-        importlib.import_module("no_such_module_at_all")
-    del module
-
-
-def test_other_modules_are_left_alone(module):
-    seen = []
-    call_after_import("another_module", lambda: seen.append(1))
-    importlib.import_module(module)
-    assert seen == []

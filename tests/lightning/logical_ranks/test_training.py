@@ -1,4 +1,4 @@
-"""Trainings on 1 to 4, 5 and 8 processes have the same ledgers with logical ranks."""
+"""Trainings on 1, 2, 3 and 8 processes have the same ledgers with logical ranks."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ from lightning_d9m import compare, read_ledger
 from lightning_d9m.ledger.format.records import Digests, Evaluation
 
 SCRIPT = Path(__file__).parents[2] / "support" / "logical_trainings.py"
-COUNTS = (1, 2, 3, 4, 5, 8)
+COUNTS = (1, 2, 3, 8)
 VARIANTS = ("workers", "drop_last", "branches", "accumulated", "scaler")
 
 
@@ -66,9 +66,9 @@ def test_the_whole_ledger_is_the_same_on_every_number_of_processes(folder, net, 
 
 def test_up_to_eight_processes_train(folder):
     runs = {
-        ranks: sorted(run.name for run in (folder / f"mlp {ranks}").iterdir()) for ranks in (6, 8)
+        ranks: sorted(run.name for run in (folder / f"mlp {ranks}").iterdir()) for ranks in (2, 8)
     }
-    assert runs == {6: ["1", "2", "3", "4", "5"], 8: ["1", "2", "3", "4", "5", "8"]}
+    assert runs == {2: ["1", "2"], 8: ["1", "2", "3", "8"]}
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -100,7 +100,7 @@ def found(folder):
     """Return what each rank found in trainings that callbacks steer, by number of processes."""
     return {
         count: [json.loads((folder / f"found-{count}-{n}.json").read_text()) for n in range(count)]
-        for count in (1, 2, 3)
+        for count in (1, 2)
     }
 
 
@@ -139,5 +139,5 @@ def test_every_sample_is_predicted_once_and_alike(found):
 
 @pytest.mark.parametrize("training", ["steered", "swa", "mean"])
 def test_the_ledgers_of_steered_trainings_agree(folder, training):
-    runs = [folder / training / str(count) for count in (1, 2, 3)]
-    assert all(compare(runs[0], run).equal for run in runs[1:])
+    runs = [folder / training / str(count) for count in (1, 2)]
+    assert compare(*runs).equal

@@ -5,12 +5,11 @@ import pytest
 import torch
 from trainings import QUIET, make_loader, make_model
 
-from lightning_d9m import DeterminismCallback, SettingError
+from lightning_d9m import DeterminismCallback
 from lightning_d9m.hashing.digest import digest_value
 from lightning_d9m.ledger.folder import read_ledger
 
 pytestmark = [
-    pytest.mark.usefixtures("unseeded", "new_process"),
     pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers"),
 ]
 
@@ -47,9 +46,3 @@ def test_control_off_seeds_and_records_but_switches_nothing(
     assert digest_value(dict(off.named_parameters())) == digest_value(dict(on.named_parameters()))
     ledgers = [read_ledger(tmp_path / arm) for arm in ("off", "on")]
     assert [ledger.header.settings.get("control") for ledger in ledgers] == ["off", None]
-
-
-def test_a_value_that_is_neither(monkeypatch):
-    monkeypatch.setenv("LIGHTNING_D9M_CONTROL", "no")
-    with pytest.raises(SettingError, match="'no'; allowed: on or off"):
-        DeterminismCallback()

@@ -12,7 +12,6 @@ from lightning_d9m import DeterminismCallback, Recorder, deterministic
 from lightning_d9m.hashing.digest import digest_value
 from lightning_d9m.lightning.recording.trainer_recorder import TrainerRecorder
 
-pytestmark = pytest.mark.usefixtures("unseeded", "new_process")
 BATCHES = (4, 8)
 
 

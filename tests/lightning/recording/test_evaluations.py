@@ -11,7 +11,6 @@ from lightning_d9m.ledger.folder import list_evaluations, list_fits, read_ledger
 from lightning_d9m.ledger.format.records import Evaluation
 
 pytestmark = [
-    pytest.mark.usefixtures("unseeded", "new_process"),
     pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers"),
 ]
 

@@ -14,7 +14,6 @@ def list_lines(caplog):
     return [record.message for record in caplog.records if "d9m:" in record.message]
 
 
-@pytest.mark.usefixtures("new_process")
 @pytest.mark.parametrize(("bar", "summary"), [(True, True), (False, True), (True, False)])
 def test_one_line_when_a_fit_ends_with_and_without_a_progress_bar(
     tmp_path, caplog, monkeypatch, bar, summary
@@ -38,7 +37,6 @@ def test_one_line_when_a_fit_ends_with_and_without_a_progress_bar(
     assert list_lines(caplog) == [line] * summary
 
 
-@pytest.mark.usefixtures("new_process")
 def test_the_line_of_a_second_fit_says_that_it_draws_other_numbers(tmp_path, caplog):
     words = QUIET | {"enable_progress_bar": True, "max_epochs": 1}
 

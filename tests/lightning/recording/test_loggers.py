@@ -8,8 +8,6 @@ import yaml
 from lightning.pytorch import loggers
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-pytestmark = pytest.mark.usefixtures("unseeded", "new_process")
-
 
 def test_csv(fit, tmp_path):
     reference = fit().path

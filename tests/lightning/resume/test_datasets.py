@@ -14,7 +14,6 @@ from trainings import NoisyDigits
 from lightning_d9m import InexactResumeError
 
 pytestmark = [
-    pytest.mark.usefixtures("unseeded", "new_process"),
     pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__`:UserWarning"),
     pytest.mark.filterwarnings("ignore:Your `val_dataloader`'s sampler has shuffling:UserWarning"),
 ]

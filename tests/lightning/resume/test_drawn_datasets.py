@@ -7,11 +7,9 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningDataModule
-from resuming import Fits, evidence
+from resuming import evidence
 from torch.utils.data import DataLoader, Subset
 from trainings import NoisyDigits
-
-pytestmark = pytest.mark.usefixtures("unseeded", "new_process")
 
 
 class DrawnDigits(LightningDataModule):
@@ -42,14 +40,13 @@ class DrawingCallback(Callback):
 
 
 @pytest.mark.parametrize("every", [0, 1, 2], ids="reloaded every {}".format)
-def test_a_resumed_run_draws_the_same_data(tmp_path, new_process, every):
+def test_a_resumed_run_draws_the_same_data(fits, every):
     places = [{"epoch": 1, "batch": 2}, {"hook": "on_train_epoch_end"}]
     run = {"datamodule": DrawnDigits, "reload_dataloaders_every_n_epochs": every, "max_epochs": 4}
-    Fits(tmp_path, new_process).check(*places, **run)
+    fits.check(*places, **run)
 
 
-def test_validation_data_do_not_depend_on_the_sanity_check(tmp_path, new_process):
-    fits = Fits(tmp_path, new_process)
+def test_validation_data_do_not_depend_on_the_sanity_check(fits):
     run = partial(fits.fit, datamodule=DrawnDigits, callbacks=lambda: [DrawingCallback()])
     expected = evidence(run(num_sanity_val_steps=2))
     drawn = fits.trainer.datamodule.drawn
@@ -59,8 +56,7 @@ def test_validation_data_do_not_depend_on_the_sanity_check(tmp_path, new_process
     assert fits.trainer.datamodule.drawn == drawn
 
 
-def test_each_stage_and_each_reload_draws_other_data(tmp_path, new_process):
-    fits = Fits(tmp_path, new_process)
+def test_each_stage_and_each_reload_draws_other_data(fits):
     fits.fit(datamodule=DrawnDigits, reload_dataloaders_every_n_epochs=1)
     drawn = fits.trainer.datamodule.drawn
     firsts = [samples[0:8] for stage in drawn.values() for samples in stage]
@@ -68,8 +64,7 @@ def test_each_stage_and_each_reload_draws_other_data(tmp_path, new_process):
     assert len({tuple(first) for first in firsts}) == 6
 
 
-def test_each_seed_and_each_fit_draws_other_data(tmp_path, new_process):
-    fits = Fits(tmp_path, new_process)
+def test_each_seed_and_each_fit_draws_other_data(fits):
     fits.fit(datamodule=DrawnDigits, words={"seed": 3})
     first = fits.trainer.datamodule.drawn
     fits.fit(datamodule=DrawnDigits, words={"seed": 4})

@@ -5,13 +5,12 @@ import torch
 from lightning.pytorch import callbacks
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import CSVLogger
-from resuming import Fits, agree, make_saver
+from resuming import agree, make_saver
 from trainings import make_model
 
 from lightning_d9m import InexactResumeError
 
 pytestmark = [
-    pytest.mark.usefixtures("unseeded", "new_process"),
     pytest.mark.filterwarnings("ignore::UserWarning"),
 ]
 
@@ -22,11 +21,6 @@ PLACES = [
     {"hook": "on_validation_end", "batch": 6},
     {"hook": "on_train_epoch_end", "batch": 6},
 ]
-
-
-@pytest.fixture
-def fits(tmp_path, new_process):
-    return Fits(tmp_path, new_process)
 
 
 class Finetuning(callbacks.BaseFinetuning):

@@ -12,49 +12,23 @@ from lightning.pytorch.callbacks import (
     ModelCheckpoint,
     ModelPruning,
 )
-from resuming import DrawingDigits, Fits, agree, in_order, stream
-from torch.utils.data import DataLoader, IterableDataset, default_collate
+from resuming import DrawingDigits, agree, in_order, stream
+from torch.utils.data import DataLoader, IterableDataset
 from trainings import QUIET, NoisyDigits, make_loader, make_model
 
 from lightning_d9m import DeterminismCallback
 from lightning_d9m.errors import InexactResumeError
 
 pytestmark = [
-    pytest.mark.usefixtures("unseeded", "new_process"),
     pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__`:UserWarning"),
 ]
-
-
-@pytest.fixture
-def fits(tmp_path, new_process):
-    return Fits(tmp_path, new_process)
 
 
 def drawing(**words):
     return DataLoader(DrawingDigits(), batch_size=16, **words)
 
 
-WORKERS = {"num_workers": 1}
-PERSISTENT = WORKERS | {"persistent_workers": True}
 WITHIN, BETWEEN = {"batch": 2, "epoch": 0}, {"hook": "on_train_epoch_end", "epoch": 0, "batch": 6}
-OUT_OF_REACH = {
-    "training, within an epoch": ("loader", WORKERS, WITHIN),
-    "training, by workers that live on": ("loader", PERSISTENT, BETWEEN),
-    "validation, by workers that live on": ("validate", PERSISTENT, BETWEEN),
-}
-
-
-@pytest.mark.parametrize(("part", "words", "place"), OUT_OF_REACH.values(), ids=OUT_OF_REACH)
-def test_generators_in_workers_that_cannot_be_saved_are_named(fits, part, words, place):
-    """The run that goes on is refused, whether it has workers or not."""
-    fits.interrupt(**{part: partial(drawing, **words)}, at=place, max_epochs=2)
-    with pytest.raises(InexactResumeError, match=r"DrawingDigits draws from .* \(dataset\.rng\)"):
-        fits.resume(**{part: drawing}, max_epochs=2)
-
-
-@pytest.mark.parametrize("part", ["loader", "validate"])
-def test_workers_that_end_with_the_epoch_take_none_along(fits, part):
-    fits.check(BETWEEN, **{part: partial(drawing, **WORKERS), "max_epochs": 2})
 
 
 def test_a_validation_whose_loaders_come_later_goes_on(fits):
@@ -103,44 +77,6 @@ def test_a_run_is_resumed_when_nothing_of_its_epoch_is_left(fits, loader):
     """Where a ModelCheckpoint saves by default: after the validation that ends the epoch."""
     places = [{"batch": 6}, {"hook": "on_validation_end", "batch": 6}]
     fits.check(*places, loader=loader, limit_train_batches=6)
-
-
-class RestlessLoader:
-    """A loader of the program that draws its order when it is iterated."""
-
-    def __init__(self):
-        self.digits, self.rng = NoisyDigits(), random.Random(3)
-
-    def draw(self):
-        order = list(range(96))
-        self.rng.shuffle(order)
-        random.shuffle(order)
-        return order
-
-    def __iter__(self):
-        order = self.draw()
-        batches = (order[start : start + 16] for start in range(0, 96, 16))
-        return (default_collate([self.digits[index] for index in batch]) for batch in batches)
-
-    def __len__(self):
-        return 6
-
-
-class RestlessDataLoader(DataLoader):
-    """The same, derived from torch's."""
-
-    def __init__(self):
-        super().__init__(NoisyDigits(), batch_size=16)
-        self.rng = random.Random(3)
-
-    def __iter__(self):
-        moved = self.rng.random() + random.random()
-        return ([image + moved, label] for image, label in super().__iter__())
-
-
-@pytest.mark.parametrize("loader", [RestlessLoader, RestlessDataLoader])
-def test_a_loader_of_the_program_that_draws_goes_on_between_epochs(fits, loader):
-    fits.check(BETWEEN, {**BETWEEN, "epoch": 1}, loader=loader, max_epochs=3)
 
 
 def pruning():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from ledger_runs import find_breaks
-from resuming import Fits, make_saver
+from resuming import make_saver
 from torch import nn
 from torch.utils.data import DataLoader
 from trainings import NoisyDigits, make_model
@@ -11,15 +11,8 @@ from trainings import NoisyDigits, make_model
 from lightning_d9m import InexactResumeError
 from lightning_d9m.lightning.saved_state import SavedState
 
-pytestmark = pytest.mark.usefixtures("unseeded", "new_process")
-
 WITHIN = {"batch": 3}
 WORDS = {"limit_val_batches": 0, "max_epochs": 2}
-
-
-@pytest.fixture
-def fits(tmp_path, new_process):
-    return Fits(tmp_path, new_process)
 
 
 def manual(zero=lambda module: None):

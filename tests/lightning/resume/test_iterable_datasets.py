@@ -6,15 +6,13 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningDataModule
-from lightning.pytorch.utilities import CombinedLoader
-from resuming import Curriculum, DrawingDigits, Fits
+from resuming import Curriculum, DrawingDigits
 from torch.utils.data import DataLoader, IterableDataset
-from trainings import NoisyDigits, make_loader, make_model
+from trainings import NoisyDigits, make_loader
 
 from lightning_d9m.errors import InexactResumeError
 
 pytestmark = [
-    pytest.mark.usefixtures("unseeded", "new_process"),
     pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__` defined:UserWarning"),
     pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning"),  # torchdata's own
 ]
@@ -47,14 +45,6 @@ class StreamWithGenerator(DrawnStream):
 
     def add_noise(self, image, label):
         return image + 0.1 * self.rng.random(), label
-
-
-class WrappingStream(StreamWithGenerator):
-    """The same; its data are in an attribute that wrappers like to call so."""
-
-    def __init__(self):
-        super().__init__()
-        self._dataset = NoisyDigits()
 
 
 class Shuffle:
@@ -124,28 +114,11 @@ class Batches:
         return iter(make_stream())
 
 
-def two_loaders():
-    return CombinedLoader([make_stream(), make_loader()], "min_size")
-
-
-def step_on_two(self, batch, batch_idx):
-    images = batch[0][0] + 0.1 * batch[1][0]
-    loss = torch.nn.functional.cross_entropy(self.layers(images), batch[0][1])
-    self.log("train_loss", loss, batch_size=16)
-    return loss
-
-
 LOADERS = {
     "without a length": make_stream,
-    "with a length": partial(make_stream, SizedStream),
     "with a generator": partial(make_stream, StreamWithGenerator),
-    "one worker": partial(make_stream, num_workers=1),
     "a persistent worker": partial(make_stream, num_workers=1, persistent_workers=True),
-    "a generator and a worker": partial(make_stream, StreamWithGenerator, num_workers=1),
     "counting": partial(make_stream, CountingStream),
-    "counting in a worker": partial(make_stream, CountingStream, num_workers=1),
-    "around other data": partial(make_stream, WrappingStream),
-    "stateful": stateful,
     "stateful with a length": partial(stateful, SizedStream),
     "not torch's": Batches,
 }
@@ -155,18 +128,13 @@ WITHIN = {"epoch": 2, "batch": 3}
 STEPS = {"max_epochs": -1, "max_steps": 18}
 
 
-@pytest.fixture
-def fits(tmp_path, new_process):
-    return Fits(tmp_path, new_process)
-
-
 @pytest.mark.parametrize("name", LOADERS)
 def test_resumes_exactly_at_the_end_of_an_epoch(fits, name):
     places = {"without a length": PLACES[:2], "counting": PLACES[::2]}
     fits.check(*places.get(name, PLACES[:1]), loader=LOADERS[name])
 
 
-@pytest.mark.parametrize("name", ["stateful", "stateful with a length", "without a length"])
+@pytest.mark.parametrize("name", ["stateful with a length", "without a length"])
 def test_resumes_a_run_of_a_number_of_steps_exactly(fits, name):
     fits.check(BETWEEN, loader=LOADERS[name], **STEPS)
 
@@ -181,20 +149,6 @@ def test_a_stream_that_counts_is_resumed_within_an_epoch(fits):
 
 def test_a_stream_whose_epoch_is_set_keeps_what_the_hook_sets(fits):
     fits.check(BETWEEN, loader=partial(make_stream, SetStream), callbacks=lambda: [SetEpoch()])
-
-
-def test_resumes_exactly_with_two_loaders(fits):
-    fits.check(BETWEEN, loader=two_loaders, model=partial(make_model, training_step=step_on_two))
-
-
-def test_numbers_that_persistent_workers_count_cannot_be_resumed(fits):
-    words = {"num_workers": 1, "persistent_workers": True}
-    run = {"loader": partial(make_stream, CountingStream, **words)}
-    fits.interrupt(**run, at=BETWEEN | {"epoch": 0})
-    with pytest.raises(
-        InexactResumeError, match=r"CountingStream changes dataset\.\S+ in its workers"
-    ):
-        fits.resume(**run)
 
 
 class Reloaded(LightningDataModule):
@@ -214,11 +168,6 @@ class Reloaded(LightningDataModule):
 
 
 RELOADED = {"reload_dataloaders_every_n_epochs": 1}
-
-
-@pytest.mark.parametrize("dataset", [DrawnStream, NoisyDigits])
-def test_resumes_exactly_where_loaders_are_reloaded(fits, dataset):
-    fits.check(BETWEEN, datamodule=partial(Reloaded, dataset), **RELOADED)
 
 
 @pytest.mark.parametrize(

@@ -6,20 +6,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, WeightAveraging
-from resuming import Fits
 from torch import nn
 from trainings import make_model
 
 from lightning_d9m import InexactResumeError
 from lightning_d9m.hashing.training_state import ModelTensors
 from lightning_d9m.lightning.resume.program_state import digest_tensors
-
-pytestmark = pytest.mark.usefixtures("unseeded", "new_process")
-
-
-@pytest.fixture
-def fits(tmp_path, new_process):
-    return Fits(tmp_path, new_process)
 
 
 def averaging():

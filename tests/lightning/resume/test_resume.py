@@ -1,6 +1,5 @@
 """A run that is interrupted anywhere and resumed ends at the bits of the uninterrupted one."""
 
-import random
 from functools import partial
 
 import numpy as np
@@ -8,18 +7,10 @@ import pytest
 import torch
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities import CombinedLoader
-from resuming import Curriculum, Fits, OwnOrder, evidence
+from resuming import Curriculum, OwnOrder, evidence
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 from trainings import NoisyDigits, make_loader, make_model
-
-pytestmark = pytest.mark.usefixtures("unseeded", "new_process")
-
-
-@pytest.fixture
-def fits(tmp_path, new_process):
-    return Fits(tmp_path, new_process)
-
 
 WITHIN = {"batch": 2}
 BETWEEN = {"hook": "on_train_epoch_end"}
@@ -129,24 +120,6 @@ class ReloadedAround(Reloaded):
         return CombinedLoader([super().train_dataloader(), own], "min_size")
 
 
-def with_generators():
-    """Return a model whose noise comes from generators of its own."""
-
-    def step(self, batch, batch_idx):
-        noise = torch.rand(64, generator=self.noise) + self.numpy_noise.random()
-        noise = noise + self.legacy.rand() + self.python.random()
-        loss = nn.functional.cross_entropy(self.layers(batch[0] + 0.01 * noise), batch[1])
-        self.log("train_loss", loss)
-        return loss
-
-    model = make_model(training_step=step)
-    model.noise = torch.Generator().manual_seed(3)
-    model.numpy_noise = np.random.default_rng(4)
-    model.legacy = np.random.RandomState(5)
-    model.python = random.Random(6)
-    return model
-
-
 def accumulating():
     """Return a model that steps after every fourth batch, also across epochs."""
 
@@ -183,7 +156,6 @@ def end_at_batch_5(self, batch, batch_idx):
 
 PERSISTENT = {"num_workers": 2, "persistent_workers": True}
 RUNS = {
-    "workers": {"loader": partial(make_loader, num_workers=2)},
     "persistent workers": {"loader": partial(make_loader, **PERSISTENT)},
     "a seed for each sample": {
         "loader": partial(make_loader, **PERSISTENT),
@@ -200,8 +172,6 @@ RUNS = {
     "a scheduler that waits for metrics": {
         "model": partial(make_model, configure_optimizers=plateau)
     },
-    "bf16": {"precision": "bf16-mixed"},
-    "batches of the user's": {"loader": drawn_batches},
     "batches of a sampler that changes": {
         "loader": partial(drawn_batches, Curriculum),
         "validate": partial(drawn_batches, Curriculum),
@@ -212,9 +182,7 @@ RUNS = {
         "datamodule": Reloaded,
         "reload_dataloaders_every_n_epochs": 2,
     },
-    "generators of the model's": {"model": with_generators},
     "validation within the epoch": {"val_check_interval": 2},
-    "a limit of batches": {"limit_train_batches": 5, "limit_val_batches": 2},
     "a limit of steps": {"max_steps": 15, "max_epochs": -1},
     "epochs that a hook ends": {"model": partial(make_model, on_train_batch_start=end_at_batch_5)},
 }
@@ -239,10 +207,6 @@ def test_layers_that_a_resume_unfreezes_are_said(fits, caplog):
 ON_TWO = {"model": partial(make_model, training_step=step_on_two)}
 LOADERS = {
     "a distributed sampler": ({"loader": shards}, 3),
-    "batches of the user's from workers": (
-        {"loader": partial(drawn_batches, num_workers=2)},
-        2,
-    ),
     "batches of a generator of the user's from workers": (
         {"loader": partial(drawn_batches, OwnOrder, **PERSISTENT)},
         3,
@@ -254,10 +218,6 @@ LOADERS = {
     "two loaders, after the end of the shorter": (
         ON_TWO | {"loader": partial(two_loaders, "max_size")},
         5,
-    ),
-    "a datamodule that reloads each epoch, without workers": (
-        ON_TWO | {"datamodule": ReloadedAround, "reload_dataloaders_every_n_epochs": 1},
-        4,
     ),
     "a datamodule that reloads each epoch, after a sanity check": (
         ON_TWO

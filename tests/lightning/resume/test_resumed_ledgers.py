@@ -3,20 +3,13 @@
 import pytest
 import torch
 from ledger_runs import find_breaks
-from resuming import Fits, evidence
+from resuming import evidence
 from trainings import make_model
 
 from lightning_d9m.cli.main import main
 from lightning_d9m.errors import DriftError
 from lightning_d9m.ledger.folder import read_ledger
 from lightning_d9m.lightning.saved_state import KEY
-
-pytestmark = pytest.mark.usefixtures("unseeded", "new_process")
-
-
-@pytest.fixture
-def fits(tmp_path, new_process):
-    return Fits(tmp_path, new_process)
 
 
 def test_compare_takes_it_for_a_straight_run_and_says_where_the_break_was(fits, capsys):

@@ -11,8 +11,9 @@ from ledger_runs import find_breaks
 from resuming import Curriculum, DrawingCollate, DrawingDigits, Fits, OwnOrder, evidence
 from torch import nn
 from torch.utils.data import DataLoader
-from torchmetrics import MeanMetric, Metric, MetricCollection, SumMetric
+from torchmetrics import CatMetric, MeanMetric, Metric, MetricCollection, SumMetric
 from torchmetrics.classification import MulticlassAccuracy
+from torchmetrics.wrappers import Running
 from trainings import NoisyDigits, make_model
 
 from lightning_d9m import D9mError
@@ -20,8 +21,6 @@ from lightning_d9m.control import session
 from lightning_d9m.control.seeding import capture_generators
 from lightning_d9m.lightning.saved_state import FORMAT, KEY, MANIFEST_KEY
 from lightning_d9m.state.plain_data import decode_plain, encode_plain, pack_bytes, unpack_bytes
-
-pytestmark = pytest.mark.usefixtures("unseeded", "new_process")
 
 
 class DrawingCallback(L.Callback):
@@ -72,6 +71,8 @@ def drawing_step(self, batch, batch_idx):
         self.early(loss)
         self.log("early", self.early, on_step=False, on_epoch=True)
     self.whole.update(loss)
+    self.listed.update(loss)
+    self.last(loss)
     # Alike in the first batch, so that torchmetrics takes them for one ever after.
     self.pair.update(1.0 if self.global_step == 0 else -1.0)
     return loss
@@ -80,6 +81,8 @@ def drawing_step(self, batch, batch_idx):
 def log_measured(self):
     """Log what the module measures by itself: over the epoch, and over the whole training."""
     self.log("whole", self.whole.compute())
+    self.log("listed", torch.as_tensor(self.listed.compute()).sum())
+    self.log("last", self.last.compute())
     self.log_dict(self.pair.compute())
     self.log("seen", float(self.seen.compute()))
     self.pair.reset()
@@ -108,6 +111,7 @@ def make_drawing_model():
     model.legacy = np.random.RandomState(5)
     model.accuracy, model.validated = MulticlassAccuracy(10), MulticlassAccuracy(10)
     model.early, model.whole, model.seen = MeanMetric(), SumMetric(), SumMetric()
+    model.listed, model.last = CatMetric(), Running(SumMetric(), 4)
     model.pair = MetricCollection({"numbers": Total(sizes=False), "sizes": Total(sizes=True)})
     return model
 
@@ -384,12 +388,11 @@ LACKING = {
 
 
 @pytest.mark.parametrize(("path", "empty", "place", "words"), LACKING.values(), ids=LACKING)
-def test_a_piece_matters_at_some_places(tmp_path, new_process, path, empty, place, words):
-    fits = Fits(tmp_path, new_process)
+def test_a_piece_matters_at_some_places(fits, path, empty, place, words):
     straight = evidence(fits.check(place, **words))
     assert evidence(resume_edited(fits, replace_piece(path, empty), **words)) != straight
     if path == ["reset"]:
-        (rank,) = torch.load(tmp_path / "0.ckpt", weights_only=True)["callbacks"][KEY]["ranks"]
+        (rank,) = torch.load(fits.folder / "0.ckpt", weights_only=True)["callbacks"][KEY]["ranks"]
         assert rank["rng"] is None  # an epoch seeds the generators
         assert rank["results"] == []  # and begins its sums
 
@@ -398,8 +401,7 @@ LOGICAL = {"logged": ([], "mean_loss"), "metric_states": ({}, "average")}
 LOGICAL["gradients"] = ({}, "mean_loss")
 
 
-def test_what_logical_ranks_have_kept_matters_within_an_epoch(tmp_path, new_process, logical):
-    fits = Fits(tmp_path, new_process)
+def test_what_logical_ranks_have_kept_matters_within_an_epoch(fits, logical):
     straight = evidence(fits.check({"batch": 1}, **logical))
     for piece, (empty, scalar) in LOGICAL.items():
         lacking = evidence(resume_edited(fits, replace_piece([piece], empty), **logical))
@@ -439,8 +441,8 @@ def test_every_piece_is_tested(interrupted):
     assert set(state) == {path[0] for path, _ in SHARED.values()} | refused - {"ranks"} | told
 
 
-def test_a_validation_that_is_done_again_draws_and_measures_the_same(tmp_path, new_process):
+def test_a_validation_that_is_done_again_draws_and_measures_the_same(fits):
     hooks = ("on_validation_batch_end", "on_validation_end")
     places = [{"hook": hook, "batch": 3, "epoch": 0} for hook in hooks]
     run = RUN | {"validate": lambda: DataLoader(DrawingDigits(), batch_sampler=Curriculum())}
-    Fits(tmp_path, new_process).check(*places, **run)
+    fits.check(*places, **run)

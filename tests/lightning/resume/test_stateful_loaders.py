@@ -5,7 +5,6 @@ from functools import partial
 
 import pytest
 from ledger_runs import find_breaks
-from resuming import Fits
 from torch.utils.data import IterableDataset, _utils, get_worker_info
 from trainings import NoisyDigits
 
@@ -16,7 +15,6 @@ loaders = pytest.importorskip(
 )
 
 pytestmark = [
-    pytest.mark.usefixtures("unseeded", "new_process"),
     pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__` defined:UserWarning"),
     pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning"),  # torchdata's own
 ]
@@ -65,11 +63,9 @@ def mapped(**words):
 
 @pytest.mark.parametrize("kind", [stream, mapped])
 @pytest.mark.parametrize("words", [{}, {"num_workers": 2}], ids=["no workers", "workers"])
-def test_a_loader_that_knows_its_place_is_resumed_within_an_epoch(
-    tmp_path, new_process, kind, words
-):
+def test_a_loader_that_knows_its_place_is_resumed_within_an_epoch(fits, kind, words):
     places = ({"batch": 3}, {"hook": "on_train_epoch_end"})
-    Fits(tmp_path, new_process).check(*places, loader=partial(kind, **words))
+    fits.check(*places, loader=partial(kind, **words))
 
 
 class Continuing(Numbers):
@@ -89,11 +85,8 @@ class Continuing(Numbers):
         ({"batch": 6}, "0 batches, and the epoch before 6"),
     ],
 )
-def test_a_loader_that_begins_later_epochs_at_the_checkpoint_is_an_error(
-    tmp_path, new_process, at, lengths
-):
+def test_a_loader_that_begins_later_epochs_at_the_checkpoint_is_an_error(fits, at, lengths):
     """Hugging Face's iterable datasets do without ``set_epoch``, and litData's loader does."""
-    fits = Fits(tmp_path, new_process)
     run = {"loader": lambda: loaders.StatefulDataLoader(Continuing(), batch_size=16)}
     fits.interrupt(**run, at={"epoch": 0, **at})
     with pytest.warns(UserWarning, match=f"Epoch 1 had {lengths}"):
@@ -108,9 +101,8 @@ class CountingLoader(loaders.StatefulDataLoader):
     """A loader whose order depends on the number of epochs that it has counted."""
 
 
-def test_a_loader_of_another_library_is_not_resumed_between_epochs(tmp_path, new_process):
+def test_a_loader_of_another_library_is_not_resumed_between_epochs(fits):
     """Lightning leaves out its state there; litData's loader counts its epochs."""
-    fits = Fits(tmp_path, new_process)
     run = {"loader": lambda: CountingLoader(NoisyDigits(), batch_size=16)}
     fits.interrupt(**run, at={"hook": "on_train_epoch_end"})
     with pytest.raises(InexactResumeError, match=r"CountingLoader has a state_dict\(\), which"):
