@@ -178,7 +178,9 @@ def format_table(rows: list[dict[str, Any]], controls: dict[str, list[str]], rea
     if controls:
         lines += ["", f"Cases that differ if torch computes a class, {CONTROLS[0]} against"]
         lines += [f"{CONTROLS[1]}:", "", "| class | cases that differ |", "| --- | --- |"]
-        lines += [f"| {name} | {', '.join(found)} |" for name, found in controls.items()]
+        classes = {name: found for name, found in controls.items() if name != "all"}
+        lines += [f"| {name} | {', '.join(found)} |" for name, found in classes.items()]
+        lines += [f"| all | {len(controls['all'])} cases |"]
     return "\n".join(lines) + "\n"
 
 
