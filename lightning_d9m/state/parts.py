@@ -233,7 +233,7 @@ def _read_hooks(module: nn.Module) -> frozenset[Any]:
 
 
 class _Function(_Attributes):
-    """What a function of the program holds: outer variables, defaults and attributes."""
+    """The outer variables, defaults and attributes that a function of the program holds."""
 
     def read(self, owner: Any) -> Content:
         cells = zip(owner.__code__.co_freevars, owner.__closure__ or (), strict=True)

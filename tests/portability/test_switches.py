@@ -76,7 +76,7 @@ with {within}:
 @pytest.mark.parametrize(
     ("first", "within", "variables"),
     [
-        ("Recorder", "deterministic()", {"LIGHTNING_D9M": "1", "LIGHTNING_D9M_PORTABLE": "1"}),
+        ("Recorder", "deterministic()", {"LIGHTNING_D9M_PORTABLE": "1"}),  # which is enough
         ("portable", "portable()", {}),
     ],
     ids=["variables", "block"],

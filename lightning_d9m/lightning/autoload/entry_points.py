@@ -36,7 +36,12 @@ class _AutoloadState:
 
 
 def load() -> None:
-    """Open a session if ``LIGHTNING_D9M`` is on; torch calls this, and it never raises."""
+    """Open a session if ``LIGHTNING_D9M`` is on; torch calls this, and it never raises.
+
+    ``LIGHTNING_D9M_PORTABLE`` alone turns it on.
+    """
+    if os.environ.get("LIGHTNING_D9M_PORTABLE", "").lower() in ("1", "true", "yes", "on"):
+        os.environ.setdefault("LIGHTNING_D9M", "1")
     if os.environ.get("LIGHTNING_D9M", "") not in _OFF:
         _attempt(_start)
 
