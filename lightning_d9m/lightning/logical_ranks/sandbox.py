@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 from torchmetrics import Metric
 
@@ -133,6 +134,7 @@ class Sandbox:
         """Whether other processes have logical ranks, too."""
         return len(self._block) < self._ranks
 
+    @_disable_current_modes()  # no operation of the training, which probes record
     def begin(self) -> None:
         """Take the state at the start of a step."""
         self._records, self._buffers = {}, set()
@@ -166,6 +168,7 @@ class Sandbox:
                     "logical_ranks."
                 )
 
+    @_disable_current_modes()
     def end(self, rank: int, *, last: bool = False) -> None:
         """Note what a logical rank has changed, and put it back unless it is the last one here.
 
