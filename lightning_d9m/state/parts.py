@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import is_dataclass
 from functools import lru_cache
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -56,6 +56,7 @@ _LIBRARIES = ("torch", "torchmetrics", "lightning", "pytorch_lightning", "lightn
 _LIGHTNING = ("lightning", "pytorch_lightning", "lightning_fabric", "lightning_d9m")
 _PATHS = sysconfig.get_paths()
 _LIBRARY_FOLDERS = tuple(_PATHS[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+_PACKAGES = {"site-packages", "dist-packages"}
 _SIZED = (list, dict, set, deque, tuple)
 _STATEFUL = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, types.SimpleNamespace)
 
@@ -205,9 +206,9 @@ class _Attributes(_Table):
             object.__setattr__(owner, key, value)
 
     def sign(self, owner: Any) -> object:
-        if _list_slots(owner.__class__):
+        own = getattr(owner, "__dict__", None)
+        if own is None or _list_slots(owner.__class__):
             return None
-        own = owner.__dict__
         hooks = [*_list_hooks(owner)] if isinstance(owner, nn.Module) else ()
         return tuple(own), tuple(map(id, own.values())), tuple(map(tuple, hooks))
 
@@ -535,7 +536,10 @@ def is_of_lightning(kind: Any) -> bool:
 @lru_cache(maxsize=10_000)
 def _is_source_of_program(name: str) -> bool:
     file = getattr(sys.modules.get(name), "__file__", None)
-    outside = file is not None and not file.startswith(_LIBRARY_FOLDERS)
+    # Other environments, on whose packages this one builds, have folders of these names.
+    outside = file is not None and not (
+        file.startswith(_LIBRARY_FOLDERS) or _PACKAGES & {*Path(file).parts}
+    )
     return name.partition(".")[0] not in _LIBRARIES and (name == "__main__" or outside)
 
 

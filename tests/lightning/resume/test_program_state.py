@@ -23,6 +23,10 @@ COUNTS = {"batches": 0}
 # A file of the program that this one imports.
 OTHER = sys.modules["other_file"] = ModuleType("other_file")
 OTHER.__file__ = __file__
+# A package of another environment that is on the path, of which nothing is the program's.
+PACKAGE = sys.modules["other_package"] = ModuleType("other_package")
+PACKAGE.__file__ = "/other/lib/python3/dist-packages/other_package.py"
+PACKAGE.count = 0
 STREAM = iter(())
 LOG = logging.getLogger(__name__)
 HELD = iter(range(9))
@@ -82,6 +86,15 @@ class InClass(Steering):
         type(self).count += 1
         COUNTS["batches"] += 2
         self.steer(module, self.count * COUNTS["batches"])
+
+
+class Empty:
+    """Has no attributes, as a sentinel."""
+
+    __slots__ = ()
+
+
+EMPTY = Empty()
 
 
 def advance(numbers=[]):  # noqa: B006 - what a program may do
@@ -264,6 +277,15 @@ def test_a_hook_that_is_registered_in_the_fit_is_refused_by_name(fits, register)
     fits.interrupt(**words, at={"batch": 2})
     with pytest.raises(InexactResumeError, match=r"model\.layers\.4\.hooks\(\) changes in the fit"):
         fits.resume(**words)
+
+
+def test_variables_of_packages_do_not_matter(fits):
+    def start(*_):
+        PACKAGE.count += 1
+
+    fits.check({"batch": 2}, callbacks=lambda: [LambdaCallback(on_train_batch_start=start)])
+    saved = torch.load(fits.folder / "0.ckpt", weights_only=True)["callbacks"]["lightning_d9m"]
+    assert not [path for path in saved["ranks"][0]["program"] if "other_package" in path]
 
 
 def test_hooks_that_are_there_at_first_or_in_a_step_do_not_matter(fits):
