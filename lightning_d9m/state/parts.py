@@ -43,8 +43,8 @@ TABLES = ("_parameters", "_buffers", "_modules")
 _HIDDEN = frozenset(vars(nn.Module())) - {"training", *TABLES}
 _HOOKS = tuple(sorted(name for name in _HIDDEN if re.fullmatch("_(forward|backward).*hooks", name)))
 _HOOKS_OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
-HOOKS = "hooks()"
-"""Stands among a module's attributes for the code of all hooks of it and its parameters."""
+# Stands among a module's attributes for the code of all hooks of it and its parameters.
+_CODE_OF_HOOKS = "hooks()"
 # What a queue, a lock and a file tell.
 _QUESTIONS = ("qsize", "locked", "tell")
 # A longer container holds data, which are compared and not entered; a set is opaque.
@@ -183,7 +183,7 @@ class _Attributes(_Table):
         if isinstance(owner, nn.Module):
             found = {name: part for name, part in own.items() if name not in _HIDDEN}
             if hooks := _read_hooks(owner):
-                found[HOOKS] = hooks
+                found[_CODE_OF_HOOKS] = hooks
         return Content(tuple(found), tuple(found.values()))
 
     def write(self, owner: Any, content: Content) -> None:
@@ -196,7 +196,7 @@ class _Attributes(_Table):
 
     def set_part(self, owner: Any, key: Any, value: Any) -> None:
         own = getattr(owner, "__dict__", {})
-        if key == HOOKS and isinstance(owner, nn.Module):
+        if key == _CODE_OF_HOOKS and isinstance(owner, nn.Module):
             return  # they stay as they are
         if value is MISSING:
             object.__delattr__(owner, key)
@@ -496,7 +496,7 @@ def is_of_program(kind: Any) -> bool:
     return _is_source_of_program(str(getattr(kind, "__module__", None)))
 
 
-def name_classes(owners: Iterable[object]) -> dict[str, Namespace]:
+def _name_classes(owners: Iterable[object]) -> dict[str, Namespace]:
     """Return the variables of the program's classes of objects, by the name of the class."""
     kinds = dict.fromkeys(kind for owner in owners for kind in type(owner).__mro__)
     return {
@@ -508,11 +508,11 @@ def name_classes(owners: Iterable[object]) -> dict[str, Namespace]:
 
 def name_namespaces(owners: Iterable[object]) -> dict[str, Namespace]:
     """Return the variables of the program's classes of objects, and of the files that they use."""
-    classes = name_classes(owners)
-    return classes | name_files(each.owner.__module__ for each in classes.values())
+    classes = _name_classes(owners)
+    return classes | _name_files(each.owner.__module__ for each in classes.values())
 
 
-def name_files(names: Iterable[str]) -> dict[str, Namespace]:
+def _name_files(names: Iterable[str]) -> dict[str, Namespace]:
     """Return the variables of the program's files, and of those from which they import, by name."""
     found: dict[str, Namespace] = {}
     waiting = [*names]
