@@ -19,9 +19,7 @@ from lightning_d9m.lightning.saved_state import (
     CALLBACKS,
     KEY,
     MANIFEST_KEY,
-    OLD_MANIFEST_KEY,
     find_state,
-    replace_state,
 )
 from lightning_d9m.lightning.strategies import is_sharded
 from lightning_d9m.lightning.trainer_attributes import Trainer, ranks_of
@@ -202,9 +200,9 @@ def check_checkpoint(checkpoint: object, path: Any) -> bool:
     manifest = find_manifest(checkpoint) if isinstance(checkpoint, Mapping) else None
     if not isinstance(checkpoint, Mapping) or manifest is None:
         return False
-    state = find_state(checkpoint)
-    rest = {name: value for name, value in state.items() if value is not manifest}
-    damage = check_manifest(replace_state(checkpoint, rest), manifest)
+    rest = {name: own for name, own in find_state(checkpoint).items() if own is not manifest}
+    saved = {**checkpoint, CALLBACKS: {**checkpoint[CALLBACKS], KEY: rest}}
+    damage = check_manifest(saved, manifest)
     if damage:
         raise CheckpointError(
             f"The checkpoint {path} is damaged: {_describe_damage(damage)}. Take another "
@@ -218,9 +216,7 @@ def check_checkpoint(checkpoint: object, path: Any) -> bool:
 def find_manifest(checkpoint: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """Return the manifest in a checkpoint, even in one of an older format; None without one."""
     state = find_state(checkpoint)
-    if not isinstance(state, Mapping):
-        return None
-    manifest = state.get(MANIFEST_KEY, state.get(OLD_MANIFEST_KEY))
+    manifest = state.get(MANIFEST_KEY) if isinstance(state, Mapping) else None
     return manifest if isinstance(manifest, Mapping) else None
 
 

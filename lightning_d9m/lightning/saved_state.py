@@ -1,14 +1,15 @@
 """The state that this package adds to a checkpoint: its types, and the keys under which it lies.
 
 A checkpoint holds it as nested dicts of plain values, which ``torch.load(weights_only=True)``
-reads: each dataclass becomes a dict with the names of its fields as keys. No other file spells
-these names.
+reads: each struct becomes a dict with the names of its fields as keys. No other file spells these
+names.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, is_dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+from msgspec import Struct, ValidationError, convert
+from msgspec.structs import asdict, replace
 from torch import Tensor
 
 from lightning_d9m.errors import CheckpointError
@@ -27,9 +28,6 @@ FORMAT = 4
 MANIFEST_KEY = "manifest"
 """The key within the state that is added last, when the checkpoint is written."""
 
-OLD_MANIFEST_KEY = "seal"
-"""The key of the manifest up to format 2; its digests still tell damage."""
-
 LOGICAL_RANKS_KEY = "logical_ranks"
 """The key of their number among the settings of a run."""
 
@@ -43,58 +41,32 @@ LoopPhase = Literal["epoch", "batch", "cut", "validation", "within"]
 
 
 def find_state(checkpoint: Mapping[str, Any]) -> Any:
-    """Return the stored state in a checkpoint; None without one.
-
-    Checkpoints of the first format have it beside the states of the callbacks.
-    """
+    """Return the stored state in a checkpoint; None without one."""
     callbacks = checkpoint.get(CALLBACKS)
-    found = callbacks.get(KEY) if isinstance(callbacks, Mapping) else None
-    return checkpoint.get(KEY) if found is None else found
+    return callbacks.get(KEY) if isinstance(callbacks, Mapping) else None
 
 
-def replace_state(checkpoint: Mapping[str, Any], state: Any) -> dict[str, Any]:
-    """Return a copy of a checkpoint with a stored state in the place of the one that it has."""
-    if KEY in checkpoint:
-        return {**checkpoint, KEY: state}
-    return {**checkpoint, CALLBACKS: {**(checkpoint.get(CALLBACKS) or {}), KEY: state}}
-
-
-class _Stored:
-    """A dataclass that a checkpoint holds as a dict."""
-
-    # The fields that hold another dataclass, or a list of one.
-    _nested: ClassVar[dict[str, "type[_Stored] | list[type[_Stored]]"]] = {}
+class _Stored(Struct, frozen=True, forbid_unknown_fields=True):
+    """What a checkpoint holds as a dict."""
 
     def as_plain(self) -> dict[str, Any]:
         """Return the stored form; tensors in it are not copied."""
-        return {name: _to_plain(value) for name, value in vars(self).items()}
+        return {name: _to_plain(value) for name, value in asdict(self).items()}
 
     @classmethod
     def from_plain(cls, value: object) -> "Self":
         """Read the stored form.
 
         Raises:
-            CheckpointError: If its keys are not the names of the fields.
+            CheckpointError: If it has other fields, or values of other types.
         """
-        assert is_dataclass(cls), "every subclass is one"
-        names = {part.name for part in fields(cls)}
-        if not isinstance(value, Mapping) or value.keys() != names:
-            found = sorted(map(str, value)) if isinstance(value, Mapping) else type(value).__name__
+        try:
+            return convert(value, cls)
+        except ValidationError as error:
             raise CheckpointError(
-                f"The lightning_d9m state of the checkpoint is damaged: {cls.__name__} has "
-                f"{found}; it should have {sorted(names)}. Take another copy of the checkpoint, or "
-                "an earlier one."
-            )
-        return cls(**{name: cls._read(name, part) for name, part in value.items()})
-
-    @classmethod
-    def _read(cls, name: str, value: Any) -> Any:
-        kind = cls._nested.get(name)
-        if kind is None or value is None:
-            return value
-        if not isinstance(kind, list):
-            return kind.from_plain(value)
-        return [kind[0].from_plain(part) for part in value]
+                f"The lightning_d9m state of the checkpoint is damaged: {error}. Take another copy "
+                "of the checkpoint, or an earlier one."
+            ) from error
 
 
 def _to_plain(value: Any) -> Any:
@@ -103,7 +75,6 @@ def _to_plain(value: Any) -> Any:
     return [_to_plain(part) for part in value] if type(value) is list else value
 
 
-@dataclass(frozen=True)
 class LoopPosition(_Stored):
     """The position of a fit.
 
@@ -122,7 +93,6 @@ class LoopPosition(_Stored):
     phase: LoopPhase
 
 
-@dataclass(frozen=True)
 class SavedResult(_Stored):
     """A value that a step has logged, and how it is reduced over the epoch.
 
@@ -153,7 +123,6 @@ class SavedResult(_Stored):
     has_reset: bool
 
 
-@dataclass(frozen=True)
 class SavedLedger(_Stored):
     """A position in a ledger.
 
@@ -164,20 +133,18 @@ class SavedLedger(_Stored):
     check: str
 
 
-@dataclass(frozen=True)
 class PendingRecords(_Stored):
     """Values that wait for the next record of the ledger.
 
     The loss is the last one, as ``float.hex()``.
     """
 
-    loss: str | None = None
-    evaluations: list[dict[str, Any]] = field(default_factory=list)
+    loss: str | None
+    evaluations: list[dict[str, Any]]
 
 
-@dataclass(frozen=True)
 class SavedRank(_Stored):
-    """The state of one rank. Without arguments, that of a rank that the checkpoint lacks.
+    """The state of one rank.
 
     Attributes:
         rng: The generators of training, encoded; None restores none.
@@ -198,30 +165,28 @@ class SavedRank(_Stored):
         metric_states: The encoded states of metrics by path and logical rank.
     """
 
-    _nested = {  # noqa: RUF012 - a ClassVar of the base class
-        "results": [SavedResult],
-        "ledger": SavedLedger,
-        "pending": PendingRecords,
-    }
-
-    rng: dict[str, Any] | None = None
-    generators: dict[str, Any] = field(default_factory=dict)
-    program: dict[str, Tensor] = field(default_factory=dict)
-    reset: list[str] = field(default_factory=list)
-    callback_metrics: dict[str, Any] = field(default_factory=dict)
-    results: list[SavedResult] = field(default_factory=list)
-    gradients: dict[str, Any] = field(default_factory=dict)
-    train_reload_epoch: int | None = None
-    validation_reload_epoch: int | None = None
-    samplers: dict[str, Any] = field(default_factory=dict)
-    inexact: list[str] = field(default_factory=list)
-    ledger: SavedLedger | None = None
-    pending: PendingRecords = field(default_factory=PendingRecords)
-    logged: list[dict[str, Any]] = field(default_factory=list)
-    metric_states: dict[str, dict[int, Any]] = field(default_factory=dict)
+    rng: dict[str, Any] | None
+    generators: dict[str, Any]
+    program: dict[str, Tensor]
+    reset: list[str]
+    callback_metrics: dict[str, Any]
+    results: list[SavedResult]
+    gradients: dict[str, Any]
+    train_reload_epoch: int | None
+    validation_reload_epoch: int | None
+    samplers: dict[str, Any]
+    inexact: list[str]
+    ledger: SavedLedger | None
+    pending: PendingRecords
+    logged: list[dict[str, Any]]
+    metric_states: dict[str, dict[int, Any]]
 
 
-@dataclass(frozen=True)
+_NOTHING = PendingRecords(None, [])
+EMPTY_RANK = SavedRank(None, {}, {}, [], {}, [], {}, None, None, {}, [], None, _NOTHING, [], {})
+"""The state of a rank that a checkpoint lacks."""
+
+
 class SavedState(_Stored):
     """The state of a run.
 
@@ -234,8 +199,6 @@ class SavedState(_Stored):
         ranks: The state of each rank; of one that is not rank 0 it holds only its own.
         format: The version of these types.
     """
-
-    _nested = {"position": LoopPosition, "ranks": [SavedRank]}  # noqa: RUF012 - as above
 
     seed: int
     fit: int
@@ -290,9 +253,9 @@ class SavedState(_Stored):
     def of_rank(self, rank: int, world_size: int, logical_ranks: int | None) -> SavedRank:
         """Return the state of a rank; an empty one if its data have changed."""
         if not self.fits(world_size, logical_ranks):
-            return SavedRank()
+            return EMPTY_RANK
         if logical_ranks is None:
-            return self.ranks[rank] if rank < len(self.ranks) else SavedRank()
+            return self.ranks[rank] if rank < len(self.ranks) else EMPTY_RANK
         # Between steps all ranks are alike, but for what belongs to logical ranks.
         first = self.ranks[0]
         return replace(

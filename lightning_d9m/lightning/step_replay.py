@@ -34,7 +34,7 @@ from lightning_d9m.probes.trace import (
     TraceDifference,
     find_difference,
 )
-from lightning_d9m.state.watch import Watch
+from lightning_d9m.state.state import Watch
 from lightning_d9m.text import describe_pair
 
 _COMPARED = frozenset({"input", "output", "grad_output", "local_gradient"})

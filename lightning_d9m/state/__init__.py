@@ -2,5 +2,5 @@
 
 Objects that a program owns come in; what goes out is a `Watch`, which can be compared and restored,
 and `Changes` as plain data. Read ``parts.py`` first, which says what an object holds, then
-``watch.py``.
+``state.py``.
 """

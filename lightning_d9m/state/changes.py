@@ -4,7 +4,7 @@ import enum
 import operator
 import random
 import sys
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pickle import Pickler, PicklingError
@@ -37,19 +37,19 @@ from lightning_d9m.state.parts import (
     read_memory,
 )
 from lightning_d9m.state.plain_data import decode_plain, encode_plain
-from lightning_d9m.state.state import Node
-from lightning_d9m.state.watch import VERSIONED, LeaveOut, Watch
+from lightning_d9m.state.state import VERSIONED, LeaveOut, Node, Watch
 
 # Of larger data only the version and the place in memory are compared.
 _MOST_BYTES = 2**24
 # Objects in a longer container are compared together, without a node for each.
 _MOST_ITEMS = 1000
 _KEYS = (str, int, float, bytes, tuple, type(None))
-_SCALARS = (type(None), bool, int, float, complex, str, bytes)
+_SCALARS = {type(None), bool, int, float, complex, str, bytes}
 # Ends the path of an object that has changed, which another may have replaced meanwhile.
 _AT_FIRST = "'"
-_CONTAINERS = (list, tuple, dict, set, deque)
-_HELD = (ITEMS, DICT, SET, LONG, TENSOR, ARRAY, GENERATOR)
+_PLAIN = {*_SCALARS, list, tuple, dict, set, deque}
+_HOLDERS = (ITEMS, DICT, SET, LONG)
+_HELD = (*_HOLDERS, TENSOR, ARRAY, GENERATOR)
 
 
 class Change(NamedTuple):
@@ -96,11 +96,11 @@ class Changes:
     ) -> None:
         self._ignored: set[int] = set()
         self._hide = hide
-        # The new objects that several places hold, their forms, and those that are made again.
-        self._shared: set[int] = set()
-        self._places: dict[int, list[Any] | None] = {}
-        self._path = ""
+        # Of new objects that several places hold: first a number, then the plain form, by identity;
+        # and those that are made again.
+        self._shared: dict[int, Any] = {}
         self._made: dict[tuple[str, int], Any] = {}
+        self._path = ""
         self._most_bytes = most_bytes
         self._copies = copies
         self.filled: set[str] = set()
@@ -129,10 +129,10 @@ class Changes:
             if isinstance(node.kind, Dict):
                 held = dict(zip(node.content.keys, node.content.parts, strict=True))
                 for change in self._find_parts(node):
-                    if change.value is not MISSING and self._encode(change.value) is None:
+                    if self._encode_change(change._replace(key=("",))) is None:
                         held[change.key[0]] = change.value
                 now = Content(tuple(held), tuple(held.values()))
-            elif node.kind is not OPAQUE and self._encode(node.owner, whole=True) is not None:
+            elif node.kind is not OPAQUE and self._encode_change(Change("", node, (), node.owner)):
                 continue
             self._watch.set_content(node, now)
         self._watch.add_data()
@@ -159,27 +159,18 @@ class Changes:
         found: dict[str, bytes] = {}
         unknown: list[str] = []
         self.filled.clear()
-        self._places.clear()
-        counts: Counter[int] = Counter()
-        for change in () if self._copies else changes:  # which are restored one by one
-            with suppress(RecursionError):
-                self._count_holders(change.value, counts, whole=not change.key)
-        self._shared = {identity for identity, count in counts.items() if count > 1}
+        if not self._copies:  # which are restored one by one
+            self._find_shared(changes)
         size = 0
         for change in changes:
-            whole, value, self._path = not change.key, None, change.path
-            if change.value is not MISSING and (
-                self._most_bytes is None or size <= self._most_bytes
-            ):
-                value = self._encode(change.value, whole=whole)
-            known = value is not None or change.value is MISSING
+            name = change.path.removesuffix(_AT_FIRST)
             if _is_filled(change):
-                self.filled.add(change.path.removesuffix(_AT_FIRST))
-            if known and all(isinstance(part, _KEYS) for part in change.key):
-                found[change.path] = encode_plain([change.node.path, list(change.key), value])
-                size += len(found[change.path])
+                self.filled.add(name)
+            if (data := self._encode_change(change, size)) is None:
+                unknown.append(name)
             else:
-                unknown.append(change.path.removesuffix(_AT_FIRST))
+                found[change.path] = data
+                size += len(data)
         self._shared.clear()
         return found, unknown
 
@@ -209,7 +200,11 @@ class Changes:
         for path, place, key, value in sorted(entries, key=lambda entry: bool(entry[2])):
             try:
                 node = self._watch.paths[place]
-                self._write(node, key, MISSING if value is None else self._decode(value))
+                made, own = MISSING if value is None else self._decode(value), find_kind(node.owner)
+                if key:
+                    node.set_part(key[0], made)
+                elif own is not None:
+                    own.write(node.owner, own.read(made))
             except (LookupError, TypeError, ValueError, RuntimeError, AttributeError):
                 missing.append(path.removesuffix(_AT_FIRST))
         return missing
@@ -256,87 +251,75 @@ class Changes:
             if find_kind(part) is None or id(part) not in self._ignored:
                 yield Change(path, node, (key,), part, first)
 
-    def _encode(self, value: Any, *, whole: bool = False) -> list[Any] | None:
-        """Return the plain form of a value; None if it has none.
+    def _encode_change(self, change: Change, size: int = 0) -> bytes | None:
+        """Return place, key and plain form of a change as bytes; None if it has no such form.
 
-        An object that was there at first is referred to by its path, unless it is what changed
-        (``whole``).
+        ``size`` is that of the changes that were encoded before.
         """
-        if self._most_bytes is not None and not _fits(value, self._most_bytes):
-            return None
-        return self._encode_any(value, whole=whole)
-
-    def _count_holders(self, value: Any, counts: Counter[int], *, whole: bool = False) -> None:
-        """Count the places that hold each new object that can change."""
-        kind = find_kind(value)
-        if not whole and kind in _HELD and not isinstance(value, tuple):
-            counts[id(value)] += id(value) not in self._watch.nodes
-        if counts[id(value)] > 1 or kind not in (ITEMS, DICT, SET, LONG):
-            return
-        if whole or id(value) not in self._watch.nodes:
-            for part in _list_parts(value):
-                if type(part) not in _SCALARS:
-                    self._count_holders(part, counts)
-
-    def _encode_any(self, value: Any, *, whole: bool = False) -> list[Any] | None:
-        kind: Any = find_kind(value)
-        known = self._watch.nodes.get(id(value))
-        if known is not None and kind is not OPAQUE and not whole:
-            return ["known", known.path]
-        return self._encode_new(value, whole=True) if whole else self._encode_held(value)
-
-    def _encode_held(self, value: Any) -> list[Any] | None:
-        """Return the plain form of a new object, with a name if other places hold it as well."""
-        identity = id(value)
-        if identity not in self._shared:
-            return self._encode_new(value)
-        if identity not in self._places:
-            self._places[identity] = None  # within itself it has no form
-            name = [self._path, len(self._places)]
-            if (form := self._encode_new(value)) is not None:
-                self._places[identity] = ["shared", *name, form]
-        return self._places[identity]
-
-    def _encode_new(self, value: Any, *, whole: bool = False) -> list[Any] | None:
-        kind: Any = find_kind(value)
-        if kind is GENERATOR or isinstance(value, enum.Enum):
-            return _encode_named(value)
-        with suppress(SettingError, RecursionError):
-            if self._is_plain(value, whole=whole):
-                plain = ["value", value.detach() if isinstance(value, Tensor) else value]
-                encode_plain(plain)
-                return plain
-            if kind is ITEMS and (whole or type(value) in _CONTAINERS):
-                parts = [self._encode_any(part) for part in value]
-                empty: Any = () if isinstance(value, tuple) else []
-                if isinstance(value, deque):
-                    empty = deque(maxlen=value.maxlen)
-                return None if None in parts else ["items", empty, parts]
-            if kind is DICT and (whole or type(value) is dict):
-                entries = {key: self._encode_any(part) for key, part in value.items()}
-                plain_keys = all(isinstance(key, _KEYS) for key in value)
-                return ["dict", entries] if plain_keys and None not in entries.values() else None
+        value, most, form = change.value, self._most_bytes, None
+        self._path = change.path
+        with suppress(SettingError, TypeError, RecursionError):
+            if value is not MISSING and (most is None or (size <= most and _fits(value, most))):
+                form = self._encode(value) if change.key else self._encode_new(value, whole=True)
+            if (form or value is MISSING) and all(isinstance(key, _KEYS) for key in change.key):
+                return encode_plain([change.node.path, list(change.key), form])
         return None
 
-    def _is_plain(self, value: Any, *, whole: bool = False) -> bool:
-        """Return whether a value arrives as one of the same type; if ``whole``, as another.
+    def _find_shared(self, changes: Iterable[Change]) -> None:
+        """Number the new objects that several places hold."""
+        seen: set[int] = set()
+        pending: list[Any] = []
+        for change in changes:
+            whole = not change.key and find_kind(change.value) in _HOLDERS
+            pending += _list_parts(change.value) if whole else [change.value]
+        while pending:
+            value = pending.pop()
+            kind = find_kind(value)
+            if id(value) in seen:
+                self._shared.setdefault(id(value), len(self._shared))
+            elif kind in _HELD and id(value) not in self._watch.nodes:
+                if not isinstance(value, tuple):
+                    seen.add(id(value))
+                if kind in _HOLDERS:
+                    pending += [part for part in _list_parts(value) if type(part) not in _SCALARS]
 
-        A container of an object that was there at first is not plain: it refers to that object.
+    def _encode(self, value: Any) -> list[Any]:
+        """Return the plain form of a value, in which objects that were there at first have paths.
+
+        Raises:
+            TypeError: If it has none.
         """
-        kind = find_kind(value)
-        if kind in (ITEMS, DICT, SET, LONG):
-            if not whole and type(value) not in _CONTAINERS:
-                return False
-            parts = _list_parts(value)
-            return set(map(type, parts)) <= set(_SCALARS) or all(
-                id(part) not in self._watch.nodes
-                and id(part) not in self._shared
-                and self._is_plain(part)
-                for part in parts
-            )
-        if isinstance(value, nn.Parameter):
-            return whole
-        return kind in (TENSOR, ARRAY) or isinstance(value, np.generic) or type(value) in _SCALARS
+        known = self._watch.nodes.get(id(value))
+        if known is not None and find_kind(value) is not OPAQUE:
+            return ["known", known.path]
+        if id(value) not in self._shared:
+            return self._encode_new(value)
+        if isinstance(number := self._shared[id(value)], int):
+            self._shared[id(value)] = None  # within itself it has no form
+            self._shared[id(value)] = ["shared", self._path, number, self._encode_new(value)]
+        return [*self._shared[id(value)]]
+
+    def _encode_new(self, value: Any, *, whole: bool = False) -> list[Any]:
+        """Return the plain form of an object by what it holds; if ``whole``, whatever its type."""
+        kind: Any = find_kind(value)
+        if kind is GENERATOR:
+            return ["generator", _name_generator(value), kind.read(value)]
+        if isinstance(value, enum.Enum):
+            return ["enum", [type(value).__module__, type(value).__qualname__], value.name]
+        plain = type(value) in _PLAIN or kind in (TENSOR, ARRAY) or isinstance(value, np.generic)
+        if kind is OPAQUE or not (whole or (plain and not isinstance(value, nn.Parameter))):
+            raise TypeError(value)
+        parts = _list_parts(value) if kind in _HOLDERS else ()
+        forms = [] if {*map(type, parts)} <= _SCALARS else [*map(self._encode, parts)]
+        if all(form[0] == "value" for form in forms):
+            return ["value", value]
+        if kind is ITEMS:
+            is_deque = isinstance(value, deque)
+            empty = deque(maxlen=value.maxlen) if is_deque else () if type(value) is tuple else []
+            return ["items", empty, forms]
+        if kind is not DICT or not all(isinstance(key, _KEYS) for key in value):
+            raise TypeError(value)
+        return ["dict", dict(zip(value, forms[len(value) :], strict=True))]
 
     def _decode(self, value: list[Any]) -> Any:
         match value:
@@ -358,13 +341,6 @@ class Changes:
             case _:
                 found = value[1]
         return found
-
-    def _write(self, node: Node, key: list[Any], value: Any) -> None:
-        own: Any = find_kind(node.owner)
-        if key:
-            node.set_part(key[0], value)
-        else:
-            own.write(node.owner, own.read(value))
 
 
 def _list_parts(container: Any) -> Collection[Any]:
@@ -536,13 +512,6 @@ def _fits(value: Any, most: int) -> bool:
         else:
             size += getattr(part, "nbytes", 0) or sys.getsizeof(part)
     return size <= most
-
-
-def _encode_named(value: Any) -> list[Any]:
-    """Return the plain form of a generator or of a member of an enumeration."""
-    if isinstance(value, enum.Enum):
-        return ["enum", [type(value).__module__, type(value).__qualname__], value.name]
-    return ["generator", _name_generator(value), GENERATOR.read(value)]
 
 
 def _name_generator(generator: Any) -> list[str]:

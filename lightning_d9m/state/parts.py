@@ -321,8 +321,10 @@ class _Tensor(Kind):
     @torch.no_grad()
     def write(self, owner: Tensor, content: Tensor) -> None:
         # Through .data, so that autograd does not take it for a change of its own saved tensors.
-        plain = owner.layout is torch.strided and owner.shape == content.shape
-        if plain and owner.dtype == content.dtype and not _overlaps(owner):
+        same = (owner.layout, owner.shape) == (torch.strided, content.shape)
+        steps = zip(owner.stride(), owner.shape, strict=True) if same else ()
+        expanded = any(step == 0 and size > 1 for step, size in steps)  # which shares its memory
+        if same and owner.dtype == content.dtype and not expanded:
             owner.data.copy_(content)
         else:
             owner.data = content.clone()
@@ -352,24 +354,23 @@ class _Generator(Kind):
     """A random generator of torch, NumPy or Python."""
 
     def read(self, owner: Any) -> Any:
-        if isinstance(owner, torch.Generator):
-            return owner.get_state()
         if isinstance(owner, np.random.Generator):
             return owner.bit_generator.state
-        if isinstance(owner, np.random.RandomState):
-            return owner.get_state(legacy=False)
-        try:
-            return owner.getstate()
-        except NotImplementedError:  # SystemRandom does not have a state
+        if isinstance(owner, random.Random):
+            with suppress(NotImplementedError):  # SystemRandom does not have a state
+                return owner.getstate()
             return None
+        words = {"legacy": False} if isinstance(owner, np.random.RandomState) else {}
+        return owner.get_state(**words)
 
     def write(self, owner: Any, content: Any) -> None:
         if isinstance(owner, np.random.Generator):
             owner.bit_generator.state = content
-        elif isinstance(owner, torch.Generator | np.random.RandomState):
+        elif isinstance(owner, random.Random):
+            if content is not None:
+                owner.setstate(content)
+        else:
             owner.set_state(content)
-        elif content is not None:
-            owner.setstate(content)
 
 
 class _Opaque(Kind):
@@ -405,13 +406,11 @@ class _Told(Kind):
     """A queue, lock or file, of which only what it tells is compared: size, hold or position."""
 
     def read(self, owner: Any) -> tuple[Any, ...]:
-        return tuple(_ask(owner, name) for name in _QUESTIONS)
-
-
-def _ask(owner: Any, name: str) -> Any:
-    with suppress(Exception):  # a pipe has no position, and a closed file tells nothing
-        return getattr(owner, name)()
-    return None
+        answers = []
+        for name in _QUESTIONS:
+            with suppress(Exception):  # a pipe has no position, and a closed file tells nothing
+                answers.append((name, getattr(owner, name)()))
+        return tuple(answers)
 
 
 def is_told(owner: Any) -> bool:
@@ -454,7 +453,10 @@ _CODE = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, 
 
 def find_kind(value: Any) -> Kind | None:
     """Return the kind of an object; None for a value that is only replaced as a whole."""
-    kind = _find_kind_of_type(value.__class__)
+    try:
+        kind = _find_kind_of_type(value.__class__)
+    except ReferenceError:  # a weak reference to a freed object
+        return None
     if isinstance(value, types.FunctionType):
         held = value.__closure__ or any(getattr(value, name) for name in _HELD_BY_FUNCTIONS)
         return FUNCTION if held and is_of_program(value) else None
@@ -467,28 +469,23 @@ def find_kind(value: Any) -> Kind | None:
     return kind
 
 
+_KINDS: tuple[tuple[Any, Kind | None], ...] = (
+    (Tensor, TENSOR),
+    (np.ndarray, ARRAY),
+    ((torch.Generator, np.random.Generator, np.random.RandomState, random.Random), GENERATOR),
+    (_VALUES, None),
+    (Namespace, VARIABLES),
+    (dict, DICT),
+    ((list, deque, tuple), ITEMS),
+    (set, SET),
+    ((nn.Module, *_STATEFUL), ATTRIBUTES),
+)
+
+
 @lru_cache(maxsize=10_000)
-def _find_kind_of_type(kind: Any) -> Kind | None:  # noqa: PLR0911 - one case for each kind
-    if issubclass(kind, Tensor):
-        return TENSOR
-    if issubclass(kind, np.ndarray):
-        return ARRAY
-    if issubclass(kind, torch.Generator | np.random.Generator | np.random.RandomState):
-        return GENERATOR
-    if issubclass(kind, random.Random):
-        return GENERATOR
-    if issubclass(kind, _VALUES):
-        return None
-    if issubclass(kind, Namespace):
-        return VARIABLES
-    if issubclass(kind, dict):
-        return DICT
-    if issubclass(kind, list | deque | tuple):
-        return ITEMS
-    if issubclass(kind, set):
-        return SET
-    entered = issubclass(kind, (nn.Module, *_STATEFUL)) or is_dataclass(kind)
-    return ATTRIBUTES if entered or is_of_program(kind) else OPAQUE
+def _find_kind_of_type(kind: Any) -> Kind | None:
+    other = ATTRIBUTES if is_dataclass(kind) or is_of_program(kind) else OPAQUE
+    return next((found for base, found in _KINDS if issubclass(kind, base)), other)
 
 
 def is_of_program(kind: Any) -> bool:
@@ -496,36 +493,25 @@ def is_of_program(kind: Any) -> bool:
     return _is_source_of_program(str(getattr(kind, "__module__", None)))
 
 
-def _name_classes(owners: Iterable[object]) -> dict[str, Namespace]:
-    """Return the variables of the program's classes of objects, by the name of the class."""
-    kinds = dict.fromkeys(kind for owner in owners for kind in type(owner).__mro__)
-    return {
-        f"{kind.__module__}.{kind.__qualname__}": Namespace(kind)
-        for kind in kinds
-        if is_of_program(kind)
-    }
-
-
 def name_namespaces(owners: Iterable[object]) -> dict[str, Namespace]:
-    """Return the variables of the program's classes of objects, and of the files that they use."""
-    classes = _name_classes(owners)
-    return classes | _name_files(each.owner.__module__ for each in classes.values())
+    """Return the variables of the program's classes of objects, and of the files that they use.
 
-
-def _name_files(names: Iterable[str]) -> dict[str, Namespace]:
-    """Return the variables of the program's files, and of those from which they import, by name."""
-    found: dict[str, Namespace] = {}
-    waiting = [*names]
+    These are the files of the classes, and those from which they import.
+    """
+    kinds = dict.fromkeys(kind for owner in owners for kind in type(owner).__mro__)
+    own = [kind for kind in kinds if is_of_program(kind)]
+    files: dict[str, Namespace] = {}
+    waiting = [kind.__module__ for kind in own]
     for name in waiting:
-        if name in found or name not in sys.modules or not _is_source_of_program(name):
+        if name in files or name not in sys.modules or not _is_source_of_program(name):
             continue
-        found[name] = Namespace(sys.modules[name])
+        files[name] = Namespace(sys.modules[name])
         for value in vars(sys.modules[name]).values():
             if isinstance(value, types.ModuleType):
                 waiting.append(value.__name__)
             elif isinstance(value, type | types.FunctionType):
                 waiting.append(str(value.__module__))
-    return found
+    return {f"{kind.__module__}.{kind.__qualname__}": Namespace(kind) for kind in own} | files
 
 
 def is_of_lightning(kind: Any) -> bool:
@@ -612,11 +598,4 @@ def are_same(one: tuple[Any, ...] | None, other: tuple[Any, ...] | None) -> bool
         left is right
         or (type(left) is type(right) and find_kind(left) is None and are_equal(left, right))
         for left, right in zip(one, other, strict=True)
-    )
-
-
-def _overlaps(tensor: Tensor) -> bool:
-    """Return whether elements of a tensor share memory, as of an expanded one."""
-    return 0 in tensor.stride() and any(
-        stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
     )

@@ -84,9 +84,12 @@ def _to_json(value: object, contents: list[bytes]) -> object:
         # Numbers as they are: most long lists hold nothing else.
         plain = set(map(type, value)) <= _JSON_TYPES
         return value if plain else [_to_json(item, contents) for item in value]
-    for kind, (base, to_json, _) in _FORMATS.items():
+    if isinstance(value, bytes):
+        contents.append(value)
+        return {"bytes": len(value)}
+    for kind, (base, to_plain, _) in _FORMATS.items():
         if isinstance(value, base):
-            return {kind: to_json(value, contents)}
+            return {kind: _to_json(to_plain(value), contents)}
     raise SettingError(
         f"An object of type {type(value).__qualname__} cannot be sent to another rank: ranks "
         "exchange None, numbers, strings, bytes, paths, tensors, arrays, and lists, tuples, sets "
@@ -101,7 +104,15 @@ def _from_json(value: Any, contents: _Contents) -> Any:
     if not isinstance(value, dict):
         return value
     ((kind, content),) = value.items()
-    return _FORMATS[kind][2](content, contents)
+    if kind == "bytes":
+        return _read_exactly(contents, content)
+    if kind in _SIZED:  # in earlier checkpoints with sizes in place of bytes
+        sizes = range(len(content)) if kind == "set" else (2,)
+        found = {place: content[place] for place in sizes if type(content[place]) is int}
+        content = [{"bytes": own} if at in found else own for at, own in enumerate(content)]
+    decoded = _FORMATS[kind][2](_from_json(content, contents))
+    elsewhere = kind == "tensor" and type(content[-1]) is int
+    return decoded.to(contents.device) if elsewhere and contents.device else decoded
 
 
 def _read_exactly(contents: _Contents, size: int) -> bytes:
@@ -111,107 +122,70 @@ def _read_exactly(contents: _Contents, size: int) -> bytes:
     return found
 
 
-def _dict_to_json(value: dict[Any, Any], contents: list[bytes]) -> object:
+def _list_items(value: dict[Any, Any]) -> list[Any]:
     if any(isinstance(key, Tensor) for key in value):
         raise SettingError(
             "A tensor is a key of a dict, and as a key it is equal only to itself, so the dict "
             "cannot be sent to another rank: use the name of the tensor as the key."
         )
-    return [[_to_json(key, contents), _to_json(item, contents)] for key, item in value.items()]
+    return list(map(list, value.items()))
 
 
-def _dict_from_json(content: Any, contents: _Contents) -> dict[Any, Any]:
-    return {_from_json(key, contents): _from_json(item, contents) for key, item in content}
-
-
-def _bytes_to_json(value: bytes, contents: list[bytes]) -> object:
-    contents.append(value)
-    return len(value)
-
-
-def _tensor_to_json(tensor: Tensor, contents: list[bytes]) -> object:
+def _split_tensor(tensor: Tensor) -> list[Any]:
     if tensor.is_sparse:
-        parts = [tensor._indices(), tensor._values(), list(tensor.shape), tensor.is_coalesced()]  # noqa: SLF001 - the public ones need a coalesced tensor
-        return _to_json(parts, contents)
+        return [tensor._indices(), tensor._values(), list(tensor.shape), tensor.is_coalesced()]  # noqa: SLF001 - the public ones need a coalesced tensor
     if tensor.layout is not torch.strided or tensor.is_quantized:
         raise SettingError(
             f"Tensors with layout {tensor.layout} and dtype {tensor.dtype} cannot be sent to "
             "another rank: ranks exchange dense and sparse COO tensors. Send its dense parts."
         )
-    plain = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    size = _bytes_to_json(plain.numpy().tobytes(), contents)
+    plain = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     name = str(tensor.dtype).removeprefix("torch.")
-    return [name, list(tensor.shape), size, *([] if tensor.is_cpu else [1])]
+    return [name, list(tensor.shape), plain, *([] if tensor.is_cpu else [1])]
 
 
-def _array_to_json(array: np.ndarray | np.generic, contents: list[bytes]) -> object:
+def _join_tensor(parts: list[Any]) -> Tensor:
+    if not isinstance(parts[0], str):
+        indices, values, shape, coalesced = parts
+        return torch.sparse_coo_tensor(
+            indices, values, shape, check_invariants=True, is_coalesced=coalesced
+        )
+    dtype = getattr(torch, parts[0])
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(parts[0])
+    raw = bytearray(parts[2])
+    flat = torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)
+    return flat.reshape(parts[1])
+
+
+def _split_array(array: np.ndarray | np.generic) -> list[Any]:
     if array.dtype.hasobject:
         raise SettingError(
             f"An array of dtype {array.dtype} cannot be sent to another rank, as it holds objects: "
             "use numbers or text."
         )
-    return [array.dtype.str, list(array.shape), _bytes_to_json(array.tobytes(), contents)]
+    return [array.dtype.str, list(array.shape), array.tobytes()]
 
 
-def _array_from_json(content: Any, contents: _Contents) -> Any:
-    kind, shape, size = content
-    raw = bytearray(_read_exactly(contents, size))
-    return np.frombuffer(raw, dtype=np.dtype(kind)).reshape(shape)
+def _join_array(parts: list[Any]) -> Any:
+    return np.frombuffer(bytearray(parts[2]), dtype=np.dtype(parts[0])).reshape(parts[1])
 
 
-def _set_to_json(value: Any, contents: list[bytes]) -> object:
+# The types that JSON lacks besides bytes: the type, the function to plain data, and that back.
+_FORMATS: dict[str, tuple[Any, Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "tuple": (tuple, list, tuple),
+    "dict": (dict, _list_items, dict),
+    "path": (PurePath, str, Path),
+    "deque": (deque, lambda own: [own.maxlen, *own], lambda parts: deque(parts[1:], parts[0])),
     # In an order that does not depend on hashes.
-    return [_bytes_to_json(item, contents) for item in sorted(map(encode_plain, value))]
-
-
-def _set_from_json(content: Any, contents: _Contents) -> set[Any]:
-    return {decode_plain(_read_exactly(contents, size)) for size in content}
-
-
-def _tensor_from_json(content: Any, contents: _Contents) -> Tensor:
-    if not isinstance(content[0], str):  # the parts of a sparse tensor
-        indices, values, shape, coalesced = _from_json(content, contents)
-        return torch.sparse_coo_tensor(
-            indices, values, shape, check_invariants=True, is_coalesced=coalesced
-        )
-    name, shape, size, *elsewhere = content
-    dtype = getattr(torch, name)
-    if not isinstance(dtype, torch.dtype):
-        raise TypeError(name)
-    raw = bytearray(_read_exactly(contents, size))
-    flat = torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)
-    found = flat.reshape(shape)
-    return found.to(contents.device) if elsewhere and contents.device else found
-
-
-# The types that JSON lacks: the type, the function to JSON, and the function back.
-_Encode = Callable[[Any, list[bytes]], object]
-_Decode = Callable[[Any, _Contents], Any]
-_FORMATS: dict[str, tuple[Any, _Encode, _Decode]] = {
-    "tuple": (
-        tuple,
-        lambda value, contents: _to_json([*value], contents),
-        lambda content, contents: tuple(_from_json(item, contents) for item in content),
+    "set": (
+        set | frozenset,
+        lambda own: sorted(map(encode_plain, own)),
+        lambda parts: {*map(decode_plain, parts)},
     ),
-    "dict": (dict, _dict_to_json, _dict_from_json),
-    "bytes": (bytes, _bytes_to_json, lambda size, contents: _read_exactly(contents, size)),
-    "path": (PurePath, lambda path, _: str(path), lambda text, _: Path(text)),
-    "deque": (
-        deque,
-        lambda value, contents: [value.maxlen, *(_to_json(item, contents) for item in value)],
-        lambda content, contents: deque(_from_json(content[1:], contents), content[0]),
-    ),
-    "set": (set | frozenset, _set_to_json, _set_from_json),
-    "complex": (
-        complex,
-        lambda value, _: [value.real, value.imag],
-        lambda content, _: complex(*content),
-    ),
-    "number": (
-        np.generic,
-        _array_to_json,
-        lambda content, contents: _array_from_json(content, contents)[()],
-    ),
-    "array": (np.ndarray, _array_to_json, _array_from_json),
-    "tensor": (Tensor, _tensor_to_json, _tensor_from_json),
+    "complex": (complex, lambda own: [own.real, own.imag], lambda parts: complex(*parts)),
+    "number": (np.generic, _split_array, lambda parts: _join_array(parts)[()]),
+    "array": (np.ndarray, _split_array, _join_array),
+    "tensor": (Tensor, _split_tensor, _join_tensor),
 }
+_SIZED = {"set", "number", "array", "tensor"}

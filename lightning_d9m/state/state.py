@@ -1,4 +1,4 @@
-"""A walk through all that objects hold, and a digest of it."""
+"""A walk through all that objects hold, its digest, and its changes, found without copies."""
 
 import re
 import types
@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from xxhash import xxh3_128
 
 from lightning_d9m.errors import SettingError
@@ -34,6 +34,8 @@ from lightning_d9m.state.parts import (
     find_kind,
 )
 from lightning_d9m.state.plain_data import encode_plain
+
+LeaveOut = Callable[[str, object], bool]
 
 
 @dataclass(slots=True, eq=False)
@@ -88,7 +90,7 @@ def _is_own_method(owner: Any, name: Any, value: Any) -> bool:
 def walk(
     owners: Mapping[str, object],
     *,
-    leave_out: Callable[[str, object], bool] | None = None,
+    leave_out: LeaveOut | None = None,
     known: Container[int] = (),
     enter_owners: bool = False,
 ) -> Iterator[tuple[str, object, Kind | None]]:
@@ -192,7 +194,7 @@ _ATOMS = frozenset({
     *(type(None), bool, int, float, str, bytes),
     *(torch.device, torch.dtype, torch.Size, types.BuiltinFunctionType),
 })  # fmt: skip
-_DATA = (torch.Tensor, np.ndarray, type, str, bytes, types.ModuleType)
+_DATA = (Tensor, np.ndarray, type, str, bytes, types.ModuleType)
 # Objects of these packages have parts only if they are owners. Those of pandas hold data: a dozen
 # objects for each table, which a logger or a dataset may have dozens of.
 _FOREIGN = {"lightning", "lightning_fabric", "pytorch_lightning", "lightning_d9m", "pandas"}
@@ -219,7 +221,7 @@ def search(
     """
     seen: dict[int, object] = {}  # an object that was freed would give its id to another
     # The path, the object, its level, and the number of items of the lists around it.
-    waiting = deque((f"{name}", owner, 0, 1) for name, owner in owners.items())
+    waiting = deque((name, owner, 0, 1) for name, owner in owners.items())
     while waiting:
         path, value, level, items = waiting.popleft()
         if id(value) in seen:
@@ -228,7 +230,7 @@ def search(
             return
         seen[id(value)] = value
         yield path, value
-        if level == depth or find_kind_safely(value) is GENERATOR:
+        if level == depth or find_kind(value) is GENERATOR:
             continue
         with suppress(ReferenceError):  # of a weak reference to a freed object
             if isinstance(value, _CONTAINERS):
@@ -240,18 +242,10 @@ def search(
             )
 
 
-def find_kind_safely(value: object) -> object:
-    """Return the kind of an object, None for a weak reference to a freed one."""
-    try:
-        return find_kind(value)
-    except ReferenceError:
-        return None
-
-
 def find_generators(owners: Mapping[str, object]) -> dict[str, Any]:
     """Return the generators in attributes, lists and dicts of objects, by path."""
     found = search(owners)
-    return {path: value for path, value in found if find_kind_safely(value) is GENERATOR}
+    return {path: value for path, value in found if find_kind(value) is GENERATOR}
 
 
 def find_data(closed: Mapping[str, object]) -> Iterator[tuple[str, object]]:
@@ -260,7 +254,7 @@ def find_data(closed: Mapping[str, object]) -> Iterator[tuple[str, object]]:
     Their dicts are not compared: most of them are caches.
     """
     for path, value in search(closed):
-        if find_kind_safely(value) in (GENERATOR, TENSOR, ARRAY):
+        if find_kind(value) in (GENERATOR, TENSOR, ARRAY):
             yield path, value
     for path, owner in closed.items():
         for name, part in getattr(owner, "__dict__", {}).items():
@@ -269,7 +263,7 @@ def find_data(closed: Mapping[str, object]) -> Iterator[tuple[str, object]]:
 
 
 def _is_datum(value: object) -> bool:
-    return type(value) in _ATOMS or isinstance(value, torch.Tensor | np.ndarray)
+    return type(value) in _ATOMS or isinstance(value, Tensor | np.ndarray)
 
 
 def _list_parts(value: Any, level: int, items: int) -> Iterable[tuple[Any, Any]]:
@@ -284,3 +278,125 @@ def _list_parts(value: Any, level: int, items: int) -> Iterable[tuple[Any, Any]]
     own = getattr(value, "__dict__", None)
     hidden = _MODULE_ATTRIBUTES if isinstance(value, nn.Module) else ()
     return [part for part in own.items() if part[0] not in hidden] if isinstance(own, dict) else ()
+
+
+class _Versioned(Kind):
+    """A tensor whose values are not copied, so that it cannot be put back.
+
+    A change is found by torch's version and the place of the memory, as optimizers change it.
+    """
+
+    def read(self, owner: Tensor) -> Any:
+        return self.sign(owner)
+
+    def sign(self, owner: Tensor) -> Any:
+        return owner._version, owner.data_ptr()  # noqa: SLF001 - torch has no public counter
+
+
+VERSIONED = _Versioned()
+
+
+class Watch:
+    """Everything that the owners hold, brought up to date by ``refresh``.
+
+    Holders are compared by the identities of their parts, and data by its bits.
+
+    Args:
+        owners: Objects by name.
+        leave_out: See ``walk``.
+        choose: Called with the path, each object and its kind; returns the kind to use.
+        enter_owners: See ``walk``.
+
+    Attributes:
+        nodes: Each object that can change, and what it held, by its identity.
+        paths: The node that was found last at each path.
+    """
+
+    def __init__(
+        self,
+        owners: Mapping[str, object],
+        *,
+        leave_out: LeaveOut | None = None,
+        choose: Callable[[str, Any, Kind], Kind] = lambda _path, _value, kind: kind,
+        enter_owners: bool = False,
+    ) -> None:
+        self.nodes: dict[int, Node] = {}
+        self.paths: dict[str, Node] = {}
+        self._owners = owners
+        self._leave_out = leave_out
+        self._choose = choose
+        self._enter_owners = enter_owners
+        self._signs: dict[int, object] = {}
+        self._walked = 0
+        self._walk_all()
+
+    def refresh(self) -> None:
+        """Take what is held now as the state to which ``find_changed`` compares."""
+        for node in self.find_changed():
+            self._read(node)
+            if isinstance(node.kind, Holder):
+                self._enter(node)
+        if len(self.nodes) > 2 * self._walked + 1000:
+            self._walk_all()  # without the objects that are no longer held
+
+    def find_changed(self) -> list[Node]:
+        """Return the nodes whose objects hold something else now."""
+        changed = []
+        signs = self._signs
+        for key, node in self.nodes.items():
+            if node.kind is TABLE and not node.owner and not node.content.parts:
+                continue  # two of three tables of modules are empty
+            sign = node.kind.sign(node.owner)
+            if sign is not None and sign == signs[key]:
+                continue
+            if node.kind.matches(node.owner, node.content):
+                if sign is not None:  # other objects of the same values
+                    self._read(node)
+            else:
+                changed.append(node)
+        return changed
+
+    def restore(self) -> None:
+        """Put everything back; the objects stay the same ones, as others may hold them too."""
+        for node in self.nodes.values():
+            node.kind.write(node.owner, node.content)
+
+    def add_data(self) -> None:
+        """Add the data that objects of libraries have got since."""
+        nodes = self.nodes.values()
+        self._add(dict(find_data({own.path: own.owner for own in nodes if own.kind is OPAQUE})))
+
+    def set_content(self, node: Node, content: Any) -> None:
+        """Set what counts as held by an object, and enter what is new in it."""
+        node.content = content
+        self._signs[id(node.owner)] = None
+        if isinstance(node.kind, Holder):
+            self._enter(node)
+
+    def _read(self, node: Node) -> None:
+        node.content = node.kind.read(node.owner)
+        self._signs[id(node.owner)] = node.kind.sign(node.owner)
+
+    def _walk_all(self) -> None:
+        self.nodes.clear()
+        self.paths.clear()
+        self._signs.clear()
+        self._add(self._owners, enter_owners=self._enter_owners)
+        self._walked = len(self.nodes)
+
+    def _enter(self, holder: Node) -> None:
+        """Add the objects that a holder holds since it was read last."""
+        content = holder.content
+        kind: Any = holder.kind
+        for place, part in enumerate(content.parts):
+            if id(part) not in self.nodes and find_kind(part) is not None:
+                self._add({name_part(holder.path, kind, content, place): part})
+
+    def _add(self, owners: Mapping[str, object], *, enter_owners: bool = False) -> None:
+        words: dict[str, Any] = {"leave_out": self._leave_out, "known": self.nodes}
+        for path, value, kind in walk(owners, **words, enter_owners=enter_owners):
+            if kind is not None:
+                chosen = self._choose(path, value, kind)
+                node = self.nodes[id(value)] = Node(path, value, chosen, None)
+                self.paths[path] = node
+                self._read(node)

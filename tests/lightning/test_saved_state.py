@@ -1,23 +1,22 @@
 """The state in a checkpoint comes back as it was, or an error says what is wrong with it."""
 
 import io
-from dataclasses import fields
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from lightning_d9m.errors import CheckpointError
 from lightning_d9m.hashing.checkpoint_manifest import make_manifest
 from lightning_d9m.lightning.checkpoint_io import check_checkpoint, find_manifest
 from lightning_d9m.lightning.saved_state import (
+    EMPTY_RANK,
     FORMAT,
     KEY,
     MANIFEST_KEY,
-    OLD_MANIFEST_KEY,
     LoopPosition,
     PendingRecords,
     SavedLedger,
-    SavedRank,
     SavedResult,
     SavedState,
 )
@@ -35,7 +34,8 @@ RESULT = SavedResult(
     cache=None,
     has_reset=False,
 )
-RANK = SavedRank(
+RANK = replace(
+    EMPTY_RANK,
     rng={"torch": torch.arange(4, dtype=torch.uint8)},
     generators={"model.rng": {"state": 7}},
     program={"model.mean": torch.ones(2, dtype=torch.uint8)},
@@ -54,7 +54,7 @@ STATE = SavedState(
     settings={"seed": 3},
     world_size=2,
     position=LoopPosition(epoch=1, step=9, batch=3, phase="batch"),
-    ranks=[RANK, SavedRank()],
+    ranks=[RANK, EMPTY_RANK],
 )
 
 
@@ -73,7 +73,7 @@ def test_comes_back_as_it_was():
         LoopPosition,
         SavedResult,
     }
-    assert checkpoint["callbacks"][KEY].keys() == {field.name for field in fields(SavedState)}
+    assert checkpoint["callbacks"][KEY].keys() == {*SavedState.__struct_fields__}
 
 
 @pytest.mark.parametrize(
@@ -86,35 +86,31 @@ def test_comes_back_as_it_was():
     ],
 )
 def test_a_state_of_another_version_is_refused(state, message):
-    assert message in SavedState.from_checkpoint({KEY: state})
+    assert message in SavedState.from_checkpoint({"callbacks": {KEY: state}})
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda state: state.pop("fit"), r"SavedState has \['format', 'position', 'ranks'"),
-        (lambda state: state.update(more=1), r"SavedState has \['fit', 'format', 'more'"),
-        (lambda state: state.update(position=[]), r"LoopPosition has list; it should have"),
-        (lambda state: state["ranks"][1].pop("rng"), r"SavedRank has .*; .* 'rng'"),
-        (lambda state: state["ranks"][0]["ledger"].pop("check"), r"SavedLedger has \['folder'\]"),
-        (lambda state: state["ranks"][0]["results"][0].pop("key"), "SavedResult has "),
+        (lambda state: state.pop("fit"), "missing required field `fit`"),
+        (lambda state: state.update(more=1), "contains unknown field `more`"),
+        (lambda state: state.update(position=[]), r"Expected `object`.* at `\$.position`"),
+        (lambda state: state["ranks"][1].pop("rng"), r"missing .* `rng` - at `\$.ranks\[1\]`"),
+        (lambda state: state["ranks"][0]["ledger"].pop("check"), "missing required field `check`"),
+        (lambda state: state["ranks"][0]["results"][0].pop("key"), "missing required field `key`"),
     ],
 )
 def test_a_damaged_state_is_an_error(change, message):
     state = STATE.as_plain()
     change(state)
-    with pytest.raises(CheckpointError, match=f"state of the checkpoint is damaged: {message}"):
-        SavedState.from_checkpoint({KEY: state})
+    with pytest.raises(CheckpointError, match=f"state of the checkpoint is damaged: .*{message}"):
+        SavedState.from_checkpoint({"callbacks": {KEY: state}})
 
 
-@pytest.mark.parametrize("above", [False, True])
-@pytest.mark.parametrize("key", [MANIFEST_KEY, OLD_MANIFEST_KEY])
-def test_the_manifest_of_each_format_tells_damage(key, above):
+def test_the_manifest_tells_damage():
     weights, state = torch.ones(3), STATE.as_plain()
-    checkpoint = {"state_dict": {"weight": weights}, "callbacks": {"other": {"a": 1}}}
-    (checkpoint if above else checkpoint["callbacks"])[KEY] = state
-    manifest = make_manifest(checkpoint)
-    state[key] = manifest
+    checkpoint = {"state_dict": {"weight": weights}, "callbacks": {"other": {"a": 1}, KEY: state}}
+    manifest = state[MANIFEST_KEY] = make_manifest(checkpoint)
     assert find_manifest(checkpoint) is manifest
     assert check_checkpoint(checkpoint, "some.ckpt")
     weights.view(torch.uint8)[0] ^= 1

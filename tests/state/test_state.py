@@ -16,8 +16,7 @@ from torch import nn
 
 from lightning_d9m.state.changes import Changes
 from lightning_d9m.state.parts import GENERATOR, OPAQUE
-from lightning_d9m.state.state import digest_value, walk
-from lightning_d9m.state.watch import Watch
+from lightning_d9m.state.state import Watch, digest_value, walk
 
 
 class Color(enum.Enum):

@@ -18,9 +18,15 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from lightning_d9m.control.data.resumable_sampler import is_user_made, list_controlled
 from lightning_d9m.state.changes import Changes, describe_unsaved
-from lightning_d9m.state.parts import GENERATOR, Namespace, is_of_lightning, name_namespaces
+from lightning_d9m.state.parts import (
+    GENERATOR,
+    Namespace,
+    find_kind,
+    is_of_lightning,
+    name_namespaces,
+)
 from lightning_d9m.state.plain_data import pack_bytes, unpack_bytes
-from lightning_d9m.state.state import find_kind_safely, search
+from lightning_d9m.state.state import search
 
 # The keys of a captured state. What samplers have changed, encoded, by number of the sampler and
 # path; and the paths of what they have changed and a checkpoint cannot hold.
@@ -258,7 +264,7 @@ def _leave_out(_path: str, value: Any, *, generators: bool = True) -> bool:
         return False
     if isinstance(value, DataLoader | Sampler):
         return True
-    if generators and find_kind_safely(value) is GENERATOR:
+    if generators and find_kind(value) is GENERATOR:
         return True
     if isinstance(value, nn.Parameter) and value.requires_grad:
         return True

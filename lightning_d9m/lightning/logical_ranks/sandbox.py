@@ -32,8 +32,7 @@ from lightning_d9m.state.parts import (
     name_namespaces,
 )
 from lightning_d9m.state.plain_data import encode_plain
-from lightning_d9m.state.state import Node, digest_value
-from lightning_d9m.state.watch import VERSIONED, Watch
+from lightning_d9m.state.state import VERSIONED, Node, Watch, digest_value
 
 # The steps in which trained weights are compared by value; later a version tells.
 _COMPARED_STEPS = 2

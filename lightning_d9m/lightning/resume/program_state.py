@@ -38,13 +38,13 @@ from lightning_d9m.state.state import digest_value
 
 # Loaders have a control of their own, which reads their datasets and samplers.
 _LOADING = (Dataset, DataLoader, Sampler)
-_MODE = ".training"
+MODE = ".training"
 _OPTIMIZERS = "optimizers["
 # Most bytes that a rank saves; larger values are left out and reported.
 _LIMIT = 16 * 2**20
 
-Captured: TypeAlias = tuple[dict[str, bytes], list[str]]
-"""What has changed by path, encoded; and the paths of what has no plain form."""
+Captured: TypeAlias = dict[str, bytes | None]
+"""What has changed by path, encoded; None for what has no plain form."""
 
 
 class ProgramState:
@@ -72,9 +72,10 @@ class ProgramState:
         self._changes.settle()
 
     def capture(self) -> Captured:
-        """Return what has changed by path, encoded; and the paths of what has no plain form."""
+        """Return what has changed."""
         self._changes.ignore(self._find_left_out())
-        return self._changes.capture()
+        found, unknown = self._changes.capture()
+        return found | dict.fromkeys(unknown)
 
     def restore(self, program: Mapping[str, Tensor], reset: Iterable[str]) -> list[str]:
         """Write what a checkpoint holds into the objects; return the paths that do not exist.
@@ -151,11 +152,11 @@ def keep_small(
 
     Large values are left out if the checkpoint holds their tensors already.
     """
-    found, unknown = captured
-    reasons = describe_unsaved(unknown)
+    reasons = describe_unsaved(path for path, data in captured.items() if data is None)
+    found = [(path, data) for path, data in captured.items() if data is not None]
     kept: dict[str, Tensor] = {}
     free = _LIMIT
-    for path, data in sorted(found.items(), key=lambda item: len(item[1])):
+    for path, data in sorted(found, key=lambda item: len(item[1])):
         name = path.rstrip("'")
         if len(data) <= free:
             free -= len(data)
@@ -185,19 +186,8 @@ def _is_held(data: bytes, checkpoint: Mapping[str, Any]) -> bool:
 
 def keep_modes(captured: Captured, before: Captured) -> Captured:
     """Return a state with the modes of modules from before, as an evaluation changes them."""
-    found = {path: data for path, data in captured[0].items() if not path.endswith(_MODE)}
-    modes = {path: data for path, data in before[0].items() if path.endswith(_MODE)}
-    return found | modes, captured[1]
-
-
-def find_changed(before: Captured, now: Captured) -> list[str]:
-    """Return the paths at which two states differ, but for the modes of modules."""
-    paths = dict.fromkeys([*before[0], *now[0]])
-    return [
-        path.rstrip("'")
-        for path in paths
-        if before[0].get(path) != now[0].get(path) and not path.endswith(_MODE)
-    ]
+    found = {path: data for path, data in captured.items() if not path.endswith(MODE)}
+    return found | {path: data for path, data in before.items() if path.endswith(MODE)}
 
 
 def digest_tensors(trainer: Trainer, model: ModelTensors) -> dict[str, str]:
@@ -280,14 +270,10 @@ def _list_stored(kind: Any) -> frozenset[str]:
 @cache
 def list_stored_by(base: type) -> frozenset[str]:
     """Return the attributes that the functions of a class set."""
-    return frozenset(_find_stored(vars(base).values()))
-
-
-def _find_stored(members: Iterable[object]) -> Iterator[str]:
-    for member in members:
-        accessors = (member.fget, member.fset) if isinstance(member, property) else (member,)
-        for function in filter(inspect.isfunction, accessors):
-            yield from _find_attributes(function, "STORE_ATTR")
+    own = [*vars(base).values()]
+    own += [each for part in own if isinstance(part, property) for each in (part.fget, part.fset)]
+    functions = filter(inspect.isfunction, own)
+    return frozenset(name for each in functions for name in _find_attributes(each, "STORE_ATTR"))
 
 
 def _find_attributes(function: Any, operation: str) -> Iterator[str]:

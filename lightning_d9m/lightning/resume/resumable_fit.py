@@ -1,29 +1,38 @@
-"""One fit that may resume from a checkpoint: what is restored, and when."""
+"""One fit that may resume from a checkpoint: what is restored, when, and why it is not exact.
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+The run that saves a checkpoint knows some of the reasons and stores them in it; the run that loads
+it finds the others.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 from warnings import catch_warnings, filterwarnings, warn
 
+from msgspec.structs import replace
+
 from lightning_d9m.attribute_patches import AttributePatches
-from lightning_d9m.control.data.data_state import list_logged, list_unsaved
+from lightning_d9m.control.data.data_state import CHANGES, DATA, NUMBERS, list_logged, list_unsaved
 from lightning_d9m.control.data.resumable_sampler import find_epoch_problem, find_loader_problems
 from lightning_d9m.control.seeding import find_lost_devices
 from lightning_d9m.errors import InexactResumeError
+from lightning_d9m.hashing.shards import find_hybrid_sharding
 from lightning_d9m.hashing.training_state import ModelTensors
 from lightning_d9m.ledger.format.records import Resume
 from lightning_d9m.lightning import lightning_private
 from lightning_d9m.lightning.checkpoint_io import add_manifests
 from lightning_d9m.lightning.packages import rank_zero
 from lightning_d9m.lightning.recording.trainer_recorder import TrainerRecorder
-from lightning_d9m.lightning.resume import exactness, program_state, run_state
-from lightning_d9m.lightning.resume.exactness import name_all
-from lightning_d9m.lightning.resume.program_state import Captured, ProgramState
+from lightning_d9m.lightning.resume import program_state, run_state
+from lightning_d9m.lightning.resume.program_state import MODE, Captured, ProgramState
 from lightning_d9m.lightning.saved_state import (
     CALLBACKS,
+    EMPTY_RANK,
+    FROZEN,
     KEY,
+    LOGICAL_RANKS_KEY,
+    VALIDATION,
     LoopPosition,
     SavedLedger,
     SavedRank,
@@ -35,32 +44,76 @@ from lightning_d9m.lightning.trainer_attributes import (
     Trainer,
     get_logical_ranks,
     list_schedulers,
+    name_callbacks,
     ranks_of,
 )
 from lightning_d9m.lightning.trainer_session import TrainerSession
 from lightning_d9m.state.plain_data import decode_plain, encode_plain, pack_bytes, unpack_bytes
+from lightning_d9m.state.state import search
 
 InexactResumeAction = Literal["raise", "warn"]
+_Find = Callable[[], list[str]]
 
 
 # The key, among the state of the program, of what hooks change in the Trainer.
 _HOOKS = "trainer"
+# The settings that select the random streams. (The others change speed, or are in the ledger.)
+_RNG_SETTINGS = ("seed", "per_sample_rng")
 
-
-class _Moment(NamedTuple):
-    """State that may not change from one moment to another.
-
-    Attributes:
-        digests: Those of the tensors of the model, and at a cut of the states of callbacks.
-        program: The program's objects; None if they may change.
-        reset: The beginnings of the paths of metrics that Lightning is about to reset.
-        logged: How often each value of the epoch was logged; None if more may be.
-    """
-
-    digests: dict[str, str]
-    program: Captured | None = None
-    reset: tuple[str, ...] = ()
-    logged: dict[str, int] | None = None
+_STOPPED = ("trainer.should_stop", "Lightning begins the next epoch when it resumes; a longer fit")
+_CUT = "hooks at the end of the epoch or the fit changed {}, where a longer fit"
+_LOST_TENSOR = (
+    "The checkpoint lacks {!r}, which changes in the fit, as that of ModelPruning lacks the masks "
+    "of pruned weights, which would be trained again. Save all weights and buffers that change."
+)
+_LATE_HOOK = (
+    "A hook that runs after the checkpoint is saved, such as the module's on_train_batch_end, "
+    "changes {}, and a resumed run does not call it again. Do it in a callback's "
+    "on_train_batch_end, or save checkpoints at the end of an epoch."
+)
+_IN_VALIDATION = (
+    "The checkpoint was saved within a validation that had changed {}, and a resumed run begins "
+    "the validation again. Use one that was saved before it or after it."
+)
+_WITHOUT_STEPS = (
+    "It was saved in an epoch that trains nothing, in which StochasticWeightAveraging only reads "
+    "the statistics of batch normalization, and a resumed run would train that epoch. Use one that "
+    "was saved at the end of an epoch."
+)
+_OTHER_SCHEDULERS = (
+    "The checkpoint was saved with the learning rate schedulers {}, and this run has {}. A "
+    "callback that replaces one in on_train_epoch_start must keep it in an attribute; one that "
+    "does so in another hook must do it again when it is resumed."
+)
+_NOT_HELD = (
+    "{} changes while samples are read, and a checkpoint does not hold it. A resumed run begins "
+    "without it; if samples depend on what it holds, they differ."
+)
+_UNMATCHED_GENERATORS = (
+    "These generators are only in the checkpoint, or only in this run: {}. Create them before "
+    "training starts, as in the run that saved the checkpoint."
+)
+_MISSING_OBJECTS = (
+    "The checkpoint holds values of objects that this run lacks, or that take others: {}. Create "
+    "them before training starts, as in the run that saved the checkpoint."
+)
+_RELOADED = (
+    "The loaders are loaded again for the epoch that is resumed "
+    "(reload_dataloaders_every_n_epochs), and their datasets or samplers keep generators, or "
+    "values that change: {}. Whether these continue or start again cannot be known. Keep "
+    "generators in the module or the datamodule, or draw from those of Python, NumPy or torch; "
+    "take the epoch from set_epoch()."
+)
+_LOST_PROGRESS = (
+    "The fit begins at step {}, and the checkpoint was saved at step {}: a callback such as "
+    "LearningRateFinder or BatchSizeFinder has loaded a checkpoint since, and Lightning forgets "
+    "the first one then. Resume without that callback."
+)
+_REPEATED_START = (
+    "Epoch {} had {} batches{}: its loader began at the position that it has from the checkpoint. "
+    "Call the dataset's set_epoch() when an epoch starts, if it has one; or save checkpoints at "
+    "the end of an epoch, and load with a loader that has no state_dict()."
+)
 
 
 class ResumableFit:
@@ -79,31 +132,32 @@ class ResumableFit:
         self._trainer, self._session, self._recorder = trainer, session, recorder
         self._on_inexact = on_inexact
         self._patches = AttributePatches()
-        self._at_end = False
+        self._parts = ModelTensors(trainer.lightning_module)
         # The state that is resumed, and that of this rank, until the first batch.
         self._resumed: SavedState | None = None
-        self._rank = SavedRank()
-        # Where training began, where `max_steps` ended the fit, after a save, before a validation.
-        self._first = _Moment({})
-        self._at_cut: _Moment | None = None
-        self._saved: _Moment | None = None
-        self._validated: _Moment | None = None
-        self._late: list[str] = []
-        self._has_begun = False  # not yet, while a callback searches for a learning rate
-        self._reasons: list[str] = []
+        self._rank = EMPTY_RANK
         self._unvalidated: SavedRank | None = None
-        self._before_evaluation: tuple[SavedRank, Captured] | None = None
         self._loader_states: list[dict[str, Any]] = []
-        self._parts = ModelTensors(trainer.lightning_module)
-        self._has_settled = False
-        self._captured: Captured = ({}, [])
+        self._at_end = False
+        self._reasons: list[str] = []
         # The numbers of batches of the epochs since a loader has loaded its state.
         self._lengths: list[int] | None = None
         self._skipped = 0
-        # The state where `max_steps` ended the fit, before the end of the epoch.
-        self._cut: SavedState | None = None
+        # They name what has changed since training began, where `max_steps` ended the fit, after a
+        # save, and in a validation.
+        self._find_trained: _Find = list
+        self._find_changed_since_cut: _Find = list
+        self._find_late: _Find = list
+        self._find_validated: _Find = list
+        self._has_begun = False  # not yet, while a callback searches for a learning rate
+        self._has_settled = False
         self._options: dict[str, Any] = {}
         self._schedulers: list[object] = []
+        self._before_evaluation: dict[str, Any] | None = None
+        self._captured: Captured = {}
+        # The state where `max_steps` ended the fit, before the end of the epoch.
+        self._cut: SavedState | None = None
+        self._late: list[str] = []
         self._told: set[str] = set()
 
     def wrap_loops(self) -> None:
@@ -135,11 +189,20 @@ class ResumableFit:
         """Return the state for a checkpoint, with the state of this rank alone."""
         self._recorder.reduce_loss(self._trainer)
         state = self.capture(checkpoint)
-        self._tell(state.ranks[0])
+        (saved,) = state.ranks
+        # Log once each reason, and each object that the checkpoint does not hold.
+        if new := [text for text in saved.inexact if text not in self._told]:
+            _report("The checkpoint that is being saved", new)
+        logged = [_NOT_HELD.format(path) for path in list_logged(saved.samplers)]
+        for text in logged:
+            if text not in self._told:
+                rank_zero().rank_zero_info(text)
+        self._told.update(new, logged)
         if state.position.phase == "batch":
-            reset = tuple(f"model.{name}." for name in state.ranks[0].reset)
-            logged = run_state.count_logged(self._trainer)
-            self._saved = _Moment(self._digest(), self._captured, reset, logged)
+            reset = tuple(f"model.{name}." for name in saved.reset)
+            self._find_late = self._remember(
+                run_state.count_logged, program=self._captured, reset=reset
+            )
         return state
 
     def load(self, checkpoint: Mapping[str, Any]) -> None:
@@ -156,20 +219,63 @@ class ResumableFit:
             return
         if state.is_untrained:
             return
-        settings = exactness.describe_settings(trainer, self._session)
-        if problems := exactness.find_resume_problems(state, trainer, settings):
+        if problems := self._find_problems(state):
             self._raise_or_warn(problems)
         self._resumed = state
-        if state.position.phase == "cut" and not exactness.reaches_max_steps(
-            trainer, state.position.step
-        ):
-            run_state.reopen_epoch(checkpoint)
+        position = state.position
+        if position.phase == "cut" and not run_state.reaches_max_steps(trainer, position.step):
+            # It was saved when Lightning had ended the epoch, which goes on.
+            progress = checkpoint["loops"]["fit_loop"]["epoch_progress"]
+            for part in (progress["total"], progress["current"]):
+                part["processed"] = part["completed"] = part["started"] - 1
         place = trainer.world_size, get_logical_ranks(trainer)
-        rank = self._rank = state.of_rank(trainer.global_rank, *place)
+        rank = self._rank = self._unvalidated = state.of_rank(trainer.global_rank, *place)
         if state.fits(*place):
             loaded = {"train": rank.train_reload_epoch, "validate": rank.validation_reload_epoch}
             self._session.resume_fit(state.fit, loaded)
-        self._unvalidated = rank
+
+    def _find_problems(self, state: SavedState) -> list[str]:
+        """Return why this run cannot be resumed exactly from the state that a checkpoint holds."""
+        trainer, settings = self._trainer, self._describe_settings()
+        problems = [
+            f"It was saved with {name}={expected!r}; now it is {settings.get(name)!r}."
+            for name, expected in state.settings.items()
+            if settings.get(name) != expected and name in _RNG_SETTINGS
+        ]
+        logical_ranks = settings.get(LOGICAL_RANKS_KEY)
+        if state.logical_ranks != logical_ranks:
+            problems.append(
+                f"It was saved with logical_ranks={state.logical_ranks}; now it is "
+                f"{logical_ranks}, so the ranks get different data."
+            )
+        elif logical_ranks is not None and state.settings.get("threads") != settings.get("threads"):
+            problems.append(
+                f"It was saved by processes of {state.settings.get('threads')} CPU threads; now "
+                f"they have {settings.get('threads')}, which round differently. Pass "
+                "DeterminismCallback(threads=...)."
+            )
+        elif not state.fits(trainer.world_size, state.logical_ranks):
+            problems.append(
+                f"It was saved by {state.world_size} ranks; now there are {trainer.world_size}, "
+                "which get different data."
+            )
+        problems += filter(None, [find_hybrid_sharding([trainer.strategy])])
+        position = state.position
+        if position.phase == "within":
+            problems.append(
+                f"It was saved while batch {position.batch} of epoch {position.epoch} was trained: "
+                "it holds part of the changes of that batch, which would be trained again."
+            )
+        if not run_state.reaches_max_steps(trainer, position.step):
+            # Those of all ranks, so that all ranks agree. If no step remains, they do not matter.
+            problems += dict.fromkeys(reason for rank in state.ranks for reason in rank.inexact)
+        return problems
+
+    def _describe_settings(self) -> dict[str, Any]:
+        """Return the settings in a checkpoint, which ``_find_problems`` compares with a run's."""
+        settings: dict[str, Any] = dict(self._session.settings.as_record())
+        logical_ranks = get_logical_ranks(self._trainer)
+        return settings | ({} if logical_ranks is None else {LOGICAL_RANKS_KEY: logical_ranks})
 
     def _load_weights(self, load: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         """Load the weights into a module of the dtype in which it will train.
@@ -213,23 +319,52 @@ class ResumableFit:
         """The state of the program's objects, compared with what it was at first."""
         return ProgramState(self._trainer, self._parts)
 
-    def _digest(self, *, callbacks: bool = False) -> dict[str, str]:
-        found = program_state.digest_tensors(self._trainer, self._parts)
-        return found | (program_state.digest_callbacks(self._trainer) if callbacks else {})
+    def _digest(self) -> Mapping[str, object]:
+        return program_state.digest_tensors(self._trainer, self._parts)
 
-    def _find_changed(self, since: _Moment | None, *, callbacks: bool = False) -> list[str]:
-        """Return the names of what has changed since a moment."""
-        if since is None:
-            return []
-        now = self._digest(callbacks=callbacks)
-        names = [name for name, digest in since.digests.items() if now.get(name) != digest]
-        if since.program is not None:
-            changed = program_state.find_changed(since.program, self._program.capture())
-            names += [path for path in changed if not path.startswith(since.reset)]
-        if since.logged is not None:
-            counts = run_state.count_logged(self._trainer).items()
-            names += [name for name, count in counts if since.logged.get(name) != count]
-        return names
+    def _remember(
+        self,
+        *others: Callable[[Trainer], Mapping[str, object]],
+        program: Captured | None = None,
+        reset: tuple[str, ...] = (),
+    ) -> _Find:
+        """Return a function that names what has changed since now.
+
+        Args:
+            others: Return values by name, which are compared as the tensors of the model are.
+            program: The state of the program's objects now; without one they may change.
+            reset: The beginnings of the paths of metrics that Lightning is about to reset.
+        """
+
+        def take() -> list[Mapping[str, object]]:
+            return [self._digest(), *(other(self._trainer) for other in others)]
+
+        before = take()
+
+        def find() -> list[str]:
+            pairs = list(zip(before, take(), strict=True))
+            if program is not None:
+                old, new = (
+                    {path: own for path, own in one.items() if not path.startswith(reset)}
+                    for one in (program, self._program.capture())
+                )
+                pairs.append((old, new))
+            return [
+                name.rstrip("'")
+                for old, new in pairs
+                for name in {**old, **new}
+                if old.get(name, b"") != new.get(name, b"") and not name.endswith(MODE)
+            ]
+
+        return find
+
+    def _restore(self, *, within: bool) -> list[str]:
+        """Restore what this rank holds; return the paths of objects that do not exist."""
+        missing = self._program.restore(self._rank.program, self._rank.reset)
+        run_state.restore(
+            self._trainer, self._session, self._rank, self._report_problems, within=within
+        )
+        return missing
 
     def _restore_and_start(self, start: Callable[[], None]) -> None:
         # After `on_train_start`, where modules reset their metrics.
@@ -237,21 +372,20 @@ class ResumableFit:
             self._has_settled = True
             self._program.settle()
         if self._resumed is not None and self._has_begun:
-            self._trainer.__dict__.update(self._read_hooks().get("options", {}))
-            missing = self._program.restore(self._rank.program, self._rank.reset)
-            self._raise_or_warn_on_all_ranks(name_all(exactness.MISSING_OBJECTS, missing))
-            run_state.restore_outside(
-                self._trainer, self._session, self._rank, self._report_problems
-            )
+            self._trainer.__dict__.update(self._hooks.get("options", {}))
+            missing = self._restore(within=False)
+            self._raise_or_warn_on_all_ranks(_name_all(_MISSING_OBJECTS, missing))
             if self._was_saved_between_epochs:
                 self._session.loaders.restore_data("train", self._position.epoch)
         start()
 
     def _keep_and_end(self, end: Callable[[], None]) -> None:
-        if exactness.is_cut_by_max_steps(self._trainer):
+        if run_state.is_cut_by_max_steps(self._trainer):
             self._recorder.reduce_loss(self._trainer)
             self._cut = self.capture()
-            self._at_cut = _Moment(self._digest(callbacks=True), self._program.capture())
+            self._find_changed_since_cut = self._remember(
+                program_state.digest_callbacks, program=self._program.capture()
+            )
         end()
 
     def _reset_epoch(self, reset: Callable[[], None]) -> None:
@@ -262,46 +396,59 @@ class ResumableFit:
             reset()
 
     def _start_batches(self, start: Callable[..., None], *args: Any, **words: Any) -> None:
-        trainer, session = self._trainer, self._session
-        between = self._was_saved_between_epochs
-        if run_state.makes_iterator_again(trainer):
-            session.loaders.restart_epoch("train", trainer.current_epoch)
-        elif trainer.current_epoch and between and run_state.draws_when_iterated(trainer):
-            session.loaders.restart_epoch("train", trainer.current_epoch)
-            run_state.iterate_again(trainer, self._loader_states)
+        trainer, loaders, fit = self._trainer, self._session.loaders, self._trainer.fit_loop
+        # Lightning makes the first iterator, and starts its workers, when it loads the loaders.
+        first = getattr(fit, "is_resuming", False) or fit.epoch_loop.restarting
+        if trainer.current_epoch and not first:
+            loaders.restart_epoch("train", trainer.current_epoch)
+        elif trainer.current_epoch and (
+            self._was_saved_between_epochs and run_state.draws_when_iterated(trainer)
+        ):
+            # An uninterrupted run makes it after `on_train_epoch_start`, where the epoch is seeded,
+            # and it fetches the first batch of an iterable dataset at once. So make it again.
+            loaders.restart_epoch("train", trainer.current_epoch)
+            if self._loader_states:
+                lightning_private.load_loader_states(trainer, self._loader_states)
+            lightning_private.create_loader_iterator(trainer)
         self._loader_states = []
         start(*args, **words)
-        if self._resumed is not None and exactness.is_at_end(trainer):  # a batch may be fetched
-            session.loaders.restore_data("train", self._resumed.position.epoch)
+        if self._resumed is not None and run_state.is_at_end(trainer):  # a batch may be fetched
+            loaders.restore_data("train", self._resumed.position.epoch)
         # Otherwise Lightning skips the schedulers at the end of the epoch.
-        lightning_private.clear_restart(trainer.fit_loop)
+        lightning_private.clear_restart(fit)
         if self._at_end:
             self._at_end = False
             # It repeats nothing of the last batch, and ends at once if no batch is left.
-            lightning_private.clear_restart(trainer.fit_loop.epoch_loop)
+            lightning_private.clear_restart(fit.epoch_loop)
         # The generators of training, as late as possible before the next batch.
         if self._has_begun:
             if self._resumed is not None:
                 self._start_schedules()
-            if self._resumed is not None and self._resumed.position.phase != "epoch":
-                self._program.restore(self._rank.program, self._rank.reset)
-                run_state.restore_within(trainer, self._rank, self._report_problems)
-            self._resumed, self._rank = None, SavedRank()
+                if not self._was_saved_between_epochs:
+                    self._restore(within=True)
+            self._resumed, self._rank = None, EMPTY_RANK
 
     def _start_schedules(self) -> None:
         """Set up the options and schedulers that callbacks change when an epoch starts."""
-        hooks, trainer = self._read_hooks(), self._trainer
+        hooks, trainer = self._hooks, self._trainer
         if not self._was_saved_between_epochs:
-            run_state.start_schedules(trainer, hooks.get("starters", ()))
+            groups = [group for own in trainer.optimizers for group in own.param_groups]
+            rates = [group["lr"] for group in groups]
+            for name, callback in name_callbacks(trainer.callbacks).items():
+                if name in hooks.get("starters", ()):
+                    callback.on_train_epoch_start(trainer, trainer.lightning_module)
+            for group, rate in zip(groups, rates, strict=True):
+                group["lr"] = rate  # which a new schedule sets
             trainer.__dict__.update(hooks.get("options", {}))
         names = [type(own).__name__ for own in list_schedulers(trainer)]
         saved = hooks.get("schedulers", names)
         if saved != names and not lightning_private.skips_backward(trainer):
             texts = [", ".join(part) or "none" for part in (saved, names)]
-            self._report_problems([exactness.OTHER_SCHEDULERS.format(*texts)])
+            self._report_problems([_OTHER_SCHEDULERS.format(*texts)])
 
-    def _read_hooks(self) -> dict[str, Any]:
-        """Return what ``_capture_hooks`` has saved."""
+    @property
+    def _hooks(self) -> dict[str, Any]:
+        """What ``_capture_hooks`` has saved."""
         data = self._rank.program.get(_HOOKS)
         return {} if data is None else decode_plain(unpack_bytes(data))
 
@@ -310,14 +457,18 @@ class ResumableFit:
         trainer, now = self._trainer, run_state.read_options(self._trainer)
         changed = {name: own for name, own in now.items() if self._options.get(name, own) != own}
         schedulers = list_schedulers(trainer)
-        replaced = any(own not in self._schedulers for own in schedulers)
-        if not self._has_begun or not (changed or replaced):
+        new = {id(own) for own in schedulers if own not in self._schedulers}
+        if not self._has_begun or not (changed or new):
             return {}
-        return {
-            "options": changed,
-            "starters": run_state.find_starters(trainer, self._schedulers),
-            "schedulers": [type(own).__name__ for own in schedulers],
-        }
+        # The callbacks that hold a new scheduler: they have put it in the place of another when an
+        # epoch started, and Lightning does not call their hook again for a partly trained epoch.
+        starters = [
+            name
+            for name, callback in name_callbacks(trainer.callbacks).items()
+            if any(id(own) in new for _, own in search({name: callback}, depth=2))
+        ]
+        names = [type(own).__name__ for own in schedulers]
+        return {"options": changed, "starters": starters, "schedulers": names}
 
     def _end_batch(self, end: Callable[..., None], *args: Any, **words: Any) -> None:
         self._find_late_changes()
@@ -325,11 +476,10 @@ class ResumableFit:
 
     def _find_late_changes(self) -> None:
         """Report what has changed since a checkpoint was saved in this batch or validation."""
-        names = self._find_changed(self._saved)
-        self._saved = None
+        names, self._find_late = self._find_late(), list
         if names and not self._late:
-            self._late = [exactness.LATE_HOOK.format(names[0])]
-            exactness.report("The checkpoint that was just saved", self._late)
+            self._late = [_LATE_HOOK.format(names[0])]
+            _report("The checkpoint that was just saved", self._late)
 
     def _load_training(self, load: Callable[[], None]) -> None:
         load()
@@ -343,16 +493,14 @@ class ResumableFit:
             run_state.restore_validation(self._trainer, self._session, rank)
 
     def _run_validation(self, run: Callable[[], object]) -> object:
+        program = self._program  # it begins here
         if self._trainer.sanity_checking:
-            _ = self._program  # it begins here
             return run()
-        self._before_evaluation = run_state.capture_user_state(
-            self._trainer, "validation", self._program
-        )
-        self._validated = _Moment(self._digest())
+        self._before_evaluation = run_state.capture_user_state(self._trainer, "validation", program)
+        self._find_validated = self._remember()
         outputs = run()
         self._find_late_changes()
-        self._validated = None
+        self._find_validated = list
         self._before_evaluation = None  # after an exception a checkpoint may still need it
         return outputs
 
@@ -368,7 +516,7 @@ class ResumableFit:
         if early and self._resumed is None:
             return
         position = self._position
-        if position.batch and not early and not exactness.is_at_end(trainer):
+        if position.batch and not early and not run_state.is_at_end(trainer):
             self._report_problems(find_loader_problems(loader, within=True))
         self._session.resume_loaders(
             position.epoch,
@@ -398,15 +546,14 @@ class ResumableFit:
             self._lengths = None
             if after == before - self._skipped:
                 earlier = f", and the epoch before {before}" if self._skipped else ""
-                found = exactness.REPEATED_START.format(trainer.current_epoch, after, earlier)
-                problems.append(found)
+                problems.append(_REPEATED_START.format(trainer.current_epoch, after, earlier))
         self._raise_or_warn_on_all_ranks(problems)
 
     def begin(self) -> None:
         """Continue the ledger of the interrupted run; called before training starts."""
         self._has_begun = True
         trainer = self._trainer
-        self._first = _Moment(self._digest())
+        self._find_trained = self._remember()
         self._options = run_state.read_options(trainer)
         self._schedulers = list_schedulers(trainer)
         if self._resumed is None and not self._reasons:
@@ -414,12 +561,11 @@ class ResumableFit:
         position, rank = self._position, self._rank
         if (resumed := self._resumed) is not None:
             if (step := trainer.global_step) != position.step:
-                problem = exactness.LOST_PROGRESS.format(step, position.step)
-                self._report_problems([problem])
-            run_state.restore_frozen(trainer, resumed.settings)
+                self._report_problems([_LOST_PROGRESS.format(step, position.step)])
+            run_state.restore_frozen(trainer, resumed.settings[FROZEN]["parameters"])
             if resumed.fits(trainer.world_size, get_logical_ranks(trainer)):
-                find = partial(self._find_unmatched, rank)
-                self._raise_or_warn_on_all_ranks(ranks_of(trainer).raise_on_all(find))
+                found = ranks_of(trainer).raise_on_all(self._find_unmatched)
+                self._raise_or_warn_on_all_ranks(found)
         ledger = rank.ledger or SavedLedger("", "")
         self._recorder.resume(
             Resume(
@@ -433,13 +579,32 @@ class ResumableFit:
             rank.pending,
         )
 
+    def _find_unmatched(self) -> list[str]:
+        """Return why the generators and loaders of this rank cannot be restored."""
+        trainer, rank = self._trainer, self._rank
+        unmatched = run_state.find_generator_paths(trainer) ^ rank.generators.keys()
+        if not lightning_private.has_loaders(trainer.fit_loop.epoch_loop.val_loop):
+            unmatched = {path for path in unmatched if not path.startswith(VALIDATION)}
+        # The dataset of a loader that is loaded again may be a new object, whose generator starts
+        # again, or the same one, whose generator continues.
+        every = trainer.reload_dataloaders_every_n_epochs
+        loaded = {"train.": rank.train_reload_epoch, VALIDATION: rank.validation_reload_epoch}
+        stages = tuple(
+            stage
+            for stage, epoch in loaded.items()
+            if every and epoch is not None and self._position.epoch - epoch >= every
+        )
+        paths = [*rank.generators, *_name_sampler_states(rank)]
+        return [
+            *_name_all(_UNMATCHED_GENERATORS, sorted(unmatched)),
+            *_name_all(_RELOADED, [path for path in paths if path.startswith(stages)]),
+            *([] if rank.rng is None else find_lost_devices(rank.rng)),
+        ]
+
     @property
     def _position(self) -> LoopPosition:
-        return (
-            run_state.find_position(self._trainer)
-            if self._resumed is None
-            else self._resumed.position
-        )
+        resumed = self._resumed
+        return run_state.find_position(self._trainer) if resumed is None else resumed.position
 
     @property
     def _was_saved_between_epochs(self) -> bool:
@@ -450,65 +615,68 @@ class ResumableFit:
 
         ``checkpoint`` is what is being saved, which may hold large values already.
         """
-        if self._cut is not None:
-            return self._add_changes_since_cut(self._cut)
         trainer, session = self._trainer, self._session
+        if (cut := self._cut) is not None:
+            epoch, (rank,) = cut.position.epoch, cut.ranks
+            late = [
+                _describe_unfinished(trainer, epoch, "max_steps", _CUT.format(name))
+                for name in self._find_changed_since_cut()[:1]
+            ]
+            return replace(cut, ranks=[replace(rank, inexact=rank.inexact + late)])
         position = run_state.find_position(trainer)
-        before = self._before_evaluation
-        user, program = (
-            before
-            if before is not None and position.phase == "validation"
-            else run_state.capture_user_state(trainer, position.phase, self._program)
-        )
-        self._captured = program
+        user = before = self._before_evaluation
+        if user is None or position.phase != "validation":
+            user = run_state.capture_user_state(trainer, position.phase, self._program)
+        program = self._captured = user["program"]
         if trainer.validating and before is not None:
-            program = program_state.keep_modes(program, before[1])
+            program = program_state.keep_modes(program, before["program"])
         kept, reasons = program_state.keep_small(program, checkpoint)
         late = self._late if position.phase == "batch" else []
-        if position.phase == "validation" and (names := self._find_changed(self._validated)):
-            late = [exactness.IN_VALIDATION.format(names[0])]
-        ledger = self._recorder.run.ledger_position
-        samplers = session.capture_samplers(position.phase)
-        reasons += list_unsaved(samplers)
+        if position.phase == "validation" and (names := self._find_validated()):
+            late = [_IN_VALIDATION.format(names[0])]
         if hooks := self._capture_hooks():
             kept[_HOOKS] = pack_bytes(encode_plain(hooks))
-        rank = replace(
-            run_state.capture(trainer, session, user, position.phase),
-            samplers=samplers,
+        ledger = self._recorder.run.ledger_position
+        samplers = session.capture_samplers(position.phase)
+        reasons = [*self._find_missing_state(position), *reasons, *list_unsaved(samplers), *late]
+        rank = run_state.capture(
+            trainer, session, position.phase, user,
             program=kept,
-            inexact=exactness.find_missing_state(trainer, position) + reasons + late,
+            samplers=samplers,
+            inexact=reasons,
             ledger=None if ledger is None else SavedLedger(**ledger),
             pending=self._recorder.pending,
-        )
+        )  # fmt: skip
+        # Callbacks and hooks freeze and unfreeze parameters at the start of an epoch.
+        parameters = [name for name, own in self._parts.listed[0] if not own.requires_grad]
         return SavedState(
             seed=session.settings.seed,
             fit=session.fit,
-            settings=exactness.describe_settings(trainer, session)
-            | run_state.capture_frozen(self._parts),
+            settings=self._describe_settings() | {FROZEN: {"parameters": parameters}},
             world_size=trainer.world_size,
             position=position,
             ranks=[rank],
         )
 
-    def _tell(self, saved: SavedRank) -> None:
-        """Log, once each, why a checkpoint cannot be resumed exactly, and what it does not hold."""
-        if new := [text for text in saved.inexact if text not in self._told]:
-            exactness.report("The checkpoint that is being saved", new)
-        logged = [exactness.NOT_HELD.format(path) for path in list_logged(saved.samplers)]
-        for text in logged:
-            if text not in self._told:
-                rank_zero().rank_zero_info(text)
-        self._told.update(new, logged)
-
-    def _add_changes_since_cut(self, cut: SavedState) -> SavedState:
-        """Return the state at the cut, with a reason if hooks have changed anything since."""
-        trainer, (rank,) = self._trainer, cut.ranks
-        names = self._find_changed(self._at_cut, callbacks=True)
-        if not names:
-            return cut
-        then = exactness.CUT.format(names[0])
-        reason = exactness.describe_unfinished(trainer, cut.position.epoch, "max_steps", then)
-        return replace(cut, ranks=[replace(rank, inexact=[*rank.inexact, reason])])
+    def _find_missing_state(self, position: LoopPosition) -> list[str]:
+        """Return why a checkpoint that is being saved cannot be resumed exactly."""
+        trainer = self._trainer
+        between, fit = position.phase == "epoch", trainer.fit_loop
+        if not between and lightning_private.skips_backward(trainer):
+            return [_WITHOUT_STEPS]
+        within = not between and not run_state.is_at_end(trainer)
+        found = [
+            problem
+            for loop, is_within in ((fit, within), (fit.epoch_loop.val_loop, False))
+            for loader in lightning_private.list_loaders(loop)
+            for problem in find_loader_problems(loader, within=is_within)
+        ]
+        if between and trainer.should_stop and run_state.has_batches_left(trainer):
+            found.append(_describe_unfinished(trainer, position.epoch - 1, *_STOPPED))
+        # Lightning loads the state of a loader in a fit of a number of steps.
+        if between and trainer.max_steps < 0:
+            found += filter(None, map(find_epoch_problem, lightning_private.list_loaders(fit)))
+        return found
 
     def _write(self, save: Callable[..., Any], checkpoint: Any, *args: Any, **words: Any) -> Any:
         self.name_lost(checkpoint)
@@ -523,22 +691,9 @@ class ResumableFit:
         trainer = self._trainer
         if state is not None and trainer.is_global_zero and not is_sharded(trainer.strategy):
             lost = program_state.find_lost(self._parts, checkpoint)
-            changed = self._find_changed(self._first) if lost else []
-            known = self._first.digests
-            names = [name for name in lost if name in changed or name not in known]
-            reasons = [exactness.LOST_TENSOR.format(name) for name in names[:1]]
-            state["ranks"][0]["inexact"] += reasons
-
-    def _find_unmatched(self, rank: SavedRank) -> list[str]:
-        """Return why the generators of this rank cannot be restored."""
-        trainer = self._trainer
-        unmatched = run_state.find_unmatched_state(trainer, rank)
-        reloaded = run_state.find_reloaded_generators(trainer, rank, self._position.epoch)
-        return [
-            *name_all(exactness.UNMATCHED_GENERATORS, unmatched),
-            *name_all(exactness.RELOADED, reloaded),
-            *([] if rank.rng is None else find_lost_devices(rank.rng)),
-        ]
+            changed = self._find_trained() if lost else []
+            reasons = [_LOST_TENSOR.format(name) for name in lost if name in changed]
+            state["ranks"][0]["inexact"] += reasons[:1]
 
     def _raise_or_warn_on_all_ranks(self, problems: list[str]) -> None:
         """Raise or warn on all ranks of the problems that any of them has found."""
@@ -563,6 +718,39 @@ class ResumableFit:
             raise InexactResumeError(text, reasons=problems)
         if self._trainer.is_global_zero:
             warn(text, stacklevel=2)
+
+
+def _name_all(problem: str, paths: Iterable[str]) -> list[str]:
+    """Return a problem with the paths in it; nothing without paths."""
+    named = ", ".join(paths)
+    return [problem.format(named)] if named else []
+
+
+def _name_sampler_states(rank: SavedRank) -> Iterator[str]:
+    """Yield the paths of what is saved of the samplers and datasets of loaders."""
+    for number, states in rank.samplers.items():
+        loader = number if number.startswith(VALIDATION) else f"train.{number}"
+        yield from (f"{loader}.{path.rstrip(chr(39))}" for path in states.get(DATA, {}))
+        for path, values in states.get(NUMBERS, {}).items():
+            yield from (f"{loader}.{path}.{name}" for name in values)
+        for path in states.get(CHANGES, {}):
+            yield f"{loader}.sampler.{path.partition('.')[2].rstrip(chr(39))}"
+
+
+def _describe_unfinished(trainer: Trainer, epoch: int, cause: str, then: str) -> str:
+    """Return why an epoch that the end of a fit cut short cannot go on."""
+    trained = trainer.fit_loop.epoch_loop.batch_progress.current.completed
+    return (
+        f"Its fit ended after {trained} batches of epoch {epoch}, by {cause}, and {then} would "
+        "train the rest. Resume from a checkpoint within the epoch: "
+        "ModelCheckpoint(every_n_train_steps=...)."
+    )
+
+
+def _report(checkpoint: str, problems: list[str]) -> None:
+    """Log problems of a checkpoint that this run saves."""
+    listed = "\n- ".join(problems)
+    rank_zero().rank_zero_info(f"{checkpoint} cannot be resumed exactly:\n- {listed}")
 
 
 class CheckpointState:

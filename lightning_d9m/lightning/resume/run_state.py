@@ -6,18 +6,17 @@ see ``finish_pending_work``.
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import cache, partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_d9m.control.data.data_state import CHANGES, DATA, NUMBERS
 from lightning_d9m.control.data.resumable_sampler import has_state, unwrap
 from lightning_d9m.control.data.seeded_dataset import SeededCollate
 from lightning_d9m.control.seeding import (
@@ -28,14 +27,11 @@ from lightning_d9m.control.seeding import (
     restore_rng,
 )
 from lightning_d9m.errors import SettingError
-from lightning_d9m.hashing.training_state import ModelTensors
 from lightning_d9m.lightning import lightning_private
 from lightning_d9m.lightning.logical_ranks.steps import get_logical_steps
 from lightning_d9m.lightning.packages import rank_zero
-from lightning_d9m.lightning.resume.exactness import is_cut_by_max_steps
-from lightning_d9m.lightning.resume.program_state import Captured, ProgramState
+from lightning_d9m.lightning.resume.program_state import ProgramState
 from lightning_d9m.lightning.saved_state import (
-    FROZEN,
     VALIDATION,
     LoopPhase,
     LoopPosition,
@@ -45,13 +41,11 @@ from lightning_d9m.lightning.saved_state import (
 )
 from lightning_d9m.lightning.trainer_attributes import (
     Trainer,
-    list_schedulers,
-    name_callbacks,
     ranks_of,
 )
 from lightning_d9m.state.parts import is_of_lightning, is_of_program
 from lightning_d9m.state.plain_data import decode_plain, encode_plain, pack_bytes, unpack_bytes
-from lightning_d9m.state.state import find_generators, search
+from lightning_d9m.state.state import find_generators
 from lightning_d9m.text import pluralize
 
 if TYPE_CHECKING:
@@ -66,46 +60,47 @@ _read_signature = cache(inspect.signature)  # which takes as long as all else of
 _FIRST_BYTES = 64 * 2**10
 
 
-def capture_user_state(
-    trainer: Trainer, phase: LoopPhase, program: ProgramState
-) -> tuple[SavedRank, Captured]:
-    """Return the states of the user's generators and metrics, and of the program's objects.
+def capture_user_state(trainer: Trainer, phase: LoopPhase, program: ProgramState) -> dict[str, Any]:
+    """Return fields of a ``SavedRank`` that an evaluation changes too, with what has changed.
 
-    An evaluation changes them too; an interrupted one is run again as a whole.
+    An interrupted evaluation is run again as a whole.
     """
-    reset = find_metrics_to_reset(trainer, phase)
-    found, unknown = program.capture()
+    reset = _find_metrics_to_reset(trainer, phase)
     skipped = tuple(f"model.{name}." for name in reset)
     logical = get_logical_steps(trainer)
     metrics = {} if logical is None else logical.metrics.capture()
-    user = SavedRank(
-        generators=capture_generators(_name_datasets(trainer)),
-        reset=reset,
-        metric_states={p: s for p, s in metrics.items() if not f"{p}.".startswith(skipped)},
-    )
-    return user, ({p: data for p, data in found.items() if not p.startswith(skipped)}, unknown)
+    changed = program.capture().items()
+    return {
+        "generators": capture_generators(_name_datasets(trainer)),
+        "reset": reset,
+        "metric_states": {p: s for p, s in metrics.items() if not f"{p}.".startswith(skipped)},
+        "program": {p: own for p, own in changed if own is None or not p.startswith(skipped)},
+    }
 
 
 def capture(
-    trainer: Trainer, session: "TrainerSession", user: SavedRank, phase: LoopPhase
+    trainer: Trainer,
+    session: "TrainerSession",
+    phase: LoopPhase,
+    user: Mapping[str, Any],
+    **others: Any,
 ) -> SavedRank:
-    """Add the state of this rank that is read from the Trainer and the session.
+    """Return the state of this rank, with the fields that ``capture_user_state`` has returned.
 
     Between epochs it has neither the generators of training, which an epoch seeds, nor the results
-    of the epoch that has ended: ``restore_within`` alone reads them.
+    of the epoch that has ended: ``restore`` reads them only within an epoch.
     """
     logical = get_logical_steps(trainer)
-    within = phase != "epoch"
-    return replace(
-        user,
-        rng=encode_rng(session.capture_rng()) if within else None,
-        callback_metrics={name: _copy(own) for name, own in trainer.callback_metrics.items()},
-        results=capture_results(trainer) if within else [],
-        gradients=capture_gradients(trainer),
-        train_reload_epoch=lightning_private.get_reload_epoch(trainer, "train"),
-        validation_reload_epoch=lightning_private.get_reload_epoch(trainer, "validate"),
-        logged=[] if logical is None else [logical.logged.capture()],
-    )
+    fields = {
+        "rng": None if phase == "epoch" else encode_rng(session.capture_rng()),
+        "callback_metrics": {name: _copy(own) for name, own in trainer.callback_metrics.items()},
+        "results": [] if phase == "epoch" else _capture_results(trainer),
+        "gradients": _capture_gradients(trainer),
+        "train_reload_epoch": lightning_private.get_reload_epoch(trainer, "train"),
+        "validation_reload_epoch": lightning_private.get_reload_epoch(trainer, "validate"),
+        "logged": [] if logical is None else [logical.logged.capture()],
+    }
+    return SavedRank(**{**user, **fields, **others})
 
 
 def gather_ranks(trainer: Trainer, state: SavedState) -> SavedState:
@@ -126,59 +121,34 @@ def gather_ranks(trainer: Trainer, state: SavedState) -> SavedState:
     return replace(state, ranks=[others.get(rank, own) for rank in range(len(rows))])
 
 
-def find_unmatched_state(trainer: Trainer, rank: SavedRank) -> list[str]:
-    """Return the paths of generators that datasets hold only here or only in the checkpoint."""
-    generators = set(find_generators(_name_datasets(trainer))) ^ set(rank.generators)
-    if not lightning_private.has_loaders(trainer.fit_loop.epoch_loop.val_loop):
-        generators = {path for path in generators if not path.startswith(VALIDATION)}
-    return sorted(generators)
-
-
-def find_reloaded_generators(trainer: Trainer, rank: SavedRank, epoch: int) -> list[str]:
-    """Return the generators and values of loaders that are loaded again for the resumed epoch.
-
-    The dataset of the new loader may be a new object, whose generator starts again, or the same
-    one, whose generator continues; a resumed run cannot tell.
-    """
-    every = trainer.reload_dataloaders_every_n_epochs
-    loaded_epochs = {"train.": rank.train_reload_epoch, VALIDATION: rank.validation_reload_epoch}
-    stages = tuple(
-        stage
-        for stage, loaded in loaded_epochs.items()
-        if every and loaded is not None and epoch - loaded >= every
-    )
-    paths = [*rank.generators, *_name_sampler_states(rank)]
-    return [path for path in paths if path.startswith(stages)]
-
-
-def _name_sampler_states(rank: SavedRank) -> Iterator[str]:
-    """Yield the paths of what is saved of the samplers and datasets of loaders."""
-    for number, states in rank.samplers.items():
-        loader = number if number.startswith(VALIDATION) else f"train.{number}"
-        yield from (f"{loader}.{path.rstrip(chr(39))}" for path in states.get(DATA, {}))
-        for path, values in states.get(NUMBERS, {}).items():
-            yield from (f"{loader}.{path}.{name}" for name in values)
-        for path in states.get(CHANGES, {}):
-            yield f"{loader}.sampler.{path.partition('.')[2].rstrip(chr(39))}"
-
-
-def restore_outside(
+def restore(
     trainer: Trainer,
     session: "TrainerSession",
     rank: SavedRank,
     report: Callable[[Sequence[str]], None],
+    *,
+    within: bool,
 ) -> None:
-    """Restore state that outlives an epoch. Called once, before the first epoch starts.
+    """Restore state that outlives an epoch; called before the first epoch starts.
 
-    ``report`` is called with problems that training finds later; see ``restore_gradients``.
+    Called once more with ``within`` before the next batch of a partly trained epoch, it also
+    restores what was reset at the start of the epoch. ``report`` is called with problems that
+    training finds later; see ``_restore_gradients``.
     """
+    if within:
+        _restore_results(trainer, rank.results)
     restore_generators(_name_datasets(trainer), rank.generators)
     if (logical := get_logical_steps(trainer)) is not None:
         logical.metrics.restore(rank.metric_states)
-    session.restore_validation(rank.samplers)  # again, after a sanity check
-    restore_gradients(trainer, rank.gradients, report)
-    epoch = trainer.fit_loop.epoch_progress.current.processed
-    _settle_reload(trainer, "train", rank.train_reload_epoch, epoch)
+        if within:
+            logical.logged.restore(rank.logged)
+    _restore_gradients(trainer, rank.gradients, report)
+    if not within:
+        session.restore_validation(rank.samplers)  # again, after a sanity check
+        epoch = trainer.fit_loop.epoch_progress.current.processed
+        _settle_reload(trainer, "train", rank.train_reload_epoch, epoch)
+    elif rank.rng is not None:
+        restore_rng(decode_rng(rank.rng))
 
 
 def restore_validation(trainer: Trainer, session: "TrainerSession", rank: SavedRank) -> None:
@@ -190,23 +160,6 @@ def restore_validation(trainer: Trainer, session: "TrainerSession", rank: SavedR
     restore_generators(_name_datasets(trainer), generators)
     saved = rank.validation_reload_epoch
     _settle_reload(trainer, "validate", saved, trainer.current_epoch)
-
-
-def restore_within(
-    trainer: Trainer, rank: SavedRank, report: Callable[[Sequence[str]], None]
-) -> None:
-    """Restore state that is reset at the start of an epoch, as ``restore_outside`` does.
-
-    Called once, before the first remaining batch of a partly trained epoch.
-    """
-    restore_results(trainer, rank.results)
-    restore_gradients(trainer, rank.gradients, report)
-    restore_generators(_name_datasets(trainer), rank.generators)
-    if (logical := get_logical_steps(trainer)) is not None:
-        logical.logged.restore(rank.logged)
-        logical.metrics.restore(rank.metric_states)
-    if rank.rng is not None:
-        restore_rng(decode_rng(rank.rng))
 
 
 def _settle_reload(
@@ -235,22 +188,16 @@ def _name_datasets(trainer: Trainer) -> dict[str, object]:
     return owners
 
 
-def capture_frozen(model: ModelTensors) -> dict[str, dict[str, list[str]]]:
-    """Return the names of frozen parameters, as settings of the run.
-
-    Callbacks and hooks freeze and unfreeze them at the start of an epoch.
-    """
-    parameters = [name for name, tensor in model.listed[0] if not tensor.requires_grad]
-    return {FROZEN: {"parameters": parameters}}
+def find_generator_paths(trainer: Trainer) -> set[str]:
+    """Return the paths of the generators that datasets of loaders hold."""
+    return set(find_generators(_name_datasets(trainer)))
 
 
-def restore_frozen(trainer: Trainer, settings: Mapping[str, Any]) -> None:
-    """Freeze and unfreeze what was so when ``capture_frozen`` was called, and log what changed."""
-    frozen = settings[FROZEN]
-    module = trainer.lightning_module
+def restore_frozen(trainer: Trainer, frozen: Collection[str]) -> None:
+    """Freeze the parameters of these names, and no others; log what changed."""
     changed = []
-    for name, parameter in module.named_parameters():
-        if parameter.requires_grad == (name in frozen["parameters"]):
+    for name, parameter in trainer.lightning_module.named_parameters():
+        if parameter.requires_grad == (name in frozen):
             parameter.requires_grad_(not parameter.requires_grad)
             changed.append(name)
     if changed:
@@ -268,34 +215,6 @@ def read_options(trainer: Trainer) -> dict[str, Any]:
     return {name: value for name, value in own.items() if isinstance(value, plain)}
 
 
-def find_starters(trainer: Trainer, schedulers: Sequence[object]) -> list[str]:
-    """Return the callbacks that hold a scheduler with which the fit did not begin.
-
-    They have put it in the place of another when an epoch started, and Lightning does not call
-    their hook again for a partly trained epoch.
-    """
-    first = {id(own) for own in schedulers}
-    new = {id(own) for own in list_schedulers(trainer)} - first
-    named = name_callbacks(trainer.callbacks) if new else {}
-    return [
-        name
-        for name, callback in named.items()
-        if any(id(own) in new for _, own in search({name: callback}, depth=2))
-    ]
-
-
-def start_schedules(trainer: Trainer, names: Sequence[str]) -> None:
-    """Let callbacks set up their schedulers, as they do at the start of an epoch."""
-    groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
-    rates = [group["lr"] for group in groups]
-    for name, callback in name_callbacks(trainer.callbacks).items():
-        if name in names:
-            callback.on_train_epoch_start(trainer, trainer.lightning_module)
-    # A new schedule sets the rates.
-    for group, rate in zip(groups, rates, strict=True):
-        group["lr"] = rate
-
-
 _ARGUMENTS = (
     *("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph"),
     *("add_dataloader_idx", "dataloader_idx", "metric_attribute"),
@@ -306,7 +225,7 @@ def _copy(value: Tensor) -> Tensor:
     return value.detach().to("cpu", copy=True)
 
 
-def find_metrics_to_reset(trainer: Trainer, phase: LoopPhase) -> list[str]:
+def _find_metrics_to_reset(trainer: Trainer, phase: LoopPhase) -> list[str]:
     """Return the names of logged metrics that Lightning resets after the hooks of this phase.
 
     These are the metrics of training at the end of an epoch, and of a finished validation.
@@ -332,7 +251,7 @@ def count_logged(trainer: Trainer) -> dict[str, int]:
     }
 
 
-def capture_results(trainer: Trainer) -> list[SavedResult]:
+def _capture_results(trainer: Trainer) -> list[SavedResult]:
     """Return the running sums from which the epoch's means are computed.
 
     The state of a logged metric object is in ``metric_state``.
@@ -365,7 +284,7 @@ def _capture_result(key: str, result: Any) -> SavedResult:
     )
 
 
-def restore_results(trainer: Trainer, results: Sequence[SavedResult]) -> None:
+def _restore_results(trainer: Trainer, results: Sequence[SavedResult]) -> None:
     """Restore the results of the epoch. Called once, before its next batch."""
     lightning_private.keep_results_at_next_batch(trainer)
     collection = lightning_private.list_result_collections(trainer)[0]
@@ -408,7 +327,7 @@ def mark_used_gradients(trainer: Trainer, optimizer: "Optimizer") -> None:
             gradient.d9m_used = gradient._version  # noqa: SLF001 - of torch
 
 
-def capture_gradients(trainer: Trainer) -> dict[str, Any]:
+def _capture_gradients(trainer: Trainer) -> dict[str, Any]:
     """Return gradients by the names of their parameters; None for one that a step has used.
 
     They are those to which a backward pass after the save adds. Lightning zeroes gradients before
@@ -436,7 +355,7 @@ def capture_gradients(trainer: Trainer) -> dict[str, Any]:
     }
 
 
-def restore_gradients(
+def _restore_gradients(
     trainer: Trainer, gradients: Mapping[str, Any], report: Callable[[Sequence[str]], None]
 ) -> None:
     """Restore gradients; before a backward pass adds to one that was left out, report it once."""
@@ -510,6 +429,30 @@ def find_position(trainer: Trainer) -> LoopPosition:
     return LoopPosition(epochs.processed, step, batches.processed, phase)
 
 
+def is_at_end(trainer: Trainer) -> bool:
+    """Return whether no batch of the epoch is left."""
+    return bool(trainer.fit_loop.epoch_loop.batch_progress.is_last_batch)
+
+
+def reaches_max_steps(trainer: Trainer, step: int) -> bool:
+    """Return whether the fit has no step left after this one."""
+    return bool(0 <= trainer.max_steps <= step)  # -1: unlimited
+
+
+def is_cut_by_max_steps(trainer: Trainer) -> bool:
+    """Return whether ``max_steps`` has ended the fit, and batches of the epoch are left."""
+    by_steps = reaches_max_steps(trainer, trainer.global_step) and not trainer.should_stop
+    return by_steps and has_batches_left(trainer)
+
+
+def has_batches_left(trainer: Trainer) -> bool:
+    """Return whether the epoch has begun, and has not come to its end."""
+    # A batch that `on_train_batch_start` has skipped, which ends the epoch in every run, is ready
+    # and not completed.
+    batches = trainer.fit_loop.epoch_loop.batch_progress.current
+    return 0 < batches.completed == batches.ready and not is_at_end(trainer)
+
+
 def finish_pending_work(
     trainer: Trainer, position: LoopPosition, reset: Callable[[], None]
 ) -> bool:
@@ -541,16 +484,6 @@ def finish_pending_work(
             at_end = True
     _reset_by_epoch(progress, reset)
     return at_end
-
-
-def reopen_epoch(checkpoint: Mapping[str, Any]) -> None:
-    """Let a checkpoint of an epoch that ``max_steps`` cut short continue the epoch.
-
-    It was saved when Lightning had ended the epoch.
-    """
-    progress = checkpoint["loops"]["fit_loop"]["epoch_progress"]
-    for part in (progress["total"], progress["current"]):
-        part["processed"] = part["completed"] = part["started"] - 1
 
 
 def draws_when_iterated(trainer: Trainer) -> bool:
@@ -588,30 +521,6 @@ def drop_consumed_states(trainer: Trainer) -> None:
             for loader, state in zip(stateful, states, strict=True)
         ]
         lightning_private.set_pending_loader_states(trainer, kept)
-
-
-def makes_iterator_again(trainer: Trainer) -> bool:
-    """Return whether Lightning is about to make the iterator of the training loaders again.
-
-    It makes the first one when it loads them, and their workers start then.
-    """
-    fit = trainer.fit_loop
-    resumes = getattr(fit, "is_resuming", False) or fit.epoch_loop.restarting
-    return trainer.current_epoch > 0 and not resumes
-
-
-def iterate_again(trainer: Trainer, loader_states: list[dict[str, Any]]) -> None:
-    """Make the iterator over the training loaders again, at the start of a resumed epoch.
-
-    Lightning makes it when it loads the loaders, and fetches the first batch of an iterable
-    dataset at once. In an uninterrupted run it does so after ``on_train_epoch_start``, where the
-    epoch is seeded.
-
-    ``loader_states`` has the states that Lightning loaded from the checkpoint.
-    """
-    if loader_states:
-        lightning_private.load_loader_states(trainer, loader_states)
-    lightning_private.create_loader_iterator(trainer)
 
 
 def _begin_epoch(fit: Any) -> None:
