@@ -33,7 +33,7 @@ from typing import Any
 import torch
 
 from lightning_d9m.control.data.seeded_dataset import RngGuard
-from lightning_d9m.lightning import checkpoint_io
+from lightning_d9m.lightning import saved_state
 from lightning_d9m.lightning.autoload.auto_callback import AddedCallback
 from lightning_d9m.lightning.callback import DeterminismCallback
 from lightning_d9m.lightning.resume import run_state
@@ -49,7 +49,7 @@ _CALLED: list[tuple[Any, list[str]]] = [
     (ResumableFit, ["capture", "_find_late_changes", "_digest"]),
     (run_state, ["capture_user_state"]),
     (RngGuard, ["begin", "end"]),
-    (checkpoint_io, ["make_manifest"]),
+    (saved_state, ["make_manifest"]),
 ]
 
 

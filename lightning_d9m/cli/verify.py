@@ -49,8 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
             "to one file with `python -m torch.distributed.checkpoint.format_utils dcp_to_torch "
             f"{path} whole.pt`, and give that."
         )
-    from lightning_d9m.lightning.checkpoint_io import check_checkpoint, load_checkpoint
-    from lightning_d9m.lightning.saved_state import SavedState
+    from lightning_d9m.lightning.saved_state import SavedState, check_checkpoint, load_checkpoint
 
     try:
         checkpoint = load_checkpoint(path, allow_objects=arguments.allow_objects)
@@ -114,7 +113,7 @@ def _verify(
     *,
     has_manifest: bool,
 ) -> Verification:
-    from lightning_d9m.lightning.checkpoint_io import find_manifest
+    from lightning_d9m.lightning.saved_state import find_manifest
 
     manifest = find_manifest(checkpoint) if has_manifest else None
     found = Verification(path, "whole", [])

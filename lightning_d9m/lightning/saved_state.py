@@ -1,18 +1,31 @@
-"""The state that this package adds to a checkpoint: its types, and the keys under which it lies.
+"""The state that this package adds to a checkpoint: its types, keys, and what tells damage.
 
 A checkpoint holds it as nested dicts of plain values, which ``torch.load(weights_only=True)``
 reads: each struct becomes a dict with the names of its fields as keys. No other file spells these
-names.
+names. Damage is detected when a file is loaded, before its content is used.
 """
 
-from collections.abc import Mapping
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
+from hashlib import blake2b
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
 from msgspec import Struct, ValidationError, convert
 from msgspec.structs import asdict, replace
 from torch import Tensor
 
-from lightning_d9m.errors import CheckpointError
+from lightning_d9m.attribute_patches import replace_method
+from lightning_d9m.errors import CheckpointError, CommandError
+from lightning_d9m.hashing.checkpoint_manifest import Damage, check_manifest, make_manifest
+from lightning_d9m.lightning.lightning_private import wrap_resume_start
+from lightning_d9m.lightning.strategies import is_sharded
+from lightning_d9m.lightning.trainer_attributes import Trainer, ranks_of
+from lightning_d9m.text import describe_names, escape
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -36,6 +49,10 @@ FROZEN = "frozen"
 
 VALIDATION = "validate."
 """The prefix of the paths of the loaders of validation."""
+
+_CHUNK = 2**20
+_HEAD = 512
+_PICKLE = b"\x80"  # the first byte
 
 LoopPhase = Literal["epoch", "batch", "cut", "validation", "within"]
 
@@ -75,7 +92,7 @@ def _to_plain(value: Any) -> Any:
     return [_to_plain(part) for part in value] if type(value) is list else value
 
 
-class LoopPosition(_Stored):
+class LoopPosition(_Stored, frozen=True):
     """The position of a fit.
 
     Attributes:
@@ -93,7 +110,7 @@ class LoopPosition(_Stored):
     phase: LoopPhase
 
 
-class SavedResult(_Stored):
+class SavedResult(_Stored, frozen=True):
     """A value that a step has logged, and how it is reduced over the epoch.
 
     Attributes:
@@ -123,7 +140,7 @@ class SavedResult(_Stored):
     has_reset: bool
 
 
-class SavedLedger(_Stored):
+class SavedLedger(_Stored, frozen=True):
     """A position in a ledger.
 
     The check is that of this rank's last record.
@@ -133,7 +150,7 @@ class SavedLedger(_Stored):
     check: str
 
 
-class PendingRecords(_Stored):
+class PendingRecords(_Stored, frozen=True):
     """Values that wait for the next record of the ledger.
 
     The loss is the last one, as ``float.hex()``.
@@ -143,7 +160,7 @@ class PendingRecords(_Stored):
     evaluations: list[dict[str, Any]]
 
 
-class SavedRank(_Stored):
+class SavedRank(_Stored, frozen=True):
     """The state of one rank.
 
     Attributes:
@@ -187,7 +204,7 @@ EMPTY_RANK = SavedRank(None, {}, {}, [], {}, [], {}, None, None, {}, [], None, _
 """The state of a rank that a checkpoint lacks."""
 
 
-class SavedState(_Stored):
+class SavedState(_Stored, frozen=True):
     """The state of a run.
 
     Attributes:
@@ -274,3 +291,228 @@ def _merge(parts: list[dict[str, dict[int, Any]]]) -> dict[str, dict[int, Any]]:
         for name, by_rank in part.items():
             merged.setdefault(name, {}).update(by_rank)
     return merged
+
+
+@contextmanager
+def loads_checked(trainer: Trainer) -> Iterator[None]:
+    """Check every checkpoint that the Trainer loads in the body.
+
+    Raises:
+        CheckpointError: From the load, if the checkpoint is damaged, or another one than that of
+            rank 0.
+    """
+    strategy = trainer.strategy
+    original = strategy.load_checkpoint
+
+    def load_checkpoint(checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any:
+        with damage_explained(checkpoint_path):
+            checkpoint = original(checkpoint_path, *args, **kwargs)
+        if not is_sharded(strategy):
+            check_checkpoint(checkpoint, checkpoint_path)
+        return checkpoint
+
+    with ExitStack() as stack:
+        replace_method(stack, strategy, "load_checkpoint", load_checkpoint)
+        if not is_sharded(strategy):  # whose load is a collective call
+            around = partial(_load_on_all_ranks, trainer)
+            wrap_resume_start(trainer, around, stack)
+        yield
+
+
+def _load_on_all_ranks(trainer: Trainer, path: Any, load: Callable[[], Mapping[str, Any]]) -> None:
+    """Load the same checkpoint on all ranks, or raise on all: hosts may share no folder."""
+    ranks = ranks_of(trainer)
+    checkpoint = ranks.raise_on_all(load)
+    place = f"epoch {checkpoint.get('epoch')}, step {checkpoint.get('global_step')}"
+    manifest = find_manifest(checkpoint) or {"tensors": torch.empty(0), "values": ""}
+    content = manifest["tensors"].numpy().tobytes() + str(manifest["values"]).encode()
+    own = [str(path) if checkpoint else "", place, blake2b(content, digest_size=16).hexdigest()]
+    rows = ranks.gather_json(own)
+    other = next((rank for rank, row in enumerate(rows) if row[1:] != rows[0][1:]), None)
+    if other is None:
+        return
+    texts = [
+        f"rank {rank} loads {rows[rank][0]} ({rows[rank][1]})"
+        if rows[rank][0]
+        else f"rank {rank} found no checkpoint"
+        for rank in (0, other)
+    ]
+    raise CheckpointError(
+        f"Ranks would resume from different states: {texts[0]}, and {texts[1]}. Rank 0 saves the "
+        "checkpoints. Keep them in a folder that all hosts share, or copy the checkpoint to the "
+        "same path on every host."
+    )
+
+
+def add_manifests(
+    trainer: Trainer,
+    *,
+    once: bool = False,
+    before: Callable[[dict[str, Any]], object] = bool,
+) -> ExitStack:
+    """Add a manifest to the checkpoints that the Trainer writes.
+
+    The manifest is made when a checkpoint is written: until then other callbacks, the datamodule
+    and the module may change it.
+
+    With ``once`` only the next checkpoint gets one. ``before`` is called with each checkpoint.
+
+    Returns:
+        A stack that restores the strategy when it is closed.
+    """
+    strategy = trainer.strategy
+    # A save after the last run may have failed before it wrote its checkpoint.
+    restore = getattr(strategy.save_checkpoint, "restore_strategy", None)
+    if restore is not None:
+        restore()
+    stack = ExitStack()
+    if is_sharded(strategy):
+        return stack
+    original = strategy.save_checkpoint
+
+    def save_checkpoint(checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        if once:
+            stack.close()
+        before(checkpoint)
+        state = find_state(checkpoint)
+        if state is not None and trainer.is_global_zero:
+            state[MANIFEST_KEY] = make_manifest(checkpoint)
+        return original(checkpoint, *args, **kwargs)
+
+    replace_method(stack, strategy, "save_checkpoint", save_checkpoint)
+    vars(save_checkpoint)["restore_strategy"] = stack.close
+    return stack
+
+
+def load_checkpoint(path: Path, *, allow_objects: bool = False) -> dict[str, Any]:
+    """Read a checkpoint to the CPU.
+
+    ``allow_objects`` unpickles Python objects, which can run code from the file.
+
+    Raises:
+        CheckpointError: If it cannot be read, or is not a checkpoint.
+        CommandError: If it is a text file, or holds objects that may not be loaded, or that cannot
+            be.
+    """
+    head = b""
+    with suppress(OSError), path.open("rb") as file:
+        head = file.read(_HEAD)
+    with suppress(UnicodeDecodeError):
+        if head.decode() and b"\0" not in head:
+            raise CommandError(f"{path} is a text file, and not a checkpoint. Name a checkpoint.")
+    try:
+        with damage_explained(path):
+            checkpoint = torch.load(path, map_location="cpu", weights_only=not allow_objects)
+    except CheckpointError:
+        raise
+    except Exception as error:
+        objects: list[str] = []
+        with suppress(Exception):  # not a file that torch saved: the first error says why
+            objects = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path))
+        if objects:
+            listed = describe_names(objects[:8], len(objects), 8)
+            if allow_objects:
+                raise CommandError(
+                    f"The objects in {path} cannot be loaded ({listed}): {error}. Run the command "
+                    "where the program can import them, as with PYTHONPATH=."
+                ) from error
+            raise CommandError(
+                f"{path} is not damaged, but holds Python objects ({listed}), and loading them can "
+                "run code from the file. If you trust it, add --allow-objects; a program resumes "
+                "from it with fit(..., weights_only=False), or with "
+                "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1 in its environment."
+            ) from error
+        if head.startswith(_PICKLE):
+            raise CommandError(
+                f"{path} is a pickle, as torch saved before release 1.6, which has no checksums to "
+                f"verify, and it cannot be loaded: {escape(str(error), 400)}"
+            ) from error
+        raise CheckpointError(f"{path} cannot be read: {escape(str(error), 400)}") from error
+    if not isinstance(checkpoint, dict):
+        raise CheckpointError(f"{path} is not a checkpoint of a Trainer: it holds no dict.")
+    return checkpoint
+
+
+@contextmanager
+def damage_explained(path: Any) -> Iterator[None]:
+    """Raise a ``CheckpointError`` instead of the body's error if the file is damaged.
+
+    torch does not verify the checksums in the file; damaged bytes lead to arbitrary errors.
+    """
+    try:
+        yield
+    except Exception as error:
+        damage = _find_damage(path)
+        if damage is not None:
+            raise CheckpointError(
+                f"The checkpoint {path} is damaged: {damage}. Copy the file again, or take an "
+                "earlier checkpoint."
+            ) from error
+        raise
+
+
+def check_checkpoint(checkpoint: object, path: Any) -> bool:
+    """Compare a checkpoint with the manifest in it.
+
+    Returns:
+        True if it has a manifest.
+
+    Raises:
+        CheckpointError: If its content differs from what was saved.
+    """
+    manifest = find_manifest(checkpoint) if isinstance(checkpoint, Mapping) else None
+    if not isinstance(checkpoint, Mapping) or manifest is None:
+        return False
+    rest = {name: own for name, own in find_state(checkpoint).items() if own is not manifest}
+    saved = {**checkpoint, CALLBACKS: {**checkpoint[CALLBACKS], KEY: rest}}
+    damage = check_manifest(saved, manifest)
+    if damage:
+        raise CheckpointError(
+            f"The checkpoint {path} is damaged: {_describe_damage(damage)}. Take another "
+            "copy of it, or an earlier checkpoint. If you edited it, also delete "
+            f'checkpoint["{CALLBACKS}"]["{KEY}"]["{MANIFEST_KEY}"]: it is then loaded unchecked.',
+            names=damage.changed,
+        )
+    return True
+
+
+def find_manifest(checkpoint: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return the manifest in a checkpoint, even in one of an older format; None without one."""
+    state = find_state(checkpoint)
+    manifest = state.get(MANIFEST_KEY) if isinstance(state, Mapping) else None
+    return manifest if isinstance(manifest, Mapping) else None
+
+
+def _describe_damage(damage: Damage) -> str:
+    parts = []
+    if damage.changed:
+        count = len(damage.changed)
+        what = "1 tensor differs" if count == 1 else f"{count} tensors differ"
+        named = describe_names(damage.changed[:8], count)
+        parts.append(f"{what} from what was saved: {named}")
+    if damage.missing:
+        parts.append(f"{damage.missing} of the saved tensors are missing")
+    if damage.added:
+        named = describe_names(damage.added[:8], len(damage.added))
+        parts.append(f"it holds tensors that were not saved: {named}")
+    if damage.values:
+        parts.append("numbers or strings in it differ from those that were saved")
+    return "; ".join(parts)
+
+
+def _find_damage(path: Any) -> str | None:
+    """Return the damage of a file that torch saved, a zip archive; None if there is none."""
+    try:
+        with open(path, "rb") as file:  # noqa: PTH123 - also of a file that is open already
+            if file.read(1) == _PICKLE:
+                return None
+        with zipfile.ZipFile(path) as archive:
+            for entry in archive.infolist():
+                with archive.open(entry) as stream:
+                    while stream.read(_CHUNK):
+                        pass
+    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError) as error:
+        return f"it is truncated, or some of its bytes have changed ({error})"
+    except (OSError, ValueError, TypeError, RuntimeError):
+        return None  # missing, or not a local file: the original error says so
+    return None

@@ -23,9 +23,13 @@ from lightning_d9m.control.session import active_session, deterministic, give_ba
 from lightning_d9m.control.settings import HIGHEST_SEED, Settings
 from lightning_d9m.errors import SettingError
 from lightning_d9m.hashing.shards import reshard
-from lightning_d9m.lightning.checkpoint_io import add_manifests, loads_checked
 from lightning_d9m.lightning.lightning_private import fit_data_sources
-from lightning_d9m.lightning.saved_state import VALIDATION, LoopPhase
+from lightning_d9m.lightning.saved_state import (
+    VALIDATION,
+    LoopPhase,
+    add_manifests,
+    loads_checked,
+)
 from lightning_d9m.lightning.trainer_attributes import Trainer
 from lightning_d9m.portability import is_portable
 

@@ -28,7 +28,6 @@ from lightning_d9m.state.parts import (
     OPAQUE,
     SET,
     TENSOR,
-    Content,
     Dict,
     Holder,
     Kind,
@@ -125,13 +124,11 @@ class Changes:
     def settle(self) -> None:
         """Take objects that were made or replaced since as held at first, but no plain values."""
         for node in self._watch.find_changed():
-            now = node.kind.read(node.owner)
+            now = node.content if isinstance(node.kind, Dict) else node.kind.read(node.owner)
             if isinstance(node.kind, Dict):
-                held = dict(zip(node.content.keys, node.content.parts, strict=True))
                 for change in self._find_parts(node):
                     if self._encode_change(change._replace(key=("",))) is None:
-                        held[change.key[0]] = change.value
-                now = Content(tuple(held), tuple(held.values()))
+                        now = {**now, change.key[0]: change.value}
             elif node.kind is not OPAQUE and self._encode_change(Change("", node, (), node.owner)):
                 continue
             self._watch.set_content(node, now)
@@ -422,7 +419,7 @@ class _Digest(Pickler):
         elif kind is GENERATOR:
             held = (encode_plain(kind.read(value)),)
         elif isinstance(kind, Holder) and not self._leave_out("", value):
-            held = (*kind.read(value), *_list_own_attributes(value, kind))
+            held = (kind.read(value), *_list_own_attributes(value, kind))
             if (
                 kind is ATTRIBUTES
                 and own is value.__class__
@@ -492,8 +489,7 @@ def _is_filled(change: Change) -> bool:
         return was_empty and change.value is not MISSING
     if kind not in (ITEMS, LONG) or isinstance(change.value, dict):
         return False
-    content = change.node.content
-    first = getattr(content, "parts", content)
+    first = change.node.content
     return len(first) == len(change.value) and all(
         one is other or one is None for one, other in zip(first, change.value, strict=True)
     )

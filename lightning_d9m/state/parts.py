@@ -23,7 +23,7 @@ from contextlib import suppress
 from dataclasses import is_dataclass
 from functools import lru_cache
 from pathlib import Path, PurePath
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -74,13 +74,6 @@ MISSING = object()
 """Stands for a part that is not there."""
 
 
-class Content(NamedTuple):
-    """The parts of a holder: the names or keys (None for a sequence), and the objects."""
-
-    keys: tuple[Any, ...] | None
-    parts: tuple[Any, ...]
-
-
 class Kind(ABC):
     """A way to read and put back objects of some types."""
 
@@ -105,32 +98,31 @@ class Kind(ABC):
 
 
 class Holder(Kind):
-    """Objects that hold other objects. The content has these objects themselves."""
+    """Objects that hold other objects. The content is a tuple or a dict of these themselves."""
 
-    def read(self, owner: Any) -> Content:
+    def read(self, owner: Any) -> Any:
         """See `Kind`."""
-        return Content(None, tuple(owner))
+        return tuple(owner)
 
-    def write(self, owner: Any, content: Content) -> None:
+    def write(self, owner: Any, content: Any) -> None:
         """See `Kind`."""
         if not isinstance(owner, tuple):
             owner.clear()
-            owner.extend(content.parts)
+            owner.extend(content)
 
-    def matches(self, owner: Any, content: Content) -> bool:
+    def matches(self, owner: Any, content: Any) -> bool:
         """See `Kind`."""
-        found = self.read(owner)
-        return are_same(found.parts, content.parts) and are_same(found.keys, content.keys)
+        return are_same(self.read(owner), content)
 
     def sign(self, owner: Any) -> object:
         """Return the identities of the parts, which are known as the content keeps them alive."""
         return tuple(map(id, owner))
 
-    def describe(self, content: Content) -> object:
+    def describe(self, content: Any) -> object:
         """Return the number of items of a sequence."""
-        return None if content.keys is not None else len(content.parts)
+        return None if isinstance(content, dict) else len(content)
 
-    def name(self, _content: Content, place: int) -> str:
+    def name(self, _key: Any, place: int) -> str:
         """Return the name of a part in a path."""
         return f"[{place}]"
 
@@ -138,14 +130,14 @@ class Holder(Kind):
 class Dict(Holder):
     """A dict, whose parts have keys."""
 
-    def read(self, owner: Any) -> Content:
+    def read(self, owner: Any) -> Any:
         """See `Kind`."""
-        return Content(tuple(owner), tuple(owner.values()))
+        return dict(owner.items())
 
-    def write(self, owner: Any, content: Content) -> None:
+    def write(self, owner: Any, content: Any) -> None:
         """See `Kind`."""
         owner.clear()
-        for key, part in zip(content.keys or (), content.parts, strict=True):
+        for key, part in content.items():
             owner[key] = part  # not update(), by which a Counter counts
 
     def sign(self, owner: Any) -> object:
@@ -159,9 +151,8 @@ class Dict(Holder):
         else:
             owner[key] = value
 
-    def name(self, content: Content, place: int) -> str:
+    def name(self, key: Any, place: int) -> str:
         """See `Holder`."""
-        key = (content.keys or ())[place]
         plain = isinstance(key, str | int | float | bytes | enum.Enum | None)
         return f"[{key!r}]" if plain else f"[{type(key).__name__} {place}]"
 
@@ -169,29 +160,26 @@ class Dict(Holder):
 class _Table(Dict):
     """The parameters, buffers or modules of a module, which are named as attributes."""
 
-    def name(self, content: Content, place: int) -> str:
-        return f".{(content.keys or ())[place]}"
+    def name(self, key: Any, _place: int) -> str:
+        return f".{key}"
 
 
 class _Attributes(_Table):
     """The attributes of an object, in its dict or in slots."""
 
-    def read(self, owner: Any) -> Content:
+    def read(self, owner: Any) -> Any:
         own = getattr(owner, "__dict__", {})
         slots = _read_slots(owner)
-        found = {**own, **slots} if slots else own
+        found = {**own, **slots}
         if isinstance(owner, nn.Module):
             found = {name: part for name, part in own.items() if name not in _HIDDEN}
             if hooks := _read_hooks(owner):
                 found[_CODE_OF_HOOKS] = hooks
-        return Content(tuple(found), tuple(found.values()))
+        return found
 
-    def write(self, owner: Any, content: Content) -> None:
-        kept = dict(zip(content.keys or (), content.parts, strict=True))
-        for name in self.read(owner).keys or ():
-            if name not in kept:
-                self.set_part(owner, name, MISSING)
-        for name, part in kept.items():
+    def write(self, owner: Any, content: Any) -> None:
+        gone = dict.fromkeys(self.read(owner).keys() - content.keys(), MISSING)
+        for name, part in (gone | content).items():
             self.set_part(owner, name, part)
 
     def set_part(self, owner: Any, key: Any, value: Any) -> None:
@@ -236,18 +224,17 @@ def _read_hooks(module: nn.Module) -> frozenset[Any]:
 class _Function(_Attributes):
     """The outer variables, defaults and attributes that a function of the program holds."""
 
-    def read(self, owner: Any) -> Content:
+    def read(self, owner: Any) -> Any:
         cells = zip(owner.__code__.co_freevars, owner.__closure__ or (), strict=True)
         found = {name: getattr(owner, name) for name in ("__code__", *_HELD_BY_FUNCTIONS)}
-        found |= {name: cell.cell_contents for name, cell in cells if cell != _EMPTY}
-        return Content(tuple(found), tuple(found.values()))
+        return found | {name: cell.cell_contents for name, cell in cells if cell != _EMPTY}
 
     def set_part(self, owner: Any, key: Any, value: Any) -> None:
         if key in owner.__code__.co_freevars and value is not MISSING:
             owner.__closure__[owner.__code__.co_freevars.index(key)].cell_contents = value
 
     def sign(self, owner: Any) -> object:
-        return tuple(map(id, self.read(owner).parts))
+        return tuple(map(id, self.read(owner).values()))
 
 
 class Namespace:
@@ -260,13 +247,9 @@ class Namespace:
 class _Variables(_Attributes):
     """The data among the variables of a namespace: no code, and no callables of libraries."""
 
-    def read(self, owner: Namespace) -> Content:
-        found = {
-            name: value
-            for name, value in vars(owner.owner).items()
-            if not name.startswith("__") and _is_data(value)
-        }
-        return Content(tuple(found), tuple(found.values()))
+    def read(self, owner: Namespace) -> Any:
+        own = vars(owner.owner).items()
+        return {name: own for name, own in own if not name.startswith("__") and _is_data(own)}
 
     def set_part(self, owner: Namespace, key: Any, value: Any) -> None:
         if value is MISSING:
@@ -590,10 +573,10 @@ def are_equal(one: Any, other: Any) -> bool:  # noqa: PLR0911 - one case for eac
     return bool(one == other)
 
 
-def are_same(one: tuple[Any, ...] | None, other: tuple[Any, ...] | None) -> bool:
+def are_same(one: Any, other: Any) -> bool:
     """Return whether two contents hold the same objects, or equal values."""
-    if one is None or other is None:
-        return one is other
+    if isinstance(one, dict):
+        return are_same((*one, *one.values()), (*other, *other.values()))
     return len(one) == len(other) and all(
         left is right
         or (type(left) is type(right) and find_kind(left) is None and are_equal(left, right))

@@ -27,7 +27,6 @@ from lightning_d9m.state.parts import (
     TABLE,
     TABLES,
     TENSOR,
-    Content,
     Holder,
     Kind,
     are_equal,
@@ -56,29 +55,25 @@ class Node:
 
     def get_first(self, key: Any) -> Any:
         """Return what a dict or an object held under a key; ``MISSING`` if nothing."""
-        return dict(zip(self.content.keys, self.content.parts, strict=True)).get(key, MISSING)
+        return self.content.get(key, MISSING)
 
     def set_part(self, key: Any, value: Any) -> None:
         """Set what a dict or an object holds under a key now; ``MISSING`` removes it."""
         kind: Any = self.kind
-        if value is not MISSING or key in (kind.read(self.owner).keys or ()):
+        if value is not MISSING or key in kind.read(self.owner):
             kind.set_part(self.owner, key, value)
 
     def find_parts(self) -> Iterator[tuple[str, Any, Any, Any]]:
         """Yield path, key, first and present value of each part that is another one now."""
         kind: Any = self.kind
         before, now = self.content, kind.read(self.owner)
-        old = dict(zip(before.keys, before.parts, strict=True))
-        new = dict(zip(now.keys, now.parts, strict=True))
-        for content in (before, now):
-            for place, key in enumerate(content.keys):
-                part, first = new.get(key, MISSING), old.get(key, MISSING)
-                if part is first or (content is now and key in old):
-                    continue
-                if first is MISSING and _is_own_method(self.owner, key, part):
-                    continue
-                if find_kind(part) is not None or not are_equal(part, first):
-                    yield name_part(self.path, kind, content, place), key, first, part
+        new = ((place, key) for place, key in enumerate(now) if key not in before)
+        for place, key in (*enumerate(before), *new):
+            part, first = now.get(key, MISSING), before.get(key, MISSING)
+            if part is first or (first is MISSING and _is_own_method(self.owner, key, part)):
+                continue
+            if find_kind(part) is not None or not are_equal(part, first):
+                yield name_part(self.path, kind, key, place), key, first, part
 
 
 def _is_own_method(owner: Any, name: Any, value: Any) -> bool:
@@ -138,20 +133,22 @@ def walk(
         if kind in (ITEMS, DICT, SET) and hasattr(value, "__dict__"):  # of a subclass
             stack.append((f"{path}.__dict__", vars(value), TABLE))
         if isinstance(kind, Holder):
-            content = kind.read(value)
-            for place in reversed(range(len(content.parts))):
-                part = content.parts[place]
-                name = content.keys[place] if content.keys else None
-                is_table = name in TABLES and isinstance(value, nn.Module)
+            for place, (key, part) in reversed([*enumerate(_list_pairs(kind.read(value)))]):
+                is_table = key in TABLES and isinstance(value, nn.Module)
                 table = TABLE if is_table and isinstance(part, dict) else None
-                stack.append((name_part(path, kind, content, place), part, table))
+                stack.append((name_part(path, kind, key, place), part, table))
 
 
-def name_part(path: str, kind: Holder, content: Content, place: int) -> str:
+def _list_pairs(content: Any) -> Iterable[tuple[Any, Any]]:
+    """Return the keys or places and the parts of a holder."""
+    return content.items() if isinstance(content, dict) else enumerate(content)
+
+
+def name_part(path: str, kind: Holder, key: Any, place: int) -> str:
     """Return the path of a part of a holder; a module's parameters are named as its attributes."""
     if kind is TABLE:
         path = path.rpartition(".")[0]
-    return (path + kind.name(content, place)).removeprefix(".")
+    return (path + kind.name(key, place)).removeprefix(".")
 
 
 def digest_value(value: object) -> str:
@@ -344,7 +341,7 @@ class Watch:
         changed = []
         signs = self._signs
         for key, node in self.nodes.items():
-            if node.kind is TABLE and not node.owner and not node.content.parts:
+            if node.kind is TABLE and not node.owner and not node.content:
                 continue  # two of three tables of modules are empty
             sign = node.kind.sign(node.owner)
             if sign is not None and sign == signs[key]:
@@ -386,11 +383,10 @@ class Watch:
 
     def _enter(self, holder: Node) -> None:
         """Add the objects that a holder holds since it was read last."""
-        content = holder.content
         kind: Any = holder.kind
-        for place, part in enumerate(content.parts):
+        for place, (key, part) in enumerate(_list_pairs(holder.content)):
             if id(part) not in self.nodes and find_kind(part) is not None:
-                self._add({name_part(holder.path, kind, content, place): part})
+                self._add({name_part(holder.path, kind, key, place): part})
 
     def _add(self, owners: Mapping[str, object], *, enter_owners: bool = False) -> None:
         words: dict[str, Any] = {"leave_out": self._leave_out, "known": self.nodes}

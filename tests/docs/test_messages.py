@@ -102,9 +102,9 @@ def check_options(**given):
 
 # The module that raises, what makes it raise, and words of the message.
 CASES = [
-    ("lightning.checkpoint_io", save_a_checkpoint_of_something_else, "it holds no dict."),
+    ("lightning.saved_state", save_a_checkpoint_of_something_else, "it holds no dict."),
     (
-        "lightning.checkpoint_io",
+        "lightning.saved_state",
         lambda g: g.module.load_checkpoint(g.folder),
         "{folder} cannot be read: [Errno 21] Is a directory",
     ),

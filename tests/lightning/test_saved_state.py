@@ -8,7 +8,6 @@ from msgspec.structs import replace
 
 from lightning_d9m.errors import CheckpointError
 from lightning_d9m.hashing.checkpoint_manifest import make_manifest
-from lightning_d9m.lightning.checkpoint_io import check_checkpoint, find_manifest
 from lightning_d9m.lightning.saved_state import (
     EMPTY_RANK,
     FORMAT,
@@ -19,6 +18,8 @@ from lightning_d9m.lightning.saved_state import (
     SavedLedger,
     SavedResult,
     SavedState,
+    check_checkpoint,
+    find_manifest,
 )
 
 RESULT = SavedResult(

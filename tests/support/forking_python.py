@@ -137,7 +137,7 @@ def _serve(listener, modules):
 def _fill_caches():
     """Find what each training would find, and none can change."""
     from lightning_d9m.ledger.stack import _capture_packages
-    from lightning_d9m.lightning.resume.program_state import list_stored_by
+    from lightning_d9m.lightning.resume.run_state import list_stored_by
 
     _capture_packages()
     for package in ("lightning.pytorch", "pytorch_lightning"):

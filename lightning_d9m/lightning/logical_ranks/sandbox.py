@@ -23,7 +23,6 @@ from lightning_d9m.state.parts import (
     TABLE,
     TENSOR,
     TOLD,
-    Content,
     Dict,
     Kind,
     are_equal,
@@ -367,7 +366,7 @@ class Sandbox:
         assert self._watch is not None, "a step has begun"
         node = self._watch.paths[place]
         found = MISSING if removed else self._move(value)
-        content = Content(None, tuple(self._move(value))) if node.kind is ITEMS else found
+        content = tuple(self._move(value)) if node.kind is ITEMS else found
         _Change(path, node, key, content, "").apply()
 
     def _report(self, path: str, change: _Change | None, stage: str) -> None:
@@ -452,7 +451,8 @@ def _make_plain(changes: list[_Change]) -> tuple[str, dict[str, list[Any]]]:
     for change in changes:
         value = change.value
         removed = value is MISSING
-        plain = list(value.parts) if isinstance(value, Content) else None if removed else value
+        whole = change.key is None and change.node.kind is ITEMS
+        plain = list(value) if whole else None if removed else value
         try:
             if not isinstance(plain, Tensor):
                 encode_plain(plain)
@@ -477,7 +477,7 @@ def _find_added(node: Node) -> list[Any] | None:
         return sorted(owner - node.content, key=repr) if node.content <= owner else None
     if node.kind is not ITEMS or getattr(owner, "maxlen", None) is not None:
         return None
-    before = node.content.parts
+    before = node.content
     now = tuple(owner)
     same = len(now) > len(before) and all(map(_is, now, before))
     return list(now[len(before) :]) if same else None

@@ -21,10 +21,9 @@ from lightning_d9m.hashing.shards import find_hybrid_sharding
 from lightning_d9m.hashing.training_state import ModelTensors
 from lightning_d9m.ledger.format.records import Resume
 from lightning_d9m.lightning import lightning_private
-from lightning_d9m.lightning.checkpoint_io import add_manifests
 from lightning_d9m.lightning.packages import rank_zero
 from lightning_d9m.lightning.recording.trainer_recorder import TrainerRecorder
-from lightning_d9m.lightning.resume import program_state, run_state
+from lightning_d9m.lightning.resume import run_state
 from lightning_d9m.lightning.resume.program_state import MODE, Captured, ProgramState
 from lightning_d9m.lightning.saved_state import (
     CALLBACKS,
@@ -37,6 +36,7 @@ from lightning_d9m.lightning.saved_state import (
     SavedLedger,
     SavedRank,
     SavedState,
+    add_manifests,
     find_state,
 )
 from lightning_d9m.lightning.strategies import is_sharded
@@ -49,7 +49,8 @@ from lightning_d9m.lightning.trainer_attributes import (
 )
 from lightning_d9m.lightning.trainer_session import TrainerSession
 from lightning_d9m.state.plain_data import decode_plain, encode_plain, pack_bytes, unpack_bytes
-from lightning_d9m.state.state import search
+from lightning_d9m.state.state import find_generators, search
+from lightning_d9m.text import pluralize
 
 InexactResumeAction = Literal["raise", "warn"]
 _Find = Callable[[], list[str]]
@@ -159,14 +160,12 @@ class ResumableFit:
         self._cut: SavedState | None = None
         self._late: list[str] = []
         self._told: set[str] = set()
-
-    def wrap_loops(self) -> None:
-        """Wrap the methods of the loops, until ``release``."""
-        fit = self._trainer.fit_loop
+        # The methods of the loops are wrapped until `release`.
+        fit = trainer.fit_loop
         epoch_loop, val_loop = fit.epoch_loop, fit.epoch_loop.val_loop
         wrappers: list[tuple[Any, str, Callable[..., object]]] = [
-            (self._trainer.strategy, "load_model_state_dict", self._load_weights),
-            (self._trainer.strategy, "save_checkpoint", self._write),
+            (trainer.strategy, "load_model_state_dict", self._load_weights),
+            (trainer.strategy, "save_checkpoint", self._write),
             (fit, lightning_private.LOAD_LOADER_STATES, self._load_loader_states),
             (fit, "reset", self._finish_and_reset),
             (fit, "on_advance_start", self._restore_and_start),
@@ -320,7 +319,7 @@ class ResumableFit:
         return ProgramState(self._trainer, self._parts)
 
     def _digest(self) -> Mapping[str, object]:
-        return program_state.digest_tensors(self._trainer, self._parts)
+        return run_state.digest_tensors(self._trainer, self._parts)
 
     def _remember(
         self,
@@ -384,7 +383,7 @@ class ResumableFit:
             self._recorder.reduce_loss(self._trainer)
             self._cut = self.capture()
             self._find_changed_since_cut = self._remember(
-                program_state.digest_callbacks, program=self._program.capture()
+                run_state.digest_callbacks, program=self._program.capture()
             )
         end()
 
@@ -562,7 +561,17 @@ class ResumableFit:
         if (resumed := self._resumed) is not None:
             if (step := trainer.global_step) != position.step:
                 self._report_problems([_LOST_PROGRESS.format(step, position.step)])
-            run_state.restore_frozen(trainer, resumed.settings[FROZEN]["parameters"])
+            frozen, changed = resumed.settings[FROZEN]["parameters"], []
+            for name, parameter in trainer.lightning_module.named_parameters():
+                if parameter.requires_grad == (name in frozen):
+                    parameter.requires_grad_(not parameter.requires_grad)
+                    changed.append(name)
+            if changed:
+                rank_zero().rank_zero_info(
+                    f"{pluralize(len(changed), 'parameter')} frozen or unfrozen as when the "
+                    f"checkpoint was saved, {changed[0]} first. To train others, load its weights "
+                    "without ckpt_path."
+                )
             if resumed.fits(trainer.world_size, get_logical_ranks(trainer)):
                 found = ranks_of(trainer).raise_on_all(self._find_unmatched)
                 self._raise_or_warn_on_all_ranks(found)
@@ -582,7 +591,7 @@ class ResumableFit:
     def _find_unmatched(self) -> list[str]:
         """Return why the generators and loaders of this rank cannot be restored."""
         trainer, rank = self._trainer, self._rank
-        unmatched = run_state.find_generator_paths(trainer) ^ rank.generators.keys()
+        unmatched = find_generators(run_state.name_datasets(trainer)).keys() ^ rank.generators
         if not lightning_private.has_loaders(trainer.fit_loop.epoch_loop.val_loop):
             unmatched = {path for path in unmatched if not path.startswith(VALIDATION)}
         # The dataset of a loader that is loaded again may be a new object, whose generator starts
@@ -629,8 +638,8 @@ class ResumableFit:
             user = run_state.capture_user_state(trainer, position.phase, self._program)
         program = self._captured = user["program"]
         if trainer.validating and before is not None:
-            program = program_state.keep_modes(program, before["program"])
-        kept, reasons = program_state.keep_small(program, checkpoint)
+            program = run_state.keep_modes(program, before["program"])
+        kept, reasons = run_state.keep_small(program, checkpoint)
         late = self._late if position.phase == "batch" else []
         if position.phase == "validation" and (names := self._find_validated()):
             late = [_IN_VALIDATION.format(names[0])]
@@ -690,7 +699,7 @@ class ResumableFit:
         state = find_state(checkpoint)
         trainer = self._trainer
         if state is not None and trainer.is_global_zero and not is_sharded(trainer.strategy):
-            lost = program_state.find_lost(self._parts, checkpoint)
+            lost = run_state.find_lost(self._parts, checkpoint)
             changed = self._find_trained() if lost else []
             reasons = [_LOST_TENSOR.format(name) for name in lost if name in changed]
             state["ranks"][0]["inexact"] += reasons[:1]
@@ -778,7 +787,6 @@ class CheckpointState:
             fit = self._fit = ResumableFit(trainer, session, recorder, self._on_inexact)
             self._name_lost = fit.name_lost
             session.resume(fit.resume_loader, self._detach)
-            fit.wrap_loops()
 
     def _detach(self) -> None:
         fit, self._fit = self._fit, None

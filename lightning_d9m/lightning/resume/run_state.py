@@ -3,21 +3,31 @@
 It has the position in the fit, too: Lightning saves checkpoints in hooks after which work remains,
 the validation that follows a batch, or the end of the epoch. A resumed fit of Lightning skips it;
 see ``finish_pending_work``.
+
+And it has what a fit changes in the program's own objects: in every attribute of the module, the
+datamodule and the callbacks, of the objects in them, and of their classes, and in the variables of
+their source files and functions. That is saved as plain data; what has no plain form makes a resume
+inexact, and is named.
 """
 
+import dis
 import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 from msgspec.structs import replace
-from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
-from lightning_d9m.control.data.resumable_sampler import has_state, unwrap
+from lightning_d9m.control.data.resumable_sampler import find_samplers, has_state, unwrap
 from lightning_d9m.control.data.seeded_dataset import SeededCollate
 from lightning_d9m.control.seeding import (
     capture_generators,
@@ -27,11 +37,12 @@ from lightning_d9m.control.seeding import (
     restore_rng,
 )
 from lightning_d9m.errors import SettingError
+from lightning_d9m.hashing.digest import digest_many
+from lightning_d9m.hashing.training_state import ModelTensors
 from lightning_d9m.lightning import lightning_private
 from lightning_d9m.lightning.logical_ranks.steps import get_logical_steps
-from lightning_d9m.lightning.packages import rank_zero
-from lightning_d9m.lightning.resume.program_state import ProgramState
 from lightning_d9m.lightning.saved_state import (
+    KEY,
     VALIDATION,
     LoopPhase,
     LoopPosition,
@@ -39,18 +50,21 @@ from lightning_d9m.lightning.saved_state import (
     SavedResult,
     SavedState,
 )
+from lightning_d9m.lightning.strategies import is_sharded
 from lightning_d9m.lightning.trainer_attributes import (
     Trainer,
+    find_metrics,
+    list_schedulers,
+    name_callbacks,
     ranks_of,
 )
-from lightning_d9m.state.parts import is_of_lightning, is_of_program
+from lightning_d9m.state.changes import Changes, describe_unsaved
+from lightning_d9m.state.parts import is_of_lightning, is_of_program, name_namespaces
 from lightning_d9m.state.plain_data import decode_plain, encode_plain, pack_bytes, unpack_bytes
-from lightning_d9m.state.state import find_generators
-from lightning_d9m.text import pluralize
+from lightning_d9m.state.state import digest_value
 
 if TYPE_CHECKING:
     from torch.nn import Parameter
-    from torch.optim import Optimizer
 
     from lightning_d9m.lightning.trainer_session import TrainerSession
 
@@ -58,6 +72,253 @@ if TYPE_CHECKING:
 _read_signature = cache(inspect.signature)  # which takes as long as all else of a small state
 # They hold the whole state in almost every training, so that ranks wait for each other once.
 _FIRST_BYTES = 64 * 2**10
+# Loaders have a control of their own, which reads their datasets and samplers.
+_LOADING = (Dataset, DataLoader, Sampler)
+MODE = ".training"
+_OPTIMIZERS = "optimizers["
+# Most bytes that a rank saves; larger values are left out and reported.
+_LIMIT = 16 * 2**20
+
+Captured: TypeAlias = dict[str, bytes | None]
+"""What has changed by path, encoded; None for what has no plain form."""
+
+
+class ProgramState:
+    """Finds what a fit has changed in the program's objects, and restores it.
+
+    It is made before the fit runs any step, also none of the sanity check.
+    """
+
+    def __init__(self, trainer: Trainer, parts: ModelTensors) -> None:
+        self._trainer = trainer
+        self._parts = parts
+        self._module = trainer.lightning_module
+        self._sharded = is_sharded(trainer.strategy)
+        owners = _name_owners(trainer)
+        self._roots = tuple(owners)
+        self._entered = set(map(id, owners.values()))
+        self._left_out: set[int] = set()
+        self._stepping: set[int] = set()
+        self._find_left_out()
+        self._changes = Changes(owners, leave_out=self._leave_out, hide=self._list_held)
+
+    def settle(self) -> None:
+        """Take objects that hooks have made since as held at first."""
+        self._changes.ignore(self._find_left_out())
+        self._changes.settle()
+
+    def capture(self) -> Captured:
+        """Return what has changed."""
+        self._changes.ignore(self._find_left_out())
+        found, unknown = self._changes.capture()
+        return found | dict.fromkeys(unknown)
+
+    def restore(self, program: Mapping[str, Tensor], reset: Iterable[str]) -> list[str]:
+        """Write what a checkpoint holds into the objects; return the paths that do not exist.
+
+        Callbacks that this run lacks do not count. ``reset`` has the names of the module's metrics
+        that Lightning has reset right after the save.
+        """
+        plain = {
+            path: unpack_bytes(data)
+            for path, data in program.items()
+            if path.startswith(self._roots)
+        }
+        missing = self._changes.restore(plain, self._module.device)
+        metrics = find_metrics(self._trainer)
+        for name in reset:
+            if (metric := metrics.get(f"model.{name}")) is not None:
+                metric.reset()
+        return missing
+
+    def _find_left_out(self) -> list[Any]:
+        """Find the objects that a checkpoint of Lightning holds; return the loaders' samplers."""
+        trainer = self._trainer
+        tensors = [tensor for _, tensor in self._parts.list_saved()]
+        # Those of the user's own classes, which no type tells.
+        loops = (trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop)
+        loaders = [loader for loop in loops for loader in lightning_private.list_loaders(loop)]
+        controlled = [loader for loader in loaders if isinstance(loader, DataLoader)]
+        samplers = [sampler for loader in controlled for sampler in find_samplers(loader)]
+        samplers = [sampler for sampler in samplers if id(sampler) not in self._entered]
+        containers = _list_loaded_containers(trainer.callbacks)
+        stepping = [*trainer.optimizers, *list_schedulers(trainer)]
+        self._stepping = set(map(id, stepping))
+        held: Iterable[Any] = [
+            *(own for own in stepping if id(own) not in self._entered),
+            *(
+                vars(own)[name]
+                for own in stepping
+                for name in self._list_held(own) & vars(own).keys()
+            ),
+            *tensors,
+            *samplers,
+            *containers,
+        ]
+        self._left_out = set(map(id, held))
+        return samplers
+
+    def _list_held(self, owner: Any) -> Collection[str]:
+        """Return the attributes that a library sets, or that the state of an optimizer has."""
+        kind: Any = type(owner)
+        stored = _list_stored(kind)
+        if id(owner) not in self._stepping and not issubclass(kind, LRScheduler | Optimizer):
+            return stored
+        is_own = kind.state_dict is not Optimizer.state_dict  # whose keys are torch's
+        # A scheduler wraps the step of its optimizer.
+        return stored | _list_stored(LRScheduler) | (owner.state_dict().keys() if is_own else set())
+
+    def _leave_out(self, path: str, value: Any) -> bool:
+        if id(value) in self._entered:
+            return False
+        if id(value) in self._left_out or isinstance(value, _LOADING):
+            return True
+        if path.startswith(_OPTIMIZERS) and isinstance(value, Optimizer):
+            return True  # the one that holds it saves its state
+        if self._sharded and value is not self._module and isinstance(value, nn.Module | Tensor):
+            return True  # ranks hold parts of them
+        # Such as the Trainer and loggers, which are not the program's.
+        return is_of_lightning(type(value)) and not isinstance(value, nn.Module)
+
+
+def keep_small(
+    captured: Captured, checkpoint: Mapping[str, Any]
+) -> tuple[dict[str, Tensor], list[str]]:
+    """Return what is saved, as tensors; and why a resume would be inexact.
+
+    Large values are left out if the checkpoint holds their tensors already.
+    """
+    reasons = describe_unsaved(path for path, data in captured.items() if data is None)
+    found = [(path, data) for path, data in captured.items() if data is not None]
+    kept: dict[str, Tensor] = {}
+    free = _LIMIT
+    for path, data in sorted(found, key=lambda item: len(item[1])):
+        name = path.rstrip("'")
+        if len(data) <= free:
+            free -= len(data)
+            kept[path] = pack_bytes(data)
+        elif not _is_held(data, checkpoint):
+            reasons.append(
+                f"{name} changes in the fit, and has {len(data)} bytes, where {_LIMIT} are kept "
+                "for all such values: return it from state_dict() of the callback, the module or "
+                "the optimizer."
+            )
+    return kept, reasons
+
+
+def _is_held(data: bytes, checkpoint: Mapping[str, Any]) -> bool:
+    """Return whether a checkpoint holds the tensors of a value, as a callback has saved them."""
+    tensors = [part for part in tree_leaves(decode_plain(data)) if isinstance(part, Tensor)]
+    own = [part for name, part in checkpoint.items() if name != "optimizer_states"]
+    held = [part for part in tree_leaves(own) if isinstance(part, Tensor)]
+    return bool(tensors) and all(
+        any(
+            one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other.cpu())
+            for other in held
+        )
+        for one in tensors
+    )
+
+
+def keep_modes(captured: Captured, before: Captured) -> Captured:
+    """Return a state with the modes of modules from before, as an evaluation changes them."""
+    found = {path: data for path, data in captured.items() if not path.endswith(MODE)}
+    return found | {path: data for path, data in before.items() if path.endswith(MODE)}
+
+
+def digest_tensors(trainer: Trainer, model: ModelTensors) -> dict[str, str]:
+    """Return the digest of each tensor by name, on the rank whose tensors a checkpoint holds.
+
+    A change through ``.data`` has no other trace. Ranks that hold shards digest none.
+    """
+    if is_sharded(trainer.strategy) or not trainer.is_global_zero:
+        return {}
+    named = {name: own for part in model.listed for name, own in part if not is_lazy(own)}
+    return dict(zip(named, digest_many(list(named.values())), strict=True))
+
+
+def digest_callbacks(trainer: Trainer) -> dict[str, str]:
+    """Return the digests of the states of callbacks.
+
+    Those that save checkpoints, and our own, change when they do so, and steer no training.
+    """
+    saving = {*map(id, trainer.checkpoint_callbacks)}
+    return {
+        f"{name}.state_dict()": digest_value(callback.state_dict())
+        for name, callback in name_callbacks(trainer.callbacks).items()
+        if id(callback) not in saving and callback.state_key != KEY
+    }
+
+
+def find_lost(model: ModelTensors, checkpoint: Mapping[str, Any]) -> list[str]:
+    """Return the names of the tensors of a model that are not in a checkpoint."""
+    absent = [pair for pair in model.list_saved() if pair[0] not in checkpoint["state_dict"]]
+    held = {
+        part.untyped_storage().data_ptr()
+        for part in (tree_leaves(dict(checkpoint)) if absent else ())
+        if isinstance(part, Tensor) and part.layout is torch.strided
+    }
+    return [
+        name
+        for name, tensor in absent
+        if not (tensor.layout is torch.strided and tensor.untyped_storage().data_ptr() in held)
+    ]
+
+
+def _name_owners(trainer: Trainer) -> dict[str, object]:
+    own = [each for each in trainer.callbacks if getattr(each, "state_key", None) != KEY]
+    owners: dict[str, object] = {"model": trainer.lightning_module}
+    owners |= {"datamodule": trainer.datamodule} | name_callbacks(own)
+    owners |= {f"{_OPTIMIZERS}{n}]": own for n, own in enumerate(trainer.optimizers)}
+    owners |= {f"schedulers[{n}]": own for n, own in enumerate(list_schedulers(trainer))}
+    return owners | name_namespaces([*owners.values(), *trainer.lightning_module.modules()])
+
+
+def _list_loaded_containers(callbacks: Iterable[Any]) -> Iterator[Any]:
+    """Yield the containers that callbacks of Lightning save, and load if they apply to the run.
+
+    ``ModelCheckpoint`` does not load its best checkpoints if it saves to another folder.
+    """
+    for callback in callbacks:
+        saving = getattr(type(callback), "state_dict", None)
+        held = map(vars(callback).get, _list_read(saving))
+        yield from (value for value in held if isinstance(value, dict | list))
+
+
+@cache
+def _list_read(function: Any) -> frozenset[str]:
+    """Return the attributes that a function of Lightning reads."""
+    known = inspect.isfunction(function) and is_of_lightning(function)
+    return frozenset(_find_attributes(function, "LOAD_ATTR") if known else ())
+
+
+@cache
+def _list_stored(kind: Any) -> frozenset[str]:
+    """Return the attributes that Lightning and torch.optim set in objects of a class."""
+    known = (
+        base
+        for base in kind.__mro__
+        if is_of_lightning(base) or base.__module__.startswith("torch.optim.")
+    )
+    return frozenset[str]().union(*map(list_stored_by, known))
+
+
+@cache
+def list_stored_by(base: type) -> frozenset[str]:
+    """Return the attributes that the functions of a class set."""
+    own = [*vars(base).values()]
+    own += [each for part in own if isinstance(part, property) for each in (part.fget, part.fset)]
+    functions = filter(inspect.isfunction, own)
+    return frozenset(name for each in functions for name in _find_attributes(each, "STORE_ATTR"))
+
+
+def _find_attributes(function: Any, operation: str) -> Iterator[str]:
+    """Yield the attributes on which the code of a function, and of those in it, operates."""
+    codes = [inspect.unwrap(function).__code__]
+    for code in codes:
+        codes += filter(inspect.iscode, code.co_consts)
+        steps = dis.get_instructions(code)
+        yield from (step.argval for step in steps if step.opname == operation)
 
 
 def capture_user_state(trainer: Trainer, phase: LoopPhase, program: ProgramState) -> dict[str, Any]:
@@ -71,7 +332,7 @@ def capture_user_state(trainer: Trainer, phase: LoopPhase, program: ProgramState
     metrics = {} if logical is None else logical.metrics.capture()
     changed = program.capture().items()
     return {
-        "generators": capture_generators(_name_datasets(trainer)),
+        "generators": capture_generators(name_datasets(trainer)),
         "reset": reset,
         "metric_states": {p: s for p, s in metrics.items() if not f"{p}.".startswith(skipped)},
         "program": {p: own for p, own in changed if own is None or not p.startswith(skipped)},
@@ -137,7 +398,7 @@ def restore(
     """
     if within:
         _restore_results(trainer, rank.results)
-    restore_generators(_name_datasets(trainer), rank.generators)
+    restore_generators(name_datasets(trainer), rank.generators)
     if (logical := get_logical_steps(trainer)) is not None:
         logical.metrics.restore(rank.metric_states)
         if within:
@@ -157,7 +418,7 @@ def restore_validation(trainer: Trainer, session: "TrainerSession", rank: SavedR
     generators = {
         path: state for path, state in rank.generators.items() if path.startswith(VALIDATION)
     }
-    restore_generators(_name_datasets(trainer), generators)
+    restore_generators(name_datasets(trainer), generators)
     saved = rank.validation_reload_epoch
     _settle_reload(trainer, "validate", saved, trainer.current_epoch)
 
@@ -171,7 +432,7 @@ def _settle_reload(
         lightning_private.set_reload_epoch(trainer, stage, epoch if due else saved)
 
 
-def _name_datasets(trainer: Trainer) -> dict[str, object]:
+def name_datasets(trainer: Trainer) -> dict[str, object]:
     """Return the datasets and functions of the loaders, and what is in loaders of the program."""
     owners: dict[str, object] = {}
     fit = trainer.fit_loop
@@ -186,25 +447,6 @@ def _name_datasets(trainer: Trainer) -> dict[str, object]:
                 own = vars(part).keys() - vars(DataLoader(range(1))).keys()  # type: ignore[arg-type]
                 owners |= {f"{stage}.{number}.loader.{name}": vars(part)[name] for name in own}
     return owners
-
-
-def find_generator_paths(trainer: Trainer) -> set[str]:
-    """Return the paths of the generators that datasets of loaders hold."""
-    return set(find_generators(_name_datasets(trainer)))
-
-
-def restore_frozen(trainer: Trainer, frozen: Collection[str]) -> None:
-    """Freeze the parameters of these names, and no others; log what changed."""
-    changed = []
-    for name, parameter in trainer.lightning_module.named_parameters():
-        if parameter.requires_grad == (name in frozen):
-            parameter.requires_grad_(not parameter.requires_grad)
-            changed.append(name)
-    if changed:
-        rank_zero().rank_zero_info(
-            f"{pluralize(len(changed), 'parameter')} frozen or unfrozen as when the checkpoint was "
-            f"saved, {changed[0]} first. To train others, load its weights without ckpt_path."
-        )
 
 
 def read_options(trainer: Trainer) -> dict[str, Any]:
@@ -256,32 +498,29 @@ def _capture_results(trainer: Trainer) -> list[SavedResult]:
 
     The state of a logged metric object is in ``metric_state``.
     """
-    return [
-        _capture_result(key, result)
-        for key, result in lightning_private.list_result_collections(trainer)[0].items()
-        if result.is_tensor or result.meta.metric_attribute is not None
-    ]
-
-
-def _capture_result(key: str, result: Any) -> SavedResult:
-    meta = result.meta
-    cache = None
-    with suppress(SettingError):
-        cache = pack_bytes(encode_plain(result._forward_cache))  # noqa: SLF001 - of torchmetrics
-    count = getattr(result, "cumulated_batch_size", None) if result.is_tensor else None
-    return SavedResult(
-        key=key,
-        arguments={name: getattr(meta, name) for name in _ARGUMENTS},
-        reduce_fx=meta.reduce_fx.__name__,
-        synced=meta.sync.should,
-        rank_zero_only=meta.sync.rank_zero_only,
-        is_tensor=result.is_tensor,
-        value=_copy(result.value) if result.is_tensor else None,
-        count=None if count is None else _copy(count),
-        updates=result._update_count,  # noqa: SLF001 - of torchmetrics
-        cache=cache,
-        has_reset=result.has_reset,
-    )
+    found = []
+    for key, result in lightning_private.list_result_collections(trainer)[0].items():
+        meta, cache = result.meta, None
+        if not result.is_tensor and meta.metric_attribute is None:
+            continue
+        with suppress(SettingError):
+            cache = pack_bytes(encode_plain(result._forward_cache))  # noqa: SLF001 - of torchmetrics
+        count = getattr(result, "cumulated_batch_size", None) if result.is_tensor else None
+        saved = SavedResult(
+            key=key,
+            arguments={name: getattr(meta, name) for name in _ARGUMENTS},
+            reduce_fx=meta.reduce_fx.__name__,
+            synced=meta.sync.should,
+            rank_zero_only=meta.sync.rank_zero_only,
+            is_tensor=result.is_tensor,
+            value=_copy(result.value) if result.is_tensor else None,
+            count=None if count is None else _copy(count),
+            updates=result._update_count,  # noqa: SLF001 - of torchmetrics
+            cache=cache,
+            has_reset=result.has_reset,
+        )
+        found.append(saved)
+    return found
 
 
 def _restore_results(trainer: Trainer, results: Sequence[SavedResult]) -> None:
@@ -317,7 +556,7 @@ _ADDED = (
 )
 
 
-def mark_used_gradients(trainer: Trainer, optimizer: "Optimizer") -> None:
+def mark_used_gradients(trainer: Trainer, optimizer: Optimizer) -> None:
     """Mark the gradients with which a module that optimizes manually steps."""
     if trainer.lightning_module.automatic_optimization:
         return
@@ -343,16 +582,16 @@ def _capture_gradients(trainer: Trainer) -> dict[str, Any]:
         return {}
     if (logical := get_logical_steps(trainer)) is not None:
         return logical.kept.capture()
-    found: dict[str, Any] = {n: p for n, p in module.named_parameters() if p.grad is not None}
-    if not manual and not accumulates:
-        stepped = {id(part) for each in trainer.optimizers for part in _list_parameters(each)}
-        return {name: None for name, parameter in found.items() if id(parameter) in stepped}
-    return {
-        name: None
-        if manual and _is_used(parameter)
-        else parameter.grad.detach().to("cpu", copy=True)
-        for name, parameter in found.items()
-    }
+    found: dict[str, Any] = {}
+    stepping = () if manual or accumulates else trainer.optimizers
+    stepped = {id(parameter) for own in stepping for parameter in _list_parameters(own)}
+    for name, parameter in module.named_parameters():
+        gradient: Any = parameter.grad
+        if gradient is not None:
+            used = manual and getattr(gradient, "d9m_used", None) == gradient._version  # noqa: SLF001 - of torch
+            left_out = used or id(parameter) in stepped
+            found[name] = None if left_out else gradient.detach().to("cpu", copy=True)
+    return found
 
 
 def _restore_gradients(
@@ -378,12 +617,7 @@ def _restore_gradients(
             _watch(parameter, partial(report_first, name))
 
 
-def _is_used(parameter: "Parameter") -> bool:
-    gradient: Any = parameter.grad
-    return bool(getattr(gradient, "d9m_used", None) == gradient._version)  # noqa: SLF001 - of torch
-
-
-def _list_parameters(optimizer: "Optimizer") -> Iterator["Parameter"]:
+def _list_parameters(optimizer: Optimizer) -> Iterator["Parameter"]:
     for group in optimizer.param_groups:
         yield from group["params"]
 
@@ -403,9 +637,6 @@ def _watch(parameter: "Parameter", report: Callable[[], None]) -> None:
             report()
 
     handle = parameter.register_hook(check)
-
-
-_COUNTERS = ("ready", "started", "processed", "completed")
 
 
 def find_position(trainer: Trainer) -> LoopPosition:
@@ -542,14 +773,11 @@ def _reset_by_epoch(progress: Any, reset: Callable[[], None]) -> None:
     It tells by the totals. A batch that ``on_train_batch_start`` skipped by -1, which ends an
     epoch, is never completed there, and the last batch before the checkpoint was trained again.
     """
-    before = {name: getattr(progress.total, name) for name in _COUNTERS}
-    for name in _COUNTERS:
-        setattr(progress.total, name, getattr(progress.current, name))
-    counted = {name: getattr(progress.total, name) for name in _COUNTERS}
+    before, counted = {**vars(progress.total)}, {**vars(progress.current)}
+    vars(progress.total).update(counted)
     reset()
-    for name in _COUNTERS:
-        added = getattr(progress.total, name) - counted[name]
-        setattr(progress.total, name, before[name] + added)
+    added = {name: count - counted[name] for name, count in vars(progress.total).items()}
+    vars(progress.total).update({name: before[name] + count for name, count in added.items()})
 
 
 def _complete(progress: Any) -> None:
@@ -562,13 +790,11 @@ def _reset_before_validation(progress: Any, phase: LoopPhase, reset: Callable[[]
 
     Afterwards the total counts the earlier validations of the epoch, and a batch that failed.
     """
-    total = {name: getattr(progress.total, name) for name in _COUNTERS}
+    total, current = {**vars(progress.total)}, progress.current
     if phase == "validation":
-        current = progress.current
-        for name in _COUNTERS:
-            total[name] -= min(getattr(current, name), current.processed)
+        for name, count in vars(current).items():
+            total[name] -= min(count, current.processed)
     progress.reset()
     progress.total.ready = progress.total.started = 1
     reset()
-    for name in _COUNTERS:
-        setattr(progress.total, name, total[name])
+    vars(progress.total).update(total)

@@ -15,8 +15,7 @@ from trainings import QUIET, make_exception_saver, make_loader, make_model
 from lightning_d9m import D9mError, DeterminismCallback
 from lightning_d9m.errors import CheckpointError, InexactResumeError
 from lightning_d9m.lightning import checkpoint_io
-from lightning_d9m.lightning.checkpoint_io import check_checkpoint
-from lightning_d9m.lightning.saved_state import KEY, MANIFEST_KEY, find_state
+from lightning_d9m.lightning.saved_state import KEY, MANIFEST_KEY, check_checkpoint, find_state
 from lightning_d9m.ranks.ranks import Ranks
 
 

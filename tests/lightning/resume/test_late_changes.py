@@ -11,7 +11,7 @@ from trainings import make_model
 
 from lightning_d9m import InexactResumeError
 from lightning_d9m.hashing.training_state import ModelTensors
-from lightning_d9m.lightning.resume.program_state import digest_tensors
+from lightning_d9m.lightning.resume.run_state import digest_tensors
 
 
 def averaging():
