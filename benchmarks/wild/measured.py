@@ -37,7 +37,7 @@ from lightning_d9m.lightning import saved_state
 from lightning_d9m.lightning.autoload.auto_callback import AddedCallback
 from lightning_d9m.lightning.callback import DeterminismCallback
 from lightning_d9m.lightning.resume import run_state
-from lightning_d9m.lightning.resume.resumable_fit import ResumableFit
+from lightning_d9m.lightning.resume.resumable_fit import CheckpointState
 from lightning_d9m.lightning.trainer_session import TrainerSession
 
 MODES = ("plain", "torch", "d9m")
@@ -46,7 +46,7 @@ _HOOKS = [name for name in vars(DeterminismCallback) if name.startswith("on_")]
 _CALLED: list[tuple[Any, list[str]]] = [
     (DeterminismCallback, ["setup", "teardown", *_HOOKS]),
     (TrainerSession, ["start_evaluation", "end_evaluation", "start_epoch", "close"]),
-    (ResumableFit, ["capture", "_find_late_changes", "_digest"]),
+    (CheckpointState, ["_capture", "_find_late_changes", "_digest"]),
     (run_state, ["capture_user_state"]),
     (RngGuard, ["begin", "end"]),
     (saved_state, ["make_manifest"]),

@@ -194,7 +194,7 @@ class DeterminismCallback(_Callback):  # type: ignore[misc] # of the package tha
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Verify the switches, open the ledger and record the initial weights."""
         self._open_session.has_trained = True
-        self._checkpoint_state.fit.begin()
+        self._checkpoint_state.begin()
         last_bits = change_last_bits(pl_module)
         self._recorder.begin(trainer, self._open_session, last_bits)
 
@@ -223,7 +223,7 @@ class DeterminismCallback(_Callback):  # type: ignore[misc] # of the package tha
 
     def on_train_epoch_end(self, trainer: Trainer, *_: Any) -> None:
         """Record the epoch; compare it with the reference and across ranks."""
-        self._checkpoint_state.fit.end_epoch()
+        self._checkpoint_state.end_epoch()
         self._recorder.record(trainer, self._open_session, "epoch")
 
     def on_fit_end(self, trainer: Trainer, *_: Any) -> None:

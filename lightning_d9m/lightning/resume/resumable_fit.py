@@ -5,7 +5,7 @@ it finds the others.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property, partial
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal
 from warnings import catch_warnings, filterwarnings, warn
@@ -117,21 +117,31 @@ _REPEATED_START = (
 )
 
 
-class ResumableFit:
-    """Captures and restores the state of one fit, with wrappers around methods of its loops.
+class CheckpointState:
+    """Saves and restores the state of one callback's fits, one after the other.
 
-    See ``CheckpointState`` for ``on_inexact``.
+    Args:
+        on_inexact: ``"raise"`` or ``"warn"`` if a run cannot be resumed exactly.
     """
 
-    def __init__(
-        self,
-        trainer: Trainer,
-        session: TrainerSession,
-        recorder: TrainerRecorder,
-        on_inexact: InexactResumeAction,
-    ) -> None:
-        self._trainer, self._session, self._recorder = trainer, session, recorder
+    def __init__(self, on_inexact: InexactResumeAction = "raise") -> None:
         self._on_inexact = on_inexact
+        self._is_open = False
+        # The state of a run that has ended, for later checkpoints; whether it has all ranks.
+        self._ended: SavedState | None = None
+        self._ended_on_all_ranks = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(CheckpointState(self._on_inexact))
+
+    def attach(self, trainer: Trainer, session: TrainerSession, recorder: TrainerRecorder) -> None:
+        """Prepare a fit for a checkpoint that it may resume from; called before that is loaded."""
+        self._ended = None
+        if session.stage != "fit":
+            return
+        self._is_open = True
+        self._trainer, self._session, self._recorder = trainer, session, recorder
+        self._program_state: ProgramState | None = None
         self._patches = AttributePatches()
         self._parts = ModelTensors(trainer.lightning_module)
         # The state that is resumed, and that of this rank, until the first batch.
@@ -160,7 +170,11 @@ class ResumableFit:
         self._cut: SavedState | None = None
         self._late: list[str] = []
         self._told: set[str] = set()
-        # The methods of the loops are wrapped until `release`.
+        session.resume(self._resume_loader, self._release)
+        self._wrap_loops(trainer)
+
+    def _wrap_loops(self, trainer: Trainer) -> None:
+        """Wrap the methods of the loops, until the run is closed."""
         fit = trainer.fit_loop
         epoch_loop, val_loop = fit.epoch_loop, fit.epoch_loop.val_loop
         wrappers: list[tuple[Any, str, Callable[..., object]]] = [
@@ -180,14 +194,41 @@ class ResumableFit:
         for owner, name, wrapper in wrappers:
             self._patches.replace(owner, name, partial(wrapper, getattr(owner, name)))
 
-    def release(self) -> None:
-        """Restore the methods of the loops."""
+    def _release(self) -> None:
+        self._is_open = False
         self._patches.undo()
 
-    def save(self, checkpoint: Mapping[str, Any]) -> SavedState:
-        """Return the state for a checkpoint, with the state of this rank alone."""
+    def keep(self, trainer: Trainer, *, ended: bool) -> None:
+        """Keep the state of a run that is about to end, for checkpoints that are saved later.
+
+        Args:
+            trainer: The Trainer.
+            ended: Whether the fit finished. Then every rank calls this, and rank 0 gathers the
+                state now, because other ranks may have exited by the next save. Otherwise rank 0
+                gathers it when a checkpoint is saved.
+        """
+        if self._is_open:
+            state = self._capture()
+            self._ended = run_state.gather_ranks(trainer, state) if ended else state
+            self._ended_on_all_ranks = ended
+
+    def save(self, trainer: Trainer, checkpoint: dict[str, Any]) -> None:
+        """Add the state to a checkpoint. Every rank calls this, unless the run has ended."""
+        if self._is_open:
+            state = run_state.gather_ranks(trainer, self._capture_and_report(checkpoint))
+        elif self._ended is not None:
+            state = self._ended
+            if not self._ended_on_all_ranks:
+                state = run_state.gather_ranks(trainer, state)
+            # No session is open that does so.
+            add_manifests(trainer, once=True, before=self._name_lost)
+        else:  # a Trainer that has not trained
+            return
+        checkpoint.setdefault(CALLBACKS, {})[KEY] = state.as_plain()
+
+    def _capture_and_report(self, checkpoint: Mapping[str, Any]) -> SavedState:
         self._recorder.reduce_loss(self._trainer)
-        state = self.capture(checkpoint)
+        state = self._capture(checkpoint)
         (saved,) = state.ranks
         # Log once each reason, and each object that the checkpoint does not hold.
         if new := [text for text in saved.inexact if text not in self._told]:
@@ -205,12 +246,14 @@ class ResumableFit:
         return state
 
     def load(self, checkpoint: Mapping[str, Any]) -> None:
-        """Read the state of the checkpoint from which the fit resumes.
+        """Read the state of the checkpoint from which a fit resumes.
 
         Raises:
             CheckpointError: If the state is damaged.
             InexactResumeError: If it cannot be resumed exactly, unless ``on_inexact="warn"``.
         """
+        if not self._is_open:
+            return
         trainer = self._trainer
         state = SavedState.from_checkpoint(checkpoint)
         if isinstance(state, str):
@@ -313,10 +356,12 @@ class ResumableFit:
         lightning_private.update_callback_metrics(self._trainer, moved)
         self._at_end = run_state.finish_pending_work(self._trainer, self._position, reset)
 
-    @cached_property
+    @property
     def _program(self) -> ProgramState:
         """The state of the program's objects, compared with what it was at first."""
-        return ProgramState(self._trainer, self._parts)
+        if self._program_state is None:
+            self._program_state = ProgramState(self._trainer, self._parts)
+        return self._program_state
 
     def _digest(self) -> Mapping[str, object]:
         return run_state.digest_tensors(self._trainer, self._parts)
@@ -381,7 +426,7 @@ class ResumableFit:
     def _keep_and_end(self, end: Callable[[], None]) -> None:
         if run_state.is_cut_by_max_steps(self._trainer):
             self._recorder.reduce_loss(self._trainer)
-            self._cut = self.capture()
+            self._cut = self._capture()
             self._find_changed_since_cut = self._remember(
                 run_state.digest_callbacks, program=self._program.capture()
             )
@@ -503,7 +548,7 @@ class ResumableFit:
         self._before_evaluation = None  # after an exception a checkpoint may still need it
         return outputs
 
-    def resume_loader(self, loader: object) -> None:
+    def _resume_loader(self, loader: object) -> None:
         """Continue a training loader, which has just been loaded, where the checkpoint was saved.
 
         Raises:
@@ -619,7 +664,7 @@ class ResumableFit:
     def _was_saved_between_epochs(self) -> bool:
         return self._resumed is not None and self._resumed.position.phase == "epoch"
 
-    def capture(self, checkpoint: Mapping[str, Any] = MappingProxyType({})) -> SavedState:
+    def _capture(self, checkpoint: Mapping[str, Any] = MappingProxyType({})) -> SavedState:
         """Return the state of the run, with the state of this rank alone.
 
         ``checkpoint`` is what is being saved, which may hold large values already.
@@ -688,10 +733,10 @@ class ResumableFit:
         return found
 
     def _write(self, save: Callable[..., Any], checkpoint: Any, *args: Any, **words: Any) -> Any:
-        self.name_lost(checkpoint)
+        self._name_lost(checkpoint)
         return save(checkpoint, *args, **words)
 
-    def name_lost(self, checkpoint: Mapping[str, Any]) -> None:
+    def _name_lost(self, checkpoint: Mapping[str, Any]) -> None:
         """Note in the state of a checkpoint that is about to be written which weights it lacks.
 
         Other callbacks, and the module, may have taken them out.
@@ -760,79 +805,3 @@ def _report(checkpoint: str, problems: list[str]) -> None:
     """Log problems of a checkpoint that this run saves."""
     listed = "\n- ".join(problems)
     rank_zero().rank_zero_info(f"{checkpoint} cannot be resumed exactly:\n- {listed}")
-
-
-class CheckpointState:
-    """Saves and restores the state of one callback's fits.
-
-    Args:
-        on_inexact: ``"raise"`` or ``"warn"`` if a run cannot be resumed exactly.
-    """
-
-    def __init__(self, on_inexact: InexactResumeAction = "raise") -> None:
-        self._on_inexact = on_inexact
-        self._fit: ResumableFit | None = None
-        # The state of a run that has ended, for later checkpoints; whether it has all ranks.
-        self._ended: SavedState | None = None
-        self._ended_on_all_ranks = False
-        self._name_lost: Callable[[Mapping[str, Any]], object] = bool
-
-    def __getstate__(self) -> dict[str, Any]:
-        return vars(CheckpointState(self._on_inexact))
-
-    def attach(self, trainer: Trainer, session: TrainerSession, recorder: TrainerRecorder) -> None:
-        """Prepare a fit for a checkpoint that it may resume from; called before that is loaded."""
-        self._ended = None
-        if session.stage == "fit":
-            fit = self._fit = ResumableFit(trainer, session, recorder, self._on_inexact)
-            self._name_lost = fit.name_lost
-            session.resume(fit.resume_loader, self._detach)
-
-    def _detach(self) -> None:
-        fit, self._fit = self._fit, None
-        if fit is not None:
-            fit.release()
-
-    def keep(self, trainer: Trainer, *, ended: bool) -> None:
-        """Keep the state of a run that is about to end, for checkpoints that are saved later.
-
-        Args:
-            trainer: The Trainer.
-            ended: Whether the fit finished. Then every rank calls this, and rank 0 gathers the
-                state now, because other ranks may have exited by the next save. Otherwise rank 0
-                gathers it when a checkpoint is saved.
-        """
-        if self._fit is not None:
-            state = self._fit.capture()
-            self._ended = run_state.gather_ranks(trainer, state) if ended else state
-            self._ended_on_all_ranks = ended
-
-    def save(self, trainer: Trainer, checkpoint: dict[str, Any]) -> None:
-        """Add the state to a checkpoint. Every rank calls this, unless the run has ended."""
-        if self._fit is not None:
-            state = run_state.gather_ranks(trainer, self._fit.save(checkpoint))
-        elif self._ended is not None:
-            state = self._ended
-            if not self._ended_on_all_ranks:
-                state = run_state.gather_ranks(trainer, state)
-            # No session is open that does so.
-            add_manifests(trainer, once=True, before=self._name_lost)
-        else:  # a Trainer that has not trained
-            return
-        checkpoint.setdefault(CALLBACKS, {})[KEY] = state.as_plain()
-
-    def load(self, checkpoint: Mapping[str, Any]) -> None:
-        """Read the state of the checkpoint from which a fit resumes.
-
-        Raises:
-            CheckpointError: If the state is damaged.
-            InexactResumeError: If it cannot be resumed exactly, unless ``on_inexact="warn"``.
-        """
-        if self._fit is not None:
-            self._fit.load(checkpoint)
-
-    @property
-    def fit(self) -> ResumableFit:
-        """The fit that runs."""
-        assert self._fit is not None, "`setup` comes before training"
-        return self._fit
