@@ -14,7 +14,7 @@ FUNCTIONS = {
 }
 WRITES = {"Pickler", "PicklingError"}
 # The one load that may unpickle, with --allow-objects.
-ALLOWED = ("lightning/checkpoint_io.py", "weights_only=not allow_objects")
+ALLOWED = ("lightning/saved_state.py", "weights_only=not allow_objects")
 
 
 def find_unpickling(source, module=""):

@@ -24,7 +24,7 @@ from lightning_d9m.lightning import lightning_private
 from lightning_d9m.lightning.packages import rank_zero
 from lightning_d9m.lightning.recording.trainer_recorder import TrainerRecorder
 from lightning_d9m.lightning.resume import run_state
-from lightning_d9m.lightning.resume.program_state import MODE, Captured, ProgramState
+from lightning_d9m.lightning.resume.run_state import MODE, Captured, ProgramState
 from lightning_d9m.lightning.saved_state import (
     CALLBACKS,
     EMPTY_RANK,

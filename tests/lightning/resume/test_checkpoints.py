@@ -14,7 +14,7 @@ from trainings import QUIET, make_exception_saver, make_loader, make_model
 
 from lightning_d9m import D9mError, DeterminismCallback
 from lightning_d9m.errors import CheckpointError, InexactResumeError
-from lightning_d9m.lightning import checkpoint_io
+from lightning_d9m.lightning import saved_state
 from lightning_d9m.lightning.saved_state import KEY, MANIFEST_KEY, check_checkpoint, find_state
 from lightning_d9m.ranks.ranks import Ranks
 
@@ -307,7 +307,7 @@ def test_ranks_that_load_other_checkpoints_raise(tmp_path, monkeypatch):
 
     fit(1)
     fit(2)
-    monkeypatch.setattr(checkpoint_io, "ranks_of", lambda _: Ranks(1, exchange))
+    monkeypatch.setattr(saved_state, "ranks_of", lambda _: Ranks(1, exchange))
     loads_first = fit(3, tmp_path / "1.ckpt")
     fit(3, tmp_path / "1.ckpt", rank_0=loads_first)
     text = (
