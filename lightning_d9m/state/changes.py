@@ -220,7 +220,7 @@ class Changes:
             if path in before and (own or node.kind is GENERATOR):
                 self.restore({path: before[path]}, torch.device("cpu"))
             elif own and change.key:
-                node.set_part(change.key[0], node.get_first(change.key[0]))
+                node.set_part(change.key[0], change.first)
             elif own:
                 node.kind.write(node.owner, node.content)
 

@@ -92,10 +92,6 @@ class Kind(ABC):
         """Return what is equal as long as nothing changed; None if only ``matches`` can tell."""
         return None
 
-    def describe(self, content: Any) -> object:
-        """Return what two equal objects have in common besides their parts."""
-        return content
-
 
 class Holder(Kind):
     """Objects that hold other objects. The content is a tuple or a dict of these themselves."""
@@ -117,10 +113,6 @@ class Holder(Kind):
     def sign(self, owner: Any) -> object:
         """Return the identities of the parts, which are known as the content keeps them alive."""
         return tuple(map(id, owner))
-
-    def describe(self, content: Any) -> object:
-        """Return the number of items of a sequence."""
-        return None if isinstance(content, dict) else len(content)
 
     def name(self, _key: Any, place: int) -> str:
         """Return the name of a part in a path."""
@@ -380,9 +372,6 @@ class _Opaque(Kind):
 
     def matches(self, owner: Any, content: Any) -> bool:
         return are_same(self.read(owner), content)
-
-    def describe(self, content: Any) -> object:
-        return content[0]
 
 
 class _Told(Kind):

@@ -27,6 +27,7 @@ from lightning_d9m.state.parts import (
     TABLE,
     TABLES,
     TENSOR,
+    Dict,
     Holder,
     Kind,
     are_equal,
@@ -52,10 +53,6 @@ class Node:
     owner: Any
     kind: Kind
     content: Any
-
-    def get_first(self, key: Any) -> Any:
-        """Return what a dict or an object held under a key; ``MISSING`` if nothing."""
-        return self.content.get(key, MISSING)
 
     def set_part(self, key: Any, value: Any) -> None:
         """Set what a dict or an object holds under a key now; ``MISSING`` removes it."""
@@ -162,7 +159,11 @@ def digest_value(value: object) -> str:
         content: object = part
         if kind is not None:
             first[id(part)] = path
-            content = kind.describe(kind.read(part))
+            sized = isinstance(part, list | dict | set | deque | tuple) and not isinstance(
+                kind, Dict
+            )
+            plain = kind is not OPAQUE and not isinstance(kind, Holder)
+            content = kind.read(part) if plain else len(part) if sized else None
         elif id(part) in first and find_kind(part) is not None:
             content = f"the same as {first[id(part)]}"
         if kind is not TABLE:

@@ -55,7 +55,7 @@ class _Change:
         if self.key is None:
             self.node.kind.write(self.node.owner, self.node.content)
         else:
-            self.node.set_part(self.key[0], self.node.get_first(self.key[0]))
+            self.node.set_part(self.key[0], self.node.content.get(self.key[0], MISSING))
 
     def apply(self) -> None:
         """Set the changed value."""

@@ -683,7 +683,9 @@ class CheckpointState:
             user = run_state.capture_user_state(trainer, position.phase, self._program)
         program = self._captured = user["program"]
         if trainer.validating and before is not None:
-            program = run_state.keep_modes(program, before["program"])
+            # An evaluation changes the modes of modules.
+            modes = {p: own for p, own in before["program"].items() if p.endswith(MODE)}
+            program = {p: own for p, own in program.items() if not p.endswith(MODE)} | modes
         kept, reasons = run_state.keep_small(program, checkpoint)
         late = self._late if position.phase == "batch" else []
         if position.phase == "validation" and (names := self._find_validated()):

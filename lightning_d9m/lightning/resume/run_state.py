@@ -59,7 +59,12 @@ from lightning_d9m.lightning.trainer_attributes import (
     ranks_of,
 )
 from lightning_d9m.state.changes import Changes, describe_unsaved
-from lightning_d9m.state.parts import is_of_lightning, is_of_program, name_namespaces
+from lightning_d9m.state.parts import (
+    equal_bits,
+    is_of_lightning,
+    is_of_program,
+    name_namespaces,
+)
 from lightning_d9m.state.plain_data import decode_plain, encode_plain, pack_bytes, unpack_bytes
 from lightning_d9m.state.state import digest_value
 
@@ -141,7 +146,14 @@ class ProgramState:
         controlled = [loader for loader in loaders if isinstance(loader, DataLoader)]
         samplers = [sampler for loader in controlled for sampler in find_samplers(loader)]
         samplers = [sampler for sampler in samplers if id(sampler) not in self._entered]
-        containers = _list_loaded_containers(trainer.callbacks)
+        # What callbacks of Lightning save, and load if it applies to the run: ``ModelCheckpoint``
+        # does not load its best checkpoints if it saves to another folder.
+        containers = [
+            value
+            for callback in trainer.callbacks
+            for name in _list_read(getattr(type(callback), "state_dict", None))
+            if isinstance(value := vars(callback).get(name), dict | list)
+        ]
         stepping = [*trainer.optimizers, *list_schedulers(trainer)]
         self._stepping = set(map(id, stepping))
         held: Iterable[Any] = [
@@ -208,22 +220,15 @@ def keep_small(
 
 def _is_held(data: bytes, checkpoint: Mapping[str, Any]) -> bool:
     """Return whether a checkpoint holds the tensors of a value, as a callback has saved them."""
-    tensors = [part for part in tree_leaves(decode_plain(data)) if isinstance(part, Tensor)]
-    own = [part for name, part in checkpoint.items() if name != "optimizer_states"]
-    held = [part for part in tree_leaves(own) if isinstance(part, Tensor)]
+    own = {name: part for name, part in checkpoint.items() if name != "optimizer_states"}
+    held, tensors = _list_tensors(own), _list_tensors(decode_plain(data))
     return bool(tensors) and all(
-        any(
-            one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other.cpu())
-            for other in held
-        )
-        for one in tensors
+        any(equal_bits(one, other.detach().cpu()) for other in held) for one in tensors
     )
 
 
-def keep_modes(captured: Captured, before: Captured) -> Captured:
-    """Return a state with the modes of modules from before, as an evaluation changes them."""
-    found = {path: data for path, data in captured.items() if not path.endswith(MODE)}
-    return found | {path: data for path, data in before.items() if path.endswith(MODE)}
+def _list_tensors(tree: Any) -> list[Tensor]:
+    return [part for part in tree_leaves(tree) if isinstance(part, Tensor)]
 
 
 def digest_tensors(trainer: Trainer, model: ModelTensors) -> dict[str, str]:
@@ -253,16 +258,12 @@ def digest_callbacks(trainer: Trainer) -> dict[str, str]:
 def find_lost(model: ModelTensors, checkpoint: Mapping[str, Any]) -> list[str]:
     """Return the names of the tensors of a model that are not in a checkpoint."""
     absent = [pair for pair in model.list_saved() if pair[0] not in checkpoint["state_dict"]]
-    held = {
-        part.untyped_storage().data_ptr()
-        for part in (tree_leaves(dict(checkpoint)) if absent else ())
-        if isinstance(part, Tensor) and part.layout is torch.strided
-    }
-    return [
-        name
-        for name, tensor in absent
-        if not (tensor.layout is torch.strided and tensor.untyped_storage().data_ptr() in held)
-    ]
+    held = {_find_memory(part) for part in (_list_tensors(dict(checkpoint)) if absent else ())}
+    return [name for name, tensor in absent if _find_memory(tensor) not in held - {None}]
+
+
+def _find_memory(tensor: Tensor) -> int | None:
+    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else None
 
 
 def _name_owners(trainer: Trainer) -> dict[str, object]:
@@ -272,17 +273,6 @@ def _name_owners(trainer: Trainer) -> dict[str, object]:
     owners |= {f"{_OPTIMIZERS}{n}]": own for n, own in enumerate(trainer.optimizers)}
     owners |= {f"schedulers[{n}]": own for n, own in enumerate(list_schedulers(trainer))}
     return owners | name_namespaces([*owners.values(), *trainer.lightning_module.modules()])
-
-
-def _list_loaded_containers(callbacks: Iterable[Any]) -> Iterator[Any]:
-    """Yield the containers that callbacks of Lightning save, and load if they apply to the run.
-
-    ``ModelCheckpoint`` does not load its best checkpoints if it saves to another folder.
-    """
-    for callback in callbacks:
-        saving = getattr(type(callback), "state_dict", None)
-        held = map(vars(callback).get, _list_read(saving))
-        yield from (value for value in held if isinstance(value, dict | list))
 
 
 @cache
@@ -326,15 +316,22 @@ def capture_user_state(trainer: Trainer, phase: LoopPhase, program: ProgramState
 
     An interrupted evaluation is run again as a whole.
     """
-    reset = _find_metrics_to_reset(trainer, phase)
+    # The logged metrics that Lightning resets after the hooks of this phase: those of training at
+    # the end of an epoch, and those of a finished validation.
+    trained, validated, *_ = lightning_private.list_result_collections(trainer)
+    ending = [*trained.values()] if phase == "epoch" else []
+    ending += validated.values() if phase != "validation" else []
+    metrics = [own for own in ending if not own.is_tensor and not own.has_reset]
+    named = dict.fromkeys(own.meta.metric_attribute for own in metrics)
+    reset = [name for name in named if name is not None]
     skipped = tuple(f"model.{name}." for name in reset)
     logical = get_logical_steps(trainer)
-    metrics = {} if logical is None else logical.metrics.capture()
+    states = {} if logical is None else logical.metrics.capture()
     changed = program.capture().items()
     return {
         "generators": capture_generators(name_datasets(trainer)),
         "reset": reset,
-        "metric_states": {p: s for p, s in metrics.items() if not f"{p}.".startswith(skipped)},
+        "metric_states": {p: s for p, s in states.items() if not f"{p}.".startswith(skipped)},
         "program": {p: own for p, own in changed if own is None or not p.startswith(skipped)},
     }
 
@@ -465,22 +462,6 @@ _ARGUMENTS = (
 
 def _copy(value: Tensor) -> Tensor:
     return value.detach().to("cpu", copy=True)
-
-
-def _find_metrics_to_reset(trainer: Trainer, phase: LoopPhase) -> list[str]:
-    """Return the names of logged metrics that Lightning resets after the hooks of this phase.
-
-    These are the metrics of training at the end of an epoch, and of a finished validation.
-    """
-    trained, validated, *_ = lightning_private.list_result_collections(trainer)
-    ending = [*trained.values()] if phase == "epoch" else []
-    ending += validated.values() if phase != "validation" else []
-    names = [
-        metric.meta.metric_attribute
-        for metric in ending
-        if not metric.is_tensor and not metric.has_reset
-    ]
-    return [name for name in dict.fromkeys(names) if name is not None]
 
 
 def count_logged(trainer: Trainer) -> dict[str, int]:
