@@ -19,7 +19,6 @@ from xxhash import xxh3_128, xxh3_128_digest
 from lightning_d9m.errors import SettingError
 from lightning_d9m.state.parts import (
     ARRAY,
-    ATTRIBUTES,
     DICT,
     GENERATOR,
     ITEMS,
@@ -124,11 +123,11 @@ class Changes:
     def settle(self) -> None:
         """Take objects that were made or replaced since as held at first, but no plain values."""
         for node in self._watch.find_changed():
-            now = node.content if isinstance(node.kind, Dict) else node.kind.read(node.owner)
+            now = node.kind.read(node.owner)
             if isinstance(node.kind, Dict):
-                for change in self._find_parts(node):
-                    if self._encode_change(change._replace(key=("",))) is None:
-                        now = {**now, change.key[0]: change.value}
+                parts = [change._replace(key=("",)) for change in self._find_parts(node)]
+                held = {id(part.value) for part in parts if self._encode_change(part) is None}
+                now = node.content | {key: own for key, own in now.items() if id(own) in held}
             elif node.kind is not OPAQUE and self._encode_change(Change("", node, (), node.owner)):
                 continue
             self._watch.set_content(node, now)
@@ -382,19 +381,13 @@ class _Together(Kind):
         digest = _Digest(self._leave_out)
         try:
             digest.dump(owner)
-        except _UNREAD:  # too deep, freed, or without memory or pickled form: it may change unseen
-            return object(), 0, *LONG.read(owner)
-        found = digest.identities
-        return digest.hash.digest(), len(found), *found, *LONG.read(owner)
-
-    def write(self, owner: Any, content: Any) -> None:
-        LONG.write(owner, content[2 + content[1] :])
+        except (RuntimeError, TypeError, ValueError, ReferenceError, PicklingError):
+            # Too deep, freed, or without memory or pickled form: it may change unseen.
+            return object(), *LONG.read(owner)
+        return digest.hash.digest(), *digest.identities, *LONG.read(owner)
 
     def matches(self, owner: Any, content: Any) -> bool:
         return are_same(self.read(owner), content)
-
-
-_UNREAD = (RuntimeError, TypeError, ValueError, ReferenceError, PicklingError)
 
 
 class _Digest(Pickler):
@@ -404,13 +397,11 @@ class _Digest(Pickler):
         self.hash = xxh3_128()
         self.identities: list[Any] = []
         self._leave_out = leave_out
-        self._plain: set[type] = set()  # types of which pickle itself takes all that objects hold
         super().__init__(cast("IO[bytes]", SimpleNamespace(write=self.hash.update)), 5)
 
     def reducer_override(self, value: Any) -> Any:
         """Return what counts of an object, but of numbers and builtin containers."""
-        own: Any = type(value)
-        if own in self._plain or value is tuple:  # which this method returns
+        if value is tuple:  # which this method returns
             return NotImplemented
         kind: Any = find_kind(value)
         held: tuple[Any, ...] = ()
@@ -420,13 +411,6 @@ class _Digest(Pickler):
             held = (encode_plain(kind.read(value)),)
         elif isinstance(kind, Holder) and not self._leave_out("", value):
             held = (kind.read(value), *_list_own_attributes(value, kind))
-            if (
-                kind is ATTRIBUTES
-                and own is value.__class__
-                and own.__reduce_ex__ is object.__reduce_ex__
-                and not (issubclass(own, nn.Module) or _is_pickled_otherwise(own))
-            ):
-                self._plain.add(own)
         else:
             self.identities.append(value)
             if kind in (OPAQUE, SET):
@@ -440,11 +424,6 @@ def _list_own_attributes(value: Any, kind: Kind) -> tuple[Any, ...]:
     return (vars(value),) if kind in (ITEMS, DICT, SET) and hasattr(value, "__dict__") else ()
 
 
-def _is_pickled_otherwise(kind: Any) -> bool:
-    names = ("__reduce__", "__getstate__", "__getnewargs__", "__getnewargs_ex__")
-    return any(getattr(kind, name, None) is not getattr(object, name, None) for name in names)
-
-
 class _Ignored(Kind):
     """An object that is left out."""
 
@@ -453,9 +432,6 @@ class _Ignored(Kind):
 
     def matches(self, _owner: Any, _content: Any) -> bool:
         return True
-
-    def sign(self, _owner: Any) -> object:
-        return 0
 
 
 _DIGESTED, _IGNORED = _Digested(), _Ignored()
