@@ -27,7 +27,6 @@ from lightning_d9m.state.parts import (
     TABLE,
     TABLES,
     TENSOR,
-    Dict,
     Holder,
     Kind,
     are_equal,
@@ -109,8 +108,8 @@ def walk(
     while stack or closed:
         if not stack:
             found, closed = dict(find_data(closed)), {}
-            new = {path: own for path, own in found.items() if id(own) not in seen}
-            stack += [(path, own, None) for path, own in new.items() if id(own) not in known]
+            new = ((path, own) for path, own in found.items() if id(own) not in known)
+            stack += [(path, own, None) for path, own in new if id(own) not in seen]
             continue
         path, value, kind = stack.pop()
         kind = kind or find_kind(value)
@@ -159,11 +158,9 @@ def digest_value(value: object) -> str:
         content: object = part
         if kind is not None:
             first[id(part)] = path
-            sized = isinstance(part, list | dict | set | deque | tuple) and not isinstance(
-                kind, Dict
-            )
-            plain = kind is not OPAQUE and not isinstance(kind, Holder)
-            content = kind.read(part) if plain else len(part) if sized else None
+            content = kind.read(part)
+            if kind is OPAQUE or isinstance(kind, Holder):
+                content = len(part) if isinstance(part, list | tuple | deque | set) else None
         elif id(part) in first and find_kind(part) is not None:
             content = f"the same as {first[id(part)]}"
         if kind is not TABLE:
@@ -200,13 +197,11 @@ _MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 # A longer list holds data, and so do nested lists of more items in all.
 _MOST_ITEMS = 1000
 _MOST_NESTED_ITEMS = 10_000
-_DEPTH = 8
-_MOST_VISITED = 50_000
 _CONTAINERS = (dict, list, tuple, deque)
 
 
 def search(
-    owners: Mapping[str, object], *, depth: int = _DEPTH, most: int = _MOST_VISITED
+    owners: Mapping[str, object], *, depth: int = 8, most: int = 50_000
 ) -> Iterator[tuple[str, Any]]:
     """Yield the path and the object of all that owners hold, each once, from the outside in.
 
@@ -256,12 +251,10 @@ def find_data(closed: Mapping[str, object]) -> Iterator[tuple[str, object]]:
             yield path, value
     for path, owner in closed.items():
         for name, part in getattr(owner, "__dict__", {}).items():
-            if isinstance(part, list | deque) and all(map(_is_datum, part)):
+            if isinstance(part, list | deque) and all(
+                type(item) in _ATOMS or isinstance(item, Tensor | np.ndarray) for item in part
+            ):
                 yield f"{path}.{name}", part
-
-
-def _is_datum(value: object) -> bool:
-    return type(value) in _ATOMS or isinstance(value, Tensor | np.ndarray)
 
 
 def _list_parts(value: Any, level: int, items: int) -> Iterable[tuple[Any, Any]]:

@@ -38,14 +38,7 @@ RESULT = SavedResult(
 RANK = replace(
     EMPTY_RANK,
     rng={"torch": torch.arange(4, dtype=torch.uint8)},
-    generators={"model.rng": {"state": 7}},
-    program={"model.mean": torch.ones(2, dtype=torch.uint8)},
-    reset=["mean"],
-    callback_metrics={"loss": torch.tensor(0.5)},
     results=[RESULT],
-    gradients={"weight": torch.zeros(3)},
-    train_reload_epoch=1,
-    inexact=["A reason."],
     ledger=SavedLedger("fit-000", "0" * 16),
     pending=PendingRecords("0x1.8p+0", [{"kind": "evaluation"}]),
 )
