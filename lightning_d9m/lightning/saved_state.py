@@ -110,36 +110,6 @@ class LoopPosition(_Stored, frozen=True):
     phase: LoopPhase
 
 
-class SavedResult(_Stored, frozen=True):
-    """A value that a step has logged, and how it is reduced over the epoch.
-
-    Attributes:
-        key: Lightning's key of the result.
-        arguments: The arguments with which it was logged.
-        reduce_fx: The name of the function that reduces it over the epoch.
-        synced: Whether the ranks reduce it.
-        rank_zero_only: Whether only rank 0 logs it.
-        is_tensor: Whether a tensor was logged; otherwise a metric object was.
-        value: The reduction so far, of a tensor.
-        count: The number of samples so far, of a tensor that is averaged.
-        updates: The number of updates.
-        cache: Its value for the last batch, encoded, if that is a plain value.
-        has_reset: Whether Lightning has reset it since the last update.
-    """
-
-    key: str
-    arguments: dict[str, Any]
-    reduce_fx: str
-    synced: bool
-    rank_zero_only: bool
-    is_tensor: bool
-    value: Tensor | None
-    count: Tensor | None
-    updates: int
-    cache: Tensor | None
-    has_reset: bool
-
-
 class SavedLedger(_Stored, frozen=True):
     """A position in a ledger.
 
@@ -169,7 +139,7 @@ class SavedRank(_Stored, frozen=True):
         program: What the fit has changed in the program's objects, encoded, by path.
         reset: The metrics of the module that Lightning resets right after the save.
         callback_metrics: The metrics for callbacks and schedulers, by name.
-        results: The results that the epoch has logged so far.
+        results: The results that the epoch has logged so far, and how they are reduced over it.
         gradients: The gradients to which later batches are added, by parameter, with logical ranks
             also by logical rank; None for one that a step has used and that is left out.
         train_reload_epoch: The epoch in which the training loaders were last loaded.
@@ -187,7 +157,7 @@ class SavedRank(_Stored, frozen=True):
     program: dict[str, Tensor]
     reset: list[str]
     callback_metrics: dict[str, Any]
-    results: list[SavedResult]
+    results: list[dict[str, Any]]
     gradients: dict[str, Any]
     train_reload_epoch: int | None
     validation_reload_epoch: int | None

@@ -47,7 +47,6 @@ from lightning_d9m.lightning.saved_state import (
     LoopPhase,
     LoopPosition,
     SavedRank,
-    SavedResult,
     SavedState,
 )
 from lightning_d9m.lightning.strategies import is_sharded
@@ -474,7 +473,7 @@ def count_logged(trainer: Trainer) -> dict[str, int]:
     }
 
 
-def _capture_results(trainer: Trainer) -> list[SavedResult]:
+def _capture_results(trainer: Trainer) -> list[dict[str, Any]]:
     """Return the running sums from which the epoch's means are computed.
 
     The state of a logged metric object is in ``metric_state``.
@@ -487,47 +486,46 @@ def _capture_results(trainer: Trainer) -> list[SavedResult]:
         with suppress(SettingError):
             cache = pack_bytes(encode_plain(result._forward_cache))  # noqa: SLF001 - of torchmetrics
         count = getattr(result, "cumulated_batch_size", None) if result.is_tensor else None
-        saved = SavedResult(
-            key=key,
-            arguments={name: getattr(meta, name) for name in _ARGUMENTS},
-            reduce_fx=meta.reduce_fx.__name__,
-            synced=meta.sync.should,
-            rank_zero_only=meta.sync.rank_zero_only,
-            is_tensor=result.is_tensor,
-            value=_copy(result.value) if result.is_tensor else None,
-            count=None if count is None else _copy(count),
-            updates=result._update_count,  # noqa: SLF001 - of torchmetrics
-            cache=cache,
-            has_reset=result.has_reset,
-        )
+        saved = {
+            "key": key,
+            "arguments": {name: getattr(meta, name) for name in _ARGUMENTS},
+            "reduce_fx": meta.reduce_fx.__name__,
+            "synced": meta.sync.should,
+            "rank_zero_only": meta.sync.rank_zero_only,
+            "is_tensor": result.is_tensor,
+            "value": _copy(result.value) if result.is_tensor else None,
+            "count": None if count is None else _copy(count),  # of samples, for an average
+            "updates": result._update_count,  # noqa: SLF001 - of torchmetrics
+            "cache": cache,  # the value for the last batch, if it is plain
+            "has_reset": result.has_reset,
+        }
         found.append(saved)
     return found
 
 
-def _restore_results(trainer: Trainer, results: Sequence[SavedResult]) -> None:
+def _restore_results(trainer: Trainer, results: Sequence[dict[str, Any]]) -> None:
     """Restore the results of the epoch. Called once, before its next batch."""
     lightning_private.keep_results_at_next_batch(trainer)
     collection = lightning_private.list_result_collections(trainer)[0]
     metrics = dict(trainer.lightning_module.named_modules())
     device = trainer.strategy.root_device
     for saved in results:
-        attribute = saved.arguments["metric_attribute"]
-        if not saved.is_tensor and attribute not in metrics:
+        attribute = saved["arguments"]["metric_attribute"]
+        if not saved["is_tensor"] and attribute not in metrics:
             continue
         result = lightning_private.create_result(
             trainer,
-            saved.arguments | {"reduce_fx": saved.reduce_fx},
-            is_tensor=saved.is_tensor,
-            synced=saved.synced,
-            rank_zero_only=saved.rank_zero_only,
+            saved["arguments"] | {"reduce_fx": saved["reduce_fx"]},
+            **{name: saved[name] for name in ("is_tensor", "synced", "rank_zero_only")},
         )
-        result.value = saved.value if saved.is_tensor else metrics[attribute]
-        if saved.count is not None:
-            result.cumulated_batch_size = saved.count
-        cache = None if saved.cache is None else decode_plain(unpack_bytes(saved.cache), device)
-        result._update_count, result._forward_cache = saved.updates, cache  # noqa: SLF001 - of torchmetrics
-        result.has_reset = saved.has_reset
-        collection[saved.key] = result.to(device)
+        result.value = saved["value"] if saved["is_tensor"] else metrics[attribute]
+        if saved["count"] is not None:
+            result.cumulated_batch_size = saved["count"]
+        cache = saved["cache"]
+        cache = None if cache is None else decode_plain(unpack_bytes(cache), device)
+        result._update_count, result._forward_cache = saved["updates"], cache  # noqa: SLF001 - of torchmetrics
+        result.has_reset = saved["has_reset"]
+        collection[saved["key"]] = result.to(device)
 
 
 _ADDED = (
