@@ -57,9 +57,9 @@ _PICKLE = b"\x80"  # the first byte
 LoopPhase = Literal["epoch", "batch", "cut", "validation", "within"]
 
 
-def find_state(checkpoint: Mapping[str, Any]) -> Any:
+def find_state(checkpoint: object) -> Any:
     """Return the stored state in a checkpoint; None without one."""
-    callbacks = checkpoint.get(CALLBACKS)
+    callbacks = checkpoint.get(CALLBACKS) if isinstance(checkpoint, Mapping) else None
     return callbacks.get(KEY) if isinstance(callbacks, Mapping) else None
 
 
@@ -421,7 +421,7 @@ def damage_explained(path: Any) -> Iterator[None]:
         raise
 
 
-def check_checkpoint(checkpoint: object, path: Any) -> bool:
+def check_checkpoint(checkpoint: Any, path: Any) -> bool:
     """Compare a checkpoint with the manifest in it.
 
     Returns:
@@ -430,8 +430,7 @@ def check_checkpoint(checkpoint: object, path: Any) -> bool:
     Raises:
         CheckpointError: If its content differs from what was saved.
     """
-    manifest = find_manifest(checkpoint) if isinstance(checkpoint, Mapping) else None
-    if not isinstance(checkpoint, Mapping) or manifest is None:
+    if (manifest := find_manifest(checkpoint)) is None:
         return False
     rest = {name: own for name, own in find_state(checkpoint).items() if own is not manifest}
     saved = {**checkpoint, CALLBACKS: {**checkpoint[CALLBACKS], KEY: rest}}
@@ -446,7 +445,7 @@ def check_checkpoint(checkpoint: object, path: Any) -> bool:
     return True
 
 
-def find_manifest(checkpoint: Mapping[str, Any]) -> Mapping[str, Any] | None:
+def find_manifest(checkpoint: object) -> Mapping[str, Any] | None:
     """Return the manifest in a checkpoint, even in one of an older format; None without one."""
     state = find_state(checkpoint)
     manifest = state.get(MANIFEST_KEY) if isinstance(state, Mapping) else None

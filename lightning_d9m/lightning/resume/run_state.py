@@ -98,7 +98,12 @@ class ProgramState:
         self._parts = parts
         self._module = trainer.lightning_module
         self._sharded = is_sharded(trainer.strategy)
-        owners = _name_owners(trainer)
+        callbacks = [own for own in trainer.callbacks if getattr(own, "state_key", None) != KEY]
+        owners: dict[str, object] = {"model": self._module, "datamodule": trainer.datamodule}
+        owners |= name_callbacks(callbacks)
+        owners |= {f"{_OPTIMIZERS}{n}]": own for n, own in enumerate(trainer.optimizers)}
+        owners |= {f"schedulers[{n}]": own for n, own in enumerate(list_schedulers(trainer))}
+        owners |= name_namespaces([*owners.values(), *self._module.modules()])
         self._roots = tuple(owners)
         self._entered = set(map(id, owners.values()))
         self._left_out: set[int] = set()
@@ -155,18 +160,10 @@ class ProgramState:
         ]
         stepping = [*trainer.optimizers, *list_schedulers(trainer)]
         self._stepping = set(map(id, stepping))
-        held: Iterable[Any] = [
-            *(own for own in stepping if id(own) not in self._entered),
-            *(
-                vars(own)[name]
-                for own in stepping
-                for name in self._list_held(own) & vars(own).keys()
-            ),
-            *tensors,
-            *samplers,
-            *containers,
-        ]
-        self._left_out = set(map(id, held))
+        held = [own for own in stepping if id(own) not in self._entered]
+        for own in stepping:
+            held += [vars(own)[name] for name in self._list_held(own) & vars(own).keys()]
+        self._left_out = {*map(id, [*held, *tensors, *samplers, *containers])}
         return samplers
 
     def _list_held(self, owner: Any) -> Collection[str]:
@@ -263,15 +260,6 @@ def find_lost(model: ModelTensors, checkpoint: Mapping[str, Any]) -> list[str]:
 
 def _find_memory(tensor: Tensor) -> int | None:
     return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else None
-
-
-def _name_owners(trainer: Trainer) -> dict[str, object]:
-    own = [each for each in trainer.callbacks if getattr(each, "state_key", None) != KEY]
-    owners: dict[str, object] = {"model": trainer.lightning_module}
-    owners |= {"datamodule": trainer.datamodule} | name_callbacks(own)
-    owners |= {f"{_OPTIMIZERS}{n}]": own for n, own in enumerate(trainer.optimizers)}
-    owners |= {f"schedulers[{n}]": own for n, own in enumerate(list_schedulers(trainer))}
-    return owners | name_namespaces([*owners.values(), *trainer.lightning_module.modules()])
 
 
 @cache
@@ -411,12 +399,9 @@ def restore(
 def restore_validation(trainer: Trainer, session: "TrainerSession", rank: SavedRank) -> None:
     """Restore the state of the validation loaders. Called once, after they were loaded."""
     session.restore_validation(rank.samplers)
-    generators = {
-        path: state for path, state in rank.generators.items() if path.startswith(VALIDATION)
-    }
-    restore_generators(name_datasets(trainer), generators)
-    saved = rank.validation_reload_epoch
-    _settle_reload(trainer, "validate", saved, trainer.current_epoch)
+    found = {path: own for path, own in rank.generators.items() if path.startswith(VALIDATION)}
+    restore_generators(name_datasets(trainer), found)
+    _settle_reload(trainer, "validate", rank.validation_reload_epoch, trainer.current_epoch)
 
 
 def _settle_reload(
