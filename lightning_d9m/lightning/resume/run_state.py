@@ -568,39 +568,31 @@ def _restore_gradients(
         logical.kept.restore(gradients, logical.block)
         return
     reported: list[str] = []
+    handles: dict[str, Any] = {}
 
-    def report_first(name: str) -> None:
-        if not reported:
-            reported.append(_ADDED.format(name))
-            report(reported)
+    def check(name: str, parameter: "Parameter", stand_in: Tensor, _: Tensor) -> None:
+        handles.pop(name).remove()
+        if parameter.grad is stand_in and bool(stand_in.isnan().any()):  # nothing has zeroed it
+            stand_in.zero_()
+            if not reported:
+                reported.append(_ADDED.format(name))
+                report(reported)
 
     for name, parameter in trainer.lightning_module.named_parameters():
         kept = gradients.get(name)
         parameter.grad = None if kept is None else torch.empty_like(parameter).copy_(kept)
         if kept is None and name in gradients and parameter.requires_grad:
-            _watch(parameter, partial(report_first, name))
+            # NaN, because in-place operations other than zero_() leave it in place.
+            gradient: Any = torch.full_like(parameter, torch.nan)
+            gradient.d9m_used = gradient._version  # noqa: SLF001 - of torch
+            parameter.grad = gradient
+            # Called before the next gradient is added.
+            handles[name] = parameter.register_hook(partial(check, name, parameter, gradient))
 
 
 def _list_parameters(optimizer: Optimizer) -> Iterator["Parameter"]:
     for group in optimizer.param_groups:
         yield from group["params"]
-
-
-def _watch(parameter: "Parameter", report: Callable[[], None]) -> None:
-    """Report a problem if the next backward pass adds to a gradient that nothing has zeroed."""
-    # NaN, because in-place operations other than zero_() leave it in place.
-    stand_in = torch.full_like(parameter, torch.nan)
-    marked: Any = stand_in
-    marked.d9m_used = marked._version  # noqa: SLF001 - of torch
-    parameter.grad = stand_in
-
-    def check(_: "Tensor") -> None:  # called before the gradient is added
-        handle.remove()
-        if parameter.grad is stand_in and bool(stand_in.isnan().any()):
-            stand_in.zero_()
-            report()
-
-    handle = parameter.register_hook(check)
 
 
 def find_position(trainer: Trainer) -> LoopPosition:
