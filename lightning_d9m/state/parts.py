@@ -240,8 +240,8 @@ class _Variables(_Attributes):
     """The data among the variables of a namespace: no code, and no callables of libraries."""
 
     def read(self, owner: Namespace) -> Any:
-        own = vars(owner.owner).items()
-        return {name: own for name, own in own if not name.startswith("__") and _is_data(own)}
+        found = vars(owner.owner).items()
+        return {name: own for name, own in found if not name.startswith("__") and _is_data(own)}
 
     def set_part(self, owner: Namespace, key: Any, value: Any) -> None:
         if value is MISSING:
@@ -357,18 +357,15 @@ class _Opaque(Kind):
 
     def read(self, owner: Any) -> tuple[Any, ...]:
         own = getattr(owner, "__dict__", None)
-        if isinstance(own, dict):
-            size = len(owner) if isinstance(owner, _SIZED) else None
-            return (size, *own.values(), *_read_slots(owner).values())
-        if isinstance(owner, _SIZED):
-            return (len(owner),)
-        if slots := _read_slots(owner):
-            return (None, *slots.values())
+        size = (len(owner),) if isinstance(owner, _SIZED) else ()
+        slots = tuple(_read_slots(owner).values())
+        if isinstance(own, dict) or size or slots:
+            return (*size, *(own or {}).values(), *slots)
         first, again = (tuple(_list_saved(owner)) for _ in range(2))
         if are_same(first, again):
-            return (None, *first)
+            return first
         ended = getattr(owner, "gi_frame", owner) is None
-        return (None, object()) if hasattr(owner, "__next__") and not ended else (None,)
+        return (object(),) if hasattr(owner, "__next__") and not ended else ()
 
     def matches(self, owner: Any, content: Any) -> bool:
         return are_same(self.read(owner), content)

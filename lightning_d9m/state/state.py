@@ -98,8 +98,7 @@ def walk(
         known: The identities of objects that are not entered again.
         enter_owners: Enter the owners themselves whatever their type.
     """
-    seen: set[int] = set()
-    kept = []  # the id of a freed object may become that of another
+    seen: dict[int, object] = {}  # the id of a freed object may become that of another
     entered = set(map(id, owners.values())) if enter_owners else ()
     stack: list[tuple[str, Any, Kind | None]] = [
         (name, owner, None) for name, owner in reversed(list(owners.items()))
@@ -118,8 +117,7 @@ def walk(
         if kind is None or id(value) in seen or id(value) in known:
             yield path, value, None
             continue
-        seen.add(id(value))
-        kept.append(value)
+        seen[id(value)] = value
         if leave_out is not None and leave_out(path, value):
             yield path, value, OPAQUE
             continue
