@@ -229,28 +229,21 @@ class _Function(_Attributes):
         return tuple(map(id, self.read(owner).values()))
 
 
-class Namespace:
-    """The variables of a source file or a class, as an object whose attributes they are."""
-
-    def __init__(self, owner: Any) -> None:
-        self.owner = owner
-
-
 class _Variables(_Attributes):
-    """The data among the variables of a namespace: no code, and no callables of libraries."""
+    """The data among the variables of a class or a file: no code, no callables of libraries."""
 
-    def read(self, owner: Namespace) -> Any:
-        found = vars(owner.owner).items()
+    def read(self, owner: Any) -> Any:
+        found = vars(owner).items()
         return {name: own for name, own in found if not name.startswith("__") and _is_data(own)}
 
-    def set_part(self, owner: Namespace, key: Any, value: Any) -> None:
+    def set_part(self, owner: Any, key: Any, value: Any) -> None:
         if value is MISSING:
-            delattr(owner.owner, key)
+            delattr(owner, key)
         else:
-            setattr(owner.owner, key, value)
+            setattr(owner, key, value)
 
-    def sign(self, owner: Namespace) -> object:
-        return tuple(vars(owner.owner)), tuple(map(id, vars(owner.owner).values()))
+    def sign(self, owner: Any) -> object:
+        return tuple(vars(owner)), tuple(map(id, vars(owner).values()))
 
 
 class _Set(Kind):
@@ -443,7 +436,6 @@ _KINDS: tuple[tuple[Any, Kind | None], ...] = (
     (np.ndarray, ARRAY),
     ((torch.Generator, np.random.Generator, np.random.RandomState, random.Random), GENERATOR),
     (_VALUES, None),
-    (Namespace, VARIABLES),
     (dict, DICT),
     ((list, deque, tuple), ITEMS),
     (set, SET),
@@ -462,25 +454,25 @@ def is_of_program(kind: Any) -> bool:
     return _is_source_of_program(str(getattr(kind, "__module__", None)))
 
 
-def name_namespaces(owners: Iterable[object]) -> dict[str, Namespace]:
-    """Return the variables of the program's classes of objects, and of the files that they use.
+def name_namespaces(owners: Iterable[object]) -> dict[str, Any]:
+    """Return the program's classes of objects and the files that they use, by name.
 
     These are the files of the classes, and those from which they import.
     """
     kinds = dict.fromkeys(kind for owner in owners for kind in type(owner).__mro__)
     own = [kind for kind in kinds if is_of_program(kind)]
-    files: dict[str, Namespace] = {}
+    files: dict[str, Any] = {}
     waiting = [kind.__module__ for kind in own]
     for name in waiting:
         if name in files or name not in sys.modules or not _is_source_of_program(name):
             continue
-        files[name] = Namespace(sys.modules[name])
+        files[name] = sys.modules[name]
         for value in vars(sys.modules[name]).values():
             if isinstance(value, types.ModuleType):
                 waiting.append(value.__name__)
             elif isinstance(value, type | types.FunctionType):
                 waiting.append(str(value.__module__))
-    return {f"{kind.__module__}.{kind.__qualname__}": Namespace(kind) for kind in own} | files
+    return {f"{kind.__module__}.{kind.__qualname__}": kind for kind in own} | files
 
 
 def is_of_lightning(kind: Any) -> bool:

@@ -27,6 +27,7 @@ from lightning_d9m.state.parts import (
     TABLE,
     TABLES,
     TENSOR,
+    VARIABLES,
     Holder,
     Kind,
     are_equal,
@@ -93,7 +94,7 @@ def walk(
     libraries hold, only data are yielded, after all else (see ``find_data``).
 
     Args:
-        owners: Objects by name.
+        owners: Objects by name; of a class or a source file its variables.
         leave_out: Called with the path and each object that can change.
         known: The identities of objects that are not entered again.
         enter_owners: Enter the owners themselves whatever their type.
@@ -101,7 +102,8 @@ def walk(
     seen: dict[int, object] = {}  # the id of a freed object may become that of another
     entered = set(map(id, owners.values())) if enter_owners else ()
     stack: list[tuple[str, Any, Kind | None]] = [
-        (name, owner, None) for name, owner in reversed(list(owners.items()))
+        (name, owner, VARIABLES if isinstance(owner, type | types.ModuleType) else None)
+        for name, owner in reversed(list(owners.items()))
     ]
     closed: dict[str, object] = {}
     while stack or closed:
@@ -152,7 +154,7 @@ def digest_value(value: object) -> str:
     """
     first: dict[int, str] = {}
     found: dict[str, bytes] = {}
-    for path, part, kind in walk({"": value}):
+    for path, part, kind in walk({"": (value,)}):
         content: object = part
         if kind is not None:
             first[id(part)] = path

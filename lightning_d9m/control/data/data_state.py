@@ -20,7 +20,6 @@ from lightning_d9m.control.data.resumable_sampler import is_user_made, list_cont
 from lightning_d9m.state.changes import Changes, describe_unsaved
 from lightning_d9m.state.parts import (
     GENERATOR,
-    Namespace,
     find_kind,
     is_of_lightning,
     name_namespaces,
@@ -260,8 +259,6 @@ def _find_owners(name: str, owner: object) -> Iterator[tuple[str, object]]:
 
 
 def _leave_out(_path: str, value: Any, *, generators: bool = True) -> bool:
-    if isinstance(value, Namespace):
-        return False
     if isinstance(value, DataLoader | Sampler):
         return True
     if generators and find_kind(value) is GENERATOR:
