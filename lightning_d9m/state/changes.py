@@ -310,8 +310,9 @@ class Changes:
         if all(form[0] == "value" for form in forms):
             return ["value", value]
         if kind is ITEMS:
-            is_deque = isinstance(value, deque)
-            empty = deque(maxlen=value.maxlen) if is_deque else () if type(value) is tuple else []
+            empty: Any = () if isinstance(value, tuple) else []
+            if isinstance(value, deque):
+                empty = deque(maxlen=value.maxlen)
             return ["items", empty, forms]
         if kind is not DICT or not all(isinstance(key, _KEYS) for key in value):
             raise TypeError(value)
