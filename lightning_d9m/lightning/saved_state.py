@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lightning_d9m.attribute_patches import replace_method
 from lightning_d9m.errors import CheckpointError, CommandError
-from lightning_d9m.hashing.checkpoint_manifest import Damage, check_manifest, make_manifest
+from lightning_d9m.hashing.checkpoint_manifest import check_manifest, make_manifest
 from lightning_d9m.lightning.lightning_private import wrap_resume_start
 from lightning_d9m.lightning.strategies import is_sharded
 from lightning_d9m.lightning.trainer_attributes import Trainer, ranks_of
@@ -434,11 +434,22 @@ def check_checkpoint(checkpoint: Any, path: Any) -> bool:
         return False
     rest = {name: own for name, own in find_state(checkpoint).items() if own is not manifest}
     saved = {**checkpoint, CALLBACKS: {**checkpoint[CALLBACKS], KEY: rest}}
-    damage = check_manifest(saved, manifest)
-    if damage:
+    if damage := check_manifest(saved, manifest):
+        parts = []
+        if count := len(damage.changed):
+            what = "1 tensor differs" if count == 1 else f"{count} tensors differ"
+            named = describe_names(damage.changed[:8], count)
+            parts.append(f"{what} from what was saved: {named}")
+        if damage.missing:
+            parts.append(f"{damage.missing} of the saved tensors are missing")
+        if damage.added:
+            named = describe_names(damage.added[:8], len(damage.added))
+            parts.append(f"it holds tensors that were not saved: {named}")
+        if damage.values:
+            parts.append("numbers or strings in it differ from those that were saved")
         raise CheckpointError(
-            f"The checkpoint {path} is damaged: {_describe_damage(damage)}. Take another "
-            "copy of it, or an earlier checkpoint. If you edited it, also delete "
+            f"The checkpoint {path} is damaged: {'; '.join(parts)}. Take another copy of it, or an "
+            "earlier checkpoint. If you edited it, also delete "
             f'checkpoint["{CALLBACKS}"]["{KEY}"]["{MANIFEST_KEY}"]: it is then loaded unchecked.',
             names=damage.changed,
         )
@@ -450,23 +461,6 @@ def find_manifest(checkpoint: object) -> Mapping[str, Any] | None:
     state = find_state(checkpoint)
     manifest = state.get(MANIFEST_KEY) if isinstance(state, Mapping) else None
     return manifest if isinstance(manifest, Mapping) else None
-
-
-def _describe_damage(damage: Damage) -> str:
-    parts = []
-    if damage.changed:
-        count = len(damage.changed)
-        what = "1 tensor differs" if count == 1 else f"{count} tensors differ"
-        named = describe_names(damage.changed[:8], count)
-        parts.append(f"{what} from what was saved: {named}")
-    if damage.missing:
-        parts.append(f"{damage.missing} of the saved tensors are missing")
-    if damage.added:
-        named = describe_names(damage.added[:8], len(damage.added))
-        parts.append(f"it holds tensors that were not saved: {named}")
-    if damage.values:
-        parts.append("numbers or strings in it differ from those that were saved")
-    return "; ".join(parts)
 
 
 def _find_damage(path: Any) -> str | None:

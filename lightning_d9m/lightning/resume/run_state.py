@@ -152,11 +152,13 @@ class ProgramState:
         samplers = [sampler for sampler in samplers if id(sampler) not in self._entered]
         # What callbacks of Lightning save, and load if it applies to the run: ``ModelCheckpoint``
         # does not load its best checkpoints if it saves to another folder.
+        savings = [(own, getattr(type(own), "state_dict", None)) for own in trainer.callbacks]
         containers = [
             value
-            for callback in trainer.callbacks
-            for name in _list_read(getattr(type(callback), "state_dict", None))
-            if isinstance(value := vars(callback).get(name), dict | list)
+            for own, saving in savings
+            if inspect.isfunction(saving) and is_of_lightning(saving)
+            for name in _find_attributes(saving, "LOAD_ATTR")
+            if isinstance(value := vars(own).get(name), dict | list)
         ]
         stepping = [*trainer.optimizers, *list_schedulers(trainer)]
         self._stepping = set(map(id, stepping))
@@ -263,13 +265,6 @@ def _find_memory(tensor: Tensor) -> int | None:
 
 
 @cache
-def _list_read(function: Any) -> frozenset[str]:
-    """Return the attributes that a function of Lightning reads."""
-    known = inspect.isfunction(function) and is_of_lightning(function)
-    return frozenset(_find_attributes(function, "LOAD_ATTR") if known else ())
-
-
-@cache
 def _list_stored(kind: Any) -> frozenset[str]:
     """Return the attributes that Lightning and torch.optim set in objects of a class."""
     known = (
@@ -286,16 +281,17 @@ def list_stored_by(base: type) -> frozenset[str]:
     own = [*vars(base).values()]
     own += [each for part in own if isinstance(part, property) for each in (part.fget, part.fset)]
     functions = filter(inspect.isfunction, own)
-    return frozenset(name for each in functions for name in _find_attributes(each, "STORE_ATTR"))
+    return frozenset[str]().union(*(_find_attributes(each, "STORE_ATTR") for each in functions))
 
 
-def _find_attributes(function: Any, operation: str) -> Iterator[str]:
-    """Yield the attributes on which the code of a function, and of those in it, operates."""
+@cache
+def _find_attributes(function: Any, operation: str) -> frozenset[str]:
+    """Return the attributes on which the code of a function, and of those in it, operates."""
     codes = [inspect.unwrap(function).__code__]
     for code in codes:
         codes += filter(inspect.iscode, code.co_consts)
-        steps = dis.get_instructions(code)
-        yield from (step.argval for step in steps if step.opname == operation)
+    steps = (step for code in codes for step in dis.get_instructions(code))
+    return frozenset(step.argval for step in steps if step.opname == operation)
 
 
 def capture_user_state(trainer: Trainer, phase: LoopPhase, program: ProgramState) -> dict[str, Any]:
