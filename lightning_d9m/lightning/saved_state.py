@@ -64,7 +64,7 @@ def find_state(checkpoint: object) -> Any:
 
 
 class _Stored(Struct, frozen=True, forbid_unknown_fields=True):
-    """What a checkpoint holds as a dict."""
+    """A part of the state, which a checkpoint holds as a dict."""
 
     def as_plain(self) -> dict[str, Any]:
         """Return the stored form; tensors in it are not copied."""

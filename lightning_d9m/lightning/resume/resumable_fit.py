@@ -266,7 +266,7 @@ class CheckpointState:
         self._resumed = state
         position = state.position
         if position.phase == "cut" and not run_state.reaches_max_steps(trainer, position.step):
-            # It was saved when Lightning had ended the epoch, which goes on.
+            # It was saved when Lightning had ended the epoch, which continues.
             progress = checkpoint["loops"]["fit_loop"]["epoch_progress"]
             for part in (progress["total"], progress["current"]):
                 part["processed"] = part["completed"] = part["started"] - 1
@@ -492,7 +492,7 @@ class CheckpointState:
 
     @property
     def _hooks(self) -> dict[str, Any]:
-        """What ``_capture_hooks`` has saved."""
+        """The changes that ``_capture_hooks`` has saved."""
         data = self._rank.program.get(_HOOKS)
         return {} if data is None else decode_plain(unpack_bytes(data))
 
