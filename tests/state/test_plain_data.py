@@ -127,6 +127,13 @@ def test_a_pickle_and_other_bytes_are_refused(data):
     assert not Attack.executed
 
 
+def test_sizes_in_place_of_bytes_are_read_as_earlier_versions_wrote_them():
+    text = (
+        b'[{"array": ["<f4", [1], 4]}, {"number": ["<f4", [], 4]}, {"tensor": ["float32", [], 4]}]'
+    )
+    assert decode_plain(sized(text) + np.ones(3, "<f4").tobytes()) == [1, 1, 1]
+
+
 def test_a_dict_with_a_tensor_as_key_cannot_be_sent():
     with pytest.raises(SettingError, match="A tensor is a key of a dict"):
         encode_plain({torch.zeros(1): 1})
