@@ -352,12 +352,11 @@ class _Digested(Kind):
             parts = read_memory(owner)
             if sum(part.nbytes for part in parts) <= _MOST_BYTES:
                 return str(owner.dtype), tuple(owner.shape), *map(_digest_memory, parts)
-        if isinstance(owner, Tensor):
-            try:
+        with suppress(RuntimeError):  # without memory
+            if isinstance(owner, Tensor):
                 return VERSIONED.read(owner)
-            except (RuntimeError, NotImplementedError):  # without memory
-                return None
-        return tuple(owner.flat) if owner.dtype.hasobject else owner.ctypes.data
+            return tuple(owner.flat) if owner.dtype.hasobject else owner.ctypes.data
+        return None
 
 
 def _digest_memory(part: Any) -> bytes:
@@ -384,8 +383,8 @@ class _Together(Kind):
             digest.dump(owner)
         except (RuntimeError, TypeError, ValueError, ReferenceError, PicklingError):
             # Too deep, freed, or without memory or pickled form: it may change unseen.
-            return object(), *LONG.read(owner)
-        return digest.hash.digest(), *digest.identities, *LONG.read(owner)
+            return object(), *_list_parts(owner)
+        return digest.hash.digest(), *digest.identities, *_list_parts(owner)
 
     def matches(self, owner: Any, content: Any) -> bool:
         return are_same(self.read(owner), content)

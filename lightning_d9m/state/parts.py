@@ -260,23 +260,14 @@ class _Set(Kind):
 class _Long(Kind):
     """A long list or dict, whose objects are not entered."""
 
-    def read(self, owner: Any) -> tuple[Any, ...]:
-        return (*owner, *owner.values()) if isinstance(owner, dict) else tuple(owner)
+    def read(self, owner: Any) -> Any:
+        return (DICT if isinstance(owner, dict) else ITEMS).read(owner)
 
     def write(self, owner: Any, content: Any) -> None:
-        if isinstance(owner, tuple):
-            return
-        owner.clear()
-        if isinstance(owner, dict):
-            half = len(content) // 2
-            owner.update(zip(content[:half], content[half:], strict=True))
-        else:
-            owner.extend(content)
+        (DICT if isinstance(owner, dict) else ITEMS).write(owner, content)
 
     def matches(self, owner: Any, content: Any) -> bool:
-        now = self.read(owner)
-        alike = len(now) == len(content) and all(map(operator.is_, now, content))
-        return alike or are_same(now, content)
+        return are_same(self.read(owner), content)
 
 
 class _Tensor(Kind):
@@ -555,7 +546,9 @@ def are_same(one: Any, other: Any) -> bool:
     """Return whether two contents hold the same objects, or equal values."""
     if isinstance(one, dict):
         return are_same((*one, *one.values()), (*other, *other.values()))
-    return len(one) == len(other) and all(
+    if len(one) != len(other):
+        return False
+    return all(map(operator.is_, one, other)) or all(
         left is right
         or (type(left) is type(right) and find_kind(left) is None and are_equal(left, right))
         for left, right in zip(one, other, strict=True)

@@ -13,7 +13,7 @@ from warnings import catch_warnings, filterwarnings, warn
 from msgspec.structs import replace
 
 from lightning_d9m.attribute_patches import AttributePatches
-from lightning_d9m.control.data.data_state import CHANGES, DATA, NUMBERS, list_logged, list_unsaved
+from lightning_d9m.control.data.data_state import CHANGES, DATA, list_logged, list_unsaved
 from lightning_d9m.control.data.resumable_sampler import find_epoch_problem, find_loader_problems
 from lightning_d9m.control.seeding import find_lost_devices
 from lightning_d9m.errors import InexactResumeError
@@ -787,8 +787,6 @@ def _name_sampler_states(rank: SavedRank) -> Iterator[str]:
     for number, states in rank.samplers.items():
         loader = number if number.startswith(VALIDATION) else f"train.{number}"
         yield from (f"{loader}.{path.rstrip(chr(39))}" for path in states.get(DATA, {}))
-        for path, values in states.get(NUMBERS, {}).items():
-            yield from (f"{loader}.{path}.{name}" for name in values)
         for path in states.get(CHANGES, {}):
             yield f"{loader}.sampler.{path.partition('.')[2].rstrip(chr(39))}"
 
