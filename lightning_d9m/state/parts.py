@@ -508,13 +508,11 @@ def equal_bits(one: Tensor, other: Tensor) -> bool:
         return bool(torch.equal(one.to_dense(), other.to_dense()))
     if one.layout is not torch.strided:
         return all(map(equal_bits, read_memory(one), read_memory(other)))
-    if torch.equal(one, other) and not one.is_floating_point():
-        return True
-    size = one.element_size()
     if one.is_complex():
-        one, other, size = torch.view_as_real(one), torch.view_as_real(other), size // 2
+        one, other = torch.view_as_real(one), torch.view_as_real(other)
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return bool(torch.equal(one.view(integers[size]), other.view(integers[size])))
+    bits = integers[one.element_size()]
+    return bool(torch.equal(one.view(bits), other.view(bits)))
 
 
 def read_memory(value: Any) -> tuple[Any, ...]:
