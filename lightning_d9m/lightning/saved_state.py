@@ -220,14 +220,6 @@ class SavedState(_Stored, frozen=True):
         return cls.from_plain({name: state[name] for name in state if name != MANIFEST_KEY})
 
     @property
-    def is_untrained(self) -> bool:
-        """Whether the checkpoint was saved before training, as the learning rate finder does.
-
-        No ledger was open then, and no generator had been used that an epoch does not seed.
-        """
-        return all(rank.ledger is None for rank in self.ranks)
-
-    @property
     def logical_ranks(self) -> int | None:
         """The number of logical ranks, if the run had them."""
         return self.settings.get(LOGICAL_RANKS_KEY)
