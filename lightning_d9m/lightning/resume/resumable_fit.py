@@ -259,8 +259,8 @@ class CheckpointState:
         if isinstance(state, str):
             self._raise_or_warn([state])
             return
-        # Saved before training, as by the learning rate finder: no ledger was open, and no generator
-        # had been used that an epoch does not seed.
+        # Saved before training, as by the learning rate finder: no ledger was open, and nothing was
+        # drawn from a generator that an epoch does not seed.
         if all(rank.ledger is None for rank in state.ranks):
             return
         if problems := self._find_problems(state):
