@@ -4,7 +4,7 @@ The run that saves a checkpoint knows some of the reasons and stores them in it;
 it finds the others.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal
@@ -650,10 +650,15 @@ class CheckpointState:
             for stage, epoch in loaded.items()
             if every and epoch is not None and self._position.epoch - epoch >= every
         )
-        paths = [*rank.generators, *_name_sampler_states(rank)]
+        paths = [*rank.generators]
+        for number, states in rank.samplers.items():
+            loader = number if number.startswith(VALIDATION) else f"train.{number}"
+            changed = (path.partition(".")[2] for path in states.get(CHANGES, {}))
+            paths += [f"{loader}.{path}" for path in states.get(DATA, {})]
+            paths += [f"{loader}.sampler.{path}" for path in changed]
         return [
             *_name_all(_UNMATCHED_GENERATORS, sorted(unmatched)),
-            *_name_all(_RELOADED, [path for path in paths if path.startswith(stages)]),
+            *_name_all(_RELOADED, [path.rstrip("'") for path in paths if path.startswith(stages)]),
             *([] if rank.rng is None else find_lost_devices(rank.rng)),
         ]
 
@@ -782,15 +787,6 @@ def _name_all(problem: str, paths: Iterable[str]) -> list[str]:
     """Return a problem with the paths in it; nothing without paths."""
     named = ", ".join(paths)
     return [problem.format(named)] if named else []
-
-
-def _name_sampler_states(rank: SavedRank) -> Iterator[str]:
-    """Yield the paths of what is saved of the samplers and datasets of loaders."""
-    for number, states in rank.samplers.items():
-        loader = number if number.startswith(VALIDATION) else f"train.{number}"
-        yield from (f"{loader}.{path.rstrip(chr(39))}" for path in states.get(DATA, {}))
-        for path in states.get(CHANGES, {}):
-            yield f"{loader}.sampler.{path.partition('.')[2].rstrip(chr(39))}"
 
 
 def _describe_unfinished(trainer: Trainer, epoch: int, cause: str, then: str) -> str:
