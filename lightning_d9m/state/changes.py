@@ -118,7 +118,7 @@ class Changes:
             return _DIGESTED if kind in (TENSOR, ARRAY) and not copies else kind
 
         self._leave_out = ignore
-        self._watch = Watch(owners, leave_out=ignore, choose=choose, enter_owners=True)
+        self._watch = Watch(owners, leave_out=ignore, choose=choose)
 
     def settle(self) -> None:
         """Take objects that were made or replaced since as held at first, but no plain values."""

@@ -81,8 +81,8 @@ def _is_own_method(owner: Any, name: Any, value: Any) -> bool:
 
 def walk(
     owners: Mapping[str, object],
-    *,
     leave_out: LeaveOut | None = None,
+    *,
     known: Container[int] = (),
     enter_owners: bool = False,
 ) -> Iterator[tuple[str, object, Kind | None]]:
@@ -293,10 +293,9 @@ class Watch:
     Holders are compared by the identities of their parts, and data by its bits.
 
     Args:
-        owners: Objects by name.
+        owners: Objects by name, which are entered whatever their type.
         leave_out: See ``walk``.
         choose: Called with the path, each object and its kind; returns the kind to use.
-        enter_owners: See ``walk``.
 
     Attributes:
         nodes: Each object that can change, and what it held, by its identity.
@@ -309,14 +308,12 @@ class Watch:
         *,
         leave_out: LeaveOut | None = None,
         choose: Callable[[str, Any, Kind], Kind] = lambda _path, _value, kind: kind,
-        enter_owners: bool = False,
     ) -> None:
         self.nodes: dict[int, Node] = {}
         self.paths: dict[str, Node] = {}
         self._owners = owners
         self._leave_out = leave_out
         self._choose = choose
-        self._enter_owners = enter_owners
         self._signs: dict[int, object] = {}
         self._walked = 0
         self._walk_all()
@@ -372,7 +369,7 @@ class Watch:
         self.nodes.clear()
         self.paths.clear()
         self._signs.clear()
-        self._add(self._owners, enter_owners=self._enter_owners)
+        self._add(self._owners, enter_owners=True)
         self._walked = len(self.nodes)
 
     def _enter(self, holder: Node) -> None:
@@ -383,8 +380,8 @@ class Watch:
                 self._add({name_part(holder.path, kind, key, place): part})
 
     def _add(self, owners: Mapping[str, object], *, enter_owners: bool = False) -> None:
-        words: dict[str, Any] = {"leave_out": self._leave_out, "known": self.nodes}
-        for path, value, kind in walk(owners, **words, enter_owners=enter_owners):
+        found = walk(owners, self._leave_out, known=self.nodes, enter_owners=enter_owners)
+        for path, value, kind in found:
             if kind is not None:
                 chosen = self._choose(path, value, kind)
                 node = self.nodes[id(value)] = Node(path, value, chosen, None)
