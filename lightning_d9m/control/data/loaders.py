@@ -32,14 +32,8 @@ from lightning_d9m.control.data.resumable_sampler import (
     is_rankless,
     is_user_made,
     make_generator,
-    unwrap,
 )
-from lightning_d9m.control.data.seeded_dataset import (
-    RngGuard,
-    SeededCollate,
-    SeededDataset,
-    WorkerInit,
-)
+from lightning_d9m.control.data.seeded_dataset import SeededDataset, WorkerInit, return_batch
 from lightning_d9m.control.seeding import RandomStreams
 from lightning_d9m.errors import SettingError
 from lightning_d9m.state.parts import is_of_program
@@ -109,39 +103,61 @@ class ControlledLoader:
             replacements.replace(loader, "in_order", value=True)
         if loader.num_workers > 0:
             stream.share(persistent=loader.persistent_workers and iterable)
-            init = WorkerInit(stream, loader.worker_init_fn)
-            replacements.replace(loader, "worker_init_fn", init)
             if loader.persistent_workers:
                 # Running workers do not have these streams, so torch must start new ones.
                 replacements.replace(loader, "_iterator", None)
+        self._per_sample = per_sample
         self._has_data = False
         # The states where the epoch was first iterated, and after it was iterated in advance.
         self.start: dict[str, Any] | None = None
         self.after: dict[str, Any] | None = None
-        user_sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+        self._place = "sampler" if loader.batch_sampler is None else "batch_sampler"
         self._requests = ResumableSampler(
-            user_sampler,
+            getattr(loader, self._place),
             stream,
             user_made=is_user_made(samplers),
             # torch makes this iterator first, and then that of the dataset.
             on_start=self._keep_start,
         )
-        batching = loader.batch_sampler is not None
-        replacements.replace(loader, "batch_sampler" if batching else "sampler", self._requests)
-        if not iterable:
-            if hasattr(loader, "load_state_dict"):
-                # torchdata's loader; this class restores the position in the epoch.
-                replacements.replace(loader, "load_state_dict", _ignore)
-            guard = RngGuard()
-            state = None if loader.num_workers else self.state
-            owners = (loader.dataset, stream, per_sample, guard, loader.collate_fn)
-            seeded = SeededDataset(*owners, state)
-            replacements.replace(loader, "dataset", seeded)
-            replacements.replace(loader, "collate_fn", SeededCollate(loader.collate_fn, guard))
+        if not iterable and hasattr(loader, "load_state_dict"):
+            # torchdata's loader; this class restores the position in the epoch.
+            replacements.replace(loader, "load_state_dict", _ignore)
+        replacements.replace(loader, "_get_iterator", self._make_iterator)
+
+    def _make_iterator(self) -> Any:
+        """Make an iterator of the loader, which then has our parts; the user's stay in the loader.
+
+        Only torch's iterators read these parts, and only when they are made.
+        """
+        loader: Any = self.loader()
+        stream, dataset, workers = self._stream, loader.dataset, loader.num_workers > 0
+        parts: dict[str, Any] = {self._place: self._requests}
+        if workers:
+            parts["worker_init_fn"] = WorkerInit(stream, loader.worker_init_fn)
+        if not self._iterable:
+            state = None if workers else self.state
+            seeded = SeededDataset(dataset, stream, self._per_sample, loader.collate_fn, state)
+            parts |= {"dataset": seeded, "collate_fn": return_batch}
         # torch itself seeds a data pipe in every epoch, and traverses it to do so.
-        elif stream.shared is not None and not isinstance(loader.dataset, IterDataPipe):
-            seeded = SeededDataset(loader.dataset, stream, per_sample, RngGuard())
-            replacements.replace(loader, "dataset", seeded)
+        elif stream.shared is not None and not isinstance(dataset, IterDataPipe):
+            parts["dataset"] = SeededDataset(dataset, stream)
+        patches = AttributePatches()
+        try:
+            for name, part in parts.items():
+                patches.replace(loader, name, part)
+            return type(loader)._get_iterator(loader)  # noqa: SLF001 - torch calls it by this name
+        finally:
+            patches.undo()
+
+    @property
+    def is_bypassed(self) -> bool:
+        """Whether the epoch began and the loader has not made an iterator of torch for it."""
+        return self.started is not None and self.start is None
+
+    @property
+    def changed_in_workers(self) -> str:
+        """The path of what reading samples changes in a worker; empty if nothing."""
+        return self._stream.changed_in_workers
 
     @property
     def number(self) -> int:
@@ -247,7 +263,7 @@ class ControlledLoader:
         if self.stage != "train" or not self._sets_epochs:
             return  # the host calls `set_epoch` before the sampler is iterated
         inner = getattr(loader.batch_sampler, "sampler", None)
-        holders: tuple[Any, ...] = (unwrap(loader.sampler), inner)
+        holders: tuple[Any, ...] = (loader.sampler, inner)
         for sampler in {id(sampler): sampler for sampler in holders}.values():
             if callable(set_epoch := getattr(sampler, "set_epoch", None)):
                 if "epoch" in getattr(sampler, "__dict__", ()):
@@ -441,7 +457,7 @@ class LoaderControl:
                 if control.stage == stage:
                     control.started = None  # it is iterated from the beginning next
                     return loader
-                loader = _copy_original(loader)
+                loader = copy_loader(loader)
                 break
         stream = RandomStreams(self._seed, self._fit, self._rank, stage)
         control = ControlledLoader(
@@ -467,14 +483,3 @@ def _name_owners(loader: Any) -> dict[str, object]:
     if stays and not isinstance(loader.dataset, IterableDataset):
         return owners
     return owners | {"dataset": loader.dataset, "collate_fn": loader.collate_fn}
-
-
-def _copy_original(loader: Any) -> Any:
-    """Copy a controlled loader without its control."""
-    duplicate = copy_loader(loader)
-    if isinstance(duplicate.worker_init_fn, WorkerInit):
-        duplicate.worker_init_fn = duplicate.worker_init_fn.user_function
-    if type(duplicate.collate_fn) is SeededCollate:
-        duplicate.collate_fn = duplicate.collate_fn.user_function
-    object.__setattr__(duplicate, "dataset", unwrap(duplicate.dataset))
-    return duplicate

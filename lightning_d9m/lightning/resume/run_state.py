@@ -18,8 +18,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_d9m.control.data.data_state import CHANGES, DATA, NUMBERS
-from lightning_d9m.control.data.resumable_sampler import has_state, unwrap
-from lightning_d9m.control.data.seeded_dataset import SeededCollate
+from lightning_d9m.control.data.resumable_sampler import has_state
 from lightning_d9m.control.seeding import (
     capture_generators,
     decode_rng,
@@ -224,11 +223,8 @@ def _name_datasets(trainer: Trainer) -> dict[str, object]:
     fit = trainer.fit_loop
     for stage, loop in (("train", fit), ("validate", fit.epoch_loop.val_loop)):
         for number, part in enumerate(lightning_private.list_loaders(loop)):
-            dataset, collate = getattr(part, "dataset", None), getattr(part, "collate_fn", None)
-            owners[f"{stage}.{number}.dataset"] = unwrap(dataset)
-            owners[f"{stage}.{number}.collate_fn"] = (
-                collate.user_function if type(collate) is SeededCollate else collate
-            )
+            for name in ("dataset", "collate_fn"):
+                owners[f"{stage}.{number}.{name}"] = getattr(part, name, None)
             if iterates_itself(part):
                 own = vars(part).keys() - vars(DataLoader(range(1))).keys()  # type: ignore[arg-type]
                 owners |= {f"{stage}.{number}.loader.{name}": vars(part)[name] for name in own}
