@@ -71,24 +71,13 @@ check([(0, 0)])
 for begin, size in [(0, 0), (0, 1), (3, 1024), (5, CHUNK + 9), (16, 2 * CHUNK)]:
     check([(begin, size)])
 """,
-    "chunk digests among others": """
-spans = [(0, 5), (16, 0), (48, CHUNK + 1), (64, 1024)]
-memory = [(base + begin, size) for begin, size in spans]
-for first, some in ((0, memory), (7, memory), (7, memory[2:])):
-    leaves = torch.full((20,), -1)
-    chunks_cuda.hash_into(leaves, first, some, CPU)
-    expected = b"".join(chunks_cpu.hash_chunks(some))
-    end = first + len(expected) // 8
-    assert leaves[first:end].numpy().tobytes() == expected
-    assert leaves[:first].eq(-1).all() and leaves[end:].eq(-1).all()
-""",
     "offsets beyond 32 bits": """
 # A tensor that begins 2.6 GB below: the chunks up to here count as hashed before.
 before, size = 2_600_000_000 // CHUNK, CHUNK + 100
 table = torch.tensor([-before, base - before * CHUNK, before * CHUNK + size])
 constants = torch.from_numpy(chunks_cuda._CONSTANTS)
 leaves = torch.empty(2, dtype=torch.int64)
-chunks_kernel.hash_chunks[(2,)](constants, table, leaves, 0, 1, CHUNK=CHUNK, num_warps=1)
+chunks_kernel.hash_chunks[(2,)](constants, table, leaves, 1, CHUNK=CHUNK, num_warps=1)
 assert [leaves.numpy().tobytes()] == chunks_cpu.hash_chunks([(base, size)])
 """,
     "digests of every dtype and layout": """
@@ -125,7 +114,7 @@ import re, sys
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 from lightning_d9m.hashing.xxh3.triton_kernel import hash_chunks
-types = {"constants": "*i64", "table": "*i64", "leaves": "*i64", "first": "i32"}
+types = {"constants": "*i64", "table": "*i64", "leaves": "*i64"}
 types |= {"count": "i32", "CHUNK": "constexpr"}
 for capability in map(int, sys.argv[1:]):
     source = ASTSource(hash_chunks, types, {"CHUNK": 131072})
@@ -176,7 +165,7 @@ def test_a_digest_within_a_captured_cuda_graph_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     monkeypatch.setattr(torch.cuda, "device", nullcontext)
     with pytest.raises(SettingError, match="while a CUDA graph is captured") as refused:
-        kernel.hash_into(torch.zeros(1), 0, [(64, 8)], torch.device("cuda", 0))
+        kernel.start_hashing([(64, 8)], torch.device("cuda", 0))
     assert not isinstance(refused.value, DigestError)
 
 
