@@ -28,7 +28,7 @@ from lightning_d9m.cli.arguments import (
     get_command,
     whole_number,
 )
-from lightning_d9m.errors import CommandError, LedgerError, SettingError
+from lightning_d9m.errors import CommandError, LedgerError, SettingError, file_errors
 from lightning_d9m.launch.interruption_points import (
     CHECKPOINT,
     FOLDER,
@@ -43,8 +43,7 @@ from lightning_d9m.launch.interruption_points import (
 )
 from lightning_d9m.launch.left_files import FileWatch
 from lightning_d9m.launch.processes import count_threads
-from lightning_d9m.launch.progress import RunProgress
-from lightning_d9m.launch.run import Run, Runs, make_output, make_run_folder, run_once
+from lightning_d9m.launch.run import Run, Runs, make_output
 from lightning_d9m.ledger.stack import LAST_BITS_SETTING
 from lightning_d9m.output.repeat_text import RepeatReport
 from lightning_d9m.text import pluralize
@@ -66,7 +65,6 @@ _THREADS = "OMP_NUM_THREADS"
 # A word of the command that stands for the number of processes.
 _PLACEHOLDER = "{processes}"
 _MOST_PROCESSES = 1024
-_CHECKPOINTS = "checkpoints"
 ARGUMENTS = f"""
 -n, --runs RUNS  number of runs (default: 2)
 | --portable  compute portable bits, and run with one thread, with two, and without vector
@@ -307,20 +305,15 @@ def _interrupt_and_resume(argv: list[str], runs: Runs, *, allow_objects: bool) -
 
 def _kill(runs: Runs, name: str, point: InterruptionPoint, title: str) -> Path:
     """Run the command until it is killed at a point; return the folder with its checkpoint."""
-    folder = make_run_folder(runs.output, name)
-    checkpoints = make_run_folder(folder, _CHECKPOINTS)
+    checkpoints = runs.output / name / "checkpoints"
+    with file_errors(LedgerError, f"The folder {checkpoints} cannot be made"):
+        checkpoints.mkdir(parents=True)
     mark = checkpoints / MARK
-    run_once(
-        runs.command,
-        folder,
-        progress=RunProgress(title, folder, runs.seconds),
-        timeout=runs.timeout,
-        variables={INTERRUPT: str(point), FOLDER: str(checkpoints)},
-        killed_when=mark.exists,
-    )
+    variables = {INTERRUPT: str(point), FOLDER: str(checkpoints)}
+    killed = runs.run(name, title, may_fail=True, variables=variables, killed_when=mark.exists)
     if not mark.exists():
-        raise CommandError(
+        raise killed.failure or CommandError(
             "The command ended without reaching the point at which it should be killed, which the "
-            f"straight run had reached: its runs differ. Log: {folder / 'output.log'}."
+            f"straight run had reached: its runs differ. Log: {checkpoints.parent / 'output.log'}."
         )
     return checkpoints

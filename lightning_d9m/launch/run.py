@@ -41,24 +41,18 @@ def make_output(chosen: Path | None, parent: str = "d9m-runs", prefix: str = "")
     Raises:
         LedgerError: If it exists already or cannot be created.
     """
-    candidates = (
-        (Path(parent, f"{prefix}{number:03d}") for number in range(1000))
-        if chosen is None
-        else [chosen]
-    )
-    for folder in candidates:
+    numbered = (Path(parent, f"{prefix}{number:03d}") for number in range(1000))
+    for folder in numbered if chosen is None else [chosen]:
         what = f"The folder {folder} cannot be made"
         advice = "Give another with --output."
         with file_errors(LedgerError, what, advice), suppress(FileExistsError):
             folder.mkdir(parents=True)
             return folder.resolve()
-    if chosen is None:
-        raise LedgerError(
-            f"{parent} holds 1000 repetitions already. Remove old ones, or give a new folder with "
-            "--output."
-        )
     raise LedgerError(
-        f"The folder {chosen} exists already, and nothing is overwritten. Give a new one with "
+        f"{parent} holds 1000 repetitions already. Remove old ones, or give a new folder with "
+        "--output."
+        if chosen is None
+        else f"The folder {chosen} exists already, and nothing is overwritten. Give a new one with "
         "--output, or remove it."
     )
 
@@ -80,18 +74,6 @@ class Run:
     processes: int | None = None
     seconds: float | None = None
     failure: CommandError | None = None
-
-
-def make_run_folder(output: Path, name: str) -> Path:
-    """Create the folder of one run.
-
-    Raises:
-        LedgerError: If it cannot be created.
-    """
-    folder = output / name
-    with file_errors(LedgerError, f"The folder {folder} cannot be made"):
-        folder.mkdir()
-    return folder
 
 
 def run_once(
@@ -180,7 +162,9 @@ class Runs:
             CommandError: If the command fails or leaves no ledger.
             LedgerError: If a ledger cannot be read.
         """
-        folder, command = make_run_folder(self.output, name), command or self.command
+        folder, command = self.output / name, command or self.command
+        with file_errors(LedgerError, f"The folder {folder} cannot be made"):
+            folder.mkdir(exist_ok=True)
         failure: CommandError | None = None
         fits: dict[str, Ledger] = {}
         start = time.monotonic()

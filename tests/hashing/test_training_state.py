@@ -10,8 +10,12 @@ from xxhash import xxh3_128_hexdigest
 from lightning_d9m.hashing.training_state import (
     describe_model,
     replicated_names,
-    take_snapshot,
+    take_partial_snapshot,
 )
+
+
+def take_snapshot(*training):
+    return take_partial_snapshot(*training).finish()
 
 
 @pytest.fixture

@@ -120,8 +120,8 @@ class ControlledLoader:
             on_start=self._keep_start,
         )
         if not iterable and hasattr(loader, "load_state_dict"):
-            # torchdata's loader; this class restores the position in the epoch.
-            replacements.replace(loader, "load_state_dict", _ignore)
+            # torchdata's loader, which then ignores it; this class restores the position.
+            replacements.replace(loader, "load_state_dict", bool)
         replacements.replace(loader, "_get_iterator", self._make_iterator)
 
     def _make_iterator(self) -> Any:
@@ -280,10 +280,6 @@ class ControlledLoader:
         generator = read(sampler, "generator")
         seeded = isinstance(generator, torch.Generator)
         return describe_seed(generator.initial_seed() if seeded else None)
-
-
-def _ignore(state: object) -> None:
-    """Ignore the state; the position comes from ``resume_epoch``."""
 
 
 class LoaderControl:
