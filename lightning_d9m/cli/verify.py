@@ -5,6 +5,7 @@ It runs on the CPU and loads only plain values, unless ``--allow-objects`` is gi
 
 import argparse
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -59,7 +60,12 @@ def run(arguments: argparse.Namespace) -> int:
         found = Verification(path, "damaged", [f"damaged: {error}"])
     else:
         state = SavedState.from_checkpoint(checkpoint)
-        ledger = _find_ledger(arguments.ledger, state)
+        ledger = None
+        if arguments.ledger is not None:
+            ledger = read_ledger(arguments.ledger)
+        elif not isinstance(state, str) and (position := state.ranks[0].ledger):
+            with suppress(LedgerError):  # it was moved
+                ledger = read_ledger(position.folder)
         if not has_manifest and ledger is None:
             raise CommandError(
                 f"{path} has no manifest of lightning_d9m, so there is nothing to check it by. "
@@ -140,16 +146,6 @@ def _verify(
         found.ledger = str(ledger.path)
         _find_in(ledger, checkpoint, state, found)
     return found
-
-
-def _find_ledger(named: Path | None, state: "SavedState | str") -> Ledger | None:
-    if named is not None:
-        return read_ledger(named)
-    position = None if isinstance(state, str) else state.ranks[0].ledger
-    try:
-        return read_ledger(position.folder) if position else None
-    except LedgerError:
-        return None  # it was moved
 
 
 def _find_in(

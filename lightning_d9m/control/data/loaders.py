@@ -64,12 +64,8 @@ class ControlledLoader:
         replacements: AttributePatches,
         *,
         per_sample: bool,
-        host_sets_epochs: bool,
         earlier: Iterable["ControlledLoader"],
     ) -> None:
-        # Workers may receive the order of epoch 0 before Lightning sets the epoch; a resumed run
-        # would see that order again.
-        self._sets_epochs = loader.num_workers > 0 or not host_sets_epochs
         self.loader = weakref.ref(loader)
         self.stage = stream.stage
         self.started: int | None = None
@@ -260,8 +256,10 @@ class ControlledLoader:
             shared = not self._rankless
             seed = self._stream.derive(f"order{chosen}", worker=number, shared=shared)
             generator.manual_seed(seed)
-        if self.stage != "train" or not self._sets_epochs:
-            return  # the host calls `set_epoch` before the sampler is iterated
+        if self.stage != "train":
+            return
+        # Workers may receive the order of epoch 0 before Lightning sets the epoch; a resumed run
+        # would see that order again.
         inner = getattr(loader.batch_sampler, "sampler", None)
         holders: tuple[Any, ...] = (loader.sampler, inner)
         for sampler in {id(sampler): sampler for sampler in holders}.values():
@@ -291,8 +289,6 @@ class LoaderControl:
         rank: The data-parallel rank; workers of different ranks draw different numbers.
         per_sample_rng: Seed the generators for each sample by (seed, epoch, index), so that its
             draws depend neither on its batch nor on the rank.
-        host_sets_epochs: Whether the program that iterates the training loaders calls
-            ``set_epoch`` between making an iterator and its first batch, as Lightning does.
     """
 
     def __init__(
@@ -302,9 +298,7 @@ class LoaderControl:
         fit: int,
         rank: int,
         per_sample_rng: bool,
-        host_sets_epochs: bool = False,
     ) -> None:
-        self._host_sets_epochs = host_sets_epochs
         self._seed = seed
         self._fit = fit
         self._rank = rank
@@ -366,30 +360,32 @@ class LoaderControl:
         """Give a loader its own random streams; return the loader to iterate.
 
         Returns the loader itself, or a copy if another stage already controls it, so that
-        validation never changes the draws of training. Finds loaders in lists, tuples, dicts and
-        Lightning's ``CombinedLoader``. Returns any object that is not a ``DataLoader`` unchanged:
-        only the generators of the process affect it. Call ``start_epoch`` before you iterate.
+        validation never changes the draws of training. Returns any object that is not a
+        ``DataLoader`` unchanged: only the generators of the process affect it. Call
+        ``start_epoch`` before you iterate.
 
         Raises:
             SettingError: If per_sample_rng is on and the dataset does not have indices.
         """
-        if isinstance(loader, DataLoader):
-            return self._control(loader, stage)
-        if isinstance(loader, Mapping):
-            wrapped = {key: self.wrap_loader(value, stage) for key, value in loader.items()}
-            same = all(wrapped[key] is loader[key] for key in wrapped)
-            return loader if same else wrapped
-        if isinstance(loader, list | tuple):
-            items = [self.wrap_loader(item, stage) for item in loader]
-            same = all(new is old for new, old in zip(items, loader, strict=True))
-            return loader if same else items
-        flattened = getattr(loader, "flattened", None)
-        if isinstance(flattened, list):
-            items = self.wrap_loader(flattened, stage)
-            if items is not flattened:
-                self._replacements.replace(loader, "flattened", items)
-        elif is_of_program(type(loader)) and all(loader is not own for _, own, _ in self._others):
-            self._others.append((stage, loader, DataState({LOADER: loader})))
+        if not isinstance(loader, DataLoader):
+            if is_of_program(type(loader)) and all(loader is not own for _, own, _ in self._others):
+                self._others.append((stage, loader, DataState({LOADER: loader})))
+            return loader
+        # Do not keep loaders alive that are reloaded every epoch.
+        earlier = self._controlled
+        self._controlled = [control for control in earlier if control.loader() is not None]
+        for control in self._controlled:
+            if control.loader() is loader:
+                if control.stage == stage:
+                    control.started = None  # it is iterated from the beginning next
+                    return loader
+                loader = copy_loader(loader)
+                break
+        stream = RandomStreams(self._seed, self._fit, self._rank, stage)
+        control = ControlledLoader(
+            loader, stream, self._replacements, per_sample=self._per_sample_rng, earlier=earlier
+        )
+        self._controlled.append(control)
         return loader
 
     def start_epoch(self, stage: str, epoch: int) -> None:
@@ -443,29 +439,6 @@ class LoaderControl:
             control.stop_workers()
         self._controlled.clear()
         self._replacements.undo()
-
-    def _control(self, loader: Any, stage: str) -> Any:
-        # Do not keep loaders alive that are reloaded every epoch.
-        earlier = self._controlled
-        self._controlled = [control for control in earlier if control.loader() is not None]
-        for control in self._controlled:
-            if control.loader() is loader:
-                if control.stage == stage:
-                    control.started = None  # it is iterated from the beginning next
-                    return loader
-                loader = copy_loader(loader)
-                break
-        stream = RandomStreams(self._seed, self._fit, self._rank, stage)
-        control = ControlledLoader(
-            loader,
-            stream,
-            self._replacements,
-            per_sample=self._per_sample_rng,
-            host_sets_epochs=self._host_sets_epochs,
-            earlier=earlier,
-        )
-        self._controlled.append(control)
-        return loader
 
 
 def _name_owners(loader: Any) -> dict[str, object]:
