@@ -70,7 +70,7 @@ class ControlledLoader:
         self.stage = stream.stage
         self.started: int | None = None
         self.first_epoch: int | None = None
-        self._stream = stream
+        self.stream = stream
         self._replacements = replacements
         self._iterable = iterable = isinstance(loader.dataset, IterableDataset)
         if per_sample and iterable:
@@ -126,7 +126,7 @@ class ControlledLoader:
         Only torch's iterators read these parts, and only when they are made.
         """
         loader: Any = self.loader()
-        stream, dataset, workers = self._stream, loader.dataset, loader.num_workers > 0
+        stream, dataset, workers = self.stream, loader.dataset, loader.num_workers > 0
         parts: dict[str, Any] = {self._place: self._requests}
         if workers:
             parts["worker_init_fn"] = WorkerInit(stream, loader.worker_init_fn)
@@ -149,22 +149,6 @@ class ControlledLoader:
     def is_bypassed(self) -> bool:
         """Whether the epoch began and the loader has not made an iterator of torch for it."""
         return self.started is not None and self.start is None
-
-    @property
-    def changed_in_workers(self) -> str:
-        """The path of what reading samples changes in a worker; empty if nothing."""
-        return self._stream.changed_in_workers
-
-    @property
-    def number(self) -> int:
-        """Ordinal of the loader in its stage."""
-        return self._stream.number
-
-    def stop_workers(self) -> None:
-        """Stop persistent workers, which the traceback of an error may otherwise keep alive."""
-        iterator = getattr(self.loader(), "_iterator", None)
-        if isinstance(iterator, _MultiProcessingDataLoaderIter):
-            iterator._shutdown_workers()  # noqa: SLF001 - the only way
 
     def capture(self, *, within: bool, at_end: bool) -> dict[str, Any]:
         """Return what the order of batches depends on; see ``LoaderControl.capture_samplers``."""
@@ -195,7 +179,7 @@ class ControlledLoader:
     def restore_data(self, epoch: int, consumed: ReachedPosition | None) -> None:
         """Restore what the dataset held where the run was interrupted."""
         if consumed is not None and consumed.epoch == epoch:
-            self.state.restore_data(consumed.samplers.get(str(self.number), {}))
+            self.state.restore_data(consumed.samplers.get(str(self.stream.number), {}))
             self._has_data = True
 
     def reset(self, epoch: int) -> None:
@@ -205,11 +189,6 @@ class ControlledLoader:
                 self.state.undo(self.start, self.after or {})
             self.started = None
 
-    def enter(self, number: int, epoch: int) -> None:
-        """Set the loader's first epoch and its number among the loaders of that epoch."""
-        self.first_epoch = epoch
-        self._stream.number = number
-
     def start_epoch(self, epoch: int, consumed: ReachedPosition | None) -> None:
         """Seed the order and the workers of an epoch; continue it where it was interrupted."""
         loader = self.loader()
@@ -218,17 +197,17 @@ class ControlledLoader:
         self._requests.draw_skipped()
         self.started = epoch
         self.start = self.after = None
-        self._stream.start_epoch(epoch)
-        seed = self._stream.derive("workers")
+        self.stream.start_epoch(epoch)
+        seed = self.stream.derive("workers")
         self._generator.manual_seed(seed)
         if loader.num_workers > 0:
             # The same draw as torch's; see `WorkerInit`.
             drawn = torch.empty((), dtype=torch.int64).random_(generator=self._generator)
-            self._stream.workers = int(drawn)
+            self.stream.workers = int(drawn)
             self._generator.manual_seed(seed)
         resumed = consumed is not None and consumed.epoch == epoch
         if consumed is not None and resumed:
-            self.state.restore_samplers(consumed.samplers.get(str(self.number), {}))
+            self.state.restore_samplers(consumed.samplers.get(str(self.stream.number), {}))
             if not self._has_data:  # otherwise hooks may have set it since
                 self.restore_data(epoch, consumed)
         self._seed_samplers(loader, epoch)
@@ -243,7 +222,7 @@ class ControlledLoader:
             chosen = self._chosen.setdefault(number, self._read_seed(sampler))
             if isinstance(sampler, DistributedSampler):
                 # All ranks must split the same permutation.
-                seed = self._stream.derive(f"shards{chosen}", worker=number, shared=True)
+                seed = self.stream.derive(f"shards{chosen}", worker=number, shared=True)
                 self._replacements.replace(sampler, "seed", seed % _SAMPLER_SEED)
                 continue
             generator = self._orders.get(number) or make_generator(sampler)
@@ -254,7 +233,7 @@ class ControlledLoader:
             with suppress(AttributeError):  # a read-only attribute keeps its value
                 self._replacements.replace(sampler, "generator", generator)
             shared = not self._rankless
-            seed = self._stream.derive(f"order{chosen}", worker=number, shared=shared)
+            seed = self.stream.derive(f"order{chosen}", worker=number, shared=shared)
             generator.manual_seed(seed)
         if self.stage != "train":
             return
@@ -346,7 +325,7 @@ class LoaderControl:
             Plain values.
         """
         found = {
-            str(control.number): control.capture(within=within, at_end=at_end)
+            str(control.stream.number): control.capture(within=within, at_end=at_end)
             for control in self._list(stage)
         }
         others = [state for other, _, state in self._others if other == stage]
@@ -398,7 +377,8 @@ class LoaderControl:
             if control.first_epoch is None:
                 # Numbered among the loaders of the same first epoch, so that a loader that is
                 # reloaded every epoch draws the same in a resumed run.
-                control.enter(sum(other.first_epoch == epoch for other in present), epoch)
+                control.stream.number = sum(other.first_epoch == epoch for other in present)
+                control.first_epoch = epoch
             control.start_epoch(epoch, self._consumed.get(stage))
 
     def restore_data(self, stage: str, epoch: int) -> None:
@@ -409,7 +389,7 @@ class LoaderControl:
     def restore_samplers(self, stage: str, samplers: Mapping[str, Any]) -> None:
         """Restore what ``capture_samplers`` returned, after the loaders were loaded."""
         for control in self._list(stage):
-            states = samplers.get(str(control.number), {})
+            states = samplers.get(str(control.stream.number), {})
             control.state.restore_samplers(states)
             control.state.restore_data(states)
 
@@ -436,7 +416,10 @@ class LoaderControl:
     def release(self) -> None:
         """Restore every replaced attribute in reverse order, and stop persistent workers."""
         for control in self._controlled:
-            control.stop_workers()
+            # The traceback of an error may otherwise keep them alive.
+            iterator = getattr(control.loader(), "_iterator", None)
+            if isinstance(iterator, _MultiProcessingDataLoaderIter):
+                iterator._shutdown_workers()  # noqa: SLF001 - the only way
         self._controlled.clear()
         self._replacements.undo()
 

@@ -210,7 +210,7 @@ def find_loader_problems(loader: Any, *, within: bool) -> list[str]:
         kept = find_generators({"dataset": dataset, "collate_fn": loader.collate_fn})
         if kept:
             return [_OWN_GENERATORS.format(name, ", ".join(kept))]
-        changed = getattr(control, "changed_in_workers", "")
+        changed = control.stream.changed_in_workers if hasattr(control, "is_bypassed") else ""
         return [_CHANGED_IN_WORKERS.format(name, changed)] if changed else []
     return []
 

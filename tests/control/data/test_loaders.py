@@ -120,26 +120,6 @@ def test_a_seed_of_the_user_counts_beside_ours(make_sampler):
     assert all(orders.count(one) == 1 for one in orders)
 
 
-@pytest.mark.parametrize("container", [list, tuple, lambda x: dict(enumerate(x))])
-def test_loaders_in_containers_are_taken_over(container):
-    from lightning.pytorch.utilities import CombinedLoader
-
-    loaders = container([make(), [make(), range(3)]])
-    assert (
-        LoaderControl(1, fit=0, rank=0, per_sample_rng=False).wrap_loader(loaders, "t") is loaders
-    )
-    assert type(loaders[0].generator) is torch.Generator
-    assert type(loaders[1][0].generator) is torch.Generator
-    combined = CombinedLoader(loaders)
-    control = LoaderControl(1, fit=0, rank=0, per_sample_rng=False)
-    flattened = list(combined.flattened)
-    assert control.wrap_loader(combined, "validate") is combined
-    assert control.wrap_loader(combined, "train") is combined  # which takes copies
-    assert combined.flattened[0] is not flattened[0]
-    control.release()
-    assert all(new is old for new, old in zip(combined.flattened, flattened, strict=True))
-
-
 def test_a_loader_that_is_made_anew_every_epoch_is_not_kept_alive():
     control = LoaderControl(1, fit=0, rank=0, per_sample_rng=True)
     seen = weakref.WeakSet()
