@@ -14,11 +14,11 @@ import argparse
 import os
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 from lightning_d9m.cli.arguments import (
     FORMAT,
@@ -100,10 +100,6 @@ _REMEDIES = {
 }
 
 
-# The arguments of `_train`, by name.
-_Plan: TypeAlias = dict[str, Any]
-
-
 def run(arguments: argparse.Namespace) -> int:
     """Run the command and print the comparison.
 
@@ -117,18 +113,16 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.interrupt:
         report = _interrupt_and_resume(argv, runs, allow_objects=arguments.allow_objects)
     else:
-        count = arguments.runs or _FEWEST_RUNS
-        plans: list[_Plan]
-        if arguments.portable:
-            plans = [{"title": title, "variables": given} for title, given in _STACKS]
-        elif arguments.processes is None:
-            plans = [{"title": f"run {number} of {count}"} for number in range(1, count + 1)]
-            for number, plan in enumerate(plans[1:] if arguments.last_bits else (), start=1):
-                plan["variables"] = {LAST_BITS: str(number)}
-        else:
-            plans = _plan_runs(argv, arguments.processes)
         watch = FileWatch(argv, output)
-        made = _repeat(plans, runs, watch)
+        made: dict[int, Run] = {}
+        for number, (title, count, options) in enumerate(_plan_runs(argv, arguments), start=1):
+            try:
+                done = runs.run(f"run-{number:03d}", title, **options)
+                made[number] = replace(done, processes=count)
+                watch.note_run()
+            except CommandError as error:
+                before = f" (run {number - 1} succeeded)" if made else ""
+                raise CommandError(f"In {title}{before}: {error}") from error
         if arguments.last_bits:
             _check_last_bits(made)
         printed = "" if arguments.processes else _compare_printed(output)
@@ -137,23 +131,33 @@ def run(arguments: argparse.Namespace) -> int:
     return {"equal": 0, "different": 1, "incomplete": 2}[report.verdict]
 
 
-def _repeat(plans: Sequence[_Plan], runs: Runs, watch: FileWatch) -> dict[int, Run]:
-    made: dict[int, Run] = {}
-    for number, plan in enumerate(plans, start=1):
-        try:
-            made[number] = _train(runs, f"run-{number:03d}", **plan)
-            watch.note_run()
-        except CommandError as error:
-            before = f" (run {number - 1} succeeded)" if made else ""
-            raise CommandError(f"In {plan['title']}{before}: {error}") from error
-    return made
+def _plan_runs(
+    argv: list[str], arguments: argparse.Namespace
+) -> Iterator[tuple[str, int | None, dict[str, Any]]]:
+    """Yield the title of each run, its number of processes if it was chosen, and its options.
 
-
-def _train(
-    runs: Runs, name: str, *, title: str, label: str = "", count: int | None = None, **options: Any
-) -> Run:
-    """Run once; ``label`` and ``count``, of processes, are what the table shows of the run."""
-    return replace(runs.run(name, title, **options), label=label, processes=count)
+    If a word of the command contains ``{processes}``, the command is started once with the number
+    in its place, and starts the processes itself; otherwise it is started so many times, as
+    torchrun does.
+    """
+    if arguments.portable:
+        yield from ((title, None, {"variables": variables}) for title, variables in _STACKS)
+    elif arguments.processes is None:
+        runs = arguments.runs or _FEWEST_RUNS
+        for number in range(1, runs + 1):
+            changed = number > 1 and arguments.last_bits
+            variables = {LAST_BITS: str(number - 1)} if changed else {}
+            yield f"run {number} of {runs}", None, {"variables": variables}
+    else:
+        counts = arguments.processes
+        starts_itself = any(_PLACEHOLDER in word for word in argv)
+        # Sums depend on the number of threads, so all runs have the same.
+        threads = {_THREADS: os.environ.get(_THREADS) or str(count_threads(max(counts)))}
+        for number, count in enumerate(counts, start=1):
+            title = f"run {number} of {len(counts)}, on {pluralize(count, 'process', 'processes')}"
+            command = [word.replace(_PLACEHOLDER, str(count)) for word in argv]
+            processes = None if starts_itself else count
+            yield title, count, {"command": command, "processes": processes, "variables": threads}
 
 
 def _check_last_bits(runs: Mapping[int, Run]) -> None:
@@ -234,31 +238,6 @@ SETTINGS = {
 }
 
 
-def _plan_runs(argv: list[str], counts: Sequence[int]) -> list[_Plan]:
-    """Return one run for each number of processes.
-
-    Args:
-        argv: The command. If a word contains ``{processes}``, the command is started once with the
-            number in its place, and starts the processes itself; otherwise it is started so many
-            times, as torchrun does.
-        counts: The numbers of processes.
-    """
-    starts_itself = any(_PLACEHOLDER in word for word in argv)
-    # Sums depend on the number of threads, so all runs have the same.
-    variables = {_THREADS: os.environ.get(_THREADS) or str(count_threads(max(counts)))}
-    return [
-        {
-            "command": [word.replace(_PLACEHOLDER, str(count)) for word in argv],
-            "title": f"run {number} of {len(counts)}, "
-            f"on {pluralize(count, 'process', 'processes')}",
-            "count": count,
-            "processes": None if starts_itself else count,
-            "variables": variables,
-        }
-        for number, count in enumerate(counts, start=1)
-    ]
-
-
 def _interrupt_and_resume(argv: list[str], runs: Runs, *, allow_objects: bool) -> RepeatReport:
     """Run the command straight, and once for each point at which it can be interrupted.
 
@@ -271,10 +250,8 @@ def _interrupt_and_resume(argv: list[str], runs: Runs, *, allow_objects: bool) -
     """
     folder = runs.output / "run-001"
     survey = {INTERRUPT: SURVEY, FOLDER: str(folder)}
-    straight = _train(
-        runs, folder.name, title="run 1, straight", variables=survey, label="straight"
-    )
-    made = {1: straight}
+    straight = runs.run(folder.name, "run 1, straight", variables=survey)
+    made = {1: replace(straight, label="straight")}
     points = list(choose_points(read_survey(folder)))
     if not points:
         raise CommandError(
@@ -287,9 +264,8 @@ def _interrupt_and_resume(argv: list[str], runs: Runs, *, allow_objects: bool) -
             checkpoints = _kill(runs, f"{name}-killed", point, f"{title}, to be killed")
             variables = {RESUME: str(checkpoints / CHECKPOINT)}
             variables |= _ALLOW_OBJECTS if allow_objects else {}
-            shown = f"{label}, resumed"
-            title = f"{title}, resumed"
-            run = _train(runs, name, title=title, label=shown, variables=variables)
+            resumed = runs.run(name, f"{title}, resumed", variables=variables)
+            run = replace(resumed, label=f"{label}, resumed")
             if RepeatReport({1: made[1], number: run}, runs.output, argv).verdict == "equal":
                 # A checkpoint that leads to a different run is kept.
                 shutil.rmtree(checkpoints, ignore_errors=True)

@@ -174,7 +174,6 @@ class RandomStreams:
         stage: ``"train"``, ``"validate"``, ``"test"`` or ``"predict"``.
         number: Ordinal of the loader in its stage.
         epoch: The current epoch of this process.
-        workers: The base seed that torch draws for the workers of the epoch's first iteration.
         starts: How often an epoch was started, or started again.
         shared: In shared memory for persistent workers, int64 of shape (2,): the current epoch of
             the main process, and ``starts``. None without such workers.
@@ -188,7 +187,6 @@ class RandomStreams:
     stage: str
     number: int = 0
     epoch: int = 0
-    workers: int = 0
     starts: int = 0
     shared: torch.Tensor | None = None
     report: torch.Tensor | None = None

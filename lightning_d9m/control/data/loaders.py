@@ -129,7 +129,8 @@ class ControlledLoader:
         stream, dataset, workers = self.stream, loader.dataset, loader.num_workers > 0
         parts: dict[str, Any] = {self._place: self._requests}
         if workers:
-            parts["worker_init_fn"] = WorkerInit(stream, loader.worker_init_fn)
+            is_first = self.start is None
+            parts["worker_init_fn"] = WorkerInit(stream, loader.worker_init_fn, is_first)
         if not self._iterable:
             state = None if workers else self.state
             seeded = SeededDataset(dataset, stream, self._per_sample, loader.collate_fn, state)
@@ -198,13 +199,7 @@ class ControlledLoader:
         self.started = epoch
         self.start = self.after = None
         self.stream.start_epoch(epoch)
-        seed = self.stream.derive("workers")
-        self._generator.manual_seed(seed)
-        if loader.num_workers > 0:
-            # The same draw as torch's; see `WorkerInit`.
-            drawn = torch.empty((), dtype=torch.int64).random_(generator=self._generator)
-            self.stream.workers = int(drawn)
-            self._generator.manual_seed(seed)
+        self._generator.manual_seed(self.stream.derive("workers"))
         resumed = consumed is not None and consumed.epoch == epoch
         if consumed is not None and resumed:
             self.state.restore_samplers(consumed.samplers.get(str(self.stream.number), {}))

@@ -23,14 +23,14 @@ class WorkerInit:
 
     stream: RandomStreams
     user_function: Callable[[int], None] | None
+    is_first: bool
 
     def __call__(self, worker: int) -> None:
         """Seed Python, NumPy and torch in this worker."""
-        info = get_worker_info()
-        drawn = self.stream.workers if info is None else info.seed - worker
         # A loader that is iterated again within an epoch (the shorter of two) gets new workers,
         # which must not repeat the draws. torch draws a different base seed for them.
-        index = 0 if drawn == self.stream.workers else drawn
+        info: Any = get_worker_info()
+        index = 0 if self.is_first else info.seed - worker
         seed_host(self.stream.derive("worker", worker=worker, index=index))
         if self.user_function is not None:
             self.user_function(worker)
