@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,6 +37,7 @@ class Session:
         settings: The settings.
         fits: Number of fits that began while it was the active session.
         thread: The thread that opened it.
+        scopes: How many ``with`` blocks hold it open.
         in_trainer: Whether a Trainer opened it for a run.
         seed_is_default: True if the seed is the default, so that a Trainer may choose another one.
 
@@ -53,7 +53,7 @@ class Session:
         self.in_trainer = False
         self.seed_is_default = False
         self.thread = threading.current_thread()
-        self._scopes = 0
+        self.scopes = 0
         self._switching = control_is_on()
         fill = settings.fill_uninitialized_memory
         self._flags = torch_flags.wanted_flags(fill_uninitialized_memory=fill)
@@ -117,7 +117,7 @@ class Session:
         with _lock:
             if self not in _open:
                 return
-            while _open[-1] is not self and not _open[-1].in_scope:
+            while _open[-1] is not self and not _open[-1].scopes:
                 _open[-1].close()
             if _open[-1] is not self:
                 raise SettingError(
@@ -129,23 +129,13 @@ class Session:
             self._stack.close()
 
     def __enter__(self) -> "Self":
-        self._scopes += 1
+        self.scopes += 1
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._scopes -= 1
-        if self._scopes == 0:
+    def __exit__(self, *_: object) -> None:
+        self.scopes -= 1
+        if self.scopes == 0:
             self.close()
-
-    @property
-    def in_scope(self) -> bool:
-        """True while a ``with`` block holds the session open."""
-        return self._scopes > 0
 
 
 def _refuse_other_threads() -> None:
@@ -153,7 +143,7 @@ def _refuse_other_threads() -> None:
     thread = threading.current_thread()
     for session in _open:
         # After a fork the threads of the parent process are not alive.
-        if session.in_scope and session.thread is not thread and session.thread.is_alive():
+        if session.scopes and session.thread is not thread and session.thread.is_alive():
             raise SettingError(
                 f"A deterministic session or run is open in thread {session.thread.name!r}, so "
                 f"thread {thread.name!r} cannot open another one: the threads of a process share "
@@ -202,7 +192,7 @@ def enable(settings: Settings | None = None, **overrides: Any) -> Session:
     chosen = _choose(settings, overrides)
     with _lock:
         last = active_session()
-        if last is not None and not last.in_scope:
+        if last is not None and not last.scopes:
             last.close()
         return Session(chosen)
 
