@@ -6,9 +6,9 @@ Seeds are hashed instead of added: seed 1 in epoch 2 must differ from seed 2 in 
 import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -90,28 +90,16 @@ def seed_micro_batch(base: int, *, fit: int, epoch: int, logical_rank: int, batc
         torch.manual_seed(seed)  # takes effect when the device is initialized
 
 
-@dataclass(frozen=True, eq=False)
-class RngState:
-    """The state of every generator that ``seed_all`` seeds.
-
-    Attributes:
-        python: ``random.getstate()``.
-        numpy: State of NumPy's legacy global generator.
-        torch_cpu: State of torch's CPU generator, uint8.
-        devices: State of each generator of initialized accelerators, uint8, by device type and
-            number.
-    """
-
-    python: tuple[Any, ...]
-    numpy: dict[str, Any]
-    torch_cpu: torch.Tensor
-    devices: dict[str, dict[int, torch.Tensor]]
+RngState: TypeAlias = dict[str, Any]
+"""The states of the generators that ``seed_all`` seeds: ``"python"``, ``"numpy"``, ``"torch"`` (of
+the CPU, uint8), and ``"devices"``: of initialized accelerators, by device type and number."""
 
 
 def capture_host() -> RngState:
     """Return the state of the generators that ``seed_host`` seeds, without using a device."""
     numpy = dict(np.random.get_state(legacy=False))  # noqa: NPY002 - user code draws from it
-    return RngState(random.getstate(), numpy, torch.default_generator.get_state(), {})
+    cpu = torch.default_generator.get_state()
+    return {"python": random.getstate(), "numpy": numpy, "torch": cpu, "devices": {}}
 
 
 def capture_rng() -> RngState:
@@ -123,15 +111,15 @@ def capture_rng() -> RngState:
         name: {number: module.get_rng_state(number) for number in range(module.device_count())}
         for name, module in _list_initialized_devices()
     }
-    return replace(capture_host(), devices=devices)
+    return capture_host() | {"devices": devices}
 
 
 def restore_rng(state: RngState) -> None:
     """Restore every generator to a captured state."""
-    random.setstate(state.python)
-    np.random.set_state(state.numpy)  # noqa: NPY002 - as above
-    torch.default_generator.set_state(state.torch_cpu)
-    for name, states in state.devices.items():
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])  # noqa: NPY002 - as above
+    torch.default_generator.set_state(state["torch"])
+    for name, states in state["devices"].items():
         module = getattr(torch, name)
         for number, own in states.items():
             module.set_rng_state(own, number)
@@ -245,10 +233,10 @@ _SEED_BYTES, _PHILOX_BYTES = 8, 16
 def encode_rng(state: RngState) -> dict[str, Any]:
     """Return the state of all generators of a process, which calls this, as plain values."""
     return {
-        "host": pack_bytes(encode_plain([state.python, state.numpy])),
-        "torch": state.torch_cpu,
-        "devices": {name: list(states.values()) for name, states in state.devices.items()},
-        "own": {name: _find_own_device(name) for name in state.devices},
+        "host": pack_bytes(encode_plain([state["python"], state["numpy"]])),
+        "torch": state["torch"],
+        "devices": {name: list(states.values()) for name, states in state["devices"].items()},
+        "own": {name: _find_own_device(name) for name in state["devices"]},
     }
 
 
@@ -264,7 +252,7 @@ def decode_rng(encoded: Mapping[str, Any]) -> RngState:
         if place is not None:
             devices[name][place] = own
     python, numpy = decode_plain(unpack_bytes(encoded["host"]))
-    return RngState(python=python, numpy=numpy, torch_cpu=encoded["torch"], devices=devices)
+    return {"python": python, "numpy": numpy, "torch": encoded["torch"], "devices": devices}
 
 
 def find_lost_devices(encoded: Mapping[str, Any]) -> list[str]:
