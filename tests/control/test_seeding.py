@@ -7,7 +7,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch_features import needs_accelerator
 
 from lightning_d9m.control.seeding import (
     capture_host,
@@ -93,30 +92,6 @@ def test_seeding_and_loading_are_those_of_the_libraries(seed, before, other, ins
     np.random.seed(other & 0xFFFFFFFF)
     torch.manual_seed(other)
     assert (draw(inside), read_state()) == found
-
-
-class Accelerator:
-    """What torch has for each kind of accelerator: two devices, or Apple's single one."""
-
-    def __init__(self, *, single=False, started=True):
-        self.states = [torch.tensor([1, 2], dtype=torch.uint8)] * (1 if single else 2)
-        self.device_count = lambda: len(self.states)
-        self.get_rng_state = self.states.__getitem__
-        self.set_rng_state = lambda state, number: self.states.__setitem__(number, state)
-        setattr(self, "is_available" if single else "is_initialized", lambda: started)
-
-
-@pytest.mark.parametrize("single", [False, True])
-@needs_accelerator
-def test_the_generators_of_an_accelerator_are_restored(monkeypatch, single):
-    device = Accelerator(single=single)
-    monkeypatch.setattr(torch, "xpu", device)
-    before = list(device.states)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("xpu"))
-    state = capture_rng()
-    device.states[-1] = torch.tensor([3, 4], dtype=torch.uint8)
-    restore_rng(state)
-    assert list(map(torch.Tensor.tolist, device.states)) == [[1, 2]] * len(before)
 
 
 MICRO_BATCH = {"base": 7, "fit": 0, "epoch": 1, "logical_rank": 2, "batch": 3}

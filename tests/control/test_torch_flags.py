@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch_features import needs_all_flags, needs_compiler_flag
 
-from lightning_d9m import SettingError
+from lightning_d9m import SettingError, deterministic, digest
 from lightning_d9m.control import torch_flags
 from lightning_d9m.control.environment import INDUCTOR
 from lightning_d9m.control.torch_flags import (
@@ -93,3 +93,26 @@ def test_a_compiler_that_is_not_loaded_counts_as_its_variable_says(monkeypatch, 
     else:
         monkeypatch.setenv(INDUCTOR, value)
     assert capture_flags()["inductor.deterministic"] is (value == "1")
+
+
+SIZE = 1000  # small enough for the allocator to hand the same memory out again
+
+
+def read_uninitialized(byte, *, fill):
+    """Leave bytes in memory, then read a new tensor that nobody has written to."""
+    with deterministic(fill_uninitialized_memory=fill):
+        for _ in range(8):
+            torch.full((4 * SIZE,), byte, dtype=torch.uint8)
+        return [digest(torch.empty(SIZE)) for _ in range(8)]
+
+
+def test_a_program_that_reads_uninitialized_memory_is_exact_with_the_fill_alone():
+    assert read_uninitialized(1, fill=False) != read_uninitialized(2, fill=False)
+    found = [read_uninitialized(byte, fill=True) for byte in (1, 2, 3)]
+    assert found[0] == found[1] == found[2]
+    assert len(set(found[0])) == 1
+    weights = []
+    for fill in (False, True):  # a correct program has the same bits either way
+        with deterministic(seed=3, fill_uninitialized_memory=fill):
+            weights.append(digest(torch.empty(SIZE).uniform_()))
+    assert weights[0] == weights[1]
