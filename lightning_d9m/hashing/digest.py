@@ -75,7 +75,11 @@ def flatten_tensor(tensor: torch.Tensor) -> DenseTensor | NestedTensor:
         raise _refuse(tensor, "a meta tensor has no data", "Pass a materialized one.")
     header = _header(tensor.dtype, tensor.shape)
     if tensor.is_conj() or tensor.is_neg() or not tensor.is_contiguous():
-        tensor = _lay_out(tensor)
+        # In row-major order, as integers, because torch cannot copy every dtype (int4) and must
+        # not interpret any.
+        tensor = tensor.detach().resolve_conj().resolve_neg()
+        integer = _INTEGERS.get(tensor.itemsize)
+        tensor = (tensor if integer is None else tensor.view(integer)).contiguous()
     return DenseTensor(header, tensor)
 
 
@@ -110,14 +114,6 @@ def locate(data: torch.Tensor) -> tuple[int, int]:
 def _header(dtype: torch.dtype, shape: tuple[int, ...], layout: str = "") -> bytes:
     words = (VERSION, layout, str(dtype).removeprefix("torch."), f"[{','.join(map(str, shape))}]")
     return f"{' '.join(filter(None, words))}\n".encode()
-
-
-def _lay_out(tensor: torch.Tensor) -> torch.Tensor:
-    """Copy the elements into row-major order, with conjugation and negation applied."""
-    tensor = tensor.detach().resolve_conj().resolve_neg()
-    # As integers, because torch cannot copy every dtype (int4) and must not interpret any.
-    integer = _INTEGERS.get(tensor.itemsize)
-    return (tensor if integer is None else tensor.view(integer)).contiguous()
 
 
 def _flatten_subclass(tensor: torch.Tensor) -> DenseTensor | NestedTensor | None:

@@ -86,20 +86,6 @@ def test_a_variable_that_allows_nondeterminism_is_found(monkeypatch, name, bad, 
     assert find(name) == CheckResult(name, "ok", good)
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("value", ["", "0", "1", ":16:8", "NVLS"])
-def test_the_doctor_and_a_session_agree(monkeypatch, name, value):
-    monkeypatch.setattr(variables, "_state", variables._VariableState())
-    monkeypatch.setenv(name, value)
-    early, refused = variables.EarlyVariables(), False
-    try:
-        early.set()
-    except SettingError:
-        refused = True
-    early.restore()
-    assert find(name).status == ("problem" if refused else "ok")
-
-
 def test_horovod_that_cannot_be_imported_and_a_missing_lightning_are_found(monkeypatch):
     def fail():
         raise SettingError("refused") from ImportError("no mpi_lib_v2")

@@ -136,11 +136,6 @@ class DataState:
         for _, changes in self.data.values():
             changes.settle()
 
-    def find_change(self) -> str | None:
-        """Return the path of a change, but of an empty place that was filled once."""
-        found = (changes.find_first() for _, changes in self.data.values())
-        return next(filter(None, found), None)
-
 
 def _select(states: Mapping[str, Any], number: str) -> dict[str, bytes]:
     """Return the encoded values of one sampler."""
@@ -199,7 +194,9 @@ class WorkerWatch:
             return
         if self._batches == 1:
             self._state.settle()
-        if (path := self._state.find_change()) is not None:
+        # But of an empty place that was filled once.
+        found = (changes.find_first() for _, changes in self._state.data.values())
+        if (path := next(filter(None, found), None)) is not None:
             self._report(path)
 
     def watch(self, samples: Iterator[Any]) -> Iterator[Any]:
