@@ -260,10 +260,9 @@ def combine_shards(header: bytes, size: int, parts: Sequence[ShardParts]) -> str
     Raises:
         DigestError: If the parts do not cover the tensor.
     """
-    leaves: list[bytes] = []
-    pending = b""
+    leaves = pending = b""
     at = 0
-    for part in sorted(parts, key=lambda own: (own.begin, own.end)):
+    for part in sorted(parts):
         if part.begin == part.end:
             continue
         if part.begin != at:
@@ -271,12 +270,11 @@ def combine_shards(header: bytes, size: int, parts: Sequence[ShardParts]) -> str
         at = min(part.end, size)
         pending += part.head
         if part.leaves:
-            leaves += _finish(pending)
-            leaves.append(part.leaves)
+            leaves += hash_chunk(pending) + part.leaves
             pending = b""
         pending += part.tail
         if len(pending) >= CHUNK_BYTES:
-            leaves += _finish(pending[:CHUNK_BYTES])
+            leaves += hash_chunk(pending[:CHUNK_BYTES])
             pending = pending[CHUNK_BYTES:]
     if at != size:
         ranges = sorted((part.begin, part.end) for part in parts)
@@ -284,8 +282,7 @@ def combine_shards(header: bytes, size: int, parts: Sequence[ShardParts]) -> str
             f"The shards of a tensor do not cover it: it has {size:,} bytes, the ranks hold "
             f"{ranges}. All ranks must digest the same training state."
         )
-    leaves += _finish(pending)
-    return xxh3_128_hexdigest(header + b"".join(leaves))
+    return xxh3_128_hexdigest(header + leaves + hash_chunk(pending))
 
 
 def _divide(shard: Shard) -> tuple[int, int]:
@@ -296,11 +293,6 @@ def _divide(shard: Shard) -> tuple[int, int]:
     if shard.begin + length < shard.size:  # the last chunk of the tensor may be incomplete
         end -= (shard.begin + length) % CHUNK_BYTES
     return (begin, end) if begin < end else (length, length)
-
-
-def _finish(pending: bytes) -> list[bytes]:
-    """Return the digest of a chunk; of no bytes, none."""
-    return [hash_chunk(pending)] if pending else []
 
 
 def _copy(data: Tensor) -> bytes:

@@ -86,7 +86,12 @@ class ControlledLoader:
         self._rankless = is_rankless(loader)
         samplers = find_samplers(loader)
         states = [control.state for control in earlier]
-        self.state: DataState = DataState(_name_owners(loader), samplers, states)
+        owners: dict[str, object] = {LOADER: loader} if is_of_program(type(loader)) else {}
+        # Persistent workers have a copy of a dataset with indices, which changes of the program do
+        # not reach.
+        if iterable or not (loader.num_workers and loader.persistent_workers):
+            owners |= {"dataset": loader.dataset, "collate_fn": loader.collate_fn}
+        self.state: DataState = DataState(owners, samplers, states)
         replacements.replace(loader, "generator", self._generator)
         # With in_order=False batches come as workers finish them. torchdata's loaders and older
         # releases of torch may lack the attribute.
@@ -249,9 +254,8 @@ class ControlledLoader:
         read = self._replacements.read_original
         if isinstance(sampler, DistributedSampler):
             return describe_seed(read(sampler, "seed"))
-        generator = read(sampler, "generator")
-        seeded = isinstance(generator, torch.Generator)
-        return describe_seed(generator.initial_seed() if seeded else None)
+        own = read(sampler, "generator")
+        return describe_seed(own.initial_seed() if isinstance(own, torch.Generator) else None)
 
 
 class LoaderControl:
@@ -417,16 +421,3 @@ class LoaderControl:
                 iterator._shutdown_workers()  # noqa: SLF001 - the only way
         self._controlled.clear()
         self._replacements.undo()
-
-
-def _name_owners(loader: Any) -> dict[str, object]:
-    """Return the objects of a loader whose state is saved, by name.
-
-    Persistent workers have a copy of a dataset with indices, which changes of the program do not
-    reach.
-    """
-    owners: dict[str, object] = {LOADER: loader} if is_of_program(type(loader)) else {}
-    stays = loader.num_workers > 0 and loader.persistent_workers
-    if stays and not isinstance(loader.dataset, IterableDataset):
-        return owners
-    return owners | {"dataset": loader.dataset, "collate_fn": loader.collate_fn}
