@@ -182,18 +182,7 @@ def test_batches_come_in_order_although_the_loader_allows_any():
     assert order([rows(free)]) != order(expected)  # without control the slow batch is late
 
 
-class Quack:
-    """Has all that a loader has, and is none."""
-
-    dataset = sampler = batch_sampler = generator = flattened = None
-    num_workers = 2
-    persistent_workers = True
-
-    def __iter__(self):
-        return iter(())
-
-
-@pytest.mark.parametrize("other", [[1, 2, 3], range(4), SequentialSampler(range(3)), Quack()])
+@pytest.mark.parametrize("other", [[1, 2, 3], range(4), SequentialSampler(range(3))])
 def test_what_is_no_dataloader_is_left_alone(other):
     control = LoaderControl(1, fit=0, rank=0, per_sample_rng=True)
     assert control.wrap_loader(other, "train") is other
