@@ -48,11 +48,13 @@ def make_output(chosen: Path | None, parent: str = "d9m-runs", prefix: str = "")
         with file_errors(LedgerError, what, advice), suppress(FileExistsError):
             folder.mkdir(parents=True)
             return folder.resolve()
+    if chosen is None:
+        raise LedgerError(
+            f"{parent} holds 1000 repetitions already. Remove old ones, or give a new folder with "
+            "--output."
+        )
     raise LedgerError(
-        f"{parent} holds 1000 repetitions already. Remove old ones, or give a new folder with "
-        "--output."
-        if chosen is None
-        else f"The folder {chosen} exists already, and nothing is overwritten. Give a new one with "
+        f"The folder {chosen} exists already, and nothing is overwritten. Give a new one with "
         "--output, or remove it."
     )
 
