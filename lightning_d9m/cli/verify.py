@@ -72,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
                 "Name the ledger of the run that saved it, or save checkpoints with "
                 "DeterminismCallback."
             )
-        found = _verify(path, checkpoint, state, ledger, has_manifest=has_manifest)
+        found = _verify(path, checkpoint, state, ledger)
     facts = {"ok": found.ok, **asdict(found), "checkpoint": str(path)}
     print_result(arguments.format, facts, wrap_on_terminal(found.lines))
     return 0 if found.ok else 1
@@ -113,23 +113,15 @@ class Verification:
 
 
 def _verify(
-    path: Path,
-    checkpoint: Mapping[str, Any],
-    state: "SavedState | str",
-    ledger: Ledger | None,
-    *,
-    has_manifest: bool,
+    path: Path, checkpoint: Mapping[str, Any], state: "SavedState | str", ledger: Ledger | None
 ) -> Verification:
     from lightning_d9m.lightning.checkpoint_io import find_manifest
 
-    manifest = find_manifest(checkpoint) if has_manifest else None
-    found = Verification(path, "whole", [])
-    if manifest is None:
-        found.lines.append("it has no manifest of lightning_d9m")
-    else:
+    found = Verification(path, "whole", ["it has no manifest of lightning_d9m"])
+    if (manifest := find_manifest(checkpoint)) is not None:
         found.tensors = len(manifest["tensors"])
         count = pluralize(found.tensors, "tensor")
-        found.lines.append(f"whole: {count} and all other values are as saved")
+        found.lines = [f"whole: {count} and all other values are as saved"]
     if not isinstance(state, str):
         at = state.position
         found.seed, found.epoch, found.step = state.seed, at.epoch, at.step
