@@ -24,7 +24,6 @@ PREAMBLE = """
 import json, sys, traceback
 import numpy as np, torch
 from triton_interpreter import spare_repetitions
-from lightning_d9m.hashing import digest as digest_module
 from lightning_d9m.hashing.xxh3 import cpu as chunks_cpu
 from lightning_d9m.hashing.xxh3 import cuda as chunks_cuda
 from lightning_d9m.hashing.xxh3 import triton_kernel as chunks_kernel
@@ -67,10 +66,6 @@ check([(16 * n, size) for n, size in enumerate(sizes)])
 check([])
 check([(0, 0)])
 """,
-    "one tensor in a launch": """
-for begin, size in [(0, 0), (0, 1), (3, 1024), (5, CHUNK + 9), (16, 2 * CHUNK)]:
-    check([(begin, size)])
-""",
     "offsets beyond 32 bits": """
 # A tensor that begins 2.6 GB below: the chunks up to here count as hashed before.
 before, size = 2_600_000_000 // CHUNK, CHUNK + 100
@@ -79,22 +74,6 @@ constants = torch.from_numpy(chunks_cuda._CONSTANTS)
 leaves = torch.empty(2, dtype=torch.int64)
 chunks_kernel.hash_chunks[(2,)](constants, table, leaves, 1, CHUNK=CHUNK, num_warps=1)
 assert [leaves.numpy().tobytes()] == chunks_cpu.hash_chunks([(base, size)])
-""",
-    "digests of every dtype and layout": """
-import warnings; warnings.filterwarnings("ignore", "ComplexHalf")
-dtypes = {v for v in vars(torch).values() if isinstance(v, torch.dtype) and "q" not in str(v)}
-tensors = [data[: 12 * dtype.itemsize].view(dtype).reshape(3, 4) for dtype in dtypes]
-tensors += [tensor.t() for tensor in tensors]
-tensors += [data[3:14], data[:0], data[5], torch.eye(9).to_sparse(), torch.randn(1).expand(5)]
-tensors += [torch.randn(3, dtype=torch.complex64).conj(), torch.randn(4)[1:]]
-expected = digest_module.digest_many(tensors)
-def hash_there(memory):
-    return chunks_cuda.hash_memory(memory, CPU)
-ours, chunks_cpu.hash_chunks = chunks_cpu.hash_chunks, hash_there
-digest_module._MAX_COPY_BYTES = -1
-actual = digest_module.digest_many(tensors)
-chunks_cpu.hash_chunks = ours
-assert actual == expected
 """,
     "the definition's chunks": """
 check([(5, CHUNK + 1)])
@@ -187,12 +166,11 @@ class TritonError(Exception):
     """Stands for Triton's own, which is of no narrower class."""
 
 
-@pytest.mark.parametrize("kind", [RuntimeError, TritonError])
-def test_kernel_that_cannot_be_compiled_is_not_used(monkeypatch, kind):
+def test_kernel_that_cannot_be_compiled_is_not_used(monkeypatch):
     def fail(device):
-        raise kind("Failed to find C compiler.")
+        raise TritonError("Failed to find C compiler.")
 
     _break(monkeypatch, fail)
-    reason = rf"\({kind.__name__}: Failed to find C compiler\.; Triton needs gcc and"
+    reason = r"\(TritonError: Failed to find C compiler\.; Triton needs gcc and"
     with pytest.warns(UserWarning, match=reason):
         assert digest_module.load_kernel(torch.device("cuda", 0)) is None
