@@ -202,17 +202,23 @@ def find_loader_problems(loader: Any, *, within: bool) -> list[str]:
         }
         if found := [problem for problem, fails in tests.items() if fails]:
             return [found[0].format(name)]
-    control = getattr(loader._get_iterator, "__self__", None)  # noqa: SLF001 - see `ControlledLoader`
-    if within and getattr(control, "is_bypassed", False):
+    control = find_control(loader)
+    if within and control is not None and control.is_bypassed:
         return [_OWN_ITERATION.format(name)]
     # Workers that end with the epoch start the next one with a copy of this process's generators.
     if workers and (loader.persistent_workers or (within and not iterable)):
         kept = find_generators({"dataset": dataset, "collate_fn": loader.collate_fn})
         if kept:
             return [_OWN_GENERATORS.format(name, ", ".join(kept))]
-        changed = control.stream.changed_in_workers if hasattr(control, "is_bypassed") else ""
+        changed = "" if control is None else control.stream.changed_in_workers
         return [_CHANGED_IN_WORKERS.format(name, changed)] if changed else []
     return []
+
+
+def find_control(loader: Any) -> Any:
+    """Return the ``ControlledLoader`` of a loader; None without one."""
+    control = loader._get_iterator.__self__  # noqa: SLF001 - the method that it replaces
+    return None if control is loader else control
 
 
 def find_epoch_problem(loader: Any) -> str | None:
