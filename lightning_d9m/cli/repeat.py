@@ -141,13 +141,14 @@ def _plan_runs(
     torchrun does.
     """
     if arguments.portable:
-        yield from ((title, None, {"variables": variables}) for title, variables in _STACKS)
+        for title, variables in _STACKS:
+            yield title, None, {"variables": variables}
     elif arguments.processes is None:
         runs = arguments.runs or _FEWEST_RUNS
         for number in range(1, runs + 1):
             changed = number > 1 and arguments.last_bits
-            variables = {LAST_BITS: str(number - 1)} if changed else {}
-            yield f"run {number} of {runs}", None, {"variables": variables}
+            changes = {LAST_BITS: str(number - 1)} if changed else {}
+            yield f"run {number} of {runs}", None, {"variables": changes}
     else:
         counts = arguments.processes
         starts_itself = any(_PLACEHOLDER in word for word in argv)

@@ -110,7 +110,9 @@ class ResumableSampler:
         number, stream, batches, skipped = begun
         for place, indices in enumerate(batches, skipped):
             is_block = type(indices) is MicroBatchIndices  # of several logical ranks
-            parts = enumerate(indices, indices.first) if is_block else [(stream.rank, indices)]
+            parts: Iterable[tuple[int, Any]] = [(stream.rank, indices)]
+            if is_block:
+                parts = enumerate(indices, indices.first)
             requests = [
                 SeededIndex(
                     part,
