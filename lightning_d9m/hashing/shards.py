@@ -5,11 +5,10 @@ and keeps the bytes of the chunks that it shares with other ranks: fewer than 12
 From these parts of all ranks follows the digest that the whole tensor has (docs/digest.md).
 """
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from math import prod
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -114,12 +113,7 @@ def has_base(value: object, *names: str) -> bool:
 
     The package that defines the base need not be imported.
     """
-    return not _list_bases(cast("Hashable", type(value))).isdisjoint(names)
-
-
-@lru_cache(maxsize=1024)
-def _list_bases(kind: Any) -> frozenset[str]:
-    return frozenset(base.__name__ for base in kind.__mro__)
+    return any(base.__name__ in names for base in type(value).__mro__)
 
 
 def reshard(model: nn.Module) -> None:
