@@ -62,23 +62,39 @@ class ShardParts(NamedTuple):
         return self.begin + len(self.head) + chunks * CHUNK_BYTES + len(self.tail)
 
 
-def make_shard(
-    whole: Sequence[int], data: Tensor, first: int, ranks: Sequence[int]
-) -> Shard | None:
-    """Return the shard of a rank; None if its elements are not bytes in row-major order.
+class FlatLayout(NamedTuple):
+    """The part on this rank of a parameter that ranks divide, as a range of its elements.
 
-    Args:
-        whole: The shape of the whole tensor.
-        data: The elements that this rank holds, in the order of the whole tensor.
-        first: The number of the first of them.
-        ranks: The ranks that together hold the tensor once.
+    ``FullyShardedDataParallel`` (FSDP1) flattens the parameters of a module into one and gives each
+    rank an equal part of that, so a rank holds a contiguous range of a parameter, or nothing of it.
+
+    Attributes:
+        shape: The shape of the whole parameter.
+        first: The number of the first element that the rank holds.
+        data: The elements.
+        ranks: The ranks that together hold the parameter once.
     """
-    header = describe_dense(data.dtype, tuple(whole))
-    ordinary = type(data) in (Tensor, nn.Parameter) and data.layout is torch.strided
-    if header is None or not ordinary:
-        return None
-    flat = data.detach().contiguous().reshape(-1).view(torch.uint8)
-    return Shard(header, prod(whole) * data.itemsize, first * data.itemsize, flat, tuple(ranks))
+
+    shape: Sequence[int]
+    first: int
+    data: Tensor
+    ranks: Sequence[int]
+
+    def find_shard(self, value: Tensor) -> Shard | None:
+        """Return the shard of the parameter, or of an optimizer's state for it.
+
+        Returns:
+            None for state without a value for each element, such as the number of steps, and if its
+            elements are not bytes in row-major order.
+        """
+        header = describe_dense(value.dtype, tuple(self.shape))
+        ordinary = type(value) in (Tensor, nn.Parameter) and value.layout is torch.strided
+        has_elements = value.dim() > 0 and value.numel() == self.data.numel()
+        if header is None or not ordinary or not has_elements:
+            return None
+        flat = value.detach().contiguous().reshape(-1).view(torch.uint8)
+        size = value.itemsize
+        return Shard(header, prod(self.shape) * size, self.first * size, flat, tuple(self.ranks))
 
 
 def is_sharded_dtensor(tensor: object) -> bool:
@@ -105,7 +121,8 @@ def find_dtensor_shard(tensor: Any) -> Shard | None:
     )
     ranks = mesh.mesh[index].reshape(-1).tolist()
     first = min(chunk.offsets[0], tensor.shape[0]) * row
-    return make_shard(tensor.shape, tensor.to_local(), first, ranks)
+    local = tensor.to_local()
+    return FlatLayout(tensor.shape, first, local, ranks).find_shard(local)
 
 
 def has_base(value: object, *names: str) -> bool:
@@ -132,35 +149,6 @@ def reshard(model: nn.Module) -> None:
 def may_be_sharded() -> bool:
     """Return whether ranks may hold parts of tensors: FSDP needs a process group."""
     return torch.distributed.is_available() and torch.distributed.is_initialized()
-
-
-class FlatLayout(NamedTuple):
-    """The part on this rank of a parameter that ``FullyShardedDataParallel`` (FSDP1) divides.
-
-    It flattens the parameters of a module into one and gives each rank an equal part of that, so a
-    rank holds a contiguous range of a parameter, or nothing of it.
-
-    Attributes:
-        shape: The shape of the whole parameter.
-        first: The number of the first element that the rank holds.
-        data: The elements, of shape (n,).
-        ranks: The ranks that together hold the parameter once.
-    """
-
-    shape: tuple[int, ...]
-    first: int
-    data: Tensor
-    ranks: Sequence[int]
-
-    def find_state_shard(self, state: Tensor) -> Shard | None:
-        """Return the shard of an optimizer's state for this parameter.
-
-        Returns:
-            None for state without a value for each element, such as the number of steps.
-        """
-        if not state.dim() or state.numel() != self.data.numel():
-            return None
-        return make_shard(self.shape, state, self.first, self.ranks)
 
 
 def find_flat_layouts(model: nn.Module) -> dict[int, FlatLayout]:

@@ -137,9 +137,9 @@ class PartialSnapshot:
         """
         if layout is not None:
             own = layout.data if place[0] == "weights" else value
-            shard = layout.find_state_shard(own) if isinstance(own, Tensor) else None
+            shard = layout.find_shard(own) if isinstance(own, Tensor) else None
             if shard is None:
-                holder = layout.find_state_shard(layout.data)
+                holder = layout.find_shard(layout.data)
                 if holder is not None:
                     self.owners[place] = holder
                 return False
