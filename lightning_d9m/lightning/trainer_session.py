@@ -73,6 +73,7 @@ class TrainerSession:
                 fit=self.fit,
                 rank=self._rank,
                 per_sample_rng=settings.per_sample_rng,
+                host_sets_epochs=True,
             )
             stack.callback(self.loaders.release)
             if (connect := getattr(trainer.strategy, "connect_session", None)) is not None:

@@ -64,6 +64,7 @@ class ControlledLoader:
         replacements: AttributePatches,
         *,
         per_sample: bool,
+        host_sets_epochs: bool,
         earlier: Iterable["ControlledLoader"],
     ) -> None:
         self.loader = weakref.ref(loader)
@@ -108,6 +109,7 @@ class ControlledLoader:
                 # Running workers do not have these streams, so torch must start new ones.
                 replacements.replace(loader, "_iterator", None)
         self._per_sample = per_sample
+        self._host_sets_epochs = host_sets_epochs
         self._has_data = False
         # The states where the epoch was first iterated, and after it was iterated in advance.
         self.start: dict[str, Any] | None = None
@@ -235,10 +237,10 @@ class ControlledLoader:
             shared = not self._rankless
             seed = self.stream.derive(f"order{chosen}", worker=number, shared=shared)
             generator.manual_seed(seed)
-        if self.stage != "train":
-            return
         # Workers may receive the order of epoch 0 before Lightning sets the epoch; a resumed run
         # would see that order again.
+        if self.stage != "train" or (self._host_sets_epochs and not loader.num_workers):
+            return
         inner = getattr(loader.batch_sampler, "sampler", None)
         holders: tuple[Any, ...] = (loader.sampler, inner)
         for sampler in {id(sampler): sampler for sampler in holders}.values():
@@ -267,6 +269,8 @@ class LoaderControl:
         rank: The data-parallel rank; workers of different ranks draw different numbers.
         per_sample_rng: Seed the generators for each sample by (seed, epoch, index), so that its
             draws depend neither on its batch nor on the rank.
+        host_sets_epochs: Whether the program that iterates the training loaders calls
+            ``set_epoch`` between making an iterator and its first batch, as Lightning does.
     """
 
     def __init__(
@@ -276,7 +280,9 @@ class LoaderControl:
         fit: int,
         rank: int,
         per_sample_rng: bool,
+        host_sets_epochs: bool = False,
     ) -> None:
+        self._host_sets_epochs = host_sets_epochs
         self._seed = seed
         self._fit = fit
         self._rank = rank
@@ -361,7 +367,12 @@ class LoaderControl:
                 break
         stream = RandomStreams(self._seed, self._fit, self._rank, stage)
         control = ControlledLoader(
-            loader, stream, self._replacements, per_sample=self._per_sample_rng, earlier=earlier
+            loader,
+            stream,
+            self._replacements,
+            per_sample=self._per_sample_rng,
+            host_sets_epochs=self._host_sets_epochs,
+            earlier=earlier,
         )
         self._controlled.append(control)
         return loader
