@@ -17,7 +17,7 @@ from lightning_d9m.control import torch_flags
 from lightning_d9m.control.environment import CONTROL, EarlyVariables, control_is_on
 from lightning_d9m.control.seeding import rng_restored, seed_all
 from lightning_d9m.control.settings import Settings
-from lightning_d9m.control.torch_flags import threads_pinned, verify_threads
+from lightning_d9m.control.torch_flags import threads_pinned
 from lightning_d9m.errors import SettingError
 from lightning_d9m.patches.registration import patches_applied
 
@@ -91,9 +91,21 @@ class Session:
 
     def verify(self) -> None:
         """Raise a ``SettingError`` if a flag or the number of threads has changed since."""
-        if self._switching:
-            torch_flags.verify_flags(self._flags)
-        verify_threads(self.settings.threads)
+        changed = torch_flags.find_changed_flags(self._flags) if self._switching else {}
+        for name, value in changed.items():
+            raise SettingError(
+                f"The flag {name} is {value} and was set to {self._flags[name]}: something changed "
+                "it during the run, so the run is not deterministic. Look for "
+                "torch.use_deterministic_algorithms, torch.backends.cudnn or "
+                "Trainer(deterministic=...) in the program, and remove it."
+            )
+        actual, pinned = torch.get_num_threads(), self.settings.threads
+        if pinned not in (None, actual):
+            raise SettingError(
+                f"{actual} CPU threads are in use, and {pinned} were pinned: something changed the "
+                "number during the run, and results differ with it. Look for "
+                "torch.set_num_threads in the program, and remove it."
+            )
 
     def switch_again(self) -> list[str]:
         """Set the flags that have changed since again, and return their names."""

@@ -15,10 +15,10 @@ from lightning_d9m.control.environment import INDUCTOR
 from lightning_d9m.control.torch_flags import (
     algorithms_switched,
     capture_flags,
+    find_changed_flags,
     read_threads,
     restore_flags,
     threads_pinned,
-    verify_flags,
     wanted_flags,
 )
 
@@ -73,19 +73,18 @@ def test_any_state_is_switched_and_restored_also_on_error(state, fill):
     wanted = wanted_flags(fill_uninitialized_memory=fill)
     with pytest.raises(ZeroDivisionError), algorithms_switched(wanted):
         assert capture_flags() == wanted
-        verify_flags(wanted)
+        assert not find_changed_flags(wanted)
         raise ZeroDivisionError
     assert capture_flags() == state
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_each_flag_that_somebody_switches_is_found(name):
-    wanted = wanted_flags(fill_uninitialized_memory=True)
-    with algorithms_switched(wanted):
+    with deterministic() as opened:
         flags = capture_flags()
         restore_flags(flags | {name: not flags[name]})
         with pytest.raises(SettingError, match=f"The flag {name} is {not flags[name]}"):
-            verify_flags(wanted)
+            opened.verify()
 
 
 @pytest.mark.parametrize("value", [None, "0", "1"])
