@@ -107,11 +107,16 @@ def capture_rng() -> RngState:
 
     The state does not include devices that are initialized later.
     """
-    devices = {
-        name: {number: module.get_rng_state(number) for number in range(module.device_count())}
-        for name, module in _list_initialized_devices()
-    }
-    return capture_host() | {"devices": devices}
+    state = capture_host()
+    accelerator = find_accelerator()
+    for name in sorted({"cuda", "xpu"} | ({accelerator.type} if accelerator else set())):
+        module = getattr(torch, name, None)
+        # torch.mps has no such function and is always initialized.
+        started = getattr(module, "is_initialized", getattr(module, "is_available", bool))
+        if started() and (read := getattr(module, "get_rng_state", None)):
+            numbers = range(getattr(torch, name).device_count())
+            state["devices"][name] = {number: read(number) for number in numbers}
+    return state
 
 
 def restore_rng(state: RngState) -> None:
@@ -133,18 +138,6 @@ def rng_restored() -> Iterator[None]:
         yield
     finally:
         restore_rng(state)
-
-
-def _list_initialized_devices() -> Iterator[tuple[str, Any]]:
-    """Yield (name, module of torch) of each accelerator that this process has initialized."""
-    accelerator = find_accelerator()
-    built = set() if accelerator is None else {accelerator.type}
-    for name in sorted({"cuda", "xpu"} | built):
-        module = getattr(torch, name, None)
-        # torch.mps has no such function and is always initialized.
-        started = getattr(module, "is_initialized", getattr(module, "is_available", bool))
-        if started() and hasattr(module, "get_rng_state"):
-            yield name, module
 
 
 # Of the path of a change in a worker.

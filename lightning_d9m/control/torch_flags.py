@@ -43,7 +43,10 @@ def capture_flags() -> Flags:
     }
     flags |= {name: getattr(owner, own) for name, (owner, own) in _ATTRIBUTES.items()}
     if has_compiler_flag():
-        flags["inductor.deterministic"] = _inductor_deterministic()
+        # Its initial value before the (slow) import of its module.
+        config: Any = sys.modules.get(_INDUCTOR)
+        value = read_user_value(INDUCTOR) == "1" if config is None else config.deterministic
+        flags["inductor.deterministic"] = bool(value)
     return flags
 
 
@@ -98,14 +101,6 @@ def algorithms_switched(wanted: Flags) -> Iterator[None]:
 def find_changed_flags(wanted: Flags) -> Flags:
     """Return the present values of the flags that differ from those of a session."""
     return {name: value for name, value in capture_flags().items() if value != wanted[name]}
-
-
-def _inductor_deterministic() -> bool:
-    """Return the compiler's flag, or its initial value before the (slow) import of its module."""
-    config: Any = sys.modules.get(_INDUCTOR)
-    if config is None:
-        return read_user_value(INDUCTOR) == "1"
-    return bool(config.deterministic)
 
 
 # With it OpenMP gives an operation fewer threads while the machine is busy, even if the number is
