@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ from lightning_d9m.control.data.resumable_sampler import (
     is_user_made,
     make_generator,
 )
-from lightning_d9m.control.data.seeded_dataset import SeededDataset, WorkerInit, return_batch
+from lightning_d9m.control.data.seeded_dataset import SeededDataset, init_worker, return_batch
 from lightning_d9m.control.seeding import RandomStreams
 from lightning_d9m.errors import SettingError
 from lightning_d9m.state.parts import is_of_program
@@ -136,8 +137,8 @@ class ControlledLoader:
         stream, dataset, workers = self.stream, loader.dataset, loader.num_workers > 0
         parts: dict[str, Any] = {self._place: self._requests}
         if workers:
-            is_first = self.start is None
-            parts["worker_init_fn"] = WorkerInit(stream, loader.worker_init_fn, is_first)
+            given = (stream, loader.worker_init_fn, self.start is None)
+            parts["worker_init_fn"] = partial(init_worker, *given)
         if not self._iterable:
             state = None if workers else self.state
             seeded = SeededDataset(dataset, stream, self._per_sample, loader.collate_fn, state)
@@ -189,13 +190,6 @@ class ControlledLoader:
         if consumed is not None and consumed.epoch == epoch:
             self.state.restore_data(consumed.samplers.get(str(self.stream.number), {}))
             self._has_data = True
-
-    def reset(self, epoch: int) -> None:
-        """Restore the samplers to the start of the current epoch, but for what hooks have set."""
-        if self.started == epoch:
-            if self.start is not None:
-                self.state.undo(self.start, self.after or {})
-            self.started = None
 
     def start_epoch(self, epoch: int, consumed: ReachedPosition | None) -> None:
         """Seed the order and the workers of an epoch; continue it where it was interrupted."""
@@ -420,7 +414,10 @@ class LoaderControl:
         Workers may already hold batches of an iteration that was not consumed.
         """
         for control in self._list(stage):
-            control.reset(epoch)
+            if control.started == epoch:
+                if control.start is not None:  # but for what hooks have set
+                    control.state.undo(control.start, control.after or {})
+                control.started = None
         self.start_epoch(stage, epoch)
 
     def release(self) -> None:

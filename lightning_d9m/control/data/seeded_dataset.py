@@ -5,7 +5,7 @@ Objects that are sent to workers must be picklable (``spawn``), so this module a
 
 import operator
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from torch.utils.data import get_worker_info
@@ -17,23 +17,20 @@ from lightning_d9m.control.seeding import RandomStreams, capture_host, restore_r
 from lightning_d9m.errors import SettingError
 
 
-@dataclass(frozen=True)
-class WorkerInit:
-    """Seeds a worker when it starts, then calls the user's own ``worker_init_fn``."""
-
-    stream: RandomStreams
-    user_function: Callable[[int], None] | None
-    is_first: bool
-
-    def __call__(self, worker: int) -> None:
-        """Seed Python, NumPy and torch in this worker."""
-        # A loader that is iterated again within an epoch (the shorter of two) gets new workers,
-        # which must not repeat the draws. torch draws a different base seed for them.
-        info: Any = get_worker_info()
-        index = 0 if self.is_first else info.seed - worker
-        seed_host(self.stream.derive("worker", worker=worker, index=index))
-        if self.user_function is not None:
-            self.user_function(worker)
+def init_worker(
+    stream: RandomStreams,
+    user_function: Callable[[int], None] | None,
+    is_first: bool,
+    worker: int,
+) -> None:
+    """Seed a worker when it starts, then call the user's own ``worker_init_fn``."""
+    # A loader that is iterated again within an epoch (the shorter of two) gets new workers, which
+    # must not repeat the draws. torch draws a different base seed for them.
+    info: Any = get_worker_info()
+    index = 0 if is_first else info.seed - worker
+    seed_host(stream.derive("worker", worker=worker, index=index))
+    if user_function is not None:
+        user_function(worker)
 
 
 class SeededDataset:
@@ -84,7 +81,7 @@ class SeededDataset:
         return SeededDataset, (self._dataset, self._stream, self._per_sample, self._collate)
 
     def __iter__(self) -> Iterator[Any]:
-        # Called in a worker at its start, after `WorkerInit` has seeded it, and in every epoch.
+        # Called in a worker at its start, after `init_worker` has seeded it, and in every epoch.
         info = get_worker_info()
         if self._iterated and info is not None and self._stream.follow():
             seed_host(self._stream.derive("worker", worker=info.id))
