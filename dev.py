@@ -40,7 +40,7 @@ OLDEST_LIGHTNING = "2.2.5"
 OLDEST_LIGHTNING_ENVIRONMENT = ".venv-oldest-lightning"
 # Of all that is private in Lightning most is used to resume.
 OLDEST_LIGHTNING_TESTS = (
-    "tests/control/data/test_samplers.py",
+    "tests/control/data/test_loaders.py",
     "tests/lightning/logical_ranks/test_steps.py",
     "tests/lightning/resume/test_gradients.py",
     "tests/lightning/resume/test_resume.py",

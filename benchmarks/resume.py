@@ -32,7 +32,7 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_d9m import DeterminismCallback
 from lightning_d9m.control.data.loaders import LoaderControl
 from lightning_d9m.control.data.resumable_sampler import SeededIndex
-from lightning_d9m.control.data.seeded_dataset import RngGuard, SeededDataset
+from lightning_d9m.control.data.seeded_dataset import SeededDataset, return_batch
 from lightning_d9m.control.seeding import RandomStreams
 
 RESULTS = Path(__file__).parent / "results"
@@ -202,14 +202,12 @@ def measure_seeding() -> dict[str, float]:
     found = {}
     indices = list(range(BATCH))
     for name, per_sample in (("batch", False), ("sample", True)):
-        apart = RngGuard()
         stream = RandomStreams(1, 0, 0, "train")
-        seeded = SeededDataset(Counted(SAMPLES), stream, per_sample, apart)
+        seeded = SeededDataset(Counted(SAMPLES), stream, per_sample, return_batch)
         plain = Counted(SAMPLES)
 
-        def fetch(seeded: SeededDataset = seeded, apart: RngGuard = apart) -> None:
+        def fetch(seeded: SeededDataset = seeded) -> None:
             seeded.__getitems__(SeededIndex(indices, 12345, 0))
-            apart.end()
 
         with_seed = median_seconds(fetch, 50)
         without = median_seconds(lambda plain=plain: [plain[i] for i in indices], 50)

@@ -14,7 +14,7 @@ from lightning_d9m.control.session import deterministic
 from lightning_d9m.control.settings import Settings
 from lightning_d9m.errors import NotBitExactError, SettingError
 from lightning_d9m.hashing.digest import digest_value
-from lightning_d9m.hashing.training_state import take_snapshot
+from lightning_d9m.hashing.training_state import take_partial_snapshot
 from lightning_d9m.launch.run import LEDGER_VARIABLE, pair_fits
 from lightning_d9m.ledger.folder import list_fits, read_ledger
 from lightning_d9m.output.comparison_text import format_comparison
@@ -143,7 +143,7 @@ def _digest_entries(result: object, where: str = "result") -> dict[str, str]:
         return {}
     result = getattr(result, "lightning_module", result)  # of a Trainer, the module that it trained
     if isinstance(result, torch.nn.Module):
-        groups = take_snapshot(result).groups
+        groups = take_partial_snapshot(result).finish().groups
         return {
             f"{where}.{name}": value for found in groups.values() for name, value in found.items()
         }

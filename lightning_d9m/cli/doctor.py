@@ -2,12 +2,11 @@
 
 import argparse
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from lightning_d9m.output.columns import print_result
-from lightning_d9m.output.terminal import format_next_steps
 from lightning_d9m.text import pluralize, printable
 
 if TYPE_CHECKING:
@@ -15,7 +14,6 @@ if TYPE_CHECKING:
 
 ARGUMENTS = """
 --json  print findings and the whole stack as one JSON object
-| --fix  print the shell commands that fix what variables can fix: eval "$(d9m doctor --fix)"
 """
 # The marks of the three statuses, and what stands for them where they cannot be printed.
 _MARKS = {"problem": "✗", "note": "!", "ok": "✓"}
@@ -35,34 +33,17 @@ def run(arguments: argparse.Namespace) -> int:
     findings = [*find_problems(), *check_installation()]
     findings += [try_device(torch.device("cuda"))] if torch.cuda.is_available() else []
     findings = sort_results(findings)
-    if arguments.fix:
-        print("".join(f"{line}\n" for line in list_fixes(findings)), end="")
-        findings = [finding for finding in findings if not finding.shell]
-    else:
-        facts = {"findings": list(map(asdict, findings)), "stack": capture_stack()}
-        statuses = [finding.status for finding in findings]
-        found = "No problems found"
-        if problems := statuses.count("problem"):
-            found = f"{pluralize(problems, 'problem')} found"
-        elif notes := statuses.count("note"):
-            found += f", but {pluralize(notes, 'note')}"
-        lines = [f"{found}.", "", *format_findings(findings).splitlines()]
-        if any(finding.shell for finding in findings):
-            step = ('eval "$(d9m doctor --fix)"', "fixes what variables can fix")
-            lines += format_next_steps([step])
-        print_result(arguments.format, facts, lines)
-    return int(any(finding.status == "problem" for finding in findings))
-
-
-def list_fixes(findings: Iterable["CheckResult"]) -> list[str]:
-    """Return the shell commands; a problem that no variable fixes becomes a comment."""
-    lines = []
-    for finding in findings:
-        if finding.shell:
-            lines.append(finding.shell)
-        elif finding.status == "problem":
-            lines.append(printable(f"# {finding.name}: {finding.fix}"))
-    return lines
+    facts = {"findings": list(map(asdict, findings)), "stack": capture_stack()}
+    statuses = [finding.status for finding in findings]
+    found = "No problems found"
+    if problems := statuses.count("problem"):
+        found = f"{pluralize(problems, 'problem')} found"
+    elif notes := statuses.count("note"):
+        found += f", but {pluralize(notes, 'note')}"
+    print_result(
+        arguments.format, facts, [f"{found}.", "", *format_findings(findings).splitlines()]
+    )
+    return int("problem" in statuses)
 
 
 def format_findings(findings: Sequence["CheckResult"]) -> str:

@@ -14,11 +14,11 @@ import argparse
 import os
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 from lightning_d9m.cli.arguments import (
     FORMAT,
@@ -28,7 +28,7 @@ from lightning_d9m.cli.arguments import (
     get_command,
     whole_number,
 )
-from lightning_d9m.errors import CommandError, LedgerError, SettingError
+from lightning_d9m.errors import CommandError, LedgerError, SettingError, file_errors
 from lightning_d9m.launch.interruption_points import (
     CHECKPOINT,
     FOLDER,
@@ -43,8 +43,7 @@ from lightning_d9m.launch.interruption_points import (
 )
 from lightning_d9m.launch.left_files import FileWatch
 from lightning_d9m.launch.processes import count_threads
-from lightning_d9m.launch.progress import RunProgress
-from lightning_d9m.launch.run import Run, Runs, make_output, make_run_folder, run_once
+from lightning_d9m.launch.run import Run, Runs, make_output
 from lightning_d9m.ledger.stack import LAST_BITS_SETTING
 from lightning_d9m.output.repeat_text import RepeatReport
 from lightning_d9m.text import pluralize
@@ -66,7 +65,6 @@ _THREADS = "OMP_NUM_THREADS"
 # A word of the command that stands for the number of processes.
 _PLACEHOLDER = "{processes}"
 _MOST_PROCESSES = 1024
-_CHECKPOINTS = "checkpoints"
 ARGUMENTS = f"""
 -n, --runs RUNS  number of runs (default: 2)
 | --portable  compute portable bits, and run with one thread, with two, and without vector
@@ -102,10 +100,6 @@ _REMEDIES = {
 }
 
 
-# The arguments of `_train`, by name.
-_Plan: TypeAlias = dict[str, Any]
-
-
 def run(arguments: argparse.Namespace) -> int:
     """Run the command and print the comparison.
 
@@ -119,18 +113,16 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.interrupt:
         report = _interrupt_and_resume(argv, runs, allow_objects=arguments.allow_objects)
     else:
-        count = arguments.runs or _FEWEST_RUNS
-        plans: list[_Plan]
-        if arguments.portable:
-            plans = [{"title": title, "variables": given} for title, given in _STACKS]
-        elif arguments.processes is None:
-            plans = [{"title": f"run {number} of {count}"} for number in range(1, count + 1)]
-            for number, plan in enumerate(plans[1:] if arguments.last_bits else (), start=1):
-                plan["variables"] = {LAST_BITS: str(number)}
-        else:
-            plans = _plan_runs(argv, arguments.processes)
         watch = FileWatch(argv, output)
-        made = _repeat(plans, runs, watch)
+        made: dict[int, Run] = {}
+        for number, (title, count, options) in enumerate(_plan_runs(argv, arguments), start=1):
+            try:
+                done = runs.run(f"run-{number:03d}", title, **options)
+                made[number] = replace(done, processes=count)
+                watch.note_run()
+            except CommandError as error:
+                before = f" (run {number - 1} succeeded)" if made else ""
+                raise CommandError(f"In {title}{before}: {error}") from error
         if arguments.last_bits:
             _check_last_bits(made)
         printed = "" if arguments.processes else _compare_printed(output)
@@ -139,23 +131,34 @@ def run(arguments: argparse.Namespace) -> int:
     return {"equal": 0, "different": 1, "incomplete": 2}[report.verdict]
 
 
-def _repeat(plans: Sequence[_Plan], runs: Runs, watch: FileWatch) -> dict[int, Run]:
-    made: dict[int, Run] = {}
-    for number, plan in enumerate(plans, start=1):
-        try:
-            made[number] = _train(runs, f"run-{number:03d}", **plan)
-            watch.note_run()
-        except CommandError as error:
-            before = f" (run {number - 1} succeeded)" if made else ""
-            raise CommandError(f"In {plan['title']}{before}: {error}") from error
-    return made
+def _plan_runs(
+    argv: list[str], arguments: argparse.Namespace
+) -> Iterator[tuple[str, int | None, dict[str, Any]]]:
+    """Yield the title of each run, its number of processes if it was chosen, and its options.
 
-
-def _train(
-    runs: Runs, name: str, *, title: str, label: str = "", count: int | None = None, **options: Any
-) -> Run:
-    """Run once; ``label`` and ``count``, of processes, are what the table shows of the run."""
-    return replace(runs.run(name, title, **options), label=label, processes=count)
+    If a word of the command contains ``{processes}``, the command is started once with the number
+    in its place, and starts the processes itself; otherwise it is started so many times, as
+    torchrun does.
+    """
+    if arguments.portable:
+        for title, variables in _STACKS:
+            yield title, None, {"variables": variables}
+    elif arguments.processes is None:
+        runs = arguments.runs or _FEWEST_RUNS
+        for number in range(1, runs + 1):
+            changed = number > 1 and arguments.last_bits
+            changes = {LAST_BITS: str(number - 1)} if changed else {}
+            yield f"run {number} of {runs}", None, {"variables": changes}
+    else:
+        counts = arguments.processes
+        starts_itself = any(_PLACEHOLDER in word for word in argv)
+        # Sums depend on the number of threads, so all runs have the same.
+        threads = {_THREADS: os.environ.get(_THREADS) or str(count_threads(max(counts)))}
+        for number, count in enumerate(counts, start=1):
+            title = f"run {number} of {len(counts)}, on {pluralize(count, 'process', 'processes')}"
+            command = [word.replace(_PLACEHOLDER, str(count)) for word in argv]
+            processes = None if starts_itself else count
+            yield title, count, {"command": command, "processes": processes, "variables": threads}
 
 
 def _check_last_bits(runs: Mapping[int, Run]) -> None:
@@ -236,31 +239,6 @@ SETTINGS = {
 }
 
 
-def _plan_runs(argv: list[str], counts: Sequence[int]) -> list[_Plan]:
-    """Return one run for each number of processes.
-
-    Args:
-        argv: The command. If a word contains ``{processes}``, the command is started once with the
-            number in its place, and starts the processes itself; otherwise it is started so many
-            times, as torchrun does.
-        counts: The numbers of processes.
-    """
-    starts_itself = any(_PLACEHOLDER in word for word in argv)
-    # Sums depend on the number of threads, so all runs have the same.
-    variables = {_THREADS: os.environ.get(_THREADS) or str(count_threads(max(counts)))}
-    return [
-        {
-            "command": [word.replace(_PLACEHOLDER, str(count)) for word in argv],
-            "title": f"run {number} of {len(counts)}, "
-            f"on {pluralize(count, 'process', 'processes')}",
-            "count": count,
-            "processes": None if starts_itself else count,
-            "variables": variables,
-        }
-        for number, count in enumerate(counts, start=1)
-    ]
-
-
 def _interrupt_and_resume(argv: list[str], runs: Runs, *, allow_objects: bool) -> RepeatReport:
     """Run the command straight, and once for each point at which it can be interrupted.
 
@@ -273,10 +251,8 @@ def _interrupt_and_resume(argv: list[str], runs: Runs, *, allow_objects: bool) -
     """
     folder = runs.output / "run-001"
     survey = {INTERRUPT: SURVEY, FOLDER: str(folder)}
-    straight = _train(
-        runs, folder.name, title="run 1, straight", variables=survey, label="straight"
-    )
-    made = {1: straight}
+    straight = runs.run(folder.name, "run 1, straight", variables=survey)
+    made = {1: replace(straight, label="straight")}
     points = list(choose_points(read_survey(folder)))
     if not points:
         raise CommandError(
@@ -289,9 +265,8 @@ def _interrupt_and_resume(argv: list[str], runs: Runs, *, allow_objects: bool) -
             checkpoints = _kill(runs, f"{name}-killed", point, f"{title}, to be killed")
             variables = {RESUME: str(checkpoints / CHECKPOINT)}
             variables |= _ALLOW_OBJECTS if allow_objects else {}
-            shown = f"{label}, resumed"
-            title = f"{title}, resumed"
-            run = _train(runs, name, title=title, label=shown, variables=variables)
+            resumed = runs.run(name, f"{title}, resumed", variables=variables)
+            run = replace(resumed, label=f"{label}, resumed")
             if RepeatReport({1: made[1], number: run}, runs.output, argv).verdict == "equal":
                 # A checkpoint that leads to a different run is kept.
                 shutil.rmtree(checkpoints, ignore_errors=True)
@@ -307,20 +282,15 @@ def _interrupt_and_resume(argv: list[str], runs: Runs, *, allow_objects: bool) -
 
 def _kill(runs: Runs, name: str, point: InterruptionPoint, title: str) -> Path:
     """Run the command until it is killed at a point; return the folder with its checkpoint."""
-    folder = make_run_folder(runs.output, name)
-    checkpoints = make_run_folder(folder, _CHECKPOINTS)
+    checkpoints = runs.output / name / "checkpoints"
+    with file_errors(LedgerError, f"The folder {checkpoints} cannot be made"):
+        checkpoints.mkdir(parents=True)
     mark = checkpoints / MARK
-    run_once(
-        runs.command,
-        folder,
-        progress=RunProgress(title, folder, runs.seconds),
-        timeout=runs.timeout,
-        variables={INTERRUPT: str(point), FOLDER: str(checkpoints)},
-        killed_when=mark.exists,
-    )
+    variables = {INTERRUPT: str(point), FOLDER: str(checkpoints)}
+    killed = runs.run(name, title, may_fail=True, variables=variables, killed_when=mark.exists)
     if not mark.exists():
-        raise CommandError(
+        raise killed.failure or CommandError(
             "The command ended without reaching the point at which it should be killed, which the "
-            f"straight run had reached: its runs differ. Log: {folder / 'output.log'}."
+            f"straight run had reached: its runs differ. Log: {checkpoints.parent / 'output.log'}."
         )
     return checkpoints

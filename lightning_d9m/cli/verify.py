@@ -5,6 +5,7 @@ It runs on the CPU and loads only plain values, unless ``--allow-objects`` is gi
 
 import argparse
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -58,14 +59,19 @@ def run(arguments: argparse.Namespace) -> int:
         found = Verification(path, "damaged", [f"damaged: {error}"])
     else:
         state = SavedState.from_checkpoint(checkpoint)
-        ledger = _find_ledger(arguments.ledger, state)
+        ledger = None
+        if arguments.ledger is not None:
+            ledger = read_ledger(arguments.ledger)
+        elif not isinstance(state, str) and (position := state.ranks[0].ledger):
+            with suppress(LedgerError):  # it was moved
+                ledger = read_ledger(position.folder)
         if not has_manifest and ledger is None:
             raise CommandError(
                 f"{path} has no manifest of lightning_d9m, so there is nothing to check it by. "
                 "Name the ledger of the run that saved it, or save checkpoints with "
                 "DeterminismCallback."
             )
-        found = _verify(path, checkpoint, state, ledger, has_manifest=has_manifest)
+        found = _verify(path, checkpoint, state, ledger)
     facts = {"ok": found.ok, **asdict(found), "checkpoint": str(path)}
     print_result(arguments.format, facts, wrap_on_terminal(found.lines))
     return 0 if found.ok else 1
@@ -106,23 +112,15 @@ class Verification:
 
 
 def _verify(
-    path: Path,
-    checkpoint: Mapping[str, Any],
-    state: "SavedState | str",
-    ledger: Ledger | None,
-    *,
-    has_manifest: bool,
+    path: Path, checkpoint: Mapping[str, Any], state: "SavedState | str", ledger: Ledger | None
 ) -> Verification:
     from lightning_d9m.lightning.saved_state import find_manifest
 
-    manifest = find_manifest(checkpoint) if has_manifest else None
-    found = Verification(path, "whole", [])
-    if manifest is None:
-        found.lines.append("it has no manifest of lightning_d9m")
-    else:
+    found = Verification(path, "whole", ["it has no manifest of lightning_d9m"])
+    if (manifest := find_manifest(checkpoint)) is not None:
         found.tensors = len(manifest["tensors"])
         count = pluralize(found.tensors, "tensor")
-        found.lines.append(f"whole: {count} and all other values are as saved")
+        found.lines = [f"whole: {count} and all other values are as saved"]
     if not isinstance(state, str):
         at = state.position
         found.seed, found.epoch, found.step = state.seed, at.epoch, at.step
@@ -139,16 +137,6 @@ def _verify(
         found.ledger = str(ledger.path)
         _find_in(ledger, checkpoint, state, found)
     return found
-
-
-def _find_ledger(named: Path | None, state: "SavedState | str") -> Ledger | None:
-    if named is not None:
-        return read_ledger(named)
-    position = None if isinstance(state, str) else state.ranks[0].ledger
-    try:
-        return read_ledger(position.folder) if position else None
-    except LedgerError:
-        return None  # it was moved
 
 
 def _find_in(

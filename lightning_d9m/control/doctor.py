@@ -28,7 +28,6 @@ class CheckResult:
         found: The state on this machine.
         reason: The mechanism; empty if the status is ``"ok"``.
         fix: The remedy; empty if there is nothing to do.
-        shell: A shell command that applies the remedy; empty if no variable does.
     """
 
     name: str
@@ -36,7 +35,6 @@ class CheckResult:
     found: str
     reason: str = ""
     fix: str = ""
-    shell: str = ""
 
 
 def find_problems() -> list[CheckResult]:
@@ -44,15 +42,10 @@ def find_problems() -> list[CheckResult]:
 
     The checks change nothing and do not initialize any device.
     """
+    unset = "the callback sets it"
     variables = [
-        check_variable(
-            variable.name,
-            variable.wanted,
-            variable.allows,
-            variable.effect,
-            unset="the callback sets it",
-        )
-        for variable in VARIABLES
+        check_variable(own.name, own.wanted, own.allows, own.effect, unset=unset)
+        for own in VARIABLES
     ]
     return sort_results([
         _check_torch(), *_check_start(), *variables, *_check_host_name(), *_check_settings(),
@@ -66,9 +59,13 @@ def sort_results(results: Iterable[CheckResult]) -> list[CheckResult]:
     return sorted(results, key=lambda result: order[result.status])
 
 
-def judge(wrong: object, result: CheckResult) -> CheckResult:
+def judge(
+    wrong: object, name: str, status: Status, found: str, reason: str = "", fix: str = ""
+) -> CheckResult:
     """Return a result if what it says is wrong, else that its name is in order."""
-    return result if wrong else CheckResult(result.name, "ok", result.found)
+    return (
+        CheckResult(name, status, found, reason, fix) if wrong else CheckResult(name, "ok", found)
+    )
 
 
 def check_variable(
@@ -81,11 +78,9 @@ def check_variable(
     """
     found = os.environ.get(name)
     shown = f"not set; {unset}" if found is None else found or "empty"
-    fix, shell = f"Unset it, or set {name}={wanted}.", f"export {name}={wanted}"
-    return judge(
-        found is not None and not allows(found),
-        CheckResult(name, "problem", shown, reason, fix, shell),
-    )
+    fix = f"Unset it, or set {name}={wanted}."
+    wrong = found is not None and not allows(found)
+    return judge(wrong, name, "problem", shown, reason, fix)
 
 
 def _check_torch() -> CheckResult:
@@ -103,7 +98,7 @@ def _check_torch() -> CheckResult:
             "even with torch's flag on."
         )
         fix = "torch.backends.cuda.enable_mem_efficient_sdp(False)"
-    return judge(reason, CheckResult("torch", status, found, reason, fix))
+    return judge(reason, "torch", status, found, reason, fix)
 
 
 def _check_start() -> Iterator[CheckResult]:
@@ -111,27 +106,21 @@ def _check_start() -> Iterator[CheckResult]:
     random_hashes = describe_hash_seed_problem() is not None
     yield judge(
         random_hashes,
-        CheckResult(
-            "PYTHONHASHSEED",
-            "note",
-            "not fixed" if random_hashes else "fixed",
-            "Sets of strings have a different order in each run; Python reads it when it starts.",
-            "Start programs with PYTHONHASHSEED=0 (`d9m repeat` and `d9m locate` do).",
-            "export PYTHONHASHSEED=0",
-        ),
+        "PYTHONHASHSEED",
+        "note",
+        "not fixed" if random_hashes else "fixed",
+        "Sets of strings have a different order in each run; Python reads it when it starts.",
+        "Start programs with PYTHONHASHSEED=0 (`d9m repeat` and `d9m locate` do).",
     )
     text = os.environ.get("PL_GLOBAL_SEED")
     yield judge(
         text and not (text.isdecimal() and int(text) <= HIGHEST_SEED),
-        CheckResult(
-            "PL_GLOBAL_SEED",
-            "problem",
-            text or "not set; seed_everything sets it",
-            "It is not a valid seed: the callback, which reads its seed from it, raises, and "
-            "seed_everything chooses a different one.",
-            f"Unset it, or set it to a whole number from 0 to {HIGHEST_SEED}.",
-            "unset PL_GLOBAL_SEED",
-        ),
+        "PL_GLOBAL_SEED",
+        "problem",
+        text or "not set; seed_everything sets it",
+        "It is not a valid seed: the callback, which reads its seed from it, raises, and "
+        "seed_everything chooses a different one.",
+        f"Unset it, or set it to a whole number from 0 to {HIGHEST_SEED}.",
     )
 
 
@@ -146,14 +135,12 @@ def _check_host_name() -> Iterator[CheckResult]:
         address = "no address"
     yield judge(
         not interface and (not address[:1].isdigit() or address.startswith("127.")),
-        CheckResult(
-            _GLOO,
-            "problem",
-            interface or f"not set; this host's name resolves to {address}",
-            f"The name of this host is {socket.gethostname()}, and at this address the ranks on "
-            "other hosts cannot connect to this one: they wait until a timeout.",
-            f"Set it to the interface that `ip route get {first}` names.",
-        ),
+        _GLOO,
+        "problem",
+        interface or f"not set; this host's name resolves to {address}",
+        f"The name of this host is {socket.gethostname()}, and at this address the ranks on "
+        "other hosts cannot connect to this one: they wait until a timeout.",
+        f"Set it to the interface that `ip route get {first}` names.",
     )
 
 
@@ -164,14 +151,12 @@ def _check_settings() -> Iterator[CheckResult]:
     timed = torch.backends.cudnn.benchmark
     yield judge(
         timed,
-        CheckResult(
-            "cuDNN benchmark",
-            "problem",
-            "on as Python starts" if timed else "off",
-            "The benchmark picks kernels by timing them.",
-            "Remove torch.backends.cudnn.benchmark = True from sitecustomize.py or usercustomize.py"
-            " (and Trainer(benchmark=True) from programs).",
-        ),
+        "cuDNN benchmark",
+        "problem",
+        "on as Python starts" if timed else "off",
+        "The benchmark picks kernels by timing them.",
+        "Remove torch.backends.cudnn.benchmark = True from sitecustomize.py or usercustomize.py"
+        " (and Trainer(benchmark=True) from programs).",
     )
     cuda, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
     reduced = {
@@ -184,13 +169,11 @@ def _check_settings() -> Iterator[CheckResult]:
     names = ", ".join(name for name, is_allowed in reduced.items() if is_allowed)
     yield judge(
         names,
-        CheckResult(
-            "precision",
-            "note",
-            f"{names} on CUDA devices" if names else "full",
-            "They are deterministic, but round differently from full precision. The callback "
-            "leaves them unchanged and records them.",
-        ),
+        "precision",
+        "note",
+        f"{names} on CUDA devices" if names else "full",
+        "They are deterministic, but round differently from full precision. The callback "
+        "leaves them unchanged and records them.",
     )
 
 
@@ -200,38 +183,27 @@ def _uses_tf32(backend: Any) -> bool:
 
 
 def _check_threads() -> Iterator[CheckResult]:
-    cores, usable = os.cpu_count() or 1, _count_usable_cores()
+    cores = os.cpu_count() or 1
+    # As OpenMP counts them: it ignores a container's CPU quota.
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cores
     # One number per nesting level; torch takes the first and ignores anything but numbers.
     fixed = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip().isdigit()
     chosen = "fixed by OMP_NUM_THREADS" if fixed else "chosen by torch"
     yield judge(
         not fixed,
-        CheckResult(
-            "CPU threads",
-            "note",
-            f"{torch.get_num_threads()} on {usable} of {cores} cores, {chosen}",
-            "CPU results depend on the number of threads, and torch chooses it by the number of "
-            "usable cores" + (", which this container or job limits." if usable < cores else "."),
-            "To get equal results on several machines, set OMP_NUM_THREADS or "
-            "DeterminismCallback(threads=...).",
-            f"export OMP_NUM_THREADS={torch.get_num_threads()}",
-        ),
+        "CPU threads",
+        "note",
+        f"{torch.get_num_threads()} on {usable} of {cores} cores, {chosen}",
+        "CPU results depend on the number of threads, and torch chooses it by the number of "
+        "usable cores" + (", which this container or job limits." if usable < cores else "."),
+        "To get equal results on several machines, set OMP_NUM_THREADS or "
+        "DeterminismCallback(threads=...).",
     )
     yield judge(
         threads_vary(),
-        CheckResult(
-            DYNAMIC,
-            "problem",
-            os.environ.get(DYNAMIC) or "not set",
-            "OpenMP chooses the number of threads for every operation by the load of the machine.",
-            f"Unset it, or set {DYNAMIC}=false.",
-            f"export {DYNAMIC}=false",
-        ),
+        DYNAMIC,
+        "problem",
+        os.environ.get(DYNAMIC) or "not set",
+        "OpenMP chooses the number of threads for every operation by the load of the machine.",
+        f"Unset it, or set {DYNAMIC}=false.",
     )
-
-
-def _count_usable_cores() -> int:
-    """Return the number of cores that OpenMP counts. It ignores a container's CPU quota."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

@@ -10,7 +10,7 @@ that value.
 import os
 import threading
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -133,7 +133,7 @@ class _VariableState:
     holders: int = 0
     previous: dict[str, str | None] | None = None
     # Values that a library read when it started, for later sessions in this process.
-    in_force: dict[str, str] | None = None
+    in_force: dict[str, str] = field(default_factory=dict)
 
 
 _state = _VariableState()
@@ -165,7 +165,9 @@ class EarlyVariables:
             return
         with _lock:
             if _state.holders == 0:
-                _set_variables()
+                wanted = {variable.name: _choose(variable) for variable in VARIABLES}
+                _state.previous = {name: os.environ.get(name) for name in wanted}
+                os.environ.update(wanted)
             _state.holders += 1
         self._hold = weakref.finalize(self, _give_up)
         self._hold.atexit = False  # the environment ends with the process
@@ -183,32 +185,23 @@ def read_user_value(name: str) -> str | None:
 
 
 def _give_up() -> None:
+    """Restore the variables for the last holder; note the values that libraries have read."""
     with _lock:
         _state.holders -= 1
-        if _state.holders == 0:
-            _restore_variables()
-
-
-def _set_variables() -> None:
-    wanted = {variable.name: _choose(variable) for variable in VARIABLES}
-    _state.previous = {name: os.environ.get(name) for name in wanted}
-    os.environ.update(wanted)
-
-
-def _restore_variables() -> None:
-    remembered = _state.in_force or {}
-    for variable in VARIABLES:
-        if _has_started(variable.library):
-            remembered.setdefault(variable.name, os.environ.get(variable.name, ""))
-        else:
-            remembered.pop(variable.name, None)
-    _state.in_force = remembered
-    for name, value in (_state.previous or {}).items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
-    _state.previous = None
+        if _state.holders:
+            return
+        remembered = _state.in_force
+        for variable in VARIABLES:
+            if _has_started(variable.library):
+                remembered.setdefault(variable.name, os.environ.get(variable.name, ""))
+            else:
+                remembered.pop(variable.name, None)
+        for name, value in (_state.previous or {}).items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+        _state.previous = None
 
 
 def _has_started(library: str) -> bool:
@@ -219,7 +212,7 @@ def _choose(variable: Variable) -> str:
     """Return the value of the user, or ours if there is none."""
     name, found = variable.name, os.environ.get(variable.name)
     if _has_started(variable.library):
-        value = (_state.in_force or {}).get(name, found)
+        value = _state.in_force.get(name, found)
         if value is None or not variable.allows(value):
             raise TooLateError(
                 f"{variable.library} started in this process while {name} was "

@@ -6,9 +6,9 @@ Seeds are hashed instead of added: seed 1 in epoch 2 must differ from seed 2 in 
 import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -90,28 +90,16 @@ def seed_micro_batch(base: int, *, fit: int, epoch: int, logical_rank: int, batc
         torch.manual_seed(seed)  # takes effect when the device is initialized
 
 
-@dataclass(frozen=True, eq=False)
-class RngState:
-    """The state of every generator that ``seed_all`` seeds.
-
-    Attributes:
-        python: ``random.getstate()``.
-        numpy: State of NumPy's legacy global generator.
-        torch_cpu: State of torch's CPU generator, uint8.
-        devices: State of each generator of initialized accelerators, uint8, by device type and
-            number.
-    """
-
-    python: tuple[Any, ...]
-    numpy: dict[str, Any]
-    torch_cpu: torch.Tensor
-    devices: dict[str, dict[int, torch.Tensor]]
+RngState: TypeAlias = dict[str, Any]
+"""The states of the generators that ``seed_all`` seeds: ``"python"``, ``"numpy"``, ``"torch"`` (of
+the CPU, uint8), and ``"devices"``: of initialized accelerators, by device type and number."""
 
 
 def capture_host() -> RngState:
     """Return the state of the generators that ``seed_host`` seeds, without using a device."""
     numpy = dict(np.random.get_state(legacy=False))  # noqa: NPY002 - user code draws from it
-    return RngState(random.getstate(), numpy, torch.default_generator.get_state(), {})
+    cpu = torch.default_generator.get_state()
+    return {"python": random.getstate(), "numpy": numpy, "torch": cpu, "devices": {}}
 
 
 def capture_rng() -> RngState:
@@ -119,19 +107,24 @@ def capture_rng() -> RngState:
 
     The state does not include devices that are initialized later.
     """
-    devices = {
-        name: {number: module.get_rng_state(number) for number in range(module.device_count())}
-        for name, module in _list_initialized_devices()
-    }
-    return replace(capture_host(), devices=devices)
+    state = capture_host()
+    accelerator = find_accelerator()
+    for name in sorted({"cuda", "xpu"} | ({accelerator.type} if accelerator else set())):
+        module = getattr(torch, name, None)
+        # torch.mps has no such function and is always initialized.
+        started = getattr(module, "is_initialized", getattr(module, "is_available", bool))
+        if started() and (read := getattr(module, "get_rng_state", None)):
+            numbers = range(getattr(torch, name).device_count())
+            state["devices"][name] = {number: read(number) for number in numbers}
+    return state
 
 
 def restore_rng(state: RngState) -> None:
     """Restore every generator to a captured state."""
-    random.setstate(state.python)
-    np.random.set_state(state.numpy)  # noqa: NPY002 - as above
-    torch.default_generator.set_state(state.torch_cpu)
-    for name, states in state.devices.items():
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])  # noqa: NPY002 - as above
+    torch.default_generator.set_state(state["torch"])
+    for name, states in state["devices"].items():
         module = getattr(torch, name)
         for number, own in states.items():
             module.set_rng_state(own, number)
@@ -145,18 +138,6 @@ def rng_restored() -> Iterator[None]:
         yield
     finally:
         restore_rng(state)
-
-
-def _list_initialized_devices() -> Iterator[tuple[str, Any]]:
-    """Yield (name, module of torch) of each accelerator that this process has initialized."""
-    accelerator = find_accelerator()
-    built = set() if accelerator is None else {accelerator.type}
-    for name in sorted({"cuda", "xpu"} | built):
-        module = getattr(torch, name, None)
-        # torch.mps has no such function and is always initialized.
-        started = getattr(module, "is_initialized", getattr(module, "is_available", bool))
-        if started() and hasattr(module, "get_rng_state"):
-            yield name, module
 
 
 # Of the path of a change in a worker.
@@ -174,7 +155,6 @@ class RandomStreams:
         stage: ``"train"``, ``"validate"``, ``"test"`` or ``"predict"``.
         number: Ordinal of the loader in its stage.
         epoch: The current epoch of this process.
-        workers: The base seed that torch draws for the workers of the epoch's first iteration.
         starts: How often an epoch was started, or started again.
         shared: In shared memory for persistent workers, int64 of shape (2,): the current epoch of
             the main process, and ``starts``. None without such workers.
@@ -188,7 +168,6 @@ class RandomStreams:
     stage: str
     number: int = 0
     epoch: int = 0
-    workers: int = 0
     starts: int = 0
     shared: torch.Tensor | None = None
     report: torch.Tensor | None = None
@@ -247,10 +226,10 @@ _SEED_BYTES, _PHILOX_BYTES = 8, 16
 def encode_rng(state: RngState) -> dict[str, Any]:
     """Return the state of all generators of a process, which calls this, as plain values."""
     return {
-        "host": pack_bytes(encode_plain([state.python, state.numpy])),
-        "torch": state.torch_cpu,
-        "devices": {name: list(states.values()) for name, states in state.devices.items()},
-        "own": {name: _find_own_device(name) for name in state.devices},
+        "host": pack_bytes(encode_plain([state["python"], state["numpy"]])),
+        "torch": state["torch"],
+        "devices": {name: list(states.values()) for name, states in state["devices"].items()},
+        "own": {name: _find_own_device(name) for name in state["devices"]},
     }
 
 
@@ -266,7 +245,7 @@ def decode_rng(encoded: Mapping[str, Any]) -> RngState:
         if place is not None:
             devices[name][place] = own
     python, numpy = decode_plain(unpack_bytes(encoded["host"]))
-    return RngState(python=python, numpy=numpy, torch_cpu=encoded["torch"], devices=devices)
+    return {"python": python, "numpy": numpy, "torch": encoded["torch"], "devices": devices}
 
 
 def find_lost_devices(encoded: Mapping[str, Any]) -> list[str]:

@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +17,7 @@ from lightning_d9m.control import torch_flags
 from lightning_d9m.control.environment import CONTROL, EarlyVariables, control_is_on
 from lightning_d9m.control.seeding import rng_restored, seed_all
 from lightning_d9m.control.settings import Settings
-from lightning_d9m.control.torch_flags import threads_pinned, verify_threads
+from lightning_d9m.control.torch_flags import threads_pinned
 from lightning_d9m.errors import SettingError
 from lightning_d9m.patches.registration import patches_applied
 
@@ -38,6 +37,7 @@ class Session:
         settings: The settings.
         fits: Number of fits that began while it was the active session.
         thread: The thread that opened it.
+        scopes: How many ``with`` blocks hold it open.
         in_trainer: Whether a Trainer opened it for a run.
         seed_is_default: True if the seed is the default, so that a Trainer may choose another one.
 
@@ -53,7 +53,7 @@ class Session:
         self.in_trainer = False
         self.seed_is_default = False
         self.thread = threading.current_thread()
-        self._scopes = 0
+        self.scopes = 0
         self._switching = control_is_on()
         fill = settings.fill_uninitialized_memory
         self._flags = torch_flags.wanted_flags(fill_uninitialized_memory=fill)
@@ -91,9 +91,21 @@ class Session:
 
     def verify(self) -> None:
         """Raise a ``SettingError`` if a flag or the number of threads has changed since."""
-        if self._switching:
-            torch_flags.verify_flags(self._flags)
-        verify_threads(self.settings.threads)
+        changed = torch_flags.find_changed_flags(self._flags) if self._switching else {}
+        for name, value in changed.items():
+            raise SettingError(
+                f"The flag {name} is {value} and was set to {self._flags[name]}: something changed "
+                "it during the run, so the run is not deterministic. Look for "
+                "torch.use_deterministic_algorithms, torch.backends.cudnn or "
+                "Trainer(deterministic=...) in the program, and remove it."
+            )
+        actual, pinned = torch.get_num_threads(), self.settings.threads
+        if pinned not in (None, actual):
+            raise SettingError(
+                f"{actual} CPU threads are in use, and {pinned} were pinned: something changed the "
+                "number during the run, and results differ with it. Look for "
+                "torch.set_num_threads in the program, and remove it."
+            )
 
     def switch_again(self) -> list[str]:
         """Set the flags that have changed since again, and return their names."""
@@ -117,7 +129,7 @@ class Session:
         with _lock:
             if self not in _open:
                 return
-            while _open[-1] is not self and not _open[-1].in_scope:
+            while _open[-1] is not self and not _open[-1].scopes:
                 _open[-1].close()
             if _open[-1] is not self:
                 raise SettingError(
@@ -129,23 +141,13 @@ class Session:
             self._stack.close()
 
     def __enter__(self) -> "Self":
-        self._scopes += 1
+        self.scopes += 1
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._scopes -= 1
-        if self._scopes == 0:
+    def __exit__(self, *_: object) -> None:
+        self.scopes -= 1
+        if self.scopes == 0:
             self.close()
-
-    @property
-    def in_scope(self) -> bool:
-        """True while a ``with`` block holds the session open."""
-        return self._scopes > 0
 
 
 def _refuse_other_threads() -> None:
@@ -153,7 +155,7 @@ def _refuse_other_threads() -> None:
     thread = threading.current_thread()
     for session in _open:
         # After a fork the threads of the parent process are not alive.
-        if session.in_scope and session.thread is not thread and session.thread.is_alive():
+        if session.scopes and session.thread is not thread and session.thread.is_alive():
             raise SettingError(
                 f"A deterministic session or run is open in thread {session.thread.name!r}, so "
                 f"thread {thread.name!r} cannot open another one: the threads of a process share "
@@ -202,7 +204,7 @@ def enable(settings: Settings | None = None, **overrides: Any) -> Session:
     chosen = _choose(settings, overrides)
     with _lock:
         last = active_session()
-        if last is not None and not last.in_scope:
+        if last is not None and not last.scopes:
             last.close()
         return Session(chosen)
 

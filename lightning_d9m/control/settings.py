@@ -19,13 +19,6 @@ HIGHEST_SEED = 2**32 - 1
 HIGHEST_THREADS = 4096
 
 
-def _variables_ask_for_portable_bits() -> bool:
-    """Return whether a session of the program is portable, too; others are opened with it."""
-    return read_switch(os.environ) and bool(
-        read_variable("LIGHTNING_D9M_PORTABLE", os.environ, bool)
-    )
-
-
 def _torch_is_built_for_cuda() -> bool:
     """Return whether torch was built for CUDA; neither import it nor start the driver."""
     torch = sys.modules.get("torch")
@@ -66,7 +59,12 @@ class Settings:
     fill_uninitialized_memory: bool = True
     patch_ops: bool = field(default_factory=_torch_is_built_for_cuda)
     unpatched_ops: tuple[str, ...] = ()
-    portable: bool = field(default_factory=_variables_ask_for_portable_bits)
+    portable: bool = field(
+        default_factory=lambda: (
+            read_switch(os.environ)
+            and bool(read_variable("LIGHTNING_D9M_PORTABLE", os.environ, bool))
+        )
+    )
 
     def __post_init__(self) -> None:
         _validate_integer("seed", self.seed, 0, HIGHEST_SEED)

@@ -43,7 +43,10 @@ def capture_flags() -> Flags:
     }
     flags |= {name: getattr(owner, own) for name, (owner, own) in _ATTRIBUTES.items()}
     if has_compiler_flag():
-        flags["inductor.deterministic"] = _inductor_deterministic()
+        # Its initial value before the (slow) import of its module.
+        config: Any = sys.modules.get(_INDUCTOR)
+        value = read_user_value(INDUCTOR) == "1" if config is None else config.deterministic
+        flags["inductor.deterministic"] = bool(value)
     return flags
 
 
@@ -100,29 +103,6 @@ def find_changed_flags(wanted: Flags) -> Flags:
     return {name: value for name, value in capture_flags().items() if value != wanted[name]}
 
 
-def verify_flags(wanted: Flags) -> None:
-    """Raise if a flag has changed since the session set it.
-
-    Raises:
-        SettingError: With the first flag that has changed.
-    """
-    for name, value in find_changed_flags(wanted).items():
-        raise SettingError(
-            f"The flag {name} is {value} and was set to {wanted[name]}: something changed it "
-            "during the run, so the run is not deterministic. Look for "
-            "torch.use_deterministic_algorithms, torch.backends.cudnn or "
-            "Trainer(deterministic=...) in the program, and remove it."
-        )
-
-
-def _inductor_deterministic() -> bool:
-    """Return the compiler's flag, or its initial value before the (slow) import of its module."""
-    config: Any = sys.modules.get(_INDUCTOR)
-    if config is None:
-        return read_user_value(INDUCTOR) == "1"
-    return bool(config.deterministic)
-
-
 # With it OpenMP gives an operation fewer threads while the machine is busy, even if the number is
 # pinned. OpenMP reads it when it starts, which is when torch is imported.
 DYNAMIC = "OMP_DYNAMIC"
@@ -167,21 +147,6 @@ def threads_pinned(number: int | None) -> Iterator[None]:
     finally:
         if number is not None:
             torch.set_num_threads(before)
-
-
-def verify_threads(number: int | None) -> None:
-    """Raise if the number has changed since it was pinned.
-
-    Raises:
-        SettingError: With both numbers.
-    """
-    actual = torch.get_num_threads()
-    if number not in (None, actual):
-        raise SettingError(
-            f"{actual} CPU threads are in use, and {number} were pinned: something changed the "
-            "number during the run, and results differ with it. Look for torch.set_num_threads in "
-            "the program, and remove it."
-        )
 
 
 def threads_vary() -> bool:

@@ -75,7 +75,11 @@ def flatten_tensor(tensor: torch.Tensor) -> DenseTensor | NestedTensor:
         raise _refuse(tensor, "a meta tensor has no data", "Pass a materialized one.")
     header = _header(tensor.dtype, tensor.shape)
     if tensor.is_conj() or tensor.is_neg() or not tensor.is_contiguous():
-        tensor = _lay_out(tensor)
+        # In row-major order, as integers, because torch cannot copy every dtype (int4) and must
+        # not interpret any.
+        tensor = tensor.detach().resolve_conj().resolve_neg()
+        integer = _INTEGERS.get(tensor.itemsize)
+        tensor = (tensor if integer is None else tensor.view(integer)).contiguous()
     return DenseTensor(header, tensor)
 
 
@@ -110,14 +114,6 @@ def locate(data: torch.Tensor) -> tuple[int, int]:
 def _header(dtype: torch.dtype, shape: tuple[int, ...], layout: str = "") -> bytes:
     words = (VERSION, layout, str(dtype).removeprefix("torch."), f"[{','.join(map(str, shape))}]")
     return f"{' '.join(filter(None, words))}\n".encode()
-
-
-def _lay_out(tensor: torch.Tensor) -> torch.Tensor:
-    """Copy the elements into row-major order, with conjugation and negation applied."""
-    tensor = tensor.detach().resolve_conj().resolve_neg()
-    # As integers, because torch cannot copy every dtype (int4) and must not interpret any.
-    integer = _INTEGERS.get(tensor.itemsize)
-    return (tensor if integer is None else tensor.view(integer)).contiguous()
 
 
 def _flatten_subclass(tensor: torch.Tensor) -> DenseTensor | NestedTensor | None:
@@ -156,7 +152,6 @@ _VALUE = f"{VERSION} value\n".encode()
 # The parts that are hashed at the end: bytes, and numbers of dense tensors for their digests.
 _Recipe = int | list["bytes | _Recipe"]
 _MAX_COPY_BYTES = 16384
-_ARENA = 4096  # chunk digests for which memory is allocated together
 # A tensor with its number, its address and its size in bytes.
 _Located = tuple[int, torch.Tensor, tuple[int, int]]
 
@@ -256,7 +251,7 @@ class DigestQueue:
         Raises:
             DigestError: As ``digest``, for the first tensor without one; nothing is appended then.
         """
-        self._append(lambda dense: [self._plan(tensor, dense) for tensor in tensors])
+        self._append(self._plan, tensors)
 
     def add_value(self, value: object) -> None:
         """Read the tensors of a nested value and append its digest, that of ``digest_value``.
@@ -264,19 +259,21 @@ class DigestQueue:
         Raises:
             DigestError: As ``digest_value``; then nothing is appended.
         """
-        self._append(lambda dense: [self._plan_value(value, dense)])
+        self._append(self._plan_value, [value])
 
     def add_leaves(self, leaves: Iterable[object]) -> None:
         """Read tensors and other values, in one launch on each CUDA device.
 
         Of a leaf without defined bytes, the type is digested.
         """
-        self._append(lambda dense: [self._plan_leaf(leaf, dense) for leaf in leaves])
+        self._append(self._plan_leaf, leaves)
 
-    def _append(self, plan: Callable[[list[DenseTensor]], list[_Recipe]]) -> None:
+    def _append(
+        self, plan: Callable[[Any, list[DenseTensor]], _Recipe], values: Iterable[object]
+    ) -> None:
         dense: list[DenseTensor] = []
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - documented in "Extending PyTorch"
-            recipes = plan(dense)
+            recipes = [plan(value, dense) for value in values]
             self.read_chunks([part.data for part in dense])
         self._headers += [part.header for part in dense]
         self._recipes += recipes
@@ -389,19 +386,17 @@ class _StreamDigests:
         self._kernel = kernel
         self._device = device
         self._stream = stream
-        self._arenas: list[tuple[torch.Tensor, int]] = []  # with the number of used places
+        self._launched: list[torch.Tensor] = []  # the chunk digests of each launch
         self._numbers: list[int] = []
         self._spans: list[tuple[int, int]] = []
-        self._host_copies: list[torch.Tensor] | None = None
-        self._copied: Any = None
+        self._copy: tuple[torch.Tensor, Any] | None = None  # on the host, when the event is done
 
     def launch(self, located: list[_Located]) -> None:
         """Start hashing tensors, in one launch."""
         numbers, tensors, spans = zip(*located, strict=True)
         self._numbers += numbers
         self._spans += spans
-        chunks = sum(xxh3_cpu.count_chunks(size) for _, size in spans)
-        self._kernel.hash_into(*self._reserve(chunks), spans, self._device)
+        self._launched.append(self._kernel.start_hashing(spans, self._device))
         for tensor in tensors:
             # The memory may belong to another stream's pool and be reused before it is read.
             tensor.record_stream(self._stream)
@@ -409,30 +404,17 @@ class _StreamDigests:
     def start_copy(self) -> None:
         """Copy the results to the host, without waiting."""
         with torch.cuda.stream(self._stream):
-            self._host_copies = [
-                self._kernel.start_copy(arena[:used]) for arena, used in self._arenas
-            ]
-            self._copied = self._stream.record_event()
+            copy = self._kernel.start_copy(self._launched)
+            self._copy = copy, self._stream.record_event()
 
     def fetch(self) -> Iterable[tuple[int, bytes]]:
         """Wait for the results; return the number and the chunk digests of each tensor."""
-        if self._host_copies is None:
-            with torch.cuda.stream(self._stream):
-                found = [arena[:used].cpu() for arena, used in self._arenas]
-        else:
-            self._copied.synchronize()
-            found = self._host_copies
-        data = b"".join(part.numpy().tobytes() for part in found)
-        return zip(self._numbers, xxh3_cpu.split_chunk_digests(data, self._spans), strict=True)
-
-    def _reserve(self, places: int) -> tuple[torch.Tensor, int]:
-        """Return memory on the device and the first free place in it."""
-        arena, used = self._arenas[-1] if self._arenas else (None, 0)
-        if arena is None or used + places > len(arena):
-            arena, used = self._kernel.allocate(max(places, _ARENA), self._device), 0
-            self._arenas.append((arena, 0))
-        self._arenas[-1] = (arena, used + places)
-        return arena, used
+        if self._copy is None:
+            self.start_copy()
+        copy, copied = cast(Any, self._copy)
+        copied.synchronize()
+        found = xxh3_cpu.split_chunk_digests(copy.numpy().tobytes(), self._spans)
+        return zip(self._numbers, found, strict=True)
 
 
 @functools.cache

@@ -1,6 +1,6 @@
 """The outputs of an evaluation, batch by batch, rolled up into one digest."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from xxhash import xxh3_128
 
@@ -66,7 +66,6 @@ class LogicalOutputDigest:
 
     def __init__(self, block: range) -> None:
         self._own = {rank: OutputDigest() for rank in block}
-        self._all: dict[int, Mapping[str, Json]] = {}
 
     def add(self, outputs: object, *, loader: int, batch: int) -> None:
         """Digest the outputs of one batch, a sequence with those of each logical rank."""
@@ -78,21 +77,18 @@ class LogicalOutputDigest:
         """Return the fields of each logical rank of this process, with its number."""
         return [[rank, digest.as_fields()] for rank, digest in self._own.items()]
 
-    def merge(self, parts: Iterable[list[Json]]) -> None:
-        """Take what ``as_plain`` returned on each process."""
-        self._all = {rank: fields for part in parts for rank, fields in part}
 
-    def as_fields(self) -> dict[str, Json]:
-        """Return the fields of a ledger's record."""
-        ordered = sorted(self._all.items())
-        lines = "".join(f"{rank} {fields['outputs']}\n" for rank, fields in ordered)
-        failed = [fields for _, fields in ordered if "undigested" in fields]
-        problem = {
-            "undigested": sum(fields["undigested"] for fields in failed),
-            "problem": failed[0]["problem"] if failed else None,
-        }
-        return {
-            "batches": sum(fields["batches"] for _, fields in ordered),
-            "outputs": xxh3_128(lines.encode()).hexdigest(),
-            **(problem if failed else {}),
-        }
+def merge_fields(parts: Iterable[list[Json]]) -> dict[str, Json]:
+    """Return the fields of a record from what ``as_plain`` returned on each process."""
+    ordered = sorted((rank, fields) for part in parts for rank, fields in part)
+    lines = "".join(f"{rank} {fields['outputs']}\n" for rank, fields in ordered)
+    failed = [fields for _, fields in ordered if "undigested" in fields]
+    problem = {
+        "undigested": sum(fields["undigested"] for fields in failed),
+        "problem": failed[0]["problem"] if failed else None,
+    }
+    return {
+        "batches": sum(fields["batches"] for _, fields in ordered),
+        "outputs": xxh3_128(lines.encode()).hexdigest(),
+        **(problem if failed else {}),
+    }

@@ -48,7 +48,9 @@ def _pytree_entries(value: object, depth: int) -> list[tuple[str, object]] | Non
     if depth == _MAX_DEPTH or isinstance(value, torch.Tensor):
         return None
     entries = _entries(value)
-    if not entries or (_has_digest(value) and all(isinstance(e, _SCALARS) for _, e in entries)):
+    # A container of strings and numbers that has a digest as a whole.
+    has_digest = isinstance(value, Mapping | list | tuple) or is_dataclass(value)
+    if not entries or (has_digest and all(isinstance(own, _SCALARS) for _, own in entries)):
         return None
     return entries
 
@@ -64,15 +66,7 @@ def _entries(value: object) -> list[tuple[str, object]] | None:
         return [(str(number), entry) for number, entry in enumerate(value)]
     if is_dataclass(value) and not isinstance(value, type):
         return [(field.name, getattr(value, field.name, None)) for field in fields(value)]
-    return list(vars(value).items()) if _is_movable(value) else None
-
-
-def _is_movable(value: object) -> bool:
-    """Return whether Lightning moves the object to a device by its own method ``to``."""
-    movable = hasattr(type(value), "to") and hasattr(value, "__dict__")
-    return movable and not isinstance(value, nn.Module)
-
-
-def _has_digest(value: object) -> bool:
-    """Return whether a container of strings and numbers has a digest as a whole."""
-    return isinstance(value, Mapping | list | tuple) or is_dataclass(value)
+    # Lightning moves such an object to a device by its own method.
+    is_movable = hasattr(type(value), "to") and hasattr(value, "__dict__")
+    is_movable = is_movable and not isinstance(value, nn.Module)
+    return list(vars(value).items()) if is_movable else None

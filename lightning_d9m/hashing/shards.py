@@ -5,11 +5,10 @@ and keeps the bytes of the chunks that it shares with other ranks: fewer than 12
 From these parts of all ranks follows the digest that the whole tensor has (docs/digest.md).
 """
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from math import prod
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -63,23 +62,39 @@ class ShardParts(NamedTuple):
         return self.begin + len(self.head) + chunks * CHUNK_BYTES + len(self.tail)
 
 
-def make_shard(
-    whole: Sequence[int], data: Tensor, first: int, ranks: Sequence[int]
-) -> Shard | None:
-    """Return the shard of a rank; None if its elements are not bytes in row-major order.
+class FlatLayout(NamedTuple):
+    """The part on this rank of a parameter that ranks divide, as a range of its elements.
 
-    Args:
-        whole: The shape of the whole tensor.
-        data: The elements that this rank holds, in the order of the whole tensor.
-        first: The number of the first of them.
-        ranks: The ranks that together hold the tensor once.
+    ``FullyShardedDataParallel`` (FSDP1) flattens the parameters of a module into one and gives each
+    rank an equal part of that, so a rank holds a contiguous range of a parameter, or nothing of it.
+
+    Attributes:
+        shape: The shape of the whole parameter.
+        first: The number of the first element that the rank holds.
+        data: The elements.
+        ranks: The ranks that together hold the parameter once.
     """
-    header = describe_dense(data.dtype, tuple(whole))
-    ordinary = type(data) in (Tensor, nn.Parameter) and data.layout is torch.strided
-    if header is None or not ordinary:
-        return None
-    flat = data.detach().contiguous().reshape(-1).view(torch.uint8)
-    return Shard(header, prod(whole) * data.itemsize, first * data.itemsize, flat, tuple(ranks))
+
+    shape: Sequence[int]
+    first: int
+    data: Tensor
+    ranks: Sequence[int]
+
+    def find_shard(self, value: Tensor) -> Shard | None:
+        """Return the shard of the parameter, or of an optimizer's state for it.
+
+        Returns:
+            None for state without a value for each element, such as the number of steps, and if its
+            elements are not bytes in row-major order.
+        """
+        header = describe_dense(value.dtype, tuple(self.shape))
+        ordinary = type(value) in (Tensor, nn.Parameter) and value.layout is torch.strided
+        has_elements = value.dim() > 0 and value.numel() == self.data.numel()
+        if header is None or not ordinary or not has_elements:
+            return None
+        flat = value.detach().contiguous().reshape(-1).view(torch.uint8)
+        size = value.itemsize
+        return Shard(header, prod(self.shape) * size, self.first * size, flat, tuple(self.ranks))
 
 
 def is_sharded_dtensor(tensor: object) -> bool:
@@ -106,7 +121,8 @@ def find_dtensor_shard(tensor: Any) -> Shard | None:
     )
     ranks = mesh.mesh[index].reshape(-1).tolist()
     first = min(chunk.offsets[0], tensor.shape[0]) * row
-    return make_shard(tensor.shape, tensor.to_local(), first, ranks)
+    local = tensor.to_local()
+    return FlatLayout(tensor.shape, first, local, ranks).find_shard(local)
 
 
 def has_base(value: object, *names: str) -> bool:
@@ -114,12 +130,7 @@ def has_base(value: object, *names: str) -> bool:
 
     The package that defines the base need not be imported.
     """
-    return not _list_bases(cast("Hashable", type(value))).isdisjoint(names)
-
-
-@lru_cache(maxsize=1024)
-def _list_bases(kind: Any) -> frozenset[str]:
-    return frozenset(base.__name__ for base in kind.__mro__)
+    return any(base.__name__ in names for base in type(value).__mro__)
 
 
 def reshard(model: nn.Module) -> None:
@@ -138,35 +149,6 @@ def reshard(model: nn.Module) -> None:
 def may_be_sharded() -> bool:
     """Return whether ranks may hold parts of tensors: FSDP needs a process group."""
     return torch.distributed.is_available() and torch.distributed.is_initialized()
-
-
-class FlatLayout(NamedTuple):
-    """The part on this rank of a parameter that ``FullyShardedDataParallel`` (FSDP1) divides.
-
-    It flattens the parameters of a module into one and gives each rank an equal part of that, so a
-    rank holds a contiguous range of a parameter, or nothing of it.
-
-    Attributes:
-        shape: The shape of the whole parameter.
-        first: The number of the first element that the rank holds.
-        data: The elements, of shape (n,).
-        ranks: The ranks that together hold the parameter once.
-    """
-
-    shape: tuple[int, ...]
-    first: int
-    data: Tensor
-    ranks: Sequence[int]
-
-    def find_state_shard(self, state: Tensor) -> Shard | None:
-        """Return the shard of an optimizer's state for this parameter.
-
-        Returns:
-            None for state without a value for each element, such as the number of steps.
-        """
-        if not state.dim() or state.numel() != self.data.numel():
-            return None
-        return make_shard(self.shape, state, self.first, self.ranks)
 
 
 def find_flat_layouts(model: nn.Module) -> dict[int, FlatLayout]:
@@ -260,10 +242,9 @@ def combine_shards(header: bytes, size: int, parts: Sequence[ShardParts]) -> str
     Raises:
         DigestError: If the parts do not cover the tensor.
     """
-    leaves: list[bytes] = []
-    pending = b""
+    leaves = pending = b""
     at = 0
-    for part in sorted(parts, key=lambda own: (own.begin, own.end)):
+    for part in sorted(parts):
         if part.begin == part.end:
             continue
         if part.begin != at:
@@ -271,12 +252,11 @@ def combine_shards(header: bytes, size: int, parts: Sequence[ShardParts]) -> str
         at = min(part.end, size)
         pending += part.head
         if part.leaves:
-            leaves += _finish(pending)
-            leaves.append(part.leaves)
+            leaves += hash_chunk(pending) + part.leaves
             pending = b""
         pending += part.tail
         if len(pending) >= CHUNK_BYTES:
-            leaves += _finish(pending[:CHUNK_BYTES])
+            leaves += hash_chunk(pending[:CHUNK_BYTES])
             pending = pending[CHUNK_BYTES:]
     if at != size:
         ranges = sorted((part.begin, part.end) for part in parts)
@@ -284,8 +264,7 @@ def combine_shards(header: bytes, size: int, parts: Sequence[ShardParts]) -> str
             f"The shards of a tensor do not cover it: it has {size:,} bytes, the ranks hold "
             f"{ranges}. All ranks must digest the same training state."
         )
-    leaves += _finish(pending)
-    return xxh3_128_hexdigest(header + b"".join(leaves))
+    return xxh3_128_hexdigest(header + leaves + hash_chunk(pending))
 
 
 def _divide(shard: Shard) -> tuple[int, int]:
@@ -296,11 +275,6 @@ def _divide(shard: Shard) -> tuple[int, int]:
     if shard.begin + length < shard.size:  # the last chunk of the tensor may be incomplete
         end -= (shard.begin + length) % CHUNK_BYTES
     return (begin, end) if begin < end else (length, length)
-
-
-def _finish(pending: bytes) -> list[bytes]:
-    """Return the digest of a chunk; of no bytes, none."""
-    return [hash_chunk(pending)] if pending else []
 
 
 def _copy(data: Tensor) -> bytes:

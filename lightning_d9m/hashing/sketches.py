@@ -55,30 +55,25 @@ def sketch_tensors(tensors: Mapping[str, Tensor]) -> dict[str, str]:
         ``SKETCH_BUCKETS`` float64 numbers, little-endian, as hexadecimal digits.
     """
     with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():  # noqa: SLF001 - as in digest_many
-        whole = {
-            name: tensor if type(tensor) in _ORDINARY else _take_whole(tensor)
-            for name, tensor in tensors.items()
-        }
-        dense = {name: own for name, own in whole.items() if own is not None and _is_sketched(own)}
+        found = {name: _find_dense(tensor) for name, tensor in tensors.items()}
+        dense = {name: own for name, own in found.items() if own is not None}
         if sum(map(Tensor.numel, dense.values())) > MOST_ELEMENTS:
             return {}
         with np.errstate(all="ignore"):  # weights may be NaN, or overflow
             return {name: _sketch(tensor) for name, tensor in dense.items()}
 
 
-def _take_whole(tensor: Tensor) -> Tensor | None:
-    """Return the whole tensor that this rank has of a DTensor; None if it has a part; others."""
-    if is_sharded_dtensor(tensor):
-        return None
-    dtensor: Any = tensor
-    local: Tensor = dtensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return local
-
-
-def _is_sketched(tensor: Tensor) -> bool:
+def _find_dense(tensor: Tensor) -> Tensor | None:
+    """Return the tensor, or the whole one that this rank has of a DTensor, if it has a sketch."""
+    ordinary = type(tensor) in _ORDINARY
+    if not ordinary:
+        if is_sharded_dtensor(tensor):
+            return None
+        wrapper: Any = tensor
+        tensor = wrapper.to_local() if hasattr(tensor, "to_local") else tensor
     if not tensor.is_floating_point() or tensor.layout is not torch.strided or not tensor.numel():
-        return False
-    return type(tensor) in _ORDINARY or isinstance(flatten_tensor(tensor), DenseTensor)
+        return None
+    return tensor if ordinary or isinstance(flatten_tensor(tensor), DenseTensor) else None
 
 
 def _sketch(tensor: Tensor) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from inspect import signature
 from math import prod
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -113,12 +114,17 @@ class PartialSnapshot:
     scattered: dict[tuple[str, str], Tensor] = field(default_factory=dict)
     sketches: Mapping[str, str] = field(default_factory=dict)
 
-    def finish(self, digests: Mapping[tuple[str, str], str] | None = None) -> Snapshot:
+    def finish(self, digests: Mapping[tuple[str, str], str] = MappingProxyType({})) -> Snapshot:
         """Return the snapshot, with the digests of whole tensors by group and name."""
         groups = {group: dict(entries) for group, entries in self.groups.items()}
-        for (group, name), value in (digests or {}).items():
+        for (group, name), value in digests.items():
             groups[group][name] = value
-        totals = {group: _sum_up(entries) for group, entries in groups.items()}
+        # The total of a group: XXH3-128 of the JSON list of its sorted [name, digest].
+        texts = {
+            group: json.dumps(sorted(entries.items()), separators=(",", ":"))
+            for group, entries in groups.items()
+        }
+        totals = {group: xxh3_128_hexdigest(text.encode()) for group, text in texts.items()}
         return Snapshot(groups, totals, self.sketches)
 
     def divide(self, place: tuple[str, str], value: object, layout: FlatLayout | None) -> bool:
@@ -131,9 +137,9 @@ class PartialSnapshot:
         """
         if layout is not None:
             own = layout.data if place[0] == "weights" else value
-            shard = layout.find_state_shard(own) if isinstance(own, Tensor) else None
+            shard = layout.find_shard(own) if isinstance(own, Tensor) else None
             if shard is None:
-                holder = layout.find_state_shard(layout.data)
+                holder = layout.find_shard(layout.data)
                 if holder is not None:
                     self.owners[place] = holder
                 return False
@@ -148,28 +154,6 @@ class PartialSnapshot:
         return True
 
 
-def take_snapshot(
-    model: nn.Module,
-    optimizers: Sequence[torch.optim.Optimizer] = (),
-    schedulers: Sequence[Any] = (),
-) -> Snapshot:
-    """Digest all state that a training carries from step to step.
-
-    An accelerator is synchronized once for all tensors.
-
-    Args:
-        model: Its parameters and buffers are digested; non-persistent buffers too, because they
-            take part in the computation.
-        optimizers: Their state by parameter, and the settings of their parameter groups.
-        schedulers: Objects with ``state_dict()``. Of an object in it without defined bytes, the
-            type is digested: its effect shows in the learning rates.
-
-    Raises:
-        DigestError: When a weight or a buffer has no defined bytes.
-    """
-    return take_partial_snapshot(model, optimizers, schedulers).finish()
-
-
 def take_partial_snapshot(
     model: nn.Module,
     optimizers: Sequence[torch.optim.Optimizer] = (),
@@ -179,12 +163,16 @@ def take_partial_snapshot(
     sketches: bool = False,
     switches: bool = True,
 ) -> PartialSnapshot:
-    """Digest this rank's part of the state of a training that divides tensors among ranks.
+    """Digest all state that a training carries from step to step, as far as this rank holds it.
+
+    An accelerator is synchronized once for all tensors.
 
     Args:
-        model: As ``take_snapshot``.
-        optimizers: As above.
-        schedulers: As above.
+        model: Its parameters and buffers are digested; non-persistent buffers too, because they
+            take part in the computation.
+        optimizers: Their state by parameter, and the settings of their parameter groups.
+        schedulers: Objects with ``state_dict()``. Of an object in it without defined bytes, the
+            type is digested: its effect shows in the learning rates.
         layouts: What ``find_flat_layouts`` returns; None to digest shards as if they were tensors.
         sketches: Whether to sketch the weights that this rank holds whole. Those of an
             accelerator are copied to the host, in pieces of 16 MiB that each wait for it.
@@ -265,12 +253,6 @@ def _digestible(value: object) -> object:
     return value
 
 
-def _sum_up(entries: Mapping[str, str]) -> str:
-    """Return one digest for a group: XXH3-128 of the JSON list of its sorted [name, digest]."""
-    text = json.dumps(sorted(entries.items()), separators=(",", ":"))
-    return xxh3_128_hexdigest(text.encode())
-
-
 def optimizer_state(
     optimizer: torch.optim.Optimizer, names: Mapping[int, str], prefix: str = ""
 ) -> Iterable[tuple[str, Any]]:
@@ -300,14 +282,6 @@ def describe_model(
 
     Two models with equal descriptions can be compared, whatever their weights.
     """
-    layouts = layouts or {}
-
-    def shape(tensor: Tensor) -> tuple[int, ...] | None:
-        if is_lazy(tensor):
-            return None
-        layout = layouts.get(id(tensor))
-        return tuple(tensor.shape) if layout is None else layout.shape
-
     description: dict[str, list[object]] = {}
     count = 0
     for kind, entries in (
@@ -315,11 +289,10 @@ def describe_model(
         ("buffer", model.named_buffers()),
     ):
         for name, tensor in entries:
-            sizes = shape(tensor)
-            listed = None if sizes is None else list(sizes)
-            description[plain_name(name)] = [listed, str(tensor.dtype), kind]
-            if kind == "parameter" and sizes is not None:
-                count += prod(sizes)
+            divided: Any = (layouts or {}).get(id(tensor), tensor)
+            sizes = None if is_lazy(tensor) else list(divided.shape)
+            description[plain_name(name)] = [sizes, str(tensor.dtype), kind]
+            count += prod(sizes) if kind == "parameter" and sizes is not None else 0
     return digest_value(description), count
 
 

@@ -79,10 +79,20 @@ class Bisection:
         Raises:
             CommandError: If ``good`` differs from itself or does not run, or ``bad`` is equal.
         """
+        side, noun = self.repository.side, self.repository.noun
         with self.repository.open_checkout(self.links) as self._check_out:
-            if good is not None:
-                self._check_good(good)
-            self._check_bad(bad)
+            for _ in range(0 if good is None else 2):
+                if self._train("good", good).verdict == "different":
+                    raise CommandError(
+                        f"Two trainings of the good {side} {good.short} differ, so no {noun} can "
+                        "be blamed. Find the cause first: d9m locate -- COMMAND"
+                    )
+            if self._train("bad", bad).verdict == "equal":
+                until = "" if self.until is None else f" until epoch {self.until}"
+                raise CommandError(
+                    f"The training of the bad {side} {bad.short} is equal to the good one{until}. "
+                    f"Give a later epoch or another {side}. {self.repository.equal_advice}"
+                )
             if good is None:
                 good, bad = self._find_good(bad)
             self.commits = len(self.repository.list_commits(bad, f"^{good.sha}"))
@@ -106,25 +116,6 @@ class Bisection:
             elif verdict == "different":
                 bad = commit
         return self.repository.list_commits(bad, *known)
-
-    def _check_good(self, good: Commit) -> None:
-        """Train a good commit twice."""
-        for _ in range(2):
-            if self._train("good", good).verdict == "different":
-                raise CommandError(
-                    f"Two trainings of the good {self.repository.side} {good.short} differ, so no "
-                    f"{self.repository.noun} can be blamed. Find the cause first: "
-                    "d9m locate -- COMMAND"
-                )
-
-    def _check_bad(self, bad: Commit) -> None:
-        if self._train("bad", bad).verdict == "equal":
-            side = self.repository.side
-            until = "" if self.until is None else f" until epoch {self.until}"
-            raise CommandError(
-                f"The training of the bad {side} {bad.short} is equal to the good one{until}. Give "
-                f"a later epoch or another {side}. {self.repository.equal_advice}"
-            )
 
     def _train(self, role: str, commit: Commit) -> Trial:
         """Train a commit that must run."""
@@ -191,19 +182,19 @@ class Bisection:
             distances = DistanceSeries()
             found = compare_ledgers(reference[name], run.fits[name], watch=distances.watch)
             if found.verdict == "different" or found.refusals:
-                distance = _find_first_distance(distances)
+                # The greatest of a layer at the first epoch that differs.
+                layers = [
+                    [
+                        layer.relative
+                        for layer in distances.moments[step].values()
+                        if layer.differing
+                    ]
+                    for step in sorted(distances.moments)
+                ]
+                distance = next((max(relative) for relative in layers if relative), None)
                 return Trial(commit, "different", seconds, "", found, distance)
         if run.failure is not None:
             return Trial(commit, "skipped", seconds, str(run.failure).partition("\n")[0])
         if not is_cut and run.fits.keys() != reference.keys():
             return Trial(commit, "different", seconds)
         return Trial(commit, "equal", seconds)
-
-
-def _find_first_distance(distances: DistanceSeries) -> float | None:
-    """Return the greatest relative distance of a layer at the first epoch that differs."""
-    for step in sorted(distances.moments):
-        layers = distances.moments[step].values()
-        if found := [layer.relative for layer in layers if layer.differing]:
-            return max(found)
-    return None

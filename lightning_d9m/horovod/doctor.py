@@ -15,13 +15,11 @@ def check_installation() -> Iterator[CheckResult]:
     found = ", ".join(f"{name} {number}" for name, number in versions.items() if number)
     yield judge(
         not found,
-        CheckResult(
-            "Lightning",
-            "note",
-            found or "not installed",
-            "The callback needs it; `lightning_d9m.deterministic` does not.",
-            "pip install lightning",
-        ),
+        "Lightning",
+        "note",
+        found or "not installed",
+        "The callback needs it; `lightning_d9m.deterministic` does not.",
+        "pip install lightning",
     )
     horovod = _find_version("horovod")
     if horovod is None:
@@ -33,27 +31,23 @@ def check_installation() -> Iterator[CheckResult]:
         cause = error.__cause__
     yield judge(
         cause is not None,
-        CheckResult(
-            "Horovod",
-            "problem",
-            f"{horovod}, which cannot be imported ({cause})" if cause else horovod,
-            "Its extension is missing, because `pip install horovod` can succeed without it, or it "
-            "was built for a different torch.",
-            "d9m install-horovod",
-        ),
+        "Horovod",
+        "problem",
+        f"{horovod}, which cannot be imported ({cause})" if cause else horovod,
+        "Its extension is missing, because `pip install horovod` can succeed without it, or it "
+        "was built for a different torch.",
+        "d9m install-horovod",
     )
     for name, (wanted, reason) in PINNED_REASONS.items():
         yield check_variable(name, wanted, wanted.__eq__, reason, unset="the strategy sets it")
     elastic = os.environ.get("HOROVOD_ELASTIC") or "not set"
     yield judge(
         elastic not in ("not set", "0"),
-        CheckResult(
-            "HOROVOD_ELASTIC",
-            "problem",
-            elastic,
-            "Elastic Horovod changes the number of ranks while training, which changes the sums.",
-            "Start with `horovodrun -np N` without --min-np and --max-np.",
-        ),
+        "HOROVOD_ELASTIC",
+        "problem",
+        elastic,
+        "Elastic Horovod changes the number of ranks while training, which changes the sums.",
+        "Start with `horovodrun -np N` without --min-np and --max-np.",
     )
 
 

@@ -22,7 +22,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -164,70 +163,63 @@ def run_processes(
         CommandError: If the command does not start, fails, or runs longer than ``timeout``. All
             of its processes have ended by then.
     """
-    described = describe_command(command)
-    wait = partial(_wait, timeout=timeout, tick=tick, killed_when=killed_when)
     logs = list(environments)
-    start = partial(_start, command, folder)
-    end, left = _watch([partial(start, *one) for one in environments.items()], logs, wait)
+    failed: tuple[int, int | None] | None = None
+    left: dict[int, str] = {}
+    others = frozenset(child.pid for child in psutil.Process().children())
+    with _signals_deferred() as received, subreaper_enabled():
+        tree = ProcessTree([], others)
+        try:
+            for log, environment in environments.items():
+                tree.leaders.append(_start(command, folder, log, environment))
+            failed = _wait(tree, received, timeout=timeout, tick=tick, killed_when=killed_when)
+            if failed is None and not tree.wait(_SETTLE_SECONDS, lambda: bool(received)):
+                left = tree.find_descendants()
+            elif failed is not None and failed[1] is not None and len(logs) > 1:
+                failed = _find_first(tree, logs)
+        finally:
+            # The first signal ends the command; a second one kills it at once.
+            expected = max(1, len(received))
+            tree.end(_GRACE_SECONDS, lambda: len(received) > expected)
     if left:
-        names = Counter(left.values()).most_common()
-        listed = ", ".join(
-            escape(name) + (f" ({count})" if count > 1 else "") for name, count in names[:_NAMES]
-        )
-        more = f" and {len(names) - _NAMES} more names" if names[_NAMES:] else ""
-        what = pluralize(len(left), "process", "processes")
-        print(f"d9m: the command left {what} running, ended now: {listed}{more}", file=sys.stderr)
-    if end is None:
-        return
-    log = logs[end.process]
-    which = f" in process {end.process} of {len(logs)}" if len(logs) > 1 else ""
-    if end.status is None:
-        raise CommandError(
+        _report_left(left)
+    if failed is not None:
+        raise CommandError(_describe_failure(command, *failed, logs=logs, timeout=timeout))
+
+
+def _report_left(left: Mapping[int, str]) -> None:
+    names = Counter(left.values()).most_common()
+    listed = ", ".join(
+        escape(name) + (f" ({count})" if count > 1 else "") for name, count in names[:_NAMES]
+    )
+    more = f" and {len(names) - _NAMES} more names" if names[_NAMES:] else ""
+    what = pluralize(len(left), "process", "processes")
+    print(f"d9m: the command left {what} running, ended now: {listed}{more}", file=sys.stderr)
+
+
+def _describe_failure(
+    command: Sequence[str],
+    number: int,
+    status: int | None,
+    *,
+    logs: Sequence[Path],
+    timeout: float | None,
+) -> str:
+    """Describe the failure of a process: its number, and its exit status, None if it hangs."""
+    described, log = describe_command(command), logs[number]
+    which = f" in process {number} of {len(logs)}" if len(logs) > 1 else ""
+    if status is None:
+        return (
             f"The command {described} was still running{which} after {timeout:g} s and was ended. "
             f"Allow it more with --timeout, or see where it hangs in {log}.{_tail(log)}"
         )
-    cause = f"signal {_name_signal(-end.status)}" if end.status < 0 else f"exit status {end.status}"
-    raise CommandError(
-        f"The command {described} ended with {cause}{which}. Log: {log}.{_tail(log)}"
-    )
-
-
-@dataclass(frozen=True)
-class _Failure:
-    """The failure of a process: its index and its exit status, None if it did not end."""
-
-    process: int
-    status: int | None
+    cause = f"signal {_name_signal(-status)}" if status < 0 else f"exit status {status}"
+    return f"The command {described} ended with {cause}{which}. Log: {log}.{_tail(log)}"
 
 
 def describe_command(command: Sequence[str]) -> str:
     """Return a command in quotes; a long one is cut."""
     return quote(" ".join(command), _TAIL_WIDTH)
-
-
-def _watch(
-    starts: "Sequence[Callable[[], subprocess.Popen[bytes]]]",
-    logs: Sequence[Path],
-    wait: Callable[[ProcessTree, list[int]], _Failure | None],
-) -> tuple[_Failure | None, dict[int, str]]:
-    """Return the result of ``wait``, and the processes that a successful command left running."""
-    others = frozenset(child.pid for child in psutil.Process().children())
-    with _signals_deferred() as received, subreaper_enabled():
-        tree = ProcessTree([], others)
-        left: dict[int, str] = {}
-        try:
-            for start in starts:
-                tree.leaders.append(start())
-            failure = wait(tree, received)
-            if failure is None and not tree.wait(_SETTLE_SECONDS, lambda: bool(received)):
-                left = tree.find_descendants()
-            elif failure is not None:
-                failure = _find_first(failure, tree, logs)
-        finally:
-            # The first signal ends the command; a second one kills it at once.
-            expected = max(1, len(received))
-            tree.end(_GRACE_SECONDS, lambda: len(received) > expected)
-    return failure, left
 
 
 def _start(
@@ -265,8 +257,8 @@ def _wait(
     timeout: float | None,
     tick: Callable[[float], None],
     killed_when: Callable[[], bool],
-) -> _Failure | None:
-    """Wait until all processes have ended, or one has failed; return what failed.
+) -> tuple[int, int | None] | None:
+    """Wait until all processes have ended, or one has failed; return its number and exit status.
 
     After a signal to this process nothing has failed: the signal is raised later.
     """
@@ -280,29 +272,27 @@ def _wait(
         if killed_when():
             tree.kill()
             return None
-        failed = next((n for n, status in enumerate(statuses) if status), None)
-        if failed is not None:
-            return _Failure(failed, statuses[failed])
+        for number, status in enumerate(statuses):
+            if status:
+                return number, status
         if None not in statuses:
             return None
         passed = _read_clock() - start
         if timeout is not None and passed > timeout:
-            return _Failure(statuses.index(None), None)
+            return statuses.index(None), None
         tick(passed)
     return None
 
 
-def _find_first(failure: _Failure, tree: ProcessTree, logs: Sequence[Path]) -> _Failure:
+def _find_first(tree: ProcessTree, logs: Sequence[Path]) -> tuple[int, int | None]:
     """Return the failure that came first; others may fail shortly after, because of it.
 
     The process that failed first wrote to its log before the others.
     """
-    if failure.status is None or len(logs) == 1:
-        return failure
     tree.wait(_SETTLE_SECONDS, lambda: False)
     failed = [number for number, leader in enumerate(tree.leaders) if leader.poll()]
     first = min(failed, key=lambda number: logs[number].stat().st_mtime_ns)
-    return _Failure(first, tree.leaders[first].poll())
+    return first, tree.leaders[first].poll()
 
 
 @contextmanager

@@ -41,12 +41,8 @@ def make_output(chosen: Path | None, parent: str = "d9m-runs", prefix: str = "")
     Raises:
         LedgerError: If it exists already or cannot be created.
     """
-    candidates = (
-        (Path(parent, f"{prefix}{number:03d}") for number in range(1000))
-        if chosen is None
-        else [chosen]
-    )
-    for folder in candidates:
+    numbered = (Path(parent, f"{prefix}{number:03d}") for number in range(1000))
+    for folder in numbered if chosen is None else [chosen]:
         what = f"The folder {folder} cannot be made"
         advice = "Give another with --output."
         with file_errors(LedgerError, what, advice), suppress(FileExistsError):
@@ -80,18 +76,6 @@ class Run:
     processes: int | None = None
     seconds: float | None = None
     failure: CommandError | None = None
-
-
-def make_run_folder(output: Path, name: str) -> Path:
-    """Create the folder of one run.
-
-    Raises:
-        LedgerError: If it cannot be created.
-    """
-    folder = output / name
-    with file_errors(LedgerError, f"The folder {folder} cannot be made"):
-        folder.mkdir()
-    return folder
 
 
 def run_once(
@@ -180,9 +164,10 @@ class Runs:
             CommandError: If the command fails or leaves no ledger.
             LedgerError: If a ledger cannot be read.
         """
-        folder, command = make_run_folder(self.output, name), command or self.command
+        folder, command = self.output / name, command or self.command
+        with file_errors(LedgerError, f"The folder {folder} cannot be made"):
+            folder.mkdir(exist_ok=True)
         failure: CommandError | None = None
-        fits: dict[str, Ledger] = {}
         start = time.monotonic()
         progress = RunProgress(title, folder, self.seconds)
         try:
@@ -190,10 +175,17 @@ class Runs:
         except CommandError as error:
             failure = error
         seconds = time.monotonic() - start
-        try:
-            fits = read_fits(folder, command, evaluations=self.evaluations)
-        except CommandError as error:
-            failure = failure or error
+        paths = [*list_fits(folder), *(list_evaluations(folder) if self.evaluations else ())]
+        fits = {path.name: read_ledger(path) for path in paths}
+        if not fits and failure is None:
+            failure = CommandError(
+                f"The command {describe_command(command)} ended well but wrote no ledger. Let it "
+                "fit a model with a Trainer of Lightning, in the environment in which "
+                "lightning_d9m is installed; where LIGHTNING_D9M is 0, with "
+                "lightning_d9m.DeterminismCallback() in Trainer(callbacks=[...]). Any other loop "
+                "needs an optimizer of torch or a "
+                f"Recorder. Log: {folder / 'output.log'}."
+            )
         if failure is None:
             self.seconds = seconds
         elif not may_fail:
@@ -227,33 +219,6 @@ def read_runs(output: Path) -> dict[int, Run]:
             fits = pair_fits(runs[1].fits, fits) if 1 in runs else fits
             runs[int(folder.name[4:])] = Run(fits)
     return runs if 1 in runs else {}
-
-
-def read_fits(
-    folder: Path, command: Sequence[str], *, evaluations: bool = True
-) -> dict[str, Ledger]:
-    """Return the ledgers that a run left, by name.
-
-    Args:
-        folder: The run's folder.
-        command: The command, for the error.
-        evaluations: Whether to read those of evaluations too.
-
-    Raises:
-        CommandError: If there is none.
-        LedgerError: If one cannot be read.
-    """
-    paths = [*list_fits(folder), *(list_evaluations(folder) if evaluations else ())]
-    fits = {path.name: read_ledger(path) for path in paths}
-    if not fits:
-        raise CommandError(
-            f"The command {describe_command(command)} ended well but wrote no ledger. Let it fit a "
-            "model with a Trainer of Lightning, in the environment in which lightning_d9m is "
-            "installed; where LIGHTNING_D9M is 0, with lightning_d9m.DeterminismCallback() in "
-            "Trainer(callbacks=[...]). Any other loop needs an optimizer of torch or a Recorder. "
-            f"Log: {folder / 'output.log'}."
-        )
-    return fits
 
 
 def pair_fits(expected: Mapping[str, Ledger], actual: Mapping[str, Ledger]) -> dict[str, Ledger]:

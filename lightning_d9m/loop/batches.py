@@ -7,6 +7,7 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from lightning_d9m.control.data.loaders import LoaderControl
+from lightning_d9m.control.data.resumable_sampler import find_control
 from lightning_d9m.control.seeding import derive_seed, seed_all
 from lightning_d9m.control.settings import Settings
 from lightning_d9m.errors import SettingError
@@ -86,7 +87,7 @@ class Batches:
         controlled = self._control.wrap_loader(inner, _STAGE)
         self._control.start_epoch(_STAGE, epoch)
         if inner is loader:
-            return iter(controlled)
+            return _drop_consumed(controlled, skipped)
         # The wrapper passes its own count of iterations to the samplers.
         if hasattr(loader, "iteration"):
             loader.iteration = epoch
@@ -101,6 +102,18 @@ class Batches:
     def release(self) -> None:
         """Restore every loader."""
         self._control.release()
+
+
+def _drop_consumed(loader: DataLoader[Any], skipped: int) -> Iterator[Any]:
+    """Return an iterator of a loader; one that iterates by itself makes its first batches again."""
+    batches = iter(loader)
+    if not skipped:
+        return batches
+    return (
+        batch
+        for number, batch in enumerate(batches)
+        if number >= skipped or not find_control(loader).is_bypassed
+    )
 
 
 def _find_controllable(loader: object) -> DataLoader[Any] | None:

@@ -1,7 +1,6 @@
 """``d9m doctor`` finds each problem, and does not report it once it is fixed."""
 
 import json
-import subprocess
 import warnings
 from importlib.metadata import PackageNotFoundError
 
@@ -23,7 +22,7 @@ from lightning_d9m.patches.triton import launch
 NAMES = [variable.name for variable in variables.VARIABLES]
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def healthy(monkeypatch):
     """An environment without problems, with Horovod installed."""
     names = [*NAMES, *PINNED, "HOROVOD_ELASTIC"]
@@ -34,24 +33,26 @@ def healthy(monkeypatch):
     monkeypatch.setattr(horovod_doctor, "import_horovod", lambda: None)
 
 
-@pytest.fixture
-def report(d9m):
-    """Return a function that runs the command and gives (exit status, findings by name)."""
-
-    def run():
-        status, out, _ = d9m("doctor", "--json")
-        return status, {finding["name"]: finding for finding in json.loads(out)["findings"]}
-
-    return run
+def find(name):
+    """Return the result of one check; None without such a check."""
+    results = [*doctor.find_problems(), *horovod_doctor.check_installation()]
+    return {result.name: result for result in results}.get(name)
 
 
-def test_a_healthy_environment_has_no_problems(healthy, report, d9m):
-    status, findings = report()
-    assert status == 0
-    assert "problem" not in {finding["status"] for finding in findings.values()}
+def test_the_command_prints_problems_first_and_their_fixes(d9m, monkeypatch):
     status, out, _ = d9m("doctor")
     assert status == 0
     assert out.startswith("No problems found, but 2 notes.\n\n")
+    monkeypatch.setenv("NCCL_ALGO", "NVLS")
+    status, out, _ = d9m("doctor")
+    assert status == 1
+    assert out.startswith("1 problem found.\n\n✗  NCCL_ALGO: NVLS\n")
+    assert "\n   Fix: " in out
+    monkeypatch.setenv("HOROVOD_AUTOTUNE", "1")
+    status, out, _ = d9m("doctor", "--json")
+    statuses = [finding["status"] for finding in json.loads(out)["findings"]]
+    assert statuses == sorted(statuses, key=["problem", "note", "ok"].index)
+    assert (status, statuses.count("problem")) == (1, 2)
 
 
 @pytest.mark.parametrize(
@@ -75,63 +76,30 @@ def test_a_healthy_environment_has_no_problems(healthy, report, d9m):
         ("HOROVOD_ELASTIC", "1", "0"),
     ],
 )
-def test_a_variable_that_allows_nondeterminism_is_found(
-    healthy, report, monkeypatch, d9m, name, bad, good
-):
-    assert report()[1][name]["found"].startswith("not set")
+def test_a_variable_that_allows_nondeterminism_is_found(monkeypatch, name, bad, good):
+    assert find(name).found.startswith("not set")
     monkeypatch.setenv(name, bad)
-    status, output, _ = d9m("doctor")
-    assert status == 1
-    assert output.startswith(f"1 problem found.\n\n✗  {name}: {bad}\n")
-    assert "\n   Fix: " in output
+    result = find(name)
+    assert (result.status, result.found) == ("problem", bad)
+    assert result.fix
     monkeypatch.setenv(name, good)
-    status, findings = report()
-    assert status == 0
-    assert findings[name] == {
-        "name": name, "status": "ok", "found": good, "reason": "", "fix": "", "shell": ""
-    }  # fmt: skip
+    assert find(name) == CheckResult(name, "ok", good)
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("value", ["", "0", "1", ":16:8", "NVLS"])
-def test_the_doctor_and_a_session_agree(healthy, report, monkeypatch, name, value):
-    monkeypatch.setattr(variables, "_state", variables._VariableState())
-    monkeypatch.setenv(name, value)
-    try:
-        early = variables.EarlyVariables()
-        early.set()
-        early.restore()
-    except SettingError:
-        refused = True
-    else:
-        refused = False
-    status, findings = report()
-    assert status == int(refused)
-    assert findings[name]["status"] == ("problem" if refused else "ok")
-
-
-def test_horovod_that_cannot_be_imported_is_found(healthy, report, monkeypatch):
+def test_horovod_that_cannot_be_imported_and_a_missing_lightning_are_found(monkeypatch):
     def fail():
         raise SettingError("refused") from ImportError("no mpi_lib_v2")
 
-    assert report()[1]["Horovod"]["status"] == "ok"
-    monkeypatch.setattr(horovod_doctor, "import_horovod", fail)
-    status, findings = report()
-    assert status == 1
-    assert findings["Horovod"]["found"] == "1.2.3, which cannot be imported (no mpi_lib_v2)"
-    assert findings["Horovod"]["fix"] == "d9m install-horovod"
-
-
-def test_a_missing_lightning_is_noted_and_horovod_not_looked_at(healthy, report, monkeypatch):
     def missing(package):
         raise PackageNotFoundError(package)
 
-    assert report()[1]["Lightning"]["status"] == "ok"
+    assert {find("Horovod").status, find("Lightning").status} == {"ok"}
+    monkeypatch.setattr(horovod_doctor, "import_horovod", fail)
+    assert find("Horovod").found == "1.2.3, which cannot be imported (no mpi_lib_v2)"
+    assert (find("Horovod").status, find("Horovod").fix) == ("problem", "d9m install-horovod")
     monkeypatch.setattr(horovod_doctor, "version", missing)
-    status, findings = report()
-    assert status == 0
-    assert findings["Lightning"]["status"] == "note"
-    assert not [name for name in findings if name.upper().startswith("HOROVOD")]
+    assert find("Lightning").status == "note"
+    assert find("Horovod") is find("HOROVOD_ELASTIC") is None
 
 
 @pytest.mark.parametrize(
@@ -146,12 +114,9 @@ def test_a_missing_lightning_is_noted_and_horovod_not_looked_at(healthy, report,
         (torch.backends.cudnn, "benchmark", False, "cuDNN benchmark", "ok"),
     ],
 )
-def test_the_state_of_torch_is_judged(
-    healthy, report, monkeypatch, owner, attribute, value, name, status
-):
+def test_the_state_of_torch_is_judged(monkeypatch, owner, attribute, value, name, status):
     monkeypatch.setattr(owner, attribute, value)
-    found = report()
-    assert (found[0], found[1][name]["status"]) == (int(status == "problem"), status)
+    assert find(name).status == status
 
 
 @pytest.mark.parametrize(
@@ -165,7 +130,7 @@ def test_the_state_of_torch_is_judged(
     ],
 )
 def test_an_address_that_other_hosts_cannot_reach_is_found(
-    healthy, report, monkeypatch, first, address, interface, status
+    monkeypatch, first, address, interface, status
 ):
     def resolve(name):
         if address is None:
@@ -176,49 +141,35 @@ def test_an_address_that_other_hosts_cannot_reach_is_found(
     monkeypatch.setenv("MASTER_ADDR", first)
     if interface:
         monkeypatch.setenv("GLOO_SOCKET_IFNAME", interface)
-    found = report()[1].get("GLOO_SOCKET_IFNAME")
-    assert (None if found is None else found["status"]) == status
-
-
-def test_deterministic_algorithms_may_be_on_or_off(healthy, report):
-    assert report()[1]["deterministic algorithms"]["found"].startswith("off")
-    torch.use_deterministic_algorithms(True)
-    try:
-        assert report()[1]["deterministic algorithms"]["found"] == "on"
-    finally:
-        torch.use_deterministic_algorithms(False)
+    assert getattr(find("GLOO_SOCKET_IFNAME"), "status", None) == status
 
 
 @pytest.fixture
-def precision():
+def settings():
     """Return torch's settings of reduced precision, and restore them after the test."""
     cuda, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
     names = [(backend, "fp32_precision") for backend in (cuda, cudnn.conv, cudnn.rnn)]
     names += [(cuda, f"allow_{dtype}_reduced_precision_reduction") for dtype in ("fp16", "bf16")]
     before = [getattr(*name) for name in names]
     yield names
+    torch.use_deterministic_algorithms(False)
     for name, value in zip(names, before, strict=True):
         setattr(*name, value)
 
 
-def test_reduced_precision_is_noted_until_it_is_off(healthy, report, precision):
+def test_settings_are_noted_until_they_are_fixed(settings, monkeypatch):
+    assert find("deterministic algorithms").found.startswith("off")
+    torch.use_deterministic_algorithms(True)
+    assert find("deterministic algorithms").found == "on"
     torch.backends.cuda.matmul.fp32_precision = "tf32"
-    finding = report()[1]["precision"]
-    assert finding["status"] == "note"
-    assert finding["found"].startswith("TF32 in matrix products, ")
-    for backend, name in precision:
+    assert find("precision").status == "note"
+    assert find("precision").found.startswith("TF32 in matrix products, ")
+    for backend, name in settings:
         setattr(backend, name, "ieee" if name == "fp32_precision" else False)
-    assert report()[1]["precision"]["status"] == "ok"
-
-
-def test_threads_are_noted_until_they_are_fixed(healthy, report, monkeypatch):
-    for value in (None, "", "four"):  # torch ignores text that is not a number
-        if value is not None:
-            monkeypatch.setenv("OMP_NUM_THREADS", value)
-        assert report()[1]["CPU threads"]["status"] == "note"
-    for value in ("2", "2,1"):
-        monkeypatch.setenv("OMP_NUM_THREADS", value)
-        assert report()[1]["CPU threads"]["status"] == "ok"
+    assert find("precision").status == "ok"
+    for value, status in {"": "note", "four": "note", "2": "ok", "2,1": "ok"}.items():
+        monkeypatch.setenv("OMP_NUM_THREADS", value)  # torch ignores text that is not a number
+        assert find("CPU threads").status == status
 
 
 def test_lines_fit_80_columns(monkeypatch):
@@ -230,35 +181,14 @@ def test_lines_fit_80_columns(monkeypatch):
     assert all(line.startswith("   ") for line in lines[1:])
 
 
-def test_the_printed_commands_fix_what_variables_can_fix(healthy, monkeypatch, d9m, forking_python):
-    monkeypatch.setenv("NCCL_ALGO", "NVLS")
-    monkeypatch.setenv("PL_GLOBAL_SEED", "twelve")
-    monkeypatch.setenv("OMP_DYNAMIC", "true")
-    assert d9m("doctor")[1].endswith(
-        '\n\nNext:\n  eval "$(d9m doctor --fix)"  fixes what variables can fix\n'
-    )
-    status, shell, _ = d9m("doctor", "--fix")
-    assert status == 0
-    assert "unset PL_GLOBAL_SEED\n" in shell
-    done = subprocess.run(
-        ["bash", "-c", f'{shell}\nexec "$0" -m lightning_d9m doctor --json', forking_python],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    found = {entry["name"]: entry["status"] for entry in json.loads(done.stdout)["findings"]}
-    fixed = ("NCCL_ALGO", "PL_GLOBAL_SEED", "OMP_DYNAMIC", "CPU threads")
-    assert {name: found[name] for name in fixed} == dict.fromkeys(fixed, "ok")
-
-
-def test_a_device_is_tried_in_a_session(healthy, report, monkeypatch):
+def test_a_device_is_tried_in_a_session(d9m, monkeypatch):
     """If torch finds one; any warning is a problem, and what a session sets is restored."""
-    assert not [name for name in report()[1] if name.startswith("device")]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(device, "try_device", lambda _: try_device(torch.device("cpu")))
-    status, findings = report()
-    assert (status, findings["device cpu"]["status"]) == (0, "ok")
-    assert "digests and patched ops are the CPU's (checked in" in findings["device cpu"]["found"]
+    status, out, _ = d9m("doctor")
+    assert status == 0
+    assert "device cpu" in out
+    assert "digests and patched ops are the CPU's (checked in" in " ".join(out.split())
     assert not torch.are_deterministic_algorithms_enabled()
 
 
@@ -299,11 +229,3 @@ def test_patched_ops_of_a_tried_device_are_compared(monkeypatch):
             assert f"The Triton kernel {path} cannot be used (RuntimeError: no {path})" in found
         assert "patched ops on the device differ" not in found
         assert "patched ops on the device differ" in try_device(torch.device("cpu")).found
-
-
-def test_problems_come_first_and_notes_second(healthy, report, monkeypatch):
-    monkeypatch.setenv("NCCL_ALGO", "NVLS")
-    monkeypatch.setenv("HOROVOD_AUTOTUNE", "1")
-    statuses = [finding["status"] for finding in report()[1].values()]
-    assert statuses == sorted(statuses, key=["problem", "note", "ok"].index)
-    assert statuses.count("problem") == 2

@@ -120,7 +120,6 @@ def test_json(repeat):
     assert result["verdict"] == "different"
     assert [run["loss_hex"] for run in result["runs"]] == [(0.1).hex()] * 2
     assert result["differing"][0]["comparison"]["verdict"] == "different"
-    assert json.loads(repeat("train()", "--json")[1])["verdict"] == "equal"
 
 
 def test_markdown(repeat):
@@ -129,7 +128,6 @@ def test_markdown(repeat):
     assert out.startswith("**different**: 1 of 2 runs differs from run 1. ")
     assert "\n| run | seed | weights | final loss | verdict |\n| --- |" in out
     assert out.count("```") == 2
-    assert repeat("train()", "--format", "markdown")[1].startswith("**equal**: the fits of 2")
 
 
 def test_several_fits_are_compared_one_by_one(repeat):
@@ -155,12 +153,9 @@ def test_what_the_runs_together_show_is_said(repeat, value, said, advised):
 
 def test_files_that_carry_a_difference_from_run_to_run_are_named(repeat):
     count = "Path('count').open('a').write('x')\nseen = Path('count').stat().st_size\n"
-    code = count + "train(seen)"
-    assert "a later one: count.\n" in repeat(code)[1]
-    left = json.loads(repeat(code, "--json")[1])["left"]
+    assert "a later one: count.\n" in repeat(count + "train(seen)")[1]
+    left = json.loads(repeat(count + "train(seen)", "--json")[1])["left"]
     assert left == ["Files written in one run and read or written in a later one: count."]
-    assert left[0] in repeat(code, "--format", "markdown")[1]
-    assert "Files" not in repeat(code.replace("'a'", "'w'"))[1]  # the runs are equal
 
 
 @pytest.mark.parametrize(
@@ -245,12 +240,9 @@ def test_a_failing_run_leaves_its_log_and_its_ledger(repeat, tmp_path):
     assert list(tmp_path.glob("d9m-runs/000/run-002/fit-000/rank-0.jsonl"))
 
 
-@pytest.mark.parametrize(("given", "expected"), [(None, "0"), ("random", "0"), ("5", "5")])
+@pytest.mark.parametrize(("given", "expected"), [("random", "0"), ("5", "5")])
 def test_runs_start_with_a_fixed_hash_seed(repeat, tmp_path, monkeypatch, given, expected):
-    if given is None:
-        monkeypatch.delenv("PYTHONHASHSEED", raising=False)
-    else:
-        monkeypatch.setenv("PYTHONHASHSEED", given)
+    monkeypatch.setenv("PYTHONHASHSEED", given)
     repeat("train()\nprint(os.environ['PYTHONHASHSEED'])")
     (log,) = tmp_path.glob("d9m-runs/000/run-001/output.log")
     assert log.read_text() == f"{expected}\n"
@@ -308,7 +300,7 @@ def test_processes_have_the_variables_of_torchrun_and_one_number_of_threads(
     names += ["OMP_NUM_THREADS", "TORCHELASTIC_RUN_ID", "LIGHTNING_D9M", "PYTHONHASHSEED"]
     names += ["PL_TRAINER_DEVICES"]
     code = f"\nprint(json.dumps({{n: os.environ[n] for n in {names}}}))"
-    assert repeat(RANK + code, "--processes", "2,8")[0] == 0
+    assert repeat(RANK + code, "--processes", "2,4")[0] == 0
     run = tmp_path / "d9m-runs" / "000" / "run-001"
     own, other = (json.loads((run / log).read_text()) for log in ("output.log", "output-1.log"))
     assert (own["RANK"], own["LOCAL_RANK"], other["RANK"]) == ("0", "0", "1")
@@ -409,15 +401,15 @@ def test_each_place_gets_a_run_that_is_killed_and_one_that_is_resumed(resume, tm
 
 
 def test_a_resumed_run_that_differs_is_named_and_its_checkpoint_kept(resume, tmp_path):
-    code = "train(8 if resume and Path(resume).read_text() == 'validation:1:1' else 7)"
-    status, out, _ = resume(code, survey=EPOCHS)
+    code = "train(8 if resume and Path(resume).read_text() == 'batch:1:1' else 7)"
+    status, out, _ = resume(code)
     assert status == 1
-    assert [line.split()[-1] for line in rows(out)[:6]].index("differs") == 4
-    assert out.startswith("different: 1 of 6 runs differs from run 1. Run 5: ")
+    assert [line.split()[-1] for line in rows(out)[:3]] == ["reference", "equal", "differs"]
+    assert out.startswith("different: 1 of 3 runs differs from run 1. Run 3: ")
     assert "the checkpoint lacks state that the training uses" in " ".join(out.split())
     assert "d9m locate" not in out  # straight runs agree
     (kept,) = tmp_path.glob("d9m-runs/000/*/checkpoints/interrupted.ckpt")
-    assert kept.read_text() == "validation:1:1"
+    assert kept.read_text() == "batch:1:1"
 
 
 @pytest.mark.parametrize(
@@ -443,7 +435,6 @@ def test_a_command_that_cannot_be_tested_is_one_clear_error(resume, code, survey
         ("train(obeys=False)", "without reaching the point"),
         ("assert not resume, 'no way'; train()", "| AssertionError: no way"),
         ("if not resume: train()", "wrote no ledger"),
-        ("if not request or request == 'survey': train()", "without reaching the point"),
         ("assert request == 'survey', 'too early'; train()", "| AssertionError: too early"),
         ("train(); 0 if not resume else next(ledgers.glob('*/*')).write_text('{')", "not a ledger"),
     ],
@@ -463,24 +454,9 @@ def test_points_that_fail_are_all_reported(resume, code, message):
 FAIL_ONCE = "assert not (resume and 'epoch:0' == Path(resume).read_text()), {cause!r}\n"
 
 
-def test_a_point_that_fails_leaves_the_verdicts_of_the_others(resume):
-    status, out, _ = resume(FAIL_ONCE.format(cause="why") + "train()")
-    assert status == 2
-    assert [line.split()[0] for line in rows(out)[:2]] == [*"13"]
-    assert [line.split()[-1] for line in rows(out)[:2]] == ["reference", "equal"]
-    assert "\nrun 2: killed at the end of epoch 0, failed\n" in out
-    assert "| AssertionError: why" in out
-    assert "incomplete: 1 run failed; the fits of 2 runs agree bit for bit" in out
-
-
 def test_a_difference_outweighs_a_failure(resume):
-    status, out, _ = resume(FAIL_ONCE.format(cause="why") + "train(8 if resume else 7)", "--json")
-    result = json.loads(out)
-    assert (status, result["verdict"]) == (1, "different")
-    assert [entry["run"] for entry in result["failed"]] == [2]
-    assert "AssertionError: why" in result["failed"][0]["error"]
-    assert [entry["run"] for entry in result["differing"]] == [3]
-    out = resume(FAIL_ONCE.format(cause="why") + "train(8 if resume else 7)")[1]
+    status, out, _ = resume(FAIL_ONCE.format(cause="why") + "train(8 if resume else 7)")
+    assert status == 1
     assert out.startswith("different: 1 of 2 runs differs from run 1; 1 run failed. Run 3: ")
 
 
@@ -492,14 +468,21 @@ def test_a_difference_outweighs_a_failure(resume):
         ("something else", None),
     ],
 )
-def test_the_remedy_is_named(resume, cause, remedy):
-    out = resume(FAIL_ONCE.format(cause=cause) + "train()")[1]
-    assert cause in out
-    if remedy is None:
-        assert "--allow-objects" not in out
-        assert "ON_INEXACT_RESUME" not in out
-    else:
-        assert out.count(remedy) == 1
+def test_a_point_that_fails_has_its_remedy_and_leaves_the_verdicts_of_the_others(
+    resume, cause, remedy
+):
+    status, out, _ = resume(FAIL_ONCE.format(cause=cause) + "train()")
+    assert status == 2
+    assert [line.split()[0] for line in rows(out)[:2]] == [*"13"]
+    assert [line.split()[-1] for line in rows(out)[:2]] == ["reference", "equal"]
+    assert "\nrun 2: killed at the end of epoch 0, failed\n" in out
+    assert f"| AssertionError: {cause}" in out
+    assert "incomplete: 1 run failed; the fits of 2 runs agree bit for bit" in out
+    assert ["--allow-objects" in out, "ON_INEXACT_RESUME" in out] == [
+        "--allow-objects" in str(remedy),
+        "ON_INEXACT_RESUME" in str(remedy),
+    ]
+    assert remedy is None or out.count(remedy) == 1
 
 
 def test_the_remedies_are_found_by_words_of_the_real_errors(tmp_path):

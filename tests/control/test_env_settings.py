@@ -1,6 +1,9 @@
 """Variables become settings by the signature that takes them; a slip is one clear sentence."""
 
 import inspect
+import os
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
@@ -141,3 +144,30 @@ def test_the_control_variable_has_two_values(monkeypatch, text):
     monkeypatch.setenv("LIGHTNING_D9M_CONTROL", text)
     with pytest.raises(SettingError, match=f"_CONTROL is '{text}'; allowed: on or off"):
         control_is_on()
+
+
+REPORT = """
+import os
+os.environ["PYTHONHASHSEED"] = {inside!r} or os.environ.get("PYTHONHASHSEED", "")
+from lightning_d9m.control.env_settings import describe_hash_seed_problem
+print(describe_hash_seed_problem())
+"""
+
+
+@pytest.mark.parametrize(
+    ("started_with", "inside", "options", "fixed"),
+    [
+        ("0", "", (), True),
+        ("5", "", (), True),
+        ("5", "", ("-E",), False),  # Python does not read it
+        ("random", "", (), False),
+        (None, "0", (), False),  # too late: Python has read it
+    ],
+)
+def test_the_hash_seed_is_judged_by_how_python_was_started(started_with, inside, options, fixed):
+    variables = {k: v for k, v in os.environ.items() if k != "PYTHONHASHSEED"}
+    variables |= {"PYTHONHASHSEED": started_with} if started_with is not None else {}
+    command = [sys.executable, *options, "-c", REPORT.format(inside=inside)]
+    printed = subprocess.check_output(command, env=variables, text=True)
+    assert (printed == "None\n") == fixed
+    assert fixed or "Start the program with PYTHONHASHSEED=0" in printed

@@ -1,23 +1,34 @@
 """Seeds are derived by hashing, and the state of every generator can be put back."""
 
+import io
 import random
+import weakref
+from collections import deque
+from types import SimpleNamespace
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch_features import needs_accelerator
 
 from lightning_d9m.control.seeding import (
+    capture_generators,
     capture_host,
     capture_rng,
+    decode_rng,
     derive_seed,
+    encode_rng,
+    find_lost_devices,
+    restore_generators,
     restore_rng,
+    rng_restored,
     seed_all,
     seed_host,
     seed_micro_batch,
 )
+from lightning_d9m.state.state import find_generators
 
 SEEDS = st.integers(0, 2**64 - 1)
 
@@ -95,30 +106,6 @@ def test_seeding_and_loading_are_those_of_the_libraries(seed, before, other, ins
     assert (draw(inside), read_state()) == found
 
 
-class Accelerator:
-    """What torch has for each kind of accelerator: two devices, or Apple's single one."""
-
-    def __init__(self, *, single=False, started=True):
-        self.states = [torch.tensor([1, 2], dtype=torch.uint8)] * (1 if single else 2)
-        self.device_count = lambda: len(self.states)
-        self.get_rng_state = self.states.__getitem__
-        self.set_rng_state = lambda state, number: self.states.__setitem__(number, state)
-        setattr(self, "is_available" if single else "is_initialized", lambda: started)
-
-
-@pytest.mark.parametrize("single", [False, True])
-@needs_accelerator
-def test_the_generators_of_an_accelerator_are_restored(monkeypatch, single):
-    device = Accelerator(single=single)
-    monkeypatch.setattr(torch, "xpu", device)
-    before = list(device.states)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("xpu"))
-    state = capture_rng()
-    device.states[-1] = torch.tensor([3, 4], dtype=torch.uint8)
-    restore_rng(state)
-    assert list(map(torch.Tensor.tolist, device.states)) == [[1, 2]] * len(before)
-
-
 MICRO_BATCH = {"base": 7, "fit": 0, "epoch": 1, "logical_rank": 2, "batch": 3}
 
 
@@ -144,3 +131,200 @@ def test_another_generator_of_numpy_is_kept_too(make):
             assert np.random.rand(3).tolist() == first.tolist()
     finally:
         np.random.set_bit_generator(before)
+
+
+def through_a_file(value):
+    """Return what a checkpoint gives back of a value."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
+
+
+@given(seed=st.integers(0, 2**64 - 1), drawn=st.integers(0, 5))
+def test_the_generators_of_the_process_go_through_a_file(seed, drawn):
+    with rng_restored():
+        seed_all(seed)
+        for _ in range(drawn):
+            draws()
+        state = through_a_file(encode_rng(capture_rng()))
+        expected = draws()
+        seed_all(seed ^ 1)
+        restore_rng(decode_rng(state))
+        assert draws() == expected
+
+
+class Devices:
+    """Stands for ``torch.xpu``: devices of which each has a seed and a number of draws.
+
+    Without a current one it stands for ``torch.mps``, which has a single device.
+    """
+
+    def __init__(self, current, drawn):
+        self.drawn = list(drawn)
+        self.device_count = lambda: len(self.drawn)
+        self.is_available = lambda: True
+        if current is not None:
+            self.current_device = lambda: current
+            self.is_initialized = lambda: True
+
+    def get_rng_state(self, number):
+        return torch.tensor([7, self.drawn[number]]).view(torch.uint8)
+
+    def set_rng_state(self, state, number):
+        self.drawn[number] = state.view(torch.int64)[1].item()
+
+
+@pytest.mark.parametrize(
+    ("saved", "present", "restored", "lost"),
+    [
+        # The number of the process's own device, and what was drawn on each.
+        ((0, [5, 3]), (0, [0, 0]), [5, 3], []),
+        ((None, [5]), (None, [0]), [5], []),
+        ((1, [0, 5]), (1, [0, 0]), [0, 5], []),
+        ((1, [0, 5]), (0, [9]), [5], []),  # each rank sees its own device only
+        ((0, [5, 0, 0, 0]), (0, [9]), [5], []),
+        ((0, [5]), (1, [9, 9]), [9, 5], []),
+        ((1, [3, 5]), (0, [9]), [5], ["xpu:0"]),
+        ((0, [5, 3, 0, 4]), (0, [9, 9]), [5, 3], ["xpu:3"]),
+        ((0, [5, 3]), (1, [9, 9]), [9, 5], ["xpu:1"]),
+        ((1, [0, 5]), (0, []), [], ["xpu:1"]),
+    ],
+)
+def test_a_device_gets_the_state_that_it_gave_or_the_loss_is_named(
+    monkeypatch, saved, present, restored, lost
+):
+    """Whichever devices are visible: the own one is known, and the others have their numbers."""
+    monkeypatch.setattr(torch, "xpu", Devices(*saved))
+    state = through_a_file(encode_rng(capture_rng()))
+    monkeypatch.setattr(torch, "xpu", Devices(*present))
+    restore_rng(decode_rng(state))
+    assert torch.xpu.drawn == restored
+    reasons = find_lost_devices(state)
+    assert [reason.split()[6].rstrip(",") for reason in reasons] == lost
+    assert all(f"this process has {len(restored)} devices" in reason for reason in reasons)
+
+
+class Owner:
+    """Keeps a generator of every kind, here and there."""
+
+    def __init__(self, seed):
+        self.own = random.Random(seed)
+        self.parts = [np.random.default_rng(seed), {"key": np.random.RandomState(seed)}]
+        self.inner = lambda: None
+        self.inner.generator = torch.Generator().manual_seed(seed)
+        self.other = np.random.Generator(np.random.Philox(seed))
+        self.system = random.SystemRandom()
+        self.again = self.own
+        self.me = self
+
+    def draw(self):
+        found = [self.own.gauss(0, 1), self.parts[0].normal(), self.parts[1]["key"].randn()]
+        return [*found, torch.rand(2, generator=self.inner.generator).tolist(), self.other.random()]
+
+
+@given(seed=st.integers(0, 2**32 - 1), drawn=st.integers(0, 3))
+def test_generators_that_objects_keep_go_through_a_file(seed, drawn):
+    owner = Owner(seed)
+    for _ in range(drawn):
+        owner.draw()
+    state = through_a_file(capture_generators({"model": owner}))
+    assert len(state) == 6  # each once
+    expected = owner.draw()
+    other = Owner(1)
+    restore_generators({"model": other}, state)
+    assert other.draw() == expected
+
+
+class Holder:
+    def __init__(self, held=None):
+        self.held = held
+
+
+class Slots:
+    __slots__ = ("held",)
+    __init__ = Holder.__init__
+
+
+class Forwarding(Slots):
+    """Has no attributes but those of another object."""
+
+    __slots__ = ()
+
+    def __getattr__(self, name):
+        return getattr(self.held, name)
+
+
+class Lying(Holder):
+    """As a proxy of a dataset: says that it is of the class of what it holds."""
+
+    __class__ = property(lambda self: type(self.held))
+
+    def __len__(self):
+        return len(self.held)
+
+    def __iter__(self):
+        return iter(self.held)
+
+
+class Lightnings(Holder):
+    __module__ = "lightning.pytorch.callbacks"
+
+
+class Table(Holder):
+    __module__ = "pandas.core.frame"
+
+
+class Noise(torch.nn.Module):
+    def __init__(self, held):
+        super().__init__()
+        self.held, self.register = held, [1]
+        self.inner = torch.nn.Linear(1, 1)
+        self.inner.held = random.Random(1)  # of a module that is an owner itself
+
+
+class Pair(NamedTuple):
+    one: object
+    two: object
+
+
+HOLDERS = {
+    "attribute": (Holder, "held"),
+    "dict": (lambda held: {1: None, "a": held}, "a"),
+    "list": (lambda held: [None, held], "1"),
+    "deque": (lambda held: deque([held]), "0"),
+    "nested transforms": (lambda held: Holder([Holder([held])]), "held.0.held.0"),
+    "named tuple": (lambda held: Pair(1, held), "1"),
+    "module": (Noise, "held"),
+    "function": (lambda held: [f := lambda: None, setattr(f, "held", held)][0], "held"),
+    "__getattr__": (lambda held: Forwarding(Holder(held)), "held"),
+    "class of another object": (lambda held: Lying([held]), "0"),
+    "weak proxy": (lambda held: weakref.proxy(KEPT.setdefault(0, Holder(held))), "held"),
+}
+KEPT = {}
+NOT_SEARCHED = {
+    "slots": Slots,
+    "class": lambda held: type("Class", (), {"held": held}),
+    "freed": lambda held: weakref.proxy(Holder(held)),
+    "module of Python": lambda held: SimpleNamespace(torch=torch, random=random),
+    "long list": lambda held: [held] * 2000,
+    "lists of data": lambda held: [[[1, 2]], None, "text"],
+    "callback of Lightning": Lightnings,
+    "table of pandas": Table,
+    "proxy of a callback": lambda held: Lightnings(Lying([held])),
+}
+
+
+@pytest.mark.parametrize("name", HOLDERS)
+def test_what_holds_a_generator_is_searched(name):
+    hold, path = HOLDERS[name]
+    generator = random.Random(1)
+    holder = hold(generator)
+    assert find_generators({"owner": holder}) == {f"owner.{path}": generator}
+    assert find_generators({"owner": [holder]}) == {f"owner.0.{path}": generator}
+    KEPT.clear()
+
+
+@pytest.mark.parametrize("name", NOT_SEARCHED)
+def test_what_cannot_hold_a_generator_of_the_training_is_not_searched(name):
+    held = NOT_SEARCHED[name](random.Random(1))
+    assert find_generators({"owner": [held]}) == {}

@@ -92,15 +92,6 @@ def test_closing_before_a_block_that_began_later_is_an_error():
     outer.close()
 
 
-def test_what_was_enabled_within_a_session_and_left_open_ends_with_it():
-    before = state()
-    with deterministic(seed=1):
-        inner = enable(seed=2, threads=OTHER)
-    assert active_session() is None
-    assert state() == before
-    inner.close()  # nothing is left to close
-
-
 @pytest.mark.parametrize("seed", [1, 2])
 def test_a_second_enable_takes_the_place_of_the_first(seed):
     """As when a cell of a notebook is run again, after something else switched a flag too."""

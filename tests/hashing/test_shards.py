@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from lightning_d9m import digest
 from lightning_d9m.errors import DigestError
-from lightning_d9m.hashing.shards import combine_shards, make_shard, read_shards
+from lightning_d9m.hashing.shards import FlatLayout, combine_shards, read_shards
 
 CHUNK = 131072
 
@@ -20,7 +20,8 @@ def divide(tensor, cuts):
     bounds = [0, *sorted(cuts), len(flat)]
     ranks = range(len(bounds) - 1)
     return [
-        make_shard(tensor.shape, flat[begin:end], begin, ranks) for begin, end in pairwise(bounds)
+        FlatLayout(tensor.shape, begin, flat[begin:end], ranks).find_shard(flat[begin:end])
+        for begin, end in pairwise(bounds)
     ]
 
 
@@ -75,4 +76,5 @@ def test_reading_leaves_the_storage_resizable():
 
 
 def test_a_tensor_that_consists_of_others_has_no_shard():
-    assert make_shard((8,), torch.zeros(4).to_sparse(), 0, (0, 1)) is None
+    layout = FlatLayout((8,), 0, torch.zeros(4), (0, 1))
+    assert layout.find_shard(torch.zeros(4).to_sparse()) is None

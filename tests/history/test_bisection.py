@@ -12,6 +12,7 @@ import torch
 from bisected_training import BROKEN, OTHER, SAME, TRAIN
 from ledger_runs import make_facts, make_weights, write_rank
 
+from lightning_d9m.errors import CommandError
 from lightning_d9m.hashing.digest import digest
 from lightning_d9m.hashing.sketches import sketch_tensors
 from lightning_d9m.history.bisection import Bisection
@@ -84,6 +85,15 @@ def test_the_guilty_one_of_twenty_commits_is_named_though_three_do_not_run(tmp_p
     assert git(tmp_path / "project", "status", "--porcelain", "--branch") == before
     assert (tmp_path / "project/values.py").read_text() == "not committed"
     assert len(git(tmp_path / "project", "worktree", "list").splitlines()) == 1
+    # A golden ledger finds a good commit, and the guilty one; other bits have no good commit.
+    golden = Path(facts["comparison"]["expected"])
+    other = Path(facts["comparison"]["actual"])
+    status, facts, _ = bisect("--golden", str(golden), names[15])
+    assert status == 1
+    assert [commit["sha"] for commit in facts["candidates"]] == [names[13]]
+    status, _, errors = bisect("--golden", str(other), names[2])
+    assert status == 2
+    assert "No ancestor" in errors
 
 
 def test_commits_that_do_not_run_hide_the_guilty_one_and_are_all_named(tmp_path, bisect):
@@ -95,20 +105,6 @@ def test_commits_that_do_not_run_hide_the_guilty_one_and_are_all_named(tmp_path,
     assert any("exit status 3" in trial["reason"] for trial in facts["trials"])
 
 
-def test_a_golden_ledger_finds_a_good_commit_and_the_guilty_one(tmp_path, bisect):
-    names = make_repository(tmp_path / "project", [SAME] * 6 + [OTHER] * 3)
-    _, facts, _ = bisect(f"{names[0]}..{names[-1]}")
-    golden = Path(facts["comparison"]["expected"])
-    status, facts, _ = bisect("--golden", str(golden), "HEAD")
-    assert status == 1
-    assert [commit["sha"] for commit in facts["candidates"]] == [names[6]]
-    # The other bits have no good commit.
-    other = Path(facts["comparison"]["actual"])
-    status, _, errors = bisect("--golden", str(other), names[5])
-    assert status == 2
-    assert "No ancestor" in errors
-
-
 def test_a_training_ends_after_the_epoch_that_was_asked_for(tmp_path, bisect):
     slow = "import time\nfrom itertools import count\n\ndef values():\n    for n in count():\n"
     slow += "        yield n {}\n        time.sleep(0.3)\n\nVALUES = values()"
@@ -117,23 +113,6 @@ def test_a_training_ends_after_the_epoch_that_was_asked_for(tmp_path, bisect):
     status, facts, _ = bisect("--until", "2", f"{names[0]}..{names[-1]}")
     assert status == 1
     assert [commit["sha"] for commit in facts["candidates"]] == [names[2]]
-
-
-@pytest.mark.parametrize(
-    ("contents", "message"),
-    [
-        ([SAME, SAME, SAME], "is equal to the good one"),
-        ([BROKEN, SAME, OTHER], "must train, and it does not: The command"),
-        ([SAME, SAME, BROKEN], "must train, and it does not: The command"),
-        (["import time\nVALUES = [time.time_ns()]", OTHER], "d9m locate"),
-    ],
-)
-def test_what_cannot_be_bisected_is_an_error(tmp_path, bisect, contents, message):
-    names = make_repository(tmp_path / "project", contents)
-    status, facts, errors = bisect(f"{names[0]}..{names[-1]}")
-    assert (status, facts) == (2, {})
-    assert message in errors
-    assert len(git(tmp_path / "project", "worktree", "list").splitlines()) == 1
 
 
 @pytest.mark.parametrize(
@@ -169,7 +148,9 @@ def test_a_missing_git_is_named(tmp_path, bisect, monkeypatch):
     assert "git cannot be started: No such file or directory. Install git." in errors
 
 
-def test_linked_data_is_found_from_a_folder_below_the_top(tmp_path, bisect):
+def test_linked_data_is_found_from_a_folder_below_the_top_and_the_commit_is_printed(
+    tmp_path, monkeypatch, d9m
+):
     read = "from pathlib import Path\nVALUES = [int(Path('../data/n').read_text()) * {}]"
     folder = tmp_path / "project"
     folder.mkdir()
@@ -180,36 +161,30 @@ def test_linked_data_is_found_from_a_folder_below_the_top(tmp_path, bisect):
         (folder / "sub/train.py").write_text(TRAIN)
         (folder / "sub/values.py").write_text(read.format(number) + f"\n# {os.urandom(4).hex()}\n")
         git(folder, "add", ".")
-        git(folder, "commit", "--quiet", "-m", "Change")
+        git(folder, "commit", "--quiet", "-m", f"Change {number}")
     (folder / "data").mkdir()
     (folder / "data/n").write_text("7")
-    status, facts, _ = bisect("--link", "data", "HEAD~2..HEAD", inside="project/sub")
-    assert status == 1
-    assert "* 5" in facts["patch"]
-    assert (folder / "data/n").read_text() == "7"
-
-
-def test_the_text_names_the_commit_its_patch_and_what_differs(tmp_path, monkeypatch, d9m):
-    make_repository(tmp_path / "project", [SAME, SAME, OTHER])
-    monkeypatch.chdir(tmp_path / "project")
-    words = ["-o", tmp_path / "output", "HEAD~2..HEAD", "--", sys.executable, "train.py"]
-    status, text, _ = d9m("bisect", *words)
+    monkeypatch.chdir(folder / "sub")
+    words = ["--link", "data", "-o", tmp_path / "output", "HEAD~2..HEAD"]
+    status, text, _ = d9m("bisect", *words, "--", sys.executable, "train.py")
     assert status == 1
     assert "first commit that differs: " in text
-    assert "Change 2 (Ann, " in text
-    assert "+VALUES = [1, 9, 8]" in text
-    assert "Rank 0, epoch 1" in text
+    assert "Change 5 (Ann, " in text
+    assert "* 5" in text
+    assert "Rank 0, epoch 0" in text
     assert "trained: 4 times for 2 commits" in text
+    assert (folder / "data/n").read_text() == "7"
 
 
 class OneCommit:
     """A repository whose last commit is in question, and the trainings of its two commits."""
 
     noun = side = "commit"
+    equal_advice = "Look."
     show = staticmethod(lambda _: "")
 
-    def __init__(self, folder, weights):
-        self.output, self.fits, self.left = folder, {}, [weights[0], *weights]
+    def __init__(self, folder, *weights):
+        self.output, self.fits, self.left = folder, {}, list(weights)
 
     def find_commit(self, sha):
         return Commit(sha, "Change", "Ann", "2026-01-01")
@@ -222,7 +197,10 @@ class OneCommit:
         yield lambda _: (Path(), {})
 
     def run(self, name, *_, **__):
-        tensors = {"w": torch.tensor(self.left.pop(0))}
+        weights = self.left.pop(0)
+        if weights is None:
+            return Run({}, failure=CommandError("It failed."))
+        tensors = {"w": torch.tensor(weights)}
         digests = {"w": digest(tensors["w"])}
         record = make_weights("epoch", 0, digests, step=1, sketches=sketch_tensors(tensors))
         folder = create_ledger_folder(self.output / name)
@@ -230,15 +208,35 @@ class OneCommit:
         self.fits = self.fits or found
         return Run(found)
 
+    def search(self):
+        found = Bisection(self, self)
+        found.search(*map(self.find_commit, ("good", "bad")))
+        return found
+
+
+ONE, OTHER_WEIGHTS = [1.0, 1.0], [1.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ((ONE, ONE, ONE), "The training of the bad commit bad is equal to the good one. Give a"),
+        ((None,), "The good commit good must train, and it does not: It failed."),
+        ((ONE, ONE, None), "The bad commit bad must train, and it does not: It failed."),
+        ((ONE, OTHER_WEIGHTS), "the good commit good differ, so no commit can be blamed. .*locate"),
+    ],
+)
+def test_what_cannot_be_bisected_is_an_error(tmp_path, weights, message):
+    with pytest.raises(CommandError, match=message):
+        OneCommit(tmp_path, *weights).search()
+
 
 @pytest.mark.parametrize(
     ("change", "said"),
     [(3e-7, "as little as rounding does."), (1e-3, "more than rounding does in a step.")],
 )
 def test_the_size_of_the_difference_is_judged(tmp_path, change, said):
-    project = OneCommit(tmp_path, [[1.0, 1.0], [1.0, 1.0 + change]])
-    found = Bisection(project, project)
-    found.search(*map(project.find_commit, ("good", "bad")))
+    found = OneCommit(tmp_path, ONE, ONE, [1.0, 1.0 + change]).search()
     assert said in " ".join(format_bisection(found))
     distance = ((torch.tensor(1 + change) - 1) / 2**0.5).item()
     assert found.guilty.distance == pytest.approx(distance, rel=0.05)
@@ -255,3 +253,5 @@ def test_a_commit_without_the_working_folder_does_not_train(tmp_path, bisect):
     status, _, errors = bisect("HEAD~1..HEAD", inside="project/sub")
     assert status == 2
     assert "must train, and it does not: The commit does not have the folder" in errors
+    # An error leaves no worktree.
+    assert len(git(tmp_path / "project", "worktree", "list").splitlines()) == 1

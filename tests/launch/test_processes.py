@@ -70,8 +70,9 @@ def test_a_failure_is_named_with_the_end_of_the_output(watch, code, message):
     assert str(caught.value).count("|") in (0, 20)
 
 
-@pytest.mark.parametrize("apart", [False, pytest.param(True, marks=linux)])
-@pytest.mark.parametrize("child", [PAUSE, STUBBORN])
+@pytest.mark.parametrize(
+    ("child", "apart"), [(PAUSE, False), pytest.param(STUBBORN, True, marks=linux)]
+)
 def test_a_hanging_command_and_its_children_are_ended(watch, tmp_path, monkeypatch, child, apart):
     """The time passes at once when the child runs."""
     pid = tmp_path / "pid"
@@ -85,8 +86,9 @@ def test_a_hanging_command_and_its_children_are_ended(watch, tmp_path, monkeypat
     assert has_ended(int(pid.read_text()))
 
 
-@pytest.mark.parametrize("apart", [False, pytest.param(True, marks=linux)])
-@pytest.mark.parametrize("child", [PAUSE, STUBBORN])
+@pytest.mark.parametrize(
+    ("child", "apart"), [(PAUSE, False), pytest.param(STUBBORN, True, marks=linux)]
+)
 def test_a_child_that_outlives_the_command_is_ended_and_named(
     watch, tmp_path, capsys, child, apart
 ):
@@ -127,8 +129,10 @@ process.run_processes([sys.executable, "-c", {code!r}], logs, timeout=None, tick
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
-@pytest.mark.parametrize("child", [PAUSE, STUBBORN])
+@pytest.mark.parametrize(
+    ("number", "child"),
+    [(signal.SIGTERM, STUBBORN), (signal.SIGHUP, PAUSE), (signal.SIGINT, PAUSE)],
+)
 def test_a_signal_ends_the_command_first(tmp_path, number, child):
     fifo = tmp_path / "pid"
     os.mkfifo(fifo)

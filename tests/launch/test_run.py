@@ -2,7 +2,8 @@
 
 import pytest
 
-from lightning_d9m.launch.run import pair_fits, read_fits
+from lightning_d9m.launch.run import pair_fits
+from lightning_d9m.ledger.folder import list_fits, read_ledger
 
 
 @pytest.fixture
@@ -19,7 +20,7 @@ def write(tmp_path, runs):
                     record["totals"]["weights"] = f"{value:032x}"
 
             runs.write(1, edit=edit, seed=seed, fit=ordinal)
-        return read_fits(runs.parent, ["true"])
+        return {path.name: read_ledger(path) for path in list_fits(runs.parent)}
 
     return write
 

@@ -1,5 +1,6 @@
 """What ranks draw for their batches."""
 
+import pytest
 import torch
 from torch.utils.data import DataLoader, DistributedSampler
 from trainings import NoisyDigits
@@ -25,3 +26,25 @@ def test_ranks_with_the_same_data_draw_the_same_numbers():
     """As the ranks of tensor parallelism."""
     assert draw(0, parts=1, part=0) == draw(1, parts=1, part=0)
     assert draw(0, parts=2, part=0) != draw(1, parts=2, part=1)
+
+
+class OwnIteration(DataLoader):
+    """Makes its batches without an iterator of torch."""
+
+    def __iter__(self):
+        return map(
+            self.collate_fn, ([self.dataset[i] for i in part] for part in self.batch_sampler)
+        )
+
+
+@pytest.mark.parametrize("kind", [DataLoader, OwnIteration])
+def test_an_epoch_continues_after_the_batches_that_were_trained(kind):
+    def load(skipped):
+        loader, batches = kind(range(12), 3, shuffle=True), Batches(Settings(seed=1), 0, 0)
+        batches.start_epoch(0, loader)
+        found = [batch.tolist() for batch in batches.iterate(loader, 0, skipped, {})]
+        batches.release()
+        return found
+
+    whole = load(0)
+    assert [load(skipped) for skipped in (1, 3, 4)] == [whole[1:], whole[3:], []]

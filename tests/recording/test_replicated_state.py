@@ -12,7 +12,7 @@ from torch import distributed, nn
 from torch.distributed.pipelining import PipelineStage
 
 from lightning_d9m.hashing.shards import find_flat_layouts
-from lightning_d9m.hashing.training_state import take_snapshot
+from lightning_d9m.hashing.training_state import take_partial_snapshot
 from lightning_d9m.ledger.format.records import Digests
 from lightning_d9m.recording.rank_agreement import (
     RankAgreement,
@@ -63,7 +63,7 @@ class Rank:
         self.schedulers[1].step(1.0 + self.number)  # a metric that is not synchronized
 
     def groups(self):
-        return take_snapshot(self.model, [self.optimizer], self.schedulers).groups
+        return take_partial_snapshot(self.model, [self.optimizer], self.schedulers).groups
 
 
 def find_differences(disturb, count=3, *, at=1):
@@ -147,15 +147,15 @@ def test_synchronized_statistics_must_be_equal():
     replicated = find_replicated_state(model)
     names = {"0.running_mean", "0.running_var", "0.num_batches_tracked"}
     assert set(replicated.synchronized) == names
-    assert replicated.select(take_snapshot(model).groups)["buffers"].keys() == names
-    assert not replicated.select_buffers(take_snapshot(model).groups)
+    assert replicated.select(take_partial_snapshot(model).groups)["buffers"].keys() == names
+    assert not replicated.select_buffers(take_partial_snapshot(model).groups)
 
 
 def test_what_ddp_ignores_may_differ():
     model = Net()
     model._ddp_params_and_buffers_to_ignore = ["linear.bias", "table"]
     replicated = find_replicated_state(model)
-    groups = take_snapshot(model).groups
+    groups = take_partial_snapshot(model).groups
     assert "linear.bias" not in replicated.select(groups)["weights"]
     assert "table" not in replicated.select_buffers(groups)
 
@@ -169,7 +169,7 @@ def test_sharded_state_may_differ_but_not_its_settings():
     model(torch.ones(1, 2)).sum().backward()
     for optimizer in optimizers:
         optimizer.step()
-    groups = take_snapshot(model, optimizers).groups
+    groups = take_partial_snapshot(model, optimizers).groups
     selected = find_replicated_state(model, optimizers).select(groups)["optimizers"]
     assert {name for name in selected if name.startswith("1.")} == {"1.group.0"}
     assert "0.exp_avg.weight" in selected
@@ -181,7 +181,7 @@ def test_the_loss_of_a_rank_that_lbfgs_keeps_may_differ():
     optimizer.step(lambda: model(torch.ones(1, 2)).sum())
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step(lambda: model(torch.ones(1, 2)).sum())
-    groups = take_snapshot(model, [optimizer]).groups
+    groups = take_partial_snapshot(model, [optimizer]).groups
     assert "0.prev_loss.weight" in groups["optimizers"]
     selected = find_replicated_state(model, [optimizer]).select(groups)["optimizers"]
     assert "0.d.weight" in selected

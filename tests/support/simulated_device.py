@@ -52,14 +52,6 @@ class Stream:
         return SimpleNamespace(synchronize=self.run)
 
 
-class Leaves(torch.Tensor):
-    """Chunk digests on the simulated device; copying them runs the current stream alone."""
-
-    def cpu(self):
-        device.current.run()
-        return torch.Tensor(self)
-
-
 class Device:
     """The simulated device, and the functions of ``xxh3.cuda`` for it."""
 
@@ -67,24 +59,21 @@ class Device:
         self.current = Stream()
         self.launches = []
 
-    @staticmethod
-    def allocate(elements, _):
-        return torch.full((elements,), -1).as_subclass(Leaves)
-
-    def hash_into(self, leaves, first, memory, _):
+    def start_hashing(self, memory, _):
         self.launches.append((self.current, len(memory)))
+        leaves = torch.full((sum(xxh3_cpu.count_chunks(size) for _, size in memory),), -1)
 
         def hash_all():
             data = bytearray(b"".join(xxh3_cpu.hash_chunks(memory)))
             if data:
-                found = torch.frombuffer(data, dtype=torch.int64)
-                leaves.as_subclass(torch.Tensor)[first : first + len(found)] = found
+                leaves.copy_(torch.frombuffer(data, dtype=torch.int64))
 
         self.current.work.append(hash_all)
+        return leaves
 
-    def start_copy(self, leaves):
-        here = torch.zeros(len(leaves), dtype=torch.int64)
-        self.current.work.append(lambda: here.copy_(leaves.as_subclass(torch.Tensor)))
+    def start_copy(self, launched):
+        here = torch.zeros(sum(map(len, launched)), dtype=torch.int64)
+        self.current.work.append(lambda: here.copy_(torch.cat(launched)))
         return here
 
     @contextmanager
@@ -129,7 +118,7 @@ class Waits(TorchDispatchMode):
             *((torch.Tensor, name) for name in ("__bool__", "cpu", "tolist", "to")),
             *((torch.cuda, "synchronize"), (torch.accelerator, "synchronize")),
             *((torch.cuda.Event, "synchronize"), (torch.cuda.Stream, "synchronize")),
-            *((Leaves, "cpu"), (Stream, "run")),
+            (Stream, "run"),
         ):
             self._patch.setattr(owner, name, self._counted(name, getattr(owner, name)))
         return super().__enter__()

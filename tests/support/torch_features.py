@@ -14,7 +14,6 @@ def _need(found, what):
 
 
 needs_patches = _need(describe_missing_patches() is None, "dispatcher that can be patched")
-needs_accelerator = _need(hasattr(torch, "accelerator"), "torch.accelerator")
 needs_in_order = _need("in_order" in inspect.signature(DataLoader).parameters, "in_order")
 needs_compiler_flag = _need(has_compiler_flag(), "deterministic flag of the compiler")
 needs_all_flags = _need(has_compiler_flag() and has_mkldnn_flag(), "flags of all libraries")

@@ -5,7 +5,6 @@ shuffled in place, or a number that a callback sets. A resumed run starts with n
 hold their first values.
 """
 
-import time
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
@@ -44,10 +43,9 @@ _MOST_VISITED = 1000
 # Most bytes of one value; a larger one is data of the dataset's own.
 _MOST_BYTES = 2**24
 _CODE = (type, FunctionType, ModuleType)
-# In a worker each of the first batches is followed by a check, unless checks take long, and later
-# as many as take a twentieth of the time.
-_CHECKED_BATCHES, _CHECKED_SECONDS = 16, 0.1
-_SHARE = 20
+# In a worker each of the first batches is followed by a check, and later those numbered by powers
+# of two.
+_CHECKED_BATCHES = 16
 
 
 class DataState:
@@ -143,11 +141,6 @@ class DataState:
         for _, changes in self.data.values():
             changes.settle()
 
-    def find_change(self) -> str | None:
-        """Return the path of a change, but of an empty place that was filled once."""
-        found = (changes.find_first() for _, changes in self.data.values())
-        return next(filter(None, found), None)
-
 
 def _select(states: Mapping[str, Any], number: str) -> dict[str, bytes]:
     """Return the encoded values of one sampler."""
@@ -197,21 +190,19 @@ class WorkerWatch:
     def __init__(self, owners: Mapping[str, object], report: Callable[[str], object]) -> None:
         self._state = DataState(owners)
         self._report = report
-        self._batches, self._spent = 0, 0.0
-        self._begun = time.monotonic()
+        self._batches = 0
 
     def end_batch(self, *, last: bool = False) -> None:
         """Look for changes, if it is time to; called after each batch."""
         self._batches += 1
-        begun = time.monotonic()
-        early = self._batches <= (_CHECKED_BATCHES if self._spent < _CHECKED_SECONDS else 2)
-        if not (early or last) and self._spent * _SHARE > begun - self._begun:
+        if self._batches > _CHECKED_BATCHES and self._batches.bit_count() > 1 and not last:
             return
         if self._batches == 1:
             self._state.settle()
-        if (path := self._state.find_change()) is not None:
+        # But of an empty place that was filled once.
+        found = (changes.find_first() for _, changes in self._state.data.values())
+        if (path := next(filter(None, found), None)) is not None:
             self._report(path)
-        self._spent += time.monotonic() - begun
 
     def watch(self, samples: Iterator[Any]) -> Iterator[Any]:
         """Yield the samples of an iterable dataset; look after the first and after the last."""

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,14 +33,8 @@ from lightning_d9m.control.data.resumable_sampler import (
     is_rankless,
     is_user_made,
     make_generator,
-    unwrap,
 )
-from lightning_d9m.control.data.seeded_dataset import (
-    RngGuard,
-    SeededCollate,
-    SeededDataset,
-    WorkerInit,
-)
+from lightning_d9m.control.data.seeded_dataset import SeededDataset, init_worker, return_batch
 from lightning_d9m.control.seeding import RandomStreams
 from lightning_d9m.errors import SettingError
 from lightning_d9m.state.parts import is_of_program
@@ -73,14 +68,11 @@ class ControlledLoader:
         host_sets_epochs: bool,
         earlier: Iterable["ControlledLoader"],
     ) -> None:
-        # Workers may receive the order of epoch 0 before Lightning sets the epoch; a resumed run
-        # would see that order again.
-        self._sets_epochs = loader.num_workers > 0 or not host_sets_epochs
         self.loader = weakref.ref(loader)
         self.stage = stream.stage
         self.started: int | None = None
         self.first_epoch: int | None = None
-        self._stream = stream
+        self.stream = stream
         self._replacements = replacements
         self._iterable = iterable = isinstance(loader.dataset, IterableDataset)
         if per_sample and iterable:
@@ -96,7 +88,12 @@ class ControlledLoader:
         self._rankless = is_rankless(loader)
         samplers = find_samplers(loader)
         states = [control.state for control in earlier]
-        self.state: DataState = DataState(_name_owners(loader), samplers, states)
+        owners: dict[str, object] = {LOADER: loader} if is_of_program(type(loader)) else {}
+        # Persistent workers have a copy of a dataset with indices, which changes of the program do
+        # not reach.
+        if iterable or not (loader.num_workers and loader.persistent_workers):
+            owners |= {"dataset": loader.dataset, "collate_fn": loader.collate_fn}
+        self.state: DataState = DataState(owners, samplers, states)
         replacements.replace(loader, "generator", self._generator)
         # With in_order=False batches come as workers finish them. torchdata's loaders and older
         # releases of torch may lack the attribute.
@@ -109,50 +106,58 @@ class ControlledLoader:
             replacements.replace(loader, "in_order", value=True)
         if loader.num_workers > 0:
             stream.share(persistent=loader.persistent_workers and iterable)
-            init = WorkerInit(stream, loader.worker_init_fn)
-            replacements.replace(loader, "worker_init_fn", init)
             if loader.persistent_workers:
                 # Running workers do not have these streams, so torch must start new ones.
                 replacements.replace(loader, "_iterator", None)
+        self._per_sample = per_sample
+        self._host_sets_epochs = host_sets_epochs
         self._has_data = False
         # The states where the epoch was first iterated, and after it was iterated in advance.
         self.start: dict[str, Any] | None = None
         self.after: dict[str, Any] | None = None
-        user_sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+        self._place = "sampler" if loader.batch_sampler is None else "batch_sampler"
         self._requests = ResumableSampler(
-            user_sampler,
+            getattr(loader, self._place),
             stream,
             user_made=is_user_made(samplers),
             # torch makes this iterator first, and then that of the dataset.
             on_start=self._keep_start,
         )
-        batching = loader.batch_sampler is not None
-        replacements.replace(loader, "batch_sampler" if batching else "sampler", self._requests)
-        if not iterable:
-            if hasattr(loader, "load_state_dict"):
-                # torchdata's loader; this class restores the position in the epoch.
-                replacements.replace(loader, "load_state_dict", _ignore)
-            guard = RngGuard()
-            state = None if loader.num_workers else self.state
-            owners = (loader.dataset, stream, per_sample, guard, loader.collate_fn)
-            seeded = SeededDataset(*owners, state)
-            replacements.replace(loader, "dataset", seeded)
-            replacements.replace(loader, "collate_fn", SeededCollate(loader.collate_fn, guard))
+        if not iterable and hasattr(loader, "load_state_dict"):
+            # torchdata's loader, which then ignores it; this class restores the position.
+            replacements.replace(loader, "load_state_dict", bool)
+        replacements.replace(loader, "_get_iterator", self._make_iterator)
+
+    def _make_iterator(self) -> Any:
+        """Make an iterator of the loader, which then has our parts; the user's stay in the loader.
+
+        Only torch's iterators read these parts, and only when they are made.
+        """
+        loader: Any = self.loader()
+        stream, dataset, workers = self.stream, loader.dataset, loader.num_workers > 0
+        parts: dict[str, Any] = {self._place: self._requests}
+        if workers:
+            given = (stream, loader.worker_init_fn, self.start is None)
+            parts["worker_init_fn"] = partial(init_worker, *given)
+        if not self._iterable:
+            state = None if workers else self.state
+            seeded = SeededDataset(dataset, stream, self._per_sample, loader.collate_fn, state)
+            parts |= {"dataset": seeded, "collate_fn": return_batch}
         # torch itself seeds a data pipe in every epoch, and traverses it to do so.
-        elif stream.shared is not None and not isinstance(loader.dataset, IterDataPipe):
-            seeded = SeededDataset(loader.dataset, stream, per_sample, RngGuard())
-            replacements.replace(loader, "dataset", seeded)
+        elif stream.shared is not None and not isinstance(dataset, IterDataPipe):
+            parts["dataset"] = SeededDataset(dataset, stream)
+        patches = AttributePatches()
+        try:
+            for name, part in parts.items():
+                patches.replace(loader, name, part)
+            return type(loader)._get_iterator(loader)  # noqa: SLF001 - torch calls it by this name
+        finally:
+            patches.undo()
 
     @property
-    def number(self) -> int:
-        """Ordinal of the loader in its stage."""
-        return self._stream.number
-
-    def stop_workers(self) -> None:
-        """Stop persistent workers, which the traceback of an error may otherwise keep alive."""
-        iterator = getattr(self.loader(), "_iterator", None)
-        if isinstance(iterator, _MultiProcessingDataLoaderIter):
-            iterator._shutdown_workers()  # noqa: SLF001 - the only way
+    def is_bypassed(self) -> bool:
+        """Whether the epoch began and the loader has not made an iterator of torch for it."""
+        return self.started is not None and self.start is None
 
     def capture(self, *, within: bool, at_end: bool) -> dict[str, Any]:
         """Return what the order of batches depends on; see ``LoaderControl.capture_samplers``."""
@@ -183,20 +188,8 @@ class ControlledLoader:
     def restore_data(self, epoch: int, consumed: ReachedPosition | None) -> None:
         """Restore what the dataset held where the run was interrupted."""
         if consumed is not None and consumed.epoch == epoch:
-            self.state.restore_data(consumed.samplers.get(str(self.number), {}))
+            self.state.restore_data(consumed.samplers.get(str(self.stream.number), {}))
             self._has_data = True
-
-    def reset(self, epoch: int) -> None:
-        """Restore the samplers to the start of the current epoch, but for what hooks have set."""
-        if self.started == epoch:
-            if self.start is not None:
-                self.state.undo(self.start, self.after or {})
-            self.started = None
-
-    def enter(self, number: int, epoch: int) -> None:
-        """Set the loader's first epoch and its number among the loaders of that epoch."""
-        self.first_epoch = epoch
-        self._stream.number = number
 
     def start_epoch(self, epoch: int, consumed: ReachedPosition | None) -> None:
         """Seed the order and the workers of an epoch; continue it where it was interrupted."""
@@ -206,17 +199,11 @@ class ControlledLoader:
         self._requests.draw_skipped()
         self.started = epoch
         self.start = self.after = None
-        self._stream.start_epoch(epoch)
-        seed = self._stream.derive("workers")
-        self._generator.manual_seed(seed)
-        if loader.num_workers > 0:
-            # The same draw as torch's; see `WorkerInit`.
-            drawn = torch.empty((), dtype=torch.int64).random_(generator=self._generator)
-            self._stream.workers = int(drawn)
-            self._generator.manual_seed(seed)
+        self.stream.start_epoch(epoch)
+        self._generator.manual_seed(self.stream.derive("workers"))
         resumed = consumed is not None and consumed.epoch == epoch
         if consumed is not None and resumed:
-            self.state.restore_samplers(consumed.samplers.get(str(self.number), {}))
+            self.state.restore_samplers(consumed.samplers.get(str(self.stream.number), {}))
             if not self._has_data:  # otherwise hooks may have set it since
                 self.restore_data(epoch, consumed)
         self._seed_samplers(loader, epoch)
@@ -231,7 +218,7 @@ class ControlledLoader:
             chosen = self._chosen.setdefault(number, self._read_seed(sampler))
             if isinstance(sampler, DistributedSampler):
                 # All ranks must split the same permutation.
-                seed = self._stream.derive(f"shards{chosen}", worker=number, shared=True)
+                seed = self.stream.derive(f"shards{chosen}", worker=number, shared=True)
                 self._replacements.replace(sampler, "seed", seed % _SAMPLER_SEED)
                 continue
             generator = self._orders.get(number) or make_generator(sampler)
@@ -242,12 +229,14 @@ class ControlledLoader:
             with suppress(AttributeError):  # a read-only attribute keeps its value
                 self._replacements.replace(sampler, "generator", generator)
             shared = not self._rankless
-            seed = self._stream.derive(f"order{chosen}", worker=number, shared=shared)
+            seed = self.stream.derive(f"order{chosen}", worker=number, shared=shared)
             generator.manual_seed(seed)
-        if self.stage != "train" or not self._sets_epochs:
-            return  # the host calls `set_epoch` before the sampler is iterated
+        # Workers may receive the order of epoch 0 before Lightning sets the epoch; a resumed run
+        # would see that order again.
+        if self.stage != "train" or (self._host_sets_epochs and not loader.num_workers):
+            return
         inner = getattr(loader.batch_sampler, "sampler", None)
-        holders: tuple[Any, ...] = (unwrap(loader.sampler), inner)
+        holders: tuple[Any, ...] = (loader.sampler, inner)
         for sampler in {id(sampler): sampler for sampler in holders}.values():
             if callable(set_epoch := getattr(sampler, "set_epoch", None)):
                 if "epoch" in getattr(sampler, "__dict__", ()):
@@ -261,13 +250,8 @@ class ControlledLoader:
         read = self._replacements.read_original
         if isinstance(sampler, DistributedSampler):
             return describe_seed(read(sampler, "seed"))
-        generator = read(sampler, "generator")
-        seeded = isinstance(generator, torch.Generator)
-        return describe_seed(generator.initial_seed() if seeded else None)
-
-
-def _ignore(state: object) -> None:
-    """Ignore the state; the position comes from ``resume_epoch``."""
+        own = read(sampler, "generator")
+        return describe_seed(own.initial_seed() if isinstance(own, torch.Generator) else None)
 
 
 class LoaderControl:
@@ -340,7 +324,7 @@ class LoaderControl:
             Plain values.
         """
         found = {
-            str(control.number): control.capture(within=within, at_end=at_end)
+            str(control.stream.number): control.capture(within=within, at_end=at_end)
             for control in self._list(stage)
         }
         others = [state for other, _, state in self._others if other == stage]
@@ -354,30 +338,37 @@ class LoaderControl:
         """Give a loader its own random streams; return the loader to iterate.
 
         Returns the loader itself, or a copy if another stage already controls it, so that
-        validation never changes the draws of training. Finds loaders in lists, tuples, dicts and
-        Lightning's ``CombinedLoader``. Returns any object that is not a ``DataLoader`` unchanged:
-        only the generators of the process affect it. Call ``start_epoch`` before you iterate.
+        validation never changes the draws of training. Returns any object that is not a
+        ``DataLoader`` unchanged: only the generators of the process affect it. Call
+        ``start_epoch`` before you iterate.
 
         Raises:
             SettingError: If per_sample_rng is on and the dataset does not have indices.
         """
-        if isinstance(loader, DataLoader):
-            return self._control(loader, stage)
-        if isinstance(loader, Mapping):
-            wrapped = {key: self.wrap_loader(value, stage) for key, value in loader.items()}
-            same = all(wrapped[key] is loader[key] for key in wrapped)
-            return loader if same else wrapped
-        if isinstance(loader, list | tuple):
-            items = [self.wrap_loader(item, stage) for item in loader]
-            same = all(new is old for new, old in zip(items, loader, strict=True))
-            return loader if same else items
-        flattened = getattr(loader, "flattened", None)
-        if isinstance(flattened, list):
-            items = self.wrap_loader(flattened, stage)
-            if items is not flattened:
-                self._replacements.replace(loader, "flattened", items)
-        elif is_of_program(type(loader)) and all(loader is not own for _, own, _ in self._others):
-            self._others.append((stage, loader, DataState({LOADER: loader})))
+        if not isinstance(loader, DataLoader):
+            if is_of_program(type(loader)) and all(loader is not own for _, own, _ in self._others):
+                self._others.append((stage, loader, DataState({LOADER: loader})))
+            return loader
+        # Do not keep loaders alive that are reloaded every epoch.
+        earlier = self._controlled
+        self._controlled = [control for control in earlier if control.loader() is not None]
+        for control in self._controlled:
+            if control.loader() is loader:
+                if control.stage == stage:
+                    control.started = None  # it is iterated from the beginning next
+                    return loader
+                loader = copy_loader(loader)
+                break
+        stream = RandomStreams(self._seed, self._fit, self._rank, stage)
+        control = ControlledLoader(
+            loader,
+            stream,
+            self._replacements,
+            per_sample=self._per_sample_rng,
+            host_sets_epochs=self._host_sets_epochs,
+            earlier=earlier,
+        )
+        self._controlled.append(control)
         return loader
 
     def start_epoch(self, stage: str, epoch: int) -> None:
@@ -390,7 +381,8 @@ class LoaderControl:
             if control.first_epoch is None:
                 # Numbered among the loaders of the same first epoch, so that a loader that is
                 # reloaded every epoch draws the same in a resumed run.
-                control.enter(sum(other.first_epoch == epoch for other in present), epoch)
+                control.stream.number = sum(other.first_epoch == epoch for other in present)
+                control.first_epoch = epoch
             control.start_epoch(epoch, self._consumed.get(stage))
 
     def restore_data(self, stage: str, epoch: int) -> None:
@@ -401,7 +393,7 @@ class LoaderControl:
     def restore_samplers(self, stage: str, samplers: Mapping[str, Any]) -> None:
         """Restore what ``capture_samplers`` returned, after the loaders were loaded."""
         for control in self._list(stage):
-            states = samplers.get(str(control.number), {})
+            states = samplers.get(str(control.stream.number), {})
             control.state.restore_samplers(states)
             control.state.restore_data(states)
 
@@ -422,59 +414,18 @@ class LoaderControl:
         Workers may already hold batches of an iteration that was not consumed.
         """
         for control in self._list(stage):
-            control.reset(epoch)
+            if control.started == epoch:
+                if control.start is not None:  # but for what hooks have set
+                    control.state.undo(control.start, control.after or {})
+                control.started = None
         self.start_epoch(stage, epoch)
 
     def release(self) -> None:
         """Restore every replaced attribute in reverse order, and stop persistent workers."""
         for control in self._controlled:
-            control.stop_workers()
+            # The traceback of an error may otherwise keep them alive.
+            iterator = getattr(control.loader(), "_iterator", None)
+            if isinstance(iterator, _MultiProcessingDataLoaderIter):
+                iterator._shutdown_workers()  # noqa: SLF001 - the only way
         self._controlled.clear()
         self._replacements.undo()
-
-    def _control(self, loader: Any, stage: str) -> Any:
-        # Do not keep loaders alive that are reloaded every epoch.
-        earlier = self._controlled
-        self._controlled = [control for control in earlier if control.loader() is not None]
-        for control in self._controlled:
-            if control.loader() is loader:
-                if control.stage == stage:
-                    control.started = None  # it is iterated from the beginning next
-                    return loader
-                loader = _copy_original(loader)
-                break
-        stream = RandomStreams(self._seed, self._fit, self._rank, stage)
-        control = ControlledLoader(
-            loader,
-            stream,
-            self._replacements,
-            per_sample=self._per_sample_rng,
-            host_sets_epochs=self._host_sets_epochs,
-            earlier=earlier,
-        )
-        self._controlled.append(control)
-        return loader
-
-
-def _name_owners(loader: Any) -> dict[str, object]:
-    """Return the objects of a loader whose state is saved, by name.
-
-    Persistent workers have a copy of a dataset with indices, which changes of the program do not
-    reach.
-    """
-    owners: dict[str, object] = {LOADER: loader} if is_of_program(type(loader)) else {}
-    stays = loader.num_workers > 0 and loader.persistent_workers
-    if stays and not isinstance(loader.dataset, IterableDataset):
-        return owners
-    return owners | {"dataset": loader.dataset, "collate_fn": loader.collate_fn}
-
-
-def _copy_original(loader: Any) -> Any:
-    """Copy a controlled loader without its control."""
-    duplicate = copy_loader(loader)
-    if isinstance(duplicate.worker_init_fn, WorkerInit):
-        duplicate.worker_init_fn = duplicate.worker_init_fn.user_function
-    if type(duplicate.collate_fn) is SeededCollate:
-        duplicate.collate_fn = duplicate.collate_fn.user_function
-    object.__setattr__(duplicate, "dataset", unwrap(duplicate.dataset))
-    return duplicate

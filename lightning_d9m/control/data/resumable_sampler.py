@@ -55,45 +55,8 @@ class SeededIndex:
         return iter(self.indices)
 
 
-class SeededMicroBatches(list[SeededIndex]):
-    """A request for one micro-batch of each logical rank of a process."""
-
-
-class Proxy:
-    """Stands for an object of the user's, whose attributes it shows and sets, and whose class.
-
-    ``own`` are attributes of the proxy itself.
-    """
-
-    def __init__(self, target: Any, **own: Any) -> None:
-        vars(self).update(_d9m_target=target, **own)
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> type:
-        return type(self._d9m_target)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self._d9m_target, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._d9m_target, name, value)
-
-    def __delattr__(self, name: str) -> None:
-        delattr(self._d9m_target, name)
-
-    def __len__(self) -> int:
-        return len(self._d9m_target)
-
-
-def unwrap(value: Any) -> Any:
-    """Return the object for which a ``Proxy`` stands, or any other object unchanged."""
-    return vars(value)["_d9m_target"] if issubclass(type(value), Proxy) else value
-
-
-class ResumableSampler(Proxy):
-    """A proxy of a loader's sampler that numbers its batches.
+class ResumableSampler:
+    """Numbers and seeds the batches of a loader's sampler, for the iterators of the loader.
 
     Args:
         sampler: The user's batch sampler, or the sampler of a loader that does not batch.
@@ -110,12 +73,13 @@ class ResumableSampler(Proxy):
         stream: RandomStreams,
         *,
         user_made: bool,
-        on_start: Callable[[], object] = bool,
+        on_start: Callable[[], object],
     ) -> None:
-        super().__init__(
-            sampler, _stream=stream, _user_made=user_made, _on_start=on_start,
-            _round=0, _skip=0, _cycled=bool,
-        )  # fmt: skip
+        self._sampler = sampler
+        self._stream = stream
+        self._user_made = user_made
+        self._on_start = on_start
+        self.start_epoch()
 
     def start_epoch(self, skip: int = 0, cycled: Callable[[], bool] = bool) -> None:
         """Begin an epoch.
@@ -124,9 +88,9 @@ class ResumableSampler(Proxy):
             skip: Number of its batches that were consumed before.
             cycled: Returns whether the loader is iterated again within the epoch when it ends.
         """
-        vars(self).update(_round=0, _skip=skip, _cycled=cycled)
+        self._round, self._skip, self._cycled = 0, skip, cycled
 
-    def __iter__(self) -> Iterator[SeededIndex | SeededMicroBatches]:
+    def __iter__(self) -> Iterator[SeededIndex | list[SeededIndex]]:
         self._on_start()
         return self._make_requests()
 
@@ -138,23 +102,28 @@ class ResumableSampler(Proxy):
         if self._skip:
             self._begin_round()
 
-    def _make_requests(self) -> Iterator[SeededIndex | SeededMicroBatches]:
+    def _make_requests(self) -> Iterator[SeededIndex | list[SeededIndex]]:
         # A generator, because torch makes two iterators for new workers and uses only the second.
         begun = self._begin_round()
         if begun is None:
             return
         number, stream, batches, skipped = begun
         for place, indices in enumerate(batches, skipped):
-            index = f"{number}.{place}"
-            if type(indices) is not MicroBatchIndices:
-                yield self._seed(indices, stream, index)
-                continue
-            yield SeededMicroBatches(
-                self._seed(part, replace(stream, rank=rank), index)
-                for rank, part in enumerate(indices, indices.first)
-            )
+            is_block = type(indices) is MicroBatchIndices  # of several logical ranks
+            parts: Iterable[tuple[int, Any]] = [(stream.rank, indices)]
+            if is_block:
+                parts = enumerate(indices, indices.first)
+            requests = [
+                SeededIndex(
+                    part,
+                    replace(stream, rank=rank).derive("batch", index=f"{number}.{place}"),
+                    stream.epoch,
+                )
+                for rank, part in parts
+            ]
+            yield requests if is_block else requests[0]
 
-    def _begin_round(self) -> tuple[int, Any, Iterable[Any], int] | None:
+    def _begin_round(self) -> tuple[int, RandomStreams, Iterator[Any], int] | None:
         """Iterate the user's sampler, again after each round that was consumed before.
 
         Returns:
@@ -165,27 +134,18 @@ class ResumableSampler(Proxy):
             number = self._round
             # The epoch may change before the last batch is requested.
             stream = replace(self._stream, shared=None)
-            batches = self._iterate()
-            skipped = 0
-            if self._skip:  # only the sampler runs; no batch is loaded
-                batches = iter(batches)
-                skipped = sum(1 for _ in islice(batches, self._skip))
-            vars(self).update(_round=number + 1, _skip=self._skip - skipped)
+            # The same on all ranks, because the sampler may split one order among them.
+            seed = stream.derive("sampler", index=number, shared=True)
+            apart = self._user_made
+            batches = iterate_apart(self._sampler, seed) if apart else iter(self._sampler)
+            # Only the sampler runs; no batch is loaded.
+            skipped = sum(1 for _ in islice(batches, self._skip))
+            self._round, self._skip = number + 1, self._skip - skipped
             if not self._skip:
                 return number, stream, batches, skipped
             if not self._cycled() or not skipped:
-                vars(self)["_skip"] = 0
+                self._skip = 0
                 return None
-
-    def _seed(self, indices: Any, stream: RandomStreams, index: str) -> SeededIndex:
-        return SeededIndex(indices, stream.derive("batch", index=index), stream.epoch)
-
-    def _iterate(self) -> Iterable[Any]:
-        if not self._user_made:
-            return self._d9m_target  # type: ignore[no-any-return]
-        # The same on all ranks, because the sampler may split one order among them.
-        seed = self._stream.derive("sampler", index=self._round, shared=True)
-        return iterate_apart(self._d9m_target, seed)
 
 
 _NO_POSITION = (
@@ -215,6 +175,11 @@ _CHANGED_IN_WORKERS = (
     "use persistent_workers=False, with which every epoch begins with the same values, and save "
     "checkpoints at the end of an epoch."
 )
+_OWN_ITERATION = (
+    "The loader of {} iterates by methods of its own, so a resumed run would train on the same "
+    "batches again. Let its __iter__ call that of DataLoader, or save checkpoints at the end of an "
+    "epoch."
+)
 _EPOCH_STATE = (
     "{} has a state_dict(), which Lightning does not load between epochs, so a resumed epoch may "
     "have the order of an earlier one. Use checkpoints that are saved within an epoch, or a loader "
@@ -239,16 +204,23 @@ def find_loader_problems(loader: Any, *, within: bool) -> list[str]:
         }
         if found := [problem for problem, fails in tests.items() if fails]:
             return [found[0].format(name)]
+    control = find_control(loader)
+    if within and control is not None and control.is_bypassed:
+        return [_OWN_ITERATION.format(name)]
     # Workers that end with the epoch start the next one with a copy of this process's generators.
     if workers and (loader.persistent_workers or (within and not iterable)):
-        collate = getattr(loader.collate_fn, "user_function", loader.collate_fn)
-        kept = find_generators({"dataset": unwrap(dataset), "collate_fn": collate})
+        kept = find_generators({"dataset": dataset, "collate_fn": loader.collate_fn})
         if kept:
             return [_OWN_GENERATORS.format(name, ", ".join(kept))]
-        stream = getattr(dataset, "_stream", None)
-        changed = stream.changed_in_workers if isinstance(stream, RandomStreams) else ""
+        changed = "" if control is None else control.stream.changed_in_workers
         return [_CHANGED_IN_WORKERS.format(name, changed)] if changed else []
     return []
+
+
+def find_control(loader: Any) -> Any:
+    """Return the ``ControlledLoader`` of a loader; None without one."""
+    control = loader._get_iterator.__self__  # noqa: SLF001 - the method that it replaces
+    return None if control is loader else control
 
 
 def find_epoch_problem(loader: Any) -> str | None:
@@ -354,9 +326,10 @@ def describe_seed(seed: object) -> str:
 
 
 def copy_loader(loader: Any) -> Any:
-    """Return a loader over the same dataset that does not share samplers or workers."""
+    """Return a loader over the same dataset that does not share samplers, workers or control."""
     duplicate = _copy(loader, {})
     object.__setattr__(duplicate, "_iterator", None)
+    vars(duplicate).pop("_get_iterator", None)
     return duplicate
 
 
@@ -371,7 +344,7 @@ def _copy(holder: Any, copies: dict[int, Any]) -> Any:
 def _links(holder: Any) -> Iterator[tuple[str, Any]]:
     """Yield (name of attribute, sampler) for each sampler of ``holder``."""
     for name in _LINKS:
-        kept = unwrap(getattr(holder, name, None))
+        kept = getattr(holder, name, None)
         if kept is None:
             continue
         # The dataset of Lightning's wrapper leads to a sampler.
@@ -383,7 +356,7 @@ def _links(holder: Any) -> Iterator[tuple[str, Any]]:
 def list_controlled(owner: Any) -> set[str]:
     """Return the attributes of a loader or sampler that are torch's, or set in each epoch."""
     if isinstance(owner, DataLoader):
-        return set(vars(DataLoader(TensorDataset(torch.empty(1)))))
+        return {*vars(DataLoader(TensorDataset(torch.empty(1)))), "_get_iterator"}
     ours = {"seed"} if isinstance(owner, DistributedSampler) else set()
     ours |= {"epoch"} if hasattr(owner, "set_epoch") else set()
     return ours | ({"generator"} if make_generator(owner) is not None else set())

@@ -5,100 +5,47 @@ Objects that are sent to workers must be picklable (``spawn``), so this module a
 
 import operator
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
 from torch.utils.data import get_worker_info
 
 from lightning_d9m.control.data.data_state import DataState, WorkerWatch
 from lightning_d9m.control.data.micro_batches import MicroBatches
-from lightning_d9m.control.data.resumable_sampler import Proxy, SeededIndex, SeededMicroBatches
-from lightning_d9m.control.seeding import (
-    RandomStreams,
-    RngState,
-    capture_host,
-    restore_rng,
-    seed_host,
-)
+from lightning_d9m.control.data.resumable_sampler import SeededIndex
+from lightning_d9m.control.seeding import RandomStreams, capture_host, restore_rng, seed_host
 from lightning_d9m.errors import SettingError
 
 
-@dataclass(frozen=True)
-class WorkerInit:
-    """Seeds a worker when it starts, then calls the user's own ``worker_init_fn``."""
-
-    stream: RandomStreams
-    user_function: Callable[[int], None] | None
-
-    def __call__(self, worker: int) -> None:
-        """Seed Python, NumPy and torch in this worker."""
-        info = get_worker_info()
-        drawn = self.stream.workers if info is None else info.seed - worker
-        # A loader that is iterated again within an epoch (the shorter of two) gets new workers,
-        # which must not repeat the draws. torch draws a different base seed for them.
-        index = 0 if drawn == self.stream.workers else drawn
-        seed_host(self.stream.derive("worker", worker=worker, index=index))
-        if self.user_function is not None:
-            self.user_function(worker)
+def init_worker(
+    stream: RandomStreams,
+    user_function: Callable[[int], None] | None,
+    is_first: bool,
+    worker: int,
+) -> None:
+    """Seed a worker when it starts, then call the user's own ``worker_init_fn``."""
+    # A loader that is iterated again within an epoch (the shorter of two) gets new workers, which
+    # must not repeat the draws. torch draws a different base seed for them.
+    info: Any = get_worker_info()
+    index = 0 if is_first else info.seed - worker
+    seed_host(stream.derive("worker", worker=worker, index=index))
+    if user_function is not None:
+        user_function(worker)
 
 
-class RngGuard:
-    """Seeds the generators while the main process loads a batch, and restores them.
+class SeededDataset:
+    """Makes the batches of a dataset; each begins with its own seed.
 
-    In a worker the generators need not be restored.
-    """
-
-    def __init__(self) -> None:
-        self._saved: RngState | None = None
-
-    def begin(self, seed: int) -> None:
-        """Save the state of the generators and seed them."""
-        if self._saved is None and get_worker_info() is None:
-            self._saved = capture_host()
-        seed_host(seed)
-
-    def end(self) -> None:
-        """Restore the generators; do nothing without a ``begin``."""
-        if self._saved is not None:
-            saved, self._saved = self._saved, None
-            restore_rng(saved)
-
-
-class SeededCollate:
-    """The user's ``collate_fn``, which continues the random streams of its samples."""
-
-    def __init__(self, user_function: Callable[[Any], Any], guard: RngGuard) -> None:
-        vars(self).update(user_function=user_function, _guard=guard)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or "user_function" not in vars(self):
-            raise AttributeError(name)
-        return getattr(self.user_function, name)
-
-    def __call__(self, samples: Any) -> Any:
-        """Make a batch of samples, or the micro-batches of requests."""
-        if isinstance(samples, MicroBatches):
-            # One after the other, because this function may draw after the samples of its batch.
-            return MicroBatches(self(fetch()) for fetch in samples)
-        try:
-            return self.user_function(samples)
-        finally:
-            self._guard.end()
-
-
-class SeededDataset(Proxy):
-    """A proxy of the user's dataset that seeds the generators before it returns samples.
-
-    A ``worker_init_fn`` can split a stream among workers by its attributes.
+    It stands for the user's dataset in the iterators of a loader. A ``worker_init_fn`` sees and
+    sets the attributes of the dataset, by which it can split a stream among workers.
 
     Args:
         dataset: The user's dataset.
         stream: The loader's random streams.
         per_sample: Seed before each sample by (seed, epoch, index); otherwise before each batch, by
             (seed, rank, epoch, number of the batch).
-        guard: Restores the generators when the batch is made.
-        collate: The user's ``collate_fn``.
+        collate: The user's ``collate_fn``, which continues the random streams of its samples; None
+            for an iterable dataset.
         state: The state of the main process's objects, which the first batch may complete.
     """
 
@@ -106,83 +53,83 @@ class SeededDataset(Proxy):
         self,
         dataset: Any,
         stream: RandomStreams,
-        per_sample: bool,
-        guard: RngGuard,
+        per_sample: bool = False,
         collate: Any = None,
         state: DataState | None = None,
     ) -> None:
-        super().__init__(
-            dataset, _stream=stream, _per_sample=per_sample, _guard=guard, _collate=collate,
+        vars(self).update(
+            _dataset=dataset, _stream=stream, _per_sample=per_sample, _collate=collate,
             _state=state, _watch=None, _iterated=False,
         )  # fmt: skip
 
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return type(self._dataset)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self._dataset, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._dataset, name, value)
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
     def __reduce__(self) -> tuple[Any, ...]:
-        kept = (self._d9m_target, self._stream, self._per_sample, self._guard, self._collate)
-        return SeededDataset, kept
+        return SeededDataset, (self._dataset, self._stream, self._per_sample, self._collate)
 
     def __iter__(self) -> Iterator[Any]:
-        # Called in a worker at its start, after `WorkerInit` has seeded it, and in every epoch.
+        # Called in a worker at its start, after `init_worker` has seeded it, and in every epoch.
         info = get_worker_info()
         if self._iterated and info is not None and self._stream.follow():
             seed_host(self._stream.derive("worker", worker=info.id))
         vars(self)["_iterated"] = True
-        samples = self._watched()
-        return iter(self._d9m_target) if samples is None else samples.watch(iter(self._d9m_target))
+        samples, watch = iter(self._dataset), self._find_watch()
+        return samples if watch is None else watch.watch(samples)
 
-    def _watched(self) -> WorkerWatch | None:
+    def _find_watch(self) -> WorkerWatch | None:
         """Return what looks for changes in this worker; None in the main process."""
         if get_worker_info() is None or self._stream.report is None:
             return None
         if self._watch is None:
-            owners = {"dataset": self._d9m_target, "collate_fn": self._collate}
+            owners = {"dataset": self._dataset, "collate_fn": self._collate}
             vars(self)["_watch"] = WorkerWatch(owners, self._stream.report_change)
         return self._watch  # type: ignore[no-any-return]
 
-    def __getitem__(self, request: Any) -> Any:
-        # A single sample: of a loader that does not batch, or of other code.
+    def __getitem__(self, request: SeededIndex) -> Any:
+        """Return what a loader gives for one index, if it does not batch."""
+        return self._load(request, self._fetch_sample)
+
+    def __getitems__(self, request: SeededIndex | list[SeededIndex]) -> Any:
+        """Return a batch, or the micro-batches of logical ranks."""
         if isinstance(request, SeededIndex):
-            return self._fetch(request, lambda: self._fetch_sample(request.indices, request.epoch))
-        if not self._per_sample:
-            return self._d9m_target[request]
-        single = SeededIndex(request, 0, self._stream.epoch)
+            return self._load(request, self._fetch_batch)
+        return MicroBatches(map(self.__getitems__, request))
+
+    def _load(self, request: SeededIndex, fetch: Callable[[Any, int], Any]) -> Any:
+        watch = self._find_watch()
+        # In a worker the generators need not be restored.
+        saved = capture_host() if get_worker_info() is None else None
+        seed_host(request.seed)
         try:
-            return self[single]
+            batch = self._collate(fetch(request.indices, request.epoch))
         finally:
-            self._guard.end()
-
-    def __getitems__(self, request: Any) -> Any:
-        """Fetch a whole batch, as torch's loader does."""
-        if isinstance(request, SeededMicroBatches):
-            return MicroBatches(partial(self.__getitems__, part) for part in request)
-        if isinstance(request, SeededIndex):
-            return self._fetch(request, lambda: self._fetch_batch(request.indices, request.epoch))
-        if self._per_sample:
-            return [self[index] for index in request]
-        return self._fetch_batch(request, self._stream.epoch)
-
-    def _fetch(self, request: SeededIndex, fetch: Callable[[], Any]) -> Any:
-        watch = self._watched()
-        self._guard.begin(request.seed)
-        try:
-            samples = fetch()
-        except BaseException:
-            self._guard.end()
-            raise
+            if saved is not None:
+                restore_rng(saved)
         if watch is not None:
             watch.end_batch()
         elif self._state is not None:
             self._state.settle()
             vars(self)["_state"] = None
-        return samples
+        return batch
 
     def _fetch_batch(self, indices: Any, epoch: int) -> Any:
-        fetch = getattr(self._d9m_target, "__getitems__", None)
+        fetch = getattr(self._dataset, "__getitems__", None)
         # With a seed per sample, fetch them one by one.
-        if self._per_sample:
+        if fetch is None or self._per_sample:
             return [self._fetch_sample(index, epoch) for index in indices]
-        if fetch is None:
-            dataset = self._d9m_target
-            return [dataset[index] for index in indices]
         return fetch(indices)
 
     def _fetch_sample(self, index: Any, epoch: int) -> Any:
@@ -191,7 +138,12 @@ class SeededDataset(Proxy):
             if stream.epoch != epoch:  # in a worker that started in a different epoch
                 stream = replace(stream, epoch=epoch, shared=None)
             seed_host(stream.derive("sample", index=_index_text(index), shared=True))
-        return self._d9m_target[index]
+        return self._dataset[index]
+
+
+def return_batch(batch: Any) -> Any:
+    """Return what a ``SeededDataset`` has made: the ``collate_fn`` of an iterator."""
+    return batch
 
 
 def _index_text(index: Any) -> int | str:

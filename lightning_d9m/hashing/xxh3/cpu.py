@@ -4,7 +4,7 @@ import ctypes
 import sys
 import threading
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate, pairwise
 
@@ -60,7 +60,7 @@ def hash_chunks(memory: Sequence[tuple[int, int]]) -> list[bytes]:
 
 def copy_span(address: int, size: int) -> bytes:
     """Copy one span of at most one chunk, padded for ``hash_copy``."""
-    return b"".join(*_divide(address, size)) if size else b""
+    return b"".join(part for chunk in _divide(address, size) for part in chunk)
 
 
 def hash_copy(copy: bytes) -> bytes:
@@ -84,18 +84,11 @@ def split_chunk_digests(chunk_digests: bytes, memory: Iterable[tuple[int, int]])
     return [chunk_digests[begin:end] for begin, end in pairwise(ends)]
 
 
-def _divide(address: int, size: int) -> list[_Chunk]:
-    """Return the chunks of a span; the last one may need padding."""
-    if not size:
-        return []
-    view = _MEMORY[address - 1 : address - 1 + size]
-    padding = _ZEROS[: -size % BLOCK_BYTES]
-    if size <= CHUNK_BYTES:
-        return [(view, padding)]
-    begins = range(0, size, CHUNK_BYTES)
-    chunks = [(view[begin : begin + CHUNK_BYTES], b"") for begin in begins]
-    chunks[-1] = (chunks[-1][0], padding)
-    return chunks
+def _divide(address: int, size: int) -> Iterator[_Chunk]:
+    """Yield the chunks of a span; the last one may need padding."""
+    for begin in range(address - 1, address - 1 + size, CHUNK_BYTES):
+        chunk = _MEMORY[begin : min(begin + CHUNK_BYTES, address - 1 + size)]
+        yield chunk, _ZEROS[: -len(chunk) % BLOCK_BYTES]
 
 
 def _hash(chunks: Iterable[_Chunk]) -> bytes:

@@ -57,28 +57,20 @@ def _make_constants() -> npt.NDArray[np.int64]:
 _CONSTANTS = _make_constants()
 
 
-def hash_into(
-    chunk_digests: torch.Tensor,
-    first: int,
-    memory: Sequence[tuple[int, int]],
-    device: torch.device,
-) -> None:
-    """Start hashing memory of one device on its current stream, without waiting.
-
-    The XXH3-64 of each chunk is written to ``chunk_digests``, int64, from place ``first`` on.
+def start_hashing(memory: Sequence[tuple[int, int]], device: torch.device) -> torch.Tensor:
+    """Hash memory of one device on its current stream, without waiting.
 
     Args:
-        chunk_digests: Memory of the device; see ``allocate``.
-        first: The place of the first chunk's digest.
         memory: Addresses and sizes in bytes. Their owners must be alive until the digests are
             fetched.
         device: The device of the memory.
+
+    Returns:
+        The XXH3-64 of each chunk, int64, on the device.
     """
     counts = [count_chunks(size) for _, size in memory]
     begins = accumulate(counts, initial=0)
     spans = [(begin, *span) for begin, span in zip(begins, memory, strict=False) if span[1]]
-    if not spans:
-        return
     cuda = device.type == "cuda"
     with torch.cuda.device(device if cuda else -1):
         if cuda and torch.cuda.is_current_stream_capturing():
@@ -88,35 +80,28 @@ def hash_into(
                 "graph before the training starts, or leave the captured modules out of the probes "
                 "(probe_modules)."
             )
+        chunk_digests = torch.empty(sum(counts), dtype=torch.int64, device=device)
+        if not spans:
+            return chunk_digests
+        # A copy from pinned memory does not wait for the device.
+        table = torch.empty(3 * len(spans), dtype=torch.int64, device="cpu", pin_memory=cuda)
+        table.numpy()[:] = np.array(spans, np.int64).T.reshape(-1)
         kernel: Any = triton_kernel.hash_chunks
-        kernel[(sum(counts),)](
+        kernel[(len(chunk_digests),)](
             _load_constants(device),
-            upload(np.array(spans, np.int64).T, device),
+            table.to(device, non_blocking=True),
             chunk_digests,
-            first,
             len(spans),
             CHUNK=CHUNK_BYTES,
             num_warps=1,
             enable_fp_fusion=False,  # the kernel has no floats; Triton 3.9 warns if this is unset
         )
+    return chunk_digests
 
 
-def allocate(elements: int, device: torch.device) -> torch.Tensor:
-    """Return int64 memory on a device."""
-    return torch.empty(elements, dtype=torch.int64, device=device)
-
-
-def upload(numbers: npt.NDArray[np.int64], device: torch.device) -> torch.Tensor:
-    """Copy numbers to a device on its current stream, without waiting, as one row."""
-    cuda = device.type == "cuda"
-    # A copy from pinned memory does not wait for the device.
-    here = torch.empty(numbers.size, dtype=torch.int64, device="cpu", pin_memory=cuda)
-    here.numpy()[:] = numbers.reshape(-1)
-    return here.to(device, non_blocking=True)
-
-
-def start_copy(chunk_digests: torch.Tensor) -> torch.Tensor:
+def start_copy(launched: list[torch.Tensor]) -> torch.Tensor:
     """Copy chunk digests to pinned memory on the current stream, without waiting."""
+    chunk_digests = torch.cat(launched)
     here = torch.empty(chunk_digests.shape, dtype=torch.int64, pin_memory=True)
     return here.copy_(chunk_digests, non_blocking=True)
 
@@ -129,9 +114,8 @@ def _load_constants(device: torch.device) -> torch.Tensor:
 
 def hash_memory(memory: Sequence[tuple[int, int]], device: torch.device) -> list[bytes]:
     """Hash memory of one device and wait for it; see ``cpu.hash_chunks``."""
-    chunk_digests = allocate(sum(count_chunks(size) for _, size in memory), device)
-    hash_into(chunk_digests, 0, memory, device)
-    return cpu.split_chunk_digests(chunk_digests.cpu().numpy().tobytes(), memory)
+    found = start_hashing(memory, device).cpu().numpy().tobytes()
+    return cpu.split_chunk_digests(found, memory)
 
 
 def check_kernel(device: torch.device) -> bool:

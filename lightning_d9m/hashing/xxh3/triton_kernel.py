@@ -133,16 +133,15 @@ def _hash_at(constants, address, begin, size, CHUNK: tl.constexpr):  # noqa: N80
     return leaf.to(tl.int64, bitcast=True)
 
 
-@triton.jit(do_not_specialize=["first", "count"])
-def hash_chunks(constants, table, leaves, first, count, CHUNK: tl.constexpr):  # noqa: N803
+@triton.jit(do_not_specialize=["count"])
+def hash_chunks(constants, table, leaves, count, CHUNK: tl.constexpr):  # noqa: N803
     """Writes the leaf of chunk ``program_id`` of many tensors to ``leaves``.
 
     Args:
         constants: int64; the tiles of constants.
         table: int64; for the ``count`` tensors the number of chunks before each, their addresses,
             and their sizes in bytes (none of them 0).
-        leaves: int64; from ``first`` on one element for each chunk of all tensors, in order.
-        first: The place of the first chunk's leaf.
+        leaves: int64; one element for each chunk of all tensors, in order.
         count: The number of tensors.
         CHUNK: Bytes in a chunk.
     """
@@ -158,4 +157,4 @@ def hash_chunks(constants, table, leaves, first, count, CHUNK: tl.constexpr):  #
     begin = (chunk - tl.load(table + low)) * CHUNK
     address = tl.load(table + count + low)
     size = tl.load(table + 2 * count + low)
-    tl.store(leaves + first + chunk, _hash_at(constants, address, begin, size, CHUNK))
+    tl.store(leaves + chunk, _hash_at(constants, address, begin, size, CHUNK))

@@ -14,7 +14,7 @@ import torch
 
 from lightning_d9m.attribute_patches import replace_method, wrap_method
 from lightning_d9m.control.environment import control_is_on
-from lightning_d9m.hashing.output_digest import LogicalOutputDigest, OutputDigest
+from lightning_d9m.hashing.output_digest import LogicalOutputDigest, OutputDigest, merge_fields
 from lightning_d9m.ledger.format.records import (
     End,
     Evaluation,
@@ -340,13 +340,15 @@ class TrainerRecorder:
         if outputs is None or not self.run.is_open:
             return
         if isinstance(outputs, LogicalOutputDigest):
-            outputs.merge(trainer.strategy.gather_values(outputs.as_plain()))
+            fields = merge_fields(trainer.strategy.gather_values(outputs.as_plain()))
+        else:
+            fields = outputs.as_fields()
         record = Evaluation(
             name=stage,
             epoch=trainer.current_epoch,
             step=trainer.global_step,
             scalars=self._logged_scalars(trainer),
-            **outputs.as_fields(),
+            **fields,
         )
         self._evaluations.append(record.as_record())
         if trainer.state.fn != "fit":

@@ -27,8 +27,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
-from lightning_d9m.control.data.resumable_sampler import find_samplers, has_state, unwrap
-from lightning_d9m.control.data.seeded_dataset import SeededCollate
+from lightning_d9m.control.data.resumable_sampler import find_samplers, has_state
 from lightning_d9m.control.seeding import (
     capture_generators,
     decode_rng,
@@ -415,11 +414,8 @@ def name_datasets(trainer: Trainer) -> dict[str, object]:
     fit = trainer.fit_loop
     for stage, loop in (("train", fit), ("validate", fit.epoch_loop.val_loop)):
         for number, part in enumerate(lightning_private.list_loaders(loop)):
-            dataset, collate = getattr(part, "dataset", None), getattr(part, "collate_fn", None)
-            owners[f"{stage}.{number}.dataset"] = unwrap(dataset)
-            owners[f"{stage}.{number}.collate_fn"] = (
-                collate.user_function if type(collate) is SeededCollate else collate
-            )
+            for name in ("dataset", "collate_fn"):
+                owners[f"{stage}.{number}.{name}"] = getattr(part, name, None)
             if iterates_itself(part):
                 own = vars(part).keys() - vars(DataLoader(range(1))).keys()  # type: ignore[arg-type]
                 owners |= {f"{stage}.{number}.loader.{name}": vars(part)[name] for name in own}

@@ -1,10 +1,11 @@
-"""Loaders are taken over wherever they are, once a stage, and given back as they were."""
+"""Loaders are taken over once a stage, given back as they were, and ordered by the seed alone."""
 
 import gc
 import multiprocessing
 import time
 import weakref
 
+import numpy as np
 import pytest
 import torch
 from control.drawing import (
@@ -19,10 +20,12 @@ from control.drawing import (
     snapshot,
 )
 from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
     RandomSampler,
     SequentialSampler,
 )
-from torch.utils.data.distributed import DistributedSampler
 from torch_features import needs_in_order
 
 from lightning_d9m.control.data.data_state import DATA
@@ -120,26 +123,6 @@ def test_a_seed_of_the_user_counts_beside_ours(make_sampler):
     assert all(orders.count(one) == 1 for one in orders)
 
 
-@pytest.mark.parametrize("container", [list, tuple, lambda x: dict(enumerate(x))])
-def test_loaders_in_containers_are_taken_over(container):
-    from lightning.pytorch.utilities import CombinedLoader
-
-    loaders = container([make(), [make(), range(3)]])
-    assert (
-        LoaderControl(1, fit=0, rank=0, per_sample_rng=False).wrap_loader(loaders, "t") is loaders
-    )
-    assert type(loaders[0].generator) is torch.Generator
-    assert type(loaders[1][0].generator) is torch.Generator
-    combined = CombinedLoader(loaders)
-    control = LoaderControl(1, fit=0, rank=0, per_sample_rng=False)
-    flattened = list(combined.flattened)
-    assert control.wrap_loader(combined, "validate") is combined
-    assert control.wrap_loader(combined, "train") is combined  # which takes copies
-    assert combined.flattened[0] is not flattened[0]
-    control.release()
-    assert all(new is old for new, old in zip(combined.flattened, flattened, strict=True))
-
-
 def test_a_loader_that_is_made_anew_every_epoch_is_not_kept_alive():
     control = LoaderControl(1, fit=0, rank=0, per_sample_rng=True)
     seen = weakref.WeakSet()
@@ -202,18 +185,7 @@ def test_batches_come_in_order_although_the_loader_allows_any():
     assert order([rows(free)]) != order(expected)  # without control the slow batch is late
 
 
-class Quack:
-    """Has all that a loader has, and is none."""
-
-    dataset = sampler = batch_sampler = generator = flattened = None
-    num_workers = 2
-    persistent_workers = True
-
-    def __iter__(self):
-        return iter(())
-
-
-@pytest.mark.parametrize("other", [[1, 2, 3], range(4), SequentialSampler(range(3)), Quack()])
+@pytest.mark.parametrize("other", [[1, 2, 3], range(4), SequentialSampler(range(3))])
 def test_what_is_no_dataloader_is_left_alone(other):
     control = LoaderControl(1, fit=0, rank=0, per_sample_rng=True)
     assert control.wrap_loader(other, "train") is other
@@ -236,3 +208,73 @@ def test_a_number_of_a_dataset_is_kept_unless_it_stays_in_persistent_workers(wor
     found = control.capture_samplers("train", within=False)
     assert (DATA in found.get("0", {})) == kept
     control.release()
+
+
+class Dealer:
+    """A user's own batch sampler, which deals the batches of one order out to two ranks."""
+
+    def __init__(self, rank):
+        self.rank = rank
+        self.sampler = RandomSampler(range(SIZE))
+
+    def __iter__(self):
+        return iter(list(BatchSampler(self.sampler, 2, drop_last=False))[self.rank :: 2])
+
+
+def wrap(sampler):
+    from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
+
+    def load(rank):
+        wrapper = DistributedSamplerWrapper(
+            sampler(range(SIZE)), num_replicas=2, rank=rank, shuffle=False
+        )
+        return make(shuffle=False, sampler=wrapper)
+
+    return load
+
+
+SHARED = {
+    "DistributedSampler": lambda rank: make(
+        shuffle=False, sampler=DistributedSampler(range(SIZE), 2, rank)
+    ),
+    "Lightning's wrapper": wrap(RandomSampler),
+    "Lightning's wrapper, in order": wrap(SequentialSampler),
+    "a batch sampler of the user's": lambda rank: DataLoader(Draws(), batch_sampler=Dealer(rank)),
+}
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_ranks_share_out_one_order(name):
+    def found(rank, seed=1):
+        return order(epochs(SHARED[name](rank), seed=seed, rank=rank))
+
+    for first, second in zip(found(0), found(1), strict=True):
+        assert sorted(first + second) == list(range(SIZE))
+    assert found(0) == found(0)
+    assert (found(0) == found(0, seed=2)) == name.endswith("in order")
+
+
+class Peculiar(RandomSampler):
+    """A sampler with a generator of NumPy's, or one that cannot be set."""
+
+    @property
+    def generator(self):
+        return self.own
+
+    @generator.setter
+    def generator(self, value):
+        if value is not None:
+            raise AttributeError("read-only")
+
+
+@pytest.mark.parametrize(
+    "own", [None, np.random.default_rng(3), torch.Generator()], ids=["none", "numpy", "torch"]
+)
+def test_a_generator_that_is_not_torchs_or_cannot_be_set_is_left_alone(own):
+    sampler = Peculiar(range(SIZE))
+    sampler.own = own
+    loader = make(shuffle=False, sampler=sampler)
+    control = begin(loader, 0)
+    assert sampler.generator is own
+    control.release()
+    assert sampler.generator is own

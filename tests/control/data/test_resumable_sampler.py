@@ -83,31 +83,21 @@ def take(loader, *, skip=0, epoch=1, noise=0, per_sample=False, seed=1, fit=0, s
 
 @pytest.mark.parametrize("per_sample", [False, True])
 @pytest.mark.parametrize("kind", LOADERS.values(), ids=LOADERS.keys())
-class TestLoader:
-    """A loader of each kind."""
-
-    def test_goes_on_where_it_was_with_any_number_of_workers(self, kind, per_sample):
-        straight = take(kind(), noise=3, per_sample=per_sample)
-        seed_host(99)
-        for words in ({}, WORKERS[1]):
-            assert take(kind(**words), per_sample=per_sample) == straight
-            for skip in (1,) if words else (1, len(straight) - 1, len(straight)):
-                resumed = take(kind(**words), skip=skip, noise=1, per_sample=per_sample)
-                assert resumed == straight[skip:]
-
-    def test_draws_by_seed_fit_stage_and_epoch(self, kind, per_sample):
-        found = [
-            take(kind(), per_sample=per_sample, **other)
-            for other in ({}, {"seed": 2}, {"fit": 1}, {"stage": "validate"}, {"epoch": 2})
-        ]
-        assert all(found.count(one) == 1 for one in found)
-
-    def test_leaves_the_generators_of_the_training_alone(self, kind, per_sample):
-        seed_host(5)
-        expected = random.random()
-        seed_host(5)
-        take(kind(), per_sample=per_sample)
-        assert random.random() == expected
+def test_an_epoch_continues_and_draws_by_its_place_alone(kind, per_sample):
+    """With any number of workers; and the generators of the training are left alone."""
+    straight = take(kind(), noise=3, per_sample=per_sample)
+    for other in ({"seed": 2}, {"fit": 1}, {"stage": "validate"}, {"epoch": 2}):
+        assert take(kind(), per_sample=per_sample, **other) != straight
+    seed_host(99)
+    assert take(kind(**WORKERS[1]), skip=1, per_sample=per_sample) == straight[1:]
+    for skip in (0, 1, len(straight) - 1, len(straight)):
+        resumed = take(kind(), skip=skip, noise=1, per_sample=per_sample)
+        assert resumed == straight[skip:]
+    seed_host(5)
+    expected = random.random()
+    seed_host(5)
+    take(kind(), per_sample=per_sample)
+    assert random.random() == expected
 
 
 def test_what_was_consumed_is_not_loaded_again():
@@ -186,6 +176,15 @@ class Stateful(DataLoader):
         pass
 
 
+class OwnIteration(DataLoader):
+    """Makes its batches without an iterator of torch."""
+
+    def __iter__(self):
+        return map(
+            self.collate_fn, ([self.dataset[i] for i in part] for part in self.batch_sampler)
+        )
+
+
 class Sized(Stream):
     """A stream that knows its length."""
 
@@ -209,14 +208,17 @@ class Sized(Stream):
         (lambda: Stateful(Sized(), batch_size=3), None),
         (lambda: Stateful(Unsized(), batch_size=3), "Unsized does not have __len__"),
         (lambda: Stateful(Sized(), batch_size=None), None),
+        (lambda: OwnIteration(Draws(), batch_size=3), "loader of Draws iterates by methods of"),
         (lambda: Stateful(Sized(), batch_size=None, num_workers=1), "its own batches in workers"),
     ],
-    ids=range(11),
+    ids=range(12),
 )
 def test_what_cannot_go_on_exactly_is_told(loader, problem):
     loader = loader()
     control = LoaderControl(1, fit=0, rank=0, per_sample_rng=False)
-    control.wrap_loader(loader, "train")
+    loader = control.wrap_loader(loader, "train")
+    control.start_epoch("train", 0)
+    next(iter(loader))
     found = find_loader_problems(loader, within=True)
     control.release()
     assert len(found) == (problem is not None)

@@ -102,7 +102,8 @@ def test_many_tensors_cost_one_synchronisation():
             there = digest_many(tensors)
         finally:
             torch.cuda.set_sync_debug_mode(before)
-    assert sum("synchronizing CUDA operation" in str(found.message) for found in caught) == 1
+    # The wait for the event of the copy is not counted.
+    assert not [found for found in caught if "synchronizing CUDA operation" in str(found.message)]
     assert there == digest_many([tensor.cpu() for tensor in tensors])
 
 

@@ -416,7 +416,7 @@ ELSEWHERE = {
     ("reset",),
     ("logged",),
     ("metric_states",),
-    ("rng", "devices"),  # control/test_generators.py
+    ("rng", "devices"),  # control/test_seeding.py
     ("rng", "own"),
     ("inexact",),
 }
