@@ -29,16 +29,16 @@ from lightning_d9m.lightning.interruptions import apply_interrupt_variables, cha
 from lightning_d9m.lightning.lightning_private import wrap_launches
 from lightning_d9m.lightning.logical_ranks.refusals import refuse_unread_variable
 from lightning_d9m.lightning.packages import combined_base, extend_base, import_packages, rank_zero
-from lightning_d9m.lightning.recording.trainer_recorder import FitSummary, TrainerRecorder
 from lightning_d9m.lightning.resume.resumable_fit import CheckpointState
 from lightning_d9m.lightning.resume.run_state import mark_used_gradients
 from lightning_d9m.lightning.saved_state import KEY
 from lightning_d9m.lightning.strategies import check_strategy, register_strategies
 from lightning_d9m.lightning.trainer_attributes import Trainer, ranks_of
+from lightning_d9m.lightning.trainer_recorder import FitSummary, TrainerRecorder
 from lightning_d9m.lightning.trainer_session import TrainerSession, resolve_settings, select_given
 from lightning_d9m.ranks.connections import close_group_at_exit
 from lightning_d9m.ranks.liveness import RankLiveness, add_lost_ranks, connect_liveness
-from lightning_d9m.recording.run_recorder import RunOptions
+from lightning_d9m.recording.run import RunOptions
 
 _Callback: Any = combined_base("callbacks.Callback")
 
@@ -301,7 +301,7 @@ class DeterminismCallback(_Callback):  # type: ignore[misc] # of the package tha
         if trainer.is_global_zero:
             report_hash_seed()
         if stage == "fit":
-            self._recorder.prepare_fit()
+            self._recorder.run.prepare(trainer.world_size, replays=True)
 
     def _close(self, end: End) -> None:
         try:

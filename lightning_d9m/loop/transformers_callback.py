@@ -23,7 +23,7 @@ from lightning_d9m.launch.interruption_points import (
     find_checkpoint,
 )
 from lightning_d9m.loop.recorder import Recorder, find_ranks, find_session
-from lightning_d9m.recording.run_recorder import OptionArguments
+from lightning_d9m.recording.run import OptionArguments
 
 
 def resume_first_training(callback: "TrainerCallback") -> None:

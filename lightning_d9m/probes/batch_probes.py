@@ -39,6 +39,7 @@ class Training:
             ``take_step``, and operations are recorded from the start of a batch on, but for those
             of an optimizer.
         is_compiled: See ``hook_model``.
+        records_gradients: Whether the ledger has the gradients that are there at a record.
     """
 
     model: nn.Module
@@ -47,6 +48,7 @@ class Training:
     list_schedulers: Callable[[], Sequence[Any]] = tuple
     wrap_steps: Callable[[ExitStack, OpMode], None] | None = None
     is_compiled: bool = False
+    records_gradients: bool = False
 
 
 class BatchProbes:

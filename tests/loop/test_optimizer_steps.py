@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lightning_d9m import DriftError, Recorder, compare, deterministic, read_ledger
-from lightning_d9m.errors import D9mError, SettingError
+from lightning_d9m.errors import D9mError
 from lightning_d9m.ledger.folder import list_fits
 from lightning_d9m.ledger.format.records import Digests
 from lightning_d9m.loop import optimizer_steps
@@ -194,10 +194,17 @@ def test_an_optimizer_of_the_same_model_continues_the_ledger_and_another_model_b
     assert moments(second)[-1] == ("final", 1, 3)
 
 
-def test_a_number_of_steps_below_one_is_refused(monkeypatch):
-    monkeypatch.setenv("LIGHTNING_D9M_EVERY_N_STEPS", "0")
-    with pytest.raises(SettingError, match="is 0; allowed: a number of optimizer steps from 1"):
-        optimizer_steps._read_every()
+@pytest.mark.parametrize(
+    ("variables", "warning"),
+    [
+        ({"EVERY_N_STEPS": 0}, "is 0; allowed: a number of optimizer steps from 1"),
+        ({"INTERRUPT": "survey"}, "Add a Recorder to the loop"),
+        ({"LEDGER_DIR": __file__}, "no longer records the optimizer steps"),
+    ],
+)
+def test_a_program_goes_on_where_it_cannot_be_recorded(record, variables, warning):
+    with pytest.warns(UserWarning, match=warning):
+        assert record(train, **variables) == []
 
 
 def test_a_recorder_takes_precedence(record, tmp_path):
@@ -211,17 +218,6 @@ def test_a_recorder_takes_precedence(record, tmp_path):
             run.epoch()
 
     assert len(record(program)) == 1
-
-
-def test_the_program_goes_on_where_no_ledger_can_be_written(record, tmp_path):
-    (tmp_path / "runs").write_text("")
-    with pytest.warns(UserWarning, match="no longer records the optimizer steps"):
-        record(train)
-
-
-def test_an_interruption_needs_a_recorder(record):
-    with pytest.warns(UserWarning, match=r"Add a Recorder to the loop"):
-        assert record(train, INTERRUPT="survey") == []
 
 
 def test_flags_that_the_program_changes_are_set_again(record):

@@ -126,7 +126,7 @@ def test_nothing_is_found_after_the_ranks_agreed():
     train(ranks[0], range(1, 10), 5)
     train(ranks[1], range(1, 10))
     for rank in ranks:
-        rank.forget()
+        rank.kept.clear()
     assert find_first(*ranks)[0] == {}
 
 

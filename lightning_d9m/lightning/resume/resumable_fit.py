@@ -17,7 +17,6 @@ from lightning_d9m.ledger.format.records import Resume
 from lightning_d9m.lightning import lightning_private
 from lightning_d9m.lightning.checkpoint_io import add_manifests
 from lightning_d9m.lightning.packages import rank_zero
-from lightning_d9m.lightning.recording.trainer_recorder import TrainerRecorder
 from lightning_d9m.lightning.resume import exactness, program_state, run_state
 from lightning_d9m.lightning.resume.exactness import name_all
 from lightning_d9m.lightning.resume.program_state import Captured, ProgramState
@@ -25,6 +24,7 @@ from lightning_d9m.lightning.saved_state import (
     CALLBACKS,
     KEY,
     LoopPosition,
+    PendingRecords,
     SavedLedger,
     SavedRank,
     SavedState,
@@ -37,6 +37,7 @@ from lightning_d9m.lightning.trainer_attributes import (
     list_schedulers,
     ranks_of,
 )
+from lightning_d9m.lightning.trainer_recorder import TrainerRecorder
 from lightning_d9m.lightning.trainer_session import TrainerSession
 from lightning_d9m.state.plain_data import decode_plain, encode_plain, pack_bytes, unpack_bytes
 
@@ -421,7 +422,7 @@ class ResumableFit:
                 find = partial(self._find_unmatched, rank)
                 self._raise_or_warn_on_all_ranks(ranks_of(trainer).raise_on_all(find))
         ledger = rank.ledger or SavedLedger("", "")
-        self._recorder.resume(
+        self._recorder.run.resume(
             Resume(
                 parent=ledger.folder,
                 parent_check=ledger.check,
@@ -430,7 +431,8 @@ class ResumableFit:
                 batch=position.batch,
                 inexact=tuple(self._reasons),
             ),
-            rank.pending,
+            rank.pending.loss,
+            rank.pending.evaluations,
         )
 
     @property
@@ -467,7 +469,7 @@ class ResumableFit:
         late = self._late if position.phase == "batch" else []
         if position.phase == "validation" and (names := self._find_changed(self._validated)):
             late = [exactness.IN_VALIDATION.format(names[0])]
-        ledger = self._recorder.run.ledger_position
+        run = self._recorder.run
         samplers = session.capture_samplers(position.phase)
         reasons += list_unsaved(samplers)
         if hooks := self._capture_hooks():
@@ -477,8 +479,8 @@ class ResumableFit:
             samplers=samplers,
             program=kept,
             inexact=exactness.find_missing_state(trainer, position) + reasons + late,
-            ledger=None if ledger is None else SavedLedger(**ledger),
-            pending=self._recorder.pending,
+            ledger=None if run.ledger_position is None else SavedLedger(**run.ledger_position),
+            pending=PendingRecords(run.loss_text, [*run.held]),
         )
         return SavedState(
             seed=session.settings.seed,

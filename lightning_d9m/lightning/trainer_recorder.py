@@ -26,10 +26,9 @@ from lightning_d9m.ledger.format.records import (
 )
 from lightning_d9m.ledger.kinds import WRITTEN
 from lightning_d9m.ledger.stack import LOGICAL_RANKS, capture_compiler
+from lightning_d9m.lightning.ledger_location import make_ledger_folder
 from lightning_d9m.lightning.lightning_private import is_compiled, list_loaders
 from lightning_d9m.lightning.packages import rank_zero
-from lightning_d9m.lightning.recording.ledger_location import make_ledger_folder
-from lightning_d9m.lightning.saved_state import PendingRecords
 from lightning_d9m.lightning.step_replay import Replay
 from lightning_d9m.lightning.trainer_attributes import (
     Trainer,
@@ -44,11 +43,7 @@ from lightning_d9m.probes.hook_trace import trace_hooks
 from lightning_d9m.probes.trace import ProbePoint
 from lightning_d9m.ranks.ranks import Ranks
 from lightning_d9m.recording.rank_agreement import ReplicatedState
-from lightning_d9m.recording.run_recorder import (
-    RunOptions,
-    RunRecorder,
-    describe_training,
-)
+from lightning_d9m.recording.run import Run, RunOptions, describe_training
 from lightning_d9m.text import cut_digests, escape, pluralize
 
 _LONGEST = 4096
@@ -70,11 +65,6 @@ class FitSummary:
     ledger: str | None = None
     digest: str | None = None
     epochs: int = 0
-
-    def add(self, moment: str, digest: str) -> None:
-        """Note a record."""
-        self.digest = digest
-        self.epochs += moment == "epoch"
 
     def log(self, trainer: Trainer, fit: int, seed: int) -> None:
         """Log one line on rank 0."""
@@ -111,32 +101,18 @@ class TrainerRecorder:
         *,
         spare_cwd: bool = False,
     ) -> None:
-        self._options = options
-        self.run = RunRecorder(options)
+        self.run = Run(options)
         self._make_folder = partial(make_ledger_folder, ledger_dir=ledger_dir, spare_cwd=spare_cwd)
         self._ignored_metrics = tuple(ignored_metrics)
         self._outputs: OutputDigest | LogicalOutputDigest | None = None
-        self._evaluations: list[dict[str, Json]] = []
-        self._resumed: dict[str, Json] | None = None
         self._replay: Replay | None = None
-        self._replayed = ExitStack()
-        self._traced = ExitStack()
+        self._replayed, self._traced = ExitStack(), ExitStack()
         self.summary = FitSummary()
         self._epoch = 0
 
     def __getstate__(self) -> dict[str, Any]:
         empty = {"_outputs": None, "_replay": None}
         return self.__dict__ | empty | {"_replayed": ExitStack(), "_traced": ExitStack()}
-
-    def prepare_fit(self) -> None:
-        """Let variables override the options, and read the reference, before the setup.
-
-        Raises:
-            LedgerError: If the reference cannot be read.
-            SettingError: If a variable's value is not allowed.
-        """
-        self.run.options = self._options.overridden(os.environ)
-        self.run.options.check_reference()
 
     def begin(
         self,
@@ -149,18 +125,13 @@ class TrainerRecorder:
         ``further`` has settings that the header records, too.
 
         Raises:
-            SettingError: If a switch has been changed since the run began, a rank should be probed
-                that the training does not have, or no step can be run twice.
+            SettingError: If a switch has been changed since the run began, or no step can be run
+                twice.
         """
         options, run = self.run.options, self.run
-        options.check_ranks(trainer.world_size)
         if options.replay_every:
             self._replay = Replay(trainer, self._append_in_order, options.on_drift)
-        if self._resumed is None:
-            run.loss = None
-            self._evaluations.clear()
         self._epoch = trainer.current_epoch
-        resumed, self._resumed = self._resumed, None
         training = Training(
             trainer.lightning_module,
             trainer.model,
@@ -176,16 +147,15 @@ class TrainerRecorder:
             self.summary = FitSummary(str(folder))
             return folder
 
-        run.begin(
+        is_new = run.begin(
             ranks_of(trainer),
             training,
             lambda: _describe_run(trainer, training, session, settings),
             make_folder,
-            resumed=resumed,
         )
         if run.probes.dump is not None and options.kinds & WRITTEN:
             self._trace_hooks(trainer, run.probes.dump.folder)
-        if resumed is None:
+        if is_new:
             self.record(trainer, session, "initial")
 
     def _append_in_order(self, record: Mapping[str, Json]) -> None:
@@ -205,20 +175,6 @@ class TrainerRecorder:
         profiler = trainer.profiler
         traced = trace_hooks(folder, take, profiler.profile)
         replace_method(self._traced, profiler, "profile", traced)
-
-    @property
-    def pending(self) -> PendingRecords:
-        """The values that wait for the next record."""
-        return PendingRecords(self.run.loss_text, list(self._evaluations))
-
-    def resume(self, record: Resume, pending: PendingRecords) -> None:
-        """Let the ledger that ``begin`` opens next continue another one.
-
-        ``pending`` is that of the run that wrote the other ledger.
-        """
-        self._resumed = record.as_record()
-        self.run.load_loss(pending.loss)
-        self._evaluations[:] = pending.evaluations
 
     def add_reasons(self, trainer: Trainer, reasons: Sequence[str]) -> None:
         """Record why a resumed fit is inexact, as found after it has begun.
@@ -284,24 +240,23 @@ class TrainerRecorder:
         if moment == "epoch":
             self._epoch = trainer.current_epoch
         self.reduce_loss(trainer)
-        digests = self.run.take(
-            moment,
-            epoch=self._epoch,
-            step=trainer.global_step,
-            scalars={} if moment == "initial" else self._logged_scalars(trainer),
-            # Other callbacks may have restored their switches at the end.
-            verify=None if moment == "final" else session.verify,
-        )
-        self.summary.add(moment, digests.totals["weights"])
+        run = self.run
         try:
-            differing = self.run.record(digests)
+            differing = run.record(
+                moment,
+                epoch=self._epoch,
+                step=trainer.global_step,
+                scalars={} if moment == "initial" else self._logged_scalars(trainer),
+                # Other callbacks may have restored their switches at the end.
+                verify=None if moment == "final" else session.verify,
+            )
         finally:
-            self._append_evaluations()
-        assert self.run.folder is not None, "the ledger is open"
+            self.summary.digest = run.digest
+        self.summary.epochs += moment == "epoch"
         if moment == "final" or not trainer.is_global_zero:  # the loggers are closed by then
             return
-        log_digest(trainer.loggers, digests.totals["weights"], trainer.global_step)
-        if self.run.compares:  # the entries that differ from the reference or across ranks
+        log_digest(trainer.loggers, str(run.digest), trainer.global_step)
+        if run.compares:  # the entries that differ from the reference or across ranks
             for logger in trainer.loggers:
                 logger.log_metrics({_DRIFT: float(differing)}, step=trainer.global_step)
 
@@ -324,9 +279,9 @@ class TrainerRecorder:
             training,
             lambda: _describe_run(trainer, training, session, {}, trains=False),
             lambda: self._make_folder(trainer, kind=stage),
-            options=RunOptions(),
+            RunOptions(),
         )
-        self._append_model(trainer, "initial")
+        self._record_model(trainer, "initial")
 
     def end_evaluation_batch(self, outputs: object, batch: int, loader: int) -> None:
         """Write the probes of a batch of an evaluation, and digest its outputs."""
@@ -348,34 +303,21 @@ class TrainerRecorder:
             scalars=self._logged_scalars(trainer),
             **outputs.as_fields(),
         )
-        self._evaluations.append(record.as_record())
-        if trainer.state.fn != "fit":
-            self._append_evaluations()
-            self._append_model(trainer, "final")
-
-    def _append_evaluations(self) -> None:
-        """Write the evaluations after the digests of their epoch.
-
-        If both differ, the weights are then reported first: they usually cause the difference.
-        """
-        if self._evaluations:
-            self.run.probes.collector.close()
-        for record in self._evaluations:
+        if trainer.state.fn == "fit":
+            self.run.held.append(record.as_record())
+        else:
             self.run.append(record)
-        self._evaluations.clear()
+            self._record_model(trainer, "final")
 
-    def _append_model(self, trainer: Trainer, moment: RecordKind) -> None:
+    def _record_model(self, trainer: Trainer, moment: RecordKind) -> None:
         """Record the evaluated weights, to tell different weights from different arithmetic."""
-        digests = self.run.take(moment, epoch=trainer.current_epoch, step=trainer.global_step)
-        self.run.append(digests)
+        self.run.record(moment, epoch=trainer.current_epoch, step=trainer.global_step)
 
     def end(self, end: End) -> None:
         """Close the ledger of the fit, if one is open, and remove every hook."""
         self._replayed.close()
         self._traced.close()
         self._replay = None
-        if self.run.is_open:
-            self._append_evaluations()
         self.run.end(end)
 
     def _takes(self, metric: str) -> bool:

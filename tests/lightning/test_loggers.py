@@ -38,7 +38,7 @@ def keep_report(tmp_path, monkeypatch):
     """The function that docs/report.md shows; a report is in the working folder."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "report.html").write_text("<!doctype html><title>d9m</title>")
-    page = (Path(__file__).parents[3] / "docs" / "report.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "report.md").read_text()
     (code,) = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
     names = {}
     exec(code, names)  # noqa: S102 - the page's own

@@ -13,7 +13,7 @@ from lightning_d9m.launch.run import LEDGER_VARIABLE
 from lightning_d9m.ledger.folder import create_ledger_folder
 from lightning_d9m.lightning.packages import rank_zero
 from lightning_d9m.lightning.trainer_attributes import Trainer, ranks_of
-from lightning_d9m.recording.run_recorder import share_new_folder
+from lightning_d9m.recording.run import share_new_folder
 
 _NAME = "d9m"
 
