@@ -19,7 +19,6 @@ from lightning_d9m.ledger.format.records import (
     End,
     Evaluation,
     Header,
-    Json,
     Resume,
     RunFacts,
     Scalar,
@@ -130,14 +129,19 @@ class TrainerRecorder:
         """
         options, run = self.run.options, self.run
         if options.replay_every:
-            self._replay = Replay(trainer, self._append_in_order, options.on_drift)
+            self._replay = Replay(trainer, run)
         self._epoch = trainer.current_epoch
+
+        def wrap_steps(stack: ExitStack, ops: OpMode) -> None:
+            for name in ("training_step", "backward", "validation_step"):
+                wrap_method(stack, trainer.strategy, name, ops.entered)
+
         training = Training(
             trainer.lightning_module,
             trainer.model,
             lambda: trainer.optimizers,
             partial(list_schedulers, trainer),
-            partial(_wrap_steps, trainer.strategy),
+            wrap_steps,
             is_compiled=is_compiled(trainer.lightning_module),
         )
         settings = {**options.as_record(), **further}
@@ -157,11 +161,6 @@ class TrainerRecorder:
             self._trace_hooks(trainer, run.probes.dump.folder)
         if is_new:
             self.record(trainer, session, "initial")
-
-    def _append_in_order(self, record: Mapping[str, Json]) -> None:
-        """Write a record after those of the finished batches."""
-        self.run.probes.collector.catch_up()
-        self.run.append(record)
 
     def _trace_hooks(self, trainer: Trainer, folder: Path) -> None:
         """Trace the state that is saved, around each hook that Lightning calls."""
@@ -200,7 +199,7 @@ class TrainerRecorder:
         # Last, because it comes off first.
         every = self.run.options.replay_every
         if self._replay is not None and trainer.fit_loop.total_batch_idx % every == 0:
-            self._replayed = self._replay.attach(point, self.run.probes.collector.paused)
+            self._replayed = self._replay.attach(point)
 
     def end_batch(self, trainer: Trainer, outputs: object) -> None:
         """Keep the loss on its device, without waiting for it, and write the probes of a batch."""
@@ -338,11 +337,6 @@ class TrainerRecorder:
             return scalars
         first: dict[str, str] = trainer.strategy.gather_values(scalars)[0]
         return first
-
-
-def _wrap_steps(strategy: object, stack: ExitStack, ops: OpMode) -> None:
-    for name in ("training_step", "backward", "validation_step"):
-        wrap_method(stack, strategy, name, ops.entered)
 
 
 def _describe_run(

@@ -411,7 +411,7 @@ def _make_folder(rank: int, size: int, number: int) -> Path:
     The other ranks wait for a limited time: rank 0 may not step at all.
     """
     # torch has no public function for it.
-    store = None if size == 1 else distributed.distributed_c10d._get_default_store()  # noqa: SLF001
+    store: Any = None if size == 1 else distributed.distributed_c10d._get_default_store()  # noqa: SLF001
     key, given = f"{_FOLDER_KEY}/{number}", os.environ.get(LEDGER_VARIABLE)
     if rank == 0:
         folder = create_ledger_folder(Path(given) if given else state_folder())

@@ -379,16 +379,9 @@ class Recorder:
         the numbers that it draws without a validation.
         """
         settings = self._open_session.settings
+        words = {"fit": self._fit, "rank": self._ranks.rank, "epoch": self.global_step}
         with rng_restored():
-            seed_all(
-                derive_seed(
-                    settings.seed,
-                    "validate",
-                    fit=self._fit,
-                    rank=self._ranks.rank,
-                    epoch=self.global_step,
-                )
-            )
+            seed_all(derive_seed(settings.seed, "validate", **words))
             for batch in loader:
                 self.start_validation_batch(batch)
                 yield batch

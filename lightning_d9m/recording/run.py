@@ -132,7 +132,7 @@ class Run:
         self.options = self._given = options
         self.digest: str | None = None
         self.folder: Path | None = None
-        self.held: list[Mapping[str, Json]] = []
+        self.held: list[dict[str, Json]] = []
         self._parent: Resume | None = None
         self._forget()
 
@@ -194,7 +194,7 @@ class Run:
             read_ledger(options.reference)
 
     def resume(
-        self, parent: Resume, loss: str | None, held: Iterable[Mapping[str, Json]] = ()
+        self, parent: Resume, loss: str | None, held: Iterable[dict[str, Json]] = ()
     ) -> None:
         """Let the ledger that ``begin`` opens next continue another one.
 

@@ -157,8 +157,9 @@ def test_a_training_is_recorded_and_the_run_pickled(tmp_path):
     assert (run.is_open, run.compares, run.ledger_position) == (False, False, None)
     run.append({"kind": "ignored while no ledger is open"})
     run.begin(Ranks(0), training, lambda: described, lambda: create_ledger_folder(folder))
-    run.loss = model(torch.ones(2)).sum()
-    run.loss.backward()
+    loss = model(torch.ones(2)).sum()
+    loss.backward()
+    run.loss = loss.detach()
     run.held.append(NOTE)
     text = run.loss_text
     run.record("epoch", epoch=0, step=1, verify=lambda: checks.append("called"))
