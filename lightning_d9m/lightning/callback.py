@@ -245,10 +245,10 @@ class DeterminismCallback(_Callback):  # type: ignore[misc] # of the package tha
 
     def on_validation_start(self, trainer: Trainer, *_: Any) -> None:
         """Set the RNG aside; within a fit, TrainerSession does so around the whole validation."""
-        stage = _find_stage(trainer)
-        if trainer.state.fn != "fit":
-            self._open_session.start_evaluation(stage)
-        self._recorder.begin_evaluation(trainer, self._open_session, stage)
+        session = self._open_session
+        if session.stage != "fit":
+            session.start_evaluation()
+        self._recorder.begin_evaluation(trainer, session)
 
     def on_validation_batch_start(self, trainer: Trainer, _: Any, batch: Any, *__: Any) -> None:
         """Probe a validation within a fit."""
@@ -268,10 +268,10 @@ class DeterminismCallback(_Callback):  # type: ignore[misc] # of the package tha
 
     def on_validation_end(self, trainer: Trainer, *_: Any) -> None:
         """Record the evaluation and restore the RNG."""
-        stage = _find_stage(trainer)
-        self._recorder.end_evaluation(trainer, stage)
-        if trainer.state.fn != "fit":
-            self._open_session.end_evaluation(stage)
+        session = self._open_session
+        self._recorder.end_evaluation(trainer, session.evaluated)
+        if session.stage != "fit":
+            session.end_evaluation()
 
     on_test_start = on_predict_start = on_validation_start
     on_test_batch_end = on_predict_batch_end = on_validation_batch_end
@@ -387,12 +387,6 @@ def list_program_callbacks(trainer: Trainer) -> list[DeterminismCallback]:
     """Return the DeterminismCallbacks of a Trainer that the program itself has passed."""
     callbacks = [c for c in trainer.callbacks if isinstance(c, DeterminismCallback)]
     return [callback for callback in callbacks if not callback._auto_added]  # noqa: SLF001 - our own class
-
-
-def _find_stage(trainer: Trainer) -> str:
-    """Return the stage of the evaluation that runs."""
-    function = trainer.state.fn.value
-    return "validate" if function == "fit" else str(function)
 
 
 def check_benchmark(trainer: Trainer, *, overrides: bool) -> None:

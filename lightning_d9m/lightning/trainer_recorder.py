@@ -259,7 +259,7 @@ class TrainerRecorder:
             for logger in trainer.loggers:
                 logger.log_metrics({_DRIFT: float(differing)}, step=trainer.global_step)
 
-    def begin_evaluation(self, trainer: Trainer, session: TrainerSession, stage: str) -> None:
+    def begin_evaluation(self, trainer: Trainer, session: TrainerSession) -> None:
         """Begin to digest the outputs of an evaluation; outside a fit, open a ledger for it.
 
         Raises:
@@ -277,7 +277,7 @@ class TrainerRecorder:
             ranks_of(trainer),
             training,
             lambda: _describe_run(trainer, training, session, {}, trains=False),
-            lambda: self._make_folder(trainer, kind=stage),
+            lambda: self._make_folder(trainer, kind=session.evaluated),
             RunOptions(),
         )
         self._record_model(trainer, "initial")

@@ -40,6 +40,7 @@ class TrainerSession:
 
     Attributes:
         loaders: The control of the run's loaders.
+        evaluated: The stage of an evaluation in it.
         has_trained: Whether a fit has begun to train; otherwise it does not count.
 
     Raises:
@@ -51,6 +52,7 @@ class TrainerSession:
     def __init__(self, trainer: Trainer, settings: Settings, stage: str) -> None:
         self.settings = settings
         self.stage = stage
+        self.evaluated = "validate" if stage == "fit" else str(trainer.state.fn.value)
         self._trainer = trainer
         # Of data parallelism: tensor-parallel peers share one.
         sampler = getattr(trainer.strategy, "distributed_sampler_kwargs", None) or {}
@@ -164,23 +166,23 @@ class TrainerSession:
         self.loaders.start_epoch("train", epoch)
         seed_all(self._seed("train", epoch))
 
-    def start_evaluation(self, stage: str) -> None:
+    def start_evaluation(self) -> None:
         """Keep the RNG state of training and seed the evaluation."""
         self._training_rng = capture_rng()
         if self.stage == "fit":
-            self.loaders.restart(stage)
-            self.loaders.start_epoch(stage, self.evaluation)
-        seed_all(self._seed(stage, self.evaluation))
+            self.loaders.restart(self.evaluated)
+            self.loaders.start_epoch(self.evaluated, self.evaluation)
+        seed_all(self._seed(self.evaluated, self.evaluation))
 
     def capture_rng(self) -> RngState:
         """Return the RNG state of training, also during an evaluation."""
         return self._training_rng or capture_rng()
 
-    def end_evaluation(self, stage: str) -> None:
+    def end_evaluation(self) -> None:
         """Restore the RNG state of training, as if there had been no evaluation."""
         self._evaluations += 1
         if self.stage != "fit":
-            self.loaders.start_epoch(stage, self.evaluation)
+            self.loaders.start_epoch(self.evaluated, self.evaluation)
         if self._training_rng is not None:
             restore_rng(self._training_rng)
             self._training_rng = None
@@ -210,11 +212,11 @@ class TrainerSession:
         original: Callable[[], object] = loop.run
 
         def run() -> object:
-            self.start_evaluation("validate")
+            self.start_evaluation()
             try:
                 return original()
             finally:
-                self.end_evaluation("validate")
+                self.end_evaluation()
                 reshard(self._trainer.lightning_module)
 
         patches.replace(loop, "run", run)

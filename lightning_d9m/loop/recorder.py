@@ -199,7 +199,7 @@ class Recorder:
         self._portable, self._switched = portable, ExitStack()
         self._session: Session | None = None
         self._ranks, self._world_size = Ranks(0), 1
-        self._batches: Batches | None = None
+        self._batches = Batches(Settings(), 0, 0)
         self._resumed: Mapping[str, Any] | None = None
         self.interruption = Interruption(InterruptRequest(), self._ranks)
         self._fit = self._batch = 0
@@ -240,9 +240,8 @@ class Recorder:
             elif error is not None:
                 self._run.end(End.failed(error))
         finally:
-            if self._batches is not None:
-                self._batches.release()
-            self._session = self._batches = None
+            self._batches.release()
+            self._session = None
             self._switched.close()
 
     @property
@@ -271,9 +270,9 @@ class Recorder:
             ReferenceRefusedError: If the reference comes from another experiment.
             StackDifferenceError: If the reference's stack differs, unless the settings allow it.
         """
+        settings = self._open_session.settings
         if self._run.folder is not None:
             return
-        settings = self._open_session.settings
         is_new = self._run.begin(
             self._ranks,
             self._training,
@@ -301,8 +300,8 @@ class Recorder:
         return EpochBatches(loader, self._iterate)
 
     def _iterate(self, loader: Iterable[T]) -> Iterator[T]:
-        source, epoch = self._open_batches, self.next_epoch
         self.begin(loader)
+        source, epoch = self._batches, self.next_epoch
         resumed, self._resumed = self._resumed, None
         if self._iterated == 0:
             self._reach("epoch", epoch - 1)
@@ -458,7 +457,7 @@ class Recorder:
         Raises:
             SettingError: Within an epoch in which ``batches`` was called more than once.
         """
-        session, source = self._open_session, self._open_batches
+        session = self._open_session
         if self._iterated > 1:
             raise SettingError(
                 f"state_dict() was called within epoch {self.next_epoch}, in which batches() was "
@@ -476,7 +475,7 @@ class Recorder:
             "step": self.global_step,
             "batch": self._batch,
             "rng": encode_rng(capture_rng()),
-            "samplers": source.capture_samplers(within=self._batch > 0),
+            "samplers": self._batches.capture_samplers(within=self._batch > 0),
             "loss": self._run.loss_text,
             "scalars": _to_hex(self._scalars),
             **(self._run.ledger_position or {"folder": "", "check": ""}),
@@ -511,7 +510,7 @@ class Recorder:
         if problems := problems + list_unsaved(saved["samplers"]):
             text = f"This loop would not resume exactly: {' '.join(problems)}"
             raise InexactResumeError(text, reasons=problems)
-        self._open_batches.release()
+        self._batches.release()
         self._fit = saved["fit"]
         self._batches = Batches(settings, self._fit, rank)
         self._resumed = saved
@@ -528,12 +527,6 @@ class Recorder:
         if self._session is None:
             raise SettingError(f"The Recorder is not open. {_CALLS}")
         return self._session
-
-    @property
-    def _open_batches(self) -> Batches:
-        _ = self._open_session
-        assert self._batches is not None, "both are set together"
-        return self._batches
 
     def _record(self, moment: str, epoch: int) -> None:
         step, scalars = self.global_step, _to_hex(self._scalars)
