@@ -348,28 +348,6 @@ def _describe_run(
     trains: bool = True,
 ) -> tuple[Header, RunFacts, ReplicatedState | None]:
     """Return what the ledger of a run begins with; ranks are compared if it trains."""
-    shared: dict[str, Scalar] = {"precision": str(trainer.precision)}
-    if trains:
-        shared |= {
-            "accumulate_grad_batches": trainer.accumulate_grad_batches,
-            "gradient_clip_val": str(trainer.gradient_clip_val),
-            "gradient_clip_algorithm": str(trainer.gradient_clip_algorithm or "norm"),
-        }
-    overridden = " ".join(session.overridden if control_is_on() else [])
-    header, facts, replicated = describe_training(
-        Ranks(trainer.global_rank),
-        session.settings,
-        _describe_layout(trainer),
-        training,
-        fit=session.fit,
-        further={**({"overridden": overridden} if overridden else {}), **further},
-        loaders=list_loaders(trainer.fit_loop) if trains else (),
-        trainer=shared,
-    )
-    return header, facts, replicated if trains else None
-
-
-def _describe_layout(trainer: Trainer) -> dict[str, Scalar]:
     layout: dict[str, Scalar] = {
         "world.size": trainer.world_size,
         "world.nodes": trainer.num_nodes,
@@ -385,7 +363,25 @@ def _describe_layout(trainer: Trainer) -> dict[str, Scalar]:
         layout |= capture_compiler()
     if (logical_ranks := get_logical_ranks(trainer)) is not None:
         layout[LOGICAL_RANKS] = logical_ranks
-    return layout
+    shared: dict[str, Scalar] = {"precision": str(trainer.precision)}
+    if trains:
+        shared |= {
+            "accumulate_grad_batches": trainer.accumulate_grad_batches,
+            "gradient_clip_val": str(trainer.gradient_clip_val),
+            "gradient_clip_algorithm": str(trainer.gradient_clip_algorithm or "norm"),
+        }
+    overridden = " ".join(session.overridden if control_is_on() else [])
+    header, facts, replicated = describe_training(
+        Ranks(trainer.global_rank),
+        session.settings,
+        layout,
+        training,
+        fit=session.fit,
+        further={**({"overridden": overridden} if overridden else {}), **further},
+        loaders=list_loaders(trainer.fit_loop) if trains else (),
+        trainer=shared,
+    )
+    return header, facts, replicated if trains else None
 
 
 _WEIGHTS = "d9m/weights"

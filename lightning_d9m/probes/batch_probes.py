@@ -19,9 +19,15 @@ from lightning_d9m.probes.dispatch_mode import OpMode
 from lightning_d9m.probes.dumps import Dump, StateDump
 from lightning_d9m.probes.hook_trace import StateDigest
 from lightning_d9m.probes.module_hooks import hook_model
-from lightning_d9m.probes.monitor import monitors_heard
 from lightning_d9m.probes.settings import ProbeSettings
-from lightning_d9m.probes.trace import Listener, ProbeCollector, ProbePoint, StatePoint, Write
+from lightning_d9m.probes.trace import (
+    Listener,
+    ProbeCollector,
+    ProbePoint,
+    StatePoint,
+    Write,
+    monitors_heard,
+)
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 

@@ -8,7 +8,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 
@@ -278,3 +278,39 @@ def find_difference(expected: Trace, actual: Trace) -> TraceDifference | None:
         return None
     first = differing[0]
     return TraceDifference(first, ours.get(first), theirs.get(first), len(differing))
+
+
+Value = TypeVar("Value")
+
+
+class _Monitors:
+    """What listens to the probes that users place in a model; None while nothing does."""
+
+    listener: ClassVar[Callable[[str, object], None] | None] = None
+
+
+def monitor(value: Value, name: str) -> Value:
+    """Record a value under a name while probes of the kind ``"monitor"`` are on.
+
+    Args:
+        value: A tensor, number, string, None, any other object, or containers of these. It is
+            returned unchanged, so gradients pass, and an expression can be monitored in place.
+        name: The name of the place in ledgers and reports.
+
+    Examples:
+        >>> monitor(3, "three")
+        3
+    """
+    if _Monitors.listener is not None:
+        _Monitors.listener(name, value)
+    return value
+
+
+@contextmanager
+def monitors_heard(listener: Callable[[str, object], None]) -> Iterator[None]:
+    """Call ``listener`` with (name, value) for each monitor, until the body ends."""
+    before, _Monitors.listener = _Monitors.listener, listener
+    try:
+        yield
+    finally:
+        _Monitors.listener = before

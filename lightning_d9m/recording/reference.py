@@ -129,10 +129,13 @@ class Reference:
 
     def drift_error(self, difference: Divergence) -> DriftError:
         """Build the error that names the record and entries that differ from the reference."""
+        count = difference.by_kind.get(difference.kind, (difference.count, 0))[0]
+        whole = difference.names == ("(total)",)
+        named = "the digest of the group" if whole else describe_names(difference.names, count)
         headline = (
             f"This run differs from its reference in {difference.where} on rank {self.rank}: "
             f"{difference.count} of {difference.compared} entries differ, first in "
-            f"{escape(difference.kind)}: {_first_names(difference)}."
+            f"{escape(difference.kind)}: {named}."
         )
         expected, actual = describe_pair(difference.expected, difference.actual)
         lines = [headline, f"  reference: {expected}", f"  this run:  {actual}"]
@@ -226,10 +229,3 @@ class Reference:
         if self._agreed is None:
             return "No earlier record was compared, so the cause may lie anywhere before."
         return f"They last agreed in {self._agreed}, so the cause lies after it."
-
-
-def _first_names(difference: Divergence) -> str:
-    count = difference.by_kind.get(difference.kind, (difference.count, 0))[0]
-    if difference.names == ("(total)",):
-        return "the digest of the group"
-    return describe_names(difference.names, count)

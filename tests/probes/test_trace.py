@@ -12,13 +12,14 @@ from torch import nn
 from lightning_d9m.errors import DigestError
 from lightning_d9m.hashing.digest import DigestQueue, digest, digest_value
 from lightning_d9m.hashing.pytree_leaves import list_pytree_leaves
-from lightning_d9m.probes.monitor import monitor, monitors_heard
 from lightning_d9m.probes.trace import (
     RECORD_PLACES,
     ProbeCollector,
     ProbePoint,
     Trace,
     find_difference,
+    monitor,
+    monitors_heard,
 )
 
 Pair = namedtuple("Pair", ["left", "right"])  # noqa: PYI024 - as users write them
