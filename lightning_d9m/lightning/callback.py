@@ -5,8 +5,8 @@ Each hook calls one function of :mod:`lightning_d9m.lightning` or of a lower lay
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, fields
-from functools import cache
+from dataclasses import fields
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -313,29 +313,29 @@ class DeterminismCallback(_Callback):  # type: ignore[misc] # of the package tha
             self.early_variables.restore()
 
 
-@dataclass(frozen=True)
-class _LaunchedRun:
-    """A run in a process that Lightning forks or spawns, as under ``ddp_spawn``.
+def _run_launched(
+    trainer: Trainer,
+    callback: DeterminismCallback,
+    session: InheritedSession,
+    run: Callable[..., object],
+    *args: Any,
+    **kwargs: Any,
+) -> tuple[object, int, FitSummary]:
+    """Run in a process that Lightning forks or spawns, as under ``ddp_spawn``.
 
-    The process takes over the session and the number of fits of the one that started it. A call
-    returns the result, the number of fits, and what the process knows of its last fit.
+    The process takes over the session and the number of fits of the one that started it.
+
+    Returns:
+        The result, the number of fits, and what the process knows of its last fit.
     """
-
-    trainer: Trainer
-    run: Callable[..., object]
-    callback: DeterminismCallback
-    session: InheritedSession
-
-    def __call__(self, *args: Any, **kwargs: Any) -> tuple[object, int, FitSummary]:
-        callback, trainer = self.callback, self.trainer
-        with session_inherited(self.session):
-            try:
-                result = self.run(*args, **kwargs)
-            except BaseException as error:
-                # Lightning calls `on_exception` only in the process that started this one.
-                callback.on_exception(trainer, trainer.lightning_module, error)
-                raise
-            return result, capture_session().fits, callback._recorder.summary  # noqa: SLF001 - our own class
+    with session_inherited(session):
+        try:
+            result = run(*args, **kwargs)
+        except BaseException as error:
+            # Lightning calls `on_exception` only in the process that started this one.
+            callback.on_exception(trainer, trainer.lightning_module, error)
+            raise
+        return result, capture_session().fits, callback._recorder.summary  # noqa: SLF001 - our own class
 
 
 def _launch(
@@ -351,8 +351,7 @@ def _launch(
     callbacks = [c for c in trainer.callbacks if isinstance(c, DeterminismCallback)]
     if not callbacks:
         return start(run)
-    callbacks.sort(key=lambda callback: callback._auto_added)  # noqa: SLF001 - our own class
-    first = callbacks[0]
+    first = min(callbacks, key=lambda callback: callback._auto_added)  # noqa: SLF001 - our own class
     session = capture_session()
     fits = session.fits + (trainer.state.fn == "fit")  # a fit that fails counts
     with ExitStack() as stack:
@@ -360,7 +359,7 @@ def _launch(
             stack.callback(callback.early_variables.restore)
         first.early_variables.set()  # the processes must find them
         try:
-            launched = start(_LaunchedRun(trainer, run, first, session))
+            launched = start(partial(_run_launched, trainer, first, session, run))
             result, fits, first._recorder.summary = launched  # noqa: SLF001 - our own class
         finally:
             set_fits(fits)

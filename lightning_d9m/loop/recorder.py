@@ -40,7 +40,7 @@ from lightning_d9m.launch.run import LEDGER_VARIABLE
 from lightning_d9m.ledger.folder import create_ledger_folder
 from lightning_d9m.ledger.format.records import End, Resume, Scalar
 from lightning_d9m.loop.batches import Batches, EpochBatches, unwrap_model, unwrap_optimizer
-from lightning_d9m.probes.batch_probes import Training
+from lightning_d9m.probes.batch_probes import BatchProbes, Training
 from lightning_d9m.probes.trace import ProbePoint
 from lightning_d9m.ranks.groups import ranks_of_group
 from lightning_d9m.ranks.ranks import Ranks
@@ -367,9 +367,10 @@ class Recorder:
         if not self._run.is_open:
             raise SettingError(f"{call}() was called before the training began. {_CALLS}")
 
-    def take_batch(self, batch: object) -> None:
-        """Probe what the model is given, in a loop that does not show its batches before."""
-        self._run.probes.take_batch(batch)
+    @property
+    def probes(self) -> BatchProbes:
+        """The probes of the open ledger, for a loop that this does not iterate."""
+        return self._run.probes
 
     def validation(self, loader: Iterable[T]) -> Iterator[T]:
         """Give out the batches of a validation within the training, which probes record too.
@@ -382,17 +383,9 @@ class Recorder:
         with rng_restored():
             seed_all(derive_seed(settings.seed, "validate", **words))
             for batch in loader:
-                self.start_validation_batch(batch)
+                self.probes.start_validation(self.next_epoch, self.global_step, batch)
                 yield batch
-                self.end_validation_batch()
-
-    def start_validation_batch(self, batch: object) -> None:
-        """Probe a batch of a validation; ``validation`` does it."""
-        self._run.probes.start_validation(self.next_epoch, self.global_step, batch)
-
-    def end_validation_batch(self) -> None:
-        """Write the probes of a batch of a validation; ``validation`` does it."""
-        self._run.probes.end()
+                self.probes.end()
 
     def step(self, loss: torch.Tensor | float | None = None, **scalars: float) -> None:
         """Count a step of the optimizer, after it.

@@ -1,7 +1,5 @@
 """The folder of a run's ledger: never remote, and not among the checkpoints."""
 
-import logging
-
 import lightning.pytorch as pl
 import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -38,63 +36,42 @@ def train(tmp_path, monkeypatch):
     return run
 
 
-def test_the_folder_of_the_checkpoints_holds_no_ledger(train, caplog):
-    with caplog.at_level(logging.INFO):
-        train(default_root_dir=train.root / "root", checkpoints=train.root / "root")
-    assert [path.suffix for path in (train.root / "root").iterdir()] == [".ckpt"]
-    assert (train.root / "cwd/d9m" / LEDGER).exists()
-    assert "because" in caplog.text
-    assert "LIGHTNING_D9M_LEDGER_DIR" in caplog.text
+REMOTE, SAVED = "memory://runs/one", "a folder of checkpoints"
+# The callback, the Trainer's options, and where the ledger is. A callback that the program has not
+# passed leaves nothing in the working folder of a Trainer that writes nothing there.
+PLACES = [
+    (DeterminismCallback, {"default_root_dir": SAVED, "checkpoints": SAVED}, "cwd/d9m"),
+    (DeterminismCallback, {"default_root_dir": REMOTE}, "cwd/d9m"),
+    (AddedCallback, {}, "state/lightning_d9m"),
+    (AddedCallback, {"fast_dev_run": True, "checkpoints": "saved"}, "state/lightning_d9m"),
+    (AddedCallback, {"default_root_dir": REMOTE, "checkpoints": SAVED}, "state/lightning_d9m"),
+    (AddedCallback, {"default_root_dir": SAVED, "checkpoints": SAVED}, "state/lightning_d9m"),
+    (AddedCallback, {"checkpoints": "saved"}, "cwd"),
+    (AddedCallback, {"logger": CSVLogger("logs")}, "cwd"),
+    (AddedCallback, {"default_root_dir": "root"}, "cwd"),
+]
 
 
-def test_a_remote_root_makes_no_local_folder_of_its_name(train):
-    train(default_root_dir="memory://runs/one")
-    assert [path.name for path in (train.root / "cwd").iterdir()] == ["d9m"]
-    assert (train.root / "cwd/d9m" / LEDGER).exists()
-
-
-def test_an_added_callback_leaves_nothing_in_the_working_folder_of_a_trainer_without_files(
-    train, caplog
+@pytest.mark.parametrize(("kind", "options", "place"), PLACES)
+def test_the_ledger_is_beside_the_checkpoints_or_where_the_trainer_writes(
+    train, caplog, kind, options, place
 ):
-    """Lightning's own tests check that a Trainer without a logger leaves no file there."""
-    with caplog.at_level(logging.INFO):
-        train(kind=AddedCallback)
+    saved = train.root / "checkpoints"
+    with caplog.at_level("INFO"):
+        train(kind=kind, **{name: saved if own == SAVED else own for name, own in options.items()})
+    (ledger,) = train.root.rglob(LEDGER)
+    assert ledger.is_relative_to(train.root / place)
+    assert ("Set LIGHTNING_D9M_LEDGER_DIR to choose" in caplog.text) == (place != "cwd")
+    found = [path.name for path in (train.root / "cwd").iterdir()]
+    assert place == "cwd" or found == (["d9m"] if place == "cwd/d9m" else [])
+    assert not saved.exists() or [path.suffix for path in saved.iterdir()] == [".ckpt"]
+
+
+def test_an_evaluation_saves_no_checkpoints(train):
+    trainer = pl.Trainer(**QUIET | {"enable_checkpointing": True}, callbacks=[AddedCallback()])
+    trainer.validate(make_model(validation_step=lambda *_: None), make_loader(shuffle=False))
     assert list((train.root / "cwd").iterdir()) == []
-    (folder,) = (train.root / "state/lightning_d9m").iterdir()
-    assert folder.name.startswith("cwd-")
-    assert (folder / LEDGER).exists()
-    assert f"The ledger is written to {folder}" in caplog.text
-
-
-@pytest.mark.parametrize("way", ["fast_dev_run", "validate"])
-def test_a_checkpoint_callback_that_saves_nothing_does_not_count(train, way):
-    if way == "validate":
-        trainer = pl.Trainer(**QUIET | {"enable_checkpointing": True}, callbacks=[AddedCallback()])
-        trainer.validate(make_model(validation_step=lambda *_: None), make_loader(shuffle=False))
-    else:
-        train(kind=AddedCallback, fast_dev_run=True, checkpoints="saved")
-    assert list((train.root / "cwd").iterdir()) == []
-    assert len(list((train.root / "state").glob("lightning_d9m/cwd-*/*-000"))) == 1
-
-
-@pytest.mark.parametrize("root", ["memory://runs/one", "checkpoints"])
-def test_an_added_callback_falls_back_to_the_folder_of_state(train, root):
-    folder = train.root / root if "://" not in root else root
-    train(kind=AddedCallback, default_root_dir=folder, checkpoints=train.root / "checkpoints")
-    assert list((train.root / "cwd").iterdir()) == []
-    assert [path.suffix for path in (train.root / "checkpoints").iterdir()] == [".ckpt"]
-    assert len(list((train.root / "state").glob(f"lightning_d9m/cwd-*/{LEDGER}"))) == 1
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"checkpoints": "saved"}, {"logger": CSVLogger("logs")}, {"default_root_dir": "root"}],
-    ids=["checkpoints", "logs", "root"],
-)
-def test_an_added_callback_writes_where_the_trainer_does(train, options):
-    train(kind=AddedCallback, **options)
-    assert not (train.root / "state").exists()
-    assert len(list((train.root / "cwd").rglob(LEDGER))) == 1
+    assert len(list((train.root / "state").glob("lightning_d9m/cwd-*/validate-000"))) == 1
 
 
 @pytest.mark.parametrize("by_variable", [True, False])

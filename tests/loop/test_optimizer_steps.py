@@ -247,11 +247,11 @@ def test_a_store_gives_ranks_one_folder_and_does_not_wait_without_end(tmp_path, 
         optimizer_steps._make_folder(1, 2, 1)
 
 
-def run_program(folder, *, setup="", end="", **variables):
+def run_program(folder, *, python=sys.executable, setup="", end="", **variables):
     environment = {k: v for k, v in os.environ.items() if not k.startswith("LIGHTNING_")}
     environment |= {"LIGHTNING_D9M": "1", "LIGHTNING_D9M_EVERY_N_STEPS": "3"} | variables
     return subprocess.run(
-        [sys.executable, "-c", PROGRAM.format(setup=setup, end=end)],
+        [python, "-c", PROGRAM.format(setup=setup, end=end)],
         cwd=folder,
         env=environment,
         capture_output=True,
@@ -278,11 +278,13 @@ def test_a_program_that_does_not_know_us_leaves_a_ledger(unaware):
     assert [record[2] for record in moments(folder)] == [0, 3, 6, 7]
 
 
-def test_a_difference_that_only_the_final_state_shows_is_the_exit_status(tmp_path, unaware):
+def test_a_difference_that_only_the_final_state_shows_is_the_exit_status(
+    tmp_path, unaware, forking_python
+):
     variables = {"LIGHTNING_D9M_LEDGER_DIR": str(tmp_path)}
     variables |= {"LIGHTNING_D9M_REFERENCE": str(unaware[0])}
     end = "with torch.no_grad(): model[0].weight.view(torch.int32)[0, 0] ^= 1"
-    done = run_program(tmp_path, end=end, **variables)
+    done = run_program(tmp_path, python=forking_python, end=end, **variables)
     assert done.returncode == 1
     assert "DriftError" in done.stderr
 
