@@ -11,7 +11,6 @@ from unittest import mock
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
 from strategy_cells import FLAT, LAUNCHED
 from torch import nn
@@ -363,14 +362,17 @@ class PatchingCallback(L.Callback):
         self.stack.close()
 
 
-class SomeSteps(ModelCheckpoint):
+class SavingCallback(L.Callback):
     """Saves checkpoints after the first step, the last one, and the second one of four ranks."""
 
-    def on_train_batch_end(self, trainer, *arguments):
+    def __init__(self, folder):
+        self.folder = folder
+
+    def on_train_batch_end(self, trainer, *_):
         """Save if one of these steps ends."""
-        last = trainer.max_epochs * trainer.num_training_batches
-        if trainer.global_step in {1, WORLD // 2, last}:
-            super().on_train_batch_end(trainer, *arguments)
+        step, last = trainer.global_step, trainer.max_epochs * trainer.num_training_batches
+        if step in {1, WORLD // 2, last}:
+            trainer.save_checkpoint(self.folder / f"step={step}.ckpt")
 
 
 def fit(  # noqa: PLR0913 - one keyword for each kind of run
@@ -380,18 +382,8 @@ def fit(  # noqa: PLR0913 - one keyword for each kind of run
     """Train; return the callback."""
     callback = ErrorKeepingCallback(**({"seed": 5, "ledger_dir": folder / name} | words))
     callbacks = [callback, *([PatchingCallback(folder / name)] if patched else [])]
-    settings = dict(QUIET)
     if saves:
-        settings["enable_checkpointing"] = True
-        callbacks.append(
-            SomeSteps(
-                folder / ("full checkpoints" if full else "checkpoints"),
-                every_n_train_steps=1,
-                save_top_k=-1,
-                filename="{step}",
-                save_on_train_epoch_end=False,
-            )
-        )
+        callbacks.append(SavingCallback(folder / ("full checkpoints" if full else "checkpoints")))
     kind = CELLS[cell]
     torch.manual_seed(7)
     model = kind.compile(Net(kind.layout, fault, kind.apply))
@@ -402,7 +394,7 @@ def fit(  # noqa: PLR0913 - one keyword for each kind of run
         devices=kind.devices,
         callbacks=callbacks,
         **limits,
-        **settings,
+        **QUIET,
         **kind.words,
     )
     trainer.fit(model, make_loader(), make_loader(shuffle=False), ckpt_path=resume_from)
