@@ -172,7 +172,7 @@ def test_cudnns_benchmark_mode_is_switched_off_logged_recorded_and_restored(
     with caplog.at_level("INFO"):
         folder = train_with_benchmark(tmp_path / "on", added, model, benchmark=True)
     assert (during, torch.backends.cudnn.benchmark) == ([False], True)
-    (line,) = [r.message for r in caplog.records if "benchmark" in r.message]
+    (line,) = [r.message for r in caplog.records if "benchmark=True" in r.message]
     assert "as benchmark=True of this or of an earlier Trainer leaves it" in line
     overridden = [read_ledger(path).header.settings.get("overridden") for path in (plain, folder)]
     assert overridden == [None, "cudnn.benchmark"]

@@ -160,7 +160,7 @@ def test_a_training_is_recorded_and_the_run_pickled(tmp_path):
     loss = model(torch.ones(2)).sum()
     loss.backward()
     run.loss = loss.detach()
-    run.held.append(NOTE)
+    run.held.append(NOTE | {"batches": 1})
     text = run.loss_text
     run.record("epoch", epoch=0, step=1, verify=lambda: checks.append("called"))
     run.record("final", epoch=0, step=1)
