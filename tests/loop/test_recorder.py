@@ -174,12 +174,6 @@ def test_the_state_at_a_record_is_saved_with_the_values(tmp_path, monkeypatch, m
     assert [entry["name"] for entry in read_index(folder)] == ["0.bias"]
 
 
-def test_the_ledger_folder_of_a_command_takes_precedence(tmp_path, monkeypatch):
-    monkeypatch.setenv("LIGHTNING_D9M_LEDGER_DIR", str(tmp_path / "other"))
-    assert train(tmp_path / "own").ledger == tmp_path / "other" / "fit-000"
-    assert not (tmp_path / "own").exists()
-
-
 def test_an_error_is_in_the_ledger_and_the_loader_is_restored(tmp_path):
     loader = make_loader()
     before = dict(vars(loader))
