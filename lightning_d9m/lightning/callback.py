@@ -5,8 +5,8 @@ Each hook calls one function of :mod:`lightning_d9m.lightning` or of a lower lay
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, fields
-from functools import cache
+from dataclasses import fields
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,16 +29,16 @@ from lightning_d9m.lightning.interruptions import apply_interrupt_variables, cha
 from lightning_d9m.lightning.lightning_private import wrap_launches
 from lightning_d9m.lightning.logical_ranks.refusals import refuse_unread_variable
 from lightning_d9m.lightning.packages import combined_base, extend_base, import_packages, rank_zero
-from lightning_d9m.lightning.recording.trainer_recorder import FitSummary, TrainerRecorder
 from lightning_d9m.lightning.resume.resumable_fit import CheckpointState
 from lightning_d9m.lightning.resume.run_state import mark_used_gradients
 from lightning_d9m.lightning.saved_state import KEY
 from lightning_d9m.lightning.strategies import check_strategy, register_strategies
 from lightning_d9m.lightning.trainer_attributes import Trainer, ranks_of
+from lightning_d9m.lightning.trainer_recorder import FitSummary, TrainerRecorder
 from lightning_d9m.lightning.trainer_session import TrainerSession, resolve_settings, select_given
 from lightning_d9m.ranks.connections import close_group_at_exit
 from lightning_d9m.ranks.liveness import RankLiveness, add_lost_ranks, connect_liveness
-from lightning_d9m.recording.run_recorder import RunOptions
+from lightning_d9m.recording.run import RunOptions
 
 _Callback: Any = combined_base("callbacks.Callback")
 
@@ -245,10 +245,10 @@ class DeterminismCallback(_Callback):  # type: ignore[misc] # of the package tha
 
     def on_validation_start(self, trainer: Trainer, *_: Any) -> None:
         """Set the RNG aside; within a fit, TrainerSession does so around the whole validation."""
-        stage = _find_stage(trainer)
-        if trainer.state.fn != "fit":
-            self._open_session.start_evaluation(stage)
-        self._recorder.begin_evaluation(trainer, self._open_session, stage)
+        session = self._open_session
+        if session.stage != "fit":
+            session.start_evaluation()
+        self._recorder.begin_evaluation(trainer, session)
 
     def on_validation_batch_start(self, trainer: Trainer, _: Any, batch: Any, *__: Any) -> None:
         """Probe a validation within a fit."""
@@ -268,10 +268,10 @@ class DeterminismCallback(_Callback):  # type: ignore[misc] # of the package tha
 
     def on_validation_end(self, trainer: Trainer, *_: Any) -> None:
         """Record the evaluation and restore the RNG."""
-        stage = _find_stage(trainer)
-        self._recorder.end_evaluation(trainer, stage)
-        if trainer.state.fn != "fit":
-            self._open_session.end_evaluation(stage)
+        session = self._open_session
+        self._recorder.end_evaluation(trainer, session.evaluated)
+        if session.stage != "fit":
+            session.end_evaluation()
 
     on_test_start = on_predict_start = on_validation_start
     on_test_batch_end = on_predict_batch_end = on_validation_batch_end
@@ -301,7 +301,7 @@ class DeterminismCallback(_Callback):  # type: ignore[misc] # of the package tha
         if trainer.is_global_zero:
             report_hash_seed()
         if stage == "fit":
-            self._recorder.prepare_fit()
+            self._recorder.run.prepare(trainer.world_size, replays=True)
 
     def _close(self, end: End) -> None:
         try:
@@ -313,29 +313,29 @@ class DeterminismCallback(_Callback):  # type: ignore[misc] # of the package tha
             self.early_variables.restore()
 
 
-@dataclass(frozen=True)
-class _LaunchedRun:
-    """A run in a process that Lightning forks or spawns, as under ``ddp_spawn``.
+def _run_launched(
+    trainer: Trainer,
+    callback: DeterminismCallback,
+    session: InheritedSession,
+    run: Callable[..., object],
+    *args: Any,
+    **kwargs: Any,
+) -> tuple[object, int, FitSummary]:
+    """Run in a process that Lightning forks or spawns, as under ``ddp_spawn``.
 
-    The process takes over the session and the number of fits of the one that started it. A call
-    returns the result, the number of fits, and what the process knows of its last fit.
+    The process takes over the session and the number of fits of the one that started it.
+
+    Returns:
+        The result, the number of fits, and what the process knows of its last fit.
     """
-
-    trainer: Trainer
-    run: Callable[..., object]
-    callback: DeterminismCallback
-    session: InheritedSession
-
-    def __call__(self, *args: Any, **kwargs: Any) -> tuple[object, int, FitSummary]:
-        callback, trainer = self.callback, self.trainer
-        with session_inherited(self.session):
-            try:
-                result = self.run(*args, **kwargs)
-            except BaseException as error:
-                # Lightning calls `on_exception` only in the process that started this one.
-                callback.on_exception(trainer, trainer.lightning_module, error)
-                raise
-            return result, capture_session().fits, callback._recorder.summary  # noqa: SLF001 - our own class
+    with session_inherited(session):
+        try:
+            result = run(*args, **kwargs)
+        except BaseException as error:
+            # Lightning calls `on_exception` only in the process that started this one.
+            callback.on_exception(trainer, trainer.lightning_module, error)
+            raise
+        return result, capture_session().fits, callback._recorder.summary  # noqa: SLF001 - our own class
 
 
 def _launch(
@@ -351,8 +351,7 @@ def _launch(
     callbacks = [c for c in trainer.callbacks if isinstance(c, DeterminismCallback)]
     if not callbacks:
         return start(run)
-    callbacks.sort(key=lambda callback: callback._auto_added)  # noqa: SLF001 - our own class
-    first = callbacks[0]
+    first = min(callbacks, key=lambda callback: callback._auto_added)  # noqa: SLF001 - our own class
     session = capture_session()
     fits = session.fits + (trainer.state.fn == "fit")  # a fit that fails counts
     with ExitStack() as stack:
@@ -360,7 +359,7 @@ def _launch(
             stack.callback(callback.early_variables.restore)
         first.early_variables.set()  # the processes must find them
         try:
-            launched = start(_LaunchedRun(trainer, run, first, session))
+            launched = start(partial(_run_launched, trainer, first, session, run))
             result, fits, first._recorder.summary = launched  # noqa: SLF001 - our own class
         finally:
             set_fits(fits)
@@ -387,12 +386,6 @@ def list_program_callbacks(trainer: Trainer) -> list[DeterminismCallback]:
     """Return the DeterminismCallbacks of a Trainer that the program itself has passed."""
     callbacks = [c for c in trainer.callbacks if isinstance(c, DeterminismCallback)]
     return [callback for callback in callbacks if not callback._auto_added]  # noqa: SLF001 - our own class
-
-
-def _find_stage(trainer: Trainer) -> str:
-    """Return the stage of the evaluation that runs."""
-    function = trainer.state.fn.value
-    return "validate" if function == "fit" else str(function)
 
 
 def check_benchmark(trainer: Trainer, *, overrides: bool) -> None:

@@ -7,8 +7,8 @@ run left. Ranks do not exchange gradients in it.
 
 import functools
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +19,7 @@ from lightning_d9m.attribute_patches import replace_method
 from lightning_d9m.control.seeding import RngState, capture_rng, restore_rng
 from lightning_d9m.errors import DriftError, SettingError
 from lightning_d9m.hashing.training_state import plain_name
-from lightning_d9m.ledger.format.records import Json, ReplayDrift
+from lightning_d9m.ledger.format.records import ReplayDrift
 from lightning_d9m.ledger.kinds import ROOT
 from lightning_d9m.lightning.lightning_private import is_compiled
 from lightning_d9m.lightning.strategies import is_sharded
@@ -34,13 +34,11 @@ from lightning_d9m.probes.trace import (
     TraceDifference,
     find_difference,
 )
+from lightning_d9m.recording.run import Run
 from lightning_d9m.state.state import Watch
 from lightning_d9m.text import describe_pair
 
 _COMPARED = frozenset({"input", "output", "grad_output", "local_gradient"})
-
-
-Silence = Callable[[], AbstractContextManager[None]]
 
 
 def capture_state(model: Module, values: object) -> Watch:
@@ -70,28 +68,16 @@ class Replay(Listener):
         SettingError: When steps of this Trainer cannot be run twice.
     """
 
-    def __init__(
-        self,
-        trainer: Trainer,
-        append: Callable[[Mapping[str, Json]], None],
-        on_drift: str,
-    ) -> None:
-        self._trainer, self._module = trainer, trainer.lightning_module
+    def __init__(self, trainer: Trainer, run: Run) -> None:
+        self._trainer, self._module, self._run = trainer, trainer.lightning_module, run
         _check_repeatable(trainer)
-        self._append = append
-        self._on_drift = on_drift
         self._step: _Step | None = None
         self._trace: Trace | None = None
         self._repeating = False
-        self._silenced: Silence = nullcontext
 
-    def attach(self, point: ProbePoint, silenced: Silence) -> ExitStack:
-        """Run the steps of a batch twice, until what is returned is closed.
-
-        ``silenced`` makes a context in which probes take nothing.
-        """
-        strategy = self._trainer.strategy
-        self._silenced = silenced
+    def attach(self, point: ProbePoint) -> ExitStack:
+        """Run the steps of a batch twice, until what is returned is closed."""
+        strategy, silenced = self._trainer.strategy, self._run.probes.collector.paused
         with ExitStack() as stack:
             compiled = is_compiled(self._module)
             stack.enter_context(
@@ -141,7 +127,7 @@ class Replay(Listener):
         # The whole model is called from outside, by a wrapper such as DDP's, the first time only.
         inner = [leaf for leaf in leaves if leaf[0].partition(":")[0] != ROOT]
         if self._trace is not None and inner:
-            with self._silenced():
+            with self._run.probes.collector.paused():
                 self._trace.add_leaves(kind, inner)
 
     def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -185,7 +171,7 @@ class Replay(Listener):
         differentiate: Callable[[Tensor], object],
     ) -> Trace:
         """Run a step again, and leave everything as it was before this."""
-        args, kwargs = first.call
+        (args, kwargs), trainer = first.call, self._trainer
         left, left_rng = capture_state(self._module, first.call), capture_rng()
         parameters = list(self._module.parameters())
         left_gradients = [parameter.grad for parameter in parameters]
@@ -196,13 +182,21 @@ class Replay(Listener):
             restore_rng(first.rng)
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 parameter.grad = gradient
-            with self._isolated(), torch.enable_grad():
-                with self._trainer.precision_plugin.train_step_context():
+            with ExitStack() as stack, torch.enable_grad():
+                # Log nothing, and let each rank keep its gradients to itself.
+                for name in ("log", "log_dict"):
+                    replace_method(stack, self._module, name, lambda *_, **__: None)
+                block = getattr(trainer.strategy, "block_backward_sync", nullcontext)
+                stack.enter_context(block())
+                with trainer.precision_plugin.train_step_context():
                     output = self._module.training_step(*args, **kwargs)
-                loss = self._loss_of(output)
+                # What Lightning differentiates: divided when batches accumulate, not yet scaled.
+                kind = trainer.fit_loop.epoch_loop.automatic_optimization.output_result_cls
+                result = kind.from_training_step_output(output, trainer.accumulate_grad_batches)
+                loss: Tensor = result.closure_loss  # the first run of the step had one
                 restore_rng(rng)
                 self.add("loss", "loss", loss)
-                scaler = getattr(self._trainer.precision_plugin, "scaler", None)
+                scaler = getattr(trainer.precision_plugin, "scaler", None)
                 differentiate(loss if scaler is None else scaler.scale(loss))
             self._take_buffers()
         finally:
@@ -214,28 +208,10 @@ class Replay(Listener):
             restore_rng(left_rng)
         return trace
 
-    def _loss_of(self, output: Any) -> Tensor:
-        """Return what Lightning differentiates: divided when batches accumulate, not yet scaled."""
-        trainer = self._trainer
-        kind = trainer.fit_loop.epoch_loop.automatic_optimization.output_result_cls
-        result = kind.from_training_step_output(output, trainer.accumulate_grad_batches)
-        loss: Tensor = result.closure_loss  # the first run of the step had one
-        return loss
-
-    @contextmanager
-    def _isolated(self) -> Iterator[None]:
-        """Log nothing, and let each rank keep its gradients to itself."""
-        block = getattr(self._trainer.strategy, "block_backward_sync", nullcontext)
-        with ExitStack() as stack:
-            for name in ("log", "log_dict"):
-                replace_method(stack, self._module, name, lambda *_, **__: None)
-            stack.enter_context(block())
-            yield
-
     def _report(self, point: ProbePoint, difference: TraceDifference | None, total: int) -> None:
-        ranks = ranks_of(self._trainer)
-        error = None if difference is None else _make_error(point, ranks.rank, difference, total)
+        ranks, error = ranks_of(self._trainer), None
         if difference is not None:
+            error = _make_error(point, ranks.rank, difference, total)
             record = ReplayDrift(
                 epoch=point.epoch,
                 step=point.step,
@@ -246,8 +222,9 @@ class Replay(Listener):
                 count=difference.differing,
                 total=total,
             )
-            self._append(record.as_record())
-        if error is not None and self._on_drift == "warn":
+            self._run.probes.collector.catch_up()  # those of the batches before
+            self._run.append(record)
+        if error is not None and self._run.options.on_drift == "warn":
             warnings.warn(str(error), stacklevel=2)
             error = None
 

@@ -58,16 +58,16 @@ def is_sharded(strategy: object) -> bool:
 def register_strategies(package: str) -> None:
     """Add our strategies to the registry of one Lightning package; a class loads on first use."""
     registry = import_module(f"{package}.strategies").StrategyRegistry
+
+    def make(path: str, **options: Any) -> Any:
+        return resolve_name(path)(**options)
+
     for name, (path, description) in _STRATEGIES.items():
         if name not in registry:
-            registry.register(name, partial(_make_strategy, path), description=description)
+            registry.register(name, partial(make, path), description=description)
 
 
 def register_in_loaded_packages() -> None:
     """Add our strategies to the registries of the Lightning packages that are imported."""
     for package in loaded_packages():
         register_strategies(package)
-
-
-def _make_strategy(path: str, **options: Any) -> Any:
-    return resolve_name(path)(**options)

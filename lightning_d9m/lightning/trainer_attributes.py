@@ -51,15 +51,20 @@ def ranks_of(trainer: Trainer) -> Ranks:
 
 def find_metrics(trainer: Trainer) -> dict[str, Any]:
     """Return the metrics and collections of the module and of its callbacks, by path."""
-    owners = {"model": trainer.lightning_module}
+    # Here, so that without Lightning, which brings it, the error is that Lightning is missing.
+    from torchmetrics import Metric, MetricCollection
+
+    kinds, owners = {Metric, MetricCollection}, {"model": trainer.lightning_module}
     for path, callback in name_callbacks(trainer.callbacks).items():
         for name, value in getattr(callback, "__dict__", {}).items():
             if isinstance(value, nn.Module) and value is not trainer.lightning_module:
                 owners[f"{path}.{name}"] = value
     found: dict[str, Any] = {}
     for path, owner in owners.items():
-        metrics = find_metric_modules(dict(owner.named_modules()))
-        found |= {f"{path}.{name}" if name else path: metric for name, metric in metrics.items()}
+        for name, module in owner.named_modules():
+            # Each base, instead of isinstance: that asks all subclasses of Metric, an abstract one.
+            if kinds & {*type(module).__mro__}:
+                found[f"{path}.{name}" if name else path] = module
     return found
 
 
@@ -72,14 +77,3 @@ def name_callbacks(callbacks: Iterable[object]) -> dict[str, Any]:
         named[f"{base}#{counts[base]}" if counts[base] else base] = callback
         counts[base] += 1
     return named
-
-
-def find_metric_modules(modules: dict[str, nn.Module]) -> dict[str, Any]:
-    """Return the metrics and collections of metrics among modules."""
-    # Here, so that without Lightning, which brings it, the error is that Lightning is missing.
-    from torchmetrics import Metric, MetricCollection
-
-    # Each base, instead of isinstance: that asks all subclasses of Metric, which is abstract.
-    kinds = {Metric, MetricCollection}
-    of_metrics = {kind for kind in set(map(type, modules.values())) if kinds & {*kind.__mro__}}
-    return {name: module for name, module in modules.items() if type(module) in of_metrics}

@@ -44,6 +44,7 @@ class TrainerSession:
 
     Attributes:
         loaders: The control of the run's loaders.
+        evaluated: The stage of an evaluation in it.
         has_trained: Whether a fit has begun to train; otherwise it does not count.
 
     Raises:
@@ -55,8 +56,11 @@ class TrainerSession:
     def __init__(self, trainer: Trainer, settings: Settings, stage: str) -> None:
         self.settings = settings
         self.stage = stage
+        self.evaluated = "validate" if stage == "fit" else str(trainer.state.fn.value)
         self._trainer = trainer
-        self._rank = _data_rank(trainer)
+        # Of data parallelism: tensor-parallel peers share one.
+        sampler = getattr(trainer.strategy, "distributed_sampler_kwargs", None) or {}
+        self._rank = int(sampler.get("rank", 0))
         self._evaluations = 0
         self._training_rng: RngState | None = None
         self._resumed_epoch = 0
@@ -67,9 +71,9 @@ class TrainerSession:
             # Read before the session switches it off.
             self.overridden = ["cudnn.benchmark"] if torch.backends.cudnn.benchmark else []
             # Counted in the session around the run, before the run opens its own.
-            self.fit = self._counted = next_fit() if stage == "fit" else 0
+            self.fit = counted = next_fit() if stage == "fit" else 0
             if stage == "fit":
-                stack.callback(self._give_back_number)
+                stack.callback(lambda: None if self.has_trained else give_back_fit(counted))
             self._session = stack.enter_context(deterministic(settings))
             self._session.in_trainer = True
             self.loaders = LoaderControl(
@@ -89,7 +93,10 @@ class TrainerSession:
             stack.callback(patches.undo)
             self._wrap_process_dataloader(patches)
             if stage == "fit":
-                self._seed_loader_hooks(stack)
+                # Whenever Lightning calls `train_dataloader` or `val_dataloader`.
+                for stage_of, source in fit_data_sources(trainer).items():
+                    around = partial(self._loader_hook_seeded, stage_of)
+                    wrap_method(stack, source, "dataloader", around)
                 self._isolate_validation(patches)
             # The same seed on every rank, so that weights made in `configure_model` agree.
             seed_all(derive_seed(settings.seed, "setup", fit=self.fit))
@@ -102,10 +109,6 @@ class TrainerSession:
     def close(self) -> None:
         """Undo everything, in reverse."""
         self._stack.close()
-
-    def _give_back_number(self) -> None:
-        if not self.has_trained:
-            give_back_fit(self._counted)
 
     def resume(
         self, resume_loader: Callable[[object], None], release: Callable[[], object]
@@ -167,23 +170,23 @@ class TrainerSession:
         self.loaders.start_epoch("train", epoch)
         seed_all(self._seed("train", epoch))
 
-    def start_evaluation(self, stage: str) -> None:
+    def start_evaluation(self) -> None:
         """Keep the RNG state of training and seed the evaluation."""
         self._training_rng = capture_rng()
         if self.stage == "fit":
-            self.loaders.restart(stage)
-            self.loaders.start_epoch(stage, self.evaluation)
-        seed_all(self._seed(stage, self.evaluation))
+            self.loaders.restart(self.evaluated)
+            self.loaders.start_epoch(self.evaluated, self.evaluation)
+        seed_all(self._seed(self.evaluated, self.evaluation))
 
     def capture_rng(self) -> RngState:
         """Return the RNG state of training, also during an evaluation."""
         return self._training_rng or capture_rng()
 
-    def end_evaluation(self, stage: str) -> None:
+    def end_evaluation(self) -> None:
         """Restore the RNG state of training, as if there had been no evaluation."""
         self._evaluations += 1
         if self.stage != "fit":
-            self.loaders.start_epoch(stage, self.evaluation)
+            self.loaders.start_epoch(self.evaluated, self.evaluation)
         if self._training_rng is not None:
             restore_rng(self._training_rng)
             self._training_rng = None
@@ -213,26 +216,18 @@ class TrainerSession:
         original: Callable[[], object] = loop.run
 
         def run() -> object:
-            self.start_evaluation("validate")
+            self.start_evaluation()
             try:
                 return original()
             finally:
-                self.end_evaluation("validate")
+                self.end_evaluation()
                 reshard(self._trainer.lightning_module)
 
         patches.replace(loop, "run", run)
 
-    def _seed_loader_hooks(self, stack: ExitStack) -> None:
-        """Seed ``train_dataloader`` and ``val_dataloader`` alike, whenever Lightning calls them.
-
-        All ranks get the same seed, so that they divide the same data.
-        """
-        sources = fit_data_sources(self._trainer)
-        for stage, source in sources.items():
-            wrap_method(stack, source, "dataloader", partial(self._loader_hook_seeded, stage))
-
     @contextmanager
     def _loader_hook_seeded(self, stage: str) -> Iterator[None]:
+        """Give all ranks the same seed, so that they divide the same data."""
         epoch = self._loader_epoch(stage)
         # With overfit_batches Lightning shows training and validation the same batches.
         alike = self._trainer.overfit_batches > 0
@@ -241,7 +236,11 @@ class TrainerSession:
             seed_all(derive_seed(self.settings.seed, purpose, fit=self.fit, epoch=epoch))
             # The hook may read `current_epoch`, which is another one when a resumed fit loads data.
             counts = self._trainer.fit_loop.epoch_progress.current
-            completed, counts.completed = counts.completed, self._shown_epoch(stage)
+            completed = counts.completed
+            if self._trainer.reload_dataloaders_every_n_epochs:
+                counts.completed = epoch
+            elif (loaded := self._loaded_epochs.get(stage)) is not None:
+                counts.completed = loaded
             try:
                 yield
             finally:
@@ -258,13 +257,6 @@ class TrainerSession:
         epoch = counts.processed if stage == "train" else trainer.current_epoch
         loaded = self._loaded_epochs.get(stage)
         return int(epoch) if loaded is None or epoch - loaded >= every else loaded
-
-    def _shown_epoch(self, stage: str) -> int:
-        """Return the ``current_epoch`` in which an uninterrupted run loads the same loaders."""
-        if self._trainer.reload_dataloaders_every_n_epochs:
-            return self._loader_epoch(stage)
-        loaded = self._loaded_epochs.get(stage)
-        return self._trainer.fit_loop.epoch_progress.current.completed if loaded is None else loaded
 
     def _wrap_process_dataloader(self, patches: AttributePatches) -> None:
         """Control each loader after Lightning has set its sampler and before it is iterated."""
@@ -291,12 +283,6 @@ class TrainerSession:
             return controlled
 
         patches.replace(strategy, "process_dataloader", process_dataloader)
-
-
-def _data_rank(trainer: Trainer) -> int:
-    """Return the data-parallel rank; tensor-parallel peers share one."""
-    kwargs = getattr(trainer.strategy, "distributed_sampler_kwargs", None) or {}
-    return int(kwargs.get("rank", 0))
 
 
 def select_given(arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,16 +17,17 @@ import threading
 import traceback
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from functools import wraps
 from multiprocessing.util import Finalize
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import torch
-from msgspec.structs import replace
 from torch import Tensor, distributed, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
@@ -34,6 +35,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from lightning_d9m.attribute_patches import AttributePatches
 from lightning_d9m.control.env_settings import (
     build_from_variables,
     read_settings,
@@ -42,17 +44,16 @@ from lightning_d9m.control.env_settings import (
 )
 from lightning_d9m.control.session import Session, active_session
 from lightning_d9m.errors import D9mError, SettingError
-from lightning_d9m.hashing.digest import digest_many, digest_value
+from lightning_d9m.hashing.digest import digest_many
 from lightning_d9m.launch.interruption_points import INTERRUPT, RESUME
 from lightning_d9m.launch.run import LEDGER_VARIABLE
 from lightning_d9m.ledger.folder import create_ledger_folder
-from lightning_d9m.ledger.format.records import Digests, End
-from lightning_d9m.lightning.recording.ledger_location import state_folder
+from lightning_d9m.lightning.ledger_location import state_folder
 from lightning_d9m.loop.batches import unwrap_model
 from lightning_d9m.loop.recorder import Recorder, find_ranks
 from lightning_d9m.probes.settings import ProbeSettings
 from lightning_d9m.ranks.ranks import Ranks
-from lightning_d9m.recording.run_recorder import RunOptions, RunRecorder
+from lightning_d9m.recording.run import Run, RunOptions
 
 
 class _Combined(nn.Module):
@@ -84,10 +85,11 @@ def find_trained_module(optimizers: Sequence[torch.optim.Optimizer]) -> nn.Modul
             missing -= held
     if len(chosen) == 1 and not missing:
         return unwrap_model(chosen[0])
-    combined = _Combined()
-    for module in chosen:
-        inner = unwrap_model(module)
-        combined.add_module(_find_free_name(type(inner).__name__, combined), inner)
+    combined, names = _Combined(), Counter[str]()
+    for inner in map(unwrap_model, chosen):
+        name = type(inner).__name__
+        names[name] += 1
+        combined.add_module(name if names[name] == 1 else f"{name}_{names[name]}", inner)
     loose = [p for place, p in enumerate(parameters) if id(p) in missing and places[id(p)] == place]
     for number, parameter in enumerate(loose):
         if isinstance(parameter, nn.Parameter):
@@ -106,28 +108,19 @@ def _list_holders(places: dict[int, int]) -> list[tuple[nn.Module, set[int]]]:
     # A module whose constructor has not called that of nn.Module yet has no tables.
     modules = [m for m in modules if "_modules" in m.__dict__ and not isinstance(m, _Combined)]
     inner = {id(child) for module in modules for child in module.children()}
-    found = []
-    for module in modules:
-        if id(module) in inner:
-            continue
-        held = {id(p) for p in (*module.parameters(), *module.buffers())} & places.keys()
-        if held:
-            found.append((module, held))
+    outer = [module for module in modules if id(module) not in inner]
+    found = [(module, _list_ids(module) & places.keys()) for module in outer]
 
     def order(pair: tuple[nn.Module, set[int]]) -> tuple[int, int, str]:
         kind, held = type(pair[0]), pair[1]
         path = f"{kind.__module__}.{kind.__qualname__}"
         return -len(held), min(map(places.__getitem__, held)), path
 
-    return sorted(found, key=order)
+    return sorted(filter(itemgetter(1), found), key=order)
 
 
-def _find_free_name(name: str, module: nn.Module) -> str:
-    taken, number = name, 1
-    while hasattr(module, taken):
-        number += 1
-        taken = f"{name}_{number}"
-    return taken
+def _list_ids(module: nn.Module) -> set[int]:
+    return {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
 
 
 class UnknownOptimizer(Optimizer):
@@ -180,29 +173,35 @@ class StepRecorder(Recorder):
                 "loop; see docs/loops.md."
             )
         super().__init__("", find_trained_module(optimizers), optimizers)
-        self._options = build_from_variables(RunOptions, read_settings(RunOptions, os.environ))
-        self.run, self._session, self._fit, self._every = self._run, session, number, _read_every()
+        self._training = replace(self._training, records_gradients=True)
+        self.run = Run(build_from_variables(RunOptions, read_settings(RunOptions, os.environ)))
+        self._run, self._session, self._fit = self.run, session, number
+        every = read_variable(EVERY, os.environ, int)
+        self._every = _EVERY if every is None else every
+        if self._every < 1:
+            raise SettingError(
+                f"The variable {EVERY} is {every}; allowed: a number of optimizer steps from 1."
+            )
         self._sizes = {id(own): _count(own) for own in optimizers}
         peers, self._world_size = find_ranks()
-        rank = peers.rank
-        self._ranks = Ranks(rank)
-        self._make_folder = lambda: _make_folder(rank, self._world_size, number)
-        self._check_options()
+        self._ranks = Ranks(peers.rank)
+        self._make_folder = lambda: _make_folder(peers.rank, self._world_size, number)
+        self.run.prepare(self._world_size)
         self._further = {"every_n_steps": self._every}
         # The flags that the program has changed before its first step are set again.
         if names := session.switch_again():
             self._further["overridden"] = ", ".join(names)
-        with self._ended_by_an_error():
-            self.begin()
-            self.start_batch()
+
+    def open(self) -> None:
+        """Open the ledger, before the first step."""
+        self.begin()
+        self.start_batch()
 
     def covers(self, optimizer: Optimizer) -> bool:
         """Return whether this ledger records all that an optimizer changes."""
         if self._sizes.get(id(optimizer)) == _count(optimizer):
             return True
-        model = self._training.model
-        held = {id(p) for p in (*model.parameters(), *model.buffers())}
-        if not all(id(parameter) in held for parameter in list_parameters([optimizer])):
+        if not set(map(id, list_parameters([optimizer]))) <= _list_ids(self._training.model):
             return False
         if optimizer not in self._optimizers:
             self._optimizers = (*self._optimizers, optimizer)
@@ -214,30 +213,11 @@ class StepRecorder(Recorder):
 
     def end_step(self) -> None:
         """Count a step, and record every N-th one."""
-        with self._ended_by_an_error():
-            self.step()
-            self._iterated = 1
-            if self.epoch_steps == self._every:
-                self.epoch()
-            self.start_batch()
-
-    def finish(self, error: BaseException | None = None) -> None:
-        """Record the final state, and close the ledger."""
-        self.__exit__(type(error) if error else None, error, None)
-
-    @contextmanager
-    def _ended_by_an_error(self) -> Iterator[None]:
-        """Close the ledger if the body raises."""
-        try:
-            yield
-        except BaseException as error:
-            self._run.end(End.failed(error))
-            raise
-
-    def _record(self, moment: str, epoch: int) -> None:
-        step, model = self.global_step, self._training.model
-        taken = self._run.take(moment, epoch=epoch, step=step, verify=self._verify)
-        self._run.record(_add_gradients(taken, model))
+        self.step()
+        self._iterated = 1
+        if self.epoch_steps == self._every:
+            self.epoch()
+        self.start_batch()
 
     def _verify(self) -> None:
         """Set the flags again that the program has changed, as the user asked from outside."""
@@ -269,29 +249,25 @@ class OptimizerSteps:
 
     def install(self) -> None:
         """Install the hooks; ``remove`` removes them."""
-        original = Optimizer.__init__
+        original, backward = Optimizer.__init__, torch.autograd.backward
 
         @wraps(original)
         def note(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
             original(optimizer, *args, **kwargs)
             self._made.append(weakref.ref(optimizer))
 
-        Optimizer.__init__ = note  # type: ignore[method-assign,assignment]
-        backward = torch.autograd.backward
-
         @wraps(backward)
         def note_backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
             self._before_backward([tensors] if isinstance(tensors, Tensor) else [*tensors])
             backward(tensors, *args, **kwargs)
 
-        torch.autograd.backward = note_backward
-        before = register_optimizer_step_pre_hook(self._before_step)
-        after = register_optimizer_step_post_hook(self._after_step)
+        patches = AttributePatches()
+        patches.replace(Optimizer, "__init__", note)
+        patches.replace(torch.autograd, "backward", note_backward)
         self._undo = [
-            before.remove,
-            after.remove,
-            lambda: setattr(Optimizer, "__init__", original),
-            lambda: setattr(torch.autograd, "backward", backward),
+            register_optimizer_step_pre_hook(self._before_step).remove,
+            register_optimizer_step_post_hook(self._after_step).remove,
+            patches.undo,
         ]
         if read_settings(ProbeSettings, os.environ):
             # The first step's own forward pass is probed, too.
@@ -311,7 +287,7 @@ class OptimizerSteps:
         """Finish the ledger that is open, if this process opened it."""
         run, self._run = self._run, None
         if run is not None and self._process == os.getpid():
-            self._attempt(lambda: run.finish(getattr(sys, "last_value", None)))
+            self._attempt(lambda: run.__exit__(None, getattr(sys, "last_value", None), None))
 
     def _finish_process(self) -> None:
         """Finish the ledger at the end of the process; a difference there is its exit status.
@@ -329,8 +305,8 @@ class OptimizerSteps:
     def _before_forward(self, module: torch.nn.Module, _: object) -> None:
         if self._run is None and torch.is_grad_enabled() and module.training:
             optimizers = self._list_optimizers()
-            trained = {id(parameter) for parameter in list_parameters(optimizers)}
-            if any(id(parameter) in trained for parameter in module.parameters()):
+            trained = set(map(id, list_parameters(optimizers)))
+            if not trained.isdisjoint(map(id, module.parameters())):
                 self._before_step(optimizers[0])
 
     def _before_backward(self, roots: list[Tensor]) -> None:
@@ -342,7 +318,7 @@ class OptimizerSteps:
             self._after_step()
             return
         self._passes_left -= 1
-        trained = {id(parameter) for parameter in list_parameters(self._list_optimizers())}
+        trained = set(map(id, list_parameters(self._list_optimizers())))
         leaves = [leaf for leaf in list_leaves(roots) if id(leaf) not in trained]
         try:
             digests = digest_many(leaves)
@@ -379,7 +355,7 @@ class OptimizerSteps:
         if self._stopped or session is None or session.in_trainer or torch.compiler.is_compiling():
             return True
         own = None if self._run is None else self._run.run
-        if any(recorder is not own for recorder in RunRecorder.open_recorders):
+        if any(run is not own for run in Run.open_runs):
             return True
         return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
@@ -393,6 +369,7 @@ class OptimizerSteps:
             optimizers.append(optimizer)
         number, self._ledgers = self._ledgers, self._ledgers + 1
         self._run = StepRecorder(session, optimizers, number)
+        self._run.open()
 
     def _list_optimizers(self) -> list[Optimizer]:
         """Return the optimizers that exist, in the order in which they were made."""
@@ -407,7 +384,9 @@ class OptimizerSteps:
         try:
             func()
         except Exception as error:
-            self._stopped, self._run = True, None
+            self._stopped, run, self._run = True, self._run, None
+            if run is not None:
+                run.__exit__(None, error, None)
             if isinstance(error, D9mError) and os.environ.get(variable_of("reference")):
                 raise
             cause = str(error) if isinstance(error, D9mError) else repr(error)
@@ -422,15 +401,6 @@ def load() -> None:
     OptimizerSteps().install()
 
 
-def _read_every() -> int:
-    every = read_variable(EVERY, os.environ, int)
-    if every is not None and every < 1:
-        raise SettingError(
-            f"The variable {EVERY} is {every}; allowed: a number of optimizer steps from 1."
-        )
-    return every or _EVERY
-
-
 def _count(optimizer: Optimizer) -> int:
     return sum(len(group["params"]) for group in optimizer.param_groups)
 
@@ -440,13 +410,19 @@ def _make_folder(rank: int, size: int, number: int) -> Path:
 
     The other ranks wait for a limited time: rank 0 may not step at all.
     """
-    if size == 1:
-        return _create_folder()
-    store = distributed.distributed_c10d._get_default_store()  # noqa: SLF001 - torch has no public one
-    key = f"{_FOLDER_KEY}/{number}"
+    # torch has no public function for it.
+    store: Any = None if size == 1 else distributed.distributed_c10d._get_default_store()  # noqa: SLF001
+    key, given = f"{_FOLDER_KEY}/{number}", os.environ.get(LEDGER_VARIABLE)
     if rank == 0:
-        folder = _create_folder()
-        store.set(key, str(folder.absolute()))
+        folder = create_ledger_folder(Path(given) if given else state_folder())
+        if not given:
+            print(  # noqa: T201 - where the program's user finds it
+                f"lightning_d9m: the optimizer steps of this program are recorded in {folder}. Set "
+                f"{LEDGER_VARIABLE} to choose another folder.",
+                file=sys.stderr,
+            )
+        if store is not None:
+            store.set(key, str(folder.absolute()))
         return folder
     try:
         store.wait([key], timedelta(seconds=_FOLDER_SECONDS))
@@ -458,32 +434,3 @@ def _make_folder(rank: int, size: int, number: int) -> Path:
     folder = Path(store.get(key).decode())
     folder.mkdir(parents=True, exist_ok=True)
     return folder
-
-
-def _create_folder() -> Path:
-    given = os.environ.get(LEDGER_VARIABLE)
-    folder = create_ledger_folder(Path(given) if given else state_folder())
-    if not given:
-        print(  # noqa: T201 - where the program's user finds it
-            f"lightning_d9m: the optimizer steps of this program are recorded in {folder}. Set "
-            f"{LEDGER_VARIABLE} to choose another folder.",
-            file=sys.stderr,
-        )
-    return folder
-
-
-def _add_gradients(taken: Digests, model: torch.nn.Module) -> Digests:
-    """Add the gradients that the program has not cleared yet."""
-    gradients = {
-        name: digest_value(parameter.grad)
-        for name, parameter in model.named_parameters()
-        if parameter.grad is not None
-    }
-    if not gradients:
-        return taken
-    total = digest_value(sorted(gradients.items()))
-    return replace(
-        taken,
-        groups={**taken.groups, "gradients": gradients},
-        totals={**taken.totals, "gradients": total},
-    )

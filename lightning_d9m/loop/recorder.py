@@ -40,14 +40,14 @@ from lightning_d9m.launch.run import LEDGER_VARIABLE
 from lightning_d9m.ledger.folder import create_ledger_folder
 from lightning_d9m.ledger.format.records import End, Resume, Scalar
 from lightning_d9m.loop.batches import Batches, EpochBatches, unwrap_model, unwrap_optimizer
-from lightning_d9m.probes.batch_probes import Training
+from lightning_d9m.probes.batch_probes import BatchProbes, Training
 from lightning_d9m.probes.trace import ProbePoint
 from lightning_d9m.ranks.groups import ranks_of_group
 from lightning_d9m.ranks.ranks import Ranks
-from lightning_d9m.recording.run_recorder import (
+from lightning_d9m.recording.run import (
     OptionArguments,
+    Run,
     RunOptions,
-    RunRecorder,
     describe_training,
     share_new_folder,
 )
@@ -132,17 +132,20 @@ def record_final(
         return None
     session, alone, training = active_session(), Ranks(0), Training(model)
     settings = Settings() if session is None else session.settings
-    run = RunRecorder(RunOptions())
+    run = Run(RunOptions())
     run.begin(
         alone,
         training,
         lambda: describe_training(alone, settings, {"world.size": 1}, training, fit=0),
         partial(_make_folder, alone, Path(ledger_dir), kind="final"),
     )
-    results = {name: float(value).hex() for name, value in scalars.items()}
-    run.append(run.take("final", epoch=0, step=0, scalars=results))
+    run.record("final", epoch=0, step=0, scalars=_to_hex(scalars))
     run.end(End(status="finished"))
     return run.folder
+
+
+def _to_hex(scalars: Mapping[str, float]) -> dict[str, str]:
+    return {name: float(value).hex() for name, value in sorted(scalars.items())}
 
 
 class Recorder:
@@ -187,7 +190,7 @@ class Recorder:
         portable: bool = False,
         **options: "Unpack[OptionArguments]",
     ) -> None:
-        self._options = RunOptions(**cast(dict[str, Any], options))
+        self._run = Run(RunOptions(**cast(dict[str, Any], options)))
         inner, self._schedulers = unwrap_model(model), _as_tuple(schedulers)
         self._optimizers = tuple(map(unwrap_optimizer, _as_tuple(optimizers)))
         self._training = Training(inner, model, lambda: self._optimizers, lambda: self._schedulers)
@@ -196,8 +199,7 @@ class Recorder:
         self._portable, self._switched = portable, ExitStack()
         self._session: Session | None = None
         self._ranks, self._world_size = Ranks(0), 1
-        self._run = RunRecorder(self._options)
-        self._batches: Batches | None = None
+        self._batches = Batches(Settings(), 0, 0)
         self._resumed: Mapping[str, Any] | None = None
         self.interruption = Interruption(InterruptRequest(), self._ranks)
         self._fit = self._batch = 0
@@ -209,9 +211,8 @@ class Recorder:
     def __enter__(self) -> "Self":
         self._ranks, self._world_size = find_ranks()
         request = self._ranks.raise_on_all(self._check_setup)
-        settings = self._open_session.settings
         self._fit = next_fit()
-        self._batches = Batches(settings, self._fit, self._ranks.rank)
+        self._batches = Batches(self._open_session.settings, self._fit, self._ranks.rank)
         if self._portable:
             from lightning_d9m.portability.mode import portable
 
@@ -224,14 +225,8 @@ class Recorder:
     def _check_setup(self) -> InterruptRequest:
         """Check what the arguments and variables name; return what interrupts the loop."""
         self._session = find_session()
-        self._check_options()
+        self._run.prepare(self._world_size)
         return read_request()
-
-    def _check_options(self) -> None:
-        options = self._run.options = self._options.overridden(os.environ)
-        options.refuse_replays()
-        options.check_ranks(self._world_size)
-        options.check_reference()
 
     def __exit__(
         self,
@@ -245,9 +240,8 @@ class Recorder:
             elif error is not None:
                 self._run.end(End.failed(error))
         finally:
-            if self._batches is not None:
-                self._batches.release()
-            self._session = self._batches = None
+            self._batches.release()
+            self._session = None
             self._switched.close()
 
     @property
@@ -276,13 +270,10 @@ class Recorder:
             ReferenceRefusedError: If the reference comes from another experiment.
             StackDifferenceError: If the reference's stack differs, unless the settings allow it.
         """
+        settings = self._open_session.settings
         if self._run.folder is not None:
             return
-        settings, resumed, parent = self._open_session.settings, self._resumed, None
-        if resumed is not None:  # the ledger that a resumed run continues
-            place = {name: resumed[name] for name in ("epoch", "step", "batch")}
-            parent = Resume(parent=resumed["folder"], parent_check=resumed["check"], **place)
-        self._run.begin(
+        is_new = self._run.begin(
             self._ranks,
             self._training,
             lambda: describe_training(
@@ -295,9 +286,8 @@ class Recorder:
                 loaders=[] if loader is None else [loader],
             ),
             self._make_folder,
-            resumed=None if parent is None else parent.as_record(),
         )
-        if resumed is None:
+        if is_new:
             self._record("initial", 0)
 
     def batches(self, loader: Iterable[T]) -> EpochBatches[T]:
@@ -310,8 +300,8 @@ class Recorder:
         return EpochBatches(loader, self._iterate)
 
     def _iterate(self, loader: Iterable[T]) -> Iterator[T]:
-        source, epoch = self._open_batches, self.next_epoch
         self.begin(loader)
+        source, epoch = self._batches, self.next_epoch
         resumed, self._resumed = self._resumed, None
         if self._iterated == 0:
             self._reach("epoch", epoch - 1)
@@ -366,17 +356,21 @@ class Recorder:
         Call it after ``begin`` in a loop that cannot iterate through ``batches`` and so seeds its
         generators and restores its position itself.
         """
-        if not self._run.is_open:
-            raise SettingError(f"start_batch() was called before the training began. {_CALLS}")
+        self._check_begun("start_batch")
         resumed, self._resumed = self._resumed, None
         self._batch = self._batch if resumed is None else resumed["batch"]
         point = ProbePoint(self.next_epoch, self.global_step, self._batch)
         self._run.probes.start(point, batch)
         self._batch += 1
 
-    def take_batch(self, batch: object) -> None:
-        """Probe what the model is given, in a loop that does not show its batches before."""
-        self._run.probes.take_batch(batch)
+    def _check_begun(self, call: str) -> None:
+        if not self._run.is_open:
+            raise SettingError(f"{call}() was called before the training began. {_CALLS}")
+
+    @property
+    def probes(self) -> BatchProbes:
+        """The probes of the open ledger, for a loop that this does not iterate."""
+        return self._run.probes
 
     def validation(self, loader: Iterable[T]) -> Iterator[T]:
         """Give out the batches of a validation within the training, which probes record too.
@@ -385,28 +379,13 @@ class Recorder:
         the numbers that it draws without a validation.
         """
         settings = self._open_session.settings
+        words = {"fit": self._fit, "rank": self._ranks.rank, "epoch": self.global_step}
         with rng_restored():
-            seed_all(
-                derive_seed(
-                    settings.seed,
-                    "validate",
-                    fit=self._fit,
-                    rank=self._ranks.rank,
-                    epoch=self.global_step,
-                )
-            )
+            seed_all(derive_seed(settings.seed, "validate", **words))
             for batch in loader:
-                self.start_validation_batch(batch)
+                self.probes.start_validation(self.next_epoch, self.global_step, batch)
                 yield batch
-                self.end_validation_batch()
-
-    def start_validation_batch(self, batch: object) -> None:
-        """Probe a batch of a validation; ``validation`` does it."""
-        self._run.probes.start_validation(self.next_epoch, self.global_step, batch)
-
-    def end_validation_batch(self) -> None:
-        """Write the probes of a batch of a validation; ``validation`` does it."""
-        self._run.probes.end()
+                self.probes.end()
 
     def step(self, loss: torch.Tensor | float | None = None, **scalars: float) -> None:
         """Count a step of the optimizer, after it.
@@ -415,8 +394,7 @@ class Recorder:
             loss: The loss; it is kept on its device until the epoch is recorded.
             **scalars: Further numbers, of which the epoch records the last.
         """
-        if not self._run.is_open:
-            raise SettingError(f"step() was called before the training began. {_CALLS}")
+        self._check_begun("step")
         self.log(loss, **scalars)
         self._run.probes.end(None if loss is None else self._run.loss, scalars)
         self.global_step += 1
@@ -445,8 +423,7 @@ class Recorder:
             SettingError: If a switch was changed since the session began, or the epoch has another
                 number.
         """
-        if not self._run.is_open:
-            raise SettingError(f"epoch() was called before the training began. {_CALLS}")
+        self._check_begun("epoch")
         if epoch is not None and epoch != self.next_epoch:
             raise SettingError(
                 f"epoch({epoch}) was called at the end of epoch {self.next_epoch}. Count epochs "
@@ -473,7 +450,7 @@ class Recorder:
         Raises:
             SettingError: Within an epoch in which ``batches`` was called more than once.
         """
-        session, source = self._open_session, self._open_batches
+        session = self._open_session
         if self._iterated > 1:
             raise SettingError(
                 f"state_dict() was called within epoch {self.next_epoch}, in which batches() was "
@@ -491,9 +468,9 @@ class Recorder:
             "step": self.global_step,
             "batch": self._batch,
             "rng": encode_rng(capture_rng()),
-            "samplers": source.capture_samplers(within=self._batch > 0),
+            "samplers": self._batches.capture_samplers(within=self._batch > 0),
             "loss": self._run.loss_text,
-            "scalars": self._list_scalars(),
+            "scalars": _to_hex(self._scalars),
             **(self._run.ledger_position or {"folder": "", "check": ""}),
         }
 
@@ -526,13 +503,15 @@ class Recorder:
         if problems := problems + list_unsaved(saved["samplers"]):
             text = f"This loop would not resume exactly: {' '.join(problems)}"
             raise InexactResumeError(text, reasons=problems)
-        self._open_batches.release()
+        self._batches.release()
         self._fit = saved["fit"]
         self._batches = Batches(settings, self._fit, rank)
         self._resumed = saved
+        place = {name: saved[name] for name in ("epoch", "step", "batch")}
+        parent = Resume(parent=saved["folder"], parent_check=saved["check"], **place)
+        self._run.resume(parent, saved["loss"])
         self.next_epoch, self.global_step = saved["epoch"], saved["step"]
         self._stepped = saved["batch"] > 0
-        self._run.load_loss(saved["loss"])
         self._scalars = {name: float.fromhex(text) for name, text in saved["scalars"].items()}
         restore_rng(decode_rng(saved["rng"]))
 
@@ -542,24 +521,12 @@ class Recorder:
             raise SettingError(f"The Recorder is not open. {_CALLS}")
         return self._session
 
-    @property
-    def _open_batches(self) -> Batches:
-        _ = self._open_session
-        assert self._batches is not None, "both are set together"
-        return self._batches
-
     def _record(self, moment: str, epoch: int) -> None:
-        digests = self._run.take(
-            moment,
-            epoch=epoch,
-            step=self.global_step,
-            scalars=self._list_scalars(),
-            verify=self._open_session.verify,
-        )
-        self._run.record(digests)
+        step, scalars = self.global_step, _to_hex(self._scalars)
+        self._run.record(moment, epoch=epoch, step=step, scalars=scalars, verify=self._verify)
 
-    def _list_scalars(self) -> dict[str, str]:
-        return {name: float(value).hex() for name, value in sorted(self._scalars.items())}
+    def _verify(self) -> None:
+        self._open_session.verify()
 
     def _finish(self) -> None:
         try:

@@ -23,7 +23,7 @@ from lightning_d9m.launch.interruption_points import (
     find_checkpoint,
 )
 from lightning_d9m.loop.recorder import Recorder, find_ranks, find_session
-from lightning_d9m.recording.run_recorder import OptionArguments
+from lightning_d9m.recording.run import OptionArguments
 
 
 def resume_first_training(callback: "TrainerCallback") -> None:
@@ -229,15 +229,16 @@ class TransformersCallback(TrainerCallback or object):  # type: ignore[misc]
 
     def _take_batch(self, model: Module, args: object, kwargs: object) -> None:
         """Probe what the model is given; the Trainer tells its callbacks of no batch."""
+        recorder, batch = self._recorder, (args, kwargs)
         if model.training:
-            self._recorder.take_batch((args, kwargs))
+            recorder.probes.take_batch(batch)
         else:
-            self._recorder.start_validation_batch((args, kwargs))
+            recorder.probes.start_validation(recorder.next_epoch, recorder.global_step, batch)
 
     def on_prediction_step(self, *_: Any, **__: Any) -> None:
         """Write the probes of a batch of a validation within a training."""
         if self._is_open:
-            self._recorder.end_validation_batch()
+            self._recorder.probes.end()
 
     def _keep_loss(self, model: Module, _: object, outputs: object) -> None:
         """Keep the loss that the model returns, of the last batch of a step."""

@@ -5,6 +5,7 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -13,14 +14,20 @@ from torch import Tensor, nn
 
 from lightning_d9m.control.seeding import capture_rng
 from lightning_d9m.hashing.training_state import ModelTensors, optimizer_state, plain_name
-from lightning_d9m.ledger.kinds import VALIDATION
+from lightning_d9m.ledger.kinds import ROOT, VALIDATION
 from lightning_d9m.probes.dispatch_mode import OpMode
 from lightning_d9m.probes.dumps import Dump, StateDump
 from lightning_d9m.probes.hook_trace import StateDigest
 from lightning_d9m.probes.module_hooks import hook_model
-from lightning_d9m.probes.monitor import monitors_heard
 from lightning_d9m.probes.settings import ProbeSettings
-from lightning_d9m.probes.trace import Listener, ProbeCollector, ProbePoint, StatePoint, Write
+from lightning_d9m.probes.trace import (
+    Listener,
+    ProbeCollector,
+    ProbePoint,
+    StatePoint,
+    Write,
+    monitors_heard,
+)
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
@@ -39,6 +46,7 @@ class Training:
             ``take_step``, and operations are recorded from the start of a batch on, but for those
             of an optimizer.
         is_compiled: See ``hook_model``.
+        records_gradients: Whether the ledger has the gradients that are there at a record.
     """
 
     model: nn.Module
@@ -47,6 +55,7 @@ class Training:
     list_schedulers: Callable[[], Sequence[Any]] = tuple
     wrap_steps: Callable[[ExitStack, OpMode], None] | None = None
     is_compiled: bool = False
+    records_gradients: bool = False
 
 
 class BatchProbes:
@@ -73,7 +82,7 @@ class BatchProbes:
         self._took_loss = False
         self._validated = 0  # batches of validations since the last batch of the training
         if self._kinds:
-            _warn_of_idle_patterns(settings, model)
+            self._warn_of_idle_patterns()
 
     def start(self, point: ProbePoint, batch: Any = None, scaler: Any = None) -> None:
         """Record the state at the start of a batch, and hook the model, if its step is probed.
@@ -230,25 +239,27 @@ class BatchProbes:
                     stack.callback(optimizer.register_step_post_hook(self._enter_ops).remove)
             return stack.pop_all()
 
+    def _warn_of_idle_patterns(self) -> None:
+        """Warn if nothing will be recorded for a pattern; another model may fit it."""
+        model = self._training.model
+        modules = [plain_name(name) for name, _ in model.named_modules()]
+        tensors = [*model.named_parameters(), *model.named_buffers()]
+        names = [*modules, *(plain_name(name) for name, _ in tensors)]
+        patterns = self._settings.probe_modules
+        idle = [p for p in patterns if not any(fnmatchcase(n or ROOT, p) for n in names)]
+        if idle:
+            some = ", ".join(map(repr, modules[1:6])) or "none"
+            warnings.warn(
+                f"probe_modules has {', '.join(map(repr, idle))}, and no module, parameter or "
+                f"buffer of {type(model).__name__} is called so: nothing is recorded for it. Its "
+                f"modules are {some}{', ...' if len(modules) > 6 else ''}.",  # noqa: PLR2004 - as many as are shown
+                stacklevel=2,
+            )
+
     def _enter_ops(self, *_: object) -> None:
         if self._ops is not None and self._training.wrap_steps is None and self.collector.listens:
             self._ops_entered.close()
             self._ops_entered.enter_context(self._ops.entered())
-
-
-def _warn_of_idle_patterns(settings: ProbeSettings, model: nn.Module) -> None:
-    """Warn if nothing will be recorded for a pattern; another model of the program may fit it."""
-    modules = [plain_name(name) for name, _ in model.named_modules()]
-    tensors = [*model.named_parameters(), *model.named_buffers()]
-    idle = settings.idle_patterns([*modules, *(plain_name(name) for name, _ in tensors)])
-    if idle:
-        some = ", ".join(map(repr, modules[1:6])) or "none"
-        warnings.warn(
-            f"probe_modules has {', '.join(map(repr, idle))}, and no module, parameter or buffer "
-            f"of {type(model).__name__} is called so: nothing is recorded for it. Its modules "
-            f"are {some}{', ...' if len(modules) > 6 else ''}.",  # noqa: PLR2004 - as many as are shown
-            stacklevel=2,
-        )
 
 
 def _take_rng(listener: Listener) -> None:

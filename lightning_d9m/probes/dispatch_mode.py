@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import cache, partial, partialmethod, wraps
 from importlib.util import find_spec
+from itertools import accumulate
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -129,7 +130,10 @@ class OpMode(TorchDispatchMode):
             return func(*args, **kwargs)
         dump = self._copy_inputs(func, args, kwargs) if self._probes.saves else None
         outputs = func(*args, **kwargs)
-        taken = outputs if outputs is not None else _written(func, args, kwargs)
+        taken = outputs
+        if outputs is None:  # what it has written
+            is_op = isinstance(func, OpOverload)
+            taken = written_arguments(func, args, kwargs) if is_op else [args, dict(kwargs)]
         name = f"{origin.modules[-1] or ROOT}::{func}"
         if dump is None:
             self._probes.add("op", name, taken)
@@ -167,7 +171,8 @@ class OpMode(TorchDispatchMode):
             return origin
         variable = getattr(node, "variable", None)
         if variable is not None:
-            origin = _Origin(("", *_parents(self._owners.get(id(variable), ""))), None)
+            parts = self._owners.get(id(variable), "").split(".")
+            origin = _Origin(("", *accumulate(parts, "{}.{}".format)), None)
         else:
             origin = self._origins.get(node._sequence_nr(), _Origin(("",), None))  # noqa: SLF001 - as above
         # A hook, or the backward pass of a function of the program's own, has a line of its own.
@@ -213,13 +218,6 @@ def _add_unseen(future: Any, add: Callable[..., Any], callback: Callable[..., An
     return add(future, unseen)
 
 
-def _parents(name: str) -> Iterator[str]:
-    """Yield a module's name and those of the modules around it, outermost first."""
-    parts = name.split(".") if name else []
-    for end in range(1, len(parts) + 1):
-        yield ".".join(parts[:end])
-
-
 def _defines(func: Any) -> bool:
     """Return whether an op computes new values that are ready when it returns."""
     if not isinstance(func, OpOverload):
@@ -231,13 +229,6 @@ def _defines(func: Any) -> bool:
     if not schema.is_mutable and all(isinstance(one.type, ClassType) for one in schema.returns):
         return False
     return not schema.name.partition("::")[2].startswith(_UNDEFINED)
-
-
-def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> object:
-    """Return the arguments that an op without outputs has written."""
-    if isinstance(func, OpOverload):
-        return written_arguments(func, args, kwargs)
-    return [args, dict(kwargs)]
 
 
 def _find_source(end: str | None = None) -> str | None:

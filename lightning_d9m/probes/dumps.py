@@ -9,7 +9,7 @@ format without any code: tensors, numbers, texts, lists and dicts. ``read_dump``
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, cast
@@ -204,26 +204,14 @@ def replay_op(dumped: Mapping[str, Any]) -> Any:
     """
     op = _find_op(str(dumped["op"]))
     args, kwargs = revive(dumped["args"]), revive(dumped["kwargs"])
-    rng = dumped.get("rng")
-    if rng is None:
-        return _run(op, args, kwargs)
-    device = torch.device(dumped["rng_device"])
-    module = torch if device.type == "cpu" else torch.get_device_module(device)
-    before = module.get_rng_state()
-    try:
-        module.set_rng_state(rng)
-        return _run(op, args, kwargs)
-    finally:
-        module.set_rng_state(before)
-
-
-def _run(op: OpOverload, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """Run an operation; return its written arguments if it returns nothing."""
-    with torch.no_grad():
+    with ExitStack() as stack, torch.no_grad():
+        if (rng := dumped.get("rng")) is not None:
+            device = torch.device(dumped["rng_device"])
+            module = torch if device.type == "cpu" else torch.get_device_module(device)
+            stack.callback(module.set_rng_state, module.get_rng_state())
+            module.set_rng_state(rng)
         outputs = op(*args, **kwargs)
-    if outputs is None:
-        return written_arguments(op, args, kwargs)
-    return outputs
+    return written_arguments(op, args, kwargs) if outputs is None else outputs
 
 
 def written_arguments(op: OpOverload, args: Any, kwargs: Mapping[str, Any]) -> list[Any]:

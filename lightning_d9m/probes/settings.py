@@ -2,7 +2,7 @@
 
 import re
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -62,7 +62,13 @@ class ProbeSettings:
         for name, value in plain.items():
             object.__setattr__(self, name, value)
         for kind in self.probes:
-            _check_kind(kind)
+            if kind != ALL and kind not in PROBE_KINDS:
+                near = get_close_matches(str(kind), PROBE_KINDS, n=1)
+                raise SettingError(
+                    f"probes has {kind!r}, which is not a kind of probe. "
+                    + (f"Did you mean {near[0]!r}? " if near else "")
+                    + f"The kinds are {', '.join(PROBE_KINDS)}, or {ALL!r}."
+                )
         if not self.probe_modules or "" in self.probe_modules:
             raise SettingError(
                 f"probe_modules is {list(self.probe_modules)}; allowed: one or more patterns of "
@@ -113,10 +119,6 @@ class ProbeSettings:
         """Return whether a parameter or buffer is recorded: by its module's name or its own."""
         return self.takes_module(name.rpartition(".")[0]) or self.takes_module(name)
 
-    def idle_patterns(self, names: Collection[str]) -> list[str]:
-        """Return the patterns that fit none of a model's modules, parameters and buffers."""
-        return [p for p in self.probe_modules if not any(fnmatchcase(n or ROOT, p) for n in names)]
-
     def overridden(self, environment: Mapping[str, str]) -> "Self":
         """Return the settings with the values of variables, which take precedence.
 
@@ -152,17 +154,6 @@ def _split(names: str | Sequence[str]) -> tuple[str, ...]:
     if isinstance(names, str):
         return tuple(name.strip() for name in names.split(",") if name.strip())
     return tuple(names)
-
-
-def _check_kind(kind: object) -> None:
-    if kind == ALL or kind in PROBE_KINDS:
-        return
-    near = get_close_matches(str(kind), PROBE_KINDS, n=1)
-    raise SettingError(
-        f"probes has {kind!r}, which is not a kind of probe. "
-        + (f"Did you mean {near[0]!r}? " if near else "")
-        + f"The kinds are {', '.join(PROBE_KINDS)}, or {ALL!r}."
-    )
 
 
 def _parse_steps(text: str) -> range:

@@ -8,7 +8,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 
@@ -128,15 +128,12 @@ class ProbeCollector(Listener):
         self._write = write
         self._save = save
         self._paused = False
-        self._busy = False
         self._moment: ProbePoint | None = None
         self._trace = Trace()
         self._waiting: list[tuple[ProbePoint, Trace]] = []
-        self._waiting_places = 0
         self._written = -math.inf  # time of the last write, by the monotonic clock
         self._layouts: dict[tuple[ProbeKey, ...], int] = {}
-        self._next_layout = 0
-        self._remembered = 0
+        self._remembered = 0  # places of layouts
 
     @property
     def saves(self) -> bool:
@@ -146,7 +143,7 @@ class ProbeCollector(Listener):
     @property
     def listens(self) -> bool:
         """Whether values are taken now: within a batch, and not during a probe's own work."""
-        return self._moment is not None and not self._paused and not self._busy
+        return self._moment is not None and not self._paused
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -170,12 +167,12 @@ class ProbeCollector(Listener):
 
         The content is saved instead of the value's leaves.
         """
-        if self._moment is not None and not self._paused:
+        if self.listens:
             self._take(kind, name_leaves(name, value), name, content)
 
     def add_leaves(self, kind: str, leaves: Leaves) -> None:
         """Take values, in one launch for each device."""
-        if self._moment is not None and not self._paused:
+        if self.listens:
             self._take(kind, leaves)
 
     def _take(
@@ -188,7 +185,7 @@ class ProbeCollector(Listener):
         assert self._moment is not None, "a batch has begun"
         trace = self._trace
         before = len(trace.places)
-        busy, self._busy = self._busy, True
+        self._paused = True
         try:
             trace.add_leaves(kind, leaves)
             places = trace.places[before:]
@@ -198,7 +195,7 @@ class ProbeCollector(Listener):
                 for place, (_, value) in zip(places, leaves, strict=True):
                     self._save(self._moment, place, {"value": value})
         finally:
-            self._busy = busy
+            self._paused = False
         if len(trace.places) >= RECORD_PLACES:  # begin another record of the batch
             self._enqueue(self._moment)
             self._trace = Trace(trace)
@@ -210,13 +207,10 @@ class ProbeCollector(Listener):
             return
         self._enqueue(moment)
         now = time.monotonic()
-        if now - self._written >= _WRITE_SECONDS or self._waiting_places >= RECORD_PLACES:
+        waiting = sum(len(trace.places) for _, trace in self._waiting)
+        if now - self._written >= _WRITE_SECONDS or waiting >= RECORD_PLACES:
             self._written = now
-            self._write_waiting(keep=moment)
-
-    def catch_up(self) -> None:
-        """Write the records of all batches that have ended."""
-        self._write_waiting(keep=None)
+            self.catch_up(keep=moment)
 
     def close(self) -> None:
         """End the batch and write all records."""
@@ -229,43 +223,33 @@ class ProbeCollector(Listener):
             if trace.queue.pending:
                 trace.queue.start_copies()
             self._waiting.append((moment, trace))
-            self._waiting_places += len(trace.places)
 
-    def _write_waiting(self, keep: ProbePoint | None) -> None:
-        """Write the waiting batches in order; keep one whose digests a device still computes."""
+    def catch_up(self, keep: ProbePoint | None = None) -> None:
+        """Write the batches that have ended; keep one whose digests a device still computes."""
         while self._waiting:
             moment, trace = self._waiting[0]
             if trace.queue.pending and moment is keep:
                 break
             del self._waiting[0]
-            self._waiting_places -= len(trace.places)
             digests = bytes.fromhex("".join(trace.queue.fetch()))
             for start in range(0, len(trace.places), RECORD_PLACES):
                 stop = start + RECORD_PLACES
-                layout = self._layout_of(trace, start, stop)
-                part = digests[DIGEST_BYTES * start : DIGEST_BYTES * stop]
+                sequence = tuple(trace.places[start:stop])
+                if sequence not in self._layouts:
+                    if self._remembered > _MAX_CACHED_PLACES or len(self._layouts) == MAX_LAYOUTS:
+                        self._layouts.clear()
+                        self._remembered = 0
+                    number = self._layouts[sequence] = len(self._layouts)
+                    self._remembered += len(sequence)
+                    self._write(ProbeLayout(number, sequence))
                 record = ProbesRecord(
                     epoch=moment.epoch,
                     step=moment.step,
                     batch=moment.batch,
-                    layout=layout,
-                    digests=part,
+                    layout=self._layouts[sequence],
+                    digests=digests[DIGEST_BYTES * start : DIGEST_BYTES * stop],
                 )
                 self._write(record)
-
-    def _layout_of(self, trace: Trace, start: int, stop: int) -> int:
-        sequence = tuple(trace.places[start:stop])
-        number = self._layouts.get(sequence)
-        if number is None:
-            if self._remembered > _MAX_CACHED_PLACES or self._next_layout == MAX_LAYOUTS:
-                self._layouts.clear()
-                self._remembered = self._next_layout = 0
-            number = self._next_layout
-            self._write(ProbeLayout(number, sequence))
-            self._layouts[sequence] = number
-            self._next_layout += 1
-            self._remembered += len(sequence)
-        return number
 
 
 class TraceDifference(NamedTuple):
@@ -294,3 +278,39 @@ def find_difference(expected: Trace, actual: Trace) -> TraceDifference | None:
         return None
     first = differing[0]
     return TraceDifference(first, ours.get(first), theirs.get(first), len(differing))
+
+
+Value = TypeVar("Value")
+
+
+class _Monitors:
+    """What listens to the probes that users place in a model; None while nothing does."""
+
+    listener: ClassVar[Callable[[str, object], None] | None] = None
+
+
+def monitor(value: Value, name: str) -> Value:
+    """Record a value under a name while probes of the kind ``"monitor"`` are on.
+
+    Args:
+        value: A tensor, number, string, None, any other object, or containers of these. It is
+            returned unchanged, so gradients pass, and an expression can be monitored in place.
+        name: The name of the place in ledgers and reports.
+
+    Examples:
+        >>> monitor(3, "three")
+        3
+    """
+    if _Monitors.listener is not None:
+        _Monitors.listener(name, value)
+    return value
+
+
+@contextmanager
+def monitors_heard(listener: Callable[[str, object], None]) -> Iterator[None]:
+    """Call ``listener`` with (name, value) for each monitor, until the body ends."""
+    before, _Monitors.listener = _Monitors.listener, listener
+    try:
+        yield
+    finally:
+        _Monitors.listener = before

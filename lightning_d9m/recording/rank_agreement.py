@@ -178,29 +178,25 @@ class StepDigests:
 
     def __init__(self) -> None:
         self._every = 1
-        self._kept: dict[int, list[str]] = {}
+        self.kept: dict[int, list[str]] = {}
 
     def wants(self, step: int) -> bool:
         """Return whether the state after a step should be added."""
-        return step % self._every == 0 and step not in self._kept
+        return step % self._every == 0 and step not in self.kept
 
     def add(self, step: int, groups: Mapping[str, Mapping[str, str]]) -> None:
         """Add the digests of the state that must be equal on all ranks."""
-        self._kept[step] = [_hash(groups.get(group, {}).items()) for group in GROUPS]
-        while len(self._kept) > _MOST:
+        self.kept[step] = [_hash(groups.get(group, {}).items()) for group in GROUPS]
+        while len(self.kept) > _MOST:
             self._every *= 2
-            self._kept = {at: row for at, row in self._kept.items() if at % self._every == 0}
-
-    def forget(self) -> None:
-        """Forget the steps, because the ranks agree."""
-        self._kept.clear()
+            self.kept = {at: row for at, row in self.kept.items() if at % self._every == 0}
 
     def find_first(self, gather: GatherJson) -> dict[str, tuple[int | None, int]]:
         """Return by group the last step that was equal on all ranks and the first that was not.
 
         Every rank calls this and gets the same.
         """
-        tables = [dict(rows) for rows in gather([*self._kept.items()])]
+        tables = [dict(rows) for rows in gather([*self.kept.items()])]
         found: dict[str, tuple[int | None, int]] = {}
         before: dict[str, int] = {}
         for step in sorted(set.intersection(*map(set, tables))):
@@ -229,38 +225,43 @@ def compare_ranks(
         The error that names the rank that differs, and what differs on it, the same on all ranks;
         None when all agree.
     """
+    entries, what = _ENTRIES.get(group, escape(group)), ""
     total = len(tables[0])
     lists = [_hash(table) for table in tables]
     if len(set(lists)) > 1:
         tables, total = [{_NAMES: own} for own in lists], 0
-    base = tables[0]
-    differing = [rank for rank, table in enumerate(tables) if table != base]
+        what = f"they do not list the same {entries}"
+    differing = [rank for rank, table in enumerate(tables) if table != tables[0]]
     if not differing:
         return None
-    expected_rank = 0
-    others = len(tables) - 1
-    if 1 < others == len(differing) and all(table == tables[1] for table in tables[2:]):
-        expected_rank, differing, base = 1, [0], tables[1]
+    base = 0
+    if 1 < len(tables) - 1 == len(differing) and all(own == tables[1] for own in tables[2:]):
+        base, differing = 1, [0]
     rank = differing[0]
-    names = [name for name in base if base[name] != tables[rank][name]]
-    expected, actual = base[names[0]], tables[rank][names[0]]
-    moment, epoch, step = digests.moment, digests.epoch, digests.step
-    entries = _ENTRIES.get(group, escape(group))
-    what = f"they do not list the same {entries}"
+    names = [name for name in tables[base] if tables[base][name] != tables[rank][name]]
+    expected, actual = tables[base][names[0]], tables[rank][names[0]]
     if total:
         named = describe_names(names[:NAMES_KEPT], len(names))
         what = f"{len(names)} of {total} {entries} differ, first {named}"
+    who, reference = f"Rank {rank} differs from rank {base}", " (reference)"
+    if len(tables) == _PAIR:  # nothing tells which of two is wrong
+        who, reference = "Ranks 0 and 1 differ from each other", ""
+    elif len(differing) > 1:
+        listed = ", ".join(map(str, differing[:8])) + (", ..." if differing[8:] else "")
+        who = f"Ranks {listed} differ from rank {base}"
+    place = {"moment": digests.moment, "epoch": digests.epoch, "step": digests.step}
+    label, sides = f"rank {base}{reference}:", describe_pair(expected, actual)
+    when = ""
+    if steps is not None:
+        equal = "" if steps[0] is None else f" They were still equal after step {steps[0]}."
+        when = f"The ranks differed in this after step {steps[1]}.{equal}\n"
     return DriftError(
-        f"{_describe_ranks(differing, expected_rank, len(tables))} in "
-        f"{describe_moment(moment, epoch, step)}: {what}.\n"
-        f"{_describe_sides(rank, expected_rank, len(tables), (expected, actual))}"
-        f"{_describe_steps(steps)}"
+        f"{who} in {describe_moment(digests.moment, digests.epoch, digests.step)}: {what}.\n"
+        f"  {label} {sides[0]}\n  {f'rank {rank}:':<{len(label)}} {sides[1]}\n{when}"
         "All ranks must hold the same bits after each step. Look for what only one rank does: a "
         "change to its weights, a learning rate that follows its own metric (log the metric with "
         "sync_dist=True), a module that is not synchronized, a failing device.",
-        moment=moment,
-        epoch=epoch,
-        step=step,
+        **place,
         rank=rank,
         group=group,
         names=names[:NAMES_KEPT],
@@ -268,37 +269,17 @@ def compare_ranks(
         total=total,
         expected=expected,
         actual=actual,
-        expected_rank=expected_rank,
+        expected_rank=base,
     )
-
-
-def _describe_ranks(differing: Sequence[int], expected_rank: int, world_size: int) -> str:
-    if world_size == _PAIR:  # nothing tells which of two is wrong
-        return "Ranks 0 and 1 differ from each other"
-    if len(differing) == 1:
-        return f"Rank {differing[0]} differs from rank {expected_rank}"
-    listed = ", ".join(map(str, differing[:8])) + (", ..." if differing[8:] else "")
-    return f"Ranks {listed} differ from rank {expected_rank}"
-
-
-def _describe_sides(rank: int, expected_rank: int, world_size: int, pair: tuple[str, str]) -> str:
-    reference = " (reference)" if world_size > _PAIR else ""
-    labels = [f"rank {expected_rank}{reference}:", f"rank {rank}:"]
-    shown = zip(labels, describe_pair(*pair), strict=True)
-    return "".join(f"  {label:<{len(labels[0])}} {value}\n" for label, value in shown)
-
-
-def _describe_steps(steps: tuple[int | None, int] | None) -> str:
-    if steps is None:
-        return ""
-    equal = "" if steps[0] is None else f" They were still equal after step {steps[0]}."
-    return f"The ranks differed in this after step {steps[1]}.{equal}\n"
 
 
 class RankAgreement:
     """Compares a training state across ranks, record by record.
 
     Ranks gather a hash of each group, and a group's entries only when these differ.
+
+    Attributes:
+        steps: Digests of steps since the last record, which tell when ranks that differ began to.
     """
 
     def __init__(self, gather: GatherJson, replicated: ReplicatedState) -> None:
@@ -306,15 +287,11 @@ class RankAgreement:
         self._replicated = replicated
         self._tables: dict[str, dict[str, str]] = {}
         self._agreed: dict[str, str] = {}  # what all ranks held, by name of a buffer
-        self._steps = StepDigests()
-
-    def wants_step(self, step: int) -> bool:
-        """Return whether the state after a step should be kept until the next record."""
-        return self._steps.wants(step)
+        self.steps = StepDigests()
 
     def keep_step(self, step: int, groups: Mapping[str, Mapping[str, str]]) -> None:
-        """Keep the digests of a step, which tell when ranks that differ began to."""
-        self._steps.add(step, self._replicated.select(groups))
+        """Keep the digests of a step."""
+        self.steps.add(step, self._replicated.select(groups))
 
     def summarize(self, groups: Mapping[str, Mapping[str, str]]) -> list[str]:
         """Return the hash of each group, which ``compare`` needs of every rank."""
@@ -338,9 +315,9 @@ class RankAgreement:
             if any(other != tables[0] for other in tables):
                 found.setdefault(group, tables)
         if not found:
-            self._steps.forget()
+            self.steps.kept.clear()
             return {}
-        steps = self._steps.find_first(self._gather)
+        steps = self.steps.find_first(self._gather)
         errors = {
             group: compare_ranks(tables, digests, group, steps.get(group))
             for group, tables in found.items()

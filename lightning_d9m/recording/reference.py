@@ -1,7 +1,7 @@
 """Compare a run with a reference ledger during training."""
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +14,7 @@ from lightning_d9m.comparison.differences import (
 )
 from lightning_d9m.errors import DriftError, LedgerError, ReferenceRefusedError
 from lightning_d9m.ledger.folder import read_ledger
-from lightning_d9m.ledger.format.records import Digests, Header, Record, RunFacts
+from lightning_d9m.ledger.format.records import Digests, Header, RunFacts
 from lightning_d9m.ledger.keys import LEDGER_START, describe_record, record_key, record_place
 from lightning_d9m.ledger.stack import same_logical_ranks
 from lightning_d9m.text import describe_names, describe_pair, escape, pluralize
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 class Reference:
     """One rank's part of a reference ledger, read in step with the run.
 
-    Call ``check_header`` and ``check_run`` once, then ``check`` for each record of digests in the
-    order in which the run takes them, and ``finish`` at the end.
+    Call ``accept`` once, then ``check`` for each record of digests in the order in which the run
+    takes them, and ``finish`` at the end.
 
     The reference may end before the run or after it: records that only one of them has are not
     compared, and ``finish`` reports them. Records that only the reference has in between are
@@ -54,8 +54,7 @@ class Reference:
         self._ledger = read_ledger(path, ignoring=writing)
         self.header = self._ledger.headers.get(rank, self._ledger.header)
         self._reader: RankReader | None = None
-        self._stack: Mapping[str, object] = {}
-        self._records = _digests_of(iter(()))
+        self._records: Iterator[Digests] = iter(())
         self._next: Digests | None = None
         self._first_beyond: Digests | None = None
         self._agreed: str | None = None
@@ -69,30 +68,19 @@ class Reference:
                 actual=str(writing),
             )
 
-    @property
-    def path(self) -> Path:
-        """The reference's folder or file."""
-        return self._ledger.path
+    def accept(self, header: Header, facts: RunFacts, resumed: int | None = None) -> None:
+        """Open the records, unless the reference comes from another experiment.
 
-    def check_header(self, header: Header) -> None:
-        """Refuse a reference from another seed, fit, world size or settings.
-
-        Raises:
-            ReferenceRefusedError: With the first field that differs.
-        """
-        self._stack = header.stack
-        self._refuse(header_refusals(self.header, header))
-
-    def check_run(self, facts: RunFacts) -> None:
-        """Refuse a reference from another model, dataset or arithmetic; open its records.
+        ``resumed`` is the epoch in which this run was resumed, whose earlier records are skipped.
 
         Raises:
             ReferenceRefusedError: With the first field that differs.
             LedgerError: When the reference has no file of this rank, or no facts of its run.
         """
+        self._refuse(header_refusals(self.header, header))
         # With logical ranks, a reference of fewer processes has no file of this rank.
         rank = self.rank if self.rank in self._ledger.files else self.header.rank
-        alike = same_logical_ranks(self.header.stack, self._stack)
+        alike = same_logical_ranks(self.header.stack, header.stack)
         self._reader = reader = self._ledger.open(rank if alike else self.rank)
         records = reader.line_records()
         first = next(records, None)
@@ -102,15 +90,14 @@ class Reference:
                 "nothing to compare this run with. Name the ledger of a run that trained."
             )
         self._refuse(run_refusals(first, facts))
-        self._records = _digests_of(records)
-        self._next = next(self._records, None)
+        self._records = (record for record in records if isinstance(record, Digests))
+        self._advance()
+        if resumed is not None:
+            while (own := self._next) and (own.moment == "initial" or own.epoch < resumed):
+                self._advance()
 
-    def skip_to(self, epoch: int) -> None:
-        """Skip the records before the epoch in which this run was resumed."""
-        while self._next is not None and (
-            self._next.moment == "initial" or self._next.epoch < epoch
-        ):
-            self._next = next(self._records, None)
+    def _advance(self) -> None:
+        self._next = next(self._records, None)
 
     def check(self, actual: Digests) -> Divergence | None:
         """Compare one record of this run with its counterpart.
@@ -124,7 +111,7 @@ class Reference:
         """
         while (expected := self._next) is not None:
             if record_key(expected) == record_key(actual):
-                self._next = next(self._records, None)
+                self._advance()
                 self.checked += 1
                 difference = record_difference(expected, actual)
                 if difference is None:
@@ -135,17 +122,20 @@ class Reference:
             if record_place(expected, LEDGER_START) > record_place(actual, LEDGER_START):
                 raise self._lacks(expected, actual)
             self._passed += 1
-            self._next = next(self._records, None)
+            self._advance()
         self.beyond += 1
         self._first_beyond = self._first_beyond or actual
         return None
 
     def drift_error(self, difference: Divergence) -> DriftError:
         """Build the error that names the record and entries that differ from the reference."""
+        count = difference.by_kind.get(difference.kind, (difference.count, 0))[0]
+        whole = difference.names == ("(total)",)
+        named = "the digest of the group" if whole else describe_names(difference.names, count)
         headline = (
             f"This run differs from its reference in {difference.where} on rank {self.rank}: "
             f"{difference.count} of {difference.compared} entries differ, first in "
-            f"{escape(difference.kind)}: {_first_names(difference)}."
+            f"{escape(difference.kind)}: {named}."
         )
         expected, actual = describe_pair(difference.expected, difference.actual)
         lines = [headline, f"  reference: {expected}", f"  this run:  {actual}"]
@@ -153,7 +143,7 @@ class Reference:
             parts = [f"{escape(g)} {n} of {of}" for g, (n, of) in difference.by_kind.items()]
             lines.append(f"In all: {', '.join(parts)}.")
         lines.append(self._explain(difference))
-        lines.append(f"Reference: {self._reader.path if self._reader else self.path}")
+        lines.append(f"Reference: {self._reader.path if self._reader else self._ledger.path}")
         return DriftError(
             "\n".join(lines),
             moment=difference.moment,
@@ -173,7 +163,7 @@ class Reference:
         left = self._passed
         while self._next is not None:
             left += 1
-            self._next = next(self._records, None)
+            self._advance()
         self.close()
         parts = []
         if self.beyond and self._first_beyond is not None:
@@ -188,7 +178,7 @@ class Reference:
             parts.append("that run was itself ended before it could finish its ledger")
         if not parts:
             return None
-        checked = f"Compared with {self.path}: {pluralize(self.checked, 'record')}"
+        checked = f"Compared with {self._ledger.path}: {pluralize(self.checked, 'record')}"
         return f"{checked}; {'; '.join(parts)}."
 
     def close(self) -> None:
@@ -203,8 +193,8 @@ class Reference:
         expected, actual = map(escape, first.shown)
         others = f" Also different: {', '.join(escape(r.field) for r in refusals[1:])}."
         raise ReferenceRefusedError(
-            f"The reference {self.path} comes from another experiment: its {escape(first.field)} "
-            f"differs.\n  reference: {expected}\n  this run:  {actual}\n"
+            f"The reference {self._ledger.path} comes from another experiment: its "
+            f"{escape(first.field)} differs.\n  reference: {expected}\n  this run:  {actual}\n"
             f"{first.reason}{others if refusals[1:] else ''} Run as the reference was run, or name "
             "a reference that was run as this is.",
             field=first.field,
@@ -215,9 +205,10 @@ class Reference:
     def _lacks(self, expected: Digests, actual: Digests) -> ReferenceRefusedError:
         lacking, following = describe_record(actual), describe_record(expected)
         return ReferenceRefusedError(
-            f"The reference {self.path} has no record of {lacking}; the next that it has is "
-            f"{following}.\n  reference: {following}\n  this run:  {lacking}\nIt was recorded at "
-            "other moments than this run; record a new reference with the settings of this run.",
+            f"The reference {self._ledger.path} has no record of {lacking}; the next that it "
+            f"has is {following}.\n  reference: {following}\n  this run:  {lacking}\nIt was "
+            "recorded at other moments than this run; record a new reference with the settings of "
+            "this run.",
             field="records",
             expected=following,
             actual=lacking,
@@ -238,14 +229,3 @@ class Reference:
         if self._agreed is None:
             return "No earlier record was compared, so the cause may lie anywhere before."
         return f"They last agreed in {self._agreed}, so the cause lies after it."
-
-
-def _digests_of(records: Iterator[Record]) -> Iterator[Digests]:
-    return (record for record in records if isinstance(record, Digests))
-
-
-def _first_names(difference: Divergence) -> str:
-    count = difference.by_kind.get(difference.kind, (difference.count, 0))[0]
-    if difference.names == ("(total)",):
-        return "the digest of the group"
-    return describe_names(difference.names, count)

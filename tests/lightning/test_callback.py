@@ -40,74 +40,6 @@ def draw_seed(worker):
     np.random.seed(int.from_bytes(os.urandom(4), "little"))
 
 
-class TestExactness:
-    """What training draws depends on the seed and the epoch alone."""
-
-    @pytest.mark.parametrize("package", PACKAGES)
-    def test_two_runs_agree_and_another_seed_does_not(self, fit, package):
-        first, second = fit(package=package), fit(package=package)
-        assert equal(first, second)
-        assert not equal(first, fit(package=package, seed=4))
-
-    def test_both_packages_give_the_same_bits(self, fit):
-        assert equal(*(fit(package=package) for package in PACKAGES))
-
-    def test_two_fits_in_one_process_differ_and_equal_their_counterparts(self, fit):
-        one = [fit(), fit(again=True)]
-        other = [fit(), fit(again=True)]
-        assert [equal(*pair) for pair in zip(one, other, strict=True)] == [True, True]
-        assert final_weights(one[0]) != final_weights(one[1])
-
-    @pytest.mark.parametrize(
-        "words",
-        [
-            {"trainer_num_sanity_val_steps": 0},
-            {"trainer_limit_val_batches": 0},
-            {"trainer_val_check_interval": 2},
-        ],
-        ids=["no sanity check", "no validation", "validation within the epoch"],
-    )
-    def test_validation_does_not_change_what_training_draws(self, fit, words):
-        assert final_weights(fit()) == final_weights(fit(**words))
-
-    @pytest.mark.parametrize("val_loader", ["stream", "plain iterable"])
-    def test_a_validation_that_draws_at_any_moment_changes_nothing(self, fit, val_loader):
-        """Iterators are made before the first hook, and the module's hooks come after ours."""
-
-        def draw(self):
-            torch.rand(3)
-
-        def val_dataloader(self):
-            torch.rand(5)
-            return (
-                DrawingStream()
-                if val_loader == "plain iterable"
-                else DataLoader(DrawingStream(), batch_size=None)
-            )
-
-        words = {"trainer_val_check_interval": 0.5, "trainer_num_sanity_val_steps": 0}
-        words["trainer_reload_dataloaders_every_n_epochs"] = 1
-        drawing = make_model(on_validation_end=draw, val_dataloader=val_dataloader)
-        without = fit(trainer_limit_val_batches=0)
-        assert final_weights(fit(model=drawing, validate=False, **words)) == final_weights(without)
-
-    def test_the_first_validation_is_the_same_with_and_without_a_sanity_check(self, fit):
-        def val_dataloader(self):
-            return make_loader(shuffle=False, sampler=RandomSampler(range(48)))
-
-        scalars = [
-            digests_of(
-                fit(
-                    model=make_model(val_dataloader=val_dataloader),
-                    validate=False,
-                    trainer_num_sanity_val_steps=steps,
-                )
-            )[1].scalars["val_loss"]
-            for steps in (0, 2)
-        ]
-        assert scalars[0] == scalars[1]
-
-
 def final_weights(ledger):
     """Return the digest of all weights at the end."""
     return ledger.outcome(0).final.totals["weights"]
@@ -118,144 +50,173 @@ def digests_of(ledger):
     return [record for record in ledger.records(0) if isinstance(record, Digests)]
 
 
-class TestSeed:
-    """Where the seed comes from."""
-
-    @pytest.mark.parametrize("text", ["twelve", "-1", "4294967296", "1.5"])
-    def test_a_variable_that_is_no_seed_is_named(self, fit, monkeypatch, text):
-        monkeypatch.setenv("PL_GLOBAL_SEED", text)
-        with pytest.raises(SettingError, match=f"PL_GLOBAL_SEED is '{text}'.*0 to 4294967295"):
-            fit(seed=None)
+def test_two_runs_and_both_packages_agree_and_another_seed_does_not(fit):
+    first = fit()
+    assert all(equal(first, fit(package=package)) for package in PACKAGES)
+    assert not any(equal(first, fit(package=package, seed=4)) for package in PACKAGES)
 
 
-class TestRestores:
-    """Nothing of the run is left behind (flags and variables are watched by a fixture)."""
-
-    def test_the_random_generators(self, fit):
-        loader, model = make_loader(), make_model()
-        expected = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
-        fit(loader=loader, model=model)
-        assert torch.equal(torch.get_rng_state(), expected[0])
-        assert random.getstate() == expected[1]
-        assert np.random.get_state()[1].tolist() == expected[2]
-
-    def test_after_an_exception(self, fit, tmp_path):
-        def training_step(self, batch, batch_idx):
-            raise ZeroDivisionError("in user code")
-
-        with pytest.raises(ZeroDivisionError, match="in user code"):
-            fit(model=make_model(training_step=training_step))
-        assert session.active_session() is None
-        (folder,) = tmp_path.glob("fit-*")
-        end = read_ledger(folder).outcome(0).end
-        assert end.status == "failed"
-        assert "ZeroDivisionError: in user code" in end.error
+def test_two_fits_in_one_process_differ_and_equal_their_counterparts(fit):
+    one = [fit(), fit(again=True)]
+    other = [fit(), fit(again=True)]
+    assert [equal(*pair) for pair in zip(one, other, strict=True)] == [True, True]
+    assert final_weights(one[0]) != final_weights(one[1])
 
 
-class TestLedger:
-    """Where it is, and what is in it."""
-
-    def test_a_metric_that_is_no_number_is_left_out(self, fit):
-        def on_train_epoch_end(self):
-            self.trainer.callback_metrics["vector"] = torch.ones(3)
-
-        ledger = fit(model=make_model(on_validation_end=on_train_epoch_end))
-        assert "vector" not in digests_of(ledger)[1].scalars
-        assert ledger.outcome(0).end.status == "finished"
-
-    def test_the_variable_goes_before_the_setting(self, fit, tmp_path, monkeypatch):
-        monkeypatch.setenv("LIGHTNING_D9M_LEDGER_DIR", str(tmp_path / "chosen"))
-        assert fit().path.parent == tmp_path / "chosen"
-
-    def test_holds_initial_epochs_and_final(self, fit):
-        ledger = fit()
-        assert [(d.moment, d.epoch, d.step) for d in digests_of(ledger)] == [
-            ("initial", 0, 0),
-            ("epoch", 0, 6),
-            ("epoch", 1, 12),
-            ("final", 1, 12),
-        ]
-        digests = digests_of(ledger)
-        assert set(digests[1].groups) == {"weights", "buffers", "optimizers", "schedulers"}
-        assert "layers.0.weight" in digests[1].groups["weights"]
-        assert "layers.1.running_mean" in digests[1].groups["buffers"]
-        assert "0.exp_avg.layers.0.weight" in digests[1].groups["optimizers"]
-        assert float.fromhex(digests[1].loss) > 0
-        assert {"train_loss", "val_loss"} <= set(digests[1].scalars)
-
-    def test_final_weights_are_those_that_averaging_leaves(self, fit):
-        lightning = importlib.import_module("lightning.pytorch")
-
-        def average():
-            model = make_model()
-            model.layers[1] = torch.nn.Identity()  # with statistics to update, an epoch is added
-            callback = lightning.callbacks.StochasticWeightAveraging(1e-2, swa_epoch_start=1)
-            return fit(model=model, trainer_callbacks=[callback], trainer_max_epochs=3)
-
-        ledger = average()
-        assert final_weights(ledger) != digests_of(ledger)[-2].totals["weights"]
-        assert equal(ledger, average())
+def test_validation_does_not_change_what_training_draws(fit):
+    words = ({"num_sanity_val_steps": 0}, {"limit_val_batches": 0}, {"val_check_interval": 2})
+    fits = [fit(**{f"trainer_{name}": value for name, value in own.items()}) for own in words]
+    assert {final_weights(ledger) for ledger in (*fits, fit())} == {final_weights(fits[0])}
 
 
-class TestReference:
-    """A run is held against an earlier one."""
+@pytest.mark.parametrize("val_loader", ["stream", "plain iterable"])
+def test_a_validation_that_draws_at_any_moment_changes_nothing(fit, val_loader):
+    """Iterators are made before the first hook, and the module's hooks come after ours."""
 
-    def test_one_changed_bit_raises_and_is_named(self, fit):
-        reference = fit().path
+    def draw(self):
+        torch.rand(3)
 
-        def on_train_epoch_end(self):
-            if self.current_epoch == 1:
-                with torch.no_grad():
-                    self.layers[4].bias.view(torch.int32)[3] ^= 1
+    def val_dataloader(self):
+        torch.rand(5)
+        stream = DrawingStream()
+        return stream if val_loader == "plain iterable" else DataLoader(stream, batch_size=None)
 
-        # The module's hook comes after the callback's: the final record is the first to see it.
-        with pytest.raises(DriftError) as caught:
-            fit(reference=reference, model=make_model(on_train_epoch_end=on_train_epoch_end))
-        error = caught.value
-        assert (error.moment, error.step, error.rank) == ("final", 12, 0)
-        assert (error.group, error.names, error.count) == ("weights", ("layers.4.bias",), 1)
-        assert "layers.4.bias" in str(error)
-
-    def test_an_unseeded_worker_is_seeded_and_an_unseeded_sample_is_found(self, fit):
-        class Unseeded(NoisyDigits):
-            def __getitem__(self, index):
-                draw_seed(0)
-                return super().__getitem__(index)
-
-        reference = fit(loader=make_loader(num_workers=1)).path
-        fit(reference=reference, loader=make_loader(num_workers=1, worker_init_fn=draw_seed))
-        with pytest.raises(DriftError):
-            fit(reference=reference, loader=DataLoader(Unseeded(), 16, shuffle=True))
+    words = {"trainer_val_check_interval": 0.5, "trainer_num_sanity_val_steps": 0}
+    words["trainer_reload_dataloaders_every_n_epochs"] = 1
+    drawing = make_model(on_validation_end=draw, val_dataloader=val_dataloader)
+    without = fit(trainer_limit_val_batches=0)
+    assert final_weights(fit(model=drawing, validate=False, **words)) == final_weights(without)
 
 
-class TestBadInput:
-    """One clear error each, before training starts."""
+def test_the_first_validation_is_the_same_with_and_without_a_sanity_check(fit):
+    def val_dataloader(self):
+        return make_loader(shuffle=False, sampler=RandomSampler(range(48)))
 
-    def test_two_callbacks(self, fit, tmp_path):
-        with pytest.raises(SettingError, match="2 DeterminismCallbacks"):
-            fit(trainer_callbacks=[DeterminismCallback()])
+    def first_loss(steps):
+        model = make_model(val_dataloader=val_dataloader)
+        ledger = fit(model=model, validate=False, trainer_num_sanity_val_steps=steps)
+        return digests_of(ledger)[1].scalars["val_loss"]
 
-    @pytest.mark.parametrize("value", [False, "warn"])
-    def test_deterministic_of_the_trainer_is_reconciled(self, fit, value):
-        seen = []
+    assert first_loss(0) == first_loss(2)
 
-        def on_train_start(self):
-            seen.append(torch.are_deterministic_algorithms_enabled())
-            seen.append(torch.is_deterministic_algorithms_warn_only_enabled())
 
-        try:
-            fit(trainer_deterministic=value, model=make_model(on_train_start=on_train_start))
-        finally:
-            torch.use_deterministic_algorithms(False)
-            os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
-        assert seen == [True, False]
+@pytest.mark.parametrize("text", ["twelve", "-1", "4294967296"])
+def test_a_variable_that_is_no_seed_is_named(fit, monkeypatch, text):
+    monkeypatch.setenv("PL_GLOBAL_SEED", text)
+    with pytest.raises(SettingError, match=f"PL_GLOBAL_SEED is '{text}'.*0 to 4294967295"):
+        fit(seed=None)
 
-    def test_a_flag_switched_off_while_training_is_an_error(self, fit):
-        def on_train_batch_start(self, batch, batch_idx):
-            torch.use_deterministic_algorithms(False)
 
-        with pytest.raises(SettingError, match="deterministic"):
-            fit(model=make_model(on_train_batch_start=on_train_batch_start))
+def test_the_random_generators_are_restored(fit):
+    """Flags and variables are watched by a fixture."""
+    loader, model = make_loader(), make_model()
+    expected = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    fit(loader=loader, model=model)
+    assert torch.equal(torch.get_rng_state(), expected[0])
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == expected[1:]
+
+
+def test_an_exception_is_recorded_and_everything_restored(fit, tmp_path):
+    def training_step(self, batch, batch_idx):
+        raise ZeroDivisionError("in user code")
+
+    with pytest.raises(ZeroDivisionError, match="in user code"):
+        fit(model=make_model(training_step=training_step))
+    assert session.active_session() is None
+    (folder,) = tmp_path.glob("fit-*")
+    end = read_ledger(folder).outcome(0).end
+    assert end.status == "failed"
+    assert "ZeroDivisionError: in user code" in end.error
+
+
+def test_a_ledger_holds_initial_epochs_and_final(fit):
+    def add_a_vector(self):
+        self.trainer.callback_metrics["vector"] = torch.ones(3)  # no number: it is left out
+
+    digests = digests_of(fit(model=make_model(on_validation_end=add_a_vector)))
+    assert [(d.moment, d.epoch, d.step) for d in digests] == [
+        ("initial", 0, 0),
+        ("epoch", 0, 6),
+        ("epoch", 1, 12),
+        ("final", 1, 12),
+    ]
+    assert set(digests[1].groups) == {"weights", "buffers", "optimizers", "schedulers"}
+    assert "layers.0.weight" in digests[1].groups["weights"]
+    assert "layers.1.running_mean" in digests[1].groups["buffers"]
+    assert "0.exp_avg.layers.0.weight" in digests[1].groups["optimizers"]
+    assert float.fromhex(digests[1].loss) > 0
+    assert set(digests[1].scalars) == {"train_loss", "val_loss"}
+
+
+def test_final_weights_are_those_that_averaging_leaves(fit):
+    lightning = importlib.import_module("lightning.pytorch")
+
+    def average():
+        model = make_model()
+        model.layers[1] = torch.nn.Identity()  # with statistics to update, an epoch is added
+        callback = lightning.callbacks.StochasticWeightAveraging(1e-2, swa_epoch_start=1)
+        return fit(model=model, trainer_callbacks=[callback], trainer_max_epochs=3)
+
+    ledger = average()
+    assert final_weights(ledger) != digests_of(ledger)[-2].totals["weights"]
+    assert equal(ledger, average())
+
+
+def test_one_changed_bit_raises_and_is_named(fit):
+    reference = fit().path
+
+    def on_train_epoch_end(self):
+        if self.current_epoch == 1:
+            with torch.no_grad():
+                self.layers[4].bias.view(torch.int32)[3] ^= 1
+
+    # The module's hook comes after the callback's: the final record is the first to see it.
+    with pytest.raises(DriftError, match=r"layers\.4\.bias") as caught:
+        fit(reference=reference, model=make_model(on_train_epoch_end=on_train_epoch_end))
+    error = caught.value
+    assert (error.moment, error.step, error.rank) == ("final", 12, 0)
+    assert (error.group, error.names, error.count) == ("weights", ("layers.4.bias",), 1)
+
+
+def test_an_unseeded_worker_is_seeded_and_an_unseeded_sample_is_found(fit):
+    class Unseeded(NoisyDigits):
+        def __getitem__(self, index):
+            draw_seed(0)
+            return super().__getitem__(index)
+
+    reference = fit(loader=make_loader(num_workers=1)).path
+    fit(reference=reference, loader=make_loader(num_workers=1, worker_init_fn=draw_seed))
+    with pytest.raises(DriftError):
+        fit(reference=reference, loader=DataLoader(Unseeded(), 16, shuffle=True))
+
+
+def test_two_callbacks_are_refused(fit):
+    with pytest.raises(SettingError, match="2 DeterminismCallbacks"):
+        fit(trainer_callbacks=[DeterminismCallback()])
+
+
+@pytest.mark.parametrize("value", [False, "warn"])
+def test_deterministic_of_the_trainer_is_reconciled(fit, value):
+    seen = []
+
+    def on_train_start(self):
+        seen.append(torch.are_deterministic_algorithms_enabled())
+        seen.append(torch.is_deterministic_algorithms_warn_only_enabled())
+
+    try:
+        fit(trainer_deterministic=value, model=make_model(on_train_start=on_train_start))
+    finally:
+        torch.use_deterministic_algorithms(False)
+        os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
+    assert seen == [True, False]
+
+
+def test_a_flag_switched_off_while_training_is_an_error(fit):
+    def on_train_batch_start(self, batch, batch_idx):
+        torch.use_deterministic_algorithms(False)
+
+    with pytest.raises(SettingError, match="deterministic"):
+        fit(model=make_model(on_train_batch_start=on_train_batch_start))
 
 
 def test_a_callback_that_fitted_a_model_of_a_local_class_is_pickled(fit):

@@ -54,7 +54,7 @@ def callback_of(cli):
 def test_from_yaml(command_line, tmp_path):
     (tmp_path / "config.yaml").write_text(YAML.format(folder=tmp_path / "ledgers"))
     cli = command_line("fit", "--config", "config.yaml")
-    assert callback_of(cli)._recorder._options.on_drift == "warn"
+    assert callback_of(cli)._recorder.run.options.on_drift == "warn"
     header = (tmp_path / "ledgers/fit-000/rank-0.jsonl").read_text().splitlines()[0]
     assert '"seed":9' in header
 

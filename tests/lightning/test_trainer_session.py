@@ -12,6 +12,7 @@ from lightning_d9m import DeterminismCallback, DriftError, SettingError, determi
 from lightning_d9m.control import session
 from lightning_d9m.ledger.folder import read_ledger
 from lightning_d9m.lightning import callback
+from lightning_d9m.lightning.autoload.auto_callback import AddedCallback
 from lightning_d9m.lightning.trainer_session import resolve_settings
 
 
@@ -110,7 +111,9 @@ def test_what_an_iterable_dataset_draws_first_depends_on_the_rank(fit, monkeypat
         def on_train_batch_start(self, batch, batch_idx):
             seen.append(batch[0])
 
-        monkeypatch.setattr("lightning_d9m.lightning.trainer_session._data_rank", lambda _: rank)
+        words = {"rank": rank}  # of data parallelism
+        kind = lightning.strategies.SingleDeviceStrategy
+        monkeypatch.setattr(kind, "distributed_sampler_kwargs", words, raising=False)
         fit(
             model=make_model(on_train_batch_start=on_train_batch_start),
             loader=DataLoader(Stream(), batch_size=16),
@@ -130,3 +133,48 @@ def test_a_hash_seed_that_is_not_fixed_is_said_once(fit, monkeypatch, caplog):
         fit()
     assert [record.message for record in caplog.records].count("not fixed!") == 1
     callback.report_hash_seed.cache_clear()
+
+
+def test_control_off_seeds_and_records_but_switches_nothing(fit, monkeypatch):
+    """The variable of ``d9m audit model``."""
+    seen = []
+
+    def look(self):
+        seen.append(torch.are_deterministic_algorithms_enabled())
+
+    monkeypatch.setenv("LIGHTNING_D9M_CONTROL", "off")
+    with pytest.warns(UserWarning, match="seeded and recorded, but not deterministic"):
+        off = fit(model=make_model(on_train_epoch_end=look))
+    monkeypatch.delenv("LIGHTNING_D9M_CONTROL")
+    on = fit(model=make_model(on_train_epoch_end=look))
+    assert seen == [False, False, True, True]
+    # The same draws: where nothing is nondeterministic both end at the same bits.
+    assert off.outcome(0).final.totals == on.outcome(0).final.totals
+    assert [ledger.header.settings.get("control") for ledger in (off, on)] == ["off", None]
+
+
+def train_with_benchmark(folder, callback, model=None, **options):
+    options = QUIET | {"max_epochs": 1, "default_root_dir": folder} | options
+    trainer = lightning.Trainer(callbacks=[callback], **options)
+    trainer.fit(model or make_model(), make_loader(), make_loader(shuffle=False))
+    return folder / "d9m/fit-000"
+
+
+def test_cudnns_benchmark_mode_is_switched_off_logged_recorded_and_restored(
+    tmp_path, caplog, monkeypatch, new_process
+):
+    """By the callback that is added; the program's own names its Trainer."""
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
+    plain, during = train_with_benchmark(tmp_path / "plain", AddedCallback()), []
+    model = make_model(on_train_start=lambda _: during.append(torch.backends.cudnn.benchmark))
+    new_process()
+    added = AddedCallback(reference=plain)
+    with caplog.at_level("INFO"):
+        folder = train_with_benchmark(tmp_path / "on", added, model, benchmark=True)
+    assert (during, torch.backends.cudnn.benchmark) == ([False], True)
+    (line,) = [r.message for r in caplog.records if "benchmark=True" in r.message]
+    assert "as benchmark=True of this or of an earlier Trainer leaves it" in line
+    overridden = [read_ledger(path).header.settings.get("overridden") for path in (plain, folder)]
+    assert overridden == [None, "cudnn.benchmark"]
+    with pytest.raises(SettingError, match=r"^[^\n]*Remove benchmark=True from that Trainer"):
+        train_with_benchmark(tmp_path, DeterminismCallback(), benchmark=True)

@@ -135,19 +135,19 @@ def test_batches_of_training_and_validation_are_probed(tmp_path):
     assert numbers == [(0, 0), (1, 1), (1, VALIDATION), (1, VALIDATION + 1)]
 
 
-# 10 steps are an epoch; the checkpoint of step 10 is saved before the epoch's end.
-@pytest.mark.parametrize("step", [7, 10, 14])
-def test_a_resumed_training_ends_at_the_same_bits(example, tmp_path, step):
-    arguments = {"num_train_epochs": 2, "save_strategy": "steps", "save_steps": step}
-    straight = example.train(tmp_path / "straight", **arguments)
-    example.train(tmp_path / "resumed", At(step, stop), **arguments)
-    resumed = example.train(tmp_path / "resumed", resume=True, **arguments)
-    comparison = compare(straight.ledger, resumed.ledger)
-    assert comparison.verdict == "equal"
-    assert [entry.step for entry in comparison.ranks[0].actual.breaks] == [step]
-    weights = next((tmp_path / "resumed").glob("checkpoints/checkpoint-20/*.safetensors"), None)
-    if weights is not None:
-        assert main(["verify", str(weights), str(resumed.ledger)]) == 0
+def test_a_resumed_training_ends_at_the_same_bits(example, tmp_path):
+    """10 steps are an epoch; the checkpoint of step 10 is saved before the epoch's end."""
+    straight = example.train(tmp_path / "straight", num_train_epochs=2)
+    for step in (7, 10):
+        folder = tmp_path / str(step)
+        arguments = {"num_train_epochs": 2, "save_strategy": "steps", "save_steps": step}
+        example.train(folder, At(step, stop), **arguments)
+        resumed = example.train(folder, resume=True, **arguments)
+        comparison = compare(straight.ledger, resumed.ledger)
+        assert comparison.verdict == "equal"
+        assert [entry.step for entry in comparison.ranks[0].actual.breaks] == [step]
+    (weights,) = folder.glob("checkpoints/checkpoint-20/*.safetensors")
+    assert main(["verify", str(weights), str(resumed.ledger)]) == 0
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """A Trainer is surveyed, killed at a point, and resumed, as ``d9m repeat --interrupt`` does it."""
 
 import pytest
-import torch
 from interruptions import KilledError, interrupt
 from scripts import load_script
 from transformers import Trainer
@@ -30,23 +29,11 @@ def train(example, begin_run, tmp_path):
 # 10 steps are an epoch.
 def test_a_training_killed_at_a_point_ends_at_the_same_bits(train, tmp_path):
     original = Trainer.train
-    points = {"epoch:0": 10, "batch:1:3": 13, "batch:0:10": 10, "batch:0:4+8": 4}
+    points = {"epoch:0": 10, "batch:1:3": 13, "batch:0:4+8": 4}
     shapes, breaks = interrupt(train, tmp_path, *points)
     assert shapes == [(10, "step")] * 2
     assert [entry.step for entry in breaks] == list(points.values())
     assert Trainer.train is original
-
-
-def test_a_checkpoint_that_lost_the_momentum_differs(train, tmp_path):
-    """The comparison of resumed trainings can fail."""
-    straight = train()
-    with pytest.raises(KilledError):
-        train(interrupt="batch:1:3")
-    checkpoint = tmp_path / "points/interrupted.ckpt"
-    state = torch.load(checkpoint / "optimizer.pt", weights_only=True)
-    state["state"][0]["exp_avg"].zero_()
-    torch.save(state, checkpoint / "optimizer.pt")
-    assert compare(straight.ledger, train(resume=checkpoint).ledger).verdict == "different"
 
 
 def test_what_the_program_resumes_from_gives_way_to_the_variable(train, tmp_path):

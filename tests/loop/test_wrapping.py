@@ -46,7 +46,7 @@ def prepare_accelerate(model, optimizer, loader):
     return (*accelerator.prepare(model, optimizer, loader), accelerator.backward)
 
 
-def train(folder, prepare, *, stop=None, state=None, noise=0.0, **settings):
+def train(folder, prepare, *, stop=None, state=None, **settings):
     """Train; return the recorder, or the states at a step."""
     with deterministic(seed=3, threads=1):
         model = nn.Sequential(nn.Linear(64, 16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 10))
@@ -59,7 +59,7 @@ def train(folder, prepare, *, stop=None, state=None, noise=0.0, **settings):
                 parts[name].load_state_dict(saved)
             for epoch in range(run.next_epoch, 2):
                 for images, classes in run.batches(loader):
-                    loss = nn.functional.cross_entropy(model(images + noise), classes)
+                    loss = nn.functional.cross_entropy(model(images), classes)
                     optimizer.zero_grad()
                     backward(loss)
                     optimizer.step()
@@ -71,12 +71,10 @@ def train(folder, prepare, *, stop=None, state=None, noise=0.0, **settings):
 
 
 @pytest.mark.parametrize("prepare", [prepare_fabric, prepare_accelerate])
-@pytest.mark.parametrize(
-    ("stop", "settings"), [(2, {}), (9, {}), (9, {"shuffle": False}), (9, {"num_workers": 1})]
-)
-def test_a_wrapped_loop_resumes_within_an_epoch(tmp_path, prepare, stop, settings):
+@pytest.mark.parametrize("settings", [{}, {"shuffle": False}, {"num_workers": 1}])
+def test_a_wrapped_loop_resumes_within_an_epoch(tmp_path, prepare, settings):
     straight = train(tmp_path / "straight", prepare, **settings)
-    saved = train(tmp_path / "resumed", prepare, stop=stop, **settings)
+    saved = train(tmp_path / "resumed", prepare, stop=9, **settings)
     resumed = train(tmp_path / "resumed", prepare, state=saved, **settings)
     assert compare(straight.ledger, resumed.ledger).verdict == "equal"
     last = read_ledger(resumed.ledger).outcome(0).last

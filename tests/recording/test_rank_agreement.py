@@ -1,6 +1,8 @@
 """Digests across ranks: the rank that differs is named, the same on every rank."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from lightning_d9m.ledger.format.records import Digests, End
 from lightning_d9m.recording.rank_agreement import StepDigests, compare_ranks
@@ -38,40 +40,35 @@ def test_rank_0_is_expected_unless_it_alone_differs(tables, rank, expected_rank,
         assert (found.expected, found.actual) == sides
 
 
-class TestRankError:
-    """The error says who differs from whom, where and in what."""
-
-    def test_one_rank(self):
-        """All the facts are attributes."""
-        names = [f"layers.{number}.weight" for number in range(20)]
-        table = dict.fromkeys(names, "a" * 32)
-        other = table | dict.fromkeys(names[3:17], "b" * 32)
-        error = compare_ranks([table, table, other], EPOCH)
-        assert str(error) == (
-            "Rank 2 differs from rank 0 in epoch 4 (step 115): 14 of 20 weights differ, first "
-            "layers.3.weight, layers.4.weight, layers.5.weight and 11 more.\n"
-            f"  rank 0 (reference): {'a' * 16}\n"
-            f"  rank 2:             {'b' * 16}\n"
-            "All ranks must hold the same bits after each step. Look for what only one rank does: "
-            "a change to its weights, a learning rate that follows its own metric (log the metric "
-            "with sync_dist=True), a module that is not synchronized, a failing device."
-        )
-        assert (error.moment, error.epoch, error.step, error.rank) == ("epoch", 4, 115, 2)
-        assert (error.group, error.count, error.total) == ("weights", 14, 20)
-        assert error.names == tuple(names[3:13])
-        assert (error.expected, error.actual) == ("a" * 32, "b" * 32)
-        assert error.expected_rank == 0
-        drift = End.failed(error).drift
-        assert (drift.moment, drift.epoch, drift.step, drift.rank) == ("epoch", 4, 115, 2)
-        assert (drift.group, drift.name) == ("weights", "layers.3.weight")
-
-    def test_two_ranks(self):
-        """Nothing tells which of them is wrong."""
-        message = str(compare_ranks([{"w": "a" * 32}, {"w": "b" * 32}], EPOCH))
-        assert message.startswith(
-            "Ranks 0 and 1 differ from each other in epoch 4 (step 115): 1 of 1 weights differ, "
-            f"first w.\n  rank 0: {'a' * 16}\n  rank 1: {'b' * 16}\n"
-        )
+def test_the_error_says_who_differs_from_whom_where_and_in_what():
+    """All the facts are attributes."""
+    names = [f"layers.{number}.weight" for number in range(20)]
+    table = dict.fromkeys(names, "a" * 32)
+    other = table | dict.fromkeys(names[3:17], "b" * 32)
+    error = compare_ranks([table, table, other], EPOCH)
+    assert str(error) == (
+        "Rank 2 differs from rank 0 in epoch 4 (step 115): 14 of 20 weights differ, first "
+        "layers.3.weight, layers.4.weight, layers.5.weight and 11 more.\n"
+        f"  rank 0 (reference): {'a' * 16}\n"
+        f"  rank 2:             {'b' * 16}\n"
+        "All ranks must hold the same bits after each step. Look for what only one rank does: "
+        "a change to its weights, a learning rate that follows its own metric (log the metric "
+        "with sync_dist=True), a module that is not synchronized, a failing device."
+    )
+    assert (error.moment, error.epoch, error.step, error.rank) == ("epoch", 4, 115, 2)
+    assert (error.group, error.count, error.total) == ("weights", 14, 20)
+    assert error.names == tuple(names[3:13])
+    assert (error.expected, error.actual) == ("a" * 32, "b" * 32)
+    assert error.expected_rank == 0
+    drift = End.failed(error).drift
+    assert (drift.moment, drift.epoch, drift.step, drift.rank) == ("epoch", 4, 115, 2)
+    assert (drift.group, drift.name) == ("weights", "layers.3.weight")
+    # Nothing tells which of two ranks is wrong.
+    message = str(compare_ranks([{"w": "a" * 32}, {"w": "b" * 32}], EPOCH))
+    assert message.startswith(
+        "Ranks 0 and 1 differ from each other in epoch 4 (step 115): 1 of 1 weights differ, "
+        f"first w.\n  rank 0: {'a' * 16}\n  rank 1: {'b' * 16}\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -101,24 +98,23 @@ def train(rank, steps, drift=None, group="weights"):
             rank.add(step, groups)
 
 
-@pytest.mark.parametrize("group", ["weights", "optimizers"])
-@pytest.mark.parametrize("drift", [1, 7, 30])
-def test_the_step_of_a_drift_in_a_short_epoch(group, drift):
+@given(st.integers(1, 3000), st.sampled_from(["weights", "optimizers"]), st.data())
+def test_the_steps_before_and_after_a_drift_are_found(steps, group, data):
+    """Of many steps they are close to it; each of at most 32 is kept."""
+    drift = data.draw(st.integers(1, steps))
     ranks = StepDigests(), StepDigests(), StepDigests()
     for number, rank in enumerate(ranks):
-        train(rank, range(1, 31), drift if number == 1 else None, group)
-    assert find_first(*ranks)[0] == {group: (drift - 1 or None, drift)}
-
-
-def test_many_steps_are_thinned_out_and_still_bracket_the_drift():
-    ranks = StepDigests(), StepDigests()
-    train(ranks[0], range(1, 5001))
-    train(ranks[1], range(1, 5001), 4000)
-    equal, first = find_first(*ranks)[0]["weights"]
-    assert equal < 4000 <= first
-    assert first - equal <= 5000 / 16
-    wanted = sum(ranks[0].wants(step) for step in range(5001, 10_001))
-    assert wanted <= 5000 / 256 + 1
+        train(rank, range(1, steps + 1), drift if number == 1 else None, group)
+    assert len(ranks[0].kept) <= 32
+    found = find_first(*ranks)[0]
+    if steps <= 32:
+        assert found == {group: (drift - 1 or None, drift)}
+    elif found:
+        equal, first = found[group]
+        assert (equal or 0) < drift <= first
+        assert first - (equal or 0) <= steps / 16
+    else:  # after the last step that is kept
+        assert steps - drift <= steps / 16
 
 
 def test_nothing_is_found_after_the_ranks_agreed():
@@ -126,7 +122,7 @@ def test_nothing_is_found_after_the_ranks_agreed():
     train(ranks[0], range(1, 10), 5)
     train(ranks[1], range(1, 10))
     for rank in ranks:
-        rank.forget()
+        rank.kept.clear()
     assert find_first(*ranks)[0] == {}
 
 

@@ -22,7 +22,6 @@ from lightning_d9m.hashing.training_state import ModelTensors
 from lightning_d9m.ledger.format.records import Resume
 from lightning_d9m.lightning import lightning_private
 from lightning_d9m.lightning.packages import rank_zero
-from lightning_d9m.lightning.recording.trainer_recorder import TrainerRecorder
 from lightning_d9m.lightning.resume import run_state
 from lightning_d9m.lightning.resume.run_state import MODE, Captured, ProgramState
 from lightning_d9m.lightning.saved_state import (
@@ -33,6 +32,7 @@ from lightning_d9m.lightning.saved_state import (
     LOGICAL_RANKS_KEY,
     VALIDATION,
     LoopPosition,
+    PendingRecords,
     SavedLedger,
     SavedRank,
     SavedState,
@@ -47,6 +47,7 @@ from lightning_d9m.lightning.trainer_attributes import (
     name_callbacks,
     ranks_of,
 )
+from lightning_d9m.lightning.trainer_recorder import TrainerRecorder
 from lightning_d9m.lightning.trainer_session import TrainerSession
 from lightning_d9m.state.plain_data import decode_plain, encode_plain, pack_bytes, unpack_bytes
 from lightning_d9m.state.state import find_generators, search
@@ -623,7 +624,7 @@ class CheckpointState:
                 found = ranks_of(trainer).raise_on_all(self._find_unmatched)
                 self._raise_or_warn_on_all_ranks(found)
         ledger = rank.ledger or SavedLedger("", "")
-        self._recorder.resume(
+        self._recorder.run.resume(
             Resume(
                 parent=ledger.folder,
                 parent_check=ledger.check,
@@ -632,7 +633,8 @@ class CheckpointState:
                 batch=position.batch,
                 inexact=tuple(self._reasons),
             ),
-            rank.pending,
+            rank.pending.loss,
+            rank.pending.evaluations,
         )
 
     def _find_unmatched(self) -> list[str]:
@@ -699,7 +701,7 @@ class CheckpointState:
             late = [_IN_VALIDATION.format(names[0])]
         if hooks := self._capture_hooks():
             kept[_HOOKS] = pack_bytes(encode_plain(hooks))
-        ledger = self._recorder.run.ledger_position
+        run = self._recorder.run
         samplers = session.capture_samplers(position.phase)
         reasons = [*self._find_missing_state(position), *reasons, *list_unsaved(samplers), *late]
         rank = run_state.capture(
@@ -707,8 +709,8 @@ class CheckpointState:
             program=kept,
             samplers=samplers,
             inexact=reasons,
-            ledger=None if ledger is None else SavedLedger(**ledger),
-            pending=self._recorder.pending,
+            ledger=None if run.ledger_position is None else SavedLedger(**run.ledger_position),
+            pending=PendingRecords(run.loss_text, [*run.held]),
         )  # fmt: skip
         # Callbacks and hooks freeze and unfreeze parameters at the start of an epoch.
         parameters = [name for name, own in self._parts.listed[0] if not own.requires_grad]

@@ -17,9 +17,8 @@ ENTRY_POINTS = {
     "lightning.pytorch.callbacks_factory": "make_lightning_callbacks",
     "pytorch_lightning.callbacks_factory": "make_pytorch_lightning_callbacks",
 }
-STYLES = ("lightning", "lightning.pytorch", "pytorch_lightning")
-# In a new interpreter, where `import torch` opens the session; the others are forks.
-FRESH = "pytorch_lightning"
+# The second one in a new interpreter, where `import torch` opens the session; others are forks.
+STYLES = FORKED, FRESH = ("lightning", "pytorch_lightning")
 
 
 def run(*words, folder, python=sys.executable, **variables):
@@ -48,7 +47,7 @@ def test_the_entry_points_are_installed(group, function):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory, forking_python):
-    """Train once under each way to import Lightning."""
+    """Train once under two ways to import Lightning."""
     found = {}
     for style in STYLES:
         folder = tmp_path_factory.mktemp("project")
@@ -62,31 +61,29 @@ def trained(tmp_path_factory, forking_python):
 
 @pytest.mark.parametrize("style", STYLES)
 def test_every_import_style_is_deterministic_from_the_first_weight_on(trained, style):
+    """The package that is not used is not loaded."""
     assert trained[style]["registered"]
-    assert trained[style]["first"] == trained["lightning"]["first"]
+    assert trained[style]["first"] == trained[FORKED]["first"]
     assert trained[style]["first"][1] == ["AddedCallback"]
     assert [ledger.header.seed for ledger in trained[style]["ledgers"]] == [0, 0]
-
-
-@pytest.mark.parametrize("style", ["lightning", FRESH])
-def test_the_package_that_is_not_used_is_not_loaded(trained, style):
     assert trained[style]["packages"] == [style]
     assert trained[style]["is_callback"]
 
 
-def test_every_way_to_make_a_trainer(tmp_path, forking_python):
+def test_every_way_to_make_a_trainer(tmp_path, forking_python, trained):
     """One list for two Trainers, barebones, the LR finder, LightningCLI, a callback of its own."""
-    acts = ["list", "list again", "barebones", "fast_dev_run", "learning rate", "command line"]
-    words = (PROJECT, "lightning.pytorch", *acts, "own")
+    acts = ["first", "list", "list again", "barebones", "fast_dev_run", "learning rate"]
+    words = (PROJECT, "lightning.pytorch", *acts, "command line", "own")
     done, found = run(*words, folder=tmp_path, python=forking_python)
     assert done.returncode == 0, done.stderr
+    assert found["first"] == trained[FORKED]["first"]
     assert found["list"] != found["list again"]
     for name in ("list", "list again", "barebones", "fast_dev_run"):
         assert found[name][1] == ["AddedCallback"]
     assert found["command line"] == ["AddedCallback"]
     assert found["own"] == ["DeterminismCallback"]
     # Each fit has one ledger; the learning rate's finder trains without any.
-    assert len(list_fits(tmp_path / "d9m")) == 6
+    assert len(list_fits(tmp_path / "d9m")) == 7
 
 
 @pytest.mark.parametrize(("launch", "ranks"), [("ddp", 2), ("spawn", 1)])

@@ -1,51 +1,32 @@
-"""One rank of loops with Fabric under its strategies; see loop/test_fabric_strategies.py.
+"""Loops with Fabric under its strategies: the cells of strategy_cells.py that have its name."""
 
-``python fabric_training.py FOLDER CELL...`` runs each cell: the same training twice, the second
-one with patched operations; with a fault on one rank; with probes twice; resumed from what the
-first one has saved; and those of ``d9m locate``. Of the cells in ``LAUNCHED`` this is the process
-that starts two ranks.
-"""
-
-import json
 import os
-import sys
-import warnings
-from functools import partial
-from pathlib import Path
+from collections import OrderedDict
 
 import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
 from lightning.fabric.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
-from located_runs import locate
-from strategy_training import (
-    PLAN,
-    Fault,
-    RacingReLU,
-    change_one_bit,
-    describe,
-    patches_counted,
-)
+from strategy_cells import FABRIC, PIPELINE
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.tensor.parallel import parallelize_module
+from trainer_strategies import (
+    PLAN,
+    SHORT,
+    RacingReLU,
+    change_one_bit,
+    make_optimizer,
+    patches_counted,
+)
 from trainings import make_loader
 
 from lightning_d9m import Recorder, deterministic
-from lightning_d9m.control import session
 
 WORLD = int(os.environ.get("WORLD_SIZE", "1"))
-LAUNCHED = ("ddp_spawn", "ddp_fork")
-SAVED = 2  # steps, in the first epoch
-# In these `d9m locate` finds the fault.
-LOCATED = ("single device", "ddp", "ddp_spawn", "fsdp1", "fsdp1, flat parameters", "fsdp2", "tp")
-LOCATED += ("pipeline", "hsdp", "fsdp2 and tp")
-RACING = ("fsdp2",)  # in these an operation races, too
-FULL = ("fsdp2", "tp", "hsdp", "fsdp2 and tp")  # these are resumed from full checkpoints, too
-COPIED = "3.bias"  # each rank of tensor parallelism has it
 
 
 class FSDPOnCPU(FSDPStrategy):
@@ -71,7 +52,8 @@ class HookedDDP(DDPStrategy):
 
 def parallelize_tensors(model, mesh):
     """Divide the layers among the ranks, which train on the same batches."""
-    return parallelize_module(model, mesh["tensor_parallel"], PLAN)
+    parallelize_module(model.layers, mesh["tensor_parallel"], PLAN)
+    return model
 
 
 def leave_whole(model, mesh):
@@ -97,7 +79,7 @@ def shard_tensors(model, mesh):
 
 def shard_on(model, mesh):
     """Divide the parameters among the ranks of a mesh."""
-    for module in (model[0], model[3], model):
+    for module in (model.layers[0], model.layers[3], model):
         fully_shard(module, mesh=mesh)
     return model
 
@@ -140,14 +122,6 @@ CELLS = {
 }
 
 
-def launch(cell, *, full=False):
-    """Launch the strategy of a cell; it saves full checkpoints or others."""
-    strategy = CELLS[cell](full=True) if full else CELLS[cell]()
-    fabric = Fabric(accelerator="cpu", devices=WORLD, strategy=strategy)
-    fabric.launch()
-    return fabric
-
-
 def compute_whole(fabric, model, images, classes):
     """Compute the gradients; return the loss."""
     loss = nn.functional.cross_entropy(model(images), classes)
@@ -157,9 +131,10 @@ def compute_whole(fabric, model, images, classes):
 
 def make_pipeline(model, rank):
     """Leave one stage of a model on each rank; return what computes the gradients of a batch."""
-    ends = (0, 3, len(model))
-    for number in set(range(len(model))) - set(range(*ends[rank : rank + 2])):
-        del model._modules[str(number)]
+    for name in ("012", "3")[1 - rank]:
+        del model.layers._modules[name]
+    if rank == 0:
+        del model._modules["pad"]
     stage = PipelineStage(model, rank, WORLD, torch.device("cpu"))
     schedule = ScheduleGPipe(stage, 2, loss_fn=nn.functional.cross_entropy)
 
@@ -186,126 +161,49 @@ def load_stage(path, parts):
         parts[name].load_state_dict(state)
 
 
-def train(  # noqa: PLR0913 - one keyword for each kind of run
-    folder,
-    cell,
-    name,
-    *,
-    fault=None,
-    saves=False,
-    resume=False,
-    full=False,
-    patched=False,
-    epochs=2,
-    launched=None,
-    **words,
-):
-    """Train as a run of its own would, and save at a step if it ``saves``."""
-    session._fits = 0
-    fabric = launched or launch(cell, full=full)
+def fit(  # noqa: PLR0913 - as that of a Trainer
+    folder, cell, name, *, fault=None, resume_from=None, saves=False, full=False, patched=False,
+    limits=SHORT, launched=None, **words,
+):  # fmt: skip
+    """Train; save after the first step if it ``saves``, and resume if there is a place to do it."""
+    strategy = CELLS[cell.removeprefix(FABRIC)] if launched is None else None
+    fabric = launched or Fabric(
+        accelerator="cpu", devices=WORLD, strategy=strategy(full=True) if full else strategy()
+    )
+    if launched is None:
+        fabric.launch()
     rank = fabric.global_rank
     checkpoint, own = folder / f"checkpoint-{full}", folder / f"run-{rank}.pt"
     faulty = fault is not None and fault.rank == rank
     with deterministic(seed=5, threads=1), patches_counted(folder / name, rank, on=patched):
         activation = RacingReLU() if faulty and fault.races else nn.ReLU()
-        layers = (nn.Linear(64, 32), activation, nn.Dropout(0.3), nn.Linear(32, 10))
+        layers = nn.Sequential(nn.Linear(64, 32), activation, nn.Dropout(0.3), nn.Linear(32, 10))
         # The gradient of this padding is one of the patched operations.
-        model = nn.Sequential(*layers, nn.ReflectionPad1d(1))
+        model = nn.Sequential(OrderedDict(layers=layers, pad=nn.ReflectionPad1d(1)))
         save, load, compute = fabric.save, fabric.load, compute_whole
-        if cell == "pipeline":
+        if cell == PIPELINE:
             save, load, compute = save_stage, load_stage, make_pipeline(model, rank)
         model = fabric.setup_module(model)
-        adam = torch.optim.Adam(model.parameters(), lr=0.01, foreach=False)
-        optimizer = fabric.setup_optimizers(adam)
+        optimizer = fabric.setup_optimizers(make_optimizer(model.parameters()))
         loader = fabric.setup_dataloaders(make_loader())
         parts = {"model": model, "optimizer": optimizer}
         with Recorder(folder / name, model, optimizer, **words) as run:
-            if resume:
+            if resume_from:
                 load(checkpoint, parts)
                 run.load_state_dict(torch.load(own, weights_only=True))
-            for epoch in range(run.next_epoch, epochs):
-                for batch, (images, classes) in enumerate(run.batches(loader)):
+            for epoch in range(run.next_epoch, limits["max_epochs"]):
+                last = limits["limit_train_batches"] - 1
+                first = run.global_step % (last + 1)
+                numbers = range(first, last + 1)
+                for batch, (images, classes) in zip(numbers, run.batches(loader), strict=False):
                     optimizer.zero_grad()
                     loss = compute(fabric, model, images, classes)
                     optimizer.step()
                     run.step(loss=loss)
-                    if saves and run.global_step == SAVED:
+                    if saves and run.global_step == 1:
                         save(checkpoint, parts)
                         torch.save(run.state_dict(), own)
-                    if faulty and (fault.epoch, fault.batch) == (epoch, batch):
+                    at = last if fault is None or fault.batch is None else fault.batch
+                    if faulty and not fault.races and (fault.epoch, at) == (epoch, batch):
                         change_one_bit(model, fault.name)
-                if faulty and (fault.epoch, fault.batch) == (epoch, None) and not fault.races:
-                    change_one_bit(model, fault.name)
                 run.epoch(epoch)
-
-
-def run(folder, cell, launched=None):
-    """Run a cell; write the facts of the error of each training, None without one.
-
-    Args:
-        folder: The folder of the cell.
-        cell: The cell.
-        launched: The Fabric that has started this process; None if each training makes one.
-    """
-    once = partial(train, folder, cell, launched=launched)
-    once("first", saves=True)
-    ranks = WORLD if launched is None else launched.world_size
-    rank = dist.get_rank() if ranks > 1 else 0
-    reference = folder / "first" / "fit-000"
-    fault = Fault(ranks - 1)
-    trainings = {
-        "second": {"reference": reference, "patched": True},
-        "probed": {"probes": "all"},
-        "probed again": {"probes": "all"},
-        "fault": {"reference": reference, "fault": fault},
-        "fault without reference": {"fault": fault},
-        "resumed": {"resume": True, "reference": reference},
-    }
-    if "tp" in cell:
-        trainings["fault of a copy"] = {"fault": fault._replace(name=COPIED)}
-    if cell in FULL:
-        trainings["saved full"] = {"saves": True, "full": True}
-        trainings["resumed from full"] = {"resume": True, "full": True, "reference": reference}
-    found = {}
-    for name, words in trainings.items():
-        try:
-            once(name, **words)
-        except Exception as error:  # noqa: BLE001 - the tests read what it says
-            found[name] = describe(error)
-        else:
-            found[name] = None
-
-    def locate_fault(name, fault):
-        def train_once(number):
-            present = fault if fault.races or number % 2 == 0 else None
-            once("located", fault=present, epochs=1)
-
-        found[name] = locate(train_once, folder / f"{name} runs", rank=rank, ranks=ranks)
-
-    if cell in LOCATED:
-        locate_fault("located", fault._replace(epoch=0, batch=0))
-    if cell in RACING:
-        locate_fault("located op", fault._replace(races=True))
-    (folder / f"found-{rank}.json").write_text(json.dumps(found))
-
-
-def run_launched(fabric, folder, cell):
-    """Run a cell in a process that Fabric has started."""
-    warnings.filterwarnings("ignore")
-    run(folder, cell, fabric)
-
-
-def main():
-    """Run cells, one after the other."""
-    warnings.filterwarnings("ignore")
-    for cell in sys.argv[2:]:
-        folder = Path(sys.argv[1]) / cell
-        folder.mkdir(exist_ok=True)
-        if cell in LAUNCHED:
-            Fabric(accelerator="cpu", devices=2, strategy=cell).launch(run_launched, folder, cell)
-        else:
-            run(folder, cell)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,4 @@
-"""The recorder of a training: writes its ledger, takes its probes, and compares its state.
+"""One run of a training: its ledger, its probes, and the comparison of its state.
 
 Ranks communicate through ``Ranks``, so tests need no processes.
 """
@@ -15,12 +15,13 @@ from typing import Any, ClassVar, Literal, TypedDict
 from weakref import WeakSet
 
 import torch
+from msgspec.structs import replace
 
 from lightning_d9m.control.env_settings import variable_of
 from lightning_d9m.control.environment import control_is_on
 from lightning_d9m.control.settings import Settings, read_path, validate_choice
 from lightning_d9m.errors import D9mError, DriftError, LedgerError, SettingError
-from lightning_d9m.hashing.digest import digest
+from lightning_d9m.hashing.digest import digest, digest_value
 from lightning_d9m.hashing.shards import (
     ShardParts,
     combine_shards,
@@ -42,6 +43,7 @@ from lightning_d9m.ledger.format.records import (
     Json,
     LoaderFacts,
     Record,
+    Resume,
     RunFacts,
     Scalar,
 )
@@ -66,8 +68,6 @@ from lightning_d9m.recording.rank_agreement import (
 from lightning_d9m.recording.reference import Reference
 from lightning_d9m.state.plain_data import decode_plain, encode_plain
 from lightning_d9m.version import __version__
-
-NO_SCALARS: Mapping[str, str] = MappingProxyType({})
 
 
 class OptionArguments(TypedDict, total=False):
@@ -107,23 +107,9 @@ class RunOptions(ProbeSettings):
         allowed = ("raise", "warn", "ignore")
         validate_choice("on_stack_difference", self.on_stack_difference, allowed)
 
-    def check_reference(self) -> None:
-        """Raise a ``LedgerError`` if the reference cannot be read."""
-        if self.reference is not None:
-            read_ledger(self.reference)
 
-    def refuse_replays(self) -> None:
-        """Raise a ``SettingError`` if steps should run twice, which only the callback can do."""
-        if self.replay_every:
-            raise SettingError(
-                f"{variable_of('replay_every')} is {self.replay_every}, and a Recorder cannot run "
-                "a step of your own loop twice. Unset it, or train with a Trainer of Lightning and "
-                "DeterminismCallback(replay_every=...)."
-            )
-
-
-class RunRecorder:
-    """Writes the ledger of a training, takes its probes, and compares its state as it is written.
+class Run:
+    """One run of a training: writes its ledger, takes its probes, and compares its state.
 
     The callback of a Trainer, the recorder of a loop and the hooks around optimizer steps share
     it. An error on one rank is raised on all ranks, so that none waits for another.
@@ -133,17 +119,21 @@ class RunRecorder:
         ranks: The ranks of the training.
         probes: The probes of the open ledger.
         loss: The last loss, on its device; None without one.
+        held: Records that wait for the next digests, after which they are written. If both differ,
+            the weights are then reported first: they usually cause the difference.
         digest: The digest of the weights that were digested last; None before the first.
         folder: The folder of the ledger that was opened last; None before.
-        open_recorders: Those of this process with an open ledger.
+        open_runs: Those of this process with an open ledger.
     """
 
-    open_recorders: ClassVar["WeakSet[RunRecorder]"] = WeakSet()
+    open_runs: ClassVar["WeakSet[Run]"] = WeakSet()
 
     def __init__(self, options: RunOptions) -> None:
-        self.options = self._present_options = options
+        self.options = self._given = options
         self.digest: str | None = None
         self.folder: Path | None = None
+        self.held: list[dict[str, Json]] = []
+        self._parent: Resume | None = None
         self._forget()
 
     def _forget(self) -> None:
@@ -156,18 +146,10 @@ class RunRecorder:
         self._training = Training(torch.nn.Module())
         self.ranks = Ranks(0)
         self.loss: torch.Tensor | None = None
-        self._start_probes(RunOptions())
+        self.probes = BatchProbes(RunOptions(), self._training, 0, self.append)
 
-    def _start_probes(self, options: RunOptions) -> None:
-        self.probes = BatchProbes(options, self._training, self.ranks.rank, self.append)
-
-    def __getstate__(self) -> dict[str, Any]:
-        copied = RunRecorder(self.options)
-        return vars(copied) | {"digest": self.digest, "folder": self.folder, "probes": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._forget()
+    def __reduce__(self) -> tuple[type["Run"], tuple[RunOptions]]:
+        return Run, (self._given,)  # a copy has no open ledger
 
     @property
     def is_open(self) -> bool:
@@ -176,7 +158,7 @@ class RunRecorder:
 
     @property
     def compares(self) -> bool:
-        """True if the recorder compares the training with a reference or across ranks."""
+        """True if the training is compared with a reference or across ranks."""
         return self._reference is not None or self._agreement is not None
 
     @property
@@ -191,10 +173,36 @@ class RunRecorder:
         """``float.hex()`` of the last loss; None without one."""
         return None if self.loss is None else float(self.loss).hex()
 
-    def load_loss(self, text: str | None) -> None:
-        """Restore a loss from what ``loss_text`` was."""
-        number = None if text is None else float.fromhex(text)
-        self.loss = None if number is None else torch.tensor(number, dtype=torch.float64)
+    def prepare(self, world_size: int, *, replays: bool = False) -> None:
+        """Let variables override the options, and check these.
+
+        ``replays`` says whether steps can run twice.
+
+        Raises:
+            LedgerError: If the reference cannot be read.
+            SettingError: If a value is not allowed.
+        """
+        options = self.options = self._given.overridden(os.environ)
+        if options.replay_every and not replays:
+            raise SettingError(
+                f"{variable_of('replay_every')} is {options.replay_every}, and a Recorder cannot "
+                "run a step of your own loop twice. Unset it, or train with a Trainer of Lightning "
+                "and DeterminismCallback(replay_every=...)."
+            )
+        options.check_ranks(world_size)
+        if options.reference is not None:
+            read_ledger(options.reference)
+
+    def resume(
+        self, parent: Resume, loss: str | None, held: Iterable[dict[str, Json]] = ()
+    ) -> None:
+        """Let the ledger that ``begin`` opens next continue another one.
+
+        ``loss`` and ``held`` are the ``loss_text`` and the waiting records of that run.
+        """
+        self._parent, self.held[:] = parent, held
+        if loss is not None:
+            self.loss = torch.tensor(float.fromhex(loss), dtype=torch.float64)
 
     def begin(
         self,
@@ -202,39 +210,50 @@ class RunRecorder:
         training: Training,
         describe: Callable[[], tuple[Header, RunFacts, ReplicatedState | None]],
         make_folder: Callable[[], Path],
-        *,
-        resumed: Mapping[str, Json] | None = None,
         options: RunOptions | None = None,
-    ) -> None:
+    ) -> bool:
         """Open a ledger, write its header and the facts, and accept or refuse the reference.
 
         ``describe`` returns the header, the facts, and what must be equal on all ranks;
-        ``make_folder`` makes the ledger's folder, the same on all ranks. ``resumed`` is the record
-        that names the continued ledger. Options take the place of the recorder's.
+        ``make_folder`` makes the ledger's folder, the same on all ranks. Options take the place of
+        the run's.
+
+        Returns:
+            Whether the ledger is a new one, whose initial state should be recorded, and continues
+            none.
 
         Raises:
             LedgerError: If the ledger cannot be written, or the reference not be read.
             ReferenceRefusedError: If the reference comes from another experiment.
             StackDifferenceError: If the reference's stack differs, unless the options allow it.
         """
-        self.ranks = ranks
+        parent, self._parent = self._parent, None
+        self.digest = None
+        if parent is None:
+            self.loss = None
+            self.held.clear()
+        self.ranks, self._training = ranks, training
         header, facts, replicated = ranks.raise_on_all(describe)
         self.folder = make_folder()
-        self._header, self._present_options = header, options or self.options
+        self._header, self._used_options = header, options or self.options
         if not ranks.is_alone and replicated is not None:
             self._agreement = RankAgreement(ranks.gather_json, replicated)
-        self._training = training
-        self.open_recorders.add(self)
-        ranks.raise_on_all(lambda: self._begin(header, facts, resumed))
-        self._start_probes(self._present_options)
+        self.open_runs.add(self)
+        ranks.raise_on_all(lambda: self._open(header, facts, parent))
+        self.probes = BatchProbes(self._used_options, training, ranks.rank, self.append)
+        return parent is None
 
-    def _begin(self, header: Header, facts: RunFacts, resumed: Mapping[str, Json] | None) -> None:
+    def _open(self, header: Header, facts: RunFacts, parent: Resume | None) -> None:
         assert self.folder is not None, "begin() has made it"
-        options = self._present_options
+        options = self._used_options
         self._writer = LedgerWriter(rank_path(self.folder, header.rank))
         self._writer.write(header)
-        if resumed is not None:
-            self._writer.write(_name_parent(resumed, self.folder))
+        if parent is not None:
+            named = parent.parent
+            with suppress(ValueError):  # on Windows, another drive
+                # Relative, so that both folders can be moved together.
+                named = named and os.path.relpath(named, self.folder)
+            self._writer.write(replace(parent, parent=named))
         self._writer.write(facts)
         if options.reference is None:
             return
@@ -245,60 +264,21 @@ class RunRecorder:
         warning = check_stack(reference.header.stack, header.stack, allowed)
         if warning is not None:
             warnings.warn(warning, stacklevel=2)
-        reference.check_header(header)
-        reference.check_run(facts)
-        if resumed is not None:
-            reference.skip_to(resumed["epoch"])
+        reference.accept(header, facts, None if parent is None else parent.epoch)
 
-    def take(
+    def record(
         self,
         moment: str,
         *,
         epoch: int,
         step: int,
-        scalars: Mapping[str, str] = NO_SCALARS,
+        scalars: Mapping[str, str] = MappingProxyType({}),
         verify: Callable[[], None] | None = None,
-    ) -> Digests:
-        """Digest the state at a moment; every rank must call this.
+    ) -> int:
+        """Record the state at a moment, and compare it; every rank must call this.
 
         The moment is ``"initial"``, ``"epoch"`` or ``"final"``. Scalars are ``float.hex()``
         of numbers; ``verify`` raises a ``SettingError`` if a switch was changed.
-        """
-        self.probes.save_state(StatePoint(epoch, step, moment))
-        (self.probes if moment == "final" else self.probes.collector).close()
-        partial = self.ranks.raise_on_all(lambda: self._read(verify, sketches=moment == "epoch"))
-        snapshot = complete_snapshot(partial, self.ranks)
-        self.digest = snapshot.totals["weights"]
-        return Digests(
-            moment=moment,
-            epoch=epoch,
-            step=step,
-            totals=snapshot.totals,
-            groups=snapshot.groups,
-            loss=self.loss_text,
-            scalars=scalars,
-            sketches=snapshot.sketches,
-        )
-
-    def _read(self, verify: Callable[[], None] | None, *, sketches: bool) -> PartialSnapshot:
-        training = self._training
-        if verify is not None:
-            verify()
-        wrapped = training.model if training.wrapped is None else training.wrapped
-        reshard(wrapped)
-        layouts = find_flat_layouts(wrapped)
-        return take_partial_snapshot(
-            training.model,
-            training.list_optimizers(),
-            training.list_schedulers(),
-            layouts,
-            sketches=sketches,
-            # Portable runs of two versions of torch are comparable.
-            switches=self._header is None or not self._header.settings.get("portable"),
-        )
-
-    def record(self, digests: Digests) -> int:
-        """Write what ``take`` returned, and compare it.
 
         Returns:
             The number of entries that differ from the reference or across ranks.
@@ -308,17 +288,112 @@ class RunRecorder:
             LedgerError: If the ledger cannot be written.
         """
         assert self._header is not None, "begin() comes first"
+        digests = self._take(moment, epoch, step, scalars, verify)
         found: list[DriftError] = []
-        self.ranks.raise_on_all(lambda: found.extend(self._record(digests)))
-        found += self._across_ranks(digests, found)
+        try:
+            self.ranks.raise_on_all(lambda: found.extend(self._write(digests)))
+        finally:
+            self._write_held()
+        found += self._compare_ranks(digests, found)
         if not found:
             return 0
-        if self._present_options.on_drift == "raise":
+        if self._used_options.on_drift == "raise":
             raise found[0]
         for error in found:
             if self._header.rank in (0, error.rank):
                 warnings.warn(str(error), stacklevel=2)
         return max(error.count for error in found)
+
+    def _take(
+        self,
+        moment: str,
+        epoch: int,
+        step: int,
+        scalars: Mapping[str, str],
+        verify: Callable[[], None] | None,
+    ) -> Digests:
+        self.probes.save_state(StatePoint(epoch, step, moment))
+        (self.probes if moment == "final" else self.probes.collector).close()
+        partial = self.ranks.raise_on_all(lambda: self._read(verify, sketches=moment == "epoch"))
+        snapshot = complete_snapshot(partial, self.ranks)
+        self.digest = snapshot.totals["weights"]
+        gradients = self._read_gradients()
+        return Digests(
+            moment=moment,
+            epoch=epoch,
+            step=step,
+            totals=snapshot.totals
+            | {k: digest_value(sorted(v.items())) for k, v in gradients.items()},
+            groups=snapshot.groups | gradients,
+            loss=self.loss_text,
+            scalars=scalars,
+            sketches=snapshot.sketches,
+        )
+
+    def _read(
+        self, verify: Callable[[], None] | None = None, *, sketches: bool = False
+    ) -> PartialSnapshot:
+        training = self._training
+        if verify is not None:
+            verify()
+        wrapped = training.model if training.wrapped is None else training.wrapped
+        reshard(wrapped)
+        return take_partial_snapshot(
+            training.model,
+            training.list_optimizers(),
+            training.list_schedulers(),
+            find_flat_layouts(wrapped),
+            sketches=sketches,
+            # Portable runs of two versions of torch are comparable.
+            switches=self._header is None or not self._header.settings.get("portable"),
+        )
+
+    def _read_gradients(self) -> dict[str, dict[str, str]]:
+        """Return the gradients that the program has not cleared yet, if they are recorded."""
+        if not self._training.records_gradients:
+            return {}
+        named = self._training.model.named_parameters()
+        found = {name: digest_value(p.grad) for name, p in named if p.grad is not None}
+        return {"gradients": found} if found else {}
+
+    def _write(self, digests: Digests) -> list[DriftError]:
+        assert self._writer is not None, "begin() comes first"
+        if self._problem is not None:
+            raise self._problem
+        self._writer.write(digests)
+        difference = None if self._reference is None else self._reference.check(digests)
+        if difference is None or self._reference is None:
+            return []
+        return [self._reference.drift_error(difference)]
+
+    def _compare_ranks(self, digests: Digests, found: list[DriftError]) -> list[DriftError]:
+        """Return the errors that all ranks raise, the same on every rank."""
+        if self.ranks.is_alone:
+            return []
+        agreement = self._agreement
+        summary = [] if agreement is None else agreement.summarize(digests.groups)
+        rows = self.ranks.gather_json([found[0].count if found else 0, *summary])
+        errors: list[DriftError] = []
+        drifted = next((rank for rank, row in enumerate(rows) if row[0]), None)
+        if drifted is not None and not found:
+            assert self.folder is not None, "begin() comes first"
+            text = (
+                f"Rank {drifted} differs from its reference (epoch {digests.epoch}, step "
+                f"{digests.step}); this rank {self.ranks.rank} does not. What differs is in the "
+                f"message of rank {drifted} and in its ledger, {rank_path(self.folder, drifted)}."
+            )
+            place = {"moment": digests.moment, "epoch": digests.epoch, "step": digests.step}
+            errors.append(DriftError(text, **place, rank=drifted, count=rows[drifted][0]))
+        if agreement is not None:
+            errors += agreement.compare([row[1:] for row in rows], digests).values()
+        return errors
+
+    def _write_held(self) -> None:
+        if self.held:
+            self.probes.collector.close()
+        for record in self.held:
+            self.append(record)
+        self.held.clear()
 
     def keep_step(self, step: int) -> None:
         """Keep this rank's digests of a step until the next record, if ranks are compared.
@@ -328,9 +403,9 @@ class RunRecorder:
         agreement, header = self._agreement, self._header
         if agreement is None or header is None or SHARDED_PARAMETERS in header.stack:
             return
-        if agreement.wants_step(step):
+        if agreement.steps.wants(step):
             with suppress(D9mError):
-                agreement.keep_step(step, self._read(None, sketches=False).groups)
+                agreement.keep_step(step, self._read().groups)
 
     def append(self, record: Record | Mapping[str, Json]) -> None:
         """Write a record that is not compared during training, if a ledger is open.
@@ -352,72 +427,21 @@ class RunRecorder:
         failed = end.status == "failed"
         try:
             with suppress(Exception) if failed else nullcontext():
+                if self.is_open:
+                    self._write_held()
                 self.probes.close()
         finally:
             writer, reference = self._writer, self._reference
-            self.open_recorders.discard(self)
+            self.open_runs.discard(self)
             self._forget()
             if writer is not None:
                 # If the ledger could not be written, its error was raised and failed the run.
                 with suppress(LedgerError) if failed else nullcontext(), writer:
                     writer.write(end)
-        if reference is None:
-            return
-        if end.status != "finished":
+        if reference is not None and end.status != "finished":
             reference.close()
-            return
-        unchecked = reference.finish()
-        if unchecked is not None:
+        elif reference is not None and (unchecked := reference.finish()) is not None:
             warnings.warn(unchecked, stacklevel=2)
-
-    def _record(self, digests: Digests) -> list[DriftError]:
-        assert self._writer is not None, "begin() comes first"
-        if self._problem is not None:
-            raise self._problem
-        self._writer.write(digests)
-        difference = None if self._reference is None else self._reference.check(digests)
-        if difference is None or self._reference is None:
-            return []
-        return [self._reference.drift_error(difference)]
-
-    def _across_ranks(self, digests: Digests, found: list[DriftError]) -> list[DriftError]:
-        """Return the errors that all ranks raise, the same on every rank."""
-        if self.ranks.is_alone:
-            return []
-        agreement = self._agreement
-        summary = [] if agreement is None else agreement.summarize(digests.groups)
-        rows = self.ranks.gather_json([found[0].count if found else 0, *summary])
-        counts = [row[0] for row in rows]
-        drifted = [rank for rank, count in enumerate(counts) if count]
-        errors: list[DriftError] = []
-        if drifted and not found:
-            errors.append(self._other_rank_error(digests, drifted[0], counts[drifted[0]]))
-        if agreement is not None:
-            errors += agreement.compare([row[1:] for row in rows], digests).values()
-        return errors
-
-    def _other_rank_error(self, digests: Digests, rank: int, count: int) -> DriftError:
-        folder = self.folder
-        assert folder is not None, "begin() comes first"
-        return DriftError(
-            f"Rank {rank} differs from its reference (epoch {digests.epoch}, step {digests.step}); "
-            f"this rank {self.ranks.rank} does not. What differs is in the message of rank {rank} "
-            f"and in its ledger, {rank_path(folder, rank)}.",
-            moment=digests.moment,
-            epoch=digests.epoch,
-            step=digests.step,
-            rank=rank,
-            count=count,
-        )
-
-
-def _name_parent(resumed: Mapping[str, Json], folder: Path) -> Mapping[str, Json]:
-    """Name the parent relative to the folder, so that both can be moved together."""
-    parent = resumed.get("parent")
-    with suppress(ValueError):  # on Windows, another drive
-        if parent:
-            return {**resumed, "parent": os.path.relpath(parent, folder)}
-    return resumed
 
 
 def describe_training(
@@ -521,47 +545,40 @@ def complete_snapshot(partial: PartialSnapshot, ranks: Ranks) -> Snapshot:
     """
     if not (partial.shards or partial.owners or partial.scattered):
         return partial.finish()
-    read = ranks.raise_on_all(lambda: read_shards(partial.shards.values()))
-    own = dict(zip(partial.shards, map(tuple, read), strict=True))
-    # By group and name: the ranks that hold the tensor once, its header and its size; of a value
-    # that belongs to a tensor, its digest and None.
-    held: dict[tuple[str, str], tuple[Any, ...]] = {
-        place: (shard.ranks, shard.header, shard.size) for place, shard in partial.shards.items()
+    read = ranks.raise_on_all(lambda: [*read_shards(partial.shards.values())])
+    # By group and name: the ranks that hold the tensor once, its header, its size and this rank's
+    # parts; of a value that belongs to a tensor, its digest and None.
+    own: dict[tuple[str, str], tuple[Any, ...]] = {
+        place: (shard.ranks, shard.header, shard.size, tuple(parts))
+        for (place, shard), parts in zip(partial.shards.items(), read, strict=True)
     }
     for (group, name), shard in partial.owners.items():
-        held[group, name] = (shard.ranks, partial.groups[group][name], None)
-    tables = _gather_plain(ranks, held)
-    wanted = dict(held)
-    for place, entry in (item for table in tables for item in table.items()):
-        if ranks.rank in entry[0]:
-            wanted.setdefault(place, entry)
-    digests = {place: known for place, (_, known, size) in wanted.items() if size is None}
-    divided = dict.fromkeys(
-        p for table in tables for p, entry in table.items() if entry[2] is not None
-    )
-    for start in range(0, len(divided), _ROUND):
-        places = [*divided][start : start + _ROUND]
-        rows = _gather_plain(ranks, {place: own[place] for place in places if place in own})
-        digests |= ranks.raise_on_all(lambda: _combine_parts(rows, places, wanted))  # noqa: B023 - called here
+        own[group, name] = (shard.ranks, partial.groups[group][name], None, None)
+
+    def gather(value: object) -> list[Any]:
+        return [decode_plain(row) for row in ranks.gather_bytes(encode_plain(value))]
+
+    digests: dict[tuple[str, str], str] = {}
+    places = [*dict.fromkeys(place for names in gather([*own]) for place in names)]
+    for start in range(0, len(places), _ROUND):
+        rows = gather({p: own[p] for p in places[start : start + _ROUND] if p in own})
+        digests |= ranks.raise_on_all(lambda: _combine(rows, ranks.rank))  # noqa: B023 - called here
     for place, tensor in partial.scattered.items():
         with torch.no_grad():
             digests[place] = digest(tensor.full_tensor())  # type: ignore[attr-defined]
     return partial.finish(digests)
 
 
-def _gather_plain(ranks: Ranks, value: object) -> list[Any]:
-    return [decode_plain(row) for row in ranks.gather_bytes(encode_plain(value))]
-
-
-def _combine_parts(
-    rows: Sequence[Mapping[tuple[str, str], tuple[Any, ...]]],
-    places: Iterable[tuple[str, str]],
-    wanted: Mapping[tuple[str, str], tuple[Any, ...]],
-) -> dict[tuple[str, str], str]:
-    """Return the digests at places from the parts that each rank has sent."""
-    found = {}
-    for place in filter(wanted.__contains__, places):
-        holders, header, size = wanted[place]
-        parts = [ShardParts(*rows[rank][place]) for rank in holders if place in rows[rank]]
-        found[place] = combine_shards(header, size, parts)
+def _combine(rows: list[dict[tuple[str, str], tuple[Any, ...]]], rank: int) -> dict[Any, str]:
+    """Return the digests of the tensors of which a rank holds a part, by place."""
+    found: dict[Any, str] = {}
+    for row in (rows[rank], *rows):
+        for place, (holders, known, size, _) in row.items():
+            if place in found or rank not in holders:
+                continue
+            if size is None:
+                found[place] = known
+            else:
+                parts = [ShardParts(*rows[n][place][3]) for n in holders if place in rows[n]]
+                found[place] = combine_shards(known, size, parts)
     return found

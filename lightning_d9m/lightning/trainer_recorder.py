@@ -19,17 +19,15 @@ from lightning_d9m.ledger.format.records import (
     End,
     Evaluation,
     Header,
-    Json,
     Resume,
     RunFacts,
     Scalar,
 )
 from lightning_d9m.ledger.kinds import WRITTEN
 from lightning_d9m.ledger.stack import LOGICAL_RANKS, capture_compiler
+from lightning_d9m.lightning.ledger_location import make_ledger_folder
 from lightning_d9m.lightning.lightning_private import is_compiled, list_loaders
 from lightning_d9m.lightning.packages import rank_zero
-from lightning_d9m.lightning.recording.ledger_location import make_ledger_folder
-from lightning_d9m.lightning.saved_state import PendingRecords
 from lightning_d9m.lightning.step_replay import Replay
 from lightning_d9m.lightning.trainer_attributes import (
     Trainer,
@@ -44,11 +42,7 @@ from lightning_d9m.probes.hook_trace import trace_hooks
 from lightning_d9m.probes.trace import ProbePoint
 from lightning_d9m.ranks.ranks import Ranks
 from lightning_d9m.recording.rank_agreement import ReplicatedState
-from lightning_d9m.recording.run_recorder import (
-    RunOptions,
-    RunRecorder,
-    describe_training,
-)
+from lightning_d9m.recording.run import Run, RunOptions, describe_training
 from lightning_d9m.text import cut_digests, escape, pluralize
 
 _LONGEST = 4096
@@ -70,11 +64,6 @@ class FitSummary:
     ledger: str | None = None
     digest: str | None = None
     epochs: int = 0
-
-    def add(self, moment: str, digest: str) -> None:
-        """Note a record."""
-        self.digest = digest
-        self.epochs += moment == "epoch"
 
     def log(self, trainer: Trainer, fit: int, seed: int) -> None:
         """Log one line on rank 0."""
@@ -111,32 +100,18 @@ class TrainerRecorder:
         *,
         spare_cwd: bool = False,
     ) -> None:
-        self._options = options
-        self.run = RunRecorder(options)
+        self.run = Run(options)
         self._make_folder = partial(make_ledger_folder, ledger_dir=ledger_dir, spare_cwd=spare_cwd)
         self._ignored_metrics = tuple(ignored_metrics)
         self._outputs: OutputDigest | LogicalOutputDigest | None = None
-        self._evaluations: list[dict[str, Json]] = []
-        self._resumed: dict[str, Json] | None = None
         self._replay: Replay | None = None
-        self._replayed = ExitStack()
-        self._traced = ExitStack()
+        self._replayed, self._traced = ExitStack(), ExitStack()
         self.summary = FitSummary()
         self._epoch = 0
 
     def __getstate__(self) -> dict[str, Any]:
         empty = {"_outputs": None, "_replay": None}
         return self.__dict__ | empty | {"_replayed": ExitStack(), "_traced": ExitStack()}
-
-    def prepare_fit(self) -> None:
-        """Let variables override the options, and read the reference, before the setup.
-
-        Raises:
-            LedgerError: If the reference cannot be read.
-            SettingError: If a variable's value is not allowed.
-        """
-        self.run.options = self._options.overridden(os.environ)
-        self.run.options.check_reference()
 
     def begin(
         self,
@@ -149,24 +124,24 @@ class TrainerRecorder:
         ``further`` has settings that the header records, too.
 
         Raises:
-            SettingError: If a switch has been changed since the run began, a rank should be probed
-                that the training does not have, or no step can be run twice.
+            SettingError: If a switch has been changed since the run began, or no step can be run
+                twice.
         """
         options, run = self.run.options, self.run
-        options.check_ranks(trainer.world_size)
         if options.replay_every:
-            self._replay = Replay(trainer, self._append_in_order, options.on_drift)
-        if self._resumed is None:
-            run.loss = None
-            self._evaluations.clear()
+            self._replay = Replay(trainer, run)
         self._epoch = trainer.current_epoch
-        resumed, self._resumed = self._resumed, None
+
+        def wrap_steps(stack: ExitStack, ops: OpMode) -> None:
+            for name in ("training_step", "backward", "validation_step"):
+                wrap_method(stack, trainer.strategy, name, ops.entered)
+
         training = Training(
             trainer.lightning_module,
             trainer.model,
             lambda: trainer.optimizers,
             partial(list_schedulers, trainer),
-            partial(_wrap_steps, trainer.strategy),
+            wrap_steps,
             is_compiled=is_compiled(trainer.lightning_module),
         )
         settings = {**options.as_record(), **further}
@@ -176,22 +151,16 @@ class TrainerRecorder:
             self.summary = FitSummary(str(folder))
             return folder
 
-        run.begin(
+        is_new = run.begin(
             ranks_of(trainer),
             training,
             lambda: _describe_run(trainer, training, session, settings),
             make_folder,
-            resumed=resumed,
         )
         if run.probes.dump is not None and options.kinds & WRITTEN:
             self._trace_hooks(trainer, run.probes.dump.folder)
-        if resumed is None:
+        if is_new:
             self.record(trainer, session, "initial")
-
-    def _append_in_order(self, record: Mapping[str, Json]) -> None:
-        """Write a record after those of the finished batches."""
-        self.run.probes.collector.catch_up()
-        self.run.append(record)
 
     def _trace_hooks(self, trainer: Trainer, folder: Path) -> None:
         """Trace the state that is saved, around each hook that Lightning calls."""
@@ -205,20 +174,6 @@ class TrainerRecorder:
         profiler = trainer.profiler
         traced = trace_hooks(folder, take, profiler.profile)
         replace_method(self._traced, profiler, "profile", traced)
-
-    @property
-    def pending(self) -> PendingRecords:
-        """The values that wait for the next record."""
-        return PendingRecords(self.run.loss_text, list(self._evaluations))
-
-    def resume(self, record: Resume, pending: PendingRecords) -> None:
-        """Let the ledger that ``begin`` opens next continue another one.
-
-        ``pending`` is that of the run that wrote the other ledger.
-        """
-        self._resumed = record.as_record()
-        self.run.load_loss(pending.loss)
-        self._evaluations[:] = pending.evaluations
 
     def add_reasons(self, trainer: Trainer, reasons: Sequence[str]) -> None:
         """Record why a resumed fit is inexact, as found after it has begun.
@@ -244,7 +199,7 @@ class TrainerRecorder:
         # Last, because it comes off first.
         every = self.run.options.replay_every
         if self._replay is not None and trainer.fit_loop.total_batch_idx % every == 0:
-            self._replayed = self._replay.attach(point, self.run.probes.collector.paused)
+            self._replayed = self._replay.attach(point)
 
     def end_batch(self, trainer: Trainer, outputs: object) -> None:
         """Keep the loss on its device, without waiting for it, and write the probes of a batch."""
@@ -284,28 +239,27 @@ class TrainerRecorder:
         if moment == "epoch":
             self._epoch = trainer.current_epoch
         self.reduce_loss(trainer)
-        digests = self.run.take(
-            moment,
-            epoch=self._epoch,
-            step=trainer.global_step,
-            scalars={} if moment == "initial" else self._logged_scalars(trainer),
-            # Other callbacks may have restored their switches at the end.
-            verify=None if moment == "final" else session.verify,
-        )
-        self.summary.add(moment, digests.totals["weights"])
+        run = self.run
         try:
-            differing = self.run.record(digests)
+            differing = run.record(
+                moment,
+                epoch=self._epoch,
+                step=trainer.global_step,
+                scalars={} if moment == "initial" else self._logged_scalars(trainer),
+                # Other callbacks may have restored their switches at the end.
+                verify=None if moment == "final" else session.verify,
+            )
         finally:
-            self._append_evaluations()
-        assert self.run.folder is not None, "the ledger is open"
+            self.summary.digest = run.digest
+        self.summary.epochs += moment == "epoch"
         if moment == "final" or not trainer.is_global_zero:  # the loggers are closed by then
             return
-        log_digest(trainer.loggers, digests.totals["weights"], trainer.global_step)
-        if self.run.compares:  # the entries that differ from the reference or across ranks
+        log_digest(trainer.loggers, str(run.digest), trainer.global_step)
+        if run.compares:  # the entries that differ from the reference or across ranks
             for logger in trainer.loggers:
                 logger.log_metrics({_DRIFT: float(differing)}, step=trainer.global_step)
 
-    def begin_evaluation(self, trainer: Trainer, session: TrainerSession, stage: str) -> None:
+    def begin_evaluation(self, trainer: Trainer, session: TrainerSession) -> None:
         """Begin to digest the outputs of an evaluation; outside a fit, open a ledger for it.
 
         Raises:
@@ -323,10 +277,10 @@ class TrainerRecorder:
             ranks_of(trainer),
             training,
             lambda: _describe_run(trainer, training, session, {}, trains=False),
-            lambda: self._make_folder(trainer, kind=stage),
-            options=RunOptions(),
+            lambda: self._make_folder(trainer, kind=session.evaluated),
+            RunOptions(),
         )
-        self._append_model(trainer, "initial")
+        self._record_model(trainer, "initial")
 
     def end_evaluation_batch(self, outputs: object, batch: int, loader: int) -> None:
         """Write the probes of a batch of an evaluation, and digest its outputs."""
@@ -350,34 +304,21 @@ class TrainerRecorder:
             scalars=self._logged_scalars(trainer),
             **fields,
         )
-        self._evaluations.append(record.as_record())
-        if trainer.state.fn != "fit":
-            self._append_evaluations()
-            self._append_model(trainer, "final")
-
-    def _append_evaluations(self) -> None:
-        """Write the evaluations after the digests of their epoch.
-
-        If both differ, the weights are then reported first: they usually cause the difference.
-        """
-        if self._evaluations:
-            self.run.probes.collector.close()
-        for record in self._evaluations:
+        if trainer.state.fn == "fit":
+            self.run.held.append(record.as_record())
+        else:
             self.run.append(record)
-        self._evaluations.clear()
+            self._record_model(trainer, "final")
 
-    def _append_model(self, trainer: Trainer, moment: RecordKind) -> None:
+    def _record_model(self, trainer: Trainer, moment: RecordKind) -> None:
         """Record the evaluated weights, to tell different weights from different arithmetic."""
-        digests = self.run.take(moment, epoch=trainer.current_epoch, step=trainer.global_step)
-        self.run.append(digests)
+        self.run.record(moment, epoch=trainer.current_epoch, step=trainer.global_step)
 
     def end(self, end: End) -> None:
         """Close the ledger of the fit, if one is open, and remove every hook."""
         self._replayed.close()
         self._traced.close()
         self._replay = None
-        if self.run.is_open:
-            self._append_evaluations()
         self.run.end(end)
 
     def _takes(self, metric: str) -> bool:
@@ -400,11 +341,6 @@ class TrainerRecorder:
         return first
 
 
-def _wrap_steps(strategy: object, stack: ExitStack, ops: OpMode) -> None:
-    for name in ("training_step", "backward", "validation_step"):
-        wrap_method(stack, strategy, name, ops.entered)
-
-
 def _describe_run(
     trainer: Trainer,
     training: Training,
@@ -414,28 +350,6 @@ def _describe_run(
     trains: bool = True,
 ) -> tuple[Header, RunFacts, ReplicatedState | None]:
     """Return what the ledger of a run begins with; ranks are compared if it trains."""
-    shared: dict[str, Scalar] = {"precision": str(trainer.precision)}
-    if trains:
-        shared |= {
-            "accumulate_grad_batches": trainer.accumulate_grad_batches,
-            "gradient_clip_val": str(trainer.gradient_clip_val),
-            "gradient_clip_algorithm": str(trainer.gradient_clip_algorithm or "norm"),
-        }
-    overridden = " ".join(session.overridden if control_is_on() else [])
-    header, facts, replicated = describe_training(
-        Ranks(trainer.global_rank),
-        session.settings,
-        _describe_layout(trainer),
-        training,
-        fit=session.fit,
-        further={**({"overridden": overridden} if overridden else {}), **further},
-        loaders=list_loaders(trainer.fit_loop) if trains else (),
-        trainer=shared,
-    )
-    return header, facts, replicated if trains else None
-
-
-def _describe_layout(trainer: Trainer) -> dict[str, Scalar]:
     layout: dict[str, Scalar] = {
         "world.size": trainer.world_size,
         "world.nodes": trainer.num_nodes,
@@ -451,7 +365,25 @@ def _describe_layout(trainer: Trainer) -> dict[str, Scalar]:
         layout |= capture_compiler()
     if (logical_ranks := get_logical_ranks(trainer)) is not None:
         layout[LOGICAL_RANKS] = logical_ranks
-    return layout
+    shared: dict[str, Scalar] = {"precision": str(trainer.precision)}
+    if trains:
+        shared |= {
+            "accumulate_grad_batches": trainer.accumulate_grad_batches,
+            "gradient_clip_val": str(trainer.gradient_clip_val),
+            "gradient_clip_algorithm": str(trainer.gradient_clip_algorithm or "norm"),
+        }
+    overridden = " ".join(session.overridden if control_is_on() else [])
+    header, facts, replicated = describe_training(
+        Ranks(trainer.global_rank),
+        session.settings,
+        layout,
+        training,
+        fit=session.fit,
+        further={**({"overridden": overridden} if overridden else {}), **further},
+        loaders=list_loaders(trainer.fit_loop) if trains else (),
+        trainer=shared,
+    )
+    return header, facts, replicated if trains else None
 
 
 _WEIGHTS = "d9m/weights"

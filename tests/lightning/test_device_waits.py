@@ -10,7 +10,7 @@ from trainings import QUIET, make_loader, make_model
 
 from lightning_d9m import DeterminismCallback, Recorder, deterministic
 from lightning_d9m.hashing.digest import digest_value
-from lightning_d9m.lightning.recording.trainer_recorder import TrainerRecorder
+from lightning_d9m.lightning.trainer_recorder import TrainerRecorder
 
 BATCHES = (4, 8)
 

@@ -13,9 +13,10 @@ from lightning_d9m.launch.run import LEDGER_VARIABLE
 from lightning_d9m.ledger.folder import create_ledger_folder
 from lightning_d9m.lightning.packages import rank_zero
 from lightning_d9m.lightning.trainer_attributes import Trainer, ranks_of
-from lightning_d9m.recording.run_recorder import share_new_folder
+from lightning_d9m.recording.run import share_new_folder
 
 _NAME = "d9m"
+_LOCAL = ("file", "local")
 
 
 def make_ledger_folder(
@@ -49,22 +50,27 @@ def make_ledger_folder(
 def _choose_parent(
     trainer: Trainer, log_dir: str | None, ledger_dir: str | Path | None, *, spare_cwd: bool
 ) -> Path:
-    chosen = os.environ.get(LEDGER_VARIABLE) or ledger_dir
-    if chosen:
-        if not _is_local(chosen):
+    if chosen := os.environ.get(LEDGER_VARIABLE) or ledger_dir:
+        if (local := _find_local(chosen)) is None:
             raise LedgerError(
                 f"The folder for ledgers is {str(chosen)!r}; allowed: a local folder, because a "
                 "ledger is a file that grows by one record at a time."
             )
-        return _local_path(chosen)
+        return local
     preferred = log_dir or trainer.default_root_dir
     # Programs list these folders, and expect nothing else there.
-    excluded = _list_checkpoint_folders(trainer)
-    if spare_cwd and not _writes_into_cwd(trainer):
-        excluded.add(Path.cwd())
+    excluded = _list_local(getattr(c, "dirpath", None) for c in trainer.checkpoint_callbacks)
+    if spare_cwd:
+        # Where a logger or a checkpoint callback writes.
+        saves = trainer.state.fn == "fit" and not trainer.fast_dev_run
+        written = _list_local(logger.save_dir for logger in trainer.loggers)
+        written |= excluded if saves else set()
+        if not any(folder.is_relative_to(Path.cwd()) for folder in written):
+            excluded |= {Path.cwd()}
     for folder in (preferred, trainer.default_root_dir, Path.cwd()):
-        if _is_local(folder) and _local_path(folder).absolute() not in excluded:
-            parent = _local_path(folder) / _NAME
+        local = _find_local(folder)
+        if local is not None and local.absolute() not in excluded:
+            parent = local / _NAME
             break
     else:
         parent = state_folder() if spare_cwd else Path.cwd() / "lightning_logs" / _NAME
@@ -77,26 +83,9 @@ def _choose_parent(
     return parent
 
 
-def _list_checkpoint_folders(trainer: Trainer) -> set[Path]:
-    return _list_local(
-        getattr(callback, "dirpath", None) for callback in trainer.checkpoint_callbacks
-    )
-
-
-def _writes_into_cwd(trainer: Trainer) -> bool:
-    """Return whether a logger or a checkpoint callback writes below the working folder."""
-    saves = trainer.state.fn == "fit" and not trainer.fast_dev_run
-    written = _list_local(logger.save_dir for logger in trainer.loggers)
-    written |= _list_checkpoint_folders(trainer) if saves else set()
-    return any(folder.is_relative_to(Path.cwd()) for folder in written)
-
-
 def _list_local(folders: Iterable[str | Path | None]) -> set[Path]:
-    return {
-        _local_path(folder).absolute()
-        for folder in folders
-        if folder is not None and _is_local(folder)
-    }
+    found = [_find_local(folder) for folder in folders if folder is not None]
+    return {folder.absolute() for folder in found if folder is not None}
 
 
 def state_folder() -> Path:
@@ -108,10 +97,8 @@ def state_folder() -> Path:
     return Path(base, "lightning_d9m", f"{cwd.name}-{short}")
 
 
-def _is_local(folder: str | Path) -> bool:
-    return "://" not in str(folder) or get_protocol(str(folder)) in ("file", "local")
-
-
-def _local_path(folder: str | Path) -> Path:
-    """Return a path, even for a URL such as ``file:///logs``."""
-    return Path(strip_protocol(str(folder)) if "://" in str(folder) else folder)
+def _find_local(folder: str | Path) -> Path | None:
+    """Return the path of a folder, even of a URL such as ``file:///logs``; None if not local."""
+    if "://" not in str(folder):
+        return Path(folder)
+    return Path(strip_protocol(str(folder))) if get_protocol(str(folder)) in _LOCAL else None

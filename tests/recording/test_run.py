@@ -1,0 +1,178 @@
+"""The run that loops and Trainers record, also with ranks that are threads.
+
+All raise together, whoever is at fault.
+"""
+
+import pickle
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from rank_threads import RANKS, Threads
+
+from lightning_d9m.control.settings import Settings
+from lightning_d9m.errors import D9mError, DriftError, LedgerError, StackDifferenceError
+from lightning_d9m.ledger.folder import create_ledger_folder, read_ledger
+from lightning_d9m.ledger.format.records import End, Header, RunFacts
+from lightning_d9m.probes.batch_probes import Training
+from lightning_d9m.ranks.ranks import Ranks
+from lightning_d9m.recording.rank_agreement import ReplicatedState
+from lightning_d9m.recording.run import Run, RunOptions, describe_training
+
+NOTE = {"kind": "evaluation", "name": "a", "epoch": 0, "step": 0, "outputs": "0" * 32}
+
+
+def make_run(folder, ranks, *, stack="2", sharded=False, **policy):
+    """Return a run of a model of the two weights `a` and `b`, and the model."""
+    model = torch.nn.ParameterDict({"a": torch.zeros(2), "b": torch.zeros(2)})
+    words = {"rank": ranks.rank, "world_size": 1 if ranks.is_alone else RANKS, "fit": 0, "seed": 1}
+    header = Header(**words, created="", package="0", settings={}, stack={"torch": stack})
+    replicated = None if sharded or ranks.is_alone else ReplicatedState(weights=["a", "b"])
+    facts = RunFacts(model="m", parameters=2, train=[])
+    run = Run(RunOptions(**policy))
+    run.begin(ranks, Training(model), lambda: (header, facts, replicated), lambda: folder)
+    return run, model
+
+
+def record_on_ranks(folder, act, **policy):
+    """Let each rank record; return what each returned or raised."""
+    folder.mkdir()
+    threads = Threads()
+
+    def one(rank):
+        run, model = make_run(folder, Ranks(rank, threads.exchange_of(rank)), **policy)
+        try:
+            result = act(run, model)
+        except D9mError as error:
+            run.end(End.failed(error))
+            return error
+        run.end(End(status="finished"))
+        return result
+
+    with ThreadPoolExecutor(RANKS) as pool:
+        return list(pool.map(one, range(RANKS)))
+
+
+def clean(run, model):
+    return [run.record("epoch", epoch=epoch, step=epoch) for epoch in range(3)]
+
+
+def one_bit_on_rank_1(run, model):
+    counts = []
+    for epoch in range(3):
+        if (run.ranks.rank, epoch) == (1, 2) or (run.ranks.is_alone and epoch == 2):
+            model["b"].data[0] = 2.0**-149
+        counts.append(run.record("epoch", epoch=epoch, step=epoch))
+    return counts
+
+
+def test_ranks_that_agree_leave_whole_ledgers(tmp_path):
+    assert record_on_ranks(tmp_path / "a", clean) == [[0, 0, 0]] * RANKS
+    ledger = read_ledger(tmp_path / "a")
+    assert list(ledger.files) == [0, 1, 2]
+    assert all(ledger.outcome(rank).end.status == "finished" for rank in range(RANKS))
+
+
+def test_one_rank_that_differs_raises_the_same_on_all(tmp_path):
+    errors = record_on_ranks(tmp_path / "a", one_bit_on_rank_1)
+    assert all(isinstance(error, DriftError) for error in errors)
+    assert len({str(error) for error in errors}) == 1
+    assert (errors[0].rank, errors[0].names, errors[0].epoch) == (1, ("b",), 2)
+
+
+def test_on_drift_warn_says_it_and_goes_on(tmp_path):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        counts = record_on_ranks(tmp_path / "a", one_bit_on_rank_1, on_drift="warn")
+    assert counts == [[0, 0, 1]] * RANKS
+    # On the rank that differs, and on rank 0, whose output is the one that people read.
+    assert ["Rank 1 differs from rank 0" in str(w.message) for w in caught] == [True] * 2
+
+
+def test_drift_from_the_reference_on_one_rank_stops_all_or_is_counted_on_all(tmp_path):
+    record_on_ranks(tmp_path / "reference", clean)
+
+    act, policy = one_bit_on_rank_1, {"sharded": True, "reference": tmp_path / "reference"}
+    errors = record_on_ranks(tmp_path / "raises", act, **policy)
+    assert [error.rank for error in errors] == [1, 1, 1]
+    assert errors[1].names == ("b",)
+    assert "reference:" in str(errors[1])
+    assert "in the message of rank 1" in str(errors[0])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        counts = record_on_ranks(tmp_path / "a", act, on_drift="warn", **policy)
+    assert sum("Rank 1 differs from its reference" in str(w.message) for w in caught) == 1
+    assert counts == [[0, 0, 1]] * RANKS
+
+
+@pytest.mark.parametrize("appends", [False, True])
+def test_a_ledger_that_fails_on_one_rank_stops_all_at_the_next_moment(tmp_path, appends):
+    def act(run, model):
+        if run.ranks.rank == 1:
+            run._writer.close()
+        for batch in range(3 * appends):  # no rank waits for another here
+            run.append(NOTE | {"batches": batch})
+        return clean(run, model)
+
+    errors = record_on_ranks(tmp_path / "a", act)
+    assert isinstance(errors[1], LedgerError)
+    assert "Rank 1 failed, so this rank 2 stops too" in str(errors[2])
+
+
+def alone(folder, act, **policy):
+    """Record as the only rank."""
+    folder.mkdir()
+    run, model = make_run(folder, Ranks(0), **policy)
+    try:
+        return act(run, model)
+    finally:
+        run.end(End(status="finished"))
+
+
+def test_another_stack_is_named_before_any_drift(tmp_path):
+    alone(tmp_path / "reference", clean)
+    policy = {"reference": tmp_path / "reference"}
+    with pytest.raises(StackDifferenceError) as caught:
+        alone(tmp_path / "a", one_bit_on_rank_1, stack="3", **policy)
+    assert caught.value.differences == (("torch", "2", "3"),)
+    with pytest.warns(UserWarning, match="torch"):
+        alone(tmp_path / "b", clean, stack="3", on_stack_difference="warn", **policy)
+    assert (
+        alone(tmp_path / "c", clean, stack="3", on_stack_difference="ignore", **policy) == [0] * 3
+    )
+
+
+def test_a_reference_that_ends_early_is_said_at_the_end(tmp_path):
+    alone(tmp_path / "reference", lambda run, _: run.record("epoch", epoch=0, step=0))
+    with pytest.warns(UserWarning, match="2 records of this run, from epoch 1 .*went unchecked"):
+        assert alone(tmp_path / "a", clean, reference=tmp_path / "reference") == [0, 0, 0]
+
+
+def test_a_training_is_recorded_and_the_run_pickled(tmp_path):
+    model = torch.nn.Linear(2, 1)
+    run, checks = Run(RunOptions()), []
+    training, folder = Training(model, records_gradients=True), tmp_path / "ledgers"
+    described = describe_training(Ranks(0), Settings(seed=3), {"world.size": 1}, training, fit=2)
+    assert (run.is_open, run.compares, run.ledger_position) == (False, False, None)
+    run.append({"kind": "ignored while no ledger is open"})
+    run.begin(Ranks(0), training, lambda: described, lambda: create_ledger_folder(folder))
+    loss = model(torch.ones(2)).sum()
+    loss.backward()
+    run.loss = loss.detach()
+    run.held.append(NOTE | {"batches": 1})
+    text = run.loss_text
+    run.record("epoch", epoch=0, step=1, verify=lambda: checks.append("called"))
+    run.record("final", epoch=0, step=1)
+    assert (run.is_open, checks, run.held) == (True, ["called"], [])
+    copied = pickle.loads(pickle.dumps(run))  # noqa: S301 - our own
+    assert not copied.is_open
+    run.end(End(status="finished"))
+    run.end(End(status="finished"))
+    assert (run.is_open, run.loss) == (False, None)
+    ledger = read_ledger(run.folder)
+    _, epoch, note, final, end = ledger.records(0)
+    assert (epoch.loss, note.name, end.status, ledger.header.seed) == (text, "a", "finished", 3)
+    assert final.totals["weights"] == run.digest
+    assert set(epoch.groups["gradients"]) == set(epoch.sketches) == {"weight", "bias"}
+    assert not final.sketches
