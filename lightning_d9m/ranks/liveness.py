@@ -23,6 +23,13 @@ T = TypeVar("T")
 _FAILURE = re.compile(r"gloo|nccl|(closed|reset) by peer|pair closure|timed out", re.IGNORECASE)
 _runs = count()  # separates the runs of a process in the store, and is equal on every rank
 _POLL_SECONDS = 0.05
+# What is known of a rank that reports nothing, by the state of its process.
+_SILENT = {
+    "ended": "was killed or exited.",
+    "stopped": "is stopped.",
+    "running": "runs, but did not respond within {:g} s: it hangs.",
+    "unknown": "did not respond within {:g} s: it was killed, or it hangs.",
+}
 
 
 def identify_process() -> tuple[int, int]:
@@ -82,18 +89,9 @@ class RankLiveness:
             state = self._read_state(rank)
             # Without the store of rank 0, only the processes of this host are known.
             if is_reachable or rank == 0 or state in {"ended", "stopped"}:
-                lost[rank] = self._describe_silent(rank, state)
+                name = f"Rank {rank} (process {self._processes[rank][1]})"
+                lost[rank] = f"{name} {_SILENT[state].format(self._limit)}"
         return lost
-
-    def _describe_silent(self, rank: int, state: str) -> str:
-        name = f"Rank {rank} (process {self._processes[rank][1]})"
-        if state == "ended":
-            return f"{name} was killed or exited."
-        if state == "stopped":
-            return f"{name} is stopped."
-        if state == "running":
-            return f"{name} runs, but did not respond within {self._limit:g} s: it hangs."
-        return f"{name} did not respond within {self._limit:g} s: it was killed, or it hangs."
 
     def _run(self, function: Callable[[T], None], argument: T) -> bool:
         """Call the store in a thread, as a store whose host is stopped blocks indefinitely."""

@@ -116,7 +116,7 @@ def fit_steered(folder, name, net="cnn"):
     return found, writing.found
 
 
-add_all = LoggedValues._add
+add_all = LoggedValues.add
 
 
 def add_first(self, parts, **words):
@@ -135,7 +135,7 @@ class Averaging(WeightAveraging):
 def fit_all(folder):
     """Train in each of the ways; return what is found, and the digests of the predictions."""
     steered, predicted = fit_steered(folder, "steered")
-    with mock.patch.object(LoggedValues, "_add", add_first):
+    with mock.patch.object(LoggedValues, "add", add_first):
         alone, _ = fit_steered(folder, "alone", "plain")
     swa = [StochasticWeightAveraging(0.01, 2, annealing_epochs=2)]
     state = fit(folder / "swa", "cnn", LOGICAL_RANKS, max_epochs=4, callbacks=swa)

@@ -20,7 +20,7 @@ from lightning_d9m import DDPDeterministicStrategy, DeterminismCallback
 from lightning_d9m.control import session
 from lightning_d9m.control.data import micro_batches
 from lightning_d9m.lightning.logical_ranks import sandbox, steps
-from lightning_d9m.logical_ranks import accumulation
+from lightning_d9m.logical_ranks import gradients
 
 PROCESSES = int(os.environ.get("WORLD_SIZE", "1"))
 BATCH_SIZE = 3
@@ -191,14 +191,14 @@ def split_by_process(self):
 def fit_controls(folder):
     """Train with one part of the strategy switched off in each; the bits then depend on P."""
     fit(folder / "control", "plain", 4, noisy=False)
-    with mock.patch.object(accumulation, "count_merges", add_from_left_to_right):
+    with mock.patch.object(gradients, "count_merges", add_from_left_to_right):
         fit(folder / "left to right", "plain", 4, noisy=False)
     large = {"batch_size": BATCH_SIZE * 4 // PROCESSES}
     fit(folder / "one batch", "plain", PROCESSES, noisy=False, loader=large, size=48)
     fit(folder / "ddp", "plain", PROCESSES, noisy=False, loader=large, size=48, strategy="ddp")
     with mock.patch.object(steps.MicroBatchSeeds, "start"):
         fit(folder / "process rng", "mlp", 4, noisy=False)
-    with mock.patch.object(sandbox._Record, "put_back"), mock.patch.object(sandbox, "_settle"):
+    with mock.patch.object(sandbox._Record, "put_back"), mock.patch.object(sandbox._Change, "apply"):
         fit(folder / "buffers", "cnn", 4)
     with mock.patch.object(micro_batches.BlockBatchSampler, "__iter__", split_by_process):
         fit(folder / "sampler", "plain", 4, noisy=False, size=48)

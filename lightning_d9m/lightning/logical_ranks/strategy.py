@@ -2,8 +2,8 @@
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from functools import partial
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partialmethod
 from typing import Any
 
 import torch
@@ -13,20 +13,14 @@ from lightning_d9m.attribute_patches import AttributePatches
 from lightning_d9m.control.env_settings import read_variable, variable_of
 from lightning_d9m.control.torch_flags import read_threads
 from lightning_d9m.errors import DriftError, RankLostError, RanksDisagreeError, SettingError
-from lightning_d9m.lightning.lightning_private import BEFORE_BATCH_TRANSFER
 from lightning_d9m.lightning.logical_ranks.loaders import group_loader
 from lightning_d9m.lightning.logical_ranks.refusals import (
-    check_devices,
     check_trainer,
     refuse_collective,
     watch_collectives,
 )
 from lightning_d9m.lightning.logical_ranks.sandbox import send_tensors
-from lightning_d9m.lightning.logical_ranks.steps import (
-    LogicalSteps,
-    MicroBatchSeeds,
-    holds_micro_batches,
-)
+from lightning_d9m.lightning.logical_ranks.steps import LogicalSteps, holds_micro_batches
 from lightning_d9m.lightning.packages import combined_base
 from lightning_d9m.lightning.strategies import register_in_loaded_packages
 from lightning_d9m.lightning.trainer_attributes import Trainer
@@ -60,7 +54,6 @@ class DDPDeterministicStrategy(_DDPStrategy):  # type: ignore[misc] # of the pac
     Args:
         logical_ranks: Their number, at least that of the processes. None takes the variable
             ``LIGHTNING_D9M_LOGICAL_RANKS``; without it this is Lightning's ``DDPStrategy``.
-        sparse_as_dense: Sum sparse gradients as dense ones; otherwise they are an error.
         options: As for Lightning's ``DDPStrategy``.
 
     Attributes:
@@ -79,7 +72,6 @@ class DDPDeterministicStrategy(_DDPStrategy):  # type: ignore[misc] # of the pac
         self,
         *,
         logical_ranks: int | None = None,
-        sparse_as_dense: bool = False,
         **options: Any,
     ) -> None:
         if logical_ranks is None:
@@ -96,7 +88,6 @@ class DDPDeterministicStrategy(_DDPStrategy):  # type: ignore[misc] # of the pac
         self._session: Any = None
         self._liveness: RankLiveness | None = None
         self._control: Any = None  # the group of agreements; None is the default group
-        self._sparse_as_dense = sparse_as_dense
         self._sum_options: dict[str, Any] = {}  # that Horovod's strategy has
         self._group_options = {"timeout": options["timeout"]} if "timeout" in options else {}
 
@@ -117,7 +108,6 @@ class DDPDeterministicStrategy(_DDPStrategy):  # type: ignore[misc] # of the pac
             self.lightning_module.named_parameters(),
             blocks,
             self.global_rank,
-            sparse_as_dense=self._sparse_as_dense,
             **self._sum_options,
             **options,
         )
@@ -180,25 +170,17 @@ class DDPDeterministicStrategy(_DDPStrategy):  # type: ignore[misc] # of the pac
             return
         self._end_logical_ranks()
         blocks = self.blocks
-        check_trainer(trainer, self, session=self._session, synced=self._layer_sync is not None)
-        check_devices(self.gather_values(self.root_device.type))
-        seeds = MicroBatchSeeds(self._session.settings.seed, self._session.fit)
-        seeds.find_generators(trainer)
+        check_trainer(trainer, self, self._session)
+        self.agree(f"a training on devices of type {self.root_device.type}")
         fitting = trainer.state.fn == "fit"
         if fitting:
             if self.root_device.type == "cpu":
                 disable_malloc_trim()
             self.broadcast_model()
-        gradients = self.make_logical_gradients(blocks) if fitting else None
-        steps = self.logical_steps = LogicalSteps(
-            trainer, self, seeds, gradients, super().batch_to_device
-        )
-        self._patches.replace(self.lightning_module, BEFORE_BATCH_TRANSFER, steps.before_transfer)
-        optimization = trainer.fit_loop.epoch_loop.automatic_optimization
-        self._patches.replace(optimization, "run", partial(steps.run_batch, optimization.run))
-        steps.logged.attach(self._patches)
-        steps.metrics.attach(self._patches)
-        steps.hooks.attach(self._patches)
+        sums = self.make_logical_gradients(blocks) if fitting else None
+        to_device = super().batch_to_device
+        steps = self.logical_steps = LogicalSteps(trainer, self, self._session, sums, to_device)
+        steps.attach(self._patches)
         self.watch_collectives(self._patches, lambda: steps.step_rank)
 
     def _end_logical_ranks(self) -> None:
@@ -285,9 +267,8 @@ class DDPDeterministicStrategy(_DDPStrategy):  # type: ignore[misc] # of the pac
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """The arguments of the sampler: with logical ranks that of all samples, split later."""
-        if self.logical_ranks is None:
-            return dict(super().distributed_sampler_kwargs)
-        return {"num_replicas": 1, "rank": 0}
+        place = (self.world_size, self.global_rank) if self.logical_ranks is None else (1, 0)
+        return dict(zip(("num_replicas", "rank"), place, strict=True))
 
     def process_dataloader(self, dataloader: object) -> object:
         """Load the micro-batches of all logical ranks of this process together."""
@@ -304,12 +285,6 @@ class DDPDeterministicStrategy(_DDPStrategy):  # type: ignore[misc] # of the pac
         return super().batch_to_device(batch, *args, **kwargs)
 
     # Training
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Prepare for the closure of the next batch."""
-        super().on_train_batch_start(batch, batch_idx)
-        if self.logical_steps is not None:
-            self.logical_steps.start_batch()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run ``training_step`` of the module for each logical rank of this process."""
@@ -336,12 +311,10 @@ class DDPDeterministicStrategy(_DDPStrategy):  # type: ignore[misc] # of the pac
             self.precision_plugin.backward(loss, self.lightning_module, optimizer, *args, **kw)
         return loss
 
-    @contextmanager
-    def overlapping_sums(self) -> Iterator[None]:
-        """Sum the gradients of the backward pass inside while it runs."""
+    def overlapping_sums(self) -> AbstractContextManager[None]:
+        """Return a context that sums the gradients of the backward pass inside while it runs."""
         assert self.logical_steps is not None, "it is called with logical ranks"
-        with self.logical_steps.backward():
-            yield
+        return self.logical_steps.backward()
 
     def end_backward(self, loss: Tensor) -> Tensor:
         """Run the hooks after the backward passes of a step."""
@@ -349,33 +322,24 @@ class DDPDeterministicStrategy(_DDPStrategy):  # type: ignore[misc] # of the pac
         self.post_backward(loss)
         return loss
 
-    @contextmanager
-    def block_backward_sync(self) -> Iterator[None]:
-        """Enter Lightning's context for batches that are accumulated; logical ranks need none."""
-        with nullcontext() if self.logical_steps is not None else super().block_backward_sync():
-            yield
+    def block_backward_sync(self) -> Any:
+        """Return Lightning's context for batches that are accumulated; logical ranks need none."""
+        return nullcontext() if self.logical_steps is not None else super().block_backward_sync()
 
     # Evaluation
 
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run ``validation_step`` of the module for each logical rank of this process."""
-        return self._evaluate(super().validation_step, *args, **kwargs)
-
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run ``test_step`` of the module for each logical rank of this process."""
-        return self._evaluate(super().test_step, *args, **kwargs)
-
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run ``predict_step`` of the module for each logical rank of this process."""
-        return self._evaluate(super().predict_step, *args, **kwargs)
-
-    def _evaluate(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _evaluate(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Run a step of the module for each logical rank of this process."""
+        step = getattr(super(), name)
         if self.logical_steps is None:
             return step(*args, **kwargs)
-        stage = str(self.lightning_module.trainer.state.stage.value)
-        stage = "validate" if stage == "sanity_check" else stage
+        stage = name.removesuffix("_step").replace("validation", "validate")
         number = self._session.evaluation
         return self.logical_steps.evaluate(stage, number, step, *args, **kwargs)
+
+    validation_step = partialmethod(_evaluate, "validation_step")
+    test_step = partialmethod(_evaluate, "test_step")
+    predict_step = partialmethod(_evaluate, "predict_step")
 
     # Records
 
