@@ -257,20 +257,12 @@ def test_a_gradient_that_another_hook_takes_away_is_an_error():
         run_alone(sums, model(torch.ones(1, 200)).sum())
 
 
-def test_sparse_gradients_are_refused_or_made_dense():
+def test_sparse_gradients_are_made_dense():
     table = nn.Embedding(10, 3, sparse=True)
-    named = [("table.weight", table.weight)]
-
-    def run(**words):
-        table.zero_grad()
-        sums = LogicalGradients(named, Blocks(2, 1), 0, op="sum", **words)
-        for rank, add in enumerate((sums.set_aside, sums.finish)):
-            table(torch.tensor([rank, rank, 5])).sum().backward()
-            add(rank)
-
-    with pytest.raises(SettingError, match=r"'table.weight' is sparse"):
-        run()
-    run(sparse_as_dense=True)
+    sums = LogicalGradients([("table.weight", table.weight)], Blocks(2, 1), 0, op="sum")
+    for rank, add in enumerate((sums.set_aside, sums.finish)):
+        table(torch.tensor([rank, rank, 5])).sum().backward()
+        add(rank)
     assert table.weight.grad[:, 0].tolist() == [2, 2, 0, 0, 0, 2, 0, 0, 0, 0]
 
 

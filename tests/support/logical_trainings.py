@@ -198,7 +198,10 @@ def fit_controls(folder):
     fit(folder / "ddp", "plain", PROCESSES, noisy=False, loader=large, size=48, strategy="ddp")
     with mock.patch.object(steps.MicroBatchSeeds, "start"):
         fit(folder / "process rng", "mlp", 4, noisy=False)
-    with mock.patch.object(sandbox._Record, "put_back"), mock.patch.object(sandbox._Change, "apply"):
+    with (
+        mock.patch.object(sandbox._Record, "put_back"),
+        mock.patch.object(sandbox._Change, "apply"),
+    ):
         fit(folder / "buffers", "cnn", 4)
     with mock.patch.object(micro_batches.BlockBatchSampler, "__iter__", split_by_process):
         fit(folder / "sampler", "plain", 4, noisy=False, size=48)
