@@ -27,7 +27,7 @@ from lightning_d9m.lightning.strategies import register_in_loaded_packages
 from lightning_d9m.logical_ranks.gradients import BUCKET_BYTES, LogicalGradients, check_options
 from lightning_d9m.logical_ranks.malloc import disable_malloc_trim
 from lightning_d9m.logical_ranks.tree import Blocks
-from lightning_d9m.ranks.connections import (
+from lightning_d9m.ranks.groups import (
     close_group_at_exit,
     is_default_group_closed,
     open_control_group,
@@ -130,7 +130,7 @@ class HorovodDeterministicStrategy(DDPDeterministicStrategy):
     """
 
     strategy_name = "horovod_d9m"
-    closes_after_errors = True
+    sums_always = True
 
     def __init__(  # noqa: PLR0913 - one keyword for each setting
         self,
@@ -256,18 +256,16 @@ class HorovodDeterministicStrategy(DDPDeterministicStrategy):
 
     # Gradients
 
-    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """Run Lightning's backward, and reduce the gradients before ``on_after_backward``."""
+    def finish_gradients(self) -> None:
+        """Sum the gradients of all ranks, unless they accumulate on this one."""
         if self.logical_ranks is not None:
-            return super().backward(closure_loss, optimizer, *args, **kwargs)
-        loss = self.run_backward(closure_loss, optimizer, *args, **kwargs)
-        if self._sums is not None and not self._is_blocked:
+            super().finish_gradients()
+        elif self._sums is not None and not self._is_blocked:
             self.agree("the backward pass")
             with self.naming_lost("the sum of gradients"):
                 self._sums.finish(self.global_rank)
             # As DDP does before a forward pass: running statistics of batch normalization.
             send_tensors([*self.lightning_module.buffers()], self)
-        return self.end_backward(loss)
 
     def overlapping_sums(self) -> AbstractContextManager[None]:
         """Return a context that sums the gradients, unless they accumulate on this rank."""

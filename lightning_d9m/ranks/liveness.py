@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch.distributed
 
 from lightning_d9m.errors import D9mError, RankLostError
-from lightning_d9m.ranks.connections import close_default_group
+from lightning_d9m.ranks.groups import close_default_group
 from lightning_d9m.ranks.ranks import Ranks
 
 T = TypeVar("T")

@@ -4,7 +4,7 @@ import pytest
 import torch
 from gloo_threads import run_processes
 
-from lightning_d9m.ranks.connections import close_connections
+from lightning_d9m.ranks.groups import close_connections
 
 
 def start_all(group):

@@ -9,7 +9,7 @@ PROGRAM = """
 import atexit
 import sys
 import torch.distributed as dist
-from lightning_d9m.ranks.connections import close_group_at_exit
+from lightning_d9m.ranks.groups import close_group_at_exit
 
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 if sys.argv[1] == "asked":

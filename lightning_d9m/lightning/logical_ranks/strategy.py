@@ -7,7 +7,7 @@ from functools import partialmethod
 from typing import Any
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor
 
 from lightning_d9m.attribute_patches import AttributePatches
 from lightning_d9m.control.env_settings import read_variable, variable_of
@@ -28,12 +28,14 @@ from lightning_d9m.logical_ranks.gradients import LogicalGradients
 from lightning_d9m.logical_ranks.malloc import disable_malloc_trim
 from lightning_d9m.logical_ranks.scalars import sum_exactly
 from lightning_d9m.logical_ranks.tree import Blocks
-from lightning_d9m.ranks.connections import (
+from lightning_d9m.ranks.groups import (
+    broadcast_tensors,
     close_default_group,
+    gather_bytes,
     is_default_group_closed,
+    ranks_of_group,
     reopen_default_group,
 )
-from lightning_d9m.ranks.groups import broadcast_tensors, gather_bytes, ranks_of_group
 from lightning_d9m.ranks.liveness import RankLiveness, connect_liveness, lost_ranks_named
 from lightning_d9m.ranks.ranks import agree
 from lightning_d9m.state.plain_data import decode_plain, encode_plain
@@ -59,14 +61,14 @@ class DDPDeterministicStrategy(_DDPStrategy):  # type: ignore[misc] # of the pac
     Attributes:
         logical_ranks: Their number; None trains as Lightning does.
         logical_steps: The steps of a run; None outside one, and without logical ranks.
-        closes_after_errors: Whether an error closes the connections also without logical ranks.
+        sums_always: Whether gradients are summed here also without logical ranks.
 
     Raises:
         SettingError: If a value is not allowed.
     """
 
     strategy_name = "ddp_d9m"
-    closes_after_errors = False
+    sums_always = False
 
     def __init__(
         self,
@@ -116,7 +118,7 @@ class DDPDeterministicStrategy(_DDPStrategy):  # type: ignore[misc] # of the pac
         """Overwrite tensors with those of process 0."""
         if self.world_size > 1:
             with torch.no_grad():
-                broadcast_tensors(tensors, lambda flat: distributed.broadcast(flat, src=0))
+                broadcast_tensors(tensors)
 
     def watch_collectives(
         self, patches: AttributePatches, current: Callable[[], int | None]
@@ -294,14 +296,19 @@ class DDPDeterministicStrategy(_DDPStrategy):  # type: ignore[misc] # of the pac
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Run Lightning's backward, and sum the gradients before ``on_after_backward``."""
-        loss: Tensor
-        if self.logical_steps is None:
-            loss = super().backward(closure_loss, optimizer, *args, **kwargs)
-            return loss
+        if self.logical_steps is None and not self.sums_always:
+            return super().backward(closure_loss, optimizer, *args, **kwargs)  # type: ignore[no-any-return]
         loss = self.run_backward(closure_loss, optimizer, *args, **kwargs)
+        self.finish_gradients()
+        loss = self.precision_plugin.post_backward(loss, self.lightning_module)
+        self.post_backward(loss)
+        return loss
+
+    def finish_gradients(self) -> None:
+        """Sum the gradients, after the last backward pass of a step."""
+        assert self.logical_steps is not None, "it is called with logical ranks"
         with self.naming_lost("the sum of gradients"):
             self.logical_steps.finish_gradients()
-        return self.end_backward(loss)
 
     def run_backward(self, loss: Tensor, optimizer: Any = None, *args: Any, **kw: Any) -> Tensor:
         """Run the backward pass of a loss, which overlaps the sums, without the hooks after it."""
@@ -315,12 +322,6 @@ class DDPDeterministicStrategy(_DDPStrategy):  # type: ignore[misc] # of the pac
         """Return a context that sums the gradients of the backward pass inside while it runs."""
         assert self.logical_steps is not None, "it is called with logical ranks"
         return self.logical_steps.backward()
-
-    def end_backward(self, loss: Tensor) -> Tensor:
-        """Run the hooks after the backward passes of a step."""
-        loss = self.precision_plugin.post_backward(loss, self.lightning_module)
-        self.post_backward(loss)
-        return loss
 
     def block_backward_sync(self) -> Any:
         """Return Lightning's context for batches that are accumulated; logical ranks need none."""
@@ -356,7 +357,7 @@ class DDPDeterministicStrategy(_DDPStrategy):  # type: ignore[misc] # of the pac
     def on_exception(self, exception: BaseException) -> None:
         """Let no other process wait for this one, and forget the step."""
         # A drift is raised on all ranks together, so none waits, and they may train again.
-        closes = self.closes_after_errors or self.logical_ranks is not None
+        closes = self.sums_always or self.logical_ranks is not None
         if closes and not isinstance(exception, DriftError):
             if self._liveness is not None and not isinstance(exception, _OF_OTHERS):
                 self._liveness.report_error(exception)
