@@ -218,11 +218,6 @@ class Bucket:
         self._is_alone = exchange.blocks.processes == 1 and self.roots[-1] is flat
         self.end = partial(end_sum, divisor=self.options.divisor) if self._is_alone else None
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether every gradient has arrived."""
-        return len(self.fired) == len(self.slots)
-
     def start(self) -> None:
         """Start the exchange of the packed roots."""
         self.is_launched = True

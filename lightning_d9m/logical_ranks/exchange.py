@@ -73,7 +73,18 @@ class RootExchange:
         self.group: Any = None
         if blocks.processes > 1:
             self.group = distributed.group.WORLD if group is None else group
-            _check_group(self.group, blocks, process)
+            if self.group is None:
+                raise SettingError(
+                    f"{blocks.processes} processes need a process group, and torch.distributed is "
+                    "not initialized: call torch.distributed.init_process_group first, or pass "
+                    "group."
+                )
+            size, rank = self.group.size(), self.group.rank()
+            if (size, rank) != (blocks.processes, process):
+                raise SettingError(
+                    f"This is process {process} of {blocks.processes}, but rank {rank} of {size} "
+                    "in the process group: pass a group of all processes, in order."
+                )
         self.restart()
 
     def restart(self) -> None:
@@ -81,7 +92,7 @@ class RootExchange:
         self.close()
         self._is_asked = not self._shares_memory  # whether the processes have tried
         # Processes must agree on this flag of the processor, which changes bits.
-        self.flushes = flushes_subnormal_numbers()
+        self.flushes = torch.tensor([2.0**-149]).add(0.0).item() == 0.0
 
     @property
     def sends_leaves(self) -> bool:
@@ -190,24 +201,6 @@ def replace_nans(tensor: Tensor) -> None:
     # One NaN makes the sum NaN. A sum is only read, a mask is written, and NaNs are rare.
     if tensor.device.type != "cpu" or not math.isfinite(tensor.sum().item()):
         tensor.masked_fill_(tensor.isnan(), math.nan)
-
-
-def flushes_subnormal_numbers() -> bool:
-    """Return whether this thread adds subnormal numbers as zeros."""
-    return torch.tensor([2.0**-149]).add(0.0).item() == 0.0
-
-
-def _check_group(group: Any, blocks: Blocks, process: int) -> None:
-    if group is None:
-        raise SettingError(
-            f"{blocks.processes} processes need a process group, and torch.distributed is not "
-            "initialized: call torch.distributed.init_process_group first, or pass group."
-        )
-    if group.size() != blocks.processes or group.rank() != process:
-        raise SettingError(
-            f"This is process {process} of {blocks.processes}, but rank {group.rank()} of "
-            f"{group.size()} in the process group: pass a group of all processes, in order."
-        )
 
 
 def round_up(number: int, step: int) -> int:

@@ -287,8 +287,10 @@ class LogicalGradients:
                 part.pack(merges)
             bucket.fired.add(slot.position)
             # In order, in which every process starts these in any case.
-            while self._launched < len(self._buckets) and self._buckets[self._launched].is_complete:
-                self._launch(self._buckets[self._launched])
+            for each in self._buckets[self._launched :]:
+                if len(each.fired) < len(each.slots):
+                    break
+                self._launch(each)
         elif part is not None and merges:  # while it is in the cache, and to free its memory
             part.set_aside(merges)
 

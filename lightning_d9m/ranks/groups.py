@@ -77,17 +77,13 @@ def broadcast_tensors(tensors: Iterable[Tensor]) -> None:
     for tensor in tensors:
         by_device.setdefault(tensor.device, []).append(tensor.detach())
     for group in by_device.values():
-        flat = torch.cat([_as_bytes(tensor) for tensor in group])
+        # Those of inference mode cannot be viewed.
+        normal = [tensor.clone() if tensor.is_inference() else tensor for tensor in group]
+        flat = torch.cat([each.contiguous().reshape(-1).view(torch.uint8) for each in normal])
         distributed.broadcast(flat, src=0)
         for tensor, part in zip(group, flat.split([each.nbytes for each in group]), strict=True):
             # A slice at an odd offset cannot be viewed as a wider dtype: clone aligns it.
             tensor.copy_(part.clone().view(tensor.dtype).reshape(tensor.shape))
-
-
-def _as_bytes(tensor: Tensor) -> Tensor:
-    """Return the bytes of a tensor, which may be one of inference mode."""
-    normal = tensor.clone() if tensor.is_inference() else tensor
-    return normal.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def close_connections(group: Any) -> None:

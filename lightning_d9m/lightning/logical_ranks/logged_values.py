@@ -1,7 +1,8 @@
 """Values that logical ranks log, reduced with the same bits on any number of processes."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from fractions import Fraction
 from functools import partial
 from typing import Any
 
@@ -12,7 +13,28 @@ from lightning_d9m.attribute_patches import AttributePatches
 from lightning_d9m.errors import SettingError
 from lightning_d9m.lightning import lightning_private
 from lightning_d9m.lightning.trainer_attributes import Trainer
-from lightning_d9m.logical_ranks.scalars import sum_exactly
+
+
+def sum_exactly(values: Sequence[float]) -> float:
+    """Return the correctly rounded sum; with infinities and NaNs, what IEEE 754 says.
+
+    It is that of `math.fsum`, so neither the order of the values nor the number of processes that
+    hold them changes a bit.
+
+    >>> sum_exactly([1e100, 1.0, -1e100])
+    1.0
+    """
+    special = {value for value in values if not math.isfinite(value)}
+    if special:
+        return special.pop() if len(special) == 1 else math.nan
+    try:
+        return math.fsum(values)
+    except OverflowError:  # a partial sum, perhaps not the sum
+        total = sum(map(Fraction, values), Fraction(0))
+        try:
+            return float(total)
+        except OverflowError:
+            return math.inf if total > 0 else -math.inf
 
 
 class LoggedValue:
@@ -54,10 +76,16 @@ class LoggedValue:
                 choose = max if self.result.meta.is_max_reduction else min
                 found = [*self.partials, number]
                 self.partials = [math.nan if any(map(math.isnan, found)) else choose(found)]
-            elif all(map(math.isfinite, (number, *self.partials))):
-                self.partials = _add_exactly(self.partials, number)
-            else:
-                self.partials.append(number)  # no sum of it is finite
+                continue
+            total, kept = number, []
+            if all(map(math.isfinite, (number, *self.partials))):  # otherwise no sum is finite
+                for part in self.partials:
+                    large, small = (total, part) if abs(total) > abs(part) else (part, total)
+                    total = large + small
+                    if error := small - (total - large):
+                        kept.append(error)
+                self.partials = kept
+            self.partials.append(total)
 
     @property
     def _is_extreme(self) -> bool:
@@ -73,16 +101,6 @@ class LoggedValue:
         if self.result.meta.is_mean_reduction:
             number = number / self.weight if self.weight else math.nan
         return torch.tensor(number, dtype=value.dtype, device=value.device)
-
-
-def _add_exactly(partials: list[float], number: float) -> list[float]:
-    kept = []
-    for part in partials:
-        large, small = (number, part) if abs(number) > abs(part) else (part, number)
-        number = large + small
-        if error := small - (number - large):
-            kept.append(error)
-    return [*kept, number]
 
 
 class LoggedValues:

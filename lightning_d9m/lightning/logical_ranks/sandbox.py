@@ -125,7 +125,7 @@ class Sandbox:
         self._hidden = vars(kinds["LightningModule"]()).keys()
         self._records: dict[int, _Record] = {}
         self._buffers: set[int] = set()
-        self._watch: Watch | None = None
+        self._watch: Any = None  # from the first step
         self._versions: dict[str, Any] = {}
         self._changing: set[int] = set()
         self._steps = 0
@@ -257,20 +257,18 @@ class Sandbox:
     def _make_change(self, path: str, node: Node, key: Any, value: Any) -> _Change:
         if value is MISSING:
             return _Change(path, node, key, value, "removed")
-        if self._is_buffer(node, value):
+        if node.kind is TABLE:
+            is_buffer = isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
+        else:
+            self._buffers = self._buffers or set(map(id, self._module.buffers()))
+            is_buffer = id(node.owner) in self._buffers
+        if is_buffer:
             token = f"buffer {getattr(value, 'shape', None)} {getattr(value, 'dtype', None)}"
         elif isinstance(value, Tensor) and value.numel() > _SMALL and not self.shared:
             token = str(value.dtype)
         else:
             token = digest_value(value)
         return _Change(path, node, key, value, token)
-
-    def _is_buffer(self, node: Node, value: Any) -> bool:
-        if node.kind is TABLE:
-            return isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
-        if not self._buffers:
-            self._buffers = {id(buffer) for buffer in self._module.buffers()}
-        return id(node.owner) in self._buffers
 
     # The merge
 
@@ -291,7 +289,14 @@ class Sandbox:
         records, self._records = self._records, {}
         self._steps += stage == "train"
         if stage == "predict":
-            self._refuse_predicted(records)
+            for record in records.values():
+                for path in record.added:
+                    raise SettingError(
+                        f"predict_step adds to {path!r}, and processes may predict different "
+                        "numbers of batches: return the value from predict_step, or write it in a "
+                        "callback."
+                    )
+                record.put_back()
             return [extra]
         if self._watch is None:
             return [extra]
@@ -323,7 +328,13 @@ class Sandbox:
             self._keep_first(records, differing, stage)
         if self.shared:
             changes = records[self._block.start].changes
-            self._send_buffers([changes[path] for path in sorted(changes.keys() - {*differing})])
+            alike = [changes[path] for path in sorted(changes.keys() - {*differing})]
+            buffers = [
+                change.node.owner if change.key is None else change.node.owner[change.key[0]]
+                for change in alike
+                if change.token.startswith("buffer")
+            ]
+            send_tensors(buffers, self._processes)
         for path, by_rank in added.items():
             self._add_all(path, by_rank)
 
@@ -348,16 +359,14 @@ class Sandbox:
                 self._report(path, change, stage)
         for path in paths if self._block.start else ():
             if path in received:
-                self._receive(path, *received[path])
+                key, place, removed, value = received[path]
+                node = self._watch.paths[place]
+                content: Any = MISSING if removed else self._move(value)
+                if node.kind is ITEMS:
+                    content = Content(None, tuple(content))
+                _Change(path, node, key, content, "").apply()
             elif path in own:
                 own[path].put_back()
-
-    def _receive(self, path: str, key: Any, place: str, removed: bool, value: Any) -> None:
-        assert self._watch is not None, "a step has begun"
-        node = self._watch.paths[place]
-        found = MISSING if removed else self._move(value)
-        content = Content(None, tuple(self._move(value))) if node.kind is ITEMS else found
-        _Change(path, node, key, content, "").apply()
 
     def _report(self, path: str, change: _Change | None, stage: str) -> None:
         value = None if change is None else change.value
@@ -378,7 +387,6 @@ class Sandbox:
             )
 
     def _add_all(self, path: str, by_rank: dict[int, list[Any]]) -> None:
-        assert self._watch is not None, "a step has begun"
         node = self._watch.paths[path]
         items = [item for rank in sorted(by_rank) for item in self._move(by_rank[rank])]
         if node.kind is SET:
@@ -397,25 +405,6 @@ class Sandbox:
         if device.type == "cpu":
             return value
         return tree_map_only(Tensor, lambda tensor: tensor.to(device), value)
-
-    def _send_buffers(self, changes: list[_Change]) -> None:
-        owners = [
-            (change.node.owner, change.key)
-            for change in changes
-            if change.token.startswith("buffer")
-        ]
-        if owners:
-            tensors = [owner if key is None else owner[key[0]] for owner, key in owners]
-            send_tensors(tensors, self._processes)
-
-    def _refuse_predicted(self, records: dict[int, _Record]) -> None:
-        for record in records.values():
-            for path in record.added:
-                raise SettingError(
-                    f"predict_step adds to {path!r}, and processes may predict different numbers "
-                    "of batches: return the value from predict_step, or write it in a callback."
-                )
-            record.put_back()
 
 
 def send_tensors(tensors: list[Tensor], processes: Any) -> None:

@@ -1,6 +1,5 @@
 """The steps of a Trainer: each runs the micro-batches of all logical ranks of the process."""
 
-import random
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -204,9 +203,13 @@ class LogicalSteps:
         Raises:
             SettingError: If the evaluation changes what depends on the micro-batch.
         """
-        # Draws of each loader are separate, as of predictions some processes have fewer batches.
-        part = f"{stage} {self._loader}" if self._loader else stage
-        self._place = (part, epoch, self._count_batches(stage))
+        fitting = self._trainer.state.fn == "fit"
+        owner = self._trainer.fit_loop.epoch_loop if fitting else self._trainer
+        loop = getattr(owner, "val_loop" if fitting else f"{stage}_loop")
+        # The number of the batch in its loader, from 1. Draws of each loader are separate, as of
+        # predictions some processes have fewer batches.
+        number = int(loop.batch_progress.current.ready - sum(loop.max_batches[: self._loader]))
+        self._place = (f"{stage} {self._loader}" if self._loader else stage, epoch, number)
         self._sandbox.begin()
         outputs = MicroBatches()
         for rank, batch in self._pair(batches):
@@ -263,15 +266,6 @@ class LogicalSteps:
         self._leave()
         self.logged.add(self._sandbox.finish(stage, self.logged.take_step()))
         self._seeds.end(*self._place)
-
-    def _count_batches(self, stage: str) -> int:
-        """Return the number of this batch in its loader, from 1."""
-        trainer = self._trainer
-        fitting = trainer.state.fn == "fit"
-        owner, name = (trainer.fit_loop.epoch_loop, "val") if fitting else (trainer, stage)
-        loop = getattr(owner, f"{name}_loop")
-        earlier = sum(loop.max_batches[: self._loader])
-        return int(loop.batch_progress.current.ready) - int(earlier)
 
 
 class BatchHooks:
@@ -407,7 +401,15 @@ class MicroBatchSeeds:
                 epoch=epoch,
                 index=batch,
             )
-            _seed_generator(generator, seed)
+            if isinstance(generator, np.random.Generator):
+                kind: Any = type(generator.bit_generator)
+                generator.bit_generator.state = kind(seed).state
+            elif isinstance(generator, torch.Generator):
+                generator.manual_seed(seed)
+            elif isinstance(generator, np.random.RandomState):
+                generator.seed(seed & 0xFFFFFFFF)
+            else:
+                generator.seed(seed)
 
     def end(self, stage: str, epoch: int, batch: int) -> None:
         """Seed for what follows the step, alike on all processes."""
@@ -420,15 +422,3 @@ class _Globals:
     def __init__(self, variables: dict[str, Any]) -> None:
         found = {name: value for name, value in variables.items() if find_kind(value) is GENERATOR}
         vars(self).update(found)
-
-
-def _seed_generator(generator: Any, seed: int) -> None:
-    if isinstance(generator, torch.Generator):
-        generator.manual_seed(seed)
-    elif isinstance(generator, np.random.Generator):
-        kind: Any = type(generator.bit_generator)
-        generator.bit_generator.state = kind(seed).state
-    elif isinstance(generator, np.random.RandomState):
-        generator.seed(seed & 0xFFFFFFFF)
-    elif isinstance(generator, random.Random):
-        generator.seed(seed)
