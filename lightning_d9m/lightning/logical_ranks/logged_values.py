@@ -1,8 +1,7 @@
 """Values that logical ranks log, reduced with the same bits on any number of processes."""
 
 import math
-from collections.abc import Callable, Sequence
-from fractions import Fraction
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -13,28 +12,7 @@ from lightning_d9m.attribute_patches import AttributePatches
 from lightning_d9m.errors import SettingError
 from lightning_d9m.lightning import lightning_private
 from lightning_d9m.lightning.trainer_attributes import Trainer
-
-
-def sum_exactly(values: Sequence[float]) -> float:
-    """Return the correctly rounded sum; with infinities and NaNs, what IEEE 754 says.
-
-    It is that of `math.fsum`, so neither the order of the values nor the number of processes that
-    hold them changes a bit.
-
-    >>> sum_exactly([1e100, 1.0, -1e100])
-    1.0
-    """
-    special = {value for value in values if not math.isfinite(value)}
-    if special:
-        return special.pop() if len(special) == 1 else math.nan
-    try:
-        return math.fsum(values)
-    except OverflowError:  # a partial sum, perhaps not the sum
-        total = sum(map(Fraction, values), Fraction(0))
-        try:
-            return float(total)
-        except OverflowError:
-            return math.inf if total > 0 else -math.inf
+from lightning_d9m.logical_ranks.scalars import add_exactly, sum_exactly
 
 
 class LoggedValue:
@@ -44,10 +22,7 @@ class LoggedValue:
 
     Attributes:
         result: It.
-        partials: Partial sums of the weighted values that do not overlap, as in Shewchuk (1997),
-            "Adaptive Precision Floating-Point Arithmetic and Fast Robust Geometric Predicates". So
-            merging the sums of two processes gives the bits that one process would have got. Of
-            a maximum or minimum it is that alone.
+        partials: Partial sums of the weighted values, see `add_exactly`, or the extreme alone.
         weight: The sum of the weights.
     """
 
@@ -76,16 +51,8 @@ class LoggedValue:
                 choose = max if self.result.meta.is_max_reduction else min
                 found = [*self.partials, number]
                 self.partials = [math.nan if any(map(math.isnan, found)) else choose(found)]
-                continue
-            total, kept = number, []
-            if all(map(math.isfinite, (number, *self.partials))):  # otherwise no sum is finite
-                for part in self.partials:
-                    large, small = (total, part) if abs(total) > abs(part) else (part, total)
-                    total = large + small
-                    if error := small - (total - large):
-                        kept.append(error)
-                self.partials = kept
-            self.partials.append(total)
+            else:
+                self.partials = add_exactly(self.partials, number)
 
     @property
     def _is_extreme(self) -> bool:

@@ -26,7 +26,7 @@ from lightning_d9m.state.parts import (
     Content,
     Dict,
     Kind,
-    are_equal,
+    are_same,
     find_kind,
     is_told,
     name_namespaces,
@@ -456,9 +456,5 @@ def _find_added(node: Node) -> list[Any] | None:
         return None
     before = node.content.parts
     now = tuple(owner)
-    same = len(now) > len(before) and all(map(_is, now, before))
+    same = len(now) > len(before) and are_same(now[: len(before)], before)
     return list(now[len(before) :]) if same else None
-
-
-def _is(one: object, other: object) -> bool:
-    return one is other or (find_kind(one) is None and are_equal(one, other))

@@ -14,7 +14,6 @@ from lightning_d9m.control.env_settings import read_variable, variable_of
 from lightning_d9m.control.torch_flags import read_threads
 from lightning_d9m.errors import DriftError, RankLostError, RanksDisagreeError, SettingError
 from lightning_d9m.lightning.logical_ranks.loaders import group_loader
-from lightning_d9m.lightning.logical_ranks.logged_values import sum_exactly
 from lightning_d9m.lightning.logical_ranks.refusals import (
     check_trainer,
     refuse_collective,
@@ -27,6 +26,7 @@ from lightning_d9m.lightning.strategies import register_in_loaded_packages
 from lightning_d9m.lightning.trainer_attributes import Trainer
 from lightning_d9m.logical_ranks.gradients import LogicalGradients
 from lightning_d9m.logical_ranks.malloc import disable_malloc_trim
+from lightning_d9m.logical_ranks.scalars import sum_exactly
 from lightning_d9m.logical_ranks.tree import Blocks
 from lightning_d9m.ranks.groups import (
     broadcast_tensors,

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_d9m.lightning.logical_ranks.logged_values import sum_exactly
+from lightning_d9m.logical_ranks.scalars import sum_exactly
 
 
 @given(st.lists(st.floats(width=64)), st.randoms())
