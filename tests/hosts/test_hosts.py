@@ -103,6 +103,7 @@ def test_a_host_is_lost_and_another_is_added(tmp_path, one_process):
 
 @pytest.mark.horovod
 @pytest.mark.skipif(not HAS_HOROVOD, reason="needs Horovod, which `d9m install-horovod` builds")
+@pytest.mark.skipif(shutil.which("sshd") is None, reason="needs sshd")
 def test_horovodrun_trains_on_two_hosts(tmp_path, one_process):
     """Logical ranks give the bits of one process; fixed buckets those of two on one host."""
     python = shared_python(*MODULES)

@@ -95,13 +95,6 @@ def test_a_sum_is_not_divided():
     assert found == expected != expect(rows)
 
 
-def test_a_gradient_is_none_only_if_all_logical_ranks_lack_it():
-    rows = make_gradients(4, missing=True)
-    for processes in (1, 2, 4):
-        for (found,) in sum_on(processes, [rows]):
-            assert [number for number, each in enumerate(found) if each is None] == [1]
-
-
 def test_a_missing_gradient_turns_a_negative_zero_positive_on_every_number_of_processes():
     rows = make_gradients(4)
     for rank, row in enumerate(rows):
@@ -264,15 +257,6 @@ def test_sparse_gradients_are_made_dense():
         table(torch.tensor([rank, rank, 5])).sum().backward()
         add(rank)
     assert table.weight.grad[:, 0].tolist() == [2, 2, 0, 0, 0, 2, 0, 0, 0, 0]
-
-
-@pytest.mark.parametrize(
-    "words",
-    [{"op": "max"}, {"bucket_bytes": -1}, {"bucket_bytes": True}, {"compression": "int8"}],
-)
-def test_options_that_are_not_allowed_are_refused(words):
-    with pytest.raises(SettingError):
-        LogicalGradients([], Blocks(1, 1), 0, **words)
 
 
 def test_a_model_without_trained_parameters_has_nothing_to_sum():

@@ -179,24 +179,6 @@ def parameters():
 
 
 @check
-def options():
-    """Each option of the strategy trains and leaves the ranks equal."""
-    digests = {}
-    for name, given in {
-        "static": {},
-        "small buckets": {"bucket_bytes": 0},
-        "sum": {"op": "sum"},
-        "fp16": {"compression": "fp16"},
-        "bf16": {"compression": "bf16"},
-    }.items():
-        pl.seed_everything(5, verbose=False)
-        model = Base(models.network(), lr=0.01)
-        fit(model, strategy=HorovodDeterministicStrategy(**given))
-        digests[name] = models.digest(model)
-    return digests
-
-
-@check
 def probes():
     """Compare probes of gradients before and after the exchange; return the differences."""
     own, mean = [], []

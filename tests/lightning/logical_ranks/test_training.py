@@ -71,10 +71,11 @@ def test_without_one_part_of_it_the_weights_differ(folder, name):
     assert len({record.totals["weights"] for record in totals.values()}) > 1
 
 
-def test_buffers_that_are_not_put_back_differ_and_no_weight_does(folder):
-    totals = final_totals(folder, "buffers").values()
+@pytest.mark.parametrize("name", ["buffers", "values"])
+def test_buffers_that_are_not_put_back_and_values_of_one_process_change_no_weight(folder, name):
+    totals = final_totals(folder, name).values()
     assert len({record.totals["weights"] for record in totals}) == 1
-    assert len({record.totals["buffers"] for record in totals}) > 1
+    assert len({record.totals["buffers"] for record in totals}) == (2 if name == "buffers" else 1)
     assert len({record.scalars["val_loss"] for record in totals}) > 1
 
 
@@ -106,10 +107,6 @@ def test_callbacks_steer_the_training(found):
     ]
     assert steered["swa"][1] == 3  # batches of its last epoch, which has no steps
     assert len({*steered["mean"]}) == 2
-
-
-def test_values_of_one_process_lead_to_other_checkpoints(found):
-    assert len({str(ranks[0]["alone"]) for ranks in found.values()}) > 1
 
 
 def test_every_sample_is_predicted_once_and_alike(found):
