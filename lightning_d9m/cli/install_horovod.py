@@ -55,23 +55,33 @@ def run(arguments: argparse.Namespace) -> int:
         CommandError: A tool is missing, the build failed, or the installed Horovod does not work.
     """
     target = _find_target(mpi=arguments.mpi, gpu=arguments.gpu)
-    if not arguments.rebuild and _try_installed(target) is None:
-        return _report(arguments, "kept", target, None)
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = (arguments.cache or base / "lightning_d9m" / "wheels") / target.key
-    wheel = next(iter(sorted(folder.glob("horovod-*.whl"))), None)
-    built = wheel is None or arguments.rebuild
-    _pip(*REQUIREMENTS)  # those that are installed stay as they are
-    if built:
-        wheel = _build_into(folder, target, quiet=arguments.format == "json")
-    _pip("--no-index", "--no-deps", "--force-reinstall", str(wheel))
-    failure = _try_installed(target)
-    if failure is not None:
-        raise CommandError(
-            f"Horovod was installed from {wheel} but an allreduce of two processes failed: "
-            f"{failure} Run `d9m install-horovod --rebuild` to build it again."
-        )
-    return _report(arguments, "built" if built else "installed", target, wheel)
+    done, wheel = "kept", None
+    if arguments.rebuild or _try_installed(target) is not None:
+        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        folder = (arguments.cache or base / "lightning_d9m" / "wheels") / target.key
+        wheel = next(iter(sorted(folder.glob("horovod-*.whl"))), None)
+        done = "built" if wheel is None or arguments.rebuild else "installed"
+        _pip(*REQUIREMENTS)  # those that are installed stay as they are
+        if done == "built":
+            wheel = _build_into(folder, target, quiet=arguments.format == "json")
+        _pip("--no-index", "--no-deps", "--force-reinstall", str(wheel))
+        failure = _try_installed(target)
+        if failure is not None:
+            raise CommandError(
+                f"Horovod was installed from {wheel} but an allreduce of two processes failed: "
+                f"{failure} Run `d9m install-horovod --rebuild` to build it again."
+            )
+    facts = {
+        "done": done,
+        "horovod": HOROVOD_VERSION,
+        "torch": target.torch,
+        "mpi": target.mpi,
+        "nccl": target.cuda is not None,
+        "wheel": None if wheel is None else str(wheel),
+    }
+    said = f"Horovod {HOROVOD_VERSION} works with torch {target.torch} ({done})."
+    print_result(arguments.format, facts, [said])
+    return 0
 
 
 def _find_target(*, mpi: bool, gpu: str) -> Target:
@@ -137,17 +147,3 @@ def _try_installed(target: Target) -> str | None:
         return None
     lines = [line for line in (done.stdout + done.stderr).splitlines() if "Error" in line]
     return f"{lines[0] if lines else f'exit status {done.returncode}'}."
-
-
-def _report(arguments: argparse.Namespace, done: str, target: Target, wheel: Path | None) -> int:
-    facts = {
-        "done": done,
-        "horovod": HOROVOD_VERSION,
-        "torch": target.torch,
-        "mpi": target.mpi,
-        "nccl": target.cuda is not None,
-        "wheel": None if wheel is None else str(wheel),
-    }
-    said = f"Horovod {HOROVOD_VERSION} works with torch {target.torch} ({done})."
-    print_result(arguments.format, facts, [said])
-    return 0

@@ -84,15 +84,14 @@ class HorovodEnvironment(_Environment):  # type: ignore[misc] # of what is loade
         """Return the number of processes."""
         return self._ranks[1]
 
-    def set_world_size(self, size: int) -> None:
-        """Do nothing: the launcher sets it."""
-
     def global_rank(self) -> int:
         """Return the rank of this process."""
         return self._ranks[0]
 
     def set_global_rank(self, rank: int) -> None:
         """Do nothing: the launcher sets it."""
+
+    set_world_size = set_global_rank
 
     def local_rank(self) -> int:
         """Return the rank of this process on its host."""

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from lightning_d9m.errors import SettingError
 from lightning_d9m.logical_ranks.accumulation import add_wide, is_half, split_in_chunks
 from lightning_d9m.logical_ranks.shared_memory import SLOT_BYTES, SharedMemory, open_shared_memory
 from lightning_d9m.logical_ranks.tree import Blocks, Fold, list_roots
@@ -48,9 +47,6 @@ class RootExchange:
         bytes_sent: The bytes of all messages of this process so far, and of what it has written to
             shared memory.
         flushes: Whether additions of this thread return zero for subnormal numbers.
-
-    Raises:
-        SettingError: The group has another number of processes.
     """
 
     def __init__(
@@ -73,18 +69,9 @@ class RootExchange:
         self.group: Any = None
         if blocks.processes > 1:
             self.group = distributed.group.WORLD if group is None else group
-            if self.group is None:
-                raise SettingError(
-                    f"{blocks.processes} processes need a process group, and torch.distributed is "
-                    "not initialized: call torch.distributed.init_process_group first, or pass "
-                    "group."
-                )
-            size, rank = self.group.size(), self.group.rank()
-            if (size, rank) != (blocks.processes, process):
-                raise SettingError(
-                    f"This is process {process} of {blocks.processes}, but rank {rank} of {size} "
-                    "in the process group: pass a group of all processes, in order."
-                )
+            assert self.group is not None, "torch.distributed is not initialized"
+            place = self.group.size(), self.group.rank()
+            assert place == (blocks.processes, process), "it is not a group of all processes"
         self.restart()
 
     def restart(self) -> None:

@@ -109,10 +109,10 @@ class LogicalGradients:
         """Take the gradients of a logical rank away, which is not the last of this process.
 
         Raises:
-            SettingError: Another logical rank is next, or a gradient is not allowed.
+            SettingError: A gradient is not allowed.
             RanksDisagreeError: Another process trains other parameters.
         """
-        self._check_next(logical_rank, is_last=False)
+        assert logical_rank == self._next < self._block[-1], "another logical rank is next"
         self.prepare()
         storages: set[int] = set()
         for bucket in self._buckets:
@@ -127,10 +127,10 @@ class LogicalGradients:
         """Take the gradients of the last logical rank; set ``grad`` to the sum over all of them.
 
         Raises:
-            SettingError: Another logical rank is next, or a gradient is not allowed.
+            SettingError: A gradient is not allowed.
             RanksDisagreeError: Another process trains other parameters.
         """
-        self._check_next(logical_rank, is_last=True)
+        assert logical_rank == self._next == self._block[-1], "another logical rank is next"
         self.prepare()
         for bucket in self._buckets[self._launched :]:
             self._launch(bucket)
@@ -181,19 +181,6 @@ class LogicalGradients:
         self._next = self._block.start
         self._launched = 0
         self._is_prepared = False
-
-    def _check_next(self, logical_rank: int, *, is_last: bool) -> None:
-        first, last = self._block.start, self._block[-1]
-        if logical_rank == self._next and is_last == (logical_rank == last):
-            return
-        calls = f"finish({last})"
-        if first < last:
-            calls = f"set_aside({first}) to set_aside({last - 1}), then {calls}"
-        raise SettingError(
-            f"The gradients of logical rank {logical_rank} came in, but {self._next} is "
-            f"next: call {calls}, once per step and in this order. After an exception, call "
-            "discard()."
-        )
 
     # The buckets
 

@@ -5,7 +5,6 @@ import torch
 from gloo_threads import run_processes
 from logical_sums import average_leaves, bits, make_leaf
 
-from lightning_d9m.errors import SettingError
 from lightning_d9m.logical_ranks.exchange import CollectiveSum, RootExchange
 from lightning_d9m.logical_ranks.tree import Blocks, Fold, Node
 
@@ -104,18 +103,3 @@ def test_two_processes_flush_subnormal_numbers_as_one_does(flushes, shares_memor
     expected = 2.0 ** (-126 if flushes else -128)  # a flushed operand counts as zero
     name = "SharedSum" if shares_memory else "MessageSum"
     assert run_processes(2, exchange) == [([expected], name)] * 2
-
-
-def test_a_group_of_another_size_or_order_is_refused():
-    def build(process, group):
-        with pytest.raises(SettingError, match=f"process {process} of 3, but rank {process} of 2"):
-            RootExchange(Blocks(4, 3), process, group)
-        with pytest.raises(SettingError, match="of all processes, in order"):
-            RootExchange(Blocks(4, 2), 1 - process, group)
-
-    run_processes(2, build)
-
-
-def test_several_processes_without_a_group_are_refused():
-    with pytest.raises(SettingError, match=r"call torch.distributed.init_process_group first"):
-        RootExchange(Blocks(2, 2), 0)

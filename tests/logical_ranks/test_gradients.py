@@ -169,15 +169,6 @@ def test_discard_forgets_what_was_set_aside():
     assert [bits(p.grad) for _, p in named] == expect(rows)
 
 
-def test_a_logical_rank_out_of_order_is_refused():
-    named = make_parameters()
-    sums = LogicalGradients(named, Blocks(4, 1), 0)
-    set_gradients(named, make_gradients(1)[0])
-    sums.set_aside(0)
-    with pytest.raises(SettingError, match="logical rank 2 came in, but 1 is next"):
-        sums.set_aside(2)
-
-
 def test_gradients_that_were_not_set_to_none_are_refused():
     named, rows = make_parameters(), make_gradients(1)
     sums = LogicalGradients(named, Blocks(1, 1), 0)

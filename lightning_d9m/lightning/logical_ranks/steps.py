@@ -33,6 +33,8 @@ from lightning_d9m.state.state import find_generators
 
 Step = Callable[..., Any]
 _EVALUATED = ("on_validation_batch_end", "on_test_batch_end")
+# The draws between two steps, such as those of callbacks, are of no logical rank.
+_BETWEEN_STEPS = -1
 _TRAINED = ("on_train_batch_start", "on_train_batch_end")
 
 
@@ -265,7 +267,7 @@ class LogicalSteps:
     def _end(self, stage: str) -> None:
         self._leave()
         self.logged.add(self._sandbox.finish(stage, self.logged.take_step()))
-        self._seeds.end(*self._place)
+        self._seeds.start(*self._place, _BETWEEN_STEPS)
 
 
 class BatchHooks:
@@ -359,10 +361,6 @@ def _detach(output: Any) -> Any:
     return output.detach()
 
 
-# The draws between two steps, such as those of callbacks, are of no logical rank.
-_BETWEEN_STEPS = -1
-
-
 class MicroBatchSeeds:
     """Seeds all generators for each micro-batch.
 
@@ -379,7 +377,8 @@ class MicroBatchSeeds:
             owners[f"model.{name}"] = module
             if is_of_program(module.__class__) or module is trainer.lightning_module:
                 source = type(module).__module__
-                owners[source] = _Globals(vars(sys.modules[source]))
+                variables = vars(sys.modules[source]).items()
+                owners[source] = {n: own for n, own in variables if find_kind(own) is GENERATOR}
         owners |= name_callbacks(trainer.callbacks)
         self._generators: dict[str, Any] = find_generators(owners)
 
@@ -410,15 +409,3 @@ class MicroBatchSeeds:
                 generator.seed(seed & 0xFFFFFFFF)
             else:
                 generator.seed(seed)
-
-    def end(self, stage: str, epoch: int, batch: int) -> None:
-        """Seed for what follows the step, alike on all processes."""
-        self.start(stage, epoch, batch, _BETWEEN_STEPS)
-
-
-class _Globals:
-    """The generators among the global variables of a source file."""
-
-    def __init__(self, variables: dict[str, Any]) -> None:
-        found = {name: value for name, value in variables.items() if find_kind(value) is GENERATOR}
-        vars(self).update(found)

@@ -75,7 +75,9 @@ def test_without_one_part_of_it_the_weights_differ(folder, name):
 def test_buffers_that_are_not_put_back_and_values_of_one_process_change_no_weight(folder, name):
     totals = final_totals(folder, name).values()
     assert len({record.totals["weights"] for record in totals}) == 1
-    assert len({record.totals.get("buffers") for record in totals}) == (2 if name == "buffers" else 1)
+    assert len({record.totals.get("buffers") for record in totals}) == (
+        2 if name == "buffers" else 1
+    )
     assert len({record.scalars["val_loss"] for record in totals}) > 1
 
 
