@@ -10,7 +10,6 @@ from torch import distributed
 
 from lightning_d9m.errors import RankLostError
 from lightning_d9m.ledger.folder import read_ledger
-from lightning_d9m.ranks import liveness as liveness_module
 from lightning_d9m.ranks.liveness import (
     RankLiveness,
     add_lost_ranks,
@@ -71,16 +70,6 @@ def test_an_error_of_another_rank_is_named(liveness):
     error = RuntimeError(GLOO_ERROR)
     add_lost_ranks(error, liveness[0])
     assert str(error) == f"{GLOO_ERROR}\nRank 1 ended with ValueError: the third batch is bad."
-
-
-def test_the_connections_are_closed_before_other_ranks_are_asked(liveness, monkeypatch):
-    """Of three ranks in a ring, one waits for a rank that has lost the third."""
-    events = []
-    monkeypatch.setattr(liveness_module, "close_default_group", lambda: events.append("close"))
-    monkeypatch.setattr(liveness[0], "find_lost", lambda: events.append("ask"))
-    add_lost_ranks(RuntimeError(GLOO_ERROR), liveness[0])
-    add_lost_ranks(ValueError("the third batch is bad"), liveness[0])
-    assert events == ["close", "ask"]
 
 
 @pytest.mark.parametrize("error", [RuntimeError("a bad shape"), ValueError(GLOO_ERROR)])
