@@ -42,12 +42,7 @@ _Environment: Any = combined_base("plugins.environments.LightningEnvironment")
 # horovodrun, Open MPI, MPICH and Intel MPI: rank, size, local rank, node rank.
 _VARIABLES = (
     ("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_CROSS_RANK"),
-    (
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_SIZE",
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-        "OMPI_COMM_WORLD_NODE_RANK",
-    ),
+    tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "NODE_RANK")),
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_NODE_RANK"),
 )
 

@@ -41,6 +41,12 @@ from lightning_d9m.ranks.ranks import agree
 from lightning_d9m.state.plain_data import decode_plain, encode_plain
 
 _DDPStrategy: Any = combined_base("strategies.DDPStrategy")
+# The options of DDP that go with logical ranks.
+_OPTIONS = (
+    *("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io"),
+    *("precision_plugin", "process_group_backend", "timeout", "start_method"),
+    "find_unused_parameters",  # not needed: logical ranks handle what it is for
+)
 # Errors that another rank has caused, or all.
 _OF_OTHERS = (RankLostError, RanksDisagreeError)
 
@@ -80,7 +86,11 @@ class DDPDeterministicStrategy(_DDPStrategy):  # type: ignore[misc] # of the pac
             logical_ranks = read_variable(variable_of("logical_ranks"), os.environ, int)
         if logical_ranks is not None:
             Blocks(logical_ranks, 1)
-            _check_options(options)
+            for name in sorted(options.keys() - {*_OPTIONS}):
+                raise SettingError(
+                    f"{name}={options[name]!r} is an option of DDP, and with logical_ranks "
+                    f"gradients are not reduced by DDP: leave out {name}, or logical_ranks."
+                )
         super().__init__(**options)
         self.logical_ranks = logical_ranks
         self.logical_steps: LogicalSteps | None = None
@@ -371,25 +381,6 @@ class DDPDeterministicStrategy(_DDPStrategy):  # type: ignore[misc] # of the pac
         """End the run."""
         self._end_logical_ranks()
         super().teardown()
-
-
-def _check_options(options: dict[str, Any]) -> None:
-    allowed = {
-        "accelerator",
-        "parallel_devices",
-        "cluster_environment",
-        "checkpoint_io",
-        "precision_plugin",
-        "process_group_backend",
-        "timeout",
-        "start_method",
-        "find_unused_parameters",  # not needed: this is what they handle
-    }
-    for name in sorted(options.keys() - allowed):
-        raise SettingError(
-            f"{name}={options[name]!r} is an option of DDP, and with logical_ranks gradients are "
-            f"not reduced by DDP: leave out {name}, or logical_ranks."
-        )
 
 
 register_in_loaded_packages()  # a Trainer takes the name after this import
