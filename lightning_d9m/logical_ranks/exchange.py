@@ -99,11 +99,10 @@ class RootExchange:
         """
         assert len(roots) == len(self.roots[self.process])
         kind = LocalSum
-        if self.blocks.processes > 1:
-            on_host = result.device.type == "cpu"
-            kind = (
-                CollectiveSum if not on_host else MessageSum if self.memory is None else SharedSum
-            )
+        if self.blocks.processes > 1 and result.device.type != "cpu":
+            kind = CollectiveSum
+        elif self.blocks.processes > 1:
+            kind = MessageSum if self.memory is None else SharedSum
         return kind(self, roots, result, divisor)
 
     def close(self) -> None:
@@ -163,31 +162,20 @@ class RootExchange:
         ((_, total),) = fold.held
         if is_half(total):
             total = total.float()
-        divide(total, divisor)
+        end_sum(total, divisor)
         if total.data_ptr() != result.data_ptr() or total.dtype != result.dtype:
             result.copy_(total)  # the only rounding of a half type
-        replace_nans(result)
 
 
 def end_sum(total: Tensor, divisor: int) -> None:
-    """Divide a sum in place, and give its NaNs one bit pattern."""
-    divide(total, divisor)
-    replace_nans(total)
-
-
-def divide(tensor: Tensor, divisor: int) -> None:
-    """Divide in place."""
+    """Divide a sum in place, and replace every NaN by torch's: an addition returns either NaN."""
     if divisor & (divisor - 1):
-        tensor.div_(divisor)
+        total.div_(divisor)
     elif divisor != 1:  # the same bits, as the reciprocal is exact, and a product takes less time
-        tensor.mul_(1.0 / divisor)
-
-
-def replace_nans(tensor: Tensor) -> None:
-    """Replace every NaN by torch's: an addition of two NaNs returns either of them."""
+        total.mul_(1.0 / divisor)
     # One NaN makes the sum NaN. A sum is only read, a mask is written, and NaNs are rare.
-    if tensor.device.type != "cpu" or not math.isfinite(tensor.sum().item()):
-        tensor.masked_fill_(tensor.isnan(), math.nan)
+    if total.device.type != "cpu" or not math.isfinite(total.sum().item()):
+        total.masked_fill_(total.isnan(), math.nan)
 
 
 def round_up(number: int, step: int) -> int:
