@@ -46,14 +46,14 @@ def launches(tmp_path_factory):
 def test_a_lost_rank_is_named_by_the_survivor_and_in_its_ledger(launches, way):
     """Whatever the load: rank 0 never gets an answer, and reads the state of the process.
 
-    The rank that hangs has logical ranks.
+    The training whose rank is killed has logical ranks.
     """
     folder, statuses, output = launches[way]
     assert statuses == [0, -signal.SIGKILL], output
     sentence = f"Rank 1 (process {(folder / 'pid-1').read_text()}) {STATES[way]}"
     error = (folder / "error-0").read_text()
     assert sentence in error.splitlines()[-1]
-    assert error.startswith("lost (1,): Rank 0 waited for ") is (way == "hung")
+    assert error.startswith("lost (1,): Rank 0 waited for ") is (way == "killed")
     outcome = read_ledger(folder / "d9m" / "fit-000").outcome(0)
     assert sentence in outcome.end.error
 

@@ -1,7 +1,7 @@
 """One rank of a DDP training in which rank 1 is lost; see lightning/test_lost_ranks.py.
 
-Usage: lost_rank_training.py FOLDER, which ends in the way in which rank 1 is lost: "killed", or
-"hung", with logical ranks. Rank 0 writes the message of its error and kills rank 1.
+Usage: lost_rank_training.py FOLDER, which ends in the way in which rank 1 is lost: "killed",
+with logical ranks, or "hung". Rank 0 writes the message of its error and kills rank 1.
 """
 
 import os
@@ -34,7 +34,7 @@ def lose_rank_1(self, *_):
 
 if __name__ == "__main__":
     callback = DeterminismCallback(seed=5, ledger_dir=folder / "d9m")
-    strategy = DDPDeterministicStrategy(logical_ranks=4) if hangs else "ddp"
+    strategy = "ddp" if hangs else DDPDeterministicStrategy(logical_ranks=4)
     trainer = L.Trainer(max_epochs=2, strategy=strategy, devices=2, callbacks=[callback], **QUIET)
     model = make_model(on_train_batch_start=lose_rank_1)
     (folder / f"pid-{RANK}").write_text(str(os.getpid()))
