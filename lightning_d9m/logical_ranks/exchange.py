@@ -332,7 +332,8 @@ class SharedSum(LocalSum):
         length = len(self.result)
         size = round_up(-(-length // -(-length // room)), step)
         self._chunks = [slice(i, min(i + size, length)) for i in range(0, length, size)]
-        self._first = self._memory.take_numbers(len(self._chunks))
+        self._first = self._memory.taken
+        self._memory.taken += len(self._chunks)
 
     def finish(self) -> None:
         """Sum the chunks."""
