@@ -157,7 +157,8 @@ def reopen_default_group(**options: Any) -> None:
     place: Any = {"rank": distributed.get_rank(), "world_size": distributed.get_world_size()}
     backend = distributed.get_backend()
     distributed.destroy_process_group()
-    store = distributed.PrefixStore(f"d9m.{next(_openings)}", store)
+    make_store: Any = distributed.PrefixStore  # type: ignore[attr-defined] # not in __all__
+    store = make_store(f"d9m.{next(_openings)}", store)
     distributed.init_process_group(backend, store=store, **place, **options)
 
 

@@ -34,7 +34,7 @@ def group_loader(loader: object, blocks: Blocks, process: int, *, padded: bool) 
                 "sampler."
             )
         drop_last = sampler.drop_last
-        words = {"shuffle": sampler.shuffle, "seed": sampler.seed}
+        words: Any = {"shuffle": sampler.shuffle, "seed": sampler.seed}
         sampler = DistributedSampler(sampler.dataset, num_replicas=1, rank=0, **words)
 
     if not padded and len(sampler) <= (first := blocks.of(blocks.processes - 1).start):

@@ -304,10 +304,10 @@ class DDPDeterministicStrategy(_DDPStrategy):  # type: ignore[misc] # of the pac
             return super().training_step(*args, **kwargs)
         return self.logical_steps.train(super().training_step, self.run_backward, *args, **kwargs)
 
-    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
+    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """Run Lightning's backward, and sum the gradients before ``on_after_backward``."""
         if self.logical_steps is None and not self.sums_always:
-            return super().backward(closure_loss, optimizer, *args, **kwargs)  # type: ignore[no-any-return]
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
         loss = self.run_backward(closure_loss, optimizer, *args, **kwargs)
         self.finish_gradients()
         loss = self.precision_plugin.post_backward(loss, self.lightning_module)
