@@ -1,6 +1,6 @@
 """Start ranks with horovodrun."""
 
-import importlib.metadata
+import importlib.util
 import json
 import os
 import signal
@@ -16,17 +16,9 @@ collect_ignore = ["scripts"]  # run by ranks
 _LIMIT_SECONDS = 240
 
 
-def _horovod_is_installed():
-    try:
-        importlib.metadata.version("horovod")
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
-
-
 def pytest_collection_modifyitems(items):
     """Skip tests that need Horovod if it is not installed."""
-    if _horovod_is_installed():
+    if importlib.util.find_spec("horovod") is not None:
         return
     skip = pytest.mark.skip(reason="needs Horovod, which `d9m install-horovod` builds")
     for item in items:
