@@ -221,7 +221,7 @@ def fit_controls(folder):
     with mock.patch.object(micro_batches.BlockBatchSampler, "__iter__", split_by_process):
         train(folder / "sampler", "plain", 4, noisy=False, size=48)
     threads = 2 if PROCESSES == 1 else 1
-    train(folder / "threads", "wide", 4, threads=threads, loader={"batch_size": 16}, size=64)
+    fit(folder / "threads", "wide", 4, threads=threads, loader={"batch_size": 16}, size=128)
 
 
 def main():
