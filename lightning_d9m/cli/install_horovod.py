@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from lightning_d9m.errors import CommandError
 from lightning_d9m.horovod.build import (
@@ -14,13 +15,11 @@ from lightning_d9m.horovod.build import (
     Target,
     build_environment,
     build_wheel,
-    find_tools,
 )
 from lightning_d9m.launch.progress import StatusLine
 from lightning_d9m.output.columns import print_result
 
 _TRIAL_SECONDS = 180
-_TERMINAL_COLUMNS = 100
 
 # Two processes, because one reduces nothing; integers, so that every order of the sum is exact.
 # `horovodrun --check-build` reports PyTorch even if the extension is missing.
@@ -56,23 +55,33 @@ def run(arguments: argparse.Namespace) -> int:
         CommandError: A tool is missing, the build failed, or the installed Horovod does not work.
     """
     target = _find_target(mpi=arguments.mpi, gpu=arguments.gpu)
-    if not arguments.rebuild and _try_installed(target) is None:
-        return _report(arguments, "kept", target, None)
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = (arguments.cache or base / "lightning_d9m" / "wheels") / target.key
-    wheel = next(iter(sorted(folder.glob("horovod-*.whl"))), None)
-    built = wheel is None or arguments.rebuild
-    _pip(*REQUIREMENTS)  # those that are installed stay as they are
-    if built:
-        wheel = _build_into(folder, target, quiet=arguments.format == "json")
-    _pip("--no-index", "--no-deps", "--force-reinstall", str(wheel))
-    failure = _try_installed(target)
-    if failure is not None:
-        raise CommandError(
-            f"Horovod was installed from {wheel} but an allreduce of two processes failed: "
-            f"{failure} Run `d9m install-horovod --rebuild` to build it again."
-        )
-    return _report(arguments, "built" if built else "installed", target, wheel)
+    done, wheel = "kept", None
+    if arguments.rebuild or _try_installed(target) is not None:
+        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        folder = (arguments.cache or base / "lightning_d9m" / "wheels") / target.key
+        wheel = next(iter(sorted(folder.glob("horovod-*.whl"))), None)
+        done = "built" if wheel is None or arguments.rebuild else "installed"
+        _pip(*REQUIREMENTS)  # those that are installed stay as they are
+        if done == "built":
+            wheel = _build_into(folder, target, quiet=arguments.format == "json")
+        _pip("--no-index", "--no-deps", "--force-reinstall", str(wheel))
+        failure = _try_installed(target)
+        if failure is not None:
+            raise CommandError(
+                f"Horovod was installed from {wheel} but an allreduce of two processes failed: "
+                f"{failure} Run `d9m install-horovod --rebuild` to build it again."
+            )
+    facts = {
+        "done": done,
+        "horovod": HOROVOD_VERSION,
+        "torch": target.torch,
+        "mpi": target.mpi,
+        "nccl": target.cuda is not None,
+        "wheel": None if wheel is None else str(wheel),
+    }
+    said = f"Horovod {HOROVOD_VERSION} works with torch {target.torch} ({done})."
+    print_result(arguments.format, facts, [said])
+    return 0
 
 
 def _find_target(*, mpi: bool, gpu: str) -> Target:
@@ -82,46 +91,32 @@ def _find_target(*, mpi: bool, gpu: str) -> Target:
         raise CommandError(
             f"Horovod is built against torch, but {sys.executable} has none: install torch first."
         ) from error
-    nccl = gpu == "nccl" or (gpu == "auto" and torch.version.cuda is not None)
-    if nccl and torch.version.cuda is None:
+    version, cuda = str(torch.__version__), torch.version.cuda
+    if gpu == "nccl" and cuda is None:
         raise CommandError(
-            f"--gpu nccl needs a CUDA build of torch, but torch {torch.__version__} is a CPU "
+            f"--gpu nccl needs a CUDA build of torch, but torch {version} is a CPU "
             "build: install a CUDA build or pass --gpu none."
         )
-    version = str(torch.__version__)
-    if not nccl:
-        return Target(torch=version, mpi=mpi, nccl=False)
+    if gpu == "none" or cuda is None:
+        return Target(torch=version, mpi=mpi)
     chosen = os.environ.get("HOROVOD_BUILD_CUDA_CC_LIST", "").replace(" ", "")
     devices = range(torch.cuda.device_count())
-    found = ("".join(map(str, torch.cuda.get_device_capability(number))) for number in devices)
-    capabilities = chosen.split(",") if chosen else sorted(set(found))
-    return Target(
-        torch=version,
-        mpi=mpi,
-        nccl=True,
-        cuda=torch.version.cuda,
-        capabilities=tuple(capabilities),
-    )
+    found = {"".join(map(str, torch.cuda.get_device_capability(number))) for number in devices}
+    capabilities = chosen.split(",") if chosen else sorted(found)
+    return Target(torch=version, mpi=mpi, cuda=cuda, capabilities=tuple(capabilities))
 
 
 def _build_into(folder: Path, target: Target, *, quiet: bool) -> Path:
     """Build a wheel and move it into its cache folder, so that a partial wheel never appears."""
-    tools = find_tools(target, os.environ)
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / "build.log"
     with tempfile.TemporaryDirectory(dir=folder, prefix="build-") as name:
-        work = Path(name)
-        environment = build_environment(target, tools, work, os.environ)
+        environment = build_environment(target, Path(name), os.environ)
         if not quiet:
             title = f"Building Horovod {HOROVOD_VERSION} for torch {target.torch}; log: {log}"
             print(title, file=sys.stderr, flush=True)
         with StatusLine(quiet=quiet) as line:
-
-            def show(seconds: float, text: str) -> None:
-                passed = f"{int(seconds) // 60}:{int(seconds) % 60:02}"
-                line.update(f"{passed} {text}"[:_TERMINAL_COLUMNS])
-
-            built = build_wheel(work, log, environment, show)
+            built = build_wheel(Path(name), log, environment, line.update)
         return built.replace(folder / built.name)
 
 
@@ -140,36 +135,15 @@ def _try_installed(target: Target) -> str | None:
     environment = {k: v for k, v in os.environ.items() if not k.startswith("HOROVOD_")}
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder) / "trial.py"
-        script.write_text(_TRIAL.format(mpi=target.mpi, nccl=target.nccl))
+        script.write_text(_TRIAL.format(mpi=target.mpi, nccl=target.cuda is not None))
         command = [sys.executable, "-m", "horovod.runner.launch", "-np", "2", "--gloo"]
         command += [sys.executable, str(script)]
+        words: dict[str, Any] = {"capture_output": True, "text": True, "timeout": _TRIAL_SECONDS}
         try:
-            done = subprocess.run(
-                command,
-                capture_output=True,
-                text=True,
-                check=False,
-                cwd=folder,
-                env=environment,
-                timeout=_TRIAL_SECONDS,
-            )
+            done = subprocess.run(command, check=False, cwd=folder, env=environment, **words)
         except subprocess.TimeoutExpired:
             return f"it did not finish within {_TRIAL_SECONDS} s."
     if done.returncode == 0:
         return None
     lines = [line for line in (done.stdout + done.stderr).splitlines() if "Error" in line]
     return f"{lines[0] if lines else f'exit status {done.returncode}'}."
-
-
-def _report(arguments: argparse.Namespace, done: str, target: Target, wheel: Path | None) -> int:
-    facts = {
-        "done": done,
-        "horovod": HOROVOD_VERSION,
-        "torch": target.torch,
-        "mpi": target.mpi,
-        "nccl": target.nccl,
-        "wheel": None if wheel is None else str(wheel),
-    }
-    said = f"Horovod {HOROVOD_VERSION} works with torch {target.torch} ({done})."
-    print_result(arguments.format, facts, [said])
-    return 0

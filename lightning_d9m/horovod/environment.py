@@ -2,7 +2,7 @@
 
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -153,18 +153,17 @@ def _find_address() -> str:
         return "127.0.0.1"
 
 
-def describe_rank(options: Mapping[str, Scalar]) -> dict[str, Scalar]:
-    """Return the strategy's options and the stack, which must be equal on every rank."""
-    variables = {f"variable.{name}": os.environ.get(name) for name in (*PINNED, *CHOSEN)}
-    return capture_stack({f"strategy.{n}": v for n, v in options.items()} | variables)
-
-
-def check_rank_stacks(described: Sequence[Mapping[str, Scalar]]) -> None:
-    """Compare the ranks' descriptions.
+def compare_ranks(
+    options: Mapping[str, Scalar], gather: Callable[[Any], Sequence[Mapping[str, Scalar]]]
+) -> None:
+    """Compare the strategy's options and the stacks of all ranks, which ``gather`` returns.
 
     Raises:
         StackDifferenceError: A rank differs from rank 0; the message names rank and field.
     """
+    variables = {f"variable.{name}": os.environ.get(name) for name in (*PINNED, *CHOSEN)}
+    own = capture_stack({f"strategy.{name}": value for name, value in options.items()} | variables)
+    described = gather(own)
     for rank, actual in enumerate(described):
         differences = stack_differences(described[0], actual)
         if differences:

@@ -2,8 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partialmethod
 from typing import Any, Literal
@@ -14,23 +13,21 @@ from torch import Tensor, distributed
 from lightning_d9m.attribute_patches import AttributePatches
 from lightning_d9m.errors import RankLostError, SettingError
 from lightning_d9m.horovod.environment import (
-    check_rank_stacks,
+    compare_ranks,
     connect_store,
-    describe_rank,
     import_horovod,
     set_variables,
 )
 from lightning_d9m.lightning.lightning_private import BROADCAST_SIGTERM
-from lightning_d9m.lightning.logical_ranks.refusals import watch_functions
+from lightning_d9m.lightning.logical_ranks.refusals import watch_function
 from lightning_d9m.lightning.logical_ranks.sandbox import send_tensors
 from lightning_d9m.lightning.logical_ranks.strategy import DDPDeterministicStrategy
 from lightning_d9m.lightning.packages import combined_base
 from lightning_d9m.lightning.strategies import register_in_loaded_packages
-from lightning_d9m.logical_ranks.buckets import check_options
-from lightning_d9m.logical_ranks.gradients import BUCKET_BYTES, LogicalGradients
+from lightning_d9m.logical_ranks.gradients import BUCKET_BYTES, LogicalGradients, check_options
 from lightning_d9m.logical_ranks.malloc import disable_malloc_trim
 from lightning_d9m.logical_ranks.tree import Blocks
-from lightning_d9m.ranks.connections import (
+from lightning_d9m.ranks.groups import (
     close_group_at_exit,
     is_default_group_closed,
     open_control_group,
@@ -45,33 +42,18 @@ _Environment: Any = combined_base("plugins.environments.LightningEnvironment")
 # horovodrun, Open MPI, MPICH and Intel MPI: rank, size, local rank, node rank.
 _VARIABLES = (
     ("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_CROSS_RANK"),
-    (
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_SIZE",
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-        "OMPI_COMM_WORLD_NODE_RANK",
-    ),
+    tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "NODE_RANK")),
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_NODE_RANK"),
 )
 
 
-@dataclass(frozen=True)
-class RankInfo:
-    """The ranks of this process, and the number of processes."""
-
-    rank: int = 0
-    size: int = 1
-    local_rank: int = 0
-    node_rank: int = 0
-
-
-def read_rank_info(environment: Mapping[str, str]) -> RankInfo:
-    """Read the launcher's variables; without a launcher, return a single process."""
+def read_ranks(environment: Mapping[str, str]) -> tuple[int, int, int, int]:
+    """Read rank, size, local rank and node rank; without a launcher, return a single process."""
     for names in _VARIABLES:
         if names[0] in environment:
             rank, size, local_rank, node_rank = (int(environment.get(n, "0")) for n in names)
-            return RankInfo(rank, max(1, size), local_rank, node_rank)
-    return RankInfo()
+            return rank, max(1, size), local_rank, node_rank
+    return 0, 1, 0, 0
 
 
 class HorovodEnvironment(_Environment):  # type: ignore[misc] # of what is loaded
@@ -80,43 +62,39 @@ class HorovodEnvironment(_Environment):  # type: ignore[misc] # of what is loade
     The strategy passes it to Lightning, which would otherwise detect SLURM, MPI or torchrun.
     """
 
+    creates_processes_externally = True
+
     def __init__(self) -> None:
         super().__init__()
-        self._info = read_rank_info(os.environ)
+        self._ranks = read_ranks(os.environ)
 
     def update(self, hvd: Any) -> None:
         """Read the ranks from Horovod, once it is initialized."""
-        self._info = RankInfo(hvd.rank(), hvd.size(), hvd.local_rank(), hvd.cross_rank())
-
-    @property
-    def creates_processes_externally(self) -> bool:
-        """Always True: the launcher starts all processes."""
-        return True
+        self._ranks = (hvd.rank(), hvd.size(), hvd.local_rank(), hvd.cross_rank())
 
     def teardown(self) -> None:
         """Leave the launcher's variables as they are."""
 
     def world_size(self) -> int:
         """Return the number of processes."""
-        return self._info.size
-
-    def set_world_size(self, size: int) -> None:
-        """Do nothing: the launcher sets it."""
+        return self._ranks[1]
 
     def global_rank(self) -> int:
         """Return the rank of this process."""
-        return self._info.rank
+        return self._ranks[0]
 
     def set_global_rank(self, rank: int) -> None:
         """Do nothing: the launcher sets it."""
 
+    set_world_size = set_global_rank
+
     def local_rank(self) -> int:
         """Return the rank of this process on its host."""
-        return self._info.local_rank
+        return self._ranks[2]
 
     def node_rank(self) -> int:
         """Return the number of this process's host."""
-        return self._info.node_rank
+        return self._ranks[3]
 
 
 class HorovodDeterministicStrategy(DDPDeterministicStrategy):
@@ -135,10 +113,6 @@ class HorovodDeterministicStrategy(DDPDeterministicStrategy):
         bucket_bytes: Size at which a bucket of gradients is closed, in bytes; the first one at
             1 MiB, to start early. It changes no bit.
         compression: ``"fp16"`` or ``"bf16"`` rounds gradients before they are sent.
-        sparse_as_dense: Reduce sparse gradients as dense ones; otherwise they are an error.
-        broadcast_buffers: After each reduced backward pass, copy the buffers of rank 0 (such as the
-            running statistics of batch normalization) to all ranks, as DDP does before a forward
-            pass.
         stall_seconds: Time after which a collective that some rank does not join fails.
         accelerator: As for any strategy of Lightning.
         parallel_devices: The same.
@@ -150,7 +124,7 @@ class HorovodDeterministicStrategy(DDPDeterministicStrategy):
     """
 
     strategy_name = "horovod_d9m"
-    closes_after_errors = True
+    sums_always = True
 
     def __init__(  # noqa: PLR0913 - one keyword for each setting
         self,
@@ -159,8 +133,6 @@ class HorovodDeterministicStrategy(DDPDeterministicStrategy):
         op: Literal["average", "sum"] = "average",
         bucket_bytes: int = BUCKET_BYTES,
         compression: Literal["fp16", "bf16"] | None = None,
-        sparse_as_dense: bool = False,
-        broadcast_buffers: bool = True,
         stall_seconds: float = 1800.0,
         accelerator: Any = None,
         parallel_devices: list[torch.device] | None = None,
@@ -170,7 +142,6 @@ class HorovodDeterministicStrategy(DDPDeterministicStrategy):
         check_options(op=op, bucket_bytes=bucket_bytes, compression=compression)
         super().__init__(
             logical_ranks=logical_ranks,
-            sparse_as_dense=sparse_as_dense,
             cluster_environment=HorovodEnvironment(),
             timeout=timedelta(seconds=stall_seconds),
             accelerator=accelerator,
@@ -179,19 +150,15 @@ class HorovodDeterministicStrategy(DDPDeterministicStrategy):
             precision_plugin=precision_plugin,
         )
         self._sum_options = {"op": op, "bucket_bytes": bucket_bytes, "compression": compression}
-        self._broadcast_buffers = broadcast_buffers
-        given = {"compression": (compression, None), "broadcast_buffers": (broadcast_buffers, True)}
-        for name, (value, allowed) in given.items():
-            if self.logical_ranks is not None and value != allowed:
-                raise SettingError(
-                    f"{name}={value!r} does not go with logical_ranks, whose sums are exact for "
-                    f"any number of processes: leave out {name}, or logical_ranks."
-                )
+        if self.logical_ranks is not None and compression is not None:
+            raise SettingError(
+                f"compression={compression!r} does not go with logical_ranks, whose sums are exact "
+                "for any number of processes: leave out compression, or logical_ranks."
+            )
         self._stall_seconds = stall_seconds
         self._added_variables: list[str] | None = None  # from `setup_environment` to `teardown`
         self._sums: LogicalGradients | None = None
         self._is_blocked = False  # whether gradients accumulate on this rank alone
-        self._runs_backward = False
 
     # Processes and devices
 
@@ -204,36 +171,26 @@ class HorovodDeterministicStrategy(DDPDeterministicStrategy):
         devices: list[torch.device] = self.parallel_devices or [torch.device("cpu")]
         if devices[0].type != "cuda":
             return devices[0]
-        if len(devices) > 1:
-            if self.local_rank >= len(devices):
-                raise SettingError(
-                    f"Rank {self.global_rank} has local rank {self.local_rank}, but "
-                    f"Trainer(devices=...) names {len(devices)} devices: name one per process."
-                )
-            return devices[self.local_rank]
-        visible = torch.cuda.device_count()
-        if visible == 1:  # a launcher that makes one device visible to each process
-            return torch.device("cuda", 0)
-        if self.local_rank >= visible:
+        if len(devices) == 1:
+            devices = [torch.device("cuda", number) for number in range(torch.cuda.device_count())]
+        if len(devices) == 1:  # a launcher that makes one device visible to each process
+            return devices[0]
+        if self.local_rank >= len(devices):
             raise SettingError(
-                f"Rank {self.global_rank} has local rank {self.local_rank} on a host with only "
-                f"{visible} CUDA devices: start at most {visible} processes on it."
+                f"Rank {self.global_rank} has local rank {self.local_rank}, and there are only "
+                f"{len(devices)} CUDA devices for the processes of its host: start at most "
+                f"{len(devices)} there, and name one device for each in Trainer(devices=...), or "
+                "none."
             )
-        return torch.device("cuda", self.local_rank)
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """The arguments of Lightning's `DistributedSampler`."""
-        if self.logical_ranks is not None:
-            return super().distributed_sampler_kwargs
-        return {"num_replicas": self.world_size, "rank": self.global_rank}
+        return devices[self.local_rank]
 
     def setup_environment(self) -> None:
         """Set the environment variables, start Horovod, and compare the ranks."""
         hvd = import_horovod()
         running = hvd.is_initialized()
-        stall_seconds = self._stall_seconds
-        self._added_variables = set_variables(initialized=running, stall_seconds=stall_seconds)
+        self._added_variables = set_variables(
+            initialized=running, stall_seconds=self._stall_seconds
+        )
         if not running:
             hvd.init()
         if self.root_device.type == "cpu":
@@ -241,17 +198,13 @@ class HorovodDeterministicStrategy(DDPDeterministicStrategy):
         environment: Any = self.cluster_environment
         environment.update(hvd)
         super().setup_environment()
-        described = describe_rank(
-            {
-                **self._sum_options,
-                "sparse_as_dense": self._sparse_as_dense,
-                "broadcast_buffers": self._broadcast_buffers,
-                "logical_ranks": self.logical_ranks,
-                "device": self.root_device.type,
-                "precision": str(self.precision_plugin.precision),
-            }
-        )
-        check_rank_stacks(self.gather_values(described))
+        options = {
+            **self._sum_options,
+            "logical_ranks": self.logical_ranks,
+            "device": self.root_device.type,
+            "precision": str(self.precision_plugin.precision),
+        }
+        compare_ranks(options, self.gather_values)
 
     def setup_distributed(self) -> None:
         """Connect the processes by torch, over a store whose address Horovod sends."""
@@ -275,16 +228,7 @@ class HorovodDeterministicStrategy(DDPDeterministicStrategy):
             self.broadcast_model()
 
     def setup(self, trainer: Any) -> None:
-        """Run Lightning's setup, and sum gradients in a fit; each process is a logical rank.
-
-        Raises:
-            SettingError: ``sync_batchnorm`` is set on a CPU.
-        """
-        if self._layer_sync is not None and self.root_device.type == "cpu":
-            raise SettingError(
-                "Trainer(sync_batchnorm=True) needs GPUs, because torch's SyncBatchNorm computes "
-                "on a GPU only: leave it out, or train on GPUs."
-            )
+        """Run Lightning's setup, and sum gradients in a fit; each process is a logical rank."""
         super().setup(trainer)
         loop = trainer.fit_loop.epoch_loop
         if hasattr(loop, BROADCAST_SIGTERM):
@@ -301,40 +245,28 @@ class HorovodDeterministicStrategy(DDPDeterministicStrategy):
         """Refuse collectives of torch and of Horovod while a step of a logical rank runs."""
         super().watch_collectives(patches, current)
         hvd = import_horovod()
-        names = [name for name in vars(hvd) if name.startswith(_COLLECTIVES)]
-        watch_functions(patches, current, hvd, names, "horovod.torch.")
+        for name in [name for name in vars(hvd) if name.startswith(_COLLECTIVES)]:
+            watch_function(patches, current, hvd, name, f"horovod.torch.{name}")
 
     # Gradients
 
-    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """Run Lightning's backward, and reduce the gradients before ``on_after_backward``."""
+    def finish_gradients(self) -> None:
+        """Sum the gradients of all ranks, unless they accumulate on this one."""
         if self.logical_ranks is not None:
-            return super().backward(closure_loss, optimizer, *args, **kwargs)
-        loss = self.run_backward(closure_loss, optimizer, *args, **kwargs)
-        if self._sums is not None and not self._is_blocked:
+            super().finish_gradients()
+        elif self._sums is not None and not self._is_blocked:
             self.agree("the backward pass")
             with self.naming_lost("the sum of gradients"):
                 self._sums.finish(self.global_rank)
-            if self._broadcast_buffers:
-                send_tensors([*self.lightning_module.buffers()], self)
-        return self.end_backward(loss)
+            # As DDP does before a forward pass: running statistics of batch normalization.
+            send_tensors([*self.lightning_module.buffers()], self)
 
-    @contextmanager
-    def overlapping_sums(self) -> Iterator[None]:
-        """Sum the gradients of the backward pass inside, unless they accumulate on this rank."""
+    def overlapping_sums(self) -> AbstractContextManager[None]:
+        """Return a context that sums the gradients, unless they accumulate on this rank."""
         if self.logical_ranks is not None:
-            with super().overlapping_sums():
-                yield
-            return
-        self._runs_backward = True
-        try:
-            if self._sums is None or self._is_blocked:
-                yield
-            else:
-                with self._sums.backward():
-                    yield
-        finally:
-            self._runs_backward = False
+            return super().overlapping_sums()
+        sums = None if self._is_blocked else self._sums
+        return nullcontext() if sums is None else sums.backward()
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -359,7 +291,7 @@ class HorovodDeterministicStrategy(DDPDeterministicStrategy):
         return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     def _refuse_stray(self, name: str) -> None:
-        if self.lightning_module.trainer.training and not (self._runs_backward or self._is_blocked):
+        if self.lightning_module.trainer.training and not self._is_blocked:
             raise SettingError(
                 f"{name!r} got a gradient outside Lightning's backward, so the ranks would not "
                 "reduce it: call self.manual_backward(loss) instead of loss.backward()."

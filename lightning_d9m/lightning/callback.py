@@ -36,7 +36,7 @@ from lightning_d9m.lightning.strategies import check_strategy, register_strategi
 from lightning_d9m.lightning.trainer_attributes import Trainer, ranks_of
 from lightning_d9m.lightning.trainer_recorder import FitSummary, TrainerRecorder
 from lightning_d9m.lightning.trainer_session import TrainerSession, resolve_settings, select_given
-from lightning_d9m.ranks.connections import close_group_at_exit
+from lightning_d9m.ranks.groups import close_group_at_exit
 from lightning_d9m.ranks.liveness import RankLiveness, add_lost_ranks, connect_liveness
 from lightning_d9m.recording.run import RunOptions
 

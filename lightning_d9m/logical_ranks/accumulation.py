@@ -1,14 +1,15 @@
 """The gradients of a process's logical ranks, added along the tree as they come in."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NoReturn
+from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_d9m.errors import SettingError
-from lightning_d9m.logical_ranks.tree import Blocks, Fold, Node
+from lightning_d9m.logical_ranks.tree import find_roots
 
 _HALVES = frozenset({torch.float16, torch.bfloat16})
 _CHUNK = 2**18  # elements; several such chunks fit in the second cache of a core
@@ -16,59 +17,45 @@ Gradients = list[Tensor | None]
 """Gradients, or sums of them; None is a missing one, which counts as +0.0."""
 
 
-class FoldOrder:
-    """The logical ranks of one process, in the order in which their gradients come in.
-
-    Attributes:
-        first: The first one.
-        last: The last one.
-        next: The one whose gradients come in now.
-    """
-
-    def __init__(self, blocks: Blocks, process: int) -> None:
-        block = blocks.of(process)
-        self._merges = count_merges(block, blocks.logical_ranks)
-        self.first, self.last = block.start, block[-1]
-        self.next = self.first
-
-    @property
-    def merges(self) -> int:
-        """The number of held sums to which the next logical rank is added."""
-        return self._merges[self.next - self.first]
-
-
-class Part:
+class Part(ABC):
     """A large gradient, or the small ones of a bucket, which are added at once.
 
     It holds the sums of the subtrees whose gradients have come in, one after the other. They are
     changed in place, so parts must not share memory.
 
-    Attributes:
+    Args:
         views: Where each root of this process is packed.
+        end: Called with parts of the last root to change them.
+
+    Attributes:
         is_taken: Whether the gradient of the next logical rank has been added.
     """
 
-    __slots__ = ("_held", "is_taken", "views")
-
-    def __init__(self, views: list[Tensor]) -> None:
-        self.views = views
+    def __init__(self, views: list[Tensor], end: Callable[[Tensor], None] | None) -> None:
         self.is_taken = False
+        self._views = views
+        self._end = end
         self._held: Gradients = []
 
-    def set_aside(self, gradient: Tensor | None, merges: int) -> None:
-        """Add the gradient of a logical rank that is not the last one to sums that are held."""
+    @abstractmethod
+    def take(self) -> Tensor | None:
+        """Take the gradient of the next logical rank away, as a dense tensor."""
+
+    def set_aside(self, merges: int, storages: set[int] | None = None) -> None:
+        """Add the gradient of a logical rank that is not the last one to sums that are held.
+
+        One that is held itself is copied if others have its memory, see `separate`.
+        """
+        gradient = self.take()
+        if storages is not None and not merges:
+            gradient = separate(gradient, storages)
         self._held.append(self._add(gradient, merges))
         self.is_taken = True
 
-    def pack(
-        self, gradient: Tensor | None, merges: int, end: Callable[[Tensor], None] | None
-    ) -> None:
-        """Add the gradient of the last logical rank, and write the roots to their places.
-
-        ``end`` is called with parts of the last root to change them.
-        """
-        last = self._add(gradient, merges, self.views[-1], end)
-        for view, value in zip(self.views, [*self._held, last], strict=True):
+    def pack(self, merges: int) -> None:
+        """Add the gradient of the last logical rank, and write the roots to their places."""
+        last = self._add(self.take(), merges, self._views[-1], self._end)
+        for view, value in zip(self._views, [*self._held, last], strict=True):
             if value is None:
                 view.zero_()
             elif value is not view:
@@ -103,13 +90,8 @@ class Part:
 
 def count_merges(block: range, leaves: int) -> list[int]:
     """Return, for each leaf of a block, the number of held nodes to which it is added."""
-    merges = []
-    fold = Fold[None](leaves, lambda _left, _right: None)
-    for leaf in block:
-        before = len(fold.held)
-        fold.push(Node(leaf, leaf + 1), None)
-        merges.append(before + 1 - len(fold.held))
-    return merges
+    held = [len(find_roots(block[:count], leaves)) for count in range(len(block) + 1)]
+    return [before + 1 - after for before, after in pairwise(held)]
 
 
 def add_pair(left: Tensor | None, right: Tensor | None, out: Tensor | None = None) -> Tensor | None:
@@ -190,44 +172,19 @@ def as_real(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def separate(gradients: Gradients) -> None:
-    """Copy gradients that share memory, so that each can be changed in place.
+def separate(gradient: Tensor | None, storages: set[int]) -> Tensor | None:
+    """Return a gradient, or a copy if its memory is among these, so that it can be changed.
 
     Autograd lets two parameters share the memory of one gradient, as for ``a.view(-1) +
     b.view(-1)``.
     """
-    storages: set[int] = set()
-    for index, gradient in enumerate(gradients):
-        if gradient is not None and gradient.layout is torch.strided:
-            storage = gradient.untyped_storage().data_ptr()
-            if storage in storages:
-                gradients[index] = gradient.clone()
-            storages.add(storage)
-
-
-def make_dense(name: str, gradient: Tensor, *, allowed: bool) -> Tensor:
-    """Return a gradient as a dense tensor.
-
-    Raises:
-        SettingError: It is sparse, and that is not allowed.
-    """
-    if gradient.layout is torch.strided:
+    if gradient is None or gradient.layout is not torch.strided:
         return gradient
-    if not allowed:
-        raise SettingError(
-            f"The gradient of {name!r} is sparse ({gradient.layout}), and gradients are summed as "
-            "dense tensors: pass sparse_as_dense=True, or build the embedding with sparse=False."
-        )
-    # coalesce() adds duplicates in sorted order; to_dense() alone adds them in any order.
-    return gradient.coalesce().to_dense()
-
-
-def refuse_stale(name: str) -> NoReturn:
-    """Raise an error about a gradient that is still that of the last step."""
-    raise SettingError(
-        f"The gradient of {name!r} was added to that of the last step: begin each step with "
-        "zero_grad(set_to_none=True)."
-    )
+    storage = gradient.untyped_storage().data_ptr()
+    if storage in storages:
+        return gradient.clone()
+    storages.add(storage)
+    return gradient
 
 
 class KeptGradients:
@@ -244,9 +201,8 @@ class KeptGradients:
 
     def keep(self, logical_rank: int) -> None:
         """Take the gradients of a logical rank away, until ``put_back``."""
-        gradients = [parameter.grad for _, parameter in self._named]
-        separate(gradients)
-        self._kept[logical_rank] = gradients
+        storages: set[int] = set()
+        self._kept[logical_rank] = [separate(each.grad, storages) for _, each in self._named]
         for _, parameter in self._named:
             parameter.grad = None
 

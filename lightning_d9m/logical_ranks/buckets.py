@@ -3,7 +3,7 @@
 The order, size, dtype and device of the parameters decide the place of each gradient.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -16,14 +16,8 @@ from torch._utils import _flatten_dense_tensors
 from torch.nn import Parameter
 
 from lightning_d9m.errors import SettingError
-from lightning_d9m.logical_ranks.accumulation import (
-    Part,
-    as_real,
-    is_half,
-    make_dense,
-    refuse_stale,
-)
-from lightning_d9m.logical_ranks.exchange import PendingSum, RootExchange, end_sum, round_up
+from lightning_d9m.logical_ranks.accumulation import Part, as_real, is_half
+from lightning_d9m.logical_ranks.exchange import LocalSum, RootExchange, end_sum, round_up
 
 # Vectorized reductions (the norm of a gradient that is clipped) add in a different order at an
 # address that is not aligned like a separate allocation.
@@ -44,14 +38,12 @@ class SumOptions:
 
     Attributes:
         divisor: Divides the sum, once.
-        sparse_as_dense: Whether sparse gradients are summed as dense ones.
         adds: Whether a gradient may be that of the last step, to which autograd has added.
         sent_as: The dtype to which gradients of float32 and float64 are rounded before they are
             sent; None rounds none.
     """
 
     divisor: int
-    sparse_as_dense: bool = False
     adds: bool = False
     sent_as: torch.dtype | None = None
 
@@ -68,7 +60,6 @@ class Slot:
         start: Where the slot begins in the buffer.
         view: The gradient in the buffer.
         part: What adds the gradient, if it is large.
-        is_missing: Whether the next logical rank has no gradient, if it is large.
     """
 
     bucket: "Bucket"
@@ -77,82 +68,49 @@ class Slot:
     parameter: Parameter
     start: int
     view: Tensor
-    part: Part | None
-    is_missing: bool = False
+    part: Part | None = None
 
     def describe(self) -> str:
         """Return the name and layout, which must be the same on every process."""
         return f"{self.name} {tuple(self.view.shape)} {self.view.dtype} {self.start}"
 
-    def take(self, options: SumOptions) -> Tensor | None:
-        """Take the gradient of the parameter away, as a dense tensor.
+    def refuse_stale(self) -> NoReturn:
+        """Raise an error about a gradient that is still that of the last step."""
+        raise SettingError(
+            f"The gradient of {self.name!r} was added to that of the last step: begin each step "
+            "with zero_grad(set_to_none=True)."
+        )
 
-        Raises:
-            SettingError: It is sparse, or that of the last step, and that is not allowed.
-        """
-        gradient = self.parameter.grad
-        self.is_missing = gradient is None
-        if gradient is None:
+
+class _LargePart(Part):
+    """A gradient that is added as soon as it arrives."""
+
+    def __init__(self, slot: Slot) -> None:
+        bucket, parameter = slot.bucket, slot.parameter
+        roots = [view_like(root, slot.start, parameter) for root in bucket.roots]
+        super().__init__([as_real(root) for root in roots], bucket.end)
+        self._slot = slot
+
+    def take(self) -> Tensor | None:
+        slot, parameter = self._slot, self._slot.parameter
+        if parameter.grad is None:
+            slot.bucket.missing.add(slot.position)
             return None
-        gradient = make_dense(self.name, gradient, allowed=options.sparse_as_dense)
-        if not options.adds and gradient.data_ptr() == self.view.data_ptr():
-            refuse_stale(self.name)
-        self.parameter.grad = None
+        gradient = _make_dense(parameter.grad)
+        if not slot.bucket.options.adds and gradient.data_ptr() == slot.view.data_ptr():
+            slot.refuse_stale()
+        parameter.grad = None
         return as_real(gradient)
 
 
-class Bucket:
-    """A flat buffer with a slot for each gradient, and one more for each root of this process.
+class _SmallPart(Part):
+    """The small gradients of a bucket and the flags of all, packed in one call after the large."""
 
-    Slots begin at multiples of 64 bytes, with zeros between. One flag per slot follows: it is 1 in
-    each logical rank that has the gradient, so the sum of the flags tells whether any has it. The
-    small gradients and the flags of a logical rank are packed, and then added as one part.
-
-    The last root has the memory of the result, if their dtypes agree.
-
-    Attributes:
-        flat: The buffer, which receives the result.
-        slots: One slot per parameter, those of large ones first.
-        large: The slots of large parameters.
-        fired: Positions of the slots whose gradients have arrived.
-        is_launched: Whether the exchange of this step has started.
-        end: Ends the sum of each part while it is in the cache, in a single process.
-    """
-
-    def __init__(
-        self, members: Sequence[Named], exchange: RootExchange, options: SumOptions
-    ) -> None:
-        members = sorted(members, key=lambda member: not _is_large(member[1]))
-        first = members[0][1]
-        step = max(1, ALIGNMENT_BYTES // first.element_size())
-        starts = [
-            *accumulate((round_up(each.numel(), step) for _, each in members), initial=0),
-        ]
-        self._exchange, self._options = exchange, options
-        size = starts[-1] + len(members)
-        self.flat = torch.zeros(size, dtype=first.dtype, device=first.device)
-        self._make_roots()
-        self.slots = [
-            Slot(
-                self,
-                position,
-                name,
-                each,
-                start,
-                view_like(self.flat, start, each),
-                Part([as_real(view_like(root, start, each)) for root in self._roots])
-                if _is_large(each)
-                else None,
-            )
-            for position, ((name, each), start) in enumerate(zip(members, starts, strict=False))
-        ]
-        self.large = [slot for slot in self.slots if slot.part is not None]
-        self._small = self.slots[len(self.large) :]
-        begin = starts[len(self.large)]
-        self._part = Part([as_real(root[begin:]).view(-1) for root in self._roots])
-        self._parameters = [slot.parameter for slot in self._small]
+    def __init__(self, bucket: "Bucket", slots: Sequence[Slot], start: int, step: int) -> None:
+        super().__init__([as_real(root[start:]).view(-1) for root in bucket.roots], bucket.end)
+        self._bucket, self._slots = bucket, slots
         # An empty gradient has no address.
-        views = [slot.view for slot in self._small]
+        views = [slot.view for slot in slots]
         self._addresses = [view.data_ptr() if view.numel() else -1 for view in views]
         self._reordered = [n for n, view in enumerate(views) if not view.is_contiguous()]
         # The pieces of the buffer from there: gradients, the zeros between them, and the flags.
@@ -162,80 +120,111 @@ class Bucket:
             self._places.append(len(self._pieces))
             self._pieces.append(view)
             if gap := round_up(view.numel(), step) - view.numel():
-                self._pieces.append(self.flat.new_zeros(gap))
-        self._pieces.append(self.flat.new_ones(len(members)))
-        self.fired: set[int] = set()
-        self.is_launched = False
-        # Positions of the gradients that all logical ranks so far lack, here.
-        self._lacking: set[int] | None = None
-        self._pending: PendingSum | None = None
+                self._pieces.append(bucket.flat.new_zeros(gap))
+        self._pieces.append(bucket.flat.new_ones(len(bucket.slots)))
 
-    def _make_roots(self) -> None:
-        exchange, flat, dtype = self._exchange, self.flat, self.flat.dtype
-        is_rounded = self._options.sent_as is not None and dtype in (torch.float32, torch.float64)
-        if is_rounded:
-            dtype = cast("torch.dtype", self._options.sent_as)
-        if is_half(flat) and not exchange.sends_leaves:
-            dtype = torch.float32
-        count = len(exchange.roots[exchange.process])
-        self._roots = [torch.zeros_like(flat, dtype=dtype) for _ in range(count)]
-        if dtype is flat.dtype:
-            self._roots[-1] = flat
-        self._result = self._roots[-1] if is_rounded else flat
-        self._is_alone = exchange.blocks.processes == 1 and self._roots[-1] is flat
-        self.end = partial(end_sum, divisor=self._options.divisor) if self._is_alone else None
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether every gradient has arrived."""
-        return len(self.fired) == len(self.slots)
-
-    def set_small_aside(self, merges: int, *, is_first: bool) -> None:
-        """Take the small gradients of the next logical rank, which is not the last one here."""
-        self._part.set_aside(self._take_small(is_first=is_first), merges)
-
-    def pack_small(self, merges: int, *, is_first: bool) -> None:
-        """Pack the small gradients' part of each root."""
-        self._part.pack(self._take_small(is_first=is_first), merges, self.end)
-
-    def _take_small(self, *, is_first: bool) -> Tensor:
-        """Take the small gradients away, and return them and the flags in a new buffer.
-
-        ``is_first`` says whether they are the first of a step.
-        """
-        missing = {slot.position for slot in self.large if slot.is_missing}
-        found: list[Any] = [parameter.grad for parameter in self._parameters]
+    def take(self) -> Tensor:
+        bucket, slots = self._bucket, self._slots
+        missing, bucket.missing = bucket.missing, set()
+        found: list[Any] = [slot.parameter.grad for slot in slots]
         if not {None if each is None else each.layout for each in found} <= {torch.strided}:
-            allowed = self._options.sparse_as_dense
-            for place, slot in enumerate(self._small):
+            for place, slot in enumerate(slots):
                 if found[place] is None:
                     missing.add(slot.position)
                     found[place] = torch.zeros_like(slot.view)
-                found[place] = make_dense(slot.name, found[place], allowed=allowed)
-        if is_first and not self._options.adds:
+                found[place] = _make_dense(found[place])
+        if bucket.lacking is None and not bucket.options.adds:  # the first ones of a step
             stale = [*map(eq, [each.data_ptr() for each in found], self._addresses)]
             if True in stale:
-                refuse_stale(self._small[stale.index(True)].name)
+                slots[stale.index(True)].refuse_stale()
         for place in self._reordered:
-            found[place] = _put_in_order(found[place], self._small[place].view)
+            found[place] = _put_in_order(found[place], slots[place].view)
         pieces = [*self._pieces]
-        for parameter, place, gradient in zip(self._parameters, self._places, found, strict=True):
-            parameter.grad = None
+        for slot, place, gradient in zip(slots, self._places, found, strict=True):
+            slot.parameter.grad = None
             pieces[place] = gradient
         if missing:
             pieces[-1] = flags = pieces[-1].clone()
             for position in missing:  # the copy of a list to the device would wait
                 flags[position].zero_()
-        self._lacking = missing if self._lacking is None else self._lacking & missing
+        bucket.lacking = missing if bucket.lacking is None else bucket.lacking & missing
         return as_real(_flatten_dense_tensors(pieces)).view(-1)
+
+
+class Bucket:
+    """A flat buffer with a slot for each gradient, and one more for each root of this process.
+
+    Slots begin at multiples of 64 bytes, with zeros between. One flag per slot follows: it is 1 in
+    each logical rank that has the gradient, so the sum of the flags tells whether any has it.
+
+    The last root has the memory of the result, if their dtypes agree.
+
+    Attributes:
+        flat: The buffer, which receives the result.
+        roots: The buffers of the roots.
+        options: The rules of the sum.
+        end: Ends the sum of each part while it is in the cache, in a single process.
+        slots: One slot per parameter, those of large ones first.
+        parts: What adds the gradients: one for each large one, and one for all else.
+        fired: Positions of the slots whose gradients have arrived.
+        missing: Positions of the large gradients that the next logical rank lacks.
+        lacking: Positions of the gradients that all logical ranks of this process have lacked so
+            far; None before the first.
+        is_launched: Whether the exchange of this step has started.
+    """
+
+    def __init__(
+        self, members: Sequence[Named], exchange: RootExchange, options: SumOptions
+    ) -> None:
+        members = sorted(members, key=lambda member: not _is_large(member[1]))
+        first = members[0][1]
+        step = max(1, ALIGNMENT_BYTES // first.element_size())
+        sizes = (round_up(each.numel(), step) for _, each in members)
+        starts = [*accumulate(sizes, initial=0)]
+        self.options = options
+        self._exchange = exchange
+        size = starts[-1] + len(members)
+        self.flat = torch.zeros(size, dtype=first.dtype, device=first.device)
+        self._make_roots()
+        self.slots = [
+            Slot(self, position, name, each, start, view_like(self.flat, start, each))
+            for position, ((name, each), start) in enumerate(zip(members, starts, strict=False))
+        ]
+        self.parts: list[Part] = []
+        for slot in self.slots:
+            if _is_large(slot.parameter):
+                slot.part = _LargePart(slot)
+                self.parts.append(slot.part)
+        count = len(self.parts)
+        self.parts.append(_SmallPart(self, self.slots[count:], starts[count], step))
+        self.fired: set[int] = set()
+        self.missing: set[int] = set()
+        self.lacking: set[int] | None = None
+        self.is_launched = False
+        self._pending: LocalSum | None = None
+
+    def _make_roots(self) -> None:
+        exchange, flat, dtype = self._exchange, self.flat, self.flat.dtype
+        is_rounded = self.options.sent_as is not None and dtype in (torch.float32, torch.float64)
+        if is_rounded:
+            dtype = cast("torch.dtype", self.options.sent_as)
+        if is_half(flat) and not exchange.sends_leaves:
+            dtype = torch.float32
+        count = len(exchange.roots[exchange.process])
+        self.roots = [torch.zeros_like(flat, dtype=dtype) for _ in range(count)]
+        if dtype is flat.dtype:
+            self.roots[-1] = flat
+        self._result = self.roots[-1] if is_rounded else flat
+        self._is_alone = exchange.blocks.processes == 1 and self.roots[-1] is flat
+        self.end = partial(end_sum, divisor=self.options.divisor) if self._is_alone else None
 
     def start(self) -> None:
         """Start the exchange of the packed roots."""
         self.is_launched = True
         if not self._is_alone:
-            roots = [as_real(root).view(-1) for root in self._roots]
+            roots = [as_real(root).view(-1) for root in self.roots]
             result = as_real(self._result).view(-1)
-            self._pending = self._exchange.start(roots, result, self._options.divisor)
+            self._pending = self._exchange.start(roots, result, self.options.divisor)
 
     def fold(self) -> None:
         """Sum what other processes wait for."""
@@ -250,34 +239,18 @@ class Bucket:
         if self._result is not self.flat:
             self.flat.copy_(self._result)
         for slot in self.slots:
-            if slot.position not in (self._lacking or ()):
+            if slot.position not in (self.lacking or ()):
                 slot.parameter.grad = slot.view
-            if slot.part is not None:
-                slot.part.is_taken = False
+        for part in self.parts:
+            part.is_taken = False
         self.fired.clear()
         self.is_launched = False
 
     def take_lacking(self) -> list[tuple[Slot, Tensor]]:
         """Return the slot and flag of each gradient that all logical ranks of here lack."""
-        lacking, self._lacking = self._lacking or (), None
+        lacking, self.lacking = self.lacking or (), None
         flags = self.flat[len(self.flat) - len(self.slots) :].real
         return [(self.slots[position], flags[position]) for position in lacking]
-
-
-def settle_missing(buckets: Iterable[Bucket], processes: int) -> None:
-    """Set the gradients that only other processes have, when all sums have ended.
-
-    What no logical rank has stays as it is. One process knows that. Several wait for the flags of
-    the sums, once for all buckets.
-    """
-    lacking = [pair for each in buckets for pair in each.take_lacking()]
-    if processes == 1 or not lacking:
-        return
-    device = lacking[0][1].device
-    flags = torch.stack([flag.to(device, torch.float32) for _, flag in lacking]).tolist()
-    for (slot, _), ranks in zip(lacking, flags, strict=True):
-        if ranks:
-            slot.parameter.grad = slot.view
 
 
 def lay_out(
@@ -321,44 +294,15 @@ def _is_large(parameter: Parameter) -> bool:
     return parameter.nbytes >= _LARGE_BYTES
 
 
+def _make_dense(gradient: Tensor) -> Tensor:
+    if gradient.layout is torch.strided:
+        return gradient
+    # coalesce() adds duplicates in sorted order; to_dense() alone adds them in any order.
+    return gradient.coalesce().to_dense()
+
+
 def _put_in_order(gradient: Tensor, view: Tensor) -> Tensor:
     """Return the elements of a gradient in the order in which a view has them in memory."""
     if gradient.stride() != view.stride():
         gradient = torch.empty_like(view).copy_(gradient)
     return gradient.as_strided((gradient.numel(),), (1,))
-
-
-def check_options(*, op: str, bucket_bytes: int, compression: str | None = None) -> None:
-    """Check the arguments of a sum of gradients.
-
-    Raises:
-        SettingError: A value is not allowed.
-    """
-    if op not in {"average", "sum"}:
-        raise SettingError(f"op={op!r} is not known: pass 'average' or 'sum'.")
-    if type(bucket_bytes) is not int or bucket_bytes < 0:
-        raise SettingError(
-            f"bucket_bytes={bucket_bytes!r} is not allowed: pass a whole number, 0 or more."
-        )
-    if compression not in {None, "fp16", "bf16"}:
-        raise SettingError(
-            f"compression={compression!r} is not known: pass 'fp16', 'bf16' or None."
-        )
-
-
-def refuse_second_gradient(name: str) -> NoReturn:
-    """Raise an error about a gradient that came after the sum had taken the first one."""
-    raise SettingError(
-        f"The parameter {name!r} got a second gradient in one backward pass, after its first was "
-        "added to the sum. Reentrant activation checkpointing of a shared parameter does that: "
-        "pass use_reentrant=False to torch.utils.checkpoint."
-    )
-
-
-def refuse_removed(name: str) -> NoReturn:
-    """Raise an error about a gradient that another hook has taken away."""
-    raise SettingError(
-        f"The gradient of {name!r} was removed before the ranks could reduce it. An "
-        "optimizer that steps inside a backward hook works on one rank only: let Lightning "
-        "step it."
-    )

@@ -11,15 +11,13 @@ processor. Therefore every NaN of a result is replaced by torch's ``nan``.
 """
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, distributed
 
-from lightning_d9m.errors import SettingError
 from lightning_d9m.logical_ranks.accumulation import add_wide, is_half, split_in_chunks
 from lightning_d9m.logical_ranks.shared_memory import SLOT_BYTES, SharedMemory, open_shared_memory
 from lightning_d9m.logical_ranks.tree import Blocks, Fold, list_roots
@@ -49,9 +47,6 @@ class RootExchange:
         bytes_sent: The bytes of all messages of this process so far, and of what it has written to
             shared memory.
         flushes: Whether additions of this thread return zero for subnormal numbers.
-
-    Raises:
-        SettingError: The group has another number of processes.
     """
 
     def __init__(
@@ -74,7 +69,9 @@ class RootExchange:
         self.group: Any = None
         if blocks.processes > 1:
             self.group = distributed.group.WORLD if group is None else group
-            _check_group(self.group, blocks, process)
+            assert self.group is not None, "torch.distributed is not initialized"
+            place = self.group.size(), self.group.rank()
+            assert place == (blocks.processes, process), "it is not a group of all processes"
         self.restart()
 
     def restart(self) -> None:
@@ -82,14 +79,14 @@ class RootExchange:
         self.close()
         self._is_asked = not self._shares_memory  # whether the processes have tried
         # Processes must agree on this flag of the processor, which changes bits.
-        self.flushes = flushes_subnormal_numbers()
+        self.flushes = torch.tensor([2.0**-149]).add(0.0).item() == 0.0
 
     @property
     def sends_leaves(self) -> bool:
         """Whether every root is a leaf, so that half types can travel as they are."""
         return self.blocks.processes == self.blocks.logical_ranks
 
-    def start(self, roots: Sequence[Tensor], result: Tensor, divisor: int = 1) -> "PendingSum":
+    def start(self, roots: Sequence[Tensor], result: Tensor, divisor: int = 1) -> "LocalSum":
         """Start to write the sum of all processes' roots, divided by a number, to ``result``.
 
         Sums must be finished in the order in which they were started.
@@ -101,13 +98,12 @@ class RootExchange:
             divisor: Divides the sum, once.
         """
         assert len(roots) == len(self.roots[self.process])
-        fold = partial(self._fold, divisor=divisor)
-        if self.blocks.processes == 1:
-            return LocalSum(roots, result, fold)
-        if result.device.type != "cpu":
-            return CollectiveSum(self, roots, result, fold)
-        kind = MessageSum if self.memory is None else SharedSum
-        return kind(self, roots, result, fold)
+        kind = LocalSum
+        if self.blocks.processes > 1 and result.device.type != "cpu":
+            kind = CollectiveSum
+        elif self.blocks.processes > 1:
+            kind = MessageSum if self.memory is None else SharedSum
+        return kind(self, roots, result, divisor)
 
     def close(self) -> None:
         """Release memory."""
@@ -146,7 +142,7 @@ class RootExchange:
         for distance in range(1, count):
             yield (self.process + distance) % count
 
-    def _fold(self, values: Sequence[Sequence[Tensor]], result: Tensor, divisor: int) -> None:
+    def fold(self, values: Sequence[Sequence[Tensor]], result: Tensor, divisor: int) -> None:
         """Write the divided sum of all processes' values to the result; values are scratch."""
         tensors = [each for part in values for each in part]
         for *parts, out in zip(*map(split_in_chunks, (*tensors, result)), strict=True):
@@ -166,49 +162,20 @@ class RootExchange:
         ((_, total),) = fold.held
         if is_half(total):
             total = total.float()
-        divide(total, divisor)
+        end_sum(total, divisor)
         if total.data_ptr() != result.data_ptr() or total.dtype != result.dtype:
             result.copy_(total)  # the only rounding of a half type
-        replace_nans(result)
 
 
 def end_sum(total: Tensor, divisor: int) -> None:
-    """Divide a sum in place, and give its NaNs one bit pattern."""
-    divide(total, divisor)
-    replace_nans(total)
-
-
-def divide(tensor: Tensor, divisor: int) -> None:
-    """Divide in place."""
+    """Divide a sum in place, and replace every NaN by torch's: an addition returns either NaN."""
     if divisor & (divisor - 1):
-        tensor.div_(divisor)
+        total.div_(divisor)
     elif divisor != 1:  # the same bits, as the reciprocal is exact, and a product takes less time
-        tensor.mul_(1.0 / divisor)
-
-
-def replace_nans(tensor: Tensor) -> None:
-    """Replace every NaN by torch's: an addition of two NaNs returns either of them."""
+        total.mul_(1.0 / divisor)
     # One NaN makes the sum NaN. A sum is only read, a mask is written, and NaNs are rare.
-    if tensor.device.type != "cpu" or not math.isfinite(tensor.sum().item()):
-        tensor.masked_fill_(tensor.isnan(), math.nan)
-
-
-def flushes_subnormal_numbers() -> bool:
-    """Return whether this thread adds subnormal numbers as zeros."""
-    return torch.tensor([2.0**-149]).add(0.0).item() == 0.0
-
-
-def _check_group(group: Any, blocks: Blocks, process: int) -> None:
-    if group is None:
-        raise SettingError(
-            f"{blocks.processes} processes need a process group, and torch.distributed is not "
-            "initialized: call torch.distributed.init_process_group first, or pass group."
-        )
-    if group.size() != blocks.processes or group.rank() != process:
-        raise SettingError(
-            f"This is process {process} of {blocks.processes}, but rank {group.rank()} of "
-            f"{group.size()} in the process group: pass a group of all processes, in order."
-        )
+    if total.device.type != "cpu" or not math.isfinite(total.sum().item()):
+        total.masked_fill_(total.isnan(), math.nan)
 
 
 def round_up(number: int, step: int) -> int:
@@ -216,30 +183,30 @@ def round_up(number: int, step: int) -> int:
     return -(-number // step) * step
 
 
-class PendingSum(ABC):
-    """A sum that has been started; see :meth:`RootExchange.start`."""
+@dataclass(eq=False)
+class LocalSum:
+    """A sum that has been started, see `RootExchange.start`; this one of the only process."""
 
-    def fold(self) -> None:  # noqa: B027 - only messages have something to do
-        """Sum what others wait for, before any sum is finished."""
+    exchange: RootExchange
+    roots: Sequence[Tensor]
+    result: Tensor
+    divisor: int
 
-    @abstractmethod
+    def __post_init__(self) -> None:
+        """Start to send the roots."""
+
+    def fold(self) -> None:
+        """Sum what others wait for, before any sum is finished; only messages are."""
+
     def finish(self) -> None:
         """Write the result."""
+        self._fold([self.roots], self.result)
+
+    def _fold(self, values: Sequence[Sequence[Tensor]], result: Tensor) -> None:
+        self.exchange.fold(values, result, self.divisor)
 
 
-class LocalSum(PendingSum):
-    """The sum of the only process."""
-
-    def __init__(self, roots: Sequence[Tensor], result: Tensor, fold: Any) -> None:
-        self._work = (roots, result, fold)
-
-    def finish(self) -> None:
-        """Fold the roots."""
-        roots, result, fold = self._work
-        fold([roots], result)
-
-
-class MessageSum(PendingSum):
+class MessageSum(LocalSum):
     """The sum of CPUs that share no memory: messages travel while backward passes and folds run.
 
     A process receives the roots of its shards from the others, and sends them its roots of theirs.
@@ -247,13 +214,11 @@ class MessageSum(PendingSum):
     the others in their places: who sends a result has received all roots of that place.
     """
 
-    def __init__(
-        self, exchange: RootExchange, roots: Sequence[Tensor], result: Tensor, fold: Any
-    ) -> None:
-        self._exchange, self._group = exchange, exchange.group
-        self._roots, self._result, self._fold = roots, result, fold
+    def __post_init__(self) -> None:
+        self._group = self.exchange.group
         self._works: list[Any] = []
-        self._chunks = [exchange.shards(chunk) for chunk in exchange.chunks(result)]
+        chunks = self.exchange.chunks(self.result)
+        self._chunks = [self.exchange.shards(chunk) for chunk in chunks]
         self._received = [self._start(shards) for shards in self._chunks]
 
     def fold(self) -> None:
@@ -272,28 +237,28 @@ class MessageSum(PendingSum):
     def _start(self, shards: list[slice]) -> dict[int, tuple[list[Tensor], list[Any]]]:
         """Send the roots of a chunk; return where those of each process arrive, and what waits."""
         received = {}
-        mine = shards[self._exchange.process]
-        for peer in self._exchange.peers:
-            count = len(self._exchange.roots[peer])
-            values = self._roots[0].new_empty(count, mine.stop - mine.start).unbind()
+        mine = shards[self.exchange.process]
+        for peer in self.exchange.peers:
+            count = len(self.exchange.roots[peer])
+            values = self.roots[0].new_empty(count, mine.stop - mine.start).unbind()
             works = [self._group.recv([each], peer, _ROOTS) for each in values if len(each)]
             received[peer] = [*values], works
-            for root in self._roots:
+            for root in self.roots:
                 self._send(root[shards[peer]], peer, _ROOTS)
         return received
 
     def _send(self, values: Tensor, peer: int, tag: int) -> None:
         if len(values):
             self._works.append(self._group.send([values], peer, tag))
-            self._exchange.bytes_sent += values.nbytes
+            self.exchange.bytes_sent += values.nbytes
 
     def _sum(
         self, shards: list[slice], received: dict[int, tuple[list[Tensor], list[Any]]]
     ) -> None:
         """Fold this process's shard of a chunk; send it, and receive those of the others."""
-        exchange = self._exchange
+        exchange = self.exchange
         for peer in exchange.peers:
-            if len(result := self._result[shards[peer]]):
+            if len(result := self.result[shards[peer]]):
                 self._works.append(self._group.recv([result], peer, _RESULTS))
         mine = shards[exchange.process]
         if mine.start == mine.stop:
@@ -301,27 +266,25 @@ class MessageSum(PendingSum):
         for _, works in received.values():
             for work in works:
                 work.wait()
-        own = [root[mine] for root in self._roots]
+        own = [root[mine] for root in self.roots]
         values = [
             received[process][0] if process in received else own
             for process in range(exchange.blocks.processes)
         ]
-        self._fold(values, self._result[mine])
+        self._fold(values, self.result[mine])
         for peer in exchange.peers:
-            self._send(self._result[mine], peer, _RESULTS)
+            self._send(self.result[mine], peer, _RESULTS)
 
 
-class CollectiveSum(PendingSum):
+class CollectiveSum(LocalSum):
     """The sum of devices: an all-to-all of shards, the fold of one's own, and an all-gather.
 
     The first collective starts with the sum; the order of the stream is that of all processes.
     """
 
-    def __init__(
-        self, exchange: RootExchange, roots: Sequence[Tensor], result: Tensor, fold: Any
-    ) -> None:
-        self._exchange, self._result, self._fold = exchange, result, fold
-        processes, length = exchange.blocks.processes, len(result)
+    def __post_init__(self) -> None:
+        exchange, roots = self.exchange, self.roots
+        processes, length = exchange.blocks.processes, len(self.result)
         self._size = size = round_up(-(-length // processes), STEP)
         sent = roots[0]
         if len(roots) > 1 or length < size * processes:
@@ -339,7 +302,7 @@ class CollectiveSum(PendingSum):
 
     def finish(self) -> None:
         """Fold this process's shard, and gather the results."""
-        exchange, result, size = self._exchange, self._result, self._size
+        exchange, result, size = self.exchange, self.result, self._size
         self._work.wait()
         parts = self._received.split(self._counts)
         mine = result.new_empty(size)
@@ -350,7 +313,7 @@ class CollectiveSum(PendingSum):
         result.copy_(gathered[: len(result)])
 
 
-class SharedSum(PendingSum):
+class SharedSum(LocalSum):
     """The sum whose shards each process folds from memory that all processes share.
 
     The processes meet once for each chunk, and once more. Before they meet, each has packed one
@@ -358,20 +321,19 @@ class SharedSum(PendingSum):
     The sums must be finished in the order in which they were started.
     """
 
-    def __init__(
-        self, exchange: RootExchange, roots: Sequence[Tensor], result: Tensor, fold: Any
-    ) -> None:
+    def __post_init__(self) -> None:
+        exchange = self.exchange
         assert exchange.memory is not None
-        self._exchange, self._memory = exchange, exchange.memory
-        self._roots, self._result, self._fold = roots, result, fold
-        self._dtype = roots[0].dtype
+        self._memory = exchange.memory
+        self._dtype = self.roots[0].dtype
         most = max(map(len, exchange.roots))
         step = STEP * exchange.blocks.processes
         room = self._memory.slot_bytes // (most * self._dtype.itemsize) // step * step
-        length = len(result)
+        length = len(self.result)
         size = round_up(-(-length // -(-length // room)), step)
         self._chunks = [slice(i, min(i + size, length)) for i in range(0, length, size)]
-        self._first = self._memory.take_numbers(len(self._chunks))
+        self._first = self._memory.taken
+        self._memory.taken += len(self._chunks)
 
     def finish(self) -> None:
         """Sum the chunks."""
@@ -389,41 +351,41 @@ class SharedSum(PendingSum):
     def _pack(self, index: int) -> None:
         """Write this process's roots, but not its shard, where the others read them."""
         chunk = self._chunks[index]
-        mine = self._exchange.shards(chunk)[self._exchange.process]
-        rows = self._view(self._exchange.process, index)
-        for row, root in zip(rows, self._roots, strict=True):
+        mine = self.exchange.shards(chunk)[self.exchange.process]
+        rows = self._view(self.exchange.process, index)
+        for row, root in zip(rows, self.roots, strict=True):
             for part in (slice(chunk.start, mine.start), slice(mine.stop, chunk.stop)):
                 row[part.start - chunk.start : part.stop - chunk.start] = root[part]
-                self._exchange.bytes_sent += (part.stop - part.start) * root.element_size()
+                self.exchange.bytes_sent += (part.stop - part.start) * root.element_size()
 
     def _fold_shard(self, index: int) -> None:
         """Fold the roots of all processes, and write the result where the others read it."""
-        chunk, me = self._chunks[index], self._exchange.process
-        mine = self._exchange.shards(chunk)[me]
+        chunk, me = self._chunks[index], self.exchange.process
+        mine = self.exchange.shards(chunk)[me]
         if mine.start == mine.stop:
             return
         place = slice(mine.start - chunk.start, mine.stop - chunk.start)
         values = [
-            [root[mine] for root in self._roots]
+            [root[mine] for root in self.roots]
             if process == me
             else list(self._view(process, index)[:, place].unbind())
-            for process in range(self._exchange.blocks.processes)
+            for process in range(self.exchange.blocks.processes)
         ]
-        result = self._result[mine]
+        result = self.result[mine]
         self._fold(values, result)
         self._find_result(me, index, mine).copy_(result)
-        self._exchange.bytes_sent += result.nbytes
+        self.exchange.bytes_sent += result.nbytes
 
     def _collect(self, index: int) -> None:
         """Read the results of the others."""
-        shards = self._exchange.shards(self._chunks[index])
-        for peer in self._exchange.peers:
+        shards = self.exchange.shards(self._chunks[index])
+        for peer in self.exchange.peers:
             shard = shards[peer]
-            self._result[shard] = self._find_result(peer, index, shard)
+            self.result[shard] = self._find_result(peer, index, shard)
 
     def _view(self, process: int, index: int) -> Tensor:
         """Return the roots of a process, one in each row."""
-        chunk, count = self._chunks[index], len(self._exchange.roots[process])
+        chunk, count = self._chunks[index], len(self.exchange.roots[process])
         slot = self._memory.slot(process, self._first + index, self._dtype)
         size = chunk.stop - chunk.start
         return slot[: count * size].view(count, size)
@@ -431,6 +393,6 @@ class SharedSum(PendingSum):
     def _find_result(self, process: int, index: int, shard: slice) -> Tensor:
         """Return the place of a result: where its process would pack the shard for itself."""
         start = (shard.start - self._chunks[index].start) * self._dtype.itemsize
-        slot = self._memory.slot(process, self._first + index, self._result.dtype)
-        start //= self._result.element_size()
+        slot = self._memory.slot(process, self._first + index, self.result.dtype)
+        start //= self.result.element_size()
         return slot[start : start + shard.stop - shard.start]

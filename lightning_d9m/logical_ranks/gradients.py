@@ -10,17 +10,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_d9m.errors import RanksDisagreeError, SettingError
-from lightning_d9m.logical_ranks.accumulation import FoldOrder, separate
-from lightning_d9m.logical_ranks.buckets import (
-    Bucket,
-    Slot,
-    SumOptions,
-    check_options,
-    lay_out,
-    refuse_removed,
-    refuse_second_gradient,
-    settle_missing,
-)
+from lightning_d9m.logical_ranks.accumulation import count_merges
+from lightning_d9m.logical_ranks.buckets import Bucket, Slot, SumOptions, lay_out
 from lightning_d9m.logical_ranks.exchange import RootExchange
 from lightning_d9m.logical_ranks.tree import Blocks
 from lightning_d9m.ranks.groups import gather_bytes
@@ -41,7 +32,7 @@ class LogicalGradients:
     bucket while the last backward pass still runs. The bits do not depend on whether it is used.
 
     ``parameter.grad`` is then a view of a buffer that the next step overwrites. So begin each step
-    with ``zero_grad(set_to_none=True)``.
+    with ``zero_grad(set_to_none=True)``. Sparse gradients are summed as dense ones.
 
     Args:
         named_parameters: All parameters in their order of registration. Which of them take part is
@@ -53,7 +44,6 @@ class LogicalGradients:
         bucket_bytes: Size at which a bucket is closed, in bytes; the first one at 1 MiB.
         compression: ``"fp16"`` or ``"bf16"`` rounds gradients of float32 and float64 before they
             are sent, and their sum. It needs a process for each logical rank.
-        sparse_as_dense: Sum sparse gradients as dense ones; otherwise they are an error.
         adds: Sum also what autograd has added to the gradients of the last step, as DDP does.
             Otherwise that is an error.
         on_stray: Called with the name of a parameter that gets a gradient outside `backward`.
@@ -72,15 +62,17 @@ class LogicalGradients:
         op: Literal["average", "sum"] = "average",
         bucket_bytes: int = BUCKET_BYTES,
         compression: Literal["fp16", "bf16"] | None = None,
-        sparse_as_dense: bool = False,
         adds: bool = False,
         on_stray: Callable[[str], None] | None = None,
     ) -> None:
         check_options(op=op, bucket_bytes=bucket_bytes, compression=compression)
-        self._order = FoldOrder(blocks, process)
+        self._block = block = blocks.of(process)
+        self._next = block.start  # the logical rank whose gradients come in now
+        # The numbers of held sums to which those of each logical rank are added.
+        self._merges = dict(zip(block, count_merges(block, blocks.logical_ranks), strict=True))
         self._exchange = RootExchange(blocks, process, group)
         divisor = blocks.logical_ranks if op == "average" else 1
-        self._options = SumOptions(divisor, sparse_as_dense, adds, _SENT_AS[compression])
+        self._options = SumOptions(divisor, adds, _SENT_AS[compression])
         self._bucket_bytes = bucket_bytes
         self._on_stray = on_stray
         # A shared parameter has one gradient, and the first of its names.
@@ -117,39 +109,28 @@ class LogicalGradients:
         """Take the gradients of a logical rank away, which is not the last of this process.
 
         Raises:
-            SettingError: Another logical rank is next, or a gradient is not allowed.
+            SettingError: A gradient is not allowed.
             RanksDisagreeError: Another process trains other parameters.
         """
-        self._check_next(logical_rank, is_last=False)
+        assert logical_rank == self._next < self._block[-1], "another logical rank is next"
         self.prepare()
-        order, merges = self._order, self._order.merges
-        parts = [
-            (slot, slot.part)
-            for bucket in self._buckets
-            for slot in bucket.large
-            if slot.part is not None
-        ]
-        late = [(slot, part) for slot, part in parts if not part.is_taken]
-        gradients = [slot.take(self._options) for slot, _ in late]
-        if merges == 0:
-            separate(gradients)
-        for (_, part), gradient in zip(late, gradients, strict=True):
-            part.set_aside(gradient, merges)
+        storages: set[int] = set()
         for bucket in self._buckets:
-            bucket.set_small_aside(merges, is_first=order.next == order.first)
-        for _, part in parts:
-            part.is_taken = False
-        order.next += 1
+            for part in bucket.parts:
+                if not part.is_taken:
+                    part.set_aside(self._merges[logical_rank], storages)
+                part.is_taken = False
+        self._next += 1
 
     @torch.no_grad()
     def finish(self, logical_rank: int) -> None:
         """Take the gradients of the last logical rank; set ``grad`` to the sum over all of them.
 
         Raises:
-            SettingError: Another logical rank is next, or a gradient is not allowed.
+            SettingError: A gradient is not allowed.
             RanksDisagreeError: Another process trains other parameters.
         """
-        self._check_next(logical_rank, is_last=True)
+        assert logical_rank == self._next == self._block[-1], "another logical rank is next"
         self.prepare()
         for bucket in self._buckets[self._launched :]:
             self._launch(bucket)
@@ -157,8 +138,23 @@ class LogicalGradients:
             bucket.fold()
         for bucket in self._buckets:
             bucket.finish()
-        settle_missing(self._buckets, self._exchange.blocks.processes)
+        self._settle_missing()
         self._end_step()
+
+    def _settle_missing(self) -> None:
+        """Set the gradients that only other processes have, when all sums have ended.
+
+        What no logical rank has stays as it is. One process knows that. Several wait for the flags
+        of the sums, once for all buckets.
+        """
+        lacking = [pair for each in self._buckets for pair in each.take_lacking()]
+        if self._exchange.group is None or not lacking:
+            return
+        device = lacking[0][1].device
+        flags = torch.stack([flag.to(device, torch.float32) for _, flag in lacking]).tolist()
+        for (slot, _), ranks in zip(lacking, flags, strict=True):
+            if ranks:
+                slot.parameter.grad = slot.view
 
     def discard(self) -> None:
         """Forget what was set aside in this step.
@@ -182,22 +178,9 @@ class LogicalGradients:
         self._slots, self._buckets = {}, []
 
     def _end_step(self) -> None:
-        self._order.next = self._order.first
+        self._next = self._block.start
         self._launched = 0
         self._is_prepared = False
-
-    def _check_next(self, logical_rank: int, *, is_last: bool) -> None:
-        first, last = self._order.first, self._order.last
-        if logical_rank == self._order.next and is_last == (logical_rank == last):
-            return
-        calls = f"finish({last})"
-        if first < last:
-            calls = f"set_aside({first}) to set_aside({last - 1}), then {calls}"
-        raise SettingError(
-            f"The gradients of logical rank {logical_rank} came in, but {self._order.next} is "
-            f"next: call {calls}, once per step and in this order. After an exception, call "
-            "discard()."
-        )
 
     # The buckets
 
@@ -274,27 +257,52 @@ class LogicalGradients:
         if not self._is_inside or not (self._is_prepared or self._matches()):
             return
         if parameter.grad is None:
-            refuse_removed(slot.name)
-        merges, is_last = self._order.merges, self._order.next == self._order.last
-        bucket, part = slot.bucket, slot.part
+            raise SettingError(
+                f"The gradient of {slot.name!r} was removed before the ranks could reduce it. An "
+                "optimizer that steps inside a backward hook works on one rank only: let Lightning "
+                "step it."
+            )
+        bucket, part, merges = slot.bucket, slot.part, self._merges[self._next]
         if bucket.is_launched or (part is not None and part.is_taken):
-            refuse_second_gradient(slot.name)
-        if part is not None and is_last:
-            part.pack(slot.take(self._options), merges, bucket.end)
-        elif part is not None and merges:  # while it is in the cache, and to free its memory
-            part.set_aside(slot.take(self._options), merges)
-        if is_last:
+            raise SettingError(
+                f"The parameter {slot.name!r} got a second gradient in one backward pass, after "
+                "its first was added to the sum. Reentrant activation checkpointing of a shared "
+                "parameter does that: pass use_reentrant=False to torch.utils.checkpoint."
+            )
+        if self._next == self._block[-1]:
+            if part is not None:
+                part.pack(merges)
             bucket.fired.add(slot.position)
             # In order, in which every process starts these in any case.
-            while self._launched < len(self._buckets) and self._buckets[self._launched].is_complete:
-                self._launch(self._buckets[self._launched])
+            for each in self._buckets[self._launched :]:
+                if len(each.fired) < len(each.slots):
+                    break
+                self._launch(each)
+        elif part is not None and merges:  # while it is in the cache, and to free its memory
+            part.set_aside(merges)
 
     def _launch(self, bucket: Bucket) -> None:
         """Start the exchange of a bucket, after what it still lacks is packed."""
-        order = self._order
-        for slot in bucket.large:
-            if slot.part is not None and not slot.part.is_taken:
-                slot.part.pack(slot.take(self._options), order.merges, bucket.end)
-        bucket.pack_small(order.merges, is_first=order.next == order.first)
+        for part in bucket.parts:
+            if not part.is_taken:
+                part.pack(self._merges[self._next])
         self._launched += 1
         bucket.start()
+
+
+def check_options(*, op: str, bucket_bytes: int, compression: str | None = None) -> None:
+    """Check the arguments of a sum of gradients.
+
+    Raises:
+        SettingError: A value is not allowed.
+    """
+    if op not in {"average", "sum"}:
+        raise SettingError(f"op={op!r} is not known: pass 'average' or 'sum'.")
+    if type(bucket_bytes) is not int or bucket_bytes < 0:
+        raise SettingError(
+            f"bucket_bytes={bucket_bytes!r} is not allowed: pass a whole number, 0 or more."
+        )
+    if compression not in _SENT_AS:
+        raise SettingError(
+            f"compression={compression!r} is not known: pass 'fp16', 'bf16' or None."
+        )

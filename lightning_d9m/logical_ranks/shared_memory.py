@@ -33,6 +33,7 @@ class SharedMemory:
 
     Attributes:
         own_bytes: The size of the memory of one process.
+        taken: How many chunks have been summed, the same on every process.
     """
 
     def __init__(self, memory: mmap.mmap, sockets: list[socket.socket], slot_bytes: int) -> None:
@@ -42,13 +43,7 @@ class SharedMemory:
         self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
         self.slot_bytes = slot_bytes
         self.own_bytes = _SLOTS * slot_bytes
-        self._taken = 0
-
-    def take_numbers(self, count: int) -> int:
-        """Return the first of so many numbers of chunks, the same on every process."""
-        first = self._taken
-        self._taken += count
-        return first
+        self.taken = 0
 
     def slot(self, process: int, number: int, dtype: torch.dtype) -> Tensor:
         """Return the memory of a process for a chunk."""
@@ -64,19 +59,14 @@ class SharedMemory:
         try:
             for file in self._files:
                 os.write(file, b"\0")
-            is_open = all(os.read(file, 1) for file in self._files)
+            if all(os.read(file, 1) for file in self._files):
+                return
+            cause = "Connection closed by peer"
         except BlockingIOError:
-            raise distributed.DistNetworkError(
-                "A sum in shared memory timed out: a process is not here."
-            ) from None
+            cause = "it timed out, as a process is not here"
         except OSError as error:
-            raise distributed.DistNetworkError(
-                f"Connection closed by peer in a sum in shared memory: {error}"
-            ) from None
-        if not is_open:
-            raise distributed.DistNetworkError(
-                "Connection closed by peer in a sum in shared memory."
-            )
+            cause = f"Connection closed by peer: {error}"
+        raise distributed.DistNetworkError(f"A sum in shared memory failed: {cause}.")
 
     def disconnect(self) -> None:
         """Let all processes that wait here fail, and this one."""

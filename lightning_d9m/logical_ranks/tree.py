@@ -54,11 +54,7 @@ class Blocks:
 
     def of(self, process: int) -> range:
         """Return the logical ranks of a process."""
-        if not 0 <= process < self.processes:
-            raise SettingError(
-                f"process={process!r} is not allowed: there are the processes 0 to "
-                f"{self.processes - 1}."
-            )
+        assert 0 <= process < self.processes, f"there is no process {process}"
         ranks, processes = self.logical_ranks, self.processes
         return range(process * ranks // processes, (process + 1) * ranks // processes)
 

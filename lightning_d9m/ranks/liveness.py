@@ -10,19 +10,25 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch.distributed
 
 from lightning_d9m.errors import D9mError, RankLostError
-from lightning_d9m.ranks.connections import close_default_group
+from lightning_d9m.ranks.groups import close_default_group
 from lightning_d9m.ranks.ranks import Ranks
 
-T = TypeVar("T")
 # Words of the errors that Gloo and NCCL raise; torch has no type for them.
 _FAILURE = re.compile(r"gloo|nccl|(closed|reset) by peer|pair closure|timed out", re.IGNORECASE)
 _runs = count()  # separates the runs of a process in the store, and is equal on every rank
 _POLL_SECONDS = 0.05
+# What is known of a rank that reports nothing, by the state of its process.
+_SILENT = {
+    "ended": "was killed or exited.",
+    "stopped": "is stopped.",
+    "running": "runs, but did not respond within {:g} s: it hangs.",
+    "unknown": "did not respond within {:g} s: it was killed, or it hangs.",
+}
 
 
 def identify_process() -> tuple[int, int]:
@@ -59,7 +65,7 @@ class RankLiveness:
 
     def report_error(self, error: BaseException) -> None:
         """Publish that this rank ends with an error of its own. Never raises."""
-        self._run(self._publish, summarize_error(error))
+        self._run(lambda: self._publish(summarize_error(error)))
 
     def find_lost(self) -> dict[int, str]:
         """Describe the lost ranks, for a rank whose collective failed. Never raises.
@@ -70,7 +76,7 @@ class RankLiveness:
             A sentence for each lost rank, in rank order; empty if every rank responds.
         """
         statuses: dict[int, str] = {}
-        is_reachable = self._run(self._collect, statuses)
+        is_reachable = self._run(lambda: self._collect(statuses))
         lost = {}
         for rank in range(len(self._processes)):
             if rank == self._rank:
@@ -82,26 +88,17 @@ class RankLiveness:
             state = self._read_state(rank)
             # Without the store of rank 0, only the processes of this host are known.
             if is_reachable or rank == 0 or state in {"ended", "stopped"}:
-                lost[rank] = self._describe_silent(rank, state)
+                name = f"Rank {rank} (process {self._processes[rank][1]})"
+                lost[rank] = f"{name} {_SILENT[state].format(self._limit)}"
         return lost
 
-    def _describe_silent(self, rank: int, state: str) -> str:
-        name = f"Rank {rank} (process {self._processes[rank][1]})"
-        if state == "ended":
-            return f"{name} was killed or exited."
-        if state == "stopped":
-            return f"{name} is stopped."
-        if state == "running":
-            return f"{name} runs, but did not respond within {self._limit:g} s: it hangs."
-        return f"{name} did not respond within {self._limit:g} s: it was killed, or it hangs."
-
-    def _run(self, function: Callable[[T], None], argument: T) -> bool:
+    def _run(self, function: Callable[[], None]) -> bool:
         """Call the store in a thread, as a store whose host is stopped blocks indefinitely."""
         succeeded = []
 
         def attempt() -> None:
             try:
-                function(argument)
+                function()
             except (RuntimeError, OSError):  # the store's host has ended
                 return
             succeeded.append(True)

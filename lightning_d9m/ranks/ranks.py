@@ -120,28 +120,22 @@ def agree(ranks: Ranks, activity: str, items: Sequence[str] = ()) -> None:
         RanksDisagreeError: They differ; raised on every rank.
     """
     digest = hashlib.blake2b("\0".join((activity, *items)).encode(), digest_size=8).digest()
-    if len(set(ranks.gather_bytes(digest, first=_SHORT_BYTES))) > 1:
-        found = ranks.gather_json([activity, [*items]])
-        raise RanksDisagreeError(
-            compose_disagreement(found), intents=[activity for activity, _ in found]
-        )
-
-
-def compose_disagreement(announced: Sequence[tuple[str, Sequence[str]]]) -> str:
-    """Describe how the activities and items of the ranks differ."""
-    if len({activity for activity, _ in announced}) > 1:
-        lines = [f"  rank {rank}: {activity}" for rank, (activity, _) in enumerate(announced)]
-        return "\n".join(
-            ["The ranks are about to do different things and cannot continue:", *lines]
-        )
-    sets = [frozenset(items) for _, items in announced]
-    common = frozenset[str].intersection(*sets)
-    differing = sorted(frozenset[str].union(*sets) - common)
-    lines = []
-    for name in differing[:_MAX_NAMES]:
-        have = [str(rank) for rank, items in enumerate(sets) if name in items]
-        lack = [str(rank) for rank, items in enumerate(sets) if name not in items]
-        lines.append(f"  {name}: yes on rank {', '.join(have)}; no on rank {', '.join(lack)}")
-    if len(differing) > _MAX_NAMES:
-        lines.append(f"  and {len(differing) - _MAX_NAMES} more")
-    return "\n".join([f"The ranks do not agree on what takes part in {announced[0][0]}:", *lines])
+    if len(set(ranks.gather_bytes(digest, first=_SHORT_BYTES))) == 1:
+        return
+    found = ranks.gather_json([activity, [*items]])
+    activities = tuple(activity for activity, _ in found)
+    title = f"The ranks do not agree on what takes part in {activity}:"
+    if len(set(activities)) > 1:
+        title = "The ranks are about to do different things and cannot continue:"
+        lines = [f"  rank {rank}: {activity}" for rank, activity in enumerate(activities)]
+    else:
+        sets = [frozenset(items) for _, items in found]
+        common = frozenset[str].intersection(*sets)
+        lines = []
+        for name in sorted(frozenset[str].union(*sets) - common):
+            have = [str(rank) for rank, items in enumerate(sets) if name in items]
+            lack = [str(rank) for rank, items in enumerate(sets) if name not in items]
+            lines.append(f"  {name}: yes on rank {', '.join(have)}; no on rank {', '.join(lack)}")
+        if len(lines) > _MAX_NAMES:
+            lines[_MAX_NAMES:] = [f"  and {len(lines) - _MAX_NAMES} more"]
+    raise RanksDisagreeError("\n".join([title, *lines]), intents=activities)

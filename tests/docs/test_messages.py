@@ -52,8 +52,9 @@ def import_the_other_package(g):
     g.module.make_callback("pytorch_lightning")
 
 
-def find_tools(g, environment):
-    return g.module.find_tools(g.module.Target(torch="", mpi=False, nccl=False), environment)
+def describe_build(g, environment):
+    target = g.module.Target(torch="", mpi=False)
+    return g.module.build_environment(target, g.folder, environment)
 
 
 def build_without_cmake(g):
@@ -61,7 +62,7 @@ def build_without_cmake(g):
         (g.folder / tool).write_text("#!/bin/sh\n")
         (g.folder / tool).chmod(0o755)
     g.patch.setenv("PATH", str(g.folder))
-    find_tools(g, {"PATH": str(g.folder)})
+    describe_build(g, {"PATH": str(g.folder)})
 
 
 def run_pip_that_fails(g):
@@ -112,13 +113,13 @@ CASES = [
     ),
     (
         "horovod.build",
-        lambda g: find_tools(g, {"CXX": "no-compiler-of-this-name"}),
-        "'no-compiler-of-this-name' is not on PATH: install it (Debian: `apt-get install ",
+        lambda g: describe_build(g, {"CXX": "no-compiler-of-this-name"}),
+        "'no-compiler-of-this-name' is missing: install it (Debian: `apt-get install ",
     ),
     (
         "horovod.build",
         build_without_cmake,
-        "but 'cmake' is not on PATH: install it (Debian: `apt-get install cmake`",
+        "but 'cmake' is missing: install it (Debian: `apt-get install cmake`",
     ),
     ("cli.install_horovod", run_pip_that_fails, "` failed with exit status"),
     ("launch.run", use_full_folder, "d9m-runs holds 1000 repetitions already."),
@@ -139,17 +140,17 @@ CASES = [
         "LIGHTNING_D9M_SEED is 'x'; allowed: ",
     ),
     (
-        "logical_ranks.buckets",
+        "logical_ranks.gradients",
         check_options(op="max"),
         "is not known: pass 'average' or 'sum'.",
     ),
     (
-        "logical_ranks.buckets",
+        "logical_ranks.gradients",
         check_options(compression="zip"),
         "is not known: pass 'fp16', 'bf16' or None.",
     ),
     (
-        "logical_ranks.buckets",
+        "logical_ranks.gradients",
         check_options(bucket_bytes=-1),
         "is not allowed: pass a whole number, 0 or more.",
     ),

@@ -2,32 +2,44 @@
 
 import os
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from lightning_d9m.errors import CommandError
 from lightning_d9m.horovod import build
-from lightning_d9m.horovod.build import Target, Tools, build_environment, build_wheel, find_tools
+from lightning_d9m.horovod.build import Target, build_environment, build_wheel
 
-TARGET = Target(torch="2.13.0+cpu", mpi=False, nccl=False)
-NCCL_TARGET = Target(
-    torch="2.13.0+cu130", mpi=False, nccl=True, cuda="13.0", capabilities=("80", "90")
-)
+TARGET = Target(torch="2.13.0+cpu", mpi=False)
+CUDA_TARGET = Target(torch="2.13.0+cu130", mpi=False, cuda="13.0", capabilities=("80", "90"))
 
 
 @pytest.fixture
 def tools(tmp_path):
     """Return a function that makes a PATH with the programs named and nothing else."""
 
-    def make(*names, cmake="3.25.1"):
+    def make(*names):
         for name in names:
-            program = tmp_path / name
-            program.write_text(f"#!/bin/sh\necho cmake version {cmake}\n")
+            program = tmp_path / "tools" / name
+            program.parent.mkdir(exist_ok=True)
+            program.write_text("#!/bin/sh\n")
             program.chmod(0o755)
-        return {"PATH": str(tmp_path)}
+        return {"PATH": str(tmp_path / "tools")}
 
     return make
+
+
+@pytest.fixture
+def describe(tmp_path):
+    """Return a function that returns the variables of a build, given target and variables."""
+
+    def describe(target, variables):
+        work = tmp_path / f"work{len(list(tmp_path.iterdir()))}"
+        work.mkdir()
+        return build_environment(target, work, variables)
+
+    return describe
 
 
 @pytest.fixture(autouse=True)
@@ -39,26 +51,26 @@ def no_tools_of_this_machine(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("missing", "package"), [("c++", "g++"), ("make", "make"), ("cmake", "cmake")]
+    ("missing", "package"),
+    [
+        ("c++", "g[+][+]"),
+        ("make", "make"),
+        ("cmake", "cmake`; any venv"),
+        ("mpicxx", "openmpi-bin"),
+    ],
 )
-def test_a_missing_tool_is_named_with_its_debian_package(tools, missing, package):
-    environment = tools(*{"c++", "make", "cmake"} - {missing})
-    with pytest.raises(CommandError, match=f"apt-get install {package.replace('+', '[+]')}"):
-        find_tools(TARGET, environment)
+def test_a_missing_tool_is_named_with_its_debian_package(tools, describe, missing, package):
+    environment = tools(*{"c++", "make", "cmake", "mpicxx"} - {missing})
+    with pytest.raises(CommandError, match=f"apt-get install {package}"):
+        describe(Target(torch="2", mpi=True), environment)
 
 
-def test_missing_headers_are_named_with_their_debian_package(tools, monkeypatch, tmp_path):
+def test_missing_headers_are_named_with_their_debian_package(
+    tools, describe, monkeypatch, tmp_path
+):
     monkeypatch.setattr(build.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
     with pytest.raises(CommandError, match="apt-get install python3-dev"):
-        find_tools(TARGET, tools("c++", "make", "cmake"))
-
-
-def test_mpi_and_nccl_need_their_compilers(tools):
-    environment = tools("c++", "make", "cmake")
-    with pytest.raises(CommandError, match="libopenmpi-dev"):
-        find_tools(Target(torch="2", mpi=True, nccl=False), environment)
-    with pytest.raises(CommandError, match=r"nvcc of torch's CUDA version 13.0, but .*--gpu none"):
-        find_tools(NCCL_TARGET, environment)
+        describe(TARGET, tools("c++", "make", "cmake"))
 
 
 @pytest.fixture
@@ -80,50 +92,55 @@ def make_toolkit(tmp_path):
     return make
 
 
-def test_the_toolkit_of_torchs_version_is_found(tools, make_toolkit, tmp_path):
+def test_the_toolkit_of_torchs_version_is_found(tools, describe, make_toolkit):
     """First the same minor version, then the same major; never a folder above a wrapper."""
-    environment = tools("c++", "make", "cmake", "nvcc")
+    describe = partial(describe, variables=tools("c++", "make", "cmake", "nvcc"))
     make_toolkit("cuda-12.8", "12.8")
-    with pytest.raises(CommandError, match=r"but there is no CUDA toolkit \(searched: "):
-        find_tools(NCCL_TARGET, environment)
+    words = (
+        r"nvcc of torch's CUDA version 13.0, but there is no CUDA toolkit \(searched: .*--gpu no"
+    )
+    with pytest.raises(CommandError, match=words):
+        describe(CUDA_TARGET)
     older = make_toolkit("cuda", "13.1")
-    assert find_tools(NCCL_TARGET, environment).cuda_home == older
+    assert describe(CUDA_TARGET)["CUDA_HOME"] == older
     exact = make_toolkit("cuda-13.0", "13.0")
-    assert find_tools(NCCL_TARGET, environment).cuda_home == exact
-    assert find_tools(TARGET, environment).cuda_home is None
+    assert describe(CUDA_TARGET)["CUDA_HOME"] == exact
 
 
-def test_a_toolkit_that_the_user_chose_is_used_or_refused(tools, make_toolkit):
+def test_a_toolkit_that_the_user_chose_is_used_or_refused(tools, describe, make_toolkit):
     environment = tools("c++", "make", "cmake")
     make_toolkit("cuda-13.0", "13.0")
     chosen = make_toolkit("mine", "13.2")
-    assert find_tools(NCCL_TARGET, environment | {"CUDA_HOME": chosen}).cuda_home == chosen
+    built = describe(CUDA_TARGET, environment | {"CUDA_HOME": chosen})
+    assert built["HOROVOD_CUDA_HOME"] == chosen
     unfit = {"CUDA_HOME": chosen, "HOROVOD_CUDA_HOME": make_toolkit("old", "12.8")}
     with pytest.raises(CommandError, match=r"but there is CUDA 12.8 in .*old \(searched"):
-        find_tools(NCCL_TARGET, environment | unfit)
+        describe(CUDA_TARGET, environment | unfit)
 
 
-def test_nvcc_gets_the_standard_the_toolkit_and_the_devices(tmp_path):
+def test_nvcc_gets_the_standard_the_toolkit_and_the_devices(tools, describe, make_toolkit):
     """Horovod's CMake passes -std=c++11 to nvcc, and builds for twelve architectures."""
-    found = Tools(compiler=("g++",), cmake="cmake", cuda_home="/opt/cuda")
-    given = {"NVCC_APPEND_FLAGS": "--threads 2", "HOROVOD_NCCL_HOME": "/opt/nccl"}
-    built = build_environment(NCCL_TARGET, found, tmp_path, given)
+    given = {"NVCC_APPEND_FLAGS": "--threads 2", "CUDA_HOME": make_toolkit("mine", "13.0")}
+    given |= tools("c++", "make", "cmake")
+    built = describe(CUDA_TARGET, given)
     assert built["NVCC_APPEND_FLAGS"] == "--threads 2 -std=c++20"
-    assert built["CUDA_HOME"] == built["HOROVOD_CUDA_HOME"] == "/opt/cuda"
     assert built["HOROVOD_BUILD_CUDA_CC_LIST"] == "80,90"
     assert built["HOROVOD_GPU_OPERATIONS"] == "NCCL"
-    everywhere = Target(torch="2.13.0+cu130", mpi=False, nccl=True, cuda="13.0")
-    assert "HOROVOD_BUILD_CUDA_CC_LIST" not in build_environment(everywhere, found, tmp_path, {})
-    plain = build_environment(TARGET, found, tmp_path, {})
-    assert not [name for name in plain if "CUDA" in name or "NVCC" in name or "GPU" in name]
+    assert "HOROVOD_NCCL_HOME" not in built
+    library = Path(build.sysconfig.get_path("purelib"), "nvidia/nccl/lib/libnccl.so.2")
+    library.parent.mkdir(parents=True)
+    library.touch()
+    everywhere = describe(Target(torch="2.13.0+cu130", mpi=False, cuda="13.0"), given)
+    assert "HOROVOD_BUILD_CUDA_CC_LIST" not in everywhere
+    assert Path(everywhere["HOROVOD_NCCL_HOME"], "lib/libnccl.so").resolve() == library
+    added = describe(TARGET, given).keys() - given
+    assert not [name for name in added if "CUDA" in name or "NVCC" in name or "GPU" in name]
 
 
-def test_the_users_compiler_is_wrapped(tools, tmp_path):
+def test_the_users_compiler_is_wrapped(tools, describe):
     """CXX may contain arguments; the standard comes last and overrides others."""
     environment = tools("ccache", "make", "cmake") | {"CXX": "ccache g++", "MAKEFLAGS": "-j1"}
-    found = find_tools(TARGET, environment)
-    assert found.compiler == ("ccache", "g++")
-    built = build_environment(TARGET, found, tmp_path, environment)
+    built = describe(TARGET, environment)
     wrapper = Path(built["CXX"])
     assert wrapper.read_text().endswith('exec ccache g++ "$@" -std=c++20\n')
     assert os.access(wrapper, os.X_OK)
@@ -133,31 +150,26 @@ def test_the_users_compiler_is_wrapped(tools, tmp_path):
 
 def test_the_cache_key_names_all_that_a_wheel_depends_on():
     others = [
-        Target(torch="2.13.0+cu130", mpi=False, nccl=False),
-        Target(torch="2.13.0+cpu", mpi=True, nccl=False),
-        Target(torch="2.13.0+cpu", mpi=False, nccl=True),
-        Target(torch="2.13.0+cpu", mpi=False, nccl=True, capabilities=("90",)),
+        Target(torch="2.13.0+cu130", mpi=False),
+        Target(torch="2.13.0+cpu", mpi=True),
+        Target(torch="2.13.0+cpu", mpi=False, cuda="13.0"),
+        Target(torch="2.13.0+cpu", mpi=False, cuda="13.0", capabilities=("90",)),
     ]
     assert len({target.key for target in (TARGET, *others)}) == 5
-    assert "torch2.13.0+cpu" in TARGET.key
-    assert "recipe1" in TARGET.key
+    assert TARGET.key.startswith(f"horovod-{build.HOROVOD_VERSION}-recipe1-torch2.13.0+cpu")
 
 
-def test_a_failed_build_names_the_log_and_the_first_error(monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    ("said", "cause"),
+    [("a.cc:3: error: no such thing\nlate", "a.cc:3: error: no such"), ("one\n two \n\n", "two")],
+)
+def test_a_failed_build_names_the_log_and_the_first_error(monkeypatch, tmp_path, said, cause):
     program = tmp_path / "python"
-    failure = "echo compiling error.cc.o\necho 'a.cc:3: error: no such thing'\nexit 1\n"
-    program.write_text(f"#!/bin/sh\n{failure}")
+    program.write_text(f"#!/bin/sh\necho compiling error.cc.o\nprintf '{said}'\nexit 1\n")
     program.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(program))
-    log = tmp_path / "build.log"
-    with pytest.raises(CommandError, match=r"build.log and its first error is: a.cc:3: error"):
-        build_wheel(tmp_path, log, {}, lambda *_: None)
+    log, shown = tmp_path / "build.log", []
+    with pytest.raises(CommandError, match=f"build.log and its first error is: {cause}"):
+        build_wheel(tmp_path, log, {}, shown.append)
     assert "compiling" in log.read_text()
-
-
-def test_the_last_line_of_a_log_skips_blank_ones(tmp_path):
-    log = tmp_path / "log"
-    log.write_text("one\n  two  \n\n\n")
-    assert build.read_last_line(log) == "two"
-    log.write_text("")
-    assert build.read_last_line(log) == ""
+    assert shown[0] == "compiling error.cc.o"

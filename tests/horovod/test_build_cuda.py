@@ -27,6 +27,6 @@ def test_torch_and_horovod_load_one_nccl():
 
 
 def test_two_ranks_train_on_cpus(results, tmp_path):
-    ranks = results(2, "train.py", tmp_path, "lightning.pytorch", "horovod_d9m", tmp_path, "plain")
+    ranks = results(2, "train.py", tmp_path, "horovod_d9m", tmp_path, "plain")
     assert ranks[0] == ranks[1]
     assert ranks[0]["plain"]["steps"] > 0

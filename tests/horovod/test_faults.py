@@ -1,7 +1,6 @@
 """If one rank fails, every rank ends, names the cause, and leaves a readable ledger."""
 
 import re
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from process_end import has_ended
@@ -24,33 +23,15 @@ FAULTS = {
         "ValueError: the third batch is bad",
     ),
     "killed": (rf"{LOST}.*Rank 1 \(process \d+\) was killed or exited\.", None),
-    "hung": (rf"{LOST}.*Rank 1 \(process \d+\) runs, but did not respond within 3 s", None),
 }
-HUNG = ("hung",)
 # The faults of one launch. After one that ends a process, nothing can follow.
-LAUNCHES = [tuple(FAULTS)[:6], ("killed",), HUNG]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def hung(horovodrun, tmp_path_factory):
-    """Start the launch that waits for a rank that hangs, beside the others.
-
-    Returns:
-        Its folder, and the future of its status and output.
-    """
-    folder = tmp_path_factory.mktemp("hung")
-    with ThreadPoolExecutor(1) as pool:
-        yield folder, pool.submit(horovodrun, 2, "faults.py", folder, *HUNG)
+LAUNCHES = [tuple(FAULTS)[:6], ("killed",)]
 
 
 @pytest.mark.parametrize("launch", LAUNCHES, ids="-".join)
-def test_every_rank_ends_with_the_cause(horovodrun, tmp_path, hung, launch):
+def test_every_rank_ends_with_the_cause(horovodrun, tmp_path, launch):
     """The launcher returns, no process is left, and the errors name the fault."""
-    if launch == HUNG:
-        tmp_path, ended = hung
-        status, output = ended.result()
-    else:
-        status, output = horovodrun(2, "faults.py", tmp_path, *launch)
+    status, output = horovodrun(2, "faults.py", tmp_path, *launch)
     assert status != 0
     for fault in launch:
         for rank, expected in enumerate(FAULTS[fault]):

@@ -1,18 +1,24 @@
 """Options of the strategy, without ranks."""
 
 import subprocess
+import sys
 
 import pytest
 
 from lightning_d9m import HorovodDeterministicStrategy, SettingError
+from lightning_d9m.horovod.environment import import_horovod
 
 
-@pytest.mark.parametrize("options", [{"compression": "fp16"}, {"broadcast_buffers": False}])
-def test_an_option_that_logical_ranks_do_not_support_is_refused(options):
-    ((name, value),) = options.items()
-    with pytest.raises(SettingError, match=f"{name}={value!r} does not go with logical_ranks"):
-        HorovodDeterministicStrategy(logical_ranks=4, **options)
-    assert HorovodDeterministicStrategy(**options).logical_ranks is None
+def test_an_option_that_logical_ranks_do_not_support_is_refused():
+    with pytest.raises(SettingError, match="compression='fp16' does not go with logical_ranks"):
+        HorovodDeterministicStrategy(logical_ranks=4, compression="fp16")
+    assert HorovodDeterministicStrategy(compression="fp16").logical_ranks is None
+
+
+@pytest.mark.parametrize("options", [{"op": "max"}, {"compression": "int8"}, {"bucket_bytes": -1}])
+def test_an_option_that_is_not_known_is_refused(options):
+    with pytest.raises(SettingError, match=next(iter(options))):
+        HorovodDeterministicStrategy(**options)
 
 
 @pytest.mark.parametrize("kind", ["HorovodDeterministicStrategy", "DDPDeterministicStrategy"])
@@ -23,3 +29,9 @@ def test_importing_a_strategy_makes_its_name_known(forking_python, kind):
     for first, second in ((ours, lightning), (lightning, ours)):
         program = f"{first}\n{second}\nassert kind.strategy_name in known"
         subprocess.run([forking_python, "-c", program], check=True, timeout=120)
+
+
+def test_a_horovod_that_is_not_there(monkeypatch):
+    monkeypatch.setitem(sys.modules, "horovod.torch", None)
+    with pytest.raises(SettingError, match=r"Horovod cannot be imported.*d9m install-horovod"):
+        import_horovod()

@@ -75,19 +75,6 @@ def read_final(ledger):
     return finals
 
 
-def test_hosts_end_with_the_bits_of_one_process(tmp_path, one_process):
-    """Without a shared file system each host has the file of its rank; they can be collected."""
-    with make_hosts(3, tmp_path) as hosts:
-        statuses, outputs = wait_for(start_agents(hosts, 3, "runs", first=hosts[0]))
-    assert statuses == [0] * 3, "\n".join(outputs)
-    for host in hosts:
-        ledger = host.folder / "runs" / "3" / "fit-000"
-        assert len(list(ledger.iterdir())) == 1
-        shutil.copytree(ledger, tmp_path / "collected", dirs_exist_ok=True)
-    assert len(list((tmp_path / "collected").iterdir())) == 3
-    assert compare(one_process, tmp_path / "collected").equal
-
-
 def test_a_host_is_lost_and_another_is_added(tmp_path, one_process):
     """Torchrun restarts the workers; each time they continue from the checkpoint."""
     arguments = ("runs", "wait=1", f"kept={tmp_path / 'kept'}")
@@ -116,6 +103,7 @@ def test_a_host_is_lost_and_another_is_added(tmp_path, one_process):
 
 @pytest.mark.horovod
 @pytest.mark.skipif(not HAS_HOROVOD, reason="needs Horovod, which `d9m install-horovod` builds")
+@pytest.mark.skipif(shutil.which("sshd") is None, reason="needs sshd")
 def test_horovodrun_trains_on_two_hosts(tmp_path, one_process):
     """Logical ranks give the bits of one process; fixed buckets those of two on one host."""
     python = shared_python(*MODULES)
@@ -182,19 +170,6 @@ def test_slurm_requeues_a_job(tmp_path, one_process):
             assert read_final(ledger) == read_final(one_process)
 
 
-def test_a_checkpoint_of_one_host_is_refused_on_all(tmp_path):
-    """Rank 0 saves it in a folder that the other host does not share."""
-    program = [shared_python(*MODULES), SCRIPT, "runs", "kept=kept"]
-    with make_hosts(2, tmp_path) as hosts:
-        statuses, outputs = wait_for([start_rank(hosts, rank, program) for rank in range(2)])
-        assert statuses == [0, 0], "\n".join(outputs)
-        statuses, outputs = wait_for([start_rank(hosts, rank, program) for rank in range(2)])
-        assert statuses == [1, 1]
-    for output in outputs:
-        assert "CheckpointError Ranks would resume from different states: rank 0 loads" in output
-        assert "and rank 1 found no checkpoint" in output
-
-
 FAKE_CLOCK = """
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -216,23 +191,33 @@ time_t time(time_t *now) {
 
 
 def test_lost_packets_and_a_wrong_clock_change_nothing(tmp_path, one_process):
-    """One host loses five packets in a hundred; the clock of the other is ten minutes ahead."""
+    """One host loses five packets in a hundred; the clock of another is ten minutes ahead.
+
+    Without a shared file system each host has the file of its rank; they can be collected. Rank 0
+    saves a checkpoint, in a folder that the others do not share, so all refuse to go on.
+    """
     source, library = tmp_path / "clock.c", tmp_path / "clock.so"
     source.write_text(FAKE_CLOCK)
     subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
-    with make_hosts(2, tmp_path) as hosts:
+    with make_hosts(3, tmp_path) as hosts:
         hosts[0].lose_packets(0.05)
-        words = [SCRIPT, "runs"]
-        ranks = [
-            start_rank(hosts, 0, [shared_python(*MODULES), *words]),
-            start_rank(hosts, 1, [sys.executable, *words], LD_PRELOAD=str(library)),
-        ]
+        words = [SCRIPT, "runs", "kept=kept"]
+        ranks = [start_rank(hosts, rank, [shared_python(*MODULES), *words]) for rank in (0, 2)]
+        ranks.append(start_rank(hosts, 1, [sys.executable, *words], LD_PRELOAD=str(library)))
         statuses, outputs = wait_for(ranks)
-        assert statuses == [0, 0], "\n".join(outputs)
+        assert statuses == [0, 0, 0], "\n".join(outputs)
         assert hosts[0].count_lost()
         for host in hosts:
-            shutil.copytree(host.folder / "runs/2/fit-000", tmp_path / "all", dirs_exist_ok=True)
+            ledger = host.folder / "runs" / "3" / "fit-000"
+            assert len(list(ledger.iterdir())) == 1
+            shutil.copytree(ledger, tmp_path / "all", dirs_exist_ok=True)
+        ranks = [start_rank(hosts, rank, [shared_python(*MODULES), *words]) for rank in range(3)]
+        statuses, outputs = wait_for(ranks)
     assert compare(one_process, tmp_path / "all").equal
+    assert statuses == [1, 1, 1]
+    for output in outputs:
+        assert "CheckpointError Ranks would resume from different states: rank 0 loads" in output
+        assert "and rank 1 found no checkpoint" in output
 
 
 LIMIT = 5
@@ -262,44 +247,45 @@ def mend(hosts):
     (hosts[-1].folder / "rest").unlink(missing_ok=True)
 
 
-@pytest.mark.parametrize(
-    ("fault", "messages"),
-    [
-        (cut, (r"Rank 1 \(process \d+\) did not", r"Rank 0 \(process \d+\) did not")),
-        (pause, (r"Rank 1 \(process \d+\) did not", r"Rank 0 ")),
-        (fill, (r"Rank 1 failed", r"No space left on device")),
-    ],
-    ids=["link", "pause", "disk"],
-)
-def test_every_rank_ends_with_an_error_and_a_resume_is_exact(
-    tmp_path, one_process, fault, messages
-):
+FAULTS = {
+    cut: (r"Rank 1 \(process \d+\) did not", r"Rank 0 \(process \d+\) did not"),
+    pause: (r"Rank 1 \(process \d+\) did not", r"Rank 0 "),
+    fill: (r"Rank 1 failed", r"No space left on device"),
+}
+
+
+def test_every_rank_ends_with_an_error_and_a_resume_is_exact(tmp_path, one_process):
+    """Fault after fault, each within the same epoch, from the checkpoint before it."""
     program = [shared_python(*MODULES), SCRIPT, "runs", f"limit={LIMIT}"]
     program.append(f"kept={tmp_path / 'kept'}")
     with make_hosts(2, tmp_path, small_disk=2**20) as hosts:
-        ranks = [start_rank(hosts, rank, [*program, "wait=1"]) for rank in range(2)]
-        wait_until(lambda: all((host.folder / "waiting2").exists() for host in hosts), ranks)
-        for host in hosts:
-            (host.folder / "go2").touch()
-            if host is hosts[0]:
-                fault(hosts)
-        began = time.monotonic()
-        first = wait_for(ranks[:1])
-        if fault is pause:
+        for fault, messages in FAULTS.items():
+            ranks = [start_rank(hosts, rank, [*program, "wait=1"]) for rank in range(2)]
+            wait_until(lambda: all((host.folder / "waiting2").exists() for host in hosts), ranks)
+            for host in hosts:
+                (host.folder / "waiting2").unlink()
+                (host.folder / "go2").touch()
+                if host is hosts[0]:
+                    fault(hosts)
+            began = time.monotonic()
+            ended = wait_for(ranks[:1])
+            if fault is pause:
+                mend(hosts)
+            ended = [*zip(*ended, strict=True), *zip(*wait_for(ranks[1:]), strict=True)]
+            assert time.monotonic() - began < LIMIT + 60
+            for message, (status, output) in zip(messages, ended, strict=True):
+                assert status == 1
+                assert re.search(message, output), output
             mend(hosts)
-        second = wait_for(ranks[1:])
-        assert time.monotonic() - began < LIMIT + 60
-        for rank, ((status,), (output,)) in enumerate((first, second)):
-            assert status == 1
-            assert re.search(messages[rank], output), output
-        for host in hosts:
-            ledger = read_ledger(host.folder / "runs/2/fit-000")
-            for rank in ledger.files:
-                with ledger.open(rank) as reader:
-                    moments = [r.moment for r in reader.records() if isinstance(r, Digests)]
-            assert moments[:2] == ["initial", "epoch"]
-        mend(hosts)
+            for host in hosts:
+                ledger = read_ledger(max((host.folder / "runs" / "2").iterdir()))
+                for rank in ledger.files:
+                    with ledger.open(rank) as reader:
+                        moments = [r.moment for r in reader.records() if isinstance(r, Digests)]
+                assert moments[:2] == ["initial", "epoch"]
+                (host.folder / "go2").unlink()
         statuses, outputs = wait_for([start_rank(hosts, rank, program) for rank in range(2)])
         assert statuses == [0, 0], "\n".join(outputs)
         for host in hosts:
-            assert read_final(host.folder / "runs/2/fit-001") == read_final(one_process)
+            ledger = max((host.folder / "runs" / "2").iterdir())
+            assert read_final(ledger) == read_final(one_process)

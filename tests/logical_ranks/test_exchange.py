@@ -1,21 +1,11 @@
 """Every exchange gives the bits of one fold in one process."""
 
-import math
-from functools import partial
-
 import pytest
 import torch
 from gloo_threads import run_processes
 from logical_sums import average_leaves, bits, make_leaf
 
-from lightning_d9m.errors import SettingError
-from lightning_d9m.logical_ranks.accumulation import add_wide
-from lightning_d9m.logical_ranks.exchange import (
-    CollectiveSum,
-    RootExchange,
-    divide,
-    replace_nans,
-)
+from lightning_d9m.logical_ranks.exchange import CollectiveSum, RootExchange
 from lightning_d9m.logical_ranks.tree import Blocks, Fold, Node
 
 PAIRS = [(1, 1), (8, 1), (2, 2), (8, 2), (5, 3), (8, 3), (6, 4), (8, 4), (7, 5)]
@@ -42,8 +32,7 @@ def exchange_all(leaves, processes, **words):
             roots = fold_block(leaves, blocks.of(process), wide=wide)
             result = torch.empty_like(leaves[0]) if wide else roots[-1]
             if way == "collectives" and processes > 1:
-                fold = partial(it._fold, divisor=len(leaves))
-                CollectiveSum(it, roots, result, fold).finish()
+                CollectiveSum(it, roots, result, len(leaves)).finish()
             else:
                 it.start(roots, result, len(leaves)).finish()
             results.append(result)
@@ -97,23 +86,6 @@ def test_messages_have_the_bytes_of_a_ring_for_powers_of_two():
         assert run_processes(processes, send) == [ring] * processes
 
 
-@pytest.mark.parametrize("shares_memory", [False, True])
-def test_sums_that_overlap_do_not_mix(shares_memory):
-    blocks = Blocks(4, 2)
-    words = {"message_bytes": 2**12, "shares_memory": shares_memory}
-
-    def exchange(process, group):
-        it = RootExchange(blocks, process, group, **words)
-        roots = [torch.full([n], float(process + n)) for n in (100, 50_000, 70_000)]
-        for pending in [it.start([root], root) for root in roots]:
-            pending.finish()
-        it.close()
-        return [root.unique().tolist() for root in roots]
-
-    expected = [[2.0 * n + 1] for n in (100, 50_000, 70_000)]
-    assert run_processes(2, exchange) == [expected, expected]
-
-
 @pytest.mark.parametrize("flushes", [False, True])
 @pytest.mark.parametrize("shares_memory", [False, True])
 def test_two_processes_flush_subnormal_numbers_as_one_does(flushes, shares_memory):
@@ -131,47 +103,3 @@ def test_two_processes_flush_subnormal_numbers_as_one_does(flushes, shares_memor
     expected = 2.0 ** (-126 if flushes else -128)  # a flushed operand counts as zero
     name = "SharedSum" if shares_memory else "MessageSum"
     assert run_processes(2, exchange) == [([expected], name)] * 2
-
-
-def test_wide_addition_rounds_no_half():
-    left, right = torch.tensor([1.0]).bfloat16(), torch.tensor([2.0**-12]).bfloat16()
-    for one in (left, left.float()):
-        for other in (right, right.float()):
-            total = add_wide(one.clone(), other.clone())
-            assert total.dtype is torch.float32
-            assert total.item() == 1 + 2.0**-12
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
-def test_every_nan_gets_the_same_bits_wherever_it_is(dtype):
-    tensor = torch.full([1003], -math.nan, dtype=dtype)
-    tensor[::7] = 1.0
-    replace_nans(tensor)
-    kind = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
-    assert tensor.view(kind)[tensor.isnan()].unique().numel() == 1
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("divisor", [1, 2, 3, 8, 12, 64])
-def test_division_rounds_as_ieee_754_says(dtype, divisor):
-    awkward = make_leaf([3000], dtype, torch.Generator().manual_seed(1), awkward=True)
-    subnormal = torch.arange(3000, dtype=dtype) * torch.finfo(dtype).smallest_normal / 2**9
-    for tensor in (awkward, subnormal):
-        expected = tensor / divisor
-        divide(tensor, divisor)
-        assert bits(tensor.nan_to_num(7.0)) == bits(expected.nan_to_num(7.0))
-
-
-def test_a_group_of_another_size_or_order_is_refused():
-    def build(process, group):
-        with pytest.raises(SettingError, match=f"process {process} of 3, but rank {process} of 2"):
-            RootExchange(Blocks(4, 3), process, group)
-        with pytest.raises(SettingError, match="of all processes, in order"):
-            RootExchange(Blocks(4, 2), 1 - process, group)
-
-    run_processes(2, build)
-
-
-def test_several_processes_without_a_group_are_refused():
-    with pytest.raises(SettingError, match=r"call torch.distributed.init_process_group first"):
-        RootExchange(Blocks(2, 2), 0)

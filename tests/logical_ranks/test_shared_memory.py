@@ -136,16 +136,18 @@ def test_strangers_get_nothing(monkeypatch):
                 continue
 
 
-def test_sums_of_any_sizes_share_the_slots():
+@pytest.mark.parametrize("shares_memory", [False, True])
+def test_sums_of_any_sizes_are_started_before_others_end(shares_memory):
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(1, 9000, (40,), generator=generator).tolist()
     sums = [[make_leaf([n], torch.float32, generator) for _ in range(5)] for n in lengths]
     blocks = Blocks(5, 3)
 
     def run(process, group):
-        it = RootExchange(blocks, process, group, message_bytes=2**12)
+        words = {"message_bytes": 2**12, "shares_memory": shares_memory}
+        it = RootExchange(blocks, process, group, **words)
         waits, results = [], []
-        for _number, leaves in enumerate(sums):
+        for leaves in sums:
             roots = [leaves[rank].clone() for rank in blocks.of(process)]  # no two have a sum
             results.append(roots[-1])
             waits.append(it.start(roots, roots[-1], 5).finish)

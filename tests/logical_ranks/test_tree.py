@@ -102,8 +102,3 @@ def test_a_number_that_is_not_allowed_is_refused(numbers):
 def test_more_processes_than_logical_ranks_are_refused_with_both_remedies():
     with pytest.raises(SettingError, match="at most 4 processes, or raise logical_ranks to 5"):
         Blocks(4, 5)
-
-
-def test_a_process_outside_is_refused():
-    with pytest.raises(SettingError, match="processes 0 to 1"):
-        Blocks(4, 2).of(2)

@@ -20,8 +20,8 @@ def found(tmp_path_factory):
 @pytest.mark.parametrize(
     ("case", "name"),
     [
-        ("other moment on rank 1", "0.exp_avg.layers.0.weight"),
-        ("other rate on rank 1", "0.group.0"),
+        ("change_moment", "0.exp_avg.layers.0.weight"),
+        ("change_rate", "0.group.0"),
     ],
 )
 def test_optimizer_state_that_differs_on_one_rank_raises_on_all(found, case, name):
@@ -32,7 +32,7 @@ def test_optimizer_state_that_differs_on_one_rank_raises_on_all(found, case, nam
 
 
 def test_a_reference_that_one_rank_leaves_stops_all(found):
-    first, second = (entry["other statistics on rank 1"] for entry in found)
+    first, second = (entry["change_statistics"] for entry in found)
     assert first["rank"] == second["rank"] == 1
     assert "in the message of rank 1" in first["message"]
     assert "buffers" in second["message"]
@@ -44,7 +44,7 @@ def test_a_folder_that_cannot_be_made_stops_all(found):
 
 
 def test_a_switch_that_one_rank_lost_stops_all(found):
-    first, second = (entry["switched off on rank 1"]["message"] for entry in found)
+    first, second = (entry["switch_off"]["message"] for entry in found)
     assert "Rank 1 failed, so this rank 0 stops too" in first
     assert "deterministic" in second
 

@@ -60,40 +60,37 @@ def error_of(*arguments, **words):
     raise AssertionError("no error was raised")
 
 
-def other_moment_on_rank_1(self):
-    """Change Adam's first moment of rank 1 by one unit in the last place, after the last step."""
-    if RANK == 1 and not self.trainer.sanity_checking:
+def change_moment(self):
+    """Change Adam's first moment by one unit in the last place, after the last step."""
+    if not self.trainer.sanity_checking:
         moment = self.optimizers().state[self.layers[0].weight]["exp_avg"]
         moment.view(torch.int32)[2, 3] += 1
 
 
-def other_rate_on_rank_1(self):
-    """Change the learning rate of rank 1 when an epoch ends."""
-    if RANK == 1 and not self.trainer.sanity_checking:
+def change_rate(self):
+    """Change the learning rate when an epoch ends."""
+    if not self.trainer.sanity_checking:
         self.optimizers().param_groups[0]["lr"] = 0.02
 
 
-def other_statistics_on_rank_1(self):
-    """Change a buffer of rank 1 when an epoch ends: the next batch brings rank 0's again."""
-    if RANK == 1:
-        self.layers[1].running_mean += 0.5
+def change_statistics(self):
+    """Change a buffer when an epoch ends: the next batch brings rank 0's again."""
+    self.layers[1].running_mean += 0.5
 
 
-def switched_off_on_rank_1(self):
-    """Switch deterministic algorithms off on rank 1 only."""
-    if RANK == 1:
-        torch.use_deterministic_algorithms(False)
+def switch_off(_):
+    """Switch deterministic algorithms off."""
+    torch.use_deterministic_algorithms(False)
 
 
 def main():
-    """Train several times, and write what was found."""
+    """Train several times, with a fault on rank 1, and write what was found."""
     folder = Path(sys.argv[1])
     warnings.filterwarnings("ignore")
     before = dict(os.environ)
     fit(folder, "first")
-    changed = {
-        name for name in before.keys() | os.environ if before.get(name) != os.environ.get(name)
-    }
+    names = before.keys() | os.environ.keys()
+    changed = {name for name in names if before.get(name) != os.environ.get(name)}
     found = {
         "left": sorted(changed - {"PL_GLOBAL_SEED", "PL_SEED_WORKERS"})
         + [name for name in ("deterministic",) if torch.are_deterministic_algorithms_enabled()],
@@ -101,16 +98,16 @@ def main():
     with unpickling_watched() as callers:
         fit(folder, "second").save_checkpoint(folder / "second.ckpt")
     found["unpickles"] = callers
-    moment = make_model(on_validation_epoch_end=other_moment_on_rank_1)
-    found["other moment on rank 1"] = error_of(folder, "moment", moment)
-    rate = make_model(on_validation_epoch_end=other_rate_on_rank_1)
-    found["other rate on rank 1"] = error_of(folder, "rate", rate)
-    other = make_model(on_validation_epoch_end=other_statistics_on_rank_1)
-    found["other statistics on rank 1"] = error_of(
-        folder, "data", other, reference=folder / "first" / "fit-000"
-    )
-    off = make_model(on_train_batch_end=lambda self, *_: switched_off_on_rank_1(self))
-    found["switched off on rank 1"] = error_of(folder, "off", off)
+    for change, hook in {
+        change_moment: "on_validation_epoch_end",
+        change_rate: "on_validation_epoch_end",
+        change_statistics: "on_validation_epoch_end",
+        switch_off: "on_train_batch_end",
+    }.items():
+        name = change.__name__
+        model = make_model(**{hook: lambda self, *_, act=change: RANK and act(self)})
+        words = {"reference": folder / "first/fit-000"} if change is change_statistics else {}
+        found[name] = error_of(folder, name, model, **words)
     (folder / "file").write_text("")
     found["no folder"] = error_of(folder, "file/below")
     (folder / f"found-{RANK}.json").write_text(json.dumps(found))

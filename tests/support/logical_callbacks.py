@@ -2,7 +2,6 @@
 
 import os
 from pathlib import Path
-from unittest import mock
 
 import lightning as L
 import torch
@@ -21,7 +20,6 @@ from trainings import QUIET
 from lightning_d9m import DDPDeterministicStrategy, DeterminismCallback
 from lightning_d9m.control import session
 from lightning_d9m.hashing.digest import digest_value
-from lightning_d9m.lightning.logical_ranks.logged_values import LoggedValues
 
 LOGICAL_RANKS = 5
 
@@ -80,12 +78,12 @@ def name_numbers(metrics):
     return {name: float(value).hex() for name, value in metrics.items() if name not in own}
 
 
-def fit_steered(folder, name, net="cnn"):
+def fit_steered(folder):
     """Train until a callback stops it; test and predict with what it leaves."""
     session._fits = 0
     stop = EarlyStopping("val_loss", patience=1, min_delta=0.3)
     best = ModelCheckpoint(
-        folder / name / f"kept-{PROCESSES}", "{epoch}-{val_loss:.9f}", monitor="val_loss"
+        folder / "steered" / f"kept-{PROCESSES}", "{epoch}-{val_loss:.9f}", monitor="val_loss"
     )
     noting, writing = Noting(), Writing()
     trainer = L.Trainer(
@@ -93,13 +91,13 @@ def fit_steered(folder, name, net="cnn"):
         strategy=DDPDeterministicStrategy(logical_ranks=LOGICAL_RANKS),
         devices=PROCESSES,
         callbacks=[
-            DeterminismCallback(seed=5, ledger_dir=folder / name / str(PROCESSES)),
+            DeterminismCallback(seed=5, ledger_dir=folder / "steered" / str(PROCESSES)),
             EMAWeightAveraging(decay=0.8, update_every_n_steps=2),
             *(stop, best, noting, writing),
         ],
         **QUIET | {"enable_checkpointing": True},
     )
-    model = Steered(make_net(net))
+    model = Steered(make_net("cnn"))
     loader = DataLoader(make_data(34), batch_size=3, shuffle=True)
     trainer.fit(model, loader, DataLoader(make_data(23), batch_size=2))
     found = {
@@ -116,14 +114,6 @@ def fit_steered(folder, name, net="cnn"):
     return found, writing.found
 
 
-add_all = LoggedValues._add
-
-
-def add_first(self, parts, **words):
-    """Add what process 0 has logged, as without ``sync_dist``."""
-    add_all(self, parts[:1], **words)
-
-
 class Averaging(WeightAveraging):
     """The mean of the weights of all steps, which replaces the weights at the end."""
 
@@ -134,9 +124,7 @@ class Averaging(WeightAveraging):
 
 def fit_all(folder):
     """Train in each of the ways; return what is found, and the digests of the predictions."""
-    steered, predicted = fit_steered(folder, "steered")
-    with mock.patch.object(LoggedValues, "_add", add_first):
-        alone, _ = fit_steered(folder, "alone", "plain")
+    steered, predicted = fit_steered(folder)
     swa = [StochasticWeightAveraging(0.01, 2, annealing_epochs=2)]
     state = fit(folder / "swa", "cnn", LOGICAL_RANKS, max_epochs=4, callbacks=swa)
     state = state.lightning_module.state_dict()
@@ -144,7 +132,6 @@ def fit_all(folder):
     mean = fit(folder / "mean", "cnn", LOGICAL_RANKS, callbacks=[averaging])
     return {
         **steered,
-        "alone": alone["best"],
         "swa": [digest_value(state), int(state["net.2.num_batches_tracked"])],
         "mean": [averaging.trained, digest_value(mean.lightning_module.state_dict())],
         "predicted": predicted,

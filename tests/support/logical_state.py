@@ -108,8 +108,25 @@ class Momentum(Base):
         return (self.net[0](batch[0]) - wanted).square().mean() * 0.1 + self.loss(batch[0])
 
 
+class Collector(L.Callback):
+    """Logs a mean over what it collects in each validation, and the first sample of a batch."""
+
+    def __init__(self):
+        self.found = []
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        self.log("sample", batch[0][0, 0])
+
+    def on_validation_batch_end(self, trainer, module, outputs, batch, batch_idx, loader=0):
+        self.found += outputs if isinstance(outputs, list) else [outputs]
+
+    def on_validation_epoch_end(self, trainer, module):
+        self.log("collected", torch.stack(self.found).square().mean(), sync_dist=True)
+        self.found.clear()
+
+
 class Lists(Base):
-    """Keeps outputs of validation in lists, and steers by what is logged from them."""
+    """Keeps outputs of validation in lists, also of a callback, and steers by what is logged."""
 
     def __init__(self):
         super().__init__()
@@ -124,6 +141,7 @@ class Lists(Base):
         loss = self.loss(batch[0])
         self.outputs.append(loss)
         self.by_name.setdefault("rows", []).append(batch[0].sum(0))
+        return loss
 
     def on_validation_epoch_end(self):
         self.log("val", torch.stack(self.outputs).mean(), sync_dist=True)
@@ -131,10 +149,13 @@ class Lists(Base):
         self.outputs.clear()
         self.by_name = {}
 
+    def configure_callbacks(self):
+        return [Collector()]
+
     def configure_optimizers(self):
         optimizer = super().configure_optimizers()
         plan = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.9, patience=0)
-        return [optimizer], [{"scheduler": plan, "monitor": "val"}]
+        return [optimizer], [{"scheduler": plan, "monitor": "collected"}]
 
 
 class Counter(UserList):
@@ -191,43 +212,17 @@ class Keeping(Base):
         self.sizes.clear()
 
 
-class Collector(L.Callback):
-    """Logs a mean over what it collects in each validation, and the first sample of a batch."""
-
-    def __init__(self):
-        self.found = []
-
-    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-        self.log("sample", batch[0][0, 0])
-
-    def on_validation_batch_end(self, trainer, module, outputs, batch, batch_idx, loader=0):
-        self.found += outputs if isinstance(outputs, list) else [outputs]
-
-    def on_validation_epoch_end(self, trainer, module):
-        self.log("collected", torch.stack(self.found).square().mean(), sync_dist=True)
-        self.found.clear()
-
-
-class Collected(Base):
-    """Has a callback that logs, by which the rate is chosen."""
-
-    def validation_step(self, batch, batch_idx):
-        return self.loss(batch[0])
-
-    def configure_callbacks(self):
-        return [Collector()]
-
-    def configure_optimizers(self):
-        optimizer = super().configure_optimizers()
-        plan = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.9, patience=0)
-        return [optimizer], [{"scheduler": plan, "monitor": "collected"}]
-
-
 class Steered(Base):
-    """Is steered by a value of each step, which no rank of plain DDP has in common."""
+    """Is steered by a value of each step, which no rank of plain DDP has in common.
+
+    It draws from a generator of the file, and from one that it makes in a step.
+    """
 
     def training_step(self, batch, batch_idx):
-        loss = self.loss(batch[0])
+        if not hasattr(self, "noise"):
+            self.noise = torch.Generator().manual_seed(4)
+        draws = torch.rand(2, generator=self.noise) + torch.rand(2, generator=NOISE)
+        loss = self.loss(batch[0] * draws.sum() * float(torch.rand(1)))
         self.log("train", loss, on_step=True, on_epoch=True)
         return loss
 
@@ -236,16 +231,6 @@ class Steered(Base):
         plan = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.9, patience=0)
         words = {"interval": "step", "monitor": "train_step", "strict": False}
         return [optimizer], [{"scheduler": plan, **words}]
-
-
-class Drawing(Base):
-    """Draws from a generator of the file, and from one that it makes in a step."""
-
-    def training_step(self, batch, batch_idx):
-        if not hasattr(self, "noise"):
-            self.noise = torch.Generator().manual_seed(4)
-        draws = torch.rand(2, generator=self.noise) + torch.rand(2, generator=NOISE)
-        return self.loss(batch[0] * draws.sum() * float(torch.rand(1)))
 
 
 class Graph(Base):
@@ -272,7 +257,7 @@ class Graph(Base):
         return self.loss(rows)
 
 
-KINDS = (*(Adversarial, BestMetric, Momentum, Lists, Keeping, Collected, Steered, Drawing, Graph),)
+KINDS = (Adversarial, BestMetric, Momentum, Lists, Keeping, Steered, Graph)
 PROGRAMS = {kind.__name__: kind for kind in KINDS}
 
 
@@ -332,8 +317,7 @@ def main():
     for name, program in PROGRAMS.items():
         if PROCESSES < 4:
             found[name] = fit(program(), DDPDeterministicStrategy(logical_ranks=4), folder)
-        # Of these each process of DDP trains another.
-        elif name not in {"Steered", "Drawing"}:
+        elif program is not Steered:  # of which each process of DDP trains another
             model = program(dense=True) if program is Graph else program()
             found[name] = fit(model, "ddp", folder)
     (folder / f"state-{PROCESSES}-{RANK}.json").write_text(json.dumps(found))

@@ -1,8 +1,7 @@
 """One rank of a DDP training in which rank 1 is lost; see lightning/test_lost_ranks.py.
 
 Usage: lost_rank_training.py FOLDER, which ends in the way in which rank 1 is lost: "killed",
-"stopped", "hung", or "logical", killed with logical ranks. Rank 0 writes the message of its error
-and kills rank 1.
+with logical ranks, or "hung". Rank 0 writes the message of its error and kills rank 1.
 """
 
 import os
@@ -21,12 +20,7 @@ from lightning_d9m import DDPDeterministicStrategy, DeterminismCallback, RankLos
 
 RANK = int(os.environ["RANK"])
 folder = Path(sys.argv[1])
-ways = {
-    "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
-    "stopped": lambda: os.kill(os.getpid(), signal.SIGSTOP),
-    "hung": lambda: threading.Event().wait(),
-}
-ways["logical"] = ways["killed"]
+hangs = folder.name == "hung"
 
 
 def lose_rank_1(self, *_):
@@ -34,14 +28,13 @@ def lose_rank_1(self, *_):
     if self.current_epoch != 1:
         return
     if RANK == 1:
-        ways[folder.name]()
+        threading.Event().wait() if hangs else os.kill(os.getpid(), signal.SIGKILL)
     _set_pg_timeout(timedelta(seconds=2))
 
 
 if __name__ == "__main__":
     callback = DeterminismCallback(seed=5, ledger_dir=folder / "d9m")
-    logical = folder.name == "logical"
-    strategy = DDPDeterministicStrategy(logical_ranks=4) if logical else "ddp"
+    strategy = "ddp" if hangs else DDPDeterministicStrategy(logical_ranks=4)
     trainer = L.Trainer(max_epochs=2, strategy=strategy, devices=2, callbacks=[callback], **QUIET)
     model = make_model(on_train_batch_start=lose_rank_1)
     (folder / f"pid-{RANK}").write_text(str(os.getpid()))

@@ -15,14 +15,6 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 INTERFACE = "eth0"
-# Where there is no sshd. As ssh does: the command runs in a shell, with few variables; options are
-# left out.
-_WITHOUT_SSHD = """#!/bin/sh
-while case "$1" in -*) true;; *) test -z "$host";; esac; do
-  case "$1" in -*) shift 2;; *) host=$1; shift;; esac
-done
-exec env -i PATH="$PATH" {folder}/enter-$host sh -c "$*"
-"""
 _SSH = """#!/bin/sh
 exec {ssh} -F none -i {folder}/key -o UserKnownHostsFile=/dev/null "$@"
 """
@@ -116,23 +108,17 @@ class Host:
         )
         return sum(map(int, re.findall(r"dropped (\d+)", classes)))
 
-    def list_processes(self):
-        """Return the ids of the processes that run on the host."""
-        listing = ["ip", "netns", "pids", self.name]
-        return list(map(int, subprocess.check_output(listing, text=True).split()))
-
     def send_signal(self, number):
         """Send a signal to all processes of the host."""
-        for process in self.list_processes():
+        listing = subprocess.check_output(["ip", "netns", "pids", self.name], text=True)
+        for process in listing.split():
             with suppress(ProcessLookupError):
-                os.kill(process, number)
+                os.kill(int(process), number)
 
 
 def start_sshd(hosts):
-    """Start the ssh server of each host, if it is installed; ``ssh`` on a host then reaches it."""
+    """Start the ssh server of each host; ``ssh`` on a host then reaches it."""
     sshd, ssh, folder = shutil.which("sshd"), shutil.which("ssh"), hosts[0].folder.parent
-    if not sshd or not ssh:
-        return
     _run(f"ssh-keygen -q -t ed25519 -N '' -f {folder}/key")
     _write_program(folder / "bin" / "ssh", _SSH.format(ssh=ssh, folder=folder))
     path = os.pathsep.join([str(folder / "bin"), os.environ["PATH"]])
@@ -164,7 +150,6 @@ def make_hosts(count, folder, small_disk=None):
     names.with_suffix(".order").write_text("hosts: files\n")
     shared.mkdir(parents=True)
     (Path(folder) / "bin").mkdir()
-    _write_program(Path(folder) / "bin" / "ssh", _WITHOUT_SSHD.format(folder=folder))
     with ExitStack() as stack:
         _run(f"ip netns add {tag}")
         stack.callback(_run, f"ip netns delete {tag}")

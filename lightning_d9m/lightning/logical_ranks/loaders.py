@@ -26,8 +26,16 @@ def group_loader(loader: object, blocks: Blocks, process: int, *, padded: bool) 
     drop_last = False
     sampler = grouped.batch_sampler.sampler
     if sampler.num_replicas != 1:
+        if type(sampler) is not DistributedSampler:
+            raise SettingError(
+                f"The sampler {type(sampler).__name__} splits the samples among "
+                f"{sampler.num_replicas} processes itself: build it with num_replicas=1 and "
+                "rank=0, so that logical ranks split the whole order, or let Lightning add its "
+                "sampler."
+            )
         drop_last = sampler.drop_last
-        sampler = _make_undivided(sampler)
+        words: Any = {"shuffle": sampler.shuffle, "seed": sampler.seed}
+        sampler = DistributedSampler(sampler.dataset, num_replicas=1, rank=0, **words)
 
     if not padded and len(sampler) <= (first := blocks.of(blocks.processes - 1).start):
         raise SettingError(
@@ -86,16 +94,3 @@ def _check_loader(loader: object) -> Any:
             "NumPy or torch, which are seeded for each batch."
         )
     return loader
-
-
-def _make_undivided(sampler: Any) -> DistributedSampler[Any]:
-    """Return a sampler of the whole order, whose part each process would get."""
-    if type(sampler) is not DistributedSampler:
-        raise SettingError(
-            f"The sampler {type(sampler).__name__} splits the samples among "
-            f"{sampler.num_replicas} processes itself: build it with num_replicas=1 and rank=0, so "
-            "that logical ranks split the whole order, or let Lightning add its sampler."
-        )
-    return DistributedSampler(
-        sampler.dataset, num_replicas=1, rank=0, shuffle=sampler.shuffle, seed=sampler.seed
-    )

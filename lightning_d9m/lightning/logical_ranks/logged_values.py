@@ -12,15 +12,18 @@ from lightning_d9m.attribute_patches import AttributePatches
 from lightning_d9m.errors import SettingError
 from lightning_d9m.lightning import lightning_private
 from lightning_d9m.lightning.trainer_attributes import Trainer
-from lightning_d9m.logical_ranks.scalars import ExactMean
-
-GatherValues = Callable[[Any], list[Any]]
+from lightning_d9m.logical_ranks.scalars import add_exactly, sum_exactly
 
 
 class LoggedValue:
-    """The sum, or the extreme, of what all logical ranks have logged under one name in an epoch.
+    """What all logical ranks have logged under one name in an epoch, without rounding.
 
     Lightning's result receives the reduced values.
+
+    Attributes:
+        result: It.
+        partials: Partial sums of the weighted values, see `add_exactly`, or the extreme alone.
+        weight: The sum of the weights.
     """
 
     def __init__(self, result: Any) -> None:
@@ -29,46 +32,41 @@ class LoggedValue:
 
     def clear(self) -> None:
         """Forget the values of the last epoch."""
-        self._sum = ExactMean()
-        self._extreme: float | None = None
+        self.partials: list[float] = []
+        self.weight = 0
 
     def add(self, number: float, weight: int = 1) -> None:
-        """Add a value for a batch of a size."""
-        meta = self.result.meta
-        if meta.is_mean_reduction:
-            self._sum.add(number, weight)
-        elif meta.is_sum_reduction:
-            self._sum.add(number)
-        else:
-            self._merge_extreme(number)
+        """Add a value of float32 for a batch of a size; their product is exact."""
+        self.merge([number * weight if self.result.meta.is_mean_reduction else number], weight)
 
     def capture(self) -> list[Any]:
         """Return the sums so far as plain values."""
-        return [*self._sum.as_plain(), self._extreme]
+        return [self.partials, self.weight]
 
-    def merge(self, partials: list[float], weight: int, extreme: float | None) -> None:
-        """Add the sums that were captured."""
-        self._sum.merge(partials, weight)
-        if extreme is not None:
-            self._merge_extreme(extreme)
+    def merge(self, partials: list[float], weight: int, extreme: float | None = None) -> None:
+        """Add the sums that were captured; older versions kept an extreme separately."""
+        self.weight += weight
+        for number in partials if extreme is None else [extreme]:
+            if self._is_extreme:
+                choose = max if self.result.meta.is_max_reduction else min
+                found = [*self.partials, number]
+                self.partials = [math.nan if any(map(math.isnan, found)) else choose(found)]
+            else:
+                self.partials = add_exactly(self.partials, number)
 
-    def _merge_extreme(self, number: float) -> None:
-        choose = max if self.result.meta.is_max_reduction else min
-        known = self._extreme
-        if known is None or math.isnan(number):
-            self._extreme = number
-        elif not math.isnan(known):
-            self._extreme = choose(known, number)
+    @property
+    def _is_extreme(self) -> bool:
+        return not (self.result.meta.is_mean_reduction or self.result.meta.is_sum_reduction)
 
     def reduce(self) -> Tensor:
         """Return the value of the added ones, as Lightning keeps it."""
-        meta, value = self.result.meta, self.result.value
-        if meta.is_mean_reduction:
-            number = self._sum.mean
-        elif meta.is_sum_reduction:
-            number = self._sum.total
+        value = self.result.value
+        if self._is_extreme:
+            number = self.partials[0] if self.partials else math.nan
         else:
-            number = math.nan if self._extreme is None else self._extreme
+            number = sum_exactly(self.partials)
+        if self.result.meta.is_mean_reduction:
+            number = number / self.weight if self.weight else math.nan
         return torch.tensor(number, dtype=value.dtype, device=value.device)
 
 
@@ -90,7 +88,7 @@ class LoggedValues:
         trainer: Trainer,
         block: range,
         current: Callable[[], int | None],
-        gather: GatherValues,
+        gather: Callable[[Any], list[Any]],
     ) -> None:
         self._trainer = trainer
         self._block = block
@@ -134,7 +132,8 @@ class LoggedValues:
         self._keep(results, key)
         if not torch.is_floating_point(value):
             value = value.to(torch.get_default_dtype())
-        value = _widen(value)
+        if value.dtype not in (torch.float32, torch.float64):
+            value = value.float()  # in which Lightning keeps it
         sync = result.meta.sync
         first = (self._block.start if rank is None else rank) == 0
         counts = first or not (rank is None or sync.rank_zero_only)
@@ -208,27 +207,23 @@ class LoggedValues:
             found.setdefault(key, []).append([number, weight, with_step])
         return found
 
-    def set_step(self, parts: list[dict[str, list[Any]]]) -> None:
-        """Set the values of a step, given what each process has taken."""
-        self._add(parts, with_step=True)
-
-    def _add(self, parts: list[dict[str, list[Any]]], *, with_step: bool) -> None:
+    def add(self, parts: list[dict[str, list[Any]]], *, with_step: bool = True) -> None:
+        """Add what each process has taken, and set the values of a step."""
         results = lightning_private.get_current_results(self._trainer)
-        steps: dict[str, LoggedValue] = {}
         for key, value in self._values.get(id(results), {}).items():
-            for part in parts:
-                for number, weight, of_step in part.get(key, ()):
-                    if value.result.meta.on_epoch:
-                        value.add(number, weight)
-                    if value.result.meta.on_step and of_step and with_step:
-                        steps.setdefault(key, LoggedValue(value.result)).add(number)
-        for step in steps.values():
-            step.result._forward_cache = step.reduce()  # noqa: SLF001 - of torchmetrics
+            step = LoggedValue(value.result)
+            for number, weight, of_step in (entry for part in parts for entry in part.get(key, ())):
+                if value.result.meta.on_epoch:
+                    value.add(number, weight)
+                if value.result.meta.on_step and of_step and with_step:
+                    step.add(number)
+            if step.weight:
+                step.result._forward_cache = step.reduce()  # noqa: SLF001 - of torchmetrics
 
     def finish_epoch(self) -> None:
         """Reduce what was logged for an epoch."""
         self._is_epoch_over = True
-        self._add(self._gather(self._take()), with_step=False)
+        self.add(self._gather(self._take()), with_step=False)
         results = lightning_private.get_current_results(self._trainer)
         known = self._values.get(id(results), {})
         for key, result in results.valid_items():
@@ -237,8 +232,3 @@ class LoggedValues:
                 continue
             if result._computed is None:  # noqa: SLF001 - of torchmetrics
                 result._computed = value.reduce()  # noqa: SLF001 - of torchmetrics
-
-
-def _widen(value: Tensor) -> Tensor:
-    """Return the value in the type in which Lightning keeps it."""
-    return value if value.dtype in (torch.float32, torch.float64) else value.float()

@@ -2,14 +2,13 @@
 
 import os
 import sys
-from collections.abc import Callable, Iterable
-from functools import partial, wraps
+from collections.abc import Callable
+from functools import wraps
 from operator import attrgetter
 from typing import Any, NoReturn
 
 import torch
-from torch import distributed, nn
-from torch.optim import LBFGS
+from torch import distributed
 
 from lightning_d9m.attribute_patches import AttributePatches
 from lightning_d9m.control.env_settings import variable_of
@@ -18,8 +17,19 @@ from lightning_d9m.hashing.shards import has_base
 from lightning_d9m.lightning.trainer_attributes import Trainer
 
 _VARIABLE = variable_of("logical_ranks")
-# Modules that reduce or gather parameters themselves.
-_PARALLEL_MODULES = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
+# Modules, parameters and optimizers that are refused, by the name of a class, and the reason.
+_REFUSED = {
+    "SyncBatchNorm": "needs the activations of all logical ranks at once: use GroupNorm, LayerNorm "
+    "or BatchNorm without sync_batchnorm=True",
+    **dict.fromkeys(
+        ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"),
+        "reduces or divides parameters itself, and logical ranks sum whole gradients: leave it out",
+    ),
+    "DTensor": "is divided among processes, and logical ranks need whole parameters in each "
+    "process: leave out fully_shard and parallelize_module",
+    "ZeroRedundancyOptimizer": "divides the work of an optimizer among the processes, and with "
+    "logical ranks each process runs the whole optimizer: use the optimizer that it wraps",
+}
 
 
 def refuse_unread_variable(strategy: Any) -> None:
@@ -37,24 +47,8 @@ def refuse_unread_variable(strategy: Any) -> None:
         )
 
 
-def check_devices(devices: list[str]) -> None:
-    """Refuse processes on different types of devices, given that of each process.
-
-    Raises:
-        SettingError: If there is more than one.
-    """
-    if len(set(devices)) > 1:
-        raise SettingError(
-            f"The processes compute on different types of devices: {', '.join(devices)}. Their "
-            "bits differ, so those of a training would depend on which process has which logical "
-            "rank. Use one type of device on all of them."
-        )
-
-
-def check_trainer(trainer: Trainer, strategy: Any, *, session: object, synced: bool) -> None:
+def check_trainer(trainer: Trainer, strategy: Any, session: object) -> None:
     """Refuse what logical ranks do not support, at every number of processes.
-
-    ``synced`` says whether the Trainer was built with ``sync_batchnorm=True``.
 
     Raises:
         SettingError: With the setting, and what to do.
@@ -66,59 +60,20 @@ def check_trainer(trainer: Trainer, strategy: Any, *, session: object, synced: b
             "callbacks=[DeterminismCallback()]."
         )
     module: Any = trainer.lightning_module
-    _check_module(module)
-    if synced:
-        raise SettingError(
-            "sync_batchnorm is True, which needs the activations of all logical ranks at once: "
-            "leave it out, or train without logical_ranks."
-        )
-    if trainer.state.fn != "fit":
-        return
-    if not module.automatic_optimization:
+    optimizers = {f"optimizer {number}": each for number, each in enumerate(trainer.optimizers)}
+    parts = dict(module.named_modules()) | dict(module.named_parameters()) | optimizers
+    for name, part in parts.items():
+        for kind, reason in _REFUSED.items():
+            if has_base(part, kind):
+                raise SettingError(
+                    f"{name!r} is a {kind}, which {reason}, or train without logical_ranks."
+                )
+    if trainer.state.fn == "fit" and not module.automatic_optimization:
         raise SettingError(
             f"{type(module).__name__} has automatic_optimization=False, and the steps of logical "
             "ranks are those of Lightning's automatic optimization: leave that attribute out and "
             "let training_step return the loss, or train without logical_ranks."
         )
-    _check_optimizers(trainer.optimizers)
-
-
-def _check_module(module: nn.Module) -> None:
-    for name, part in module.named_modules():
-        if isinstance(part, nn.SyncBatchNorm):
-            raise SettingError(
-                f"{name!r} is a SyncBatchNorm, which needs the activations of all logical ranks at "
-                "once: use BatchNorm, GroupNorm or LayerNorm, or train without logical_ranks."
-            )
-        for kind in _PARALLEL_MODULES:
-            if has_base(part, kind):
-                raise SettingError(
-                    f"{name!r} is a {kind}, which reduces or divides parameters itself, and "
-                    "logical ranks sum whole gradients: leave it out, or train without "
-                    "logical_ranks."
-                )
-    for name, parameter in module.named_parameters():
-        if has_base(parameter, "DTensor"):
-            raise SettingError(
-                f"The parameter {name!r} is a DTensor, which is divided among processes, and "
-                "logical ranks need whole parameters in each process: leave out fully_shard and "
-                "parallelize_module, or train without logical_ranks."
-            )
-
-
-def _check_optimizers(optimizers: list[Any]) -> None:
-    for optimizer in optimizers:
-        if has_base(optimizer, "ZeroRedundancyOptimizer"):
-            raise SettingError(
-                f"{type(optimizer).__name__} divides the work of an optimizer among the processes, "
-                "and with logical ranks each process runs the whole optimizer: use "
-                "the optimizer that it wraps, or train without logical_ranks."
-            )
-        if isinstance(optimizer, LBFGS):
-            raise SettingError(
-                "LBFGS runs the training step several times for one batch, which logical ranks do "
-                "not support: use another optimizer, or train without logical_ranks."
-            )
 
 
 # What each collective of torch calls first. It is looked up again in each call, so that replacing
@@ -145,8 +100,6 @@ def watch_collectives(patches: AttributePatches, current: Callable[[], int | Non
 
     ``current`` returns the logical rank whose step runs, or None.
     """
-    if not distributed.is_available():
-        return
     module: Any = distributed.distributed_c10d
     first = getattr(module, _FIRST_CALL)
 
@@ -161,7 +114,8 @@ def watch_collectives(patches: AttributePatches, current: Callable[[], int | Non
 
     patches.replace(module, _FIRST_CALL, check_group)
     # These first check the other rank, of which there may be none.
-    watch_functions(patches, current, distributed, ("send", "recv"), "torch.distributed.")
+    for name in ("send", "recv"):
+        watch_function(patches, current, distributed, name, f"torch.distributed.{name}")
     for name in torch._C._dispatch_get_all_op_names():  # noqa: SLF001 - torch lists them nowhere else
         namespace, _, op = name.partition(".")[0].partition("::")
         if namespace in _NAMESPACES and op not in _LOCAL_OPS:
@@ -169,32 +123,19 @@ def watch_collectives(patches: AttributePatches, current: Callable[[], int | Non
             packet = attrgetter(title)(torch)
             for each in (packet, *(getattr(packet, name) for name in packet.overloads())):
                 # Both classes look up this function in each call.
-                watch_functions(patches, current, each, ["_op"], f"torch.{title}")
+                watch_function(patches, current, each, "_op", f"torch.{title}")
 
 
-def watch_functions(
-    patches: AttributePatches,
-    current: Callable[[], int | None],
-    owner: Any,
-    names: Iterable[str],
-    title: str,
+def watch_function(
+    patches: AttributePatches, current: Callable[[], int | None], owner: Any, name: str, title: str
 ) -> None:
-    """Refuse functions of an owner, or the one that a title names, if a step calls them."""
-    for name in names:
-        function = getattr(owner, name, None)
-        if function is not None:
-            full = title + name if title.endswith(".") else title
-            patches.replace(owner, name, partial(_call, full, function, current))
+    """Refuse a function of an owner, which the title names, if a step calls it."""
+    function = getattr(owner, name)
 
+    def call(*args: Any, **kwargs: Any) -> Any:
+        rank = current()
+        if rank is not None:
+            refuse_collective(title, rank)
+        return function(*args, **kwargs)
 
-def _call(
-    title: str,
-    function: Callable[..., Any],
-    current: Callable[[], int | None],
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    rank = current()
-    if rank is not None:
-        refuse_collective(title, rank)
-    return function(*args, **kwargs)
+    patches.replace(owner, name, call)

@@ -25,7 +25,7 @@ from lightning_d9m.state.parts import (
     TOLD,
     Dict,
     Kind,
-    are_equal,
+    are_same,
     find_kind,
     is_told,
     name_namespaces,
@@ -37,6 +37,7 @@ from lightning_d9m.state.state import VERSIONED, Node, Watch, digest_value
 _COMPARED_STEPS = 2
 # A larger tensor is digested only if processes must agree on it.
 _SMALL = 1024
+_NUMBERS = (int, float, complex)
 _LIBRARIES = ("torch", "torchmetrics", "lightning", "pytorch_lightning", "lightning_d9m")
 
 
@@ -52,17 +53,18 @@ class _Change:
 
     def put_back(self) -> None:
         """Restore the value at the start of the step."""
-        if self.key is None:
-            self.node.kind.write(self.node.owner, self.node.content)
-        else:
-            self.node.set_part(self.key[0], self.node.content.get(self.key[0], MISSING))
+        node = self.node
+        self._set(node.content if self.key is None else node.content.get(self.key[0], MISSING))
 
     def apply(self) -> None:
         """Set the changed value."""
+        self._set(self.value)
+
+    def _set(self, value: Any) -> None:
         if self.key is None:
-            self.node.kind.write(self.node.owner, self.value)
+            self.node.kind.write(self.node.owner, value)
         else:
-            self.node.set_part(self.key[0], self.value)
+            self.node.set_part(self.key[0], value)
 
 
 @dataclass(slots=True, eq=False)
@@ -71,17 +73,15 @@ class _Record:
 
     Attributes:
         changes: The replaced values by path.
-        added: What was appended to a list or set, or the new entries of a dict, by path.
-        extended: Those lists, sets and dicts.
+        added: Each extended list, set or dict, and what was appended to it, by path.
     """
 
     changes: dict[str, _Change] = field(default_factory=dict)
-    added: dict[str, list[Any]] = field(default_factory=dict)
-    extended: list[Node] = field(default_factory=list)
+    added: dict[str, tuple[Node, list[Any]]] = field(default_factory=dict)
 
     def put_back(self) -> None:
         """Restore the state at the start of the step."""
-        for node in self.extended:
+        for node, _ in self.added.values():
             node.kind.write(node.owner, node.content)
         for change in self.changes.values():
             change.put_back()
@@ -118,13 +118,16 @@ class Sandbox:
         self._ranks: int = processes.blocks.logical_ranks
         self._add_metric = add_metric
         self._add_generator = add_generator
-        self._hidden = _list_own_attributes(module)
+        # What Lightning knows about a module.
+        kinds = {kind.__name__: kind for kind in type(module).__mro__}
+        self._hidden = vars(kinds["LightningModule"]()).keys()
         self._records: dict[int, _Record] = {}
         self._buffers: set[int] = set()
-        self._watch: Watch | None = None
-        self._versions: list[Any] = []
+        self._watch: Any = None  # from the first step
+        self._versions: dict[str, Any] = {}
         self._changing: set[int] = set()
         self._steps = 0
+        self._compares = False
         self._warned: set[str] = set()
 
     @property
@@ -138,13 +141,13 @@ class Sandbox:
         self._records, self._buffers = {}, set()
         if self._ranks == 1:
             return
-        if self._watch is None:
+        compares = len(self._block) > 1 and self._steps < _COMPARED_STEPS
+        if self._watch is None or compares is not self._compares:
+            self._compares = compares
             owners = {"": self._module} | name_namespaces(self._module.modules())
             self._watch = Watch(owners, leave_out=self._leave_out, choose=self._choose_kind)
-            return
-        if self._steps == _COMPARED_STEPS:
-            self._stop_comparing(self._watch)
-        self._watch.refresh()
+        else:
+            self._watch.refresh()
 
     def start_backward(self) -> None:
         """Take the versions of the weights, which no backward pass may change."""
@@ -156,9 +159,8 @@ class Sandbox:
         Raises:
             SettingError: If there are any.
         """
-        now = self._read_versions()
-        for (name, *before), (_, *after) in zip(self._versions, now, strict=True):
-            if before != after:
+        for name, versions in self._read_versions().items():
+            if versions != self._versions[name]:
                 raise SettingError(
                     f"The backward pass changes the parameter {name!r}, as an optimizer in a hook "
                     "of a gradient does, before the gradients of all logical ranks are summed: "
@@ -194,24 +196,17 @@ class Sandbox:
 
     def _choose_kind(self, _path: str, value: Any, kind: Kind) -> Kind:
         trained = isinstance(value, nn.Parameter) and value.requires_grad
-        compared = len(self._block) > 1 and self._steps < _COMPARED_STEPS
-        if kind is TENSOR and trained and not compared and id(value) not in self._changing:
+        if kind is TENSOR and trained and not self._compares and id(value) not in self._changing:
             return VERSIONED
         if kind is OPAQUE and is_told(value):
             return TOLD
         return OPAQUE if kind is LONG else kind  # compared in every step
 
-    def _stop_comparing(self, watch: Watch) -> None:
-        for node in watch.nodes.values():
-            node.kind = self._choose_kind(node.path, node.owner, node.kind)
-            if node.kind is VERSIONED:
-                node.content = None
-
-    def _read_versions(self) -> list[Any]:
-        return [
-            (name, parameter._version, parameter.data_ptr())  # noqa: SLF001 - torch has no public counter
+    def _read_versions(self) -> dict[str, Any]:
+        return {
+            name: (parameter._version, parameter.data_ptr())  # noqa: SLF001 - torch has no public counter
             for name, parameter in self._module.named_parameters()
-        ]
+        }
 
     # Changes
 
@@ -226,27 +221,22 @@ class Sandbox:
                 f"after step {_COMPARED_STEPS}, and its value is not known any more: change it in "
                 "a hook such as on_train_batch_end, or in the first step already."
             )
-        if kind in (TENSOR, VERSIONED):
-            self._changing.add(id(owner))
-            content = TENSOR.read(owner)
-            record.changes[node.path] = self._make_change(node.path, node, None, content)
-        elif isinstance(kind, Dict):
+        if isinstance(kind, Dict):
             self._note_parts(node, record)
         elif (added := _find_added(node)) is not None:
-            record.added[node.path] = added
-            record.extended.append(node)
+            record.added[node.path] = node, added
         else:
-            content = kind.read(owner)
-            record.changes[node.path] = self._make_change(node.path, node, None, content)
+            if kind in (TENSOR, VERSIONED):
+                self._changing.add(id(owner))
+                kind = TENSOR
+            record.changes[node.path] = self._make_change(node.path, node, None, kind.read(owner))
 
     def _note_parts(self, node: Node, record: _Record) -> None:
         for path, key, first, part in node.find_parts():
             if node.owner is self._module and key in self._hidden:
                 continue
             if first is MISSING and node.kind is DICT:
-                if node.path not in record.added:
-                    record.extended.append(node)
-                record.added.setdefault(node.path, []).append((key, part))
+                record.added.setdefault(node.path, (node, []))[1].append((key, part))
             else:
                 record.changes[path] = self._make_change(path, node, (key,), part)
 
@@ -265,20 +255,18 @@ class Sandbox:
     def _make_change(self, path: str, node: Node, key: Any, value: Any) -> _Change:
         if value is MISSING:
             return _Change(path, node, key, value, "removed")
-        if self._is_buffer(node, value):
+        if node.kind is TABLE:
+            is_buffer = isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
+        else:
+            self._buffers = self._buffers or set(map(id, self._module.buffers()))
+            is_buffer = id(node.owner) in self._buffers
+        if is_buffer:
             token = f"buffer {getattr(value, 'shape', None)} {getattr(value, 'dtype', None)}"
         elif isinstance(value, Tensor) and value.numel() > _SMALL and not self.shared:
             token = str(value.dtype)
         else:
             token = digest_value(value)
         return _Change(path, node, key, value, token)
-
-    def _is_buffer(self, node: Node, value: Any) -> bool:
-        if node.kind is TABLE:
-            return isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
-        if not self._buffers:
-            self._buffers = {id(buffer) for buffer in self._module.buffers()}
-        return id(node.owner) in self._buffers
 
     # The merge
 
@@ -299,7 +287,14 @@ class Sandbox:
         records, self._records = self._records, {}
         self._steps += stage == "train"
         if stage == "predict":
-            self._refuse_predicted(records)
+            for record in records.values():
+                for path in record.added:
+                    raise SettingError(
+                        f"predict_step adds to {path!r}, and processes may predict different "
+                        "numbers of batches: return the value from predict_step, or write it in a "
+                        "callback."
+                    )
+                record.put_back()
             return [extra]
         if self._watch is None:
             return [extra]
@@ -307,23 +302,21 @@ class Sandbox:
             rank: {path: change.token for path, change in record.changes.items()}
             for rank, record in records.items()
         }
-        added = {rank: record.added for rank, record in records.items() if record.added}
+        added = {
+            rank: {path: items for path, (_, items) in record.added.items()}
+            for rank, record in records.items()
+        }
         own = [tokens, added, extra]
         parts = self._processes.gather_values(own) if self.shared else [own]
         self._merge(records, parts, stage)
         return [part[-1] for part in parts]
 
     def _merge(self, records: dict[int, _Record], parts: list[Any], stage: str) -> None:
-        tokens: dict[str, dict[int, str]] = {}
-        added: dict[str, dict[int, list[Any]]] = {}
-        for changes, grown, _ in parts:
-            for rank, paths in changes.items():
-                for path, token in paths.items():
-                    tokens.setdefault(path, {})[rank] = token
-            for rank, paths in grown.items():
-                for path, items in paths.items():
-                    added.setdefault(path, {})[rank] = items
-        _settle(records, self._block.start)
+        tokens, added = (_turn(part[place] for part in parts) for place in (0, 1))
+        for record in records.values():
+            record.put_back()
+        for change in records[self._block.start].changes.values():
+            change.apply()
         differing = [
             path
             for path, found in sorted(tokens.items())
@@ -333,7 +326,13 @@ class Sandbox:
             self._keep_first(records, differing, stage)
         if self.shared:
             changes = records[self._block.start].changes
-            self._send_buffers([changes[path] for path in sorted(changes.keys() - {*differing})])
+            alike = [changes[path] for path in sorted(changes.keys() - {*differing})]
+            buffers = [
+                change.node.owner if change.key is None else change.node.owner[change.key[0]]
+                for change in alike
+                if change.token.startswith("buffer")
+            ]
+            send_tensors(buffers, self._processes)
         for path, by_rank in added.items():
             self._add_all(path, by_rank)
 
@@ -358,22 +357,18 @@ class Sandbox:
                 self._report(path, change, stage)
         for path in paths if self._block.start else ():
             if path in received:
-                self._receive(path, *received[path])
+                key, place, removed, value = received[path]
+                node = self._watch.paths[place]
+                content: Any = MISSING if removed else self._move(value)
+                if node.kind is ITEMS:
+                    content = tuple(content)
+                _Change(path, node, key, content, "").apply()
             elif path in own:
                 own[path].put_back()
 
-    def _receive(self, path: str, key: Any, place: str, removed: bool, value: Any) -> None:
-        assert self._watch is not None, "a step has begun"
-        node = self._watch.paths[place]
-        found = MISSING if removed else self._move(value)
-        content = tuple(self._move(value)) if node.kind is ITEMS else found
-        _Change(path, node, key, content, "").apply()
-
     def _report(self, path: str, change: _Change | None, stage: str) -> None:
         value = None if change is None else change.value
-        single = isinstance(value, int | float | complex | Tensor) and (
-            not isinstance(value, Tensor) or value.numel() == 1
-        )
+        single = value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, _NUMBERS)
         if stage != "train" and single:
             raise SettingError(
                 f"The evaluation changes {path!r}, and not alike on all logical ranks, so it would "
@@ -390,7 +385,6 @@ class Sandbox:
             )
 
     def _add_all(self, path: str, by_rank: dict[int, list[Any]]) -> None:
-        assert self._watch is not None, "a step has begun"
         node = self._watch.paths[path]
         items = [item for rank in sorted(by_rank) for item in self._move(by_rank[rank])]
         if node.kind is SET:
@@ -409,25 +403,6 @@ class Sandbox:
         if device.type == "cpu":
             return value
         return tree_map_only(Tensor, lambda tensor: tensor.to(device), value)
-
-    def _send_buffers(self, changes: list[_Change]) -> None:
-        owners = [
-            (change.node.owner, change.key)
-            for change in changes
-            if change.token.startswith("buffer")
-        ]
-        if owners:
-            tensors = [owner if key is None else owner[key[0]] for owner, key in owners]
-            send_tensors(tensors, self._processes)
-
-    def _refuse_predicted(self, records: dict[int, _Record]) -> None:
-        for record in records.values():
-            for path in record.added:
-                raise SettingError(
-                    f"predict_step adds to {path!r}, and processes may predict different numbers "
-                    "of batches: return the value from predict_step, or write it in a callback."
-                )
-            record.put_back()
 
 
 def send_tensors(tensors: list[Tensor], processes: Any) -> None:
@@ -462,12 +437,13 @@ def _make_plain(changes: list[_Change]) -> tuple[str, dict[str, list[Any]]]:
     return "", found
 
 
-def _settle(records: dict[int, _Record], first: int) -> None:
-    """Leave what the first logical rank of the process has changed, and no other."""
-    for record in records.values():
-        record.put_back()
-    for change in records[first].changes.values():
-        change.apply()
+def _turn(parts: Iterable[dict[int, dict[str, Any]]]) -> dict[str, dict[int, Any]]:
+    """Return values by path and logical rank, given those of each process by rank and path."""
+    turned: dict[str, dict[int, Any]] = {}
+    for rank, paths in (entry for part in parts for entry in part.items()):
+        for path, value in paths.items():
+            turned.setdefault(path, {})[rank] = value
+    return turned
 
 
 def _find_added(node: Node) -> list[Any] | None:
@@ -479,15 +455,5 @@ def _find_added(node: Node) -> list[Any] | None:
         return None
     before = node.content
     now = tuple(owner)
-    same = len(now) > len(before) and all(map(_is, now, before))
+    same = len(now) > len(before) and are_same(now[: len(before)], before)
     return list(now[len(before) :]) if same else None
-
-
-def _is(one: object, other: object) -> bool:
-    return one is other or (find_kind(one) is None and are_equal(one, other))
-
-
-def _list_own_attributes(module: nn.Module) -> Iterable[str]:
-    """Return the attributes in which Lightning keeps what it knows about a module."""
-    base = next(kind for kind in type(module).__mro__ if kind.__name__ == "LightningModule")
-    return list(vars(base()))

@@ -1,9 +1,8 @@
 """The steps of a Trainer: each runs the micro-batches of all logical ranks of the process."""
 
-import random
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial, wraps
 from typing import Any
 
@@ -34,16 +33,16 @@ from lightning_d9m.state.state import find_generators
 
 Step = Callable[..., Any]
 _EVALUATED = ("on_validation_batch_end", "on_test_batch_end")
-# Of such a hook of the module: outputs, batch, their number, and that of the loader.
-_ARGUMENTS = 4
+# The draws between two steps, such as those of callbacks, are of no logical rank.
+_BETWEEN_STEPS = -1
 _TRAINED = ("on_train_batch_start", "on_train_batch_end")
 
 
 class LogicalSteps:
     """Runs the steps of one process in a Trainer's run.
 
-    ``to_device`` moves a batch to the device; it is the strategy's, not that of its logical
-    ranks. ``gradients`` is None outside a fit.
+    ``processes`` is the strategy, and ``session`` has the seed of the run. ``to_device`` moves a
+    batch to the device; it is that of Lightning's strategy.
 
     Attributes:
         logical_rank: The logical rank whose micro-batch is computed now, or None.
@@ -52,6 +51,7 @@ class LogicalSteps:
         metrics: The states of metrics by logical rank.
         logged: The values that logical ranks log.
         hooks: The hooks of the program that get a batch.
+        sums: The sums of gradients; None outside a fit.
         kept: The gradients of earlier batches, to which later ones are added.
         losses: The losses of the last training step, one for each logical rank of this process.
     """
@@ -60,8 +60,8 @@ class LogicalSteps:
         self,
         trainer: Trainer,
         processes: Any,
-        seeds: "MicroBatchSeeds",
-        gradients: LogicalGradients | None,
+        session: Any,
+        sums: LogicalGradients | None,
         to_device: Callable[..., Any],
     ) -> None:
         self.logical_rank: int | None = None
@@ -72,13 +72,14 @@ class LogicalSteps:
         self.metrics = MetricStates(trainer, block, current, processes.gather_bytes)
         self.logged = LoggedValues(trainer, block, current, gather)
         self.hooks = BatchHooks(trainer, gather)
+        self.sums: Any = sums
         self._trainer = trainer
-        self._seeds = seeds
+        self._seeds = MicroBatchSeeds(session.settings.seed, session.fit, trainer)
         self._to_device = to_device
-        self._gradients = gradients
         self._module: Any = trainer.lightning_module
         self._before_transfer: Callable[..., Any] = getattr(self._module, BEFORE_BATCH_TRANSFER)
-        self._sandbox = Sandbox(self._module, processes, self.metrics.add, seeds.add_generator)
+        add_generator = self._seeds.add_generator
+        self._sandbox = Sandbox(self._module, processes, self.metrics.add, add_generator)
         self.kept = KeptGradients(self._module.named_parameters())
         self._accumulates = False
         self._ran = False
@@ -87,22 +88,27 @@ class LogicalSteps:
         self._output: Any = None
         self._loader = 0
 
-    def before_transfer(self, batch: Any, dataloader_idx: int = 0) -> Any:
+    def attach(self, patches: AttributePatches) -> None:
+        """Take part in the Trainer's run, until the patches are undone."""
+        patches.replace(self._module, BEFORE_BATCH_TRANSFER, self._before_transfer_later)
+        optimization = self._trainer.fit_loop.epoch_loop.automatic_optimization
+        patches.replace(optimization, "run", partial(self._run_batch, optimization.run))
+        for part in (self.logged, self.metrics, self.hooks):
+            part.attach(patches)
+
+    def _before_transfer_later(self, batch: Any, dataloader_idx: int = 0) -> Any:
         """Run the module's hook, for micro-batches later, when each is seeded."""
         self._loader = dataloader_idx
         if holds_micro_batches(batch):
             return batch
         return self._before_transfer(batch, dataloader_idx=dataloader_idx)
 
-    def start_batch(self) -> None:
-        """Prepare for the closure of the next batch."""
-        self._ran = False
-
     def train(self, step: Step, backward: Step, batches: Any, *args: Any) -> Any:
         """Run the micro-batches of a training step, and the backward passes of all but the last.
 
         ``step`` runs ``training_step`` for one micro-batch, and ``backward`` the backward
-        pass of a loss, without the hooks after it.
+        pass of a loss, without the hooks after it. ``StochasticWeightAveraging`` trains its last
+        epoch without backward passes, for the statistics of batch normalization.
 
         Returns:
             The output for the last micro-batch, whose backward pass Lightning starts.
@@ -123,78 +129,64 @@ class LogicalSteps:
         self._sandbox.begin()
         self._output = None
         self.losses = []
-        if skips_backward(trainer):
-            return self._run_forward(step, batches, args)
-        self._accumulates = accumulates_gradients(trainer)
-        *earlier, last = self._pair(batches)
-        for rank, batch in earlier:
-            output = self._run_training(step, rank, batch, args)
+        forward = skips_backward(trainer)
+        self._accumulates = not forward and accumulates_gradients(trainer)
+        output = None
+        for rank, batch in self._pair(batches):
+            self._clear_gradients()
+            self.kept.put_back(rank)
+            output = self._run(step, rank, batch, args)
             loss = _find_loss(output)
-            if rank == self.block.start:
+            self.losses.append(loss.detach())
+            if rank == self.block.start != self.block[-1]:
                 self._output = _detach(output)
+            self._sandbox.start_backward()
+            if forward:
+                self._end_rank(rank)
+                continue
+            if rank == self.block[-1]:
+                break
             if trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches == 0:
                 self._clear_gradients()  # of a backward pass in the step, as Lightning does
             backward(loss / trainer.accumulate_grad_batches)  # as Lightning divides the last one
-            self._sandbox.check_backward()
-            if self._accumulates:
-                self.kept.keep(rank)
-            else:
-                self.sums.set_aside(rank)
-            self._sandbox.end(rank)
-        return self._run_training(step, *last, args)
-
-    def _run_training(self, step: Step, rank: int, batch: Any, args: tuple[Any, ...]) -> Any:
-        """Run the training step of a logical rank, with the gradients of its earlier batches."""
-        self._clear_gradients()
-        self.kept.put_back(rank)
-        output = self._run(step, rank, batch, args)
-        self.losses.append(_find_loss(output).detach())
-        self._sandbox.start_backward()
+            self._take_gradients(rank)
         return output
+
+    def _take_gradients(self, rank: int) -> None:
+        """Add the gradients of a logical rank to the sums, or keep them if later batches add."""
+        if self._accumulates:
+            self.kept.keep(rank)
+        elif rank == self.block[-1]:
+            self.sums.finish(rank)
+        else:
+            self.sums.set_aside(rank)
+        self._end_rank(rank)
+
+    def _end_rank(self, rank: int) -> None:
+        self._sandbox.check_backward()
+        self._sandbox.end(rank, last=rank == self.block[-1])
+        if rank == self.block[-1]:
+            self._end("train")
 
     def _clear_gradients(self) -> None:
         for parameter in self._module.parameters():
             parameter.grad = None
 
-    def _run_forward(self, step: Step, batches: Any, args: tuple[Any, ...]) -> Any:
-        """Run the micro-batches of a step without gradients; return the output of the first one.
-
-        ``StochasticWeightAveraging`` trains its last epoch so, for the statistics of batch
-        normalization: those of logical rank 0, as in each step.
-        """
-        outputs: list[Any] = []
-        for rank, batch in self._pair(batches):
-            outputs.append(self._run(step, rank, batch, args))
-            self.losses.append(_find_loss(outputs[-1]).detach())
-            self._sandbox.end(rank, last=rank == self.block[-1])
-        self._end("train")
-        return outputs[0]
-
-    @contextmanager
-    def backward(self) -> Iterator[None]:
-        """Run the backward pass of a logical rank, which overlaps the sums before a step."""
-        with nullcontext() if self._accumulates else self.sums.backward():
-            yield
+    def backward(self) -> AbstractContextManager[None]:
+        """Return the context of a backward pass, which overlaps the sums before a step."""
+        return nullcontext() if self._accumulates else self.sums.backward()
 
     def finish_gradients(self) -> None:
-        """Sum the gradients of all logical ranks, after the backward pass of the last one here.
+        """Take the gradients of the last logical rank here, after its backward pass."""
+        self._take_gradients(self.block[-1])
 
-        If later batches add to them, they are kept instead.
-        """
-        if self._accumulates:
-            self.kept.keep(self.block[-1])
-        else:
-            self.sums.finish(self.block[-1])
-        self._sandbox.check_backward()
-        self._sandbox.end(self.block[-1], last=True)
-        self._end("train")
-
-    def run_batch(self, run: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
+    def _run_batch(self, run: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
         """Run Lightning's optimization of a batch, and return what ``on_train_batch_end`` gets.
 
         That is the output of the process's first logical rank: on process 0 of logical rank 0,
         whatever the number of processes.
         """
+        self._ran = False
         found = run(*args)
         if self._output is None:
             return found
@@ -213,9 +205,13 @@ class LogicalSteps:
         Raises:
             SettingError: If the evaluation changes what depends on the micro-batch.
         """
-        # Draws of each loader are separate, as of predictions some processes have fewer batches.
-        part = f"{stage} {self._loader}" if self._loader else stage
-        self._place = (part, epoch, self._count_batches(stage))
+        fitting = self._trainer.state.fn == "fit"
+        owner = self._trainer.fit_loop.epoch_loop if fitting else self._trainer
+        loop = getattr(owner, "val_loop" if fitting else f"{stage}_loop")
+        # The number of the batch in its loader, from 1. Draws of each loader are separate, as of
+        # predictions some processes have fewer batches.
+        number = int(loop.batch_progress.current.ready - sum(loop.max_batches[: self._loader]))
+        self._place = (f"{stage} {self._loader}" if self._loader else stage, epoch, number)
         self._sandbox.begin()
         outputs = MicroBatches()
         for rank, batch in self._pair(batches):
@@ -228,20 +224,14 @@ class LogicalSteps:
         """Forget the step after an exception."""
         self.logical_rank = None
         self.kept.clear()
-        if self._gradients is not None:
-            self._gradients.discard()
+        if self.sums is not None:
+            self.sums.discard()
 
     def close(self) -> None:
         """Release the sums of gradients; those that are in ``grad`` stay."""
         self.metrics.close()
-        if self._gradients is not None:
-            self._gradients.close()
-
-    @property
-    def sums(self) -> LogicalGradients:
-        """The sums of gradients of a fit."""
-        assert self._gradients is not None, "a fit is set up with gradients"
-        return self._gradients
+        if self.sums is not None:
+            self.sums.close()
 
     def _pair(self, batches: Any) -> Iterator[tuple[int, Any]]:
         # A batch of several loaders is a collection of their micro-batches; a loader that has ended
@@ -276,21 +266,8 @@ class LogicalSteps:
 
     def _end(self, stage: str) -> None:
         self._leave()
-        self.logged.set_step(self._sandbox.finish(stage, self.logged.take_step()))
-        self._seeds.end(*self._place)
-
-    def _count_batches(self, stage: str) -> int:
-        """Return the number of this batch in its loader, from 1."""
-        trainer = self._trainer
-        loops: dict[str, Any] = {
-            "validate": trainer.validate_loop,
-            "test": trainer.test_loop,
-            "predict": trainer.predict_loop,
-        }
-        fitting = trainer.state.fn == "fit"
-        loop = trainer.fit_loop.epoch_loop.val_loop if fitting else loops[stage]
-        earlier = sum(loop.max_batches[: self._loader])
-        return int(loop.batch_progress.current.ready) - int(earlier)
+        self.logged.add(self._sandbox.finish(stage, self.logged.take_step()))
+        self._seeds.start(*self._place, _BETWEEN_STEPS)
 
 
 class BatchHooks:
@@ -319,16 +296,14 @@ class BatchHooks:
                         patches.replace(owner, name, wraps(hook)(partial(call, hook)))
 
     def _call_evaluated(self, hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a hook of the module, or of a callback, which gets Trainer and module, too."""
-        of_callback = args[0] is self._trainer
-        full = args if len(args) == _ARGUMENTS + 2 * of_callback else (*args, 0)
-        *own, outputs, batch, number, loader = full
-        if isinstance(outputs, MicroBatches):
+        """Call a hook, which gets outputs and batch, and maybe Trainer and module before."""
+        place = next((n for n, arg in enumerate(args) if isinstance(arg, MicroBatches)), None)
+        if place is not None:
+            outputs, batch = args[place : place + 2]
             if self._last[0] is not outputs:  # once for all hooks of a batch
                 self._last = (outputs, self._gather_all(outputs, batch))
-            outputs, batch = self._last[1]
-        found = (*own, outputs, batch, number, loader)
-        return hook(*found[: len(args)], **kwargs)
+            args = (*args[:place], *self._last[1], *args[place + 2 :])
+        return hook(*args, **kwargs)
 
     def _call_trained(self, hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         *own, batch, number = args
@@ -386,10 +361,6 @@ def _detach(output: Any) -> Any:
     return output.detach()
 
 
-# The draws between two steps, such as those of callbacks, are of no logical rank.
-_BETWEEN_STEPS = -1
-
-
 class MicroBatchSeeds:
     """Seeds all generators for each micro-batch.
 
@@ -397,20 +368,19 @@ class MicroBatchSeeds:
     process has computed before.
     """
 
-    def __init__(self, seed: int, fit: int) -> None:
+    def __init__(self, seed: int, fit: int, trainer: Trainer) -> None:
         self._seed = seed
         self._fit = fit
-        self._generators: dict[str, Any] = {}
-
-    def find_generators(self, trainer: Trainer) -> None:
-        """Find the generators that the user's objects hold, which are seeded too."""
+        # Those that the user's objects hold are seeded, too.
         owners: dict[str, object] = {"datamodule": trainer.datamodule}
         for name, module in trainer.lightning_module.named_modules():
             owners[f"model.{name}"] = module
             if is_of_program(module.__class__) or module is trainer.lightning_module:
                 source = type(module).__module__
-                owners[source] = _Globals(vars(sys.modules[source]))
-        self._generators = find_generators(owners | name_callbacks(trainer.callbacks))
+                variables = vars(sys.modules[source]).items()
+                owners[source] = {n: own for n, own in variables if find_kind(own) is GENERATOR}
+        owners |= name_callbacks(trainer.callbacks)
+        self._generators: dict[str, Any] = find_generators(owners)
 
     def add_generator(self, path: str, generator: Any) -> None:
         """Add a generator of the module, unless it is known."""
@@ -430,28 +400,12 @@ class MicroBatchSeeds:
                 epoch=epoch,
                 index=batch,
             )
-            _seed_generator(generator, seed)
-
-    def end(self, stage: str, epoch: int, batch: int) -> None:
-        """Seed for what follows the step, alike on all processes."""
-        self.start(stage, epoch, batch, _BETWEEN_STEPS)
-
-
-class _Globals:
-    """The generators among the global variables of a source file."""
-
-    def __init__(self, variables: dict[str, Any]) -> None:
-        found = {name: value for name, value in variables.items() if find_kind(value) is GENERATOR}
-        vars(self).update(found)
-
-
-def _seed_generator(generator: Any, seed: int) -> None:
-    if isinstance(generator, torch.Generator):
-        generator.manual_seed(seed)
-    elif isinstance(generator, np.random.Generator):
-        kind: Any = type(generator.bit_generator)
-        generator.bit_generator.state = kind(seed).state
-    elif isinstance(generator, np.random.RandomState):
-        generator.seed(seed & 0xFFFFFFFF)
-    elif isinstance(generator, random.Random):
-        generator.seed(seed)
+            if isinstance(generator, np.random.Generator):
+                kind: Any = type(generator.bit_generator)
+                generator.bit_generator.state = kind(seed).state
+            elif isinstance(generator, torch.Generator):
+                generator.manual_seed(seed)
+            elif isinstance(generator, np.random.RandomState):
+                generator.seed(seed & 0xFFFFFFFF)
+            else:
+                generator.seed(seed)

@@ -2,31 +2,25 @@
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from functools import partial
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partialmethod
 from typing import Any
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor
 
 from lightning_d9m.attribute_patches import AttributePatches
 from lightning_d9m.control.env_settings import read_variable, variable_of
 from lightning_d9m.control.torch_flags import read_threads
 from lightning_d9m.errors import DriftError, RankLostError, RanksDisagreeError, SettingError
-from lightning_d9m.lightning.lightning_private import BEFORE_BATCH_TRANSFER
 from lightning_d9m.lightning.logical_ranks.loaders import group_loader
 from lightning_d9m.lightning.logical_ranks.refusals import (
-    check_devices,
     check_trainer,
     refuse_collective,
     watch_collectives,
 )
 from lightning_d9m.lightning.logical_ranks.sandbox import send_tensors
-from lightning_d9m.lightning.logical_ranks.steps import (
-    LogicalSteps,
-    MicroBatchSeeds,
-    holds_micro_batches,
-)
+from lightning_d9m.lightning.logical_ranks.steps import LogicalSteps, holds_micro_batches
 from lightning_d9m.lightning.packages import combined_base
 from lightning_d9m.lightning.strategies import register_in_loaded_packages
 from lightning_d9m.lightning.trainer_attributes import Trainer
@@ -34,17 +28,25 @@ from lightning_d9m.logical_ranks.gradients import LogicalGradients
 from lightning_d9m.logical_ranks.malloc import disable_malloc_trim
 from lightning_d9m.logical_ranks.scalars import sum_exactly
 from lightning_d9m.logical_ranks.tree import Blocks
-from lightning_d9m.ranks.connections import (
+from lightning_d9m.ranks.groups import (
+    broadcast_tensors,
     close_default_group,
+    gather_bytes,
     is_default_group_closed,
+    ranks_of_group,
     reopen_default_group,
 )
-from lightning_d9m.ranks.groups import broadcast_tensors, gather_bytes, ranks_of_group
 from lightning_d9m.ranks.liveness import RankLiveness, connect_liveness, lost_ranks_named
 from lightning_d9m.ranks.ranks import agree
 from lightning_d9m.state.plain_data import decode_plain, encode_plain
 
 _DDPStrategy: Any = combined_base("strategies.DDPStrategy")
+# The options of DDP that go with logical ranks.
+_OPTIONS = (
+    *("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io"),
+    *("precision_plugin", "process_group_backend", "timeout", "start_method"),
+    "find_unused_parameters",  # not needed: logical ranks handle what it is for
+)
 # Errors that another rank has caused, or all.
 _OF_OTHERS = (RankLostError, RanksDisagreeError)
 
@@ -60,33 +62,35 @@ class DDPDeterministicStrategy(_DDPStrategy):  # type: ignore[misc] # of the pac
     Args:
         logical_ranks: Their number, at least that of the processes. None takes the variable
             ``LIGHTNING_D9M_LOGICAL_RANKS``; without it this is Lightning's ``DDPStrategy``.
-        sparse_as_dense: Sum sparse gradients as dense ones; otherwise they are an error.
         options: As for Lightning's ``DDPStrategy``.
 
     Attributes:
         logical_ranks: Their number; None trains as Lightning does.
         logical_steps: The steps of a run; None outside one, and without logical ranks.
-        closes_after_errors: Whether an error closes the connections also without logical ranks.
+        sums_always: Whether gradients are summed here also without logical ranks.
 
     Raises:
         SettingError: If a value is not allowed.
     """
 
     strategy_name = "ddp_d9m"
-    closes_after_errors = False
+    sums_always = False
 
     def __init__(
         self,
         *,
         logical_ranks: int | None = None,
-        sparse_as_dense: bool = False,
         **options: Any,
     ) -> None:
         if logical_ranks is None:
             logical_ranks = read_variable(variable_of("logical_ranks"), os.environ, int)
         if logical_ranks is not None:
             Blocks(logical_ranks, 1)
-            _check_options(options)
+            for name in sorted(options.keys() - {*_OPTIONS}):
+                raise SettingError(
+                    f"{name}={options[name]!r} is an option of DDP, and with logical_ranks "
+                    f"gradients are not reduced by DDP: leave out {name}, or logical_ranks."
+                )
         super().__init__(**options)
         self.logical_ranks = logical_ranks
         self.logical_steps: LogicalSteps | None = None
@@ -96,7 +100,6 @@ class DDPDeterministicStrategy(_DDPStrategy):  # type: ignore[misc] # of the pac
         self._session: Any = None
         self._liveness: RankLiveness | None = None
         self._control: Any = None  # the group of agreements; None is the default group
-        self._sparse_as_dense = sparse_as_dense
         self._sum_options: dict[str, Any] = {}  # that Horovod's strategy has
         self._group_options = {"timeout": options["timeout"]} if "timeout" in options else {}
 
@@ -117,7 +120,6 @@ class DDPDeterministicStrategy(_DDPStrategy):  # type: ignore[misc] # of the pac
             self.lightning_module.named_parameters(),
             blocks,
             self.global_rank,
-            sparse_as_dense=self._sparse_as_dense,
             **self._sum_options,
             **options,
         )
@@ -126,7 +128,7 @@ class DDPDeterministicStrategy(_DDPStrategy):  # type: ignore[misc] # of the pac
         """Overwrite tensors with those of process 0."""
         if self.world_size > 1:
             with torch.no_grad():
-                broadcast_tensors(tensors, lambda flat: distributed.broadcast(flat, src=0))
+                broadcast_tensors(tensors)
 
     def watch_collectives(
         self, patches: AttributePatches, current: Callable[[], int | None]
@@ -180,25 +182,17 @@ class DDPDeterministicStrategy(_DDPStrategy):  # type: ignore[misc] # of the pac
             return
         self._end_logical_ranks()
         blocks = self.blocks
-        check_trainer(trainer, self, session=self._session, synced=self._layer_sync is not None)
-        check_devices(self.gather_values(self.root_device.type))
-        seeds = MicroBatchSeeds(self._session.settings.seed, self._session.fit)
-        seeds.find_generators(trainer)
+        check_trainer(trainer, self, self._session)
+        self.agree(f"a training on devices of type {self.root_device.type}")
         fitting = trainer.state.fn == "fit"
         if fitting:
             if self.root_device.type == "cpu":
                 disable_malloc_trim()
             self.broadcast_model()
-        gradients = self.make_logical_gradients(blocks) if fitting else None
-        steps = self.logical_steps = LogicalSteps(
-            trainer, self, seeds, gradients, super().batch_to_device
-        )
-        self._patches.replace(self.lightning_module, BEFORE_BATCH_TRANSFER, steps.before_transfer)
-        optimization = trainer.fit_loop.epoch_loop.automatic_optimization
-        self._patches.replace(optimization, "run", partial(steps.run_batch, optimization.run))
-        steps.logged.attach(self._patches)
-        steps.metrics.attach(self._patches)
-        steps.hooks.attach(self._patches)
+        sums = self.make_logical_gradients(blocks) if fitting else None
+        to_device = super().batch_to_device
+        steps = self.logical_steps = LogicalSteps(trainer, self, self._session, sums, to_device)
+        steps.attach(self._patches)
         self.watch_collectives(self._patches, lambda: steps.step_rank)
 
     def _end_logical_ranks(self) -> None:
@@ -285,9 +279,8 @@ class DDPDeterministicStrategy(_DDPStrategy):  # type: ignore[misc] # of the pac
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """The arguments of the sampler: with logical ranks that of all samples, split later."""
-        if self.logical_ranks is None:
-            return dict(super().distributed_sampler_kwargs)
-        return {"num_replicas": 1, "rank": 0}
+        place = (self.world_size, self.global_rank) if self.logical_ranks is None else (1, 0)
+        return dict(zip(("num_replicas", "rank"), place, strict=True))
 
     def process_dataloader(self, dataloader: object) -> object:
         """Load the micro-batches of all logical ranks of this process together."""
@@ -305,28 +298,27 @@ class DDPDeterministicStrategy(_DDPStrategy):  # type: ignore[misc] # of the pac
 
     # Training
 
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Prepare for the closure of the next batch."""
-        super().on_train_batch_start(batch, batch_idx)
-        if self.logical_steps is not None:
-            self.logical_steps.start_batch()
-
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run ``training_step`` of the module for each logical rank of this process."""
         if self.logical_steps is None:
             return super().training_step(*args, **kwargs)
         return self.logical_steps.train(super().training_step, self.run_backward, *args, **kwargs)
 
-    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
+    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """Run Lightning's backward, and sum the gradients before ``on_after_backward``."""
-        loss: Tensor
-        if self.logical_steps is None:
-            loss = super().backward(closure_loss, optimizer, *args, **kwargs)
-            return loss
+        if self.logical_steps is None and not self.sums_always:
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
         loss = self.run_backward(closure_loss, optimizer, *args, **kwargs)
+        self.finish_gradients()
+        loss = self.precision_plugin.post_backward(loss, self.lightning_module)
+        self.post_backward(loss)
+        return loss
+
+    def finish_gradients(self) -> None:
+        """Sum the gradients, after the last backward pass of a step."""
+        assert self.logical_steps is not None, "it is called with logical ranks"
         with self.naming_lost("the sum of gradients"):
             self.logical_steps.finish_gradients()
-        return self.end_backward(loss)
 
     def run_backward(self, loss: Tensor, optimizer: Any = None, *args: Any, **kw: Any) -> Tensor:
         """Run the backward pass of a loss, which overlaps the sums, without the hooks after it."""
@@ -336,46 +328,29 @@ class DDPDeterministicStrategy(_DDPStrategy):  # type: ignore[misc] # of the pac
             self.precision_plugin.backward(loss, self.lightning_module, optimizer, *args, **kw)
         return loss
 
-    @contextmanager
-    def overlapping_sums(self) -> Iterator[None]:
-        """Sum the gradients of the backward pass inside while it runs."""
+    def overlapping_sums(self) -> AbstractContextManager[None]:
+        """Return a context that sums the gradients of the backward pass inside while it runs."""
         assert self.logical_steps is not None, "it is called with logical ranks"
-        with self.logical_steps.backward():
-            yield
+        return self.logical_steps.backward()
 
-    def end_backward(self, loss: Tensor) -> Tensor:
-        """Run the hooks after the backward passes of a step."""
-        loss = self.precision_plugin.post_backward(loss, self.lightning_module)
-        self.post_backward(loss)
-        return loss
-
-    @contextmanager
-    def block_backward_sync(self) -> Iterator[None]:
-        """Enter Lightning's context for batches that are accumulated; logical ranks need none."""
-        with nullcontext() if self.logical_steps is not None else super().block_backward_sync():
-            yield
+    def block_backward_sync(self) -> Any:
+        """Return Lightning's context for batches that are accumulated; logical ranks need none."""
+        return nullcontext() if self.logical_steps is not None else super().block_backward_sync()
 
     # Evaluation
 
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run ``validation_step`` of the module for each logical rank of this process."""
-        return self._evaluate(super().validation_step, *args, **kwargs)
-
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run ``test_step`` of the module for each logical rank of this process."""
-        return self._evaluate(super().test_step, *args, **kwargs)
-
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run ``predict_step`` of the module for each logical rank of this process."""
-        return self._evaluate(super().predict_step, *args, **kwargs)
-
-    def _evaluate(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _evaluate(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Run a step of the module for each logical rank of this process."""
+        step = getattr(super(), name)
         if self.logical_steps is None:
             return step(*args, **kwargs)
-        stage = str(self.lightning_module.trainer.state.stage.value)
-        stage = "validate" if stage == "sanity_check" else stage
+        stage = name.removesuffix("_step").replace("validation", "validate")
         number = self._session.evaluation
         return self.logical_steps.evaluate(stage, number, step, *args, **kwargs)
+
+    validation_step = partialmethod(_evaluate, "validation_step")
+    test_step = partialmethod(_evaluate, "test_step")
+    predict_step = partialmethod(_evaluate, "predict_step")
 
     # Records
 
@@ -392,7 +367,7 @@ class DDPDeterministicStrategy(_DDPStrategy):  # type: ignore[misc] # of the pac
     def on_exception(self, exception: BaseException) -> None:
         """Let no other process wait for this one, and forget the step."""
         # A drift is raised on all ranks together, so none waits, and they may train again.
-        closes = self.closes_after_errors or self.logical_ranks is not None
+        closes = self.sums_always or self.logical_ranks is not None
         if closes and not isinstance(exception, DriftError):
             if self._liveness is not None and not isinstance(exception, _OF_OTHERS):
                 self._liveness.report_error(exception)
@@ -406,25 +381,6 @@ class DDPDeterministicStrategy(_DDPStrategy):  # type: ignore[misc] # of the pac
         """End the run."""
         self._end_logical_ranks()
         super().teardown()
-
-
-def _check_options(options: dict[str, Any]) -> None:
-    allowed = {
-        "accelerator",
-        "parallel_devices",
-        "cluster_environment",
-        "checkpoint_io",
-        "precision_plugin",
-        "process_group_backend",
-        "timeout",
-        "start_method",
-        "find_unused_parameters",  # not needed: this is what they handle
-    }
-    for name in sorted(options.keys() - allowed):
-        raise SettingError(
-            f"{name}={options[name]!r} is an option of DDP, and with logical_ranks gradients are "
-            f"not reduced by DDP: leave out {name}, or logical_ranks."
-        )
 
 
 register_in_loaded_packages()  # a Trainer takes the name after this import

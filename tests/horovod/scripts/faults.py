@@ -1,21 +1,18 @@
 """Break one rank in each of several trainings; the other ranks must raise, too, with the cause.
 
-Usage: faults.py FOLDER FAULT... (killed and hung end the process, and come last)
+Usage: faults.py FOLDER FAULT... (killed ends the process, and comes last)
 """
 
 import os
 import signal
 import sys
-import time
 import traceback
 import warnings
-from datetime import timedelta
 from pathlib import Path
 
 import models
 import pytorch_lightning as pl
 import torch
-from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.nn import functional
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -39,13 +36,6 @@ class Model(pl.LightningModule):
         wrong = self.global_rank == 1 and index == 2
         if wrong and self.fault == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
-        if index == 2 and self.fault == "hung":
-            if wrong:
-                signal.signal(signal.SIGTERM, signal.SIG_DFL)  # else Lightning delays it
-                time.sleep(600)
-            # Rank 0 waits for 5 s; before, no load makes it take rank 1 for lost.
-            for group in (None, self.trainer.strategy._control):
-                _set_pg_timeout(timedelta(seconds=5), group)
         if wrong and self.fault == "raising":
             raise ValueError("the third batch is bad")
         out = self.net(batch[0])

@@ -1,4 +1,4 @@
-"""Trainings with logical ranks on the ranks of horovodrun; see test_logical_ranks.py.
+"""Trainings with logical ranks, on the ranks of horovodrun or without; see test_logical_ranks.py.
 
 Usage: logical.py FOLDER
 """
@@ -13,7 +13,6 @@ from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "support"))  # the trainings of all tests
 
-import horovod.torch
 import logical_trainings
 import models
 import torch
@@ -24,15 +23,16 @@ from lightning_d9m import (
     SettingError,
 )
 
-RANKS = 4
-SIZE = int(os.environ["HOROVOD_SIZE"])
+STRATEGY = (
+    HorovodDeterministicStrategy if "HOROVOD_SIZE" in os.environ else DDPDeterministicStrategy
+)
 
 
-def fit(folder, net, logical_ranks=RANKS, make=HorovodDeterministicStrategy):
+def fit(folder, net, logical_ranks=4):
     """Train, and return the digest of the model and the logged values."""
-    strategy = make(logical_ranks=logical_ranks)
     words = {"accumulate_grad_batches": 2, "several": True} if net == "branches" else {}
-    trainer = logical_trainings.fit(folder / net, net, RANKS, strategy=strategy, **words)
+    words["strategy"] = STRATEGY(logical_ranks=logical_ranks)
+    trainer = logical_trainings.fit(folder / net, net, 4, **words)
     return {
         "digest": models.digest(trainer.lightning_module),
         "metrics": {name: float(value).hex() for name, value in trainer.callback_metrics.items()},
@@ -49,20 +49,19 @@ def error_of(folder, **options):
     raise AssertionError("no error was raised")
 
 
-class Reducing(logical_trainings.Classifier):
-    """Calls a collective of Horovod in its step."""
+def find_refusals(folder):
+    """Return the errors of a collective of Horovod in a step, and of too many processes."""
+    import horovod.torch
 
-    def training_step(self, batch, batch_idx):
-        horovod.torch.allreduce(torch.ones(1))
-        return super().training_step(batch, batch_idx)
+    class Reducing(logical_trainings.Classifier):
+        def training_step(self, batch, batch_idx):
+            horovod.torch.allreduce(torch.ones(1))
+            return super().training_step(batch, batch_idx)
 
-
-def error_of_collective(folder):
-    """Return the message of the error of a collective in a step; afterwards it can be called."""
     with mock.patch.object(logical_trainings, "Classifier", Reducing):
-        message = error_of(folder)
-    horovod.torch.allreduce(torch.ones(1))
-    return message
+        collective = error_of(folder)
+    horovod.torch.allreduce(torch.ones(1))  # which can be called again
+    return {"collective": collective, "too many": error_of(folder, logical_ranks=2)}
 
 
 def main():
@@ -70,15 +69,12 @@ def main():
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     folder = Path(sys.argv[1])
-    ledgers = folder / f"horovod-{SIZE}"
+    folder.mkdir(exist_ok=True)
     logical_trainings.PROCESSES = 1  # Horovod's launcher has started one device on each rank
-    found = {net: fit(ledgers, net) for net in ("mlp", "cnn", "branches")}
-    if SIZE == 1:
-        found["ddp"] = fit(ledgers / "ddp", "mlp", make=DDPDeterministicStrategy)
-    found["collective"] = error_of_collective(ledgers)
-    if SIZE > 2:
-        found["too many"] = error_of(ledgers, logical_ranks=2)
-    rank = int(os.environ["HOROVOD_RANK"])
+    found = {net: fit(folder, net) for net in ("cnn", "branches")}
+    if STRATEGY is HorovodDeterministicStrategy:
+        found |= find_refusals(folder)
+    rank = os.environ.get("HOROVOD_RANK", "0")
     (folder / f"rank-{rank}.json").write_text(json.dumps(found))
 
 

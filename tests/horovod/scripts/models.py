@@ -1,6 +1,5 @@
 """Models and data of the worker scripts, equal on every rank."""
 
-import hashlib
 import random
 import time
 
@@ -8,14 +7,12 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_d9m.hashing.digest import digest_value
+
 
 def digest(module):
-    """Return the SHA-256 of all parameters and buffers, in their order."""
-    total = hashlib.sha256()
-    for name, tensor in module.state_dict().items():
-        total.update(name.encode())
-        total.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
-    return total.hexdigest()
+    """Return the digest of all parameters and buffers."""
+    return digest_value(module.state_dict())
 
 
 def loader(samples=64, batch_size=8, shuffle=True):

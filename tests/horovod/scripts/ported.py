@@ -1,50 +1,63 @@
 """Train with Horovod's own optimizer in Lightning, like projects ported from Lightning 1.9.
 
 It uses no buckets. Which gradients Horovod fuses depends on time; here every second run fuses none.
+``d9m locate`` looks for the cause.
 
-Usage: ported.py
+Usage: ported.py FOLDER
 """
 
-import os
+import json
+import sys
 import warnings
 from contextlib import ExitStack
-from unittest import mock
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "support"))
 
 import horovod.torch as hvd
 import lightning.pytorch as pl
 import models
 import torch
 from lightning.pytorch.strategies import DDPStrategy
+from located_runs import locate
 from torch.nn import functional
 from torch.utils.data import DataLoader
+from trainings import QUIET
 
-from lightning_d9m.horovod.strategy import HorovodDeterministicStrategy
+from lightning_d9m import DeterminismCallback, HorovodDeterministicStrategy
+from lightning_d9m.control import session
+
+SAMPLES = torch.randn(72, 24, generator=torch.Generator().manual_seed(7))
 
 
 class PortedStrategy(HorovodDeterministicStrategy):
     """Reduces gradients as Lightning 1.9 did: by Horovod's optimizer, with its fusion."""
 
+    fuses = True
+
     def setup_environment(self):
-        number = int(os.environ["LIGHTNING_D9M_LEDGER_DIR"].rpartition("-")[2])
-        with mock.patch.dict(os.environ, HOROVOD_FUSION_THRESHOLD=str(number % 2 * 2**26)):
-            hvd.init()
         self.cluster_environment.update(hvd)
         DDPStrategy.setup_environment(self)
 
     def setup(self, trainer):
         DDPStrategy.setup(self, trainer)
         named = list(self.lightning_module.named_parameters())
-        self.optimizers = [hvd.DistributedOptimizer(own, named) for own in self.optimizers]
-        self._synchronized = ExitStack()
-        for optimizer in self.optimizers:
-            self._synchronized.enter_context(optimizer.skip_synchronize())
+        if self.fuses:
+            self.optimizers = [hvd.DistributedOptimizer(own, named) for own in self.optimizers]
+            self._synchronized = ExitStack()
+            for optimizer in self.optimizers:
+                self._synchronized.enter_context(optimizer.skip_synchronize())
 
     backward = DDPStrategy.backward
     optimizer_step = DDPStrategy.optimizer_step
 
     def post_backward(self, closure_loss):
-        for optimizer in self.optimizers:
-            optimizer.synchronize()
+        if self.fuses:
+            for optimizer in self.optimizers:
+                optimizer.synchronize()
+        else:
+            for name, parameter in self.lightning_module.named_parameters():
+                hvd.allreduce_(parameter.grad, name=name)
 
 
 class Deep(pl.LightningModule):
@@ -52,6 +65,7 @@ class Deep(pl.LightningModule):
 
     def __init__(self):
         super().__init__()
+        torch.manual_seed(7)
         self.layers = models.many_small_layers()
         models.jitter(self)
 
@@ -62,17 +76,18 @@ class Deep(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
+def train(number):
+    """Train as a run of its own would."""
+    session._fits = 0
+    strategy = PortedStrategy()
+    strategy.fuses = number % 2 == 1
+    words = {"strategy": strategy, "devices": 1, "callbacks": [DeterminismCallback(seed=5)]}
+    pl.Trainer(max_epochs=1, **words, **QUIET).fit(Deep(), DataLoader(SAMPLES, batch_size=8))
+
+
 warnings.filterwarnings("ignore")
 torch.set_num_threads(1)
-samples = torch.randn(96, 24, generator=torch.Generator().manual_seed(7))
-trainer = pl.Trainer(
-    max_epochs=1,
-    accelerator="cpu",
-    devices=1,
-    strategy=PortedStrategy(),
-    logger=False,
-    enable_checkpointing=False,
-    enable_progress_bar=False,
-    enable_model_summary=False,
-)
-trainer.fit(Deep(), DataLoader(samples, batch_size=8))
+hvd.init()
+folder = Path(sys.argv[1])
+found = locate(train, folder / "runs", rank=hvd.rank(), ranks=hvd.size())
+(folder / f"rank-{hvd.rank()}.json").write_text(json.dumps(found))

@@ -1,24 +1,24 @@
 """Train the scenarios of the command line and write the result of each rank.
 
-Usage: train.py PACKAGE STRATEGY FOLDER SCENARIO...
+Usage: train.py STRATEGY FOLDER SCENARIO...
 """
 
 import json
 import os
 import sys
 import warnings
-from importlib import import_module
 from pathlib import Path
 
+import lightning.pytorch as pl
 import models
 import torch
+from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 from torch.nn import functional
 
-package, strategy, folder, *scenarios = sys.argv[1:]
-pl = import_module(package)
-if strategy.startswith("horovod"):
-    import_module("lightning_d9m.lightning.callback")  # registers the strategy
+import lightning_d9m.lightning.callback  # noqa: F401 - registers the strategy
+
+strategy, folder, *scenarios = sys.argv[1:]
 warnings.filterwarnings("ignore")
 
 
@@ -82,15 +82,6 @@ class Manual(pl.LightningModule):
         )
 
 
-def make_strategy(name):
-    """Return a strategy by its name; DDP needs find_unused_parameters."""
-    if name == "ddp":
-        return import_module(f"{package}.strategies").DDPStrategy(
-            find_unused_parameters=True, process_group_backend="gloo"
-        )
-    return name
-
-
 SCENARIOS = {
     "plain": (Automatic, {}),
     "accumulation": (Automatic, {"accumulate_grad_batches": 3}),
@@ -112,7 +103,8 @@ for scenario in scenarios:
         max_epochs=2,
         accelerator="cpu",
         devices=2 if strategy == "ddp" else 1,
-        strategy=make_strategy(strategy),
+        # Torch's own needs to know that parameters may be unused.
+        strategy=DDPStrategy(find_unused_parameters=True) if strategy == "ddp" else strategy,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,

@@ -28,74 +28,48 @@ from lightning_d9m import (
     read_ledger,
 )
 from lightning_d9m.control.torch_flags import threads_pinned
-from lightning_d9m.lightning.logical_ranks.loaders import group_loader
-from lightning_d9m.lightning.logical_ranks.refusals import check_devices
-from lightning_d9m.logical_ranks.tree import Blocks
 
 SCRIPT = Path(logical_refusals.__file__)
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    """Return the messages that each of two processes with one logical rank found."""
+    """Return what one process with four logical ranks found, and each of two with one."""
     folder = tmp_path_factory.mktemp("refusals")
-    run_ranks(SCRIPT, 2, folder)
-    return [json.loads((folder / f"found-{rank}.json").read_text()) for rank in range(2)]
-
-
-def test_a_plain_training_is_accepted(fit):
-    assert fit().global_step == 2
-
-
-@pytest.mark.filterwarnings("ignore:.*`dataloader_iter`")
-@pytest.mark.parametrize("message", REFUSALS)
-def test_a_program_is_refused_on_one_process(fit, message):
-    with pytest.raises(SettingError, match=message):
-        fit(**REFUSALS[message]())
+    for count in (1, 2):
+        run_ranks(SCRIPT, count, folder)
+    files = {name: folder / f"found-{name}.json" for name in ("1-0", "2-0", "2-1")}
+    return {name: json.loads(path.read_text()) for name, path in files.items()}
 
 
 @pytest.mark.parametrize("message", [*REFUSALS, *SEVERAL])
-def test_a_program_is_refused_if_each_logical_rank_has_a_process(found, message):
-    for rank, messages in enumerate(found):
-        text = messages[message]
-        assert re.search(message, str(text)), f"rank {rank}: {text}"
+def test_a_program_is_refused_on_one_and_on_two_processes(found, message):
+    for process, messages in found.items():
+        if message in messages or message in REFUSALS:
+            text = messages[message]
+            assert re.search(message, str(text)), f"{process}: {text}"
+    assert message in found["2-1"]
 
 
 def test_a_plain_training_after_all_refusals_is_accepted(found):
-    assert [messages["none"] for messages in found] == [4, 4]
-
-
-def test_a_collective_can_be_called_after_a_step_that_was_refused(fit):
-    message = next(text for text in REFUSALS if "all_reduce" in text)
-    with pytest.raises(SettingError, match=message):
-        fit(**REFUSALS[message]())
-    logical_refusals.all_reduce(torch.ones(1))
-    torch.distributed.all_reduce(torch.ones(1))
-
-
-def test_options_that_logical_ranks_do_not_need_are_accepted(fit):
-    assert fit(options={"find_unused_parameters": True}).global_step == 2
-
-
-@pytest.mark.parametrize("ranks", [0, -1, 1.5, True])
-def test_a_number_of_logical_ranks_is_a_whole_number(ranks):
-    with pytest.raises(SettingError, match=f"logical_ranks={ranks!r} is not allowed"):
-        DDPDeterministicStrategy(logical_ranks=ranks)
+    assert [messages["none"] for messages in found.values()] == [2, 4, 4]
 
 
 def test_samplers_of_torch_are_split(fit):
     for sampler in (WeightedRandomSampler(torch.ones(16), 16), DistributedSampler(DATA, 2, 0)):
-        assert fit(loader=DataLoader(DATA, batch_size=2, sampler=sampler)).global_step == 2
+        words = {"options": {"find_unused_parameters": True}}  # which is not needed
+        words["loader"] = DataLoader(DATA, batch_size=2, sampler=sampler)
+        assert fit(**words).global_step == 2
 
 
-def test_sparse_gradients_are_summed_as_dense_ones_on_request(fit):
+def test_sparse_gradients_are_summed_as_dense_ones(fit):
     model = make_model(
         lambda model, batch: model.table(torch.tensor([1, 1, 2])).sum(),
         lambda parameters: torch.optim.SGD(parameters, lr=0.1),
         table=nn.Embedding(4, 2, sparse=True),
     )
     before = model.table.weight.detach().clone()
-    fit(model, options={"sparse_as_dense": True})
+    fit(model)
     # Each of two steps adds the gradient of all logical ranks, divided by their number.
     expected = before - 0.2 * torch.tensor([0.0, 2.0, 1.0, 0.0])[:, None]
     assert torch.allclose(model.table.weight, expected)
@@ -143,69 +117,52 @@ def test_the_variable_is_refused_by_a_strategy_that_does_not_read_it(fit, monkey
         fit(strategy="auto")
 
 
-def test_processes_on_different_types_of_devices_are_refused():
-    check_devices(["cpu", "cpu"])
-    with pytest.raises(SettingError, match="different types of devices: cpu, cuda"):
-        check_devices(["cpu", "cuda"])
-
-
-def change_nothing(model, batch):
-    return model(batch).sum()
-
-
-def count(model, batch):
-    model.counter += 1
-    return model(batch).sum()
-
-
-def collect(model, batch):
-    model.outputs.append(1)
-    return model(batch).sum()
-
-
-def keep_loss(model, batch):
-    model.last = model(batch).sum()
-    return model.last
+def fit_and_read_warnings(fit, step, **attributes):
+    """Train a model with a step, and return the warnings about its changes."""
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        fit(make_model(step, **attributes))
+    return [str(one.message) for one in seen if "A step changes" in str(one.message)]
 
 
 def test_what_logical_ranks_change_differently_is_named_once(fit):
-    model = make_model(keep_loss, last=None)
-    with pytest.warns(UserWarning, match="A step changes 'last' of BoringModel, and not") as seen:
-        fit(model)
-    assert sum("A step changes" in str(one.message) for one in seen) == 1
+    def keep_loss(model, batch):
+        model.last = model(batch).sum()
+        return model.last
+
+    (text,) = fit_and_read_warnings(fit, keep_loss, last=None)
+    assert text.startswith("A step changes 'last' of BoringModel, and not")
 
 
-@pytest.mark.parametrize(
-    ("make", "change", "name"),
-    [
-        (queue.Queue, lambda kept: kept.put(1), "a Queue of queue"),
-        (threading.Lock, lambda kept: kept.acquire(blocking=False), "a lock of _thread"),
-        (tempfile.TemporaryFile, lambda kept: kept.write(b"x"), "of _io"),
-    ],
-)
-def test_a_queue_a_lock_and_a_file_that_a_step_changes_are_named(fit, make, change, name):
-    def change_kept(model, batch):
-        change(model.kept)
+def test_a_queue_a_lock_and_a_file_that_a_step_changes_are_named(fit):
+    def change_all(model, batch):
+        model.queue.put(1)
+        model.lock.acquire(blocking=False)
+        model.file.write(b"x")
         return model(batch).sum()
 
-    kept = make()
-    with pytest.warns(UserWarning, match=f"A step changes 'kept', .*{name}, whose state is not"):
-        fit(make_model(change_kept, kept=kept))
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        fit(make_model(change_nothing, kept=kept))
-    assert not [one for one in seen if "A step changes" in str(one.message)]
-    getattr(kept, "close", int)()
+    with tempfile.TemporaryFile() as file:
+        kept = {"queue": queue.Queue(), "lock": threading.Lock(), "file": file}
+        texts = fit_and_read_warnings(fit, change_all, **kept)
+        for name, what in (
+            ("queue", "Queue of queue"),
+            ("lock", "lock of _th"),
+            ("file", "of _io"),
+        ):
+            (text,) = (one for one in texts if f"A step changes {name!r}, " in one)
+            assert what in text
+        assert not fit_and_read_warnings(fit, lambda model, batch: model(batch).sum(), **kept)
 
 
-@pytest.mark.parametrize("step", [change_nothing, count, collect])
-def test_what_they_change_alike_or_append_is_accepted(fit, step):
-    model = make_model(step, counter=0, outputs=[], norm=nn.BatchNorm1d(2))
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        fit(model)
-    assert not [one for one in seen if "A step changes" in str(one.message)]
-    assert (model.counter, len(model.outputs)) in [(0, 0), (2, 0), (0, 8)]
+def test_what_they_change_alike_or_append_is_accepted(fit):
+    def change(model, batch):
+        model.outputs["counter"] += 1
+        model.outputs["all"].append(1)
+        return model(batch).sum()
+
+    outputs = {"counter": 0, "all": []}
+    assert not fit_and_read_warnings(fit, change, outputs=outputs, norm=nn.BatchNorm1d(2))
+    assert outputs == {"counter": 2, "all": [1] * 8}
 
 
 def test_weights_that_are_first_changed_after_the_compared_steps_are_refused(fit):
@@ -224,22 +181,8 @@ def test_fewer_samples_than_logical_ranks_are_predicted_once(fit):
 
 
 def test_predictions_that_are_appended_to_a_list_are_refused(fit):
-    model = make_model(change_nothing, outputs=[])
+    model = make_model(outputs=[])
     model.predict_step = lambda batch, batch_idx: model.outputs.append(model(batch))
     trainer = fit(model)
     with pytest.raises(SettingError, match="predict_step adds to 'outputs'"):
         trainer.predict(model, DataLoader(DATA, batch_size=2))
-
-
-def test_more_processes_than_logical_ranks_are_refused(monkeypatch):
-    strategy = DDPDeterministicStrategy(logical_ranks=2)
-    monkeypatch.setattr(type(strategy), "world_size", 3)
-    with pytest.raises(SettingError, match="There are 3 processes, but only 2 logical ranks"):
-        strategy.blocks  # noqa: B018 - it raises
-
-
-def test_fewer_samples_than_processes_are_refused():
-    data = range(2)
-    loader = DataLoader(data, sampler=DistributedSampler(data, 1, 0))
-    with pytest.raises(SettingError, match="There are 2 samples, and the last of 4 processes"):
-        group_loader(loader, Blocks(4, 4), 0, padded=False)
