@@ -8,7 +8,7 @@ This module imports torch only to look up an operation.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from lightning_d9m.comparison.differences import Divergence
+from lightning_d9m.comparison.differences import KIND_OF_GROUP, Divergence
 from lightning_d9m.comparison.ledgers import Comparison
 from lightning_d9m.comparison.timeline import module_of
 from lightning_d9m.ledger.kinds import PROBE_KINDS, ROOT
@@ -201,9 +201,12 @@ _INITIAL = {
     "optimizers": "initial settings",
     "schedulers": "initial settings",
 }
-# Kind of probe by the group of digests at the end of an epoch.
-_KINDS = {"weights": "weight", "buffers": "buffer", "optimizers": "optimizer"}
-_KINDS |= {"schedulers": "optimizer settings", "loss": "scalar", "scalars": "scalar"}
+# Kind of what differs by the group of digests at the end of an epoch.
+_KINDS = {
+    **KIND_OF_GROUP,
+    **dict.fromkeys(("loss", "scalars"), "scalar"),
+    "schedulers": "optimizer settings",
+}
 _INSIDE = ("input", "output", "loss", "grad_output", "local_gradient")
 
 

@@ -8,10 +8,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from itertools import chain
 from typing import NamedTuple, TypeAlias
 
-from lightning_d9m.ledger.format.frames import Batch, unpack_places
 from lightning_d9m.ledger.format.records import (
+    Batch,
     Digests,
     Header,
     Json,
@@ -35,6 +36,8 @@ OTHER = "other fields"
 # The kinds that each rank computes alone: from the inputs up to the exchange of gradients.
 _COMPUTED = PROBE_KINDS[PROBE_KINDS.index("input") : PROBE_KINDS.index("gradient")]
 GROUPS = ("weights", "buffers", "optimizers", "schedulers")
+# Kind of probe by the group of digests that holds the same values.
+KIND_OF_GROUP = {"weights": "weight", "buffers": "buffer", "optimizers": "optimizer"}
 
 # Settings in which two comparable runs may differ, each with the reason.
 INFORMATIONAL_SETTINGS = {
@@ -376,19 +379,19 @@ def batch_difference(expected: Batch, actual: Batch) -> Divergence:
     places = []
     if expected.step != actual.step:
         steps = str(expected.step), str(actual.step)
-        places.append(PlaceDifference(expected.offset, OTHER, "global step", 0, *steps))
+        places.append(PlaceDifference(0, OTHER, "global step", 0, *steps))
     places += [
-        PlaceDifference(expected.offset + n, *place, one[n].hex(), other[m].hex())
+        PlaceDifference(n, *place, one[n].hex(), other[m].hex())
         for place, n, m in both
         if one[n] != other[m]
     ]
     alone = [
-        PlaceDifference(expected.offset + n, *key[0], one[n].hex(), None)
+        PlaceDifference(n, *key[0], one[n].hex(), None)
         for key, n in ours.items()
         if key not in theirs
     ]
     alone += [
-        PlaceDifference(actual.offset + n, *key[0], None, other[n].hex())
+        PlaceDifference(n, *key[0], None, other[n].hex())
         for key, n in theirs.items()
         if key not in ours
     ]
@@ -410,12 +413,11 @@ def batch_difference(expected: Batch, actual: Batch) -> Divergence:
 
 # A training has few layouts.
 @lru_cache(maxsize=4)
-def _number_places(layouts: tuple[bytes, ...]) -> Mapping[tuple[ProbeKey, int], int]:
+def _number_places(layouts: tuple[tuple[ProbeKey, ...], ...]) -> Mapping[tuple[ProbeKey, int], int]:
     """Return the index of each place by (place, how often the batch has it before)."""
     seen: Counter[ProbeKey] = Counter()
     numbers: dict[tuple[ProbeKey, int], int] = {}
-    for token in layouts:
-        for place in unpack_places(token):
-            numbers[place, seen[place]] = len(numbers)
-            seen[place] += 1
+    for place in chain.from_iterable(layouts):
+        numbers[place, seen[place]] = len(numbers)
+        seen[place] += 1
     return numbers

@@ -5,12 +5,12 @@ It is collected while two ledgers are compared.
 
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import chain
 from typing import TypeAlias
 
 from lightning_d9m.comparison.differences import Divergence, PlaceDifference
 from lightning_d9m.comparison.weight_distance import DistanceSeries
-from lightning_d9m.ledger.format.frames import Batch, unpack_places
-from lightning_d9m.ledger.format.records import Digests
+from lightning_d9m.ledger.format.records import Batch, Digests, ProbeKey
 from lightning_d9m.ledger.keys import Item
 from lightning_d9m.ledger.kinds import ROOT
 
@@ -130,9 +130,9 @@ class Timeline:
 
 # A training has few layouts.
 @lru_cache(maxsize=4)
-def _list_modules(layouts: tuple[bytes, ...]) -> frozenset[str]:
+def _list_modules(layouts: tuple[tuple[ProbeKey, ...], ...]) -> frozenset[str]:
     """Return the modules whose places a batch holds."""
-    places = (place for token in layouts for place in unpack_places(token))
+    places = chain.from_iterable(layouts)
     return frozenset(module_of(kind, name) for kind, name, _ in places)
 
 

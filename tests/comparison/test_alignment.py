@@ -5,7 +5,6 @@ import tracemalloc
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ledger_runs import as_schema_1, write_lines
 
 from lightning_d9m.comparison.ledgers import compare_ledgers
 from lightning_d9m.ledger.folder import read_ledger
@@ -228,35 +227,14 @@ def test_any_evaluations(tmp_path_factory, one, other, draws):
     assert (rank.expected.records.count, rank.actual.records.count) == alone
 
 
-class TestSchema1:
-    """Ledgers whose probes are text are read to the same contents."""
-
-    def write(self, folder, records):
-        folder.mkdir()
-        write_lines(folder / "rank-0.jsonl", as_schema_1([HEADER.as_record(), *records]))
-        return folder
-
-    @pytest.mark.parametrize("part", [2, 7])
-    def test_is_compared_with_either(self, tmp_path, part):
-        old = self.write(tmp_path / "old", traced(range(5), part=part).records)
-        new = write_trace(tmp_path / "new.jsonl", traced(range(5)))
-        other = write_trace(tmp_path / "x.jsonl", traced(range(4)).add(4, changed=PLACES[5:6]))
-        for one, two in ((old, new), (new, old), (old, old)):
-            assert (compare(one, two).equal, compare(one, two).places) == (True, 35)
-        for one, two in ((old, other), (other, old)):
-            found = compare(one, two).divergence
-            assert (found.batch, found.position, found.name) == (4, 5, "layers.1.weight")
-
-
-def write_blocks(path, blocks, digest):
-    """Write so many blocks of 1,000 batches with seven places."""
-    record = {"kind": "probes", "epoch": 0, "layout": 0, "count": 1000}
+def write_batches(path, count, digest):
+    """Write so many batches with seven places."""
+    record = {"kind": "probes", "epoch": 0, "layout": 0, "digests": digest * 7}
     with LedgerWriter(path) as writer:
         writer.write(HEADER.as_record())
         writer.write({"kind": "layout", "id": 0, "places": [list(place) for place in PLACES]})
-        for start in range(0, 1000 * blocks, 1000):
-            at = {"step": start, "batch": start, "digests": digest * 7000}
-            writer.write(record | at)
+        for number in range(count):
+            writer.write(record | {"step": number, "batch": number})
     return path
 
 
@@ -265,13 +243,13 @@ def test_long_traces_are_streamed(tmp_path, equal):
     """Four times the batches, the same memory, also where all differ."""
     peaks = []
     digests = b"a" * 16, b"a" * 16 if equal else b"b" * 16
-    for blocks in (1, 4):
+    for count in (1000, 4000):
         paths = [
-            write_blocks(tmp_path / f"{blocks}-{side}.jsonl", blocks, digest)
+            write_batches(tmp_path / f"{count}-{side}.jsonl", count, digest)
             for side, digest in enumerate(digests)
         ]
         tracemalloc.start()
-        assert compare(*paths).differing_places == (0 if equal else 7000 * blocks)
+        assert compare(*paths).differing_places == (0 if equal else 7 * count)
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
     assert peaks[1] < peaks[0] + 2**20

@@ -6,13 +6,11 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 from lightning_d9m.errors import LedgerError, explain_file_error, file_errors
-from lightning_d9m.ledger.format.frames import check_frames
 from lightning_d9m.ledger.format.records import (
     CHAIN_START,
     MAX_HEADER,
     MAX_LINE,
     FieldError,
-    FramesEnd,
     Json,
     ProbeLayout,
     ProbesRecord,
@@ -114,10 +112,8 @@ class LedgerWriter(AbstractContextManager["LedgerWriter"]):
             )
 
     def _encode(self, record: Record) -> bytes:
-        if isinstance(record, FramesEnd):
-            raise FieldError("kind", "is 'frames', which only ledgers of schema 2 have")
         if isinstance(record, ProbesRecord):
-            check_frames(record, self._layouts.get(record.layout, 0))
+            record.check_places(self._layouts.get(record.layout, 0))
         body = encode_record(record)
         if isinstance(record, ProbeLayout):
             # Before it is written: an interruption may come between the two.
