@@ -33,15 +33,12 @@ class SourceFile:
     problem: str = ""
 
 
-def list_files(
-    paths: Sequence[Path], exclude: Iterable[str] = (), *, ignored: bool = False
-) -> Iterator[SourceFile]:
+def list_files(paths: Sequence[Path], exclude: Iterable[str] = ()) -> Iterator[SourceFile]:
     """Yield each file once, in the order of the given paths and then of names.
 
     Args:
         paths: Files, scanned whatever their names are, and folders.
         exclude: Globs that a path below a folder, or a name, must not match.
-        ignored: Whether to yield files that git ignores, too.
 
     Raises:
         SettingError: If a path does not exist, or is neither a file nor a folder.
@@ -56,8 +53,7 @@ def list_files(
     for path in paths:
         entries: Iterable[SourceFile] = [SourceFile(str(path))]
         if path.is_dir():
-            skipped = frozenset() if ignored else find_ignored(path)
-            entries = _walk(str(path), patterns, skipped)
+            entries = _walk(str(path), patterns, find_ignored(path))
         for entry in entries:
             real = os.path.realpath(entry.path)
             if real not in seen:

@@ -9,20 +9,18 @@ import re
 import tokenize
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from lightning_d9m.errors import SettingError
 from lightning_d9m.lint.checks import ops, order, seeds, settings
 from lightning_d9m.lint.files import SourceFile
 from lightning_d9m.lint.rules import CODE, RULES, Finding
 from lightning_d9m.lint.source import Problem, Source, SourceError, parse, read_source
 from lightning_d9m.lint.tree import Call, Report, Tree
-from lightning_d9m.patches.catalog.catalog import OPS, find_op
+from lightning_d9m.patches.catalog.catalog import find_op
 
 LARGEST = 5_000_000
 """Largest size of a source file, in bytes; larger files hold data."""
@@ -30,8 +28,6 @@ LARGEST = 5_000_000
 _MARK = re.compile(r"#\s*d9m:")
 _COMMENT = re.compile(r"#\s*d9m:\s*(?P<verb>[\w-]*)\s*(?:\[(?P<rules>[^\]]*)\])?\s*(?P<reason>.*)")
 _NOT_SCANNED = "D9M001"
-# Files per task of a process, enough to make the overhead negligible.
-_CHUNK = 16
 _CALLS: tuple[Callable[[Call], Iterator[Report]], ...] = (
     ops.check_op,
     settings.check_choice_by_time,
@@ -67,37 +63,13 @@ class FileScan:
     edits: dict[Finding, str] = field(default_factory=dict)
 
 
-def choose_version(given: str | None) -> str:
-    """Return the torch release: the given one, or that which is installed.
-
-    Releases older than the catalog count as its oldest release.
-
-    Raises:
-        SettingError: If the given version is not valid.
-    """
-    given = given or version("torch")
-    try:
-        release = tuple(int(part) for part in given.split(".")[:2])
-        oldest = min(tuple(int(part) for part in op.since.split(".")) for op in OPS)
-    except ValueError as error:
-        raise SettingError(
-            f"{given!r} is not a version of torch. Give one such as 2.13.0."
-        ) from error
-    return given if release >= oldest else ".".join(map(str, oldest))
+@cache
+def read_torch_version() -> str:
+    """Return the release of torch that is installed, which decides about ops."""
+    return version("torch")
 
 
-def scan_entries(
-    entries: Iterable[SourceFile], torch_version: str, rules: frozenset[str], jobs: int = 1
-) -> list[FileScan]:
-    """Scan files, in one process or several; the results are in the order of the files."""
-    scan = partial(scan_file, torch_version=torch_version, rules=rules)
-    if jobs == 1:
-        return [scan(entry) for entry in entries]
-    with ProcessPoolExecutor(jobs) as pool:
-        return list(pool.map(scan, entries, chunksize=_CHUNK))
-
-
-def scan_file(entry: SourceFile, torch_version: str, rules: frozenset[str]) -> FileScan:
+def scan_file(entry: SourceFile, rules: frozenset[str]) -> FileScan:
     """Scan one file. A file that cannot be scanned gives a finding."""
     path = entry.path
     problem = entry.problem
@@ -114,10 +86,10 @@ def scan_file(entry: SourceFile, torch_version: str, rules: frozenset[str]) -> F
         return FileScan(found if _NOT_SCANNED in rules else [])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the parser's, about the scanned code
-        return scan_source(source, path, torch_version, rules)
+        return scan_source(source, path, rules)
 
 
-def scan_source(source: Source, path: str, torch_version: str, rules: frozenset[str]) -> FileScan:
+def scan_source(source: Source, path: str, rules: frozenset[str]) -> FileScan:
     """Scan one module; see :func:`scan_file`."""
     problems = list(source.problems)
     reports: dict[Report, None] = {}
@@ -133,7 +105,9 @@ def scan_source(source: Source, path: str, torch_version: str, rules: frozenset[
     kept: dict[tuple[object, ...], Finding] = {}
     edits: dict[Finding, str] = {}
     for report in reports:
-        if report.rule in rules and (not report.op or find_op(report.op).is_needed(torch_version)):
+        if report.rule in rules and (
+            not report.op or find_op(report.op).is_needed(read_torch_version())
+        ):
             f = _describe(report, path, lines)
             kept.setdefault((f.line, f.column, f.rule, f.op), f)
             edits |= {f: report.edit} if report.edit and not source.cells else {}

@@ -9,7 +9,6 @@ import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from importlib.metadata import version
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -559,9 +558,8 @@ def find_cause_lines(command: Sequence[str], cause: str) -> list[Finding]:
     rules = _RULES.get(cause, ())
     if program is None:
         return []
-    torch_version = version("torch")
     scans = [
-        scan_file(SourceFile(str(path)), torch_version, frozenset((*rules, *_ANY)))
+        scan_file(SourceFile(str(path)), frozenset((*rules, *_ANY)))
         for path in _list_modules(program)
     ]
     found = [finding for scan in scans for finding in scan.findings]

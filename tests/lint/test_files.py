@@ -104,7 +104,6 @@ def test_files_that_git_ignores_are_left_out_unless_they_are_named(folder, run):
     (folder / ".gitignore").write_text("build/\nlocal.py\n")
     assert {file for file, *_ in run(folder)[1]} == {"bad.py", "inner.py"}
     assert len(run(folder)[1]) == 2
-    assert len(run(folder, "--no-gitignore")[1]) == 5
     assert run(folder / "local.py")[0] == 1
     assert run(folder / "build")[0] == 1
     assert {file for file, *_ in run(folder / "package")[1]} == set()

@@ -53,7 +53,7 @@ LEFT = (
 
 
 def fix(text):
-    return fix_text(f"{HEAD}{text}\n", "a.py", "2.13", frozenset(RULES)).after.removeprefix(HEAD)
+    return fix_text(f"{HEAD}{text}\n", "a.py", frozenset(RULES)).after.removeprefix(HEAD)
 
 
 @pytest.mark.parametrize("text", FIXED)
