@@ -219,32 +219,22 @@ def name_call(name: str, call: int) -> str:
     return f"{name} (call {call})" if call else name
 
 
-def header_refusals(expected: Header, actual: Header) -> list[FieldDifference]:
-    """Return the fields of two headers that make their runs incomparable."""
-    names = ["seed", "fit", "world_size"]
-    if same_logical_ranks(expected.stack, actual.stack):
-        names.remove("world_size")
-    fields = [
-        FieldDifference(name, getattr(expected, name), getattr(actual, name))
-        for name in names
-        if getattr(expected, name) != getattr(actual, name)
-    ]
-    settings = table_differences(expected.settings, actual.settings)
-    return fields + [
-        FieldDifference(f"settings.{name}", *values)
-        for name, *values in settings
-        if name not in INFORMATIONAL_SETTINGS
-    ]
-
-
-def setting_differences(expected: Header, actual: Header) -> list[FieldDifference]:
-    """Return the settings that differ without making the runs incomparable."""
-    settings = table_differences(expected.settings, actual.settings)
-    return [
-        FieldDifference(*entry)
-        for entry in settings
-        if entry[0] in INFORMATIONAL_SETTINGS and entry[0] != "seed"
-    ]
+def header_differences(
+    expected: Header, actual: Header
+) -> tuple[list[FieldDifference], list[FieldDifference]]:
+    """Return the fields that make the runs of two headers incomparable, and other settings."""
+    any_processes = same_logical_ranks(expected.stack, actual.stack)
+    refusals, settings = [], []
+    for name in ("seed", "fit", *(() if any_processes else ("world_size",))):
+        if getattr(expected, name) != getattr(actual, name):
+            values = getattr(expected, name), getattr(actual, name)
+            refusals.append(FieldDifference(name, *values))
+    for name, *both in table_differences(expected.settings, actual.settings):
+        if name not in INFORMATIONAL_SETTINGS:
+            refusals.append(FieldDifference(f"settings.{name}", *both))
+        elif name != "seed":
+            settings.append(FieldDifference(name, *both))
+    return refusals, settings
 
 
 def run_refusals(expected: RunFacts, actual: RunFacts) -> list[FieldDifference]:

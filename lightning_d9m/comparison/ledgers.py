@@ -16,10 +16,9 @@ from lightning_d9m.comparison.differences import (
     Divergence,
     FieldDifference,
     find_difference,
-    header_refusals,
+    header_differences,
     name_call,
     run_refusals,
-    setting_differences,
 )
 from lightning_d9m.ledger.folder import Ledger, read_ledger
 from lightning_d9m.ledger.format.reader import RankReader
@@ -328,8 +327,9 @@ def compare_ledgers(
     for where, one, other in headers or [((), expected.header, actual.header)]:
         differing = stack_differences(one.stack, other.stack)
         _add_fields(stack, [FieldDifference(*entry) for entry in differing], where)
-        _add_fields(settings, setting_differences(one, other), where)
-        _add_fields(refusals, header_refusals(one, other), where)
+        refused, others = header_differences(one, other)
+        _add_fields(settings, others, where)
+        _add_fields(refusals, refused, where)
     any_processes = same_logical_ranks(expected.header.stack, actual.header.stack)
     same_size = expected.header.world_size == actual.header.world_size
     ranks: list[RankComparison] = []

@@ -357,15 +357,9 @@ class Search:
             if self._found.cause is None or not self._found.cause.narrows:
                 return None
             high = self._found.divergences[0].step + 1
-        self._look_at_operations(self._found.divergences[0])
-        return None
-
-    def _look_at_operations(self, first: Divergence) -> None:
-        """Look at the operations of a module, its inputs and the gradients that reach it.
-
-        Operations of other modules are left out: the program may compute more there that differs
-        and is not the cause.
-        """
+        # Operations of other modules are left out: the program may compute more there that differs
+        # and is not the cause.
+        first = self._found.divergences[0]
         module = name_module(first)
         name = escape_name(module)
         selection = {} if module == ROOT else {"probe_modules": f"{name},{name}.*"}
@@ -373,6 +367,7 @@ class Search:
         step = first.step - (first.moment == "epoch")
         steps = f"{step}:{step + 1}"
         self._look(f"{_OPERATIONS}{module}", probes=_OPS, probe_steps=steps, **selection)
+        return None
 
     def _look_at_values(self) -> None:
         """Save the values of the first place that differs, and measure how far they are apart."""
@@ -413,17 +408,13 @@ class Search:
         found.op = examine_op(at, pair.dumps)
         inputs_differ = found.op is not None and not found.op.inputs_equal
         if inputs_differ and found.cause is not None and found.cause.kind == "op":
-            self._look_at_filled_memory()
-
-    def _look_at_filled_memory(self) -> None:
-        """Test whether runs still differ if new memory is filled."""
-        for _ in range(self._tries):
-            if self._runner.run_pair("filled memory", filled=True).differs:
-                self._found.looks.append("filled memory: the runs still differ")
-                self._found.cause = OUTSIDE
-                return
-        self._found.looks.append(f"filled memory: nothing differs in {2 * self._tries} runs")
-        self._found.cause = UNINITIALIZED
+            pairs = (
+                self._runner.run_pair("filled memory", filled=True) for _ in range(self._tries)
+            )
+            differ = any(pair.differs for pair in pairs)
+            runs = f"nothing differs in {2 * self._tries} runs"
+            found.looks.append(f"filled memory: {'the runs still differ' if differ else runs}")
+            found.cause = OUTSIDE if differ else UNINITIALIZED
 
     def _look_at_ranks(self, pair: RunPair, drift: Divergence) -> None:
         """Find the step, tensor and index of a drift between ranks that every run has."""
@@ -595,7 +586,11 @@ def _list_modules(program: Path) -> Iterator[Path]:
     while waiting and len(seen) <= _MOST_FILES:
         path = waiting.pop(0)
         yield path
-        for name in _read_imports(path):
+        try:
+            tree = ast.parse(read_python(path.read_bytes()).text)
+        except (OSError, SourceError, SyntaxError, ValueError, RecursionError, MemoryError):
+            continue  # the scan reports such a file
+        for name in sorted(set(list_imports(tree))):
             parts = name.split(".")
             for folder in (program.parent, path.parent):
                 for end in range(1, len(parts) + 1):
@@ -604,10 +599,3 @@ def _list_modules(program: Path) -> Iterator[Path]:
                     new = [file for file in found if file not in seen and file.is_file()]
                     waiting += new
                     seen.update(new)
-
-
-def _read_imports(path: Path) -> list[str]:
-    try:
-        return sorted(set(list_imports(ast.parse(read_python(path.read_bytes()).text))))
-    except (OSError, SourceError, SyntaxError, ValueError, RecursionError, MemoryError):
-        return []  # the scan reports such a file

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from lightning_d9m.comparison.differences import (
     Divergence,
     FieldDifference,
-    header_refusals,
+    header_differences,
     record_difference,
     run_refusals,
 )
@@ -81,7 +81,7 @@ class Reference:
             ReferenceRefusedError: With the first field that differs.
         """
         self._stack = header.stack
-        self._refuse(header_refusals(self.header, header))
+        self._refuse(header_differences(self.header, header)[0])
 
     def check_run(self, facts: RunFacts) -> None:
         """Refuse a reference from another model, dataset or arithmetic; open its records.

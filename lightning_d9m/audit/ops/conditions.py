@@ -106,7 +106,16 @@ def measure_case(case: Case, device: str, dtype: str, budget: Budget) -> dict[st
             text = (str(error).strip().splitlines() or [type(error).__name__])[0]
             reason = f"{type(error).__name__}: {text[:300]}"
             entries[condition] = {"outcome": _name_outcome(error), "reason": reason}
-    _add_ratios_and_errors(entries, results)
+    # The time of each condition over the default's, and its distance from the oracle.
+    base = entries["default"].get("microseconds")
+    for condition, result in results.items():
+        entry = entries[condition]
+        if condition == "oracle" or entry["outcome"] != "ran":
+            continue
+        if base:
+            entry["ratio"] = round(entry["microseconds"] / base, 3)
+        if "oracle" in results:
+            entry["error"] = _measure_error(results["oracle"], result)
     return entries
 
 
@@ -156,21 +165,6 @@ def _disturb(device: str, turn: int) -> None:
 @cache
 def _side_stream(device: str) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
-
-
-def _add_ratios_and_errors(
-    entries: dict[str, dict[str, Any]], results: dict[str, tuple[Tensor, ...]]
-) -> None:
-    """Add the time of each condition over the default's, and its distance from the oracle."""
-    base = entries["default"].get("microseconds")
-    for condition in CONDITIONS:
-        entry = entries[condition]
-        if entry["outcome"] != "ran":
-            continue
-        if base:
-            entry["ratio"] = round(entry["microseconds"] / base, 3)
-        if "oracle" in results:
-            entry["error"] = _measure_error(results["oracle"], results[condition])
 
 
 def _measure_error(oracle: tuple[Tensor, ...], results: tuple[Tensor, ...]) -> float | None:

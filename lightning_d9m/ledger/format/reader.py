@@ -151,8 +151,12 @@ class RankReader(AbstractContextManager["RankReader"]):
         body = line[:-_TAIL] + b"}"
         expected, chain_hash = chain_record(body, self._chain_hash)
         if line != expected:
+            try:
+                claimed = f" ({decode_record(body).kind})"
+            except FieldError:
+                claimed = ""
             raise LedgerError(
-                f"{self.path}, line {self.line}{_describe_line(body)} does not fit its check: this "
+                f"{self.path}, line {self.line}{claimed} does not fit its check: this "
                 "record was edited, or a record before it was removed, added or moved. Nothing "
                 "from here on can be trusted; take an unedited copy, or record the run again."
             )
@@ -222,11 +226,3 @@ def _open_regular(path: Path) -> BinaryIO:
             "rank-N.jsonl."
         )
     return os.fdopen(number, "rb", buffering=2**20)
-
-
-def _describe_line(body: bytes) -> str:
-    """Return the kind of record that an edited line claims to be; empty if it is unreadable."""
-    try:
-        return f" ({decode_record(body).kind})"
-    except FieldError:
-        return ""
