@@ -145,7 +145,7 @@ def _list_added(added: Sequence[Path]) -> dict[str, Path]:
 def _list_report(facts: Mapping[str, Any]) -> Iterator[str]:
     """Yield the report of `d9m locate`, and the lines that it names, as far as they are here."""
     yield from facts.get("report", [])
-    places = [(line.get("file"), line.get("file_line")) for line in facts.get("lines", [])]
+    places = [(line.get("file"), line.get("line")) for line in facts.get("lines", [])]
     if called := _CALLED_AT.match(str((facts.get("op") or {}).get("source"))):
         places.insert(0, (called[1], int(called[2])))
     for file, number in dict.fromkeys(places):

@@ -37,7 +37,7 @@ _CALLS: tuple[Callable[[Call], Iterator[Report]], ...] = (
     order.check_listing,
     order.check_completion,
     order.check_hash,
-    order.check_set_call,
+    lambda call: order.check_set(call.node, call.tree),
     settings.check_setting_call,
 )
 _NODES: Mapping[type[ast.AST], Sequence[Callable[[Any, Tree], Iterator[Report]]]] = {
@@ -115,8 +115,10 @@ def scan_source(source: Source, path: str, rules: frozenset[str]) -> FileScan:
         Finding.at(path, _NOT_SCANNED, (one.line, 1), reason=one.reason, cell=one.cell)
         for one in problems
     ]
-    unsuppressed = _suppress(kept.values(), source.text, path, rules)
-    found += [_locate(finding, source) for finding in unsuppressed]
+    for finding in _suppress(kept.values(), source.text, path, rules):
+        cell, line = source.cells[finding.line - 1] if source.cells else (0, finding.line)
+        end = finding.end_line - finding.line + line
+        found.append(replace(finding, cell=cell, line=line, end_line=end))
     return FileScan(
         findings=sorted(finding for finding in found if finding.rule in rules),
         lines=len(lines),
@@ -159,15 +161,6 @@ def _find_column(line: str, offset: int) -> int:
     return offset + 1
 
 
-def _locate(finding: Finding, source: Source) -> Finding:
-    """Replace the line of a notebook's code with the cell and its line."""
-    if not source.cells:
-        return finding
-    cell, line, file_line = source.cells[finding.line - 1]
-    end = finding.end_line - finding.line + line
-    return replace(finding, cell=cell, line=line, end_line=end, file_line=file_line)
-
-
 def _suppress(
     found: Iterable[Finding], text: str, path: str, rules: frozenset[str]
 ) -> Iterator[Finding]:
@@ -186,7 +179,17 @@ def _suppress(
         named = [word.strip() for word in (listed or "").split(",") if word.strip()]
         code = lines[row - 1][column:][:CODE]
         end = (row, token.end[1] + 1)
-        if problem := _find_problem(verb, named, reason):
+        unknown = [rule for rule in named if rule not in RULES]
+        problem = ""
+        if verb != "ignore":
+            problem = f"{verb!r} is not a verb of d9m; allowed: ignore."
+        elif not named:
+            problem = "It does not name a rule."
+        elif unknown:
+            problem = f"The rule {unknown[0]!r} does not exist."
+        elif not reason.strip():
+            problem = "It does not give a reason."
+        if problem:
             yield Finding.at(path, "D9M002", (row, column + 1), end, reason=problem, code=code)
             continue
         covered = {f for f in findings if f.rule in named and f.line <= target <= f.end_line}
@@ -208,13 +211,3 @@ def _list_comments(text: str) -> list[tokenize.TokenInfo]:
         return []
     comments = (token for token in tokens if token.type == tokenize.COMMENT)
     return [token for token in comments if _COMMENT.match(token.string)]
-
-
-def _find_problem(verb: str, rules: Sequence[str], reason: str) -> str:
-    if verb != "ignore":
-        return f"{verb!r} is not a verb of d9m; allowed: ignore."
-    if not rules:
-        return "It does not name a rule."
-    if unknown := [rule for rule in rules if rule not in RULES]:
-        return f"The rule {unknown[0]!r} does not exist."
-    return "" if reason.strip() else "It does not give a reason."

@@ -62,7 +62,7 @@ def located(here, d9m, monkeypatch):
     ledgers = [read_ledger(here / f"runs/run-{number:03d}") for number in (1, 2)]
     comparison = compare_ledgers(*ledgers)
     line = Finding(
-        file="train.py", line=4, rule="D9M201", end_line=4, file_line=4, reason="r", fix="f",
+        file="train.py", line=4, rule="D9M201", end_line=4, reason="r", fix="f",
         code="rng = numpy.random.default_rng()",
     )  # fmt: skip
     found = SearchResult(

@@ -172,21 +172,9 @@ def _list_other_cases() -> Iterator[Case]:
             listed = ("torch.cumsum",) if scan is torch.cumsum else ()
             make = called(partial(scan, dim=0), [length])
             yield Case(scan.__name__, shape, make, listed, quick=quick)
-        yield Case("sum", shape, called(torch.sum, [length]))
-    yield Case("mm", {"side": 256}, called(torch.mm, [256, 256], [256, 256]))
     shape, listed = {"side": 128, "entries": 4096}, ("torch.bmm sparse",)
     yield Case("bmm_sparse", shape, _multiply_sparse(torch.bmm, 4, 128, 128), listed, dtypes=_WIDE)
     yield Case("sparse_mm", shape, _multiply_sparse(torch.sparse.mm, 128, 128), dtypes=_WIDE)
-    solve = called(
-        lambda left, right: torch.linalg.lstsq(left, right).solution, [100, 64], [100, 3]
-    )
-    yield Case("lstsq", {"rows": 100, "columns": 64}, solve, dtypes=_WIDE)
-    make = graded(partial(torch.cdist, p=1.0), [256, 16], [200, 16])
-    yield Case("cdist_backward", {"rows": 256, "norm": 1}, make, dtypes=_WIDE)
-    make = graded(_normalize, [8, 16, 32, 32], [16], [16])
-    yield Case("batch_norm_backward", {"side": 32}, make)
-    make = graded(lambda rows, *both: nnf.layer_norm(rows, [64], *both), [4096, 64], [64], [64])
-    yield Case("layer_norm_backward", {"rows": 4096}, make)
     for dims, op in ((1, "nll_loss"), (2, "nll_loss2d")):
         yield Case(op, {"side": 64, "classes": 21}, _nll(dims), ("torch.nn.NLLLoss",))
     shape, listed = {"steps": 100, "labels": 64}, ("torch.nn.CTCLoss",)
@@ -224,10 +212,6 @@ def _multiply_sparse(multiply: Callable[..., Any], *sizes: int) -> Make:
         return lambda: multiply(sparse, dense)
 
     return make
-
-
-def _normalize(images: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    return nnf.batch_norm(images, None, None, weight, bias, training=True)
 
 
 def _nll(dims: int) -> Make:
@@ -370,16 +354,6 @@ def _repeat(inputs: Inputs) -> Call:
     return inputs.gradient(torch.repeat_interleave(source, times), source)
 
 
-def _coalesce(inputs: Inputs) -> Call:
-    index, given = inputs.whole(100, 2, 100_000), inputs.normal(100_000)
-
-    def call() -> Tensor:
-        matrix = torch.sparse_coo_tensor(index, given, (100, 100), check_invariants=False)
-        return matrix.coalesce().values()
-
-    return call
-
-
 def _list_scattering_cases() -> Iterator[Case]:
     """Yield cases in which several values go to one place: scatter, index, count, reads."""
     put = "torch.Tensor.put_ accumulate="
@@ -434,7 +408,6 @@ def _list_scattering_cases() -> Iterator[Case]:
     shape, listed = {"values": 1_000, "times": 100}, ("torch.repeat_interleave",)
     yield Case("repeat_interleave_backward", shape, _repeat, listed)
     wide = FLOATS[:2]
-    yield Case("sparse_coalesce", {"values": 100_000, "places": 10_000}, _coalesce, dtypes=wide)
     for values, places, quick in ((100_000, 1_000, True), (2_000_000, 50, False)):
         shape, listed = {"values": values, "places": places}, ("torch.bincount weights",)
         yield Case("bincount", shape, _count(values, places), listed, quick=quick)

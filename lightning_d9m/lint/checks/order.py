@@ -155,11 +155,6 @@ def check_set(node: ast.expr, tree: Tree) -> Iterator[Report]:
         yield Report("D9M301", node, "certain" if certain else "depends", reason, edit=edit)
 
 
-def check_set_call(call: Call) -> Iterator[Report]:
-    """Find sets that a call makes; see :func:`check_set`."""
-    return check_set(call.node, call.tree)
-
-
 def _has_order(node: ast.expr, scope: Scope) -> bool:
     """Return whether elements can be sorted: a text and a number cannot."""
     for value in scope.follow(node)[0]:
