@@ -175,6 +175,10 @@ def _list_other_cases() -> Iterator[Case]:
     shape, listed = {"side": 128, "entries": 4096}, ("torch.bmm sparse",)
     yield Case("bmm_sparse", shape, _multiply_sparse(torch.bmm, 4, 128, 128), listed, dtypes=_WIDE)
     yield Case("sparse_mm", shape, _multiply_sparse(torch.sparse.mm, 128, 128), dtypes=_WIDE)
+    solve = called(
+        lambda left, right: torch.linalg.lstsq(left, right).solution, [100, 64], [100, 3]
+    )
+    yield Case("lstsq", {"rows": 100, "columns": 64}, solve, dtypes=_WIDE)
     for dims, op in ((1, "nll_loss"), (2, "nll_loss2d")):
         yield Case(op, {"side": 64, "classes": 21}, _nll(dims), ("torch.nn.NLLLoss",))
     shape, listed = {"steps": 100, "labels": 64}, ("torch.nn.CTCLoss",)
