@@ -126,7 +126,7 @@ def render_page(compared: ComparedRuns) -> str:
         values=list(_draw_values(timeline, values)),
         keys=[draw_key(n) for n in range(1 + len(values))] if report else [],
         layers=_make_table(LAYER_COLUMNS, layers) if layers else None,
-        layer_names=[row.layer for row in layers],
+        layer_names=[row[0] for row in layers],
         # There is nothing to see of sizes that are too small.
         layer_chart=draw_chart(layer_label, layer_lines, log=True)
         if any(RESOLUTION <= value < inf for value in sizes)

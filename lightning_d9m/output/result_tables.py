@@ -7,7 +7,6 @@ import math
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path, PurePath
 from typing import Any, TypeAlias
@@ -198,28 +197,13 @@ def _list_ledger_columns(rows: Sequence[Row]) -> list[Column[Row]]:
     ]
 
 
-@dataclass(frozen=True)
-class LayerRow:
-    """The distances of a layer of two runs at the ends of epochs.
-
-    Attributes:
-        layer: Its name.
-        epoch: The first epoch at whose end it differs.
-        first: The distance there.
-        last: The distance at the end.
-    """
-
-    layer: str
-    epoch: int
-    first: Distance
-    last: Distance
-
-
+# The name of a layer, the first epoch at whose end it differs, the distances there and at the end.
+LayerRow: TypeAlias = tuple[str, int, Distance, Distance]
 LAYER_COLUMNS: tuple[Column[LayerRow], ...] = (
-    Column("layer", lambda row: escape(row.layer)),
-    Column("first epoch", lambda row: str(row.epoch)),
-    Column("size there", lambda row: _describe_distance(row.first)),
-    Column("size at the end", lambda row: _describe_distance(row.last)),
+    Column("layer", lambda row: escape(row[0])),
+    Column("first epoch", lambda row: str(row[1])),
+    Column("size there", lambda row: _describe_distance(row[2])),
+    Column("size at the end", lambda row: _describe_distance(row[3])),
 )
 
 
@@ -229,7 +213,7 @@ def list_layers(found: DistanceSeries) -> list[LayerRow]:
     for layer, own in found.list_series(_MAX_LAYERS):
         first = min(step for step in own if own[step].differing)
         name = "all other layers" if layer == OTHERS else layer or ROOT
-        rows.append(LayerRow(name, found.epochs[first], own[first], own[max(own)]))
+        rows.append((name, found.epochs[first], own[first], own[max(own)]))
     return rows
 
 

@@ -10,7 +10,7 @@ import torch
 from lightning_d9m.audit.ops import conditions as audit_conditions
 from lightning_d9m.audit.ops import worker_process
 from lightning_d9m.audit.ops.cases import Case, Inputs, NotHereError, list_cases
-from lightning_d9m.audit.ops.conditions import Budget, begin_row, measure_case
+from lightning_d9m.audit.ops.conditions import begin_row, measure_case
 from lightning_d9m.audit.ops.report import judge_op
 from lightning_d9m.audit.ops.torch_docs import find_documented_lines, read_documentation
 from lightning_d9m.errors import SettingError
@@ -19,7 +19,7 @@ from lightning_d9m.patches.catalog.catalog import OPS
 LINES = read_documentation(torch.use_deterministic_algorithms.__doc__)
 DOCSTRINGS = (Path(__file__).parents[2] / "patches" / "catalog" / "docstrings").glob("*.txt")
 OTHER_LINES = [line for path in DOCSTRINGS for line in read_documentation(path.read_text())]
-FEW = Budget(runs=2, seconds=0.0)
+FEW = (2, 0.0)
 
 
 def case_of(make, **changes):
@@ -34,7 +34,7 @@ def test_the_accumulating_index_put_of_two_threads_is_caught(two_threads):
         for case in list_cases()
         if case.op == "index_put_accumulate" and case.parameters["values"] == 2_000_000
     )
-    conditions = measure_case(case, "cpu", "float32", Budget(runs=4, seconds=60))
+    conditions = measure_case(case, "cpu", "float32", 4, 60)
     outputs = {condition: entry["spread"]["distinct"] for condition, entry in conditions.items()}
     assert outputs.pop("default") > 1
     assert outputs == {"deterministic": 1, "patched": 1, "oracle": 1}
@@ -52,7 +52,7 @@ def test_an_op_that_varies_in_every_condition_is_reported():
     def make(inputs):
         return lambda: torch.rand(3, generator=drawn)
 
-    conditions = measure_case(case_of(make), "cpu", "float32", FEW)
+    conditions = measure_case(case_of(make), "cpu", "float32", *FEW)
     assert all(entry["spread"]["distinct"] > 1 for entry in conditions.values())
     row = {"conditions": conditions, "documented": []}
     assert judge_op([row]) == [
@@ -82,7 +82,7 @@ def raise_(error):
     ],
 )
 def test_what_goes_wrong_becomes_the_row(error, outcome):
-    conditions = measure_case(case_of(raise_(error)), "cpu", "float32", FEW)
+    conditions = measure_case(case_of(raise_(error)), "cpu", "float32", *FEW)
     assert {entry["outcome"] for entry in conditions.values()} == {outcome}
     for entry in conditions.values():
         assert entry["reason"].startswith(type(error).__name__)
@@ -91,7 +91,7 @@ def test_what_goes_wrong_becomes_the_row(error, outcome):
 
 def test_an_op_of_another_device_is_a_row_too():
     conditions = measure_case(
-        case_of(raise_(AssertionError()), devices=("cuda",)), "cpu", "float32", FEW
+        case_of(raise_(AssertionError()), devices=("cuda",)), "cpu", "float32", *FEW
     )
     assert conditions["default"] == {"outcome": "missing", "reason": "The op exists on cuda only."}
 
