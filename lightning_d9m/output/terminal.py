@@ -21,7 +21,10 @@ _WORDS = {
     "bold red": "different, not found, damaged, not comparable, beyond noise, differs, other, "
     "invalid, problem, error",
     "bold yellow": "incomplete, warning",
-    **{"red": "no match", "yellow": "note", "dim": "reference, exempt", "bold": "heading"},
+    "red": "no match",
+    "yellow": "note",
+    "dim": "reference, exempt",
+    "bold": "heading",
 }
 _STYLES = {word: style for style, words in _WORDS.items() for word in words.split(", ")}
 
