@@ -199,7 +199,9 @@ def _has_one_element(node: ast.expr, tree: Tree) -> bool:
     return False
 
 
-def _read_elements(node: ast.AST, scope: Scope, depth: int = _DEPTH) -> Elements | None:
+def _read_elements(  # noqa: C901, PLR0912 - one case for each kind of expression
+    node: ast.AST | None, scope: Scope, depth: int = _DEPTH
+) -> Elements | None:
     """Return the kind of a set's elements; None if the expression is not known to be a set."""
     found: Elements | None = None
     match node:
@@ -210,7 +212,17 @@ def _read_elements(node: ast.AST, scope: Scope, depth: int = _DEPTH) -> Elements
         case ast.SetComp(element):
             found = _read_all([element])
         case ast.Call(function, given) if resolve(function, scope) in _SETS:
-            found = _read_made(given[0], scope, depth) if given else "unknown"
+            match given:
+                case [ast.GeneratorExp(element) | ast.ListComp(element), *_]:
+                    found = _read_all([element])
+                case [ast.List(elements) | ast.Tuple(elements) | ast.Set(elements), *_]:
+                    found = _read_all(elements)
+                case [ast.Constant() | ast.Call(ast.Attribute(attr="split")), *_]:
+                    found = "strings"
+                case [ast.Call(ast.Name("range")), *_]:
+                    found = "numbers"
+                case _:
+                    found = (given and _read_elements(given[0], scope, depth - 1)) or "unknown"
         case ast.Call(ast.Attribute(value, method)) if method in _SET_METHODS:
             found = _read_elements(value, scope, depth - 1)
         case ast.BinOp(left, ast.BitOr() | ast.BitAnd() | ast.BitXor(), right):
@@ -219,38 +231,19 @@ def _read_elements(node: ast.AST, scope: Scope, depth: int = _DEPTH) -> Elements
             found = _read_elements(left, scope, depth - 1)
         case ast.Name(name):
             bindings, where = scope.find(name)
-            found = _merge(
-                _read_bound(one.node, where, depth, assigned=one.kind == "assign")
-                for one in bindings
-            )
+            kinds: list[Elements | None] = []
+            for one in bindings:
+                base = one.node.value if isinstance(one.node, ast.Subscript) else one.node
+                if resolve(base, where) in _SET_TYPES:  # an annotation
+                    kinds.append("unknown")
+                else:
+                    value = one.node if one.kind == "assign" else None
+                    kinds.append(_read_elements(value, where, depth - 1))
+            found = _merge(kinds)
         case ast.Attribute(ast.Name("self")) if scope.enclosing_class is not None:
             values = scope.follow(node)[0]
             found = _merge(_read_elements(value, scope, depth - 1) for value in values)
     return found
-
-
-def _read_made(given: ast.expr, scope: Scope, depth: int) -> Elements:
-    """Return the kind of the elements of ``set(given)``."""
-    match given:
-        case ast.GeneratorExp(element) | ast.ListComp(element):
-            return _read_all([element])
-        case ast.List(elements) | ast.Tuple(elements) | ast.Set(elements):
-            return _read_all(elements)
-        case ast.Constant() | ast.Call(ast.Attribute(attr="split")):
-            return "strings"
-        case ast.Call(ast.Name("range")):
-            return "numbers"
-    return _read_elements(given, scope, depth - 1) or "unknown"
-
-
-def _read_bound(
-    node: ast.AST | None, scope: Scope, depth: int, *, assigned: bool
-) -> Elements | None:
-    """Return the kind of the elements of a name's value, or by its annotation."""
-    base = node.value if isinstance(node, ast.Subscript) else node
-    if resolve(base, scope) in _SET_TYPES:  # an annotation
-        return "unknown"
-    return _read_elements(node, scope, depth - 1) if assigned and node is not None else None
 
 
 def _merge(found: Iterable[Elements | None]) -> Elements | None:
