@@ -42,7 +42,8 @@ def run(arguments: argparse.Namespace) -> int:
         for rule in RULES.values():
             print(f"{rule.id}  {rule.severity:8}{rule.name}")
         return 0
-    rules = choose_rules(arguments.select, arguments.ignore)
+    chosen = _expand(arguments.select) if arguments.select else set(RULES)
+    rules = frozenset(chosen - _expand(arguments.ignore or ()))
     paths = arguments.paths or [Path()]
     entries = list(list_files(paths, arguments.exclude))
     # Relative to the current folder if they are inside.
@@ -80,17 +81,8 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if findings else 0
 
 
-def choose_rules(select: Iterable[str] | None, ignore: Iterable[str] | None) -> frozenset[str]:
-    """Return the ids that ``--select`` names, without those that ``--ignore`` names.
-
-    Raises:
-        SettingError: If a word does not match a rule.
-    """
-    chosen = _expand(select) if select else set(RULES)
-    return frozenset(chosen - _expand(ignore or ()))
-
-
 def _expand(words: Iterable[str]) -> set[str]:
+    """Return the ids of the rules that words name: ids or prefixes of ids."""
     ids: set[str] = set()
     for word in ",".join(words).split(","):
         if not (prefix := word.strip().upper()):

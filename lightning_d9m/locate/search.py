@@ -375,7 +375,7 @@ class Search:
             examine_op,
             measure_recorded,
             measure_saved,
-            split_leaf,
+            name_op,
         )
         from lightning_d9m.probes.hook_trace import find_writer
 
@@ -395,7 +395,7 @@ class Search:
         start = max(self._low, first.step - 1) if kind in STATE else first.step
         steps = f"{start}:{first.step + 1}"
         settings = {"probes": _STEPS} | self._probes | {"probe_steps": steps}
-        name = split_leaf(first.name)[0] if kind == "op" else first.name
+        name = name_op(first.name) if kind == "op" else first.name
         pair = self._look(_VALUES, dump=name, **settings)
         at = None if pair is None else _find_again(first, earliest_divergences(pair.comparison)[0])
         if pair is None or at is None:

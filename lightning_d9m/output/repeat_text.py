@@ -90,7 +90,14 @@ class RepeatReport:
                 if number > 1 and name in first:
                     seen = watch and watch(number, name)
                     found = compare_ledgers(first[name], ledger, watch=seen)
-                row = _make_row(number, run, names.index(name) + 1, ledger, found)
+                verdict = "no match" if found is None else "equal" if found.equal else "differs"
+                facts: dict[str, object] = {"label": run.label}
+                if run.processes is not None:  # records of all ranks, without the headers
+                    records = sum(ledger.outcome(rank).records - 1 for rank in ledger.files)
+                    facts |= {"processes": run.processes, "seconds": run.seconds}
+                    facts |= {"records": records}
+                verdict = "reference" if number == 1 else verdict
+                row = make_run_row(number, names.index(name) + 1, ledger, verdict, **facts)
                 self._entries.append(FitOutcome(name, ledger, found, row))
         self.rows: Sequence[Row] = [entry.row for entry in self._entries]
         self._differing = [entry for entry in self._entries if entry.differs]
@@ -270,18 +277,6 @@ class RepeatReport:
                 if entry.comparison is not None
             ],
         }
-
-
-def _make_row(number: int, run: Run, fit: int, ledger: Ledger, found: Comparison | None) -> Row:
-    if number == 1:
-        verdict = "reference"
-    else:
-        verdict = "no match" if found is None else "equal" if found.equal else "differs"
-    facts: dict[str, object] = {"label": run.label}
-    if run.processes is not None:  # the records are those of all ranks, without the headers
-        records = sum(ledger.outcome(rank).records - 1 for rank in ledger.files)
-        facts |= {"processes": run.processes, "seconds": run.seconds, "records": records}
-    return make_run_row(number, fit, ledger, verdict, **facts)
 
 
 def _show_path(path: Path) -> str:

@@ -190,7 +190,7 @@ for line in sys.stdin:
         FATE
     ran = {"outcome": "ran", "microseconds": 1.0, "ratio": 1.0, "spread": {
         "distinct": 2 if key == "c" and VARIES else 1, "runs": 2, "vs": None, "vermv": 0.0,
-        "vermv_max": 0.0, "vc": 0.0, "vc_max": 0.0, "ulps": 0}}
+        "vc": 0.0, "ulps": 0}}
     conditions = ("default", "deterministic", "patched", "oracle")
     print(json.dumps(dict.fromkeys(conditions, ran)), flush=True)
 """
