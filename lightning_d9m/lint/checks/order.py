@@ -309,9 +309,8 @@ def _judge_order(  # noqa: C901, PLR0912 - one case for each kind of parent
                 # The order decides only the numbers; otherwise keys find the values.
                 judged = "certain"
         case ast.For(iter=values) | ast.AsyncFor(iter=values):
-            if values is node and _collects(parent, numbered=numbered):
-                placed = depth and _is_placed(parent, tree, numbered=numbered, depth=depth - 1)
-                judged = "certain" if placed else "depends"
+            if values is node:
+                judged = _judge_loop(parent, tree, numbered=numbered, depth=depth)
         case ast.Assign() | ast.AnnAssign():
             target = parent.targets[0] if isinstance(parent, ast.Assign) else parent.target
             judged = _judge_name(target, parent, tree, depth - 1) if depth else None
@@ -327,7 +326,8 @@ def _judge_order(  # noqa: C901, PLR0912 - one case for each kind of parent
             used = _judge_order(parent, tree, numbered=numbered, depth=depth)
             judged = "depends" if used else None
         case ast.With(body=body) | ast.AsyncWith(body=body):
-            used_within = any(isinstance(one, ast.For) and _collects(one) for one in body)
+            loops = (one for one in body if isinstance(one, ast.For))
+            used_within = any(_judge_loop(one, tree, numbered=False, depth=0) for one in loops)
             judged = "depends" if used_within else None
         case ast.Return() | ast.YieldFrom() | ast.AugAssign():
             judged = "depends"
@@ -381,22 +381,46 @@ def _judge_name(target: ast.AST, statement: ast.AST, tree: Tree, depth: int) -> 
     return "certain" if "certain" in found else "depends" if "depends" in found else None
 
 
-def _is_placed(loop: ast.For | ast.AsyncFor, tree: Tree, *, numbered: bool, depth: int) -> bool:
-    """Return whether a loop draws random numbers, stores a number, or fills a list that proves."""
+def _judge_loop(  # noqa: C901 - one case for each kind of node
+    loop: ast.For | ast.AsyncFor, tree: Tree, *, numbered: bool, depth: int
+) -> Certainty | None:
+    """Judge the order of iterations of a loop, by what its body does.
+
+    It is certain that the order counts if the loop draws random numbers, stores a number, or fills
+    a list that proves it.
+    """
+    names = {node.id for node in ast.walk(loop.target) if isinstance(node, ast.Name)}
     first = loop.target.elts[:1] if isinstance(loop.target, ast.Tuple) else []
     counts = {one.id for one in first if numbered and isinstance(one, ast.Name)}
-    for part in (part for statement in loop.body for part in ast.walk(statement)):
-        match part:
-            case ast.Assign([ast.Subscript(), *_], value) if mentions(value, counts) or any(
-                map(_is_drawn_or_counted, ast.walk(value))
-            ):
-                return True
-            case ast.Call(ast.Attribute(owner, "append"), [_]):
-                if depth and _judge_name(owner, loop, tree, depth - 1) == "certain":
-                    return True
-            case ast.Call(function) if read_last_name(function).startswith(_DRAWING):
-                return True
-    return False
+    nodes: list[ast.AST] = list(loop.body)
+    for node in nodes:  # grows
+        nodes += [] if isinstance(node, FUNCTION_NODES) else ast.iter_child_nodes(node)
+    # What is made within the loop collects what one iteration gives.
+    stored = (n for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
+    made = {node.id for node in stored}
+    found: set[Certainty | None] = {"depends" if numbered else None}
+    for node in nodes:
+        match node:
+            case ast.Yield() | ast.YieldFrom():
+                found.add("depends")
+            case ast.Return(ast.expr() as value) if mentions(value, names):
+                found.add("depends")
+            case ast.AugAssign(op=operator, value=value) if mentions(value, names):
+                if not isinstance(operator, (ast.BitOr, ast.BitAnd)):
+                    found.add("depends")
+            case ast.Assign([ast.Subscript(), *_], value):
+                drawn = any(map(_is_drawn_or_counted, ast.walk(value)))
+                found.add("certain" if drawn or mentions(value, counts) else None)
+            case ast.Call(function):
+                name, owner = read_last_name(function), getattr(function, "value", None)
+                if name.startswith(_DRAWING):
+                    found.add("certain")
+                elif name in _COLLECTING and getattr(owner, "id", None) not in made:
+                    proves = depth > 1 and name == "append" and owner is not None
+                    judged = _judge_name(owner, loop, tree, depth - 2) if proves else None
+                    found.add("certain" if judged == "certain" else "depends")
+    certain = depth and "certain" in found
+    return "certain" if certain else "depends" if found - {None} else None
 
 
 def _is_message(node: ast.AST, tree: Tree) -> bool:
@@ -406,43 +430,6 @@ def _is_message(node: ast.AST, tree: Tree) -> bool:
             return True
         if isinstance(outer, ast.stmt):
             return isinstance(outer, ast.Raise)
-    return False
-
-
-def _collects(loop: ast.For | ast.AsyncFor, *, numbered: bool = False) -> bool:
-    """Return whether the body of a loop depends on the order of iterations."""
-    names = {node.id for node in ast.walk(loop.target) if isinstance(node, ast.Name)}
-    # What is made within the loop collects what one iteration gives.
-    made = {
-        node.id
-        for statement in loop.body
-        for node in ast.walk(statement)
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
-    }
-    waiting: list[ast.AST] = list(loop.body)
-    while waiting and not numbered:
-        node = waiting.pop()
-        numbered = _shows_order(node, names, made)
-        waiting += [] if isinstance(node, FUNCTION_NODES) else ast.iter_child_nodes(node)
-    return numbered
-
-
-def _shows_order(node: ast.AST, names: set[str], made: set[str]) -> bool:
-    match node:
-        case ast.Yield() | ast.YieldFrom():
-            return True
-        case ast.Return(ast.expr() as value):
-            return mentions(value, names)
-        case ast.AugAssign(op=operator, value=value):
-            counts = isinstance(value, ast.Constant)
-            counts |= isinstance(operator, (ast.BitOr, ast.BitAnd))
-            return not counts and mentions(value, names)
-        case ast.Assign([ast.Subscript(), *_], value):
-            return any(map(_is_drawn_or_counted, ast.walk(value)))
-        case ast.Call(function):
-            name, owner = read_last_name(function), getattr(function, "value", None)
-            kept = isinstance(owner, ast.Name) and owner.id in made
-            return (name in _COLLECTING and not kept) or name.startswith(_DRAWING)
     return False
 
 
