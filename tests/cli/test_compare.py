@@ -142,14 +142,6 @@ def test_nothing_was_proven(tmp_path, compare):
     assert "the ledgers have no rank in common" in compare(*ranks)[1]
 
 
-def test_a_ledger_and_itself(tmp_path, compare):
-    """Equal, and worth nothing."""
-    folder = write(tmp_path)
-    status, output = compare(folder, tmp_path)
-    assert status == 0
-    assert "Both are the same ledger, so this shows nothing about two runs." in output
-
-
 def test_untrusted_names_are_printed_harmlessly(tmp_path, compare, d9m):
     """A ledger from elsewhere does not move the cursor, nor does the folder that it is in."""
     one = write(tmp_path / "\x1b[2J", stack={"\x1b[2J": "\x1b[31m"})
@@ -189,19 +181,6 @@ def test_of_many_ranks_the_first_is_described(tmp_path, compare):
         "Rank 7: only the reference has 1 record, the first the end of the run.\n"
         "Rank 7: this run was ended before it finished its ledger."
     )
-
-
-def test_why_a_run_is_not_continued_is_said_whole(tmp_path, compare):
-    """Also where the reason is a long path."""
-    parent, child = write(tmp_path / ("p" * 90)), tmp_path / "fit-009"
-    child.mkdir()
-    resume = {"parent": str(parent), "parent_check": "0" * 16, "epoch": 1, "step": 2, "batch": 0}
-    write_rank(child, [{"kind": "resume", **resume}], end=False)
-    path = rank_path(parent, 0)
-    path.write_bytes(path.read_bytes().replace(b"layers.3", b"layers.4", 1))
-    text = " ".join(compare(write(tmp_path), child)[1].split())
-    assert f"{path}, line 3 (digests) does not fit its check" in text
-    assert "record the run again. " in text
 
 
 @pytest.mark.parametrize(

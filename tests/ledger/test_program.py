@@ -59,12 +59,6 @@ def test_a_changed_source_is_dirty(repository, change):
     }
 
 
-def test_variables_of_a_hook_name_no_other_repository(repository, tmp_path_factory, monkeypatch):
-    folder, commit = repository
-    monkeypatch.setenv("GIT_DIR", str(tmp_path_factory.mktemp("elsewhere")))
-    assert program._read_git.__wrapped__(folder, "train.py")["git.commit"] == commit
-
-
 @pytest.mark.parametrize("git", ["no repository", "bad one", "no commit", "no git", "slow git"])
 def test_what_is_not_there_is_absent(tmp_path, monkeypatch, git):
     monkeypatch.chdir(tmp_path)

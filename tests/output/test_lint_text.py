@@ -1,7 +1,6 @@
 """Text fits a terminal, JSON holds the facts, and SARIF is what its schema says."""
 
 import json
-import re
 from functools import cache
 from pathlib import Path
 
@@ -52,18 +51,6 @@ def test_ops_that_one_setting_mends_do_not_bury_the_rest(tmp_path):
     assert "and 7 more: `d9m scan --select D9M103` lists them" in text
     alone = render_text([one for one in found if one.rule == "D9M103"], facts)
     assert alone.count("| x.index_add_") == 9
-
-
-def test_severities_have_colors_on_a_terminal_only(program, read, monkeypatch):
-    """FORCE_COLOR stands for a terminal."""
-    plain = read(program)
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    monkeypatch.setenv("TERM", "xterm")
-    colored = read(program)
-    assert "\x1b[1;33mwarning\x1b[0m, certain" in colored
-    assert "\x1b[1;33m^" in colored
-    assert "\x1b[1mD9M101 op-without-deterministic-version\x1b[0m" in colored
-    assert re.sub(r"\x1b\[[\d;]*m", "", colored) == plain
 
 
 def test_text_fits_80_columns(program, read):

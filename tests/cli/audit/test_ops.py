@@ -46,21 +46,6 @@ def test_the_accumulating_index_put_of_two_threads_is_caught(two_threads):
     assert judge_op([row]) == ["As documented."]
 
 
-def test_an_op_that_varies_in_every_condition_is_reported():
-    drawn = torch.Generator()  # never reseeded: each call draws something else
-
-    def make(inputs):
-        return lambda: torch.rand(3, generator=drawn)
-
-    conditions = measure_case(case_of(make), "cpu", "float32", *FEW)
-    assert all(entry["spread"]["distinct"] > 1 for entry in conditions.values())
-    row = {"conditions": conditions, "documented": []}
-    assert judge_op([row]) == [
-        "Varies, and torch does not document it.",
-        "Varies although deterministic algorithms are on, and does not raise.",
-    ]
-
-
 def raise_(error):
     def make(inputs):
         raise error

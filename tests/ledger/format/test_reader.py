@@ -53,12 +53,6 @@ class TestFinding:
         older, newer = runs.write(), runs.write()
         assert read_ledger(tmp_path, ignoring=newer).path == older
 
-    def test_a_link_to_its_own_folder(self, runs, tmp_path):
-        """The search is two levels deep, whatever links there are."""
-        folder = runs.write()
-        (tmp_path / "self").symlink_to(tmp_path)
-        assert read_ledger(tmp_path).path == folder
-
     @pytest.mark.parametrize(
         ("name", "message"),
         [

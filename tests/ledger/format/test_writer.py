@@ -260,20 +260,6 @@ def test_probes_are_checked_when_they_are_written(writer, change, message):
     assert [where[1] for where in list_batches(read_ledger(writer.path))] == [1, 2]
 
 
-def test_probes_are_read_in_order_and_line_by_line_without_them(runs, writer):
-    writer.write(PROBES)
-    writer.write(PROBES | {"step": 2, "batch": 3})
-    writer.write(runs.digests("epoch", 0))
-    writer.write(PROBES | {"step": 2, "batch": 0, "epoch": 1})
-    writer.write(End(status="finished"))
-    ledger = read_ledger(writer.path)
-    assert [batch[:3] for batch in list_batches(ledger)] == [(0, 1, 2), (0, 2, 3), (1, 2, 0)]
-    kinds = [type(record).__name__ for record in ledger.records(0)]
-    assert kinds == ["ProbeLayout", "Batch", "Batch", "Digests", "Batch", "End"]
-    kinds = [type(record).__name__ for record in ledger.line_records(0)]
-    assert kinds == ["ProbeLayout", "Digests", "End"]
-
-
 def test_a_forked_process_does_not_write_into_the_ledger_of_its_parent(tmp_path, monkeypatch):
     path = tmp_path / "rank-0.jsonl"
     with LedgerWriter(path) as writer:
