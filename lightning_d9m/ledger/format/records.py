@@ -47,11 +47,6 @@ _short = Meta(max_length=MAX_NAME)
 _whole = Meta(ge=0, le=MAX_WHOLE, description="a whole number from 0 to 2^63 - 1")
 
 
-def _hex(digits: int) -> Meta:
-    pattern = rf"\A[0-9a-f]{{{digits}}}\Z"
-    return Meta(pattern=pattern, description=f"{digits} lowercase hex digits")
-
-
 def _sized(digits: int) -> Meta:
     """Require a length: a pattern for each of a thousand texts takes twice as long as reading."""
     return Meta(min_length=digits, max_length=digits)
@@ -69,7 +64,13 @@ Text: TypeAlias = Annotated[str, _text]
 Name: TypeAlias = Annotated[str, _short]
 Whole: TypeAlias = Annotated[int, _whole]
 WholeOrNone: TypeAlias = Annotated[Whole | None, _describe(f"{_whole.description}, or null")]
-Digest: TypeAlias = Annotated[str, _hex(DIGEST_DIGITS)]
+Digest: TypeAlias = Annotated[
+    str,
+    Meta(
+        pattern=rf"\A[0-9a-f]{{{DIGEST_DIGITS}}}\Z",
+        description=f"{DIGEST_DIGITS} lowercase hex digits",
+    ),
+]
 DigestOrNone: TypeAlias = Annotated[
     Digest | None, _describe(f"{DIGEST_DIGITS} lowercase hex digits, or null")
 ]
@@ -107,17 +108,10 @@ def _name_floats(table: Mapping[str, Scalar]) -> Mapping[str, Scalar]:
 
 
 class FieldError(ValueError):
-    """A field of a record is missing or has a value that the schema does not allow.
-
-    Attributes:
-        field: Its name, dotted where it is nested.
-        problem: The rest of a sentence that begins with the field.
-    """
+    """A field of a record is missing or has a value that the schema does not allow."""
 
     def __init__(self, field: str, problem: str) -> None:
         super().__init__(f"field {quote(field)} {problem}")
-        self.field = field
-        self.problem = problem
 
 
 class Part(Struct, frozen=True, forbid_unknown_fields=True):
