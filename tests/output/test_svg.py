@@ -1,13 +1,12 @@
 """The drawings show what was measured where it belongs, and nothing between."""
 
 import math
-import re
 from xml.etree import ElementTree as ET
 
 import pytest
 
 from lightning_d9m.comparison.timeline import StepTable
-from lightning_d9m.output.svg import draw_chart, draw_key, draw_row
+from lightning_d9m.output.svg import draw_chart, draw_row
 
 
 def parse(drawing):
@@ -44,16 +43,6 @@ def test_lines_end_where_nothing_is_known_and_zero_lies_below():
     assert heights[0] - heights[1] == pytest.approx(heights[4] - heights[2], abs=0.2)
     lines = [own.get("points").split() for own in root.iter("polyline")]
     assert [len(points) for points in lines] == [3, 1, 1, 1]
-
-
-def test_each_of_nine_lines_has_a_style_of_its_own_that_the_legend_repeats():
-    drawing = draw_chart("sizes", [[(10, 1.0 + n)] for n in range(9)], log=True)
-    styles = re.findall(r'<polyline points="[^"]*" style="([^"]*)"', drawing)
-    assert len(set(styles)) == 9
-    for number, style in enumerate(styles):
-        color = style.split(";")[1].removeprefix("stroke:")
-        assert color in draw_key(number)
-        assert ("dasharray" in style) == ("dasharray" in draw_key(number)) == (number >= 6)
 
 
 def cells_of(table, row):
