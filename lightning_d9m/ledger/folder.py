@@ -136,15 +136,6 @@ class Ledger:
         with self.open(rank) as reader:
             yield from reader.line_records()
 
-    def list_ends(self) -> list[Digests]:
-        """Return the ends of the epochs and of the fit, of the lowest rank; none if it is cut."""
-        records = [
-            record
-            for record in self.line_records(min(self.files))
-            if isinstance(record, Digests) and record.moment in ("epoch", "final")
-        ]
-        return records if records and records[-1].moment == "final" else []
-
     def outcome(self, rank: int) -> Outcome:
         """Read one rank's file to its end and return how the fit ended."""
         last = final = end = None
