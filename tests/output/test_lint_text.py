@@ -53,15 +53,6 @@ def test_ops_that_one_setting_mends_do_not_bury_the_rest(tmp_path):
     assert alone.count("| x.index_add_") == 9
 
 
-def test_text_fits_80_columns(program, read):
-    out = read(program)
-    assert max(map(len, out.splitlines())) <= 80
-    assert (
-        "D9M101 op-without-deterministic-version\n\n  my program.py:3:18: warning, certain\n" in out
-    )
-    assert "Fix: Turn patch_ops on" in out
-
-
 @pytest.mark.parametrize(
     "line",
     [

@@ -65,17 +65,6 @@ def audit(tmp_path, monkeypatch, d9m):
 VARIES = "(0 if condition == 'with' else number - 1)"
 
 
-def test_parallel_fits_are_paired_by_content(audit):
-    """Also between the conditions."""
-    value = "(1 + (_ if number == 1 or condition == 'without' and number == 2 else 1 - _))"
-    status, out, _ = audit(value, "--json", fits="2")
-    first, second = json.loads(out)["fits"]
-    assert (status, first["fit"], second["fit"]) == (0, "fit-000", "fit-001")
-    for fit in (first, second):
-        assert [fit[condition]["distinct"] for condition in ("without", "with")] == [1, 1]
-        assert [moment["distance"] for moment in fit["with"]["moments"]] == [0, 0, 0]
-
-
 def test_what_varies_without_determinism_is_measured(audit):
     status, out, _ = audit(VARIES, "--json")
     result = json.loads(out)
@@ -144,19 +133,5 @@ def test_runs_that_differ_with_determinism_are_found(audit):
 )
 def test_runs_that_cannot_be_measured(audit, settings, message):
     status, _, err = audit("0", **settings)
-    assert status == 2
-    assert message in err
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["-o", ".", "--", "true"], "exists already"),
-        (["--", "false"], "exit status 1"),
-    ],
-)
-def test_misuse(tmp_path, monkeypatch, d9m, words, message):
-    monkeypatch.chdir(tmp_path)
-    status, _, err = d9m("audit", "model", *words)
     assert status == 2
     assert message in err

@@ -148,37 +148,20 @@ EXAMPLES = {
 }
 
 
-@pytest.mark.parametrize("kind", EXAMPLES)
-def test_each_field_of_an_example_is_required(kind):
-    record = {"kind": kind} | EXAMPLES[kind]
-    decode_record(to_json(record))
-    for name in record.keys() - {"kind"}:
-        with pytest.raises(FieldError, match=f"required field `{name}`"):
-            decode_record(to_json({key: record[key] for key in record if key != name}))
-
-
 @pytest.mark.parametrize(
     ("kind", "change"),
     [
         ("digests", {"epoch": -1}),
-        ("digests", {"step": 2**63}),
         ("digests", {"moment": "x" * 5000}),
         ("digests", {"totals": {"weights": "00"}}),
         ("digests", {"groups": {"g": {"n": "0" * 32 + "\n"}}}),
-        ("digests", {"groups": {"g": {"n" * 5000: "0" * 32}}}),
-        ("digests", {"loss": 0.5}),
         ("digests", {"scalars": {"a": "1"}}),
         ("digests", {"sketches": {"w": "F" * 128}}),
         ("end", {"status": "fine"}),
-        ("end", {"drift": {"moment": ""}}),
-        ("run", {"trainer": {"a": "x" * 5000}}),
         ("replay", {"actual": "F" * 32}),
-        ("header", {"world_size": 10**9}),
         ("header", {"rank": 1}),
-        ("header", {"schema": 0}),
         ("layout", {"places": []}),
         ("layout", {"places": [["a", "b", 0]] * 2}),
-        ("layout", {"later": 1}),
         ("run", {"train": [{"samples": 1, "batch_size": 1, "batches": 1, "later": 1}]}),
         ("resume", {"parent_check": "0"}),
     ],
@@ -202,10 +185,7 @@ def test_a_value_that_is_not_allowed_is_refused(kind, change):
         (b'{"kind":"later","x":1}', "field 'kind' does not fit: Invalid value 'later'"),
         (b'{"kind":"end","status":"finished","check":"0"}', "unknown field `check`"),
         (b'{"kind":"end","error":' + b"[" * 10**5 + b"]" * 10**5 + b"}", "field 'error' does not"),
-        (b'{"kind":7}', "field 'kind' does not fit"),
-        (b'{"x":7}', "does not fit"),
         (b"[1]", "Expected `object`, got `array`"),
-        (b"nonsense", "field 'record' does not fit: "),
     ],
 )
 def test_a_body_that_is_no_record(body, message):
