@@ -315,50 +315,37 @@ def record_difference(expected: Record, actual: Record) -> Divergence | None:
 
 
 def _tables(expected: Record, actual: Record) -> dict[str, tuple[Table, Table]]:
-    """Return the contents of two records by group."""
+    """Return the contents of two records by group: the digests, or the fields that are compared."""
     if not isinstance(expected, Digests) or not isinstance(actual, Digests):
-        one, other = _list_fields(expected), _list_fields(actual)
-        return {expected.kind: (one, other)}
-    digests = (expected, actual)
+        fields: list[dict[str, Json]] = [{}, {}]
+        for record, own in zip((expected, actual), fields, strict=True):
+            for name, value in record.as_record().items():
+                if name not in record.uncompared:
+                    inner = value if isinstance(value, Mapping) else {}
+                    own.update({f"{name}.{key}": entry for key, entry in inner.items()})
+                    own.update({} if isinstance(value, Mapping) else {name: value})
+        return {expected.kind: (fields[0], fields[1])}
+    both = (expected, actual)
     groups = dict.fromkeys(GROUPS)
-    for record in digests:
-        groups |= dict.fromkeys((*record.groups, *record.totals))
-    losses = [{} if own.loss is None else {"loss": own.loss} for own in digests]
+    for digests in both:
+        groups |= dict.fromkeys((*digests.groups, *digests.totals))
+    tables: dict[str, tuple[Table, Table]] = {}
+    for group in groups:
+        totals = [{_TOTAL: r.totals[group]} if group in r.totals else {} for r in both]
+        if (group in expected.groups) != (group in actual.groups) and all(totals):
+            tables[group] = totals[0], totals[1]  # one record has no names
+        else:
+            named = [
+                {**r.groups.get(group, {}), **own} for r, own in zip(both, totals, strict=True)
+            ]
+            tables[group] = named[0], named[1]
+    losses = [{} if own.loss is None else {"loss": own.loss} for own in both]
     return {
-        **{group: _group_tables(expected, actual, group) for group in groups},
+        **tables,
         "loss": (losses[0], losses[1]),
         "scalars": (expected.scalars, actual.scalars),
         "step": ({"global step": str(expected.step)}, {"global step": str(actual.step)}),
     }
-
-
-def _list_fields(record: Record) -> dict[str, Json]:
-    """Return the fields of a record that are compared; the entries of a table by their names."""
-    fields: dict[str, Json] = {}
-    for name, value in record.as_record().items():
-        if name not in record.uncompared:
-            table = (
-                {f"{name}.{key}": own for key, own in value.items()}
-                if isinstance(value, Mapping)
-                else {name: value}
-            )
-            fields |= table
-    return fields
-
-
-def _group_tables(expected: Digests, actual: Digests, group: str) -> tuple[Table, Table]:
-    """Return the digests of a group in both records; only totals if one record has no names."""
-    unnamed = (group in expected.groups) != (group in actual.groups)
-    totals_only = unnamed and group in expected.totals and group in actual.totals
-    one, other = (
-        {} if totals_only else dict(record.groups.get(group, {})) for record in (expected, actual)
-    )
-    totals = expected.totals.get(group), actual.totals.get(group)
-    if one or other or group not in expected.groups or totals[0] != totals[1]:
-        for table, total in zip((one, other), totals, strict=True):
-            if total is not None:
-                table[_TOTAL] = total
-    return one, other
 
 
 def batch_difference(expected: Batch, actual: Batch) -> Divergence:
