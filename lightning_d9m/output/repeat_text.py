@@ -245,10 +245,7 @@ class RepeatReport:
             step = f"d9m compare BEFORE AFTER --noise {_show_path(self._output)}"
             return [(step, "tells whether this noise explains a change")]
         if self._resumed:  # straight runs may well agree
-            return [
-                (f"d9m compare -v {shown}", "shows what differs, and by how much"),
-                (f"d9m report {shown}", "shows the difference as a page"),
-            ]
+            return [(f"d9m report {shown}", "shows what differs, and by how much")]
         compared = {found.row["run"] for found in self._entries} - {1}
         rare = len({found.row["run"] for found in self._differing}) < len(compared)
         tries = f"--tries {2 * len(compared)} " if rare else ""
