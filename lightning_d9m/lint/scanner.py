@@ -131,9 +131,10 @@ def _check(tree: Tree) -> Iterator[Report]:
     for node in tree.nodes:
         for check in _NODES.get(type(node), ()):
             yield from check(node, tree)
-    for call in tree.calls:
-        for check_call in _CALLS:
-            yield from check_call(call)
+        if isinstance(node, ast.Call):
+            call = Call(node, tree)
+            for check_call in _CALLS:
+                yield from check_call(call)
 
 
 def _describe(report: Report, path: str, lines: Sequence[str]) -> Finding:

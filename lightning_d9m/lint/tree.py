@@ -9,7 +9,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 from typing import Final, Literal, TypeAlias
 
 from lightning_d9m.lint.rules import Certainty
@@ -173,14 +173,12 @@ class Tree:
         module: The parsed module.
 
     Attributes:
-        module: The parsed module.
         nodes: All nodes but operators.
         parent: The parent of each node.
         scope: The innermost scope of each node; decorators and defaults belong to the outer one.
     """
 
     def __init__(self, module: ast.Module) -> None:
-        self.module = module
         self.nodes: list[ast.AST] = []
         self.parent: dict[ast.AST, ast.AST] = {}
         self.scope: dict[ast.AST, Scope] = {}
@@ -198,11 +196,6 @@ class Tree:
                         self.parent[child] = node
                         children.append((child, inner if name == "body" else scope))
             waiting += reversed(children)
-
-    @cached_property
-    def calls(self) -> "list[Call]":
-        """All calls."""
-        return [Call(node, self) for node in self.nodes if isinstance(node, ast.Call)]
 
     def _bind(self, node: ast.AST, scope: Scope) -> None:
         """Note what a node binds in its scope, or stores in an attribute of its class."""

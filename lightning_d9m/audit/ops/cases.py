@@ -311,21 +311,6 @@ def _along(method: str, *more: str) -> Scatter:
     return lambda target, index, given: getattr(target, method)(0, index, given, *more)
 
 
-def _rows() -> Iterator[Case]:
-    """Yield additions of whole rows, in the shapes of Shanmugavelu et al. 2024."""
-    for side, ratio in ((100, 0.1), (100, 0.5), (100, 1.0), (1000, 0.5)):
-
-        def make(inputs: Inputs, side: int = side, ratio: float = ratio) -> Call:
-            rows = int(side * ratio)
-            target, given = inputs.normal(side, side), inputs.normal(rows, side)
-            index = inputs.whole(rows, rows)
-            return lambda: target.index_add(0, index, given)
-
-        quick = side == 1000  # noqa: PLR2004 - the largest
-        shape, listed = {"side": side, "ratio": ratio}, ("torch.index_add",)
-        yield Case("index_add", shape, make, listed, quick=quick)
-
-
 def _embed(inputs: Inputs) -> Call:
     table, rows = inputs.leaf(1000, 64), inputs.whole(1000, 8192)
     return inputs.gradient(nnf.embedding(rows, table), table)
@@ -386,7 +371,6 @@ def _list_scattering_cases() -> Iterator[Case]:
             near_one=reduce == "prod",
         )
     yield from _scattered("index_add", _along("index_add"), "torch.index_add")
-    yield from _rows()
     yield from _scattered("index_copy", _along("index_copy"), "torch.Tensor.index_copy")
     for reduce in ("mean", "prod", "amax"):
         yield from _scattered(
