@@ -243,8 +243,8 @@ def advise(comparison: Comparison) -> str:
 def _find_cause(comparison: Comparison, *, batches_seen: bool) -> Cause:
     found = earliest_divergences(comparison)
     if not found:
-        alone = [side.records for rank in comparison.ranks for side in (rank.expected, rank.actual)]
-        longer = any(side.count for side in alone)
+        sides = [side for rank in comparison.ranks for side in (rank.expected, rank.actual)]
+        longer = any(side.records for side in sides)
         return _CAUSES["length" if longer else "unknown"]
     name = _cause_of(found, len(comparison.ranks), batches_seen=batches_seen)
     if name == "scalar":

@@ -58,37 +58,24 @@ RecordPair: TypeAlias = tuple[Item | None, Item | None]
 RecordObserver: TypeAlias = Callable[[int, Item | None, Item | None, Divergence | None], None]
 
 
-@dataclass(frozen=True, slots=True)
-class OneSided:
-    """Records that only one of two runs has.
-
-    Attributes:
-        count: Their number.
-        first: Description of the first of them; empty if there is none.
-    """
-
-    count: int = 0
-    first: str = ""
-
-    def add(self, count: int, first: str) -> "OneSided":
-        """Return these and further records."""
-        return OneSided(self.count + count, self.first or first)
-
-
 @dataclass(slots=True)
 class Side:
     """One of two runs: what only its file of a rank has, and how the file ends.
 
     Attributes:
-        records: Records that the other run does not have.
-        places: Places, in batches of both, that the other run does not have.
+        records: Number of records that the other run does not have.
+        first_record: Description of the first of them; empty if there is none.
+        places: Number of places, in batches of both, that the other run does not have.
+        first_place: Description of the first of them; empty if there is none.
         complete: Whether the run wrote its last record; a killed run does not.
         truncated: Whether its last record is torn and was skipped.
         breaks: Where the run was interrupted and resumed.
     """
 
-    records: OneSided = OneSided()
-    places: OneSided = OneSided()
+    records: int = 0
+    first_record: str = ""
+    places: int = 0
+    first_place: str = ""
     complete: bool = False
     truncated: bool = False
     breaks: tuple[Break, ...] = ()
@@ -96,7 +83,7 @@ class Side:
     @property
     def alone(self) -> int:
         """Number of records and places that the other run does not have."""
-        return self.records.count + self.places.count
+        return self.records + self.places
 
 
 @dataclass(slots=True)
@@ -155,7 +142,8 @@ class RankComparison:
         for side, run in ((self.expected, "actual"), (self.actual, "expected")):
             if places := [place for place in found.one_sided if getattr(place, run) is None]:
                 name = f"{places[0].kind} {name_call(places[0].name, places[0].call)}"
-                side.places = side.places.add(len(places), f"{escape(name)} in {found.where}")
+                side.places += len(places)
+                side.first_place = side.first_place or f"{escape(name)} in {found.where}"
         if differing and self.trained_alike:
             self.groups = tuple(dict.fromkeys((*self.groups, *found.by_kind)))
         if differing and self.divergence is None:
@@ -245,7 +233,7 @@ class Comparison:
         """The most that differs: the first two only if the runs have the same records."""
         alone = (self.ranks_only_expected, self.ranks_only_actual)
         sides = [side for rank in self.ranks for side in (rank.expected, rank.actual)]
-        longer = any(side.records.count for side in sides)
+        longer = any(side.records for side in sides)
         if any(alone) or longer or not all(rank.trained_alike for rank in self.ranks):
             return "training"
         logged = all(LOGGED.issuperset(rank.groups) for rank in self.ranks)
@@ -404,7 +392,8 @@ def _compare_rank(
             continue
         if one is None or other is None:
             side = result.actual if one is None else result.expected
-            side.records = side.records.add(1, describe_record(item))
+            side.records += 1
+            side.first_record = side.first_record or describe_record(item)
         elif one is not other and isinstance(one, RunFacts) and isinstance(other, RunFacts):
             result.records += 1
             if refusals := run_refusals(one, other):

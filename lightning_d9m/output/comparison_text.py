@@ -149,12 +149,12 @@ def _list_one_sided(rank: RankComparison) -> Iterator[str]:
             "equally many."
         )
     for name, side in (("the reference", rank.expected), ("this run", rank.actual)):
-        if found := side.records.count:
-            yield f"only {name} has {pluralize(found, 'record')}, the first {side.records.first}."
-        if found := side.places.count:
+        if found := side.records:
+            yield f"only {name} has {pluralize(found, 'record')}, the first {side.first_record}."
+        if found := side.places:
             yield (
                 f"only {name} has {pluralize(found, 'probe')} in batches of both, "
-                f"the first {side.places.first}."
+                f"the first {side.first_place}."
             )
         for found_break in side.breaks:
             problem = (found_break.problem or "").removesuffix(".")

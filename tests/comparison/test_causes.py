@@ -6,7 +6,7 @@ import pytest
 
 from lightning_d9m.comparison.causes import earliest_divergences, find_cause
 from lightning_d9m.comparison.differences import Divergence, PlaceDifference
-from lightning_d9m.comparison.ledgers import OneSided, Side
+from lightning_d9m.comparison.ledgers import Side
 
 
 def divergence(kind, name="a", *, rank=0, step=3, moment="batch", others=(), position=0):
@@ -117,7 +117,7 @@ def test_of_what_ranks_compute_the_first_goes_first():
 
 @pytest.mark.parametrize(("counts", "kind"), [((2, 0), "length"), ((0, 0), "unknown")])
 def test_a_run_that_goes_on_where_the_other_ends(counts, kind):
-    one, other = (Side(OneSided(count)) for count in counts)
+    one, other = (Side(count) for count in counts)
     rank = SimpleNamespace(divergence=None, expected=one, actual=other)
     runs = SimpleNamespace(ranks=[rank], refusals=(), stack=(), divergences=[])
     assert find_cause(runs).kind == kind

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from lightning_d9m.comparison.differences import Divergence, FieldDifference, PlaceDifference
-from lightning_d9m.comparison.ledgers import OneSided, RankComparison, Side
+from lightning_d9m.comparison.ledgers import RankComparison, Side
 from lightning_d9m.locate import search as search_module
 from lightning_d9m.locate.op_evidence import find_patch
 from lightning_d9m.locate.search import Search
@@ -253,7 +253,7 @@ def test_a_different_stack_does_not_end_the_search_if_bits_are_portable():
 
 def test_records_that_only_one_run_has_are_reported():
     longer = pair()
-    alone = Side(OneSided(9, "epoch 2"), complete=True)
+    alone = Side(9, "epoch 2", complete=True)
     rank = RankComparison(0, expected=Side(complete=True), actual=alone)
     longer.differs, longer.comparison.ranks = True, [rank]
     longer.comparison.ranks_only_expected = longer.comparison.ranks_only_actual = ()
