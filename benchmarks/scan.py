@@ -21,7 +21,7 @@ from pathlib import Path
 
 from attribute_names import match_names
 
-from lightning_d9m.lint.files import SourceFile, list_files
+from lightning_d9m.lint.files import list_files
 from lightning_d9m.lint.rules import RULES
 from lightning_d9m.lint.scanner import scan_file
 
@@ -65,7 +65,7 @@ def find_ours(rules):
     """Return a function from a file to the lines that d9m scan finds."""
 
     def find(path):
-        scan = scan_file(SourceFile(str(path)), frozenset(rules))
+        scan = scan_file(str(path), frozenset(rules))
         return [finding.line for finding in scan.findings]
 
     return find
@@ -98,7 +98,7 @@ def measure_baseline(entries):
     lines = 0
     began = time.process_time()
     for entry in entries:
-        text = Path(entry.path).read_text(encoding="utf-8")
+        text = Path(entry).read_text(encoding="utf-8")
         lines += text.count("\n") + 1
         try:
             match_names(text)
@@ -134,7 +134,7 @@ def measure_torchdetscan(script, entries, lines):
     python = Path(script).with_name("python")
     done = subprocess.run(
         [str(python), "-c", _LINT_ALL, script],
-        input=json.dumps([str(Path(entry.path).absolute()) for entry in entries]),
+        input=json.dumps([str(Path(entry).absolute()) for entry in entries]),
         capture_output=True,
         text=True,
         check=True,

@@ -4,7 +4,6 @@ import argparse
 import os
 import sys
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 
 from lightning_d9m.errors import SettingError
@@ -45,14 +44,15 @@ def run(arguments: argparse.Namespace) -> int:
     chosen = _expand(arguments.select) if arguments.select else set(RULES)
     rules = frozenset(chosen - _expand(arguments.ignore or ()))
     paths = arguments.paths or [Path()]
-    entries = list(list_files(paths, arguments.exclude))
     # Relative to the current folder if they are inside.
     here = f"{Path.cwd()}{os.sep}"
-    shown = (own.path.removeprefix(here).removeprefix(f".{os.sep}") or own.path for own in entries)
-    entries = [replace(own, path=path) for own, path in zip(entries, shown, strict=True)]
-    scans = [scan_file(entry, rules) for entry in entries]
+    files = {
+        path.removeprefix(here).removeprefix(f".{os.sep}") or path: problem
+        for path, problem in list_files(paths, arguments.exclude).items()
+    }
+    scans = {path: scan_file(path, rules, problem) for path, problem in files.items()}
     if arguments.fix or arguments.diff:
-        edited = [entry.path for entry, scan in zip(entries, scans, strict=True) if scan.edits]
+        edited = [path for path, scan in scans.items() if scan.edits]
         fixes = [fix_text(read_source(Path(path)).text, path, rules) for path in edited]
         if arguments.diff:
             print("".join(fix.as_diff() for fix in fixes), end="")
@@ -61,14 +61,14 @@ def run(arguments: argparse.Namespace) -> int:
             fix.write()
         counted = pluralize(sum(fix.count for fix in fixes), "finding")
         print(f"fixed: {counted} in {pluralize(len(fixes), 'file')}", file=sys.stderr)
-        scans = [scan_file(entry, rules) for entry in entries]
-    turned_on = arguments.deterministic or any(scan.turns_on for scan in scans)
-    found = [finding for scan in scans for finding in scan.findings]
+        scans |= {path: scan_file(path, rules) for path in edited}
+    turned_on = arguments.deterministic or any(scan.turns_on for scan in scans.values())
+    found = [finding for scan in scans.values() for finding in scan.findings]
     findings = sorted(f for f in found if not (turned_on and f.rule == _FLAGGED))
     summary = {
         "torch": read_torch_version(),
-        "files": len(entries),
-        "lines": sum(scan.lines for scan in scans),
+        "files": len(files),
+        "lines": sum(scan.lines for scan in scans.values()),
         "deterministic": turned_on,
     }
     if arguments.format == "json":

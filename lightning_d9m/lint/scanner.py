@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from lightning_d9m.lint.checks import ops, order, seeds, settings
-from lightning_d9m.lint.files import SourceFile
 from lightning_d9m.lint.rules import CODE, RULES, Finding
 from lightning_d9m.lint.source import Problem, Source, SourceError, parse, read_source
 from lightning_d9m.lint.tree import Call, Report, Tree
@@ -69,10 +68,8 @@ def read_torch_version() -> str:
     return version("torch")
 
 
-def scan_file(entry: SourceFile, rules: frozenset[str]) -> FileScan:
-    """Scan one file. A file that cannot be scanned gives a finding."""
-    path = entry.path
-    problem = entry.problem
+def scan_file(path: str, rules: frozenset[str], problem: str = "") -> FileScan:
+    """Scan one file. A file that cannot be scanned, for the given reason too, gives a finding."""
     try:
         if not problem and (size := Path(path).stat().st_size) > LARGEST:
             problem = f"It has {size:,} bytes, more than {LARGEST:,}."

@@ -37,7 +37,6 @@ from lightning_d9m.ledger.folder import Ledger
 from lightning_d9m.ledger.format.records import Digests
 from lightning_d9m.ledger.kinds import ROOT, STATE, WRITTEN, describe_batch
 from lightning_d9m.ledger.stack import SHARDED_PARAMETERS
-from lightning_d9m.lint.files import SourceFile
 from lightning_d9m.lint.rules import Finding
 from lightning_d9m.lint.scanner import scan_file
 from lightning_d9m.lint.source import SourceError, list_imports, read_python
@@ -549,10 +548,7 @@ def find_cause_lines(command: Sequence[str], cause: str) -> list[Finding]:
     rules = _RULES.get(cause, ())
     if program is None:
         return []
-    scans = [
-        scan_file(SourceFile(str(path)), frozenset((*rules, *_ANY)))
-        for path in _list_modules(program)
-    ]
+    scans = [scan_file(str(path), frozenset((*rules, *_ANY))) for path in _list_modules(program)]
     found = [finding for scan in scans for finding in scan.findings]
     found = [one for one in found if one.rule in rules or one.certainty == "certain"]
     order = (*rules, *_ANY)

@@ -4,7 +4,6 @@ import textwrap
 
 import pytest
 
-from lightning_d9m.lint.files import SourceFile
 from lightning_d9m.lint.rules import RULES
 from lightning_d9m.lint.scanner import scan_file
 
@@ -20,7 +19,7 @@ def scan(tmp_path):
         path.parent.mkdir(parents=True, exist_ok=True)
         data = text if isinstance(text, bytes) else textwrap.dedent(text).encode()
         path.write_bytes(data)
-        found = scan_file(SourceFile(str(path)), frozenset(RULES)).findings
+        found = scan_file(str(path), frozenset(RULES)).findings
         return found if whole else [(finding.line, finding.rule) for finding in found]
 
     return run

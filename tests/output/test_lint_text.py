@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 from rich.cells import cell_len
 
-from lightning_d9m.lint.files import SourceFile
 from lightning_d9m.lint.rules import RULES
 from lightning_d9m.lint.scanner import scan_file
 from lightning_d9m.output.lint_text import render_text
@@ -44,7 +43,7 @@ def test_ops_that_one_setting_mends_do_not_bury_the_rest(tmp_path):
     path = tmp_path / "train.py"
     lines = ["import os, torch", *["x.index_add_(0, index, values)"] * 9, "files = os.listdir()"]
     path.write_text("\n".join([*lines, "print(files[0])"]))
-    found = scan_file(SourceFile(str(path)), frozenset(RULES)).findings
+    found = scan_file(str(path), frozenset(RULES)).findings
     facts = {"files": 1, "lines": 12, "torch": "2.13.0", "deterministic": False}
     text = render_text(found, facts)
     assert text.index("D9M302") < text.index("D9M103")
