@@ -86,14 +86,12 @@ class Outcome:
         last: The last digests, whatever their moment.
         final: The digests of moment ``"final"``, if the fit got there.
         end: The record that ends the file; None when the run was killed.
-        truncated: Whether a torn record was dropped.
     """
 
     records: int
     last: Digests | None
     final: Digests | None
     end: End | None
-    truncated: bool
 
 
 @dataclass(frozen=True)
@@ -145,7 +143,7 @@ class Ledger:
                 if isinstance(record, Digests):
                     last = record
                     final = record if record.moment == "final" else final
-            return Outcome(reader.line, last, final, end, reader.truncated)
+            return Outcome(reader.line, last, final, end)
 
 
 def read_ledger(path: str | os.PathLike[str], *, ignoring: Path | None = None) -> Ledger:

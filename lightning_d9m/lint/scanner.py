@@ -17,7 +17,7 @@ from typing import Any
 
 from lightning_d9m.lint.checks import ops, order, seeds, settings
 from lightning_d9m.lint.rules import CODE, RULES, Finding
-from lightning_d9m.lint.source import Problem, Source, SourceError, parse, read_source
+from lightning_d9m.lint.source import Source, SourceError, parse, read_source
 from lightning_d9m.lint.tree import Call, Report, Tree
 from lightning_d9m.patches.catalog.catalog import find_op
 
@@ -93,11 +93,11 @@ def scan_source(source: Source, path: str, rules: frozenset[str]) -> FileScan:
     try:
         module = parse(source.text)
         if isinstance(module, tuple):
-            problems.append(Problem(module[0], 0, module[1]))
+            problems.append((module[0], 0, module[1]))
         else:
             reports = dict.fromkeys(_check(Tree(module)))
     except RecursionError:
-        problems.append(Problem(1, 0, "It is nested too deeply to be scanned."))
+        problems.append((1, 0, "It is nested too deeply to be scanned."))
     lines = source.text.split("\n")
     kept: dict[tuple[object, ...], Finding] = {}
     edits: dict[Finding, str] = {}
@@ -109,8 +109,8 @@ def scan_source(source: Source, path: str, rules: frozenset[str]) -> FileScan:
             kept.setdefault((f.line, f.column, f.rule, f.op), f)
             edits |= {f: report.edit} if report.edit and not source.cells else {}
     found = [
-        Finding.at(path, _NOT_SCANNED, (one.line, 1), reason=one.reason, cell=one.cell)
-        for one in problems
+        Finding.at(path, _NOT_SCANNED, (line, 1), reason=reason, cell=cell)
+        for line, cell, reason in problems
     ]
     for finding in _suppress(kept.values(), source.text, path, rules):
         cell, line = source.cells[finding.line - 1] if source.cells else (0, finding.line)

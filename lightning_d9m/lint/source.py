@@ -20,15 +20,6 @@ class SourceError(Exception):
     """A file cannot be scanned; the message is one sentence."""
 
 
-@dataclass(frozen=True)
-class Problem:
-    """Code that cannot be parsed: its line, its cell (0 in a file), and the reason."""
-
-    line: int
-    cell: int
-    reason: str
-
-
 @dataclass
 class Source:
     r"""The text of one module and the origin of its lines.
@@ -36,12 +27,12 @@ class Source:
     Attributes:
         text: With ``\n`` between lines.
         cells: For each line of a notebook: the cell, and the line in it.
-        problems: Cells that are left out because they do not parse.
+        problems: (line, cell, reason) of each cell that is left out because it does not parse.
     """
 
     text: str
     cells: list[tuple[int, int]] = field(default_factory=list)
-    problems: list[Problem] = field(default_factory=list)
+    problems: list[tuple[int, int, str]] = field(default_factory=list)
 
 
 def read_source(path: Path) -> Source:
@@ -93,7 +84,7 @@ def read_notebook(data: bytes) -> Source:
     for number, code in codes:
         kept, problem = _clean_cell(code)
         if problem is not None:
-            source.problems.append(Problem(problem[0], number, problem[1]))
+            source.problems.append((problem[0], number, problem[1]))
             continue
         rows = kept.split("\n")
         lines += rows

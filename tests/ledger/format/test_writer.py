@@ -93,7 +93,6 @@ class TestWriter:
         assert outcome.records == 7
         assert outcome.final == outcome.last == runs.digests("final", 1)
         assert outcome.end == End(status="finished")
-        assert not outcome.truncated
 
     @pytest.mark.parametrize(
         ("path", "message"),
