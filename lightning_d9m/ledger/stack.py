@@ -149,7 +149,7 @@ def capture_stack(extra: Mapping[str, Scalar] | None = None) -> dict[str, Scalar
         Values by dotted name. Packages that are not installed and variables that are unset have no
         entry.
     """
-    stack = {**_capture_installation()}
+    stack = {**_capture_installation(), **_capture_packages()}
     # A library that was built with -ffast-math may switch this on when it is loaded.
     stack["cpu.flush_denormal"] = sys.float_info.min / 2 == 0.0
     stack |= _capture_torch()
@@ -167,7 +167,7 @@ def _bounded(value: Scalar) -> Scalar:
 
 @cache
 def _capture_installation() -> Mapping[str, Scalar]:
-    """Return what stays as it is in a process: the machine, packages and torch's build."""
+    """Return what stays as it is in a process: the machine and torch's build."""
     import torch
 
     stack: dict[str, Scalar] = {
@@ -182,14 +182,6 @@ def _capture_installation() -> Mapping[str, Scalar]:
     }
     with suppress(AttributeError, OSError, ValueError):
         stack["os.libc"] = os.confstr("CS_GNU_LIBC_VERSION")
-    for name in _PACKAGES:
-        # From the metadata, so that nothing is imported.
-        with suppress(metadata.PackageNotFoundError):
-            distribution = metadata.distribution(name)
-            # Parsing the whole metadata, a long description among it, is slow.
-            text = distribution.read_text("METADATA") or ""
-            found = re.search(r"(?m)^Version:[ \t]*(\S+)[ \t]*$", text)
-            stack[f"package.{name}"] = found[1] if found else distribution.version
     built = torch.__config__.show()
     lines = ["" if "CPU capability" in line else line for line in built.split("\n")]
     return stack | {
@@ -213,6 +205,20 @@ def _read_cpu_model() -> str:
         if model:
             return model[:_MAX_VALUE]
     return platform.processor()
+
+
+@cache
+def _capture_packages() -> Mapping[str, Scalar]:
+    """Read versions from installed metadata, so that nothing is imported; once for a process."""
+    stack: dict[str, Scalar] = {}
+    for name in _PACKAGES:
+        with suppress(metadata.PackageNotFoundError):
+            distribution = metadata.distribution(name)
+            # Parsing the whole metadata, a long description among it, is slow.
+            text = distribution.read_text("METADATA") or ""
+            found = re.search(r"(?m)^Version:[ \t]*(\S+)[ \t]*$", text)
+            stack[f"package.{name}"] = found[1] if found else distribution.version
+    return stack
 
 
 def _capture_torch() -> dict[str, Scalar]:
