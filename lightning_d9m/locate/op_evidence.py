@@ -76,16 +76,18 @@ def examine_op(found: Divergence, dumps: Sequence[Path]) -> OpFinding | None:
         digest_value(take_generators([content["args"], content["kwargs"]], own))
         for content, own in zip(read, states, strict=True)
     ]
+    generators = [digest_value(own) for own in states]
     outputs = zip(one["outputs"], other["outputs"], strict=False)
     differing = (pair for pair in outputs if digest_value(pair[0]) != digest_value(pair[1]))
+    magnitude = _measure(*next(differing, (None, None)))
     replays, outcomes, obstacle = _replay(one)
     return OpFinding(
         op=str(one["op"]),
         source=one.get("source"),
         backward=bool(one.get("backward")),
         inputs_equal=inputs[0] == inputs[1],
-        generator_equal=digest_value(states[0]) == digest_value(states[1]),
-        magnitude=_measure(*next(differing, (None, None))),
+        generator_equal=generators[0] == generators[1],
+        magnitude=magnitude,
         replays=replays,
         outcomes=outcomes,
         obstacle=obstacle,

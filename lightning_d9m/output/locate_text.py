@@ -120,11 +120,11 @@ def describe_op(found: "OpFinding") -> Iterator[str]:
         return
     state = "" if found.generator_equal else ", but not the state of its generator"
     yield from _label("", f"Its inputs were equal in both runs{state}.")
-    alone = f"un alone {found.replays} times on these inputs, it"
+    runs = f"alone {found.replays} times on these inputs, it"
     if found.obstacle:
         said = f"It could not be run alone: {escape(found.obstacle, _LONGEST)}"
     elif found.outcomes > 1:
-        said = f"Confirmed: r{alone} gave {found.outcomes} different outputs."
+        said = f"Confirmed: run {runs} gave {found.outcomes} different outputs."
     elif not found.generator_equal:
         said = (
             f"Confirmed: run alone {found.replays} times from one state of its generator, it "
@@ -132,7 +132,7 @@ def describe_op(found: "OpFinding") -> Iterator[str]:
         )
     else:
         said = (
-            f"R{alone} always gave the same output: the operation alone does not show why it "
+            f"Run {runs} always gave the same output: the operation alone does not show why it "
             "differs."
         )
     yield from _label("", said)
