@@ -101,13 +101,12 @@ class Case:
     """One op on one shape.
 
     Attributes:
-        op: The op: its name in the catalog if the entry covers this op only.
+        op: The op: its name in the catalog, or a more exact one.
         parameters: The shape; unique among the op's cases.
         make: Builds the inputs and returns the measured call. It runs within the condition, because
             some ops select their kernel in the forward pass.
         documented: The lines of torch's documentation about it: each the name, a blank, and words
             that only this line of that name contains.
-        entry: The name of a catalog entry that covers several ops; else empty.
         quick: Whether ``--quick`` runs it.
         dtypes: Names of the dtypes that it is defined for.
         devices: The types of device that have it; empty for all.
@@ -117,7 +116,6 @@ class Case:
     parameters: Mapping[str, Scalar]
     make: Make
     documented: tuple[str, ...] = ()
-    entry: str = ""
     quick: bool = True
     dtypes: tuple[str, ...] = FLOATS
     devices: tuple[str, ...] = ()
@@ -268,7 +266,6 @@ def _list_sized(
     make: Callable[..., Call],
     *documented: str,
     quick: tuple[int, int] = _QUICK,
-    entry: str = "",
 ) -> Iterator[Case]:
     """Yield a case for each number of values and of places; ``make`` gets both."""
     for values, places in (*SIZES, ALL_IN_ONE):
@@ -278,7 +275,6 @@ def _list_sized(
             make=partial(make, values=values, places=places),
             documented=documented,
             quick=(values, places) == quick,
-            entry=entry,
         )
 
 
@@ -378,7 +374,6 @@ def _list_scattering_cases() -> Iterator[Case]:
             _along("index_reduce", reduce),
             "torch.Tensor.index_reduce",
             near_one=reduce == "prod",
-            entry="index_reduce",
         )
     yield from _read("gather_backward", lambda t, i: t.gather(0, i), "torch.gather")
     yield from _read(
@@ -430,7 +425,6 @@ def _convolved(dims: int, *, transposed: bool) -> Iterator[Case]:
         for suffix, wrapped in (("", called), ("_backward", graded)):
             yield Case(
                 op=f"{name.lower()}{suffix}",
-                entry="convolution",
                 parameters={"side": side, "kernel": 3, "stride": 2},
                 make=wrapped(partial(convolve, stride=2), *shapes),
                 documented=(f"torch.nn.{name}",),

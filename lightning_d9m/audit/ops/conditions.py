@@ -64,7 +64,6 @@ def begin_row(case: Case, device: str, dtype: str, lines: tuple[Line, ...]) -> d
     return {
         "key": case.key(dtype),
         "op": case.op,
-        "entry": case.entry or case.op,
         "parameters": dict(case.parameters),
         "dtype": dtype,
         "documented": [line.kind for line in documented],

@@ -33,7 +33,6 @@ def summarize(settings: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) ->
         ops.append(
             {
                 "op": op,
-                "entry": cases[0].get("entry", op),
                 "cases": len(cases),
                 "findings": judge_op(cases),
                 "varied": {name: any(map(varies, found)) for name, found in entries.items()},

@@ -93,9 +93,10 @@ def test_no_two_cases_share_a_key():
 
 
 def test_the_catalog_is_covered():
-    """But for the entry that speaks of a kind of device, and of no op."""
-    listed = {case.entry or case.op for case in list_cases()}
-    assert {op.name for op in OPS} - listed == {"apple_devices"}
+    """But for the entry that speaks of a kind of device; cases may have more exact names."""
+    ops = {case.op.replace("conv", "convolution") for case in list_cases()}
+    missing = [op.name for op in OPS if not any(name.startswith(op.name) for name in ops)]
+    assert missing == ["apple_devices"]
 
 
 def test_every_line_of_the_documentation_has_a_case():
