@@ -123,29 +123,6 @@ def test_of_batches_of_one_step_the_earlier_comes_first(runs):
     assert comparison.first.rank == 1
 
 
-def test_layouts_of_the_same_number_may_differ(runs):
-    """Equal bytes are equal evidence only with equal places."""
-    swapped = [PLACES[1], PLACES[0], *PLACES[2:]]
-
-    def same_digests(_, records):
-        tracer = traced(range(1), places=swapped)
-        digests = [digest_of(place, (0, 0)) for place in PLACES]
-        tracer.records[1]["digests"] = bytes.fromhex("".join(digests))
-        tracer(_, records)
-
-    rank = compare(runs.write(edit=traced(range(1))), runs.write(edit=same_digests))
-    assert [p.name for p in rank.divergence.places] == ["0", "layers.0"]
-
-
-def test_traces_of_different_length(runs):
-    """What only one has is counted, the rest compared."""
-    rank = compare(runs.write(edit=traced(range(6))), runs.write(edit=traced(range(2, 9))))
-    assert (rank.batches, rank.differing_places) == (4, 0)
-    assert (rank.expected.records, rank.actual.records) == (2, 3)
-    assert rank.actual.first_record == "batch 6 of epoch 0 (step 6)"
-    assert not rank.equal
-
-
 def test_places_of_one_run_alone(runs):
     """They are not a divergence; the others are compared."""
     fewer = [place for place in PLACES if place[1] != "layers.1"]
@@ -232,7 +209,7 @@ def test_long_traces_are_streamed(tmp_path, equal):
     """Four times the batches, the same memory, also where all differ."""
     peaks = []
     digests = b"a" * 16, b"a" * 16 if equal else b"b" * 16
-    for count in (1000, 4000):
+    for count in (250, 1000):
         paths = [
             write_batches(tmp_path / f"{count}-{side}.jsonl", count, digest)
             for side, digest in enumerate(digests)

@@ -132,11 +132,6 @@ def test_the_spread_keeps_a_copy_of_its_reference():
     assert meter.spread().vc == 0.5
 
 
-def test_scalars_have_a_vs():
-    assert spread_of([torch.tensor(4.0), torch.tensor(5.0)]).vs == 0.125
-    assert spread_of([torch.ones(2)]).vs is None
-
-
 def test_no_number_has_no_distance():
     found = measure_difference(torch.tensor([float("nan"), 1.0]), torch.tensor([2.0, 1.5]))
     assert (found.count, found.ulps, found.absolute) == (2, None, 0.5)

@@ -68,15 +68,3 @@ def test_a_row_shows_what_is_equal_different_alone_and_not_recorded():
         ("alone", 10, 1, "step 10: in one run only"),
     ]
     assert cells_of(table, "b") == []
-
-
-def test_rows_share_columns_and_shades():
-    """The second row alone would begin at its own first step, in its own darkest shade."""
-    table = StepTable()
-    for step, differing in ((2, 64), (70, 0), (131, 0)):
-        table.add("a", step, differing)
-    for step in (5, 6):
-        table.add("b", step, 1)
-    assert table.width == 4
-    assert cells_of(table, "b") == [("heat-1", 1, 1, "steps 4 to 7: 2 differ")]
-    assert cells_of(table, "a")[-1] == ("same", 32, 1, "steps 128 to 131: equal")

@@ -65,12 +65,22 @@ def audit(tmp_path, monkeypatch, d9m):
 VARIES = "(0 if condition == 'with' else number - 1)"
 
 
-def test_what_varies_without_determinism_is_measured(audit):
-    status, out, _ = audit(VARIES, "--json")
-    result = json.loads(out)
-    (fit,) = result["fits"]
+def test_what_varies_without_determinism_is_measured(audit, tmp_path):
+    """As text, as a page and as JSON."""
+    status, out, err = audit(VARIES)
+    folder = tmp_path / "d9m-audit" / "model-000"
     assert status == 0
-    assert fit["without"]["distinct"] == 3
+    assert out.startswith(
+        "equal: 3 runs with determinism left 1 digest of the weights, without 3.\n\n"
+    )
+    assert "run 3 of 3, with determinism: done, 2 epochs\n" in err
+    page = (folder / "model.md").read_text()
+    assert "| first | 0.2" in page
+    assert "| final | 3 | 0.1" in page
+    shown = [line.split()[:5] for line in out.splitlines()]
+    assert ["final", "loss", "3", "0.0", "2.0"] in shown
+    assert "second" not in out  # only the page has the layers
+    (fit,) = json.loads((folder / "model.json").read_text())["fits"]
     assert fit["with"]["distinct"] == 1
     assert [moment["distinct"] for moment in fit["without"]["moments"]] == [1, 3, 3]
     assert [moment["tensors"] for moment in fit["without"]["moments"]] == [0, 1, 1]
@@ -88,25 +98,6 @@ def test_what_varies_without_determinism_is_measured(audit):
         "deviation": "",
     }
     assert fit["without"]["scalars"]["accuracy"]["distinct"] == 1
-
-
-def test_the_report_is_left(audit, tmp_path):
-    status, out, err = audit(VARIES)
-    folder = tmp_path / "d9m-audit" / "model-000"
-    assert status == 0
-    assert out.startswith(
-        "equal: 3 runs with determinism left 1 digest of the weights, without 3.\n\n"
-    )
-    shown = [line.split() for line in out.splitlines()]
-    assert "Runs without determinism" in out
-    assert ["final", "loss", "3", "0.0", "2.0"] in [words[:5] for words in shown]
-    assert "second" not in out
-    assert "run 3 of 3, with determinism: done, 2 epochs\n" in err
-    page = (folder / "model.md").read_text()
-    assert "| first | 0.2" in page
-    assert "| final | 3 | 0.1" in page
-    assert "| final loss | 3 | 0.0 | 2.0 |" in page
-    assert json.loads((folder / "model.json").read_text())["equal"]
 
 
 def test_without_sketches_the_number_of_tensors_is_known(audit):
