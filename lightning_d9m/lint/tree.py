@@ -447,16 +447,8 @@ def read_kind(  # noqa: C901, PLR0912 - one case for each kind of expression
             kind = read_kind(function.value, scope, depth - 1)
             if function.attr == "cpu" and kind != "other":
                 kind = "cpu tensor"
-        case ast.Attribute(value, attribute):
-            if resolve(node, scope):
-                kind = "other"
-            elif attribute in {"T", "data", "grad"}:
-                kind = read_kind(value, scope, depth - 1)
-        case ast.BinOp(left, right=right):
-            if "tensor" in {read_kind(side, scope, depth - 1) for side in (left, right)}:
-                kind = "tensor"
-        case ast.Subscript(value):
-            kind = read_kind(value, scope, depth - 1)
+        case ast.Attribute() if resolve(node, scope):
+            kind = "other"
         case (
             ast.Constant()
             | ast.List()

@@ -111,30 +111,21 @@ def check_completion(call: Call) -> Iterator[Report]:
 
 
 def check_hash(call: Call) -> Iterator[Report]:
-    """Find ``hash()`` of a possible string whose number is used."""
-    if call.name == "builtins.sorted" or read_last_name(call.node.func) == "sort":
-        if resolve(call.named.get("key"), call.scope) == "builtins.hash":
-            yield Report("D9M303", call.node, "depends")
-    elif call.name == "builtins.hash" and len(call.node.args) == 1:
-        methods = (one for one in call.tree.around(call.node) if isinstance(one, ast.FunctionDef))
-        if getattr(next(methods, None), "name", "") in {"__hash__", "__eq__"}:
-            return
-        kind = _read_element(call.node.args[0])
-        if kind != "numbers" and _is_number_used(call):
-            yield Report("D9M303", call.node, "certain" if kind == "strings" else "depends")
-
-
-def _is_number_used(call: Call) -> bool:
-    """Return whether the number itself is used: in arithmetic, as a seed, as an index."""
+    """Find ``hash()`` of a possible string whose number is used: in arithmetic, or as a seed."""
+    if call.name != "builtins.hash" or len(call.node.args) != 1:
+        return
+    methods = (one for one in call.tree.around(call.node) if isinstance(one, ast.FunctionDef))
+    if getattr(next(methods, None), "name", "") in {"__hash__", "__eq__"}:
+        return
+    kind, used = _read_element(call.node.args[0]), False
     match call.parent:
-        case ast.BinOp(op=operator):
-            return isinstance(operator, (ast.Mod, ast.BitAnd, ast.RShift, ast.Mult, ast.Add))
+        case ast.BinOp(op=ast.Mod() | ast.BitAnd() | ast.RShift() | ast.Mult() | ast.Add()):
+            used = True
         case ast.Call(function):
             name = resolve(function, call.scope) or read_last_name(function)
-            return name in {"builtins.abs", "builtins.divmod"} or "seed" in name.lower()
-        case ast.keyword("seed"):
-            return True
-    return False
+            used = name in {"builtins.abs", "builtins.divmod"} or "seed" in name.lower()
+    if kind != "numbers" and used:
+        yield Report("D9M303", call.node, "certain" if kind == "strings" else "depends")
 
 
 def check_set(node: ast.expr, tree: Tree) -> Iterator[Report]:
