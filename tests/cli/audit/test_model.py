@@ -1,10 +1,10 @@
 """``d9m audit model``: the spread without determinism, and equality with it."""
 
 import json
-import sys
 
 import pytest
 import torch
+from forking_python import shared_python
 
 from lightning_d9m.hashing.sketches import sketch_tensors
 
@@ -57,7 +57,7 @@ def audit(tmp_path, monkeypatch, d9m):
         (tmp_path / "script.py").write_text(
             code.replace("MOMENTS", repr(moments)).replace("SKETCHED", str(sketched))
         )
-        return d9m("audit", "model", "-n", "3", *words, "--", sys.executable, "script.py")
+        return d9m("audit", "model", "-n", "3", *words, "--", shared_python(), "script.py")
 
     return run
 
