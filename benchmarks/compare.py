@@ -3,12 +3,10 @@
     python benchmarks/compare.py -o benchmarks/results/compare-cpu.json
 
 Each case is a synthetic pair that is compared by a process of its own, so that its peak of resident
-memory is that of the case alone. What is counted is digests, each with its place: a frame has as
+memory is that of the case alone. What is counted is digests, each with its place: a record has as
 many as its batch has places, or its epoch weights. Times are the best of several, in CPU time of
 the one thread that compares, so that other programs change them little. They include reading, the
-check of every line and block and the parsing of what must be parsed; the files are in the page
-cache. Batches are written together, as they are when a step takes a few milliseconds, or each
-alone, as when a step takes longer than a tenth of a second.
+check of every line and the parsing of what must be parsed; the files are in the page cache.
 """
 
 import argparse
@@ -29,32 +27,23 @@ from lightning_d9m.ledger.folder import read_ledger
 from lightning_d9m.ledger.format.records import Digests, End, Evaluation, Header, RunFacts
 from lightning_d9m.ledger.format.writer import LedgerWriter
 
-# Places a batch, for the modules of a small network and of a large one; share of all places;
-# whether batches are written together.
+# Places a batch, for the modules of a small network and of a large one; share of all places.
 SHAPES = {
-    "one place": (1, 1.0, True),
-    "one place, alone": (1, 0.1, False),
-    "tiny batches (4 places)": (4, 1.0, True),
-    "tiny batches (4 places), alone": (4, 0.4, False),
-    "small batches (64 places)": (64, 4.0, True),
-    "small batches (64 places), alone": (64, 4.0, False),
-    "large batches (2,048)": (2_048, 4.0, True),
+    "one place": (1, 0.1),
+    "tiny batches (4 places)": (4, 0.4),
+    "small batches (64 places)": (64, 4.0),
+    "large batches (2,048)": (2_048, 4.0),
 }
-# Batches that are written together, of steps of 2 ms; and the most places of them.
-TOGETHER, RECORD_PLACES = 50, 4_096
 WEIGHTS = 16
 
 
-def write_trace(
-    path, places, batches, *, together=True, turned=False, other_from=None, others=None
-):
+def write_trace(path, places, batches, *, turned=False, other_from=None, others=None):
     """Write a trace; from a batch on, ``others`` of the places have other digests.
 
     Args:
         path: The file.
         places: Places in each batch.
         batches: Number of batches.
-        together: Whether several batches are written together.
         turned: Whether the places come in another order.
         other_from: The first batch that differs; None for none.
         others: How many places differ from there on.
@@ -65,7 +54,6 @@ def write_trace(
         order[0::2], order[1::2] = order[1::2], order[0::2]
     draw = random.Random(0)  # noqa: S311 - any digits do
     pool = [[draw.randbytes(16) for _ in range(places)] for _ in range(7)]
-    size = min(TOGETHER, max(1, RECORD_PLACES // places)) if together else 1
     with LedgerWriter(path) as writer:
         begin(writer)
         writer.write({"kind": "layout", "id": 0, "places": [names[n] for n in order]})
@@ -73,14 +61,10 @@ def write_trace(
         other = [
             digests[: 16 * (places - (others or 0))] + b"f" * 16 * (others or 0) for digests in same
         ]
-        for first in range(0, batches, size):
-            numbers = range(first, min(first + size, batches))
-            frames = [
-                (same if other_from is None or number < other_from else other)[number % 7]
-                for number in numbers
-            ]
-            record = {"kind": "probes", "epoch": 0, "step": first, "batch": first, "layout": 0}
-            writer.write(record | {"digests": b"".join(frames), "count": len(frames)})
+        for number in range(batches):
+            digests = (same if other_from is None or number < other_from else other)[number % 7]
+            record = {"kind": "probes", "epoch": 0, "step": number, "batch": number, "layout": 0}
+            writer.write(record | {"digests": digests})
         writer.write(End(status="finished"))
 
 
@@ -167,7 +151,7 @@ def measure(name, write, other, count, repeats):
 def run_cases(places, epochs, repeats):
     """Measure every case."""
     cases = []
-    for shape, (size, share, together) in SHAPES.items():
+    for shape, (size, share) in SHAPES.items():
         batches = int(places * share) // size
         half = batches // 2
         pairs = {
@@ -182,8 +166,8 @@ def run_cases(places, epochs, repeats):
             cases.append(
                 measure(
                     f"{shape}: {name}",
-                    partial(write_trace, places=size, batches=batches, together=together),
-                    partial(write_trace, places=size, batches=batches, together=together, **change),
+                    partial(write_trace, places=size, batches=batches),
+                    partial(write_trace, places=size, batches=batches, **change),
                     batches * size,
                     repeats,
                 )

@@ -90,8 +90,6 @@ def write_run(path, draw):
             for batch in range(4):
                 add_probes(writer, epoch, step, batch, draw)
                 step += batch % 2
-            record = {"epoch": epoch, "step": step, "batch": 4, "count": 3, "batches": 2}
-            writer.write({"kind": "probes", "layout": 1, **record, "digests": draw.randbytes(48)})
             writer.write(digests_of("epoch", epoch, step, draw))
             writer.write(evaluation_of(epoch, step, draw))
         writer.write(replay_of(step, draw))

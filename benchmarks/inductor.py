@@ -33,7 +33,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_d9m import DeterminismCallback
 from lightning_d9m.comparison.ledgers import compare_ledgers
 from lightning_d9m.ledger.folder import read_ledger
-from lightning_d9m.ledger.format.frames import Batch
+from lightning_d9m.ledger.format.records import Batch
 from lightning_d9m.patches import registration
 
 # name: folder of the cache, variables, whether a checkpoint is resumed, rate of dropout

@@ -31,7 +31,7 @@ from torch.utils.data import DataLoader
 
 from lightning_d9m import DeterminismCallback
 from lightning_d9m.ledger.folder import read_ledger
-from lightning_d9m.ledger.format.frames import Batch
+from lightning_d9m.ledger.format.records import Batch
 from lightning_d9m.ledger.stack import capture_stack
 
 MODULES = ["input", "output", "grad_output"]

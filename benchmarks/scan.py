@@ -21,9 +21,9 @@ from pathlib import Path
 
 from attribute_names import match_names
 
-from lightning_d9m.lint.files import SourceFile, list_files
+from lightning_d9m.lint.files import list_files
 from lightning_d9m.lint.rules import RULES
-from lightning_d9m.lint.scanner import choose_version, scan_entries
+from lightning_d9m.lint.scanner import scan_file
 
 CORPUS = Path(__file__).parents[1] / "tests" / "lint" / "corpus"
 OPS = ("D9M101", "D9M102", "D9M103", "D9M104")
@@ -63,10 +63,9 @@ def score(find, rules):
 
 def find_ours(rules):
     """Return a function from a file to the lines that d9m scan finds."""
-    version = choose_version(None)
 
     def find(path):
-        [scan] = scan_entries([SourceFile(str(path))], version, frozenset(rules))
+        scan = scan_file(str(path), frozenset(rules))
         return [finding.line for finding in scan.findings]
 
     return find
@@ -81,9 +80,8 @@ def run_torchdetscan(script, path):
 
 def measure_ours(entries):
     """Return the speed of a scan in one process, in lines of a second of its CPU time."""
-    version = choose_version(None)
     began = time.process_time()
-    scans = scan_entries(entries, version, frozenset(RULES))
+    scans = [scan_file(entry, frozenset(RULES)) for entry in entries]
     seconds = time.process_time() - began
     lines = sum(scan.lines for scan in scans)
     return {
@@ -100,7 +98,7 @@ def measure_baseline(entries):
     lines = 0
     began = time.process_time()
     for entry in entries:
-        text = Path(entry.path).read_text(encoding="utf-8")
+        text = Path(entry).read_text(encoding="utf-8")
         lines += text.count("\n") + 1
         try:
             match_names(text)
@@ -136,7 +134,7 @@ def measure_torchdetscan(script, entries, lines):
     python = Path(script).with_name("python")
     done = subprocess.run(
         [str(python), "-c", _LINT_ALL, script],
-        input=json.dumps([str(Path(entry.path).absolute()) for entry in entries]),
+        input=json.dumps([str(Path(entry).absolute()) for entry in entries]),
         capture_output=True,
         text=True,
         check=True,

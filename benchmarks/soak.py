@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_d9m import DeterminismCallback
 from lightning_d9m.ledger.folder import read_ledger
-from lightning_d9m.ledger.format.frames import Batch
+from lightning_d9m.ledger.format.records import Batch
 from lightning_d9m.ledger.stack import capture_stack
 
 QUIET = {

@@ -36,12 +36,9 @@ def list_batches(
             layouts[record["id"]] = record["places"]
         if record["kind"] == "probes":
             places, digests = layouts[record["layout"]], b64decode(record["digests"])
-            for number in range(record.get("count", 1)):
-                start = 16 * len(places) * number
-                found = [digests[at : at + 16] for at in range(start, start + 16 * len(places), 16)]
-                step = record["step"] + number * record.get("steps", 1)
-                batch = record["batch"] + number * record.get("batches", 1)
-                yield record["epoch"], step, batch, list(zip(places, found, strict=True))
+            found = [digests[at : at + 16] for at in range(0, len(digests), 16)]
+            where = record["epoch"], record["step"], record["batch"]
+            yield *where, list(zip(places, found, strict=True))
 
 
 def main() -> None:

@@ -14,7 +14,6 @@ from scripts import load_script
 from lightning_d9m import compare, digest
 from lightning_d9m.cli.main import main
 from lightning_d9m.control import session
-from lightning_d9m.lint.files import SourceFile
 from lightning_d9m.lint.scanner import scan_file
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -58,7 +57,7 @@ def test_the_noise_of_the_noisy_digits_differs_and_the_scan_names_the_line():
         lightning.seed_everything(42)
         draws.append(digest(module.NoisyDigits()[0][0]))
     assert draws[0] != draws[1]
-    scan = scan_file(SourceFile(str(path)), "2.13.0", frozenset({"D9M201"}))
+    scan = scan_file(str(path), frozenset({"D9M201"}))
     (line,) = (
         n for n, text in enumerate(path.read_text().splitlines(), 1) if "default_rng" in text
     )

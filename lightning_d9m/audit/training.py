@@ -5,8 +5,7 @@ The ledgers of runs with and without determinism come in; a report goes out.
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, TypeAlias
 
@@ -24,7 +23,7 @@ from lightning_d9m.ledger.folder import Ledger
 from lightning_d9m.ledger.format.records import Digests
 from lightning_d9m.ledger.kinds import ROOT
 from lightning_d9m.output.columns import Column, format_markdown_table, format_table, short
-from lightning_d9m.output.result_tables import RunRow, list_run_columns, make_run_row
+from lightning_d9m.output.result_tables import list_run_columns, make_run_row
 from lightning_d9m.text import pluralize
 
 CONDITIONS = ("without", "with")
@@ -94,7 +93,7 @@ def _summarize_fit(ledgers: Sequence[Ledger]) -> dict[str, Any]:
     return {
         "equal": all(equal),
         "distinct": len({record.totals["weights"] for record in last}),
-        "runs": [asdict(row) for row in rows],
+        "runs": rows,
         "scalars": {name: _spread_of(texts) for name, texts in values.items()},
         "moments": [
             {
@@ -144,7 +143,7 @@ def _vary(runs: Sequence[_Layers]) -> dict[str, Any]:
 
 
 def render_text(result: Mapping[str, Any]) -> str:
-    """Return the result for a terminal."""
+    """Return the result for a terminal; only the page has the layers."""
     fits = result["fits"]
     shown = next((fit for fit in fits if not fit["with"]["equal"]), fits[0])
     of_fit = f" of {shown['fit']}" if len(fits) > 1 else ""
@@ -155,16 +154,8 @@ def render_text(result: Mapping[str, Any]) -> str:
     )
     parts = [verdict]
     for fit in fits:
-        if len(fits) > 1:
-            parts.append(fit["fit"])
-        for condition in CONDITIONS:
-            entry = fit[condition]
-            parts.append(
-                f"{condition} determinism: {entry['distinct']} distinct of {result['runs']}"
-            )
-            parts.append(_format_runs(entry, format_table))
-        names = fit["without"]["scalars"]
-        parts += ["\n".join(_describe_scalar(fit, c, name) for c in CONDITIONS) for name in names]
+        tables = [f"{title}\n{table}" for title, table in _format_tables(fit, format_table)]
+        parts += [*([fit["fit"]] if of_fit else []), *tables[:-1]]
     medians = {name: statistics.median(result["seconds"][name]) for name in CONDITIONS}
     parts.append(
         f"time: {medians['with']:.2f} s with, {medians['without']:.2f} s without (medians of the "
@@ -173,42 +164,14 @@ def render_text(result: Mapping[str, Any]) -> str:
     return "\n\n".join(parts)
 
 
-def _describe_scalar(fit: Mapping[str, Any], condition: str, name: str) -> str:
-    entry = fit[condition]["scalars"].get(name)
-    if entry is None:
-        return f"{name}, {condition}: not logged in every run"
-    if entry["distinct"] == 1:
-        return f"{name}, {condition}: {entry['least']} in every run"
-    span = f"{entry['least']} to {entry['greatest']}"
-    return f"{name}, {condition}: {entry['distinct']} values, {span}"
-
-
-def _format_runs(entry: Mapping[str, Any], form: Callable[..., str]) -> str:
-    """Return the table of the runs in one condition."""
-    rows = [RunRow(**run) for run in entry["runs"]]
-    return form(list_run_columns(rows), rows)
-
-
 def render_markdown(result: Mapping[str, Any], command: Sequence[str]) -> str:
     """Return the result as a page."""
     runs = f"`{' '.join(command)}`, {result['runs']} runs in each condition."
     parts = ["# Audit of a training", runs, _EXPLANATION]
     for fit in result["fits"]:
         parts.append(f"## {fit['fit']}")
-        for condition in CONDITIONS:
-            table = _format_runs(fit[condition], format_markdown_table)
-            parts += [f"### Runs {condition} determinism", table]
-        without, with_ = (fit[condition] for condition in CONDITIONS)
-        moments = [
-            (str(one["epoch"]) if one["moment"] == "epoch" else one["moment"], (one, other))
-            for one, other in zip(without["moments"], with_["moments"], strict=False)
-        ]
-        for title, first, names, rows in (
-            ("Loss and metrics", "value", _VALUES, _pair_up(fit, "scalars")),
-            ("Weights by epoch", "epoch", ("distinct", *_DISTANCES), moments),
-            ("Weights by layer, at the end", "layer", _DISTANCES, _pair_up(fit, "layers")),
-        ):
-            parts += [f"### {title}", format_markdown_table(_list_columns(first, names), rows)]
+        for title, table in _format_tables(fit, format_markdown_table):
+            parts += [f"### {title}", table]
     parts.append(
         "## Time\n\nSeconds of the whole command, imports included: "
         + "; ".join(f"{condition} {result['seconds'][condition]}" for condition in CONDITIONS)
@@ -217,14 +180,27 @@ def render_markdown(result: Mapping[str, Any], command: Sequence[str]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-_VALUES = ("distinct", "least", "greatest", "deviation")
-_DISTANCES = ("distance", "tensors")
-
-
-def _pair_up(fit: Mapping[str, Any], key: str) -> list[tuple[str, _Pair]]:
-    """Return (name, its figures in both conditions) of each value or layer."""
-    without, with_ = (fit[condition][key] for condition in CONDITIONS)
-    return [(f"`{name}`", (found, with_.get(name, {}))) for name, found in without.items()]
+def _format_tables(fit: Mapping[str, Any], form: Callable[..., str]) -> Iterator[tuple[str, str]]:
+    """Yield the title and the text of each table of a fit."""
+    without, with_ = (fit[condition] for condition in CONDITIONS)
+    for condition in CONDITIONS:
+        rows = fit[condition]["runs"]
+        yield f"Runs {condition} determinism", form(list_run_columns(rows), rows)
+    values, distances = ("distinct", "least", "greatest", "deviation"), ("distance", "tensors")
+    moments = [
+        (str(one["epoch"]) if one["moment"] == "epoch" else one["moment"], (one, other))
+        for one, other in zip(without["moments"], with_["moments"], strict=False)
+    ]
+    scalars, layers = (
+        [(name, (found, with_[key].get(name, {}))) for name, found in without[key].items()]
+        for key in ("scalars", "layers")
+    )
+    for title, first, names, pairs in (
+        ("Loss and metrics", "value", values, scalars),
+        ("Weights by epoch", "epoch", ("distinct", *distances), moments),
+        ("Weights by layer, at the end", "layer", distances, layers),
+    ):
+        yield title, form(_list_columns(first, names), pairs)
 
 
 def _list_columns(first: str, names: Sequence[str]) -> list[Column[tuple[str, _Pair]]]:

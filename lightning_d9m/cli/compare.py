@@ -8,25 +8,17 @@ from pathlib import Path
 from lightning_d9m.cli.arguments import FORMAT, LEDGERS, choose_ledgers
 from lightning_d9m.comparison.ledgers import compare_ledgers
 from lightning_d9m.comparison.noise import judge_change
-from lightning_d9m.comparison.weight_distance import DistanceSeries
 from lightning_d9m.errors import LedgerError, SettingError, file_errors
 from lightning_d9m.launch.progress import show_progress
 from lightning_d9m.ledger.folder import Ledger, read_ledger, search_ledgers
 from lightning_d9m.output.columns import print_result
 from lightning_d9m.output.comparison_text import format_evidence, state_verdict
 from lightning_d9m.output.noise_text import draw_noise, format_noise, list_noise_facts, state_noise
-from lightning_d9m.output.result_tables import format_distances, list_distances
-from lightning_d9m.output.terminal import (
-    find_command,
-    format_next_steps,
-    list_next_steps,
-    terminal_width,
-)
+from lightning_d9m.output.terminal import find_command, format_next_steps, list_next_steps
 from lightning_d9m.text import printable
 
 ARGUMENTS = f"""{LEDGERS}{FORMAT}
--v, --verbose  show whole digests, the bits of numbers, and how far the weights of each layer are
-    apart
+-v, --verbose  show whole digests and the bits of numbers
 --noise DIR ...  compare the difference of the two trainings with that of runs without the change: a
     folder with at least three, as d9m repeat or d9m audit model leaves it; may be given several
     times. Exit status 0: noise explains the difference
@@ -46,21 +38,14 @@ def run(arguments: argparse.Namespace) -> int:
             "--value and --plot are only for --noise, the runs that show what noise does. Add "
             "--noise DIR, or leave them out."
         )
-    verbose = arguments.verbose
-    distances = DistanceSeries()
     with show_progress("records compared") as progress:
-        watch = distances.watch if verbose else None
-        comparison = compare_ledgers(expected, actual, progress=progress, watch=watch)
-    facts = comparison.as_json() | ({"distances": list_distances(distances)} if verbose else {})
-    evidence = format_evidence(comparison, verbose=verbose)
-    if arguments.format == "text":
-        if distances.moments and not comparison.equal:
-            evidence += format_distances(distances, terminal_width())
-        if comparison.verdict == "different":
-            command = f"-- {printable(find_command((expected, actual)) or 'COMMAND')}"
-            ledgers = printable(" ".join(shlex.quote(str(path)) for path in paths))
-            evidence += format_next_steps(list_next_steps(command, ledgers))
-    print_result(arguments.format, facts, evidence, state_verdict(comparison))
+        comparison = compare_ledgers(expected, actual, progress=progress)
+    evidence = format_evidence(comparison, verbose=arguments.verbose)
+    if arguments.format == "text" and comparison.verdict == "different":
+        command = f"-- {printable(find_command((expected, actual)) or 'COMMAND')}"
+        ledgers = printable(" ".join(shlex.quote(str(path)) for path in paths))
+        evidence += format_next_steps(list_next_steps(command, ledgers))
+    print_result(arguments.format, comparison.as_json(), evidence, state_verdict(comparison))
     return 0 if comparison.equal else 1
 
 

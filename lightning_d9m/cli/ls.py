@@ -1,7 +1,6 @@
 """``d9m ls``: list the ledgers under a folder."""
 
 import argparse
-from dataclasses import asdict
 from pathlib import Path
 
 from lightning_d9m.launch.progress import show_progress
@@ -30,5 +29,5 @@ def run(arguments: argparse.Namespace) -> int:
             if progress is not None:
                 progress(len(rows))
     lines = format_ledgers(rows, terminal_width()).splitlines()
-    print_result(arguments.format, list(map(asdict, rows)), lines)
+    print_result(arguments.format, rows, lines)
     return 0

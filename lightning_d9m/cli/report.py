@@ -68,7 +68,7 @@ def _compare_runs(runs: Mapping[int, Run], folder: Path) -> ComparedRuns:
     values = [found.values for (_, name), found in timelines.items() if name == shown.name]
     return ComparedRuns(
         shown.comparison,
-        timelines[shown.row.run, shown.name],
+        timelines[shown.row["run"], shown.name],
         (runs[1].fits[shown.name], shown.ledger),
         report,
         values,

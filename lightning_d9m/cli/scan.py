@@ -4,14 +4,13 @@ import argparse
 import os
 import sys
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 
 from lightning_d9m.errors import SettingError
 from lightning_d9m.lint.files import list_files
 from lightning_d9m.lint.fixes import fix_text
 from lightning_d9m.lint.rules import RULES
-from lightning_d9m.lint.scanner import choose_version, scan_entries
+from lightning_d9m.lint.scanner import read_torch_version, scan_file
 from lightning_d9m.lint.source import read_source
 from lightning_d9m.output.lint_text import render_json, render_sarif, render_text
 from lightning_d9m.output.terminal import terminal_width
@@ -26,17 +25,14 @@ paths:PATH*  files and folders (default: the current folder)
 --select RULES ...  only these rules, by ids or prefixes of ids, separated by commas: D9M2,D9M301
 --ignore RULES ...  not these rules, by ids or prefixes of ids, separated by commas: D9M2,D9M301
 --exclude GLOB ...  leave out paths or names that match
---no-gitignore  scan files that git ignores, too
---torch VERSION  the torch release that decides about ops (default: the installed one)
 --deterministic  assume deterministic algorithms: leave out ops that vary only without them
     (D9M103). The default if a scanned file turns them on
---jobs N  processes (default: 1)
 --fix  edit the files where there is one right answer (a missing seed becomes 0, a listing or a set
     of strings is sorted), then report what is left
 | --diff  print what --fix would edit
 --rules  list the rules and exit
 """
-SETTINGS: dict[str, dict[str, object]] = {"exclude": {"default": []}, "jobs": {"default": 1}}
+SETTINGS: dict[str, dict[str, object]] = {"exclude": {"default": []}}
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -45,20 +41,19 @@ def run(arguments: argparse.Namespace) -> int:
         for rule in RULES.values():
             print(f"{rule.id}  {rule.severity:8}{rule.name}")
         return 0
-    rules = choose_rules(arguments.select, arguments.ignore)
-    torch_version = choose_version(arguments.torch)
+    chosen = _expand(arguments.select) if arguments.select else set(RULES)
+    rules = frozenset(chosen - _expand(arguments.ignore or ()))
     paths = arguments.paths or [Path()]
-    entries = list(list_files(paths, arguments.exclude, ignored=arguments.no_gitignore))
     # Relative to the current folder if they are inside.
     here = f"{Path.cwd()}{os.sep}"
-    shown = (own.path.removeprefix(here).removeprefix(f".{os.sep}") or own.path for own in entries)
-    entries = [replace(own, path=path) for own, path in zip(entries, shown, strict=True)]
-    scans = scan_entries(entries, torch_version, rules, arguments.jobs)
+    files = {
+        path.removeprefix(here).removeprefix(f".{os.sep}") or path: problem
+        for path, problem in list_files(paths, arguments.exclude).items()
+    }
+    scans = {path: scan_file(path, rules, problem) for path, problem in files.items()}
     if arguments.fix or arguments.diff:
-        edited = [entry.path for entry, scan in zip(entries, scans, strict=True) if scan.edits]
-        fixes = [
-            fix_text(read_source(Path(path)).text, path, torch_version, rules) for path in edited
-        ]
+        edited = [path for path, scan in scans.items() if scan.edits]
+        fixes = [fix_text(read_source(Path(path)).text, path, rules) for path in edited]
         if arguments.diff:
             print("".join(fix.as_diff() for fix in fixes), end="")
             return 1 if fixes else 0
@@ -66,14 +61,14 @@ def run(arguments: argparse.Namespace) -> int:
             fix.write()
         counted = pluralize(sum(fix.count for fix in fixes), "finding")
         print(f"fixed: {counted} in {pluralize(len(fixes), 'file')}", file=sys.stderr)
-        scans = scan_entries(entries, torch_version, rules, arguments.jobs)
-    turned_on = arguments.deterministic or any(scan.turns_on for scan in scans)
-    found = [finding for scan in scans for finding in scan.findings]
+        scans |= {path: scan_file(path, rules) for path in edited}
+    turned_on = arguments.deterministic or any(scan.turns_on for scan in scans.values())
+    found = [finding for scan in scans.values() for finding in scan.findings]
     findings = sorted(f for f in found if not (turned_on and f.rule == _FLAGGED))
     summary = {
-        "torch": torch_version,
-        "files": len(entries),
-        "lines": sum(scan.lines for scan in scans),
+        "torch": read_torch_version(),
+        "files": len(files),
+        "lines": sum(scan.lines for scan in scans.values()),
         "deterministic": turned_on,
     }
     if arguments.format == "json":
@@ -86,17 +81,8 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if findings else 0
 
 
-def choose_rules(select: Iterable[str] | None, ignore: Iterable[str] | None) -> frozenset[str]:
-    """Return the ids that ``--select`` names, without those that ``--ignore`` names.
-
-    Raises:
-        SettingError: If a word does not match a rule.
-    """
-    chosen = _expand(select) if select else set(RULES)
-    return frozenset(chosen - _expand(ignore or ()))
-
-
 def _expand(words: Iterable[str]) -> set[str]:
+    """Return the ids of the rules that words name: ids or prefixes of ids."""
     ids: set[str] = set()
     for word in ",".join(words).split(","):
         if not (prefix := word.strip().upper()):

@@ -8,7 +8,7 @@ This module imports torch only to look up an operation.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from lightning_d9m.comparison.differences import Divergence
+from lightning_d9m.comparison.differences import KIND_OF_GROUP, Divergence
 from lightning_d9m.comparison.ledgers import Comparison
 from lightning_d9m.comparison.timeline import module_of
 from lightning_d9m.ledger.kinds import PROBE_KINDS, ROOT
@@ -201,9 +201,12 @@ _INITIAL = {
     "optimizers": "initial settings",
     "schedulers": "initial settings",
 }
-# Kind of probe by the group of digests at the end of an epoch.
-_KINDS = {"weights": "weight", "buffers": "buffer", "optimizers": "optimizer"}
-_KINDS |= {"schedulers": "optimizer settings", "loss": "scalar", "scalars": "scalar"}
+# Kind of what differs by the group of digests at the end of an epoch.
+_KINDS = {
+    **KIND_OF_GROUP,
+    **dict.fromkeys(("loss", "scalars"), "scalar"),
+    "schedulers": "optimizer settings",
+}
 _INSIDE = ("input", "output", "loss", "grad_output", "local_gradient")
 
 
@@ -240,8 +243,8 @@ def advise(comparison: Comparison) -> str:
 def _find_cause(comparison: Comparison, *, batches_seen: bool) -> Cause:
     found = earliest_divergences(comparison)
     if not found:
-        alone = [side.records for rank in comparison.ranks for side in (rank.expected, rank.actual)]
-        longer = any(side.count for side in alone)
+        sides = [side for rank in comparison.ranks for side in (rank.expected, rank.actual)]
+        longer = any(side.records for side in sides)
         return _CAUSES["length" if longer else "unknown"]
     name = _cause_of(found, len(comparison.ranks), batches_seen=batches_seen)
     if name == "scalar":

@@ -8,10 +8,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from itertools import chain
 from typing import NamedTuple, TypeAlias
 
-from lightning_d9m.ledger.format.frames import Batch, unpack_places
 from lightning_d9m.ledger.format.records import (
+    Batch,
     Digests,
     Header,
     Json,
@@ -35,6 +36,8 @@ OTHER = "other fields"
 # The kinds that each rank computes alone: from the inputs up to the exchange of gradients.
 _COMPUTED = PROBE_KINDS[PROBE_KINDS.index("input") : PROBE_KINDS.index("gradient")]
 GROUPS = ("weights", "buffers", "optimizers", "schedulers")
+# Kind of probe by the group of digests that holds the same values.
+KIND_OF_GROUP = {"weights": "weight", "buffers": "buffer", "optimizers": "optimizer"}
 
 # Settings in which two comparable runs may differ, each with the reason.
 INFORMATIONAL_SETTINGS = {
@@ -216,32 +219,22 @@ def name_call(name: str, call: int) -> str:
     return f"{name} (call {call})" if call else name
 
 
-def header_refusals(expected: Header, actual: Header) -> list[FieldDifference]:
-    """Return the fields of two headers that make their runs incomparable."""
-    names = ["seed", "fit", "world_size"]
-    if same_logical_ranks(expected.stack, actual.stack):
-        names.remove("world_size")
-    fields = [
-        FieldDifference(name, getattr(expected, name), getattr(actual, name))
-        for name in names
-        if getattr(expected, name) != getattr(actual, name)
-    ]
-    settings = table_differences(expected.settings, actual.settings)
-    return fields + [
-        FieldDifference(f"settings.{name}", *values)
-        for name, *values in settings
-        if name not in INFORMATIONAL_SETTINGS
-    ]
-
-
-def setting_differences(expected: Header, actual: Header) -> list[FieldDifference]:
-    """Return the settings that differ without making the runs incomparable."""
-    settings = table_differences(expected.settings, actual.settings)
-    return [
-        FieldDifference(*entry)
-        for entry in settings
-        if entry[0] in INFORMATIONAL_SETTINGS and entry[0] != "seed"
-    ]
+def header_differences(
+    expected: Header, actual: Header
+) -> tuple[list[FieldDifference], list[FieldDifference]]:
+    """Return the fields that make the runs of two headers incomparable, and other settings."""
+    any_processes = same_logical_ranks(expected.stack, actual.stack)
+    refusals, settings = [], []
+    for name in ("seed", "fit", *(() if any_processes else ("world_size",))):
+        if getattr(expected, name) != getattr(actual, name):
+            values = getattr(expected, name), getattr(actual, name)
+            refusals.append(FieldDifference(name, *values))
+    for name, *both in table_differences(expected.settings, actual.settings):
+        if name not in INFORMATIONAL_SETTINGS:
+            refusals.append(FieldDifference(f"settings.{name}", *both))
+        elif name != "seed":
+            settings.append(FieldDifference(name, *both))
+    return refusals, settings
 
 
 def run_refusals(expected: RunFacts, actual: RunFacts) -> list[FieldDifference]:
@@ -322,50 +315,37 @@ def record_difference(expected: Record, actual: Record) -> Divergence | None:
 
 
 def _tables(expected: Record, actual: Record) -> dict[str, tuple[Table, Table]]:
-    """Return the contents of two records by group."""
+    """Return the contents of two records by group: the digests, or the fields that are compared."""
     if not isinstance(expected, Digests) or not isinstance(actual, Digests):
-        one, other = _list_fields(expected), _list_fields(actual)
-        return {expected.kind: (one, other)}
-    digests = (expected, actual)
+        fields: list[dict[str, Json]] = [{}, {}]
+        for record, own in zip((expected, actual), fields, strict=True):
+            for name, value in record.as_record().items():
+                if name not in record.uncompared:
+                    inner = value if isinstance(value, Mapping) else {}
+                    own.update({f"{name}.{key}": entry for key, entry in inner.items()})
+                    own.update({} if isinstance(value, Mapping) else {name: value})
+        return {expected.kind: (fields[0], fields[1])}
+    both = (expected, actual)
     groups = dict.fromkeys(GROUPS)
-    for record in digests:
-        groups |= dict.fromkeys((*record.groups, *record.totals))
-    losses = [{} if own.loss is None else {"loss": own.loss} for own in digests]
+    for digests in both:
+        groups |= dict.fromkeys((*digests.groups, *digests.totals))
+    tables: dict[str, tuple[Table, Table]] = {}
+    for group in groups:
+        totals = [{_TOTAL: r.totals[group]} if group in r.totals else {} for r in both]
+        if (group in expected.groups) != (group in actual.groups) and all(totals):
+            tables[group] = totals[0], totals[1]  # one record has no names
+        else:
+            named = [
+                {**r.groups.get(group, {}), **own} for r, own in zip(both, totals, strict=True)
+            ]
+            tables[group] = named[0], named[1]
+    losses = [{} if own.loss is None else {"loss": own.loss} for own in both]
     return {
-        **{group: _group_tables(expected, actual, group) for group in groups},
+        **tables,
         "loss": (losses[0], losses[1]),
         "scalars": (expected.scalars, actual.scalars),
         "step": ({"global step": str(expected.step)}, {"global step": str(actual.step)}),
     }
-
-
-def _list_fields(record: Record) -> dict[str, Json]:
-    """Return the fields of a record that are compared; the entries of a table by their names."""
-    fields: dict[str, Json] = {}
-    for name, value in record.as_record().items():
-        if name not in record.uncompared:
-            table = (
-                {f"{name}.{key}": own for key, own in value.items()}
-                if isinstance(value, Mapping)
-                else {name: value}
-            )
-            fields |= table
-    return fields
-
-
-def _group_tables(expected: Digests, actual: Digests, group: str) -> tuple[Table, Table]:
-    """Return the digests of a group in both records; only totals if one record has no names."""
-    unnamed = (group in expected.groups) != (group in actual.groups)
-    totals_only = unnamed and group in expected.totals and group in actual.totals
-    one, other = (
-        {} if totals_only else dict(record.groups.get(group, {})) for record in (expected, actual)
-    )
-    totals = expected.totals.get(group), actual.totals.get(group)
-    if one or other or group not in expected.groups or totals[0] != totals[1]:
-        for table, total in zip((one, other), totals, strict=True):
-            if total is not None:
-                table[_TOTAL] = total
-    return one, other
 
 
 def batch_difference(expected: Batch, actual: Batch) -> Divergence:
@@ -376,19 +356,19 @@ def batch_difference(expected: Batch, actual: Batch) -> Divergence:
     places = []
     if expected.step != actual.step:
         steps = str(expected.step), str(actual.step)
-        places.append(PlaceDifference(expected.offset, OTHER, "global step", 0, *steps))
+        places.append(PlaceDifference(0, OTHER, "global step", 0, *steps))
     places += [
-        PlaceDifference(expected.offset + n, *place, one[n].hex(), other[m].hex())
+        PlaceDifference(n, *place, one[n].hex(), other[m].hex())
         for place, n, m in both
         if one[n] != other[m]
     ]
     alone = [
-        PlaceDifference(expected.offset + n, *key[0], one[n].hex(), None)
+        PlaceDifference(n, *key[0], one[n].hex(), None)
         for key, n in ours.items()
         if key not in theirs
     ]
     alone += [
-        PlaceDifference(actual.offset + n, *key[0], None, other[n].hex())
+        PlaceDifference(n, *key[0], None, other[n].hex())
         for key, n in theirs.items()
         if key not in ours
     ]
@@ -410,12 +390,11 @@ def batch_difference(expected: Batch, actual: Batch) -> Divergence:
 
 # A training has few layouts.
 @lru_cache(maxsize=4)
-def _number_places(layouts: tuple[bytes, ...]) -> Mapping[tuple[ProbeKey, int], int]:
+def _number_places(layouts: tuple[tuple[ProbeKey, ...], ...]) -> Mapping[tuple[ProbeKey, int], int]:
     """Return the index of each place by (place, how often the batch has it before)."""
     seen: Counter[ProbeKey] = Counter()
     numbers: dict[tuple[ProbeKey, int], int] = {}
-    for token in layouts:
-        for place in unpack_places(token):
-            numbers[place, seen[place]] = len(numbers)
-            seen[place] += 1
+    for place in chain.from_iterable(layouts):
+        numbers[place, seen[place]] = len(numbers)
+        seen[place] += 1
     return numbers

@@ -12,20 +12,19 @@ from pathlib import Path
 from typing import Literal, TypeAlias
 
 from lightning_d9m.comparison.differences import (
+    KIND_OF_GROUP,
     Divergence,
     FieldDifference,
     find_difference,
-    header_refusals,
+    header_differences,
     name_call,
     run_refusals,
-    setting_differences,
 )
 from lightning_d9m.ledger.folder import Ledger, read_ledger
-from lightning_d9m.ledger.format.frames import Batch
 from lightning_d9m.ledger.format.reader import RankReader
 from lightning_d9m.ledger.format.records import (
+    Batch,
     Digests,
-    FramesEnd,
     Header,
     ProbeLayout,
     RankDrift,
@@ -53,28 +52,10 @@ from lightning_d9m.text import escape
 LOGGED = frozenset({"scalar", "scalars"})
 EVALUATED = LOGGED | {"evaluation"}
 _TICK = 2**16
+_Fields: TypeAlias = dict[str, FieldDifference]
 RecordPair: TypeAlias = tuple[Item | None, Item | None]
-# A batch with more places is compared in parts of about so many, which bounds memory.
-_PART_PLACES = 2**17
 
 RecordObserver: TypeAlias = Callable[[int, Item | None, Item | None, Divergence | None], None]
-
-
-@dataclass(frozen=True, slots=True)
-class OneSided:
-    """Records that only one of two runs has.
-
-    Attributes:
-        count: Their number.
-        first: Description of the first of them; empty if there is none.
-    """
-
-    count: int = 0
-    first: str = ""
-
-    def add(self, count: int, first: str) -> "OneSided":
-        """Return these and further records."""
-        return OneSided(self.count + count, self.first or first)
 
 
 @dataclass(slots=True)
@@ -82,15 +63,19 @@ class Side:
     """One of two runs: what only its file of a rank has, and how the file ends.
 
     Attributes:
-        records: Records that the other run does not have.
-        places: Places, in batches of both, that the other run does not have.
+        records: Number of records that the other run does not have.
+        first_record: Description of the first of them; empty if there is none.
+        places: Number of places, in batches of both, that the other run does not have.
+        first_place: Description of the first of them; empty if there is none.
         complete: Whether the run wrote its last record; a killed run does not.
         truncated: Whether its last record is torn and was skipped.
         breaks: Where the run was interrupted and resumed.
     """
 
-    records: OneSided = OneSided()
-    places: OneSided = OneSided()
+    records: int = 0
+    first_record: str = ""
+    places: int = 0
+    first_place: str = ""
     complete: bool = False
     truncated: bool = False
     breaks: tuple[Break, ...] = ()
@@ -98,7 +83,7 @@ class Side:
     @property
     def alone(self) -> int:
         """Number of records and places that the other run does not have."""
-        return self.records.count + self.places.count
+        return self.records + self.places
 
 
 @dataclass(slots=True)
@@ -138,14 +123,6 @@ class RankComparison:
     differing_places: int = 0
     groups: tuple[str, ...] = ()
     divergence: Divergence | None = None
-    # The last batch that was counted, and the last one that was counted as differing.
-    _batch: tuple[int, int] | None = None
-    _differing_batch: tuple[int, int] | None = None
-
-    def begins(self, item: Batch) -> bool:
-        """Return whether some probes are the first of their batch that are counted."""
-        known, self._batch = self._batch, (item.epoch, item.batch)
-        return self._batch != known
 
     def count(self, item: Item, found: Divergence | None) -> None:
         """Count a pair of counterparts, of which one is given, and how they differ."""
@@ -156,18 +133,17 @@ class RankComparison:
             self.digests += isinstance(item, Digests)
             self.epochs += isinstance(item, Digests) and item.moment == "epoch"
         else:
-            self.batches += self.begins(item)
+            self.batches += 1
             self.places += item.size if found is None else found.compared
             self.differing_places += differing
-            if differing and self._batch != self._differing_batch:
-                self.differing_batches += 1
-                self._differing_batch = self._batch
+            self.differing_batches += bool(differing)
         if found is None:
             return
         for side, run in ((self.expected, "actual"), (self.actual, "expected")):
             if places := [place for place in found.one_sided if getattr(place, run) is None]:
                 name = f"{places[0].kind} {name_call(places[0].name, places[0].call)}"
-                side.places = side.places.add(len(places), f"{escape(name)} in {found.where}")
+                side.places += len(places)
+                side.first_place = side.first_place or f"{escape(name)} in {found.where}"
         if differing and self.trained_alike:
             self.groups = tuple(dict.fromkeys((*self.groups, *found.by_kind)))
         if differing and self.divergence is None:
@@ -177,7 +153,6 @@ class RankComparison:
         """Return the comparison as JSON types; the names are those of the attributes."""
         found = self.divergence
         facts = asdict(replace(self, divergence=None))
-        del facts["_batch"], facts["_differing_batch"]
         return facts | {"divergence": None if found is None else found.as_json()}
 
     @property
@@ -258,7 +233,7 @@ class Comparison:
         """The most that differs: the first two only if the runs have the same records."""
         alone = (self.ranks_only_expected, self.ranks_only_actual)
         sides = [side for rank in self.ranks for side in (rank.expected, rank.actual)]
-        longer = any(side.records.count for side in sides)
+        longer = any(side.records for side in sides)
         if any(alone) or longer or not all(rank.trained_alike for rank in self.ranks):
             return "training"
         logged = all(LOGGED.issuperset(rank.groups) for rank in self.ranks)
@@ -334,16 +309,19 @@ def compare_ledgers(
     common = [rank for rank in expected.files if rank in actual.files]
     headers: list[tuple[tuple[int, ...], Header, Header]]
     headers = [((rank,), expected.headers[rank], actual.headers[rank]) for rank in common]
-    stack, settings, refusals = _FieldTable(), _FieldTable(), _FieldTable()
+    stack: _Fields = {}
+    settings: _Fields = {}
+    refusals: _Fields = {}
     for where, one, other in headers or [((), expected.header, actual.header)]:
         differing = stack_differences(one.stack, other.stack)
-        stack.add([FieldDifference(*entry) for entry in differing], where)
-        settings.add(setting_differences(one, other), where)
-        refusals.add(header_refusals(one, other), where)
+        _add_fields(stack, [FieldDifference(*entry) for entry in differing], where)
+        refused, others = header_differences(one, other)
+        _add_fields(settings, others, where)
+        _add_fields(refusals, refused, where)
     any_processes = same_logical_ranks(expected.header.stack, actual.header.stack)
     same_size = expected.header.world_size == actual.header.world_size
     ranks: list[RankComparison] = []
-    for rank in () if refusals.found else common:
+    for rank in () if refusals else common:
         done = sum(entry.records + entry.places for entry in ranks)
         with expected.open(rank) as one_file, actual.open(rank) as other_file:
 
@@ -354,7 +332,7 @@ def compare_ledgers(
             files = (one_file, other_file)
             comparison, found_in_run = _compare_rank(rank, files, tick, watch, probes=same_size)
         ranks.append(comparison)
-        refusals.add(found_in_run, (rank,))
+        _add_fields(refusals, found_in_run, (rank,))
     alone = [
         () if any_processes else tuple(rank for rank in one.files if rank not in other.files)
         for one, other in ((expected, actual), (actual, expected))
@@ -362,9 +340,9 @@ def compare_ledgers(
     return Comparison(
         expected=expected.path,
         actual=actual.path,
-        stack=tuple(stack.found.values()),
-        settings=tuple(settings.found.values()),
-        refusals=tuple(refusals.found.values()),
+        stack=tuple(stack.values()),
+        settings=tuple(settings.values()),
+        refusals=tuple(refusals.values()),
         ranks=tuple(ranks),
         ranks_only_expected=alone[0],
         ranks_only_actual=alone[1],
@@ -386,17 +364,11 @@ def _compare_initial(*ledgers: Ledger) -> tuple[str, ...] | None:
     return tuple(name for name in {**one, **other} if one.get(name) != other.get(name))
 
 
-class _FieldTable:
-    """Fields that differ; those that differ in the same way on several ranks are one."""
-
-    def __init__(self) -> None:
-        self.found: dict[str, FieldDifference] = {}
-
-    def add(self, fields: Iterable[FieldDifference], ranks: tuple[int, ...]) -> None:
-        """Add the fields that differ on some ranks."""
-        for entry in fields:
-            known = self.found.setdefault(repr(entry), entry)
-            self.found[repr(entry)] = replace(known, ranks=(*known.ranks, *ranks))
+def _add_fields(table: _Fields, fields: Iterable[FieldDifference], ranks: tuple[int, ...]) -> None:
+    """Add the fields that differ on some ranks; those that differ in the same way are one."""
+    for entry in fields:
+        known = table.setdefault(repr(entry), entry)
+        table[repr(entry)] = replace(known, ranks=(*known.ranks, *ranks))
 
 
 def _compare_rank(
@@ -416,11 +388,12 @@ def _compare_rank(
         assert item is not None, "one run has it"
         found = None
         if isinstance(item, Batch) and not probes:
-            result.uncompared_batches += result.begins(item)
+            result.uncompared_batches += 1
             continue
         if one is None or other is None:
             side = result.actual if one is None else result.expected
-            side.records = side.records.add(1, describe_record(item))
+            side.records += 1
+            side.first_record = side.first_record or describe_record(item)
         elif one is not other and isinstance(one, RunFacts) and isinstance(other, RunFacts):
             result.records += 1
             if refusals := run_refusals(one, other):
@@ -440,10 +413,6 @@ def _compare_rank(
     return result, refusals
 
 
-# Kind of probe by the group of the entry that the run itself found to differ.
-_KINDS = {"weights": "weight", "buffers": "buffer", "optimizers": "optimizer"}
-
-
 def find_rank_drift(ledger: Ledger) -> Divergence | None:
     """Return where the entry that ended a run with a ``DriftError`` first differs between ranks.
 
@@ -460,7 +429,7 @@ def find_rank_drift(ledger: Ledger) -> Divergence | None:
     known = next((end.drift for end in ends if end is not None and end.drift is not None), None)
     if known is None or not {known.rank, reference_rank(known)} <= ledger.files.keys():
         return None
-    kinds = {_KINDS.get(known.group)}
+    kinds = {KIND_OF_GROUP.get(known.group)}
     with ledger.open(reference_rank(known)) as one_file, ledger.open(known.rank) as other_file:
         for one, other in align_records(one_file, other_file):
             # Probes hold the digests of shards, which differ.
@@ -495,8 +464,7 @@ def align_records(*readers: RankReader) -> Iterator[RecordPair]:
 
     Yields:
         (record, its counterpart), the same object twice if they are equal; (record, None) or
-        (None, record) if only one run has it. The probes of a batch come as one ``Batch``, or as
-        several of at least 131,072 places.
+        (None, record) if only one run has it. The probes of a batch come as one ``Batch``.
     """
     streams = [_place_records(reader) for reader in readers]
     heads = [next(stream, None) for stream in streams]
@@ -531,38 +499,18 @@ def _list_alone(waiting: Mapping[Key, Iterable[tuple[int, Item]]]) -> Iterator[R
 
 
 def _place_records(reader: RankReader) -> Iterator[tuple[LedgerPosition, Key, Item]]:
-    """Yield (place, key, record) of a run, sorted by place."""
+    """Yield (place, key, record) of a run, sorted by place; the parts of a batch are joined."""
+
+    def name(item: Item) -> object:
+        return (item.epoch, item.batch, item.step) if isinstance(item, Batch) else object()
+
     place = LEDGER_START
-    for item in _join_batches(reader):
+    records = (item for item in reader.records() if not isinstance(item, ProbeLayout))
+    for _, group in groupby(records, key=name):
+        item, *others = group
+        if isinstance(item, Batch):
+            parts = [item, *(part for part in others if isinstance(part, Batch))]
+            layouts = tuple(chain.from_iterable(part.layouts for part in parts))
+            item = replace(item, layouts=layouts, digests=b"".join(part.digests for part in parts))
         place = record_place(item, place)
         yield place, record_key(item), item
-
-
-def _join_batches(reader: RankReader) -> Iterator[Item]:
-    """Yield the records of a ledger but those about layouts; the parts of a batch are joined."""
-    known: tuple[int, int] | None = None  # the last batch
-    offset = 0  # the places of it that came before
-    records = (item for item in reader.records() if not isinstance(item, ProbeLayout | FramesEnd))
-
-    def name(item: Item) -> tuple[int, ...]:
-        return (item.epoch, item.batch, item.step) if isinstance(item, Batch) else ()
-
-    for _, group in groupby(records, key=name):
-        whole: Batch | None = None
-        for item in group:
-            if not isinstance(item, Batch):
-                yield item
-                continue
-            if (item.epoch, item.batch) != known:
-                known, offset = (item.epoch, item.batch), 0
-            if whole is None:
-                whole = replace(item, offset=offset)
-            else:
-                layouts, digests = whole.layouts + item.layouts, whole.digests + item.digests
-                whole = replace(whole, layouts=layouts, digests=digests)
-            offset += item.size
-            if whole.size >= _PART_PLACES:
-                yield whole
-                whole = None
-        if whole is not None:
-            yield whole

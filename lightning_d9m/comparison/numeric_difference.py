@@ -146,9 +146,7 @@ class Spread:
         distinct: Number of distinct outputs by their digests.
         vs: Mean Vs over the runs; None for outputs of several numbers.
         vermv: Mean Vermv over the runs.
-        vermv_max: Greatest Vermv of a run.
         vc: Mean Vc over the runs.
-        vc_max: Greatest Vc of a run.
         ulps: Greatest ulp distance of an element in any run.
     """
 
@@ -156,9 +154,7 @@ class Spread:
     distinct: int
     vs: float | None
     vermv: float
-    vermv_max: float
     vc: float
-    vc_max: float
     ulps: int
 
 
@@ -200,9 +196,7 @@ class SpreadMeter:
             distinct=len(self._digests),
             vs=None if found[-1].vs is None else mean(run.vs or 0.0 for run in found),
             vermv=mean(run.vermv for run in found),
-            vermv_max=max(run.vermv for run in found),
             vc=mean(run.vc for run in found),
-            vc_max=max(run.vc for run in found),
             ulps=max(run.ulps for run in found),
         )
 

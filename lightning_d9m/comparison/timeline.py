@@ -5,12 +5,12 @@ It is collected while two ledgers are compared.
 
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import chain
 from typing import TypeAlias
 
-from lightning_d9m.comparison.differences import Divergence, PlaceDifference
+from lightning_d9m.comparison.differences import Divergence
 from lightning_d9m.comparison.weight_distance import DistanceSeries
-from lightning_d9m.ledger.format.frames import Batch, unpack_places
-from lightning_d9m.ledger.format.records import Digests
+from lightning_d9m.ledger.format.records import Batch, Digests, ProbeKey
 from lightning_d9m.ledger.keys import Item
 from lightning_d9m.ledger.kinds import ROOT
 
@@ -91,8 +91,13 @@ class Timeline:
         item = other or one
         if not isinstance(item, Batch | Digests):
             return
-        if isinstance(item, Digests):
-            self._take_values(rank, item, one, other)
+        self._rank = rank if self._rank is None else self._rank
+        if isinstance(item, Digests) and item.moment == "epoch" and rank == self._rank:
+            values = [own.list_values() if isinstance(own, Digests) else {} for own in (one, other)]
+            for name in values[0] | values[1]:
+                if name in self.values or len(self.values) < MAX_SERIES:
+                    pair = (values[0].get(name), values[1].get(name))
+                    self.values.setdefault(name, []).append((item.step, *pair))
         if one is None or other is None:
             size = item.size if isinstance(item, Batch) else 1
             self.steps.add(rank, item.step, alone=size)
@@ -108,31 +113,17 @@ class Timeline:
         alone = 0 if found is None else len(found.one_sided)
         self.steps.add(rank, item.step, len(places), alone)
         for place in places:
-            self._differs((item.epoch, item.step, when), place)
-
-    def _take_values(self, rank: int, item: Digests, one: Item | None, other: Item | None) -> None:
-        self._rank = rank if self._rank is None else self._rank
-        if rank != self._rank or item.moment != "epoch":
-            return
-        values = [own.list_values() if isinstance(own, Digests) else {} for own in (one, other)]
-        for name in values[0] | values[1]:
-            if name in self.values or len(self.values) < MAX_SERIES:
-                pair = (values[0].get(name), values[1].get(name))
-                self.values.setdefault(name, []).append((item.step, *pair))
-
-    def _differs(self, when: tuple[int, int, int], place: PlaceDifference) -> None:
-        """Count a place of a module that differs in (epoch, step, batch)."""
-        path = module_of(place.kind, place.name)
-        self.steps.add(path, when[1], 1)
-        where = (*when, place.position, f"{place.kind} {place.name}")
-        self.firsts[path] = min(where, self.firsts.get(path, where))
+            path = module_of(place.kind, place.name)
+            self.steps.add(path, item.step, 1)
+            where = (item.epoch, item.step, when, place.position, f"{place.kind} {place.name}")
+            self.firsts[path] = min(where, self.firsts.get(path, where))
 
 
 # A training has few layouts.
 @lru_cache(maxsize=4)
-def _list_modules(layouts: tuple[bytes, ...]) -> frozenset[str]:
+def _list_modules(layouts: tuple[tuple[ProbeKey, ...], ...]) -> frozenset[str]:
     """Return the modules whose places a batch holds."""
-    places = (place for token in layouts for place in unpack_places(token))
+    places = chain.from_iterable(layouts)
     return frozenset(module_of(kind, name) for kind, name, _ in places)
 
 

@@ -79,8 +79,12 @@ def read_ends(ledger: Ledger) -> list[Digests]:
     Raises:
         LedgerError: If the fit did not finish.
     """
-    records = ledger.list_ends()
-    if not records:
+    records = [
+        record
+        for record in ledger.line_records(min(ledger.files))
+        if isinstance(record, Digests) and record.moment in ("epoch", "final")
+    ]
+    if not records or records[-1].moment != "final":
         raise LedgerError(
             f"The training of {ledger.path} did not finish, so it cannot be measured. Its log, "
             "output.log in the same folder, may say why. Use trainings that finished."

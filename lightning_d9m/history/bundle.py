@@ -20,13 +20,7 @@ import msgspec
 from lightning_d9m.errors import LedgerError, file_errors
 from lightning_d9m.history.secrets import SecretFilter
 from lightning_d9m.ledger.folder import Ledger, rank_path, read_ledger
-from lightning_d9m.ledger.format.frames import Batch, pack_places
-from lightning_d9m.ledger.format.records import (
-    SCHEMA,
-    FramesEnd,
-    ProbeLayout,
-    ProbesRecord,
-)
+from lightning_d9m.ledger.format.records import Batch, ProbeKey, ProbeLayout, ProbesRecord
 from lightning_d9m.ledger.format.writer import LedgerWriter
 from lightning_d9m.version import __version__
 
@@ -34,7 +28,7 @@ from lightning_d9m.version import __version__
 LOCATE_JSON = "locate.json"
 SIDES = ("reference", "this-run")
 _MANIFEST = "bundle.json"
-_LEDGER_FILE = re.compile(rf"(?:{'|'.join(SIDES)})/rank-\d{{1,9}}\.(?:jsonl|frames)", re.ASCII)
+_LEDGER_FILE = re.compile(rf"(?:{'|'.join(SIDES)})/rank-\d{{1,9}}\.jsonl", re.ASCII)
 _CONTEXT = 5
 _CALLED_AT = re.compile(r"(.+):(\d+) in ")
 MOST_BYTES = 4 * 2**30
@@ -121,19 +115,18 @@ def write_bundle(
 
 def _copy_records(ledger: Ledger, rank: int, path: Path, secrets: SecretFilter) -> None:
     """Write the records of one rank again, without secrets."""
-    numbers: dict[bytes, int] = {}
+    numbers: dict[tuple[ProbeKey, ...], int] = {}
     with LedgerWriter(path) as writer:
-        header = ledger.headers[rank].as_record()
-        writer.write({**secrets.clean_values(header), "schema": SCHEMA})
+        writer.write(secrets.clean_values(ledger.headers[rank].as_record()))
         for record in ledger.records(rank):
             if isinstance(record, Batch):
                 fields = {name: getattr(record, name) for name in ("epoch", "step", "batch")}
                 layout = numbers[record.layouts[0]]
                 writer.write(ProbesRecord(**fields, digests=record.digests, layout=layout))
             elif isinstance(record, ProbeLayout):
-                numbers[pack_places(record.places)] = record.id
+                numbers[record.places] = record.id
                 writer.write(record)
-            elif not isinstance(record, FramesEnd):  # of schema 2
+            else:
                 writer.write(secrets.clean_values(record.as_record()))
 
 
@@ -152,7 +145,7 @@ def _list_added(added: Sequence[Path]) -> dict[str, Path]:
 def _list_report(facts: Mapping[str, Any]) -> Iterator[str]:
     """Yield the report of `d9m locate`, and the lines that it names, as far as they are here."""
     yield from facts.get("report", [])
-    places = [(line.get("file"), line.get("file_line")) for line in facts.get("lines", [])]
+    places = [(line.get("file"), line.get("line")) for line in facts.get("lines", [])]
     if called := _CALLED_AT.match(str((facts.get("op") or {}).get("source"))):
         places.insert(0, (called[1], int(called[2])))
     for file, number in dict.fromkeys(places):

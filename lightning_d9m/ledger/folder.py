@@ -11,9 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_d9m.errors import LedgerError, file_errors
-from lightning_d9m.ledger.format.frames import Batch
 from lightning_d9m.ledger.format.reader import RankReader
-from lightning_d9m.ledger.format.records import MAX_RANKS, Digests, End, Header, Record
+from lightning_d9m.ledger.format.records import (
+    MAX_RANKS,
+    Batch,
+    Digests,
+    End,
+    Header,
+    Record,
+)
 from lightning_d9m.ledger.resumed_runs import open_lineage
 from lightning_d9m.text import escape
 
@@ -80,14 +86,12 @@ class Outcome:
         last: The last digests, whatever their moment.
         final: The digests of moment ``"final"``, if the fit got there.
         end: The record that ends the file; None when the run was killed.
-        truncated: Whether a torn record was dropped.
     """
 
     records: int
     last: Digests | None
     final: Digests | None
     end: End | None
-    truncated: bool
 
 
 @dataclass(frozen=True)
@@ -130,15 +134,6 @@ class Ledger:
         with self.open(rank) as reader:
             yield from reader.line_records()
 
-    def list_ends(self) -> list[Digests]:
-        """Return the ends of the epochs and of the fit, of the lowest rank; none if it is cut."""
-        records = [
-            record
-            for record in self.line_records(min(self.files))
-            if isinstance(record, Digests) and record.moment in ("epoch", "final")
-        ]
-        return records if records and records[-1].moment == "final" else []
-
     def outcome(self, rank: int) -> Outcome:
         """Read one rank's file to its end and return how the fit ended."""
         last = final = end = None
@@ -148,7 +143,7 @@ class Ledger:
                 if isinstance(record, Digests):
                     last = record
                     final = record if record.moment == "final" else final
-            return Outcome(reader.line, last, final, end, reader.truncated)
+            return Outcome(reader.line, last, final, end)
 
 
 def read_ledger(path: str | os.PathLike[str], *, ignoring: Path | None = None) -> Ledger:

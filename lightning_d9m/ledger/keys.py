@@ -2,8 +2,8 @@
 
 from typing import TypeAlias
 
-from lightning_d9m.ledger.format.frames import Batch
 from lightning_d9m.ledger.format.records import (
+    Batch,
     Digests,
     End,
     Evaluation,

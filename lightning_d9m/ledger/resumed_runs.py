@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TypeAlias
 
 from lightning_d9m.errors import LedgerError
-from lightning_d9m.ledger.format.frames import Batch
 from lightning_d9m.ledger.format.reader import RankReader
 from lightning_d9m.ledger.format.records import (
+    Batch,
     Digests,
     End,
     ProbeLayout,

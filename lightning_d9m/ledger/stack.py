@@ -149,7 +149,7 @@ def capture_stack(extra: Mapping[str, Scalar] | None = None) -> dict[str, Scalar
         Values by dotted name. Packages that are not installed and variables that are unset have no
         entry.
     """
-    stack = {**_capture_machine(), **_capture_packages(), **_capture_build()}
+    stack = {**_capture_installation(), **_capture_packages()}
     # A library that was built with -ffast-math may switch this on when it is loaded.
     stack["cpu.flush_denormal"] = sys.float_info.min / 2 == 0.0
     stack |= _capture_torch()
@@ -166,7 +166,10 @@ def _bounded(value: Scalar) -> Scalar:
 
 
 @cache
-def _capture_machine() -> Mapping[str, Scalar]:
+def _capture_installation() -> Mapping[str, Scalar]:
+    """Return what stays as it is in a process: the machine and torch's build."""
+    import torch
+
     stack: dict[str, Scalar] = {
         "python.version": platform.python_version(),
         "python.implementation": platform.python_implementation(),
@@ -179,7 +182,17 @@ def _capture_machine() -> Mapping[str, Scalar]:
     }
     with suppress(AttributeError, OSError, ValueError):
         stack["os.libc"] = os.confstr("CS_GNU_LIBC_VERSION")
-    return stack
+    built = torch.__config__.show()
+    lines = ["" if "CPU capability" in line else line for line in built.split("\n")]
+    return stack | {
+        # Compiler, flags and libraries; the CPU capability has a field of its own.
+        "torch.build": blake2b("\n".join(lines).encode(), digest_size=8).hexdigest(),
+        "torch.cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "torch.blas": _word_after("BLAS_INFO=", built),
+        "torch.mkl": _word_after("Math Kernel Library Version ", built),
+        "torch.onednn": _word_after("MKL-DNN ", built),
+        "torch.openmp": _word_after("OpenMP ", built),
+    }
 
 
 def _read_cpu_model() -> str:
@@ -206,23 +219,6 @@ def _capture_packages() -> Mapping[str, Scalar]:
             found = re.search(r"(?m)^Version:[ \t]*(\S+)[ \t]*$", text)
             stack[f"package.{name}"] = found[1] if found else distribution.version
     return stack
-
-
-@cache
-def _capture_build() -> Mapping[str, Scalar]:
-    import torch
-
-    built = torch.__config__.show()
-    lines = ["" if "CPU capability" in line else line for line in built.split("\n")]
-    return {
-        # Compiler, flags and libraries; the CPU capability has a field of its own.
-        "torch.build": blake2b("\n".join(lines).encode(), digest_size=8).hexdigest(),
-        "torch.cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "torch.blas": _word_after("BLAS_INFO=", built),
-        "torch.mkl": _word_after("Math Kernel Library Version ", built),
-        "torch.onednn": _word_after("MKL-DNN ", built),
-        "torch.openmp": _word_after("OpenMP ", built),
-    }
 
 
 def _capture_torch() -> dict[str, Scalar]:

@@ -3,7 +3,6 @@
 import os
 import subprocess
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -20,28 +19,14 @@ SKIPPED_FOLDERS = frozenset({
 _GIT_SECONDS = 30
 
 
-@dataclass(frozen=True)
-class SourceFile:
-    """A file to scan, or a path with the reason why it is not scanned.
+def list_files(paths: Sequence[Path], exclude: Iterable[str] = ()) -> dict[str, str]:
+    """Return each file once, in the order of the given paths and then of names.
 
-    Attributes:
-        path: The path as given, or below the given folder.
-        problem: The reason why it is not scanned; empty for a file to scan.
-    """
-
-    path: str
-    problem: str = ""
-
-
-def list_files(
-    paths: Sequence[Path], exclude: Iterable[str] = (), *, ignored: bool = False
-) -> Iterator[SourceFile]:
-    """Yield each file once, in the order of the given paths and then of names.
+    For each there is the reason why it is not scanned; empty for a file to scan.
 
     Args:
         paths: Files, scanned whatever their names are, and folders.
         exclude: Globs that a path below a folder, or a name, must not match.
-        ignored: Whether to yield files that git ignores, too.
 
     Raises:
         SettingError: If a path does not exist, or is neither a file nor a folder.
@@ -52,17 +37,18 @@ def list_files(
             raise SettingError(f"{str(path)!r} does not exist. Give a file or a folder to scan.")
         if path.exists() and not path.is_file() and not path.is_dir():
             raise SettingError(f"{str(path)!r} is neither a file nor a folder. Give one of these.")
+    files: dict[str, str] = {}
     seen: set[str] = set()
     for path in paths:
-        entries: Iterable[SourceFile] = [SourceFile(str(path))]
+        found: Iterable[tuple[str, str]] = [(str(path), "")]
         if path.is_dir():
-            skipped = frozenset() if ignored else find_ignored(path)
-            entries = _walk(str(path), patterns, skipped)
-        for entry in entries:
-            real = os.path.realpath(entry.path)
+            found = _walk(str(path), patterns, find_ignored(path))
+        for name, problem in found:
+            real = os.path.realpath(name)
             if real not in seen:
                 seen.add(real)
-                yield entry
+                files[name] = problem
+    return files
 
 
 def find_ignored(folder: Path) -> frozenset[str]:
@@ -82,7 +68,9 @@ def find_ignored(folder: Path) -> frozenset[str]:
     return frozenset() if done.returncode or "." in names else frozenset(names)
 
 
-def _walk(top: str, patterns: tuple[str, ...], skipped: frozenset[str]) -> Iterator[SourceFile]:
+def _walk(
+    top: str, patterns: tuple[str, ...], skipped: frozenset[str]
+) -> Iterator[tuple[str, str]]:
     """Yield the files below a folder; links to folders are not followed."""
     failed: list[OSError] = []
     for folder, folders, names in os.walk(top, onerror=failed.append):
@@ -101,7 +89,6 @@ def _walk(top: str, patterns: tuple[str, ...], skipped: frozenset[str]) -> Itera
         for name in sorted(kept.intersection(names)):
             path = Path(folder, name)
             if name.endswith(SUFFIXES) and (path.is_file() or path.is_symlink()):
-                yield SourceFile(os.path.join(folder, name))  # noqa: PTH118 - keeps a leading dot
+                yield os.path.join(folder, name), ""  # noqa: PTH118 - keeps a leading dot
     for error in failed:
-        problem = f"The folder cannot be read: {error.strerror or error}."
-        yield SourceFile(str(error.filename), problem)
+        yield str(error.filename), f"The folder cannot be read: {error.strerror or error}."

@@ -55,11 +55,11 @@ class FileFix:
             path.write_bytes(self.after.replace("\n", newline).encode(encoding))
 
 
-def fix_text(text: str, path: str, torch_version: str, rules: frozenset[str]) -> FileFix:
+def fix_text(text: str, path: str, rules: frozenset[str]) -> FileFix:
     """Edit a text until no finding of these rules has an edit."""
     before, count = text, 0
     for _ in range(_ROUNDS):
-        edits = scan_source(Source(text), path, torch_version, rules).edits
+        edits = scan_source(Source(text), path, rules).edits
         edited, made = _edit(text, edits)
         if edited == text:
             break

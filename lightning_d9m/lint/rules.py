@@ -138,7 +138,6 @@ class Finding:
         rule: The rule's id.
         end_line: The last line of the code.
         end_column: The column behind it.
-        file_line: In the file, even for a notebook.
         certainty: ``"certain"`` if the source shows everything that matters (assuming CUDA and
             gradients); otherwise ``"depends"``.
         reason: The mechanism.
@@ -154,7 +153,6 @@ class Finding:
     rule: str
     end_line: int
     end_column: int = 1
-    file_line: int
     certainty: Certainty = "certain"
     reason: str
     fix: str
@@ -174,16 +172,8 @@ class Finding:
         (line, column), (end_line, end_column) = start, end or (start[0], 1)
         for name in ("reason", "fix"):
             facts[name] = facts.get(name) or getattr(RULES[rule], name)
-        return cls(
-            file=file,
-            line=line,
-            column=column,
-            rule=rule,
-            end_line=end_line,
-            end_column=end_column,
-            file_line=line,
-            **facts,
-        )
+        facts |= {"line": line, "column": column, "end_line": end_line, "end_column": end_column}
+        return cls(file=file, rule=rule, **facts)
 
     @property
     def severity(self) -> Severity:

@@ -9,20 +9,17 @@ import re
 import tokenize
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from lightning_d9m.errors import SettingError
 from lightning_d9m.lint.checks import ops, order, seeds, settings
-from lightning_d9m.lint.files import SourceFile
 from lightning_d9m.lint.rules import CODE, RULES, Finding
-from lightning_d9m.lint.source import Problem, Source, SourceError, parse, read_source
+from lightning_d9m.lint.source import Source, SourceError, parse, read_source
 from lightning_d9m.lint.tree import Call, Report, Tree
-from lightning_d9m.patches.catalog.catalog import OPS, find_op
+from lightning_d9m.patches.catalog.catalog import find_op
 
 LARGEST = 5_000_000
 """Largest size of a source file, in bytes; larger files hold data."""
@@ -30,8 +27,6 @@ LARGEST = 5_000_000
 _MARK = re.compile(r"#\s*d9m:")
 _COMMENT = re.compile(r"#\s*d9m:\s*(?P<verb>[\w-]*)\s*(?:\[(?P<rules>[^\]]*)\])?\s*(?P<reason>.*)")
 _NOT_SCANNED = "D9M001"
-# Files per task of a process, enough to make the overhead negligible.
-_CHUNK = 16
 _CALLS: tuple[Callable[[Call], Iterator[Report]], ...] = (
     ops.check_op,
     settings.check_choice_by_time,
@@ -41,7 +36,7 @@ _CALLS: tuple[Callable[[Call], Iterator[Report]], ...] = (
     order.check_listing,
     order.check_completion,
     order.check_hash,
-    order.check_set_call,
+    lambda call: order.check_set(call.node, call.tree),
     settings.check_setting_call,
 )
 _NODES: Mapping[type[ast.AST], Sequence[Callable[[Any, Tree], Iterator[Report]]]] = {
@@ -67,40 +62,14 @@ class FileScan:
     edits: dict[Finding, str] = field(default_factory=dict)
 
 
-def choose_version(given: str | None) -> str:
-    """Return the torch release: the given one, or that which is installed.
-
-    Releases older than the catalog count as its oldest release.
-
-    Raises:
-        SettingError: If the given version is not valid.
-    """
-    given = given or version("torch")
-    try:
-        release = tuple(int(part) for part in given.split(".")[:2])
-        oldest = min(tuple(int(part) for part in op.since.split(".")) for op in OPS)
-    except ValueError as error:
-        raise SettingError(
-            f"{given!r} is not a version of torch. Give one such as 2.13.0."
-        ) from error
-    return given if release >= oldest else ".".join(map(str, oldest))
+@cache
+def read_torch_version() -> str:
+    """Return the release of torch that is installed, which decides about ops."""
+    return version("torch")
 
 
-def scan_entries(
-    entries: Iterable[SourceFile], torch_version: str, rules: frozenset[str], jobs: int = 1
-) -> list[FileScan]:
-    """Scan files, in one process or several; the results are in the order of the files."""
-    scan = partial(scan_file, torch_version=torch_version, rules=rules)
-    if jobs == 1:
-        return [scan(entry) for entry in entries]
-    with ProcessPoolExecutor(jobs) as pool:
-        return list(pool.map(scan, entries, chunksize=_CHUNK))
-
-
-def scan_file(entry: SourceFile, torch_version: str, rules: frozenset[str]) -> FileScan:
-    """Scan one file. A file that cannot be scanned gives a finding."""
-    path = entry.path
-    problem = entry.problem
+def scan_file(path: str, rules: frozenset[str], problem: str = "") -> FileScan:
+    """Scan one file. A file that cannot be scanned, for the given reason too, gives a finding."""
     try:
         if not problem and (size := Path(path).stat().st_size) > LARGEST:
             problem = f"It has {size:,} bytes, more than {LARGEST:,}."
@@ -114,35 +83,39 @@ def scan_file(entry: SourceFile, torch_version: str, rules: frozenset[str]) -> F
         return FileScan(found if _NOT_SCANNED in rules else [])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the parser's, about the scanned code
-        return scan_source(source, path, torch_version, rules)
+        return scan_source(source, path, rules)
 
 
-def scan_source(source: Source, path: str, torch_version: str, rules: frozenset[str]) -> FileScan:
+def scan_source(source: Source, path: str, rules: frozenset[str]) -> FileScan:
     """Scan one module; see :func:`scan_file`."""
     problems = list(source.problems)
     reports: dict[Report, None] = {}
     try:
         module = parse(source.text)
         if isinstance(module, tuple):
-            problems.append(Problem(module[0], 0, module[1]))
+            problems.append((module[0], 0, module[1]))
         else:
             reports = dict.fromkeys(_check(Tree(module)))
     except RecursionError:
-        problems.append(Problem(1, 0, "It is nested too deeply to be scanned."))
+        problems.append((1, 0, "It is nested too deeply to be scanned."))
     lines = source.text.split("\n")
     kept: dict[tuple[object, ...], Finding] = {}
     edits: dict[Finding, str] = {}
     for report in reports:
-        if report.rule in rules and (not report.op or find_op(report.op).is_needed(torch_version)):
+        if report.rule in rules and (
+            not report.op or find_op(report.op).is_needed(read_torch_version())
+        ):
             f = _describe(report, path, lines)
             kept.setdefault((f.line, f.column, f.rule, f.op), f)
             edits |= {f: report.edit} if report.edit and not source.cells else {}
     found = [
-        Finding.at(path, _NOT_SCANNED, (one.line, 1), reason=one.reason, cell=one.cell)
-        for one in problems
+        Finding.at(path, _NOT_SCANNED, (line, 1), reason=reason, cell=cell)
+        for line, cell, reason in problems
     ]
-    unsuppressed = _suppress(kept.values(), source.text, path, rules)
-    found += [_locate(finding, source) for finding in unsuppressed]
+    for finding in _suppress(kept.values(), source.text, path, rules):
+        cell, line = source.cells[finding.line - 1] if source.cells else (0, finding.line)
+        end = finding.end_line - finding.line + line
+        found.append(replace(finding, cell=cell, line=line, end_line=end))
     return FileScan(
         findings=sorted(finding for finding in found if finding.rule in rules),
         lines=len(lines),
@@ -155,9 +128,10 @@ def _check(tree: Tree) -> Iterator[Report]:
     for node in tree.nodes:
         for check in _NODES.get(type(node), ()):
             yield from check(node, tree)
-    for call in tree.calls:
-        for check_call in _CALLS:
-            yield from check_call(call)
+        if isinstance(node, ast.Call):
+            call = Call(node, tree)
+            for check_call in _CALLS:
+                yield from check_call(call)
 
 
 def _describe(report: Report, path: str, lines: Sequence[str]) -> Finding:
@@ -185,15 +159,6 @@ def _find_column(line: str, offset: int) -> int:
     return offset + 1
 
 
-def _locate(finding: Finding, source: Source) -> Finding:
-    """Replace the line of a notebook's code with the cell and its line."""
-    if not source.cells:
-        return finding
-    cell, line, file_line = source.cells[finding.line - 1]
-    end = finding.end_line - finding.line + line
-    return replace(finding, cell=cell, line=line, end_line=end, file_line=file_line)
-
-
 def _suppress(
     found: Iterable[Finding], text: str, path: str, rules: frozenset[str]
 ) -> Iterator[Finding]:
@@ -212,7 +177,17 @@ def _suppress(
         named = [word.strip() for word in (listed or "").split(",") if word.strip()]
         code = lines[row - 1][column:][:CODE]
         end = (row, token.end[1] + 1)
-        if problem := _find_problem(verb, named, reason):
+        unknown = [rule for rule in named if rule not in RULES]
+        problem = ""
+        if verb != "ignore":
+            problem = f"{verb!r} is not a verb of d9m; allowed: ignore."
+        elif not named:
+            problem = "It does not name a rule."
+        elif unknown:
+            problem = f"The rule {unknown[0]!r} does not exist."
+        elif not reason.strip():
+            problem = "It does not give a reason."
+        if problem:
             yield Finding.at(path, "D9M002", (row, column + 1), end, reason=problem, code=code)
             continue
         covered = {f for f in findings if f.rule in named and f.line <= target <= f.end_line}
@@ -234,13 +209,3 @@ def _list_comments(text: str) -> list[tokenize.TokenInfo]:
         return []
     comments = (token for token in tokens if token.type == tokenize.COMMENT)
     return [token for token in comments if _COMMENT.match(token.string)]
-
-
-def _find_problem(verb: str, rules: Sequence[str], reason: str) -> str:
-    if verb != "ignore":
-        return f"{verb!r} is not a verb of d9m; allowed: ignore."
-    if not rules:
-        return "It does not name a rule."
-    if unknown := [rule for rule in rules if rule not in RULES]:
-        return f"The rule {unknown[0]!r} does not exist."
-    return "" if reason.strip() else "It does not give a reason."

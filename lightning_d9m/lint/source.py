@@ -20,28 +20,19 @@ class SourceError(Exception):
     """A file cannot be scanned; the message is one sentence."""
 
 
-@dataclass(frozen=True)
-class Problem:
-    """Code that cannot be parsed: its line, its cell (0 in a file), and the reason."""
-
-    line: int
-    cell: int
-    reason: str
-
-
 @dataclass
 class Source:
     r"""The text of one module and the origin of its lines.
 
     Attributes:
         text: With ``\n`` between lines.
-        cells: For each line of a notebook: the cell, the line in it, the line in the file.
-        problems: Cells that are left out because they do not parse.
+        cells: For each line of a notebook: the cell, and the line in it.
+        problems: (line, cell, reason) of each cell that is left out because it does not parse.
     """
 
     text: str
-    cells: list[tuple[int, int, int]] = field(default_factory=list)
-    problems: list[Problem] = field(default_factory=list)
+    cells: list[tuple[int, int]] = field(default_factory=list)
+    problems: list[tuple[int, int, str]] = field(default_factory=list)
 
 
 def read_source(path: Path) -> Source:
@@ -80,37 +71,24 @@ def read_notebook(data: bytes) -> Source:
         SourceError: If it is not a notebook.
     """
     try:
-        raw = data.decode("utf-8-sig")
-        notebook = json.loads(raw)
-        cells = notebook["cells"] if "cells" in notebook else notebook["worksheets"][0]["cells"]
+        notebook = json.loads(data.decode("utf-8-sig"))
         codes = [
-            (number, "".join(cell.get("source", cell.get("input", ()))))
-            for number, cell in enumerate(cells, 1)
+            (number, _with_newlines("".join(cell["source"])))
+            for number, cell in enumerate(notebook["cells"], 1)
             if cell["cell_type"] == "code"
         ]
-    except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise SourceError(f"It is not a valid notebook: {error!r}.") from error
     source = Source("")
     lines: list[str] = []
-    at, line = 0, 1
     for number, code in codes:
-        kept, problem = _clean_cell(_with_newlines(code))
-        places = []
-        for row, original in enumerate(_with_newlines(code).split("\n"), 1):
-            # The position in the file of the JSON-encoded line, after the previous one.
-            found = max(
-                raw.find(json.dumps(original, ensure_ascii=ascii_only)[1:-1], at)
-                for ascii_only in (True, False)
-            )
-            if found >= 0 and original.strip():
-                line += raw.count("\n", at, found)
-                at = found
-            places.append((number, row, line))
+        kept, problem = _clean_cell(code)
         if problem is not None:
-            source.problems.append(Problem(problem[0], number, problem[1]))
+            source.problems.append((problem[0], number, problem[1]))
             continue
-        lines += kept.split("\n")
-        source.cells += places
+        rows = kept.split("\n")
+        lines += rows
+        source.cells += [(number, row) for row in range(1, len(rows) + 1)]
     source.text = "\n".join(lines)
     return source
 

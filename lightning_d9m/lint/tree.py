@@ -9,7 +9,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 from typing import Final, Literal, TypeAlias
 
 from lightning_d9m.lint.rules import Certainty
@@ -173,14 +173,12 @@ class Tree:
         module: The parsed module.
 
     Attributes:
-        module: The parsed module.
         nodes: All nodes but operators.
         parent: The parent of each node.
         scope: The innermost scope of each node; decorators and defaults belong to the outer one.
     """
 
     def __init__(self, module: ast.Module) -> None:
-        self.module = module
         self.nodes: list[ast.AST] = []
         self.parent: dict[ast.AST, ast.AST] = {}
         self.scope: dict[ast.AST, Scope] = {}
@@ -198,11 +196,6 @@ class Tree:
                         self.parent[child] = node
                         children.append((child, inner if name == "body" else scope))
             waiting += reversed(children)
-
-    @cached_property
-    def calls(self) -> "list[Call]":
-        """All calls."""
-        return [Call(node, self) for node in self.nodes if isinstance(node, ast.Call)]
 
     def _bind(self, node: ast.AST, scope: Scope) -> None:
         """Note what a node binds in its scope, or stores in an attribute of its class."""
@@ -422,7 +415,7 @@ def read_constant(node: ast.AST | None, scope: Scope, depth: int = _DEPTH) -> ob
     return UNKNOWN
 
 
-def read_kind(  # noqa: C901 - one case for each kind of expression
+def read_kind(  # noqa: C901, PLR0912 - one case for each kind of expression
     node: ast.AST | None, scope: Scope, depth: int = _DEPTH
 ) -> ValueKind:
     """Return the kind of an expression's value."""
@@ -431,19 +424,31 @@ def read_kind(  # noqa: C901 - one case for each kind of expression
         case _ if depth == 0:
             pass
         case ast.Name(name):
-            kind = _read_kind_of_name(*scope.find(name), depth)
-        case ast.Call():
-            kind = _read_kind_of_call(node, scope, depth)
-        case ast.Attribute(value, attribute):
-            if resolve(node, scope):
-                kind = "other"
-            elif attribute in {"T", "data", "grad"}:
-                kind = read_kind(value, scope, depth - 1)
-        case ast.BinOp(left, right=right):
-            if "tensor" in {read_kind(side, scope, depth - 1) for side in (left, right)}:
-                kind = "tensor"
-        case ast.Subscript(value):
-            kind = read_kind(value, scope, depth - 1)
+            found, where = scope.find(name)
+            for binding in found:
+                if binding.kind == "import":
+                    return "other"
+                if binding.kind == "parameter" and binding.node is not None:
+                    annotated = resolve(binding.node, where)
+                    return "tensor" if annotated == "torch.Tensor" else _read_package(annotated)
+                if binding.kind == "assign":
+                    kind = read_kind(binding.node, where, depth - 1)
+                    if kind != "unknown":
+                        break
+        case ast.Call(function):
+            name = resolve(function, scope)
+            if name.startswith("torch."):
+                made = name.startswith("torch.nn.functional.") or name == "torch.nn.Parameter"
+                return "other" if name.startswith(_NO_TENSOR) and not made else "tensor"
+            if name or not isinstance(function, ast.Attribute):
+                return _read_package(name)
+            if function.attr in _FOREIGN_METHODS:
+                return "other"
+            kind = read_kind(function.value, scope, depth - 1)
+            if function.attr == "cpu" and kind != "other":
+                kind = "cpu tensor"
+        case ast.Attribute() if resolve(node, scope):
+            kind = "other"
         case (
             ast.Constant()
             | ast.List()
@@ -457,41 +462,5 @@ def read_kind(  # noqa: C901 - one case for each kind of expression
     return kind
 
 
-def _read_kind_of_name(found: list[Binding], where: Scope, depth: int) -> ValueKind:
-    for binding in found:
-        if binding.kind == "import":
-            return "other"
-        if binding.kind == "parameter" and binding.node is not None:
-            name = _read_annotation(binding.node, where)
-            return "tensor" if name == "torch.Tensor" else _read_kind_of_package(name)
-        if binding.kind == "assign":
-            kind = read_kind(binding.node, where, depth - 1)
-            if kind != "unknown":
-                return kind
-    return "unknown"
-
-
-def _read_annotation(node: ast.AST, scope: Scope) -> str:
-    if isinstance(node, ast.Constant) and isinstance(node.value, str):
-        try:
-            node = ast.parse(node.value, mode="eval").body
-        except SyntaxError:
-            return ""
-    return resolve(node, scope)
-
-
-def _read_kind_of_call(node: ast.Call, scope: Scope, depth: int) -> ValueKind:
-    name = resolve(node.func, scope)
-    if name.startswith("torch."):
-        made = name.startswith("torch.nn.functional.") or name == "torch.nn.Parameter"
-        return "other" if name.startswith(_NO_TENSOR) and not made else "tensor"
-    if name or not isinstance(node.func, ast.Attribute):
-        return _read_kind_of_package(name)
-    if node.func.attr in _FOREIGN_METHODS:
-        return "other"
-    kind = read_kind(node.func.value, scope, depth - 1)
-    return "cpu tensor" if node.func.attr == "cpu" and kind != "other" else kind
-
-
-def _read_kind_of_package(name: str) -> ValueKind:
+def _read_package(name: str) -> ValueKind:
     return "other" if name.partition(".")[0] in _FOREIGN else "unknown"

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_d9m.comparison.differences import Divergence
 from lightning_d9m.comparison.numeric_difference import Magnitude, measure_difference
-from lightning_d9m.hashing.digest import digest, digest_value
+from lightning_d9m.hashing.digest import digest_value
 from lightning_d9m.ledger.stack import MISSING
 from lightning_d9m.patches.catalog.catalog import OPS, Op
 from lightning_d9m.probes.dumps import (
@@ -63,8 +63,7 @@ class OpFinding:
 
 def examine_op(found: Divergence, dumps: Sequence[Path]) -> OpFinding | None:
     """Examine the operation at which two runs diverge; None if it was not dumped."""
-    name, leaf = split_leaf(found.name)
-    where, place = _batch_filter(found), (found.kind, name, found.call)
+    where, place = _batch_filter(found), (found.kind, name_op(found.name), found.call)
     files = [
         next(find_dumps(folder, step=found.step, place=place, **where), None) for folder in dumps
     ]
@@ -72,7 +71,15 @@ def examine_op(found: Divergence, dumps: Sequence[Path]) -> OpFinding | None:
     if len(read) != 2:  # noqa: PLR2004 - the two runs
         return None
     one, other = read
-    inputs, generators = zip(*(_take_inputs(content) for content in (one, other)), strict=True)
+    states: list[list[Any]] = [[content.get("rng")] for content in read]
+    inputs = [
+        digest_value(take_generators([content["args"], content["kwargs"]], own))
+        for content, own in zip(read, states, strict=True)
+    ]
+    generators = [digest_value(own) for own in states]
+    outputs = zip(one["outputs"], other["outputs"], strict=False)
+    differing = (pair for pair in outputs if digest_value(pair[0]) != digest_value(pair[1]))
+    magnitude = _measure(*next(differing, (None, None)))
     replays, outcomes, obstacle = _replay(one)
     return OpFinding(
         op=str(one["op"]),
@@ -80,7 +87,7 @@ def examine_op(found: Divergence, dumps: Sequence[Path]) -> OpFinding | None:
         backward=bool(one.get("backward")),
         inputs_equal=inputs[0] == inputs[1],
         generator_equal=generators[0] == generators[1],
-        magnitude=_measure_outputs(one["outputs"], other["outputs"], leaf),
+        magnitude=magnitude,
         replays=replays,
         outcomes=outcomes,
         obstacle=obstacle,
@@ -135,15 +142,14 @@ def find_patch(dumped: Mapping[str, Any]) -> Op | None:
     return next((found[name] for name in names if name in found), None)
 
 
-def split_leaf(name: str) -> tuple[str, str]:
-    """Split the name of an operation's place into the operation and the path of a leaf.
+def name_op(name: str) -> str:
+    """Return the operation of an operation's place, without the path of a leaf.
 
-    >>> split_leaf("encoder::aten.max.dim:1")
-    ('encoder::aten.max.dim', '1')
+    >>> name_op("encoder::aten.max.dim:1")
+    'encoder::aten.max.dim'
     """
     module, _, rest = name.partition("::")
-    op, _, leaf = rest.partition(":")
-    return f"{module}::{op}", leaf
+    return f"{module}::{rest.partition(':')[0]}"
 
 
 def _read_values(
@@ -167,24 +173,6 @@ def _batch_filter(found: Divergence) -> dict[str, int | None]:
     if found.moment != "batch":
         return {"rank": found.rank}
     return {"rank": found.rank, "epoch": found.epoch, "batch": found.batch}
-
-
-def _take_inputs(dumped: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the digest of an operation's inputs and that of its generators' states."""
-    states: list[Any] = [dumped.get("rng")]
-    inputs = take_generators([dumped["args"], dumped["kwargs"]], states)
-    return digest_value(inputs), digest_value(states)
-
-
-def _measure_outputs(expected: list[Any], actual: list[Any], leaf: str) -> Magnitude | None:
-    """Measure the output named by ``leaf``, or the first one that differs."""
-    chosen = int(leaf) if leaf.isdigit() else None
-    for number, (one, other) in enumerate(zip(expected, actual, strict=False)):
-        if not isinstance(one, Tensor) or not isinstance(other, Tensor):
-            continue
-        if number == chosen or (chosen is None and digest(one) != digest(other)):
-            return measure_difference(one, other)
-    return None
 
 
 def _measure(*values: object) -> Magnitude | None:

@@ -9,7 +9,6 @@ import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from importlib.metadata import version
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,7 +37,6 @@ from lightning_d9m.ledger.folder import Ledger
 from lightning_d9m.ledger.format.records import Digests
 from lightning_d9m.ledger.kinds import ROOT, STATE, WRITTEN, describe_batch
 from lightning_d9m.ledger.stack import SHARDED_PARAMETERS
-from lightning_d9m.lint.files import SourceFile
 from lightning_d9m.lint.rules import Finding
 from lightning_d9m.lint.scanner import scan_file
 from lightning_d9m.lint.source import SourceError, list_imports, read_python
@@ -358,15 +356,9 @@ class Search:
             if self._found.cause is None or not self._found.cause.narrows:
                 return None
             high = self._found.divergences[0].step + 1
-        self._look_at_operations(self._found.divergences[0])
-        return None
-
-    def _look_at_operations(self, first: Divergence) -> None:
-        """Look at the operations of a module, its inputs and the gradients that reach it.
-
-        Operations of other modules are left out: the program may compute more there that differs
-        and is not the cause.
-        """
+        # Operations of other modules are left out: the program may compute more there that differs
+        # and is not the cause.
+        first = self._found.divergences[0]
         module = name_module(first)
         name = escape_name(module)
         selection = {} if module == ROOT else {"probe_modules": f"{name},{name}.*"}
@@ -374,6 +366,7 @@ class Search:
         step = first.step - (first.moment == "epoch")
         steps = f"{step}:{step + 1}"
         self._look(f"{_OPERATIONS}{module}", probes=_OPS, probe_steps=steps, **selection)
+        return None
 
     def _look_at_values(self) -> None:
         """Save the values of the first place that differs, and measure how far they are apart."""
@@ -381,7 +374,7 @@ class Search:
             examine_op,
             measure_recorded,
             measure_saved,
-            split_leaf,
+            name_op,
         )
         from lightning_d9m.probes.hook_trace import find_writer
 
@@ -401,7 +394,7 @@ class Search:
         start = max(self._low, first.step - 1) if kind in STATE else first.step
         steps = f"{start}:{first.step + 1}"
         settings = {"probes": _STEPS} | self._probes | {"probe_steps": steps}
-        name = split_leaf(first.name)[0] if kind == "op" else first.name
+        name = name_op(first.name) if kind == "op" else first.name
         pair = self._look(_VALUES, dump=name, **settings)
         at = None if pair is None else _find_again(first, earliest_divergences(pair.comparison)[0])
         if pair is None or at is None:
@@ -414,17 +407,13 @@ class Search:
         found.op = examine_op(at, pair.dumps)
         inputs_differ = found.op is not None and not found.op.inputs_equal
         if inputs_differ and found.cause is not None and found.cause.kind == "op":
-            self._look_at_filled_memory()
-
-    def _look_at_filled_memory(self) -> None:
-        """Test whether runs still differ if new memory is filled."""
-        for _ in range(self._tries):
-            if self._runner.run_pair("filled memory", filled=True).differs:
-                self._found.looks.append("filled memory: the runs still differ")
-                self._found.cause = OUTSIDE
-                return
-        self._found.looks.append(f"filled memory: nothing differs in {2 * self._tries} runs")
-        self._found.cause = UNINITIALIZED
+            pairs = (
+                self._runner.run_pair("filled memory", filled=True) for _ in range(self._tries)
+            )
+            differ = any(pair.differs for pair in pairs)
+            runs = f"nothing differs in {2 * self._tries} runs"
+            found.looks.append(f"filled memory: {'the runs still differ' if differ else runs}")
+            found.cause = OUTSIDE if differ else UNINITIALIZED
 
     def _look_at_ranks(self, pair: RunPair, drift: Divergence) -> None:
         """Find the step, tensor and index of a drift between ranks that every run has."""
@@ -559,11 +548,7 @@ def find_cause_lines(command: Sequence[str], cause: str) -> list[Finding]:
     rules = _RULES.get(cause, ())
     if program is None:
         return []
-    torch_version = version("torch")
-    scans = [
-        scan_file(SourceFile(str(path)), torch_version, frozenset((*rules, *_ANY)))
-        for path in _list_modules(program)
-    ]
+    scans = [scan_file(str(path), frozenset((*rules, *_ANY))) for path in _list_modules(program)]
     found = [finding for scan in scans for finding in scan.findings]
     found = [one for one in found if one.rule in rules or one.certainty == "certain"]
     order = (*rules, *_ANY)
@@ -597,7 +582,11 @@ def _list_modules(program: Path) -> Iterator[Path]:
     while waiting and len(seen) <= _MOST_FILES:
         path = waiting.pop(0)
         yield path
-        for name in _read_imports(path):
+        try:
+            tree = ast.parse(read_python(path.read_bytes()).text)
+        except (OSError, SourceError, SyntaxError, ValueError, RecursionError, MemoryError):
+            continue  # the scan reports such a file
+        for name in sorted(set(list_imports(tree))):
             parts = name.split(".")
             for folder in (program.parent, path.parent):
                 for end in range(1, len(parts) + 1):
@@ -606,10 +595,3 @@ def _list_modules(program: Path) -> Iterator[Path]:
                     new = [file for file in found if file not in seen and file.is_file()]
                     waiting += new
                     seen.update(new)
-
-
-def _read_imports(path: Path) -> list[str]:
-    try:
-        return sorted(set(list_imports(ast.parse(read_python(path.read_bytes()).text))))
-    except (OSError, SourceError, SyntaxError, ValueError, RecursionError, MemoryError):
-        return []  # the scan reports such a file

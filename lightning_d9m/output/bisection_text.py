@@ -41,7 +41,12 @@ def format_bisection(found: Bisection, *, verbose: bool = False) -> list[str]:
     """Return the lines of the result: the commit, what it changed, and what differs first."""
     lines, steps = [*_format_candidates(found), ""], []
     if patch := _find_patch(found):
-        lines += _format_patch(patch, verbose=verbose)
+        whole = patch.strip("\n").splitlines()
+        shown = whole if verbose else whole[:_PATCH_LINES]
+        lines += [f"  {printable(line)}".rstrip() for line in shown]
+        if left := len(whole) - len(shown):
+            lines.append(f"  ... and {pluralize(left, 'more line')}; -v shows all")
+        lines.append("")
         steps.append((f"git show {found.candidates[0].short}", "shows the whole commit"))
     if (guilty := found.guilty) is not None:
         lines += _format_difference(guilty, verbose=verbose)
@@ -79,16 +84,6 @@ def _describe(commit: Commit) -> str:
     if not commit.author:
         return escape(commit.subject)
     return f"{commit.short} {escape(commit.subject)} ({escape(commit.author)}, {commit.date})"
-
-
-def _format_patch(patch: str, *, verbose: bool) -> Iterator[str]:
-    lines = patch.strip("\n").splitlines()
-    shown = lines if verbose else lines[:_PATCH_LINES]
-    for line in shown:
-        yield f"  {printable(line)}".rstrip()
-    if left := len(lines) - len(shown):
-        yield f"  ... and {pluralize(left, 'more line')}; -v shows all"
-    yield ""
 
 
 def _format_difference(trial: Trial, *, verbose: bool) -> Iterator[str]:

@@ -1,6 +1,6 @@
 """A bundle as text, for a terminal and for an issue."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from rich.filesize import decimal
 
@@ -25,24 +25,18 @@ def format_bundle(
     manifest: Manifest, comparison: Comparison, ledgers: Sequence[Ledger], *, verbose: bool = False
 ) -> list[str]:
     """Return the lines of a bundle: what ran, what d9m locate found, what differs, the files."""
-    lines = list(_format_facts(ledgers))
+    ran = list(list_run_facts(ledgers))
+    width = max(len(name) for name, _ in ran) + 1
+    lines = []
+    for name, values in ran:
+        shown = (escape(value, _LONGEST) or "not recorded" for value in dict.fromkeys(values))
+        lines.append(f"{f'{name}:':{width}} {' / '.join(shown)}")
     if manifest.report:
         lines += ["", "d9m locate:", *map(printable, manifest.report)]
-    lines += ["", *format_evidence(comparison, verbose=verbose), "", *_format_files(manifest)]
-    removed = pluralize(manifest.secrets, "secret")
-    return [*lines, *wrap(f"{removed} removed. Look through the bundle before you publish it.")]
-
-
-def _format_facts(ledgers: Sequence[Ledger]) -> Iterator[str]:
-    facts = list(list_run_facts(ledgers))
-    width = max(len(name) for name, _ in facts) + 1
-    for name, values in facts:
-        shown = [escape(value, _LONGEST) for value in dict.fromkeys(values)]
-        yield f"{f'{name}:':{width}} {' / '.join(value or 'not recorded' for value in shown)}"
-
-
-def _format_files(manifest: Manifest) -> list[str]:
+    lines += ["", *format_evidence(comparison, verbose=verbose), ""]
     sizes = sorted(manifest.sizes.items(), key=lambda entry: (-entry[1], entry[0]))
     if left := sizes[_SHOWN:]:
         sizes[_SHOWN:] = [(f"{len(left)} more", sum(size for _, size in left))]
-    return format_table(_COLUMNS, sizes).splitlines()
+    lines += format_table(_COLUMNS, sizes).splitlines()
+    removed = pluralize(manifest.secrets, "secret")
+    return [*lines, *wrap(f"{removed} removed. Look through the bundle before you publish it.")]

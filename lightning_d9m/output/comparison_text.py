@@ -33,7 +33,7 @@ def format_evidence(comparison: Comparison, *, verbose: bool = False) -> list[st
         f"reference: {escape(str(comparison.expected), _LONGEST)}",
         f"this run:  {escape(str(comparison.actual), _LONGEST)}",
     ]
-    if is_one_ledger(comparison):
+    if comparison.expected.exists() and comparison.expected.samefile(comparison.actual):
         lines.append("Both are the same ledger, so this shows nothing about two runs.")
     for found, title in (
         (comparison.stack, _STACKS[comparison.portable]),
@@ -53,12 +53,6 @@ def format_evidence(comparison: Comparison, *, verbose: bool = False) -> list[st
     for sentence in list_one_sided(comparison):
         details += wrap(sentence)
     return [*lines, "", *details] if details else lines
-
-
-def is_one_ledger(comparison: Comparison) -> bool:
-    """Return whether both ledgers are the same one."""
-    expected = comparison.expected
-    return expected.exists() and expected.samefile(comparison.actual)
 
 
 def format_field(entry: FieldDifference, ranks: int, *, verbose: bool = False) -> Iterator[str]:
@@ -100,9 +94,9 @@ def _format_divergences(comparison: Comparison, *, verbose: bool) -> Iterator[st
             rank = ranks[found.rank]
             yield from _format_divergence(rank, found, advise(comparison), verbose=verbose)
             continue
-        sentence = (
-            f"in {found.where}: {name_place(found)}; {found.count:,} of {found.compared:,} differ."
-        )
+        name = "" if found.name == "(total)" else f" {escape(name_call(found.name, found.call))}"
+        counts = f"{found.count:,} of {found.compared:,} differ"
+        sentence = f"in {found.where}: {escape(found.kind)}{name}; {counts}."
         same.setdefault(sentence, []).append(found.rank)
     for sentence, numbers in same.items():
         verb = "diverge" if numbers[1:] else "diverges"
@@ -130,13 +124,6 @@ def _format_divergence(
         yield f"  in {rank.differing_batches:,} of {pluralize(rank.batches, 'batch', 'batches')}."
 
 
-def name_place(found: Divergence) -> str:
-    """Return the kind and name of the first place that differs."""
-    if found.name == "(total)":
-        return escape(found.kind)
-    return f"{escape(found.kind)} {escape(name_call(found.name, found.call))}"
-
-
 def list_one_sided(comparison: Comparison) -> Iterator[str]:
     """Yield a sentence for everything that only one run has, or that it lacks."""
     for name, ranks in (
@@ -162,12 +149,12 @@ def _list_one_sided(rank: RankComparison) -> Iterator[str]:
             "equally many."
         )
     for name, side in (("the reference", rank.expected), ("this run", rank.actual)):
-        if found := side.records.count:
-            yield f"only {name} has {pluralize(found, 'record')}, the first {side.records.first}."
-        if found := side.places.count:
+        if found := side.records:
+            yield f"only {name} has {pluralize(found, 'record')}, the first {side.first_record}."
+        if found := side.places:
             yield (
                 f"only {name} has {pluralize(found, 'probe')} in batches of both, "
-                f"the first {side.places.first}."
+                f"the first {side.first_place}."
             )
         for found_break in side.breaks:
             problem = (found_break.problem or "").removesuffix(".")

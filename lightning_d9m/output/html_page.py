@@ -102,7 +102,9 @@ def render_page(compared: ComparedRuns) -> str:
         for number, entry in enumerate(found)
         for row in _list_places(entry, _MAX_ROWS_OTHERS // len(found) if number else None)
     ]
-    layers = list_layers(timeline.distances)
+    layers, layer_lines = list_layers(timeline.distances), list_layer_lines(timeline.distances)
+    sizes = [value for points in layer_lines for _, value in points]
+    layer_label = "Size of the difference of each layer by step"
     unknown = len(timeline.distances.unknown)
     return _make_environment().get_template("report.html.j2").render(
         comparison=comparison,
@@ -124,8 +126,11 @@ def render_page(compared: ComparedRuns) -> str:
         values=list(_draw_values(timeline, values)),
         keys=[draw_key(n) for n in range(1 + len(values))] if report else [],
         layers=_make_table(LAYER_COLUMNS, layers) if layers else None,
-        layer_names=[row.layer for row in layers],
-        layer_chart=_draw_layers(timeline),
+        layer_names=[row[0] for row in layers],
+        # There is nothing to see of sizes that are too small.
+        layer_chart=draw_chart(layer_label, layer_lines, log=True)
+        if any(RESOLUTION <= value < inf for value in sizes)
+        else "",
         unknown=pluralize(unknown, "weight") if unknown else "",
         style=style,
         script=script,
@@ -186,14 +191,6 @@ def _draw_values(
         if any(gap > 0 and isfinite(gap) for _, gap in gaps):
             drawing = draw_chart(f"{label}: difference", [gaps], log=True)
         yield name, draw_chart(label, lines, name="run"), drawing
-
-
-def _draw_layers(timeline: Timeline) -> str:
-    """Draw the distances of the layers; return nothing if they are too small for that."""
-    lines = list_layer_lines(timeline.distances)
-    if not any(RESOLUTION <= value < inf for points in lines for _, value in points):
-        return ""
-    return draw_chart("Size of the difference of each layer by step", lines, log=True)
 
 
 @cache

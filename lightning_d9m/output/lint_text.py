@@ -127,22 +127,23 @@ def render_sarif(findings: Sequence[Finding]) -> str:
 
 
 def _as_result(finding: Finding, index: int) -> dict[str, object]:
-    region: dict[str, object] = {"startLine": finding.file_line}
+    path = PurePath(finding.file)
+    uri = path.as_uri() if path.is_absolute() else quote(path.as_posix())
+    place: dict[str, object] = {"artifactLocation": {"uri": uri}}
     if not finding.cell:
-        # A column of a cell is not a column of the notebook's JSON.
-        region |= {
+        # A line of a cell is not a line of the notebook's JSON.
+        place["region"] = {
+            "startLine": finding.line,
             "startColumn": finding.column,
             "endLine": finding.end_line,
             "endColumn": max(finding.end_column, finding.column),
         }
-    path = PurePath(finding.file)
-    uri = path.as_uri() if path.is_absolute() else quote(path.as_posix())
     return {
         "ruleId": finding.rule,
         "ruleIndex": index,
         "level": finding.severity,
         "message": {"text": f"{finding.reason} {finding.fix}"},
-        "locations": [{"physicalLocation": {"artifactLocation": {"uri": uri}, "region": region}}],
+        "locations": [{"physicalLocation": place}],
         "properties": {
             "certainty": finding.certainty,
             **({"op": finding.op} if finding.op else {}),

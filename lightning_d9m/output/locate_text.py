@@ -74,7 +74,13 @@ def _describe_moment(found: "SearchResult") -> Iterator[str]:
         first = found.divergences[0]
         yield from _label("where", describe_place(found.divergences))
         if found.ranks > 1:
-            yield from _label("rank", _name_ranks(found))
+            ranks = ", ".join(str(entry.rank) for entry in found.divergences)
+            reference = found.reference_rank
+            compared = "" if reference is None else f", compared with rank {reference} (reference)"
+            named = f"{ranks} of {found.ranks}{compared}"
+            if reference is not None and found.ranks == _PAIR:
+                named = "0 and 1 differ from each other; two ranks do not show which one is wrong"
+            yield from _label("rank", named)
         if pair is not None and pair.fits > 1:
             yield from _label("fit", f"{escape(pair.fit)}, one of {pair.fits}")
         differ = f"{first.count:,} of {first.compared:,} values recorded there"
@@ -104,15 +110,6 @@ def _describe_writing(found: "SearchResult") -> Iterator[str]:
         )
 
 
-def _name_ranks(found: "SearchResult") -> str:
-    ranks = ", ".join(str(entry.rank) for entry in found.divergences)
-    reference = found.reference_rank
-    if reference is not None and found.ranks == _PAIR:
-        return "0 and 1 differ from each other; two ranks do not show which one is wrong"
-    compared = "" if reference is None else f", compared with rank {reference} (reference)"
-    return f"{ranks} of {found.ranks}{compared}"
-
-
 def describe_op(found: "OpFinding") -> Iterator[str]:
     """Yield an operation, the line that calls it, and the evidence."""
     called = "in the backward pass of" if found.backward else "called at"
@@ -121,32 +118,24 @@ def describe_op(found: "OpFinding") -> Iterator[str]:
     if not found.inputs_equal:
         yield from _label("", "Its inputs differed, although no recorded operation wrote them.")
         return
-    if found.generator_equal:
-        yield from _label("", "Its inputs were equal in both runs.")
-    else:
-        yield from _label(
-            "", "Its inputs were equal in both runs, but not the state of its generator."
-        )
-    yield from _label("", _describe_replays(found))
-
-
-def _describe_replays(found: "OpFinding") -> str:
+    state = "" if found.generator_equal else ", but not the state of its generator"
+    yield from _label("", f"Its inputs were equal in both runs{state}.")
+    runs = f"alone {found.replays} times on these inputs, it"
     if found.obstacle:
-        return f"It could not be run alone: {escape(found.obstacle, _LONGEST)}"
-    if found.outcomes > 1:
-        return (
-            f"Confirmed: run alone {found.replays} times on these inputs, it gave "
-            f"{found.outcomes} different outputs."
-        )
-    if not found.generator_equal:
-        return (
+        said = f"It could not be run alone: {escape(found.obstacle, _LONGEST)}"
+    elif found.outcomes > 1:
+        said = f"Confirmed: run {runs} gave {found.outcomes} different outputs."
+    elif not found.generator_equal:
+        said = (
             f"Confirmed: run alone {found.replays} times from one state of its generator, it "
             "always gave the same output."
         )
-    return (
-        f"Run alone {found.replays} times on these inputs, it always gave the same output: the "
-        "operation alone does not show why it differs."
-    )
+    else:
+        said = (
+            f"Run {runs} always gave the same output: the operation alone does not show why it "
+            "differs."
+        )
+    yield from _label("", said)
 
 
 def _describe_fix(found: "OpFinding") -> Iterator[str]:

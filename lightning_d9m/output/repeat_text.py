@@ -2,7 +2,7 @@
 
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -12,7 +12,7 @@ from lightning_d9m.ledger.folder import Ledger
 from lightning_d9m.ledger.stack import LAST_BITS_SETTING, LOGICAL_RANKS
 from lightning_d9m.output.columns import format_markdown_table, format_table, print_result
 from lightning_d9m.output.comparison_text import format_evidence, state_verdict
-from lightning_d9m.output.result_tables import RunRow, list_run_columns, make_run_row
+from lightning_d9m.output.result_tables import Row, list_run_columns, make_run_row
 from lightning_d9m.output.terminal import (
     format_next_steps,
     list_next_steps,
@@ -38,7 +38,7 @@ class FitOutcome:
     name: str
     ledger: Ledger
     comparison: Comparison | None
-    row: RunRow
+    row: Row
 
     @property
     def differs(self) -> bool:
@@ -90,9 +90,16 @@ class RepeatReport:
                 if number > 1 and name in first:
                     seen = watch and watch(number, name)
                     found = compare_ledgers(first[name], ledger, watch=seen)
-                row = _make_row(number, run, names.index(name) + 1, ledger, found)
+                verdict = "no match" if found is None else "equal" if found.equal else "differs"
+                facts: dict[str, object] = {"label": run.label}
+                if run.processes is not None:  # records of all ranks, without the headers
+                    records = sum(ledger.outcome(rank).records - 1 for rank in ledger.files)
+                    facts |= {"processes": run.processes, "seconds": run.seconds}
+                    facts |= {"records": records}
+                verdict = "reference" if number == 1 else verdict
+                row = make_run_row(number, names.index(name) + 1, ledger, verdict, **facts)
                 self._entries.append(FitOutcome(name, ledger, found, row))
-        self.rows: Sequence[RunRow] = [entry.row for entry in self._entries]
+        self.rows: Sequence[Row] = [entry.row for entry in self._entries]
         self._differing = [entry for entry in self._entries if entry.differs]
         self._unmatched = [n for n, run in runs.items() if run.fits.keys() != first.keys()]
 
@@ -153,22 +160,22 @@ class RepeatReport:
         runs = len(self._runs)
         failed = pluralize(len(self._failures), "run")
         if self.verdict == "different":
-            count = len({entry.row.run for entry in self._differing} | set(self._unmatched))
+            count = len({entry.row["run"] for entry in self._differing} | set(self._unmatched))
             verb = "differs" if count == 1 else "differ"
             failures = f"; {failed} failed" if self._failures else ""
             first = ""
             for entry in self._differing[:1]:
                 assert entry.comparison is not None, "it differs"
-                fit = f", fit {entry.row.fit}" if self._fits > 1 else ""
+                fit = f", fit {entry.row['fit']}" if self._fits > 1 else ""
                 first = state_verdict(entry.comparison).removeprefix("different: ")
-                first = f"Run {entry.row.run}{fit}: {first}"
+                first = f"Run {entry.row['run']}{fit}: {first}"
             which = f"{count} of {runs} runs {verb} from run 1{failures}."
             return " ".join(filter(None, (f"different: {which}", first, self._describe_rate())))
         last = max(self._runs)
         records = sum(
             rank.records
             for entry in self._entries
-            if entry.row.run == last and entry.comparison is not None
+            if entry.row["run"] == last and entry.comparison is not None
             for rank in entry.comparison.ranks
         )
         agree = f"the fits of {runs} runs agree bit for bit in {pluralize(records, 'record')} each"
@@ -178,8 +185,8 @@ class RepeatReport:
 
     def _describe_rate(self) -> str:
         """Say so if the others agree, or if only some of several runs differ."""
-        compared = {entry.row.run for entry in self._entries} - {1}
-        differing = {entry.row.run for entry in self._differing}
+        compared = {entry.row["run"] for entry in self._entries} - {1}
+        differing = {entry.row["run"] for entry in self._differing}
         several = differing and len(compared) >= _SEVERAL
         if self._resumed or self._counts or not several:
             return ""
@@ -199,8 +206,8 @@ class RepeatReport:
     def _first_alone(self) -> bool:
         """Whether several later runs end with the same weights, and run 1 with others."""
         final = {
-            fit: [row.weights for row in self.rows if row.fit == fit and row.run > 1]
-            for fit in {entry.row.fit for entry in self._differing}
+            fit: [row["weights"] for row in self.rows if row["fit"] == fit and row["run"] > 1]
+            for fit in {entry.row["fit"] for entry in self._differing}
         }
         return bool(final) and all(
             len(weights) >= _SEVERAL and len(set(weights)) == 1 and weights[0]
@@ -238,12 +245,9 @@ class RepeatReport:
             step = f"d9m compare BEFORE AFTER --noise {_show_path(self._output)}"
             return [(step, "tells whether this noise explains a change")]
         if self._resumed:  # straight runs may well agree
-            return [
-                (f"d9m compare -v {shown}", "shows what differs, and by how much"),
-                (f"d9m report {shown}", "shows the difference as a page"),
-            ]
-        compared = {found.row.run for found in self._entries} - {1}
-        rare = len({found.row.run for found in self._differing}) < len(compared)
+            return [(f"d9m report {shown}", "shows what differs, and by how much")]
+        compared = {found.row["run"] for found in self._entries} - {1}
+        rare = len({found.row["run"] for found in self._differing}) < len(compared)
         tries = f"--tries {2 * len(compared)} " if rare else ""
         command = tries + "-- " + printable(shlex.join(self._command))
         return list_next_steps(command, shown)
@@ -252,7 +256,7 @@ class RepeatReport:
         return {
             "verdict": self.verdict,
             "output": str(self._output),
-            "runs": [asdict(row) for row in self.rows],
+            "runs": self.rows,
             "printed": self._printed,
             "left": self._list_left(),
             "failed": [
@@ -262,26 +266,14 @@ class RepeatReport:
             "ledgers": [list(run.fits) for run in self._runs.values()],
             "differing": [
                 {
-                    "run": entry.row.run,
-                    "fit": entry.row.fit,
+                    "run": entry.row["run"],
+                    "fit": entry.row["fit"],
                     "comparison": entry.comparison.as_json(),
                 }
                 for entry in self._differing
                 if entry.comparison is not None
             ],
         }
-
-
-def _make_row(number: int, run: Run, fit: int, ledger: Ledger, found: Comparison | None) -> RunRow:
-    if number == 1:
-        verdict = "reference"
-    else:
-        verdict = "no match" if found is None else "equal" if found.equal else "differs"
-    facts: dict[str, object] = {"label": run.label}
-    if run.processes is not None:  # the records are those of all ranks, without the headers
-        records = sum(ledger.outcome(rank).records - 1 for rank in ledger.files)
-        facts |= {"processes": run.processes, "seconds": run.seconds, "records": records}
-    return make_run_row(number, fit, ledger, verdict, **facts)
 
 
 def _show_path(path: Path) -> str:

@@ -16,32 +16,17 @@ if TYPE_CHECKING:
     from lightning_d9m.ledger.folder import Ledger
 
 WIDTH = 80
-_STYLES = {
-    "equal": "green",
-    "whole": "green",
-    "found": "green",
-    "within noise": "green",
-    "beyond noise": "bold red",
-    "between records": "green",
-    "different": "bold red",
-    "not found": "bold red",
-    "damaged": "bold red",
-    "not comparable": "bold red",
-    "incomplete": "bold yellow",
-    "reference": "dim",
-    "differs": "bold red",
-    "no match": "red",
-    "other": "bold red",
-    "invalid": "bold red",
-    "problem": "bold red",
-    "note": "yellow",
-    "warning": "bold yellow",
-    "error": "bold red",
-    "heading": "bold",
-    "ok": "green",
-    "patched": "green",
-    "exempt": "dim",
+_WORDS = {
+    "green": "equal, whole, found, within noise, between records, ok, patched",
+    "bold red": "different, not found, damaged, not comparable, beyond noise, differs, other, "
+    "invalid, problem, error",
+    "bold yellow": "incomplete, warning",
+    "red": "no match",
+    "yellow": "note",
+    "dim": "reference, exempt",
+    "bold": "heading",
 }
+_STYLES = {word: style for style, words in _WORDS.items() for word in words.split(", ")}
 
 
 def make_table(titles: Sequence[str], rows: Sequence[Sequence["str | Text"]]) -> "Table":

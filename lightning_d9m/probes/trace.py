@@ -14,9 +14,9 @@ import torch
 
 from lightning_d9m.hashing.digest import DigestQueue
 from lightning_d9m.hashing.pytree_leaves import list_pytree_leaves
-from lightning_d9m.ledger.format.frames import MAX_LAYOUTS
 from lightning_d9m.ledger.format.records import (
     DIGEST_BYTES,
+    MAX_LAYOUTS,
     ProbeKey,
     ProbeLayout,
     ProbesRecord,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from lightning_d9m.comparison.differences import (
     Divergence,
     FieldDifference,
-    header_refusals,
+    header_differences,
     record_difference,
     run_refusals,
 )
@@ -77,7 +77,7 @@ class Reference:
             ReferenceRefusedError: With the first field that differs.
             LedgerError: When the reference has no file of this rank, or no facts of its run.
         """
-        self._refuse(header_refusals(self.header, header))
+        self._refuse(header_differences(self.header, header)[0])
         # With logical ranks, a reference of fewer processes has no file of this rank.
         rank = self.rank if self.rank in self._ledger.files else self.header.rank
         alike = same_logical_ranks(self.header.stack, header.stack)

@@ -2,8 +2,6 @@
 
 import json
 import math
-import re
-import struct
 import subprocess
 import sys
 
@@ -144,14 +142,6 @@ def test_nothing_was_proven(tmp_path, compare):
     assert "the ledgers have no rank in common" in compare(*ranks)[1]
 
 
-def test_a_ledger_and_itself(tmp_path, compare):
-    """Equal, and worth nothing."""
-    folder = write(tmp_path)
-    status, output = compare(folder, tmp_path)
-    assert status == 0
-    assert "Both are the same ledger, so this shows nothing about two runs." in output
-
-
 def test_untrusted_names_are_printed_harmlessly(tmp_path, compare, d9m):
     """A ledger from elsewhere does not move the cursor, nor does the folder that it is in."""
     one = write(tmp_path / "\x1b[2J", stack={"\x1b[2J": "\x1b[31m"})
@@ -191,19 +181,6 @@ def test_of_many_ranks_the_first_is_described(tmp_path, compare):
         "Rank 7: only the reference has 1 record, the first the end of the run.\n"
         "Rank 7: this run was ended before it finished its ledger."
     )
-
-
-def test_why_a_run_is_not_continued_is_said_whole(tmp_path, compare):
-    """Also where the reason is a long path."""
-    parent, child = write(tmp_path / ("p" * 90)), tmp_path / "fit-009"
-    child.mkdir()
-    resume = {"parent": str(parent), "parent_check": "0" * 16, "epoch": 1, "step": 2, "batch": 0}
-    write_rank(child, [{"kind": "resume", **resume}], end=False)
-    path = rank_path(parent, 0)
-    path.write_bytes(path.read_bytes().replace(b"layers.3", b"layers.4", 1))
-    text = " ".join(compare(write(tmp_path), child)[1].split())
-    assert f"{path}, line 3 (digests) does not fit its check" in text
-    assert "record the run again. " in text
 
 
 @pytest.mark.parametrize(
@@ -267,31 +244,13 @@ def write_trace(parent, *, drift=lambda _: None, places=4, batches=3, world_size
     return folder
 
 
-def test_numbers_are_decimal_and_verbose_shows_their_bits_and_the_size_of_the_difference(
-    tmp_path, compare
-):
-    """A loss that differs by one ulp, and weights with sketches."""
-
-    def write_run(loss, sketch, digit):
-        weights = {"head.weight": digit * 32} if digit else {}
-        sketches = {"head.weight": struct.pack("<8d", *sketch).hex()} if digit else {}
-        record = make_weights("epoch", 0, weights, loss=loss.hex(), sketches=sketches)
-        return write_rank(create_ledger_folder(tmp_path), [record])
-
-    losses = [write_run(loss, (), "") for loss in (0.1, math.nextafter(0.1, 1))]
+def test_numbers_are_decimal_and_verbose_shows_their_bits(tmp_path, compare):
+    """A loss that differs by one ulp."""
+    losses = []
+    for loss in (0.1, math.nextafter(0.1, 1)):
+        record = make_weights("epoch", 0, {}, loss=loss.hex())
+        losses.append(write_rank(create_ledger_folder(tmp_path), [record]))
     _, out = compare(*losses)
     assert "reference: 0.1\n" in out
     assert "this run:  0.10000000000000002\n" in out
-    _, out = compare("-v", *losses)
-    assert "reference: 0x1.999999999999ap-4 (0.1)\n" in out
-    assert "How far" not in out
-    one, other = (3.0, 4.0, *[0.0] * 6), (3.0, 4.5, *[0.0] * 6)
-    weights = [write_run(0.1, *own) for own in ((one, "0"), (other, "f"))]
-    assert "How far" not in compare(*weights)[1]
-    _, out = compare("--verbose", *weights)
-    assert re.search(
-        r"relative to their norm \(\+- 25%\):\nlayer .*\nhead +0 +9.2e-02 +9.2e-02\n", out
-    )
-    (listed,) = json.loads(compare("-v", "--json", *weights)[1])["distances"]
-    assert (listed["layer"], listed["absolute"]) == ("head", 0.5)
-    assert "distances" not in json.loads(compare("--json", *weights)[1])
+    assert "reference: 0x1.999999999999ap-4 (0.1)\n" in compare("-v", *losses)[1]

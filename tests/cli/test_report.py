@@ -1,6 +1,5 @@
 """``d9m report`` writes one offline file with every fact and escapes every value of a ledger."""
 
-import json
 import math
 import re
 import shutil
@@ -56,25 +55,6 @@ def write(
     records.append(make_weights("epoch", 0, weights, step=steps))
     folder = folder or create_ledger_folder(parent)
     return write_rank(folder, records, end=end, stack={"device.driver": stack}, **changes)
-
-
-def write_ranks(parent, *drifts):
-    """Write a run with one rank for each step in ``drifts``, from which on it differs."""
-    folder = create_ledger_folder(parent)
-    for rank, drift in enumerate(drifts):
-        write(parent, folder=folder, drift=drift, rank=rank, world_size=len(drifts))
-    return folder
-
-
-def write_epochs(parent, epochs=5, drift=None, names=MODULES, group="weights"):
-    """Write a run without probes, as the callback does by default."""
-    records = []
-    for epoch in range(epochs):
-        digit = "f" if drift is not None and epoch >= drift else "0"
-        tensors = dict.fromkeys((f"{name}.weight" for name in names[:-1]), digit * 32)
-        tensors[f"{names[-1]}.weight"] = "0" * 32
-        records.append(make_weights("epoch", epoch, tensors, group=group))
-    return write_rank(create_ledger_folder(parent), records)
 
 
 def write_weights(parent, changes, *, sketched=True):
@@ -200,19 +180,6 @@ PAGES = {
         ["Equal", "Both are the same ledger, so this shows nothing about two runs."],
         ["modules by step"],
     ),
-    "buffers": (
-        lambda folder: [write_epochs(folder, drift=d, group="buffers") for d in (None, 1)],
-        ["4 buffers encoder.layers.0.norm.weight, epoch 1, step 18"],
-        [],
-    ),
-    "ended early": (
-        lambda folder: (write(folder), write(folder, end=False)),
-        [
-            "bit for bit the same, as far as both runs go",
-            "Rank 0: this run was ended before it finished its ledger.",
-        ],
-        [],
-    ),
     "a module of one run": (
         lambda folder: (write(folder), write(folder, names=[*MODULES, "extra"], drift=2)),
         ["only this run has 24 probes in batches of both, the first output extra in"],
@@ -240,31 +207,6 @@ def test_a_page_says(tmp_path, make, said, unsaid, report):
     words = Page(report(*make(tmp_path), status=0 if equal else 1)).words
     assert [line for line in said if line not in words] == []
     assert [line for line in unsaid if line in words] == []
-
-
-def test_of_many_ranks_the_first_is_named(tmp_path, report):
-    """The verdict, the text, the first rows of the table, and the tree name it."""
-    one, other = write_ranks(tmp_path, *[None] * 5), write_ranks(tmp_path, 6, 5, 3, None, 5)
-    text = report(one, other)
-    words = Page(text).words
-    assert "First divergence: batch 3 of epoch 0 (step 3) , gradient" in words
-    assert "Rank 2 diverges first, in batch 3 of epoch 0 (step 3)." in words
-    assert "Rank 2, batch 3 of epoch 0 (step 3): gradient: 2 of 4 differ" in words
-    assert "Ranks 1, 4 diverge in batch 5 of epoch 0 (step 5): gradient" in words
-    assert ", epoch 0, step 3 " in words
-    assert all(f"rank {rank} step" in words for rank in range(5))
-    assert words.count("step 3: 2 differ") == 1
-
-
-def test_what_differs_goes_before_what_agrees(tmp_path, monkeypatch, report):
-    """A limit drops modules that agree."""
-    monkeypatch.setattr("lightning_d9m.output.html_page._MAX_MODULES", 2)
-    names = [f"layers.{number}" for number in range(9)]
-    one, other = write_epochs(tmp_path, 9, names=names), write_epochs(tmp_path, 9, 7, names[::-1])
-    words = Page(report(one, other)).words
-    modules = words.partition("modules by step")[2].partition("All that differs")[0]
-    assert modules.count("2 weights layers.") == 2
-    assert "more are left out." in modules
 
 
 def test_what_ran_and_the_logged_values_are_shown(tmp_path, report):
@@ -438,7 +380,7 @@ def test_filters_and_a_narrow_window(tmp_path, report):
     )
 
 
-def test_the_size_of_the_difference_of_each_layer(tmp_path, report, d9m):
+def test_the_size_of_the_difference_of_each_layer(tmp_path, report):
     """Plot, legend and table name the layers; the rest is one line, and names are escaped."""
     names = [f"layers.{number}.weight" for number in range(10)] + ["<b>.weight", "same.weight"]
     reference = write_weights(tmp_path, dict.fromkeys(names, (0, 0, 0)))
@@ -456,16 +398,6 @@ def test_the_size_of_the_difference_of_each_layer(tmp_path, report, d9m):
     assert table.startswith("<b> 2 not finite not finite layers.9 1 1.0e-03 9.0e-01 ")
     assert "not finite" in section
     assert "9.0e-01" in section  # 9.1 of 10.1, for layers.9
-    status, out, _ = d9m("compare", reference, other, "-v", "--json")
-    assert status == 1
-    listed = json.loads(out)["distances"]
-    last = [entry for entry in listed if entry["epoch"] == 2]
-    assert {entry["layer"] for entry in last} == {"<b>", *(f"layers.{n}" for n in range(10))}
-    (broken,) = (entry for entry in last if entry["layer"] == "<b>")
-    assert (broken["relative"], broken["absolute"]) == (None, None)
-    (first,) = (entry for entry in last if entry["layer"] == "layers.0")
-    assert first["absolute"] == pytest.approx(0.2, rel=1e-5)
-    assert first["relative"] == pytest.approx(0.1 / 1.1, rel=1e-5)
 
 
 def test_ledgers_without_sketches_have_no_sizes(tmp_path, report):

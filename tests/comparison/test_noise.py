@@ -4,7 +4,6 @@ import json
 import math
 import random
 import statistics
-import sys
 from functools import partial
 from xml.etree import ElementTree as ET
 
@@ -88,15 +87,6 @@ def test_a_change_beyond_noise_has_a_plot(here, compare):
     assert facts["weights"] > max(facts["noise_weights"]) > 0
     status, out, _ = compare(*words[:4], "--format", "markdown")
     assert out.startswith("**beyond noise**: ")
-
-
-def test_a_terminal_shows_how_many_runs_and_records_are_read(here, compare, monkeypatch):
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    _, _, errors = compare("before", "much", "--noise", "noise")
-    assert "7 runs read" in errors
-    monkeypatch.setattr("lightning_d9m.comparison.ledgers._TICK", 0)
-    _, _, errors = compare("before", "much")
-    assert "5 records compared" in errors
 
 
 def test_noise_calls_one_in_twenty_pairs_a_change():

@@ -155,7 +155,6 @@ CASES = [
         "is not allowed: pass a whole number, 0 or more.",
     ),
     ("horovod.environment", set_variables_with_nvls, "which lets NCCL reduce by NVLS"),
-    ("lint.scanner", lambda g: g.module.choose_version("new"), "is not a version of torch."),
     ("control.session", forget_the_flags, "something changed it during the run"),
     (
         "logical_ranks.tree",

@@ -12,9 +12,7 @@ from ledger_runs import (
     list_batches,
     make_digests,
     make_facts,
-    make_header,
     write_rank,
-    write_schema_2,
 )
 
 from lightning_d9m.cli import locate as locate_module
@@ -64,7 +62,7 @@ def located(here, d9m, monkeypatch):
     ledgers = [read_ledger(here / f"runs/run-{number:03d}") for number in (1, 2)]
     comparison = compare_ledgers(*ledgers)
     line = Finding(
-        file="train.py", line=4, rule="D9M201", end_line=4, file_line=4, reason="r", fix="f",
+        file="train.py", line=4, rule="D9M201", end_line=4, reason="r", fix="f",
         code="rng = numpy.random.default_rng()",
     )  # fmt: skip
     found = SearchResult(
@@ -137,17 +135,6 @@ def test_the_records_are_those_of_the_runs(here):
             assert list(copy.line_records(0))[:2] == list(ledger.line_records(0))[:2]
         facts = [compare_ledgers(*pair).as_json() for pair in (ledgers, copies)]
     assert {**facts[0], "expected": "", "actual": ""} == {**facts[1], "expected": "", "actual": ""}
-
-
-def test_a_ledger_of_an_older_schema_is_copied_in_the_present_one(here):
-    layout = {"kind": "layout", "id": 0, "places": [["loss", "loss", 0]]}
-    frame = bytes([0, 0, 1, 0, 1, 1]) + b"a" * 16
-    (here / "old").mkdir()
-    write_schema_2(here / "old/rank-0.jsonl", make_header(), [make_facts(), layout, frame, layout])
-    old = read_ledger(here / "old")
-    write_bundle(Path("b.zip"), [old, old], {}, [])
-    with open_bundle(Path("b.zip")) as (_, (copy, _)):
-        assert list_batches(copy) == list_batches(old) != []
 
 
 def test_a_resumed_run_becomes_one_ledger(here, runs):

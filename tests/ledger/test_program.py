@@ -1,5 +1,6 @@
 """The program of a run: its command and the commit of its source."""
 
+import shlex
 import subprocess
 import sys
 
@@ -30,39 +31,26 @@ def capture(*words, folder):
     return eval(done.stdout, {"true": True, "false": False})  # noqa: S307 - our own JSON
 
 
-def test_the_command_and_the_commit_of_the_script(repository, tmp_path_factory):
+@pytest.mark.parametrize(
+    ("words", "changed"),
+    [
+        (["HERE/train.py", "--name", "a b"], ""),
+        (["-m", "train"], ""),
+        (["HERE/train.py"], "train.py"),
+        (["HERE/new.py"], "new.py"),  # not tracked
+    ],
+)
+def test_the_command_and_the_commit(repository, tmp_path_factory, words, changed):
     folder, commit = repository
-    script = str(folder / "train.py")
-    found = capture(script, "--name", "a b", folder=tmp_path_factory.mktemp("elsewhere"))
-    assert found == {
-        "command": f"python {script} --name 'a b'",
+    if changed:
+        (folder / changed).write_text(f"{PRINT}\n\n")
+    words = [word.replace("HERE", str(folder)) for word in words]
+    elsewhere = folder if "-m" in words else tmp_path_factory.mktemp("elsewhere")
+    assert capture(*words, folder=elsewhere) == {
+        "command": shlex.join(["python", *words]),
         "git.commit": commit,
-        "git.dirty": False,
+        "git.dirty": bool(changed),
     }
-
-
-def test_a_module_is_named_as_it_was_run(repository):
-    folder, commit = repository
-    found = capture("-m", "train", folder=folder)
-    assert (found["command"], found["git.commit"]) == ("python -m train", commit)
-
-
-@pytest.mark.parametrize("change", ["tracked", "untracked program"])
-def test_a_changed_source_is_dirty(repository, change):
-    folder, commit = repository
-    script = folder / ("train.py" if change == "tracked" else "new.py")
-    script.write_text(f"{PRINT}\n\n")
-    assert capture(str(script), folder=folder) == {
-        "command": f"python {script}",
-        "git.commit": commit,
-        "git.dirty": True,
-    }
-
-
-def test_variables_of_a_hook_name_no_other_repository(repository, tmp_path_factory, monkeypatch):
-    folder, commit = repository
-    monkeypatch.setenv("GIT_DIR", str(tmp_path_factory.mktemp("elsewhere")))
-    assert program._read_git.__wrapped__(folder, "train.py")["git.commit"] == commit
 
 
 @pytest.mark.parametrize("git", ["no repository", "bad one", "no commit", "no git", "slow git"])

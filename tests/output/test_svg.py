@@ -1,13 +1,12 @@
 """The drawings show what was measured where it belongs, and nothing between."""
 
 import math
-import re
 from xml.etree import ElementTree as ET
 
 import pytest
 
 from lightning_d9m.comparison.timeline import StepTable
-from lightning_d9m.output.svg import draw_chart, draw_key, draw_row
+from lightning_d9m.output.svg import draw_chart, draw_row
 
 
 def parse(drawing):
@@ -46,16 +45,6 @@ def test_lines_end_where_nothing_is_known_and_zero_lies_below():
     assert [len(points) for points in lines] == [3, 1, 1, 1]
 
 
-def test_each_of_nine_lines_has_a_style_of_its_own_that_the_legend_repeats():
-    drawing = draw_chart("sizes", [[(10, 1.0 + n)] for n in range(9)], log=True)
-    styles = re.findall(r'<polyline points="[^"]*" style="([^"]*)"', drawing)
-    assert len(set(styles)) == 9
-    for number, style in enumerate(styles):
-        color = style.split(";")[1].removeprefix("stroke:")
-        assert color in draw_key(number)
-        assert ("dasharray" in style) == ("dasharray" in draw_key(number)) == (number >= 6)
-
-
 def cells_of(table, row):
     """Return (class, first column, columns, title) of each cell of a row."""
     most = max(cell[0] for cells in table.rows.values() for cell in cells.values())
@@ -79,15 +68,3 @@ def test_a_row_shows_what_is_equal_different_alone_and_not_recorded():
         ("alone", 10, 1, "step 10: in one run only"),
     ]
     assert cells_of(table, "b") == []
-
-
-def test_rows_share_columns_and_shades():
-    """The second row alone would begin at its own first step, in its own darkest shade."""
-    table = StepTable()
-    for step, differing in ((2, 64), (70, 0), (131, 0)):
-        table.add("a", step, differing)
-    for step in (5, 6):
-        table.add("b", step, 1)
-    assert table.width == 4
-    assert cells_of(table, "b") == [("heat-1", 1, 1, "steps 4 to 7: 2 differ")]
-    assert cells_of(table, "a")[-1] == ("same", 32, 1, "steps 128 to 131: equal")

@@ -3,14 +3,14 @@
 import json
 from collections import deque
 from hashlib import blake2b
+from itertools import chain
 
 import pytest
-from xxhash import xxh3_64_intdigest
 
 from lightning_d9m.ledger.folder import create_ledger_folder, rank_path
-from lightning_d9m.ledger.format.frames import Batch
 from lightning_d9m.ledger.format.records import (
     CHAIN_START,
+    Batch,
     Digests,
     End,
     Header,
@@ -94,17 +94,6 @@ def make_records(epochs=3, *, status="finished", **header):
     ]
 
 
-def as_schema_1(records):
-    """Return records as the first versions wrote them: the digests of probes as text."""
-    old = []
-    for record in records:
-        digests = record.get("digests")
-        hexed = {"digests": digests.hex()} if isinstance(digests, bytes) else {}
-        schema = {"schema": 1} if record["kind"] == "header" else {}
-        old.append({**record, **hexed, **schema})
-    return old
-
-
 def chain_lines(bodies):
     """Return lines with a valid chain over JSON texts that need not be records."""
     data, check = b"", CHAIN_START
@@ -122,31 +111,14 @@ def write_lines(path, records):
     return path
 
 
-def write_schema_2(path, header, records):
-    """Write records, and bytes that are blocks of frames, as schema 2 had them: in two files."""
-    header = {**header.as_record(), "schema": 2}
-    check = int(json.loads(write_lines(path, [header]).read_bytes())["check"], 16)
-    data, lines, referred = b"d9mprb2\n", [header], 8
-    for record in records:
-        if isinstance(record, bytes):
-            check = xxh3_64_intdigest(record, check)
-            data += record + check.to_bytes(8, "little")
-            continue
-        if len(data) > referred:
-            lines.append({"kind": "frames", "bytes": len(data), "last": f"{check:016x}"})
-            referred = len(data)
-        lines.append(record if isinstance(record, dict) else record.as_record())
-    path.with_suffix(".frames").write_bytes(data)
-    return write_lines(path, lines)
-
-
 def list_batches(ledger, rank=0):
     """Return (epoch, step, batch, [(place, digest)]) of each batch that was probed, in order."""
     batches = []
     for part in ledger.records(rank):
         if not isinstance(part, Batch):
             continue
-        entries = list(zip(part.list_places(), map(bytes.hex, part.list_digests()), strict=True))
+        places, digests = chain.from_iterable(part.layouts), map(bytes.hex, part.list_digests())
+        entries = list(zip(places, digests, strict=True))
         where = part.epoch, part.step, part.batch
         if batches and batches[-1][:3] == where:
             batches[-1][3].extend(entries)

@@ -101,13 +101,12 @@ class Case:
     """One op on one shape.
 
     Attributes:
-        op: The op: its name in the catalog if the entry covers this op only.
+        op: The op: its name in the catalog, or a more exact one.
         parameters: The shape; unique among the op's cases.
         make: Builds the inputs and returns the measured call. It runs within the condition, because
             some ops select their kernel in the forward pass.
         documented: The lines of torch's documentation about it: each the name, a blank, and words
             that only this line of that name contains.
-        entry: The name of a catalog entry that covers several ops; else empty.
         quick: Whether ``--quick`` runs it.
         dtypes: Names of the dtypes that it is defined for.
         devices: The types of device that have it; empty for all.
@@ -117,7 +116,6 @@ class Case:
     parameters: Mapping[str, Scalar]
     make: Make
     documented: tuple[str, ...] = ()
-    entry: str = ""
     quick: bool = True
     dtypes: tuple[str, ...] = FLOATS
     devices: tuple[str, ...] = ()
@@ -172,8 +170,6 @@ def _list_other_cases() -> Iterator[Case]:
             listed = ("torch.cumsum",) if scan is torch.cumsum else ()
             make = called(partial(scan, dim=0), [length])
             yield Case(scan.__name__, shape, make, listed, quick=quick)
-        yield Case("sum", shape, called(torch.sum, [length]))
-    yield Case("mm", {"side": 256}, called(torch.mm, [256, 256], [256, 256]))
     shape, listed = {"side": 128, "entries": 4096}, ("torch.bmm sparse",)
     yield Case("bmm_sparse", shape, _multiply_sparse(torch.bmm, 4, 128, 128), listed, dtypes=_WIDE)
     yield Case("sparse_mm", shape, _multiply_sparse(torch.sparse.mm, 128, 128), dtypes=_WIDE)
@@ -181,12 +177,6 @@ def _list_other_cases() -> Iterator[Case]:
         lambda left, right: torch.linalg.lstsq(left, right).solution, [100, 64], [100, 3]
     )
     yield Case("lstsq", {"rows": 100, "columns": 64}, solve, dtypes=_WIDE)
-    make = graded(partial(torch.cdist, p=1.0), [256, 16], [200, 16])
-    yield Case("cdist_backward", {"rows": 256, "norm": 1}, make, dtypes=_WIDE)
-    make = graded(_normalize, [8, 16, 32, 32], [16], [16])
-    yield Case("batch_norm_backward", {"side": 32}, make)
-    make = graded(lambda rows, *both: nnf.layer_norm(rows, [64], *both), [4096, 64], [64], [64])
-    yield Case("layer_norm_backward", {"rows": 4096}, make)
     for dims, op in ((1, "nll_loss"), (2, "nll_loss2d")):
         yield Case(op, {"side": 64, "classes": 21}, _nll(dims), ("torch.nn.NLLLoss",))
     shape, listed = {"steps": 100, "labels": 64}, ("torch.nn.CTCLoss",)
@@ -224,10 +214,6 @@ def _multiply_sparse(multiply: Callable[..., Any], *sizes: int) -> Make:
         return lambda: multiply(sparse, dense)
 
     return make
-
-
-def _normalize(images: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    return nnf.batch_norm(images, None, None, weight, bias, training=True)
 
 
 def _nll(dims: int) -> Make:
@@ -280,7 +266,6 @@ def _list_sized(
     make: Callable[..., Call],
     *documented: str,
     quick: tuple[int, int] = _QUICK,
-    entry: str = "",
 ) -> Iterator[Case]:
     """Yield a case for each number of values and of places; ``make`` gets both."""
     for values, places in (*SIZES, ALL_IN_ONE):
@@ -290,7 +275,6 @@ def _list_sized(
             make=partial(make, values=values, places=places),
             documented=documented,
             quick=(values, places) == quick,
-            entry=entry,
         )
 
 
@@ -321,21 +305,6 @@ def _read(op: str, read: Callable[[Tensor, Tensor], Tensor], *documented: str) -
 def _along(method: str, *more: str) -> Scatter:
     """Return a method of a tensor that scatters along its only dimension."""
     return lambda target, index, given: getattr(target, method)(0, index, given, *more)
-
-
-def _rows() -> Iterator[Case]:
-    """Yield additions of whole rows, in the shapes of Shanmugavelu et al. 2024."""
-    for side, ratio in ((100, 0.1), (100, 0.5), (100, 1.0), (1000, 0.5)):
-
-        def make(inputs: Inputs, side: int = side, ratio: float = ratio) -> Call:
-            rows = int(side * ratio)
-            target, given = inputs.normal(side, side), inputs.normal(rows, side)
-            index = inputs.whole(rows, rows)
-            return lambda: target.index_add(0, index, given)
-
-        quick = side == 1000  # noqa: PLR2004 - the largest
-        shape, listed = {"side": side, "ratio": ratio}, ("torch.index_add",)
-        yield Case("index_add", shape, make, listed, quick=quick)
 
 
 def _embed(inputs: Inputs) -> Call:
@@ -370,16 +339,6 @@ def _repeat(inputs: Inputs) -> Call:
     return inputs.gradient(torch.repeat_interleave(source, times), source)
 
 
-def _coalesce(inputs: Inputs) -> Call:
-    index, given = inputs.whole(100, 2, 100_000), inputs.normal(100_000)
-
-    def call() -> Tensor:
-        matrix = torch.sparse_coo_tensor(index, given, (100, 100), check_invariants=False)
-        return matrix.coalesce().values()
-
-    return call
-
-
 def _list_scattering_cases() -> Iterator[Case]:
     """Yield cases in which several values go to one place: scatter, index, count, reads."""
     put = "torch.Tensor.put_ accumulate="
@@ -408,7 +367,6 @@ def _list_scattering_cases() -> Iterator[Case]:
             near_one=reduce == "prod",
         )
     yield from _scattered("index_add", _along("index_add"), "torch.index_add")
-    yield from _rows()
     yield from _scattered("index_copy", _along("index_copy"), "torch.Tensor.index_copy")
     for reduce in ("mean", "prod", "amax"):
         yield from _scattered(
@@ -416,7 +374,6 @@ def _list_scattering_cases() -> Iterator[Case]:
             _along("index_reduce", reduce),
             "torch.Tensor.index_reduce",
             near_one=reduce == "prod",
-            entry="index_reduce",
         )
     yield from _read("gather_backward", lambda t, i: t.gather(0, i), "torch.gather")
     yield from _read(
@@ -434,7 +391,6 @@ def _list_scattering_cases() -> Iterator[Case]:
     shape, listed = {"values": 1_000, "times": 100}, ("torch.repeat_interleave",)
     yield Case("repeat_interleave_backward", shape, _repeat, listed)
     wide = FLOATS[:2]
-    yield Case("sparse_coalesce", {"values": 100_000, "places": 10_000}, _coalesce, dtypes=wide)
     for values, places, quick in ((100_000, 1_000, True), (2_000_000, 50, False)):
         shape, listed = {"values": values, "places": places}, ("torch.bincount weights",)
         yield Case("bincount", shape, _count(values, places), listed, quick=quick)
@@ -469,7 +425,6 @@ def _convolved(dims: int, *, transposed: bool) -> Iterator[Case]:
         for suffix, wrapped in (("", called), ("_backward", graded)):
             yield Case(
                 op=f"{name.lower()}{suffix}",
-                entry="convolution",
                 parameters={"side": side, "kernel": 3, "stride": 2},
                 make=wrapped(partial(convolve, stride=2), *shapes),
                 documented=(f"torch.nn.{name}",),

@@ -5,7 +5,7 @@ import statistics
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import cache
 from typing import Any
 
@@ -36,19 +36,6 @@ _MISSING = re.compile(r"not implemented|could not run|not supported|unsupported"
 _REFUSED = "does not have a deterministic implementation"
 
 
-@dataclass(frozen=True)
-class Budget:
-    """The limits of one case in one condition.
-
-    Attributes:
-        runs: Number of runs, from 2.
-        seconds: Time after which no run from the fourth on starts.
-    """
-
-    runs: int
-    seconds: float
-
-
 def plan_rows(settings: Mapping[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Return the row of each case without its conditions, and facts about this machine.
 
@@ -77,36 +64,46 @@ def begin_row(case: Case, device: str, dtype: str, lines: tuple[Line, ...]) -> d
     return {
         "key": case.key(dtype),
         "op": case.op,
-        "entry": case.entry or case.op,
         "parameters": dict(case.parameters),
         "dtype": dtype,
         "documented": [line.kind for line in documented],
     }
 
 
-def measure_case(case: Case, device: str, dtype: str, budget: Budget) -> dict[str, Any]:
-    """Run one case in all conditions and return the result, or the failure, of each."""
+def measure_case(case: Case, device: str, dtype: str, runs: int, seconds: float) -> dict[str, Any]:
+    """Run one case in all conditions and return the result, or the failure, of each.
+
+    In a condition it runs so often, from 2 times; after ``seconds`` no run from the fourth on
+    starts.
+    """
     kind = torch.device(device).type
     if case.devices and kind not in case.devices:
         reason = f"The op exists on {' and '.join(case.devices)} only."
         missing = {"outcome": "missing", "reason": reason}
         return dict.fromkeys((*CONDITIONS, "oracle"), missing)
     entries: dict[str, Any] = {}
-    measured = getattr(torch, dtype)
-    results: dict[str, tuple[Tensor, ...]] = {}
+    oracle: tuple[Tensor, ...] | None = None
     for condition in ("oracle", *CONDITIONS):
-        inputs, limits = Inputs(device, measured), budget
+        inputs, limits = Inputs(device, getattr(torch, dtype)), (runs, seconds)
         if condition == "oracle":
-            inputs, limits = Inputs("cpu", torch.float64, measured), Budget(2, 0.0)
+            inputs, limits = Inputs("cpu", torch.float64, getattr(torch, dtype)), (2, 0.0)
         try:
             with _enter(condition, kind):
-                found = _measure(case.make(inputs), inputs.device, limits, results, condition)
-                entries[condition] = {"outcome": "ran", **found}
+                first, found = _measure(case.make(inputs), inputs.device, *limits)
         except Exception as error:  # noqa: BLE001 - an op may raise any error; it becomes the result
             text = (str(error).strip().splitlines() or [type(error).__name__])[0]
             reason = f"{type(error).__name__}: {text[:300]}"
             entries[condition] = {"outcome": _name_outcome(error), "reason": reason}
-    _add_ratios_and_errors(entries, results)
+            continue
+        entries[condition] = {"outcome": "ran", **found}
+        if condition == "oracle":
+            oracle = first
+            continue
+        # The time over the default's, and the distance from the oracle.
+        if base := entries["default"].get("microseconds"):
+            entries[condition]["ratio"] = round(found["microseconds"] / base, 3)
+        if oracle is not None:
+            entries[condition]["error"] = _measure_error(oracle, first)
     return entries
 
 
@@ -122,13 +119,15 @@ def _name_outcome(error: Exception) -> str:
 
 
 def _measure(
-    call: Call, device: str, budget: Budget, results: dict[str, tuple[Tensor, ...]], condition: str
-) -> dict[str, Any]:
+    call: Call, device: str, runs: int, seconds: float
+) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+    """Return the first outputs, and the figures of all."""
     meter = SpreadMeter()
+    first: tuple[Tensor, ...] = ()
     times: list[float] = []
     begin = time.perf_counter()
-    while len(times) < budget.runs and (
-        len(times) < _FEWEST_RUNS or time.perf_counter() - begin < budget.seconds
+    while len(times) < runs and (
+        len(times) < _FEWEST_RUNS or time.perf_counter() - begin < seconds
     ):
         _disturb(device, len(times))
         start = time.perf_counter()
@@ -137,11 +136,11 @@ def _measure(
             synchronize(device)
         times.append(time.perf_counter() - start)
         tensors = output if isinstance(output, tuple) else (output,)
-        results.setdefault(condition, tuple(tensor.detach().clone() for tensor in tensors))
+        first = first or tuple(tensor.detach().clone() for tensor in tensors)
         meter.add(tensors)
     # The first call also loads and selects kernels: its output counts, its time does not.
     micros = statistics.median(times[1:]) * 1e6
-    return {"spread": asdict(meter.spread()), "microseconds": round(micros, 2)}
+    return first, {"spread": asdict(meter.spread()), "microseconds": round(micros, 2)}
 
 
 def _disturb(device: str, turn: int) -> None:
@@ -156,21 +155,6 @@ def _disturb(device: str, turn: int) -> None:
 @cache
 def _side_stream(device: str) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
-
-
-def _add_ratios_and_errors(
-    entries: dict[str, dict[str, Any]], results: dict[str, tuple[Tensor, ...]]
-) -> None:
-    """Add the time of each condition over the default's, and its distance from the oracle."""
-    base = entries["default"].get("microseconds")
-    for condition in CONDITIONS:
-        entry = entries[condition]
-        if entry["outcome"] != "ran":
-            continue
-        if base:
-            entry["ratio"] = round(entry["microseconds"] / base, 3)
-        if "oracle" in results:
-            entry["error"] = _measure_error(results["oracle"], results[condition])
 
 
 def _measure_error(oracle: tuple[Tensor, ...], results: tuple[Tensor, ...]) -> float | None:

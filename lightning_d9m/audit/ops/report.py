@@ -14,7 +14,6 @@ CONDITION_TITLES = {
     "oracle": "oracle",
 }
 _Case: TypeAlias = tuple[Mapping[str, Any], str]
-_TIMED = ("deterministic", "patched")
 _INTRODUCTION = """\
 Each case ran {runs} times (fewer if its time was over) in four conditions: torch as it is; torch
 with `use_deterministic_algorithms(True)`; patched, which is a session with `patch_ops`; and the
@@ -34,11 +33,9 @@ def summarize(settings: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) ->
         ops.append(
             {
                 "op": op,
-                "entry": cases[0].get("entry", op),
                 "cases": len(cases),
                 "findings": judge_op(cases),
                 "varied": {name: any(map(varies, found)) for name, found in entries.items()},
-                "ratio": {name: _median_ratio(entries[name]) for name in _TIMED},
             }
         )
     return {"settings": dict(settings), "ops": ops, "rows": list(rows)}
@@ -85,11 +82,6 @@ def render_markdown(summary: Mapping[str, Any]) -> str:
         ),
     ]
     return "\n\n".join(parts) + "\n"
-
-
-def _median_ratio(entries: Sequence[Mapping[str, Any]]) -> float | None:
-    ratios = sorted(entry["ratio"] for entry in entries if entry.get("ratio"))
-    return ratios[len(ratios) // 2] if ratios else None
 
 
 def _read_figure(case: _Case, *path: str) -> str:

@@ -133,19 +133,19 @@ def main() -> int:
     import torch
 
     from lightning_d9m.audit.ops.cases import list_cases
-    from lightning_d9m.audit.ops.conditions import Budget, measure_case
+    from lightning_d9m.audit.ops.conditions import measure_case
 
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     settings = json.loads(sys.stdin.readline())
     if settings["threads"] is not None:
         torch.set_num_threads(settings["threads"])
-    budget = Budget(settings["runs"], settings["seconds"])
     cases = {case.key(dtype): (case, dtype) for case in list_cases() for dtype in case.dtypes}
     print(json.dumps(list(cases)), file=answers, flush=True)
     for line in sys.stdin:
         case, dtype = cases[json.loads(line)]
-        conditions = measure_case(case, settings["device"], dtype, budget)
+        limits = settings["runs"], settings["seconds"]
+        conditions = measure_case(case, settings["device"], dtype, *limits)
         print(json.dumps(conditions), file=answers, flush=True)
     return 0
 

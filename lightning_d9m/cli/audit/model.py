@@ -3,7 +3,6 @@
 import argparse
 import json
 import shlex
-from pathlib import Path
 
 from lightning_d9m.audit.training import (
     CONDITIONS,
@@ -31,7 +30,20 @@ def run(arguments: argparse.Namespace) -> int:
     """Train in both conditions; return 1 if the runs with determinism differ."""
     command = get_command(arguments, "audit model")
     output = make_output(arguments.output, "d9m-audit", "model-")
-    trainings = _train(command, output, arguments.runs, arguments.timeout)
+    made = {
+        name: Runs(command, output, arguments.timeout, evaluations=False) for name in CONDITIONS
+    }
+    trainings: dict[str, list[Run]] = {condition: [] for condition in CONDITIONS}
+    for number in range(1, arguments.runs + 1):
+        for condition in CONDITIONS:  # alternate, so that machine load affects both alike
+            training = made[condition].run(
+                f"{condition}-{number:03d}",
+                f"run {number} of {arguments.runs}, {condition} determinism",
+                variables={CONTROL: "off" if condition == "without" else "on"},
+            )
+            trainings[condition].append(training)
+            # The first training of all names the fits.
+            made["with"].fits = made["without"].fits
     result = summarize(trainings)
     (output / "model.json").write_text(json.dumps(result, indent=1) + "\n")
     (output / "model.md").write_text(render_markdown(result, command))
@@ -40,22 +52,3 @@ def run(arguments: argparse.Namespace) -> int:
     lines += [] if result["equal"] else format_next_steps([step])
     print_result(arguments.format, result, lines)
     return 0 if result["equal"] else 1
-
-
-def _train(
-    command: list[str], output: Path, runs: int, timeout: float | None
-) -> dict[str, list[Run]]:
-    """Train in both conditions."""
-    made = {name: Runs(command, output, timeout, evaluations=False) for name in CONDITIONS}
-    trainings: dict[str, list[Run]] = {condition: [] for condition in CONDITIONS}
-    for number in range(1, runs + 1):
-        for condition in CONDITIONS:  # alternate, so that machine load affects both alike
-            run = made[condition].run(
-                f"{condition}-{number:03d}",
-                f"run {number} of {runs}, {condition} determinism",
-                variables={CONTROL: "off" if condition == "without" else "on"},
-            )
-            trainings[condition].append(run)
-            # The first training of all names the fits.
-            made["with"].fits = made["without"].fits
-    return trainings

@@ -41,12 +41,19 @@ def run(arguments: argparse.Namespace) -> int:
     # Imported here, so that parsing the arguments does not load torch.
     from lightning_d9m.audit.ops.conditions import plan_rows
 
-    settings = _read_settings(arguments)
+    quick = arguments.quick
+    settings: dict[str, Any] = {
+        "device": arguments.device,
+        "quick": quick,
+        "runs": arguments.runs or (30 if quick else 100),
+        "seconds": _QUICK_SECONDS if quick else _SECONDS,
+        "ops": sorted(arguments.ops),
+        "dtypes": list(arguments.dtypes or (DTYPES[:1] if quick else DTYPES)),
+        "threads": arguments.threads,
+    }
     plan, facts = plan_rows(settings)
-    kind = "-quick" if arguments.quick else ""
-    folder = (
-        arguments.output or Path("d9m-audit") / f"ops-{arguments.device.replace(':', '')}{kind}"
-    )
+    name = f"ops-{arguments.device.replace(':', '')}{'-quick' if quick else ''}"
+    folder = arguments.output or Path("d9m-audit") / name
     settings |= facts
     summary = summarize(settings, measure_rows(folder, plan, settings, arguments.timeout))
     (folder / "ops.json").write_text(json.dumps(summary, indent=1) + "\n")
@@ -58,16 +65,3 @@ def run(arguments: argparse.Namespace) -> int:
         unknown = "; ".join(facts["unknown"])
         print(f"documented by torch, but not measured by this audit: {unknown}", file=sys.stderr)
     return 1 if broken else 0
-
-
-def _read_settings(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the settings that the rows depend on."""
-    return {
-        "device": arguments.device,
-        "quick": arguments.quick,
-        "runs": arguments.runs or (30 if arguments.quick else 100),
-        "seconds": _QUICK_SECONDS if arguments.quick else _SECONDS,
-        "ops": sorted(arguments.ops),
-        "dtypes": list(arguments.dtypes or (DTYPES[:1] if arguments.quick else DTYPES)),
-        "threads": arguments.threads,
-    }

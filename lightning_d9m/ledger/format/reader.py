@@ -4,39 +4,36 @@ Each line is a record whose last field is ``"check"``, the chain hash: BLAKE2b w
 chain hash of the previous line (16 zeros before the first) and the bytes of this line that precede
 ``,"check":``. The chain finds accidents and naive edits: a record that was changed, removed, added
 or moved. It is not a signature: anyone can recompute it.
-
-Earlier schemas are read as the present one: schema 1 has other digests of probes, and schema 2 has
-them in a file of their own. There, a record ``frames`` says how many bytes of it precede the next
-record; those after the last such record come at the end.
 """
 
+import os
+import stat
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
+from typing import BinaryIO
 
 from msgspec import MsgspecError, Struct
 from msgspec.json import decode
 
-from lightning_d9m.errors import LedgerError
-from lightning_d9m.ledger.format.files import open_regular
-from lightning_d9m.ledger.format.frames import Batch, check_frames, pack_places, split_frames
+from lightning_d9m.errors import LedgerError, file_errors
 from lightning_d9m.ledger.format.records import (
     CHAIN_START,
     MAX_HEADER,
     MAX_LINE,
     SCHEMA,
+    Batch,
     End,
     FieldError,
     Header,
+    ProbeKey,
     ProbeLayout,
     ProbesRecord,
     Record,
     chain_record,
     decode_record,
-    upgrade_record,
 )
-from lightning_d9m.ledger.format.schema_2 import add_frames
 from lightning_d9m.text import quote
 from lightning_d9m.version import __version__
 
@@ -68,7 +65,7 @@ class RankReader(AbstractContextManager["RankReader"]):
         marked: Number of the line with the chain hash ``mark``; 0 until it was read.
 
     Raises:
-        LedgerError: When the file cannot be read, is not a ledger, or has a newer schema; while
+        LedgerError: When the file cannot be read, is not a ledger, or has another schema; while
             reading, when a record was edited or breaks the schema.
     """
 
@@ -77,15 +74,14 @@ class RankReader(AbstractContextManager["RankReader"]):
         self.line = self.marked = 0
         self.truncated = self.complete = self._has_ended = False
         self._mark = mark.encode()
-        self._layouts: dict[int, tuple[int, bytes]] = {}
+        self._layouts: dict[int, tuple[ProbeKey, ...]] = {}
         self._chain_hash = CHAIN_START
-        self._stream = open_regular(path)
+        self._stream = _open_regular(path)
         try:
             self.header = self._read_header()
         except BaseException:
             self.close()
             raise
-        self._start = self.chain_hash
 
     @property
     def chain_hash(self) -> str:
@@ -102,21 +98,16 @@ class RankReader(AbstractContextManager["RankReader"]):
 
         With ``lines_only`` it leaves them out.
         """
-        lines = self._read_lines()
-        if self.header.schema == 2 and not lines_only:  # noqa: PLR2004 - a version
-            torn = yield from add_frames(lines, self.path, self._start, self._layouts)
-            self.truncated |= torn
-            return
-        for record in lines:
+        for record in self._read_lines():
             if not isinstance(record, ProbesRecord):
                 yield record
             elif not lines_only:
-                places, token = self._layouts.get(record.layout, (0, b""))
+                places = self._layouts.get(record.layout, ())
                 try:
-                    check_frames(record, places)
+                    record.check_places(len(places))
                 except FieldError as error:
                     raise self._malformed(error) from error
-                yield from split_frames(record, token)
+                yield Batch(record.epoch, record.step, record.batch, (places,), record.digests)
 
     def line_records(self) -> Iterator[Record]:
         """Yield each record after the header, without probes."""
@@ -144,13 +135,13 @@ class RankReader(AbstractContextManager["RankReader"]):
                 break
             body = self._verify(line)
             try:
-                record = decode_record(upgrade_record(body) if self.header.schema == 1 else body)
+                record = decode_record(body)
             except FieldError as error:
                 raise self._malformed(error) from error
             if isinstance(record, Header):
                 raise self._malformed(FieldError("kind", "is 'header' a second time"))
             if isinstance(record, ProbeLayout):
-                self._layouts[record.id] = len(record.places), pack_places(record.places)
+                self._layouts[record.id] = record.places
             yield record
         self.complete, self._has_ended = isinstance(record, End), True
 
@@ -160,8 +151,12 @@ class RankReader(AbstractContextManager["RankReader"]):
         body = line[:-_TAIL] + b"}"
         expected, chain_hash = chain_record(body, self._chain_hash)
         if line != expected:
+            try:
+                claimed = f" ({decode_record(body).kind})"
+            except FieldError:
+                claimed = ""
             raise LedgerError(
-                f"{self.path}, line {self.line}{_describe_line(body)} does not fit its check: this "
+                f"{self.path}, line {self.line}{claimed} does not fit its check: this "
                 "record was edited, or a record before it was removed, added or moved. Nothing "
                 "from here on can be trusted; take an unedited copy, or record the run again."
             )
@@ -191,11 +186,11 @@ class RankReader(AbstractContextManager["RankReader"]):
             origin = decode(body, type=_Origin)
         except (MsgspecError, UnicodeDecodeError) as error:
             raise self._not_a_ledger(f"has a first record that is not a header: {error}") from error
-        if origin.schema > SCHEMA:
+        if origin.schema != SCHEMA:
             raise LedgerError(
                 f"{self.path} has schema {origin.schema}; the lightning_d9m that is installed "
-                f"reads schemas 1 to {SCHEMA}. It was written by lightning_d9m "
-                f"{quote(origin.package)}: install that version or a later one."
+                f"reads schema {SCHEMA}. It was written by lightning_d9m {quote(origin.package)}: "
+                "install that version, or record the run again."
             )
         try:
             header = decode_record(body)
@@ -219,9 +214,15 @@ class RankReader(AbstractContextManager["RankReader"]):
         )
 
 
-def _describe_line(body: bytes) -> str:
-    """Return the kind of record that an edited line claims to be; empty if it is unreadable."""
-    try:
-        return f" ({decode_record(body).kind})"
-    except FieldError:
-        return ""
+def _open_regular(path: Path) -> BinaryIO:
+    """Open a file for reading; refuse a pipe or a device, which might never end."""
+    with file_errors(LedgerError, f"{path} cannot be read"):
+        # Without O_NONBLOCK, opening a named pipe waits for its writer.
+        number = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(number).st_mode):
+        os.close(number)
+        raise LedgerError(
+            f"{path} is not a ledger: it is not a regular file. Name a folder fit-NNN or a file "
+            "rank-N.jsonl."
+        )
+    return os.fdopen(number, "rb", buffering=2**20)

@@ -8,8 +8,8 @@ A kind or a field that this version does not know is refused: a later version wr
 """
 
 import re
-from base64 import b64encode
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from hashlib import blake2b
 from math import isfinite
 from typing import Annotated, Any, ClassVar, TypeAlias, cast, get_args
@@ -24,11 +24,9 @@ SCHEMA = 3
 MAX_RANKS = 65_536
 MAX_NAME = 4096
 MAX_WHOLE = 2**63 - 1
-# The most places of one layout, so that a frame has at most 256 KiB.
+# The most places of one layout, so that a record of probes has at most 256 KiB of digests.
 MAX_LAYOUT_PLACES = 16_384
-# Most batches in one record of probes, and most growth from batch to batch.
-MAX_GROUP = 2**16 - 1
-MAX_GROWTH = 255
+MAX_LAYOUTS = 2**16
 # A record of 100,000 tensors with long names has 20 MB; the header is a few kB.
 MAX_LINE = 64 * 2**20
 MAX_HEADER = 2**20
@@ -49,11 +47,6 @@ _short = Meta(max_length=MAX_NAME)
 _whole = Meta(ge=0, le=MAX_WHOLE, description="a whole number from 0 to 2^63 - 1")
 
 
-def _hex(digits: int) -> Meta:
-    pattern = rf"\A[0-9a-f]{{{digits}}}\Z"
-    return Meta(pattern=pattern, description=f"{digits} lowercase hex digits")
-
-
 def _sized(digits: int) -> Meta:
     """Require a length: a pattern for each of a thousand texts takes twice as long as reading."""
     return Meta(min_length=digits, max_length=digits)
@@ -71,8 +64,13 @@ Text: TypeAlias = Annotated[str, _text]
 Name: TypeAlias = Annotated[str, _short]
 Whole: TypeAlias = Annotated[int, _whole]
 WholeOrNone: TypeAlias = Annotated[Whole | None, _describe(f"{_whole.description}, or null")]
-Growth: TypeAlias = Annotated[int, _bounded(0, MAX_GROWTH)]
-Digest: TypeAlias = Annotated[str, _hex(DIGEST_DIGITS)]
+Digest: TypeAlias = Annotated[
+    str,
+    Meta(
+        pattern=rf"\A[0-9a-f]{{{DIGEST_DIGITS}}}\Z",
+        description=f"{DIGEST_DIGITS} lowercase hex digits",
+    ),
+]
 DigestOrNone: TypeAlias = Annotated[
     Digest | None, _describe(f"{DIGEST_DIGITS} lowercase hex digits, or null")
 ]
@@ -110,17 +108,10 @@ def _name_floats(table: Mapping[str, Scalar]) -> Mapping[str, Scalar]:
 
 
 class FieldError(ValueError):
-    """A field of a record is missing or has a value that the schema does not allow.
-
-    Attributes:
-        field: Its name, dotted where it is nested.
-        problem: The rest of a sentence that begins with the field.
-    """
+    """A field of a record is missing or has a value that the schema does not allow."""
 
     def __init__(self, field: str, problem: str) -> None:
         super().__init__(f"field {quote(field)} {problem}")
-        self.field = field
-        self.problem = problem
 
 
 class Part(Struct, frozen=True, forbid_unknown_fields=True):
@@ -403,7 +394,7 @@ class ProbeLayout(Entry, frozen=True, tag="layout"):
             occurred before within the batch.
     """
 
-    id: Whole
+    id: Annotated[int, _bounded(0, MAX_LAYOUTS - 1)]
     places: Annotated[
         tuple[Place, ...],
         Meta(
@@ -419,19 +410,14 @@ class ProbeLayout(Entry, frozen=True, tag="layout"):
 
 
 class ProbesRecord(Entry, frozen=True, tag="probes", kw_only=True):
-    """Digests at the places of consecutive batches, or of a part of one batch.
-
-    A reader makes frames of it.
+    """Digests at the places of a batch, or of a part of one.
 
     Attributes:
         epoch: Counted from 0.
-        step: The global step when the first batch began.
-        batch: Index of the first batch within the epoch.
+        step: The global step when the batch began.
+        batch: Index of the batch within the epoch.
         layout: Number of the layout that names the places.
-        digests: The digests, batch after batch.
-        count: Number of batches.
-        steps: Growth of the step from batch to batch.
-        batches: Growth of the index.
+        digests: The digests in order of execution.
     """
 
     epoch: Whole
@@ -445,21 +431,17 @@ class ProbesRecord(Entry, frozen=True, tag="probes", kw_only=True):
             description=f"base64 of {DIGEST_BYTES} bytes for each place",
         ),
     ]
-    count: Annotated[int, _bounded(1, MAX_GROUP)] = 1
-    steps: Growth = 1
-    batches: Growth = 1
 
-
-class FramesEnd(Entry, frozen=True, tag="frames"):
-    """The end of the digests of probes that precede the next record of a ledger of schema 2.
-
-    Attributes:
-        bytes: The size of the file of frames until there.
-        last: The check of its last block.
-    """
-
-    bytes: Whole
-    last: Annotated[str, _hex(16)]
+    def check_places(self, places: int) -> None:
+        """Raise a ``FieldError`` unless the digests fit the number of places of the layout."""
+        if not places:
+            raise FieldError("layout", f"is {self.layout}, and no record before it says what it is")
+        if len(self.digests) != places * DIGEST_BYTES:
+            raise FieldError(
+                "digests",
+                f"must be {places} digests of {DIGEST_BYTES} bytes, one for each place of its "
+                f"layout, and has {len(self.digests)} bytes",
+            )
 
 
 class Resume(Entry, frozen=True, tag="resume", kw_only=True):
@@ -498,7 +480,6 @@ Record: TypeAlias = (
     | Evaluation
     | ProbeLayout
     | ProbesRecord
-    | FramesEnd
     | ReplayDrift
     | Resume
     | End
@@ -506,9 +487,38 @@ Record: TypeAlias = (
 RECORD_TYPES: dict[str, type[Entry]] = {kind_of(entry): entry for entry in get_args(Record)}
 CHAIN_START = b"0" * 16
 
+
+@dataclass(slots=True)
+class Batch:
+    """The digests of the probes of one batch, or of some of its places.
+
+    Attributes:
+        epoch: Counted from 0.
+        step: The global step when the batch began.
+        batch: Index within the epoch.
+        layouts: The places of each part, in order of execution.
+        digests: The digests in order of execution, 16 bytes each.
+    """
+
+    epoch: int
+    step: int
+    batch: int
+    layouts: tuple[tuple[ProbeKey, ...], ...]
+    digests: bytes
+
+    @property
+    def size(self) -> int:
+        """Number of places."""
+        return len(self.digests) // DIGEST_BYTES
+
+    def list_digests(self) -> list[bytes]:
+        """Return the digest at each place."""
+        data = self.digests
+        return [data[at : at + DIGEST_BYTES] for at in range(0, len(data), DIGEST_BYTES)]
+
+
 _encode = Encoder(enc_hook=_to_plain).encode
 _decode = Decoder(Record).decode
-_PROBES = b'{"kind":"probes",'
 _DIGEST = bytes(DIGEST_BYTES)
 
 
@@ -564,20 +574,3 @@ def _field_error(error: Exception) -> FieldError:
     problem, _, path = str(error).partition(" - at ")
     name = path.replace("`", "").removeprefix("key in ").removeprefix("$").removeprefix(".")
     return FieldError(name or "record", f"does not fit: {problem}")
-
-
-def upgrade_record(body: bytes) -> bytes:
-    """Return the present text of a record of schema 1.
-
-    Schema 1 has digests of probes in hexadecimal, where bytes are base64 now.
-
-    Raises:
-        FieldError: When the digests are not lowercase hexadecimal.
-    """
-    if not body.startswith(_PROBES):
-        return body
-    found = re.search(rb'"digests":"((?:[0-9a-f]{2})*)"', body)
-    if found is None:
-        raise FieldError("digests", "must be lowercase hex digits")
-    digests = b64encode(bytes.fromhex(found[1].decode()))
-    return body[: found.start(1)] + digests + body[found.end(1) :]

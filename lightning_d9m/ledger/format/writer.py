@@ -6,13 +6,11 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 from lightning_d9m.errors import LedgerError, explain_file_error, file_errors
-from lightning_d9m.ledger.format.frames import check_frames
 from lightning_d9m.ledger.format.records import (
     CHAIN_START,
     MAX_HEADER,
     MAX_LINE,
     FieldError,
-    FramesEnd,
     Json,
     ProbeLayout,
     ProbesRecord,
@@ -64,14 +62,29 @@ class LedgerWriter(AbstractContextManager["LedgerWriter"]):
             LedgerError: When the record is not one of the schema, or cannot be written; the ledger
                 then ends with the record before it and stays readable.
         """
-        self._check_open()
+        if self._failure is not None:
+            raise LedgerError(self._failure)
+        if self._closed:
+            raise LedgerError(f"The ledger {self.path} is closed; no record can be added.")
+        if os.getpid() != self._process:
+            raise LedgerError(
+                f"The ledger {self.path} belongs to process {self._process}; this process "
+                f"{os.getpid()} was forked from it and must not write there. Start a new Trainer "
+                "run in the forked process."
+            )
         kind = record.get("kind") if isinstance(record, Mapping) else record.kind
         try:
-            body = self._encode(parse_record(record) if isinstance(record, Mapping) else record)
+            typed = parse_record(record) if isinstance(record, Mapping) else record
+            if isinstance(typed, ProbesRecord):
+                typed.check_places(self._layouts.get(typed.layout, 0))
+            body = encode_record(typed)
         except FieldError as error:
             raise LedgerError(
                 f"A record {quote(kind)} for {self.path} is malformed: {error}."
             ) from error
+        if isinstance(typed, ProbeLayout):
+            # Before it is written: an interruption may come between the two.
+            self._layouts[typed.id] = len(typed.places)
         try:
             self._resolve()
             self._append(body)
@@ -100,29 +113,6 @@ class LedgerWriter(AbstractContextManager["LedgerWriter"]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _check_open(self) -> None:
-        if self._failure is not None:
-            raise LedgerError(self._failure)
-        if self._closed:
-            raise LedgerError(f"The ledger {self.path} is closed; no record can be added.")
-        if os.getpid() != self._process:
-            raise LedgerError(
-                f"The ledger {self.path} belongs to process {self._process}; this process "
-                f"{os.getpid()} was forked from it and must not write there. Start a new Trainer "
-                "run in the forked process."
-            )
-
-    def _encode(self, record: Record) -> bytes:
-        if isinstance(record, FramesEnd):
-            raise FieldError("kind", "is 'frames', which only ledgers of schema 2 have")
-        if isinstance(record, ProbesRecord):
-            check_frames(record, self._layouts.get(record.layout, 0))
-        body = encode_record(record)
-        if isinstance(record, ProbeLayout):
-            # Before it is written: an interruption may come between the two.
-            self._layouts[record.id] = len(record.places)
-        return body
 
     def _resolve(self) -> None:
         """Find out whether an append that Ctrl-C interrupted was completed; undo a part of it."""

@@ -111,30 +111,21 @@ def check_completion(call: Call) -> Iterator[Report]:
 
 
 def check_hash(call: Call) -> Iterator[Report]:
-    """Find ``hash()`` of a possible string whose number is used."""
-    if call.name == "builtins.sorted" or read_last_name(call.node.func) == "sort":
-        if resolve(call.named.get("key"), call.scope) == "builtins.hash":
-            yield Report("D9M303", call.node, "depends")
-    elif call.name == "builtins.hash" and len(call.node.args) == 1:
-        methods = (one for one in call.tree.around(call.node) if isinstance(one, ast.FunctionDef))
-        if getattr(next(methods, None), "name", "") in {"__hash__", "__eq__"}:
-            return
-        kind = _read_element(call.node.args[0])
-        if kind != "numbers" and _is_number_used(call):
-            yield Report("D9M303", call.node, "certain" if kind == "strings" else "depends")
-
-
-def _is_number_used(call: Call) -> bool:
-    """Return whether the number itself is used: in arithmetic, as a seed, as an index."""
+    """Find ``hash()`` of a possible string whose number is used: in arithmetic, or as a seed."""
+    if call.name != "builtins.hash" or len(call.node.args) != 1:
+        return
+    methods = (one for one in call.tree.around(call.node) if isinstance(one, ast.FunctionDef))
+    if getattr(next(methods, None), "name", "") in {"__hash__", "__eq__"}:
+        return
+    kind, used = _read_element(call.node.args[0]), False
     match call.parent:
-        case ast.BinOp(op=operator):
-            return isinstance(operator, (ast.Mod, ast.BitAnd, ast.RShift, ast.Mult, ast.Add))
+        case ast.BinOp(op=ast.Mod() | ast.BitAnd() | ast.RShift() | ast.Mult() | ast.Add()):
+            used = True
         case ast.Call(function):
             name = resolve(function, call.scope) or read_last_name(function)
-            return name in {"builtins.abs", "builtins.divmod"} or "seed" in name.lower()
-        case ast.keyword("seed"):
-            return True
-    return False
+            used = name in {"builtins.abs", "builtins.divmod"} or "seed" in name.lower()
+    if kind != "numbers" and used:
+        yield Report("D9M303", call.node, "certain" if kind == "strings" else "depends")
 
 
 def check_set(node: ast.expr, tree: Tree) -> Iterator[Report]:
@@ -153,11 +144,6 @@ def check_set(node: ast.expr, tree: Tree) -> Iterator[Report]:
         ordered = texts and site == "iterated" and _has_order(node, tree.scope[node])
         edit = "sorted({})" if ordered else ""
         yield Report("D9M301", node, "certain" if certain else "depends", reason, edit=edit)
-
-
-def check_set_call(call: Call) -> Iterator[Report]:
-    """Find sets that a call makes; see :func:`check_set`."""
-    return check_set(call.node, call.tree)
 
 
 def _has_order(node: ast.expr, scope: Scope) -> bool:
@@ -204,7 +190,9 @@ def _has_one_element(node: ast.expr, tree: Tree) -> bool:
     return False
 
 
-def _read_elements(node: ast.AST, scope: Scope, depth: int = _DEPTH) -> Elements | None:
+def _read_elements(  # noqa: C901, PLR0912 - one case for each kind of expression
+    node: ast.AST | None, scope: Scope, depth: int = _DEPTH
+) -> Elements | None:
     """Return the kind of a set's elements; None if the expression is not known to be a set."""
     found: Elements | None = None
     match node:
@@ -215,7 +203,17 @@ def _read_elements(node: ast.AST, scope: Scope, depth: int = _DEPTH) -> Elements
         case ast.SetComp(element):
             found = _read_all([element])
         case ast.Call(function, given) if resolve(function, scope) in _SETS:
-            found = _read_made(given[0], scope, depth) if given else "unknown"
+            match given:
+                case [ast.GeneratorExp(element) | ast.ListComp(element), *_]:
+                    found = _read_all([element])
+                case [ast.List(elements) | ast.Tuple(elements) | ast.Set(elements), *_]:
+                    found = _read_all(elements)
+                case [ast.Constant() | ast.Call(ast.Attribute(attr="split")), *_]:
+                    found = "strings"
+                case [ast.Call(ast.Name("range")), *_]:
+                    found = "numbers"
+                case _:
+                    found = (given and _read_elements(given[0], scope, depth - 1)) or "unknown"
         case ast.Call(ast.Attribute(value, method)) if method in _SET_METHODS:
             found = _read_elements(value, scope, depth - 1)
         case ast.BinOp(left, ast.BitOr() | ast.BitAnd() | ast.BitXor(), right):
@@ -224,38 +222,19 @@ def _read_elements(node: ast.AST, scope: Scope, depth: int = _DEPTH) -> Elements
             found = _read_elements(left, scope, depth - 1)
         case ast.Name(name):
             bindings, where = scope.find(name)
-            found = _merge(
-                _read_bound(one.node, where, depth, assigned=one.kind == "assign")
-                for one in bindings
-            )
+            kinds: list[Elements | None] = []
+            for one in bindings:
+                base = one.node.value if isinstance(one.node, ast.Subscript) else one.node
+                if resolve(base, where) in _SET_TYPES:  # an annotation
+                    kinds.append("unknown")
+                else:
+                    value = one.node if one.kind == "assign" else None
+                    kinds.append(_read_elements(value, where, depth - 1))
+            found = _merge(kinds)
         case ast.Attribute(ast.Name("self")) if scope.enclosing_class is not None:
             values = scope.follow(node)[0]
             found = _merge(_read_elements(value, scope, depth - 1) for value in values)
     return found
-
-
-def _read_made(given: ast.expr, scope: Scope, depth: int) -> Elements:
-    """Return the kind of the elements of ``set(given)``."""
-    match given:
-        case ast.GeneratorExp(element) | ast.ListComp(element):
-            return _read_all([element])
-        case ast.List(elements) | ast.Tuple(elements) | ast.Set(elements):
-            return _read_all(elements)
-        case ast.Constant() | ast.Call(ast.Attribute(attr="split")):
-            return "strings"
-        case ast.Call(ast.Name("range")):
-            return "numbers"
-    return _read_elements(given, scope, depth - 1) or "unknown"
-
-
-def _read_bound(
-    node: ast.AST | None, scope: Scope, depth: int, *, assigned: bool
-) -> Elements | None:
-    """Return the kind of the elements of a name's value, or by its annotation."""
-    base = node.value if isinstance(node, ast.Subscript) else node
-    if resolve(base, scope) in _SET_TYPES:  # an annotation
-        return "unknown"
-    return _read_elements(node, scope, depth - 1) if assigned and node is not None else None
 
 
 def _merge(found: Iterable[Elements | None]) -> Elements | None:
@@ -321,9 +300,8 @@ def _judge_order(  # noqa: C901, PLR0912 - one case for each kind of parent
                 # The order decides only the numbers; otherwise keys find the values.
                 judged = "certain"
         case ast.For(iter=values) | ast.AsyncFor(iter=values):
-            if values is node and _collects(parent, numbered=numbered):
-                placed = depth and _is_placed(parent, tree, numbered=numbered, depth=depth - 1)
-                judged = "certain" if placed else "depends"
+            if values is node:
+                judged = _judge_loop(parent, tree, numbered=numbered, depth=depth)
         case ast.Assign() | ast.AnnAssign():
             target = parent.targets[0] if isinstance(parent, ast.Assign) else parent.target
             judged = _judge_name(target, parent, tree, depth - 1) if depth else None
@@ -339,7 +317,8 @@ def _judge_order(  # noqa: C901, PLR0912 - one case for each kind of parent
             used = _judge_order(parent, tree, numbered=numbered, depth=depth)
             judged = "depends" if used else None
         case ast.With(body=body) | ast.AsyncWith(body=body):
-            used_within = any(isinstance(one, ast.For) and _collects(one) for one in body)
+            loops = (one for one in body if isinstance(one, ast.For))
+            used_within = any(_judge_loop(one, tree, numbered=False, depth=0) for one in loops)
             judged = "depends" if used_within else None
         case ast.Return() | ast.YieldFrom() | ast.AugAssign():
             judged = "depends"
@@ -393,22 +372,46 @@ def _judge_name(target: ast.AST, statement: ast.AST, tree: Tree, depth: int) -> 
     return "certain" if "certain" in found else "depends" if "depends" in found else None
 
 
-def _is_placed(loop: ast.For | ast.AsyncFor, tree: Tree, *, numbered: bool, depth: int) -> bool:
-    """Return whether a loop draws random numbers, stores a number, or fills a list that proves."""
+def _judge_loop(  # noqa: C901 - one case for each kind of node
+    loop: ast.For | ast.AsyncFor, tree: Tree, *, numbered: bool, depth: int
+) -> Certainty | None:
+    """Judge the order of iterations of a loop, by what its body does.
+
+    It is certain that the order counts if the loop draws random numbers, stores a number, or fills
+    a list that proves it.
+    """
+    names = {node.id for node in ast.walk(loop.target) if isinstance(node, ast.Name)}
     first = loop.target.elts[:1] if isinstance(loop.target, ast.Tuple) else []
     counts = {one.id for one in first if numbered and isinstance(one, ast.Name)}
-    for part in (part for statement in loop.body for part in ast.walk(statement)):
-        match part:
-            case ast.Assign([ast.Subscript(), *_], value) if mentions(value, counts) or any(
-                map(_is_drawn_or_counted, ast.walk(value))
-            ):
-                return True
-            case ast.Call(ast.Attribute(owner, "append"), [_]):
-                if depth and _judge_name(owner, loop, tree, depth - 1) == "certain":
-                    return True
-            case ast.Call(function) if read_last_name(function).startswith(_DRAWING):
-                return True
-    return False
+    nodes: list[ast.AST] = list(loop.body)
+    for node in nodes:  # grows
+        nodes += [] if isinstance(node, FUNCTION_NODES) else ast.iter_child_nodes(node)
+    # What is made within the loop collects what one iteration gives.
+    stored = (n for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
+    made = {node.id for node in stored}
+    found: set[Certainty | None] = {"depends" if numbered else None}
+    for node in nodes:
+        match node:
+            case ast.Yield() | ast.YieldFrom():
+                found.add("depends")
+            case ast.Return(ast.expr() as value) if mentions(value, names):
+                found.add("depends")
+            case ast.AugAssign(op=operator, value=value) if mentions(value, names):
+                if not isinstance(operator, (ast.BitOr, ast.BitAnd)):
+                    found.add("depends")
+            case ast.Assign([ast.Subscript(), *_], value):
+                drawn = any(map(_is_drawn_or_counted, ast.walk(value)))
+                found.add("certain" if drawn or mentions(value, counts) else None)
+            case ast.Call(function):
+                name, owner = read_last_name(function), getattr(function, "value", None)
+                if name.startswith(_DRAWING):
+                    found.add("certain")
+                elif name in _COLLECTING and getattr(owner, "id", None) not in made:
+                    proves = depth > 1 and name == "append" and owner is not None
+                    judged = _judge_name(owner, loop, tree, depth - 2) if proves else None
+                    found.add("certain" if judged == "certain" else "depends")
+    certain = depth and "certain" in found
+    return "certain" if certain else "depends" if found - {None} else None
 
 
 def _is_message(node: ast.AST, tree: Tree) -> bool:
@@ -418,43 +421,6 @@ def _is_message(node: ast.AST, tree: Tree) -> bool:
             return True
         if isinstance(outer, ast.stmt):
             return isinstance(outer, ast.Raise)
-    return False
-
-
-def _collects(loop: ast.For | ast.AsyncFor, *, numbered: bool = False) -> bool:
-    """Return whether the body of a loop depends on the order of iterations."""
-    names = {node.id for node in ast.walk(loop.target) if isinstance(node, ast.Name)}
-    # What is made within the loop collects what one iteration gives.
-    made = {
-        node.id
-        for statement in loop.body
-        for node in ast.walk(statement)
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
-    }
-    waiting: list[ast.AST] = list(loop.body)
-    while waiting and not numbered:
-        node = waiting.pop()
-        numbered = _shows_order(node, names, made)
-        waiting += [] if isinstance(node, FUNCTION_NODES) else ast.iter_child_nodes(node)
-    return numbered
-
-
-def _shows_order(node: ast.AST, names: set[str], made: set[str]) -> bool:
-    match node:
-        case ast.Yield() | ast.YieldFrom():
-            return True
-        case ast.Return(ast.expr() as value):
-            return mentions(value, names)
-        case ast.AugAssign(op=operator, value=value):
-            counts = isinstance(value, ast.Constant)
-            counts |= isinstance(operator, (ast.BitOr, ast.BitAnd))
-            return not counts and mentions(value, names)
-        case ast.Assign([ast.Subscript(), *_], value):
-            return any(map(_is_drawn_or_counted, ast.walk(value)))
-        case ast.Call(function):
-            name, owner = read_last_name(function), getattr(function, "value", None)
-            kept = isinstance(owner, ast.Name) and owner.id in made
-            return (name in _COLLECTING and not kept) or name.startswith(_DRAWING)
     return False
 
 

@@ -10,7 +10,7 @@ import torch
 from lightning_d9m.audit.ops import conditions as audit_conditions
 from lightning_d9m.audit.ops import worker_process
 from lightning_d9m.audit.ops.cases import Case, Inputs, NotHereError, list_cases
-from lightning_d9m.audit.ops.conditions import Budget, begin_row, measure_case
+from lightning_d9m.audit.ops.conditions import begin_row, measure_case
 from lightning_d9m.audit.ops.report import judge_op
 from lightning_d9m.audit.ops.torch_docs import find_documented_lines, read_documentation
 from lightning_d9m.errors import SettingError
@@ -19,7 +19,7 @@ from lightning_d9m.patches.catalog.catalog import OPS
 LINES = read_documentation(torch.use_deterministic_algorithms.__doc__)
 DOCSTRINGS = (Path(__file__).parents[2] / "patches" / "catalog" / "docstrings").glob("*.txt")
 OTHER_LINES = [line for path in DOCSTRINGS for line in read_documentation(path.read_text())]
-FEW = Budget(runs=2, seconds=0.0)
+FEW = (2, 0.0)
 
 
 def case_of(make, **changes):
@@ -34,7 +34,7 @@ def test_the_accumulating_index_put_of_two_threads_is_caught(two_threads):
         for case in list_cases()
         if case.op == "index_put_accumulate" and case.parameters["values"] == 2_000_000
     )
-    conditions = measure_case(case, "cpu", "float32", Budget(runs=4, seconds=60))
+    conditions = measure_case(case, "cpu", "float32", 4, 60)
     outputs = {condition: entry["spread"]["distinct"] for condition, entry in conditions.items()}
     assert outputs.pop("default") > 1
     assert outputs == {"deterministic": 1, "patched": 1, "oracle": 1}
@@ -44,21 +44,6 @@ def test_the_accumulating_index_put_of_two_threads_is_caught(two_threads):
     assert conditions["patched"]["ratio"] > 0
     row = begin_row(case, "cpu", "float32", LINES) | {"conditions": conditions}
     assert judge_op([row]) == ["As documented."]
-
-
-def test_an_op_that_varies_in_every_condition_is_reported():
-    drawn = torch.Generator()  # never reseeded: each call draws something else
-
-    def make(inputs):
-        return lambda: torch.rand(3, generator=drawn)
-
-    conditions = measure_case(case_of(make), "cpu", "float32", FEW)
-    assert all(entry["spread"]["distinct"] > 1 for entry in conditions.values())
-    row = {"conditions": conditions, "documented": []}
-    assert judge_op([row]) == [
-        "Varies, and torch does not document it.",
-        "Varies although deterministic algorithms are on, and does not raise.",
-    ]
 
 
 def raise_(error):
@@ -82,7 +67,7 @@ def raise_(error):
     ],
 )
 def test_what_goes_wrong_becomes_the_row(error, outcome):
-    conditions = measure_case(case_of(raise_(error)), "cpu", "float32", FEW)
+    conditions = measure_case(case_of(raise_(error)), "cpu", "float32", *FEW)
     assert {entry["outcome"] for entry in conditions.values()} == {outcome}
     for entry in conditions.values():
         assert entry["reason"].startswith(type(error).__name__)
@@ -91,7 +76,7 @@ def test_what_goes_wrong_becomes_the_row(error, outcome):
 
 def test_an_op_of_another_device_is_a_row_too():
     conditions = measure_case(
-        case_of(raise_(AssertionError()), devices=("cuda",)), "cpu", "float32", FEW
+        case_of(raise_(AssertionError()), devices=("cuda",)), "cpu", "float32", *FEW
     )
     assert conditions["default"] == {"outcome": "missing", "reason": "The op exists on cuda only."}
 
@@ -108,9 +93,10 @@ def test_no_two_cases_share_a_key():
 
 
 def test_the_catalog_is_covered():
-    """But for the entry that speaks of a kind of device, and of no op."""
-    listed = {case.entry or case.op for case in list_cases()}
-    assert {op.name for op in OPS} - listed == {"apple_devices"}
+    """But for the entry that speaks of a kind of device; cases may have more exact names."""
+    ops = {case.op.replace("conv", "convolution") for case in list_cases()}
+    missing = [op.name for op in OPS if not any(name.startswith(op.name) for name in ops)]
+    assert missing == ["apple_devices"]
 
 
 def test_every_line_of_the_documentation_has_a_case():
@@ -190,7 +176,7 @@ for line in sys.stdin:
         FATE
     ran = {"outcome": "ran", "microseconds": 1.0, "ratio": 1.0, "spread": {
         "distinct": 2 if key == "c" and VARIES else 1, "runs": 2, "vs": None, "vermv": 0.0,
-        "vermv_max": 0.0, "vc": 0.0, "vc_max": 0.0, "ulps": 0}}
+        "vc": 0.0, "ulps": 0}}
     conditions = ("default", "deterministic", "patched", "oracle")
     print(json.dumps(dict.fromkeys(conditions, ran)), flush=True)
 """

@@ -23,7 +23,7 @@ from lightning_d9m.errors import D9mError
 from lightning_d9m.hashing.digest import digest
 from lightning_d9m.horovod.strategy import HorovodDeterministicStrategy
 from lightning_d9m.ledger.folder import read_ledger
-from lightning_d9m.ledger.format.frames import Batch
+from lightning_d9m.ledger.format.records import Batch
 
 warnings.filterwarnings("ignore")
 folder = Path(sys.argv[1])

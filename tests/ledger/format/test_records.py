@@ -17,7 +17,6 @@ from lightning_d9m.ledger.format.records import (
     decode_record,
     encode_record,
     parse_record,
-    upgrade_record,
 )
 
 names = st.text(st.characters(codec="utf-8"), max_size=20)
@@ -52,13 +51,13 @@ VALUES = {
     "error": st.none() | names,
     "problem": st.none() | names,
     "drift": st.none() | drifts,
+    "id": st.integers(0, 65_535),
     "outputs": digests,
     "place": st.tuples(names, names, counts),
     "expected": st.none() | digests,
     "actual": st.none() | digests,
     "places": st.lists(st.tuples(names, names, counts), min_size=1, max_size=3, unique=True),
     "digests": st.binary(min_size=16, max_size=48),
-    "last": st.just("0123456789abcdef"),
     "parent_check": st.just("") | st.binary(min_size=8, max_size=8).map(bytes.hex),
     "inexact": st.lists(names, max_size=2),
     **dict.fromkeys(("moment", "name", "model", "package", "created", "parent"), names),
@@ -68,11 +67,7 @@ VALUES = {
 def draw_fields(kind):
     """Return a strategy for the fields of a record of a kind."""
     entry = RECORD_TYPES[kind]
-    small = {"count", "steps", "batches"} if kind == "probes" else set()
-    values = {
-        name: st.integers(1, 255) if name in small else VALUES.get(name, counts)
-        for name in entry.__struct_fields__
-    }
+    values = {name: VALUES.get(name, counts) for name in entry.__struct_fields__}
     return st.fixed_dictionaries({"kind": st.just(kind), **values})
 
 
@@ -149,46 +144,25 @@ EXAMPLES = {
     },
     "layout": {"id": 0, "places": [["loss", "loss", 0]]},
     "probes": {"epoch": 0, "step": 0, "batch": 0, "layout": 0, "digests": "A" * 22 + "=="},
-    "frames": {"bytes": 8, "last": "0" * 16},
     "resume": {"parent": "", "parent_check": "", "epoch": 0, "step": 0, "batch": 0},
 }
-
-
-@pytest.mark.parametrize("kind", EXAMPLES)
-def test_each_field_of_an_example_is_required(kind):
-    record = {"kind": kind} | EXAMPLES[kind]
-    decode_record(to_json(record))
-    for name in record.keys() - {"kind"}:
-        with pytest.raises(FieldError, match=f"required field `{name}`"):
-            decode_record(to_json({key: record[key] for key in record if key != name}))
 
 
 @pytest.mark.parametrize(
     ("kind", "change"),
     [
         ("digests", {"epoch": -1}),
-        ("digests", {"step": 2**63}),
         ("digests", {"moment": "x" * 5000}),
         ("digests", {"totals": {"weights": "00"}}),
         ("digests", {"groups": {"g": {"n": "0" * 32 + "\n"}}}),
-        ("digests", {"groups": {"g": {"n" * 5000: "0" * 32}}}),
-        ("digests", {"loss": 0.5}),
         ("digests", {"scalars": {"a": "1"}}),
         ("digests", {"sketches": {"w": "F" * 128}}),
         ("end", {"status": "fine"}),
-        ("end", {"drift": {"moment": ""}}),
-        ("run", {"trainer": {"a": "x" * 5000}}),
         ("replay", {"actual": "F" * 32}),
-        ("header", {"world_size": 10**9}),
         ("header", {"rank": 1}),
-        ("header", {"schema": 0}),
         ("layout", {"places": []}),
         ("layout", {"places": [["a", "b", 0]] * 2}),
-        ("layout", {"later": 1}),
         ("run", {"train": [{"samples": 1, "batch_size": 1, "batches": 1, "later": 1}]}),
-        ("probes", {"steps": 256}),
-        ("probes", {"count": 0}),
-        ("frames", {"last": "F" * 16}),
         ("resume", {"parent_check": "0"}),
     ],
 )
@@ -211,10 +185,7 @@ def test_a_value_that_is_not_allowed_is_refused(kind, change):
         (b'{"kind":"later","x":1}', "field 'kind' does not fit: Invalid value 'later'"),
         (b'{"kind":"end","status":"finished","check":"0"}', "unknown field `check`"),
         (b'{"kind":"end","error":' + b"[" * 10**5 + b"]" * 10**5 + b"}", "field 'error' does not"),
-        (b'{"kind":7}', "field 'kind' does not fit"),
-        (b'{"x":7}', "does not fit"),
         (b"[1]", "Expected `object`, got `array`"),
-        (b"nonsense", "field 'record' does not fit: "),
     ],
 )
 def test_a_body_that_is_no_record(body, message):
@@ -238,15 +209,6 @@ def test_texts_and_numbers_of_subclasses_are_written_as_such():
 
     words = EXAMPLES["header"] | {"stack": {"torch": Version("2"), "threads": Count(3)}}
     assert decode_record(encode_record(Header(**words))).stack == {"torch": "2", "threads": 3}
-
-
-def test_the_digests_of_probes_of_schema_1_are_hexadecimal():
-    old = to_json({"kind": "probes"} | EXAMPLES["probes"] | {"digests": "0123456789abcdef" * 2})
-    assert decode_record(upgrade_record(old)).digests.hex() == "0123456789abcdef" * 2
-    for text in ("F" * 32, "00 0" * 8, 3):
-        wrong = to_json({"kind": "probes"} | EXAMPLES["probes"] | {"digests": text})
-        with pytest.raises(FieldError, match="'digests' must be lowercase hex digits"):
-            upgrade_record(wrong)
 
 
 def test_long_messages_are_cut():

@@ -9,7 +9,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from ledger_runs import list_batches
+from ledger_runs import list_batches, make_digests, make_facts
 
 from lightning_d9m.errors import LedgerError
 from lightning_d9m.ledger.folder import create_ledger_folder, rank_path, read_ledger
@@ -93,7 +93,6 @@ class TestWriter:
         assert outcome.records == 7
         assert outcome.final == outcome.last == runs.digests("final", 1)
         assert outcome.end == End(status="finished")
-        assert not outcome.truncated
 
     @pytest.mark.parametrize(
         ("path", "message"),
@@ -109,20 +108,6 @@ class TestWriter:
         (tmp_path / "file").write_text("")
         with pytest.raises(LedgerError, match=message):
             LedgerWriter(tmp_path / path)
-
-    def test_a_malformed_record_is_not_written(self, runs, tmp_path):
-        """What would not be readable is refused when it is written; the ledger goes on."""
-        path = tmp_path / "rank-0.jsonl"
-        with LedgerWriter(path) as writer:
-            writer.write(runs.header())
-            with pytest.raises(LedgerError, match=r"'digests' .* field 'epoch' does not fit"):
-                writer.write(runs.digests("epoch", -1))
-            with pytest.raises(LedgerError, match=r"'later' .* field 'kind' does not fit"):
-                writer.write({"kind": "later"})
-            with pytest.raises(LedgerError, match="cannot be written as JSON"):
-                writer.write(runs.facts(trainer={"a": object()}))
-            writer.write(runs.facts())
-        assert len(read_all(path)[1]) == 1
 
     def test_a_closed_writer_takes_nothing(self, runs, tmp_path):
         writer = LedgerWriter(tmp_path / "rank-0.jsonl")
@@ -244,40 +229,24 @@ def writer(runs, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("record", "message"),
     [
-        ({"step": -1}, "'step' does not fit"),
-        ({"digests": b"f" * 32}, "'digests' must be 1 digests of 16 bytes, .* and has 32 bytes"),
-        ({"layout": 1}, "'layout' is 1, and no record before it"),
-        ({"count": 2, "batches": 0, "digests": b"f" * 32}, "'batches' must be at least 1 for 2"),
-        ({"count": 2, "step": 2**63 - 1, "digests": b"f" * 32}, "'step' must be .* 9223372036"),
+        (make_digests("epoch", -1), r"'digests' .* field 'epoch' does not fit"),
+        ({"kind": "later"}, r"'later' .* field 'kind' does not fit"),
+        (make_facts(trainer={"a": object()}), "cannot be written as JSON"),
+        (PROBES | {"step": -1}, "field 'step' does not fit"),
+        (PROBES | {"digests": b"f" * 32}, "must be 1 digests of 16 bytes, .* and has 32 bytes"),
+        (PROBES | {"layout": 1}, "field 'layout' is 1, and no record before it"),
     ],
 )
-def test_probes_are_checked_when_they_are_written(writer, change, message):
+def test_a_malformed_record_is_not_written(writer, record, message):
+    """What would not be readable is refused; the ledger goes on."""
     writer.write(PROBES)
-    with pytest.raises(LedgerError, match=f"field {message}"):
-        writer.write(PROBES | change)
+    with pytest.raises(LedgerError, match=message):
+        writer.write(record)
     writer.write(PROBES | {"step": 2, "batch": 3})
     writer.write(End(status="finished"))
     assert [where[1] for where in list_batches(read_ledger(writer.path))] == [1, 2]
-
-
-def test_probes_are_read_in_order_and_line_by_line_without_them(runs, writer):
-    writer.write(PROBES | {"count": 2, "digests": b"f" * 32})
-    writer.write(runs.digests("epoch", 0))
-    writer.write(PROBES | {"step": 2, "batch": 0, "epoch": 1})
-    writer.write(End(status="finished"))
-    ledger = read_ledger(writer.path)
-    assert [batch[:3] for batch in list_batches(ledger)] == [(0, 1, 2), (0, 2, 3), (1, 2, 0)]
-    kinds = [type(record).__name__ for record in ledger.records(0)]
-    assert kinds == ["ProbeLayout", "Batch", "Batch", "Digests", "Batch", "End"]
-    kinds = [type(record).__name__ for record in ledger.line_records(0)]
-    assert kinds == ["ProbeLayout", "Digests", "End"]
-
-
-def test_a_record_of_an_older_schema_is_refused(writer):
-    with pytest.raises(LedgerError, match="'kind' is 'frames', which only ledgers of schema 2"):
-        writer.write({"kind": "frames", "bytes": 8, "last": "0" * 16})
 
 
 def test_a_forked_process_does_not_write_into_the_ledger_of_its_parent(tmp_path, monkeypatch):

@@ -2,7 +2,6 @@
 
 import pytest
 
-from lightning_d9m.lint.files import SourceFile
 from lightning_d9m.lint.scanner import scan_file
 
 IMPORTS = "import glob, logging, os, random\nimport numpy as np\nimport torch\nfrom torch import nn"
@@ -58,7 +57,7 @@ CASES = {
 def test_an_order_that_is_settled_is_not_certain(body, tmp_path):
     path = tmp_path / "train.py"
     path.write_text(f"{IMPORTS}\n\n\ndef load(folder, other):\n{body}\n")
-    scan = scan_file(SourceFile(str(path)), "2.13.0", frozenset({"D9M301", "D9M302"}))
+    scan = scan_file(str(path), frozenset({"D9M301", "D9M302"}))
     assert [one.certainty for one in scan.findings] == [CASES[body]] * (CASES[body] is not None)
 
 
@@ -70,5 +69,5 @@ def test_items_that_an_index_picks_are_in_the_order_of_the_listing(tmp_path):
         "    def __getitem__(self, index):\n"
         "        return self.names[index], self.find(self.others)\n"
     )
-    scan = scan_file(SourceFile(str(path)), "2.13.0", frozenset({"D9M302"}))
+    scan = scan_file(str(path), frozenset({"D9M302"}))
     assert [(one.line, one.certainty) for one in scan.findings] == [(6, "certain"), (7, "depends")]

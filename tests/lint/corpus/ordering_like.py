@@ -102,4 +102,8 @@ class Cache:
         bucket = hash(f"{name}") % n  # expect: D9M303
         other = hash(str(name)) & 0xFF  # expect: D9M303
         number = hash(3) % n  # fine
-        return bucket, other, number
+        place = abs(hash(f"{name}"))  # expect: D9M303
+        return bucket, other, number, place
+
+    def walk(self):
+        yield from {"a", "b"}  # expect: D9M301
