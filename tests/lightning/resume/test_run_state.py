@@ -141,7 +141,7 @@ def replace_host(place):
 
 
 def change(rank, path, value):
-    """Put another value into a nested dict."""
+    """Put another value into a nested dict; without one, remove it."""
     *above, last = path
     for name in above:
         rank = rank[name]
@@ -157,18 +157,9 @@ GENERATORS = {
     "validate.0.dataset.rng": np.random.default_rng(1),
 }
 PROGRAM = [
-    "model.own",
-    "model.noise",
-    "model.numpy",
-    "model.legacy",
-    "callbacks.DrawingCallback.rng",
-    "model.accuracy.",
-    "model.early.",
-    "model.whole.",
-    "model.seen.",
-    "model.pair._groups",
-    "model.pair.numbers.",
-    "callbacks.DrawingCallback.sum.",
+    *("model.own", "model.noise", "model.numpy", "model.legacy", "model.accuracy.", "model.early."),
+    *("model.whole.", "model.seen.", "model.pair._groups", "model.pair.numbers."),
+    *("callbacks.DrawingCallback.rng", "callbacks.DrawingCallback.sum."),
 ]
 
 
@@ -193,73 +184,51 @@ def leave_out(key):
     return lambda results: [result for result in results if result["key"] != key]
 
 
-# What is left out or changed, for each piece that a rank saves.
-PIECES = {
-    "Python's generator": (["rng", "host"], replace_host(0)),
-    "NumPy's generator": (["rng", "host"], replace_host(1)),
-    "torch's generator": (["rng", "torch"], lambda old: OTHER),
-    "all generators of the process": (["rng"], lambda old: None),
-    **{f"the generator {name}": (["generators", name], another(name)) for name in GENERATORS},
-    **{f"{name} of the program": (["program"], drop(name)) for name in PROGRAM},
-    "that a metric was logged": (["results"], leave_out("training_step.early")),
-    "generators that a sampler keeps": (["samplers"], lambda old: {}),
-    "gradients of micro-batches": (["gradients"], lambda old: {}),
-    "sums of what was logged": (["results"], leave_out("training_step.train_loss")),
-    "metrics of an earlier validation": (["callback_metrics"], lambda old: {}),
-    "evaluations that were not written yet": (["pending", "evaluations"], lambda old: []),
-    "where its ledger stood": (["ledger"], lambda old: {"folder": "", "check": ""}),
-}
-# What all ranks share.
-SHARED = {
-    "its epoch": (["position", "epoch"], lambda n: n - 1),
-    "its batch": (["position", "batch"], lambda n: n - 1),
-    "its phase": (["position", "phase"], lambda _: "epoch"),
-    "which fit it is": (["fit"], lambda n: n + 1),
-}
-# What makes a resume inexact, and is said.
-REFUSED = {
-    "all of it": (["callbacks", KEY], None, "has no lightning_d9m state"),
-    "an older format": (
-        ["callbacks", KEY, "format"],
-        lambda n: 2,
-        f"has format 2; this version reads {FORMAT}",
-    ),
-    "another seed": (
-        ["callbacks", KEY, "settings", "seed"],
-        lambda n: 4,
-        "saved with seed=4; now it is 3",
-    ),
-    "another world": (
-        ["callbacks", KEY, "world_size"],
-        lambda n: 2,
-        "saved by 2 ranks; now there are 1",
-    ),
-    "half a batch": (
-        ["callbacks", KEY, "position", "phase"],
-        lambda n: "within",
-        "while batch 5 of epoch 1 was trained",
-    ),
-    "another step": (
-        ["callbacks", KEY, "position", "step"],
+STATE = ("callbacks", KEY)
+RANK = (*STATE, "ranks", 0)
+# The path of each piece that is saved, and what takes its place; then the bits are others.
+PIECES = [
+    ((*RANK, "rng", "host"), replace_host(0)),  # Python's generator
+    ((*RANK, "rng", "host"), replace_host(1)),  # NumPy's
+    ((*RANK, "rng", "torch"), lambda old: OTHER),
+    ((*RANK, "rng"), lambda old: None),
+    *(((*RANK, "generators", name), another(name)) for name in GENERATORS),
+    *(((*RANK, "program"), drop(name)) for name in PROGRAM),
+    ((*RANK, "results"), leave_out("training_step.early")),  # that a metric was logged
+    ((*RANK, "samplers"), lambda old: {}),
+    ((*RANK, "gradients"), lambda old: {}),
+    ((*RANK, "results"), leave_out("training_step.train_loss")),
+    ((*RANK, "callback_metrics"), lambda old: {}),
+    ((*RANK, "pending", "evaluations"), lambda old: []),
+    ((*RANK, "ledger"), lambda old: {"folder": "", "check": ""}),
+    ((*STATE, "position", "epoch"), lambda n: n - 1),
+    ((*STATE, "position", "batch"), lambda n: n - 1),
+    ((*STATE, "position", "phase"), lambda _: "epoch"),
+    ((*STATE, "fit"), lambda n: n + 1),
+]
+# The same, of what makes a resume inexact, and is said.
+REFUSED = [
+    (STATE, None, "has no lightning_d9m state"),
+    ((*STATE, "format"), lambda n: 2, f"has format 2; this version reads {FORMAT}"),
+    ((*STATE, "settings", "seed"), lambda n: 4, "saved with seed=4; now it is 3"),
+    ((*STATE, "world_size"), lambda n: 2, "saved by 2 ranks; now there are 1"),
+    (
+        (*STATE, "position", "step"),
         lambda n: n - 1,
         "begins at step 5, and the checkpoint was saved at step 4",
     ),
-    "a generator": (
-        ["callbacks", KEY, "ranks", 0, "generators", "train.0.dataset.rng"],
+    (
+        (*RANK, "generators", "train.0.dataset.rng"),
         None,
         r"only in this run: train\.0\.dataset\.rng",
     ),
-    "what it says itself": (
-        ["callbacks", KEY, "ranks", 0, "inexact"],
-        lambda old: ["A reason."],
-        "- A reason.",
-    ),
-    "a part that every version saves": (
-        ["callbacks", KEY, "ranks", 0, "rng"],
+    ((*RANK, "inexact"), lambda old: ["A reason."], "- A reason."),
+    (
+        (*RANK, "rng"),
         None,
         r"state of the checkpoint is damaged: SavedRank has .*; it should have .*'rng'",
     ),
-}
+]
 
 
 @pytest.fixture(scope="module")
@@ -269,56 +238,40 @@ def interrupted(tmp_path_factory):
     return fits, evidence(fits.check({"batch": 5}, **RUN))
 
 
-def resume_edited(fits, edit, **words):
-    """Resume from the checkpoint with its state edited; return the ledger's folder."""
+def resume_edited(fits, path, value, **words):
+    """Resume from the checkpoint with a piece of it edited; return the ledger's folder."""
     checkpoint = torch.load(fits.folder / "0.ckpt", weights_only=True)
     del checkpoint["callbacks"][KEY][MANIFEST_KEY]  # which would tell at once
-    edit(checkpoint)
+    change(checkpoint, path, value)
     torch.save(checkpoint, fits.folder / "edited.ckpt")
     return fits.fit(**words, resume=fits.folder / "edited.ckpt")
 
 
-def resume(interrupted, edit):
-    """Return whether the evidence is equal after a resume from an edited state."""
-    fits, straight = interrupted
-    folder = resume_edited(fits, edit, **RUN)
-    found = evidence(folder)
-    (place,) = find_breaks(folder / "rank-0.jsonl")
-    return (place.epoch, place.step, place.batch) == (1, 5, 5) and all(
-        found.get(key) == record for key, record in straight.items()
-    )
+def flip(tensor):
+    """Flip a bit that is not lost in a sum."""
+    tensor.view(torch.uint8)[2] ^= 1
+    return tensor
+
+
+WEIGHT = (("state_dict", "layers.4.bias"), flip)  # which is trained on without the manifest
 
 
 @pytest.mark.filterwarnings("ignore:The ``compute`` method of metric:UserWarning")
-class TestPieces:
-    """A checkpoint that was saved between two micro-batches."""
+@pytest.mark.parametrize(("path", "value"), [*PIECES, WEIGHT])
+def test_the_bits_are_others_without_a_piece(interrupted, path, value):
+    fits, straight = interrupted
+    folder = resume_edited(fits, path, value, **RUN)
+    found = evidence(folder)
+    (place,) = find_breaks(folder / "rank-0.jsonl")
+    assert (place.epoch, place.step, place.batch) != (1, 5, 5) or any(
+        found.get(key) != record for key, record in straight.items()
+    )
 
-    @pytest.mark.parametrize("piece", PIECES.values(), ids=PIECES.keys())
-    def test_does_not_without(self, interrupted, piece):
-        path, value = piece
-        assert not resume(
-            interrupted,
-            lambda checkpoint: change(checkpoint["callbacks"][KEY]["ranks"][0], path, value),
-        )
 
-    @pytest.mark.parametrize("piece", SHARED.values(), ids=SHARED.keys())
-    def test_does_not_without_what_all_ranks_share(self, interrupted, piece):
-        path, value = piece
-        assert not resume(
-            interrupted, lambda checkpoint: change(checkpoint["callbacks"][KEY], path, value)
-        )
-
-    @pytest.mark.parametrize("piece", REFUSED.values(), ids=REFUSED.keys())
-    def test_says_what_cannot_be_exact(self, interrupted, piece):
-        path, value, message = piece
-        with pytest.raises(D9mError, match=message):
-            resume(interrupted, lambda checkpoint: change(checkpoint, path, value))
-
-    def test_a_changed_weight_is_trained_on_without_the_seal(self, interrupted):
-        def flip(checkpoint):
-            checkpoint["state_dict"]["layers.4.bias"].view(torch.uint8)[2] ^= 1  # not lost in a sum
-
-        assert not resume(interrupted, flip)
+@pytest.mark.parametrize(("path", "value", "message"), REFUSED)
+def test_what_cannot_be_exact_is_said(interrupted, path, value, message):
+    with pytest.raises(D9mError, match=message):
+        resume_edited(interrupted[0], path, value, **RUN)
 
 
 class Stages(L.LightningDataModule):
@@ -368,15 +321,6 @@ def logical(monkeypatch):
     torch.distributed.destroy_process_group()
 
 
-def replace_piece(path, value):
-    """Return a function that replaces a piece of the first rank."""
-
-    def edit(checkpoint):
-        change(checkpoint["callbacks"][KEY]["ranks"][0], path, lambda _: value)
-
-    return edit
-
-
 BETWEEN = {"hook": "on_train_epoch_end", "epoch": 0, "batch": 6}
 RELOADED = {"datamodule": Stages, "reload_dataloaders_every_n_epochs": 2}
 LACKING = {
@@ -390,7 +334,7 @@ LACKING = {
 @pytest.mark.parametrize(("path", "empty", "place", "words"), LACKING.values(), ids=LACKING)
 def test_a_piece_matters_at_some_places(fits, path, empty, place, words):
     straight = evidence(fits.check(place, **words))
-    assert evidence(resume_edited(fits, replace_piece(path, empty), **words)) != straight
+    assert evidence(resume_edited(fits, (*RANK, *path), lambda _: empty, **words)) != straight
     if path == ["reset"]:
         (rank,) = torch.load(fits.folder / "0.ckpt", weights_only=True)["callbacks"][KEY]["ranks"]
         assert rank["rng"] is None  # an epoch seeds the generators
@@ -404,7 +348,8 @@ LOGICAL["gradients"] = ({}, "mean_loss")
 def test_what_logical_ranks_have_kept_matters_within_an_epoch(fits, logical):
     straight = evidence(fits.check({"batch": 1}, **logical))
     for piece, (empty, scalar) in LOGICAL.items():
-        lacking = evidence(resume_edited(fits, replace_piece([piece], empty), **logical))
+        place = (*RANK, piece)
+        lacking = evidence(resume_edited(fits, place, lambda _, e=empty: e, **logical))
         values = [found["epoch", 1]["scalars"][scalar] for found in (straight, lacking)]
         assert values[0] != values[1], piece
 
@@ -427,7 +372,7 @@ def test_every_piece_is_tested(interrupted):
     fits, _ = interrupted
     state = torch.load(fits.folder / "0.ckpt", weights_only=True)["callbacks"][KEY]
     (rank,) = state.pop("ranks")
-    tested = {tuple(path[:2]) for path, _ in PIECES.values()}
+    tested = {path[4:6] for path, _ in PIECES if path[: len(RANK)] == RANK}
     pieces = set()
     for name, value in rank.items():
         inside = name in {"rng", "generators", "pending"}
@@ -437,8 +382,8 @@ def test_every_piece_is_tested(interrupted):
     assert all(rank[path[0]] for path in tested)
     assert set(rank["generators"]) == set(GENERATORS)
     told = {"seed", MANIFEST_KEY}  # to people; and see the test of a changed weight
-    refused = {path[2] for path, *_ in REFUSED.values() if path[2:]}
-    assert set(state) == {path[0] for path, _ in SHARED.values()} | refused - {"ranks"} | told
+    shared = {path[2] for path, *_ in (*PIECES, *REFUSED) if path[2:]}
+    assert set(state) == shared - {"ranks"} | told
 
 
 def test_a_validation_that_is_done_again_draws_and_measures_the_same(fits):
