@@ -33,14 +33,8 @@ def as_a_user(monkeypatch, forking_python):
     monkeypatch.setenv("PATH", os.pathsep.join((*folders, os.environ["PATH"])))
     monkeypatch.setattr(sys, "executable", forking_python)  # Jupyter starts it
     # With CI set, pytest does not shorten the lines of its summary.
-    for name in (
-        "CI",
-        "BUILD_NUMBER",
-        "PYTEST_ADDOPTS",
-        "PYTEST_XDIST_WORKER",
-        "LIGHTNING_D9M",
-        "PL_GLOBAL_SEED",
-    ):
+    ours = ("LIGHTNING_D9M", "PL_GLOBAL_SEED")
+    for name in ("CI", "BUILD_NUMBER", "PYTEST_ADDOPTS", "PYTEST_XDIST_WORKER", *ours):
         monkeypatch.delenv(name, raising=False)
 
 
