@@ -32,12 +32,11 @@ def fits(tmp_path, new_process):
 class Keeping(Dataset):
     """Digits to which is added what a dataset keeps: private, nested, in its class, made late."""
 
-    total = 0
+    total, rng = 0, None
 
     def __init__(self):
         self.digits, self._count, self.table = NoisyDigits(), 0, {"sum": 0.0, "seen": []}
         self.order, self.array, self.tensor = list(range(9)), np.zeros(2), torch.zeros(2)
-        self.rng = np.random.default_rng(5)
 
     def change(self):
         self._count += 1
@@ -49,7 +48,8 @@ class Keeping(Dataset):
         self.array[0] += 1
         self.tensor.data[0] += 1
         kept = self._count + self.total + self.late + self.table["sum"] + sum(self.table["seen"])
-        return float(kept + self.order[0] + self.array[0] + self.tensor[0] + self.rng.random())
+        kept += self.rng.random() if self.rng else 0
+        return float(kept + self.order[0] + self.array[0] + self.tensor[0])
 
 
 class ByIndex(Keeping):
@@ -75,6 +75,14 @@ class Stream(Keeping, IterableDataset):
         for index in range(96):
             image, label = self.digits[index]
             yield image + 1e-5 * self.change(), label
+
+
+class Drawing(Stream):
+    """Has a generator, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.rng = np.random.default_rng(5)
 
 
 class Drawn(IterableDataset):
@@ -136,6 +144,7 @@ EXACT = {
     "nested": ({"loader": partial(by_index, nested)}, [WITHIN, AT_END]),
     "in workers": ({"loader": partial(by_index, num_workers=1)}, [AT_END]),
     "a stream": ({"loader": stream}, [VALIDATED, AT_END]),
+    "a stream with a generator": ({"loader": partial(stream, Drawing)}, [AT_END]),
     "a stream in a worker": ({"loader": partial(stream, num_workers=1)}, [AT_END]),
     "validation by index": ({"validate": by_index}, [WITHIN, VALIDATED, AT_END]),
     "a validated stream": ({"validate": stream}, [WITHIN, VALIDATED, AT_END]),
