@@ -6,23 +6,11 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-import lightning as L
 import pytest
 import torch
-from logical_trainings import PROCESSES, Classifier, make_data, make_net
-from rank_processes import call_on_ranks
-from torch.utils.data import DataLoader
-from trainings import QUIET
+from rank_processes import run_ranks
 
-from lightning_d9m import (
-    DDPDeterministicStrategy,
-    DeterminismCallback,
-    Recorder,
-    Settings,
-    compare,
-    deterministic,
-    enable,
-)
+from lightning_d9m import Recorder, Settings, compare, deterministic
 from lightning_d9m.cli.main import main
 from lightning_d9m.errors import SettingError, StackDifferenceError
 from lightning_d9m.ledger.folder import read_ledger
@@ -30,6 +18,8 @@ from lightning_d9m.lightning.trainer_session import resolve_settings
 from lightning_d9m.output.comparison_text import format_comparison
 from lightning_d9m.portability import is_portable
 from lightning_d9m.portability.random_numbers import draw
+
+SCRIPT = Path(__file__).parents[1] / "support" / "portable_ranks.py"
 
 
 def test_a_session_computes_portable_bits_until_it_closes():
@@ -162,26 +152,12 @@ def test_a_reference_of_another_stack_is_refused_without_portable_bits(tmp_path)
         _record(tmp_path / "b", 2, portable=False, reference=first)
 
 
-def train_logical_ranks(folder):
-    """Train the convolutional network for an epoch."""
-    enable(portable=True)  # before anything is drawn
-    L.seed_everything(1)
-    trainer = L.Trainer(
-        max_epochs=1,
-        strategy=DDPDeterministicStrategy(logical_ranks=4),
-        devices=PROCESSES,
-        callbacks=[DeterminismCallback(seed=5, portable=True, ledger_dir=Path(folder))],
-        **QUIET,
-    )
-    trainer.fit(Classifier(make_net("cnn")), DataLoader(make_data(28), batch_size=3))
-
-
 def test_logical_ranks_have_the_same_portable_bits_on_one_process_and_on_two(tmp_path):
     for count in (1, 2):
         threads = {"OMP_NUM_THREADS": str(count)}
         if count == 1:
             threads["ATEN_CPU_CAPABILITY"] = "default"
-        call_on_ranks(train_logical_ranks, count, tmp_path / str(count), **threads)
+        run_ranks(SCRIPT, count, tmp_path / str(count), **threads)
     one, two = (read_ledger(next((tmp_path / str(count)).iterdir())) for count in (1, 2))
     assert one.header.settings["portable"] is True
     assert one.outcome(0).final.totals == two.outcome(0).final.totals

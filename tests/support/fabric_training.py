@@ -1,12 +1,13 @@
-"""One rank of loops with Fabric under its strategies; see lightning/test_strategies.py.
+"""One rank of loops with Fabric under its strategies; see loop/test_fabric_strategies.py.
 
-``python fabric_training.py FOLDER CELL...`` runs each cell: the same training twice, with probes,
-the second one with patched operations; resumed from what the first one has saved, with a fault on
-one rank; and those of ``d9m locate``. Of the cells in ``LAUNCHED`` this is the process that starts
-two ranks.
+``python fabric_training.py FOLDER CELL...`` runs each cell: the same training twice, the second
+one with patched operations; with a fault on one rank; with probes twice; resumed from what the
+first one has saved; and those of ``d9m locate``. Of the cells in ``LAUNCHED`` this is the process
+that starts two ranks.
 """
 
 import json
+import os
 import sys
 import warnings
 from functools import partial
@@ -18,32 +19,32 @@ from lightning.fabric import Fabric
 from lightning.fabric.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
 from located_runs import locate
 from strategy_training import (
-    FULL,
-    HYBRID,
-    LAUNCHED,
-    WORLD,
+    PLAN,
     Fault,
     RacingReLU,
     change_one_bit,
     describe,
-    divide,
     patches_counted,
 )
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+from torch.distributed.tensor.parallel import parallelize_module
 from trainings import make_loader
 
 from lightning_d9m import Recorder, deterministic
 from lightning_d9m.control import session
 
+WORLD = int(os.environ.get("WORLD_SIZE", "1"))
+LAUNCHED = ("ddp_spawn", "ddp_fork")
 SAVED = 2  # steps, in the first epoch
 # In these `d9m locate` finds the fault.
 LOCATED = ("single device", "ddp", "ddp_spawn", "fsdp1", "fsdp1, flat parameters", "fsdp2", "tp")
 LOCATED += ("pipeline", "hsdp", "fsdp2 and tp")
 RACING = ("fsdp2",)  # in these an operation races, too
+FULL = ("fsdp2", "tp", "hsdp", "fsdp2 and tp")  # these are resumed from full checkpoints, too
 COPIED = "3.bias"  # each rank of tensor parallelism has it
 
 
@@ -68,10 +69,43 @@ class HookedDDP(DDPStrategy):
         return wrapped
 
 
-def model_parallel(layout, *, data=WORLD):
+def parallelize_tensors(model, mesh):
+    """Divide the layers among the ranks, which train on the same batches."""
+    return parallelize_module(model, mesh["tensor_parallel"], PLAN)
+
+
+def leave_whole(model, mesh):
+    """Return the model: each rank has made its own part of it."""
+    return model
+
+
+def shard(model, mesh):
+    """Divide the parameters among the ranks."""
+    return shard_on(model, mesh["data_parallel"])
+
+
+def shard_copies(model, mesh):
+    """Divide the parameters among two ranks, twice."""
+    sizes, names = (2, WORLD // 2), ("copies", "shards")
+    return shard_on(model, init_device_mesh("cpu", sizes, mesh_dim_names=names))
+
+
+def shard_tensors(model, mesh):
+    """Divide the layers among two ranks, and each part among two others."""
+    return shard(parallelize_tensors(model, mesh), mesh)
+
+
+def shard_on(model, mesh):
+    """Divide the parameters among the ranks of a mesh."""
+    for module in (model[0], model[3], model):
+        fully_shard(module, mesh=mesh)
+    return model
+
+
+def model_parallel(divide, *, data=WORLD):
     """Return a maker of a strategy that divides parameters as DTensors."""
     return lambda full=False: ModelParallelStrategy(
-        partial(divide, layout=layout),
+        divide,
         data_parallel_size=data,
         tensor_parallel_size=WORLD // data,
         save_distributed_checkpoint=not full,
@@ -80,7 +114,7 @@ def model_parallel(layout, *, data=WORLD):
 
 def fsdp1(**words):
     """Return a maker of FSDP1."""
-    return lambda full=False: FSDPOnCPU(state_dict_type="full" if full else "sharded", **words)
+    return lambda: FSDPOnCPU(state_dict_type="sharded", **words)
 
 
 def fsdp1_hybrid():
@@ -97,14 +131,13 @@ CELLS = {
     "ddp, static_graph": lambda: DDPStrategy(static_graph=True),
     "fsdp1": fsdp1(),
     "fsdp1, flat parameters": fsdp1(use_orig_params=False),
-    HYBRID: fsdp1_hybrid,
-    "fsdp2": model_parallel("fsdp"),
-    "tp": model_parallel("tp", data=1),
-    "pipeline": model_parallel("", data=1),
-    "hsdp": model_parallel("hsdp"),
-    "fsdp2 and tp": model_parallel("tp and fsdp", data=WORLD // 2),
+    "fsdp1, hybrid": fsdp1_hybrid,
+    "fsdp2": model_parallel(shard),
+    "tp": model_parallel(parallelize_tensors, data=1),
+    "pipeline": model_parallel(leave_whole, data=1),
+    "hsdp": model_parallel(shard_copies),
+    "fsdp2 and tp": model_parallel(shard_tensors, data=WORLD // 2),
 }
-FULL = tuple(name for name in FULL if name in CELLS and name != "fsdp1")
 
 
 def launch(cell, *, full=False):
@@ -154,14 +187,24 @@ def load_stage(path, parts):
 
 
 def train(  # noqa: PLR0913 - one keyword for each kind of run
-    folder, cell, name, *, fault=None, saves=False, resume=False, full=False, patched=False,
-    epochs=2, launched=None, **words,
-):  # fmt: skip
+    folder,
+    cell,
+    name,
+    *,
+    fault=None,
+    saves=False,
+    resume=False,
+    full=False,
+    patched=False,
+    epochs=2,
+    launched=None,
+    **words,
+):
     """Train as a run of its own would, and save at a step if it ``saves``."""
     session._fits = 0
     fabric = launched or launch(cell, full=full)
     rank = fabric.global_rank
-    checkpoint, own = folder / f"checkpoint-{full}", folder / f"run-{full}-{rank}.pt"
+    checkpoint, own = folder / f"checkpoint-{full}", folder / f"run-{rank}.pt"
     faulty = fault is not None and fault.rank == rank
     with deterministic(seed=5, threads=1), patches_counted(folder / name, rank, on=patched):
         activation = RacingReLU() if faulty and fault.races else nn.ReLU()
@@ -205,25 +248,24 @@ def run(folder, cell, launched=None):
         launched: The Fabric that has started this process; None if each training makes one.
     """
     once = partial(train, folder, cell, launched=launched)
-    once("first", saves=True, probes="all")
+    once("first", saves=True)
     ranks = WORLD if launched is None else launched.world_size
     rank = dist.get_rank() if ranks > 1 else 0
-    compared = {"reference": folder / "first" / "fit-000", "probes": "all"}
-    full = {"saves": True, "full": True} if cell in FULL else {}
-    fault, resumed = Fault(ranks - 1), {"resume": True, **compared}
-    early = fault._replace(epoch=0)
+    reference = folder / "first" / "fit-000"
+    fault = Fault(ranks - 1)
     trainings = {
-        "second": {"patched": True, **full, **compared},
-        **({"refused": resumed} if cell == HYBRID else {}),
-        "fault": {"fault": fault, **(compared if cell == HYBRID else resumed)},
-        "fault without reference": {"fault": early, "epochs": 1},
-        "fault of a copy": {"fault": early._replace(name=COPIED), "epochs": 1},
-        "resumed from full": {"full": True, **resumed},
+        "second": {"reference": reference, "patched": True},
+        "probed": {"probes": "all"},
+        "probed again": {"probes": "all"},
+        "fault": {"reference": reference, "fault": fault},
+        "fault without reference": {"fault": fault},
+        "resumed": {"resume": True, "reference": reference},
     }
-    if "tp" not in cell:
-        del trainings["fault of a copy"]
-    if cell not in FULL:
-        del trainings["resumed from full"]
+    if "tp" in cell:
+        trainings["fault of a copy"] = {"fault": fault._replace(name=COPIED)}
+    if cell in FULL:
+        trainings["saved full"] = {"saves": True, "full": True}
+        trainings["resumed from full"] = {"resume": True, "full": True, "reference": reference}
     found = {}
     for name, words in trainings.items():
         try:

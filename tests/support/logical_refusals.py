@@ -9,7 +9,6 @@ import os
 import re
 import sys
 import warnings
-from functools import partial
 from pathlib import Path
 
 import lightning as L
@@ -141,13 +140,6 @@ class ShorterForTheLast(BatchSampler):
         return iter(batches[int(len(DATA) - 1 in order) :])
 
 
-class Iterating(BoringModel):
-    """Takes its batches itself."""
-
-    def training_step(self, dataloader_iter):
-        return self.step(next(dataloader_iter)[0])
-
-
 def compute_metric(model, batch):
     """Compute a metric over all processes within a step."""
     model.mean.update(model(batch).sum())
@@ -156,7 +148,8 @@ def compute_metric(model, batch):
 
 def make_counting_model():
     """Return a model whose validation adds up what each logical rank has."""
-    model = make_model(total=0.0)
+    model = BoringModel()
+    model.total = 0.0
 
     def add(batch, batch_idx):
         model.total += float(batch.sum())
@@ -172,10 +165,19 @@ def make_logging_model():
     return model
 
 
+class Iterating(BoringModel):
+    """Takes its batches itself."""
+
+    def training_step(self, dataloader_iter):
+        return self.step(next(dataloader_iter)[0])
+
+
 def make_hooked_model():
     """Return a model with a hook that gets outputs which cannot be sent."""
-    end = lambda outputs, batch, batch_idx, dataloader_idx=0: None  # noqa: E731
-    return make_model(validation_step=lambda *_: object(), on_validation_batch_end=end)
+    model = BoringModel()
+    model.validation_step = lambda batch, batch_idx: object()
+    model.on_validation_batch_end = lambda outputs, batch, batch_idx, dataloader_idx=0: None
+    return model
 
 
 def keep_pattern(model, batch):
@@ -200,108 +202,127 @@ def step_in_backward(parameters):
 
 
 def call_in_step(call):
-    """Return a model that calls something in each step."""
+    """Return the words of a training that calls something in each step."""
 
     def step(model, batch):
         call(model)
         return model(batch).sum()
 
-    return make_model(step)
+    return {"model": make_model(step)}
 
 
-SGD = partial(torch.optim.SGD, lr=0.1)
-ONE, TWO = torch.ones(1), torch.ones(2)
-OPS = "torch.ops._c10d_functional"
-distributed, group = torch.distributed, torch.distributed.group
-# Collectives that a step calls, by the name in the error.
-COLLECTIVES = {
-    "all_gather": lambda model: model.all_gather(ONE),
-    "reduce": lambda model: model.trainer.strategy.reduce(ONE),
-    "broadcast": lambda model: model.trainer.strategy.broadcast(1),
-    "barrier": lambda model: model.trainer.strategy.barrier(),
-    "torch.distributed.all_reduce": lambda _: distributed.all_reduce(ONE),
-    "torch.distributed.send": lambda _: distributed.send(ONE, 0),
-    f"{OPS}.all_reduce": lambda _: functional_collectives.all_reduce(ONE, "sum", group.WORLD),
-    f"{OPS}.all_to_all_single": lambda _: functional_all_to_all(TWO, None, None, group.WORLD),
-    f"{OPS}.isend": lambda _: functional_collectives.isend_inplace(ONE, 0),
-    f"{OPS}.broadcast": lambda _: torch.ops._c10d_functional.broadcast(ONE, 0, "0"),
-    f"{OPS}.all_reduce_": lambda _: all_reduce_op(ONE, "sum", "0"),
-}
 IN_STEP = r"is called in the step of logical rank \d"
-# What an error says, and the model that raises it.
-MODELS = {
-    **{
-        f"^{re.escape(name)} {IN_STEP}": partial(call_in_step, call)
-        for name, call in COLLECTIVES.items()
-    },
-    rf"^torch\.distributed\.all_reduce {IN_STEP}: the logical ranks": lambda: call_in_step(
-        lambda _: all_reduce(ONE)
+COLLECTIVES = {
+    f"^all_gather {IN_STEP}": lambda model: model.all_gather(torch.ones(1)),
+    f"^reduce {IN_STEP}": lambda model: model.trainer.strategy.reduce(torch.ones(1)),
+    f"^broadcast {IN_STEP}": lambda model: model.trainer.strategy.broadcast(1),
+    f"^barrier {IN_STEP}": lambda model: model.trainer.strategy.barrier(),
+    rf"^torch\.distributed\.all_reduce {IN_STEP}": (
+        lambda _: torch.distributed.all_reduce(torch.ones(1))
     ),
-    "BoringModel has automatic_optimization=False": lambda: make_model(
-        automatic_optimization=False
+    rf"^torch\.distributed\.all_reduce {IN_STEP}: the logical ranks": lambda _: all_reduce(
+        torch.ones(1)
     ),
-    "'norm' is a SyncBatchNorm": lambda: make_model(norm=nn.SyncBatchNorm(2)),
-    "LBFGS runs the training step several times": lambda: make_model(optimizer=torch.optim.LBFGS),
-    "ran the training step twice for one batch": lambda: make_model(
-        optimizer=partial(Twice, lr=0.1)
+    rf"^torch\.ops\._c10d_functional\.all_reduce {IN_STEP}": lambda _: (
+        functional_collectives.all_reduce(torch.ones(1), "sum", torch.distributed.group.WORLD)
     ),
-    "ZeroRedundancyOptimizer divides the work of an optimizer": lambda: make_model(
-        optimizer=lambda own: ZeroRedundancyOptimizer(own, torch.optim.SGD, lr=0.1)
+    rf"^torch\.ops\._c10d_functional\.all_to_all_single {IN_STEP}": lambda _: functional_all_to_all(
+        torch.ones(2), None, None, torch.distributed.group.WORLD
     ),
-    "'part' is a DistributedDataParallel, which": lambda: make_parallel_model(
-        lambda: DistributedDataParallel(nn.Linear(2, 2))
+    rf"^torch\.ops\._c10d_functional\.isend {IN_STEP}": lambda _: (
+        functional_collectives.isend_inplace(torch.ones(1), 0)
     ),
-    "'part' is a FSDPModule, which": lambda: make_parallel_model(
-        lambda: fully_shard(nn.Linear(2, 2), mesh=init_device_mesh("cpu", (PROCESSES,)))
+    rf"^torch\.ops\._c10d_functional\.broadcast {IN_STEP}": lambda _: (
+        torch.ops._c10d_functional.broadcast(torch.ones(1), 0, "0")
     ),
-    "The parameter 'part.weight' is a DTensor": lambda: make_parallel_model(make_divided_parameter),
-    "A step has the argument dataloader_iter": Iterating,
-    "returned NoneType without a loss": lambda: make_model(lambda model, batch: None),
-    "The evaluation changes 'total', and not alike": make_counting_model,
-    "gets the outputs and batches of all logical ranks, and these cannot be": make_hooked_model,
-    "'last', and not alike on all logical ranks, so its value is sent": lambda: make_model(
-        keep_pattern, last=None
+    rf"^torch\.ops\._c10d_functional\.all_reduce_ {IN_STEP}": lambda _: all_reduce_op(
+        torch.ones(1), "sum", "0"
     ),
-    r"self.log\('seen', ..., sync_dist=True\) is called in on_train_batch_end": make_logging_model,
-    "The backward pass changes the parameter 'layer.weight'": lambda: make_model(
-        optimizer=step_in_backward
-    ),
-    "and gradients are summed as dense tensors": lambda: make_model(
-        lambda model, batch: model.table(torch.tensor([1, 1, 2])).sum(),
-        SGD,
-        table=nn.Embedding(4, 2, sparse=True),
-    ),
-    "MeanMetric is computed over all processes in the step": lambda: make_model(
-        compute_metric, mean=MeanMetric()
-    ),
+    rf"^torch\.distributed\.send {IN_STEP}": lambda _: torch.distributed.send(torch.ones(1), 0),
 }
-# The same, and the loader.
-LOADERS = {
-    "A Batches loads the data": Batches,
-    "Numbers is an IterableDataset, whose samples have no indices": lambda: DataLoader(Numbers()),
-    "has batch_size=None": lambda: DataLoader(DATA, batch_size=None),
-    r"draws from its own generators \(dataset.noise\)": lambda: DataLoader(Keeper(), 2),
-    "The sampler OwnSampler splits the samples among 2 processes": lambda: DataLoader(
-        DATA, sampler=OwnSampler(DATA, 2, 0)
-    ),
-    "have different numbers of batches of ShorterForTheLast": lambda: DataLoader(
-        DATA, batch_sampler=ShorterForTheLast(range(16), 2, drop_last=False)
-    ),
-}
-# The same, and the other words of a training.
-OPTIONS = {
-    "sync_batchnorm is True": {"sync_batchnorm": True},
-    r"add callbacks=\[DeterminismCallback\(\)\]": {"callbacks": []},
-    "gradient_as_bucket_view=True is an option of": {"options": {"gradient_as_bucket_view": True}},
-    "ddp_comm_hook=.* is an option of DDP": {"options": {"ddp_comm_hook": len}},
-    "logical_ranks=1.5 is not allowed": {"ranks": 1.5},
-    "has the sampler SequentialSampler, which all": {"use_distributed_sampler": False},
-}
+
+
+# What an error says, and what the training gets that raises it.
 REFUSALS = {
-    **{message: lambda make=make: {"model": make()} for message, make in MODELS.items()},
-    **{message: lambda make=make: {"loader": make()} for message, make in LOADERS.items()},
-    **{message: words.copy for message, words in OPTIONS.items()},
+    **{message: lambda call=call: call_in_step(call) for message, call in COLLECTIVES.items()},
+    "BoringModel has automatic_optimization=False": lambda: {
+        "model": make_model(automatic_optimization=False)
+    },
+    "'norm' is a SyncBatchNorm": lambda: {"model": make_model(norm=nn.SyncBatchNorm(2))},
+    "sync_batchnorm is True": lambda: {"sync_batchnorm": True},
+    "LBFGS runs the training step several times": lambda: {
+        "model": make_model(optimizer=torch.optim.LBFGS)
+    },
+    "ran the training step twice for one batch": lambda: {
+        "model": make_model(optimizer=lambda parameters: Twice(parameters, lr=0.1))
+    },
+    "ZeroRedundancyOptimizer divides the work of an optimizer": lambda: {
+        "model": make_model(
+            optimizer=lambda parameters: ZeroRedundancyOptimizer(
+                parameters, torch.optim.SGD, lr=0.1
+            )
+        )
+    },
+    "'part' is a DistributedDataParallel, which": lambda: {
+        "model": make_parallel_model(lambda: DistributedDataParallel(nn.Linear(2, 2)))
+    },
+    "'part' is a FSDPModule, which": lambda: {
+        "model": make_parallel_model(
+            lambda: fully_shard(nn.Linear(2, 2), mesh=init_device_mesh("cpu", (PROCESSES,)))
+        )
+    },
+    "The parameter 'part.weight' is a DTensor": lambda: {
+        "model": make_parallel_model(make_divided_parameter)
+    },
+    "A step has the argument dataloader_iter": lambda: {"model": Iterating()},
+    "returned NoneType without a loss": lambda: {"model": make_model(lambda model, batch: None)},
+    r"add callbacks=\[DeterminismCallback\(\)\]": lambda: {"callbacks": []},
+    "gradient_as_bucket_view=True is an option of DDP": lambda: {
+        "options": {"gradient_as_bucket_view": True}
+    },
+    "ddp_comm_hook=.* is an option of DDP": lambda: {"options": {"ddp_comm_hook": len}},
+    "logical_ranks=1.5 is not allowed": lambda: {"ranks": 1.5},
+    "A Batches loads the data": lambda: {"loader": Batches()},
+    "Numbers is an IterableDataset, whose samples have no indices": lambda: {
+        "loader": DataLoader(Numbers(), batch_size=2)
+    },
+    "has batch_size=None": lambda: {"loader": DataLoader(DATA, batch_size=None)},
+    r"draws from its own generators \(dataset.noise\)": lambda: {
+        "loader": DataLoader(Keeper(), batch_size=2)
+    },
+    "The sampler OwnSampler splits the samples among 2 processes": lambda: {
+        "loader": DataLoader(DATA, sampler=OwnSampler(DATA, 2, 0))
+    },
+    "have different numbers of batches of ShorterForTheLast": lambda: {
+        "loader": DataLoader(DATA, batch_sampler=ShorterForTheLast(range(16), 2, drop_last=False))
+    },
+    "has the sampler SequentialSampler, which all": lambda: {"use_distributed_sampler": False},
+    "The evaluation changes 'total', and not alike": lambda: {"model": make_counting_model()},
+    "gets the outputs and batches of all logical ranks, and these cannot be sent": lambda: {
+        "model": make_hooked_model()
+    },
+    "'last', and not alike on all logical ranks, so its value is sent": lambda: {
+        "model": make_model(keep_pattern, last=None)
+    },
+    r"self.log\('seen', ..., sync_dist=True\) is called in on_train_batch_end": lambda: {
+        "model": make_logging_model()
+    },
+    "The backward pass changes the parameter 'layer.weight'": lambda: {
+        "model": make_model(optimizer=step_in_backward)
+    },
+    "and gradients are summed as dense tensors": lambda: {
+        "model": make_model(
+            lambda model, batch: model.table(torch.tensor([1, 1, 2])).sum(),
+            lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+            table=nn.Embedding(4, 2, sparse=True),
+        )
+    },
+    "MeanMetric is computed over all processes in the step": lambda: {
+        "model": make_model(compute_metric, mean=MeanMetric())
+    },
 }
+
+
 # Refused only on several processes.
 SEVERAL = {
     "only 1 logical ranks": lambda: {"ranks": 1},

@@ -1,30 +1,11 @@
 """Several processes that train together, as torchrun would start them."""
 
-import json
 import os
 import subprocess
-from pathlib import Path
 
 from forking_python import shared_python
 
 from lightning_d9m.launch.processes import make_rank_variables
-
-_SUPPORT = Path(__file__).parent
-_CALL = """
-import json, sys, warnings
-from scripts import load_script
-warnings.filterwarnings("ignore")
-path, name, *arguments = sys.argv[1:]
-print("\\n" + json.dumps(getattr(load_script(path), name)(*arguments)))
-"""
-
-
-def call_on_ranks(function, count, *arguments, **variables):
-    """Call a function of a file of tests on ranks; return what each rank returns, as JSON."""
-    words = (_CALL, function.__code__.co_filename, function.__name__, *arguments)
-    variables = {"PYTHONPATH": f"{_SUPPORT}:{_SUPPORT.parent}"} | variables
-    outputs = run_ranks("-c", count, *words, **variables)
-    return [json.loads(output.splitlines()[-1]) for output in outputs]
 
 
 def run_ranks(script, count, *arguments, **variables):

@@ -73,9 +73,16 @@ def apply_plainly(layers, images):
     return layers(images)
 
 
-def apply_checkpointed(layers, images, *, reentrant=False):
+def apply_checkpointed(layers, images):
     """Return the scores; the backward pass computes the first three layers again."""
-    return layers[3](checkpoint(layers[:3], images.requires_grad_(), use_reentrant=reentrant))
+    hidden = checkpoint(layers[:3], images, use_reentrant=False)
+    return layers[3](hidden)
+
+
+def apply_reentrant(layers, images):
+    """Return the scores; the backward pass computes the first three layers again."""
+    hidden = checkpoint(layers[:3], images.requires_grad_(), use_reentrant=True)
+    return layers[3](hidden)
 
 
 def apply_vmapped(layers, images):
@@ -158,23 +165,6 @@ def make_optimizer(parameters):
     return torch.optim.Adam(parameters, lr=0.01, eps=1e-4)
 
 
-def divide(layers, mesh, layout, whole=None):
-    """Divide layers among the ranks as a layout says; ``whole`` is the module that has them."""
-    if "tp" in layout:
-        parallelize_module(layers, mesh["tensor_parallel"], PLAN)
-    if "fsdp" in layout:
-        mesh = mesh["data_parallel"]
-    elif "hsdp" in layout:
-        mesh = init_device_mesh("cpu", (2, WORLD // 2), mesh_dim_names=("copies", "shards"))
-    else:
-        return layers
-    # Pinned memory, the default, needs an accelerator.
-    policy = CPUOffloadPolicy(pin_memory=False) if "offload" in layout else OffloadPolicy()
-    for module in (layers[0], layers[3], whole or layers):
-        fully_shard(module, mesh=mesh, offload_policy=policy)
-    return layers
-
-
 class Net(L.LightningModule):
     """A small classifier that is divided as ``layout`` says."""
 
@@ -188,8 +178,18 @@ class Net(L.LightningModule):
         self.apply_layers = apply
 
     def configure_model(self):
-        if self.layout:
-            divide(self.layers, self.device_mesh, self.layout, self)
+        if "tp" in self.layout:
+            parallelize_module(self.layers, self.device_mesh["tensor_parallel"], PLAN)
+        if "fsdp" in self.layout:
+            mesh = self.device_mesh["data_parallel"]
+        elif "hsdp" in self.layout:
+            mesh = init_device_mesh("cpu", (2, WORLD // 2), mesh_dim_names=("copies", "shards"))
+        else:
+            return
+        # Pinned memory, the default, needs an accelerator.
+        policy = CPUOffloadPolicy(pin_memory=False) if "offload" in self.layout else OffloadPolicy()
+        for module in (self.layers[0], self.layers[3], self):
+            fully_shard(module, mesh=mesh, offload_policy=policy)
 
     def training_step(self, batch, _):
         images, classes = batch
@@ -229,8 +229,9 @@ class Net(L.LightningModule):
 
 def model_parallel(*, data, tensor=1):
     """Return a maker of a strategy that divides parameters as DTensors."""
-    sizes = {"data_parallel_size": data, "tensor_parallel_size": tensor}
-    return lambda full=False: ModelParallelStrategy(**sizes, save_distributed_checkpoint=not full)
+    return lambda full=False: ModelParallelStrategy(
+        data_parallel_size=data, tensor_parallel_size=tensor, save_distributed_checkpoint=not full
+    )
 
 
 def keep_in_place(kind, offload_to_cpu, rank0_only):
@@ -283,14 +284,14 @@ def on_one(**words):
     return Cell(lambda: "auto", **words)
 
 
-PRECISIONS = ("bf16-mixed", "bf16-true", "16-true", "64-true")
 CELLS = {
     "single device": on_one(),
-    **{f"single device, {name}": on_one(words={"precision": name}) for name in PRECISIONS},
+    "single device, bf16-mixed": on_one(words={"precision": "bf16-mixed"}),
+    "single device, bf16-true": on_one(words={"precision": "bf16-true"}),
+    "single device, 16-true": on_one(words={"precision": "16-true"}),
+    "single device, 64-true": on_one(words={"precision": "64-true"}),
     "single device, checkpointing": on_one(apply=apply_checkpointed),
-    "single device, reentrant checkpointing": on_one(
-        apply=partial(apply_checkpointed, reentrant=True)
-    ),
+    "single device, reentrant checkpointing": on_one(apply=apply_reentrant),
     "single device, torch.func": on_one(apply=apply_vmapped),
     "single device, float8": on_one(apply=apply_float8),
     "single device, compiled layers": on_one(compile=compile_layers),
@@ -311,15 +312,17 @@ CELLS = {
     "hsdp": Cell(model_parallel(data=WORLD), "hsdp"),
     "tp": Cell(model_parallel(data=1, tensor=WORLD), "tp"),
     "fsdp2 and tp": Cell(model_parallel(data=WORLD // 2, tensor=2), "tp and fsdp"),
-    # horovodrun starts a process for each rank, in which Lightning has one device.
+}
+CELLS |= {f"{name}, 4 ranks": CELLS[name] for name in ("fsdp1", "fsdp2", "tp")}
+LAUNCHED = ("ddp_spawn", "ddp_fork")
+CELLS |= {name: Cell(name.__str__, devices=2) for name in LAUNCHED}
+# horovodrun starts a process for each rank, in which Lightning has one device.
+CELLS |= {
     "horovod_d9m": Cell(lambda: "horovod_d9m", devices=1),
     "horovod_d9m, logical ranks": Cell(
         lambda: HorovodDeterministicStrategy(logical_ranks=4), devices=1
     ),
 }
-CELLS |= {f"{name}, 4 ranks": CELLS[name] for name in ("fsdp1", "fsdp2", "tp")}
-LAUNCHED = ("ddp_spawn", "ddp_fork")
-CELLS |= {name: Cell(name.__str__, devices=2) for name in LAUNCHED}
 FLAT = "fsdp1, flat parameters"
 HYBRID = "fsdp1, hybrid"
 # These are resumed from full checkpoints, too.
@@ -462,7 +465,7 @@ def list_outcomes(folder, cell, name, **words):
     return [None] * (len(errors) if cell in LAUNCHED else 1)
 
 
-def locate_fault(folder, cell, fault, name):
+def locate_fault(folder, cell, fault, name="located"):
     """Locate a fault that one rank has in each second run, or in all; return what is printed."""
 
     def train(number):
@@ -471,6 +474,20 @@ def locate_fault(folder, cell, fault, name):
         fit(folder, cell, name, fault=present, limits=SHORTEST)
 
     return locate(train, folder / f"{name} runs", rank=RANK, ranks=WORLD)
+
+
+def find_more(folder, cell, last):
+    """Locate the faults of a cell on its last rank."""
+    found = {}
+    if cell in LOCATED:
+        found["located"] = locate_fault(folder, cell, Fault(last, epoch=0, batch=0))
+    if cell in RACING:
+        race, name = Fault(last, races=True), "located op"
+        found[name] = locate_fault(folder, cell, race, name)
+    if cell in DRIFTING:
+        drift, name = Fault(last, epoch=0, batch=0, name=COPIED), "located drift"
+        found[name] = locate_fault(folder, cell, drift, name)
+    return found
 
 
 def run(folder, cell):
@@ -513,16 +530,7 @@ def run(folder, cell):
         # The second step ends an epoch of four ranks.
         path = folder / "full checkpoints" / f"step={WORLD // 2}.ckpt"
         attempt("resumed from full", resume_from=path, full=True, **compared)
-    faults = {
-        "located": (LOCATED, Fault(last, epoch=0, batch=0)),
-        "located op": (RACING, Fault(last, races=True)),
-        "located drift": (DRIFTING, Fault(last, epoch=0, batch=0, name=COPIED)),
-    }
-    found[0] |= {
-        name: locate_fault(folder, cell, fault, name)
-        for name, (cells, fault) in faults.items()
-        if cell in cells
-    }
+    found[0] |= find_more(folder, cell, last)
     return found
 
 
