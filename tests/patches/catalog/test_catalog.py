@@ -145,14 +145,6 @@ def test_every_patched_op_has_a_workload() -> None:
     assert measured - patched == {"convolution", "embedding_dense_backward", "topk"}
 
 
-def test_names_and_overloads_are_unique() -> None:
-    """One name, one op; one overload, one replacement."""
-    names = [op.name for op in OPS]
-    overloads = [overload for op in OPS for overload in op.kernels]
-    assert len(set(names)) == len(names)
-    assert len(set(overloads)) == len(overloads)
-
-
 @pytest.mark.parametrize("key", ["CPU", "CUDA"])
 def test_every_overload_with_a_kernel_of_its_own_is_replaced(key: str) -> None:
     """No overload of a patched op keeps torch's kernel: not the in-place, not the out variant.
