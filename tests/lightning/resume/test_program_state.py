@@ -312,7 +312,7 @@ def test_what_stays_as_it_is_or_is_not_the_programs_does_not_matter(fits):
         PACKAGE.count += 1
 
     def wrap(own):
-        own.state_dict = own.state_dict
+        own.on_fit_end = own.on_fit_end
 
     def start(trainer, module, stage):
         module.layers[0].register_forward_hook(halve)
