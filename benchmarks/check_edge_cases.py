@@ -17,7 +17,7 @@ import json
 import os
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
@@ -46,13 +46,20 @@ def run(case: EdgeCase) -> object:
         return type(error), str(error)
 
 
-def find_difference(case: EdgeCase) -> str | None:
-    """Return how the replacement's answer differs from what is expected."""
-    own = answer(case.call)
-    # With the flag on, torch's alert would come before the error for an argument.
-    flag = nullcontext() if isinstance(own[0], type) else deterministic_algorithms()
-    with patches_applied("CPU"), flag:
-        actual = run(case)
+def find_differences(cases: Sequence[EdgeCase]) -> list[str | None]:
+    """Return how the replacement's answer differs from what is expected, for each case."""
+    own, found = [answer(case.call) for case in cases], []
+    with patches_applied("CPU"):
+        for case, expected in zip(cases, own, strict=True):
+            # With the flag on, torch's alert would come before the error for an argument.
+            is_refused = isinstance(expected[0], type)
+            with nullcontext() if is_refused else deterministic_algorithms():
+                found.append(run(case))
+    return list(map(describe_difference, cases, own, found))
+
+
+def describe_difference(case: EdgeCase, own: object, actual: object) -> str | None:
+    """Return how an answer differs from what is expected."""
     if case.on_cpu_only and actual[0] is D9mError:
         return None
     if isinstance(own[0], type) or isinstance(actual[0], type):
@@ -158,18 +165,16 @@ def main() -> None:
     by_op, by_edge, refused, kernels = Counter(), Counter(), 0, Counter()
     differences = []
     cases = [case for case in list_cases() if words.only in case.op]
-    for number, case in enumerate(cases):
-        if number % 100 == 0:
-            print(f"{number} of {len(cases)}", flush=True)
+    for case, difference in zip(cases, find_differences(cases), strict=True):
         by_op[case.op] += 1
         by_edge[case.edge] += 1
         refused += isinstance(answer(case.call)[0], type)
-        found = [find_difference(case)]
+        found = [difference]
         if not words.no_kernels:
-            used, difference = find_kernel_difference(case)
+            used, difference = find_kernel_difference(case)  # noqa: PLW2901 - another one
             kernels.update(set(used))
             found.append(difference)
-        for difference in filter(None, found):
+        for difference in filter(None, found):  # noqa: PLW2901 - of both
             differences.append({"op": case.op, "edge": case.edge, "difference": difference})
             print(json.dumps(differences[-1]), flush=True)
     record = {

@@ -1,6 +1,5 @@
 """What is released: a wheel that works without the source tree, and the archive it is made of."""
 
-import ast
 import os
 import re
 import subprocess
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from scripts import load_script
+from scripts import list_imports, load_script
 
 from lightning_d9m.version import __version__
 
@@ -113,24 +112,15 @@ INTEGRATIONS = {
 }
 
 
+PROJECT = (ROOT / "pyproject.toml").read_text()
+(_BLOCK,) = re.findall(r"^dependencies = \[(.*?)^\]", PROJECT, re.DOTALL | re.MULTILINE)
+DECLARED = dict(re.findall(r'"([\w-]+)(>=[\d.]+)"', _BLOCK))
+
+
 def test_every_package_that_is_imported_is_a_dependency():
-    text = (ROOT / "pyproject.toml").read_text()
-    (block,) = re.findall(r"^dependencies = \[(.*?)^\]", text, re.DOTALL | re.MULTILINE)
-    declared = set(re.findall(r'"([\w-]+)>=', block))
-    imported = {
-        name.partition(".")[0]
-        for path in (ROOT / "lightning_d9m").rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
-        for name in (
-            [alias.name for alias in node.names]
-            if isinstance(node, ast.Import)
-            else [node.module or ""]
-            if isinstance(node, ast.ImportFrom) and not node.level
-            else []
-        )
-    }
+    imported = set().union(*map(list_imports, (ROOT / "lightning_d9m").rglob("*.py")))
     foreign = imported - sys.stdlib_module_names - {"lightning_d9m"} - INTEGRATIONS
-    assert foreign == declared
+    assert foreign == DECLARED.keys()
 
 
 LINKS = load_script("docs/links.py")
@@ -174,15 +164,12 @@ def test_llms_txt_lists_every_page_of_the_site():
 
 
 def test_the_conda_recipe_needs_what_the_package_needs():
-    text = (ROOT / "pyproject.toml").read_text()
-    (block,) = re.findall(r"^dependencies = \[(.*?)^\]", text, re.DOTALL | re.MULTILINE)
-    declared = dict(re.findall(r'"([\w-]+)(>=[\d.]+)"', block))
-    (python,) = re.findall(r'^requires-python = "(.*)"', text, re.MULTILINE)
+    (python,) = re.findall(r'^requires-python = "(.*)"', PROJECT, re.MULTILINE)
     recipe = yaml.safe_load((ROOT / "conda/recipe.yaml").read_text())
     names = {"pytorch": "torch", "python-xxhash": "xxhash"}
     needed = dict(line.split() for line in recipe["requirements"]["run"])
     needed = {names.get(name, name): version for name, version in needed.items()}
-    assert needed == {**declared, "python": python}
+    assert needed == {**DECLARED, "python": python}
     assert recipe["context"]["version"] == __version__
 
 

@@ -3,7 +3,6 @@
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import lightning
@@ -89,10 +88,10 @@ def test_logical_ranks_give_the_same_bits_on_one_and_on_three_processes(
     assert main(arguments) == 0
 
 
-def test_a_plain_loop_has_the_portable_digest_of_the_page(tmp_path):
+def test_a_plain_loop_has_the_portable_digest_of_the_page(tmp_path, forking_python):
     settings = {"ATEN_CPU_CAPABILITY": "default", "OMP_NUM_THREADS": "2"}
     settings |= {"LIGHTNING_D9M": "1", "LIGHTNING_D9M_PORTABLE": "1"}
-    command = [sys.executable, "-W", "ignore", EXAMPLES / "plain_torch.py", "--folder", tmp_path]
+    command = [forking_python, "-W", "ignore", EXAMPLES / "plain_torch.py", "--folder", tmp_path]
     done = subprocess.run(
         command, env=os.environ | settings, check=True, capture_output=True, text=True, cwd=tmp_path
     )

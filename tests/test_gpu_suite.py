@@ -36,13 +36,24 @@ for line in sys.stdin:
 
 
 @pytest.fixture
-def modules(monkeypatch):
-    """Return the scripts of the suite, which import each other by name."""
+def load(monkeypatch):
+    """Return a function that imports scripts of the suite, which import each other by name."""
     monkeypatch.syspath_prepend(str(FOLDER))
-    names = ("suite_client", "suite_report", "gpu_suite")
-    yield [importlib.import_module(name) for name in names]
-    for name in names:
+    loaded = []
+
+    def load_scripts(*names):
+        loaded.extend(names)
+        return [importlib.import_module(name) for name in names]
+
+    yield load_scripts
+    for name in loaded:
         del sys.modules[name]
+
+
+@pytest.fixture
+def modules(load):
+    """Return the scripts of the suite."""
+    return load("suite_client", "suite_report", "gpu_suite")
 
 
 def read_archive(folder):
@@ -113,13 +124,9 @@ def test_rows_are_measured_on_a_cpu(tmp_path, forking_python):
 
 
 @pytest.fixture
-def worker(monkeypatch):
+def worker(load):
     """Return the modules of the worker: they run here, so that a failure can be planted."""
-    monkeypatch.syspath_prepend(str(FOLDER))
-    names = ("suite_worker", "suite_rows", "suite_first", "suite_measures")
-    yield [importlib.import_module(name) for name in names]
-    for name in names:
-        del sys.modules[name]
+    return load("suite_worker", "suite_rows", "suite_first", "suite_measures")
 
 
 def plant(change):

@@ -17,28 +17,10 @@ from lightning_d9m.state.parts import equal_bits
 
 ONE_THREAD_PER_OUTPUT = {
     *("arange", "empty.memory_format", "full", "full_like", "new_empty", "new_full", "new_zeros"),
-    "ones_like",
-    *(
-        "zeros",
-        "zeros_like",
-        "empty_like",
-        "scalar_tensor",
-        "lift_fresh",
-        "detach_",
-        "_unsafe_view",
-    ),
-    *("_to_copy", "copy_", "clone", "cat", "stack", "flip", "floor_divide"),
-    *(
-        "fill_.Scalar",
-        "gather",
-        "take",
-        "scatter.value",
-        "scatter_.value",
-        "index.Tensor",
-        "index_select",
-        "searchsorted.Tensor",
-    ),
-    *("_assert_async", "_local_scalar_dense"),
+    *("ones_like", "zeros", "zeros_like", "empty_like", "scalar_tensor", "lift_fresh", "detach_"),
+    *("_unsafe_view", "_to_copy", "copy_", "clone", "cat", "stack", "flip", "floor_divide"),
+    *("fill_.Scalar", "gather", "take", "scatter.value", "scatter_.value", "index.Tensor"),
+    *("index_select", "searchsorted.Tensor", "_assert_async", "_local_scalar_dense"),
     "set_.source_Storage_storage_offset",  # memory that is not filled
     "complex",  # of a real and an imaginary part
     "_ctc_loss",  # forward: one thread for each state, one step after the other
@@ -48,16 +30,8 @@ ONE_THREAD_PER_OUTPUT = {
 }
 """No two threads meet: they read, copy, or go through their own elements in order."""
 
-FIXED_TREES = {
-    "sum",
-    "sum.dim_IntList",
-    "all",
-    "any.dim",
-    "amin",
-    "argmax",
-    "aminmax",
-    "segment_reduce",
-}
+FIXED_TREES = {"sum", "sum.dim_IntList", "all", "any.dim", "amin", "argmax", "aminmax"}
+FIXED_TREES |= {"segment_reduce"}
 """Reductions whose partial results are combined in an order that the shapes decide."""
 
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import subprocess
-import sys
 
 import pytest
 import torch
@@ -129,7 +128,7 @@ def test_arguments_that_only_the_original_takes_are_refused() -> None:
     assert kernel(None, torch.zeros(2), 3) == "taken"
 
 
-def test_no_warning_leaks() -> None:
+def test_no_warning_leaks(forking_python: str) -> None:
     """The dispatcher warns of the first kernel that is overridden in a process; not of these."""
     code = (
         "import warnings; warnings.simplefilter('error')\n"
@@ -137,7 +136,7 @@ def test_no_warning_leaks() -> None:
         "with patches_applied('CPU'), patches_applied('CUDA'): print('fine')\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120
+        [forking_python, "-c", code], capture_output=True, text=True, check=False, timeout=120
     )
     assert (done.stdout, done.stderr) == ("fine\n", "")
 
