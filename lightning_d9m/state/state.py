@@ -255,16 +255,14 @@ def find_generators(owners: Mapping[str, object]) -> dict[str, Any]:
 
 
 def find_data(closed: Mapping[str, object]) -> Iterator[tuple[str, object]]:
-    """Yield the generators and data in objects of libraries, and the lists of data among these.
-
-    Their dicts are not compared: most of them are caches.
-    """
+    """Yield the generators and data in objects of libraries, and their lists and dicts of data."""
     for path, value in search(closed):
         if find_kind_safely(value) in (GENERATOR, TENSOR, ARRAY):
             yield path, value
     for path, owner in closed.items():
         for name, part in getattr(owner, "__dict__", {}).items():
-            if isinstance(part, list | deque) and all(map(_is_datum, part)):
+            held = part.values() if isinstance(part, dict) else part
+            if isinstance(part, list | deque | dict) and all(map(_is_datum, held)):
                 yield f"{path}.{name}", part
 
 

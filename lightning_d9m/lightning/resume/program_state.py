@@ -140,8 +140,8 @@ class ProgramState:
             return True  # the one that holds it saves its state
         if self._sharded and value is not self._module and isinstance(value, nn.Module | Tensor):
             return True  # ranks hold parts of them
-        # Such as the Trainer and loggers, which are not the program's.
-        return is_of_lightning(type(value)) and not isinstance(value, nn.Module)
+        # Such as loggers, which are not the program's; hyperparameters are, in a dict of Lightning.
+        return is_of_lightning(type(value)) and not isinstance(value, nn.Module | dict)
 
 
 def keep_small(
@@ -241,7 +241,7 @@ def find_lost(model: ModelTensors, checkpoint: Mapping[str, Any]) -> list[str]:
 
 def _name_owners(trainer: Trainer) -> dict[str, object]:
     own = [each for each in trainer.callbacks if getattr(each, "state_key", None) != KEY]
-    owners: dict[str, object] = {"model": trainer.lightning_module}
+    owners: dict[str, object] = {"model": trainer.lightning_module, "trainer": trainer}
     owners |= {"datamodule": trainer.datamodule} | name_callbacks(own)
     owners |= {f"{_OPTIMIZERS}{n}]": own for n, own in enumerate(trainer.optimizers)}
     owners |= {f"schedulers[{n}]": own for n, own in enumerate(list_schedulers(trainer))}
