@@ -50,59 +50,37 @@ def dev(tmp_path, monkeypatch):
 @pytest.fixture
 def made(dev, monkeypatch):
     """Let ``venv`` be quick: it makes an environment with a pip of one empty module."""
-    calls = []
+    calls, original = [], subprocess.run
     monkeypatch.setattr(dev, "PIP", "pip")
 
-    def run_venv(command, **_):
+    def run(command, **words):
+        if command[1:3] != ["-m", "venv"] or len(command) != 4:
+            return original(command, **words)
         calls.append(dev.UNFINISHED.exists())
         environment = Path(command[-1])
-        subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True)
+        original([sys.executable, "-m", "venv", "--without-pip", environment], check=True)
         (site,) = environment.glob("lib/python*/site-packages")
         (site / "pip.py").touch()
         return subprocess.CompletedProcess(command, 0)
 
-    original = subprocess.run
-    monkeypatch.setattr(
-        dev.subprocess,
-        "run",
-        lambda command, **words: (
-            run_venv(command, **words)
-            if command[1:3] == ["-m", "venv"] and len(command) == 4
-            else original(command, **words)
-        ),
-    )
+    monkeypatch.setattr(dev.subprocess, "run", run)
     return calls
 
 
-def test_an_environment_is_made_once(dev, made):
+@pytest.mark.parametrize(
+    ("program", "unfinished"),
+    [(None, False), (sys.executable, False), (sys.executable, True), ("/no/such/python", False)],
+)
+def test_an_environment_is_made_once_or_heals_if_it_is_not_whole(dev, made, program, unfinished):
+    """``venv`` may have been interrupted before pip is there."""
+    if program:
+        (dev.ENVIRONMENT / "bin").mkdir(parents=True)
+        (dev.ENVIRONMENT / "bin" / "python").symlink_to(program)
+    if unfinished:
+        dev.UNFINISHED.touch()
     dev.make_environment()
     dev.make_environment()
     assert made == [True]
-    assert dev.works("pip")
-    assert not dev.UNFINISHED.exists()
-
-
-def interrupted(environment):
-    """Leave what ``venv`` leaves when it is interrupted before pip is there."""
-    (environment / "bin").mkdir(parents=True)
-    (environment / "bin" / "python").symlink_to(sys.executable)
-
-
-def with_part_of_pip(environment):
-    interrupted(environment)
-    (environment / "unfinished").touch()
-
-
-def without_python(environment):
-    (environment / "bin").mkdir(parents=True)
-    (environment / "bin" / "python").symlink_to("/no/such/python")
-
-
-@pytest.mark.parametrize("leave", [interrupted, with_part_of_pip, without_python])
-def test_an_environment_that_is_not_whole_heals(dev, made, leave):
-    leave(dev.ENVIRONMENT)
-    dev.make_environment()
-    assert len(made) == 1
     assert dev.works("pip")
     assert not dev.UNFINISHED.exists()
 

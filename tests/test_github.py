@@ -144,9 +144,10 @@ def test_equal_runs_pass_and_leave_reports(job, runs):
     assert [path.name for path in job.project.iterdir()] == ["train.py"]
 
 
-def test_different_runs_fail_and_the_report_is_kept(job):
+def test_different_runs_fail_and_the_summary_is_a_comment_of_the_pull_request(job):
     job.train(differs=True)
-    done = job.use(command=COMMAND, install="")
+    noted = job.fake_gh()
+    done = job.use(command=COMMAND, install="", comment=7)
     assert (done.passed, done.verdict) == (False, "different")
     assert "**different**: 1 of 2 runs differs from run 1." in done.summary
     assert "\n```\n\nThe artifact `d9m` has this as a page: `report.html`.\n\n" in done.summary
@@ -155,13 +156,6 @@ def test_different_runs_fail_and_the_report_is_kept(job):
     assert "<h1>Different</h1>" in (kept / "report.html").read_text()
     assert (kept / "run-002" / "fit-000").is_dir()
     assert main(["bundle", "open", str(kept / "bundle.zip")]) == 1
-
-
-def test_the_summary_is_a_comment_of_the_pull_request(job):
-    job.train(differs=True)
-    noted = job.fake_gh()
-    done = job.use(command=COMMAND, install="", comment=7)
-    assert (done.passed, done.verdict) == (False, "different")
     path = job.artifacts.parent / "runner" / "d9m.md"
     first, second, comment = noted.read_text().split("\n", 2)
     assert first == f"ann/project pr comment 7 --edit-last --body-file {path}"

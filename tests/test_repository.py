@@ -1,12 +1,9 @@
 """What the repository offers around the code holds together."""
 
 import re
-from importlib import import_module
 from pathlib import Path
 
 import yaml
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from lightning_d9m.cli.main import build_parser
 
@@ -67,23 +64,3 @@ def test_the_folders_of_contributing_are_those_of_the_package():
     package = ROOT / "lightning_d9m"
     folders = {path.parent.name for path in package.glob("*/__init__.py")}
     assert not {name for name in folders if not re.search(rf"\b{name}\b", drawing)}
-
-
-def test_examples_do_not_depend_on_the_modules_that_are_loaded(tmp_path, monkeypatch):
-    """Which tests ran before decides that, and their distribution over the two processes."""
-    drawn = []
-
-    @settings(settings.get_profile("repeatable"))  # torch sets another one when it is tested
-    @given(st.tuples(st.integers(), st.text()))
-    def draw(value):
-        drawn.append(value)
-
-    draw()
-    first, drawn = drawn, []
-    constants = f"VALUES = {[*range(10_000, 2_000_000, 99)]}"
-    (tmp_path / "with_constants.py").write_text(constants)
-    monkeypatch.syspath_prepend(tmp_path)
-    import_module("with_constants")
-    draw()
-    assert len(first) > 50
-    assert drawn == first

@@ -106,23 +106,13 @@ def test_every_block_runs(page, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=ids)
-def test_no_block_is_invisible(page):
-    assert "<!---" not in page.read_text()
-
-
-@pytest.mark.parametrize("page", PAGES, ids=ids)
-def test_every_block_says_what_it_is(page):
-    assert set(_FENCED.findall(page.read_text())) <= LANGUAGES
-
-
-@pytest.mark.parametrize("page", PAGES, ids=ids)
-def test_every_link_within_the_repository_leads_to_a_file(page):
-    links = [link.partition("#")[0] for link in _LINK.findall(page.read_text())]
-    local = [
-        link for link in links if link and "://" not in link and not link.startswith("mailto:")
-    ]
-    missing = [link for link in local if not (page.parent / link).exists()]
-    assert not missing
+def test_blocks_say_what_they_are_and_links_lead_to_files(page):
+    text = page.read_text()
+    assert "<!---" not in text  # no block is invisible
+    assert set(_FENCED.findall(text)) <= LANGUAGES
+    links = [link.partition("#")[0] for link in _LINK.findall(text)]
+    local = [link for link in links if link and "://" not in link and "mailto:" not in link]
+    assert [link for link in local if not (page.parent / link).exists()] == []
 
 
 @pytest.mark.parametrize(

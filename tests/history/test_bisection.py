@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from bisected_training import BROKEN, OTHER, SAME, TRAIN
+from ledger_program import BROKEN, OTHER, SAME, TRAIN
 from ledger_runs import make_facts, make_weights, write_rank
 
 from lightning_d9m.hashing.digest import digest

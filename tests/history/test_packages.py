@@ -7,7 +7,7 @@ import sys
 import zipfile
 
 import pytest
-from bisected_training import BROKEN, OTHER, SAME, TRAIN
+from ledger_program import BROKEN, OTHER, SAME, TRAIN
 from uv import find_uv_bin
 
 from lightning_d9m.history import packages

@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as nnf
@@ -17,24 +18,29 @@ Attempt = Callable[[], object]
 torch.use_deterministic_algorithms(torch.are_deterministic_algorithms_enabled())
 
 
-@dataclass(frozen=True)
-class GradientCase:
+class GradientCase(NamedTuple):
     """An op of one input whose gradient with respect to it is patched.
 
     Attributes:
         label: The name of the test.
         shape: The input's.
         forward: The op.
-        exact: Whether the gradient has the bits of torch's CPU kernel on one thread.
-        cpu_keeps_format: Whether torch's CPU kernel keeps channels_last where its CUDA kernel,
-            which is the one that is replaced, does not.
     """
 
     label: str
     shape: tuple[int, ...]
     forward: Forward
-    exact: bool = False
-    cpu_keeps_format: bool = False
+
+    @property
+    def exact(self) -> bool:
+        """Whether the gradient has the bits of torch's CPU kernel on one thread."""
+        exact = ("avg_pool3d", "adaptive_avg_pool2d", "replication1d")
+        return self.label in exact or self.label.startswith("reflection1d")
+
+    @property
+    def cpu_keeps_format(self) -> bool:
+        """Whether torch's CPU kernel keeps channels_last where its CUDA kernel does not."""
+        return "flection" in self.label or "cation" in self.label
 
     @property
     def has_channels_last(self) -> bool:
@@ -43,105 +49,71 @@ class GradientCase:
         return len(self.shape) == dims + 2
 
 
-def _call(name: str, *arguments: object, **more: object) -> Forward:
-    return lambda x: getattr(nnf, name)(x, *arguments, **more)
+def _pool_fractionally(name: str, sides: int, x: Tensor) -> Tensor:
+    starts = torch.linspace(0.1, 0.9, x.shape[0] * x.shape[1] * sides, dtype=x.dtype)
+    samples = starts.view(*x.shape[:2], sides)
+    return getattr(nnf, name)(x, 3, [4] * sides, _random_samples=samples)
 
 
-def _fixed_fractional(pool: Callable[..., Tensor], samples: int) -> Forward:
-    def forward(x: Tensor) -> Tensor:
-        starts = torch.linspace(0.1, 0.9, x.shape[0] * x.shape[1] * samples, dtype=x.dtype)
-        return pool(x, 3, [4] * samples, _random_samples=starts.view(*x.shape[:2], samples))
-
-    return forward
+def _call(label: str, shape: tuple[int, ...], *given: object, **more: object) -> GradientCase:
+    name = label.partition("-")[0]
+    return GradientCase(label, shape, lambda x: getattr(nnf, name)(x, *given, **more))
 
 
-_case = GradientCase
+def _resize(label: str, shape: tuple[int, ...], **given: object) -> GradientCase:
+    words = {"mode": label.partition("-")[0], **given}
+    words |= {"align_corners": True} if label.endswith("-corners") else {}
+    words |= {"antialias": True} if label.endswith("-antialiased") else {}
+    return GradientCase(label, shape, partial(nnf.interpolate, **words))
+
+
+def _pad(label: str, shape: tuple[int, ...], *sides: int) -> GradientCase:
+    mode = "reflect" if label.startswith("reflection") else "replicate"
+    return GradientCase(label, shape, partial(nnf.pad, pad=sides, mode=mode))
+
+
+def _fraction(label: str, shape: tuple[int, ...], sides: int) -> GradientCase:
+    return GradientCase(label, shape, partial(_pool_fractionally, label, sides))
+
+
+FLAT, IMAGE, VOLUME, TALL = (2, 3, 7), (2, 3, 7, 6), (2, 3, 4, 5, 6), (2, 3, 17, 6)
+SIDES = {"kernel_size": (2, 3, 2), "stride": (2, 1, 3), "padding": (1, 1, 0)}
 GRADIENT_CASES = [
-    _case("avg_pool3d", (2, 3, 4, 6, 8), _call("avg_pool3d", 2), exact=True),
-    _case("avg_pool3d-divisor", (3, 4, 6, 8), _call("avg_pool3d", 2, divisor_override=5)),
-    _case("avg_pool3d-overlap", (2, 3, 7, 9, 8), _call("avg_pool3d", 3, 2, 1, ceil_mode=True)),
-    _case(
-        "avg_pool3d-sides",
-        (2, 3, 7, 9, 8),
-        _call("avg_pool3d", (2, 3, 2), (2, 1, 3), (1, 1, 0), count_include_pad=False),
-    ),
-    _case("adaptive_avg_pool2d", (2, 3, 8, 6), _call("adaptive_avg_pool2d", (2, 3)), exact=True),
-    _case("adaptive_avg_pool2d-odd", (2, 3, 7, 9), _call("adaptive_avg_pool2d", (3, 4))),
-    _case("adaptive_avg_pool2d-up", (3, 3, 4), _call("adaptive_avg_pool2d", (5, 7))),
-    _case("adaptive_avg_pool3d", (2, 3, 7, 4, 5), _call("adaptive_avg_pool3d", (3, 2, 2))),
-    _case("adaptive_max_pool2d", (2, 3, 7, 9), _call("adaptive_max_pool2d", (3, 4))),
-    _case("adaptive_max_pool2d-up", (3, 3, 4), _call("adaptive_max_pool2d", (5, 7))),
-    _case("adaptive_max_pool3d", (2, 3, 7, 4, 5), _call("adaptive_max_pool3d", (3, 2, 2))),
-    _case("max_pool3d", (2, 3, 7, 9, 8), _call("max_pool3d", 3, 2, 1, ceil_mode=True)),
-    _case("max_pool3d-dilated", (3, 7, 6, 8), _call("max_pool3d", 3, 1, 1, dilation=2)),
-    _case("fractional_max_pool2d", (2, 3, 9, 8), _fixed_fractional(nnf.fractional_max_pool2d, 2)),
-    _case(
-        "fractional_max_pool3d", (2, 3, 9, 8, 7), _fixed_fractional(nnf.fractional_max_pool3d, 3)
-    ),
-    _case("linear", (2, 3, 7), _call("interpolate", scale_factor=2.3, mode="linear")),
-    _case(
-        "linear-corners", (2, 3, 7), _call("interpolate", size=5, mode="linear", align_corners=True)
-    ),
-    _case("bilinear", (2, 3, 7, 6), _call("interpolate", size=(13, 4), mode="bilinear")),
-    _case(
-        "bilinear-corners",
-        (2, 3, 7, 6),
-        _call("interpolate", scale_factor=2, mode="bilinear", align_corners=True),
-    ),
-    _case("bilinear-one", (2, 3, 1, 1), _call("interpolate", size=5, mode="bilinear")),
-    _case("bicubic", (2, 3, 7, 6), _call("interpolate", size=(13, 4), mode="bicubic")),
-    _case(
-        "bicubic-corners",
-        (2, 3, 7, 6),
-        _call("interpolate", scale_factor=2, mode="bicubic", align_corners=True),
-    ),
-    _case("trilinear", (2, 3, 4, 5, 6), _call("interpolate", size=(7, 3, 9), mode="trilinear")),
-    _case(
-        "bilinear-antialiased",
-        (2, 3, 17, 6),
-        _call("interpolate", size=(5, 11), mode="bilinear", antialias=True),
-    ),
-    _case(
-        "bicubic-antialiased",
-        (2, 3, 17, 6),
-        _call("interpolate", size=(5, 11), mode="bicubic", antialias=True),
-    ),
-    _case("reflection1d", (2, 3, 7), _call("pad", (3, 5), "reflect"), exact=True),
-    _case("reflection1d-long", (3, 3), _call("pad", (2, 2), "reflect"), exact=True),
-    _case(
-        "reflection2d", (2, 3, 7, 6), _call("pad", (3, 5, 6, 1), "reflect"), cpu_keeps_format=True
-    ),
-    _case(
-        "reflection2d-crop",
-        (2, 3, 7, 6),
-        _call("pad", (-1, 2, 2, -2), "reflect"),
-        cpu_keeps_format=True,
-    ),
-    _case(
-        "reflection3d",
-        (2, 3, 4, 5, 6),
-        _call("pad", (3, 5, 1, 0, 2, 3), "reflect"),
-        cpu_keeps_format=True,
-    ),
-    _case(
-        "reflection3d-sides",  # the last dimension has more outputs than the one before it
-        (2, 1, 8, 8, 9),
-        _call("pad", (0, 8, 2, 5, 6, 2), "reflect"),
-        cpu_keeps_format=True,
-    ),
-    _case("replication1d", (2, 3, 7), _call("pad", (3, 9), "replicate"), exact=True),
-    _case(
-        "replication2d",
-        (2, 3, 7, 6),
-        _call("pad", (3, 0, 9, 1), "replicate"),
-        cpu_keeps_format=True,
-    ),
-    _case(
-        "replication3d",
-        (2, 3, 4, 5, 6),
-        _call("pad", (3, 5, 1, -1, 0, 7), "replicate"),
-        cpu_keeps_format=True,
-    ),
+    _call("avg_pool3d", (2, 3, 4, 6, 8), 2),
+    _call("avg_pool3d-divisor", (3, 4, 6, 8), 2, divisor_override=5),
+    _call("avg_pool3d-overlap", (2, 3, 7, 9, 8), 3, 2, 1, ceil_mode=True),
+    _call("avg_pool3d-sides", (2, 3, 7, 9, 8), count_include_pad=False, **SIDES),
+    _call("adaptive_avg_pool2d", (2, 3, 8, 6), (2, 3)),
+    _call("adaptive_avg_pool2d-odd", (2, 3, 7, 9), (3, 4)),
+    _call("adaptive_avg_pool2d-up", (3, 3, 4), (5, 7)),
+    _call("adaptive_avg_pool3d", (2, 3, 7, 4, 5), (3, 2, 2)),
+    _call("adaptive_max_pool2d", (2, 3, 7, 9), (3, 4)),
+    _call("adaptive_max_pool2d-up", (3, 3, 4), (5, 7)),
+    _call("adaptive_max_pool3d", (2, 3, 7, 4, 5), (3, 2, 2)),
+    _call("max_pool3d", (2, 3, 7, 9, 8), 3, 2, 1, ceil_mode=True),
+    _call("max_pool3d-dilated", (3, 7, 6, 8), 3, 1, 1, dilation=2),
+    _fraction("fractional_max_pool2d", (2, 3, 9, 8), 2),
+    _fraction("fractional_max_pool3d", (2, 3, 9, 8, 7), 3),
+    _resize("linear", FLAT, scale_factor=2.3),
+    _resize("linear-corners", FLAT, size=5),
+    _resize("bilinear", IMAGE, size=(13, 4)),
+    _resize("bilinear-corners", IMAGE, scale_factor=2),
+    _resize("bilinear-one", (2, 3, 1, 1), size=5),
+    _resize("bicubic", IMAGE, size=(13, 4)),
+    _resize("bicubic-corners", IMAGE, scale_factor=2),
+    _resize("trilinear", VOLUME, size=(7, 3, 9)),
+    _resize("bilinear-antialiased", TALL, size=(5, 11)),
+    _resize("bicubic-antialiased", TALL, size=(5, 11)),
+    _pad("reflection1d", FLAT, 3, 5),
+    _pad("reflection1d-long", (3, 3), 2, 2),
+    _pad("reflection2d", IMAGE, 3, 5, 6, 1),
+    _pad("reflection2d-crop", IMAGE, -1, 2, 2, -2),
+    _pad("reflection3d", VOLUME, 3, 5, 1, 0, 2, 3),
+    # The last dimension has more outputs than the one before it.
+    _pad("reflection3d-sides", (2, 1, 8, 8, 9), 0, 8, 2, 5, 6, 2),
+    _pad("replication1d", FLAT, 3, 9),
+    _pad("replication2d", IMAGE, 3, 0, 9, 1),
+    _pad("replication3d", VOLUME, 3, 5, 1, -1, 0, 7),
 ]
 
 
@@ -162,9 +134,7 @@ def make_inputs(case: GradientCase, dtype: torch.dtype = torch.float32) -> tuple
     elements = torch.Size(case.shape).numel()
     # Distinct in bfloat16 as well within a window, so that a maximum is the same in every dtype.
     image = (torch.randperm(elements) % 251).view(case.shape).to(dtype)
-    output = (
-        case.forward(image.to(torch.float64)) if dtype != torch.float64 else case.forward(image)
-    )
+    output = case.forward(image.double())
     return image, torch.randn(output.shape).to(dtype)
 
 

@@ -31,35 +31,17 @@ def interpolate(mode: str) -> Forward:
     return lambda x: nnf.interpolate(x, scale_factor=2, mode=mode)
 
 
-def convolve(dims: int) -> Forward:
-    def forward(x: Tensor) -> Tensor:
-        layer = getattr(nn, f"Conv{dims}d")(3, 3, 3, padding_mode="replicate", padding=1)
-        return nnf.pad(x, layer._reversed_padding_repeated_twice, mode=layer.padding_mode)
-
-    return forward
-
-
 POOL = "max_pool3d_with_indices_backward"
 # The input's sides, the op, and what its gradient has to call.
 OPS: dict[str, tuple[tuple[int, ...], Forward, str]] = {
     "bilinear": ((5, 6), interpolate("bilinear"), "upsample_bilinear2d_backward"),
     "trilinear": ((3, 4, 5), interpolate("trilinear"), "upsample_trilinear3d_backward"),
-    "Upsample": (
-        (5, 6),
-        nn.Upsample(scale_factor=2, mode="bilinear", align_corners=True),
-        "upsample_bilinear2d_backward",
-    ),
-    "ReplicationPad2d": ((5, 6), nn.ReplicationPad2d(2), "replication_pad2d_backward"),
     **{
         f"pad{dims}d": (
             (3, 4, 5)[:dims],
             lambda x, dims=dims: nnf.pad(x, (1, 2, 3, 0, 1, 1)[: 2 * dims], mode="replicate"),
             f"replication_pad{dims}d_backward",
         )
-        for dims in (1, 2, 3)
-    },
-    **{
-        f"Conv{dims}d": ((6,) * dims, convolve(dims), f"replication_pad{dims}d_backward")
         for dims in (1, 2, 3)
     },
     **(

@@ -48,9 +48,9 @@ def sample(dims: int) -> Call:
     return compute
 
 
-def pool(name: str, dims: int, *more: object) -> Call:
+def pool(name: str, *more: object) -> Call:
     """Return the gradient of a pooling whose windows chose few inputs."""
-    sides = (3, 4, 5)[:dims] if dims == 3 else (12, 5)
+    sides = (3, 4, 5) if "3d" in name else (12, 5)
 
     def compute(index: Tensor, values: Tensor) -> Tensor:
         gradient = values.view(ORDERS, TERMS, 2).mT.reshape(ORDERS, 2, *sides)
@@ -60,60 +60,42 @@ def pool(name: str, dims: int, *more: object) -> Call:
     return compute
 
 
-def scatter(call: Call) -> Call:
-    """Return what is scattered by an index of the values' shape."""
-    return lambda index, values: call(index[:, None].expand(-1, 2), values)
+def update(method: str, *more: object, **words: object) -> Call:
+    """Return an update of rows by an index, which has the values' shape if they are scattered."""
+    wide = method.startswith("scatter")
+    return lambda index, values: getattr(TARGETS, method)(
+        0, index[:, None].expand(-1, 2) if wide else index, values, *more, **words
+    )
 
 
+KINDS = ("sum", "mean", "amax", "amin")
 WINDOWS = ([3] * 3, [1] * 3, [1] * 3, [1] * 3, False)  # 27, for at most as many terms
 CALLS: dict[str, Call] = {
-    "index_add": lambda index, values: TARGETS.index_add(0, index, values),
-    "index_put_accumulate": lambda index, values: TARGETS.index_put(
-        (index,), values, accumulate=True
-    ),
+    "index_add": update("index_add"),
+    "index_put_accumulate": lambda index, values: TARGETS.index_put((index,), values, True),
     "put_": lambda index, values: TARGETS[:, 0].put(index, values[:, 0], accumulate=True),
-    "scatter_add": scatter(lambda index, values: TARGETS.scatter_add(0, index, values)),
-    "scatter_with_reduce": scatter(
-        lambda index, values: TARGETS.scatter(0, index, values, reduce="add")
-    ),
+    "scatter_add": update("scatter_add"),
+    "scatter_with_reduce": update("scatter", reduce="add"),
     **{
-        f"scatter_reduce_prod-{name}": scatter(
-            lambda index, values, name=name: TARGETS.scatter_reduce(
-                0, index, values, name, include_self=name != "sum"
-            )
-        )
-        for name in ("sum", "mean", "amax", "amin")
+        f"scatter_reduce_prod-{kind}": update("scatter_reduce", kind, include_self=kind != "sum")
+        for kind in KINDS
     },
-    **{
-        f"index_reduce-{name}": lambda index, values, name=name: TARGETS.index_reduce(
-            0, index, values, name
-        )
-        for name in ("mean", "amax", "amin")
-    },
+    **{f"index_reduce-{kind}": update("index_reduce", kind) for kind in KINDS[1:]},
     "bincount": lambda index, values: torch.bincount(index, values[:, 0]),
     "histc": lambda _, values: torch.stack([one.histc(7) for one in values.view(ORDERS, -1)]),
     "embedding_bag_max_backward": look_up_bags,
     "grid_sampler_2d_backward": sample(2),
     "grid_sampler_3d_backward": sample(3),
-    "adaptive_max_pool2d_backward": pool("adaptive_max_pool2d_backward", 2),
-    "adaptive_max_pool3d_backward": pool("adaptive_max_pool3d_backward", 3),
-    "fractional_max_pool2d_backward": pool("fractional_max_pool2d_backward", 2, [5, 5], [12, 5]),
-    "fractional_max_pool3d_backward": pool(
-        "fractional_max_pool3d_backward", 3, [3, 3, 3], [3, 4, 5]
-    ),
-    "max_pool3d_backward": pool("max_pool3d_with_indices_backward", 3, *WINDOWS),
+    "adaptive_max_pool2d_backward": pool("adaptive_max_pool2d_backward"),
+    "adaptive_max_pool3d_backward": pool("adaptive_max_pool3d_backward"),
+    "fractional_max_pool2d_backward": pool("fractional_max_pool2d_backward", [5, 5], [12, 5]),
+    "fractional_max_pool3d_backward": pool("fractional_max_pool3d_backward", [3] * 3, [3, 4, 5]),
+    "max_pool3d_backward": pool("max_pool3d_with_indices_backward", *WINDOWS),
 }
-FIXED = {
-    *("nll_loss2d", "ctc_loss_backward"),  # torch's reduction of terms that are stored by position
-    *(
-        "median",
-        "nanmedian",
-        "cumprod",
-        "logcumsumexp",
-    ),  # from first to last
-    *("max_unpool2d", "max_unpool3d"),  # the last one is written
-}
-"""Ops whose result depends on the positions of the elements; no other order is given to them."""
+# Ops whose result depends on the positions of the elements; no other order is given to them:
+# torch's reductions of terms that are stored by position, from first to last, the last written.
+FIXED = {"nll_loss2d", "ctc_loss_backward", "median", "nanmedian", "cumprod", "logcumsumexp"}
+FIXED |= {"max_unpool2d", "max_unpool3d"}
 
 
 def count_results(call: Call) -> int:

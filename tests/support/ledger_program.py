@@ -48,3 +48,13 @@ def train(value=7, *, stack=None, settings=None, obeys=True):
         ledger.write(End(status="finished").as_record())
     return path
 '''
+
+# A training of which ``d9m bisect`` finds the change, and contents of its module.
+TRAIN = f"""{PROGRAM}
+from values import VALUES
+
+train(VALUES)
+Path("left-behind").write_text("a file that git does not know")
+"""
+SAME, OTHER = "VALUES = [1, 2, 3]", "VALUES = [1, 9, 8]"
+BROKEN = "raise SystemExit(3)"

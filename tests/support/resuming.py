@@ -6,11 +6,12 @@ import queue
 import random
 
 import numpy as np
+import pytest
 from ledger_runs import find_breaks
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 from trainings import QUIET, NoisyDigits, make_loader, make_model
 
-from lightning_d9m import DeterminismCallback
+from lightning_d9m import DeterminismCallback, InexactResumeError
 from lightning_d9m.comparison.ledgers import compare_ledgers
 from lightning_d9m.ledger.folder import read_ledger
 from lightning_d9m.ledger.format.records import Digests
@@ -188,6 +189,13 @@ class Fits:
             (folder,) = self.made
             return folder
         raise AssertionError("the run was not interrupted")
+
+    def refuse(self, message, *, at=None, **words):
+        """Train until a checkpoint is saved from which no run is resumed; return the error."""
+        self.interrupt(at=at, **words)
+        with pytest.raises(InexactResumeError, match=message) as caught:
+            self.resume(**words)
+        return caught.value
 
     def resume(self, **words):
         """Go on from the checkpoint."""

@@ -140,13 +140,9 @@ def test_options_that_a_callback_of_the_program_sets_are_restored(fits):
 
 def test_a_scheduler_that_no_callback_holds_is_named(fits):
     words = {"callbacks": lambda: [Rates(keeps=False)]}
-    fits.interrupt(**words, at=PLACES[0])
-    with pytest.raises(InexactResumeError, match="schedulers ExponentialLR, and this run has Step"):
-        fits.resume(**words)
+    fits.refuse("schedulers ExponentialLR, and this run has Step", at=PLACES[0], **words)
 
 
 def test_an_epoch_that_trains_nothing_is_not_continued(fits):
     words = {"callbacks": lambda: [callbacks.StochasticWeightAveraging(0.05, swa_epoch_start=1)]}
-    fits.interrupt(**words, at={"epoch": 3, "batch": 3})
-    with pytest.raises(InexactResumeError, match="in an epoch that trains nothing"):
-        fits.resume(**words)
+    fits.refuse("in an epoch that trains nothing", at={"epoch": 3, "batch": 3}, **words)

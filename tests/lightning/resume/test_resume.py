@@ -2,7 +2,6 @@
 
 from functools import partial
 
-import numpy as np
 import pytest
 import torch
 from lightning.pytorch import LightningDataModule
@@ -34,18 +33,7 @@ def test_a_run_is_resumed_at_the_end_of_an_epoch(fits, words):
     fits.check(*AT_END, **words)
 
 
-class DrawnBatches:
-    """A batch sampler of the user's, which draws as it goes."""
-
-    def __iter__(self):
-        for _ in range(6):
-            yield [int(index) for index in np.random.choice(96, 16)]
-
-    def __len__(self):
-        return 6
-
-
-def drawn_batches(sampler=DrawnBatches, **words):
+def drawn_batches(sampler, **words):
     return DataLoader(NoisyDigits(), batch_sampler=sampler(), **words)
 
 
@@ -67,19 +55,6 @@ def step_on_two(self, batch, batch_idx):
     loss = nn.functional.cross_entropy(self.layers(images), classes)
     self.log("train_loss", loss, on_step=True, on_epoch=True, batch_size=16)
     return loss
-
-
-def logging_step(self, batch, batch_idx):
-    loss = nn.functional.cross_entropy(self.layers(batch[0]), batch[1])
-    self.log("train_loss", loss, on_step=True, on_epoch=True)
-    self.log("greatest", loss, reduce_fx="max", on_epoch=True, on_step=False)
-    return loss
-
-
-def adamw(self):
-    optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 18)
-    return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 
 
 def plateau(self):
@@ -150,25 +125,15 @@ def unfreezing():
     return model
 
 
-def end_at_batch_5(self, batch, batch_idx):
-    return -1 if batch_idx == 5 else None
-
-
 PERSISTENT = {"num_workers": 2, "persistent_workers": True}
 RUNS = {
-    "persistent workers": {"loader": partial(make_loader, **PERSISTENT)},
-    "a seed for each sample": {
+    "a seed for each sample, in workers": {
         "loader": partial(make_loader, **PERSISTENT),
         "words": {"per_sample_rng": True},
     },
     "layers that an epoch unfreezes": {"model": unfreezing},
     "accumulation by the module": {"model": accumulating, "limit_val_batches": 0},
-    "the epoch in which data were loaded": {
-        "datamodule": Reloaded,
-        "limit_val_batches": 0,
-    },
     "accumulation and clipping": {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1},
-    "AdamW with a scheduler": {"model": partial(make_model, configure_optimizers=adamw)},
     "a scheduler that waits for metrics": {
         "model": partial(make_model, configure_optimizers=plateau)
     },
@@ -177,14 +142,7 @@ RUNS = {
         "validate": partial(drawn_batches, Curriculum),
     },
     "two loaders": {"loader": two_loaders, "model": partial(make_model, training_step=step_on_two)},
-    "means of what is logged": {"model": partial(make_model, training_step=logging_step)},
-    "a datamodule that reloads": {
-        "datamodule": Reloaded,
-        "reload_dataloaders_every_n_epochs": 2,
-    },
-    "validation within the epoch": {"val_check_interval": 2},
-    "a limit of steps": {"max_steps": 15, "max_epochs": -1},
-    "epochs that a hook ends": {"model": partial(make_model, on_train_batch_start=end_at_batch_5)},
+    "a datamodule that reloads": {"datamodule": Reloaded, "reload_dataloaders_every_n_epochs": 2},
 }
 
 

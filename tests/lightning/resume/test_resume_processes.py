@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 from pathlib import Path
 
@@ -10,31 +9,12 @@ import pytest
 import torch
 from forking_python import HOROVOD, shared_python
 from ledger_runs import find_breaks
+from rank_processes import run_ranks, start_ranks
 
 from lightning_d9m.comparison.ledgers import compare_ledgers
 from lightning_d9m.ledger.folder import read_ledger
 
 SCRIPT = Path(__file__).parents[2] / "support" / "resume_training.py"
-
-
-def run(commands):
-    """Run commands side by side; return their statuses and outputs."""
-    processes = [
-        subprocess.Popen(
-            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-        for command, environment in commands
-    ]
-    try:
-        outputs = [process.communicate(timeout=240)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    return [process.returncode for process in processes], "\n".join(outputs)
-
-
-def environment(**extra):
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0", **extra}
 
 
 def agree(folder, ranks):
@@ -54,31 +34,18 @@ def agree(folder, ranks):
     ids=["kill", "term", "int"],
 )
 def test_a_signal_ends_a_run(tmp_path, ending, status):
-    command = [shared_python(), str(SCRIPT), str(tmp_path), "auto"]
-    statuses, output = run([([*command, "straight", ending], environment())])
-    assert statuses == [status], output
-    statuses, output = run([([*command, "resumed+workers"], environment())])
-    assert statuses == [0], output
+    statuses, outputs = start_ranks(SCRIPT, 1, tmp_path, "auto", "straight", ending)
+    assert statuses == [status], outputs
+    run_ranks(SCRIPT, 1, tmp_path, "auto", "resumed+workers")
     agree(tmp_path, 1)
-
-
-def run_ddp(tmp_path, *whats):
-    """Train on two ranks, which meet at a port of their own."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = str(server.getsockname()[1])
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
-    shared |= {"LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "d9m"}
-    command = [shared_python(), str(SCRIPT), str(tmp_path), "ddp", *whats]
-    return run([(command, environment(**shared, RANK=rank, LOCAL_RANK=rank)) for rank in "01"])
 
 
 def test_two_processes_of_ddp(tmp_path):
     """They are killed, and others go on, which load with workers."""
-    statuses, output = run_ddp(tmp_path, "straight", "killed")
-    assert -signal.SIGKILL in statuses, output
-    assert 0 not in statuses, output
-    statuses, output = run_ddp(tmp_path, "resumed+workers")
-    assert statuses == [0, 0], output
+    statuses, outputs = start_ranks(SCRIPT, 2, tmp_path, "ddp", "straight", "killed")
+    assert -signal.SIGKILL in statuses, outputs
+    assert 0 not in statuses, outputs
+    run_ranks(SCRIPT, 2, tmp_path, "ddp", "resumed+workers")
     agree(tmp_path, 2)
     checkpoint = torch.load(tmp_path / "interrupted.ckpt", weights_only=True)
     for rank in checkpoint["callbacks"]["lightning_d9m"]["ranks"]:
@@ -92,7 +59,8 @@ def test_two_processes_of_horovod(tmp_path):
     python = shared_python(*HOROVOD)
     command = [python, "-m", "horovod.runner.launch", "-np", "2", "--gloo"]
     command += [python, str(SCRIPT), str(tmp_path), "horovod_d9m"]
+    variables = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
     for whats in (["straight", "killed"], ["resumed+workers"]):
-        (status,), output = run([([*command, *whats], environment())])
-        assert (status == 0) == ("killed" not in whats), output
+        done = subprocess.run([*command, *whats], env=variables, check=False, timeout=240)
+        assert (done.returncode == 0) == ("killed" not in whats)
     agree(tmp_path, 2)

@@ -1,4 +1,4 @@
-"""Each piece of what a checkpoint holds matters: without it, the bits are others, or it is said."""
+"""A run that keeps state of every kind is resumed exactly; what a checkpoint lacks is said."""
 
 import os
 import random
@@ -7,8 +7,7 @@ import lightning.pytorch as L
 import numpy as np
 import pytest
 import torch
-from ledger_runs import find_breaks
-from resuming import Curriculum, DrawingCollate, DrawingDigits, Fits, OwnOrder, evidence
+from resuming import Curriculum, DrawingCollate, DrawingDigits, Fits, OwnOrder
 from torch import nn
 from torch.utils.data import DataLoader
 from torchmetrics import CatMetric, MeanMetric, Metric, MetricCollection, SumMetric
@@ -18,9 +17,7 @@ from trainings import NoisyDigits, make_model
 
 from lightning_d9m import D9mError
 from lightning_d9m.control import session
-from lightning_d9m.control.seeding import capture_generators
 from lightning_d9m.lightning.saved_state import FORMAT, KEY, MANIFEST_KEY
-from lightning_d9m.state.plain_data import decode_plain, encode_plain, pack_bytes, unpack_bytes
 
 
 class DrawingCallback(L.Callback):
@@ -125,200 +122,54 @@ RUN = {
     "val_check_interval": 3,
     "max_epochs": 2,
 }
-OTHER = torch.Generator().manual_seed(1).get_state()
-
-
-def replace_host(place):
-    """Return a function that replaces the state of Python's or NumPy's generator."""
-    other = random.Random(1).getstate(), np.random.RandomState(1).get_state(legacy=False)
-
-    def replace(old):
-        states = decode_plain(unpack_bytes(old))
-        states[place] = other[place]
-        return pack_bytes(encode_plain(states))
-
-    return replace
-
-
-def change(rank, path, value):
-    """Put another value into a nested dict."""
-    *above, last = path
-    for name in above:
-        rank = rank[name]
-    if value is None:
-        del rank[last]
-    else:
-        rank[last] = value(rank[last])
-
-
-GENERATORS = {
-    "train.0.dataset.rng": np.random.default_rng(1),
-    "train.0.collate_fn.rng": random.Random(1),
-    "validate.0.dataset.rng": np.random.default_rng(1),
-}
-PROGRAM = [
-    "model.own",
-    "model.noise",
-    "model.numpy",
-    "model.legacy",
-    "callbacks.DrawingCallback.rng",
-    "model.accuracy.",
-    "model.early.",
-    "model.whole.",
-    "model.seen.",
-    "model.pair._groups",
-    "model.pair.numbers.",
-    "callbacks.DrawingCallback.sum.",
-]
-
-
-def drop(start):
-    """Return a function that leaves out the objects of the program whose paths begin so."""
-
-    def leave(program):
-        kept = {path: value for path, value in program.items() if not path.startswith(start)}
-        assert kept.keys() != program.keys()
-        return kept
-
-    return leave
-
-
-def another(name):
-    """Return the state of a generator of the same kind."""
-    return lambda old: capture_generators({"other": GENERATORS[name]})["other"]
-
-
-def leave_out(key):
-    """Return a function that leaves out one of the logged results."""
-    return lambda results: [result for result in results if result["key"] != key]
-
-
-# What is left out or changed, for each piece that a rank saves.
-PIECES = {
-    "Python's generator": (["rng", "host"], replace_host(0)),
-    "NumPy's generator": (["rng", "host"], replace_host(1)),
-    "torch's generator": (["rng", "torch"], lambda old: OTHER),
-    "all generators of the process": (["rng"], lambda old: None),
-    **{f"the generator {name}": (["generators", name], another(name)) for name in GENERATORS},
-    **{f"{name} of the program": (["program"], drop(name)) for name in PROGRAM},
-    "that a metric was logged": (["results"], leave_out("training_step.early")),
-    "generators that a sampler keeps": (["samplers"], lambda old: {}),
-    "gradients of micro-batches": (["gradients"], lambda old: {}),
-    "sums of what was logged": (["results"], leave_out("training_step.train_loss")),
-    "metrics of an earlier validation": (["callback_metrics"], lambda old: {}),
-    "evaluations that were not written yet": (["pending", "evaluations"], lambda old: []),
-    "where its ledger stood": (["ledger"], lambda old: {"folder": "", "check": ""}),
-}
-# What all ranks share.
-SHARED = {
-    "its epoch": (["position", "epoch"], lambda n: n - 1),
-    "its batch": (["position", "batch"], lambda n: n - 1),
-    "its phase": (["position", "phase"], lambda _: "epoch"),
-    "which fit it is": (["fit"], lambda n: n + 1),
-}
-# What makes a resume inexact, and is said.
-REFUSED = {
-    "all of it": (["callbacks", KEY], None, "has no lightning_d9m state"),
-    "an older format": (
-        ["callbacks", KEY, "format"],
-        lambda n: 2,
-        f"has format 2; this version reads {FORMAT}",
-    ),
-    "another seed": (
-        ["callbacks", KEY, "settings", "seed"],
-        lambda n: 4,
-        "saved with seed=4; now it is 3",
-    ),
-    "another world": (
-        ["callbacks", KEY, "world_size"],
-        lambda n: 2,
-        "saved by 2 ranks; now there are 1",
-    ),
-    "half a batch": (
-        ["callbacks", KEY, "position", "phase"],
-        lambda n: "within",
-        "while batch 5 of epoch 1 was trained",
-    ),
-    "another step": (
-        ["callbacks", KEY, "position", "step"],
-        lambda n: n - 1,
-        "begins at step 5, and the checkpoint was saved at step 4",
-    ),
-    "a generator": (
-        ["callbacks", KEY, "ranks", 0, "generators", "train.0.dataset.rng"],
-        None,
-        r"only in this run: train\.0\.dataset\.rng",
-    ),
-    "what it says itself": (
-        ["callbacks", KEY, "ranks", 0, "inexact"],
-        lambda old: ["A reason."],
-        "- A reason.",
-    ),
-    "a part that every version saves": (
-        ["callbacks", KEY, "ranks", 0, "rng"],
+STATE = ("callbacks", KEY)
+RANK = (*STATE, "ranks", 0)
+# The path of a piece of a checkpoint, what takes its place, and what is then said.
+REFUSED = [
+    (STATE, None, "has no lightning_d9m state"),
+    ((*STATE, "format"), lambda n: 2, f"has format 2; this version reads {FORMAT}"),
+    ((*STATE, "settings", "seed"), lambda n: 4, "saved with seed=4; now it is 3"),
+    ((*STATE, "world_size"), lambda n: 2, "saved by 2 ranks; now there are 1"),
+    ((*STATE, "position", "step"), lambda n: n - 1, "at step 5, .* was saved at step 4"),
+    ((*RANK, "generators", "train.0.dataset.rng"), None, r"only in this run: train\.0\.d.*\.rng"),
+    ((*RANK, "inexact"), lambda old: ["A reason."], "- A reason."),
+    (
+        (*RANK, "rng"),
         None,
         r"state of the checkpoint is damaged: SavedRank has .*; it should have .*'rng'",
     ),
-}
+]
 
 
 @pytest.fixture(scope="module")
 def interrupted(tmp_path_factory):
-    """Train, and save in the middle of an epoch, between two micro-batches."""
+    """Train, save in the middle of an epoch, between two micro-batches, and resume exactly."""
     fits = Fits(tmp_path_factory.mktemp("pieces"), lambda: setattr(session, "_fits", 0))
-    return fits, evidence(fits.check({"batch": 5}, **RUN))
+    fits.check({"batch": 5}, **RUN)
+    return fits
 
 
-def resume_edited(fits, edit, **words):
-    """Resume from the checkpoint with its state edited; return the ledger's folder."""
+def resume_edited(fits, path, value, **words):
+    """Resume from the checkpoint with a piece of it replaced, or removed; return the ledger."""
     checkpoint = torch.load(fits.folder / "0.ckpt", weights_only=True)
     del checkpoint["callbacks"][KEY][MANIFEST_KEY]  # which would tell at once
-    edit(checkpoint)
+    *above, last = path
+    place = checkpoint
+    for name in above:
+        place = place[name]
+    if value is None:
+        del place[last]
+    else:
+        place[last] = value(place[last])
     torch.save(checkpoint, fits.folder / "edited.ckpt")
     return fits.fit(**words, resume=fits.folder / "edited.ckpt")
 
 
-def resume(interrupted, edit):
-    """Return whether the evidence is equal after a resume from an edited state."""
-    fits, straight = interrupted
-    folder = resume_edited(fits, edit, **RUN)
-    found = evidence(folder)
-    (place,) = find_breaks(folder / "rank-0.jsonl")
-    return (place.epoch, place.step, place.batch) == (1, 5, 5) and all(
-        found.get(key) == record for key, record in straight.items()
-    )
-
-
 @pytest.mark.filterwarnings("ignore:The ``compute`` method of metric:UserWarning")
-class TestPieces:
-    """A checkpoint that was saved between two micro-batches."""
-
-    @pytest.mark.parametrize("piece", PIECES.values(), ids=PIECES.keys())
-    def test_does_not_without(self, interrupted, piece):
-        path, value = piece
-        assert not resume(
-            interrupted,
-            lambda checkpoint: change(checkpoint["callbacks"][KEY]["ranks"][0], path, value),
-        )
-
-    @pytest.mark.parametrize("piece", SHARED.values(), ids=SHARED.keys())
-    def test_does_not_without_what_all_ranks_share(self, interrupted, piece):
-        path, value = piece
-        assert not resume(
-            interrupted, lambda checkpoint: change(checkpoint["callbacks"][KEY], path, value)
-        )
-
-    @pytest.mark.parametrize("piece", REFUSED.values(), ids=REFUSED.keys())
-    def test_says_what_cannot_be_exact(self, interrupted, piece):
-        path, value, message = piece
-        with pytest.raises(D9mError, match=message):
-            resume(interrupted, lambda checkpoint: change(checkpoint, path, value))
-
-    def test_a_changed_weight_is_trained_on_without_the_seal(self, interrupted):
-        def flip(checkpoint):
-            checkpoint["state_dict"]["layers.4.bias"].view(torch.uint8)[2] ^= 1  # not lost in a sum
-
-        assert not resume(interrupted, flip)
+@pytest.mark.parametrize(("path", "value", "message"), REFUSED)
+def test_what_cannot_be_exact_is_said(interrupted, path, value, message):
+    with pytest.raises(D9mError, match=message):
+        resume_edited(interrupted, path, value, **RUN)
 
 
 class Stages(L.LightningDataModule):
@@ -368,81 +219,22 @@ def logical(monkeypatch):
     torch.distributed.destroy_process_group()
 
 
-def replace_piece(path, value):
-    """Return a function that replaces a piece of the first rank."""
-
-    def edit(checkpoint):
-        change(checkpoint["callbacks"][KEY]["ranks"][0], path, lambda _: value)
-
-    return edit
-
-
+HOOKS = ("on_validation_batch_end", "on_validation_end")
 BETWEEN = {"hook": "on_train_epoch_end", "epoch": 0, "batch": 6}
 RELOADED = {"datamodule": Stages, "reload_dataloaders_every_n_epochs": 2}
-LACKING = {
-    "train_reload_epoch": (["train_reload_epoch"], None, {"epoch": 1}, RELOADED),
-    "validation_reload_epoch": (["validation_reload_epoch"], None, {"epoch": 1}, RELOADED),
-    "last loss": (["pending", "loss"], None, {"batch": 6}, {"max_epochs": 2}),
-    "reset": (["reset"], [], BETWEEN, RUN | {"model": make_persistent_model}),
+VALIDATED = {"validate": lambda: DataLoader(DrawingDigits(), batch_sampler=Curriculum())}
+PLACES = {
+    "the epoch in which data were loaded": ([{"epoch": 1}], RELOADED),
+    "the last loss of an epoch": ([{"batch": 6}], {"max_epochs": 2}),
+    "metrics that the weights have": ([BETWEEN], RUN | {"model": make_persistent_model}),
+    "a validation": ([{"hook": hook, "batch": 3, "epoch": 0} for hook in HOOKS], RUN | VALIDATED),
 }
 
 
-@pytest.mark.parametrize(("path", "empty", "place", "words"), LACKING.values(), ids=LACKING)
-def test_a_piece_matters_at_some_places(fits, path, empty, place, words):
-    straight = evidence(fits.check(place, **words))
-    assert evidence(resume_edited(fits, replace_piece(path, empty), **words)) != straight
-    if path == ["reset"]:
-        (rank,) = torch.load(fits.folder / "0.ckpt", weights_only=True)["callbacks"][KEY]["ranks"]
-        assert rank["rng"] is None  # an epoch seeds the generators
-        assert rank["results"] == []  # and begins its sums
+@pytest.mark.parametrize(("places", "words"), PLACES.values(), ids=PLACES)
+def test_a_run_is_resumed_where_a_piece_matters(fits, places, words):
+    fits.check(*places, **words)
 
 
-LOGICAL = {"logged": ([], "mean_loss"), "metric_states": ({}, "average")}
-LOGICAL["gradients"] = ({}, "mean_loss")
-
-
-def test_what_logical_ranks_have_kept_matters_within_an_epoch(fits, logical):
-    straight = evidence(fits.check({"batch": 1}, **logical))
-    for piece, (empty, scalar) in LOGICAL.items():
-        lacking = evidence(resume_edited(fits, replace_piece([piece], empty), **logical))
-        values = [found["epoch", 1]["scalars"][scalar] for found in (straight, lacking)]
-        assert values[0] != values[1], piece
-
-
-ELSEWHERE = {
-    ("train_reload_epoch",),
-    ("validation_reload_epoch",),
-    ("pending", "loss"),
-    ("reset",),
-    ("logged",),
-    ("metric_states",),
-    ("rng", "devices"),  # control/test_generators.py
-    ("rng", "own"),
-    ("inexact",),
-}
-
-
-def test_every_piece_is_tested(interrupted):
-    """A piece that is added to a checkpoint needs a test that fails without it."""
-    fits, _ = interrupted
-    state = torch.load(fits.folder / "0.ckpt", weights_only=True)["callbacks"][KEY]
-    (rank,) = state.pop("ranks")
-    tested = {tuple(path[:2]) for path, _ in PIECES.values()}
-    pieces = set()
-    for name, value in rank.items():
-        inside = name in {"rng", "generators", "pending"}
-        pieces |= {(name, part) for part in value} if inside else {(name,)}
-    tested |= {(path[0],) for path in tested}
-    assert pieces - tested == ELSEWHERE
-    assert all(rank[path[0]] for path in tested)
-    assert set(rank["generators"]) == set(GENERATORS)
-    told = {"seed", MANIFEST_KEY}  # to people; and see the test of a changed weight
-    refused = {path[2] for path, *_ in REFUSED.values() if path[2:]}
-    assert set(state) == {path[0] for path, _ in SHARED.values()} | refused - {"ranks"} | told
-
-
-def test_a_validation_that_is_done_again_draws_and_measures_the_same(fits):
-    hooks = ("on_validation_batch_end", "on_validation_end")
-    places = [{"hook": hook, "batch": 3, "epoch": 0} for hook in hooks]
-    run = RUN | {"validate": lambda: DataLoader(DrawingDigits(), batch_sampler=Curriculum())}
-    fits.check(*places, **run)
+def test_what_logical_ranks_have_kept_is_restored_within_an_epoch(fits, logical):
+    fits.check({"batch": 1}, **logical)

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch.nn.functional as nnf
 
 from lightning_d9m.patches.registration import patches_applied
 
@@ -11,19 +10,6 @@ NAN, INF = float("nan"), float("inf")
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.mark.parametrize("padding", ["zeros", "border", "reflection"])
-@pytest.mark.parametrize("corners", [True, False])
-@pytest.mark.parametrize("dims", [2, 3])
-def test_the_derivative_of_grid_sample(padding: str, corners: bool, dims: int) -> None:
-    """Numerical derivatives agree."""
-    grid = torch.randn(1, *(4, 7, 3)[:dims], dims, dtype=torch.float64) * 1.2
-    leaf = torch.rand(1, 1, *(3, 4, 2)[:dims], dtype=torch.float64, requires_grad=True)
-    with patches_applied("CPU"):
-        assert torch.autograd.gradcheck(
-            lambda x: nnf.grid_sample(x, grid, "bilinear", padding, corners), leaf
-        )
 
 
 def test_grid_sample_where_no_integer_reaches() -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lightning_d9m.errors import D9mError
 from lightning_d9m.hashing.digest import load_kernel
+from lightning_d9m.patches.kernels import separable
 from lightning_d9m.patches.triton import launch
 
 
@@ -159,3 +160,9 @@ def test_offsets_are_counted_past_the_last_block() -> None:
     limit = 2**31 - 1 - 512
     assert not launch.needs_int64(1, limit)
     assert launch.needs_int64(limit + 1, 1)
+
+
+def test_taps_are_not_made_while_a_graph_is_captured(monkeypatch) -> None:
+    monkeypatch.setattr(separable, "is_capturing", lambda: True)
+    with pytest.raises(D9mError, match=r"has to copy a table for sides of \[7\] to cuda:0 first"):
+        separable.cached_taps(torch.device("cuda:0"), torch.float32, (7, "avg_pool2d"))

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from patches.cases import GRADIENT_CASES, make_inputs
 from ptx import Memory, PtxError, Run, parse
 from scripts import load_script
 from torch import Tensor
@@ -110,12 +111,63 @@ def resize() -> Tensor:
     return backward(gradient, (13, 9), (2, 3, 7, 11), align_corners=False)
 
 
+def differentiate(label: str, dtype: torch.dtype, *, last: bool = False) -> Callable[[], Tensor]:
+    """Return the gradient of a separable op: also of special values, and with channels last."""
+    case = next(case for case in GRADIENT_CASES if case.label == label)
+    image, gradient = (part.to(dtype) for part in make_inputs(case))
+    for place, value in ((1, torch.inf), (5, torch.nan), (9, -0.0)):
+        gradient.view(-1)[place::40] = value
+    if last:
+        form = torch.channels_last if image.dim() == 4 else torch.channels_last_3d
+        image, gradient = (part.contiguous(memory_format=form) for part in (image, gradient))
+    leaf = image.requires_grad_()
+    return lambda: torch.autograd.grad(case.forward(leaf), leaf, gradient)[0]
+
+
+def update(number: int) -> Callable[[], Tensor]:
+    """Return a sum: of a dtype, layout, weights, number of pieces, with targets or without."""
+    draws = torch.Generator().manual_seed(number)
+    dtype, include = DTYPES[number % 4], number % 3 > 0
+    batch, group, inner, count = 2, 1 + number % 2, 1 + number % 3, 1 + number
+    sides = (batch if number % 2 else 1, 0 if number == 6 else 9, inner if number % 4 > 1 else 1)
+    taps = 1 + number % 2
+    index = torch.randint(-count - 1, count + 1, (taps, *sides), generator=draws)
+    index = index.to((torch.int64, torch.int32)[number % 2])
+    values = torch.randn(batch, group, sides[1], inner, generator=draws).to(dtype)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    weights = torch.randn(index.shape, generator=draws, dtype=wide) if number % 3 == 0 else None
+    out = torch.randn(batch, group, count, inner, generator=draws).to(dtype)
+    sizes = zip(index.shape, index.stride(), strict=True)
+    steps = tuple(step if size > 1 else 0 for size, step in sizes)
+    layout = Layout(taps, *values.shape, count, steps)
+    pieces = plan_pieces(dtype, (2**12, 2**24)[number % 2])
+
+    def call() -> Tensor:
+        target = out.clone()
+        accumulate(target, index, values, weights, layout, pieces, include=include)
+        return target
+
+    return call
+
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+# What is called, for which device, whether one program runs all phases, and how many launches.
 CALLS = {
     "sum": (add(torch.float32), 90, True, 1),
     "sum in three launches": (add(torch.float64), 80, False, 3),
     "sum of bfloat16": (add(torch.bfloat16), 100, True, 1),
     "weighted sum": (sample, 90, False, 3),
+    **{f"sum {number}": (update(number), 90, number % 3 > 1, None) for number in range(7)},
     "taps": (resize, 90, True, 1),
+    "half taps": (differentiate("linear", torch.float16), 80, True, None),
+    "long taps": (differentiate("bicubic-antialiased", torch.float64), 90, True, None),
+    "taps, channels last": (
+        differentiate("avg_pool3d-overlap", torch.float32, last=True),
+        90,
+        True,
+        None,
+    ),
+    "taps of a padding": (differentiate("replication3d", torch.float32), 100, True, None),
 }
 
 
@@ -132,9 +184,10 @@ def test_executed_code_has_the_bits_of_the_torch_ops(
         monkeypatch.setattr(kernels, "_prepare", kernels._prepare.__wrapped__)
         with executed(capability, monkeypatch) as names:
             actual = call()
-    assert len(names) == launches
+    assert len(names) == launches if launches else names
+    assert actual.stride() == expected.stride()
+    left, right = (torch.where(part.isnan(), 0, part).contiguous() for part in (actual, expected))
     assert torch.equal(actual.isnan(), expected.isnan())
-    left, right = (torch.where(part.isnan(), 0, part) for part in (actual, expected))
     assert torch.equal(left.view(torch.uint8), right.view(torch.uint8))
 
 
