@@ -116,12 +116,12 @@ class Pool:
     __module__ = "json.pool"
 
     def __init__(self, *parts):
-        self.kept, self.parts = [], parts
+        self.kept, self.counts, self.parts = [], {}, parts
         self.mean = torch.zeros(2)
 
 
 class InLibrary(Steering):
-    """Keeps objects of a library: a list, and a tensor in another of its objects."""
+    """Keeps objects of a library: a list, a dict, and a tensor in another of its objects."""
 
     def __init__(self):
         self.pool = Pool(Pool())
@@ -129,7 +129,17 @@ class InLibrary(Steering):
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
         self.pool.kept.append(batch[0].mean())
         self.pool.parts[0].mean.lerp_(batch[0].mean(), 0.2)
-        self.steer(module, sum(self.pool.kept) + self.pool.parts[0].mean[0])
+        self.pool.counts["batches"] = self.pool.counts.get("batches", 0) + 1
+        kept = sum(self.pool.kept) + self.pool.counts["batches"]
+        self.steer(module, kept + self.pool.parts[0].mean[0])
+
+
+class InTrainer(Steering):
+    """Adds an attribute to the Trainer."""
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        trainer.seen = getattr(trainer, "seen", 0) + 1
+        self.steer(module, trainer.seen)
 
 
 class InModule(Steering):
@@ -208,6 +218,7 @@ def counting():
     def on_train_batch_start(self, batch, batch_idx):
         self.steps = getattr(self, "steps", 0) + 1
         self.layers[1].rate = self.steps / 10
+        self.hparams["scale"] = self.hparams.get("scale", 1) * 1.1
 
     def on_train_epoch_start(self):  # which a resume within an epoch does not call again
         self.layers[3].eval()
@@ -222,7 +233,8 @@ def counting():
 
     def on_before_optimizer_step(self, optimizer):
         with torch.no_grad():
-            self.layers[5].bias.add_(1e-3 * self.layers[1].rate + 1e-6 * getattr(self, "total", 0))
+            kept = self.layers[1].rate + self.hparams["scale"]
+            self.layers[5].bias.add_(1e-3 * kept + 1e-6 * getattr(self, "total", 0))
 
     def configure_optimizers(self):
         optimizer = Lookahead(self.parameters())
@@ -235,7 +247,7 @@ def counting():
     return model
 
 
-KINDS = [InAttributes, InClass, InFunction, InLibrary, InModule, Made, in_closure]
+KINDS = [InAttributes, InClass, InFunction, InLibrary, InModule, InTrainer, Made, in_closure]
 HOOKS = ("on_validation_batch_end", "on_validation_end", "on_train_epoch_end")
 PLACES = [{"batch": 2}, *({"hook": hook, "batch": 6} for hook in HOOKS)]
 
