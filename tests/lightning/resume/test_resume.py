@@ -11,27 +11,6 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 from trainings import NoisyDigits, make_loader, make_model
 
-WITHIN = {"batch": 2}
-BETWEEN = {"hook": "on_train_epoch_end"}
-TRAINED = [WITHIN, {"batch": 1, "epoch": 0}, {"batch": 6}]
-VALIDATED = [{"hook": hook} for hook in ("on_validation_end", "on_validation_batch_end")]
-AT_END = [{"hook": "on_train_epoch_end", "batch": 6}]
-PLACES = {
-    "a validation at the end": ({}, [*TRAINED, *({"batch": 6} | hook for hook in VALIDATED)]),
-    "a validation in the middle": ({"val_check_interval": 2}, [*TRAINED, *VALIDATED]),
-    "no validation": ({"limit_val_batches": 0}, TRAINED),
-}
-
-
-@pytest.mark.parametrize(("words", "places"), PLACES.values(), ids=PLACES)
-def test_a_run_is_resumed_anywhere_and_counts_as_an_uninterrupted_one(fits, words, places):
-    fits.check(*places, progress=True, max_epochs=2, **words)
-
-
-@pytest.mark.parametrize("words", [{}, {"limit_val_batches": 0}], ids=["validated", "not"])
-def test_a_run_is_resumed_at_the_end_of_an_epoch(fits, words):
-    fits.check(*AT_END, **words)
-
 
 def drawn_batches(sampler, **words):
     return DataLoader(NoisyDigits(), batch_sampler=sampler(), **words)
@@ -125,31 +104,80 @@ def unfreezing():
     return model
 
 
+def schedule_by_estimated_steps(self):
+    """Read the number of steps, for which Lightning loads the data before it restores its loops."""
+    optimizer = torch.optim.Adam(self.parameters(), lr=0.01)
+    steps = self.trainer.estimated_stepping_batches
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.02, total_steps=steps)
+    return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+TRAINED = [{"batch": 2}, {"batch": 1, "epoch": 0}, {"batch": 6}]
+HOOKS = [{"hook": hook} for hook in ("on_validation_end", "on_validation_batch_end")]
+AT_END = {"hook": "on_train_epoch_end", "epoch": 0, "batch": 6}
+ANYWHERE = [{"batch": 3}, {"batch": 5}, {"hook": "on_train_epoch_end"}]
+COUNTED = {"progress": True, "max_epochs": 2}
 PERSISTENT = {"num_workers": 2, "persistent_workers": True}
+RELOADED = {"reload_dataloaders_every_n_epochs": 1}
+ON_TWO = {"model": partial(make_model, training_step=step_on_two)}
+ESTIMATED = {"model": partial(make_model, configure_optimizers=schedule_by_estimated_steps)}
+BATCHES = {"loader": partial(drawn_batches, Curriculum)}
+BATCHES["validate"] = BATCHES["loader"]
+# What is trained, and where it is interrupted.
 RUNS = {
-    "a seed for each sample, in workers": {
-        "loader": partial(make_loader, **PERSISTENT),
-        "words": {"per_sample_rng": True},
-    },
-    "layers that an epoch unfreezes": {"model": unfreezing},
-    "accumulation by the module": {"model": accumulating, "limit_val_batches": 0},
-    "accumulation and clipping": {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1},
-    "a scheduler that waits for metrics": {
-        "model": partial(make_model, configure_optimizers=plateau)
-    },
-    "batches of a sampler that changes": {
-        "loader": partial(drawn_batches, Curriculum),
-        "validate": partial(drawn_batches, Curriculum),
-    },
-    "two loaders": {"loader": two_loaders, "model": partial(make_model, training_step=step_on_two)},
-    "a datamodule that reloads": {"datamodule": Reloaded, "reload_dataloaders_every_n_epochs": 2},
+    "a validation": (COUNTED, [*TRAINED, AT_END, *({"batch": 6} | hook for hook in HOOKS)]),
+    "an early validation": (COUNTED | {"val_check_interval": 2}, [*TRAINED, *HOOKS]),
+    "no validation": (COUNTED | {"limit_val_batches": 0}, [*TRAINED, AT_END]),
+    "a seed for each sample, in workers": (
+        {"loader": partial(make_loader, **PERSISTENT), "words": {"per_sample_rng": True}},
+        ANYWHERE,
+    ),
+    "layers that an epoch unfreezes": ({"model": unfreezing}, ANYWHERE),
+    "accumulation by the module": ({"model": accumulating, "limit_val_batches": 0}, ANYWHERE),
+    "accumulation": ({"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}, ANYWHERE),
+    "a scheduler that waits for metrics": (
+        {"model": partial(make_model, configure_optimizers=plateau)},
+        ANYWHERE,
+    ),
+    "a schedule by estimated steps": (ESTIMATED, [{"batch": 2}, AT_END]),
+    "a schedule by estimated steps, in workers": (
+        ESTIMATED | {"loader": partial(make_loader, **PERSISTENT)},
+        [{"batch": 2}, AT_END],
+    ),
+    "batches of a sampler that changes": (BATCHES, ANYWHERE),
+    "batches of a generator of the user's from workers": (
+        {"loader": partial(drawn_batches, OwnOrder, **PERSISTENT)},
+        [{"batch": 3}],
+    ),
+    "a distributed sampler": ({"loader": shards}, [{"batch": 3}]),
+    "two loaders": (ON_TWO | {"loader": two_loaders}, ANYWHERE),
+    "two loaders to the end of the shorter": (
+        ON_TWO | {"loader": partial(two_loaders, "min_size", num_workers=1)},
+        [{"batch": 3}],
+    ),
+    "two loaders, after the end of the shorter": (
+        ON_TWO | {"loader": partial(two_loaders, "max_size")},
+        [{"batch": 5}],
+    ),
+    "a datamodule that reloads": (
+        {"datamodule": Reloaded, "reload_dataloaders_every_n_epochs": 2},
+        ANYWHERE,
+    ),
+    "a datamodule that reloads each epoch": (
+        RELOADED | {"datamodule": ReloadedWithWorkers},
+        [{"batch": 4}],
+    ),
+    "a datamodule that reloads each epoch, after a sanity check": (
+        ON_TWO | RELOADED | {"datamodule": ReloadedAround, "num_sanity_val_steps": 1},
+        [{"batch": 4}],
+    ),
 }
 
 
-@pytest.mark.parametrize("run", RUNS.values(), ids=RUNS.keys())
+@pytest.mark.parametrize(("words", "places"), RUNS.values(), ids=RUNS)
 @pytest.mark.filterwarnings("ignore:Found 1 module:UserWarning")
-def test_a_run_of_each_kind_is_resumed_anywhere(fits, run):
-    fits.check({"batch": 3}, {"batch": 5}, BETWEEN, **run)
+def test_a_run_of_each_kind_is_resumed_anywhere(fits, words, places):
+    fits.check(*places, **words)
 
 
 def test_layers_that_a_resume_unfreezes_are_said(fits, caplog):
@@ -162,59 +190,9 @@ def test_layers_that_a_resume_unfreezes_are_said(fits, caplog):
     )
 
 
-ON_TWO = {"model": partial(make_model, training_step=step_on_two)}
-LOADERS = {
-    "a distributed sampler": ({"loader": shards}, 3),
-    "batches of a generator of the user's from workers": (
-        {"loader": partial(drawn_batches, OwnOrder, **PERSISTENT)},
-        3,
-    ),
-    "two loaders to the end of the shorter": (
-        ON_TWO | {"loader": partial(two_loaders, "min_size", num_workers=1)},
-        3,
-    ),
-    "two loaders, after the end of the shorter": (
-        ON_TWO | {"loader": partial(two_loaders, "max_size")},
-        5,
-    ),
-    "a datamodule that reloads each epoch, after a sanity check": (
-        ON_TWO
-        | {"datamodule": ReloadedAround, "reload_dataloaders_every_n_epochs": 1}
-        | {"num_sanity_val_steps": 1},
-        4,
-    ),
-    "a datamodule that reloads each epoch": (
-        {"datamodule": ReloadedWithWorkers, "reload_dataloaders_every_n_epochs": 1},
-        4,
-    ),
-}
-
-
-@pytest.mark.parametrize(("run", "batch"), LOADERS.values(), ids=LOADERS.keys())
-def test_loaders_of_each_kind_go_on_in_the_middle_of_an_epoch(fits, run, batch):
-    fits.check({"batch": batch}, **run)
-
-
 def test_loaders_that_are_loaded_anew_draw_the_same_with_workers_and_without(fits):
     """Lightning iterates them twice, and workers take batches of the first time too."""
-    words = {"reload_dataloaders_every_n_epochs": 1, "max_epochs": 2} | ON_TWO
+    words = RELOADED | {"max_epochs": 2} | ON_TWO
     straight = fits.fit(datamodule=ReloadedAround, **words)
     with_workers = fits.fit(datamodule=partial(ReloadedAround, 2), **words)
     assert evidence(with_workers) == evidence(straight)
-
-
-def schedule_by_estimated_steps(self):
-    """Read the number of steps, for which Lightning loads the data before it restores its loops."""
-    optimizer = torch.optim.Adam(self.parameters(), lr=0.01)
-    steps = self.trainer.estimated_stepping_batches
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.02, total_steps=steps)
-    return [optimizer], [{"scheduler": schedule, "interval": "step"}]
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_schedule_by_estimated_steps_does_not_load_the_first_epoch_again(fits, workers):
-    run = {
-        "model": lambda: make_model(configure_optimizers=schedule_by_estimated_steps),
-        "loader": partial(make_loader, num_workers=workers, persistent_workers=workers > 0),
-    }
-    fits.check(WITHIN, *AT_END, **run)
