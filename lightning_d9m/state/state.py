@@ -122,7 +122,8 @@ def walk(
         kind = kind or find_kind(value)
         if kind is OPAQUE and id(value) in entered:
             kind = ATTRIBUTES
-        if kind is None or id(value) in seen or id(value) in known:
+        elsewhere = id(value) in entered and path not in owners  # it is entered by its own name
+        if kind is None or elsewhere or id(value) in seen or id(value) in known:
             yield path, value, None
             continue
         seen.add(id(value))

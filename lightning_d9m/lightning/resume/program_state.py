@@ -32,7 +32,13 @@ from lightning_d9m.lightning.trainer_attributes import (
     name_callbacks,
 )
 from lightning_d9m.state.changes import Changes, describe_unsaved
-from lightning_d9m.state.parts import is_of_lightning, name_namespaces
+from lightning_d9m.state.parts import (
+    ATTRIBUTES,
+    OPAQUE,
+    find_kind,
+    is_of_lightning,
+    name_namespaces,
+)
 from lightning_d9m.state.plain_data import decode_plain, pack_bytes, unpack_bytes
 from lightning_d9m.state.state import digest_value
 
@@ -136,6 +142,8 @@ class ProgramState:
             return False
         if id(value) in self._left_out or isinstance(value, _LOADING):
             return True
+        if path.startswith("trainer.") and find_kind(value) in (ATTRIBUTES, OPAQUE):
+            return True  # loggers, say: of the Trainer only data are the program's
         if path.startswith(_OPTIMIZERS) and isinstance(value, Optimizer):
             return True  # the one that holds it saves its state
         if self._sharded and value is not self._module and isinstance(value, nn.Module | Tensor):

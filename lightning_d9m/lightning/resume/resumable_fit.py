@@ -44,7 +44,7 @@ InexactResumeAction = Literal["raise", "warn"]
 
 
 # The key, among the state of the program, of what hooks change in the Trainer.
-_HOOKS = "trainer"
+_HOOKS = "hooks"
 
 
 class _Moment(NamedTuple):

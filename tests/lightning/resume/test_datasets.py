@@ -109,7 +109,7 @@ class SetEpoch(Callback):
 
 
 class Reweigh(Callback):
-    """Changes the weights by which a sampler of torch draws, as one that mines hard samples does."""
+    """Changes the weights by which a sampler of torch draws, as to mine hard samples."""
 
     def on_train_epoch_end(self, trainer, pl_module):
         trainer.train_dataloader.sampler.weights *= torch.rand(96)
