@@ -40,6 +40,8 @@ _PATCHES = {overload: path for op in OPS for overload, path in op.kernels.items(
 _MOST_NESTED = 8  # calls of one operation within each other
 _PLAIN = Tensor.__torch_dispatch__  # what a subclass that only has a name inherits
 _KEYS = torch._C.DispatchKey  # noqa: SLF001 - torch has no public name
+_CHOOSE = [sys.modules[f"torch.optim.{name}"] for name in ("optimizer", "swa_utils")]
+_LISTS = "_get_foreach_kernels_supported_devices"
 
 
 class PortableMode(TorchDispatchMode):
@@ -296,7 +298,7 @@ def portable() -> Iterator[None]:
         yield
         return
     cuda, flags, mha = torch.backends.cuda, torch._C, torch.backends.mha  # noqa: SLF001 - no public setters
-    switches = (
+    switches: tuple[tuple[Callable[[], Any], Callable[[Any], Any], Any], ...] = (
         # oneDNN's recurrent layers are one operation; without it torch takes them apart.
         (flags._get_mkldnn_enabled, flags._set_mkldnn_enabled, False),  # noqa: SLF001
         # cuDNN may convolve by Fourier transforms, whose errors our bounds do not cover.
@@ -307,6 +309,8 @@ def portable() -> Iterator[None]:
         (cuda.math_sdp_enabled, cuda.enable_math_sdp, True),
         # The fast path of encoder layers is one operation.
         (mha.get_fastpath_enabled, mha.set_fastpath_enabled, False),
+        # On some devices optimizers and averages choose formulas for lists, which round otherwise.
+        *((partial(getattr, own, _LISTS), partial(setattr, own, _LISTS), list) for own in _CHOOSE),
     )
     with ExitStack() as stack:
         for get, put, value in switches:

@@ -116,7 +116,8 @@ def walk(
         kind = kind or find_kind(value)
         if kind is OPAQUE and id(value) in entered:
             kind = ATTRIBUTES
-        if kind is None or id(value) in seen or id(value) in known:
+        elsewhere = id(value) in entered and path not in owners  # it is entered by its own name
+        if kind is None or elsewhere or id(value) in seen or id(value) in known:
             yield path, value, None
             continue
         seen[id(value)] = value
@@ -242,17 +243,15 @@ def find_generators(owners: Mapping[str, object]) -> dict[str, Any]:
 
 
 def find_data(closed: Mapping[str, object]) -> Iterator[tuple[str, object]]:
-    """Yield the generators and data in objects of libraries, and the lists of data among these.
-
-    Their dicts are not compared: most of them are caches.
-    """
+    """Yield the generators and data in objects of libraries, and their lists and dicts of data."""
     for path, value in search(closed):
         if find_kind(value) in (GENERATOR, TENSOR, ARRAY):
             yield path, value
     for path, owner in closed.items():
         for name, part in getattr(owner, "__dict__", {}).items():
-            if isinstance(part, list | deque) and all(
-                type(item) in _ATOMS or isinstance(item, Tensor | np.ndarray) for item in part
+            held = part.values() if isinstance(part, dict) else part
+            if isinstance(part, list | deque | dict) and all(
+                type(item) in _ATOMS or isinstance(item, Tensor | np.ndarray) for item in held
             ):
                 yield f"{path}.{name}", part
 

@@ -3,6 +3,7 @@
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -73,21 +74,41 @@ def test_a_class_that_is_left_to_torch_differs_between_settings(controls, name):
     assert [case for case in one if one[case] != other[case]] != []
 
 
+def train(name, **options):
+    torch.manual_seed(2)
+    model = torch.nn.Linear(5, 3)
+    average = torch.optim.swa_utils.AveragedModel(model)
+    optimizer = getattr(torch.optim, name)(model.parameters(), 0.1, weight_decay=0.2, **options)
+    for _ in range(3):
+        model(torch.randn(4, 5)).square().sum().backward()
+        optimizer.step()
+        average.update_parameters(model)
+    return torch.stack([model.weight.detach(), average.module.weight.detach()])
+
+
 @pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "Adagrad"])
 def test_fused_steps_are_those_of_single_tensors(name):
-    found = []
-    for options in ({"foreach": False}, {"fused": True}):
-        with portable():
-            torch.manual_seed(2)
-            model = torch.nn.Linear(5, 3)
-            optimizer = getattr(torch.optim, name)(
-                model.parameters(), 0.1, weight_decay=0.2, maximize=True, **options
-            )
-            for _ in range(3):
-                model(torch.randn(4, 5)).square().sum().backward()
-                optimizer.step()
-        found.append(model.weight.detach())
+    with portable():
+        found = [
+            train(name, maximize=True, **{key: key == "fused"}) for key in ("foreach", "fused")
+        ]
     assert torch.equal(*found)
+
+
+def test_no_device_chooses_the_formula_of_an_optimizer_or_an_average(monkeypatch):
+    """On a CUDA device both take formulas for lists of tensors, which round otherwise."""
+    found = {}
+    for device in ("none", "cpu"):
+        for own in ("optimizer", "swa_utils"):
+            module = sys.modules[f"torch.optim.{own}"]
+            name = "_get_foreach_kernels_supported_devices"
+            monkeypatch.setattr(module, name, lambda device=device: [device])
+        with portable():
+            found[device] = train("NAdam")
+        found[device, "torch"] = train("NAdam")
+    assert torch.equal(found["none"], found["cpu"])
+    without, with_lists = found["none", "torch"], found["cpu", "torch"]
+    assert [torch.equal(*pair) for pair in zip(without, with_lists, strict=True)] == [False, False]
 
 
 def test_results_are_those_of_torch(forking_python):

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from lightning_d9m.control.data.resumable_sampler import is_user_made, list_controlled
+from lightning_d9m.control.data.resumable_sampler import list_controlled
 from lightning_d9m.state.changes import Changes, describe_unsaved
 from lightning_d9m.state.parts import (
     GENERATOR,
@@ -58,7 +58,7 @@ class DataState:
         owners: The objects by name. What changes in a loader itself is never saved, as Lightning
             iterates it when it is loaded, and again when an epoch starts; most loaders then begin
             again.
-        samplers: The samplers of the loader. The program's own have a state.
+        samplers: The samplers of the loader.
         earlier: The states of other loaders. An object that one of them has, too, is compared with
             its first state there.
     """
@@ -83,7 +83,6 @@ class DataState:
         self.samplers: dict[str, tuple[object, Changes]] = {
             str(number): (sampler, known.get(id(sampler)) or _watch("", sampler, others))
             for number, sampler in enumerate(samplers)
-            if is_user_made([sampler])
         }
 
     def capture(self) -> dict[str, Any]:

@@ -58,7 +58,7 @@ _Find = Callable[[], list[str]]
 
 
 # The key, among the state of the program, of what hooks change in the Trainer.
-_HOOKS = "trainer"
+_HOOKS = "hooks"
 # The settings that select the random streams. (The others change speed, or are in the ledger.)
 _RNG_SETTINGS = ("seed", "per_sample_rng")
 

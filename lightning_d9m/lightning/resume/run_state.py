@@ -58,7 +58,10 @@ from lightning_d9m.lightning.trainer_attributes import (
 )
 from lightning_d9m.state.changes import Changes, describe_unsaved
 from lightning_d9m.state.parts import (
+    ATTRIBUTES,
+    OPAQUE,
     equal_bits,
+    find_kind,
     is_of_lightning,
     is_of_program,
     name_namespaces,
@@ -99,7 +102,7 @@ class ProgramState:
         self._sharded = is_sharded(trainer.strategy)
         callbacks = [own for own in trainer.callbacks if getattr(own, "state_key", None) != KEY]
         owners: dict[str, object] = {"model": self._module, "datamodule": trainer.datamodule}
-        owners |= name_callbacks(callbacks)
+        owners |= {"trainer": trainer} | name_callbacks(callbacks)
         owners |= {f"{_OPTIMIZERS}{n}]": own for n, own in enumerate(trainer.optimizers)}
         owners |= {f"schedulers[{n}]": own for n, own in enumerate(list_schedulers(trainer))}
         owners |= name_namespaces([*owners.values(), *self._module.modules()])
@@ -182,12 +185,14 @@ class ProgramState:
             return False
         if id(value) in self._left_out or isinstance(value, _LOADING):
             return True
+        if path.startswith("trainer.") and find_kind(value) in (ATTRIBUTES, OPAQUE):
+            return True  # loggers, say: of the Trainer only data are the program's
         if path.startswith(_OPTIMIZERS) and isinstance(value, Optimizer):
             return True  # the one that holds it saves its state
         if self._sharded and value is not self._module and isinstance(value, nn.Module | Tensor):
             return True  # ranks hold parts of them
-        # Such as the Trainer and loggers, which are not the program's.
-        return is_of_lightning(type(value)) and not isinstance(value, nn.Module)
+        # Such as loggers, which are not the program's; hyperparameters are, in a dict of Lightning.
+        return is_of_lightning(type(value)) and not isinstance(value, nn.Module | dict)
 
 
 def keep_small(

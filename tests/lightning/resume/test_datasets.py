@@ -9,7 +9,14 @@ import torch
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.callbacks import Callback
 from resuming import Curriculum, Fits, evidence
-from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset
+from torch.utils.data import (
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    Subset,
+    WeightedRandomSampler,
+)
 from trainings import NoisyDigits, make_loader
 
 pytestmark = [
@@ -101,6 +108,13 @@ class SetEpoch(Callback):
         trainer.train_dataloader.dataset.epoch = trainer.current_epoch
 
 
+class Reweigh(Callback):
+    """Changes the weights by which a sampler of torch draws, as to mine hard samples."""
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        trainer.train_dataloader.sampler.weights *= torch.rand(96)
+
+
 class Joining:
     """A function that joins samples and counts its batches."""
 
@@ -128,6 +142,10 @@ def nested(dataset):
     return Subset(ConcatDataset([NoisyDigits(48), dataset]), range(20, 116))
 
 
+def weighted():
+    return DataLoader(NoisyDigits(), 16, sampler=WeightedRandomSampler([1.0] * 96, 96))
+
+
 def stream(kind=Stream, **words):
     return DataLoader(kind(), batch_size=16, **words)
 
@@ -141,6 +159,7 @@ EXACT = {
     "by index": ({"loader": by_index}, [WITHIN, VALIDATED, AT_END]),
     "nested": ({"loader": partial(by_index, nested)}, [WITHIN, AT_END]),
     "in workers": ({"loader": partial(by_index, num_workers=1)}, [AT_END]),
+    "weighted": ({"loader": weighted, "callbacks": lambda: [Reweigh()]}, [WITHIN, AT_END]),
     "a stream": ({"loader": stream}, [VALIDATED, AT_END]),
     "a stream with a generator": ({"loader": partial(stream, Drawing)}, [AT_END]),
     "a stream in a worker": ({"loader": partial(stream, num_workers=1)}, [AT_END]),

@@ -54,7 +54,7 @@ class Steering(Callback):
 
     def steer(self, module, number):
         with torch.no_grad():
-            module.layers[4].bias.add_(1e-3 * float(number))
+            module.layers[-1].bias.add_(1e-3 * float(number))
 
 
 class Empty:
@@ -102,15 +102,15 @@ class Pool:
     __module__ = "json.pool"
 
     def __init__(self, *parts):
-        self.kept, self.parts = [], parts
+        self.kept, self.counts, self.parts = [], {}, parts
         self.mean = torch.zeros(2)
 
 
 class Objects(Steering):
-    """Keeps objects of a library, an average of the weights, and what it makes in a hook."""
+    """Keeps objects of a library, an average, what it makes in a hook, and a mark in the Trainer."""
 
     def __init__(self):
-        self.pool = Pool(Pool())  # a list, and a tensor in another object
+        self.pool = Pool(Pool())  # a list, a dict, and a tensor in another object
         self.average = nn.Linear(64, 10)
         self.average.requires_grad_(requires_grad=False)
         nn.init.zeros_(self.average.bias)
@@ -120,11 +120,14 @@ class Objects(Steering):
         self.table = {"numbers": [0], "owner": module}
 
     def on_validation_end(self, trainer, module):
-        self.average.bias.data.lerp_(module.layers[4].bias.data, 0.5)
+        self.average.bias.data.lerp_(module.layers[-1].bias.data, 0.5)
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
         self.pool.kept.append(batch[0].mean())
         self.pool.parts[0].mean.lerp_(batch[0].mean(), 0.2)
+        self.pool.counts["batches"] = self.pool.counts.get("batches", 0) + 1
+        trainer.seen = getattr(trainer, "seen", 0) + 1
+        self.steer(module, self.pool.counts["batches"] + trainer.seen)
         self.table["numbers"][0] += 1
         self.steer(module, sum(self.pool.kept) + self.pool.parts[0].mean[0])
         self.steer(module, self.average.bias.sum() + self.table["numbers"][0])
@@ -179,6 +182,7 @@ def counting():
     def on_train_batch_start(self, batch, batch_idx):
         self.steps = getattr(self, "steps", 0) + 1
         self.layers[1].rate = self.steps / 10
+        self.hparams["scale"] = self.hparams.get("scale", 1) * 1.1
 
     def on_train_epoch_start(self):  # which a resume within an epoch does not call again
         self.layers[3].eval()
@@ -193,7 +197,8 @@ def counting():
 
     def on_before_optimizer_step(self, optimizer):
         with torch.no_grad():
-            self.layers[5].bias.add_(1e-3 * self.layers[1].rate + 1e-6 * getattr(self, "total", 0))
+            kept = self.layers[1].rate + self.hparams["scale"]
+            self.layers[5].bias.add_(1e-3 * kept + 1e-6 * getattr(self, "total", 0))
 
     def configure_optimizers(self):
         optimizer = Lookahead(self.parameters())
