@@ -264,11 +264,12 @@ class BatchProbes:
 
 def _take_rng(listener: Listener) -> None:
     state = capture_rng()
-    version, words, normal = state.python
+    version, words, normal = state["python"]
     listener.add("rng", "python", f"{version} {array('Q', words).tobytes().hex()} {normal}")
-    own = state.numpy["state"]
-    rest = f"{own['pos']} {state.numpy['has_gauss']} {float(state.numpy['gauss']).hex()}"
+    numpy = state["numpy"]
+    own = numpy["state"]
+    rest = f"{own['pos']} {numpy['has_gauss']} {float(numpy['gauss']).hex()}"
     listener.add("rng", "numpy", f"{own['key'].tobytes().hex()} {rest}")
-    listener.add("rng", "torch", state.torch_cpu)
-    for device, states in state.devices.items():
+    listener.add("rng", "torch", state["torch"])
+    for device, states in state["devices"].items():
         listener.add_tensors("rng", {f"{device}:{n}": own for n, own in states.items()})

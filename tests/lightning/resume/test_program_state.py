@@ -107,7 +107,7 @@ class Pool:
 
 
 class Objects(Steering):
-    """Keeps objects of a library, an average, what it makes in a hook, and a mark in the Trainer."""
+    """Keeps objects of a library, an average, what a hook makes, and a count in the Trainer."""
 
     def __init__(self):
         self.pool = Pool(Pool())  # a list, a dict, and a tensor in another object
