@@ -4,6 +4,7 @@ The run that saves a checkpoint knows some of the reasons and stores them in it;
 it finds the others.
 """
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
@@ -101,8 +102,8 @@ _MISSING_OBJECTS = (
 )
 _RELOADED = (
     "The loaders are loaded again for the epoch that is resumed "
-    "(reload_dataloaders_every_n_epochs), and their datasets or samplers keep generators, or "
-    "values that change: {}. Whether these continue or start again cannot be known. Keep "
+    "(reload_dataloaders_every_n_epochs), and their datasets, samplers or datamodule keep "
+    "generators, or values that change: {}. Whether these go on or start again is not known. Keep "
     "generators in the module or the datamodule, or draw from those of Python, NumPy or torch; "
     "take the epoch from set_epoch()."
 )
@@ -658,9 +659,13 @@ class CheckpointState:
             changed = (path.partition(".")[2] for path in states.get(CHANGES, {}))
             paths += [f"{loader}.{path}" for path in states.get(DATA, {})]
             paths += [f"{loader}.sampler.{path}" for path in changed]
+        reloaded = [path.rstrip("'") for path in paths if path.startswith(stages)]
+        if every and (stages or rank.train_reload_epoch or rank.validation_reload_epoch):
+            # Of its numbers and texts loaders may be made, such as the size of batches.
+            reloaded += [path for path in rank.program if re.fullmatch(r"datamodule\.\w+", path)]
         return [
             *_name_all(_UNMATCHED_GENERATORS, sorted(unmatched)),
-            *_name_all(_RELOADED, [path.rstrip("'") for path in paths if path.startswith(stages)]),
+            *_name_all(_RELOADED, reloaded),
             *([] if rank.rng is None else find_lost_devices(rank.rng)),
         ]
 

@@ -211,6 +211,22 @@ def test_state_of_reloaded_datasets_cannot_be_resumed(fits):
     fits.refuse(named, at={"hook": "on_train_epoch_end"}, **run)
 
 
+class Shrinking(Reloaded):
+    """Gives smaller batches in every epoch."""
+
+    size = 32
+
+    def train_dataloader(self):
+        self.size //= 2
+        return DataLoader(NoisyDigits(), self.size)
+
+
+@pytest.mark.parametrize("place", [WITHIN, AT_END], ids=str)
+def test_what_a_datamodule_makes_new_loaders_of_cannot_be_resumed(fits, place):
+    run = {"datamodule": Shrinking, "reload_dataloaders_every_n_epochs": 1}
+    fits.refuse(r"values that change: .*datamodule\.size", at=place, **run)
+
+
 class Setting(Callback):
     """Sets a value of the dataset within the epoch, which running workers do not get."""
 
