@@ -164,7 +164,6 @@ class CheckpointState:
         self._find_validated: _Find = list
         self._has_begun = False  # not yet, while a callback searches for a learning rate
         self._has_settled = False
-        self._options: dict[str, Any] = {}
         self._schedulers: list[object] = []
         self._before_evaluation: dict[str, Any] | None = None
         self._captured: Captured = {}
@@ -420,7 +419,6 @@ class CheckpointState:
             self._has_settled = True
             self._program.settle()
         if self._resumed is not None and self._has_begun:
-            self._trainer.__dict__.update(self._hooks.get("options", {}))
             missing = self._restore(within=False)
             self._raise_or_warn_on_all_ranks(_name_all(_MISSING_OBJECTS, missing))
             if self._was_saved_between_epochs:
@@ -477,7 +475,7 @@ class CheckpointState:
             self._resumed, self._rank = None, EMPTY_RANK
 
     def _start_schedules(self) -> None:
-        """Set up the options and schedulers that callbacks change when an epoch starts."""
+        """Set up the schedulers that callbacks change when an epoch starts."""
         hooks, trainer = self._hooks, self._trainer
         if not self._was_saved_between_epochs:
             groups = [group for own in trainer.optimizers for group in own.param_groups]
@@ -487,7 +485,6 @@ class CheckpointState:
                     callback.on_train_epoch_start(trainer, trainer.lightning_module)
             for group, rate in zip(groups, rates, strict=True):
                 group["lr"] = rate  # which a new schedule sets
-            trainer.__dict__.update(hooks.get("options", {}))
         names = [type(own).__name__ for own in list_schedulers(trainer)]
         saved = hooks.get("schedulers", names)
         if saved != names and not lightning_private.skips_backward(trainer):
@@ -501,22 +498,20 @@ class CheckpointState:
         return {} if data is None else decode_plain(unpack_bytes(data))
 
     def _capture_hooks(self) -> dict[str, Any]:
-        """Return what hooks have changed in the Trainer since the fit began."""
-        trainer, now = self._trainer, run_state.read_options(self._trainer)
-        changed = {name: own for name, own in now.items() if self._options.get(name, own) != own}
-        schedulers = list_schedulers(trainer)
+        """Return the names of schedulers, and of the callbacks that have put new ones there."""
+        schedulers = list_schedulers(self._trainer)
         new = {id(own) for own in schedulers if own not in self._schedulers}
-        if not self._has_begun or not (changed or new):
+        if not self._has_begun or not new:
             return {}
         # The callbacks that hold a new scheduler: they have put it in the place of another when an
         # epoch started, and Lightning does not call their hook again for a partly trained epoch.
         starters = [
             name
-            for name, callback in name_callbacks(trainer.callbacks).items()
+            for name, callback in name_callbacks(self._trainer.callbacks).items()
             if any(id(own) in new for _, own in search({name: callback}, depth=2))
         ]
         names = [type(own).__name__ for own in schedulers]
-        return {"options": changed, "starters": starters, "schedulers": names}
+        return {"starters": starters, "schedulers": names}
 
     def _end_batch(self, end: Callable[..., None], *args: Any, **words: Any) -> None:
         self._find_late_changes()
@@ -602,7 +597,6 @@ class CheckpointState:
         self._has_begun = True
         trainer = self._trainer
         self._find_trained = self._remember()
-        self._options = run_state.read_options(trainer)
         self._schedulers = list_schedulers(trainer)
         if self._resumed is None and not self._reasons:
             return

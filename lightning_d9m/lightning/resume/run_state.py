@@ -75,7 +75,7 @@ if TYPE_CHECKING:
     from lightning_d9m.lightning.trainer_session import TrainerSession
 
 
-_read_signature = cache(inspect.signature)  # which takes as long as all else of a small state
+_read_signature = cache(inspect.signature)
 # They hold the whole state in almost every training, so that ranks wait for each other once.
 _FIRST_BYTES = 64 * 2**10
 # Loaders have a control of their own, which reads their datasets and samplers.
@@ -174,6 +174,8 @@ class ProgramState:
         """Return the attributes that a library sets, or that the state of an optimizer has."""
         kind: Any = type(owner)
         stored = _list_stored(kind)
+        if owner is self._trainer:  # callbacks may set its options, as for accumulation
+            return stored - _read_signature(kind.__init__).parameters.keys()
         if id(owner) not in self._stepping and not issubclass(kind, LRScheduler | Optimizer):
             return stored
         is_own = kind.state_dict is not Optimizer.state_dict  # whose keys are torch's
@@ -425,14 +427,6 @@ def name_datasets(trainer: Trainer) -> dict[str, object]:
                 own = vars(part).keys() - vars(DataLoader(range(1))).keys()  # type: ignore[arg-type]
                 owners |= {f"{stage}.{number}.loader.{name}": vars(part)[name] for name in own}
     return owners
-
-
-def read_options(trainer: Trainer) -> dict[str, Any]:
-    """Return the options of the Trainer that callbacks may set, as for accumulation."""
-    names = _read_signature(type(trainer).__init__).parameters
-    own = {name: value for name, value in vars(trainer).items() if name in names}
-    plain = (float, int, str, type(None))
-    return {name: value for name, value in own.items() if isinstance(value, plain)}
 
 
 _ARGUMENTS = (
