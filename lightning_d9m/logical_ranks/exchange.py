@@ -162,17 +162,22 @@ class RootExchange:
         ((_, total),) = fold.held
         if is_half(total):
             total = total.float()
-        end_sum(total, divisor)
-        if total.data_ptr() != result.data_ptr() or total.dtype != result.dtype:
-            result.copy_(total)  # the only rounding of a half type
+        end_sum(total, divisor, result)
 
 
-def end_sum(total: Tensor, divisor: int) -> None:
-    """Divide a sum in place, and replace every NaN by torch's: an addition returns either NaN."""
+def end_sum(total: Tensor, divisor: int, result: Tensor | None = None) -> None:
+    """Divide a sum in place, and write it to a result if there is one.
+
+    Every NaN is replaced by torch's: an addition of two NaNs, or a copy, returns any.
+    """
     if divisor & (divisor - 1):
         total.div_(divisor)
     elif divisor != 1:  # the same bits, as the reciprocal is exact, and a product takes less time
         total.mul_(1.0 / divisor)
+    if result is not None:
+        if total.data_ptr() != result.data_ptr() or total.dtype != result.dtype:
+            result.copy_(total)  # the only rounding of a half type
+        total = result
     # One NaN makes the sum NaN. A sum is only read, a mask is written, and NaNs are rare.
     if total.device.type != "cpu" or not math.isfinite(total.sum().item()):
         total.masked_fill_(total.isnan(), math.nan)

@@ -249,7 +249,7 @@ REFUSALS = {
             lambda: fully_shard(nn.Linear(2, 2), mesh=init_device_mesh("cpu", (PROCESSES,)))
         )
     },
-    "The parameter 'part.weight' is a DTensor": lambda: {
+    "'part.weight' is a DTensor, which is divided": lambda: {
         "model": make_parallel_model(make_divided_parameter)
     },
     "A step has the argument dataloader_iter": lambda: {"model": Iterating()},

@@ -27,7 +27,7 @@ from trainings import QUIET
 from lightning_d9m import DeterminismCallback, HorovodDeterministicStrategy
 from lightning_d9m.control import session
 
-SAMPLES = torch.randn(72, 24, generator=torch.Generator().manual_seed(7))
+SAMPLES = torch.randn(48, 24, generator=torch.Generator().manual_seed(7))
 
 
 class PortedStrategy(HorovodDeterministicStrategy):
