@@ -213,7 +213,8 @@ def _read_elements(  # noqa: C901, PLR0912 - one case for each kind of expressio
                 case [ast.Call(ast.Name("range")), *_]:
                     found = "numbers"
                 case _:
-                    found = (given and _read_elements(given[0], scope, depth - 1)) or "unknown"
+                    first = given[0] if given else None
+                    found = _read_elements(first, scope, depth - 1) or "unknown"
         case ast.Call(ast.Attribute(value, method)) if method in _SET_METHODS:
             found = _read_elements(value, scope, depth - 1)
         case ast.BinOp(left, ast.BitOr() | ast.BitAnd() | ast.BitXor(), right):
