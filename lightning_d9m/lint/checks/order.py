@@ -213,7 +213,8 @@ def _read_elements(  # noqa: C901, PLR0912 - one case for each kind of expressio
                 case [ast.Call(ast.Name("range")), *_]:
                     found = "numbers"
                 case _:
-                    found = (given and _read_elements(given[0], scope, depth - 1)) or "unknown"
+                    first = given[0] if given else None
+                    found = _read_elements(first, scope, depth - 1) or "unknown"
         case ast.Call(ast.Attribute(value, method)) if method in _SET_METHODS:
             found = _read_elements(value, scope, depth - 1)
         case ast.BinOp(left, ast.BitOr() | ast.BitAnd() | ast.BitXor(), right):
@@ -228,8 +229,8 @@ def _read_elements(  # noqa: C901, PLR0912 - one case for each kind of expressio
                 if resolve(base, where) in _SET_TYPES:  # an annotation
                     kinds.append("unknown")
                 else:
-                    value = one.node if one.kind == "assign" else None
-                    kinds.append(_read_elements(value, where, depth - 1))
+                    assigned = one.node if one.kind == "assign" else None
+                    kinds.append(_read_elements(assigned, where, depth - 1))
             found = _merge(kinds)
         case ast.Attribute(ast.Name("self")) if scope.enclosing_class is not None:
             values = scope.follow(node)[0]
@@ -407,8 +408,9 @@ def _judge_loop(  # noqa: C901 - one case for each kind of node
                 if name.startswith(_DRAWING):
                     found.add("certain")
                 elif name in _COLLECTING and getattr(owner, "id", None) not in made:
-                    proves = depth > 1 and name == "append" and owner is not None
-                    judged = _judge_name(owner, loop, tree, depth - 2) if proves else None
+                    judged: Certainty | None = "depends"
+                    if depth > 1 and name == "append" and owner is not None:
+                        judged = _judge_name(owner, loop, tree, depth - 2)
                     found.add("certain" if judged == "certain" else "depends")
     certain = depth and "certain" in found
     return "certain" if certain else "depends" if found - {None} else None
