@@ -54,7 +54,7 @@ class Steering(Callback):
 
     def steer(self, module, number):
         with torch.no_grad():
-            module.layers[4].bias.add_(1e-3 * float(number))
+            module.layers[-1].bias.add_(1e-3 * float(number))
 
 
 class Empty:
@@ -120,7 +120,7 @@ class Objects(Steering):
         self.table = {"numbers": [0], "owner": module}
 
     def on_validation_end(self, trainer, module):
-        self.average.bias.data.lerp_(module.layers[4].bias.data, 0.5)
+        self.average.bias.data.lerp_(module.layers[-1].bias.data, 0.5)
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
         self.pool.kept.append(batch[0].mean())
