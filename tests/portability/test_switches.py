@@ -10,7 +10,7 @@ import pytest
 import torch
 from rank_processes import run_ranks
 
-from lightning_d9m import Recorder, Settings, compare, deterministic
+from lightning_d9m import Recorder, Settings, compare, deterministic, portable
 from lightning_d9m.cli.main import main
 from lightning_d9m.errors import SettingError, StackDifferenceError
 from lightning_d9m.ledger.folder import read_ledger
@@ -64,30 +64,26 @@ def test_a_recorder_is_portable_within_its_block_and_its_ledger_says_so(tmp_path
 
 
 PROGRAM = """
-from lightning_d9m import {first}, deterministic
+from lightning_d9m import Recorder, deterministic
 import torch
 from lightning_d9m.portability import is_portable
-with {within}:
-    with deterministic(seed=1) as session:
-        print(is_portable(), session.settings.as_record().get("portable"))
+with deterministic(), deterministic(seed=1) as session:
+    print(is_portable(), session.settings.as_record().get("portable"))
 """
 
 
-@pytest.mark.parametrize(
-    ("first", "within", "variables"),
-    [
-        ("Recorder", "deterministic()", {"LIGHTNING_D9M_PORTABLE": "1"}),  # which is enough
-        ("portable", "portable()", {}),
-    ],
-    ids=["variables", "block"],
-)
-def test_the_session_of_a_program_is_portable_and_says_so(first, within, variables):
-    """Even where the package is imported before torch, so that the variables come too late."""
-    command = [sys.executable, "-c", PROGRAM.format(first=first, within=within)]
-    done = subprocess.run(
-        command, env=os.environ | variables, capture_output=True, text=True, check=False
-    )
+def test_the_variable_alone_makes_the_session_of_a_program_portable():
+    """Even where the package is imported before torch, so that the variable comes too late."""
+    variables = os.environ | {"LIGHTNING_D9M_PORTABLE": "1"}
+    command = [sys.executable, "-c", PROGRAM]
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
     assert done.stdout == "True True\n", done.stderr
+
+
+def test_a_session_in_a_portable_block_says_so():
+    with portable(), deterministic(seed=1) as session:
+        assert is_portable()
+        assert session.settings.as_record()["portable"] is True
 
 
 def test_repeat_takes_one_way_to_choose_its_runs(capsys):

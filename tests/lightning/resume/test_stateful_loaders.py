@@ -62,8 +62,9 @@ def mapped(**words):
     return loaders.StatefulDataLoader(NoisyDigits(), batch_size=16, shuffle=True, **words)
 
 
-@pytest.mark.parametrize("kind", [stream, mapped])
-@pytest.mark.parametrize("words", [{}, {"num_workers": 2}], ids=["no workers", "workers"])
+@pytest.mark.parametrize(
+    ("kind", "words"), [(stream, {}), (stream, {"num_workers": 2}), (mapped, {})]
+)
 def test_a_loader_that_knows_its_place_is_resumed_within_an_epoch(fits, kind, words):
     places = ({"batch": 3}, {"hook": "on_train_epoch_end"})
     fits.check(*places, loader=partial(kind, **words))
