@@ -81,12 +81,13 @@ class Bisection:
         """
         side, noun = self.repository.side, self.repository.noun
         with self.repository.open_checkout(self.links) as self._check_out:
-            for _ in range(0 if good is None else 2):
-                if self._train("good", good).verdict == "different":
-                    raise CommandError(
-                        f"Two trainings of the good {side} {good.short} differ, so no {noun} can "
-                        "be blamed. Find the cause first: d9m locate -- COMMAND"
-                    )
+            if good is not None and any(
+                self._train("good", good).verdict == "different" for _ in range(2)
+            ):
+                raise CommandError(
+                    f"Two trainings of the good {side} {good.short} differ, so no {noun} can "
+                    "be blamed. Find the cause first: d9m locate -- COMMAND"
+                )
             if self._train("bad", bad).verdict == "equal":
                 until = "" if self.until is None else f" until epoch {self.until}"
                 raise CommandError(
