@@ -284,7 +284,7 @@ Value = TypeVar("Value")
 
 
 class _Monitors:
-    """What listens to the probes that users place in a model; None while nothing does."""
+    """The listener to the probes that users place in a model; None while nothing listens."""
 
     listener: ClassVar[Callable[[str, object], None] | None] = None
 
