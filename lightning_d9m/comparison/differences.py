@@ -334,11 +334,11 @@ def _tables(expected: Record, actual: Record) -> dict[str, tuple[Table, Table]]:
         totals = [{_TOTAL: r.totals[group]} if group in r.totals else {} for r in both]
         if (group in expected.groups) != (group in actual.groups) and all(totals):
             tables[group] = totals[0], totals[1]  # one record has no names
-        else:
-            named = [
-                {**r.groups.get(group, {}), **own} for r, own in zip(both, totals, strict=True)
-            ]
-            tables[group] = named[0], named[1]
+            continue
+        named = [r.groups.get(group, {}) for r in both]
+        # Equal totals of groups without entries say nothing.
+        if any(named) or group not in expected.groups or totals[0] != totals[1]:
+            tables[group] = {**named[0], **totals[0]}, {**named[1], **totals[1]}
     losses = [{} if own.loss is None else {"loss": own.loss} for own in both]
     return {
         **tables,
