@@ -2,7 +2,8 @@
 
 import pytest
 
-import lightning_d9m.lightning.callback  # noqa: F401 - what an inner pytest imports, it forgets
+import lightning_d9m.lightning.callback
+import lightning_d9m.portability.mode  # noqa: F401 - what an inner pytest imports, it forgets
 from lightning_d9m.control import environment
 
 TRAINING = """

@@ -45,6 +45,11 @@ POOL = "max_pool3d_with_indices_backward"
 OPS: dict[str, tuple[tuple[int, ...], Forward, str]] = {
     "bilinear": ((5, 6), interpolate("bilinear"), "upsample_bilinear2d_backward"),
     "trilinear": ((3, 4, 5), interpolate("trilinear"), "upsample_trilinear3d_backward"),
+    "Upsample": (
+        (5, 6),
+        nn.Upsample(scale_factor=2, mode="bilinear", align_corners=True),
+        "upsample_bilinear2d_backward",
+    ),
     **{
         f"pad{dims}d": (
             (3, 4, 5)[:dims],
