@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_map_only
 from torchmetrics import Metric
 
 from lightning_d9m.errors import SettingError
+from lightning_d9m.logical_ranks.collectives import send_tensors
 from lightning_d9m.state.parts import (
     DICT,
     GENERATOR,
@@ -403,21 +404,6 @@ class Sandbox:
         if device.type == "cpu":
             return value
         return tree_map_only(Tensor, lambda tensor: tensor.to(device), value)
-
-
-def send_tensors(tensors: list[Tensor], processes: Any) -> None:
-    """Overwrite tensors with those of process 0, also sparse and expanded ones."""
-    dense: list[Tensor] = []
-    others: list[Tensor] = []
-    for one in tensors:
-        is_expanded = one.layout is torch.strided and one.numel() > 1 and 0 in one.stride()
-        (dense if one.layout is torch.strided and not is_expanded else others).append(one)
-    if dense:
-        processes.broadcast_tensors(dense)
-    if others:
-        for own, first in zip(others, processes.gather_values(others)[0], strict=True):
-            if not TENSOR.matches(own.cpu(), first):
-                TENSOR.write(own, first.to(own.device))
 
 
 def _make_plain(changes: list[_Change]) -> tuple[str, dict[str, list[Any]]]:
