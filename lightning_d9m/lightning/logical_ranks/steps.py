@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from lightning_d9m.attribute_patches import AttributePatches
-from lightning_d9m.control.data.micro_batches import MicroBatches
+from lightning_d9m.control.data.resumable_sampler import MicroBatches
 from lightning_d9m.control.seeding import derive_seed, seed_micro_batch
 from lightning_d9m.errors import SettingError
 from lightning_d9m.lightning.lightning_private import (
