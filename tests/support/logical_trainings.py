@@ -20,9 +20,9 @@ from trainings import QUIET, NoisyDigits, read_digits
 from lightning_d9m import DDPDeterministicStrategy, DeterminismCallback
 from lightning_d9m.control import session
 from lightning_d9m.control.data.resumable_sampler import MicroBatchIndices
-from lightning_d9m.lightning.logical_ranks import sandbox, steps
+from lightning_d9m.lightning.logical_ranks import steps
 from lightning_d9m.lightning.logical_ranks.logged_values import LoggedValues
-from lightning_d9m.logical_ranks import batches, gradients
+from lightning_d9m.logical_ranks import batches, gradients, sandbox
 
 PROCESSES = int(os.environ.get("WORLD_SIZE", "1"))
 BATCH_SIZE = 3
