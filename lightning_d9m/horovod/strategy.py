@@ -19,11 +19,10 @@ from lightning_d9m.horovod.environment import (
     set_variables,
 )
 from lightning_d9m.lightning.lightning_private import BROADCAST_SIGTERM
-from lightning_d9m.lightning.logical_ranks.refusals import watch_function
-from lightning_d9m.lightning.logical_ranks.sandbox import send_tensors
 from lightning_d9m.lightning.logical_ranks.strategy import DDPDeterministicStrategy
 from lightning_d9m.lightning.packages import combined_base
 from lightning_d9m.lightning.strategies import register_in_loaded_packages
+from lightning_d9m.logical_ranks.collectives import send_tensors, watch_function
 from lightning_d9m.logical_ranks.gradients import BUCKET_BYTES, LogicalGradients, check_options
 from lightning_d9m.logical_ranks.malloc import disable_malloc_trim
 from lightning_d9m.logical_ranks.tree import Blocks

@@ -19,10 +19,10 @@ from trainings import QUIET, NoisyDigits, read_digits
 
 from lightning_d9m import DDPDeterministicStrategy, DeterminismCallback
 from lightning_d9m.control import session
-from lightning_d9m.control.data import micro_batches
-from lightning_d9m.lightning.logical_ranks import sandbox, steps
+from lightning_d9m.control.data.resumable_sampler import MicroBatchIndices
+from lightning_d9m.lightning.logical_ranks import steps
 from lightning_d9m.lightning.logical_ranks.logged_values import LoggedValues
-from lightning_d9m.logical_ranks import gradients
+from lightning_d9m.logical_ranks import batches, gradients, sandbox
 
 PROCESSES = int(os.environ.get("WORLD_SIZE", "1"))
 BATCH_SIZE = 3
@@ -188,8 +188,8 @@ def split_by_process(self):
     process = self.block.start * PROCESSES // ranks
     part = order[process::PROCESSES]
     parts = [iter(self._batch(part[i :: len(self.block)])) for i in range(len(self.block))]
-    for batches in zip(*parts, strict=False):
-        yield micro_batches.MicroBatchIndices(batches, self.block.start)
+    for indices in zip(*parts, strict=False):
+        yield MicroBatchIndices(indices, self.block.start)
 
 
 add_all = LoggedValues.add
@@ -218,7 +218,7 @@ def fit_controls(folder):
         train(folder / "buffers", "cnn", 4)
     with mock.patch.object(LoggedValues, "add", add_first):
         train(folder / "values", "plain", 4, noisy=False)
-    with mock.patch.object(micro_batches.BlockBatchSampler, "__iter__", split_by_process):
+    with mock.patch.object(batches.BlockBatchSampler, "__iter__", split_by_process):
         train(folder / "sampler", "plain", 4, noisy=False, size=48)
     threads = 2 if PROCESSES == 1 else 1
     fit(folder / "threads", "wide", 4, threads=threads, loader={"batch_size": 16}, size=128)

@@ -6,7 +6,7 @@ worker that loads it nor on earlier batches, and a resumed run does not load con
 
 import copy
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
@@ -25,7 +25,6 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
-from lightning_d9m.control.data.micro_batches import MicroBatchIndices
 from lightning_d9m.control.seeding import RandomStreams, capture_host, restore_rng, seed_host
 from lightning_d9m.state.state import find_generators
 
@@ -53,6 +52,18 @@ class SeededIndex:
         if get_worker_info() is not None:
             seed_host(self.seed)
         return iter(self.indices)
+
+
+class MicroBatches(list[Any]):
+    """The micro-batches of consecutive logical ranks, in order of ranks."""
+
+
+class MicroBatchIndices(list[Any]):
+    """The indices of the micro-batches of consecutive logical ranks."""
+
+    def __init__(self, indices: Sequence[Any], first: int) -> None:
+        super().__init__(indices)
+        self.first = first
 
 
 class ResumableSampler:

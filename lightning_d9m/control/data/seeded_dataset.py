@@ -11,8 +11,7 @@ from typing import Any
 from torch.utils.data import get_worker_info
 
 from lightning_d9m.control.data.data_state import DataState, WorkerWatch
-from lightning_d9m.control.data.micro_batches import MicroBatches
-from lightning_d9m.control.data.resumable_sampler import SeededIndex
+from lightning_d9m.control.data.resumable_sampler import MicroBatches, SeededIndex
 from lightning_d9m.control.seeding import RandomStreams, capture_host, restore_rng, seed_host
 from lightning_d9m.errors import SettingError
 

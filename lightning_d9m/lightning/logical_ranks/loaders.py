@@ -6,9 +6,9 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from lightning_d9m.control.data.micro_batches import BlockBatchSampler
 from lightning_d9m.errors import SettingError
 from lightning_d9m.lightning.lightning_private import replace_batch_sampler
+from lightning_d9m.logical_ranks.batches import BlockBatchSampler
 from lightning_d9m.logical_ranks.tree import Blocks
 from lightning_d9m.state.state import find_generators
 

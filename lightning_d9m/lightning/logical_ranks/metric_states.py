@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torchmetrics import MetricCollection
+from torchmetrics import Metric, MetricCollection
 
 from lightning_d9m.attribute_patches import AttributePatches
 from lightning_d9m.errors import SettingError
@@ -91,12 +91,14 @@ class MetricStates:
         for name in ("update", "forward"):
             replace(metric, name, partial(self._update, metric, getattr(metric, name)))
 
-    def add(self, path: str, metric: Any) -> None:
-        """Add a metric that is in a container of the module, or was made later."""
-        if all(metric is not known for known in self._metrics):  # == makes a metric of two
-            self._found[f"model.{path}"] = metric
-            self._metrics.append(metric)
-            self._attach(metric)
+    def add(self, path: str, value: Any) -> bool:
+        """Add a metric that is in a container of the module; return whether it is a metric."""
+        is_metric = isinstance(value, Metric)
+        if is_metric and all(value is not known for known in self._metrics):  # == makes a metric
+            self._found[f"model.{path}"] = value
+            self._metrics.append(value)
+            self._attach(value)
+        return is_metric
 
     def _update(self, metric: Any, update: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Update a metric; between steps that of each logical rank, as each process of DDP does."""

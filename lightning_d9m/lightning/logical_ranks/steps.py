@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from lightning_d9m.attribute_patches import AttributePatches
-from lightning_d9m.control.data.micro_batches import MicroBatches
+from lightning_d9m.control.data.resumable_sampler import MicroBatches
 from lightning_d9m.control.seeding import derive_seed, seed_micro_batch
 from lightning_d9m.errors import SettingError
 from lightning_d9m.lightning.lightning_private import (
@@ -23,10 +23,10 @@ from lightning_d9m.lightning.lightning_private import (
 )
 from lightning_d9m.lightning.logical_ranks.logged_values import LoggedValues
 from lightning_d9m.lightning.logical_ranks.metric_states import MetricStates
-from lightning_d9m.lightning.logical_ranks.sandbox import Sandbox
 from lightning_d9m.lightning.trainer_attributes import Trainer, name_callbacks
 from lightning_d9m.logical_ranks.accumulation import KeptGradients
 from lightning_d9m.logical_ranks.gradients import LogicalGradients
+from lightning_d9m.logical_ranks.sandbox import Sandbox
 from lightning_d9m.state.parts import GENERATOR, find_kind, is_of_lightning, is_of_program
 from lightning_d9m.state.plain_data import encode_plain
 from lightning_d9m.state.state import find_generators
@@ -78,8 +78,9 @@ class LogicalSteps:
         self._to_device = to_device
         self._module: Any = trainer.lightning_module
         self._before_transfer: Callable[..., Any] = getattr(self._module, BEFORE_BATCH_TRANSFER)
-        add_generator = self._seeds.add_generator
-        self._sandbox = Sandbox(self._module, processes, self.metrics.add, add_generator)
+        kinds = {kind.__name__: kind for kind in type(self._module).__mro__}
+        hidden = vars(kinds["LightningModule"]())  # what Lightning knows about a module
+        self._sandbox = Sandbox(self._module, processes, self._keep_apart, hidden)
         self.kept = KeptGradients(self._module.named_parameters())
         self._accumulates = False
         self._ran = False
@@ -95,6 +96,10 @@ class LogicalSteps:
         patches.replace(optimization, "run", partial(self._run_batch, optimization.run))
         for part in (self.logged, self.metrics, self.hooks):
             part.attach(patches)
+
+    def _keep_apart(self, path: str, value: Any) -> bool:
+        """Keep a metric, or seed a generator, for each logical rank; return whether it is one."""
+        return self.metrics.add(path, value) or self._seeds.add(path, value)
 
     def _before_transfer_later(self, batch: Any, dataloader_idx: int = 0) -> Any:
         """Run the module's hook, for micro-batches later, when each is seeded."""
@@ -382,10 +387,12 @@ class MicroBatchSeeds:
         owners |= name_callbacks(trainer.callbacks)
         self._generators: dict[str, Any] = find_generators(owners)
 
-    def add_generator(self, path: str, generator: Any) -> None:
-        """Add a generator of the module, unless it is known."""
-        if all(generator is not known for known in self._generators.values()):
-            self._generators[f"model.{path}"] = generator
+    def add(self, path: str, value: Any) -> bool:
+        """Add a generator of the module, unless it is known; return whether it is one."""
+        is_generator = find_kind(value) is GENERATOR
+        if is_generator and all(value is not known for known in self._generators.values()):
+            self._generators[f"model.{path}"] = value
+        return is_generator
 
     def start(self, stage: str, epoch: int, batch: int, logical_rank: int) -> None:
         """Seed for a micro-batch of a stage."""

@@ -14,16 +14,16 @@ from lightning_d9m.control.env_settings import read_variable, variable_of
 from lightning_d9m.control.torch_flags import read_threads
 from lightning_d9m.errors import DriftError, RankLostError, RanksDisagreeError, SettingError
 from lightning_d9m.lightning.logical_ranks.loaders import group_loader
-from lightning_d9m.lightning.logical_ranks.refusals import (
-    check_trainer,
-    refuse_collective,
-    watch_collectives,
-)
-from lightning_d9m.lightning.logical_ranks.sandbox import send_tensors
+from lightning_d9m.lightning.logical_ranks.refusals import check_trainer
 from lightning_d9m.lightning.logical_ranks.steps import LogicalSteps, holds_micro_batches
 from lightning_d9m.lightning.packages import combined_base
 from lightning_d9m.lightning.strategies import register_in_loaded_packages
 from lightning_d9m.lightning.trainer_attributes import Trainer
+from lightning_d9m.logical_ranks.collectives import (
+    refuse_collective,
+    send_tensors,
+    watch_collectives,
+)
 from lightning_d9m.logical_ranks.gradients import LogicalGradients
 from lightning_d9m.logical_ranks.malloc import disable_malloc_trim
 from lightning_d9m.logical_ranks.scalars import sum_exactly

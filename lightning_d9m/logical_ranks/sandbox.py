@@ -1,7 +1,7 @@
 """Changes by the step of a logical rank: put back before the next one, merged at the end."""
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,12 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
-from torchmetrics import Metric
 
 from lightning_d9m.errors import SettingError
+from lightning_d9m.logical_ranks.collectives import send_tensors
 from lightning_d9m.state.parts import (
     DICT,
-    GENERATOR,
     ITEMS,
     LONG,
     MISSING,
@@ -26,7 +25,6 @@ from lightning_d9m.state.parts import (
     Dict,
     Kind,
     are_same,
-    find_kind,
     is_told,
     name_namespaces,
 )
@@ -101,26 +99,24 @@ class Sandbox:
         module: The user's module.
         processes: Those that have the logical ranks: the strategy, which has their ``blocks`` and
             the ``block`` of this one, gathers values, and broadcasts tensors.
-        add_metric: Called with the path of each metric, which keeps its states itself.
-        add_generator: Called with the path of each generator, which is seeded for each rank.
+        leave_out: Called with the path and each object that can change; returns whether others
+            keep its state for each logical rank.
+        hidden: The attributes of the module whose changes do not count.
     """
 
     def __init__(
         self,
         module: nn.Module,
         processes: Any,
-        add_metric: Callable[[str, Any], None],
-        add_generator: Callable[[str, Any], None],
+        leave_out: Callable[[str, Any], bool],
+        hidden: Container[str],
     ) -> None:
         self._module = module
         self._processes = processes
         self._block: range = processes.block
         self._ranks: int = processes.blocks.logical_ranks
-        self._add_metric = add_metric
-        self._add_generator = add_generator
-        # What Lightning knows about a module.
-        kinds = {kind.__name__: kind for kind in type(module).__mro__}
-        self._hidden = vars(kinds["LightningModule"]()).keys()
+        self._leave_out = leave_out
+        self._hidden = hidden
         self._records: dict[int, _Record] = {}
         self._buffers: set[int] = set()
         self._watch: Any = None  # from the first step
@@ -185,15 +181,6 @@ class Sandbox:
 
     # The state
 
-    def _leave_out(self, path: str, value: object) -> bool:
-        if isinstance(value, Metric):
-            self._add_metric(path, value)
-        elif find_kind(value) is GENERATOR:
-            self._add_generator(path, value)
-        else:
-            return False
-        return True
-
     def _choose_kind(self, _path: str, value: Any, kind: Kind) -> Kind:
         trained = isinstance(value, nn.Parameter) and value.requires_grad
         if kind is TENSOR and trained and not self._compares and id(value) not in self._changing:
@@ -242,7 +229,7 @@ class Sandbox:
 
     def _note_opaque(self, node: Node) -> None:
         package = type(node.owner).__module__.partition(".")[0]
-        known = package in _LIBRARIES or isinstance(node.owner, Metric)
+        known = package in _LIBRARIES or self._leave_out(node.path, node.owner)
         if not known and node.path not in self._warned:
             self._warned.add(node.path)
             warnings.warn(
@@ -403,21 +390,6 @@ class Sandbox:
         if device.type == "cpu":
             return value
         return tree_map_only(Tensor, lambda tensor: tensor.to(device), value)
-
-
-def send_tensors(tensors: list[Tensor], processes: Any) -> None:
-    """Overwrite tensors with those of process 0, also sparse and expanded ones."""
-    dense: list[Tensor] = []
-    others: list[Tensor] = []
-    for one in tensors:
-        is_expanded = one.layout is torch.strided and one.numel() > 1 and 0 in one.stride()
-        (dense if one.layout is torch.strided and not is_expanded else others).append(one)
-    if dense:
-        processes.broadcast_tensors(dense)
-    if others:
-        for own, first in zip(others, processes.gather_values(others)[0], strict=True):
-            if not TENSOR.matches(own.cpu(), first):
-                TENSOR.write(own, first.to(own.device))
 
 
 def _make_plain(changes: list[_Change]) -> tuple[str, dict[str, list[Any]]]:

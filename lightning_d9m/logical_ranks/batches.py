@@ -10,21 +10,10 @@ from typing import Any
 
 from torch.utils.data import BatchSampler
 
+from lightning_d9m.control.data.resumable_sampler import MicroBatchIndices
 from lightning_d9m.errors import SettingError
 
 _END = object()
-
-
-class MicroBatches(list[Any]):
-    """The micro-batches of consecutive logical ranks, in order of ranks."""
-
-
-class MicroBatchIndices(list[Any]):
-    """The indices of the micro-batches of consecutive logical ranks."""
-
-    def __init__(self, indices: Sequence[Any], first: int) -> None:
-        super().__init__(indices)
-        self.first = first
 
 
 class BlockBatchSampler:

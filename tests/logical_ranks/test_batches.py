@@ -11,7 +11,8 @@ from torch.utils.data.distributed import DistributedSampler
 
 from lightning_d9m import SettingError
 from lightning_d9m.control.data.loaders import LoaderControl
-from lightning_d9m.control.data.micro_batches import BlockBatchSampler, MicroBatches
+from lightning_d9m.control.data.resumable_sampler import MicroBatches
+from lightning_d9m.logical_ranks.batches import BlockBatchSampler
 
 
 @given(
