@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 ARGUMENTS = """
 --json  print findings and the whole stack as one JSON object
 """
-# The marks of the three statuses, and what stands for them where they cannot be printed.
+# The marks of the three statuses, in the order of findings, and what stands for them where they
+# cannot be printed.
 _MARKS = {"problem": "✗", "note": "!", "ok": "✓"}
 _ASCII_MARKS = {"problem": "x", "note": "!", "ok": "+"}
 
@@ -26,13 +27,13 @@ def run(arguments: argparse.Namespace) -> int:
     import torch
 
     from lightning_d9m.audit.device import try_device
-    from lightning_d9m.control.doctor import find_problems, sort_results
+    from lightning_d9m.control.doctor import find_problems
     from lightning_d9m.horovod.doctor import check_installation
     from lightning_d9m.ledger.stack import capture_stack
 
     findings = [*find_problems(), *check_installation()]
     findings += [try_device(torch.device("cuda"))] if torch.cuda.is_available() else []
-    findings = sort_results(findings)
+    findings.sort(key=lambda finding: [*_MARKS].index(finding.status))
     facts = {"findings": list(map(asdict, findings)), "stack": capture_stack()}
     statuses = [finding.status for finding in findings]
     found = "No problems found"

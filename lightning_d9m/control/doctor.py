@@ -2,16 +2,15 @@
 
 import os
 import socket
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
 from lightning_d9m.compatibility import OLDEST_TORCH, describe_missing_patches, parse_release
 from lightning_d9m.control.env_settings import describe_hash_seed_problem
 from lightning_d9m.control.environment import VARIABLES
-from lightning_d9m.control.settings import HIGHEST_SEED
 from lightning_d9m.control.torch_flags import DYNAMIC, threads_vary
 
 _GLOO = "GLOO_SOCKET_IFNAME"
@@ -38,7 +37,7 @@ class CheckResult:
 
 
 def find_problems() -> list[CheckResult]:
-    """Check the interpreter, torch, variables and threads; problems come first.
+    """Check the interpreter, torch, variables and threads.
 
     The checks change nothing and do not initialize any device.
     """
@@ -47,16 +46,7 @@ def find_problems() -> list[CheckResult]:
         check_variable(own.name, own.wanted, own.allows, own.effect, unset=unset)
         for own in VARIABLES
     ]
-    return sort_results([
-        _check_torch(), *_check_start(), *variables, *_check_host_name(), *_check_settings(),
-        *_check_threads(),
-    ])  # fmt: skip
-
-
-def sort_results(results: Iterable[CheckResult]) -> list[CheckResult]:
-    """Return problems first, then notes, then the rest, each in their given order."""
-    order = {"problem": 0, "note": 1, "ok": 2}
-    return sorted(results, key=lambda result: order[result.status])
+    return [_check_torch(), *_check_start(), *variables, *_check_host_name(), *_check_threads()]
 
 
 def judge(
@@ -102,7 +92,6 @@ def _check_torch() -> CheckResult:
 
 
 def _check_start() -> Iterator[CheckResult]:
-    """Check the seeds that the environment gives."""
     random_hashes = describe_hash_seed_problem() is not None
     yield judge(
         random_hashes,
@@ -112,15 +101,15 @@ def _check_start() -> Iterator[CheckResult]:
         "Sets of strings have a different order in each run; Python reads it when it starts.",
         "Start programs with PYTHONHASHSEED=0 (`d9m repeat` and `d9m locate` do).",
     )
-    text = os.environ.get("PL_GLOBAL_SEED")
+    timed = torch.backends.cudnn.benchmark
     yield judge(
-        text and not (text.isdecimal() and int(text) <= HIGHEST_SEED),
-        "PL_GLOBAL_SEED",
+        timed,
+        "cuDNN benchmark",
         "problem",
-        text or "not set; seed_everything sets it",
-        "It is not a valid seed: the callback, which reads its seed from it, raises, and "
-        "seed_everything chooses a different one.",
-        f"Unset it, or set it to a whole number from 0 to {HIGHEST_SEED}.",
+        "on as Python starts" if timed else "off",
+        "The benchmark picks kernels by timing them.",
+        "Remove torch.backends.cudnn.benchmark = True from sitecustomize.py or usercustomize.py"
+        " (and Trainer(benchmark=True) from programs).",
     )
 
 
@@ -142,44 +131,6 @@ def _check_host_name() -> Iterator[CheckResult]:
         "other hosts cannot connect to this one: they wait until a timeout.",
         f"Set it to the interface that `ip route get {first}` names.",
     )
-
-
-def _check_settings() -> Iterator[CheckResult]:
-    on = torch.are_deterministic_algorithms_enabled()
-    found = "on" if on else "off, as torch starts; the callback switches them on"
-    yield CheckResult("deterministic algorithms", "ok", found)
-    timed = torch.backends.cudnn.benchmark
-    yield judge(
-        timed,
-        "cuDNN benchmark",
-        "problem",
-        "on as Python starts" if timed else "off",
-        "The benchmark picks kernels by timing them.",
-        "Remove torch.backends.cudnn.benchmark = True from sitecustomize.py or usercustomize.py"
-        " (and Trainer(benchmark=True) from programs).",
-    )
-    cuda, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
-    reduced = {
-        "TF32 in matrix products": _uses_tf32(cuda),
-        "TF32 in convolutions": _uses_tf32(getattr(cudnn, "conv", None)),
-        "TF32 in recurrent networks": _uses_tf32(getattr(cudnn, "rnn", None)),
-        "reduced sums of float16": cuda.allow_fp16_reduced_precision_reduction,
-        "reduced sums of bfloat16": cuda.allow_bf16_reduced_precision_reduction,
-    }
-    names = ", ".join(name for name, is_allowed in reduced.items() if is_allowed)
-    yield judge(
-        names,
-        "precision",
-        "note",
-        f"{names} on CUDA devices" if names else "full",
-        "They are deterministic, but round differently from full precision. The callback "
-        "leaves them unchanged and records them.",
-    )
-
-
-def _uses_tf32(backend: Any) -> bool:
-    # `allow_tf32` raises after a program has used the newer name.
-    return getattr(backend, "fp32_precision", None) == "tf32"
 
 
 def _check_threads() -> Iterator[CheckResult]:

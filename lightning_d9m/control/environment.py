@@ -10,6 +10,7 @@ that value.
 import os
 import threading
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -28,6 +29,21 @@ TRANSFORMER_ENGINE = "NVTE_ALLOW_NONDETERMINISTIC_ALGO"
 CONTROL = "LIGHTNING_D9M_CONTROL"
 
 
+def allows_nvls(algorithms: str) -> bool:
+    """Return whether a value of ``NCCL_ALGO`` lets NCCL choose NVLS.
+
+    >>> [allows_nvls(text) for text in ("Ring", "Tree,NVLS", "^NVLS", "^Tree", "allreduce:ring")]
+    [False, True, False, True, False]
+    """
+    for part in algorithms.upper().split(";"):
+        names = part.rpartition(":")[2]
+        excluded = names.startswith("^")
+        named = "NVLS" in names.removeprefix("^").replace(" ", "").split(",")
+        if named != excluded or ("NVLSTREE" in names and not excluded):
+            return True
+    return False
+
+
 @dataclass(frozen=True)
 class Variable:
     """A variable that a session sets.
@@ -36,21 +52,18 @@ class Variable:
         name: Its name.
         wanted: The value that a session chooses.
         effect: The effect of a value that is not allowed.
-        allowed: The allowed values; None if ``allows_nvls`` tells.
+        allows: Returns whether results are deterministic with a value.
         library: The library that reads it when it starts; empty if it is read again and again.
     """
 
     name: str
     wanted: str
     effect: str
-    allowed: tuple[str, ...] | None = None
+    allows: Callable[[str], bool]
     library: str = ""
 
-    def allows(self, value: str) -> bool:
-        """Return whether results are deterministic with a value."""
-        return not allows_nvls(value) if self.allowed is None else value in self.allowed
 
-
+_ON = ("1", "").__contains__
 VARIABLES = (
     # One fixed workspace per handle. With the default, cuBLAS may share and resize workspaces
     # between streams, and splits a product by the workspace that it finds. torch's Context.cpp
@@ -60,7 +73,7 @@ VARIABLES = (
         CUBLAS,
         ":4096:8",
         "With it cuBLAS shares workspaces between streams, so products differ.",
-        (":4096:8", ":16:8"),
+        (":4096:8", ":16:8").__contains__,
         "CUDA",
     ),
     # See nccl issue 1497.
@@ -68,21 +81,20 @@ VARIABLES = (
         NCCL,
         "^NVLS,NVLSTree",
         "NVLS reduces inside the network switch, in an order that differs between calls.",
-        library="NCCL",
+        lambda value: not allows_nvls(value),
+        "NCCL",
     ),
     # The compiler reads it when its configuration is imported; after that, `torch_flags` sets the
     # configuration itself.
-    Variable(INDUCTOR, "1", "With it the compiler chooses kernels by timing them.", ("1", "")),
+    Variable(INDUCTOR, "1", "With it the compiler chooses kernels by timing them.", _ON),
     # The flash-attn package does not read torch's flag; transformers and other packages pass this
     # variable on to it.
-    Variable(
-        FLASH_ATTENTION, "1", "The backward kernel of flash-attn adds with atomics.", ("1", "")
-    ),
+    Variable(FLASH_ATTENTION, "1", "The backward kernel of flash-attn adds with atomics.", _ON),
     Variable(
         TRANSFORMER_ENGINE,
         "0",
         "With it Transformer Engine may choose nondeterministic kernels.",
-        ("0", ""),
+        ("0", "").__contains__,
     ),
 )
 
@@ -109,21 +121,6 @@ def nccl_started() -> bool:
         return False
     # `get_backend` returns "undefined" for a group without a named backend.
     return "nccl" in str(distributed.get_backend_config())
-
-
-def allows_nvls(algorithms: str) -> bool:
-    """Return whether a value of ``NCCL_ALGO`` lets NCCL choose NVLS.
-
-    >>> [allows_nvls(text) for text in ("Ring", "Tree,NVLS", "^NVLS", "^Tree", "allreduce:ring")]
-    [False, True, False, True, False]
-    """
-    for part in algorithms.upper().split(";"):
-        names = part.rpartition(":")[2]
-        excluded = names.startswith("^")
-        named = "NVLS" in names.removeprefix("^").replace(" ", "").split(",")
-        if named != excluded or ("NVLSTREE" in names and not excluded):
-            return True
-    return False
 
 
 @dataclass

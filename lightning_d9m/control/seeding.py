@@ -78,16 +78,7 @@ def seed_micro_batch(base: int, *, fit: int, epoch: int, logical_rank: int, batc
 
     ``base`` is the seed of the run. The epoch, and the batch within it, count from 0.
     """
-    seed = derive_seed(base, "micro-batch", fit=fit, rank=logical_rank, epoch=epoch, index=batch)
-    seed_host(seed)
-    device = find_accelerator()
-    if device is None:
-        return
-    module = getattr(torch, device.type)
-    if module.is_initialized():
-        module.manual_seed(seed)  # of the current device, the only one that a process computes on
-    else:
-        torch.manual_seed(seed)  # takes effect when the device is initialized
+    seed_all(derive_seed(base, "micro-batch", fit=fit, rank=logical_rank, epoch=epoch, index=batch))
 
 
 RngState: TypeAlias = dict[str, Any]

@@ -101,7 +101,13 @@ def _digest_content(
             named.append((blake2b(text.encode(), digest_size=_HALF).digest(), path))
             tensors.append(leaf)
         else:
-            values.append([text, _make_digestible(leaf)])
+            own = leaf
+            if type(leaf) not in PLAIN_TYPES:
+                try:
+                    encode(leaf)
+                except DigestError:
+                    own = f"{type(leaf).__module__}.{type(leaf).__qualname__}"
+            values.append([text, own])
     halves = [bytes.fromhex(digest)[:_HALF] for digest in digest_many(tensors)]
     found = {name: (path, half) for (name, path), half in zip(named, halves, strict=True)}
     return found, digest_value(values)
@@ -124,13 +130,3 @@ def _list_leaves(
             yield below, inner, entry
         else:
             yield from _list_leaves(entry, below, inner, (*above, id(entry)))
-
-
-def _make_digestible(leaf: object) -> object:
-    """Return a leaf; of an object without defined bytes, the name of its type."""
-    if type(leaf) not in PLAIN_TYPES:
-        try:
-            encode(leaf)
-        except DigestError:
-            return f"{type(leaf).__module__}.{type(leaf).__qualname__}"
-    return leaf

@@ -21,10 +21,8 @@ from lightning_d9m.state.parts import SPARSE
 # The first word of every header; it changes when the definition in docs/digest.md does.
 VERSION = "d9m-digest-1"
 
-_ORDINARY = {torch.Tensor, torch.nn.Parameter}
+ORDINARY = {torch.Tensor, torch.nn.Parameter}
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-_QUANTIZED = {torch.qint8, torch.qint32, torch.quint8, torch.quint4x2, torch.quint2x4}
 
 
 class DenseTensor(NamedTuple):
@@ -34,33 +32,26 @@ class DenseTensor(NamedTuple):
     data: torch.Tensor
 
 
-class NestedTensor(NamedTuple):
-    """A tensor that consists of other tensors and of values that describe it."""
-
-    header: bytes
-    components: Sequence[torch.Tensor]
-    context: object = None
-
-
-def flatten_tensor(tensor: torch.Tensor) -> DenseTensor | NestedTensor:
+def flatten_tensor(tensor: torch.Tensor) -> DenseTensor | list[Piece]:
     """Return the header and the data of a tensor; copy it only if it is not in row-major order.
 
-    Call it under ``torch._C.DisableTorchFunctionSubclass()``, so that no subclass interferes.
+    A tensor that consists of others is a list of its header, these, and what describes it. Call it
+    under ``torch._C.DisableTorchFunctionSubclass()``, so that no subclass interferes.
 
     Raises:
         DigestError: The tensor owns no memory, or its bytes have no defined order.
     """
-    if type(tensor) not in _ORDINARY:
+    if type(tensor) not in ORDINARY:
         other = _flatten_subclass(tensor)
         if other is not None:
             return other
     if tensor.is_nested:
         components = tensor.detach().unbind()
-        return NestedTensor(_header(tensor.dtype, (len(components),), "nested"), components)
+        return [make_header(tensor.dtype, (len(components),), "nested"), *components]
     layout = tensor.layout
     if layout in SPARSE:
-        header = _header(tensor.dtype, tensor.shape, str(layout).removeprefix("torch."))
-        return NestedTensor(header, SPARSE[layout](tensor.detach()))
+        header = make_header(tensor.dtype, tensor.shape, str(layout).removeprefix("torch."))
+        return [header, *SPARSE[layout](tensor.detach())]
     if layout is not torch.strided:
         raise _refuse(
             tensor, f"the order of its elements is that of {layout}", "Pass its to_dense()."
@@ -73,7 +64,7 @@ def flatten_tensor(tensor: torch.Tensor) -> DenseTensor | NestedTensor:
         )
     if tensor.device.type == "meta":
         raise _refuse(tensor, "a meta tensor has no data", "Pass a materialized one.")
-    header = _header(tensor.dtype, tensor.shape)
+    header = make_header(tensor.dtype, tensor.shape)
     if tensor.is_conj() or tensor.is_neg() or not tensor.is_contiguous():
         # In row-major order, as integers, because torch cannot copy every dtype (int4) and must
         # not interpret any.
@@ -81,11 +72,6 @@ def flatten_tensor(tensor: torch.Tensor) -> DenseTensor | NestedTensor:
         integer = _INTEGERS.get(tensor.itemsize)
         tensor = (tensor if integer is None else tensor.view(integer)).contiguous()
     return DenseTensor(header, tensor)
-
-
-def describe_dense(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes | None:
-    """Return the header of a dense tensor; None for a dtype that has more than its bytes."""
-    return None if dtype in _QUANTIZED else _header(dtype, shape)
 
 
 def locate(data: torch.Tensor) -> tuple[int, int]:
@@ -111,12 +97,13 @@ def locate(data: torch.Tensor) -> tuple[int, int]:
 
 
 @functools.lru_cache(maxsize=4096)  # a model is digested again and again
-def _header(dtype: torch.dtype, shape: tuple[int, ...], layout: str = "") -> bytes:
+def make_header(dtype: torch.dtype, shape: tuple[int, ...], layout: str = "") -> bytes:
+    """Return the header of a tensor's digest; that of a dense tensor has no layout."""
     words = (VERSION, layout, str(dtype).removeprefix("torch."), f"[{','.join(map(str, shape))}]")
     return f"{' '.join(filter(None, words))}\n".encode()
 
 
-def _flatten_subclass(tensor: torch.Tensor) -> DenseTensor | NestedTensor | None:
+def _flatten_subclass(tensor: torch.Tensor) -> DenseTensor | list[Piece] | None:
     """Flatten a subclass that wraps other tensors; return None for one with its own elements."""
     kind = type(tensor)
     if not isinstance(tensor, torch.Tensor):
@@ -138,8 +125,9 @@ def _flatten_subclass(tensor: torch.Tensor) -> DenseTensor | NestedTensor | None
         reason = f"{kind.__qualname__} does not say where its elements are"
         raise _refuse(tensor, reason, "Pass a materialized tensor, or the tensors that it wraps.")
     names, context = wrapper.__tensor_flatten__()
-    header = _header(tensor.dtype, tensor.shape, f"{kind.__module__}.{kind.__qualname__}")
-    return NestedTensor(header, [getattr(tensor, name) for name in names], (list(names), context))
+    header = make_header(tensor.dtype, tensor.shape, f"{kind.__module__}.{kind.__qualname__}")
+    parts = [getattr(tensor, name) for name in names]
+    return [header, *parts, *encode((list(names), context))]
 
 
 def _refuse(tensor: torch.Tensor, reason: str, remedy: str) -> DigestError:
@@ -151,7 +139,6 @@ def _refuse(tensor: torch.Tensor, reason: str, remedy: str) -> DigestError:
 _VALUE = f"{VERSION} value\n".encode()
 # The parts that are hashed at the end: bytes, and numbers of dense tensors for their digests.
 _Recipe = int | list["bytes | _Recipe"]
-_MAX_COPY_BYTES = 16384
 # A tensor with its number, its address and its size in bytes.
 _Located = tuple[int, torch.Tensor, tuple[int, int]]
 
@@ -217,33 +204,21 @@ def digest_value(value: object) -> str:
 class DigestQueue:
     """A sequence of digests whose bytes are read when a tensor is added.
 
-    The next operation may overwrite a tensor, so its bytes are read at once. On the CPU, large
-    tensors are hashed at once, because a copy would read the same memory and write it, too. Small
-    ones are copied: hashing all copies in a row takes less time than starting to hash in the middle
-    of a training step, whose code and data fill the caches. On CUDA, hashing is enqueued on the
-    current stream, after the kernel that computed the value and before one that overwrites it. Only
-    fetching waits for devices, once for each stream.
+    The next operation may overwrite a tensor, so its bytes are read at once. On CUDA, hashing is
+    enqueued on the current stream, after the kernel that computed the value and before one that
+    overwrites it. Only fetching waits for devices, once for each stream.
     """
 
     def __init__(self) -> None:
-        self._recipes: list[_Recipe | str] = []
+        self._recipes: list[_Recipe] = []
         self._headers: list[bytes] = []
         self._chunks: list[bytes] = []  # the digests of the chunks of each dense tensor
-        self._copies: dict[int, bytes] = {}  # of small tensors, by their number
         self._streams: dict[tuple[torch.device, Any], _StreamDigests] = {}
-
-    def __len__(self) -> int:
-        """The number of digests."""
-        return len(self._recipes)
 
     @property
     def pending(self) -> bool:
         """True while devices compute digests; fetching waits for them."""
         return bool(self._streams)
-
-    def add_digest(self, digest: str) -> None:
-        """Append a known digest."""
-        self._recipes.append(digest)
 
     def add(self, tensors: Iterable[torch.Tensor]) -> None:
         """Read tensors and append their digests, in one launch on each CUDA device.
@@ -285,8 +260,7 @@ class DigestQueue:
             locate(parts.data)
             dense.append(parts)
             return len(self._headers) + len(dense) - 1
-        context = [] if parts.context is None else encode(parts.context)
-        return self._plan_pieces([parts.header, *parts.components, *context], dense)
+        return self._plan_pieces(parts, dense)
 
     def _plan_value(self, value: object, dense: list[DenseTensor]) -> _Recipe:
         return self._plan_pieces([_VALUE, *encode(value)], dense)
@@ -316,12 +290,10 @@ class DigestQueue:
         here: dict[int, tuple[int, int]] = {}
         there: dict[torch.device, list[_Located]] = {}
         for number, (tensor, span) in enumerate(zip(data, memory, strict=True), start):
-            if not tensor.is_cpu:
-                there.setdefault(tensor.device, []).append((number, tensor, span))
-            elif span[1] > _MAX_COPY_BYTES:
+            if tensor.is_cpu:
                 here[number] = span
             else:
-                self._copies[number] = xxh3_cpu.copy_span(*span)
+                there.setdefault(tensor.device, []).append((number, tensor, span))
         for device, located in there.items():
             self._read_on_device(device, located)
         if here:  # the devices work meanwhile
@@ -351,19 +323,14 @@ class DigestQueue:
         for stream in self._streams.values():
             for number, own in stream.fetch():
                 self._chunks[number] = own
-        for number, copy in self._copies.items():
-            self._chunks[number] = xxh3_cpu.hash_copy(copy)
-        self._streams, self._copies = {}, {}
+        self._streams = {}
         return self._chunks
 
     def fetch(self) -> list[str]:
         """Wait for the devices and return all digests, in the order they were added."""
         chunks = zip(self._headers, self.fetch_chunks(), strict=True)
         dense = [xxh3_128_digest(header + found) for header, found in chunks]
-        return [
-            recipe if isinstance(recipe, str) else _follow(recipe, dense).hex()
-            for recipe in self._recipes
-        ]
+        return [_follow(recipe, dense).hex() for recipe in self._recipes]
 
 
 def _follow(recipe: _Recipe, dense: Sequence[bytes]) -> bytes:

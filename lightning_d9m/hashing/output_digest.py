@@ -31,14 +31,16 @@ class OutputDigest:
     def add(self, outputs: object, *, loader: int, batch: int) -> None:
         """Read the outputs of one batch."""
         self._batches += 1
-        self._names.append(f"{loader} {batch}")
         try:
             self._queue.add_value(outputs)
         except DigestError as error:
             self._undigested += 1
             self._problem = self._problem or str(error)
-            self._queue.add_digest("none")
-        if len(self._queue) == _BATCHES:
+            self._fetch()
+            self._hash.update(f"{loader} {batch} none\n".encode())
+            return
+        self._names.append(f"{loader} {batch}")
+        if len(self._names) == _BATCHES:
             self._fetch()
 
     def _fetch(self) -> None:

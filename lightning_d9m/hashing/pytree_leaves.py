@@ -36,27 +36,19 @@ def _collect(
     value: object, path: str, above: tuple[int, ...], out: list[tuple[str, object]]
 ) -> None:
     # A container that holds itself is a leaf where it occurs again.
-    entries = None if id(value) in above else _pytree_entries(value, len(above))
-    if entries is None:
+    is_leaf = id(value) in above or len(above) == _MAX_DEPTH
+    entries = None if is_leaf else _entries(value)
+    # A container of strings and numbers has a digest as a whole.
+    has_digest = isinstance(value, Mapping | list | tuple) or is_dataclass(value)
+    if not entries or (has_digest and all(isinstance(own, _SCALARS) for _, own in entries)):
         out.append((path, value))
         return
     for key, entry in entries:
         _collect(entry, f"{path}.{key}" if path else key, (*above, id(value)), out)
 
 
-def _pytree_entries(value: object, depth: int) -> list[tuple[str, object]] | None:
-    if depth == _MAX_DEPTH or isinstance(value, torch.Tensor):
-        return None
-    entries = _entries(value)
-    # A container of strings and numbers that has a digest as a whole.
-    has_digest = isinstance(value, Mapping | list | tuple) or is_dataclass(value)
-    if not entries or (has_digest and all(isinstance(own, _SCALARS) for _, own in entries)):
-        return None
-    return entries
-
-
 def _entries(value: object) -> list[tuple[str, object]] | None:
-    if isinstance(value, (*_SCALARS, AbstractSet)):
+    if isinstance(value, (*_SCALARS, AbstractSet, torch.Tensor)):
         return None
     if isinstance(value, Mapping):
         return [(str(key), entry) for key, entry in value.items()]

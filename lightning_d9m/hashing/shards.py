@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from xxhash import xxh3_128_hexdigest
 
 from lightning_d9m.errors import DigestError
-from lightning_d9m.hashing.digest import DigestQueue, describe_dense
+from lightning_d9m.hashing.digest import ORDINARY, DigestQueue, make_header
 from lightning_d9m.hashing.xxh3.cpu import CHUNK_BYTES, hash_chunk
 
 _LEAF = 8  # bytes of the digest of a chunk
@@ -87,11 +87,11 @@ class FlatLayout(NamedTuple):
             None for state without a value for each element, such as the number of steps, and if its
             elements are not bytes in row-major order.
         """
-        header = describe_dense(value.dtype, tuple(self.shape))
-        ordinary = type(value) in (Tensor, nn.Parameter) and value.layout is torch.strided
+        ordinary = type(value) in ORDINARY and value.layout is torch.strided
         has_elements = value.dim() > 0 and value.numel() == self.data.numel()
-        if header is None or not ordinary or not has_elements:
+        if not ordinary or value.is_quantized or not has_elements:
             return None
+        header = make_header(value.dtype, tuple(self.shape))
         flat = value.detach().contiguous().reshape(-1).view(torch.uint8)
         size = value.itemsize
         return Shard(header, prod(self.shape) * size, self.first * size, flat, tuple(self.ranks))
@@ -221,7 +221,13 @@ def read_shards(shards: Iterable[Shard]) -> list[ShardParts]:
     within a chunk.
     """
     shards = list(shards)
-    bounds = [_divide(shard) for shard in shards]
+    bounds = []  # of the chunks that each shard holds completely
+    for shard in shards:
+        length = end = len(shard.data)
+        begin = -shard.begin % CHUNK_BYTES
+        if shard.begin + length < shard.size:  # the last chunk of the tensor may be incomplete
+            end -= (shard.begin + length) % CHUNK_BYTES
+        bounds.append((begin, end) if begin < end else (length, length))
     inner = [shard.data[begin:end] for shard, (begin, end) in zip(shards, bounds, strict=True)]
     queue = DigestQueue()
     queue.read_chunks(inner)
@@ -265,16 +271,6 @@ def combine_shards(header: bytes, size: int, parts: Sequence[ShardParts]) -> str
             f"{ranges}. All ranks must digest the same training state."
         )
     return xxh3_128_hexdigest(header + leaves + hash_chunk(pending))
-
-
-def _divide(shard: Shard) -> tuple[int, int]:
-    """Return begin and end, within the shard, of the chunks that it holds completely."""
-    length = len(shard.data)
-    begin = -shard.begin % CHUNK_BYTES
-    end = length
-    if shard.begin + length < shard.size:  # the last chunk of the tensor may be incomplete
-        end -= (shard.begin + length) % CHUNK_BYTES
-    return (begin, end) if begin < end else (length, length)
 
 
 def _copy(data: Tensor) -> bytes:

@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_d9m.hashing.digest import DenseTensor, flatten_tensor
+from lightning_d9m.hashing.digest import ORDINARY, DenseTensor, flatten_tensor
 from lightning_d9m.hashing.shards import is_sharded_dtensor
 from lightning_d9m.ledger.format.records import SKETCH_BUCKETS
 
@@ -35,8 +35,6 @@ _BLOCK = _WIDTH * _ROWS
 _PIECE_BYTES = 2**24
 # Most weights of a model that is sketched: 10 million take about 10 ms on one core.
 MOST_ELEMENTS = 2**28
-
-_ORDINARY = frozenset({Tensor, torch.nn.Parameter})
 
 _Floats: TypeAlias = NDArray[np.float64]
 
@@ -65,7 +63,7 @@ def sketch_tensors(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 
 def _find_dense(tensor: Tensor) -> Tensor | None:
     """Return the tensor, or the whole one that this rank has of a DTensor, if it has a sketch."""
-    ordinary = type(tensor) in _ORDINARY
+    ordinary = type(tensor) in ORDINARY
     if not ordinary:
         if is_sharded_dtensor(tensor):
             return None
@@ -87,20 +85,11 @@ def _sketch(tensor: Tensor) -> str:
         for number, block in enumerate(piece.split(_BLOCK), start // _BLOCK):
             values = np.zeros((-(-len(block) // _WIDTH), _WIDTH))  # with zeros at the end
             torch.from_numpy(values).view(-1)[: len(block)].copy_(block)
-            signed = np.einsum("ij,ij->j", values, _draw_block()[: len(values)])
-            sums += signed * _draw_turn(number) if number else signed
+            signs = _draw_signs("signs", _BLOCK).reshape(_ROWS, _WIDTH)[: len(values)]
+            signed = np.einsum("ij,ij->j", values, signs)
+            sums += signed * _draw_signs(f"block {number}", _WIDTH) if number else signed
     found = np.bincount(_draw_buckets(), sums, SKETCH_BUCKETS)
     return found.astype("<f8", copy=False).tobytes().hex()
-
-
-@cache
-def _draw_block() -> _Floats:
-    return _draw_signs("signs", _BLOCK).reshape(_ROWS, _WIDTH)
-
-
-@lru_cache(maxsize=128)
-def _draw_turn(block: int) -> _Floats:
-    return _draw_signs(f"block {block}", _WIDTH)
 
 
 @cache
@@ -115,6 +104,7 @@ def _draw_buckets() -> NDArray[np.intp]:
     return places.reshape(-1)[:_WIDTH].astype(np.intp)
 
 
+@lru_cache(maxsize=128)
 def _draw_signs(name: str, count: int) -> _Floats:
     """Return random signs, 1.0 and -1.0, that follow from a name."""
     data = np.frombuffer(_draw_bytes(name, -(-count // 8)), np.uint8)

@@ -53,11 +53,10 @@ class ModelTensors:
 
     def look(self) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[int, str]]:
         """Return the selected parameters and buffers, and the name of every parameter by its id."""
-        parameters, buffers = (
-            {plain_name(name): own for name, own in part} for part in self.listed
-        )
-        names = {id(own): name for name, own in parameters.items()}
-        return self._select(parameters), self._select(buffers), names
+        takes = self._takes or bool  # a name is not empty
+        found = [[(plain_name(name), own) for name, own in part] for part in self.listed]
+        parameters, buffers = ({n: own for n, own in part if takes(n)} for part in found)
+        return parameters, buffers, {id(own): name for name, own in found[0]}
 
     @property
     def listed(self) -> tuple[list[tuple[str, Tensor]], list[tuple[str, Tensor]]]:
@@ -73,10 +72,6 @@ class ModelTensors:
             for name in module._non_persistent_buffers_set  # noqa: SLF001 - torch has no public list
         }
         return [*parameters, *((name, own) for name, own in buffers if name not in fleeting)]
-
-    def _select(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        takes = self._takes
-        return tensors if takes is None else {n: own for n, own in tensors.items() if takes(n)}
 
 
 @dataclass(frozen=True)
@@ -201,14 +196,14 @@ def take_partial_snapshot(
         if layouts is not None and taken.divide((group, name), value, layout):
             continue
         if not isinstance(value, Tensor):
-            taken.groups[group][name] = _digest_state(value)
+            taken.groups[group][name] = digest_value(_digestible(value))
         elif is_lazy(value):  # it has no shape before its module's first input
             taken.groups[group][name] = digest_value(type(value))
         else:
             whole[group, name] = value
     for number, scheduler in enumerate(schedulers):
         given = _choose_settings(scheduler.state_dict(), scheduler, switches=switches)
-        taken.groups["schedulers"][str(number)] = _digest_state(given)
+        taken.groups["schedulers"][str(number)] = digest_value(_digestible(given))
     for (group, name), found in zip(whole, digest_many(whole.values()), strict=True):
         taken.groups[group][name] = found
     if sketches:
@@ -233,15 +228,8 @@ def _choose_settings(value: object, owner: object, *, switches: bool) -> object:
     }
 
 
-def _digest_state(value: object) -> str:
-    """Digest a value; of an object in it without defined bytes, digest the type."""
-    try:
-        return digest_value(value)
-    except DigestError:
-        return digest_value(_digestible(value))
-
-
 def _digestible(value: object) -> object:
+    """Return a value, in which types replace objects without defined bytes."""
     try:
         encode(value)
     except DigestError:
@@ -313,8 +301,7 @@ def replicated_names(
 
 def count_sharded(model: nn.Module, layouts: Mapping[int, FlatLayout]) -> int:
     """Return the number of parameters of which ranks hold different parts."""
-    names = set(replicated_names(model))
     return sum(
-        id(parameter) in layouts or is_sharded_dtensor(parameter) or plain_name(name) not in names
-        for name, parameter in model.named_parameters()
+        id(own) in layouts or is_sharded_dtensor(own) or hasattr(own, "_is_flat_param")
+        for own in model.parameters()
     )

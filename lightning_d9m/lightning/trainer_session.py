@@ -127,7 +127,7 @@ class TrainerSession:
         It loaded the loaders of a stage for the epoch that ``loaded_epochs`` has.
         """
         self.fit = fit
-        self.loaders.resume(fit)
+        self.loaders.fit = fit
         self._loaded_epochs = loaded_epochs
 
     def resume_loaders(

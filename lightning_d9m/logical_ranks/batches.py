@@ -6,6 +6,7 @@ workers loads them, and one batch of the loader is one training step.
 
 import copy
 from collections.abc import Iterator, Sequence
+from itertools import zip_longest
 from typing import Any
 
 from torch.utils.data import BatchSampler
@@ -71,22 +72,23 @@ class BlockBatchSampler:
         total = self._count_used(len(order))
         while order and len(order) < total:
             order += order[: total - len(order)]
-        ranks = self._iterated
+        # The numbers of batches of a user's class may depend on the samples, and its draws on the
+        # batches that it makes. So every process makes those of all logical ranks: it finds the
+        # same draws, and the same error at the same step.
+        known = type(self.batch_sampler) is BatchSampler
+        ranks = self.block if known else range(self._logical_ranks)
         batches = [iter(self._batch(order[rank : total : self._logical_ranks])) for rank in ranks]
-        while True:
-            parts = [next(part, _END) for part in batches]
+        for parts in zip_longest(*batches, fillvalue=_END):
             count = next((at for at, part in enumerate(parts) if part is _END), len(parts))
             # Without padding the first ranks have one batch more.
             if any(part is not _END for part in parts[count:]) or (
-                self._padded and 0 < count < len(parts)
+                self._padded and count < len(parts)
             ):
                 raise SettingError(
                     f"The logical ranks {ranks.start} to {ranks.stop - 1} have different "
                     f"numbers of batches of {type(self.batch_sampler).__name__}, and a step needs "
                     "one of each: make as many batches of any equally long list of samples."
                 )
-            if not count:
-                return
             found = [
                 part
                 for rank, part in zip(ranks, parts, strict=True)
@@ -94,17 +96,6 @@ class BlockBatchSampler:
             ]
             if found:
                 yield MicroBatchIndices(found, self.block.start)
-
-    @property
-    def _iterated(self) -> range:
-        """The logical ranks whose batches are made here.
-
-        The numbers of batches of a user's class may depend on the samples, and its draws on the
-        batches that it makes. So every process makes those of all logical ranks: it finds the same
-        draws, and the same error at the same step.
-        """
-        known = type(self.batch_sampler) is BatchSampler
-        return self.block if known else range(self._logical_ranks)
 
     def _count_used(self, samples: int) -> int:
         """Return the number of samples that the logical ranks share."""

@@ -7,7 +7,6 @@ hold their first values.
 
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -32,7 +31,7 @@ CHANGES, UNSAVED = "sampler", "unsaved"
 # The same of a loader's dataset and functions; and the paths of what only the log names: caches
 # that were filled, and what changes in a loader itself.
 DATA, UNSAVED_DATA, LOGGED_DATA = "data", "unsaved data", "logged data"
-# Of earlier versions: numbers by attribute, by the path of the object.
+# Of earlier versions: numbers by attribute, by the path of the object, which are lost.
 NUMBERS = "dataset numbers"
 
 LOADER = "loader"
@@ -116,19 +115,7 @@ class DataState:
         for _, changes in self.data.values():
             lost = set(changes.restore(plain, torch.device("cpu")))
             plain = {path: own for path, own in plain.items() if path.rstrip("'") in lost}
-        lost.update(self._restore_numbers(states.get(NUMBERS, {})))
-        _warn_of_lost(lost)
-
-    def _restore_numbers(self, numbers: Mapping[str, Mapping[str, float]]) -> Iterator[str]:
-        """Set the numbers of a checkpoint of an earlier version; yield what has no place."""
-        dataset, _ = self.data.get("dataset", (None, None))
-        owners = dict(_find_owners("dataset", dataset)) if numbers else {}
-        for path, values in numbers.items():
-            for name, value in values.items():
-                if hasattr(owners.get(path), name):
-                    vars(owners[path])[name] = value
-                else:
-                    yield f"{path}.{name}"
+        _warn_of_lost(lost | states.get(NUMBERS, {}).keys())
 
     def undo(self, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
         """Restore what differs in samplers between two captures and has not changed since."""
@@ -256,9 +243,4 @@ def _leave_out(_path: str, value: Any, *, generators: bool = True) -> bool:
     if isinstance(value, nn.Parameter) and value.requires_grad:
         return True
     # Such as the module and the datamodule, which are in the state of the program.
-    return _has_one_of_lightning(type(value).__mro__)
-
-
-@lru_cache(maxsize=10_000)
-def _has_one_of_lightning(kinds: tuple[type, ...]) -> bool:
-    return any(map(is_of_lightning, kinds))
+    return any(map(is_of_lightning, type(value).__mro__))

@@ -4,11 +4,12 @@ This module knows torch's ``DataLoader``, not Lightning. ``release`` restores ev
 attribute of the user's objects.
 """
 
+import os
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Any
 
@@ -28,7 +29,6 @@ from lightning_d9m.control.data.data_state import (
 from lightning_d9m.control.data.resumable_sampler import (
     ResumableSampler,
     copy_loader,
-    describe_seed,
     find_samplers,
     is_rankless,
     is_user_made,
@@ -246,20 +246,26 @@ class ControlledLoader:
                 set_epoch(epoch)
 
     def _read_seed(self, sampler: Any) -> str:
-        """Return what the user's own seed of a sampler adds to the names of our streams."""
-        read = self._replacements.read_original
-        if isinstance(sampler, DistributedSampler):
-            return describe_seed(read(sampler, "seed"))
-        own = read(sampler, "generator")
-        return describe_seed(own.initial_seed() if isinstance(own, torch.Generator) else None)
+        """Return what the user's own seed of a sampler adds to the names of our streams.
+
+        Lightning gives its ``DistributedSampler`` the seed of ``PL_GLOBAL_SEED``, which is ours.
+        """
+        split = isinstance(sampler, DistributedSampler)
+        seed = self._replacements.read_original(sampler, "seed" if split else "generator")
+        if not split:
+            seed = seed.initial_seed() if isinstance(seed, torch.Generator) else None
+        defaults = (None, 0, torch.Generator().initial_seed())
+        given = seed not in defaults and str(seed) != os.environ.get("PL_GLOBAL_SEED")
+        return f" {seed}" if given else ""
 
 
+@dataclass(eq=False)
 class LoaderControl:
     """The loaders of one fit.
 
-    Args:
+    Attributes:
         seed: The base seed.
-        fit: Ordinal of the fit in its process.
+        fit: Ordinal of the fit in its process. A resumed one sets it before any ``wrap_loader``.
         rank: The data-parallel rank; workers of different ranks draw different numbers.
         per_sample_rng: Seed the generators for each sample by (seed, epoch, index), so that its
             draws depend neither on its batch nor on the rank.
@@ -267,29 +273,19 @@ class LoaderControl:
             ``set_epoch`` between making an iterator and its first batch, as Lightning does.
     """
 
-    def __init__(
-        self,
-        seed: int,
-        *,
-        fit: int,
-        rank: int,
-        per_sample_rng: bool,
-        host_sets_epochs: bool = False,
-    ) -> None:
-        self._host_sets_epochs = host_sets_epochs
-        self._seed = seed
-        self._fit = fit
-        self._rank = rank
-        self._per_sample_rng = per_sample_rng
+    seed: int
+    _: KW_ONLY
+    fit: int
+    rank: int
+    per_sample_rng: bool
+    host_sets_epochs: bool = False
+
+    def __post_init__(self) -> None:
         self._controlled: list[ControlledLoader] = []
         self._replacements = AttributePatches()
         self._consumed: dict[str, ReachedPosition] = {}
         # Loaders that are not torch's.
         self._others: list[tuple[str, object, DataState]] = []
-
-    def resume(self, fit: int) -> None:
-        """Draw the same as a fit of another process. Call it before any ``wrap_loader``."""
-        self._fit = fit
 
     def resume_epoch(
         self,
@@ -359,13 +355,13 @@ class LoaderControl:
                     return loader
                 loader = copy_loader(loader)
                 break
-        stream = RandomStreams(self._seed, self._fit, self._rank, stage)
+        stream = RandomStreams(self.seed, self.fit, self.rank, stage)
         control = ControlledLoader(
             loader,
             stream,
             self._replacements,
-            per_sample=self._per_sample_rng,
-            host_sets_epochs=self._host_sets_epochs,
+            per_sample=self.per_sample_rng,
+            host_sets_epochs=self.host_sets_epochs,
             earlier=earlier,
         )
         self._controlled.append(control)

@@ -5,7 +5,6 @@ worker that loads it nor on earlier batches, and a resumed run does not load con
 """
 
 import copy
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -324,16 +323,6 @@ def make_generator(sampler: Any) -> torch.Generator | None:
     if isinstance(present, torch.Generator):
         return torch.Generator(device=present.device)
     return None
-
-
-def describe_seed(seed: object) -> str:
-    """Return the seed that the user has given a sampler, as a text; empty for a default.
-
-    Lightning gives its ``DistributedSampler`` the seed of ``PL_GLOBAL_SEED``, which is ours.
-    """
-    defaults = (None, 0, torch.Generator().initial_seed())
-    given = seed not in defaults and str(seed) != os.environ.get("PL_GLOBAL_SEED")
-    return f" {seed}" if given else ""
 
 
 def copy_loader(loader: Any) -> Any:

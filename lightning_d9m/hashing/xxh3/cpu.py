@@ -58,19 +58,9 @@ def hash_chunks(memory: Sequence[tuple[int, int]]) -> list[bytes]:
     return split_chunk_digests(found, memory)
 
 
-def copy_span(address: int, size: int) -> bytes:
-    """Copy one span of at most one chunk, padded for ``hash_copy``."""
-    return b"".join(part for chunk in _divide(address, size) for part in chunk)
-
-
-def hash_copy(copy: bytes) -> bytes:
-    """Hash a padded copy; return the bytes that ``hash_chunks`` returns for its original."""
-    return xxh3_64_intdigest(copy).to_bytes(8, "little") if copy else b""
-
-
 def hash_chunk(data: bytes) -> bytes:
     """Hash the bytes of one chunk, or of the last one of a tensor, which may be incomplete."""
-    return hash_copy(data.ljust(len(data) + -len(data) % BLOCK_BYTES, b"\0"))
+    return _hash([(memoryview(data), _ZEROS[: -len(data) % BLOCK_BYTES])] if data else [])
 
 
 def count_chunks(size: int) -> int:

@@ -38,25 +38,6 @@ def _secret_at(offset: int) -> npt.NDArray[np.uint64]:
     return np.frombuffer(_SECRET, "<u8", 8, offset)
 
 
-def _make_constants() -> npt.NDArray[np.int64]:
-    """Return the constants as ``triton_kernel`` expects them: tiles of 16 stripes of 8 words.
-
-    A tile of keys has the secret's words for each stripe of a block: stripe n reads the secret at
-    byte 8n, the last stripe of the input at byte 121. The other tiles have their 8 words in stripe
-    0.
-    """
-    tiles = np.zeros((5, 16, 8), np.uint64)
-    tiles[0] = tiles[1] = [_secret_at(8 * stripe) for stripe in range(16)]
-    tiles[1, 15] = _secret_at(121)
-    tiles[2, 0] = _START
-    tiles[3, 0] = _secret_at(128)
-    tiles[4, 0] = _secret_at(11)
-    return tiles.reshape(-1).view(np.int64)
-
-
-_CONSTANTS = _make_constants()
-
-
 def start_hashing(memory: Sequence[tuple[int, int]], device: torch.device) -> torch.Tensor:
     """Hash memory of one device on its current stream, without waiting.
 
@@ -108,8 +89,19 @@ def start_copy(launched: list[torch.Tensor]) -> torch.Tensor:
 
 @functools.cache
 def _load_constants(device: torch.device) -> torch.Tensor:
-    """Return the constants on a device; copied once, and waited for: every stream reads them."""
-    return torch.from_numpy(_CONSTANTS).to(device)
+    """Return the constants as ``triton_kernel`` expects them: tiles of 16 stripes of 8 words.
+
+    A tile of keys has the secret's words for each stripe of a block: stripe n reads the secret at
+    byte 8n, the last stripe of the input at byte 121. The other tiles have their 8 words in stripe
+    0. They are copied once, and waited for: every stream reads them.
+    """
+    tiles = np.zeros((5, 16, 8), np.uint64)
+    tiles[0] = tiles[1] = [_secret_at(8 * stripe) for stripe in range(16)]
+    tiles[1, 15] = _secret_at(121)
+    tiles[2, 0] = _START
+    tiles[3, 0] = _secret_at(128)
+    tiles[4, 0] = _secret_at(11)
+    return torch.from_numpy(tiles.reshape(-1).view(np.int64)).to(device)
 
 
 def hash_memory(memory: Sequence[tuple[int, int]], device: torch.device) -> list[bytes]:

@@ -70,7 +70,7 @@ check([(0, 0)])
 # A tensor that begins 2.6 GB below: the chunks up to here count as hashed before.
 before, size = 2_600_000_000 // CHUNK, CHUNK + 100
 table = torch.tensor([-before, base - before * CHUNK, before * CHUNK + size])
-constants = torch.from_numpy(chunks_cuda._CONSTANTS)
+constants = chunks_cuda._load_constants(torch.device("cpu"))
 leaves = torch.empty(2, dtype=torch.int64)
 chunks_kernel.hash_chunks[(2,)](constants, table, leaves, 1, CHUNK=CHUNK, num_warps=1)
 assert [leaves.numpy().tobytes()] == chunks_cpu.hash_chunks([(base, size)])
@@ -82,9 +82,9 @@ check([(5, CHUNK + 1)])
 assert chunks_cuda.check_kernel(CPU)
 assert not chunks_cuda.check_kernel(torch.device("cuda"))
 cut(8192)
-chunks_cuda._CONSTANTS[200] ^= 1
+chunks_cuda._load_constants(CPU)[200] ^= 1
 assert not chunks_cuda.check_kernel(CPU)
-chunks_cuda._CONSTANTS[200] ^= 1
+chunks_cuda._load_constants(CPU)[200] ^= 1
 """,
 }
 
