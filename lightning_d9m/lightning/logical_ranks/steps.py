@@ -22,10 +22,10 @@ from lightning_d9m.lightning.lightning_private import (
     skips_backward,
 )
 from lightning_d9m.lightning.logical_ranks.logged_values import LoggedValues
-from lightning_d9m.lightning.logical_ranks.metric_states import MetricStates
-from lightning_d9m.lightning.trainer_attributes import Trainer, name_callbacks
+from lightning_d9m.lightning.trainer_attributes import Trainer, find_metrics, name_callbacks
 from lightning_d9m.logical_ranks.accumulation import KeptGradients
 from lightning_d9m.logical_ranks.gradients import LogicalGradients
+from lightning_d9m.logical_ranks.metric_states import MetricStates
 from lightning_d9m.logical_ranks.sandbox import Sandbox
 from lightning_d9m.state.parts import GENERATOR, find_kind, is_of_lightning, is_of_program
 from lightning_d9m.state.plain_data import encode_plain
@@ -69,7 +69,8 @@ class LogicalSteps:
         self.block = block = processes.block  # of the strategy
         gather = processes.gather_values
         current = lambda: self.logical_rank  # noqa: E731 - given to two objects
-        self.metrics = MetricStates(trainer, block, current, processes.gather_bytes)
+        metrics = find_metrics(trainer)
+        self.metrics = MetricStates(metrics, block, current, processes.gather_bytes)
         self.logged = LoggedValues(trainer, block, current, gather)
         self.hooks = BatchHooks(trainer, gather)
         self.sums: Any = sums
