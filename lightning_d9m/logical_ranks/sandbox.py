@@ -5,13 +5,11 @@ from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_map_only
 
 from lightning_d9m.errors import SettingError
-from lightning_d9m.logical_ranks.collectives import send_tensors
+from lightning_d9m.logical_ranks.collectives import move_tensors, send_tensors
 from lightning_d9m.state.parts import (
     DICT,
     ITEMS,
@@ -346,9 +344,7 @@ class Sandbox:
             if path in received:
                 key, place, removed, value = received[path]
                 node = self._watch.paths[place]
-                content: Any = MISSING if removed else self._move(value)
-                if node.kind is ITEMS:
-                    content = tuple(content)
+                content = MISSING if removed else move_tensors(value, self._module)
                 _Change(path, node, key, content, "").apply()
             elif path in own:
                 own[path].put_back()
@@ -373,7 +369,8 @@ class Sandbox:
 
     def _add_all(self, path: str, by_rank: dict[int, list[Any]]) -> None:
         node = self._watch.paths[path]
-        items = [item for rank in sorted(by_rank) for item in self._move(by_rank[rank])]
+        found = move_tensors(by_rank, self._module)
+        items = [item for rank in sorted(by_rank) for item in found[rank]]
         if node.kind is SET:
             node.owner.update(items)
         elif node.kind is ITEMS:
@@ -385,21 +382,13 @@ class Sandbox:
                 else:
                     node.owner.setdefault(key, value)
 
-    def _move(self, value: Any) -> Any:
-        device = getattr(self._module, "device", torch.device("cpu"))
-        if device.type == "cpu":
-            return value
-        return tree_map_only(Tensor, lambda tensor: tensor.to(device), value)
-
 
 def _make_plain(changes: list[_Change]) -> tuple[str, dict[str, list[Any]]]:
     """Return the path of a value that cannot be sent, or what other processes make of them all."""
     found = {}
     for change in changes:
-        value = change.value
-        removed = value is MISSING
-        whole = change.key is None and change.node.kind is ITEMS
-        plain = list(value) if whole else None if removed else value
+        removed = change.value is MISSING
+        plain = None if removed else change.value
         try:
             if not isinstance(plain, Tensor):
                 encode_plain(plain)

@@ -1,12 +1,11 @@
 """``DDPDeterministicStrategy(logical_ranks=8)``: the same bits on any number of processes."""
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partialmethod
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lightning_d9m.attribute_patches import AttributePatches
@@ -29,7 +28,6 @@ from lightning_d9m.logical_ranks.malloc import disable_malloc_trim
 from lightning_d9m.logical_ranks.scalars import sum_exactly
 from lightning_d9m.logical_ranks.tree import Blocks
 from lightning_d9m.ranks.groups import (
-    broadcast_tensors,
     close_default_group,
     gather_bytes,
     is_default_group_closed,
@@ -124,18 +122,6 @@ class DDPDeterministicStrategy(_DDPStrategy):  # type: ignore[misc] # of the pac
             **options,
         )
 
-    def broadcast_tensors(self, tensors: list[Tensor]) -> None:
-        """Overwrite tensors with those of process 0."""
-        if self.world_size > 1:
-            with torch.no_grad():
-                broadcast_tensors(tensors)
-
-    def watch_collectives(
-        self, patches: AttributePatches, current: Callable[[], int | None]
-    ) -> None:
-        """Refuse collectives while a step of a logical rank runs, until the patches are undone."""
-        watch_collectives(patches, current)
-
     def gather_values(self, values: Any) -> list[Any]:
         """Return what each process passes, plain data (see `encode_plain`)."""
         return [decode_plain(part) for part in self.gather_bytes(encode_plain(values))]
@@ -193,7 +179,7 @@ class DDPDeterministicStrategy(_DDPStrategy):  # type: ignore[misc] # of the pac
         to_device = super().batch_to_device
         steps = self.logical_steps = LogicalSteps(trainer, self, self._session, sums, to_device)
         steps.attach(self._patches)
-        self.watch_collectives(self._patches, lambda: steps.step_rank)
+        watch_collectives(self._patches, lambda: steps.step_rank)
 
     def _end_logical_ranks(self) -> None:
         self._patches.undo()
@@ -210,9 +196,7 @@ class DDPDeterministicStrategy(_DDPStrategy):  # type: ignore[misc] # of the pac
         named = [*self.lightning_module.named_parameters(), *self.lightning_module.named_buffers()]
         described = [f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in named]
         self.agree("the first broadcast of the model", described)
-        with torch.no_grad():
-            tensors = [tensor for _, tensor in named]
-            send_tensors(tensors, self)
+        send_tensors([tensor for _, tensor in named], self)
 
     def agree(self, activity: str, items: Sequence[str] = ()) -> None:
         """Wait until every process announces the same activity and items.
@@ -318,7 +302,7 @@ class DDPDeterministicStrategy(_DDPStrategy):  # type: ignore[misc] # of the pac
         """Sum the gradients, after the last backward pass of a step."""
         assert self.logical_steps is not None, "it is called with logical ranks"
         with self.naming_lost("the sum of gradients"):
-            self.logical_steps.finish_gradients()
+            self.logical_steps.take_gradients(self.block[-1])
 
     def run_backward(self, loss: Tensor, optimizer: Any = None, *args: Any, **kw: Any) -> Tensor:
         """Run the backward pass of a loss, which overlaps the sums, without the hooks after it."""
