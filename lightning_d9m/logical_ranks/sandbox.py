@@ -113,6 +113,7 @@ class Sandbox:
         self._processes = processes
         self._block: range = processes.block
         self._ranks: int = processes.blocks.logical_ranks
+        self._shared = len(self._block) < self._ranks  # whether other processes have some, too
         self._leave_out = leave_out
         self._hidden = hidden
         self._records: dict[int, _Record] = {}
@@ -123,11 +124,6 @@ class Sandbox:
         self._steps = 0
         self._compares = False
         self._warned: set[str] = set()
-
-    @property
-    def shared(self) -> bool:
-        """Whether other processes have logical ranks, too."""
-        return len(self._block) < self._ranks
 
     @_disable_current_modes()  # no operation of the training, which probes record
     def begin(self) -> None:
@@ -247,7 +243,7 @@ class Sandbox:
             is_buffer = id(node.owner) in self._buffers
         if is_buffer:
             token = f"buffer {getattr(value, 'shape', None)} {getattr(value, 'dtype', None)}"
-        elif isinstance(value, Tensor) and value.numel() > _SMALL and not self.shared:
+        elif isinstance(value, Tensor) and value.numel() > _SMALL and not self._shared:
             token = str(value.dtype)
         else:
             token = digest_value(value)
@@ -292,7 +288,7 @@ class Sandbox:
             for rank, record in records.items()
         }
         own = [tokens, added, extra]
-        parts = self._processes.gather_values(own) if self.shared else [own]
+        parts = self._processes.gather_values(own) if self._shared else [own]
         self._merge(records, parts, stage)
         return [part[-1] for part in parts]
 
@@ -309,7 +305,7 @@ class Sandbox:
         ]
         if differing:
             self._keep_first(records, differing, stage)
-        if self.shared:
+        if self._shared:
             changes = records[self._block.start].changes
             alike = [changes[path] for path in sorted(changes.keys() - {*differing})]
             buffers = [
@@ -328,7 +324,7 @@ class Sandbox:
         }
         first = records[0].changes if self._block.start == 0 else {}
         unknown, received = _make_plain([first[path] for path in paths if path in first])
-        if self.shared:
+        if self._shared:
             unknown, received = self._processes.gather_values((unknown, received))[0]
         if unknown:
             raise SettingError(

@@ -146,7 +146,8 @@ class LogicalSteps:
             loss = _find_loss(output)
             self.losses.append(loss.detach())
             if rank == self.block.start != self.block[-1]:
-                self._output = _detach(output)
+                found = loss.detach()
+                self._output = {**output, "loss": found} if isinstance(output, Mapping) else found
             self._sandbox.start_backward()
             if forward:
                 self._end_rank(rank)
@@ -352,13 +353,6 @@ def _find_loss(output: Any) -> Tensor:
             "rank needs one: return a loss for each batch, for example one multiplied by zero."
         )
     return loss
-
-
-def _detach(output: Any) -> Any:
-    """Return the output without the graph of its loss."""
-    if isinstance(output, Mapping):
-        return {**output, "loss": output["loss"].detach()}
-    return output.detach()
 
 
 class MicroBatchSeeds:

@@ -12,8 +12,8 @@ from lightning_d9m.attribute_patches import AttributePatches
 from lightning_d9m.control.env_settings import read_variable, variable_of
 from lightning_d9m.control.torch_flags import read_threads
 from lightning_d9m.errors import DriftError, RankLostError, RanksDisagreeError, SettingError
+from lightning_d9m.hashing.shards import has_base
 from lightning_d9m.lightning.logical_ranks.loaders import group_loader
-from lightning_d9m.lightning.logical_ranks.refusals import check_trainer
 from lightning_d9m.lightning.logical_ranks.steps import LogicalSteps, holds_micro_batches
 from lightning_d9m.lightning.packages import combined_base
 from lightning_d9m.lightning.strategies import register_in_loaded_packages
@@ -45,8 +45,50 @@ _OPTIONS = (
     *("precision_plugin", "process_group_backend", "timeout", "start_method"),
     "find_unused_parameters",  # not needed: logical ranks handle what it is for
 )
+# Modules, parameters and optimizers that are refused, by the name of a class, and the reason.
+_REFUSED = {
+    "SyncBatchNorm": "needs the activations of all logical ranks at once: use GroupNorm, LayerNorm "
+    "or BatchNorm without sync_batchnorm=True",
+    **dict.fromkeys(
+        ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"),
+        "reduces or divides parameters itself, and logical ranks sum whole gradients: leave it out",
+    ),
+    "DTensor": "is divided among processes, and logical ranks need whole parameters in each "
+    "process: leave out fully_shard and parallelize_module",
+    "ZeroRedundancyOptimizer": "divides the work of an optimizer among the processes, and with "
+    "logical ranks each process runs the whole optimizer: use the optimizer that it wraps",
+}
 # Errors that another rank has caused, or all.
 _OF_OTHERS = (RankLostError, RanksDisagreeError)
+
+
+def check_trainer(trainer: Trainer, strategy: Any, session: object) -> None:
+    """Refuse what logical ranks do not support, at every number of processes.
+
+    Raises:
+        SettingError: With the setting, and what to do.
+    """
+    if session is None:
+        raise SettingError(
+            f"The strategy has logical_ranks={strategy.logical_ranks}, and the Trainer has no "
+            "DeterminismCallback, which seeds the logical ranks: add "
+            "callbacks=[DeterminismCallback()]."
+        )
+    module: Any = trainer.lightning_module
+    optimizers = {f"optimizer {number}": each for number, each in enumerate(trainer.optimizers)}
+    parts = dict(module.named_modules()) | dict(module.named_parameters()) | optimizers
+    for name, part in parts.items():
+        for kind, reason in _REFUSED.items():
+            if has_base(part, kind):
+                raise SettingError(
+                    f"{name!r} is a {kind}, which {reason}, or train without logical_ranks."
+                )
+    if trainer.state.fn == "fit" and not module.automatic_optimization:
+        raise SettingError(
+            f"{type(module).__name__} has automatic_optimization=False, and the steps of logical "
+            "ranks are those of Lightning's automatic optimization: leave that attribute out and "
+            "let training_step return the loss, or train without logical_ranks."
+        )
 
 
 class DDPDeterministicStrategy(_DDPStrategy):  # type: ignore[misc] # of the package that is loaded
