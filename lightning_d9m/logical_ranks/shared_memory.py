@@ -102,12 +102,8 @@ def open_shared_memory(
             return None
         stack.pop_all()
     sockets = opening.take_sockets()
-    limit = _find_timeout(group)
     for each in sockets:
-        # A timeout of Python's would cost another call of the system for each wait.
-        each.settimeout(None)
-        seconds = struct.pack("ll", int(limit.total_seconds()), limit.microseconds)
-        each.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, seconds)
+        _limit_waits(each, _find_timeout(group))
     assert opening.memory is not None
     return SharedMemory(opening.memory, sockets, slot_bytes)
 
@@ -216,3 +212,10 @@ def _find_timeout(group: Any) -> timedelta:
 def _close_files(files: Sequence[int]) -> None:
     for file in files:
         os.close(file)
+
+
+def _limit_waits(link: socket.socket, limit: timedelta) -> None:
+    # A timeout of Python's would cost another call of the system for each wait.
+    link.settimeout(None)
+    seconds = struct.pack("ll", int(limit.total_seconds()), limit.microseconds)
+    link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, seconds)
