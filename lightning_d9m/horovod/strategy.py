@@ -1,7 +1,7 @@
 """``Trainer(strategy="horovod_d9m")``: bit-exact training in the processes of ``horovodrun``."""
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partialmethod
@@ -10,7 +10,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, distributed
 
-from lightning_d9m.attribute_patches import AttributePatches
 from lightning_d9m.errors import RankLostError, SettingError
 from lightning_d9m.horovod.environment import (
     compare_ranks,
@@ -233,19 +232,14 @@ class HorovodDeterministicStrategy(DDPDeterministicStrategy):
         if hasattr(loop, BROADCAST_SIGTERM):
             # It would wait for a rank that has no more batches, before the ranks agree.
             self._patches.replace(loop, BROADCAST_SIGTERM, lambda: None)
+        if (steps := self.logical_steps) is not None:
+            hvd, current = import_horovod(), lambda: steps.step_rank
+            for name in [name for name in vars(hvd) if name.startswith(_COLLECTIVES)]:
+                watch_function(self._patches, current, hvd, name, f"horovod.torch.{name}")
         if self.logical_ranks is None and self.optimizers and self.world_size > 1:
             blocks = Blocks(self.world_size, self.world_size)
             self._sums = self.make_logical_gradients(blocks, adds=True, on_stray=self._refuse_stray)
             self._sums.prepare()
-
-    def watch_collectives(
-        self, patches: AttributePatches, current: Callable[[], int | None]
-    ) -> None:
-        """Refuse collectives of torch and of Horovod while a step of a logical rank runs."""
-        super().watch_collectives(patches, current)
-        hvd = import_horovod()
-        for name in [name for name in vars(hvd) if name.startswith(_COLLECTIVES)]:
-            watch_function(patches, current, hvd, name, f"horovod.torch.{name}")
 
     # Gradients
 

@@ -27,12 +27,15 @@ from lightning_d9m.errors import SettingError
 from lightning_d9m.ledger.format.records import End
 from lightning_d9m.lightning.interruptions import apply_interrupt_variables, change_last_bits
 from lightning_d9m.lightning.lightning_private import wrap_launches
-from lightning_d9m.lightning.logical_ranks.refusals import refuse_unread_variable
 from lightning_d9m.lightning.packages import combined_base, extend_base, import_packages, rank_zero
 from lightning_d9m.lightning.resume.resumable_fit import CheckpointState
 from lightning_d9m.lightning.resume.run_state import mark_used_gradients
 from lightning_d9m.lightning.saved_state import KEY
-from lightning_d9m.lightning.strategies import check_strategy, register_strategies
+from lightning_d9m.lightning.strategies import (
+    check_strategy,
+    refuse_unread_variable,
+    register_strategies,
+)
 from lightning_d9m.lightning.trainer_attributes import Trainer, ranks_of
 from lightning_d9m.lightning.trainer_recorder import FitSummary, TrainerRecorder
 from lightning_d9m.lightning.trainer_session import TrainerSession, resolve_settings, select_given

@@ -1,10 +1,12 @@
 """Strategies: which of Lightning's shard the model, and the registration of ours by name."""
 
+import os
 from functools import partial
 from importlib import import_module
 from pkgutil import resolve_name
 from typing import Any
 
+from lightning_d9m.control.env_settings import variable_of
 from lightning_d9m.errors import SettingError
 from lightning_d9m.hashing.shards import has_base
 from lightning_d9m.lightning.packages import loaded_packages
@@ -25,6 +27,7 @@ _STRATEGIES = {
 _SHARDED = ("FSDPStrategy", "ModelParallelStrategy")
 # Those whose weights, optimizer states and checkpoints the tests record, and their subclasses.
 _RECORDED = (*_SHARDED, "SingleDeviceStrategy", "DDPStrategy")
+_VARIABLE = variable_of("logical_ranks")
 _XLA = "the generators of XLA devices are neither seeded nor restored"
 _REFUSED = {
     "DeepSpeedStrategy": "it keeps the states of optimizers, and with ZeRO stage 3 the weights, in "
@@ -47,6 +50,21 @@ def check_strategy(strategy: object) -> None:
             f"The strategy of the Trainer is {type(strategy).__name__}, and its ledger would "
             f"not show every difference: {reason}. Use one device, or a strategy of DDP, FSDP, "
             "ModelParallelStrategy or Horovod; or remove the DeterminismCallback."
+        )
+
+
+def refuse_unread_variable(strategy: Any) -> None:
+    """Refuse a number of logical ranks in the environment that a strategy does not read.
+
+    Raises:
+        SettingError: If the variable is set, and the strategy is not one with logical ranks.
+    """
+    value = os.environ.get(_VARIABLE)
+    if value and not hasattr(strategy, "logical_ranks"):
+        raise SettingError(
+            f"{_VARIABLE} is {value!r}, but the Trainer has the strategy "
+            f"{type(strategy).__name__}, which trains without logical ranks: use "
+            "strategy='ddp_d9m' or strategy='horovod_d9m', or unset the variable."
         )
 
 

@@ -7,10 +7,12 @@ from operator import attrgetter
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor, distributed, nn
+from torch.utils._pytree import tree_map_only
 
 from lightning_d9m.attribute_patches import AttributePatches
 from lightning_d9m.errors import SettingError
+from lightning_d9m.ranks.groups import broadcast_tensors
 from lightning_d9m.state.parts import TENSOR
 
 # What each collective of torch calls first. It is looked up again in each call, so that replacing
@@ -78,16 +80,27 @@ def watch_function(
     patches.replace(owner, name, call)
 
 
+@torch.no_grad()
 def send_tensors(tensors: list[Tensor], processes: Any) -> None:
     """Overwrite tensors with those of process 0, also sparse and expanded ones."""
+    if processes.world_size == 1:
+        return
     dense: list[Tensor] = []
     others: list[Tensor] = []
     for one in tensors:
         is_expanded = one.layout is torch.strided and one.numel() > 1 and 0 in one.stride()
         (dense if one.layout is torch.strided and not is_expanded else others).append(one)
     if dense:
-        processes.broadcast_tensors(dense)
+        broadcast_tensors(dense)
     if others:
         for own, first in zip(others, processes.gather_values(others)[0], strict=True):
             if not TENSOR.matches(own.cpu(), first):
                 TENSOR.write(own, first.to(own.device))
+
+
+def move_tensors(value: Any, module: nn.Module) -> Any:
+    """Return a value whose tensors are on the device of a module, if that is an accelerator."""
+    device: Any = getattr(module, "device", torch.device("cpu"))
+    if device.type == "cpu":
+        return value
+    return tree_map_only(Tensor, lambda tensor: tensor.to(device), value)

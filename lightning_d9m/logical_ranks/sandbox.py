@@ -5,13 +5,11 @@ from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_map_only
 
 from lightning_d9m.errors import SettingError
-from lightning_d9m.logical_ranks.collectives import send_tensors
+from lightning_d9m.logical_ranks.collectives import move_tensors, send_tensors
 from lightning_d9m.state.parts import (
     DICT,
     ITEMS,
@@ -115,6 +113,7 @@ class Sandbox:
         self._processes = processes
         self._block: range = processes.block
         self._ranks: int = processes.blocks.logical_ranks
+        self._shared = len(self._block) < self._ranks  # whether other processes have some, too
         self._leave_out = leave_out
         self._hidden = hidden
         self._records: dict[int, _Record] = {}
@@ -125,11 +124,6 @@ class Sandbox:
         self._steps = 0
         self._compares = False
         self._warned: set[str] = set()
-
-    @property
-    def shared(self) -> bool:
-        """Whether other processes have logical ranks, too."""
-        return len(self._block) < self._ranks
 
     @_disable_current_modes()  # no operation of the training, which probes record
     def begin(self) -> None:
@@ -249,7 +243,7 @@ class Sandbox:
             is_buffer = id(node.owner) in self._buffers
         if is_buffer:
             token = f"buffer {getattr(value, 'shape', None)} {getattr(value, 'dtype', None)}"
-        elif isinstance(value, Tensor) and value.numel() > _SMALL and not self.shared:
+        elif isinstance(value, Tensor) and value.numel() > _SMALL and not self._shared:
             token = str(value.dtype)
         else:
             token = digest_value(value)
@@ -294,7 +288,7 @@ class Sandbox:
             for rank, record in records.items()
         }
         own = [tokens, added, extra]
-        parts = self._processes.gather_values(own) if self.shared else [own]
+        parts = self._processes.gather_values(own) if self._shared else [own]
         self._merge(records, parts, stage)
         return [part[-1] for part in parts]
 
@@ -311,7 +305,7 @@ class Sandbox:
         ]
         if differing:
             self._keep_first(records, differing, stage)
-        if self.shared:
+        if self._shared:
             changes = records[self._block.start].changes
             alike = [changes[path] for path in sorted(changes.keys() - {*differing})]
             buffers = [
@@ -330,7 +324,7 @@ class Sandbox:
         }
         first = records[0].changes if self._block.start == 0 else {}
         unknown, received = _make_plain([first[path] for path in paths if path in first])
-        if self.shared:
+        if self._shared:
             unknown, received = self._processes.gather_values((unknown, received))[0]
         if unknown:
             raise SettingError(
@@ -346,9 +340,7 @@ class Sandbox:
             if path in received:
                 key, place, removed, value = received[path]
                 node = self._watch.paths[place]
-                content: Any = MISSING if removed else self._move(value)
-                if node.kind is ITEMS:
-                    content = tuple(content)
+                content = MISSING if removed else move_tensors(value, self._module)
                 _Change(path, node, key, content, "").apply()
             elif path in own:
                 own[path].put_back()
@@ -373,7 +365,8 @@ class Sandbox:
 
     def _add_all(self, path: str, by_rank: dict[int, list[Any]]) -> None:
         node = self._watch.paths[path]
-        items = [item for rank in sorted(by_rank) for item in self._move(by_rank[rank])]
+        found = move_tensors(by_rank, self._module)
+        items = [item for rank in sorted(by_rank) for item in found[rank]]
         if node.kind is SET:
             node.owner.update(items)
         elif node.kind is ITEMS:
@@ -385,21 +378,13 @@ class Sandbox:
                 else:
                     node.owner.setdefault(key, value)
 
-    def _move(self, value: Any) -> Any:
-        device = getattr(self._module, "device", torch.device("cpu"))
-        if device.type == "cpu":
-            return value
-        return tree_map_only(Tensor, lambda tensor: tensor.to(device), value)
-
 
 def _make_plain(changes: list[_Change]) -> tuple[str, dict[str, list[Any]]]:
     """Return the path of a value that cannot be sent, or what other processes make of them all."""
     found = {}
     for change in changes:
-        value = change.value
-        removed = value is MISSING
-        whole = change.key is None and change.node.kind is ITEMS
-        plain = list(value) if whole else None if removed else value
+        removed = change.value is MISSING
+        plain = None if removed else change.value
         try:
             if not isinstance(plain, Tensor):
                 encode_plain(plain)

@@ -28,20 +28,12 @@ class LoggedValue:
 
     def __init__(self, result: Any) -> None:
         self.result = result
-        self.clear()
-
-    def clear(self) -> None:
-        """Forget the values of the last epoch."""
         self.partials: list[float] = []
         self.weight = 0
 
     def add(self, number: float, weight: int = 1) -> None:
         """Add a value of float32 for a batch of a size; their product is exact."""
         self.merge([number * weight if self.result.meta.is_mean_reduction else number], weight)
-
-    def capture(self) -> list[Any]:
-        """Return the sums so far as plain values."""
-        return [self.partials, self.weight]
 
     def merge(self, partials: list[float], weight: int, extreme: float | None = None) -> None:
         """Add the sums that were captured; older versions kept an extreme separately."""
@@ -150,10 +142,8 @@ class LoggedValues:
     def _keep(self, results: Any, key: str) -> None:
         """Keep sums of a name, which are empty at the start of an epoch."""
         known, result = self._values.setdefault(id(results), {}), results[key]
-        if key not in known or known[key].result is not result:
+        if key not in known or known[key].result is not result or result.has_reset:
             known[key] = LoggedValue(result)
-        elif result.has_reset:
-            known[key].clear()
         result.has_reset = False
         result._computed = None  # noqa: SLF001 - of torchmetrics
 
@@ -174,11 +164,11 @@ class LoggedValues:
         for key, value in self._values.get(id(results), {}).items() if 0 in self._block else ():
             if value.result is results.get(key) and not value.result.has_reset:
                 whole = LoggedValue(value.result)
-                whole.merge(*value.capture())
+                whole.merge(value.partials, value.weight)
                 for name, number, weight, _ in self._pending.get(id(results), ()):
                     if name == key and value.result.meta.on_epoch:
                         whole.add(number.item(), weight)
-                found[key] = whole.capture()
+                found[key] = [whole.partials, whole.weight]
         return found
 
     def restore(self, parts: list[dict[str, Any]]) -> None:
@@ -193,12 +183,9 @@ class LoggedValues:
                 if key in results:
                     known.setdefault(key, LoggedValue(results[key])).merge(*sums)
 
-    def take_step(self) -> dict[str, list[Any]]:
+    def take(self) -> dict[str, list[Any]]:
         """Return what this process has logged since the last step, by name."""
         self._is_epoch_over = False
-        return self._take()
-
-    def _take(self) -> dict[str, list[Any]]:
         results = lightning_private.get_current_results(self._trainer)
         pending = self._pending.pop(id(results), [])
         numbers = torch.stack([value for _, value, *_ in pending]).tolist() if pending else []
@@ -222,8 +209,8 @@ class LoggedValues:
 
     def finish_epoch(self) -> None:
         """Reduce what was logged for an epoch."""
+        self.add(self._gather(self.take()), with_step=False)
         self._is_epoch_over = True
-        self.add(self._gather(self._take()), with_step=False)
         results = lightning_private.get_current_results(self._trainer)
         known = self._values.get(id(results), {})
         for key, result in results.valid_items():

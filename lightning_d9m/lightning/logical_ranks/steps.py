@@ -22,10 +22,11 @@ from lightning_d9m.lightning.lightning_private import (
     skips_backward,
 )
 from lightning_d9m.lightning.logical_ranks.logged_values import LoggedValues
-from lightning_d9m.lightning.logical_ranks.metric_states import MetricStates
-from lightning_d9m.lightning.trainer_attributes import Trainer, name_callbacks
+from lightning_d9m.lightning.trainer_attributes import Trainer, find_metrics, name_callbacks
 from lightning_d9m.logical_ranks.accumulation import KeptGradients
+from lightning_d9m.logical_ranks.collectives import move_tensors
 from lightning_d9m.logical_ranks.gradients import LogicalGradients
+from lightning_d9m.logical_ranks.metric_states import MetricStates
 from lightning_d9m.logical_ranks.sandbox import Sandbox
 from lightning_d9m.state.parts import GENERATOR, find_kind, is_of_lightning, is_of_program
 from lightning_d9m.state.plain_data import encode_plain
@@ -69,7 +70,8 @@ class LogicalSteps:
         self.block = block = processes.block  # of the strategy
         gather = processes.gather_values
         current = lambda: self.logical_rank  # noqa: E731 - given to two objects
-        self.metrics = MetricStates(trainer, block, current, processes.gather_bytes)
+        metrics = find_metrics(trainer)
+        self.metrics = MetricStates(metrics, block, current, processes.gather_bytes)
         self.logged = LoggedValues(trainer, block, current, gather)
         self.hooks = BatchHooks(trainer, gather)
         self.sums: Any = sums
@@ -144,7 +146,8 @@ class LogicalSteps:
             loss = _find_loss(output)
             self.losses.append(loss.detach())
             if rank == self.block.start != self.block[-1]:
-                self._output = _detach(output)
+                found = loss.detach()
+                self._output = {**output, "loss": found} if isinstance(output, Mapping) else found
             self._sandbox.start_backward()
             if forward:
                 self._end_rank(rank)
@@ -154,10 +157,10 @@ class LogicalSteps:
             if trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches == 0:
                 self._clear_gradients()  # of a backward pass in the step, as Lightning does
             backward(loss / trainer.accumulate_grad_batches)  # as Lightning divides the last one
-            self._take_gradients(rank)
+            self.take_gradients(rank)
         return output
 
-    def _take_gradients(self, rank: int) -> None:
+    def take_gradients(self, rank: int) -> None:
         """Add the gradients of a logical rank to the sums, or keep them if later batches add."""
         if self._accumulates:
             self.kept.keep(rank)
@@ -180,10 +183,6 @@ class LogicalSteps:
     def backward(self) -> AbstractContextManager[None]:
         """Return the context of a backward pass, which overlaps the sums before a step."""
         return nullcontext() if self._accumulates else self.sums.backward()
-
-    def finish_gradients(self) -> None:
-        """Take the gradients of the last logical rank here, after its backward pass."""
-        self._take_gradients(self.block[-1])
 
     def _run_batch(self, run: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
         """Run Lightning's optimization of a batch, and return what ``on_train_batch_end`` gets.
@@ -271,7 +270,7 @@ class LogicalSteps:
 
     def _end(self, stage: str) -> None:
         self._leave()
-        self.logged.add(self._sandbox.finish(stage, self.logged.take_step()))
+        self.logged.add(self._sandbox.finish(stage, self.logged.take()))
         self._seeds.start(*self._place, _BETWEEN_STEPS)
 
 
@@ -313,7 +312,8 @@ class BatchHooks:
     def _call_trained(self, hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         *own, batch, number = args
         if holds_micro_batches(batch):
-            batch = self._move(tree_map(lambda part: _select(part, 0), batch))
+            first = tree_map(lambda part: _select(part, 0), batch)
+            batch = move_tensors(first, self._trainer.lightning_module)
         return hook(*own, batch, number, **kwargs)
 
     def _gather_all(self, outputs: MicroBatches, batch: Any) -> list[Any]:
@@ -326,12 +326,8 @@ class BatchHooks:
                 f"logical ranks, and these cannot be sent: {error}"
             ) from error
         parts = self._gather(plain) if self._trainer.world_size > 1 else [plain]
-        moved = self._move(parts)
+        moved = move_tensors(parts, self._trainer.lightning_module)
         return [MicroBatches(own for part in moved for own in part[place]) for place in (0, 1)]
-
-    def _move(self, value: Any) -> Any:
-        device = self._trainer.lightning_module.device
-        return tree_map_only(Tensor, lambda tensor: tensor.to(device), value)
 
 
 def get_logical_steps(trainer: Trainer) -> LogicalSteps | None:
@@ -357,13 +353,6 @@ def _find_loss(output: Any) -> Tensor:
             "rank needs one: return a loss for each batch, for example one multiplied by zero."
         )
     return loss
-
-
-def _detach(output: Any) -> Any:
-    """Return the output without the graph of its loss."""
-    if isinstance(output, Mapping):
-        return {**output, "loss": output["loss"].detach()}
-    return output.detach()
 
 
 class MicroBatchSeeds:

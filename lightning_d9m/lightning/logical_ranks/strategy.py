@@ -1,20 +1,19 @@
 """``DDPDeterministicStrategy(logical_ranks=8)``: the same bits on any number of processes."""
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partialmethod
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lightning_d9m.attribute_patches import AttributePatches
 from lightning_d9m.control.env_settings import read_variable, variable_of
 from lightning_d9m.control.torch_flags import read_threads
 from lightning_d9m.errors import DriftError, RankLostError, RanksDisagreeError, SettingError
+from lightning_d9m.hashing.shards import has_base
 from lightning_d9m.lightning.logical_ranks.loaders import group_loader
-from lightning_d9m.lightning.logical_ranks.refusals import check_trainer
 from lightning_d9m.lightning.logical_ranks.steps import LogicalSteps, holds_micro_batches
 from lightning_d9m.lightning.packages import combined_base
 from lightning_d9m.lightning.strategies import register_in_loaded_packages
@@ -29,7 +28,6 @@ from lightning_d9m.logical_ranks.malloc import disable_malloc_trim
 from lightning_d9m.logical_ranks.scalars import sum_exactly
 from lightning_d9m.logical_ranks.tree import Blocks
 from lightning_d9m.ranks.groups import (
-    broadcast_tensors,
     close_default_group,
     gather_bytes,
     is_default_group_closed,
@@ -47,8 +45,50 @@ _OPTIONS = (
     *("precision_plugin", "process_group_backend", "timeout", "start_method"),
     "find_unused_parameters",  # not needed: logical ranks handle what it is for
 )
+# Modules, parameters and optimizers that are refused, by the name of a class, and the reason.
+_REFUSED = {
+    "SyncBatchNorm": "needs the activations of all logical ranks at once: use GroupNorm, LayerNorm "
+    "or BatchNorm without sync_batchnorm=True",
+    **dict.fromkeys(
+        ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"),
+        "reduces or divides parameters itself, and logical ranks sum whole gradients: leave it out",
+    ),
+    "DTensor": "is divided among processes, and logical ranks need whole parameters in each "
+    "process: leave out fully_shard and parallelize_module",
+    "ZeroRedundancyOptimizer": "divides the work of an optimizer among the processes, and with "
+    "logical ranks each process runs the whole optimizer: use the optimizer that it wraps",
+}
 # Errors that another rank has caused, or all.
 _OF_OTHERS = (RankLostError, RanksDisagreeError)
+
+
+def check_trainer(trainer: Trainer, strategy: Any, session: object) -> None:
+    """Refuse what logical ranks do not support, at every number of processes.
+
+    Raises:
+        SettingError: With the setting, and what to do.
+    """
+    if session is None:
+        raise SettingError(
+            f"The strategy has logical_ranks={strategy.logical_ranks}, and the Trainer has no "
+            "DeterminismCallback, which seeds the logical ranks: add "
+            "callbacks=[DeterminismCallback()]."
+        )
+    module: Any = trainer.lightning_module
+    optimizers = {f"optimizer {number}": each for number, each in enumerate(trainer.optimizers)}
+    parts = dict(module.named_modules()) | dict(module.named_parameters()) | optimizers
+    for name, part in parts.items():
+        for kind, reason in _REFUSED.items():
+            if has_base(part, kind):
+                raise SettingError(
+                    f"{name!r} is a {kind}, which {reason}, or train without logical_ranks."
+                )
+    if trainer.state.fn == "fit" and not module.automatic_optimization:
+        raise SettingError(
+            f"{type(module).__name__} has automatic_optimization=False, and the steps of logical "
+            "ranks are those of Lightning's automatic optimization: leave that attribute out and "
+            "let training_step return the loss, or train without logical_ranks."
+        )
 
 
 class DDPDeterministicStrategy(_DDPStrategy):  # type: ignore[misc] # of the package that is loaded
@@ -124,18 +164,6 @@ class DDPDeterministicStrategy(_DDPStrategy):  # type: ignore[misc] # of the pac
             **options,
         )
 
-    def broadcast_tensors(self, tensors: list[Tensor]) -> None:
-        """Overwrite tensors with those of process 0."""
-        if self.world_size > 1:
-            with torch.no_grad():
-                broadcast_tensors(tensors)
-
-    def watch_collectives(
-        self, patches: AttributePatches, current: Callable[[], int | None]
-    ) -> None:
-        """Refuse collectives while a step of a logical rank runs, until the patches are undone."""
-        watch_collectives(patches, current)
-
     def gather_values(self, values: Any) -> list[Any]:
         """Return what each process passes, plain data (see `encode_plain`)."""
         return [decode_plain(part) for part in self.gather_bytes(encode_plain(values))]
@@ -193,7 +221,7 @@ class DDPDeterministicStrategy(_DDPStrategy):  # type: ignore[misc] # of the pac
         to_device = super().batch_to_device
         steps = self.logical_steps = LogicalSteps(trainer, self, self._session, sums, to_device)
         steps.attach(self._patches)
-        self.watch_collectives(self._patches, lambda: steps.step_rank)
+        watch_collectives(self._patches, lambda: steps.step_rank)
 
     def _end_logical_ranks(self) -> None:
         self._patches.undo()
@@ -210,9 +238,7 @@ class DDPDeterministicStrategy(_DDPStrategy):  # type: ignore[misc] # of the pac
         named = [*self.lightning_module.named_parameters(), *self.lightning_module.named_buffers()]
         described = [f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in named]
         self.agree("the first broadcast of the model", described)
-        with torch.no_grad():
-            tensors = [tensor for _, tensor in named]
-            send_tensors(tensors, self)
+        send_tensors([tensor for _, tensor in named], self)
 
     def agree(self, activity: str, items: Sequence[str] = ()) -> None:
         """Wait until every process announces the same activity and items.
@@ -318,7 +344,7 @@ class DDPDeterministicStrategy(_DDPStrategy):  # type: ignore[misc] # of the pac
         """Sum the gradients, after the last backward pass of a step."""
         assert self.logical_steps is not None, "it is called with logical ranks"
         with self.naming_lost("the sum of gradients"):
-            self.logical_steps.finish_gradients()
+            self.logical_steps.take_gradients(self.block[-1])
 
     def run_backward(self, loss: Tensor, optimizer: Any = None, *args: Any, **kw: Any) -> Tensor:
         """Run the backward pass of a loss, which overlaps the sums, without the hooks after it."""

@@ -11,7 +11,6 @@ from torchmetrics import Metric, MetricCollection
 
 from lightning_d9m.attribute_patches import AttributePatches
 from lightning_d9m.errors import SettingError
-from lightning_d9m.lightning.trainer_attributes import Trainer, find_metrics
 from lightning_d9m.state.plain_data import decode_plain, encode_plain, pack_bytes, unpack_bytes
 
 _COUNT = "_update_count"
@@ -24,18 +23,18 @@ class MetricStates:
 
     Float sums then add in an order that the number of processes does not decide.
 
-    The metrics are in the module and the callbacks. ``current`` returns the logical rank whose
+    ``found`` has the metrics and collections by path. ``current`` returns the logical rank whose
     micro-batch is computed now, or None, and ``gather`` the bytes of every process.
     """
 
     def __init__(
         self,
-        trainer: Trainer,
+        found: dict[str, Any],
         block: range,
         current: Callable[[], int | None],
         gather: Callable[[bytes], list[bytes]],
     ) -> None:
-        self._found = find_metrics(trainer)
+        self._found = found
         self._metrics = [
             metric
             for metric in dict.fromkeys(self._found.values())
@@ -76,8 +75,10 @@ class MetricStates:
         if any(live[name] is not before.get(name) for name in live):
             states = {}
         for rank in self._block if live[_COUNT] else ():
-            state = states.get(rank) or {name: _copy(value) for name, value in live.items()}
-            self._states[id(metric), rank] = state
+            self._states[id(metric), rank] = states.get(rank) or {
+                name: value.clone() if isinstance(value, Tensor) else copy(value)
+                for name, value in live.items()
+            }
 
     def _get(self, metric: Any, rank: int) -> dict[str, Any]:
         return self._states.get((id(metric), rank)) or _make_default(metric)
@@ -87,14 +88,14 @@ class MetricStates:
         replace = self._patches.replace
         replace(metric, "reset", partial(self._reset, metric, metric.reset))
         replace(metric, "_sync_dist", partial(self._synchronize, metric))
-        replace(metric, "distributed_available_fn", _always)
+        replace(metric, "distributed_available_fn", lambda: True)
         for name in ("update", "forward"):
             replace(metric, name, partial(self._update, metric, getattr(metric, name)))
 
     def add(self, path: str, value: Any) -> bool:
         """Add a metric that is in a container of the module; return whether it is a metric."""
         is_metric = isinstance(value, Metric)
-        if is_metric and all(value is not known for known in self._metrics):  # == makes a metric
+        if is_metric and all(value is not known for known in self._metrics):  # == gives a metric
             self._found[f"model.{path}"] = value
             self._metrics.append(value)
             self._attach(value)
@@ -108,9 +109,9 @@ class MetricStates:
         for rank in self._block:
             self._updated = rank
             try:
-                self._enter(metric, rank)
+                self.enter(rank, [metric])
                 found = update(*args, **kwargs)
-                self._leave(metric, rank)
+                self.leave(rank, [metric])
             finally:
                 self._updated = None
         return found
@@ -120,23 +121,17 @@ class MetricStates:
         rank = self._current()
         return self._updated if rank is None else rank
 
-    def enter(self, logical_rank: int) -> None:
-        """Set the metrics to the states of a logical rank."""
-        for metric in self._metrics:
-            self._enter(metric, logical_rank)
+    def enter(self, logical_rank: int, metrics: list[Any] | None = None) -> None:
+        """Set metrics, by default all, to the states of a logical rank."""
+        for metric in self._metrics if metrics is None else metrics:
+            for name, value in self._get(metric, logical_rank).items():
+                setattr(metric, name, value)
+            metric._computed = None  # noqa: SLF001 - of torchmetrics, which has no setter
 
-    def _enter(self, metric: Any, logical_rank: int) -> None:
-        for name, value in self._get(metric, logical_rank).items():
-            setattr(metric, name, value)
-        metric._computed = None  # noqa: SLF001 - of torchmetrics, which has no setter
-
-    def leave(self, logical_rank: int) -> None:
-        """Keep the states of a logical rank."""
-        for metric in self._metrics:
-            self._leave(metric, logical_rank)
-
-    def _leave(self, metric: Any, logical_rank: int) -> None:
-        self._states[id(metric), logical_rank] = _read(metric)
+    def leave(self, logical_rank: int, metrics: list[Any] | None = None) -> None:
+        """Keep the states of metrics of a logical rank."""
+        for metric in self._metrics if metrics is None else metrics:
+            self._states[id(metric), logical_rank] = _read(metric)
 
     def capture(self) -> dict[str, dict[int, Any]]:
         """Return the encoded states by path and logical rank."""
@@ -189,10 +184,6 @@ def _read(metric: Any) -> dict[str, Any]:
     return {name: getattr(metric, name) for name in names}
 
 
-def _copy(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else copy(value)
-
-
 def _make_default(metric: Any) -> dict[str, Any]:
     defaults = metric._defaults  # noqa: SLF001 - of torchmetrics
     state: dict[str, Any] = {
@@ -210,7 +201,3 @@ def _reduce(values: list[Any], reduction: Callable[..., Any] | None) -> Any:
         if not gathered:
             return []
     return gathered if reduction is None else reduction(gathered)
-
-
-def _always() -> bool:
-    return True
