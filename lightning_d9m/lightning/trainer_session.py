@@ -24,11 +24,7 @@ from lightning_d9m.control.settings import HIGHEST_SEED, Settings
 from lightning_d9m.errors import SettingError
 from lightning_d9m.hashing.shards import reshard
 from lightning_d9m.lightning.lightning_private import fit_data_sources
-from lightning_d9m.lightning.saved_state import (
-    VALIDATION,
-    LoopPhase,
-    check_loads,
-)
+from lightning_d9m.lightning.saved_state import VALIDATION, LoopPhase, check_loads
 from lightning_d9m.lightning.trainer_attributes import Trainer
 from lightning_d9m.portability import is_portable
 
