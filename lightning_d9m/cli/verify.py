@@ -64,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
             ledger = read_ledger(arguments.ledger)
         elif not isinstance(state, str) and (position := state.ranks[0].ledger):
             with suppress(LedgerError):  # it was moved
-                ledger = read_ledger(position.folder)
+                ledger = read_ledger(position["folder"])
         if not has_manifest and ledger is None:
             raise CommandError(
                 f"{path} has no manifest of lightning_d9m, so there is nothing to check it by. "
@@ -170,7 +170,7 @@ def _find_in(
         result.verdict = "found"
         shown = ", ".join(map(escape, result.records[:8]))
         found = f"the weights of {result.checkpoint} are those of {shown}"
-    elif last is not None and holds_record(ledger.files[rank], last.check):
+    elif last is not None and holds_record(ledger.files[rank], last["check"]):
         result.verdict = "between records"
         found = (
             f"none of the {count} records of weights was taken where {result.checkpoint} was "

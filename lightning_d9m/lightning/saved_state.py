@@ -7,12 +7,12 @@ names. Damage is detected when a file is loaded, before its content is used.
 
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from msgspec import Struct, ValidationError, convert
@@ -26,9 +26,6 @@ from lightning_d9m.lightning.lightning_private import wrap_resume_start
 from lightning_d9m.lightning.strategies import is_sharded
 from lightning_d9m.lightning.trainer_attributes import Trainer, ranks_of
 from lightning_d9m.text import describe_names, escape
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 KEY = "lightning_d9m"
 """The key of the state among those of the callbacks in a checkpoint."""
@@ -50,9 +47,7 @@ FROZEN = "frozen"
 VALIDATION = "validate."
 """The prefix of the paths of the loaders of validation."""
 
-_CHUNK = 2**20
 _HEAD = 512
-_PICKLE = b"\x80"  # the first byte
 
 LoopPhase = Literal["epoch", "batch", "cut", "validation", "within"]
 
@@ -71,7 +66,7 @@ class _Stored(Struct, frozen=True, forbid_unknown_fields=True):
         return {name: _to_plain(value) for name, value in asdict(self).items()}
 
     @classmethod
-    def from_plain(cls, value: object) -> "Self":
+    def from_plain(cls, value: object) -> Any:
         """Read the stored form.
 
         Raises:
@@ -110,26 +105,6 @@ class LoopPosition(_Stored, frozen=True):
     phase: LoopPhase
 
 
-class SavedLedger(_Stored, frozen=True):
-    """A position in a ledger.
-
-    The check is that of this rank's last record.
-    """
-
-    folder: str
-    check: str
-
-
-class PendingRecords(_Stored, frozen=True):
-    """Values that wait for the next record of the ledger.
-
-    The loss is the last one, as ``float.hex()``.
-    """
-
-    loss: str | None
-    evaluations: list[dict[str, Any]]
-
-
 class SavedRank(_Stored, frozen=True):
     """The state of one rank.
 
@@ -146,8 +121,9 @@ class SavedRank(_Stored, frozen=True):
         validation_reload_epoch: The epoch in which the validation loaders were last loaded.
         samplers: The states of the user's samplers and datasets, by number of the loader.
         inexact: Reasons why this rank cannot be resumed exactly.
-        ledger: The position in the ledger; None if none was open.
-        pending: Values that wait for the next record.
+        ledger: The folder of the ledger, and the check of this rank's last record; None if none
+            was open.
+        pending: What waits for the next record: the last loss, as ``float.hex()``, and evaluations.
         logged: The sums that its logical ranks have logged, from every rank; see ``LoggedValues``.
         metric_states: The encoded states of metrics by path and logical rank.
     """
@@ -163,14 +139,13 @@ class SavedRank(_Stored, frozen=True):
     validation_reload_epoch: int | None
     samplers: dict[str, Any]
     inexact: list[str]
-    ledger: SavedLedger | None
-    pending: PendingRecords
+    ledger: dict[str, str] | None
+    pending: dict[str, Any]
     logged: list[dict[str, Any]]
     metric_states: dict[str, dict[int, Any]]
 
 
-_NOTHING = PendingRecords(None, [])
-EMPTY_RANK = SavedRank(None, {}, {}, [], {}, [], {}, None, None, {}, [], None, _NOTHING, [], {})
+EMPTY_RANK = SavedRank(None, {}, {}, [], {}, [], {}, None, None, {}, [], None, {}, [], {})
 """The state of a rank that a checkpoint lacks."""
 
 
@@ -196,7 +171,7 @@ class SavedState(_Stored, frozen=True):
     format: int = FORMAT
 
     @classmethod
-    def from_checkpoint(cls, checkpoint: Mapping[str, Any]) -> "Self | str":
+    def from_checkpoint(cls, checkpoint: Mapping[str, Any]) -> "SavedState | str":
         """Read the state from a checkpoint.
 
         Returns:
@@ -217,7 +192,9 @@ class SavedState(_Stored, frozen=True):
                 f"The checkpoint's state has format {found!r}; this version reads {FORMAT}. Resume "
                 "with the version of lightning_d9m that saved it."
             )
-        return cls.from_plain({name: state[name] for name in state if name != MANIFEST_KEY})
+        plain = {name: state[name] for name in state if name != MANIFEST_KEY}
+        saved: SavedState = cls.from_plain(plain)
+        return saved
 
     @property
     def logical_ranks(self) -> int | None:
@@ -255,30 +232,28 @@ def _merge(parts: list[dict[str, dict[int, Any]]]) -> dict[str, dict[int, Any]]:
     return merged
 
 
-@contextmanager
-def loads_checked(trainer: Trainer) -> Iterator[None]:
-    """Check every checkpoint that the Trainer loads in the body.
+def check_loads(trainer: Trainer, stack: ExitStack) -> None:
+    """Check every checkpoint that the Trainer loads until the stack is closed.
 
-    Raises:
-        CheckpointError: From the load, if the checkpoint is damaged, or another one than that of
-            rank 0.
+    A load then raises a ``CheckpointError`` if the checkpoint is damaged, or another one than that
+    of rank 0.
     """
     strategy = trainer.strategy
     original = strategy.load_checkpoint
 
     def load_checkpoint(checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any:
-        with damage_explained(checkpoint_path):
+        try:
             checkpoint = original(checkpoint_path, *args, **kwargs)
+        except Exception:
+            explain_damage(checkpoint_path)
+            raise
         if not is_sharded(strategy):
             check_checkpoint(checkpoint, checkpoint_path)
         return checkpoint
 
-    with ExitStack() as stack:
-        replace_method(stack, strategy, "load_checkpoint", load_checkpoint)
-        if not is_sharded(strategy):  # whose load is a collective call
-            around = partial(_load_on_all_ranks, trainer)
-            wrap_resume_start(trainer, around, stack)
-        yield
+    replace_method(stack, strategy, "load_checkpoint", load_checkpoint)
+    if not is_sharded(strategy):  # whose load is a collective call
+        wrap_resume_start(trainer, partial(_load_on_all_ranks, trainer), stack)
 
 
 def _load_on_all_ranks(trainer: Trainer, path: Any, load: Callable[[], Mapping[str, Any]]) -> None:
@@ -307,42 +282,32 @@ def _load_on_all_ranks(trainer: Trainer, path: Any, load: Callable[[], Mapping[s
 
 
 def add_manifests(
-    trainer: Trainer,
-    *,
-    once: bool = False,
-    before: Callable[[dict[str, Any]], object] = bool,
+    trainer: Trainer, before: Callable[[dict[str, Any]], object], *, once: bool = False
 ) -> ExitStack:
-    """Add a manifest to the checkpoints that the Trainer writes.
+    """Add a manifest to the checkpoints with a state that the Trainer writes.
 
     The manifest is made when a checkpoint is written: until then other callbacks, the datamodule
     and the module may change it.
 
-    With ``once`` only the next checkpoint gets one. ``before`` is called with each checkpoint.
+    With ``once`` only the next checkpoint gets one. ``before`` is called with each of them.
 
     Returns:
         A stack that restores the strategy when it is closed.
     """
-    strategy = trainer.strategy
-    # A save after the last run may have failed before it wrote its checkpoint.
-    restore = getattr(strategy.save_checkpoint, "restore_strategy", None)
-    if restore is not None:
-        restore()
-    stack = ExitStack()
-    if is_sharded(strategy):
-        return stack
+    stack, strategy = ExitStack(), trainer.strategy
     original = strategy.save_checkpoint
 
     def save_checkpoint(checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         if once:
             stack.close()
-        before(checkpoint)
         state = find_state(checkpoint)
         if state is not None and trainer.is_global_zero:
+            before(checkpoint)
             state[MANIFEST_KEY] = make_manifest(checkpoint)
         return original(checkpoint, *args, **kwargs)
 
-    replace_method(stack, strategy, "save_checkpoint", save_checkpoint)
-    vars(save_checkpoint)["restore_strategy"] = stack.close
+    if not is_sharded(strategy):
+        replace_method(stack, strategy, "save_checkpoint", save_checkpoint)
     return stack
 
 
@@ -356,18 +321,14 @@ def load_checkpoint(path: Path, *, allow_objects: bool = False) -> dict[str, Any
         CommandError: If it is a text file, or holds objects that may not be loaded, or that cannot
             be.
     """
-    head = b""
-    with suppress(OSError), path.open("rb") as file:
+    with suppress(OSError, UnicodeDecodeError), path.open("rb") as file:
         head = file.read(_HEAD)
-    with suppress(UnicodeDecodeError):
         if head.decode() and b"\0" not in head:
             raise CommandError(f"{path} is a text file, and not a checkpoint. Name a checkpoint.")
     try:
-        with damage_explained(path):
-            checkpoint = torch.load(path, map_location="cpu", weights_only=not allow_objects)
-    except CheckpointError:
-        raise
+        checkpoint = torch.load(path, map_location="cpu", weights_only=not allow_objects)
     except Exception as error:
+        explain_damage(path)
         objects: list[str] = []
         with suppress(Exception):  # not a file that torch saved: the first error says why
             objects = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path))
@@ -384,33 +345,31 @@ def load_checkpoint(path: Path, *, allow_objects: bool = False) -> dict[str, Any
                 "from it with fit(..., weights_only=False), or with "
                 "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1 in its environment."
             ) from error
-        if head.startswith(_PICKLE):
-            raise CommandError(
-                f"{path} is a pickle, as torch saved before release 1.6, which has no checksums to "
-                f"verify, and it cannot be loaded: {escape(str(error), 400)}"
-            ) from error
         raise CheckpointError(f"{path} cannot be read: {escape(str(error), 400)}") from error
     if not isinstance(checkpoint, dict):
         raise CheckpointError(f"{path} is not a checkpoint of a Trainer: it holds no dict.")
     return checkpoint
 
 
-@contextmanager
-def damage_explained(path: Any) -> Iterator[None]:
-    """Raise a ``CheckpointError`` instead of the body's error if the file is damaged.
+def explain_damage(path: Any) -> None:
+    """Raise a ``CheckpointError`` if a file that could not be loaded is damaged.
 
     torch does not verify the checksums in the file; damaged bytes lead to arbitrary errors.
     """
     try:
-        yield
-    except Exception as error:
-        damage = _find_damage(path)
-        if damage is not None:
-            raise CheckpointError(
-                f"The checkpoint {path} is damaged: {damage}. Copy the file again, or take an "
-                "earlier checkpoint."
-            ) from error
-        raise
+        with zipfile.ZipFile(path) as archive:
+            for entry in archive.infolist():
+                with archive.open(entry) as stream:
+                    while stream.read(2**20):
+                        pass
+    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError) as damage:
+        raise CheckpointError(
+            f"The checkpoint {path} is damaged: it is truncated, or some of its bytes have "
+            f"changed, or torch before 1.6 saved it ({damage}). Copy the file again, or take "
+            "an earlier checkpoint."
+        ) from damage
+    except (OSError, ValueError, TypeError, RuntimeError, AttributeError):
+        return  # missing, or not a local file: the error of the load says so
 
 
 def check_checkpoint(checkpoint: Any, path: Any) -> bool:
@@ -427,20 +386,20 @@ def check_checkpoint(checkpoint: Any, path: Any) -> bool:
     rest = {name: own for name, own in find_state(checkpoint).items() if own is not manifest}
     saved = {**checkpoint, CALLBACKS: {**checkpoint[CALLBACKS], KEY: rest}}
     if damage := check_manifest(saved, manifest):
-        parts = []
-        if count := len(damage.changed):
-            what = "1 tensor differs" if count == 1 else f"{count} tensors differ"
-            named = describe_names(damage.changed[:8], count)
-            parts.append(f"{what} from what was saved: {named}")
-        if damage.missing:
-            parts.append(f"{damage.missing} of the saved tensors are missing")
-        if damage.added:
-            named = describe_names(damage.added[:8], len(damage.added))
-            parts.append(f"it holds tensors that were not saved: {named}")
-        if damage.values:
-            parts.append("numbers or strings in it differ from those that were saved")
+        changed, added = (
+            describe_names(names[:8], len(names)) for names in (damage.changed, damage.added)
+        )
+        count = len(damage.changed)
+        differ = "1 tensor differs" if count == 1 else f"{count} tensors differ"
+        parts = {
+            f"{differ} from what was saved: {changed}": changed,
+            f"{damage.missing} of the saved tensors are missing": damage.missing,
+            f"it holds tensors that were not saved: {added}": added,
+            "numbers or strings in it differ from those that were saved": damage.values,
+        }
+        listed = "; ".join(text for text, found in parts.items() if found)
         raise CheckpointError(
-            f"The checkpoint {path} is damaged: {'; '.join(parts)}. Take another copy of it, or an "
+            f"The checkpoint {path} is damaged: {listed}. Take another copy of it, or an "
             "earlier checkpoint. If you edited it, also delete "
             f'checkpoint["{CALLBACKS}"]["{KEY}"]["{MANIFEST_KEY}"]: it is then loaded unchecked.',
             names=damage.changed,
@@ -453,21 +412,3 @@ def find_manifest(checkpoint: object) -> Mapping[str, Any] | None:
     state = find_state(checkpoint)
     manifest = state.get(MANIFEST_KEY) if isinstance(state, Mapping) else None
     return manifest if isinstance(manifest, Mapping) else None
-
-
-def _find_damage(path: Any) -> str | None:
-    """Return the damage of a file that torch saved, a zip archive; None if there is none."""
-    try:
-        with open(path, "rb") as file:  # noqa: PTH123 - also of a file that is open already
-            if file.read(1) == _PICKLE:
-                return None
-        with zipfile.ZipFile(path) as archive:
-            for entry in archive.infolist():
-                with archive.open(entry) as stream:
-                    while stream.read(_CHUNK):
-                        pass
-    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError) as error:
-        return f"it is truncated, or some of its bytes have changed ({error})"
-    except (OSError, ValueError, TypeError, RuntimeError):
-        return None  # missing, or not a local file: the original error says so
-    return None

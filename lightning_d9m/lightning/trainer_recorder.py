@@ -15,14 +15,7 @@ import torch
 from lightning_d9m.attribute_patches import replace_method, wrap_method
 from lightning_d9m.control.environment import control_is_on
 from lightning_d9m.hashing.output_digest import LogicalOutputDigest, OutputDigest, merge_fields
-from lightning_d9m.ledger.format.records import (
-    End,
-    Evaluation,
-    Header,
-    Resume,
-    RunFacts,
-    Scalar,
-)
+from lightning_d9m.ledger.format.records import End, Evaluation, Header, Resume, RunFacts, Scalar
 from lightning_d9m.ledger.kinds import WRITTEN
 from lightning_d9m.ledger.stack import LOGICAL_RANKS, capture_compiler
 from lightning_d9m.lightning.ledger_location import make_ledger_folder

@@ -24,12 +24,7 @@ from lightning_d9m.control.settings import HIGHEST_SEED, Settings
 from lightning_d9m.errors import SettingError
 from lightning_d9m.hashing.shards import reshard
 from lightning_d9m.lightning.lightning_private import fit_data_sources
-from lightning_d9m.lightning.saved_state import (
-    VALIDATION,
-    LoopPhase,
-    add_manifests,
-    loads_checked,
-)
+from lightning_d9m.lightning.saved_state import VALIDATION, LoopPhase, check_loads
 from lightning_d9m.lightning.trainer_attributes import Trainer
 from lightning_d9m.portability import is_portable
 
@@ -87,8 +82,7 @@ class TrainerSession:
             if (connect := getattr(trainer.strategy, "connect_session", None)) is not None:
                 connect(self)
                 stack.callback(connect, None)
-            stack.enter_context(loads_checked(trainer))
-            stack.enter_context(add_manifests(trainer))
+            check_loads(trainer, stack)
             patches = AttributePatches()
             stack.callback(patches.undo)
             self._wrap_process_dataloader(patches)

@@ -16,6 +16,7 @@ from lightning_d9m.state.parts import (
     LONG,
     MISSING,
     OPAQUE,
+    QUESTIONS,
     SET,
     TABLE,
     TENSOR,
@@ -23,7 +24,6 @@ from lightning_d9m.state.parts import (
     Dict,
     Kind,
     are_same,
-    is_told,
     name_namespaces,
 )
 from lightning_d9m.state.plain_data import encode_plain
@@ -179,7 +179,7 @@ class Sandbox:
         trained = isinstance(value, nn.Parameter) and value.requires_grad
         if kind is TENSOR and trained and not self._compares and id(value) not in self._changing:
             return VERSIONED
-        if kind is OPAQUE and is_told(value):
+        if kind is OPAQUE and any(hasattr(value.__class__, name) for name in QUESTIONS):
             return TOLD
         return OPAQUE if kind is LONG else kind  # compared in every step
 

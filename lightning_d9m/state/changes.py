@@ -27,10 +27,10 @@ from lightning_d9m.state.parts import (
     OPAQUE,
     SET,
     TENSOR,
+    ByParts,
     Dict,
     Holder,
     Kind,
-    are_same,
     find_kind,
     read_memory,
 )
@@ -149,9 +149,7 @@ class Changes:
 
         Generators count as changed, as they may have been seeded otherwise at first.
         """
-        return self._encode_all(list(self._find_all()))
-
-    def _encode_all(self, changes: list[Change]) -> tuple[dict[str, bytes], list[str]]:
+        changes = list(self._find_all())
         found: dict[str, bytes] = {}
         unknown: list[str] = []
         self.filled.clear()
@@ -210,10 +208,9 @@ class Changes:
 
         Generators are restored in any case, because nothing but their owner uses them.
         """
-        changes = list(self._find_all())
-        now, _ = self._encode_all(changes)
+        now, _ = self.capture()
         differing = {path for path in before.keys() | after if before.get(path) != after.get(path)}
-        for change in changes:
+        for change in list(self._find_all()):
             path, node = change.path, change.node
             own = path in differing and now.get(path) == after.get(path)
             if path in before and (own or node.kind is GENERATOR):
@@ -368,7 +365,7 @@ def _digest_memory(part: Any) -> bytes:
     return xxh3_128_digest(np.ascontiguousarray(part).reshape(-1).view(np.uint8).data)
 
 
-class _Together(Kind):
+class _Together(ByParts):
     """A long container, whose objects have no nodes: one digest says what they hold.
 
     The content has the digest, the objects of which the identity counts, and the items.
@@ -385,9 +382,6 @@ class _Together(Kind):
             # Too deep, freed, or without memory or pickled form: it may change unseen.
             return object(), *_list_parts(owner)
         return digest.hash.digest(), *digest.identities, *_list_parts(owner)
-
-    def matches(self, owner: Any, content: Any) -> bool:
-        return are_same(self.read(owner), content)
 
 
 class _Digest(Pickler):

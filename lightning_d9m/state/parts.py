@@ -45,8 +45,8 @@ _HOOKS = tuple(sorted(name for name in _HIDDEN if re.fullmatch("_(forward|backwa
 _HOOKS_OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 # Stands among a module's attributes for the code of all hooks of it and its parameters.
 _CODE_OF_HOOKS = "hooks()"
-# What a queue, a lock and a file tell.
-_QUESTIONS = ("qsize", "locked", "tell")
+QUESTIONS = ("qsize", "locked", "tell")
+"""What a queue, a lock and a file tell."""
 # A longer container holds data, which are compared and not entered; a set is opaque.
 _MOST_ITEMS = 100_000
 # Of what pickle would save of an object.
@@ -88,12 +88,20 @@ class Kind(ABC):
         """Return whether the owner has this content."""
         return are_equal(self.read(owner), content)
 
-    def sign(self, _owner: Any) -> object:
+    def sign(self, owner: Any) -> object:  # noqa: ARG002 - others read it
         """Return what is equal as long as nothing changed; None if only ``matches`` can tell."""
         return None
 
 
-class Holder(Kind):
+class ByParts(Kind):
+    """Objects that are compared by what they hold: the same objects, or equal values."""
+
+    def matches(self, owner: Any, content: Any) -> bool:
+        """See `Kind`."""
+        return are_same(self.read(owner), content)
+
+
+class Holder(ByParts):
     """Objects that hold other objects. The content is a tuple or a dict of these themselves."""
 
     def read(self, owner: Any) -> Any:
@@ -105,10 +113,6 @@ class Holder(Kind):
         if not isinstance(owner, tuple):
             owner.clear()
             owner.extend(content)
-
-    def matches(self, owner: Any, content: Any) -> bool:
-        """See `Kind`."""
-        return are_same(self.read(owner), content)
 
     def sign(self, owner: Any) -> object:
         """Return the identities of the parts, which are known as the content keeps them alive."""
@@ -225,8 +229,7 @@ class _Function(_Attributes):
         if key in owner.__code__.co_freevars and value is not MISSING:
             owner.__closure__[owner.__code__.co_freevars.index(key)].cell_contents = value
 
-    def sign(self, owner: Any) -> object:
-        return tuple(map(id, self.read(owner).values()))
+    sign = Kind.sign
 
 
 class _Variables(_Attributes):
@@ -257,7 +260,7 @@ class _Set(Kind):
         owner.update(content)
 
 
-class _Long(Kind):
+class _Long(ByParts):
     """A long list or dict, whose objects are not entered."""
 
     def read(self, owner: Any) -> Any:
@@ -265,9 +268,6 @@ class _Long(Kind):
 
     def write(self, owner: Any, content: Any) -> None:
         (DICT if isinstance(owner, dict) else ITEMS).write(owner, content)
-
-    def matches(self, owner: Any, content: Any) -> bool:
-        return are_same(self.read(owner), content)
 
 
 class _Tensor(Kind):
@@ -332,7 +332,7 @@ class _Generator(Kind):
             owner.set_state(content)
 
 
-class _Opaque(Kind):
+class _Opaque(ByParts):
     """An object that is not entered, of which only its attributes or items are compared.
 
     Of an object without attributes it is what pickle would save. An iterator that pickle refuses
@@ -351,24 +351,16 @@ class _Opaque(Kind):
         ended = getattr(owner, "gi_frame", owner) is None
         return (object(),) if hasattr(owner, "__next__") and not ended else ()
 
-    def matches(self, owner: Any, content: Any) -> bool:
-        return are_same(self.read(owner), content)
-
 
 class _Told(Kind):
     """A queue, lock or file, of which only what it tells is compared: size, hold or position."""
 
     def read(self, owner: Any) -> tuple[Any, ...]:
         answers = []
-        for name in _QUESTIONS:
+        for name in QUESTIONS:
             with suppress(Exception):  # a pipe has no position, and a closed file tells nothing
                 answers.append((name, getattr(owner, name)()))
         return tuple(answers)
-
-
-def is_told(owner: Any) -> bool:
-    """Return whether methods tell what an opaque object holds."""
-    return any(hasattr(owner.__class__, name) for name in _QUESTIONS)
 
 
 def _read_slots(owner: Any) -> dict[str, Any]:

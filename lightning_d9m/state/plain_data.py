@@ -44,12 +44,10 @@ def decode_plain(data: bytes, device: torch.device | None = None) -> Any:
     Raises:
         RanksDisagreeError: The bytes are not the output of `encode_plain`.
     """
-    contents = _Contents(data, device)
+    contents = io.BytesIO(data)
     try:
-        text = _read_exactly(
-            contents, int.from_bytes(_read_exactly(contents, _SIZE_BYTES), "little")
-        )
-        return _from_json(json.loads(text), contents)
+        size = int.from_bytes(_read_exactly(contents, _SIZE_BYTES), "little")
+        return _from_json(json.loads(_read_exactly(contents, size)), contents, device)
     except (ValueError, TypeError, LookupError, AttributeError, RuntimeError) as error:
         raise RanksDisagreeError(
             f"Another rank sent {len(data)} bytes that are not plain data (they begin with "
@@ -66,14 +64,6 @@ def pack_bytes(data: bytes) -> Tensor:
 def unpack_bytes(tensor: Tensor) -> bytes:
     """Return the bytes of ``pack_bytes``."""
     return tensor.numpy().tobytes()
-
-
-class _Contents(io.BytesIO):
-    """The encoded bytes, with the device of tensors that were not on the CPU."""
-
-    def __init__(self, data: bytes, device: torch.device | None) -> None:
-        super().__init__(data)
-        self.device = device
 
 
 def _to_json(value: object, contents: list[bytes]) -> object:
@@ -98,9 +88,9 @@ def _to_json(value: object, contents: list[bytes]) -> object:
     )
 
 
-def _from_json(value: Any, contents: _Contents) -> Any:
+def _from_json(value: Any, contents: io.BytesIO, device: torch.device | None) -> Any:
     if isinstance(value, list):
-        return [_from_json(item, contents) for item in value]
+        return [_from_json(item, contents, device) for item in value]
     if not isinstance(value, dict):
         return value
     ((kind, content),) = value.items()
@@ -110,12 +100,12 @@ def _from_json(value: Any, contents: _Contents) -> Any:
         sizes = range(len(content)) if kind == "set" else (2,)
         found = {place: content[place] for place in sizes if type(content[place]) is int}
         content = [{"bytes": own} if at in found else own for at, own in enumerate(content)]
-    decoded = _FORMATS[kind][2](_from_json(content, contents))
+    decoded = _FORMATS[kind][2](_from_json(content, contents, device))
     elsewhere = kind == "tensor" and type(content[-1]) is int
-    return decoded.to(contents.device) if elsewhere and contents.device else decoded
+    return decoded.to(device) if elsewhere and device else decoded
 
 
-def _read_exactly(contents: _Contents, size: int) -> bytes:
+def _read_exactly(contents: io.BytesIO, size: int) -> bytes:
     found = contents.read(size)
     if len(found) != size:
         raise ValueError(size)

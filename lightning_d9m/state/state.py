@@ -47,12 +47,14 @@ class Node:
         owner: The object.
         kind: How it is read and put back.
         content: What it held; a copy for data.
+        sign: The sign of its kind when it held that.
     """
 
     path: str
     owner: Any
     kind: Kind
-    content: Any
+    content: Any = None
+    sign: object = None
 
     def set_part(self, key: Any, value: Any) -> None:
         """Set what a dict or an object holds under a key now; ``MISSING`` removes it."""
@@ -67,16 +69,12 @@ class Node:
         new = ((place, key) for place, key in enumerate(now) if key not in before)
         for place, key in (*enumerate(before), *new):
             part, first = now.get(key, MISSING), before.get(key, MISSING)
-            if part is first or (first is MISSING and _is_own_method(self.owner, key, part)):
+            # A method of the class, which a wrapper has put back.
+            own = isinstance(part, MethodType) and part.__self__ is self.owner and first is MISSING
+            if part is first or (own and part.__func__ is getattr(type(self.owner), key, None)):
                 continue
             if find_kind(part) is not None or not are_equal(part, first):
                 yield name_part(self.path, kind, key, place), key, first, part
-
-
-def _is_own_method(owner: Any, name: Any, value: Any) -> bool:
-    """Return whether a value is a method of the owner's class, which a wrapper has put back."""
-    bound = isinstance(value, MethodType) and value.__self__ is owner
-    return bound and value.__func__ is getattr(type(owner), name, None)
 
 
 def walk(
@@ -277,10 +275,9 @@ class _Versioned(Kind):
     """
 
     def read(self, owner: Tensor) -> Any:
-        return self.sign(owner)
-
-    def sign(self, owner: Tensor) -> Any:
         return owner._version, owner.data_ptr()  # noqa: SLF001 - torch has no public counter
+
+    sign = read
 
 
 VERSIONED = _Versioned()
@@ -313,7 +310,6 @@ class Watch:
         self._owners = owners
         self._leave_out = leave_out
         self._choose = choose
-        self._signs: dict[int, object] = {}
         self._walked = 0
         self._walk_all()
 
@@ -329,12 +325,11 @@ class Watch:
     def find_changed(self) -> list[Node]:
         """Return the nodes whose objects hold something else now."""
         changed = []
-        signs = self._signs
-        for key, node in self.nodes.items():
+        for node in self.nodes.values():
             if node.kind is TABLE and not node.owner and not node.content:
                 continue  # two of three tables of modules are empty
             sign = node.kind.sign(node.owner)
-            if sign is not None and sign == signs[key]:
+            if sign is not None and sign == node.sign:
                 continue
             if node.kind.matches(node.owner, node.content):
                 if sign is not None:  # other objects of the same values
@@ -355,19 +350,17 @@ class Watch:
 
     def set_content(self, node: Node, content: Any) -> None:
         """Set what counts as held by an object, and enter what is new in it."""
-        node.content = content
-        self._signs[id(node.owner)] = None
+        node.content, node.sign = content, None
         if isinstance(node.kind, Holder):
             self._enter(node)
 
     def _read(self, node: Node) -> None:
         node.content = node.kind.read(node.owner)
-        self._signs[id(node.owner)] = node.kind.sign(node.owner)
+        node.sign = node.kind.sign(node.owner)
 
     def _walk_all(self) -> None:
         self.nodes.clear()
         self.paths.clear()
-        self._signs.clear()
         self._add(self._owners, enter_owners=True)
         self._walked = len(self.nodes)
 
@@ -383,6 +376,6 @@ class Watch:
         for path, value, kind in found:
             if kind is not None:
                 chosen = self._choose(path, value, kind)
-                node = self.nodes[id(value)] = Node(path, value, chosen, None)
+                node = self.nodes[id(value)] = Node(path, value, chosen)
                 self.paths[path] = node
                 self._read(node)

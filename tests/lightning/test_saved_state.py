@@ -14,8 +14,6 @@ from lightning_d9m.lightning.saved_state import (
     KEY,
     MANIFEST_KEY,
     LoopPosition,
-    PendingRecords,
-    SavedLedger,
     SavedState,
     check_checkpoint,
     find_manifest,
@@ -25,8 +23,8 @@ RANK = replace(
     EMPTY_RANK,
     rng={"torch": torch.arange(4, dtype=torch.uint8)},
     results=[{"key": "training_step.loss", "value": torch.tensor(1.5)}],
-    ledger=SavedLedger("fit-000", "0" * 16),
-    pending=PendingRecords("0x1.8p+0", [{"kind": "evaluation"}]),
+    ledger={"folder": "fit-000", "check": "0" * 16},
+    pending={"loss": "0x1.8p+0", "evaluations": [{"kind": "evaluation"}]},
 )
 STATE = SavedState(
     seed=3,
@@ -72,7 +70,7 @@ def test_a_state_of_another_version_is_refused(state, message):
         (lambda state: state.update(more=1), "contains unknown field `more`"),
         (lambda state: state.update(position=[]), r"Expected `object`.* at `\$.position`"),
         (lambda state: state["ranks"][1].pop("rng"), r"missing .* `rng` - at `\$.ranks\[1\]`"),
-        (lambda state: state["ranks"][0]["ledger"].pop("check"), "missing required field `check`"),
+        (lambda state: state["ranks"][0]["ledger"].update(check=1), "Expected `str`, got `int`"),
         (lambda state: state["ranks"][0].update(results=[3]), "Expected `object`, got `int`"),
     ],
 )

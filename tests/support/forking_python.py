@@ -137,13 +137,13 @@ def _serve(listener, modules):
 def _fill_caches():
     """Find what each training would find, and none can change."""
     from lightning_d9m.ledger.stack import _capture_packages
-    from lightning_d9m.lightning.resume.run_state import list_stored_by
+    from lightning_d9m.lightning.resume.run_state import list_stored
 
     _capture_packages()
     for package in ("lightning.pytorch", "pytorch_lightning"):
         if (module := sys.modules.get(package)) is not None:
-            for base in (*module.LightningModule.__mro__, module.Callback):
-                list_stored_by(base)
+            for kind in (module.LightningModule, module.Callback):
+                list_stored(kind)
 
 
 def _enter_namespaces(client):

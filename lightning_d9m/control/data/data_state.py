@@ -16,12 +16,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from lightning_d9m.control.data.resumable_sampler import list_controlled
 from lightning_d9m.state.changes import Changes, describe_unsaved
-from lightning_d9m.state.parts import (
-    GENERATOR,
-    find_kind,
-    is_of_lightning,
-    name_namespaces,
-)
+from lightning_d9m.state.parts import GENERATOR, find_kind, is_of_lightning, name_namespaces
 from lightning_d9m.state.plain_data import pack_bytes, unpack_bytes
 from lightning_d9m.state.state import search
 

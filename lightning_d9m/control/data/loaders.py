@@ -19,13 +19,7 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_d9m.attribute_patches import AttributePatches
-from lightning_d9m.control.data.data_state import (
-    DATA,
-    LOADER,
-    LOGGED_DATA,
-    UNSAVED_DATA,
-    DataState,
-)
+from lightning_d9m.control.data.data_state import DATA, LOADER, LOGGED_DATA, UNSAVED_DATA, DataState
 from lightning_d9m.control.data.resumable_sampler import (
     ResumableSampler,
     copy_loader,

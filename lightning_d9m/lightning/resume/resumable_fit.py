@@ -6,6 +6,7 @@ it finds the others.
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal
@@ -33,14 +34,11 @@ from lightning_d9m.lightning.saved_state import (
     LOGICAL_RANKS_KEY,
     VALIDATION,
     LoopPosition,
-    PendingRecords,
-    SavedLedger,
     SavedRank,
     SavedState,
     add_manifests,
     find_state,
 )
-from lightning_d9m.lightning.strategies import is_sharded
 from lightning_d9m.lightning.trainer_attributes import (
     Trainer,
     get_logical_ranks,
@@ -60,8 +58,16 @@ _Find = Callable[[], list[str]]
 
 # The key, among the state of the program, of what hooks change in the Trainer.
 _HOOKS = "hooks"
-# The settings that select the random streams. (The others change speed, or are in the ledger.)
-_RNG_SETTINGS = ("seed", "per_sample_rng")
+# The settings that select the random streams, the data or how sums are rounded, and what follows if
+# they differ. (The others change speed, or are in the ledger.)
+_RANKS = "world_size"
+_COMPARED = {
+    "seed": "",
+    "per_sample_rng": "",
+    LOGICAL_RANKS_KEY: ", so the ranks get different data",
+    _RANKS: ", so the ranks get different data",
+    "threads": ", which round differently: pass DeterminismCallback(threads=...)",
+}
 
 _STOPPED = ("trainer.should_stop", "Lightning begins the next epoch when it resumes; a longer fit")
 _CUT = "hooks at the end of the epoch or the fit changed {}, where a longer fit"
@@ -132,6 +138,8 @@ class CheckpointState:
         # The state of a run that has ended, for later checkpoints; whether it has all ranks.
         self._ended: SavedState | None = None
         self._ended_on_all_ranks = False
+        # Restores the strategy, also if a save after a run fails before it writes its checkpoint.
+        self._manifests = ExitStack()
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(CheckpointState(self._on_inexact))
@@ -139,6 +147,7 @@ class CheckpointState:
     def attach(self, trainer: Trainer, session: TrainerSession, recorder: TrainerRecorder) -> None:
         """Prepare a fit for a checkpoint that it may resume from; called before that is loaded."""
         self._ended = None
+        self._manifests.close()
         if session.stage != "fit":
             return
         self._is_open = True
@@ -171,6 +180,7 @@ class CheckpointState:
         self._cut: SavedState | None = None
         self._late: list[str] = []
         self._told: set[str] = set()
+        self._manifests = add_manifests(trainer, self._name_lost)
         session.resume(self._resume_loader, self._release)
         self._wrap_loops(trainer)
 
@@ -180,7 +190,6 @@ class CheckpointState:
         epoch_loop, val_loop = fit.epoch_loop, fit.epoch_loop.val_loop
         wrappers: list[tuple[Any, str, Callable[..., object]]] = [
             (trainer.strategy, "load_model_state_dict", self._load_weights),
-            (trainer.strategy, "save_checkpoint", self._write),
             (fit, lightning_private.LOAD_LOADER_STATES, self._load_loader_states),
             (fit, "reset", self._finish_and_reset),
             (fit, "on_advance_start", self._restore_and_start),
@@ -197,6 +206,7 @@ class CheckpointState:
 
     def _release(self) -> None:
         self._is_open = False
+        self._manifests.close()
         self._patches.undo()
 
     def keep(self, trainer: Trainer, *, ended: bool) -> None:
@@ -216,35 +226,32 @@ class CheckpointState:
     def save(self, trainer: Trainer, checkpoint: dict[str, Any]) -> None:
         """Add the state to a checkpoint. Every rank calls this, unless the run has ended."""
         if self._is_open:
-            state = run_state.gather_ranks(trainer, self._capture_and_report(checkpoint))
+            self._recorder.reduce_loss(trainer)
+            state = self._capture(checkpoint)
+            (saved,) = state.ranks
+            # Log once each reason, and each object that the checkpoint does not hold.
+            if new := [text for text in saved.inexact if text not in self._told]:
+                _report("The checkpoint that is being saved", new)
+            logged = [_NOT_HELD.format(path) for path in list_logged(saved.samplers)]
+            for text in logged:
+                if text not in self._told:
+                    rank_zero().rank_zero_info(text)
+            self._told.update(new, logged)
+            if state.position.phase == "batch":
+                reset = tuple(f"model.{name}." for name in saved.reset)
+                self._find_late = self._remember(
+                    run_state.count_logged, program=self._captured, reset=reset
+                )
+            state = run_state.gather_ranks(trainer, state)
         elif self._ended is not None:
             state = self._ended
             if not self._ended_on_all_ranks:
                 state = run_state.gather_ranks(trainer, state)
-            # No session is open that does so.
-            add_manifests(trainer, once=True, before=self._name_lost)
+            self._manifests.close()
+            self._manifests = add_manifests(trainer, self._name_lost, once=True)
         else:  # a Trainer that has not trained
             return
         checkpoint.setdefault(CALLBACKS, {})[KEY] = state.as_plain()
-
-    def _capture_and_report(self, checkpoint: Mapping[str, Any]) -> SavedState:
-        self._recorder.reduce_loss(self._trainer)
-        state = self._capture(checkpoint)
-        (saved,) = state.ranks
-        # Log once each reason, and each object that the checkpoint does not hold.
-        if new := [text for text in saved.inexact if text not in self._told]:
-            _report("The checkpoint that is being saved", new)
-        logged = [_NOT_HELD.format(path) for path in list_logged(saved.samplers)]
-        for text in logged:
-            if text not in self._told:
-                rank_zero().rank_zero_info(text)
-        self._told.update(new, logged)
-        if state.position.phase == "batch":
-            reset = tuple(f"model.{name}." for name in saved.reset)
-            self._find_late = self._remember(
-                run_state.count_logged, program=self._captured, reset=reset
-            )
-        return state
 
     def load(self, checkpoint: Mapping[str, Any]) -> None:
         """Read the state of the checkpoint from which a fit resumes.
@@ -264,8 +271,7 @@ class CheckpointState:
         # drawn from a generator that an epoch does not seed.
         if all(rank.ledger is None for rank in state.ranks):
             return
-        if problems := self._find_problems(state):
-            self._raise_or_warn(problems)
+        self._raise_or_warn(self._find_problems(state))
         self._resumed = state
         position = state.position
         if position.phase == "cut" and not run_state.reaches_max_steps(trainer, position.step):
@@ -282,28 +288,15 @@ class CheckpointState:
     def _find_problems(self, state: SavedState) -> list[str]:
         """Return why this run cannot be resumed exactly from the state that a checkpoint holds."""
         trainer, settings = self._trainer, self._describe_settings()
+        saved = {**state.settings, _RANKS: state.world_size}
+        now = {**settings, _RANKS: trainer.world_size}
+        # With logical ranks the data are the same on any number of processes, and threads round.
+        skipped = "threads" if state.logical_ranks is None else _RANKS
         problems = [
-            f"It was saved with {name}={expected!r}; now it is {settings.get(name)!r}."
-            for name, expected in state.settings.items()
-            if settings.get(name) != expected and name in _RNG_SETTINGS
+            f"It was saved with {name}={saved.get(name)!r}; now it is {now.get(name)!r}{effect}."
+            for name, effect in _COMPARED.items()
+            if name != skipped and saved.get(name) != now.get(name)
         ]
-        logical_ranks = settings.get(LOGICAL_RANKS_KEY)
-        if state.logical_ranks != logical_ranks:
-            problems.append(
-                f"It was saved with logical_ranks={state.logical_ranks}; now it is "
-                f"{logical_ranks}, so the ranks get different data."
-            )
-        elif logical_ranks is not None and state.settings.get("threads") != settings.get("threads"):
-            problems.append(
-                f"It was saved by processes of {state.settings.get('threads')} CPU threads; now "
-                f"they have {settings.get('threads')}, which round differently. Pass "
-                "DeterminismCallback(threads=...)."
-            )
-        elif not state.fits(trainer.world_size, state.logical_ranks):
-            problems.append(
-                f"It was saved by {state.world_size} ranks; now there are {trainer.world_size}, "
-                "which get different data."
-            )
         problems += filter(None, [find_hybrid_sharding([trainer.strategy])])
         position = state.position
         if position.phase == "within":
@@ -318,9 +311,8 @@ class CheckpointState:
 
     def _describe_settings(self) -> dict[str, Any]:
         """Return the settings in a checkpoint, which ``_find_problems`` compares with a run's."""
-        settings: dict[str, Any] = dict(self._session.settings.as_record())
-        logical_ranks = get_logical_ranks(self._trainer)
-        return settings | ({} if logical_ranks is None else {LOGICAL_RANKS_KEY: logical_ranks})
+        settings = self._session.settings.as_record()
+        return {**settings, LOGICAL_RANKS_KEY: get_logical_ranks(self._trainer)}
 
     def _load_weights(self, load: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         """Load the weights into a module of the dtype in which it will train.
@@ -346,8 +338,7 @@ class CheckpointState:
         load()
         if self._was_saved_between_epochs and not any(self._loader_states):
             found = map(find_epoch_problem, lightning_private.list_loaders(trainer.fit_loop))
-            if problems := list(filter(None, found)):
-                self._raise_or_warn(problems)
+            self._raise_or_warn([*filter(None, found)])
 
     def _finish_and_reset(self, reset: Callable[[], None]) -> None:
         _ = self._program  # it begins here
@@ -366,9 +357,6 @@ class CheckpointState:
             self._program_state = ProgramState(self._trainer, self._parts)
         return self._program_state
 
-    def _digest(self) -> Mapping[str, object]:
-        return run_state.digest_tensors(self._trainer, self._parts)
-
     def _remember(
         self,
         *others: Callable[[Trainer], Mapping[str, object]],
@@ -384,7 +372,8 @@ class CheckpointState:
         """
 
         def take() -> list[Mapping[str, object]]:
-            return [self._digest(), *(other(self._trainer) for other in others)]
+            tensors = run_state.digest_tensors(self._trainer, self._parts)
+            return [tensors, *(other(self._trainer) for other in others)]
 
         before = take()
 
@@ -409,7 +398,7 @@ class CheckpointState:
         """Restore what this rank holds; return the paths of objects that do not exist."""
         missing = self._program.restore(self._rank.program, self._rank.reset)
         run_state.restore(
-            self._trainer, self._session, self._rank, self._report_problems, within=within
+            self._trainer, self._session, self._rank, self._raise_or_warn, within=within
         )
         return missing
 
@@ -420,7 +409,7 @@ class CheckpointState:
             self._program.settle()
         if self._resumed is not None and self._has_begun:
             missing = self._restore(within=False)
-            self._raise_or_warn_on_all_ranks(_name_all(_MISSING_OBJECTS, missing))
+            self._raise_or_warn(_name_all(_MISSING_OBJECTS, missing), on_all_ranks=True)
             if self._was_saved_between_epochs:
                 self._session.loaders.restore_data("train", self._position.epoch)
         start()
@@ -445,14 +434,12 @@ class CheckpointState:
         trainer, loaders, fit = self._trainer, self._session.loaders, self._trainer.fit_loop
         # Lightning makes the first iterator, and starts its workers, when it loads the loaders.
         first = getattr(fit, "is_resuming", False) or fit.epoch_loop.restarting
-        if trainer.current_epoch and not first:
+        # An uninterrupted run makes it after `on_train_epoch_start`, where the epoch is seeded,
+        # and it fetches the first batch of an iterable dataset at once. So make it again.
+        again = self._was_saved_between_epochs and run_state.draws_when_iterated(trainer)
+        if trainer.current_epoch and (again or not first):
             loaders.restart_epoch("train", trainer.current_epoch)
-        elif trainer.current_epoch and (
-            self._was_saved_between_epochs and run_state.draws_when_iterated(trainer)
-        ):
-            # An uninterrupted run makes it after `on_train_epoch_start`, where the epoch is seeded,
-            # and it fetches the first batch of an iterable dataset at once. So make it again.
-            loaders.restart_epoch("train", trainer.current_epoch)
+        if trainer.current_epoch and again and first:
             if self._loader_states:
                 lightning_private.load_loader_states(trainer, self._loader_states)
             lightning_private.create_loader_iterator(trainer)
@@ -476,7 +463,8 @@ class CheckpointState:
 
     def _start_schedules(self) -> None:
         """Set up the schedulers that callbacks change when an epoch starts."""
-        hooks, trainer = self._hooks, self._trainer
+        trainer, data = self._trainer, self._rank.program.get(_HOOKS)
+        hooks = {} if data is None else decode_plain(unpack_bytes(data))
         if not self._was_saved_between_epochs:
             groups = [group for own in trainer.optimizers for group in own.param_groups]
             rates = [group["lr"] for group in groups]
@@ -489,13 +477,7 @@ class CheckpointState:
         saved = hooks.get("schedulers", names)
         if saved != names and not lightning_private.skips_backward(trainer):
             texts = [", ".join(part) or "none" for part in (saved, names)]
-            self._report_problems([_OTHER_SCHEDULERS.format(*texts)])
-
-    @property
-    def _hooks(self) -> dict[str, Any]:
-        """The changes that ``_capture_hooks`` has saved."""
-        data = self._rank.program.get(_HOOKS)
-        return {} if data is None else decode_plain(unpack_bytes(data))
+            self._raise_or_warn([_OTHER_SCHEDULERS.format(*texts)])
 
     def _capture_hooks(self) -> dict[str, Any]:
         """Return the names of schedulers, and of the callbacks that have put new ones there."""
@@ -560,7 +542,7 @@ class CheckpointState:
             return
         position = self._position
         if position.batch and not early and not run_state.is_at_end(trainer):
-            self._report_problems(find_loader_problems(loader, within=True))
+            self._raise_or_warn(find_loader_problems(loader, within=True))
         self._session.resume_loaders(
             position.epoch,
             position.batch,
@@ -590,7 +572,7 @@ class CheckpointState:
             if after == before - self._skipped:
                 earlier = f", and the epoch before {before}" if self._skipped else ""
                 problems.append(_REPEATED_START.format(trainer.current_epoch, after, earlier))
-        self._raise_or_warn_on_all_ranks(problems)
+        self._raise_or_warn(problems, on_all_ranks=True)
 
     def begin(self) -> None:
         """Continue the ledger of the interrupted run; called before training starts."""
@@ -603,7 +585,7 @@ class CheckpointState:
         position, rank = self._position, self._rank
         if (resumed := self._resumed) is not None:
             if (step := trainer.global_step) != position.step:
-                self._report_problems([_LOST_PROGRESS.format(step, position.step)])
+                self._raise_or_warn([_LOST_PROGRESS.format(step, position.step)])
             frozen, changed = resumed.settings[FROZEN]["parameters"], []
             for name, parameter in trainer.lightning_module.named_parameters():
                 if parameter.requires_grad == (name in frozen):
@@ -617,19 +599,19 @@ class CheckpointState:
                 )
             if resumed.fits(trainer.world_size, get_logical_ranks(trainer)):
                 found = ranks_of(trainer).raise_on_all(self._find_unmatched)
-                self._raise_or_warn_on_all_ranks(found)
-        ledger = rank.ledger or SavedLedger("", "")
+                self._raise_or_warn(found, on_all_ranks=True)
+        ledger = rank.ledger or {"folder": "", "check": ""}
         self._recorder.run.resume(
             Resume(
-                parent=ledger.folder,
-                parent_check=ledger.check,
+                parent=ledger["folder"],
+                parent_check=ledger["check"],
                 epoch=position.epoch,
                 step=position.step,
                 batch=position.batch,
                 inexact=tuple(self._reasons),
             ),
-            rank.pending.loss,
-            rank.pending.evaluations,
+            rank.pending.get("loss"),
+            rank.pending.get("evaluations", ()),
         )
 
     def _find_unmatched(self) -> list[str]:
@@ -708,8 +690,8 @@ class CheckpointState:
             program=kept,
             samplers=samplers,
             inexact=reasons,
-            ledger=None if run.ledger_position is None else SavedLedger(**run.ledger_position),
-            pending=PendingRecords(run.loss_text, [*run.held]),
+            ledger=run.ledger_position,
+            pending={"loss": run.loss_text, "evaluations": [*run.held]},
         )  # fmt: skip
         # Callbacks and hooks freeze and unfreeze parameters at the start of an epoch.
         parameters = [name for name, own in self._parts.listed[0] if not own.requires_grad]
@@ -742,34 +724,23 @@ class CheckpointState:
             found += filter(None, map(find_epoch_problem, lightning_private.list_loaders(fit)))
         return found
 
-    def _write(self, save: Callable[..., Any], checkpoint: Any, *args: Any, **words: Any) -> Any:
-        self._name_lost(checkpoint)
-        return save(checkpoint, *args, **words)
-
     def _name_lost(self, checkpoint: Mapping[str, Any]) -> None:
         """Note in the state of a checkpoint that is about to be written which weights it lacks.
 
         Other callbacks, and the module, may have taken them out.
         """
-        state = find_state(checkpoint)
-        trainer = self._trainer
-        if state is not None and trainer.is_global_zero and not is_sharded(trainer.strategy):
-            lost = run_state.find_lost(self._parts, checkpoint)
-            changed = self._find_trained() if lost else []
-            reasons = [_LOST_TENSOR.format(name) for name in lost if name in changed]
-            state["ranks"][0]["inexact"] += reasons[:1]
+        lost = run_state.find_lost(self._parts, checkpoint)
+        changed = self._find_trained() if lost else []
+        reasons = [_LOST_TENSOR.format(name) for name in lost if name in changed]
+        find_state(checkpoint)["ranks"][0]["inexact"] += reasons[:1]
 
-    def _raise_or_warn_on_all_ranks(self, problems: list[str]) -> None:
-        """Raise or warn on all ranks of the problems that any of them has found."""
-        rows = ranks_of(self._trainer).gather_json(problems)
-        if found := list(dict.fromkeys(problem for row in rows for problem in row)):
-            self._raise_or_warn(found)
-
-    def _report_problems(self, problems: Sequence[str]) -> None:
-        if new := [problem for problem in problems if problem not in self._reasons]:
-            self._raise_or_warn(new)
-
-    def _raise_or_warn(self, problems: list[str]) -> None:
+    def _raise_or_warn(self, found: Sequence[str], *, on_all_ranks: bool = False) -> None:
+        """Raise or warn of new problems; with ``on_all_ranks`` of those that any rank has found."""
+        rows = ranks_of(self._trainer).gather_json(found) if on_all_ranks else [found]
+        every = dict.fromkeys(problem for row in rows for problem in row)
+        problems = [problem for problem in every if problem not in self._reasons]
+        if not problems:
+            return
         self._reasons += problems
         self._recorder.add_reasons(self._trainer, problems)  # if its ledger is open
         listed = "\n".join(f"- {problem}" for problem in problems)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import suppress
 from functools import cache, partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from msgspec.structs import replace
@@ -56,6 +56,7 @@ from lightning_d9m.lightning.trainer_attributes import (
     name_callbacks,
     ranks_of,
 )
+from lightning_d9m.lightning.trainer_session import TrainerSession
 from lightning_d9m.state.changes import Changes, describe_unsaved
 from lightning_d9m.state.parts import (
     ATTRIBUTES,
@@ -68,12 +69,6 @@ from lightning_d9m.state.parts import (
 )
 from lightning_d9m.state.plain_data import decode_plain, encode_plain, pack_bytes, unpack_bytes
 from lightning_d9m.state.state import digest_value
-
-if TYPE_CHECKING:
-    from torch.nn import Parameter
-
-    from lightning_d9m.lightning.trainer_session import TrainerSession
-
 
 _read_signature = cache(inspect.signature)
 # They hold the whole state in almost every training, so that ranks wait for each other once.
@@ -173,14 +168,14 @@ class ProgramState:
     def _list_held(self, owner: Any) -> Collection[str]:
         """Return the attributes that a library sets, or that the state of an optimizer has."""
         kind: Any = type(owner)
-        stored = _list_stored(kind)
+        stored = list_stored(kind)
         if owner is self._trainer:  # callbacks may set its options, as for accumulation
             return stored - _read_signature(kind.__init__).parameters.keys()
         if id(owner) not in self._stepping and not issubclass(kind, LRScheduler | Optimizer):
             return stored
         is_own = kind.state_dict is not Optimizer.state_dict  # whose keys are torch's
         # A scheduler wraps the step of its optimizer.
-        return stored | _list_stored(LRScheduler) | (owner.state_dict().keys() if is_own else set())
+        return stored | list_stored(LRScheduler) | (owner.state_dict().keys() if is_own else set())
 
     def _leave_out(self, path: str, value: Any) -> bool:
         if id(value) in self._entered:
@@ -202,33 +197,29 @@ def keep_small(
 ) -> tuple[dict[str, Tensor], list[str]]:
     """Return what is saved, as tensors; and why a resume would be inexact.
 
-    Large values are left out if the checkpoint holds their tensors already.
+    Large values are left out if the checkpoint holds their tensors already, saved by a callback.
     """
     reasons = describe_unsaved(path for path, data in captured.items() if data is None)
     found = [(path, data) for path, data in captured.items() if data is not None]
     kept: dict[str, Tensor] = {}
     free = _LIMIT
+    own = {name: part for name, part in checkpoint.items() if name != "optimizer_states"}
     for path, data in sorted(found, key=lambda item: len(item[1])):
         name = path.rstrip("'")
         if len(data) <= free:
             free -= len(data)
             kept[path] = pack_bytes(data)
-        elif not _is_held(data, checkpoint):
+            continue
+        tensors, held = _list_tensors(decode_plain(data)), _list_tensors(own)
+        if not tensors or not all(
+            any(equal_bits(one, other.detach().cpu()) for other in held) for one in tensors
+        ):
             reasons.append(
                 f"{name} changes in the fit, and has {len(data)} bytes, where {_LIMIT} are kept "
                 "for all such values: return it from state_dict() of the callback, the module or "
                 "the optimizer."
             )
     return kept, reasons
-
-
-def _is_held(data: bytes, checkpoint: Mapping[str, Any]) -> bool:
-    """Return whether a checkpoint holds the tensors of a value, as a callback has saved them."""
-    own = {name: part for name, part in checkpoint.items() if name != "optimizer_states"}
-    held, tensors = _list_tensors(own), _list_tensors(decode_plain(data))
-    return bool(tensors) and all(
-        any(equal_bits(one, other.detach().cpu()) for other in held) for one in tensors
-    )
 
 
 def _list_tensors(tree: Any) -> list[Tensor]:
@@ -271,20 +262,14 @@ def _find_memory(tensor: Tensor) -> int | None:
 
 
 @cache
-def _list_stored(kind: Any) -> frozenset[str]:
+def list_stored(kind: Any) -> frozenset[str]:
     """Return the attributes that Lightning and torch.optim set in objects of a class."""
-    known = (
-        base
+    own = [
+        part
         for base in kind.__mro__
         if is_of_lightning(base) or base.__module__.startswith("torch.optim.")
-    )
-    return frozenset[str]().union(*map(list_stored_by, known))
-
-
-@cache
-def list_stored_by(base: type) -> frozenset[str]:
-    """Return the attributes that the functions of a class set."""
-    own = [*vars(base).values()]
+        for part in vars(base).values()
+    ]
     own += [each for part in own if isinstance(part, property) for each in (part.fget, part.fset)]
     functions = filter(inspect.isfunction, own)
     return frozenset[str]().union(*(_find_attributes(each, "STORE_ATTR") for each in functions))
@@ -327,7 +312,7 @@ def capture_user_state(trainer: Trainer, phase: LoopPhase, program: ProgramState
 
 def capture(
     trainer: Trainer,
-    session: "TrainerSession",
+    session: TrainerSession,
     phase: LoopPhase,
     user: Mapping[str, Any],
     **others: Any,
@@ -370,7 +355,7 @@ def gather_ranks(trainer: Trainer, state: SavedState) -> SavedState:
 
 def restore(
     trainer: Trainer,
-    session: "TrainerSession",
+    session: TrainerSession,
     rank: SavedRank,
     report: Callable[[Sequence[str]], None],
     *,
@@ -398,7 +383,7 @@ def restore(
         restore_rng(decode_rng(rank.rng))
 
 
-def restore_validation(trainer: Trainer, session: "TrainerSession", rank: SavedRank) -> None:
+def restore_validation(trainer: Trainer, session: TrainerSession, rank: SavedRank) -> None:
     """Restore the state of the validation loaders. Called once, after they were loaded."""
     session.restore_validation(rank.samplers)
     found = {path: own for path, own in rank.generators.items() if path.startswith(VALIDATION)}
@@ -515,7 +500,7 @@ def mark_used_gradients(trainer: Trainer, optimizer: Optimizer) -> None:
     """Mark the gradients with which a module that optimizes manually steps."""
     if trainer.lightning_module.automatic_optimization:
         return
-    for parameter in _list_parameters(optimizer):
+    for parameter in (own for group in optimizer.param_groups for own in group["params"]):
         gradient: Any = parameter.grad
         if gradient is not None:
             gradient.d9m_used = gradient._version  # noqa: SLF001 - of torch
@@ -539,7 +524,8 @@ def _capture_gradients(trainer: Trainer) -> dict[str, Any]:
         return logical.kept.capture()
     found: dict[str, Any] = {}
     stepping = () if manual or accumulates else trainer.optimizers
-    stepped = {id(parameter) for own in stepping for parameter in _list_parameters(own)}
+    groups = [group for own in stepping for group in own.param_groups]
+    stepped = {id(parameter) for group in groups for parameter in group["params"]}
     for name, parameter in module.named_parameters():
         gradient: Any = parameter.grad
         if gradient is not None:
@@ -561,7 +547,7 @@ def _restore_gradients(
     reported: list[str] = []
     handles: dict[str, Any] = {}
 
-    def check(name: str, parameter: "Parameter", stand_in: Tensor, _: Tensor) -> None:
+    def check(name: str, parameter: nn.Parameter, stand_in: Tensor, _: Tensor) -> None:
         handles.pop(name).remove()
         if parameter.grad is stand_in and bool(stand_in.isnan().any()):  # nothing has zeroed it
             stand_in.zero_()
@@ -579,11 +565,6 @@ def _restore_gradients(
             parameter.grad = gradient
             # Called before the next gradient is added.
             handles[name] = parameter.register_hook(partial(check, name, parameter, gradient))
-
-
-def _list_parameters(optimizer: Optimizer) -> Iterator["Parameter"]:
-    for group in optimizer.param_groups:
-        yield from group["params"]
 
 
 def find_position(trainer: Trainer) -> LoopPosition:
@@ -646,7 +627,16 @@ def finish_pending_work(
     progress: Any = loop.batch_progress
     at_end = position.phase == "cut"
     if position.phase == "epoch":
-        _begin_epoch(fit)
+        epochs = fit.epoch_progress
+        if epochs.current.completed < epochs.current.processed:
+            # Saved in a hook at the end of an epoch, after which these schedulers step.
+            loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
+        for part in (epochs.total, epochs.current):
+            part.ready = part.started = part.completed = part.processed
+        # Not a restart within the epoch: its start is still to be run.
+        inner = (loop.val_loop, loop.automatic_optimization, loop.manual_optimization)
+        for each in (fit, loop, *inner):
+            lightning_private.clear_restart(each)
     elif position.phase in ("batch", "validation"):
         saved_in_hook = progress.current.completed < progress.current.processed
         due = lightning_private.is_validation_due(trainer)
@@ -699,19 +689,6 @@ def drop_consumed_states(trainer: Trainer) -> None:
             for loader, state in zip(stateful, states, strict=True)
         ]
         lightning_private.set_pending_loader_states(trainer, kept)
-
-
-def _begin_epoch(fit: Any) -> None:
-    if fit.epoch_progress.current.completed < fit.epoch_progress.current.processed:
-        # Saved in a hook at the end of an epoch, after which these schedulers step.
-        fit.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
-    for progress in (fit.epoch_progress.total, fit.epoch_progress.current):
-        progress.ready = progress.started = progress.completed = progress.processed
-    # Not a restart within the epoch: its start is still to be run.
-    loops = [fit, fit.epoch_loop, fit.epoch_loop.val_loop]
-    loops += [fit.epoch_loop.automatic_optimization, fit.epoch_loop.manual_optimization]
-    for loop in loops:
-        lightning_private.clear_restart(loop)
 
 
 def _reset_by_epoch(progress: Any, reset: Callable[[], None]) -> None:

@@ -129,7 +129,7 @@ REFUSED = [
     (STATE, None, "has no lightning_d9m state"),
     ((*STATE, "format"), lambda n: 2, f"has format 2; this version reads {FORMAT}"),
     ((*STATE, "settings", "seed"), lambda n: 4, "saved with seed=4; now it is 3"),
-    ((*STATE, "world_size"), lambda n: 2, "saved by 2 ranks; now there are 1"),
+    ((*STATE, "world_size"), lambda n: 2, "saved with world_size=2; now it is 1"),
     ((*STATE, "position", "step"), lambda n: n - 1, "at step 5, .* was saved at step 4"),
     ((*RANK, "generators", "train.0.dataset.rng"), None, r"only in this run: train\.0\.d.*\.rng"),
     ((*RANK, "inexact"), lambda old: ["A reason."], "- A reason."),
