@@ -399,7 +399,6 @@ class Recorder:
         self._run.probes.end(None if loss is None else self._run.loss, scalars)
         self.global_step += 1
         self.epoch_steps += 1
-        self._run.keep_step(self.global_step)
         self._stepped = True
 
     def log(self, loss: torch.Tensor | float | None = None, **scalars: float) -> None:

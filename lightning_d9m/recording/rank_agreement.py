@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any, TypeAlias
+from typing import Any
 
 from torch import distributed, nn
 from torch.nn.modules.batchnorm import SyncBatchNorm, _NormBase
@@ -33,21 +33,9 @@ def count_stages(model: nn.Module) -> int:
         return 0
     base = stages._PipelineStageBase  # noqa: SLF001 - of both kinds
     modules = set(map(id, model.modules()))
-    return max(
-        (
-            stage.num_stages
-            # An object refers to its class. The types of all objects are compared in three times
-            # as long.
-            for stage in gc.get_referrers(*_list_subclasses(base))
-            if isinstance(stage, base) and not modules.isdisjoint(map(id, stage.submod.modules()))
-        ),
-        default=0,
-    )
-
-
-def _list_subclasses(base: type) -> set[type]:
-    """Return a class and all that derive from it."""
-    return {base}.union(*map(_list_subclasses, base.__subclasses__()))
+    found = (stage for stage in gc.get_objects() if issubclass(type(stage), base))
+    own = (stage for stage in found if not modules.isdisjoint(map(id, stage.submod.modules())))
+    return max((stage.num_stages for stage in own), default=0)
 
 
 # Each rank holds the state of a part of the parameters.
@@ -155,77 +143,27 @@ def find_replicated_state(
     )
 
 
-GatherJson: TypeAlias = Callable[[Json], list[Any]]
-"""Gathers JSON values of all ranks, in order of ranks; each rank calls this."""
-
-GROUPS = ("weights", "buffers", "optimizers", "schedulers")
-_MOST = 32  # steps that are kept
 # Buffers that a training step may set from each rank's own data.
 _FREE_BUFFERS = "free buffers"
-_COMPARED = (*GROUPS[:2], _FREE_BUFFERS, *GROUPS[2:])
+_COMPARED = ("weights", "buffers", _FREE_BUFFERS, "optimizers", "schedulers")
 _NAMES = "names of the entries"
 _PAIR = 2
-# The words for a group's entries in messages.
-_ENTRIES = {"optimizers": "optimizer entries"}
-
-
-class StepDigests:
-    """Keeps a hash of each group after every n-th step; n doubles as soon as there are too many.
-
-    So the number of digests grows with the logarithm of the number of steps. Ranks keep the same
-    steps, as these depend on nothing else.
-    """
-
-    def __init__(self) -> None:
-        self._every = 1
-        self.kept: dict[int, list[str]] = {}
-
-    def wants(self, step: int) -> bool:
-        """Return whether the state after a step should be added."""
-        return step % self._every == 0 and step not in self.kept
-
-    def add(self, step: int, groups: Mapping[str, Mapping[str, str]]) -> None:
-        """Add the digests of the state that must be equal on all ranks."""
-        self.kept[step] = [_hash(groups.get(group, {}).items()) for group in GROUPS]
-        while len(self.kept) > _MOST:
-            self._every *= 2
-            self.kept = {at: row for at, row in self.kept.items() if at % self._every == 0}
-
-    def find_first(self, gather: GatherJson) -> dict[str, tuple[int | None, int]]:
-        """Return by group the last step that was equal on all ranks and the first that was not.
-
-        Every rank calls this and gets the same.
-        """
-        tables = [dict(rows) for rows in gather([*self.kept.items()])]
-        found: dict[str, tuple[int | None, int]] = {}
-        before: dict[str, int] = {}
-        for step in sorted(set.intersection(*map(set, tables))):
-            for group, *values in zip(GROUPS, *(table[step] for table in tables), strict=True):
-                if len(set(values)) == 1:
-                    before[group] = step
-                elif group not in found:
-                    found[group] = (before.get(group), step)
-        return found
 
 
 def compare_ranks(
-    tables: Sequence[Mapping[str, str]],
-    digests: Digests,
-    group: str = "weights",
-    steps: tuple[int | None, int] | None = None,
+    tables: Sequence[Mapping[str, str]], digests: Digests, group: str = "weights"
 ) -> DriftError | None:
     """Compare the digests by name of each rank in a group of a record.
 
     The other ranks are compared with rank 0. If they differ from it and agree with each other, rank
     0 is the one that differs. Two ranks differ from each other; ``rank`` is then 1. Ranks that list
-    different names are not compared entry by entry. ``steps`` are the last step after which the
-    ranks were equal in this, if it is known, and the first after which they were not.
+    different names are not compared entry by entry.
 
     Returns:
         The error that names the rank that differs, and what differs on it, the same on all ranks;
         None when all agree.
     """
-    entries, what = _ENTRIES.get(group, escape(group)), ""
+    entries, what = "optimizer entries" if group == "optimizers" else escape(group), ""
     total = len(tables[0])
     lists = [_hash(table) for table in tables]
     if len(set(lists)) > 1:
@@ -251,13 +189,9 @@ def compare_ranks(
         who = f"Ranks {listed} differ from rank {base}"
     place = {"moment": digests.moment, "epoch": digests.epoch, "step": digests.step}
     label, sides = f"rank {base}{reference}:", describe_pair(expected, actual)
-    when = ""
-    if steps is not None:
-        equal = "" if steps[0] is None else f" They were still equal after step {steps[0]}."
-        when = f"The ranks differed in this after step {steps[1]}.{equal}\n"
     return DriftError(
         f"{who} in {describe_moment(digests.moment, digests.epoch, digests.step)}: {what}.\n"
-        f"  {label} {sides[0]}\n  {f'rank {rank}:':<{len(label)}} {sides[1]}\n{when}"
+        f"  {label} {sides[0]}\n  {f'rank {rank}:':<{len(label)}} {sides[1]}\n"
         "All ranks must hold the same bits after each step. Look for what only one rank does: a "
         "change to its weights, a learning rate that follows its own metric (log the metric with "
         "sync_dist=True), a module that is not synchronized, a failing device.",
@@ -276,22 +210,15 @@ def compare_ranks(
 class RankAgreement:
     """Compares a training state across ranks, record by record.
 
-    Ranks gather a hash of each group, and a group's entries only when these differ.
-
-    Attributes:
-        steps: Digests of steps since the last record, which tell when ranks that differ began to.
+    Ranks gather a hash of each group, and a group's entries only when these differ. ``gather``
+    gathers JSON values of all ranks, in order of ranks; each rank calls it.
     """
 
-    def __init__(self, gather: GatherJson, replicated: ReplicatedState) -> None:
+    def __init__(self, gather: Callable[[Json], list[Any]], replicated: ReplicatedState) -> None:
         self._gather = gather
         self._replicated = replicated
         self._tables: dict[str, dict[str, str]] = {}
         self._agreed: dict[str, str] = {}  # what all ranks held, by name of a buffer
-        self.steps = StepDigests()
-
-    def keep_step(self, step: int, groups: Mapping[str, Mapping[str, str]]) -> None:
-        """Keep the digests of a step."""
-        self.steps.add(step, self._replicated.select(groups))
 
     def summarize(self, groups: Mapping[str, Mapping[str, str]]) -> list[str]:
         """Return the hash of each group, which ``compare`` needs of every rank."""
@@ -305,24 +232,16 @@ class RankAgreement:
 
         ``rows`` has what ``summarize`` returned on each rank of the groups of ``digests``.
         """
-        found: dict[str, list[dict[str, str]]] = {}
+        found: dict[str, DriftError] = {}
         for (group, table), hashes in zip(
             self._tables.items(), zip(*rows, strict=True), strict=True
         ):
             tables = [table] if len(set(hashes)) == 1 else self._gather(table)
             if group == _FREE_BUFFERS:
                 tables, group = self._select_shared(tables), "buffers"  # noqa: PLW2901 - compared alike
-            if any(other != tables[0] for other in tables):
-                found.setdefault(group, tables)
-        if not found:
-            self.steps.kept.clear()
-            return {}
-        steps = self.steps.find_first(self._gather)
-        errors = {
-            group: compare_ranks(tables, digests, group, steps.get(group))
-            for group, tables in found.items()
-        }
-        return {group: error for group, error in errors.items() if error is not None}
+            if (error := compare_ranks(tables, digests, group)) is not None:
+                found.setdefault(group, error)
+        return found
 
     def _select_shared(self, tables: list[dict[str, str]]) -> list[dict[str, str]]:
         """Return the entries of buffers that must be equal.

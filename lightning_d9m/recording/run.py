@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from lightning_d9m.control.env_settings import variable_of
 from lightning_d9m.control.environment import control_is_on
 from lightning_d9m.control.settings import Settings, read_path, validate_choice
-from lightning_d9m.errors import D9mError, DriftError, LedgerError, SettingError
+from lightning_d9m.errors import DriftError, LedgerError, SettingError
 from lightning_d9m.hashing.digest import digest, digest_value
 from lightning_d9m.hashing.shards import (
     ShardParts,
@@ -50,7 +50,6 @@ from lightning_d9m.ledger.format.records import (
 from lightning_d9m.ledger.format.writer import LedgerWriter
 from lightning_d9m.ledger.program import capture_program
 from lightning_d9m.ledger.stack import (
-    SHARDED_PARAMETERS,
     are_portable,
     capture_stack,
     check_stack,
@@ -314,10 +313,30 @@ class Run:
     ) -> Digests:
         self.probes.save_state(StatePoint(epoch, step, moment))
         (self.probes if moment == "final" else self.probes.collector).close()
-        partial = self.ranks.raise_on_all(lambda: self._read(verify, sketches=moment == "epoch"))
-        snapshot = complete_snapshot(partial, self.ranks)
+        training = self._training
+
+        def read() -> PartialSnapshot:
+            if verify is not None:
+                verify()
+            wrapped = training.model if training.wrapped is None else training.wrapped
+            reshard(wrapped)
+            return take_partial_snapshot(
+                training.model,
+                training.list_optimizers(),
+                training.list_schedulers(),
+                find_flat_layouts(wrapped),
+                sketches=moment == "epoch",
+                # Portable runs of two versions of torch are comparable.
+                switches=self._header is None or not self._header.settings.get("portable"),
+            )
+
+        snapshot = complete_snapshot(self.ranks.raise_on_all(read), self.ranks)
         self.digest = snapshot.totals["weights"]
-        gradients = self._read_gradients()
+        gradients: dict[str, dict[str, str]] = {}
+        if training.records_gradients:  # those that the program has not cleared yet
+            named = training.model.named_parameters()
+            if found := {name: digest_value(p.grad) for name, p in named if p.grad is not None}:
+                gradients["gradients"] = found
         return Digests(
             moment=moment,
             epoch=epoch,
@@ -329,32 +348,6 @@ class Run:
             scalars=scalars,
             sketches=snapshot.sketches,
         )
-
-    def _read(
-        self, verify: Callable[[], None] | None = None, *, sketches: bool = False
-    ) -> PartialSnapshot:
-        training = self._training
-        if verify is not None:
-            verify()
-        wrapped = training.model if training.wrapped is None else training.wrapped
-        reshard(wrapped)
-        return take_partial_snapshot(
-            training.model,
-            training.list_optimizers(),
-            training.list_schedulers(),
-            find_flat_layouts(wrapped),
-            sketches=sketches,
-            # Portable runs of two versions of torch are comparable.
-            switches=self._header is None or not self._header.settings.get("portable"),
-        )
-
-    def _read_gradients(self) -> dict[str, dict[str, str]]:
-        """Return the gradients that the program has not cleared yet, if they are recorded."""
-        if not self._training.records_gradients:
-            return {}
-        named = self._training.model.named_parameters()
-        found = {name: digest_value(p.grad) for name, p in named if p.grad is not None}
-        return {"gradients": found} if found else {}
 
     def _write(self, digests: Digests) -> list[DriftError]:
         assert self._writer is not None, "begin() comes first"
@@ -394,18 +387,6 @@ class Run:
         for record in self.held:
             self.append(record)
         self.held.clear()
-
-    def keep_step(self, step: int) -> None:
-        """Keep this rank's digests of a step until the next record, if ranks are compared.
-
-        An error is left to the next record, which all ranks see.
-        """
-        agreement, header = self._agreement, self._header
-        if agreement is None or header is None or SHARDED_PARAMETERS in header.stack:
-            return
-        if agreement.steps.wants(step):
-            with suppress(D9mError):
-                agreement.keep_step(step, self._read().groups)
 
     def append(self, record: Record | Mapping[str, Json]) -> None:
         """Write a record that is not compared during training, if a ledger is open.
