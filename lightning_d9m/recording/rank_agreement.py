@@ -33,7 +33,7 @@ def count_stages(model: nn.Module) -> int:
         return 0
     base = stages._PipelineStageBase  # noqa: SLF001 - of both kinds
     modules = set(map(id, model.modules()))
-    found = (stage for stage in gc.get_objects() if issubclass(type(stage), base))
+    found = (stage for stage in gc.get_objects() if base in type(stage).__mro__)
     own = (stage for stage in found if not modules.isdisjoint(map(id, stage.submod.modules())))
     return max((stage.num_stages for stage in own), default=0)
 

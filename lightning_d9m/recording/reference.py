@@ -3,7 +3,6 @@
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from lightning_d9m.comparison.differences import (
     Divergence,
@@ -14,13 +13,11 @@ from lightning_d9m.comparison.differences import (
 )
 from lightning_d9m.errors import DriftError, LedgerError, ReferenceRefusedError
 from lightning_d9m.ledger.folder import read_ledger
+from lightning_d9m.ledger.format.reader import RankReader
 from lightning_d9m.ledger.format.records import Digests, Header, RunFacts
 from lightning_d9m.ledger.keys import LEDGER_START, describe_record, record_key, record_place
 from lightning_d9m.ledger.stack import same_logical_ranks
 from lightning_d9m.text import describe_names, describe_pair, escape, pluralize
-
-if TYPE_CHECKING:
-    from lightning_d9m.ledger.format.reader import RankReader
 
 
 class Reference:
