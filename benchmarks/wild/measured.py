@@ -34,8 +34,7 @@ import torch
 
 from lightning_d9m.control.data import seeded_dataset
 from lightning_d9m.lightning import saved_state
-from lightning_d9m.lightning.autoload.auto_callback import AddedCallback
-from lightning_d9m.lightning.callback import DeterminismCallback
+from lightning_d9m.lightning.callback import AddedCallback, DeterminismCallback
 from lightning_d9m.lightning.resume import run_state
 from lightning_d9m.lightning.resume.resumable_fit import CheckpointState
 from lightning_d9m.lightning.trainer_session import TrainerSession

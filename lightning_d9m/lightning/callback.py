@@ -3,10 +3,13 @@
 Each hook calls one function of :mod:`lightning_d9m.lightning` or of a lower layer.
 """
 
+import logging
+import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import fields
 from functools import cache, partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,7 +17,14 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_d9m.control.env_settings import describe_hash_seed_problem
+from lightning_d9m.control.env_settings import (
+    CONTROL_VARIABLES,
+    build_from_variables,
+    describe_hash_seed_problem,
+    read_settings,
+    reject_unknown_variables,
+    variable_of,
+)
 from lightning_d9m.control.environment import EarlyVariables, control_is_on
 from lightning_d9m.control.session import (
     InheritedSession,
@@ -22,12 +32,18 @@ from lightning_d9m.control.session import (
     session_inherited,
     set_fits,
 )
-from lightning_d9m.control.settings import read_path, validate_choice
+from lightning_d9m.control.settings import Settings, read_path, validate_choice
 from lightning_d9m.errors import SettingError
 from lightning_d9m.ledger.format.records import End
 from lightning_d9m.lightning.interruptions import apply_interrupt_variables, change_last_bits
 from lightning_d9m.lightning.lightning_private import wrap_launches
-from lightning_d9m.lightning.packages import combined_base, extend_base, import_packages, rank_zero
+from lightning_d9m.lightning.packages import (
+    combined_base,
+    extend_base,
+    import_packages,
+    loaded_packages,
+    rank_zero,
+)
 from lightning_d9m.lightning.resume.resumable_fit import CheckpointState
 from lightning_d9m.lightning.resume.run_state import mark_used_gradients
 from lightning_d9m.lightning.saved_state import KEY
@@ -369,16 +385,11 @@ def _launch(
     return result
 
 
-_served: set[str] = set()
-
-
 def _serve_packages() -> None:
     """Serve the packages that are loaded, also one that was imported after this module."""
     for package in import_packages():
-        if package not in _served:
-            _served.add(package)
-            register_strategies(package)
-            wrap_launches(package, _launch)
+        register_strategies(package)
+        wrap_launches(package, _launch)
     extend_base(DeterminismCallback, "callbacks.Callback")
 
 
@@ -420,3 +431,59 @@ def report_hash_seed() -> None:
     problem = describe_hash_seed_problem()
     if problem is not None:
         rank_zero().rank_zero_info(problem)
+
+
+class AddedCallback(DeterminismCallback):
+    """The callback that ``LIGHTNING_D9M=1`` adds to each Trainer.
+
+    It yields to one that the program passes. If the program passes one list of callbacks to two
+    Trainers, the second Trainer adds its own callback to a list that holds the first's; the first
+    callback then serves both Trainers.
+    """
+
+    _auto_added = True
+
+    def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
+        """Open the session, unless another callback does."""
+        callbacks = trainer.callbacks
+        in_program = list_program_callbacks(trainer)
+        first = next(c for c in callbacks if isinstance(c, DeterminismCallback))
+        if not in_program and first is self:
+            super().setup(trainer, pl_module, stage)
+            return
+        # A new list: Lightning iterates over the old one, and the program may hold it too.
+        trainer.callbacks = [c for c in callbacks if c is not self]
+        self.early_variables.restore()
+        if not in_program:
+            return
+        given = [variable_of(name) for name in read_settings(DeterminismCallback, os.environ)]
+        names = (variable_of(name) for name in Settings.__dataclass_fields__)
+        if unused := set(given).difference(CONTROL_VARIABLES, names):
+            rank_zero().rank_zero_warn(
+                "Your program passes its own DeterminismCallback, so these variables are ignored: "
+                f"{', '.join(sorted(unused))}. Unset them, or remove the callback."
+            )
+
+
+def make_callback(package: str) -> AddedCallback:
+    """Return a callback with the settings that variables give.
+
+    The package is that of the Trainer that is being built.
+
+    Raises:
+        SettingError: If a variable is unknown or has a value that is not allowed, or the class was
+            made for Lightning's other package.
+    """
+    if not issubclass(AddedCallback, import_module(package).Callback):
+        raise SettingError(
+            f"{package} was imported after a Trainer of {loaded_packages()[0]} was built. Import "
+            "both packages at the top of the program, or use one of them."
+        )
+    fabric = {"lightning.pytorch": "lightning.fabric"}.get(package, "lightning_fabric")
+    logging.getLogger(f"{fabric}.utilities.registry").addFilter(
+        # Lightning logs for each Trainer that it adds our callback.
+        lambda record: "entry point 'lightning_d9m'" not in record.getMessage()
+    )
+    reject_unknown_variables(DeterminismCallback, os.environ)
+    settings = read_settings(DeterminismCallback, os.environ)
+    return build_from_variables(AddedCallback, settings)

@@ -91,12 +91,7 @@ class InterruptingCallback(_Checkpoint):  # type: ignore[misc] # as DeterminismC
         self._validation = 0
 
     def on_train_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: Any,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
+        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Interrupt after a batch of training."""
         self._reach(trainer, "batch", batch_idx + 1)

@@ -19,7 +19,7 @@ from lightning_d9m.attribute_patches import replace_method
 from lightning_d9m.control.seeding import RngState, capture_rng, restore_rng
 from lightning_d9m.errors import DriftError, SettingError
 from lightning_d9m.hashing.training_state import plain_name
-from lightning_d9m.ledger.format.records import ReplayDrift
+from lightning_d9m.ledger.format.records import ProbeKey, ReplayDrift
 from lightning_d9m.ledger.kinds import ROOT
 from lightning_d9m.lightning.lightning_private import is_compiled
 from lightning_d9m.lightning.strategies import is_sharded
@@ -31,7 +31,6 @@ from lightning_d9m.probes.trace import (
     Listener,
     ProbePoint,
     Trace,
-    TraceDifference,
     find_difference,
 )
 from lightning_d9m.recording.run import Run
@@ -70,7 +69,19 @@ class Replay(Listener):
 
     def __init__(self, trainer: Trainer, run: Run) -> None:
         self._trainer, self._module, self._run = trainer, trainer.lightning_module, run
-        _check_repeatable(trainer)
+        if not trainer.lightning_module.automatic_optimization:
+            raise SettingError(
+                "replay_every is on and the module optimizes by hand (automatic_optimization is "
+                "False): its training_step changes the weights, so that it cannot be run twice. "
+                "Set replay_every=0; probes work there."
+            )
+        if is_sharded(trainer.strategy):
+            raise SettingError(
+                f"replay_every is on and the strategy is {type(trainer.strategy).__name__}, "
+                "which divides the weights among the ranks within a step, so that it cannot be "
+                "run twice. Set replay_every=0, or use a strategy that keeps the whole model on "
+                "each rank."
+            )
         self._step: _Step | None = None
         self._trace: Trace | None = None
         self._repeating = False
@@ -106,13 +117,12 @@ class Replay(Listener):
                 result = backward(loss, optimizer, **kwargs)
                 self._take_buffers()
                 self._trace = None
-                with silenced():
-                    self._check_weights(first.weights)
                 plugin = self._trainer.precision_plugin
                 differentiate = functools.partial(
                     plugin.backward, model=self._module, optimizer=optimizer, **kwargs
                 )
                 with silenced():
+                    self._check_weights(first.weights)
                     second = self._repeat(first, gradients, rng, differentiate)
                 self._report(point, find_difference(first.trace, second), len(second.places))
                 return result
@@ -157,7 +167,7 @@ class Replay(Listener):
         written = find_difference(before, self._trace_weights())
         if written is not None:
             raise SettingError(
-                f"replay_every is on and the weight {written.place[1]!r} changes within a training "
+                f"replay_every is on and the weight {written[0][1]!r} changes within a training "
                 "step or its backward pass, so that a step cannot be run twice. Let the optimizer, "
                 "and whatever else writes to weights, do so after the backward pass "
                 "(on_train_batch_end, say), or set replay_every=0."
@@ -208,72 +218,61 @@ class Replay(Listener):
             restore_rng(left_rng)
         return trace
 
-    def _report(self, point: ProbePoint, difference: TraceDifference | None, total: int) -> None:
-        ranks, error = ranks_of(self._trainer), None
+    def _report(
+        self,
+        point: ProbePoint,
+        difference: tuple[ProbeKey, str | None, str | None, int] | None,
+        total: int,
+    ) -> None:
+        """Record a difference, and raise it on all ranks or warn of it."""
+        ranks = ranks_of(self._trainer)
+        errors: list[DriftError] = []
         if difference is not None:
-            error = _make_error(point, ranks.rank, difference, total)
+            place, *digests, count = difference
             record = ReplayDrift(
                 epoch=point.epoch,
                 step=point.step,
                 batch=point.batch,
-                place=difference.place,
-                expected=difference.expected,
-                actual=difference.actual,
-                count=difference.differing,
+                place=place,
+                expected=digests[0],
+                actual=digests[1],
+                count=count,
                 total=total,
             )
             self._run.probes.collector.catch_up()  # those of the batches before
             self._run.append(record)
-        if error is not None and self._run.options.on_drift == "warn":
-            warnings.warn(str(error), stacklevel=2)
-            error = None
+            errors.append(_make_error(record, ranks.rank))
+        if errors and self._run.options.on_drift == "warn":
+            warnings.warn(str(errors.pop()), stacklevel=2)
 
         def raise_error() -> None:
-            if error is not None:
+            for error in errors:
                 raise error
 
         ranks.raise_on_all(raise_error)
 
 
-def _check_repeatable(trainer: Trainer) -> None:
-    if not trainer.lightning_module.automatic_optimization:
-        raise SettingError(
-            "replay_every is on and the module optimizes by hand (automatic_optimization is "
-            "False): its training_step changes the weights, so that it cannot be run twice. Set "
-            "replay_every=0; probes work there."
-        )
-    if is_sharded(trainer.strategy):
-        raise SettingError(
-            f"replay_every is on and the strategy is {type(trainer.strategy).__name__}, "
-            "which divides the weights among the ranks within a step, so that it cannot be run "
-            "twice. Set replay_every=0, or use a strategy that keeps the whole model on each rank."
-        )
-
-
-def _make_error(
-    point: ProbePoint, rank: int, difference: TraceDifference, total: int
-) -> DriftError:
-    kind, name, call = difference.place
-    sides = (difference.expected, difference.actual)
-    expected, actual = describe_pair(*(side or "nothing" for side in sides))
+def _make_error(drift: ReplayDrift, rank: int) -> DriftError:
+    kind, name, call = drift.place
+    sides = describe_pair(drift.expected or "nothing", drift.actual or "nothing")
     again = f", call {call}" if call else ""
     return DriftError(
         f"A step that was run twice on the same batch, from the same weights, buffers and random "
-        f"generators, gave different values (epoch {point.epoch}, step {point.step}, batch "
-        f"{point.batch}, rank {rank}). First, in order of execution: {kind} of {name!r}{again}.\n"
-        f"  reference: {expected}\n"
-        f"  this run:  {actual}\n"
-        f"{difference.differing} of {total} values differ. Either an operation there is not "
+        f"generators, gave different values (epoch {drift.epoch}, step {drift.step}, batch "
+        f"{drift.batch}, rank {rank}). First, in order of execution: {kind} of {name!r}{again}.\n"
+        f"  reference: {sides[0]}\n"
+        f"  this run:  {sides[1]}\n"
+        f"{drift.count} of {drift.total} values differ. Either an operation there is not "
         "deterministic (`d9m locate` names it), or the step reads what cannot be put back (a "
         "clock, a file, a generator of its own), or the hardware makes errors.",
         moment="replay",
-        epoch=point.epoch,
-        step=point.step,
+        epoch=drift.epoch,
+        step=drift.step,
         rank=rank,
         group=kind,
         names=(name,),
-        count=difference.differing,
-        total=total,
-        expected=difference.expected or "",
-        actual=difference.actual or "",
+        count=drift.count,
+        total=drift.total,
+        expected=drift.expected or "",
+        actual=drift.actual or "",
     )

@@ -30,8 +30,8 @@ from lightning_d9m.lightning.trainer_attributes import (
 )
 from lightning_d9m.lightning.trainer_session import TrainerSession
 from lightning_d9m.probes.batch_probes import Training
-from lightning_d9m.probes.dispatch_mode import OpMode
-from lightning_d9m.probes.hook_trace import trace_hooks
+from lightning_d9m.probes.dumps import trace_hooks
+from lightning_d9m.probes.module_hooks import OpMode
 from lightning_d9m.probes.trace import ProbePoint
 from lightning_d9m.ranks.ranks import Ranks
 from lightning_d9m.recording.rank_agreement import ReplicatedState
@@ -150,23 +150,17 @@ class TrainerRecorder:
             lambda: _describe_run(trainer, training, session, settings),
             make_folder,
         )
-        if run.probes.dump is not None and options.kinds & WRITTEN:
-            self._trace_hooks(trainer, run.probes.dump.folder)
+        probes, profiler = run.probes, trainer.profiler
+        if probes.dump is not None and options.kinds & WRITTEN:
+
+            def take() -> str | None:
+                return probes.digest_state(trainer.global_step) if run.probes is probes else None
+
+            # Around each hook that Lightning calls.
+            traced = trace_hooks(probes.dump.folder, take, profiler.profile)
+            replace_method(self._traced, profiler, "profile", traced)
         if is_new:
             self.record(trainer, session, "initial")
-
-    def _trace_hooks(self, trainer: Trainer, folder: Path) -> None:
-        """Trace the state that is saved, around each hook that Lightning calls."""
-        probes = self.run.probes
-
-        def take() -> str | None:
-            if self.run.probes is not probes:
-                return None
-            return probes.digest_state(trainer.global_step)
-
-        profiler = trainer.profiler
-        traced = trace_hooks(folder, take, profiler.profile)
-        replace_method(self._traced, profiler, "profile", traced)
 
     def add_reasons(self, trainer: Trainer, reasons: Sequence[str]) -> None:
         """Record why a resumed fit is inexact, as found after it has begun.
@@ -273,7 +267,8 @@ class TrainerRecorder:
             lambda: self._make_folder(trainer, kind=session.evaluated),
             RunOptions(),
         )
-        self._record_model(trainer, "initial")
+        # The evaluated weights, to tell different weights from different arithmetic.
+        self.run.record("initial", epoch=trainer.current_epoch, step=trainer.global_step)
 
     def end_evaluation_batch(self, outputs: object, batch: int, loader: int) -> None:
         """Write the probes of a batch of an evaluation, and digest its outputs."""
@@ -301,11 +296,7 @@ class TrainerRecorder:
             self.run.held.append(record.as_record())
         else:
             self.run.append(record)
-            self._record_model(trainer, "final")
-
-    def _record_model(self, trainer: Trainer, moment: RecordKind) -> None:
-        """Record the evaluated weights, to tell different weights from different arithmetic."""
-        self.run.record(moment, epoch=trainer.current_epoch, step=trainer.global_step)
+            self.run.record("final", epoch=trainer.current_epoch, step=trainer.global_step)
 
     def end(self, end: End) -> None:
         """Close the ledger of the fit, if one is open, and remove every hook."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from lightning_d9m.attribute_patches import AttributePatches, wrap_method
+from lightning_d9m.attribute_patches import replace_method, wrap_method
 from lightning_d9m.control.data.loaders import LoaderControl
 from lightning_d9m.control.seeding import (
     RngState,
@@ -28,9 +28,6 @@ from lightning_d9m.lightning.saved_state import VALIDATION, LoopPhase, check_loa
 from lightning_d9m.lightning.trainer_attributes import Trainer
 from lightning_d9m.portability import is_portable
 
-# Lightning's stage -> ours. Batches of the sanity check are validation batches.
-_STAGES = {"sanity_check": "validate"}
-
 
 class TrainerSession:
     """The switches, seeds and wrapped methods of a run, from ``setup`` to ``teardown``.
@@ -41,6 +38,7 @@ class TrainerSession:
         loaders: The control of the run's loaders.
         evaluated: The stage of an evaluation in it.
         has_trained: Whether a fit has begun to train; otherwise it does not count.
+        verify: Raises a ``SettingError`` if a switch has been changed since the run began.
 
     Raises:
         SettingError: If a setting of the program contradicts these, or another thread holds a
@@ -69,8 +67,9 @@ class TrainerSession:
             self.fit = counted = next_fit() if stage == "fit" else 0
             if stage == "fit":
                 stack.callback(lambda: None if self.has_trained else give_back_fit(counted))
-            self._session = stack.enter_context(deterministic(settings))
-            self._session.in_trainer = True
+            session = stack.enter_context(deterministic(settings))
+            session.in_trainer = True
+            self.verify = session.verify
             self.loaders = LoaderControl(
                 settings.seed,
                 fit=self.fit,
@@ -83,15 +82,15 @@ class TrainerSession:
                 connect(self)
                 stack.callback(connect, None)
             check_loads(trainer, stack)
-            patches = AttributePatches()
-            stack.callback(patches.undo)
-            self._wrap_process_dataloader(patches)
+            process = partial(self._process_dataloader, trainer.strategy.process_dataloader)
+            replace_method(stack, trainer.strategy, "process_dataloader", process)
             if stage == "fit":
                 # Whenever Lightning calls `train_dataloader` or `val_dataloader`.
                 for stage_of, source in fit_data_sources(trainer).items():
                     around = partial(self._loader_hook_seeded, stage_of)
                     wrap_method(stack, source, "dataloader", around)
-                self._isolate_validation(patches)
+                validation = trainer.fit_loop.epoch_loop.val_loop
+                wrap_method(stack, validation, "run", self._validation_isolated)
             # The same seed on every rank, so that weights made in `configure_model` agree.
             seed_all(derive_seed(settings.seed, "setup", fit=self.fit))
             self._stack = stack.pop_all()
@@ -155,10 +154,6 @@ class TrainerSession:
         }
         self.loaders.restore_samplers("validate", states)
 
-    def verify(self) -> None:
-        """Raise a ``SettingError`` if a switch has been changed since the run began."""
-        self._session.verify()
-
     def start_epoch(self, epoch: int) -> None:
         """Seed the training of ``epoch``, independently of what was drawn before it."""
         self.loaders.start_epoch("train", epoch)
@@ -199,84 +194,66 @@ class TrainerSession:
     def _seed(self, purpose: str, epoch: int) -> int:
         return derive_seed(self.settings.seed, purpose, fit=self.fit, rank=self._rank, epoch=epoch)
 
-    def _isolate_validation(self, patches: AttributePatches) -> None:
+    @contextmanager
+    def _validation_isolated(self) -> Iterator[None]:
         """Give the whole validation of a fit its own random stream.
 
         Lightning makes the iterators, which may draw, before ``on_validation_start``, and hooks of
         the module and of other callbacks may draw after our ``on_validation_end``. Sharded modules
         hold their shards again afterwards, as without a validation.
         """
-        loop = self._trainer.fit_loop.epoch_loop.val_loop
-        original: Callable[[], object] = loop.run
-
-        def run() -> object:
-            self.start_evaluation()
-            try:
-                return original()
-            finally:
-                self.end_evaluation()
-                reshard(self._trainer.lightning_module)
-
-        patches.replace(loop, "run", run)
+        self.start_evaluation()
+        try:
+            yield
+        finally:
+            self.end_evaluation()
+            reshard(self._trainer.lightning_module)
 
     @contextmanager
     def _loader_hook_seeded(self, stage: str) -> Iterator[None]:
         """Give all ranks the same seed, so that they divide the same data."""
-        epoch = self._loader_epoch(stage)
+        trainer, epoch = self._trainer, 0  # the epoch for which loaders are loaded once
+        counts, loaded = trainer.fit_loop.epoch_progress.current, self._loaded_epochs.get(stage)
+        if every := trainer.reload_dataloaders_every_n_epochs:
+            # Not `current_epoch`: in a run that resumes between epochs it is the epoch before.
+            epoch = int(counts.processed if stage == "train" else trainer.current_epoch)
+            epoch = epoch if loaded is None or epoch - loaded >= every else loaded
         # With overfit_batches Lightning shows training and validation the same batches.
-        alike = self._trainer.overfit_batches > 0
+        alike = trainer.overfit_batches > 0
         with rng_restored():
             purpose = f"{'train' if alike else stage} dataloader"
             seed_all(derive_seed(self.settings.seed, purpose, fit=self.fit, epoch=epoch))
             # The hook may read `current_epoch`, which is another one when a resumed fit loads data.
-            counts = self._trainer.fit_loop.epoch_progress.current
             completed = counts.completed
-            if self._trainer.reload_dataloaders_every_n_epochs:
+            if every:
                 counts.completed = epoch
-            elif (loaded := self._loaded_epochs.get(stage)) is not None:
+            elif loaded is not None:
                 counts.completed = loaded
             try:
                 yield
             finally:
                 counts.completed = completed
 
-    def _loader_epoch(self, stage: str) -> int:
-        """Return the epoch for which loaders are loaded; 0 if they are loaded once."""
-        trainer = self._trainer
-        every = trainer.reload_dataloaders_every_n_epochs
-        if not every:
-            return 0
-        # Not `current_epoch`: in a run that resumes between epochs it is the epoch before.
-        counts = trainer.fit_loop.epoch_progress.current
-        epoch = counts.processed if stage == "train" else trainer.current_epoch
-        loaded = self._loaded_epochs.get(stage)
-        return int(epoch) if loaded is None or epoch - loaded >= every else loaded
-
-    def _wrap_process_dataloader(self, patches: AttributePatches) -> None:
+    def _process_dataloader(
+        self, process: Callable[[object], object], dataloader: object
+    ) -> object:
         """Control each loader after Lightning has set its sampler and before it is iterated."""
-        strategy = self._trainer.strategy
-        original: Callable[[object], object] = strategy.process_dataloader
-
-        def process_dataloader(dataloader: object) -> object:
-            processed = original(dataloader)
-            name = str(self._trainer.state.stage.value)
-            stage = _STAGES.get(name, name)
-            controlled = self.loaders.wrap_loader(processed, stage)
-            if stage != "train":
-                self.loaders.start_epoch(stage, self.evaluation)
-                return controlled
-            self._resume_loader(controlled)
-            # Not `current_epoch`: in a run that resumes between epochs it is the epoch before. The
-            # count is still 0 if `estimated_stepping_batches` loads the data.
-            counts = self._trainer.fit_loop.epoch_progress.current
-            epoch = max(self._resumed_epoch, counts.processed)
-            self.loaders.start_epoch(stage, epoch)
-            # In the first epoch Lightning fetches a batch of an iterable dataset before the epoch
-            # is seeded; without this, all ranks would draw the same numbers for it.
-            seed_all(self._seed("first batch", epoch))
+        # Lightning's stage -> ours. Batches of the sanity check are validation batches.
+        stage = str(self._trainer.state.stage.value).replace("sanity_check", "validate")
+        controlled = self.loaders.wrap_loader(process(dataloader), stage)
+        if stage != "train":
+            self.loaders.start_epoch(stage, self.evaluation)
             return controlled
-
-        patches.replace(strategy, "process_dataloader", process_dataloader)
+        self._resume_loader(controlled)
+        # Not `current_epoch`: in a run that resumes between epochs it is the epoch before. The
+        # count is still 0 if `estimated_stepping_batches` loads the data.
+        counts = self._trainer.fit_loop.epoch_progress.current
+        epoch = max(self._resumed_epoch, counts.processed)
+        self.loaders.start_epoch(stage, epoch)
+        # In the first epoch Lightning fetches a batch of an iterable dataset before the epoch is
+        # seeded; without this, all ranks would draw the same numbers for it.
+        seed_all(self._seed("first batch", epoch))
+        return controlled
 
 
 def select_given(arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -376,7 +376,7 @@ class Search:
             measure_saved,
             name_op,
         )
-        from lightning_d9m.probes.hook_trace import find_writer
+        from lightning_d9m.probes.dumps import find_writer
 
         found = self._found
         if not found.divergences or found.pair is None:

@@ -15,10 +15,8 @@ from torch import Tensor, nn
 from lightning_d9m.control.seeding import capture_rng
 from lightning_d9m.hashing.training_state import ModelTensors, optimizer_state, plain_name
 from lightning_d9m.ledger.kinds import ROOT, VALIDATION
-from lightning_d9m.probes.dispatch_mode import OpMode
-from lightning_d9m.probes.dumps import Dump, StateDump
-from lightning_d9m.probes.hook_trace import StateDigest
-from lightning_d9m.probes.module_hooks import hook_model
+from lightning_d9m.probes.dumps import Dump, StateDigest, StateDump
+from lightning_d9m.probes.module_hooks import OpMode, hook_model
 from lightning_d9m.probes.settings import ProbeSettings
 from lightning_d9m.probes.trace import (
     Listener,
@@ -81,8 +79,22 @@ class BatchProbes:
         self._ops_entered = ExitStack()
         self._took_loss = False
         self._validated = 0  # batches of validations since the last batch of the training
-        if self._kinds:
-            self._warn_of_idle_patterns()
+        if not self._kinds:
+            return
+        # Nothing is recorded for a pattern that fits only another model.
+        modules = [plain_name(name) for name, _ in model.named_modules()]
+        tensors = [*model.named_parameters(), *model.named_buffers()]
+        known = [*modules, *(plain_name(name) for name, _ in tensors)]
+        patterns = self._settings.probe_modules
+        idle = [p for p in patterns if not any(fnmatchcase(n or ROOT, p) for n in known)]
+        if idle:
+            some = ", ".join(map(repr, modules[1:6])) or "none"
+            warnings.warn(
+                f"probe_modules has {', '.join(map(repr, idle))}, and no module, parameter or "
+                f"buffer of {type(model).__name__} is called so: nothing is recorded for it. Its "
+                f"modules are {some}{', ...' if len(modules) > 6 else ''}.",  # noqa: PLR2004 - as many as are shown
+                stacklevel=2,
+            )
 
     def start(self, point: ProbePoint, batch: Any = None, scaler: Any = None) -> None:
         """Record the state at the start of a batch, and hook the model, if its step is probed.
@@ -179,7 +191,16 @@ class BatchProbes:
         """Pass the state of the selected kinds and parameters to a listener."""
         kinds = self._kinds
         if "rng" in kinds:
-            _take_rng(listener)
+            state = capture_rng()
+            version, words, normal = state["python"]
+            listener.add("rng", "python", f"{version} {array('Q', words).tobytes().hex()} {normal}")
+            numpy = state["numpy"]
+            own = numpy["state"]
+            rest = f"{own['pos']} {numpy['has_gauss']} {float(numpy['gauss']).hex()}"
+            listener.add("rng", "numpy", f"{own['key'].tobytes().hex()} {rest}")
+            listener.add("rng", "torch", state["torch"])
+            for device, states in state["devices"].items():
+                listener.add_tensors("rng", {f"{device}:{n}": own for n, own in states.items()})
         if kinds.isdisjoint({"weight", "buffer", "optimizer"}):
             return
         parameters, buffers, names = self._tensors.look()
@@ -239,37 +260,7 @@ class BatchProbes:
                     stack.callback(optimizer.register_step_post_hook(self._enter_ops).remove)
             return stack.pop_all()
 
-    def _warn_of_idle_patterns(self) -> None:
-        """Warn if nothing will be recorded for a pattern; another model may fit it."""
-        model = self._training.model
-        modules = [plain_name(name) for name, _ in model.named_modules()]
-        tensors = [*model.named_parameters(), *model.named_buffers()]
-        names = [*modules, *(plain_name(name) for name, _ in tensors)]
-        patterns = self._settings.probe_modules
-        idle = [p for p in patterns if not any(fnmatchcase(n or ROOT, p) for n in names)]
-        if idle:
-            some = ", ".join(map(repr, modules[1:6])) or "none"
-            warnings.warn(
-                f"probe_modules has {', '.join(map(repr, idle))}, and no module, parameter or "
-                f"buffer of {type(model).__name__} is called so: nothing is recorded for it. Its "
-                f"modules are {some}{', ...' if len(modules) > 6 else ''}.",  # noqa: PLR2004 - as many as are shown
-                stacklevel=2,
-            )
-
     def _enter_ops(self, *_: object) -> None:
         if self._ops is not None and self._training.wrap_steps is None and self.collector.listens:
             self._ops_entered.close()
             self._ops_entered.enter_context(self._ops.entered())
-
-
-def _take_rng(listener: Listener) -> None:
-    state = capture_rng()
-    version, words, normal = state["python"]
-    listener.add("rng", "python", f"{version} {array('Q', words).tobytes().hex()} {normal}")
-    numpy = state["numpy"]
-    own = numpy["state"]
-    rest = f"{own['pos']} {numpy['has_gauss']} {float(numpy['gauss']).hex()}"
-    listener.add("rng", "numpy", f"{own['key'].tobytes().hex()} {rest}")
-    listener.add("rng", "torch", state["torch"])
-    for device, states in state["devices"].items():
-        listener.add_tensors("rng", {f"{device}:{n}": own for n, own in states.items()})

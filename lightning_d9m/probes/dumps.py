@@ -8,8 +8,8 @@ format without any code: tensors, numbers, texts, lists and dicts. ``read_dump``
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, cast
@@ -20,10 +20,13 @@ from torch._ops import OpOverload
 from torch.utils._pytree import tree_map
 
 from lightning_d9m.errors import LedgerError
+from lightning_d9m.hashing.digest import digest_value
 from lightning_d9m.ledger.format.records import ProbeKey
 from lightning_d9m.probes.trace import Leaves, Listener, ProbePoint, StatePoint
 
 _INDEX = "index.jsonl"
+# The state around each hook of a framework, which tells which hook wrote to it.
+_HOOKS = "hooks.jsonl"
 # The key of a dict that stands for a value of another type.
 _TAG = "__d9m__"
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
@@ -89,6 +92,24 @@ class StateDump(Listener):
         """Save values."""
         for name, leaf in leaves:
             self._dump.save(self._point, (kind, name, 0), {"value": leaf})
+
+
+class StateDigest(Listener):
+    """Digests the values whose names match patterns."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = names
+        self._digests: list[str] = []
+
+    def add_leaves(self, kind: str, leaves: Leaves) -> None:  # noqa: ARG002 - see Listener
+        """Take values with the names of their places."""
+        for name, leaf in leaves:
+            if any(fnmatchcase(name, pattern) for pattern in self._names):
+                self._digests.append(digest_value(leaf))
+
+    def digest(self) -> str:
+        """Return the digest of all values that were taken."""
+        return digest_value(self._digests)
 
 
 def read_index(folder: Path) -> list[dict[str, Any]]:
@@ -202,7 +223,15 @@ def replay_op(dumped: Mapping[str, Any]) -> Any:
     Raises:
         LedgerError: When this torch does not have the operation, or an input was not kept.
     """
-    op = _find_op(str(dumped["op"]))
+    space, _, rest = str(dumped["op"]).partition(".")
+    packet, _, overload = rest.partition(".")
+    op = getattr(getattr(torch.ops, space, None), packet, None)
+    op = getattr(op, overload or "default", None)
+    if not isinstance(op, OpOverload):
+        raise LedgerError(
+            f"The dump holds the operation {dumped['op']!r}, which this torch does not have. "
+            "Import what registers it first."
+        )
     args, kwargs = revive(dumped["args"]), revive(dumped["kwargs"])
     with ExitStack() as stack, torch.no_grad():
         if (rng := dumped.get("rng")) is not None:
@@ -227,18 +256,6 @@ def written_arguments(op: OpOverload, args: Any, kwargs: Mapping[str, Any]) -> l
     return written
 
 
-def _find_op(name: str) -> OpOverload:
-    space, _, rest = name.partition(".")
-    op, _, overload = rest.partition(".")
-    found = getattr(getattr(getattr(torch.ops, space, None), op, None), overload or "default", None)
-    if not isinstance(found, OpOverload):
-        raise LedgerError(
-            f"The dump holds the operation {name!r}, which this torch does not have. Import what "
-            "registers it first."
-        )
-    return found
-
-
 @torch.no_grad()
 def _keep_tensor(tensor: Tensor) -> Tensor:
     """Copy a tensor with its strides, even if elements overlap, and no more of its storage.
@@ -259,3 +276,68 @@ def _keep_tensor(tensor: Tensor) -> Tensor:
     span = 0 if tensor.numel() == 0 else 1 + sum((size - 1) * stride for size, stride in sizes)
     flat = tensor.as_strided((span,), (1,)).clone()
     return flat.as_strided(tensor.shape, tensor.stride())
+
+
+Profile = Callable[[str], AbstractContextManager[object]]
+
+
+def trace_hooks(folder: Path, take: Callable[[], str | None], profile: Profile) -> Profile:
+    """Return a profiler's method ``profile`` that also writes a line before and after each hook.
+
+    Args:
+        folder: The folder of a rank's dumps.
+        take: Returns the digest of the state; None where hooks are not traced.
+        profile: The method.
+    """
+
+    def write(when: str, name: str) -> None:
+        if (digest := take()) is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            with (folder / _HOOKS).open("a", encoding="utf-8") as stream:
+                stream.write(json.dumps([when, name, digest]) + "\n")
+
+    @contextmanager
+    def traced(name: str) -> Iterator[object]:
+        write("before", name)
+        with profile(name) as given:
+            yield given
+        write("after", name)
+
+    return traced
+
+
+def find_writer(folders: Sequence[Path], rank: int) -> str:
+    """Return what ran when the state of two runs began to differ; empty if it is not known.
+
+    Args:
+        folders: The folders of the dumps of both runs.
+        rank: The rank.
+    """
+    files = [folder / f"rank-{rank}" / _HOOKS for folder in folders]
+    if not all(file.exists() for file in files):
+        return ""
+    lines = [map(json.loads, file.read_text("utf-8").splitlines()) for file in files]
+    last: tuple[str, str] | None = None
+    for (when, name, digest), other in zip(*lines, strict=False):
+        if [when, name] != other[:2]:
+            return ""
+        if digest != other[2]:
+            return "" if last is None else _describe(*last, when, name)
+        last = (when, name)
+    return ""
+
+
+def _describe(last_when: str, last: str, when: str, name: str) -> str:
+    """Return what ran between two lines of a trace.
+
+    >>> _describe("before", "[Callback]EMA.on_fit_end", "after", "[Callback]EMA.on_fit_end")
+    'while EMA.on_fit_end ran'
+    >>> _describe("after", "[Callback]A.setup", "before", "run_training_epoch")
+    'between A.setup and run_training_epoch, in no hook: by the training loop or a thread'
+    """
+    last, name = (text.rpartition("]")[2] for text in (last, name))
+    if when == "after":
+        return f"while {name} ran"
+    if last_when == "before":
+        return f"while {last} ran, before {name}"
+    return f"between {last} and {name}, in no hook: by the training loop or a thread"

@@ -1,27 +1,56 @@
-"""Hooks on modules and parameters for inputs, outputs and gradients.
+"""Hooks on modules and parameters for inputs, outputs and gradients, and a mode that probes ops.
 
-A hook only reads. Compiled regions get no hooks: a hook would change the compiled code.
+A hook only reads. Compiled regions get no hooks: a hook would change the compiled code. The mode
+takes every op of the selected modules, forward and backward. Views, and ops that leave memory
+undefined (``empty``), are not recorded. Triton kernels are recorded where torch dispatches them: as
+``torch.library.triton_op``, and in higher-order operators.
 """
 
-from collections.abc import Iterator
-from contextlib import ExitStack
-from functools import partial
-from typing import Any, cast
+import contextlib
+import linecache
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import cache, partial, partialmethod, wraps
+from importlib.util import find_spec
+from itertools import accumulate
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple, cast
 
 import torch
-from torch import Tensor, nn
+from torch import ClassType, Tensor, nn
+from torch._ops import OpOverload
 from torch.compiler import is_compiling
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from lightning_d9m.attribute_patches import AttributePatches
 from lightning_d9m.hashing.pytree_leaves import list_pytree_leaves
 from lightning_d9m.hashing.training_state import plain_name
 from lightning_d9m.ledger.kinds import ROOT
+from lightning_d9m.probes.dumps import keep, written_arguments
 from lightning_d9m.probes.settings import ProbeSettings
-from lightning_d9m.probes.trace import Listener
+from lightning_d9m.probes.trace import Listener, ProbeCollector
 
 # Attributes of modules that only call another one: FSDP1's, and those of activation checkpointing.
 _WRAPPED = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 # A call that is traced rather than run, by one of the two, gives nothing.
 _get_tracing_state = torch._C._get_tracing_state  # noqa: SLF001 - the only way to it
+_UNDEFINED = ("empty", "new_empty", "_empty", "resize", "set_")
+# Their results are not ready when they return: the transfer continues in the background.
+_COLLECTIVES = ("c10d", "_c10d_functional")
+# The function of torch from which a backward pass runs.
+_ENGINE = "_engine_run_backward"
+_FOREIGN = (
+    "torch",
+    "lightning",
+    "pytorch_lightning",
+    "lightning_fabric",
+    "lightning_utilities",
+    "torchmetrics",
+    "lightning_d9m",
+)
 
 
 def hook_model(
@@ -129,3 +158,211 @@ def _hook_parameter(hooks: ExitStack, parameter: Tensor, name: str, listener: Li
         del own[key]
     own.update(others)
     hooks.callback(handle.remove)
+
+
+class _Origin(NamedTuple):
+    """The origin of an op.
+
+    The modules are those around it, innermost last; ``backward`` says whether it computes the
+    gradient of what the line called.
+    """
+
+    modules: tuple[str, ...]
+    source: str | None
+    backward: bool = False
+
+
+class OpMode(TorchDispatchMode):
+    """Passes the outputs of ops to probes.
+
+    An op of the backward pass belongs to the module of the forward op whose gradient it computes:
+    torch numbers the nodes of its graph, and this class records the numbers as torch assigns them.
+
+    The settings select modules; an op belongs to all modules around it.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, settings: ProbeSettings, probes: ProbeCollector) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._settings = settings
+        self._probes = probes
+        self._is_on = False
+        self._around: list[str] = []
+        self._origins: dict[int, _Origin] = {}
+        self._owners: dict[int, str] = {}
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Leave compiled regions compiled; torch would run them eagerly otherwise."""
+        return True
+
+    def attach(self, model: nn.Module, *, is_compiled: bool = False) -> ExitStack:
+        """Track the running module, until the returned stack is closed; see ``hook_model``."""
+        with ExitStack() as hooks:
+            for name, module in () if is_compiled else eager_modules(model):
+                if not name:
+                    continue  # it is around everything
+                enter, leave = partial(self._enter, name), self._leave
+                # Not through the module: TorchScript's takes hooks, but forbids to ask for them.
+                before = nn.Module.register_forward_pre_hook(module, enter, prepend=True)
+                after = nn.Module.register_forward_hook(module, leave, always_call=True)
+                hooks.callback(before.remove)
+                hooks.callback(after.remove)
+            for name, parameter in model.named_parameters():
+                self._owners[id(parameter)] = plain_name(name).rpartition(".")[0]
+            return hooks.pop_all()
+
+    def begin(self) -> None:
+        """Start a batch: forget the nodes of earlier graphs."""
+        self._around.clear()
+        self._origins.clear()
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Record the ops of the body; a backward pass inside a manual step is recorded already."""
+        if self._is_on:
+            yield
+            return
+        self._is_on = True
+        try:
+            with _callbacks_unseen(), self:
+                yield
+        finally:
+            self._is_on = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run an operation and take its outputs."""
+        kwargs = kwargs or {}
+        if not self._probes.listens:
+            return func(*args, **kwargs)
+        origin = self._find_origin()
+        if not any(map(self._settings.takes_module, origin.modules)) or not _defines(func):
+            return func(*args, **kwargs)
+        dump = self._copy_inputs(func, args, kwargs) if self._probes.saves else None
+        outputs = func(*args, **kwargs)
+        taken = outputs
+        if outputs is None:  # what it has written
+            is_op = isinstance(func, OpOverload)
+            taken = written_arguments(func, args, kwargs) if is_op else [args, dict(kwargs)]
+        name = f"{origin.modules[-1] or ROOT}::{func}"
+        if dump is None:
+            self._probes.add("op", name, taken)
+        else:
+            leaves = taken if isinstance(taken, list | tuple) else [taken]
+            dump |= {"outputs": keep(leaves), "source": origin.source}
+            dump |= {"backward": origin.backward}
+            self._probes.add("op", name, taken, dump)
+        return outputs
+
+    def _enter(self, name: str, *_: object) -> None:
+        if not is_compiling():
+            self._around.append(name)
+
+    def _leave(self, *_: object) -> None:
+        if not is_compiling() and self._around:
+            self._around.pop()
+
+    def _find_origin(self) -> _Origin:
+        node: Any = torch._C._current_autograd_node()  # noqa: SLF001 - the only way to it
+        if node is None or self._around:  # inside a backward pass: a checkpoint's second forward
+            source = _find_source() if self._probes.saves else None
+            origin = _Origin(("", *self._around), source)
+            if node is None:
+                # The operation's own node has just been made and has taken the last number.
+                number = torch._C._autograd._get_sequence_nr() - 1  # noqa: SLF001 - as above
+                self._origins.setdefault(number, origin)
+            return origin
+        variable = getattr(node, "variable", None)
+        if variable is not None:
+            parts = self._owners.get(id(variable), "").split(".")
+            origin = _Origin(("", *accumulate(parts, "{}.{}".format)), None)
+        else:
+            origin = self._origins.get(node._sequence_nr(), _Origin(("",), None))  # noqa: SLF001 - as above
+        # A hook, or the backward pass of a function of the program's own, has a line of its own.
+        own = _find_source(_ENGINE) if self._probes.saves else None
+        return _Origin(origin.modules, own or origin.source, backward=own is None)
+
+    def _copy_inputs(
+        self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Copy the inputs of an op before it runs: it may write into them."""
+        content = {"op": str(func), "args": keep(args), "kwargs": keep(kwargs)}
+        if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
+            return content
+        tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+        device = next(tensors, torch.empty(0, device=kwargs.get("device"))).device
+        module: Any = torch if device.type == "cpu" else torch.get_device_module(device)
+        return content | {"rng": module.get_rng_state(), "rng_device": str(device)}
+
+
+@contextmanager
+def _callbacks_unseen() -> Iterator[None]:
+    """Call the callbacks of futures, as of DDP's communication hooks, outside dispatch modes.
+
+    A callback runs in the thread that completes the future, or in this one if it is complete, so
+    that time would decide whether a mode sees its operations.
+    """
+    future: Any = torch._C.Future  # noqa: SLF001 - torch.futures.Future calls its methods
+    patches = AttributePatches()
+    for name in ("then", "add_done_callback"):
+        patches.replace(future, name, partialmethod(_add_unseen, getattr(future, name)))
+    try:
+        yield
+    finally:
+        patches.undo()
+
+
+def _add_unseen(future: Any, add: Callable[..., Any], callback: Callable[..., Any]) -> Any:
+    @wraps(callback)
+    def unseen(*args: Any) -> Any:
+        with _disable_current_modes():
+            return callback(*args)
+
+    return add(future, unseen)
+
+
+def _defines(func: Any) -> bool:
+    """Return whether an op computes new values that are ready when it returns."""
+    if not isinstance(func, OpOverload):
+        return True  # a higher-order operator
+    if func.namespace in _COLLECTIVES or func.is_view:
+        return False
+    schema = func._schema  # noqa: SLF001 - as above
+    # The marks of a profiler, which FSDP sets also when a checkpoint is saved, have no data.
+    if not schema.is_mutable and all(isinstance(one.type, ClassType) for one in schema.returns):
+        return False
+    return not schema.name.partition("::")[2].startswith(_UNDEFINED)
+
+
+def _find_source(end: str | None = None) -> str | None:
+    """Return the innermost line that is not the libraries', as ``file:line in f: text``.
+
+    Args:
+        end: Name of the function around which no line is looked for.
+    """
+    frame: FrameType | None = sys._getframe(2)  # noqa: SLF001 - the stack has no cheaper view
+    while frame is not None and frame.f_code.co_filename.startswith(("<", *_foreign_folders())):
+        if frame.f_code.co_name == end:
+            return None
+        frame = frame.f_back
+    if frame is None:
+        return None
+    file = frame.f_code.co_filename
+    line = linecache.getline(file, frame.f_lineno, frame.f_globals).strip()
+    return f"{file}:{frame.f_lineno} in {frame.f_code.co_name}: {line}"
+
+
+@cache
+def _foreign_folders() -> tuple[str, ...]:
+    specs = (find_spec(name) for name in _FOREIGN)
+    libraries = tuple(
+        f"{folder}{os.sep}"
+        for spec in specs
+        if spec is not None
+        for folder in spec.submodule_search_locations or ()
+    )
+    # Python's own modules lie above the packages, whose folder may be the program's.
+    return (*libraries, f"{Path(contextlib.__file__).parent}{os.sep}contextlib.py")

@@ -3,7 +3,6 @@
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from lightning_d9m.comparison.differences import (
     Divergence,
@@ -14,13 +13,11 @@ from lightning_d9m.comparison.differences import (
 )
 from lightning_d9m.errors import DriftError, LedgerError, ReferenceRefusedError
 from lightning_d9m.ledger.folder import read_ledger
+from lightning_d9m.ledger.format.reader import RankReader
 from lightning_d9m.ledger.format.records import Digests, Header, RunFacts
 from lightning_d9m.ledger.keys import LEDGER_START, describe_record, record_key, record_place
 from lightning_d9m.ledger.stack import same_logical_ranks
 from lightning_d9m.text import describe_names, describe_pair, escape, pluralize
-
-if TYPE_CHECKING:
-    from lightning_d9m.ledger.format.reader import RankReader
 
 
 class Reference:
@@ -91,13 +88,10 @@ class Reference:
             )
         self._refuse(run_refusals(first, facts))
         self._records = (record for record in records if isinstance(record, Digests))
-        self._advance()
+        self._next = next(self._records, None)
         if resumed is not None:
             while (own := self._next) and (own.moment == "initial" or own.epoch < resumed):
-                self._advance()
-
-    def _advance(self) -> None:
-        self._next = next(self._records, None)
+                self._next = next(self._records, None)
 
     def check(self, actual: Digests) -> Divergence | None:
         """Compare one record of this run with its counterpart.
@@ -111,7 +105,7 @@ class Reference:
         """
         while (expected := self._next) is not None:
             if record_key(expected) == record_key(actual):
-                self._advance()
+                self._next = next(self._records, None)
                 self.checked += 1
                 difference = record_difference(expected, actual)
                 if difference is None:
@@ -120,9 +114,18 @@ class Reference:
             if expected.moment == "final" and expected.epoch < actual.epoch:
                 break
             if record_place(expected, LEDGER_START) > record_place(actual, LEDGER_START):
-                raise self._lacks(expected, actual)
+                lacking, following = describe_record(actual), describe_record(expected)
+                raise ReferenceRefusedError(
+                    f"The reference {self._ledger.path} has no record of {lacking}; the next that "
+                    f"it has is {following}.\n  reference: {following}\n  this run:  {lacking}\n"
+                    "It was recorded at other moments than this run; record a new reference with "
+                    "the settings of this run.",
+                    field="records",
+                    expected=following,
+                    actual=lacking,
+                )
             self._passed += 1
-            self._advance()
+            self._next = next(self._records, None)
         self.beyond += 1
         self._first_beyond = self._first_beyond or actual
         return None
@@ -142,7 +145,21 @@ class Reference:
         if len(difference.by_kind) > 1:
             parts = [f"{escape(g)} {n} of {of}" for g, (n, of) in difference.by_kind.items()]
             lines.append(f"In all: {', '.join(parts)}.")
-        lines.append(self._explain(difference))
+        if difference.moment == "initial":
+            lines.append(
+                "They differed before the first step, so no training caused it. Seed before the "
+                "model is built: call lightning_d9m.enable(seed=...) or seed_everything(...) at "
+                "the top of the program; or the weights were loaded from another checkpoint."
+            )
+        elif set(difference.by_kind) == {"scalars"}:
+            lines.append(
+                "Nothing but logged scalars differs. A scalar that differs by nature, such as a "
+                'measured time, can be left out: DeterminismCallback(ignored_metrics=["..."]).'
+            )
+        elif self._agreed is None:
+            lines.append("No earlier record was compared, so the cause may lie anywhere before.")
+        else:
+            lines.append(f"They last agreed in {self._agreed}, so the cause lies after it.")
         lines.append(f"Reference: {self._reader.path if self._reader else self._ledger.path}")
         return DriftError(
             "\n".join(lines),
@@ -163,7 +180,7 @@ class Reference:
         left = self._passed
         while self._next is not None:
             left += 1
-            self._advance()
+            self._next = next(self._records, None)
         self.close()
         parts = []
         if self.beyond and self._first_beyond is not None:
@@ -201,31 +218,3 @@ class Reference:
             expected=first.expected,
             actual=first.actual,
         )
-
-    def _lacks(self, expected: Digests, actual: Digests) -> ReferenceRefusedError:
-        lacking, following = describe_record(actual), describe_record(expected)
-        return ReferenceRefusedError(
-            f"The reference {self._ledger.path} has no record of {lacking}; the next that it "
-            f"has is {following}.\n  reference: {following}\n  this run:  {lacking}\nIt was "
-            "recorded at other moments than this run; record a new reference with the settings of "
-            "this run.",
-            field="records",
-            expected=following,
-            actual=lacking,
-        )
-
-    def _explain(self, difference: Divergence) -> str:
-        if difference.moment == "initial":
-            return (
-                "They differed before the first step, so no training caused it. Seed before the "
-                "model is built: call lightning_d9m.enable(seed=...) or seed_everything(...) at "
-                "the top of the program; or the weights were loaded from another checkpoint."
-            )
-        if set(difference.by_kind) == {"scalars"}:
-            return (
-                "Nothing but logged scalars differs. A scalar that differs by nature, such as a "
-                'measured time, can be left out: DeterminismCallback(ignored_metrics=["..."]).'
-            )
-        if self._agreed is None:
-            return "No earlier record was compared, so the cause may lie anywhere before."
-        return f"They last agreed in {self._agreed}, so the cause lies after it."

@@ -309,10 +309,15 @@ class Run:
     ) -> Digests:
         self.probes.save_state(StatePoint(epoch, step, moment))
         (self.probes if moment == "final" else self.probes.collector).close()
+        training = self._training
         partial = self.ranks.raise_on_all(lambda: self._read(verify, sketches=moment == "epoch"))
         snapshot = complete_snapshot(partial, self.ranks)
         self.digest = snapshot.totals["weights"]
-        gradients = self._read_gradients()
+        gradients: dict[str, dict[str, str]] = {}
+        if training.records_gradients:  # those that the program has not cleared yet
+            named = training.model.named_parameters()
+            if found := {name: digest_value(p.grad) for name, p in named if p.grad is not None}:
+                gradients["gradients"] = found
         return Digests(
             moment=moment,
             epoch=epoch,
@@ -342,14 +347,6 @@ class Run:
             # Portable runs of two versions of torch are comparable.
             switches=self._header is None or not self._header.settings.get("portable"),
         )
-
-    def _read_gradients(self) -> dict[str, dict[str, str]]:
-        """Return the gradients that the program has not cleared yet, if they are recorded."""
-        if not self._training.records_gradients:
-            return {}
-        named = self._training.model.named_parameters()
-        found = {name: digest_value(p.grad) for name, p in named if p.grad is not None}
-        return {"gradients": found} if found else {}
 
     def _write(self, digests: Digests) -> list[DriftError]:
         assert self._writer is not None, "begin() comes first"

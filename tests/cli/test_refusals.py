@@ -9,7 +9,7 @@ from lightning_d9m.audit.device import check_device
 from lightning_d9m.audit.ops.cases import plan_cases
 from lightning_d9m.errors import SettingError, TooLateError
 from lightning_d9m.lightning.autoload import entry_points
-from lightning_d9m.lightning.step_replay import _check_repeatable
+from lightning_d9m.lightning.step_replay import Replay
 
 
 def test_an_audit_of_what_is_not_here():
@@ -26,7 +26,7 @@ def test_a_strategy_that_shards_is_not_replayed():
     model = SimpleNamespace(automatic_optimization=True)
     trainer = SimpleNamespace(strategy=object.__new__(OwnStrategy), lightning_module=model)
     with pytest.raises(SettingError, match="strategy is OwnStrategy, which divides the weights"):
-        _check_repeatable(trainer)
+        Replay(trainer, None)
 
 
 @pytest.fixture

@@ -125,7 +125,7 @@ CASES = [
     ("launch.run", use_full_folder, "d9m-runs holds 1000 repetitions already."),
     ("locate.search", find_unlike_runs, "The two runs left different ledgers:"),
     (
-        "lightning.autoload.auto_callback",
+        "lightning.callback",
         import_the_other_package,
         "was imported after a Trainer of",
     ),

@@ -7,7 +7,7 @@ from lightning.pytorch.loggers import CSVLogger
 from trainings import QUIET, make_loader, make_model
 
 from lightning_d9m import DeterminismCallback, LedgerError
-from lightning_d9m.lightning.autoload.auto_callback import AddedCallback
+from lightning_d9m.lightning.callback import AddedCallback
 
 LEDGER = "fit-000/rank-0.jsonl"
 

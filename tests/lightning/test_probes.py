@@ -20,8 +20,7 @@ from lightning_d9m.errors import SettingError
 from lightning_d9m.hashing.digest import digest
 from lightning_d9m.ledger.kinds import PROBE_KINDS, VALIDATION
 from lightning_d9m.locate.search import describe_place
-from lightning_d9m.probes.dumps import find_dumps, read_dump, read_index, replay_op
-from lightning_d9m.probes.hook_trace import find_writer
+from lightning_d9m.probes.dumps import find_dumps, find_writer, read_dump, read_index, replay_op
 from lightning_d9m.probes.module_hooks import hook_model
 from lightning_d9m.probes.settings import ProbeSettings
 

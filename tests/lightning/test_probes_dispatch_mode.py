@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from trainings import make_model
 
-from lightning_d9m.probes.dispatch_mode import OpMode
 from lightning_d9m.probes.dumps import read_dump
+from lightning_d9m.probes.module_hooks import OpMode
 from lightning_d9m.probes.settings import ProbeSettings
 
 

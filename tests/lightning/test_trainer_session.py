@@ -12,7 +12,7 @@ from lightning_d9m import DeterminismCallback, DriftError, SettingError, determi
 from lightning_d9m.control import session
 from lightning_d9m.ledger.folder import read_ledger
 from lightning_d9m.lightning import callback
-from lightning_d9m.lightning.autoload.auto_callback import AddedCallback
+from lightning_d9m.lightning.callback import AddedCallback
 from lightning_d9m.lightning.trainer_session import resolve_settings
 
 

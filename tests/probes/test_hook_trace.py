@@ -4,7 +4,7 @@ from contextlib import nullcontext
 
 import pytest
 
-from lightning_d9m.probes.hook_trace import find_writer, trace_hooks
+from lightning_d9m.probes.dumps import find_writer, trace_hooks
 
 BETWEEN = "in no hook: by the training loop or a thread"
 

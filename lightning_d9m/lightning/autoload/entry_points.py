@@ -17,9 +17,13 @@ import os
 import sys
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
+
     from lightning_d9m.control.session import Session
 
 _OFF = ("", "0")
@@ -88,7 +92,6 @@ def _is_unsupported() -> bool:
 
 def _start() -> None:
     from lightning_d9m.control.env_settings import read_switch
-    from lightning_d9m.lightning.autoload.import_hook import call_after_import
 
     if not read_switch(os.environ) or _is_unsupported():
         return
@@ -163,7 +166,7 @@ def _make_callbacks(package: str) -> list[Any]:
                 "Trainer(callbacks=[lightning_d9m.DeterminismCallback()])."
             )
         try:
-            from lightning_d9m.lightning.autoload.auto_callback import make_callback
+            from lightning_d9m.lightning.callback import make_callback
 
             return [make_callback(package)]
         except Exception as error:  # noqa: BLE001 - raised below, with what was asked
@@ -181,3 +184,39 @@ def _describe_error(error: Exception) -> str:
     own = type(error).__module__ == "lightning_d9m.errors"
     text = text if own else f"{type(error).__name__}: {text}"
     return text if text.endswith((".", "!", "?", ")")) else f"{text}."
+
+
+def call_after_import(name: str, func: Callable[[], None]) -> None:
+    """Call ``func`` once, immediately if the module ``name`` has been imported.
+
+    ``func`` must not raise: its error would come out of the program's ``import``.
+    """
+    if name in sys.modules:
+        func()
+    else:
+        sys.meta_path.insert(0, _Finder(name, func))
+
+
+class _Finder:
+    """Finds one module, once, with the finders after it in ``sys.meta_path``."""
+
+    def __init__(self, name: str, func: Callable[[], None]) -> None:
+        self._name = name
+        self._func = func
+
+    def find_spec(self, fullname: str, *_: object) -> "ModuleSpec | None":
+        if fullname != self._name:
+            return None
+        sys.meta_path.remove(self)
+        spec = find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            # On the module's own loader, which `inspect` and others use later.
+            load = spec.loader.exec_module
+
+            def load_and_call(module: "ModuleType") -> None:
+                del vars(spec.loader)["exec_module"]
+                load(module)
+                self._func()
+
+            vars(spec.loader)["exec_module"] = load_and_call
+        return spec

@@ -10,8 +10,8 @@ from trainings import QUIET, make_loader, make_model
 
 from lightning_d9m import DeterminismCallback, SettingError, TooLateError, compatibility
 from lightning_d9m.control.session import active_session, enable
-from lightning_d9m.lightning.autoload import auto_callback, entry_points
-from lightning_d9m.lightning.autoload.auto_callback import make_callback
+from lightning_d9m.lightning.autoload import entry_points
+from lightning_d9m.lightning.callback import make_callback
 from lightning_d9m.lightning.trainer_session import resolve_seed
 
 
@@ -24,7 +24,6 @@ def asked(monkeypatch):
         "_AutoloadState",
         type("_State", (entry_points._AutoloadState,), {"started": True}),
     )
-    auto_callback._report_unused.cache_clear()
     return monkeypatch
 
 

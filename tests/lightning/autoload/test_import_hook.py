@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from lightning_d9m.lightning.autoload.import_hook import call_after_import
+from lightning_d9m.lightning.autoload.entry_points import call_after_import
 
 
 @pytest.fixture
