@@ -12,6 +12,7 @@ operation or call it.
 """
 
 import argparse
+import itertools
 import json
 import os
 import subprocess
@@ -156,7 +157,7 @@ def list_probes(ledger):
     places = {}
     for frame in ledger.records(0):
         if isinstance(frame, Batch) and frame.batch == frame.epoch == 0:
-            for kind, name, _ in frame.list_places():
+            for kind, name, _ in itertools.chain(*frame.layouts):
                 places.setdefault(kind, set()).add(name)
     return {kind: sorted(names) for kind, names in sorted(places.items())}
 

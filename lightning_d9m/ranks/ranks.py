@@ -124,18 +124,22 @@ def agree(ranks: Ranks, activity: str, items: Sequence[str] = ()) -> None:
         return
     found = ranks.gather_json([activity, [*items]])
     activities = tuple(activity for activity, _ in found)
-    title = f"The ranks do not agree on what takes part in {activity}:"
     if len(set(activities)) > 1:
-        title = "The ranks are about to do different things and cannot continue:"
-        lines = [f"  rank {rank}: {activity}" for rank, activity in enumerate(activities)]
-    else:
-        sets = [frozenset(items) for _, items in found]
-        common = frozenset[str].intersection(*sets)
-        lines = []
-        for name in sorted(frozenset[str].union(*sets) - common):
-            have = [str(rank) for rank, items in enumerate(sets) if name in items]
-            lack = [str(rank) for rank, items in enumerate(sets) if name not in items]
-            lines.append(f"  {name}: yes on rank {', '.join(have)}; no on rank {', '.join(lack)}")
-        if len(lines) > _MAX_NAMES:
-            lines[_MAX_NAMES:] = [f"  and {len(lines) - _MAX_NAMES} more"]
-    raise RanksDisagreeError("\n".join([title, *lines]), intents=activities)
+        listed = "\n".join(f"  rank {rank}: {own}" for rank, own in enumerate(activities))
+        raise RanksDisagreeError(
+            f"The ranks are about to do different things and cannot continue:\n{listed}",
+            intents=activities,
+        )
+    sets = [frozenset(items) for _, items in found]
+    common = frozenset[str].intersection(*sets)
+    lines = []
+    for name in sorted(frozenset[str].union(*sets) - common):
+        have = [str(rank) for rank, items in enumerate(sets) if name in items]
+        lack = [str(rank) for rank, items in enumerate(sets) if name not in items]
+        lines.append(f"  {name}: yes on rank {', '.join(have)}; no on rank {', '.join(lack)}")
+    if len(lines) > _MAX_NAMES:
+        lines[_MAX_NAMES:] = [f"  and {len(lines) - _MAX_NAMES} more"]
+    listed = "\n".join(lines)
+    raise RanksDisagreeError(
+        f"The ranks do not agree on what takes part in {activity}:\n{listed}", intents=activities
+    )

@@ -16,7 +16,7 @@ from lightning_d9m.logical_ranks.scalars import add_exactly, sum_exactly
 
 
 class LoggedValue:
-    """What all logical ranks have logged under one name in an epoch, without rounding.
+    """The values that all logical ranks have logged under one name in an epoch, not rounded.
 
     Lightning's result receives the reduced values.
 

@@ -170,7 +170,8 @@ class ProgramState:
         kind: Any = type(owner)
         stored = list_stored(kind)
         if owner is self._trainer:  # callbacks may set its options, as for accumulation
-            return stored - _read_signature(kind.__init__).parameters.keys()
+            options = _read_signature(kind.__init__).parameters.keys()
+            return (stored | {name for name in vars(owner) if name.startswith("_")}) - options
         if id(owner) not in self._stepping and not issubclass(kind, LRScheduler | Optimizer):
             return stored
         is_own = kind.state_dict is not Optimizer.state_dict  # whose keys are torch's

@@ -211,11 +211,11 @@ def test_what_is_no_state_of_a_sampler_is_left_out():
     split, sampler = Split(data, 2, 0), Own(data=data, generator=None)
     other = RandomSampler(range(4))
     state = sample(sampler, other, split, dataset=data)
-    assert list(state.samplers) == ["0", "2"]
+    assert list(state.samplers) == ["0", "1", "2"]
     sampler.generator = torch.Generator()
-    split.seed, split.epoch, other.own = 3, 4, 1
+    split.seed, split.epoch = 3, 4
     assert state.capture() == {}
     data[0].append(2)
-    split.num_replicas = 3
+    split.num_replicas, other.own = 3, 1
     captured = state.capture()
-    assert list(captured["sampler"]) == ["2.num_replicas"]
+    assert list(captured["sampler"]) == ["1.own", "2.num_replicas"]

@@ -6,6 +6,7 @@ Usage: surface.py FOLDER
 import json
 import sys
 import warnings
+from itertools import chain
 from pathlib import Path
 from textwrap import wrap
 
@@ -200,7 +201,7 @@ def probes():
     strategy = HorovodDeterministicStrategy(bucket_bytes=256)
     rank = fit(model, strategy=strategy, callbacks=[callback], max_epochs=1).global_rank
     batches = [
-        list(zip(batch.list_places(), wrap(batch.digests.hex(), 32), strict=True))
+        list(zip(chain(*batch.layouts), wrap(batch.digests.hex(), 32), strict=True))
         for batch in read_ledger(folder / "probes" / "fit-000").records(rank)
         if isinstance(batch, Batch)
     ]
