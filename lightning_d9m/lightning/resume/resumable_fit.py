@@ -138,7 +138,7 @@ class CheckpointState:
         # The state of a run that has ended, for later checkpoints; whether it has all ranks.
         self._ended: SavedState | None = None
         self._ended_on_all_ranks = False
-        # Restores the strategy, also if a save after a run fails before it writes its checkpoint.
+        # Restores the strategy, even if a save after a run fails before it writes its checkpoint.
         self._manifests = ExitStack()
 
     def __getstate__(self) -> dict[str, Any]:
