@@ -20,11 +20,7 @@ from typing import Any
 
 from lightning_d9m.errors import CommandError, LedgerError, file_errors
 from lightning_d9m.launch.interruption_points import INTERRUPT, RESUME
-from lightning_d9m.launch.processes import (
-    describe_command,
-    make_rank_variables,
-    run_processes,
-)
+from lightning_d9m.launch.processes import describe_command, make_rank_variables, run_processes
 from lightning_d9m.launch.progress import RunProgress
 from lightning_d9m.ledger.folder import Ledger, list_evaluations, list_fits, read_ledger
 from lightning_d9m.ledger.format.records import Digests, Json, RunFacts

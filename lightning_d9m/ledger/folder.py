@@ -12,14 +12,7 @@ from pathlib import Path
 
 from lightning_d9m.errors import LedgerError, file_errors
 from lightning_d9m.ledger.format.reader import RankReader
-from lightning_d9m.ledger.format.records import (
-    MAX_RANKS,
-    Batch,
-    Digests,
-    End,
-    Header,
-    Record,
-)
+from lightning_d9m.ledger.format.records import MAX_RANKS, Batch, Digests, End, Header, Record
 from lightning_d9m.ledger.resumed_runs import open_lineage
 from lightning_d9m.text import escape
 

@@ -2,14 +2,7 @@
 
 from typing import TypeAlias
 
-from lightning_d9m.ledger.format.records import (
-    Batch,
-    Digests,
-    End,
-    Evaluation,
-    Record,
-    ReplayDrift,
-)
+from lightning_d9m.ledger.format.records import Batch, Digests, End, Evaluation, Record, ReplayDrift
 from lightning_d9m.ledger.kinds import describe_batch
 from lightning_d9m.text import describe_moment, escape
 

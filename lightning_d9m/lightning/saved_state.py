@@ -48,6 +48,7 @@ VALIDATION = "validate."
 """The prefix of the paths of the loaders of validation."""
 
 _HEAD = 512
+_PICKLE = b"\x80"  # the first byte
 
 LoopPhase = Literal["epoch", "batch", "cut", "validation", "within"]
 
@@ -321,6 +322,7 @@ def load_checkpoint(path: Path, *, allow_objects: bool = False) -> dict[str, Any
         CommandError: If it is a text file, or holds objects that may not be loaded, or that cannot
             be.
     """
+    head = b""
     with suppress(OSError, UnicodeDecodeError), path.open("rb") as file:
         head = file.read(_HEAD)
         if head.decode() and b"\0" not in head:
@@ -345,6 +347,11 @@ def load_checkpoint(path: Path, *, allow_objects: bool = False) -> dict[str, Any
                 "from it with fit(..., weights_only=False), or with "
                 "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1 in its environment."
             ) from error
+        if head.startswith(_PICKLE):
+            raise CommandError(
+                f"{path} is a pickle, as torch saved before release 1.6, which has no checksums to "
+                f"verify, and it cannot be loaded: {escape(str(error), 400)}"
+            ) from error
         raise CheckpointError(f"{path} cannot be read: {escape(str(error), 400)}") from error
     if not isinstance(checkpoint, dict):
         raise CheckpointError(f"{path} is not a checkpoint of a Trainer: it holds no dict.")
@@ -357,6 +364,9 @@ def explain_damage(path: Any) -> None:
     torch does not verify the checksums in the file; damaged bytes lead to arbitrary errors.
     """
     try:
+        with open(path, "rb") as file:  # noqa: PTH123 - also of a file that is open already
+            if file.read(1) == _PICKLE:
+                return
         with zipfile.ZipFile(path) as archive:
             for entry in archive.infolist():
                 with archive.open(entry) as stream:
@@ -364,9 +374,8 @@ def explain_damage(path: Any) -> None:
                         pass
     except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError) as damage:
         raise CheckpointError(
-            f"The checkpoint {path} is damaged: it is truncated, or some of its bytes have "
-            f"changed, or torch before 1.6 saved it ({damage}). Copy the file again, or take "
-            "an earlier checkpoint."
+            f"The checkpoint {path} is damaged: it is truncated, or some of its bytes have changed "
+            f"({damage}). Copy the file again, or take an earlier checkpoint."
         ) from damage
     except (OSError, ValueError, TypeError, RuntimeError, AttributeError):
         return  # missing, or not a local file: the error of the load says so

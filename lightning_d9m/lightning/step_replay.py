@@ -26,13 +26,7 @@ from lightning_d9m.lightning.strategies import is_sharded
 from lightning_d9m.lightning.trainer_attributes import Trainer, ranks_of
 from lightning_d9m.probes.module_hooks import hook_model
 from lightning_d9m.probes.settings import ProbeSettings
-from lightning_d9m.probes.trace import (
-    Leaves,
-    Listener,
-    ProbePoint,
-    Trace,
-    find_difference,
-)
+from lightning_d9m.probes.trace import Leaves, Listener, ProbePoint, Trace, find_difference
 from lightning_d9m.recording.run import Run
 from lightning_d9m.state.state import Watch
 from lightning_d9m.text import describe_pair

@@ -13,12 +13,7 @@ from lightning_d9m.ledger.stack import LAST_BITS_SETTING, LOGICAL_RANKS
 from lightning_d9m.output.columns import format_markdown_table, format_table, print_result
 from lightning_d9m.output.comparison_text import format_evidence, state_verdict
 from lightning_d9m.output.result_tables import Row, list_run_columns, make_run_row
-from lightning_d9m.output.terminal import (
-    format_next_steps,
-    list_next_steps,
-    terminal_width,
-    wrap,
-)
+from lightning_d9m.output.terminal import format_next_steps, list_next_steps, terminal_width, wrap
 from lightning_d9m.text import pluralize, printable
 
 _SEVERAL = 2  # later runs, of which some may agree

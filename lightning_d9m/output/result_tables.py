@@ -12,12 +12,7 @@ from pathlib import Path, PurePath
 from typing import Any, TypeAlias
 
 from lightning_d9m.comparison.ledgers import compare_ledgers
-from lightning_d9m.comparison.weight_distance import (
-    OTHERS,
-    RESOLUTION,
-    Distance,
-    DistanceSeries,
-)
+from lightning_d9m.comparison.weight_distance import OTHERS, RESOLUTION, Distance, DistanceSeries
 from lightning_d9m.errors import LedgerError
 from lightning_d9m.ledger.folder import FoundLedger, Ledger
 from lightning_d9m.ledger.kinds import ROOT

@@ -1,6 +1,7 @@
 """``d9m verify`` checks a checkpoint offline and finds it in a ledger."""
 
 import json
+import pickle
 import sys
 
 import pytest
@@ -123,6 +124,11 @@ def test_a_file_that_is_not_a_checkpoint(verify, tmp_path):
     program.write_text("import torch\n")
     status, text = verify(program)
     assert (status, "is a text file, and not a checkpoint" in text) == (2, True)
+    old = tmp_path / "old.ckpt"
+    old.write_bytes(pickle.dumps({"state_dict": {}}))
+    status, text = verify(old)
+    assert (status, "is a pickle, as torch saved before" in text) == (2, True)
+    assert "damaged" not in text
 
 
 class Setting:

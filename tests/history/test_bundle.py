@@ -8,12 +8,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from ledger_runs import (
-    list_batches,
-    make_digests,
-    make_facts,
-    write_rank,
-)
+from ledger_runs import list_batches, make_digests, make_facts, write_rank
 
 from lightning_d9m.cli import locate as locate_module
 from lightning_d9m.comparison.causes import Cause

@@ -10,12 +10,7 @@ import torch
 
 from lightning_d9m.errors import SettingError, StackDifferenceError, TooLateError
 from lightning_d9m.horovod import environment as settings
-from lightning_d9m.horovod.environment import (
-    PINNED,
-    compare_ranks,
-    connect_store,
-    set_variables,
-)
+from lightning_d9m.horovod.environment import PINNED, compare_ranks, connect_store, set_variables
 from lightning_d9m.horovod.strategy import (
     HorovodDeterministicStrategy,
     HorovodEnvironment,

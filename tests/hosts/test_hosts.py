@@ -12,14 +12,7 @@ from pathlib import Path
 
 import pytest
 from forking_python import HOROVOD, TRAINING, shared_python
-from network_hosts import (
-    explain_missing,
-    make_hosts,
-    start_rank,
-    start_sshd,
-    wait_for,
-    wait_until,
-)
+from network_hosts import explain_missing, make_hosts, start_rank, start_sshd, wait_for, wait_until
 
 from lightning_d9m import compare, read_ledger
 from lightning_d9m.ledger.format.records import Digests

@@ -5,12 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as nnf
-from patches.cases import (
-    GRADIENT_CASES,
-    compute_gradient,
-    deterministic_algorithms,
-    make_inputs,
-)
+from patches.cases import GRADIENT_CASES, compute_gradient, deterministic_algorithms, make_inputs
 from torch import Tensor
 
 from lightning_d9m.control.torch_flags import threads_pinned

@@ -14,11 +14,7 @@ from torch import Tensor
 
 from lightning_d9m.audit.device import check_device
 from lightning_d9m.audit.ops.cases import Call, Case, Inputs, NotHereError, list_cases, plan_cases
-from lightning_d9m.audit.ops.torch_docs import (
-    Line,
-    find_documented_lines,
-    read_documentation,
-)
+from lightning_d9m.audit.ops.torch_docs import Line, find_documented_lines, read_documentation
 from lightning_d9m.comparison.numeric_difference import SpreadMeter, measure_variation
 from lightning_d9m.compatibility import synchronize
 from lightning_d9m.control.torch_flags import (

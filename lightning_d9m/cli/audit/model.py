@@ -4,12 +4,7 @@ import argparse
 import json
 import shlex
 
-from lightning_d9m.audit.training import (
-    CONDITIONS,
-    render_markdown,
-    render_text,
-    summarize,
-)
+from lightning_d9m.audit.training import CONDITIONS, render_markdown, render_text, summarize
 from lightning_d9m.cli.arguments import COMMAND, MOST_RUNS, get_command, whole_number
 from lightning_d9m.launch.run import Run, Runs, make_output
 from lightning_d9m.output.columns import print_result

@@ -17,12 +17,7 @@ from torch import Tensor
 from torch._prims_common import suggest_memory_format
 
 from lightning_d9m.patches.exact_sums import Layout, Pieces, accumulate, plan_pieces
-from lightning_d9m.patches.registration import (
-    Update,
-    accumulation_dtype,
-    make_places,
-    require,
-)
+from lightning_d9m.patches.registration import Update, accumulation_dtype, make_places, require
 from lightning_d9m.patches.triton.launch import allocate
 
 _MANY = 2  # elements for each value, beyond which only those that get a value are read

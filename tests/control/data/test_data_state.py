@@ -5,12 +5,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import (
-    DataLoader,
-    Dataset,
-    DistributedSampler,
-    RandomSampler,
-)
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSampler
 
 from lightning_d9m.control.data.data_state import (
     NUMBERS,

@@ -8,17 +8,7 @@ import weakref
 import numpy as np
 import pytest
 import torch
-from control.drawing import (
-    SIZE,
-    WORKERS,
-    Draws,
-    begin,
-    epochs,
-    make,
-    order,
-    rows,
-    snapshot,
-)
+from control.drawing import SIZE, WORKERS, Draws, begin, epochs, make, order, rows, snapshot
 from torch.utils.data import (
     BatchSampler,
     DataLoader,

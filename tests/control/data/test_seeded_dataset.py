@@ -7,23 +7,8 @@ import random
 import numpy as np
 import pytest
 import torch
-from control.drawing import (
-    SIZE,
-    WORKERS,
-    BatchDraws,
-    Draws,
-    Stream,
-    begin,
-    epochs,
-    make,
-    rows,
-)
-from torch.utils.data import (
-    DataLoader,
-    Dataset,
-    IterableDataset,
-    get_worker_info,
-)
+from control.drawing import SIZE, WORKERS, BatchDraws, Draws, Stream, begin, epochs, make, rows
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from lightning_d9m import SettingError
 from lightning_d9m.control.data.loaders import LoaderControl

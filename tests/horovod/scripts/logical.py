@@ -17,11 +17,7 @@ import logical_trainings
 import models
 import torch
 
-from lightning_d9m import (
-    DDPDeterministicStrategy,
-    HorovodDeterministicStrategy,
-    SettingError,
-)
+from lightning_d9m import DDPDeterministicStrategy, HorovodDeterministicStrategy, SettingError
 
 STRATEGY = (
     HorovodDeterministicStrategy if "HOROVOD_SIZE" in os.environ else DDPDeterministicStrategy

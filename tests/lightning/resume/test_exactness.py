@@ -5,12 +5,7 @@ from functools import partial
 import lightning.pytorch as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import (
-    Callback,
-    EarlyStopping,
-    ModelCheckpoint,
-    ModelPruning,
-)
+from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint, ModelPruning
 from resuming import Curriculum, DrawingDigits, agree, in_order, stream
 from torch.utils.data import DataLoader, IterableDataset
 from trainings import QUIET, NoisyDigits, make_loader, make_model
