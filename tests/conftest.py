@@ -72,8 +72,10 @@ def pytest_configure(config: pytest.Config) -> None:
             import_module("torch.nested._internal.nested_tensor")
         leave_out_work()
     config.add_cleanup(gc.unfreeze)  # of imports_frozen: what is frozen at the end counts as leaked
-    if config.option.raise_sites:
-        config.add_cleanup(raise_sites.note_sites(config.option.raise_sites))
+    if file := config.option.raise_sites:
+        config.add_cleanup(raise_sites.note_sites(file))
+        os.environ["RAISE_SITES"] = str(file.absolute())  # for forking_python.py
+        config.add_cleanup(lambda: os.environ.pop("RAISE_SITES"))
 
 
 # Lightning and torch write these for their own use; they are not ours to restore.

@@ -1,8 +1,9 @@
 """Note in a file which places of the package that make an error the tests have executed.
 
-``pytest --raise-sites=FILE`` adds to it, as do several runs, xdist's workers and the processes that
-tests fork. Processes that a test starts as programs are not seen. ``raise_sites.py FILE`` lists the
-places that are not in the file; its exit status is 1 if there are any.
+``pytest --raise-sites=FILE`` adds to it, as do several runs, xdist's workers, the processes that
+tests fork, and the programs of ``forking_python``. Other programs of a test are not seen.
+``raise_sites.py FILE`` lists the places that are not in the file; its exit status is 1 if there are
+any.
 """
 
 import ast

@@ -8,19 +8,16 @@ from lightning_d9m.lightning import lightning_private
 # Underscored names that other files use, with the package that has them.
 NOT_OF_LIGHTNING = {
     "the callback of this package": {"_auto_added", "_recorder"},
-    "Python": {"_getframe", "_initializing"},
-    "torch's bindings": {
-        "_C",
-        "_dispatch_get_all_op_names",
-    },
+    "Python": {"_initializing"},
+    "torch's bindings": {},
     "torch's modules and tensors": {
         "_compiled_call_impl",
         "_orig_mod",
         "_version",
     },
     "torchmetrics": {
-        *("_computed", "_defaults", "_forward_cache"),
-        *("_reductions", "_update_count"),
+        *("_computed", "_forward_cache"),
+        "_update_count",
     },
 }
 

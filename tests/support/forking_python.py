@@ -25,6 +25,7 @@ import atexit
 import ctypes
 import fcntl
 import gc
+import importlib
 import json
 import multiprocessing
 import os
@@ -212,6 +213,10 @@ def _become(variables, arguments, path):
     torch.default_generator.seed()
     torch.set_num_threads(int(variables.get("OMP_NUM_THREADS") or os.cpu_count()))
     sys.path[1:1] = [p for p in variables.get("PYTHONPATH", "").split(os.pathsep) if p]
+    if file := variables.get("RAISE_SITES"):
+        sys.path.append(str(Path(__file__).parents[1]))
+        importlib.import_module("raise_sites").note_sites(file)
+        sys.path.pop()
     entry_points.load()  # torch calls it at its import
 
 
