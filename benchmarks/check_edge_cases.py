@@ -165,16 +165,13 @@ def main() -> None:
     by_op, by_edge, refused, kernels = Counter(), Counter(), 0, Counter()
     differences = []
     cases = [case for case in list_cases() if words.only in case.op]
-    for case, difference in zip(cases, find_differences(cases), strict=True):
+    for case, of_ops in zip(cases, find_differences(cases), strict=True):
         by_op[case.op] += 1
         by_edge[case.edge] += 1
         refused += isinstance(answer(case.call)[0], type)
-        found = [difference]
-        if not words.no_kernels:
-            used, difference = find_kernel_difference(case)  # noqa: PLW2901 - another one
-            kernels.update(set(used))
-            found.append(difference)
-        for difference in filter(None, found):  # noqa: PLW2901 - of both
+        used, of_kernels = ((), None) if words.no_kernels else find_kernel_difference(case)
+        kernels.update(set(used))
+        for difference in filter(None, (of_ops, of_kernels)):
             differences.append({"op": case.op, "edge": case.edge, "difference": difference})
             print(json.dumps(differences[-1]), flush=True)
     record = {

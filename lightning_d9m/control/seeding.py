@@ -101,11 +101,11 @@ def capture_rng() -> RngState:
     state = capture_host()
     accelerator = find_accelerator()
     for name in sorted({"cuda", "xpu"} | ({accelerator.type} if accelerator else set())):
-        module = getattr(torch, name, None)
+        module: Any = getattr(torch, name, None)
         # torch.mps has no such function and is always initialized.
         started = getattr(module, "is_initialized", getattr(module, "is_available", bool))
         if started() and (read := getattr(module, "get_rng_state", None)):
-            numbers = range(getattr(torch, name).device_count())
+            numbers = range(module.device_count())
             state["devices"][name] = {number: read(number) for number in numbers}
     return state
 

@@ -185,7 +185,7 @@ def _capture_installation() -> Mapping[str, Scalar]:
     built = torch.__config__.show()
     lines = ["" if "CPU capability" in line else line for line in built.split("\n")]
     return stack | {
-        # Compiler, flags and libraries; the CPU capability has a field of its own.
+        # The digest covers the compiler, flags and libraries. The CPU capability is the next field.
         "torch.build": blake2b("\n".join(lines).encode(), digest_size=8).hexdigest(),
         "torch.cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "torch.blas": _word_after("BLAS_INFO=", built),

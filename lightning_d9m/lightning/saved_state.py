@@ -322,7 +322,6 @@ def load_checkpoint(path: Path, *, allow_objects: bool = False) -> dict[str, Any
         CommandError: If it is a text file, or holds objects that may not be loaded, or that cannot
             be.
     """
-    head = b""
     with suppress(OSError, UnicodeDecodeError), path.open("rb") as file:
         head = file.read(_HEAD)
         if head.decode() and b"\0" not in head:
@@ -330,8 +329,7 @@ def load_checkpoint(path: Path, *, allow_objects: bool = False) -> dict[str, Any
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=not allow_objects)
     except Exception as error:
-        explain_damage(path)
-        objects: list[str] = []
+        is_pickle, objects = explain_damage(path), list[str]()
         with suppress(Exception):  # not a file that torch saved: the first error says why
             objects = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path))
         if objects:
@@ -347,7 +345,7 @@ def load_checkpoint(path: Path, *, allow_objects: bool = False) -> dict[str, Any
                 "from it with fit(..., weights_only=False), or with "
                 "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1 in its environment."
             ) from error
-        if head.startswith(_PICKLE):
+        if is_pickle:
             raise CommandError(
                 f"{path} is a pickle, as torch saved before release 1.6, which has no checksums to "
                 f"verify, and it cannot be loaded: {escape(str(error), 400)}"
@@ -358,15 +356,16 @@ def load_checkpoint(path: Path, *, allow_objects: bool = False) -> dict[str, Any
     return checkpoint
 
 
-def explain_damage(path: Any) -> None:
+def explain_damage(path: Any) -> bool:
     """Raise a ``CheckpointError`` if a file that could not be loaded is damaged.
 
-    torch does not verify the checksums in the file; damaged bytes lead to arbitrary errors.
+    torch does not verify the checksums in the file; damaged bytes lead to arbitrary errors. Return
+    whether it is a pickle, as torch saved before release 1.6, which has no checksums.
     """
     try:
         with open(path, "rb") as file:  # noqa: PTH123 - also of a file that is open already
             if file.read(1) == _PICKLE:
-                return
+                return True
         with zipfile.ZipFile(path) as archive:
             for entry in archive.infolist():
                 with archive.open(entry) as stream:
@@ -378,7 +377,8 @@ def explain_damage(path: Any) -> None:
             f"({damage}). Copy the file again, or take an earlier checkpoint."
         ) from damage
     except (OSError, ValueError, TypeError, RuntimeError, AttributeError):
-        return  # missing, or not a local file: the error of the load says so
+        pass  # missing, or not a local file: the error of the load says so
+    return False
 
 
 def check_checkpoint(checkpoint: Any, path: Any) -> bool:
@@ -417,7 +417,7 @@ def check_checkpoint(checkpoint: Any, path: Any) -> bool:
 
 
 def find_manifest(checkpoint: object) -> Mapping[str, Any] | None:
-    """Return the manifest in a checkpoint, even in one of an older format; None without one."""
+    """Return the manifest in a checkpoint; None without one."""
     state = find_state(checkpoint)
     manifest = state.get(MANIFEST_KEY) if isinstance(state, Mapping) else None
     return manifest if isinstance(manifest, Mapping) else None

@@ -54,7 +54,7 @@ class Blocks:
 
     def of(self, process: int) -> range:
         """Return the logical ranks of a process."""
-        assert 0 <= process < self.processes, f"there is no process {process}"
+        assert 0 <= process < self.processes, f"process {process} does not exist"
         ranks, processes = self.logical_ranks, self.processes
         return range(process * ranks // processes, (process + 1) * ranks // processes)
 

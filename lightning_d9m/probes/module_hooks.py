@@ -185,7 +185,7 @@ class OpMode(TorchDispatchMode):
 
     def __init__(self, settings: ProbeSettings, probes: ProbeCollector) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._settings = settings
+        self._takes_module = cache(settings.takes_module)  # called for every op
         self._probes = probes
         self._is_on = False
         self._around: list[str] = []
@@ -239,7 +239,7 @@ class OpMode(TorchDispatchMode):
         if not self._probes.listens:
             return func(*args, **kwargs)
         origin = self._find_origin()
-        if not any(map(self._settings.takes_module, origin.modules)) or not _defines(func):
+        if not any(map(self._takes_module, origin.modules)) or not _defines(func):
             return func(*args, **kwargs)
         dump = self._copy_inputs(func, args, kwargs) if self._probes.saves else None
         outputs = func(*args, **kwargs)
@@ -281,7 +281,7 @@ class OpMode(TorchDispatchMode):
             origin = _Origin(("", *accumulate(parts, "{}.{}".format)), None)
         else:
             origin = self._origins.get(node._sequence_nr(), _Origin(("",), None))  # noqa: SLF001 - as above
-        # A hook, or the backward pass of a function of the program's own, has a line of its own.
+        # A hook has its own line, and so has the backward pass of a function of the program.
         own = _find_source(_ENGINE) if self._probes.saves else None
         return _Origin(origin.modules, own or origin.source, backward=own is None)
 

@@ -46,7 +46,7 @@ _HOOKS_OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 # Stands among a module's attributes for the code of all hooks of it and its parameters.
 _CODE_OF_HOOKS = "hooks()"
 QUESTIONS = ("qsize", "locked", "tell")
-"""What a queue, a lock and a file tell."""
+"""Methods that return the size of a queue, whether a lock is held, and a position in a file."""
 # A longer container holds data, which are compared and not entered; a set is opaque.
 _MOST_ITEMS = 100_000
 # Of what pickle would save of an object.

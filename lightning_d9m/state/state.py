@@ -320,7 +320,7 @@ class Watch:
             if isinstance(node.kind, Holder):
                 self._enter(node)
         if len(self.nodes) > 2 * self._walked + 1000:
-            self._walk_all()  # without the objects that are no longer held
+            self._walk_all()  # this drops objects that nothing holds any more
 
     def find_changed(self) -> list[Node]:
         """Return the nodes whose objects hold something else now."""

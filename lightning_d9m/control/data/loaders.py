@@ -150,7 +150,7 @@ class ControlledLoader:
 
     @property
     def is_bypassed(self) -> bool:
-        """Whether the epoch began and the loader has not made an iterator of torch for it."""
+        """Whether the loader's epoch has begun without an iterator of torch."""
         return self.started is not None and self.start is None
 
     def capture(self, *, within: bool, at_end: bool) -> dict[str, Any]:

@@ -186,7 +186,7 @@ _CHANGED_IN_WORKERS = (
     "checkpoints at the end of an epoch."
 )
 _OWN_ITERATION = (
-    "The loader of {} iterates by methods of its own, so a resumed run would train on the same "
+    "The loader of {} iterates by methods of the program, so a resumed run would train on the same "
     "batches again. Let its __iter__ call that of DataLoader, or save checkpoints at the end of an "
     "epoch."
 )
@@ -357,6 +357,8 @@ def list_controlled(owner: Any) -> set[str]:
     """Return the attributes of a loader or sampler that are torch's, or set in each epoch."""
     if isinstance(owner, DataLoader):
         return {*vars(DataLoader(TensorDataset(torch.empty(1)))), "_get_iterator"}
-    ours = {"seed"} if isinstance(owner, DistributedSampler) else set()
+    # What a sampler of a library draws from is data of the loader, which may be a long list.
+    ours = set() if is_user_made([owner]) else {"data_source", "dataset"}
+    ours |= {"seed"} if isinstance(owner, DistributedSampler) else set()
     ours |= {"epoch"} if hasattr(owner, "set_epoch") else set()
     return ours | ({"generator"} if make_generator(owner) is not None else set())

@@ -61,7 +61,7 @@ class SeededDataset:
             _state=state, _watch=None, _iterated=False,
         )  # fmt: skip
 
-    @property  # type: ignore[misc]
+    @property  # type: ignore[misc] # `isinstance` reads it, of the dataset that this stands for
     def __class__(self) -> type:
         return type(self._dataset)
 

@@ -81,7 +81,7 @@ _OPTIMIZERS = "optimizers["
 _LIMIT = 16 * 2**20
 
 Captured: TypeAlias = dict[str, bytes | None]
-"""What has changed by path, encoded; None for what has no plain form."""
+"""Changes by path: the encoded value, or None if it has no plain form."""
 
 
 class ProgramState:
@@ -205,13 +205,15 @@ def keep_small(
     kept: dict[str, Tensor] = {}
     free = _LIMIT
     own = {name: part for name, part in checkpoint.items() if name != "optimizer_states"}
+    held: list[Tensor] | None = None  # listed for large values only
     for path, data in sorted(found, key=lambda item: len(item[1])):
         name = path.rstrip("'")
         if len(data) <= free:
             free -= len(data)
             kept[path] = pack_bytes(data)
             continue
-        tensors, held = _list_tensors(decode_plain(data)), _list_tensors(own)
+        held = _list_tensors(own) if held is None else held
+        tensors = _list_tensors(decode_plain(data))
         if not tensors or not all(
             any(equal_bits(one, other.detach().cpu()) for other in held) for one in tensors
         ):

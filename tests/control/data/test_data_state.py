@@ -204,11 +204,13 @@ def test_what_is_no_state_of_a_sampler_is_left_out():
 
     data = [[1]]
     split, sampler = Split(data, 2, 0), Own(data=data, generator=None)
-    other = RandomSampler(range(4))
+    drawn_from = [torch.zeros(1)]
+    other = RandomSampler(drawn_from)
     state = sample(sampler, other, split, dataset=data)
     assert list(state.samplers) == ["0", "1", "2"]
     sampler.generator = torch.Generator()
     split.seed, split.epoch = 3, 4
+    drawn_from.append(torch.ones(1))
     assert state.capture() == {}
     data[0].append(2)
     split.num_replicas, other.own = 3, 1
