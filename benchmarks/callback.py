@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_d9m import DeterminismCallback
-from lightning_d9m.control.data import seeded_dataset
+from lightning_d9m.control.data import loaders
 from lightning_d9m.control.data.loaders import LoaderControl
 from lightning_d9m.control.seeding import RandomStreams
 from lightning_d9m.lightning.resume import run_state
@@ -73,7 +73,7 @@ ENTRANCES = {
     TrainerSession: ("start_evaluation", "end_evaluation"),
     run_state: ("capture_user_state", "capture"),
     LoaderControl: ("wrap_loader", "start_epoch"),
-    seeded_dataset: ("capture_host", "seed_host", "restore_rng"),
+    loaders: ("capture_host", "seed_host", "restore_rng"),
     RandomStreams: ("derive",),
 }
 

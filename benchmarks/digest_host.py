@@ -19,8 +19,7 @@ from unittest import mock
 
 import torch
 
-from lightning_d9m.hashing import digest
-from lightning_d9m.hashing.xxh3 import cuda as xxh3_cuda
+from lightning_d9m.hashing import digest, xxh3_cuda
 from lightning_d9m.probes.trace import Trace
 
 RESULTS = Path(__file__).parent / "results"
@@ -135,7 +134,7 @@ def main() -> None:
         mock.patch.object(torch.cuda, "device", always(STREAM)),
         mock.patch.object(torch.cuda, "is_current_stream_capturing", always(False)),
         mock.patch.object(xxh3_cuda, "_load_constants", always(None)),
-        mock.patch.object(xxh3_cuda.triton_kernel, "hash_chunks", launcher),
+        mock.patch.object(xxh3_cuda, "hash_chunks", launcher),
         mock.patch.object(torch, "empty", lambda size, **_: empty(size, dtype=torch.int64)),
         mock.patch.object(torch.Tensor, "to", lambda tensor, *_, **__: tensor),
     ):

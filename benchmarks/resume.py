@@ -30,9 +30,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_d9m import DeterminismCallback
-from lightning_d9m.control.data.loaders import LoaderControl
+from lightning_d9m.control.data.loaders import LoaderControl, SeededDataset, return_batch
 from lightning_d9m.control.data.resumable_sampler import SeededIndex
-from lightning_d9m.control.data.seeded_dataset import SeededDataset, return_batch
 from lightning_d9m.control.seeding import RandomStreams
 
 RESULTS = Path(__file__).parent / "results"

@@ -30,7 +30,7 @@ TESTS = (
     "tests/control/test_session.py",
     "tests/control/test_seeding.py",
     "tests/control/test_settings.py",
-    "tests/control/test_torch_flags.py",
+    "tests/control/test_environment.py",
     "tests/control/data/test_loaders.py",
     "tests/control/data/test_seeded_dataset.py",
     "tests/lightning/resume/test_resume.py",

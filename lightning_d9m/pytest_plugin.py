@@ -83,7 +83,7 @@ def pytest_report_header(config: pytest.Config) -> str | None:
     """Report whether the hash seed is fixed, which cannot be changed in a running interpreter."""
     if not config.getini("d9m"):
         return None
-    from lightning_d9m.control.env_settings import describe_hash_seed_problem
+    from lightning_d9m.control.settings import describe_hash_seed_problem
 
     return f"d9m: {describe_hash_seed_problem() or 'the hash seed is fixed'}"
 

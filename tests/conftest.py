@@ -135,7 +135,7 @@ def fixed_rng() -> None:
 @pytest.fixture
 def one_thread() -> Iterator[None]:
     """Let torch's CPU kernels add in order: several threads share work differently."""
-    from lightning_d9m.control.torch_flags import threads_pinned
+    from lightning_d9m.control.environment import threads_pinned
 
     with threads_pinned(1):
         yield
@@ -144,7 +144,7 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture
 def two_threads() -> Iterator[None]:
     """Let threads race, also where the tests run with one."""
-    from lightning_d9m.control.torch_flags import threads_pinned
+    from lightning_d9m.control.environment import threads_pinned
 
     with threads_pinned(2):
         yield

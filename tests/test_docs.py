@@ -10,7 +10,7 @@ import pytest
 from scripts import load_script
 
 from lightning_d9m import DeterminismCallback, Settings
-from lightning_d9m.control import environment, torch_flags
+from lightning_d9m.control import environment
 from lightning_d9m.ledger.format import records
 from lightning_d9m.ledger.format.records import MAX_LAYOUT_PLACES, MAX_NAME
 from lightning_d9m.ledger.format.writer import LedgerWriter
@@ -43,7 +43,7 @@ def test_the_settings_page_has_a_line_for_every_flag():
         "sdpa.cudnn": "cuDNN attention",
         "mkldnn.deterministic": "torch.backends.mkldnn.deterministic",
     }
-    flags = torch_flags.wanted_flags(fill_uninitialized_memory=True)
+    flags = environment.wanted_flags(fill_uninitialized_memory=True)
     assert set(lines) == set(flags) - {"inductor.deterministic"}
     assert all(text in page for text in lines.values())
 

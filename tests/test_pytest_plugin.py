@@ -195,7 +195,7 @@ def test_variables_are_set_before_conftest_files_load(suite, pytester):
 
 
 def test_too_late_is_said_with_what_to_do(suite, monkeypatch):
-    monkeypatch.setattr(environment, "cuda_started", lambda: True)
+    monkeypatch.setattr(environment.torch.cuda, "is_initialized", lambda: True)
     result = suite(test_it="def test_it(deterministic_session): pass")
     result.assert_outcomes(errors=1)
     result.stdout.fnmatch_lines(["*set `d9m = true` in the configuration*"])

@@ -32,7 +32,7 @@ from typing import Any
 
 import torch
 
-from lightning_d9m.control.data import seeded_dataset
+from lightning_d9m.control.data import loaders
 from lightning_d9m.lightning import saved_state
 from lightning_d9m.lightning.callback import AddedCallback, DeterminismCallback
 from lightning_d9m.lightning.resume import run_state
@@ -47,7 +47,7 @@ _CALLED: list[tuple[Any, list[str]]] = [
     (TrainerSession, ["start_evaluation", "end_evaluation", "start_epoch", "close"]),
     (CheckpointState, ["_capture", "_find_late_changes", "_digest"]),
     (run_state, ["capture_user_state"]),
-    (seeded_dataset, ["capture_host", "seed_host", "restore_rng"]),
+    (loaders, ["capture_host", "seed_host", "restore_rng"]),
     (saved_state, ["make_manifest"]),
 ]
 

@@ -9,9 +9,8 @@ from typing import Literal
 import torch
 
 from lightning_d9m.compatibility import OLDEST_TORCH, describe_missing_patches, parse_release
-from lightning_d9m.control.env_settings import describe_hash_seed_problem
-from lightning_d9m.control.environment import VARIABLES
-from lightning_d9m.control.torch_flags import DYNAMIC, threads_vary
+from lightning_d9m.control.environment import DYNAMIC, VARIABLES, threads_vary
+from lightning_d9m.control.settings import describe_hash_seed_problem
 
 _GLOO = "GLOO_SOCKET_IFNAME"
 Status = Literal["problem", "note", "ok"]

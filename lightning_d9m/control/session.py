@@ -13,11 +13,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lightning_d9m.compatibility import can_patch
-from lightning_d9m.control import torch_flags
-from lightning_d9m.control.environment import CONTROL, EarlyVariables, control_is_on
+from lightning_d9m.control.environment import (
+    CONTROL,
+    EarlyVariables,
+    algorithms_switched,
+    control_is_on,
+    find_changed_flags,
+    restore_flags,
+    threads_pinned,
+    wanted_flags,
+)
 from lightning_d9m.control.seeding import rng_restored, seed_all
 from lightning_d9m.control.settings import Settings
-from lightning_d9m.control.torch_flags import threads_pinned
 from lightning_d9m.errors import SettingError
 from lightning_d9m.patches.registration import patches_applied
 
@@ -25,9 +32,14 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 _open: list["Session"] = []
-_fits = 0
 # Held while a session opens or closes: flags, variables and generators belong to the process.
 _lock = threading.RLock()
+
+
+class FitCounter:
+    """Counts the fits of this process that begin outside a session."""
+
+    fits = 0
 
 
 class Session:
@@ -56,7 +68,7 @@ class Session:
         self.scopes = 0
         self._switching = control_is_on()
         fill = settings.fill_uninitialized_memory
-        self._flags = torch_flags.wanted_flags(fill_uninitialized_memory=fill)
+        self._flags = wanted_flags(fill_uninitialized_memory=fill)
         if not self._switching:
             warnings.warn(
                 f"The variable {CONTROL} is 'off': this run is seeded and recorded, but not "
@@ -77,7 +89,7 @@ class Session:
             _open.append(self)
 
     def _switch(self, stack: ExitStack) -> None:
-        stack.enter_context(torch_flags.algorithms_switched(self._flags))
+        stack.enter_context(algorithms_switched(self._flags))
         # `is_built` does not start the driver, after which a launcher could no longer fork.
         patching = self.settings.patch_ops and torch.backends.cuda.is_built()
         patching = patching and not self.settings.portable  # which computes these operations, too
@@ -91,7 +103,7 @@ class Session:
 
     def verify(self) -> None:
         """Raise a ``SettingError`` if a flag or the number of threads has changed since."""
-        changed = torch_flags.find_changed_flags(self._flags) if self._switching else {}
+        changed = find_changed_flags(self._flags) if self._switching else {}
         for name, value in changed.items():
             raise SettingError(
                 f"The flag {name} is {value} and was set to {self._flags[name]}: something changed "
@@ -109,9 +121,9 @@ class Session:
 
     def switch_again(self) -> list[str]:
         """Set the flags that have changed since again, and return their names."""
-        changed = torch_flags.find_changed_flags(self._flags) if self._switching else ()
+        changed = find_changed_flags(self._flags) if self._switching else ()
         if changed:
-            torch_flags.restore_flags(self._flags)
+            restore_flags(self._flags)
         return [*changed]
 
     def call_on_close(self, func: Callable[[], object]) -> None:
@@ -248,7 +260,9 @@ def next_fit() -> int:
     """
     with _lock:
         _refuse_other_threads()
-        return _count_fits(lambda fits: fits + 1)
+        counter = active_session() or FitCounter
+        counter.fits += 1
+        return counter.fits - 1
 
 
 def give_back_fit(number: int) -> None:
@@ -257,24 +271,13 @@ def give_back_fit(number: int) -> None:
     For a fit that trained nothing, as the learning rate finder calls one: with its number the
     same search, or the training after it, draws the same numbers again.
     """
-    _count_fits(lambda fits: fits - (fits - 1 == number))
+    counter = active_session() or FitCounter
+    counter.fits -= counter.fits == number + 1
 
 
 def set_fits(number: int) -> None:
     """Set the number of fits in the active session or else in the process."""
-    _count_fits(lambda _: number)
-
-
-def _count_fits(change: Callable[[int], int]) -> int:
-    """Change the number of fits in the active session or else in the process; return the old."""
-    global _fits
-    with _lock:
-        session = active_session()
-        if session is None:
-            before, _fits = _fits, change(_fits)
-        else:
-            before, session.fits = session.fits, change(session.fits)
-        return before
+    (active_session() or FitCounter).fits = number
 
 
 @dataclass(frozen=True)
@@ -293,7 +296,7 @@ def capture_session() -> InheritedSession:
     """Return what a process that is started now takes over."""
     session = active_session()
     if session is None:
-        return InheritedSession(None, _fits)
+        return InheritedSession(None, FitCounter.fits)
     return InheritedSession(session.settings, session.fits, session.seed_is_default)
 
 

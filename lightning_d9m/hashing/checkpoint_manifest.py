@@ -11,15 +11,13 @@ from torch import Tensor
 
 from lightning_d9m.errors import CheckpointError, DigestError
 from lightning_d9m.hashing.digest import digest_many, digest_value
-from lightning_d9m.hashing.value_bytes import PLAIN_TYPES, encode
+from lightning_d9m.hashing.value_bytes import encode
 from lightning_d9m.text import quote
 
 _HALF = 8  # bytes of each entry: 64 bits find accidents
-# In version 1 the key of a leaf was its dotted path, which several leaves may share.
 _VERSION = 2
 # Keys whose repr names them; that of another object may hold its address.
 _PLAIN_KEYS = (str, int, float, bytes, tuple, type(None))
-_CONTAINERS = (Mapping, list, tuple)
 
 
 @dataclass(frozen=True)
@@ -53,28 +51,28 @@ def make_manifest(content: Mapping[str, Any]) -> dict[str, Any]:
         of key and bytes of each tensor, in ascending order; ``"values"``: the digest of all
         other values (32 hex digits).
     """
-    tensors, values = _digest_content(content, _VERSION)
+    tensors, values = _digest_content(content)
     rows = sorted(name + half for name, (_, half) in tensors.items())
     table = np.frombuffer(b"".join(rows), dtype=np.uint8).copy().reshape(-1, 2 * _HALF)
     return {"version": _VERSION, "tensors": torch.from_numpy(table), "values": values}
 
 
 def check_manifest(content: Mapping[str, Any], manifest: Mapping[str, Any]) -> Damage:
-    """Compare a checkpoint's content with its manifest, of this version or an earlier one.
+    """Compare a checkpoint's content with its manifest.
 
     Raises:
-        CheckpointError: If the manifest has a later version.
+        CheckpointError: If the manifest has another version.
     """
     version = manifest.get("version", 1)
-    if version not in range(1, _VERSION + 1):
+    if version != _VERSION:
         raise CheckpointError(
             f"The checkpoint's manifest has version {quote(version)}; this version of "
-            f"lightning_d9m reads those up to {_VERSION}. Install a later one."
+            f"lightning_d9m reads version {_VERSION}. Use the version that saved it."
         )
     data = manifest["tensors"].cpu().numpy().tobytes()
     rows = [data[at : at + 2 * _HALF] for at in range(0, len(data), 2 * _HALF)]
     expected_rows = {row[:_HALF]: row[_HALF:] for row in rows}
-    tensors, values = _digest_content(content, version)
+    tensors, values = _digest_content(content)
     changed, added = [], []
     for name, (path, found) in tensors.items():
         expected = expected_rows.pop(name, None)
@@ -85,29 +83,22 @@ def check_manifest(content: Mapping[str, Any], manifest: Mapping[str, Any]) -> D
     return Damage(tuple(changed), tuple(added), len(expected_rows), values != manifest["values"])
 
 
-def _digest_content(
-    content: Mapping[str, Any], version: int
-) -> tuple[dict[bytes, tuple[str, bytes]], str]:
-    """Return path and half the digest of each tensor by that of its name; that of the values.
-
-    Of tensors with the same name the last one counts.
-    """
+def _digest_content(content: Mapping[str, Any]) -> tuple[dict[bytes, tuple[str, bytes]], str]:
+    """Return path and half the digest of each tensor by that of its key; that of the values."""
     named: list[tuple[bytes, str]] = []
     tensors: list[Tensor] = []
     values: list[list[object]] = []
     for path, key, leaf in _list_leaves(content, "", "", (id(content),)):
-        text = path if version == 1 else key
         if isinstance(leaf, Tensor):
-            named.append((blake2b(text.encode(), digest_size=_HALF).digest(), path))
+            named.append((blake2b(key.encode(), digest_size=_HALF).digest(), path))
             tensors.append(leaf)
-        else:
-            own = leaf
-            if type(leaf) not in PLAIN_TYPES:
-                try:
-                    encode(leaf)
-                except DigestError:
-                    own = f"{type(leaf).__module__}.{type(leaf).__qualname__}"
-            values.append([text, own])
+            continue
+        own = leaf
+        try:
+            encode(leaf)
+        except DigestError:
+            own = f"{type(leaf).__module__}.{type(leaf).__qualname__}"
+        values.append([key, own])
     halves = [bytes.fromhex(digest)[:_HALF] for digest in digest_many(tensors)]
     found = {name: (path, half) for (name, path), half in zip(named, halves, strict=True)}
     return found, digest_value(values)
@@ -126,7 +117,7 @@ def _list_leaves(
         below = f"{path}.{name}" if path else f"{name}"
         shown = repr(name) if isinstance(name, _PLAIN_KEYS) else f"<{name}>"
         inner = f"{key}{{{shown}}}" if is_mapping else f"{key}[{name}]"
-        if type(entry) in PLAIN_TYPES or not isinstance(entry, _CONTAINERS) or id(entry) in above:
+        if not isinstance(entry, Mapping | list | tuple) or id(entry) in above:
             yield below, inner, entry
         else:
             yield from _list_leaves(entry, below, inner, (*above, id(entry)))

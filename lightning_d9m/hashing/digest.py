@@ -14,8 +14,8 @@ import torch
 from xxhash import xxh3_128_digest
 
 from lightning_d9m.errors import DigestError
+from lightning_d9m.hashing import xxh3
 from lightning_d9m.hashing.value_bytes import Piece, encode
-from lightning_d9m.hashing.xxh3 import cpu as xxh3_cpu
 from lightning_d9m.state.parts import SPARSE
 
 # The first word of every header; it changes when the definition in docs/digest.md does.
@@ -297,7 +297,7 @@ class DigestQueue:
         for device, located in there.items():
             self._read_on_device(device, located)
         if here:  # the devices work meanwhile
-            found = xxh3_cpu.hash_chunks(list(here.values()))
+            found = xxh3.hash_chunks(list(here.values()))
             for number, own in zip(here, found, strict=True):
                 self._chunks[number] = own
 
@@ -306,7 +306,7 @@ class DigestQueue:
         if kernel is None:  # the digests are the same; each waits for a copy
             for number, tensor, _ in located:
                 copy = tensor.detach().cpu()
-                (self._chunks[number],) = xxh3_cpu.hash_chunks([locate(copy)])
+                (self._chunks[number],) = xxh3.hash_chunks([locate(copy)])
             return
         key = device, torch.cuda.current_stream(device)
         if key not in self._streams:
@@ -344,7 +344,7 @@ class _StreamDigests:
     """Digests of tensors that a stream of a CUDA device reads in order.
 
     Args:
-        kernel: The module ``xxh3.cuda``.
+        kernel: The module ``xxh3_cuda``.
         device: The device.
         stream: Its stream, which must be the current one when tensors are added.
     """
@@ -380,7 +380,7 @@ class _StreamDigests:
             self.start_copy()
         copy, copied = cast(Any, self._copy)
         copied.synchronize()
-        found = xxh3_cpu.split_chunk_digests(copy.numpy().tobytes(), self._spans)
+        found = xxh3.split_chunk_digests(copy.numpy().tobytes(), self._spans)
         return zip(self._numbers, found, strict=True)
 
 
@@ -390,7 +390,7 @@ def load_kernel(device: torch.device) -> ModuleType | None:
     if device.type != "cuda":
         return None
     try:
-        from lightning_d9m.hashing.xxh3 import cuda as xxh3_cuda
+        from lightning_d9m.hashing import xxh3_cuda
 
         if xxh3_cuda.check_kernel(device):
             return xxh3_cuda

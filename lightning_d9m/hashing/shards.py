@@ -16,7 +16,7 @@ from xxhash import xxh3_128_hexdigest
 
 from lightning_d9m.errors import DigestError
 from lightning_d9m.hashing.digest import ORDINARY, DigestQueue, make_header
-from lightning_d9m.hashing.xxh3.cpu import CHUNK_BYTES, hash_chunk
+from lightning_d9m.hashing.xxh3 import CHUNK_BYTES, hash_chunk
 
 _LEAF = 8  # bytes of the digest of a chunk
 

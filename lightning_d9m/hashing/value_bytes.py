@@ -21,8 +21,6 @@ import torch
 from lightning_d9m.errors import DigestError
 
 Piece = bytes | torch.Tensor
-_NAMED = (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.qscheme)
-_CALLABLE = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType)
 # NumPy's kinds with bytes of fixed meaning: bool, integers, floats, complex, dates, text.
 _NUMPY_KINDS = frozenset("biufcmMSU")
 
@@ -43,60 +41,48 @@ def encode(value: object) -> list[Piece]:
 
 
 def _encode(value: object, out: list[Piece], where: str, above: dict[int, str]) -> None:
-    if type(value) not in (dict, list, tuple):
-        scalar = _encode_scalar(value, where)
-        if scalar is not None:
-            out.append(scalar)
-            return
-        if isinstance(value, torch.Tensor):
-            out += (b"T", value)
-            return
-    if id(value) in above:
+    scalar = _encode_scalar(value, where)
+    if scalar is not None:
+        out.append(scalar)
+    elif isinstance(value, torch.Tensor):
+        out += (b"T", value)
+    elif id(value) in above:
         raise DigestError(
             f"{where} is {above[id(value)]} itself: a value that holds itself has no digest."
         )
-    above[id(value)] = where
-    _encode_container(value, out, where, above)
-    del above[id(value)]
+    else:
+        above[id(value)] = where
+        _encode_container(value, out, where, above)
+        del above[id(value)]
 
 
-_pack_float = struct.Struct("<d").pack
-# Most values have exactly these types (PLAIN_TYPES). A subclass may be a member of an enumeration.
-_EXACT: dict[type, Callable[[Any], bytes]] = {
-    type(None): lambda _: b"N",
-    bool: lambda value: b"B1" if value else b"B0",
-    int: lambda value: _tag(b"I", b"%x" % value),
-    float: lambda value: b"F" + _pack_float(value),
-    str: lambda value: _tag(b"S", value.encode("utf-8", "surrogatepass")),
-}
+# How a value is encoded: by the first entry that has its type.
+_SCALARS: tuple[tuple[Any, Callable[[Any], bytes]], ...] = (
+    (type(None), lambda _: b"N"),
+    (bool, lambda value: b"B1" if value else b"B0"),
+    # A flag that combines others has no name of its own before Python 3.11.
+    (Enum, lambda value: _tag(b"E", f"{_name(type(value))}.{value.name or value.value}".encode())),
+    (int, lambda value: _tag(b"I", b"%x" % value)),
+    (float, lambda value: b"F" + struct.pack("<d", value)),
+    (str, lambda value: _tag(b"S", value.encode("utf-8", "surrogatepass"))),
+    (complex, lambda value: b"C" + struct.pack("<2d", value.real, value.imag)),
+    ((bytes, bytearray, memoryview), lambda value: _tag(b"Y", bytes(value))),
+    (PurePath, lambda value: _tag(b"P", value.as_posix().encode("utf-8", "surrogateescape"))),
+    (
+        (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.qscheme),
+        lambda value: _tag(b"Q", str(value).encode()),
+    ),
+    (
+        (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType),
+        lambda value: _tag(b"Q", _name(value).encode()),
+    ),
+)
 
 
-PLAIN_TYPES = frozenset(_EXACT)
-"""The exact types of most leaves. A subclass may be a member of an enumeration."""
-
-
-def _encode_scalar(value: object, where: str) -> bytes | None:  # noqa: PLR0911 - one case for each type
-    if (exact := _EXACT.get(type(value))) is not None:
-        return exact(value)
-    match value:
-        case np.generic() | np.ndarray():
-            return _encode_array(value, where)
-        case Enum():
-            # A flag that combines others has no name of its own before Python 3.11.
-            return _tag(b"E", f"{_name(type(value))}.{value.name or value.value}".encode())
-        case int() | float() | str():
-            return next(_EXACT[base](value) for base in type(value).__mro__ if base in _EXACT)
-        case complex():
-            return b"C" + struct.pack("<2d", value.real, value.imag)
-        case bytes() | bytearray() | memoryview():
-            return _tag(b"Y", bytes(value))
-        case PurePath():
-            return _tag(b"P", value.as_posix().encode("utf-8", "surrogateescape"))
-    if isinstance(value, _NAMED):
-        return _tag(b"Q", str(value).encode())
-    if isinstance(value, _CALLABLE):
-        return _tag(b"Q", _name(value).encode())
-    return None
+def _encode_scalar(value: object, where: str) -> bytes | None:
+    if isinstance(value, np.generic | np.ndarray):
+        return _encode_array(value, where)
+    return next((own(value) for kinds, own in _SCALARS if isinstance(value, kinds)), None)
 
 
 def _encode_array(value: np.generic | np.ndarray, where: str) -> bytes:
@@ -150,12 +136,8 @@ def _encode_object(
 
 
 def _encode_key(key: object, where: str) -> bytes:
-    where_key = f"a key of {where}"
-    scalar = _encode_scalar(key, where_key)
-    if scalar is not None:
-        return scalar
     pieces: list[Piece] = []
-    _encode(key, pieces, where_key, {})
+    _encode(key, pieces, f"a key of {where}", {})
     if any(isinstance(piece, torch.Tensor) for piece in pieces):
         raise DigestError(
             f"A key of {where} holds a tensor, which as a key is equal only to itself. "

@@ -17,14 +17,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_d9m.control.env_settings import (
-    CONTROL_VARIABLES,
-    build_from_variables,
-    describe_hash_seed_problem,
-    read_settings,
-    reject_unknown_variables,
-    variable_of,
-)
 from lightning_d9m.control.environment import EarlyVariables, control_is_on
 from lightning_d9m.control.session import (
     InheritedSession,
@@ -32,7 +24,17 @@ from lightning_d9m.control.session import (
     session_inherited,
     set_fits,
 )
-from lightning_d9m.control.settings import Settings, read_path, validate_choice
+from lightning_d9m.control.settings import (
+    CONTROL_VARIABLES,
+    Settings,
+    build_from_variables,
+    describe_hash_seed_problem,
+    read_path,
+    read_settings,
+    reject_unknown_variables,
+    validate_choice,
+    variable_of,
+)
 from lightning_d9m.errors import SettingError
 from lightning_d9m.ledger.format.records import End
 from lightning_d9m.lightning.interruptions import apply_interrupt_variables, change_last_bits

@@ -6,7 +6,7 @@ from importlib import import_module
 from pkgutil import resolve_name
 from typing import Any
 
-from lightning_d9m.control.env_settings import variable_of
+from lightning_d9m.control.settings import variable_of
 from lightning_d9m.errors import SettingError
 from lightning_d9m.hashing.shards import has_base
 from lightning_d9m.lightning.packages import loaded_packages

@@ -6,8 +6,7 @@ from typing import Any, Generic, TypeVar, cast
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
-from lightning_d9m.control.data.loaders import LoaderControl
-from lightning_d9m.control.data.resumable_sampler import find_control
+from lightning_d9m.control.data.loaders import LoaderControl, find_control
 from lightning_d9m.control.seeding import derive_seed, seed_all
 from lightning_d9m.control.settings import Settings
 from lightning_d9m.errors import SettingError

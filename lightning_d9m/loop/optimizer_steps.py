@@ -36,13 +36,13 @@ from torch.optim.optimizer import (
 )
 
 from lightning_d9m.attribute_patches import AttributePatches
-from lightning_d9m.control.env_settings import (
+from lightning_d9m.control.session import Session, active_session
+from lightning_d9m.control.settings import (
     build_from_variables,
     read_settings,
     read_variable,
     variable_of,
 )
-from lightning_d9m.control.session import Session, active_session
 from lightning_d9m.errors import D9mError, SettingError
 from lightning_d9m.hashing.digest import digest_many
 from lightning_d9m.launch.interruption_points import INTERRUPT, RESUME

@@ -10,7 +10,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_d9m.control.env_settings import build_from_variables, read_settings, variable_of
+from lightning_d9m.control.settings import build_from_variables, read_settings, variable_of
 from lightning_d9m.errors import SettingError
 from lightning_d9m.ledger.kinds import ALL, PROBE_KINDS, ROOT
 

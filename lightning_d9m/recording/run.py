@@ -17,9 +17,8 @@ from weakref import WeakSet
 import torch
 from msgspec.structs import replace
 
-from lightning_d9m.control.env_settings import variable_of
 from lightning_d9m.control.environment import control_is_on
-from lightning_d9m.control.settings import Settings, read_path, validate_choice
+from lightning_d9m.control.settings import Settings, read_path, validate_choice, variable_of
 from lightning_d9m.errors import D9mError, DriftError, LedgerError, SettingError
 from lightning_d9m.hashing.digest import digest, digest_value
 from lightning_d9m.hashing.shards import (

@@ -20,7 +20,7 @@ from process_end import has_ended
 
 from lightning_d9m import D9mError, DeterminismCallback, Recorder, SettingError, deterministic
 from lightning_d9m.cli.repeat import _REMEDIES
-from lightning_d9m.control.env_settings import read_settings
+from lightning_d9m.control.settings import read_settings
 from lightning_d9m.errors import InexactResumeError
 from lightning_d9m.launch import processes
 

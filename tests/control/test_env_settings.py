@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
-
-from lightning_d9m import DeterminismCallback, SettingError, Settings
 from lightning_d9m.control.env_settings import (
     CONTROL_VARIABLES,
     build_from_variables,
@@ -20,6 +18,8 @@ from lightning_d9m.control.env_settings import (
     reject_unknown_variables,
     variable_of,
 )
+
+from lightning_d9m import DeterminismCallback, SettingError, Settings
 from lightning_d9m.control.environment import control_is_on
 from lightning_d9m.control.session import deterministic
 from lightning_d9m.lightning.trainer_session import resolve_settings, select_given

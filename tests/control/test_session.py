@@ -14,7 +14,7 @@ from torch_features import needs_patches
 import lightning_d9m
 from lightning_d9m import SettingError, Settings
 from lightning_d9m.control import session
-from lightning_d9m.control.environment import CUBLAS
+from lightning_d9m.control.environment import CUBLAS, capture_flags
 from lightning_d9m.control.session import (
     Session,
     active_session,
@@ -25,7 +25,6 @@ from lightning_d9m.control.session import (
     session_inherited,
     set_fits,
 )
-from lightning_d9m.control.torch_flags import capture_flags
 
 OTHER = torch.get_num_threads() + 1  # a number of threads that shows whether it was put back
 

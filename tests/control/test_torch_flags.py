@@ -7,11 +7,6 @@ import torch
 import torch._inductor.config  # `use_deterministic_algorithms` loads it, and switches it too
 from hypothesis import given
 from hypothesis import strategies as st
-from torch_features import needs_all_flags, needs_compiler_flag
-
-from lightning_d9m import SettingError, deterministic, digest
-from lightning_d9m.control import torch_flags
-from lightning_d9m.control.environment import INDUCTOR
 from lightning_d9m.control.torch_flags import (
     algorithms_switched,
     capture_flags,
@@ -21,6 +16,11 @@ from lightning_d9m.control.torch_flags import (
     threads_pinned,
     wanted_flags,
 )
+from torch_features import needs_all_flags, needs_compiler_flag
+
+from lightning_d9m import SettingError, deterministic, digest
+from lightning_d9m.control import torch_flags
+from lightning_d9m.control.environment import INDUCTOR
 
 # Threads of other tests change what a pinned number does.
 ALONE = pytest.mark.alone

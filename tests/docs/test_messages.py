@@ -135,7 +135,7 @@ CASES = [
         "on_drift is 'ignore'; allowed: ",
     ),
     (
-        "control.env_settings",
+        "control.settings",
         lambda g: g.module.read_value("LIGHTNING_D9M_SEED", "x", int),
         "LIGHTNING_D9M_SEED is 'x'; allowed: ",
     ),

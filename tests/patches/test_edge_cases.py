@@ -16,7 +16,7 @@ import pytest
 import torch
 from patches.construction import Judge, judged
 
-from lightning_d9m.control.torch_flags import threads_pinned
+from lightning_d9m.control.environment import threads_pinned
 from lightning_d9m.patches.catalog.catalog import select_ops
 from lightning_d9m.patches.registration import patches_applied
 

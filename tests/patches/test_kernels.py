@@ -8,7 +8,7 @@ import torch.nn.functional as nnf
 from patches.cases import GRADIENT_CASES, compute_gradient, deterministic_algorithms, make_inputs
 from torch import Tensor
 
-from lightning_d9m.control.torch_flags import threads_pinned
+from lightning_d9m.control.environment import threads_pinned
 from lightning_d9m.patches import exact_sums
 from lightning_d9m.patches.kernels import separable
 from lightning_d9m.patches.registration import patches_applied

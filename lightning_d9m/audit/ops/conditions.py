@@ -17,7 +17,7 @@ from lightning_d9m.audit.ops.cases import Call, Case, Inputs, NotHereError, list
 from lightning_d9m.audit.ops.torch_docs import Line, find_documented_lines, read_documentation
 from lightning_d9m.comparison.numeric_difference import SpreadMeter, measure_variation
 from lightning_d9m.compatibility import synchronize
-from lightning_d9m.control.torch_flags import (
+from lightning_d9m.control.environment import (
     algorithms_switched,
     capture_flags,
     restore_flags,

@@ -14,7 +14,6 @@ import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
-    IterableDataset,
     RandomSampler,
     SequentialSampler,
     SubsetRandomSampler,
@@ -25,7 +24,6 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_d9m.control.seeding import RandomStreams, capture_host, restore_rng, seed_host
-from lightning_d9m.state.state import find_generators
 
 # Samplers of these packages draw only from the generator that they are given.
 _LIBRARIES = {
@@ -156,90 +154,6 @@ class ResumableSampler:
             if not self._cycled() or not skipped:
                 self._skip = 0
                 return None
-
-
-_NO_POSITION = (
-    "{} does not save its position, so a resumed run would train on the same batches again. Load "
-    "it with torchdata's StatefulDataLoader, or save checkpoints at the end of an epoch."
-)
-_NO_LENGTH = (
-    "{} does not have __len__, so Lightning fetches one batch ahead, and the loader's state is one "
-    "batch ahead of the training. Give it a __len__."
-)
-_OWN_BATCHES = (
-    "{} makes its own batches in workers, whose generators cannot be saved. Set batch_size so that "
-    "the loader makes them, or use num_workers=0."
-)
-_SKIPPED = (
-    "{} does not have state_dict() and load_state_dict(), so its workers read the trained batches "
-    "again to skip them, and then draw other random numbers. Give it these methods, or use "
-    "num_workers=0."
-)
-_OWN_GENERATORS = (
-    "The loader of {} draws from its own generators ({}), whose state in the loader's workers "
-    "cannot be saved. Draw from the generators of Python, NumPy or torch, which are seeded for "
-    "each batch."
-)
-_CHANGED_IN_WORKERS = (
-    "{} changes {} in its workers, from which a checkpoint cannot read it. Use num_workers=0; or "
-    "use persistent_workers=False, with which every epoch begins with the same values, and save "
-    "checkpoints at the end of an epoch."
-)
-_OWN_ITERATION = (
-    "The loader of {} iterates by methods of the program, so a resumed run would train on the same "
-    "batches again. Let its __iter__ call that of DataLoader, or save checkpoints at the end of an "
-    "epoch."
-)
-_EPOCH_STATE = (
-    "{} has a state_dict(), which Lightning does not load between epochs, so a resumed epoch may "
-    "have the order of an earlier one. Use checkpoints that are saved within an epoch, or a loader "
-    "whose epochs depend only on its dataset."
-)
-
-
-def find_loader_problems(loader: Any, *, within: bool) -> list[str]:
-    """Return why a loader cannot continue exactly, within an epoch or in the next one."""
-    if not isinstance(loader, DataLoader):
-        lost = within and not has_state(loader)
-        return [_NO_POSITION.format(loader.__class__.__name__)] if lost else []
-    dataset, workers = loader.dataset, loader.num_workers > 0
-    name = dataset.__class__.__name__
-    iterable = isinstance(dataset, IterableDataset)
-    if within and iterable:
-        tests = {
-            _NO_POSITION: not has_state(loader),
-            _NO_LENGTH: not hasattr(dataset, "__len__"),
-            _OWN_BATCHES: workers and loader.batch_size is None,
-            _SKIPPED: workers and not has_state(dataset),
-        }
-        if found := [problem for problem, fails in tests.items() if fails]:
-            return [found[0].format(name)]
-    control = find_control(loader)
-    if within and control is not None and control.is_bypassed:
-        return [_OWN_ITERATION.format(name)]
-    # Workers that end with the epoch start the next one with a copy of this process's generators.
-    if workers and (loader.persistent_workers or (within and not iterable)):
-        kept = find_generators({"dataset": dataset, "collate_fn": loader.collate_fn})
-        if kept:
-            return [_OWN_GENERATORS.format(name, ", ".join(kept))]
-        changed = "" if control is None else control.stream.changed_in_workers
-        return [_CHANGED_IN_WORKERS.format(name, changed)] if changed else []
-    return []
-
-
-def find_control(loader: Any) -> Any:
-    """Return the ``ControlledLoader`` of a loader; None without one."""
-    control = loader._get_iterator.__self__  # noqa: SLF001 - the method that it replaces
-    return None if control is loader else control
-
-
-def find_epoch_problem(loader: Any) -> str | None:
-    """Return a sentence if a loader may need its state between epochs too, else None.
-
-    torchdata's loader does not: an epoch depends only on the dataset and on the generators.
-    """
-    needed = has_state(loader) and is_user_made([loader])
-    return _EPOCH_STATE.format(loader.__class__.__name__) if needed else None
 
 
 def has_state(value: object) -> bool:

@@ -91,7 +91,7 @@ def _is_unsupported() -> bool:
 
 
 def _start() -> None:
-    from lightning_d9m.control.env_settings import read_switch
+    from lightning_d9m.control.settings import read_switch
 
     if not read_switch(os.environ) or _is_unsupported():
         return
@@ -119,9 +119,8 @@ def _is_half_loaded() -> bool:
 
 
 def _open_session() -> None:
-    from lightning_d9m.control.env_settings import build_from_variables, read_settings
     from lightning_d9m.control.session import active_session, enable
-    from lightning_d9m.control.settings import Settings
+    from lightning_d9m.control.settings import Settings, build_from_variables, read_settings
 
     settings = read_settings(Settings, os.environ)
     if active_session() is None:  # else the program has called `enable` itself
@@ -147,7 +146,7 @@ def _make_callbacks(package: str) -> list[Any]:
     value = os.environ["LIGHTNING_D9M"]
     problem = _AutoloadState.problem
     if problem is None:
-        from lightning_d9m.control.env_settings import read_switch
+        from lightning_d9m.control.settings import read_switch
 
         if not read_switch(os.environ):
             return []

@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from lightning_d9m.attribute_patches import AttributePatches
-from lightning_d9m.control.env_settings import read_variable, variable_of
-from lightning_d9m.control.torch_flags import read_threads
+from lightning_d9m.control.environment import read_threads
+from lightning_d9m.control.settings import read_variable, variable_of
 from lightning_d9m.errors import DriftError, RankLostError, RanksDisagreeError, SettingError
 from lightning_d9m.hashing.shards import has_base
 from lightning_d9m.lightning.logical_ranks.loaders import group_loader

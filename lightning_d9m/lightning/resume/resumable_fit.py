@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from lightning_d9m.attribute_patches import AttributePatches
 from lightning_d9m.control.data.data_state import CHANGES, DATA, list_logged, list_unsaved
-from lightning_d9m.control.data.resumable_sampler import find_epoch_problem, find_loader_problems
+from lightning_d9m.control.data.loaders import find_epoch_problem, find_loader_problems
 from lightning_d9m.control.seeding import find_lost_devices
 from lightning_d9m.errors import InexactResumeError
 from lightning_d9m.hashing.shards import find_hybrid_sharding

@@ -7,8 +7,7 @@ import pytest
 from control.drawing import SIZE, WORKERS, BatchDraws, Draws, Stream, make, rows
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler
 
-from lightning_d9m.control.data.loaders import LoaderControl
-from lightning_d9m.control.data.resumable_sampler import find_loader_problems
+from lightning_d9m.control.data.loaders import LoaderControl, find_loader_problems
 from lightning_d9m.control.seeding import seed_host
 
 
