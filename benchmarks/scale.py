@@ -25,7 +25,7 @@ import torch
 from compare import WEIGHTS
 
 from lightning_d9m import compare
-from lightning_d9m.launch.processes import make_rank_variables
+from lightning_d9m.launch.run import make_rank_variables
 from lightning_d9m.ledger.format.records import Digests, End, Header
 from lightning_d9m.ledger.format.writer import LedgerWriter
 from lightning_d9m.logical_ranks.exchange import RootExchange

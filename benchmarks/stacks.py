@@ -32,7 +32,6 @@ TESTS = (
     "tests/control/test_settings.py",
     "tests/control/test_environment.py",
     "tests/control/data/test_loaders.py",
-    "tests/control/data/test_seeded_dataset.py",
     "tests/lightning/resume/test_resume.py",
     "tests/lightning/test_callback.py",
 )

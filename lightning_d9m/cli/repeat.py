@@ -42,8 +42,7 @@ from lightning_d9m.launch.interruption_points import (
     read_survey,
 )
 from lightning_d9m.launch.left_files import FileWatch
-from lightning_d9m.launch.processes import count_threads
-from lightning_d9m.launch.run import Run, Runs, make_output
+from lightning_d9m.launch.run import Run, Runs, count_threads, make_output
 from lightning_d9m.ledger.stack import LAST_BITS_SETTING
 from lightning_d9m.output.repeat_text import RepeatReport
 from lightning_d9m.text import pluralize

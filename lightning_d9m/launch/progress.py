@@ -79,7 +79,7 @@ class EpochCounter:
         return self._epochs
 
 
-class RunProgress:
+class RunProgress(StatusLine):
     """One line for each run; on a terminal it shows seconds and epochs while the run lasts.
 
     Args:
@@ -89,32 +89,29 @@ class RunProgress:
     """
 
     def __init__(self, title: str, folder: Path, expected: float | None = None) -> None:
+        super().__init__()
         self._title = title
         self._expected = expected
         self._counter = EpochCounter(folder)
-        self._line = StatusLine()
 
     def __enter__(self) -> "Self":
-        self._line.__enter__()
-        if self._line.live:
-            self._line.update(f"{self._title}: started")
-        else:
-            about = "" if self._expected is None else f", about {self._expected:.0f} s"
-            self._print(f"started{about}")
+        super().__enter__()
+        about = "" if self._expected is None else f", about {self._expected:.0f} s"
+        (self.update if self.live else self._print)(f"{self._title}: started{about}")
         return self
 
     def tick(self, seconds: float) -> None:
         """Update the line; called a few times a second."""
-        if self._line.live:
+        if self.live:
             about = "" if self._expected is None else f" of about {self._expected:.0f}"
-            self._line.update(f"{self._title}: {seconds:.0f}{about} s, {self._epochs()}")
+            self.update(f"{self._title}: {seconds:.0f}{about} s, {self._epochs()}")
 
     def __exit__(self, kind: object, *_: object) -> None:
-        self._line.__exit__()
-        self._print(f"{'done' if kind is None else 'stopped'}, {self._epochs()}")
+        super().__exit__()
+        self._print(f"{self._title}: {'done' if kind is None else 'stopped'}, {self._epochs()}")
 
     def _epochs(self) -> str:
         return pluralize(self._counter.count(), "epoch")
 
     def _print(self, text: str) -> None:
-        print(f"{self._title}: {text}", file=sys.stderr, flush=True)
+        print(text, file=sys.stderr, flush=True)

@@ -1,4 +1,12 @@
-"""One run of the user's command, in its own folder, and the ledgers that it leaves there.
+"""Runs of the user's command in subprocesses, and the ledgers that each leaves in its folder.
+
+Killing a process group reaches neither a daemon nor a process in a new session. On Linux this
+process becomes the parent of orphans among its descendants (PR_SET_CHILD_SUBREAPER, prctl(2)), so
+that all of them are found below it, and none outlives the run.
+
+Several processes are the ranks of one training. They get the variables that torchrun sets, which
+Lightning's ``TorchElasticEnvironment`` and ``torch.distributed.init_process_group`` read, so that
+the Trainer starts no processes itself.
 
 Processes that fit in parallel (joblib, Ray, Optuna) take the numbers of their ledgers in any order,
 so the content pairs the fits of two runs: seed, ordinal within the process, model, data and the
@@ -6,26 +14,387 @@ initial digests. Fits that begin alike, such as the folds of a cross-validation,
 they end. Where the initial digests differ too, seed, ordinal, model and data decide.
 """
 
+import ctypes
 import json
 import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
 import time
-from collections import defaultdict
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import suppress
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import chain, count
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import psutil
+
 from lightning_d9m.errors import CommandError, LedgerError, file_errors
 from lightning_d9m.launch.interruption_points import INTERRUPT, RESUME
-from lightning_d9m.launch.processes import describe_command, make_rank_variables, run_processes
 from lightning_d9m.launch.progress import RunProgress
 from lightning_d9m.ledger.folder import Ledger, list_evaluations, list_fits, read_ledger
 from lightning_d9m.ledger.format.records import Digests, Json, RunFacts
+from lightning_d9m.text import escape, pluralize, printable, quote
 
-_LEVELS = 4  # keys by which a fit finds its counterpart
+_SET_SUBREAPER, _GET_SUBREAPER = 36, 37  # linux/prctl.h
+_POLL_SECONDS = 0.02
+# A killed process may wait for a disk for an unlimited time.
+_MOST_KILL_SECONDS = 10.0
+
+
+@contextmanager
+def subreaper_enabled() -> Iterator[None]:
+    """Adopt orphaned descendants while the body runs, on Linux."""
+    before = ctypes.c_int()
+    prctl = getattr(ctypes.CDLL(None), "prctl", lambda *_: -1)
+    prctl(_GET_SUBREAPER, ctypes.byref(before), 0, 0, 0)
+    prctl(_SET_SUBREAPER, 1, 0, 0, 0)
+    try:
+        yield
+    finally:
+        prctl(_SET_SUBREAPER, before.value, 0, 0, 0)
+
+
+@dataclass(frozen=True)
+class ProcessTree:
+    """The processes of a command and all their descendants.
+
+    Attributes:
+        leaders: The command's processes; each leads its process group.
+        others: Children that this process had before; they and their descendants are left alone.
+    """
+
+    leaders: "list[subprocess.Popen[bytes]]"
+    others: frozenset[int]
+
+    def find_descendants(self) -> dict[int, str]:
+        """Return ``{pid: name}`` of the running descendants of the leaders. Reap exited ones."""
+        found: dict[int, str] = {}
+        leaders = {leader.pid for leader in self.leaders}
+        for child in psutil.Process().children():
+            if child.pid in self.others:
+                continue
+            with suppress(psutil.NoSuchProcess):
+                for process in (child, *child.children(recursive=True)):
+                    with suppress(psutil.NoSuchProcess):
+                        if process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
+                            found[process.pid] = process.name()
+                        elif process is child and child.pid not in leaders:
+                            with suppress(ChildProcessError):
+                                os.waitpid(child.pid, os.WNOHANG)
+        return {pid: name for pid, name in found.items() if pid not in leaders}
+
+    def is_alive(self) -> bool:
+        """Return whether a leader or a descendant still runs."""
+        # All are polled, so that each that has ended is reaped.
+        running = [leader for leader in self.leaders if leader.poll() is None]
+        return bool(running or self.find_descendants())
+
+    def wait(self, seconds: float, terminate_now: Callable[[], bool]) -> bool:
+        """Wait until all have ended, at most ``seconds`` or until ``terminate_now()``.
+
+        Returns:
+            Whether all have ended.
+        """
+        start = time.monotonic()
+        while self.is_alive():
+            if terminate_now() or time.monotonic() - start >= seconds:
+                return False
+            time.sleep(_POLL_SECONDS)
+        return True
+
+    def end(self, grace: float, terminate_now: Callable[[], bool]) -> None:
+        """Send SIGTERM, and SIGKILL after ``grace`` seconds or as soon as ``terminate_now()``."""
+        self._signal(signal.SIGTERM)
+        if not self.wait(grace, terminate_now):
+            self.kill()
+
+    def kill(self) -> None:
+        """Send SIGKILL until all have ended."""
+        start = time.monotonic()
+        # Repeat: a process may start another one between the search and the signal.
+        while self.is_alive() and time.monotonic() - start < _MOST_KILL_SECONDS:
+            self._signal(signal.SIGKILL)
+            time.sleep(_POLL_SECONDS)
+
+    def _signal(self, number: signal.Signals) -> None:
+        # After a leader is reaped its PID can be reused.
+        for leader in self.leaders:
+            if leader.poll() is None:
+                with suppress(ProcessLookupError, PermissionError):
+                    os.killpg(leader.pid, number)
+        for pid in self.find_descendants():
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, number)
+
+
+_read_clock = time.monotonic  # of the seconds that a command may take
+_TICK_SECONDS = 0.25
+_GRACE_SECONDS = 5.0
+# A process that ends shortly after the command, such as a pool's helper, was not left behind.
+_SETTLE_SECONDS = 1.0
+_TAIL_LINES = 20
+_TAIL_BYTES = 64 * 1024
+_TAIL_WIDTH = 200
+_NAMES = 3
+# Terminal sequences: colors, cursor movements, titles.
+_ESCAPE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\^_])")
+
+
+def run_processes(
+    command: Sequence[str],
+    environments: Mapping[Path, Mapping[str, str]],
+    *,
+    timeout: float | None,
+    tick: Callable[[float], None],
+    folder: Path | None = None,
+    killed_when: Callable[[], bool] = lambda: False,
+) -> None:
+    """Run ``command`` to its end in several processes at once.
+
+    If one fails, the others are ended. If this process gets SIGINT, SIGTERM or SIGHUP meanwhile, it
+    ends the command first.
+
+    Args:
+        command: The program and its arguments.
+        environments: The environment variables of each process, by the file that receives its
+            standard output and standard error.
+        timeout: Seconds after which the command counts as hanging; None for no limit.
+        tick: Called a few times a second with the elapsed seconds.
+        folder: The working folder of the processes; None for that of this process.
+        killed_when: Condition under which the command is killed without counting as a failure;
+            evaluated a few times a second and when the command ends.
+
+    Raises:
+        CommandError: If the command does not start, fails, or runs longer than ``timeout``. All
+            of its processes have ended by then.
+    """
+    logs = list(environments)
+    failed: tuple[int, int | None] | None = None
+    left: dict[int, str] = {}
+    others = frozenset(child.pid for child in psutil.Process().children())
+    with _signals_deferred() as received, subreaper_enabled():
+        tree = ProcessTree([], others)
+        try:
+            for log, environment in environments.items():
+                tree.leaders.append(_start(command, folder, log, environment))
+            failed = _wait(tree, received, timeout=timeout, tick=tick, killed_when=killed_when)
+            if failed is None and not tree.wait(_SETTLE_SECONDS, lambda: bool(received)):
+                left = tree.find_descendants()
+            elif failed is not None and failed[1] is not None and len(logs) > 1:
+                failed = _find_first(tree, logs)
+        finally:
+            # The first signal ends the command; a second one kills it at once.
+            expected = max(1, len(received))
+            tree.end(_GRACE_SECONDS, lambda: len(received) > expected)
+    if left:
+        _report_left(left)
+    if failed is not None:
+        raise CommandError(_describe_failure(command, *failed, logs=logs, timeout=timeout))
+
+
+def _report_left(left: Mapping[int, str]) -> None:
+    names = Counter(left.values()).most_common()
+    listed = [escape(name) + (f" ({number})" if number > 1 else "") for name, number in names]
+    more = f" and {len(names) - _NAMES} more names" if names[_NAMES:] else ""
+    what = pluralize(len(left), "process", "processes")
+    text = f"d9m: the command left {what} running, ended now: {', '.join(listed[:_NAMES])}{more}"
+    print(text, file=sys.stderr)
+
+
+def _describe_failure(
+    command: Sequence[str],
+    number: int,
+    status: int | None,
+    *,
+    logs: Sequence[Path],
+    timeout: float | None,
+) -> str:
+    """Describe the failure of a process: its number, and its exit status, None if it hangs."""
+    described, log = describe_command(command), logs[number]
+    which = f" in process {number} of {len(logs)}" if len(logs) > 1 else ""
+    if status is None:
+        return (
+            f"The command {described} was still running{which} after {timeout:g} s and was ended. "
+            f"Allow it more with --timeout, or see where it hangs in {log}.{_tail(log)}"
+        )
+    cause = f"signal {_name_signal(-status)}" if status < 0 else f"exit status {status}"
+    return f"The command {described} ended with {cause}{which}. Log: {log}.{_tail(log)}"
+
+
+def describe_command(command: Sequence[str]) -> str:
+    """Return a command in quotes; a long one is cut."""
+    return quote(" ".join(command), _TAIL_WIDTH)
+
+
+def _start(
+    command: Sequence[str], folder: Path | None, log: Path, environment: Mapping[str, str]
+) -> "subprocess.Popen[bytes]":
+    with file_errors(CommandError, f"The log {log} cannot be made"):
+        output = log.open("wb")
+    with output:
+        try:
+            return subprocess.Popen(
+                command,
+                cwd=folder,
+                env=dict(environment),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        except (OSError, ValueError) as error:
+            cause = getattr(error, "strerror", None) or error
+            advice = (
+                f"Start a script with its interpreter: python {command[0]}."
+                if command[0].endswith(".py")
+                else "Give a program that is on PATH, or the path of one that may be executed."
+            )
+            raise CommandError(
+                f"The command {describe_command(command)} does not start: {cause}. {advice}"
+            ) from error
+
+
+def _wait(
+    tree: ProcessTree,
+    received: list[int],
+    *,
+    timeout: float | None,
+    tick: Callable[[float], None],
+    killed_when: Callable[[], bool],
+) -> tuple[int, int | None] | None:
+    """Wait until all processes have ended, or one has failed; return its number and exit status.
+
+    After a signal to this process nothing has failed: the signal is raised later.
+    """
+    start = _read_clock()
+    while not received:
+        running = [leader for leader in tree.leaders if leader.poll() is None]
+        for leader in running:
+            with suppress(subprocess.TimeoutExpired):
+                leader.wait(_TICK_SECONDS / len(running))
+        statuses = [leader.poll() for leader in tree.leaders]
+        if killed_when():
+            tree.kill()
+            return None
+        for number, status in enumerate(statuses):
+            if status:
+                return number, status
+        if None not in statuses:
+            return None
+        passed = _read_clock() - start
+        if timeout is not None and passed > timeout:
+            return statuses.index(None), None
+        tick(passed)
+    return None
+
+
+def _find_first(tree: ProcessTree, logs: Sequence[Path]) -> tuple[int, int | None]:
+    """Return the failure that came first; others may fail shortly after, because of it.
+
+    The process that failed first wrote to its log before the others.
+    """
+    tree.wait(_SETTLE_SECONDS, lambda: False)
+    failed = [number for number, leader in enumerate(tree.leaders) if leader.poll()]
+    first = min(failed, key=lambda number: logs[number].stat().st_mtime_ns)
+    return first, tree.leaders[first].poll()
+
+
+@contextmanager
+def _signals_deferred() -> Iterator[list[int]]:
+    """Defer SIGINT, SIGTERM and SIGHUP until the body is done; then raise the first one.
+
+    Yields:
+        The signals received so far, in order.
+    """
+    received: list[int] = []
+    previous: dict[signal.Signals, Any] = {}
+
+    def keep(number: int, _: object) -> None:
+        received.append(number)
+
+    # Only the main thread may set handlers. A signal that is ignored (nohup) stays ignored.
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) not in (signal.SIG_IGN, None):
+                previous[number] = signal.signal(number, keep)
+    try:
+        yield received
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+        if received:
+            name = _name_signal(received[0])
+            with suppress(OSError):  # the terminal may have been closed
+                print(f"\nd9m: {name} received; the command was ended.", file=sys.stderr)
+            signal.raise_signal(received[0])
+            # If the user's own signal handler returns, terminate anyway.
+            raise SystemExit(128 + received[0])
+
+
+def _name_signal(number: int) -> str:
+    """Return a signal's name; real-time signals have only numbers."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return str(number)
+
+
+def _tail(log: Path) -> str:
+    """Return the last lines of a log as a terminal shows them, indented for a message."""
+    with log.open("rb") as stream:
+        stream.seek(max(0, log.stat().st_size - _TAIL_BYTES))
+        text = stream.read().decode("utf-8", "replace")
+    # A progress bar overwrites its line; only the last state of a line is shown.
+    shown = [line.rstrip("\r").rpartition("\r")[2] for line in text.rstrip().split("\n")]
+    lines = [printable(_ESCAPE.sub("", line.expandtabs())) for line in shown if line.strip()]
+    if not lines:
+        return " It printed nothing."
+    return "\nThe end of its output:" + "".join(
+        f"\n  | {line[:_TAIL_WIDTH]}{' ...' * (len(line) > _TAIL_WIDTH)}"
+        for line in lines[-_TAIL_LINES:]
+    )
+
+
+_ADDRESS = "127.0.0.1"
+
+
+def make_rank_variables(count: int) -> list[dict[str, str]]:
+    """Return the variables of each of ``count`` processes, by rank."""
+    with socket.socket() as probe:  # for a port that is free now; the process of rank 0 opens it
+        probe.bind((_ADDRESS, 0))
+        port = probe.getsockname()[1]
+    shared = {
+        "WORLD_SIZE": str(count),
+        "LOCAL_WORLD_SIZE": str(count),
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "MASTER_ADDR": _ADDRESS,
+        "MASTER_PORT": str(port),
+        # By this one torch and Lightning recognize a launch by torchrun.
+        "TORCHELASTIC_RUN_ID": "d9m",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        # Lightning takes these as the Trainer's default arguments.
+        "PL_TRAINER_DEVICES": str(count),
+        "PL_TRAINER_NUM_NODES": "1",
+    }
+    return [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
+
+
+def count_threads(processes: int) -> int:
+    """Return how many threads each of several processes may use on this machine, at least 1."""
+    available = getattr(os, "sched_getaffinity", None)
+    cores = len(available(0)) if available else os.cpu_count() or 1
+    return max(1, cores // processes)
+
+
 LEDGER_VARIABLE = "LIGHTNING_D9M_LEDGER_DIR"
 
 
@@ -101,7 +470,14 @@ def run_once(
     Raises:
         CommandError: If the command fails.
     """
-    environment = _make_environment(folder) | dict(variables)
+    environment = {name: os.environ[name] for name in os.environ.keys() - {INTERRUPT, RESUME}}
+    environment[LEDGER_VARIABLE] = str(folder)
+    # Control programs that do not mention us. An explicit LIGHTNING_D9M=0 is respected.
+    environment.setdefault("LIGHTNING_D9M", "1")
+    # Python reads it when it starts; a random seed changes the order of sets of strings by run.
+    if not environment.get("PYTHONHASHSEED", "").isdigit():
+        environment["PYTHONHASHSEED"] = "0"
+    environment.update(variables)
     ranks = [{}] if processes is None else make_rank_variables(processes)
     environments = {
         folder / (f"output-{rank}.log" if rank else "output.log"): environment | own
@@ -190,18 +566,6 @@ class Runs:
         return Run(pair_fits(self.fits, fits), seconds=seconds, failure=failure)
 
 
-def _make_environment(folder: Path) -> dict[str, str]:
-    """Return the variables of a run: where its ledgers go, and a fixed hash seed."""
-    inherited = {name: os.environ[name] for name in os.environ.keys() - {INTERRUPT, RESUME}}
-    variables = {**inherited, LEDGER_VARIABLE: str(folder)}
-    # Control programs that do not mention us. An explicit LIGHTNING_D9M=0 is respected.
-    variables.setdefault("LIGHTNING_D9M", "1")
-    # Python reads it when it starts; a random seed changes the order of sets of strings by run.
-    if not variables.get("PYTHONHASHSEED", "").isdigit():
-        variables["PYTHONHASHSEED"] = "0"
-    return variables
-
-
 def read_runs(output: Path) -> dict[int, Run]:
     """Return the runs that `d9m repeat` left in a folder, by number; empty if it is not one.
 
@@ -233,7 +597,7 @@ def pair_fits(expected: Mapping[str, Ledger], actual: Mapping[str, Ledger]) -> d
         {name: _list_keys(name, fit) for name, fit in fits.items()} for fits in (expected, actual)
     ]
     pairs: dict[str, str] = {}
-    for level in range(_LEVELS):
+    for level in range(4):  # of the keys by which a fit finds its counterpart
         taken = set(pairs.values())
         waiting: dict[Hashable, list[str]] = defaultdict(list)
         for name, own in keys[1].items():

@@ -22,7 +22,6 @@ from lightning_d9m import D9mError, DeterminismCallback, Recorder, SettingError,
 from lightning_d9m.cli.repeat import _REMEDIES
 from lightning_d9m.control.settings import read_settings
 from lightning_d9m.errors import InexactResumeError
-from lightning_d9m.launch import processes
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 LOGICAL = {"world.logical_ranks": 4}
@@ -332,7 +331,7 @@ def test_a_process_that_hangs_is_shown(repeat, tmp_path, monkeypatch):
             ended.extend([True] * has_ended(int((tmp_path / "pid").read_text()), seconds=0))
         return 0.0
 
-    monkeypatch.setattr(processes, "_read_clock", read_clock)
+    monkeypatch.setattr(launched, "_read_clock", read_clock)
     code = "if rank == 1: signal.pause()\n"
     code += f"Path({str(tmp_path / 'pid')!r}).write_text(str(os.getpid()))"
     _, _, err = repeat(code, "--processes", "2,1", "--timeout", "1")

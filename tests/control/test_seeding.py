@@ -5,7 +5,6 @@ import random
 import weakref
 from collections import deque
 from types import SimpleNamespace
-from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -120,15 +119,14 @@ def test_a_micro_batch_draws_by_its_place_whatever_was_drawn_before(name):
     assert all(one != other for one, other in zip(found[0], found[2], strict=True))
 
 
-@pytest.mark.parametrize("make", [np.random.PCG64, np.random.Philox, np.random.MT19937])
+@pytest.mark.parametrize("make", [np.random.PCG64, np.random.MT19937])
 def test_another_generator_of_numpy_is_kept_too(make):
     before = np.random.get_bit_generator()
     try:
         np.random.set_bit_generator(make(1))
-        for capture in (capture_host, capture_rng):
-            kept, first = capture(), np.random.rand(3)
-            restore_rng(kept)
-            assert np.random.rand(3).tolist() == first.tolist()
+        kept, first = capture_host(), np.random.rand(3)
+        restore_rng(kept)
+        assert np.random.rand(3).tolist() == first.tolist()
     finally:
         np.random.set_bit_generator(before)
 
@@ -178,13 +176,10 @@ class Devices:
     ("saved", "present", "restored", "lost"),
     [
         # The number of the process's own device, and what was drawn on each.
-        ((0, [5, 3]), (0, [0, 0]), [5, 3], []),
         ((None, [5]), (None, [0]), [5], []),
         ((1, [0, 5]), (1, [0, 0]), [0, 5], []),
         ((1, [0, 5]), (0, [9]), [5], []),  # each rank sees its own device only
-        ((0, [5, 0, 0, 0]), (0, [9]), [5], []),
         ((0, [5]), (1, [9, 9]), [9, 5], []),
-        ((1, [3, 5]), (0, [9]), [5], ["xpu:0"]),
         ((0, [5, 3, 0, 4]), (0, [9, 9]), [5, 3], ["xpu:3"]),
         ((0, [5, 3]), (1, [9, 9]), [9, 5], ["xpu:1"]),
         ((1, [0, 5]), (0, []), [], ["xpu:1"]),
@@ -266,41 +261,39 @@ class Lying(Holder):
         return iter(self.held)
 
 
-class Lightnings(Holder):
-    __module__ = "lightning.pytorch.callbacks"
-
-
-class Table(Holder):
-    __module__ = "pandas.core.frame"
-
-
 class Noise(torch.nn.Module):
     def __init__(self, held):
         super().__init__()
-        self.held, self.register = held, [1]
+        self.held = held
         self.inner = torch.nn.Linear(1, 1)
         self.inner.held = random.Random(1)  # of a module that is an owner itself
 
 
-class Pair(NamedTuple):
-    one: object
-    two: object
+def of_library(module):
+    return type("Holder", (Holder,), {"__module__": module})
 
 
+def of_function(held):
+    def function():
+        pass
+
+    function.held = held
+    return function
+
+
+KEPT = Holder()
 HOLDERS = {
     "attribute": (Holder, "held"),
     "dict": (lambda held: {1: None, "a": held}, "a"),
-    "list": (lambda held: [None, held], "1"),
     "deque": (lambda held: deque([held]), "0"),
     "nested transforms": (lambda held: Holder([Holder([held])]), "held.0.held.0"),
-    "named tuple": (lambda held: Pair(1, held), "1"),
+    "tuple": (lambda held: (1, held), "1"),
     "module": (Noise, "held"),
-    "function": (lambda held: [f := lambda: None, setattr(f, "held", held)][0], "held"),
+    "function": (of_function, "held"),
     "__getattr__": (lambda held: Forwarding(Holder(held)), "held"),
     "class of another object": (lambda held: Lying([held]), "0"),
-    "weak proxy": (lambda held: weakref.proxy(KEPT.setdefault(0, Holder(held))), "held"),
+    "weak proxy": (lambda held: weakref.proxy(vars(KEPT).update(held=held) or KEPT), "held"),
 }
-KEPT = {}
 NOT_SEARCHED = {
     "slots": Slots,
     "class": lambda held: type("Class", (), {"held": held}),
@@ -308,9 +301,8 @@ NOT_SEARCHED = {
     "module of Python": lambda held: SimpleNamespace(torch=torch, random=random),
     "long list": lambda held: [held] * 2000,
     "lists of data": lambda held: [[[1, 2]], None, "text"],
-    "callback of Lightning": Lightnings,
-    "table of pandas": Table,
-    "proxy of a callback": lambda held: Lightnings(Lying([held])),
+    "callback of Lightning": of_library("lightning.pytorch.callbacks"),
+    "table of pandas": of_library("pandas.core.frame"),
 }
 
 
@@ -321,7 +313,6 @@ def test_what_holds_a_generator_is_searched(name):
     holder = hold(generator)
     assert find_generators({"owner": holder}) == {f"owner.{path}": generator}
     assert find_generators({"owner": [holder]}) == {f"owner.0.{path}": generator}
-    KEPT.clear()
 
 
 @pytest.mark.parametrize("name", NOT_SEARCHED)
