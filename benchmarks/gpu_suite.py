@@ -43,7 +43,7 @@ ROW_PARTS = (
     "digest",
     "graphs",
 )
-CUDA_TESTS = ("tests/hashing/xxh3/test_cuda.py", "tests/lightning/test_probes_cuda.py")
+CUDA_TESTS = ("tests/hashing/test_cuda.py", "tests/lightning/test_probes_cuda.py")
 NO_TIME = 15.0  # seconds; with less left, nothing is started
 CONTINUED = 3  # the exit status of a call after which another one is needed
 

@@ -22,6 +22,7 @@ from lightning_d9m import D9mError, DeterminismCallback, Recorder, SettingError,
 from lightning_d9m.cli.repeat import _REMEDIES
 from lightning_d9m.control.settings import read_settings
 from lightning_d9m.errors import InexactResumeError
+from lightning_d9m.launch import run as launched
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 LOGICAL = {"world.logical_ranks": 4}

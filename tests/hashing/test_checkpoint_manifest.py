@@ -85,29 +85,8 @@ def test_a_container_that_holds_itself_is_a_leaf_where_it_occurs_again(kind):
     assert check_manifest(value, manifest).changed == ("tensor",)
 
 
-# Made by the first version for `content()`.
-FIRST = {
-    "tensors": (
-        "0a09506a0e2a486bf56656d8986a89efb6e5f5762490c22d"
-        "8dc35fd5175520bee6fed03ec9c2c88770f6dd1235cbfc01"
-    ),
-    "values": "a0b50b6ab1b19e1e917d532aec7abd30",
-}
-
-
-def test_a_manifest_of_the_first_version_still_finds_damage():
-    table = torch.frombuffer(bytearray.fromhex(FIRST["tensors"]), dtype=torch.uint8)
-    manifest = {"tensors": table.reshape(-1, 16), "values": FIRST["values"]}
-    assert not check_manifest(content(), manifest)
-    changed = content()
-    changed["state_dict"]["a"][0] = 7
-    changed["states"][0]["lr"] = 0.2
-    damage = check_manifest(changed, manifest)
-    assert (damage.changed, damage.values) == (("state_dict.a",), True)
-
-
-@pytest.mark.parametrize("version", [3, 0, "2"])
-def test_a_manifest_of_another_version_is_refused(version):
-    manifest = make_manifest(content()) | {"version": version}
-    with pytest.raises(CheckpointError, match="checkpoint's manifest has version"):
-        check_manifest(content(), manifest)
+def test_a_manifest_of_another_version_is_refused():
+    manifest = make_manifest(content())
+    for version in (3, "2"):
+        with pytest.raises(CheckpointError, match="checkpoint's manifest has version"):
+            check_manifest(content(), manifest | {"version": version})

@@ -15,8 +15,8 @@ import xxhash
 from torch._subclasses import FakeTensorMode
 
 from lightning_d9m.errors import DigestError
+from lightning_d9m.hashing import xxh3
 from lightning_d9m.hashing.digest import digest, digest_many, digest_value
-from lightning_d9m.hashing.xxh3 import cpu as xxh3_cpu
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "digest.md"
 CHUNK = 131072
@@ -107,7 +107,7 @@ def set_threads():
 
 
 def test_number_of_threads_does_not_count(set_threads, monkeypatch):
-    monkeypatch.setattr(xxh3_cpu, "_SHARE", 2)
+    monkeypatch.setattr(xxh3, "_SHARE", 2)
     large = _bytes(3_000_000).view(-1, 100)
     tensors = [large, large.t(), *(large[n : 3 * n + 2] for n in range(0, 9000, 300))]
     digests = {}
@@ -125,11 +125,6 @@ def test_digest_disturbs_nothing():
     assert tensor._version == version
     assert tensor.grad is None
     assert torch.equal(torch.get_rng_state(), state)
-
-
-def test_another_type_is_refused():
-    with pytest.raises(DigestError, match=r"taken of a tensor; list was given\. digest_value\(\)"):
-        digest([1.0])
 
 
 def _composite(header, components):
@@ -272,6 +267,7 @@ def _quantized():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
+        (lambda: [1.0], r"taken of a tensor; list was given\. digest_value\(\)"),
         (
             lambda: torch.empty(3, device="meta"),
             r"on meta has no digest: a meta tensor has no data",
@@ -296,12 +292,9 @@ def test_what_has_no_bytes_is_refused(make, message):
         digest(make())
 
 
-@pytest.mark.parametrize("transform", [torch.vmap, torch.func.grad])
-def test_tensors_within_a_transform_are_refused(transform):
-    def take(tensor):
-        return digest(tensor)
-
-    with pytest.raises(
+def test_tensors_within_a_transform_are_refused():
+    refused = pytest.raises(
         DigestError, match=r"no memory of its own\. Call digest\(\) outside transforms"
-    ):
-        transform(take)(torch.ones(2))
+    )
+    with refused:
+        torch.vmap(digest)(torch.ones(2))

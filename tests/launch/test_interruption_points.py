@@ -49,19 +49,13 @@ def chosen(*arguments, **words):
     return [str(place) for place, _ in choose_points(shapes(*arguments, **words))]
 
 
-def test_one_place_of_each_kind_near_the_middle():
-    assert chosen(10, 23, accumulated=4, validation=6) == [
-        "epoch:4",
-        "batch:5:8+16",
-        "batch:5:11",
-        "validation:5:3",
-        "validated:5",
-    ]
-
-
 @pytest.mark.parametrize(
     ("epochs", "batches", "accumulated", "validation", "expected"),
     [
+        (
+            *(10, 23, 4, 6),
+            ["epoch:4", "batch:5:8+16", "batch:5:11", "validation:5:3", "validated:5"],
+        ),
         (0, 5, 1, 0, []),
         (1, 1, 1, 0, []),
         (1, 2, 1, 0, ["batch:0:1"]),
@@ -71,7 +65,7 @@ def test_one_place_of_each_kind_near_the_middle():
         (1, 1, 1, 1, ["validation:0:1", "validated:0"]),
     ],
 )
-def test_a_fit_that_has_few_places(epochs, batches, accumulated, validation, expected):
+def test_one_place_of_each_kind_near_the_middle(epochs, batches, accumulated, validation, expected):
     assert chosen(epochs, batches, accumulated=accumulated, validation=validation) == expected
 
 

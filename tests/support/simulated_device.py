@@ -11,8 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lightning_d9m
-from lightning_d9m.hashing import digest
-from lightning_d9m.hashing.xxh3 import cpu as xxh3_cpu
+from lightning_d9m.hashing import digest, xxh3
 
 PACKAGE = str(Path(lightning_d9m.__file__).parent)
 # Results whose values or sizes the host must know.
@@ -53,7 +52,7 @@ class Stream:
 
 
 class Device:
-    """The simulated device, and the functions of ``xxh3.cuda`` for it."""
+    """The simulated device, and the functions of ``xxh3_cuda`` for it."""
 
     def __init__(self):
         self.current = Stream()
@@ -61,10 +60,10 @@ class Device:
 
     def start_hashing(self, memory, _):
         self.launches.append((self.current, len(memory)))
-        leaves = torch.full((sum(xxh3_cpu.count_chunks(size) for _, size in memory),), -1)
+        leaves = torch.full((sum(xxh3.count_chunks(size) for _, size in memory),), -1)
 
         def hash_all():
-            data = bytearray(b"".join(xxh3_cpu.hash_chunks(memory)))
+            data = bytearray(b"".join(xxh3.hash_chunks(memory)))
             if data:
                 leaves.copy_(torch.frombuffer(data, dtype=torch.int64))
 

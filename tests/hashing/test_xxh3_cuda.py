@@ -10,6 +10,7 @@ import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -19,25 +20,23 @@ from lightning_d9m.hashing import digest as digest_module
 
 pytest.importorskip("triton", reason="the kernel is written in Triton, which Linux alone has")
 
-SUPPORT = Path(__file__).parents[2] / "support"
+SUPPORT = Path(__file__).parents[1] / "support"
 PREAMBLE = """
 import json, sys, traceback
 import numpy as np, torch
 from triton_interpreter import spare_repetitions
-from lightning_d9m.hashing.xxh3 import cpu as chunks_cpu
-from lightning_d9m.hashing.xxh3 import cuda as chunks_cuda
-from lightning_d9m.hashing.xxh3 import triton_kernel as chunks_kernel
+from lightning_d9m.hashing import xxh3, xxh3_cuda
 CPU = torch.device("cpu")
 data = torch.from_numpy(np.random.default_rng(0).integers(0, 256, 700_000, np.uint8))
 base = data.data_ptr()
 assert base % 16 == 0
 def cut(size):
-    chunks_cpu.CHUNK_BYTES = chunks_cuda.CHUNK_BYTES = size
+    xxh3.CHUNK_BYTES = xxh3_cuda.CHUNK_BYTES = size
     return size
 def check(spans):
     memory = [(base + begin, size) for begin, size in spans]
-    actual = chunks_cuda.hash_memory(memory, CPU)
-    expected = chunks_cpu.hash_chunks(memory)
+    actual = xxh3_cuda.hash_memory(memory, CPU)
+    expected = xxh3.hash_chunks(memory)
     differ = [span for span, a, e in zip(spans, actual, expected, strict=True) if a != e]
     assert not differ, differ
 spare_repetitions()
@@ -70,21 +69,18 @@ check([(0, 0)])
 # A tensor that begins 2.6 GB below: the chunks up to here count as hashed before.
 before, size = 2_600_000_000 // CHUNK, CHUNK + 100
 table = torch.tensor([-before, base - before * CHUNK, before * CHUNK + size])
-constants = chunks_cuda._load_constants(torch.device("cpu"))
+constants = xxh3_cuda._load_constants(torch.device("cpu"))
 leaves = torch.empty(2, dtype=torch.int64)
-chunks_kernel.hash_chunks[(2,)](constants, table, leaves, 1, CHUNK=CHUNK, num_warps=1)
-assert [leaves.numpy().tobytes()] == chunks_cpu.hash_chunks([(base, size)])
-""",
-    "the definition's chunks": """
-check([(5, CHUNK + 1)])
+xxh3_cuda.hash_chunks[(2,)](constants, table, leaves, 1, CHUNK=CHUNK, num_warps=1)
+assert [leaves.numpy().tobytes()] == xxh3.hash_chunks([(base, size)])
 """,
     "the definition's check before first use": """
-assert chunks_cuda.check_kernel(CPU)
-assert not chunks_cuda.check_kernel(torch.device("cuda"))
+assert xxh3_cuda.check_kernel(CPU)
+assert not xxh3_cuda.check_kernel(torch.device("cuda"))
 cut(8192)
-chunks_cuda._load_constants(CPU)[200] ^= 1
-assert not chunks_cuda.check_kernel(CPU)
-chunks_cuda._load_constants(CPU)[200] ^= 1
+xxh3_cuda._load_constants(CPU)[200] ^= 1
+assert not xxh3_cuda.check_kernel(CPU)
+xxh3_cuda._load_constants(CPU)[200] ^= 1
 """,
 }
 
@@ -92,7 +88,7 @@ COMPILED = """
 import re, sys
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
-from lightning_d9m.hashing.xxh3.triton_kernel import hash_chunks
+from lightning_d9m.hashing.xxh3_cuda import hash_chunks
 types = {"constants": "*i64", "table": "*i64", "leaves": "*i64"}
 types |= {"count": "i32", "CHUNK": "constexpr"}
 for capability in map(int, sys.argv[1:]):
@@ -140,7 +136,7 @@ def test_kernel_compiles_to_wide_loads_and_registers_alone(tmp_path):
 
 def test_a_digest_within_a_captured_cuda_graph_is_refused(monkeypatch):
     """Also by a probe, which digests the type of a value that has no digest."""
-    kernel = pytest.importorskip("lightning_d9m.hashing.xxh3.cuda")
+    kernel = pytest.importorskip("lightning_d9m.hashing.xxh3_cuda")
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     monkeypatch.setattr(torch.cuda, "device", nullcontext)
     with pytest.raises(SettingError, match="while a CUDA graph is captured") as refused:
@@ -148,29 +144,23 @@ def test_a_digest_within_a_captured_cuda_graph_is_refused(monkeypatch):
     assert not isinstance(refused.value, DigestError)
 
 
-def _break(monkeypatch, check):
-    chunks_cuda = pytest.importorskip("lightning_d9m.hashing.xxh3.cuda")
-    monkeypatch.setattr(chunks_cuda, "check_kernel", check)
-    monkeypatch.setattr(digest_module, "load_kernel", digest_module.load_kernel.__wrapped__)
-
-
-def test_kernel_that_disagrees_is_not_used(monkeypatch):
-    _break(monkeypatch, lambda device: False)
-    with pytest.warns(
-        UserWarning, match=r"on cuda:0 \(its digests differ from the CPU's.*Digests are the same"
-    ):
-        assert digest_module.load_kernel(torch.device("cuda", 0)) is None
-
-
 class TritonError(Exception):
     """Stands for Triton's own, which is of no narrower class."""
 
 
-def test_kernel_that_cannot_be_compiled_is_not_used(monkeypatch):
-    def fail(device):
-        raise TritonError("Failed to find C compiler.")
-
-    _break(monkeypatch, fail)
-    reason = r"\(TritonError: Failed to find C compiler\.; Triton needs gcc and"
-    with pytest.warns(UserWarning, match=reason):
-        assert digest_module.load_kernel(torch.device("cuda", 0)) is None
+@pytest.mark.parametrize(
+    ("check", "reason"),
+    [
+        ({"return_value": False}, "its digests differ from the CPU's"),
+        (
+            {"side_effect": TritonError("Failed to find C compiler.")},
+            r"TritonError: Failed to find C compiler\.; Triton needs gcc and",
+        ),
+    ],
+)
+def test_a_kernel_that_disagrees_or_cannot_be_compiled_is_not_used(check, reason):
+    xxh3_cuda = pytest.importorskip("lightning_d9m.hashing.xxh3_cuda")
+    load = digest_module.load_kernel.__wrapped__
+    expected = pytest.warns(UserWarning, match=rf"on cuda:0 \({reason}.*Digests are the same")
+    with mock.patch.object(xxh3_cuda, "check_kernel", **check), expected:
+        assert load(torch.device("cuda", 0)) is None
