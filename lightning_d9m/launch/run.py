@@ -147,56 +147,74 @@ _NAMES = 3
 _ESCAPE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\^_])")
 
 
-def run_processes(
+def run_once(
     command: Sequence[str],
-    environments: Mapping[Path, Mapping[str, str]],
+    folder: Path,
     *,
+    progress: RunProgress,
     timeout: float | None,
-    tick: Callable[[float], None],
-    folder: Path | None = None,
+    variables: Mapping[str, str] = MappingProxyType({}),
+    working_folder: Path | None = None,
     killed_when: Callable[[], bool] = lambda: False,
+    processes: int | None = None,
 ) -> None:
-    """Run ``command`` to its end in several processes at once.
+    """Run the command once, in processes that write ledgers and a log each to ``folder``.
 
     If one fails, the others are ended. If this process gets SIGINT, SIGTERM or SIGHUP meanwhile, it
     ends the command first.
 
     Args:
         command: The program and its arguments.
-        environments: The environment variables of each process, by the file that receives its
-            standard output and standard error.
-        timeout: Seconds after which the command counts as hanging; None for no limit.
-        tick: Called a few times a second with the elapsed seconds.
-        folder: The working folder of the processes; None for that of this process.
+        folder: The run's folder.
+        progress: Shows the progress of the run.
+        timeout: Seconds after which the run counts as hanging; None for no limit.
+        variables: Further environment variables of the processes.
+        working_folder: Where the command runs; None for the working folder of this process.
         killed_when: Condition under which the command is killed without counting as a failure;
             evaluated a few times a second and when the command ends.
+        processes: Starts the command so many times at once, as the ranks of one training; None
+            starts it once, without variables for ranks.
 
     Raises:
         CommandError: If the command does not start, fails, or runs longer than ``timeout``. All
             of its processes have ended by then.
     """
-    logs = list(environments)
+    ranks = [{}] if processes is None else make_rank_variables(processes)
+    logs = [folder / (f"output-{rank}.log" if rank else "output.log") for rank in range(len(ranks))]
+    environment = _make_environment(folder) | dict(variables)
     failed: tuple[int, int | None] | None = None
     left: dict[int, str] = {}
-    others = frozenset(child.pid for child in psutil.Process().children())
-    with _signals_deferred() as received, subreaper_enabled():
-        tree = ProcessTree([], others)
-        try:
-            for log, environment in environments.items():
-                tree.leaders.append(_start(command, folder, log, environment))
-            failed = _wait(tree, received, timeout=timeout, tick=tick, killed_when=killed_when)
-            if failed is None and not tree.wait(_SETTLE_SECONDS, lambda: bool(received)):
-                left = tree.find_descendants()
-            elif failed is not None and failed[1] is not None and len(logs) > 1:
-                failed = _find_first(tree, logs)
-        finally:
-            # The first signal ends the command; a second one kills it at once.
-            expected = max(1, len(received))
-            tree.end(_GRACE_SECONDS, lambda: len(received) > expected)
-    if left:
-        _report_left(left)
-    if failed is not None:
-        raise CommandError(_describe_failure(command, *failed, logs=logs, timeout=timeout))
+    tree = ProcessTree([], frozenset(child.pid for child in psutil.Process().children()))
+    with progress:
+        with _signals_deferred() as received, subreaper_enabled():
+            try:
+                for log, own in zip(logs, ranks, strict=True):
+                    tree.leaders.append(_start(command, working_folder, log, environment | own))
+                failed = _wait(tree, received, timeout, progress.tick, killed_when)
+                if failed is None and not tree.wait(_SETTLE_SECONDS, lambda: bool(received)):
+                    left = tree.find_descendants()
+                elif failed is not None and failed[1] is not None and len(logs) > 1:
+                    failed = _find_first(tree, logs)
+            finally:
+                # The first signal ends the command; a second one kills it at once.
+                expected = max(1, len(received))
+                tree.end(_GRACE_SECONDS, lambda: len(received) > expected)
+        if left:
+            _report_left(left)
+        if failed is not None:
+            raise CommandError(_describe_failure(command, *failed, logs=logs, timeout=timeout))
+
+
+def _make_environment(folder: Path) -> dict[str, str]:
+    """Return the variables of a run: where its ledgers go, and a fixed hash seed."""
+    environment = {name: os.environ[name] for name in os.environ.keys() - {INTERRUPT, RESUME}}
+    environment[LEDGER_VARIABLE] = str(folder)
+    # Control programs that do not mention us. An explicit LIGHTNING_D9M=0 is respected.
+    environment.setdefault("LIGHTNING_D9M", "1")
+    # Python reads it when it starts; a random seed changes the order of sets of strings by run.
+    if not environment.get("PYTHONHASHSEED", "").isdigit():
+        environment["PYTHONHASHSEED"] = "0"
+    return environment
 
 
 def _report_left(left: Mapping[int, str]) -> None:
@@ -264,7 +282,6 @@ def _start(
 def _wait(
     tree: ProcessTree,
     received: list[int],
-    *,
     timeout: float | None,
     tick: Callable[[float], None],
     killed_when: Callable[[], bool],
@@ -441,57 +458,6 @@ class Run:
     processes: int | None = None
     seconds: float | None = None
     failure: CommandError | None = None
-
-
-def run_once(
-    command: Sequence[str],
-    folder: Path,
-    *,
-    progress: RunProgress,
-    timeout: float | None,
-    variables: Mapping[str, str] = MappingProxyType({}),
-    working_folder: Path | None = None,
-    killed_when: Callable[[], bool] = lambda: False,
-    processes: int | None = None,
-) -> None:
-    """Run the command once, in a process that writes its ledgers to ``folder``.
-
-    Args:
-        command: The command.
-        folder: The run's folder.
-        progress: Shows the progress of the run.
-        timeout: Seconds after which the run counts as hanging.
-        variables: Further environment variables of the process.
-        working_folder: Where the command runs; None for the working folder of this process.
-        killed_when: Condition under which the process is killed without counting as a failure.
-        processes: Starts the command so many times at once, as the ranks of one training; None
-            starts it once, without variables for ranks.
-
-    Raises:
-        CommandError: If the command fails.
-    """
-    environment = {name: os.environ[name] for name in os.environ.keys() - {INTERRUPT, RESUME}}
-    environment[LEDGER_VARIABLE] = str(folder)
-    # Control programs that do not mention us. An explicit LIGHTNING_D9M=0 is respected.
-    environment.setdefault("LIGHTNING_D9M", "1")
-    # Python reads it when it starts; a random seed changes the order of sets of strings by run.
-    if not environment.get("PYTHONHASHSEED", "").isdigit():
-        environment["PYTHONHASHSEED"] = "0"
-    environment.update(variables)
-    ranks = [{}] if processes is None else make_rank_variables(processes)
-    environments = {
-        folder / (f"output-{rank}.log" if rank else "output.log"): environment | own
-        for rank, own in enumerate(ranks)
-    }
-    with progress:
-        run_processes(
-            command,
-            environments,
-            timeout=timeout,
-            tick=progress.tick,
-            folder=working_folder,
-            killed_when=killed_when,
-        )
 
 
 @dataclass

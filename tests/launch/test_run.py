@@ -11,7 +11,8 @@ from process_end import has_ended
 
 from lightning_d9m.errors import CommandError
 from lightning_d9m.launch import run as launched
-from lightning_d9m.launch.run import pair_fits, run_processes
+from lightning_d9m.launch.progress import RunProgress
+from lightning_d9m.launch.run import pair_fits, run_once
 from lightning_d9m.ledger.folder import list_fits, read_ledger
 
 PAUSE = "import signal; signal.pause()"
@@ -34,18 +35,24 @@ def short_waits(monkeypatch):
     monkeypatch.setattr(launched, "_GRACE_SECONDS", 0.2)
 
 
+class Quiet(RunProgress):
+    """Shows nothing."""
+
+    def _print(self, text):
+        pass
+
+
 @pytest.fixture
 def watch(tmp_path):
     """Return a function that runs Python code as a watched command."""
 
     def run(code, *, timeout=60.0):
-        log = tmp_path / "output.log"
-        command = [sys.executable, "-c", code]
-        run_processes(command, {log: os.environ}, timeout=timeout, tick=ticks.append)
-        return log.read_text()
+        progress = Quiet("", tmp_path)
+        progress.tick = ticks.append
+        run_once([sys.executable, "-c", code], tmp_path, progress=progress, timeout=timeout)
+        return (tmp_path / "output.log").read_text()
 
-    ticks: list[float] = []
-    run.ticks = ticks
+    run.ticks = ticks = []
     return run
 
 
@@ -115,8 +122,9 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGTERM, signal.SIG_DFL)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 run._GRACE_SECONDS = 0.2
-logs = {{Path({log!r}): os.environ}}
-run.run_processes([sys.executable, "-c", {code!r}], logs, timeout=None, tick=lambda _: None)
+folder = Path({folder!r})
+progress = run.RunProgress("run", folder)
+run.run_once([sys.executable, "-c", {code!r}], folder, progress=progress, timeout=None)
 """
 
 
@@ -128,7 +136,7 @@ def test_a_signal_ends_the_command_first(tmp_path, number, child):
     fifo = tmp_path / "pid"
     os.mkfifo(fifo)
     code = START.format(child=child, apart=sys.platform.startswith("linux"), pid=str(fifo)) + child
-    watcher = WATCHER.format(code=code, log=str(tmp_path / "log"))
+    watcher = WATCHER.format(code=code, folder=str(tmp_path))
     with subprocess.Popen([sys.executable, "-c", watcher], stderr=subprocess.PIPE) as watching:
         pid = int(fifo.read_text())
         watching.send_signal(number)
@@ -168,9 +176,9 @@ def test_the_end_of_the_output_is_as_a_terminal_shows_it(watch):
 
 
 def test_a_log_that_cannot_be_created_is_named(tmp_path):
-    with pytest.raises(CommandError, match="log cannot be made: No such file or directory"):
-        logs = {tmp_path / "none" / "log": os.environ}
-        run_processes(["true"], logs, timeout=None, tick=lambda _: None)
+    folder = tmp_path / "none"
+    with pytest.raises(CommandError, match=r"log .* cannot be made: No such file or directory"):
+        run_once(["true"], folder, progress=Quiet("", folder), timeout=None)
 
 
 @pytest.fixture
