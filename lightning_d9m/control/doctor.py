@@ -45,7 +45,7 @@ def find_problems() -> list[CheckResult]:
         check_variable(own.name, own.wanted, own.allows, own.effect, unset=unset)
         for own in VARIABLES
     ]
-    return [_check_torch(), *_check_start(), *variables, *_check_host_name(), *_check_threads()]
+    return [_check_torch(), _check_hash_seed(), *variables, *_check_host_name(), *_check_threads()]
 
 
 def judge(
@@ -90,25 +90,15 @@ def _check_torch() -> CheckResult:
     return judge(reason, "torch", status, found, reason, fix)
 
 
-def _check_start() -> Iterator[CheckResult]:
+def _check_hash_seed() -> CheckResult:
     random_hashes = describe_hash_seed_problem() is not None
-    yield judge(
+    return judge(
         random_hashes,
         "PYTHONHASHSEED",
         "note",
         "not fixed" if random_hashes else "fixed",
         "Sets of strings have a different order in each run; Python reads it when it starts.",
         "Start programs with PYTHONHASHSEED=0 (`d9m repeat` and `d9m locate` do).",
-    )
-    timed = torch.backends.cudnn.benchmark
-    yield judge(
-        timed,
-        "cuDNN benchmark",
-        "problem",
-        "on as Python starts" if timed else "off",
-        "The benchmark picks kernels by timing them.",
-        "Remove torch.backends.cudnn.benchmark = True from sitecustomize.py or usercustomize.py"
-        " (and Trainer(benchmark=True) from programs).",
     )
 
 

@@ -15,16 +15,8 @@ from lightning_d9m.hashing.training_state import take_partial_snapshot
 from lightning_d9m.ledger.format.records import SKETCH_BUCKETS
 
 KNOWN_SMALL = [6.0, 7.0, -8.0, 1.0, -2.0, -3.0, -4.0, 5.0]
-KNOWN_LARGE = [
-    4683655.0,
-    550144.0,
-    -3040195.0,
-    3917782.0,
-    -4792368.0,
-    2509000.0,
-    2289386.0,
-    -2770470.0,
-]
+KNOWN_LARGE = [4683655.0, 550144.0, -3040195.0, 3917782.0]
+KNOWN_LARGE += [-4792368.0, 2509000.0, 2289386.0, -2770470.0]
 
 
 def read(sketch):
@@ -56,26 +48,6 @@ def test_the_square_is_unbiased_and_its_error_known(shape):
     spread = math.sqrt(2 / SKETCH_BUCKETS)
     assert abs(np.mean(squares) - 1) < 4 * spread / math.sqrt(len(squares))
     assert 0.5 * spread < np.std(squares) < 1.6 * spread
-
-
-@pytest.mark.parametrize("place", ["row", "column", "outer product", "constant"])
-def test_a_difference_with_a_structure_is_estimated_as_well(place):
-    ratios = []
-    for seed in range(12):
-        rows, columns = 200 + 17 * seed, 512
-        change = torch.zeros(rows, columns)
-        if place == "row":
-            change[seed] = draw(columns, seed=seed)
-        elif place == "column":
-            change[:, seed] = draw(rows, seed=seed)
-        elif place == "outer product":
-            change = torch.outer(draw(rows, seed=seed), draw(columns, seed=seed + 50))
-        else:
-            change += 1e-4
-        ratios.append(estimate(torch.zeros_like(change), change) / change.norm().item())
-    assert 0.6 < math.sqrt(np.mean(np.square(ratios))) < 1.4
-    assert min(ratios) > 0.2
-    assert max(ratios) < 2.2
 
 
 def test_a_sketch_is_the_same_on_every_day():

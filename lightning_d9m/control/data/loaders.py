@@ -9,11 +9,11 @@ import operator
 import os
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, IterDataPipe, get_worker_info
@@ -199,9 +199,8 @@ _SAMPLER_SEED = 2**31
 _OF_DATA = (DATA, UNSAVED_DATA, LOGGED_DATA)
 
 
-@dataclass(frozen=True)
-class ReachedPosition:
-    """The position in an epoch at which its run was interrupted."""
+class ReachedPosition(NamedTuple):
+    """The position in an epoch at which its run was interrupted; see ``resume_epoch``."""
 
     epoch: int
     batches: int
@@ -212,24 +211,19 @@ class ReachedPosition:
 class ControlledLoader:
     """The parts of a loader that are replaced, and where an interrupted epoch continues."""
 
-    def __init__(
-        self,
-        loader: Any,
-        stream: RandomStreams,
-        replacements: AttributePatches,
-        *,
-        per_sample: bool,
-        host_sets_epochs: bool,
-        earlier: Iterable["ControlledLoader"],
-    ) -> None:
+    def __init__(self, loader: Any, stage: str, control: "LoaderControl") -> None:
         self.loader = weakref.ref(loader)
-        self.stage = stream.stage
+        self.stage = stage
+        self.stream = stream = RandomStreams(control.seed, control.fit, control.rank, stage)
         self.started: int | None = None
         self.first_epoch: int | None = None
-        self.stream = stream
-        self._replacements = replacements
+        # The states where the epoch was first iterated, and after it was iterated in advance.
+        self.start: dict[str, Any] | None = None
+        self.after: dict[str, Any] | None = None
+        self._has_data = False
+        self._control = control
         self._iterable = iterable = isinstance(loader.dataset, IterableDataset)
-        if per_sample and iterable:
+        if control.per_sample_rng and iterable:
             raise SettingError(
                 f"per_sample_rng is on and {type(loader.dataset).__name__} is an IterableDataset: "
                 "its samples have no index to seed them by. Use a dataset with indices, or switch "
@@ -241,14 +235,14 @@ class ControlledLoader:
         self._chosen: dict[int, str] = {}  # what the user's seeds add to ours
         self._rankless = is_rankless(loader)
         samplers = find_samplers(loader)
-        states = [control.state for control in earlier]
         owners: dict[str, object] = {LOADER: loader} if is_of_program(type(loader)) else {}
         # Persistent workers have a copy of a dataset with indices, which changes of the program do
         # not reach.
         if iterable or not (loader.num_workers and loader.persistent_workers):
             owners |= {"dataset": loader.dataset, "collate_fn": loader.collate_fn}
-        self.state: DataState = DataState(owners, samplers, states)
-        replacements.replace(loader, "generator", self._generator)
+        self.state: DataState = DataState(owners, samplers, [own.state for own in control.loaders])
+        replace = control.replacements.replace
+        replace(loader, "generator", self._generator)
         # With in_order=False batches come as workers finish them. torchdata's loaders and older
         # releases of torch may lack the attribute.
         if not getattr(loader, "in_order", True):
@@ -257,18 +251,12 @@ class ControlledLoader:
                 "It gives them in order while this run lasts; remove in_order=False.",
                 stacklevel=2,
             )
-            replacements.replace(loader, "in_order", value=True)
+            replace(loader, "in_order", value=True)
         if loader.num_workers > 0:
             stream.share(persistent=loader.persistent_workers and iterable)
             if loader.persistent_workers:
                 # Running workers do not have these streams, so torch must start new ones.
-                replacements.replace(loader, "_iterator", None)
-        self._per_sample = per_sample
-        self._host_sets_epochs = host_sets_epochs
-        self._has_data = False
-        # The states where the epoch was first iterated, and after it was iterated in advance.
-        self.start: dict[str, Any] | None = None
-        self.after: dict[str, Any] | None = None
+                replace(loader, "_iterator", None)
         self._place = "sampler" if loader.batch_sampler is None else "batch_sampler"
         self._requests = ResumableSampler(
             getattr(loader, self._place),
@@ -279,8 +267,8 @@ class ControlledLoader:
         )
         if not iterable and hasattr(loader, "load_state_dict"):
             # torchdata's loader, which then ignores it; this class restores the position.
-            replacements.replace(loader, "load_state_dict", bool)
-        replacements.replace(loader, "_get_iterator", self._make_iterator)
+            replace(loader, "load_state_dict", bool)
+        replace(loader, "_get_iterator", self._make_iterator)
 
     def _make_iterator(self) -> Any:
         """Make an iterator of the loader, which then has our parts; the user's stay in the loader.
@@ -295,7 +283,9 @@ class ControlledLoader:
             parts["worker_init_fn"] = partial(init_worker, *given)
         if not self._iterable:
             state = None if workers else self.state
-            seeded = SeededDataset(dataset, stream, self._per_sample, loader.collate_fn, state)
+            seeded = SeededDataset(
+                dataset, stream, self._control.per_sample_rng, loader.collate_fn, state
+            )
             parts |= {"dataset": seeded, "collate_fn": return_batch}
         # torch itself seeds a data pipe in every epoch, and traverses it to do so.
         elif stream.shared is not None and not isinstance(dataset, IterDataPipe):
@@ -339,13 +329,25 @@ class ControlledLoader:
         if self.start is None:  # torch may make a second iterator, or cycle
             self.start = self.state.capture()
 
-    def restore_data(self, epoch: int, consumed: ReachedPosition | None) -> None:
+    def restore(self, samplers: Mapping[str, Any], *, data: bool = True) -> None:
+        """Restore what ``capture`` returned, from that of all loaders of the stage."""
+        states = samplers.get(str(self.stream.number), {})
+        self.state.restore_samplers(states)
+        if data:
+            self.state.restore_data(states)
+
+    def restore_data(self, epoch: int) -> None:
         """Restore what the dataset held where the run was interrupted."""
-        if consumed is not None and consumed.epoch == epoch:
-            self.state.restore_data(consumed.samplers.get(str(self.stream.number), {}))
+        reached = self._find_reached(epoch)
+        if reached is not None:
+            self.state.restore_data(reached.samplers.get(str(self.stream.number), {}))
             self._has_data = True
 
-    def start_epoch(self, epoch: int, consumed: ReachedPosition | None) -> None:
+    def _find_reached(self, epoch: int) -> ReachedPosition | None:
+        reached = self._control.reached.get(self.stage)
+        return reached if reached is not None and reached.epoch == epoch else None
+
+    def start_epoch(self, epoch: int) -> None:
         """Seed the order and the workers of an epoch; continue it where it was interrupted."""
         loader = self.loader()
         if loader is None or epoch == self.started:
@@ -355,15 +357,15 @@ class ControlledLoader:
         self.start = self.after = None
         self.stream.start_epoch(epoch)
         self._generator.manual_seed(self.stream.derive("workers"))
-        resumed = consumed is not None and consumed.epoch == epoch
-        if consumed is not None and resumed:
-            self.state.restore_samplers(consumed.samplers.get(str(self.stream.number), {}))
-            if not self._has_data:  # otherwise hooks may have set it since
-                self.restore_data(epoch, consumed)
+        reached = self._find_reached(epoch)
+        if reached is not None:
+            # Hooks may have set the data since it was restored.
+            self.restore(reached.samplers, data=not self._has_data)
+            self._has_data = True
         self._seed_samplers(loader, epoch)
         # A loader of an iterable dataset restores its position itself, or cannot.
-        if consumed is not None and resumed and not self._iterable:
-            self._requests.start_epoch(consumed.batches, consumed.cycled)
+        if reached is not None and not self._iterable:
+            self._requests.start_epoch(reached.batches, reached.cycled)
         else:
             self._requests.start_epoch()
 
@@ -373,7 +375,7 @@ class ControlledLoader:
             if isinstance(sampler, DistributedSampler):
                 # All ranks must split the same permutation.
                 seed = self.stream.derive(f"shards{chosen}", worker=number, shared=True)
-                self._replacements.replace(sampler, "seed", seed % _SAMPLER_SEED)
+                self._control.replacements.replace(sampler, "seed", seed % _SAMPLER_SEED)
                 continue
             generator = self._orders.get(number) or make_generator(sampler)
             if generator is None:
@@ -381,13 +383,13 @@ class ControlledLoader:
             self._orders[number] = generator
             # In every epoch, because another stage's loader may hold the same sampler.
             with suppress(AttributeError):  # a read-only attribute keeps its value
-                self._replacements.replace(sampler, "generator", generator)
+                self._control.replacements.replace(sampler, "generator", generator)
             shared = not self._rankless
             seed = self.stream.derive(f"order{chosen}", worker=number, shared=shared)
             generator.manual_seed(seed)
         # Workers may receive the order of epoch 0 before Lightning sets the epoch; a resumed run
         # would see that order again.
-        if self.stage != "train" or (self._host_sets_epochs and not loader.num_workers):
+        if self.stage != "train" or (self._control.host_sets_epochs and not loader.num_workers):
             return
         inner = getattr(loader.batch_sampler, "sampler", None)
         holders: tuple[Any, ...] = (loader.sampler, inner)
@@ -396,7 +398,7 @@ class ControlledLoader:
                 if "epoch" in getattr(sampler, "__dict__", ()):
                     if sampler.epoch == epoch:
                         continue
-                    self._replacements.replace(sampler, "epoch", epoch)
+                    self._control.replacements.replace(sampler, "epoch", epoch)
                 set_epoch(epoch)
 
     def _read_seed(self, sampler: Any) -> str:
@@ -405,7 +407,7 @@ class ControlledLoader:
         Lightning gives its ``DistributedSampler`` the seed of ``PL_GLOBAL_SEED``, which is ours.
         """
         split = isinstance(sampler, DistributedSampler)
-        seed = self._replacements.read_original(sampler, "seed" if split else "generator")
+        seed = self._control.replacements.read_original(sampler, "seed" if split else "generator")
         if not split:
             seed = seed.initial_seed() if isinstance(seed, torch.Generator) else None
         defaults = (None, 0, torch.Generator().initial_seed())
@@ -435,9 +437,9 @@ class LoaderControl:
     host_sets_epochs: bool = False
 
     def __post_init__(self) -> None:
-        self._controlled: list[ControlledLoader] = []
-        self._replacements = AttributePatches()
-        self._consumed: dict[str, ReachedPosition] = {}
+        self.loaders: list[ControlledLoader] = []
+        self.replacements = AttributePatches()
+        self.reached: dict[str, ReachedPosition] = {}
         # Loaders that are not torch's.
         self._others: list[tuple[str, object, DataState]] = []
 
@@ -456,7 +458,7 @@ class LoaderControl:
         ends before the epoch is iterated again; ``samplers`` is what ``capture_samplers``
         returned.
         """
-        self._consumed[stage] = ReachedPosition(epoch, batches, cycled, samplers or {})
+        self.reached[stage] = ReachedPosition(epoch, batches, cycled, samplers or {})
 
     def capture_samplers(self, stage: str, *, within: bool, at_end: bool = False) -> dict[str, Any]:
         """Return what the order of batches depends on beside the random streams.
@@ -482,7 +484,7 @@ class LoaderControl:
         return {number: states for number, states in found.items() if states}
 
     def _list(self, stage: str) -> list[ControlledLoader]:
-        return [control for control in self._controlled if control.stage == stage]
+        return [control for control in self.loaders if control.stage == stage]
 
     def wrap_loader(self, loader: Any, stage: str) -> Any:
         """Give a loader its own random streams; return the loader to iterate.
@@ -500,25 +502,15 @@ class LoaderControl:
                 self._others.append((stage, loader, DataState({LOADER: loader})))
             return loader
         # Do not keep loaders alive that are reloaded every epoch.
-        earlier = self._controlled
-        self._controlled = [control for control in earlier if control.loader() is not None]
-        for control in self._controlled:
+        present = [control for control in self.loaders if control.loader() is not None]
+        for control in present:
             if control.loader() is loader:
                 if control.stage == stage:
                     control.started = None  # it is iterated from the beginning next
                     return loader
                 loader = copy_loader(loader)
                 break
-        stream = RandomStreams(self.seed, self.fit, self.rank, stage)
-        control = ControlledLoader(
-            loader,
-            stream,
-            self._replacements,
-            per_sample=self.per_sample_rng,
-            host_sets_epochs=self.host_sets_epochs,
-            earlier=earlier,
-        )
-        self._controlled.append(control)
+        self.loaders = [*present, ControlledLoader(loader, stage, self)]
         return loader
 
     def start_epoch(self, stage: str, epoch: int) -> None:
@@ -533,19 +525,17 @@ class LoaderControl:
                 # reloaded every epoch draws the same in a resumed run.
                 control.stream.number = sum(other.first_epoch == epoch for other in present)
                 control.first_epoch = epoch
-            control.start_epoch(epoch, self._consumed.get(stage))
+            control.start_epoch(epoch)
 
     def restore_data(self, stage: str, epoch: int) -> None:
         """Restore the state of datasets, which an iteration before the epoch may have changed."""
         for control in self._list(stage):
-            control.restore_data(epoch, self._consumed.get(stage))
+            control.restore_data(epoch)
 
     def restore_samplers(self, stage: str, samplers: Mapping[str, Any]) -> None:
         """Restore what ``capture_samplers`` returned, after the loaders were loaded."""
         for control in self._list(stage):
-            states = samplers.get(str(control.stream.number), {})
-            control.state.restore_samplers(states)
-            control.state.restore_data(states)
+            control.restore(samplers)
 
     def keep_iterated(self, stage: str) -> None:
         """Note that a stage's loaders were iterated in advance, as ``restart_epoch`` may undo."""
@@ -572,13 +562,13 @@ class LoaderControl:
 
     def release(self) -> None:
         """Restore every replaced attribute in reverse order, and stop persistent workers."""
-        for control in self._controlled:
+        for control in self.loaders:
             # The traceback of an error may otherwise keep them alive.
             iterator = getattr(control.loader(), "_iterator", None)
             if isinstance(iterator, _MultiProcessingDataLoaderIter):
                 iterator._shutdown_workers()  # noqa: SLF001 - the only way
-        self._controlled.clear()
-        self._replacements.undo()
+        self.loaders.clear()
+        self.replacements.undo()
 
 
 _NO_POSITION = (
