@@ -3,7 +3,7 @@
 The squares of the differences of two sketches' numbers add up to an unbiased estimate of the
 squared Euclidean norm of the difference; the relative standard error of the norm is about
 ``sqrt(1 / (2 * SKETCH_BUCKETS))``, 25%. Equal digests are a distance of exactly zero. See
-``hashing.sketches``.
+``hashing.training_state``.
 """
 
 import math

@@ -17,10 +17,6 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
-from torch.backends import cuda as cuda_backend
-from torch.backends import cudnn as cudnn_backend
-from torch.backends import mkldnn as _mkldnn
-from torch.utils import deterministic as _memory
 
 from lightning_d9m.compatibility import has_compiler_flag, has_mkldnn_flag
 from lightning_d9m.control.settings import read_variable
@@ -226,22 +222,16 @@ def _choose(variable: Variable) -> str:
     return found or variable.wanted
 
 
-# torch creates these attributes dynamically, so type checkers do not see them.
-mkldnn_backend: Any = _mkldnn
-memory: Any = _memory
-
 _INDUCTOR = "torch._inductor.config"
 Flags = dict[str, bool]
-
-
-# Flags that are attributes, by dotted name; an older torch lacks some.
-_ATTRIBUTES: dict[str, tuple[Any, str]] = {
-    "torch.fill_uninitialized_memory": (memory, "fill_uninitialized_memory"),
-    "cudnn.deterministic": (cudnn_backend, "deterministic"),
-    "cudnn.benchmark": (cudnn_backend, "benchmark"),
+# The owners of flags that are attributes, by dotted name; an older torch lacks some.
+_OWNERS: dict[str, Any] = {
+    "torch.fill_uninitialized_memory": torch.utils.deterministic,
+    "cudnn.deterministic": torch.backends.cudnn,
+    "cudnn.benchmark": torch.backends.cudnn,
 }
 if has_mkldnn_flag():
-    _ATTRIBUTES["mkldnn.deterministic"] = (mkldnn_backend, "deterministic")
+    _OWNERS["mkldnn.deterministic"] = torch.backends.mkldnn
 
 
 def capture_flags() -> Flags:
@@ -249,9 +239,9 @@ def capture_flags() -> Flags:
     flags = {
         "torch.deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
         "torch.deterministic_warn_only": torch.is_deterministic_algorithms_warn_only_enabled(),
-        "sdpa.cudnn": bool(cuda_backend.cudnn_sdp_enabled()),
+        "sdpa.cudnn": bool(torch.backends.cuda.cudnn_sdp_enabled()),
     }
-    flags |= {name: getattr(owner, own) for name, (owner, own) in _ATTRIBUTES.items()}
+    flags |= {name: getattr(own, name.rpartition(".")[2]) for name, own in _OWNERS.items()}
     if has_compiler_flag():
         # Its initial value before the (slow) import of its module.
         config: Any = sys.modules.get(_INDUCTOR)
@@ -267,9 +257,9 @@ def restore_flags(flags: Flags) -> None:
     torch.use_deterministic_algorithms(
         flags["torch.deterministic_algorithms"], warn_only=flags["torch.deterministic_warn_only"]
     )
-    cuda_backend.enable_cudnn_sdp(flags["sdpa.cudnn"])
-    for name, (owner, own) in _ATTRIBUTES.items():
-        setattr(owner, own, flags[name])
+    torch.backends.cuda.enable_cudnn_sdp(flags["sdpa.cudnn"])
+    for name, owner in _OWNERS.items():
+        setattr(owner, name.rpartition(".")[2], flags[name])
     if has_compiler_flag():
         # `use_deterministic_algorithms` has imported this module and set it to its own mode.
         sys.modules[_INDUCTOR].deterministic = flags["inductor.deterministic"]  # type: ignore[attr-defined]

@@ -82,24 +82,24 @@ class Session:
             stack.callback(variables.restore)
             stack.enter_context(threads_pinned(settings.threads))
             if self._switching:
-                self._switch(stack)
+                stack.enter_context(algorithms_switched(self._flags))
+                if settings.portable:
+                    # Slow to import: only for those who ask for it.
+                    from lightning_d9m.portability.mode import portable
+
+                    stack.enter_context(portable())
+                elif (
+                    settings.patch_ops
+                    # This does not start the driver, after which a launcher could no longer fork.
+                    and torch.backends.cuda.is_built()
+                    and not _is_patched(settings)
+                    and can_patch()
+                ):
+                    stack.enter_context(patches_applied("CUDA", exclude=settings.unpatched_ops))
             stack.enter_context(rng_restored())
             seed_all(settings.seed)
             self._stack = stack.pop_all()
             _open.append(self)
-
-    def _switch(self, stack: ExitStack) -> None:
-        stack.enter_context(algorithms_switched(self._flags))
-        # `is_built` does not start the driver, after which a launcher could no longer fork.
-        patching = self.settings.patch_ops and torch.backends.cuda.is_built()
-        patching = patching and not self.settings.portable  # which computes these operations, too
-        if patching and not _is_patched(self.settings) and can_patch():
-            stack.enter_context(patches_applied("CUDA", exclude=self.settings.unpatched_ops))
-        if self.settings.portable:
-            # Slow to import: only for those who ask for it.
-            from lightning_d9m.portability.mode import portable
-
-            stack.enter_context(portable())
 
     def verify(self) -> None:
         """Raise a ``SettingError`` if a flag or the number of threads has changed since."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_d9m.errors import CheckpointError, DigestError
 from lightning_d9m.hashing.digest import digest_many, digest_value
-from lightning_d9m.hashing.value_bytes import encode
+from lightning_d9m.hashing.nested_values import encode
 from lightning_d9m.text import quote
 
 _HALF = 8  # bytes of each entry: 64 bits find accidents

@@ -15,7 +15,7 @@ from xxhash import xxh3_128_digest
 
 from lightning_d9m.errors import DigestError
 from lightning_d9m.hashing import xxh3
-from lightning_d9m.hashing.value_bytes import Piece, encode
+from lightning_d9m.hashing.nested_values import Piece, encode
 from lightning_d9m.state.parts import SPARSE
 
 # The first word of every header; it changes when the definition in docs/digest.md does.

@@ -26,7 +26,7 @@ from torch.compiler import is_compiling
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from lightning_d9m.attribute_patches import AttributePatches
-from lightning_d9m.hashing.pytree_leaves import list_pytree_leaves
+from lightning_d9m.hashing.nested_values import list_pytree_leaves
 from lightning_d9m.hashing.training_state import plain_name
 from lightning_d9m.ledger.kinds import ROOT
 from lightning_d9m.probes.dumps import keep, written_arguments

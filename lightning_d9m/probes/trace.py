@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 import torch
 
 from lightning_d9m.hashing.digest import DigestQueue
-from lightning_d9m.hashing.pytree_leaves import list_pytree_leaves
+from lightning_d9m.hashing.nested_values import list_pytree_leaves
 from lightning_d9m.ledger.format.records import (
     DIGEST_BYTES,
     MAX_LAYOUTS,

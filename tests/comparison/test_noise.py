@@ -13,7 +13,7 @@ from ledger_runs import make_facts, make_weights, write_rank
 
 from lightning_d9m.comparison.noise import _find_chance, judge_change
 from lightning_d9m.hashing.digest import digest
-from lightning_d9m.hashing.sketches import sketch_tensors
+from lightning_d9m.hashing.training_state import sketch_tensors
 from lightning_d9m.ledger.folder import create_ledger_folder, read_ledger
 
 

@@ -15,7 +15,7 @@ from lightning_d9m.comparison.weight_distance import (
     measure_distances,
 )
 from lightning_d9m.hashing.digest import digest
-from lightning_d9m.hashing.sketches import sketch_tensors
+from lightning_d9m.hashing.training_state import sketch_tensors
 from lightning_d9m.ledger.format.records import SKETCH_BUCKETS, Digests
 
 

@@ -14,7 +14,7 @@ from ledger_runs import make_facts, make_weights, write_rank
 
 from lightning_d9m.errors import CommandError
 from lightning_d9m.hashing.digest import digest
-from lightning_d9m.hashing.sketches import sketch_tensors
+from lightning_d9m.hashing.training_state import sketch_tensors
 from lightning_d9m.history.bisection import Bisection
 from lightning_d9m.history.repository import Commit
 from lightning_d9m.launch.run import Run

@@ -11,7 +11,7 @@ from torch import nn
 
 from lightning_d9m.errors import DigestError
 from lightning_d9m.hashing.digest import DigestQueue, digest, digest_value
-from lightning_d9m.hashing.pytree_leaves import list_pytree_leaves
+from lightning_d9m.hashing.nested_values import list_pytree_leaves
 from lightning_d9m.probes.trace import (
     RECORD_PLACES,
     ProbeCollector,

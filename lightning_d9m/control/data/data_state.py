@@ -209,8 +209,14 @@ def _watch(name: str, owner: Any, others: Collection[int]) -> Changes:
         )
 
     owners: dict[str, object] = {name: owner}
-    if name not in ("", LOADER):
-        owners = dict(_find_owners(name, owner))
+    if name not in ("", LOADER):  # the objects with attributes in it, those of libraries too
+        owners = {
+            path: value
+            for path, value in search(owners, depth=_DEPTH, most=_MOST_VISITED)
+            if hasattr(value, "__dict__")
+            and not isinstance(value, _CODE)
+            and not _leave_out(path, value)
+        }
     if name:
         owners |= name_namespaces(owners.values())
     return Changes(
@@ -220,14 +226,6 @@ def _watch(name: str, owner: Any, others: Collection[int]) -> Changes:
         copies=not name,
         most_bytes=_MOST_BYTES if name else None,
     )
-
-
-def _find_owners(name: str, owner: object) -> Iterator[tuple[str, object]]:
-    """Yield the objects with attributes in an object, those of libraries too, by path."""
-    for path, value in search({name: owner}, depth=_DEPTH, most=_MOST_VISITED):
-        has_attributes = hasattr(value, "__dict__") and not isinstance(value, _CODE)
-        if has_attributes and not _leave_out(path, value):
-            yield path, value
 
 
 def _leave_out(_path: str, value: Any, *, generators: bool = True) -> bool:

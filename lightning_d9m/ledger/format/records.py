@@ -244,7 +244,7 @@ class Digests(Entry, frozen=True, tag="digests", kw_only=True):
         groups: Digest by name, by group; a group may be left out and have only its total.
         loss: The last training loss, if there was one.
         scalars: Each logged scalar.
-        sketches: Sketch by name of a weight, see ``hashing.sketches``.
+        sketches: Sketch by name of a weight, see ``hashing.training_state``.
     """
 
     uncompared: ClassVar[tuple[str, ...]] = ("sketches",)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from forking_python import shared_python
 
-from lightning_d9m.hashing.sketches import sketch_tensors
+from lightning_d9m.hashing.training_state import sketch_tensors
 
 # A command that leaves ledgers as a training does, without the seconds of loading torch. VALUE
 # says, by condition and number of the run, which of the prepared sketches its weights have.
