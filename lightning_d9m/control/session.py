@@ -32,14 +32,9 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 _open: list["Session"] = []
+_fits = 0
 # Held while a session opens or closes: flags, variables and generators belong to the process.
 _lock = threading.RLock()
-
-
-class FitCounter:
-    """Counts the fits of this process that begin outside a session."""
-
-    fits = 0
 
 
 class Session:
@@ -260,9 +255,7 @@ def next_fit() -> int:
     """
     with _lock:
         _refuse_other_threads()
-        counter = active_session() or FitCounter
-        counter.fits += 1
-        return counter.fits - 1
+        return _count_fits(lambda fits: fits + 1)
 
 
 def give_back_fit(number: int) -> None:
@@ -271,13 +264,24 @@ def give_back_fit(number: int) -> None:
     For a fit that trained nothing, as the learning rate finder calls one: with its number the
     same search, or the training after it, draws the same numbers again.
     """
-    counter = active_session() or FitCounter
-    counter.fits -= counter.fits == number + 1
+    _count_fits(lambda fits: fits - (fits - 1 == number))
 
 
 def set_fits(number: int) -> None:
     """Set the number of fits in the active session or else in the process."""
-    (active_session() or FitCounter).fits = number
+    _count_fits(lambda _: number)
+
+
+def _count_fits(change: Callable[[int], int]) -> int:
+    """Change the number of fits in the active session or else in the process; return the old."""
+    global _fits
+    with _lock:
+        session = active_session()
+        if session is None:
+            before, _fits = _fits, change(_fits)
+        else:
+            before, session.fits = session.fits, change(session.fits)
+        return before
 
 
 @dataclass(frozen=True)
@@ -296,7 +300,7 @@ def capture_session() -> InheritedSession:
     """Return what a process that is started now takes over."""
     session = active_session()
     if session is None:
-        return InheritedSession(None, FitCounter.fits)
+        return InheritedSession(None, _fits)
     return InheritedSession(session.settings, session.fits, session.seed_is_default)
 
 

@@ -16,7 +16,6 @@ from lightning_d9m import SettingError, Settings
 from lightning_d9m.control import session
 from lightning_d9m.control.environment import CUBLAS, capture_flags
 from lightning_d9m.control.session import (
-    FitCounter,
     Session,
     active_session,
     capture_session,
@@ -169,7 +168,7 @@ def test_a_second_thread_is_refused_although_enable_opened_the_innermost_session
 
 
 def test_a_session_counts_its_own_fits(monkeypatch):
-    monkeypatch.setattr(FitCounter, "fits", 5)
+    monkeypatch.setattr(session, "_fits", 5)
     for _ in range(2):
         with deterministic(seed=1):
             assert [next_fit(), next_fit()] == [0, 1]
@@ -177,7 +176,7 @@ def test_a_session_counts_its_own_fits(monkeypatch):
 
 
 def test_a_new_process_takes_over_session_and_fits(monkeypatch):
-    monkeypatch.setattr(FitCounter, "fits", 5)
+    monkeypatch.setattr(session, "_fits", 5)
     outside = capture_session()
     with deterministic(seed=1) as opened:
         opened.seed_is_default = True
@@ -186,7 +185,7 @@ def test_a_new_process_takes_over_session_and_fits(monkeypatch):
         with session_inherited(outside):
             assert active_session() is opened  # one that is open stays
             assert next_fit() == 5
-    monkeypatch.setattr(FitCounter, "fits", 0)
+    monkeypatch.setattr(session, "_fits", 0)
     with session_inherited(within):
         assert capture_session() == within
         assert next_fit() == 1

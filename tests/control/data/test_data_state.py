@@ -39,8 +39,9 @@ def watch(dataset):
     "change",
     [
         lambda part: setattr(part, "count", len),
-        lambda part: part.seen.append(torch.zeros(5 * 2**20)),  # beyond the limit
+        lambda part: part.seen.append(torch.zeros(5 * 2**20)),
     ],
+    ids=["a function", "beyond the limit"],
 )
 def test_what_cannot_be_saved_is_refused(change):
     part = Part()
