@@ -479,15 +479,15 @@ LOADERS = {
 }
 
 
-def take(loader, *, skip=0, epoch=1, noise=0, cycled=bool, rounds=1, **words):
+def take(loader, *, skip=0, epoch=1, noise=0, **words):
     """Return the batches of an epoch that follow the first ``skip``."""
     control = begin_control(**words)
     control.wrap_loader(loader, "train")
     if skip:
-        control.resume_epoch("train", epoch, batches=skip, cycled=cycled)
+        control.resume_epoch("train", epoch, batches=skip, cycled=bool)
     control.start_epoch("train", epoch)
     found = []
-    for batch in (batch for _ in range(rounds) for batch in loader):
+    for batch in loader:
         found.append(repr(batch))
         for _ in range(noise):  # what training draws
             random.random()
@@ -528,32 +528,6 @@ def test_what_was_consumed_is_not_loaded_again():
     dataset = Loads()
     take(make(dataset), skip=2)
     assert dataset.count == SIZE - 6
-
-
-def test_the_epochs_after_a_resumed_one_are_whole():
-    straight = epochs(make(**WORKERS[1]), count=3)
-    loader = make(**WORKERS[1])
-    control = begin_control()
-    control.wrap_loader(loader, "train")
-    control.resume_epoch("train", 1, batches=2, cycled=bool)
-    resumed = []
-    for epoch in (1, 2):
-        control.start_epoch("train", epoch)
-        resumed.append(rows(loader))
-    control.release()
-    assert resumed == [straight[1][6:], straight[2]]
-
-
-@pytest.mark.parametrize(("skip", "words"), [(1, {}), (4, {}), (5, WORKERS[0]), (9, {})])
-def test_a_loader_that_is_cycled_goes_on_in_the_right_round(skip, words):
-    """Lightning begins the shorter of two loaders anew until the longer one ends."""
-    straight, resumed = (
-        take(make(**words), skip=consumed, epoch=0, cycled=lambda: True, rounds=3)
-        for consumed in (0, skip)
-    )
-    rest = straight[skip:]
-    assert resumed[: len(rest)] == rest[: len(resumed)]
-    assert rest
 
 
 class Kept(Draws):
