@@ -7,6 +7,7 @@ of each 128 KiB of the elements. It does not depend on thread counts, blocks or 
 import functools
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, NamedTuple, cast
 
@@ -201,6 +202,25 @@ def digest_value(value: object) -> str:
     return queue.fetch()[0]
 
 
+@dataclass
+class _StreamDigests:
+    """Digests of tensors that a stream of a CUDA device reads in order.
+
+    Attributes:
+        kernel: The module ``xxh3_cuda``.
+        numbers: The numbers of the tensors in the queue.
+        spans: Their addresses and sizes.
+        launched: The chunk digests of each launch, on the device.
+        copied: Those on the host, when the event is done.
+    """
+
+    kernel: Any
+    numbers: list[int] = field(default_factory=list)
+    spans: list[tuple[int, int]] = field(default_factory=list)
+    launched: list[torch.Tensor] = field(default_factory=list)
+    copied: tuple[torch.Tensor, Any] | None = None
+
+
 class DigestQueue:
     """A sequence of digests whose bytes are read when a tensor is added.
 
@@ -213,7 +233,7 @@ class DigestQueue:
         self._recipes: list[_Recipe] = []
         self._headers: list[bytes] = []
         self._chunks: list[bytes] = []  # the digests of the chunks of each dense tensor
-        self._streams: dict[tuple[torch.device, Any], _StreamDigests] = {}
+        self._streams: dict[Any, _StreamDigests] = {}
 
     @property
     def pending(self) -> bool:
@@ -308,21 +328,32 @@ class DigestQueue:
                 copy = tensor.detach().cpu()
                 (self._chunks[number],) = xxh3.hash_chunks([locate(copy)])
             return
-        key = device, torch.cuda.current_stream(device)
-        if key not in self._streams:
-            self._streams[key] = _StreamDigests(kernel, *key)
-        self._streams[key].launch(located)
+        stream = torch.cuda.current_stream(device)
+        own = self._streams.setdefault(stream, _StreamDigests(kernel))
+        numbers, tensors, spans = zip(*located, strict=True)
+        own.numbers += numbers
+        own.spans += spans
+        own.launched.append(kernel.start_hashing(spans, device))
+        for tensor in tensors:
+            # The memory may belong to another stream's pool and be reused before it is read.
+            tensor.record_stream(stream)
 
     def start_copies(self) -> None:
         """Copy the results of CUDA devices to the host without waiting."""
-        for stream in self._streams.values():
-            stream.start_copy()
+        for stream, own in self._streams.items():
+            with torch.cuda.stream(stream):
+                own.copied = own.kernel.start_copy(own.launched), stream.record_event()
 
     def fetch_chunks(self) -> list[bytes]:
         """Wait for the devices; return for each dense tensor 8 bytes for each 128 KiB."""
-        for stream in self._streams.values():
-            for number, own in stream.fetch():
-                self._chunks[number] = own
+        if any(own.copied is None for own in self._streams.values()):
+            self.start_copies()
+        for own in self._streams.values():
+            copy, done = cast(Any, own.copied)
+            done.synchronize()
+            found = xxh3.split_chunk_digests(copy.numpy().tobytes(), own.spans)
+            for number, chunks in zip(own.numbers, found, strict=True):
+                self._chunks[number] = chunks
         self._streams = {}
         return self._chunks
 
@@ -338,50 +369,6 @@ def _follow(recipe: _Recipe, dense: Sequence[bytes]) -> bytes:
         return dense[recipe]
     parts = [part if isinstance(part, bytes) else _follow(part, dense) for part in recipe]
     return xxh3_128_digest(b"".join(parts))
-
-
-class _StreamDigests:
-    """Digests of tensors that a stream of a CUDA device reads in order.
-
-    Args:
-        kernel: The module ``xxh3_cuda``.
-        device: The device.
-        stream: Its stream, which must be the current one when tensors are added.
-    """
-
-    def __init__(self, kernel: Any, device: torch.device, stream: Any) -> None:
-        self._kernel = kernel
-        self._device = device
-        self._stream = stream
-        self._launched: list[torch.Tensor] = []  # the chunk digests of each launch
-        self._numbers: list[int] = []
-        self._spans: list[tuple[int, int]] = []
-        self._copy: tuple[torch.Tensor, Any] | None = None  # on the host, when the event is done
-
-    def launch(self, located: list[_Located]) -> None:
-        """Start hashing tensors, in one launch."""
-        numbers, tensors, spans = zip(*located, strict=True)
-        self._numbers += numbers
-        self._spans += spans
-        self._launched.append(self._kernel.start_hashing(spans, self._device))
-        for tensor in tensors:
-            # The memory may belong to another stream's pool and be reused before it is read.
-            tensor.record_stream(self._stream)
-
-    def start_copy(self) -> None:
-        """Copy the results to the host, without waiting."""
-        with torch.cuda.stream(self._stream):
-            copy = self._kernel.start_copy(self._launched)
-            self._copy = copy, self._stream.record_event()
-
-    def fetch(self) -> Iterable[tuple[int, bytes]]:
-        """Wait for the results; return the number and the chunk digests of each tensor."""
-        if self._copy is None:
-            self.start_copy()
-        copy, copied = cast(Any, self._copy)
-        copied.synchronize()
-        found = xxh3.split_chunk_digests(copy.numpy().tobytes(), self._spans)
-        return zip(self._numbers, found, strict=True)
 
 
 @functools.cache

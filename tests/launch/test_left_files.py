@@ -1,7 +1,6 @@
 """Files that one run leaves and a later one uses are named, however they are written."""
 
 import sqlite3
-import subprocess
 import tempfile
 from contextlib import closing
 from pathlib import Path
@@ -34,14 +33,7 @@ def count_in_database(path, run):
         database.commit()
 
 
-WAYS = {
-    "text": lambda path, run: path.write_text(str(run)),
-    "replaced": replace,
-    "database": count_in_database,
-    "another process": lambda path, run: subprocess.run(
-        ["sh", "-c", f"echo {run} > {path}"], check=True
-    ),
-}
+WAYS = {"replaced": replace, "database": count_in_database}
 
 
 @pytest.mark.parametrize("way", WAYS)
