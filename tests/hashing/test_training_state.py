@@ -168,7 +168,7 @@ def draw(*shape, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("shape", [(40,), (1021,), (37, 91), (300, 200), (300, 700)])
+@pytest.mark.parametrize("shape", [(40,), (37, 91), (300, 700)])
 def test_the_square_is_unbiased_and_its_error_known(shape):
     # Differences that are drawn anew for each trial have the spread that random signs would have.
     squares = []
@@ -201,13 +201,6 @@ def test_what_has_no_sketch_is_left_out(monkeypatch):
     assert list(sketch_tensors(tensors)) == ["dense"]
     monkeypatch.setattr(training_state, "MOST_ELEMENTS", 2)
     assert sketch_tensors(tensors) == {}
-
-
-def test_values_that_are_not_finite_show_in_the_sketch():
-    for value in (math.nan, math.inf):
-        weights = draw(2000)
-        weights[1500] = value
-        assert not np.isfinite(read(sketch_tensors({"a": weights})["a"])).all()
 
 
 def test_weights_that_a_rank_holds_whole_are_sketched_on_request():

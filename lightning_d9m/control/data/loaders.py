@@ -30,13 +30,13 @@ from lightning_d9m.control.data.data_state import (
     WorkerWatch,
 )
 from lightning_d9m.control.data.resumable_sampler import (
+    RANKLESS,
     MicroBatches,
     ResumableSampler,
     SeededIndex,
     copy_loader,
     find_samplers,
     has_state,
-    is_rankless,
     is_user_made,
     make_generator,
 )
@@ -233,8 +233,8 @@ class ControlledLoader:
         self._generator = torch.Generator()
         self._orders: dict[int, torch.Generator] = {}
         self._chosen: dict[int, str] = {}  # what the user's seeds add to ours
-        self._rankless = is_rankless(loader)
         samplers = find_samplers(loader)
+        self._rankless = all(type(sampler) in RANKLESS for sampler in samplers)
         owners: dict[str, object] = {LOADER: loader} if is_of_program(type(loader)) else {}
         # Persistent workers have a copy of a dataset with indices, which changes of the program do
         # not reach.

@@ -193,8 +193,9 @@ def iterate_apart(sampler: Iterable[Any], seed: int) -> Iterator[Any]:
 # A loader has both `sampler` and `batch_sampler`, a batch sampler has `sampler`. Lightning's
 # distributed wrapper has a `dataset` that has the user's sampler as `_sampler`.
 _LINKS = ("sampler", "batch_sampler", "_sampler", "dataset")
-# torch's samplers that do not depend on the rank.
-_RANKLESS = (
+# torch's samplers that do not depend on the rank. Any other may split one order among the ranks,
+# and then needs the same order on all of them.
+RANKLESS = (
     BatchSampler,
     RandomSampler,
     SequentialSampler,
@@ -213,15 +214,6 @@ def find_samplers(loader: Any) -> list[Any]:
                 found.append(sampler)
                 pending.append(sampler)
     return found
-
-
-def is_rankless(loader: Any) -> bool:
-    """Return whether each rank may draw a different order.
-
-    A sampler that splits one order among the ranks needs the same order on all of them. Any sampler
-    that is not torch's may do that.
-    """
-    return all(type(sampler) in _RANKLESS for sampler in find_samplers(loader))
 
 
 def make_generator(sampler: Any) -> torch.Generator | None:

@@ -113,11 +113,16 @@ def snapshot(loader):
     return [(id(own), {k: id(v) for k, v in vars(own).items()}) for own in owners]
 
 
-@pytest.mark.parametrize("shared", ["loader", "sampler"])
 @pytest.mark.parametrize(
-    ("words", "per_sample"), [({}, False), ({}, True), (WORKERS[0], False), (WORKERS[1], True)]
+    ("shared", "words", "per_sample"),
+    [
+        ("sampler", {}, False),
+        ("loader", {}, True),
+        ("loader", WORKERS[0], False),
+        ("loader", WORKERS[1], True),
+    ],
 )
-def test_what_validation_draws_never_changes_what_training_draws(words, per_sample, shared):
+def test_what_validation_draws_never_changes_what_training_draws(shared, words, per_sample):
     """If both have the same loader, or loaders with the same sampler."""
 
     def find(validations):
