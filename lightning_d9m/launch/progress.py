@@ -44,7 +44,7 @@ class StatusLine:
             line = Text(text, no_wrap=True, overflow="ellipsis")
             self._display.update(line, refresh=True)
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
         if self.live:
             self._display.stop()
 
@@ -107,7 +107,7 @@ class RunProgress(StatusLine):
             self.update(f"{self._title}: {seconds:.0f}{about} s, {self._epochs()}")
 
     def __exit__(self, kind: object, *_: object) -> None:
-        super().__exit__()
+        super().__exit__(kind)
         self._print(f"{self._title}: {'done' if kind is None else 'stopped'}, {self._epochs()}")
 
     def _epochs(self) -> str:

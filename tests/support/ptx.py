@@ -9,7 +9,7 @@ Atomics of one instruction are done in a random order. A launch raises PtxError 
   or a read past the L2 cache's side of bytes that atomics change;
 - an atomic addition of floating point that rounds, or of another format than float64.
 
-It has the instructions that the kernels of ``patches/triton/`` use; memory order is not modeled.
+It has the instructions that our kernels use; memory order is not modeled.
 """
 
 import ctypes
@@ -230,7 +230,7 @@ class Run:
         self, parts: Sequence[str], operands: Sequence[str], active: np.ndarray
     ) -> np.ndarray:
         """Return the result of an instruction that only reads registers."""
-        name, kind = parts[0], parts[-1]
+        name, kind = "mul.hi" if "hi" in parts else parts[0], parts[-1]
         if name == "setp":
             left, right = (read_wide(self.read(one, kind), kind) for one in operands[1:])
             return compare(parts[1], left, right).astype(np.uint8)
@@ -262,6 +262,8 @@ class Run:
             "not": lambda: first ^ 1 if kind == "pred" else ~first,
             "div": lambda: first / rest[0], "copysign": lambda: np.copysign(rest[0], first),
             "bfe": lambda: (first >> rest[0]) & ((1 << rest[1]) - 1),
+            "mul.hi": lambda: (first.astype(object) * rest[0].astype(object)) >> bits,
+            "shfl": lambda: first[self.thread ^ rest[0].astype(np.int64)],  # the other of a pair
         }  # fmt: skip
         if name not in BINARY and name not in more:
             raise PtxError("unknown instruction")

@@ -241,8 +241,8 @@ class ControlledLoader:
         if iterable or not (loader.num_workers and loader.persistent_workers):
             owners |= {"dataset": loader.dataset, "collate_fn": loader.collate_fn}
         self.state: DataState = DataState(owners, samplers, [own.state for own in control.loaders])
-        replace = control.replacements.replace
-        replace(loader, "generator", self._generator)
+        take_over = control.replacements.replace
+        take_over(loader, "generator", self._generator)
         # With in_order=False batches come as workers finish them. torchdata's loaders and older
         # releases of torch may lack the attribute.
         if not getattr(loader, "in_order", True):
@@ -251,12 +251,12 @@ class ControlledLoader:
                 "It gives them in order while this run lasts; remove in_order=False.",
                 stacklevel=2,
             )
-            replace(loader, "in_order", value=True)
+            take_over(loader, "in_order", value=True)
         if loader.num_workers > 0:
             stream.share(persistent=loader.persistent_workers and iterable)
             if loader.persistent_workers:
                 # Running workers do not have these streams, so torch must start new ones.
-                replace(loader, "_iterator", None)
+                take_over(loader, "_iterator", None)
         self._place = "sampler" if loader.batch_sampler is None else "batch_sampler"
         self._requests = ResumableSampler(
             getattr(loader, self._place),
@@ -267,8 +267,8 @@ class ControlledLoader:
         )
         if not iterable and hasattr(loader, "load_state_dict"):
             # torchdata's loader, which then ignores it; this class restores the position.
-            replace(loader, "load_state_dict", bool)
-        replace(loader, "_get_iterator", self._make_iterator)
+            take_over(loader, "load_state_dict", bool)
+        take_over(loader, "_get_iterator", self._make_iterator)
 
     def _make_iterator(self) -> Any:
         """Make an iterator of the loader, which then has our parts; the user's stay in the loader.
