@@ -143,7 +143,7 @@ def _digest_entries(result: object, where: str = "result") -> dict[str, str]:
         return {}
     result = getattr(result, "lightning_module", result)  # of a Trainer, the module that it trained
     if isinstance(result, torch.nn.Module):
-        groups = take_partial_snapshot(result).finish().groups
+        groups = take_partial_snapshot(result).groups
         return {
             f"{where}.{name}": value for found in groups.values() for name, value in found.items()
         }

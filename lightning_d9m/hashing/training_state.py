@@ -20,7 +20,6 @@ from functools import cache, lru_cache
 from hashlib import shake_256
 from inspect import signature
 from math import prod
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -94,28 +93,13 @@ class ModelTensors:
         return [*parameters, *((name, own) for name, own in buffers if name not in fleeting)]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Snapshot:
-    """Digests of one moment.
+    """Digests of one moment on one rank; those of tensors that ranks share out are added last.
 
     Attributes:
         groups: Digest (32 hex digits) by name, by group: ``"weights"``, ``"buffers"``,
             ``"optimizers"``, ``"schedulers"``.
-        totals: One digest for each group, over its names and digests.
-        sketches: Sketch of each weight by name, if they were asked for.
-    """
-
-    groups: Groups
-    totals: dict[str, str]
-    sketches: Mapping[str, str] = field(default_factory=dict)
-
-
-@dataclass
-class PartialSnapshot:
-    """Digests of one moment on one rank, without those of tensors that ranks share out.
-
-    Attributes:
-        groups: As those of a ``Snapshot``.
         shards: The parts of tensors that this rank holds, by group and name.
         owners: By group and name, the shard of the parameter to which a value belongs of which
             only the ranks know that hold a part of the parameter.
@@ -129,18 +113,13 @@ class PartialSnapshot:
     scattered: dict[tuple[str, str], Tensor] = field(default_factory=dict)
     sketches: Mapping[str, str] = field(default_factory=dict)
 
-    def finish(self, digests: Mapping[tuple[str, str], str] = MappingProxyType({})) -> Snapshot:
-        """Return the snapshot, with the digests of whole tensors by group and name."""
-        groups = {group: dict(entries) for group, entries in self.groups.items()}
-        for (group, name), value in digests.items():
-            groups[group][name] = value
-        # The total of a group: XXH3-128 of the JSON list of its sorted [name, digest].
+    def total(self) -> dict[str, str]:
+        """Return for each group the XXH3-128 of the JSON list of its sorted [name, digest]."""
         texts = {
             group: json.dumps(sorted(entries.items()), separators=(",", ":"))
-            for group, entries in groups.items()
+            for group, entries in self.groups.items()
         }
-        totals = {group: xxh3_128_hexdigest(text.encode()) for group, text in texts.items()}
-        return Snapshot(groups, totals, self.sketches)
+        return {group: xxh3_128_hexdigest(text.encode()) for group, text in texts.items()}
 
     def divide(self, place: tuple[str, str], value: object, layout: FlatLayout | None) -> bool:
         """Take a value if ranks hold parts of it; return whether it need not be digested here.
@@ -177,7 +156,7 @@ def take_partial_snapshot(
     *,
     sketches: bool = False,
     switches: bool = True,
-) -> PartialSnapshot:
+) -> Snapshot:
     """Digest all state that a training carries from step to step, as far as this rank holds it.
 
     An accelerator is synchronized once for all tensors.
@@ -209,7 +188,7 @@ def take_partial_snapshot(
             given = _choose_settings(value, optimizer, switches=switches)
             listed.append(("optimizers", name, name.split(".", 2)[2], given))
     divided = {names[key]: own for key, own in (layouts or {}).items() if key in names}
-    taken = PartialSnapshot()
+    taken = Snapshot()
     whole: dict[tuple[str, str], Tensor] = {}
     for group, name, parameter, value in listed:
         layout = None if group == "buffers" else divided.get(parameter)

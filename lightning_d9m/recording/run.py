@@ -29,7 +29,6 @@ from lightning_d9m.hashing.shards import (
     reshard,
 )
 from lightning_d9m.hashing.training_state import (
-    PartialSnapshot,
     Snapshot,
     describe_model,
     take_partial_snapshot,
@@ -309,9 +308,10 @@ class Run:
         self.probes.save_state(StatePoint(epoch, step, moment))
         (self.probes if moment == "final" else self.probes.collector).close()
         training = self._training
-        partial = self.ranks.raise_on_all(lambda: self._read(verify, sketches=moment == "epoch"))
-        snapshot = complete_snapshot(partial, self.ranks)
-        self.digest = snapshot.totals["weights"]
+        snapshot = self.ranks.raise_on_all(lambda: self._read(verify, sketches=moment == "epoch"))
+        complete_snapshot(snapshot, self.ranks)
+        totals = snapshot.total()
+        self.digest = totals["weights"]
         gradients: dict[str, dict[str, str]] = {}
         if training.records_gradients:  # those that the program has not cleared yet
             named = training.model.named_parameters()
@@ -321,8 +321,7 @@ class Run:
             moment=moment,
             epoch=epoch,
             step=step,
-            totals=snapshot.totals
-            | {k: digest_value(sorted(v.items())) for k, v in gradients.items()},
+            totals=totals | {k: digest_value(sorted(v.items())) for k, v in gradients.items()},
             groups=snapshot.groups | gradients,
             loss=self.loss_text,
             scalars=scalars,
@@ -331,7 +330,7 @@ class Run:
 
     def _read(
         self, verify: Callable[[], None] | None = None, *, sketches: bool = False
-    ) -> PartialSnapshot:
+    ) -> Snapshot:
         training = self._training
         if verify is not None:
             verify()
@@ -524,8 +523,8 @@ def share_new_folder(ranks: Ranks, create: Callable[[], Path] | None, advice: st
 _ROUND = 32
 
 
-def complete_snapshot(partial: PartialSnapshot, ranks: Ranks) -> Snapshot:
-    """Return the snapshot with the digests of whole tensors; every rank calls this.
+def complete_snapshot(snapshot: Snapshot, ranks: Ranks) -> None:
+    """Add the digests of tensors that ranks share out; every rank calls this.
 
     Of a tensor that is divided along its first dimension, ranks gather the digests of chunks and
     the bytes of chunks that two of them share. A tensor that is divided otherwise is gathered on
@@ -534,17 +533,17 @@ def complete_snapshot(partial: PartialSnapshot, ranks: Ranks) -> Snapshot:
     Raises:
         DigestError: If a tensor has no digest, or its parts do not cover it.
     """
-    if not (partial.shards or partial.owners or partial.scattered):
-        return partial.finish()
-    read = ranks.raise_on_all(lambda: [*read_shards(partial.shards.values())])
+    if not (snapshot.shards or snapshot.owners or snapshot.scattered):
+        return
+    read = ranks.raise_on_all(lambda: [*read_shards(snapshot.shards.values())])
     # By group and name: the ranks that hold the tensor once, its header, its size and this rank's
     # parts; of a value that belongs to a tensor, its digest and None.
     own: dict[tuple[str, str], tuple[Any, ...]] = {
         place: (shard.ranks, shard.header, shard.size, tuple(parts))
-        for (place, shard), parts in zip(partial.shards.items(), read, strict=True)
+        for (place, shard), parts in zip(snapshot.shards.items(), read, strict=True)
     }
-    for (group, name), shard in partial.owners.items():
-        own[group, name] = (shard.ranks, partial.groups[group][name], None, None)
+    for (group, name), shard in snapshot.owners.items():
+        own[group, name] = (shard.ranks, snapshot.groups[group][name], None, None)
 
     def gather(value: object) -> list[Any]:
         return [decode_plain(row) for row in ranks.gather_bytes(encode_plain(value))]
@@ -554,10 +553,11 @@ def complete_snapshot(partial: PartialSnapshot, ranks: Ranks) -> Snapshot:
     for start in range(0, len(places), _ROUND):
         rows = gather({p: own[p] for p in places[start : start + _ROUND] if p in own})
         digests |= ranks.raise_on_all(lambda: _combine(rows, ranks.rank))  # noqa: B023 - called here
-    for place, tensor in partial.scattered.items():
+    for place, tensor in snapshot.scattered.items():
         with torch.no_grad():
             digests[place] = digest(tensor.full_tensor())  # type: ignore[attr-defined]
-    return partial.finish(digests)
+    for (group, name), value in digests.items():
+        snapshot.groups[group][name] = value
 
 
 def _combine(rows: list[dict[tuple[str, str], tuple[Any, ...]]], rank: int) -> dict[Any, str]:

@@ -21,10 +21,6 @@ from lightning_d9m.hashing.training_state import (
 from lightning_d9m.ledger.format.records import SKETCH_BUCKETS
 
 
-def take_snapshot(*training):
-    return take_partial_snapshot(*training).finish()
-
-
 @pytest.fixture
 def training():
     """A model, its optimizers and schedulers after one step."""
@@ -44,9 +40,9 @@ def test_a_total_is_the_digest_of_sorted_names_and_digests():
     names = ["50%s", 'a "b"', "\N{GREEK SMALL LETTER ALPHA}", "%(x)s", "z", "B"]
     model = nn.ModuleDict({name: nn.Linear(2, 1) for name in names})
     for _ in range(2):
-        taken = take_snapshot(model)
+        taken = take_partial_snapshot(model)
         text = json.dumps(sorted(taken.groups["weights"].items()), separators=(",", ":"))
-        assert taken.totals["weights"] == xxh3_128_hexdigest(text.encode())
+        assert taken.total()["weights"] == xxh3_128_hexdigest(text.encode())
         with torch.no_grad():
             model["z"].bias += 1
 
@@ -80,17 +76,17 @@ CHANGES = {
 @pytest.mark.parametrize(("change", "group", "names"), CHANGES.values(), ids=CHANGES.keys())
 @pytest.mark.filterwarnings("ignore:Detected call of")
 def test_a_change_is_seen_under_its_name(training, change, group, names):
-    before = take_snapshot(*training)
+    before = take_partial_snapshot(*training)
     change(*training)
-    after = take_snapshot(*training)
+    after = take_partial_snapshot(*training)
     assert [n for n, d in after.groups[group].items() if d != before.groups[group][n]] == names
-    assert after.totals[group] != before.totals[group]
+    assert after.total()[group] != before.total()[group]
 
 
 def test_the_prefix_of_compile_is_stripped(training):
     model = training[0]
     compiled = torch.compile(model, backend="eager")
-    assert take_snapshot(compiled) == take_snapshot(model)
+    assert take_partial_snapshot(compiled) == take_partial_snapshot(model)
     assert describe_model(compiled) == describe_model(model)
 
 
@@ -128,19 +124,19 @@ def test_a_scheduler_that_holds_any_object_is_digested_by_what_it_can_be():
         model = nn.Linear(2, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, Warmup(steps))
-        return take_snapshot(model, [optimizer], [schedule]).totals["schedulers"]
+        return take_partial_snapshot(model, [optimizer], [schedule]).total()["schedulers"]
 
     assert totals(5) == totals(5) != totals(6)
 
 
 def test_lazy_parameters_count_by_their_type_until_they_have_a_shape():
     model = nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d())
-    before = take_snapshot(model).groups
+    before = take_partial_snapshot(model).groups
     description, parameters = describe_model(model)
     assert parameters == 0
-    assert before == take_snapshot(model).groups
+    assert before == take_partial_snapshot(model).groups
     model(torch.ones(2, 4))
-    after = take_snapshot(model).groups
+    after = take_partial_snapshot(model).groups
     assert before["weights"].keys() == after["weights"].keys()
     assert before["weights"]["0.weight"] != after["weights"]["0.weight"]
     assert describe_model(model)[0] != description
@@ -209,5 +205,4 @@ def test_weights_that_a_rank_holds_whole_are_sketched_on_request():
     layouts = {id(weight): FlatLayout((3, 4), 0, weight.detach().flatten()[:6], (0, 1))}
     taken = take_partial_snapshot(model, layouts=layouts, sketches=True)
     assert list(taken.sketches) == ["0.bias", "1.weight", "1.bias"]
-    assert taken.finish({("weights", "0.weight"): "0" * 32}).sketches == taken.sketches
     assert not take_partial_snapshot(model).sketches
