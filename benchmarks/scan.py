@@ -21,9 +21,9 @@ from pathlib import Path
 
 from attribute_names import match_names
 
-from lightning_d9m.lint.files import list_files
 from lightning_d9m.lint.rules import RULES
 from lightning_d9m.lint.scanner import scan_file
+from lightning_d9m.lint.source import list_files
 
 CORPUS = Path(__file__).parents[1] / "tests" / "lint" / "corpus"
 OPS = ("D9M101", "D9M102", "D9M103", "D9M104")

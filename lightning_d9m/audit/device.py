@@ -1,4 +1,4 @@
-"""The device of an audit or a training: whether it is there, and whether it works."""
+"""The device of a training: whether it works."""
 
 import time
 import warnings
@@ -7,26 +7,9 @@ import torch
 
 from lightning_d9m.control.doctor import CheckResult
 from lightning_d9m.control.session import deterministic
-from lightning_d9m.errors import SettingError
 from lightning_d9m.hashing.digest import digest_many
 
 _SIZES = (0, 1, 3, 1021, 40_000, 300_007)  # elements: several chunks, and ends of each kind
-
-
-def check_device(device: str) -> None:
-    """Check that torch can create a tensor on a device.
-
-    Raises:
-        SettingError: It cannot; the message contains torch's error.
-    """
-    try:
-        torch.zeros(1, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        first = str(error).strip().splitlines()[0].rstrip(".")
-        raise SettingError(
-            f"--device is {device!r}, on which torch {torch.__version__} cannot create a tensor: "
-            f"{first}. Give an available device, such as cpu, cuda or cuda:1."
-        ) from error
 
 
 def compute_examples(device: torch.device) -> list[torch.Tensor]:

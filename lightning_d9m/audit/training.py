@@ -52,9 +52,7 @@ def summarize(trainings: Mapping[str, Sequence[Run]]) -> dict[str, Any]:
                 f"The runs left different numbers of ledgers: {len(names)} and {len(run.fits)}. "
                 "Each run must fit the same models in the same order."
             )
-    seconds = {
-        name: [round(run.seconds or 0.0, 3) for run in trainings[name]] for name in trainings
-    }
+    seconds = {name: [run.seconds or 0.0 for run in trainings[name]] for name in trainings}
     medians = {name: statistics.median(seconds[name]) for name in CONDITIONS}
     fits: list[dict[str, Any]] = [
         {"fit": name}
@@ -67,6 +65,7 @@ def summarize(trainings: Mapping[str, Sequence[Run]]) -> dict[str, Any]:
     return {
         "runs": len(seconds["with"]),
         "seconds": seconds,
+        "medians": medians,
         "ratio": round(medians["with"] / medians["without"], 3),
         "equal": all(fit["with"]["equal"] for fit in fits),
         "fits": fits,
@@ -156,12 +155,15 @@ def render_text(result: Mapping[str, Any]) -> str:
     for fit in fits:
         tables = [f"{title}\n{table}" for title, table in _format_tables(fit, format_table)]
         parts += [*([fit["fit"]] if of_fit else []), *tables[:-1]]
-    medians = {name: statistics.median(result["seconds"][name]) for name in CONDITIONS}
-    parts.append(
-        f"time: {medians['with']:.2f} s with, {medians['without']:.2f} s without (medians of the "
-        f"whole command): {result['ratio']} times."
+    return "\n\n".join([*parts, _describe_time(result)])
+
+
+def _describe_time(result: Mapping[str, Any]) -> str:
+    with_, without = (result["medians"][name] for name in ("with", "without"))
+    return (
+        f"time: {with_:.2f} s with, {without:.2f} s without (medians of the whole command): "
+        f"{result['ratio']} times."
     )
-    return "\n\n".join(parts)
 
 
 def render_markdown(result: Mapping[str, Any], command: Sequence[str]) -> str:
@@ -172,12 +174,7 @@ def render_markdown(result: Mapping[str, Any], command: Sequence[str]) -> str:
         parts.append(f"## {fit['fit']}")
         for title, table in _format_tables(fit, format_markdown_table):
             parts += [f"### {title}", table]
-    parts.append(
-        "## Time\n\nSeconds of the whole command, imports included: "
-        + "; ".join(f"{condition} {result['seconds'][condition]}" for condition in CONDITIONS)
-        + f". With over without, medians: {result['ratio']}."
-    )
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join([*parts, _describe_time(result)]) + "\n"
 
 
 def _format_tables(fit: Mapping[str, Any], form: Callable[..., str]) -> Iterator[tuple[str, str]]:

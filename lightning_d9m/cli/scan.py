@@ -7,11 +7,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from lightning_d9m.errors import SettingError
-from lightning_d9m.lint.files import list_files
-from lightning_d9m.lint.fixes import fix_text
 from lightning_d9m.lint.rules import RULES
-from lightning_d9m.lint.scanner import read_torch_version, scan_file
-from lightning_d9m.lint.source import read_source
+from lightning_d9m.lint.scanner import fix_text, read_torch_version, scan_file
+from lightning_d9m.lint.source import list_files, read_source
 from lightning_d9m.output.lint_text import render_json, render_sarif, render_text
 from lightning_d9m.output.terminal import terminal_width
 from lightning_d9m.text import pluralize

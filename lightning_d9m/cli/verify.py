@@ -143,7 +143,7 @@ def _find_in(
     ledger: Ledger, checkpoint: Mapping[str, Any], state: "SavedState | str", result: Verification
 ) -> None:
     """Find the records of a ledger that have the checkpoint's weights."""
-    from lightning_d9m.ledger.resumed_runs import holds_record
+    from lightning_d9m.ledger.format.reader import holds_record
 
     rank = min(ledger.files)
     digests = _digest_weights(checkpoint)

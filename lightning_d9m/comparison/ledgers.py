@@ -21,7 +21,7 @@ from lightning_d9m.comparison.differences import (
     run_refusals,
 )
 from lightning_d9m.ledger.folder import Ledger, read_ledger
-from lightning_d9m.ledger.format.reader import RankReader
+from lightning_d9m.ledger.format.reader import Break, LineageReader, RankReader
 from lightning_d9m.ledger.format.records import (
     Batch,
     Digests,
@@ -39,7 +39,6 @@ from lightning_d9m.ledger.keys import (
     record_key,
     record_place,
 )
-from lightning_d9m.ledger.resumed_runs import Break, LineageReader
 from lightning_d9m.ledger.stack import (
     SHARDED_PARAMETERS,
     are_portable,
@@ -373,7 +372,7 @@ def _add_fields(table: _Fields, fields: Iterable[FieldDifference], ranks: tuple[
 
 def _compare_rank(
     rank: int,
-    files: tuple[RankReader, RankReader],
+    files: tuple[LineageReader, LineageReader],
     progress: Callable[[int], None],
     watch: RecordObserver | None,
     *,
@@ -409,7 +408,7 @@ def _compare_rank(
             progress(done)
     for side, file in zip((result.expected, result.actual), files, strict=True):
         side.complete, side.truncated = file.complete, file.truncated
-        side.breaks = tuple(file.breaks) if isinstance(file, LineageReader) else ()
+        side.breaks = tuple(file.breaks)
     return result, refusals
 
 

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_d9m.errors import LedgerError, file_errors
-from lightning_d9m.ledger.format.reader import RankReader
+from lightning_d9m.ledger.format.reader import LineageReader, RankReader
 from lightning_d9m.ledger.format.records import MAX_RANKS, Batch, Digests, End, Header, Record
-from lightning_d9m.ledger.resumed_runs import open_lineage
 from lightning_d9m.text import escape
 
 _FOLDER = re.compile(r"(fit|final|predict|test|validate)-([0-9]{3,9})")
@@ -32,9 +31,7 @@ def create_ledger_folder(parent: Path, kind: str = "fit") -> Path:
     """
     with file_errors(LedgerError, f"No ledger can be made in {parent}"):
         parent.mkdir(parents=True, exist_ok=True)
-        names = [entry.name for entry in parent.iterdir()]
-        numbered = re.compile(f"{kind}-([0-9]{{3,9}})")
-        taken = [int(match[1]) for name in names if (match := numbered.fullmatch(name))]
+        taken = (int(path.name.rpartition("-")[2]) for path in _find_folders(parent, kind))
         number = max(taken, default=-1) + 1
         while True:
             folder = parent / f"{kind}-{number:03d}"
@@ -106,7 +103,7 @@ class Ledger:
         """The header of the lowest rank."""
         return next(iter(self.headers.values()))
 
-    def open(self, rank: int) -> RankReader:
+    def open(self, rank: int) -> LineageReader:
         """Open one rank's file, with those of the runs that it continues, if it was resumed.
 
         Raises:
@@ -115,7 +112,7 @@ class Ledger:
         if rank not in self.files:
             there = ", ".join(str(number) for number in list(self.files)[:8])
             raise LedgerError(f"{self.path} has no file of rank {rank}; it has rank {there}.")
-        return open_lineage(self.files[rank])
+        return LineageReader(self.files[rank])
 
     def records(self, rank: int) -> Iterator[Record | Batch]:
         """Yield the records of one rank after the header, and batches, as a stream."""

@@ -17,8 +17,8 @@ The file could not be read as Python.
 Fix: Repair the file, or leave it out with --exclude.
 
 D9M002 warning suppression-malformed
-A suppression does not name a rule or a reason.
-Fix: Write `# d9m: ignore[RULE] reason` with existing rules.
+A suppression does not name existing rules and a reason.
+Fix: Write `# d9m: ignore[RULE] reason`.
 
 D9M003 warning suppression-unused
 A suppression suppresses nothing.

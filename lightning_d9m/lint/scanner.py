@@ -1,6 +1,6 @@
-"""The scan of files: read, parse, check; and comments that suppress findings.
+"""The scan of files: read, parse, check; comments that suppress findings; and edits of files.
 
-Such a comment is ``# d9m: ignore[RULE] reason``.
+Such a comment is ``# d9m: ignore[RULE] reason``. A finding with one right answer has an edit.
 """
 
 import ast
@@ -10,12 +10,15 @@ import tokenize
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from difflib import unified_diff
 from functools import cache
 from importlib.metadata import version
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from lightning_d9m.lint.checks import ops, order, seeds, settings
+from lightning_d9m.errors import SettingError, file_errors
+from lightning_d9m.lint.checks import ops, order, settings
 from lightning_d9m.lint.rules import CODE, RULES, Finding
 from lightning_d9m.lint.source import Source, SourceError, parse, read_source
 from lightning_d9m.lint.tree import Call, Report, Tree
@@ -24,24 +27,27 @@ from lightning_d9m.patches.catalog.catalog import find_op
 LARGEST = 5_000_000
 """Largest size of a source file, in bytes; larger files hold data."""
 
+# An edit may lie within the code of another, which a later round makes.
+_ROUNDS = 5
 _MARK = re.compile(r"#\s*d9m:")
-_COMMENT = re.compile(r"#\s*d9m:\s*(?P<verb>[\w-]*)\s*(?:\[(?P<rules>[^\]]*)\])?\s*(?P<reason>.*)")
+_COMMENT = re.compile(r"#\s*d9m:\s*ignore\s*\[(?P<rules>[^\]]*)\]\s*\S.*")
 _NOT_SCANNED = "D9M001"
 _CALLS: tuple[Callable[[Call], Iterator[Report]], ...] = (
     ops.check_op,
     settings.check_choice_by_time,
-    seeds.check_seed,
-    seeds.check_system_draw,
-    seeds.check_worker_seed,
+    settings.check_seed,
+    settings.check_system_draw,
+    settings.check_worker_seed,
     order.check_listing,
     order.check_completion,
     order.check_hash,
-    lambda call: order.check_set(call.node, call.tree),
     settings.check_setting_call,
 )
 _NODES: Mapping[type[ast.AST], Sequence[Callable[[Any, Tree], Iterator[Report]]]] = {
     ast.Assign: (settings.check_setting,),
-    **dict.fromkeys((ast.Set, ast.SetComp, ast.Name, ast.Attribute, ast.BinOp), (order.check_set,)),
+    **dict.fromkeys(
+        (ast.Call, ast.Set, ast.SetComp, ast.Name, ast.Attribute, ast.BinOp), (order.check_set,)
+    ),
 }
 
 
@@ -173,26 +179,15 @@ def _suppress(
         if not lines[row - 1][:column].strip():
             following = (n for n in range(row, len(lines)) if lines[n].strip()[:1] not in {"", "#"})
             target = next(following, len(lines)) + 1
-        verb, listed, reason = _COMMENT.match(token.string).groups()  # type: ignore[union-attr] # it was listed
-        named = [word.strip() for word in (listed or "").split(",") if word.strip()]
-        code = lines[row - 1][column:][:CODE]
-        end = (row, token.end[1] + 1)
-        unknown = [rule for rule in named if rule not in RULES]
-        problem = ""
-        if verb != "ignore":
-            problem = f"{verb!r} is not a verb of d9m; allowed: ignore."
-        elif not named:
-            problem = "It does not name a rule."
-        elif unknown:
-            problem = f"The rule {unknown[0]!r} does not exist."
-        elif not reason.strip():
-            problem = "It does not give a reason."
-        if problem:
-            yield Finding.at(path, "D9M002", (row, column + 1), end, reason=problem, code=code)
+        written = _COMMENT.fullmatch(token.string)
+        named = {word.strip() for word in written["rules"].split(",")} if written else set()
+        code, end = token.string[:CODE], (row, token.end[1] + 1)
+        if not named or named - RULES.keys():
+            yield Finding.at(path, "D9M002", (row, column + 1), end, code=code)
             continue
         covered = {f for f in findings if f.rule in named and f.line <= target <= f.end_line}
         suppressed |= covered
-        unused = (set(named) & rules).difference(finding.rule for finding in covered)
+        unused = (named & rules).difference(finding.rule for finding in covered)
         if unused:
             reason = f"It suppresses {', '.join(sorted(unused))}, which is not found here."
             yield Finding.at(path, "D9M003", (row, column + 1), end, reason=reason, code=code)
@@ -207,5 +202,70 @@ def _list_comments(text: str) -> list[tokenize.TokenInfo]:
         tokens = list(tokenize.generate_tokens(io.StringIO(text).readline))
     except (tokenize.TokenError, SyntaxError):
         return []
-    comments = (token for token in tokens if token.type == tokenize.COMMENT)
-    return [token for token in comments if _COMMENT.match(token.string)]
+    return [one for one in tokens if one.type == tokenize.COMMENT and _MARK.match(one.string)]
+
+
+@dataclass(frozen=True)
+class FileFix:
+    """The text of a file before and after its edits.
+
+    Attributes:
+        path: The file.
+        before: Its text, with newlines between lines.
+        after: Its edited text.
+        count: Number of edits.
+    """
+
+    path: str
+    before: str
+    after: str
+    count: int
+
+    def as_diff(self) -> str:
+        """Return the edits as a unified diff."""
+        texts = (self.before.splitlines(keepends=True), self.after.splitlines(keepends=True))
+        lines = unified_diff(*texts, self.path, self.path)
+        return "".join(line if line.endswith("\n") else f"{line}\n" for line in lines)
+
+    def write(self) -> None:
+        """Write the edited text in the file's encoding, with its ends of lines.
+
+        Raises:
+            SettingError: If the file cannot be written.
+        """
+        path = Path(self.path)
+        advice = "Make it writable, or leave it out with --exclude."
+        with file_errors(SettingError, f"{path} cannot be fixed", advice):
+            data = path.read_bytes()
+            encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
+            newline = "\r\n" if b"\r\n" in data else "\n"
+            path.write_bytes(self.after.replace("\n", newline).encode(encoding))
+
+
+def fix_text(text: str, path: str, rules: frozenset[str]) -> FileFix:
+    """Edit a text until no finding of these rules has an edit."""
+    before, count = text, 0
+    for _ in range(_ROUNDS):
+        edits = scan_source(Source(text), path, rules).edits
+        edited, made = _edit(text, edits)
+        if edited == text:
+            break
+        text, count = edited, count + made
+    return FileFix(path, before, text, count)
+
+
+def _edit(text: str, edits: Mapping[Finding, str]) -> tuple[str, int]:
+    """Make the edits that do not overlap; none if the text would not parse any more."""
+    starts = [0, *accumulate(len(line) + 1 for line in text.split("\n"))]
+    edited, limit, made = text, len(text), 0
+    for finding in sorted(edits, reverse=True):
+        first = starts[finding.line - 1] + finding.column - 1
+        end = starts[finding.end_line - 1] + finding.end_column - 1
+        if end <= limit:
+            code = edits[finding].replace("{}", text[first:end])
+            edited, limit, made = edited[:first] + code + edited[end:], first, made + 1
+    try:
+        ast.parse(edited)
+    except SyntaxError:
+        return text, 0
+    return edited, made

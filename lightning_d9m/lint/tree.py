@@ -54,14 +54,8 @@ _NO_TENSOR = tuple(
 )
 
 
-class _Unknown:
-    """The value of an expression that the source does not show."""
-
-    def __repr__(self) -> str:
-        return "UNKNOWN"
-
-
-UNKNOWN: Final = _Unknown()
+UNKNOWN: Final = object()
+"""The value of an expression that the source does not show."""
 
 
 @dataclass(frozen=True)
@@ -130,12 +124,6 @@ class Scope:
             if scope.parent is None:
                 return [], scope
             scope = scope.parent
-
-    def find_only(self, name: str) -> tuple[ast.AST | None, "Scope"]:
-        """Return the value of a name that is bound once, by an assignment, and its scope."""
-        found, where = self.find(name)
-        once = len(found) == 1 and found[0].kind == "assign"
-        return found[0].node if once else None, where
 
     def follow(self, target: ast.AST | None) -> tuple[list[ast.AST], ast.AST | None, str]:
         """Return the possible values of an expression, where it is used, and its name there.
@@ -260,15 +248,6 @@ class Tree:
             and (skipped is None or skipped not in self.around(node))
         ]
 
-    def find_method(self, node: ast.AST) -> tuple[str, ast.Call | None]:
-        """Return the attribute of an object that is read, as a dotted name, and its call."""
-        names = []
-        while isinstance(outer := self.parent[node], ast.Attribute):
-            names.append(outer.attr)
-            node = outer
-        call = outer if isinstance(outer, ast.Call) and outer.func is node else None
-        return ".".join(names), call
-
 
 class Call:
     """A call: its name, its receiver, and its arguments by position and name.
@@ -284,6 +263,8 @@ class Call:
         name: The full name of the function; empty if it is not known.
         method: The name of a method of an unknown object; otherwise empty.
         receiver: Its object.
+        starred: Whether positional arguments are unpacked.
+        unpacked: Whether named arguments are unpacked.
     """
 
     def __init__(self, node: ast.Call, tree: Tree, shift: int = 0, owned: bool = True) -> None:
@@ -296,16 +277,8 @@ class Call:
         self.shift, self.owned = shift, owned
         self.positional = node.args[max(shift, 0) :]
         self.named = {word.arg: word.value for word in node.keywords if word.arg is not None}
-
-    @property
-    def starred(self) -> bool:
-        """Whether positional arguments are unpacked."""
-        return any(isinstance(argument, ast.Starred) for argument in self.positional)
-
-    @property
-    def unpacked(self) -> bool:
-        """Whether named arguments are unpacked."""
-        return any(word.arg is None for word in self.node.keywords)
+        self.starred = any(isinstance(argument, ast.Starred) for argument in self.positional)
+        self.unpacked = any(word.arg is None for word in node.keywords)
 
     def get(self, position: int | None, *names: str) -> ast.expr | None:
         """Return an argument's expression; None if it is not given, or hidden by unpacking."""
@@ -377,41 +350,28 @@ def mentions(node: ast.AST, names: Iterable[str]) -> bool:
     return any(isinstance(part, ast.Name) and part.id in names for part in ast.walk(node))
 
 
-def find_value(node: ast.AST, scope: Scope) -> ast.AST:
-    """Return the value of a name that is bound once, or any other expression unchanged."""
+def find_value(node: ast.AST, scope: Scope) -> tuple[ast.AST, Scope]:
+    """Follow a name that is bound once, by an assignment; return its value and that one's scope."""
     for _ in range(_DEPTH):
-        value, scope = scope.find_only(node.id) if isinstance(node, ast.Name) else (None, scope)
-        if value is None:
+        found, where = scope.find(node.id) if isinstance(node, ast.Name) else ([], scope)
+        if len(found) != 1 or found[0].kind != "assign" or found[0].node is None:
             break
-        node = value
-    return node
-
-
-def list_expressions(node: ast.AST, scope: Scope, depth: int = 4) -> Iterator[ast.AST]:
-    """Yield the nodes of an expression and of the values of its names."""
-    for part in ast.walk(node):
-        yield part
-        if isinstance(part, ast.Name) and depth:
-            found, where = scope.find(part.id)
-            for binding in found:
-                if binding.kind == "assign" and isinstance(binding.node, ast.expr):
-                    yield from list_expressions(binding.node, where, depth - 1)
+        node, scope = found[0].node, where
+    return node, scope
 
 
 def read_constant(node: ast.AST | None, scope: Scope, depth: int = _DEPTH) -> object:
     """Return an expression's constant, through names that are bound once; otherwise UNKNOWN."""
-    match node:
-        case ast.Constant(value):
-            return value
+    value, scope = (None, scope) if node is None or not depth else find_value(node, scope)
+    match value:
+        case ast.Constant(constant):
+            return constant
         case ast.Tuple(elements) | ast.List(elements):
-            values = [read_constant(element, scope, depth) for element in elements]
+            values = [read_constant(element, scope, depth - 1) for element in elements]
             return UNKNOWN if UNKNOWN in values else tuple(values)
         case ast.UnaryOp(ast.USub(), operand):
-            number = read_constant(operand, scope, depth)
+            number = read_constant(operand, scope, depth - 1)
             return -number if isinstance(number, (int, float)) else UNKNOWN
-        case ast.Name(name) if depth:
-            bound, where = scope.find_only(name)
-            return read_constant(bound, where, depth - 1)
     return UNKNOWN
 
 

@@ -46,8 +46,13 @@ from lightning_d9m.ledger.format.records import (
     Scalar,
 )
 from lightning_d9m.ledger.format.writer import LedgerWriter
-from lightning_d9m.ledger.program import capture_program
-from lightning_d9m.ledger.stack import SHARDED_PARAMETERS, are_portable, capture_stack, check_stack
+from lightning_d9m.ledger.stack import (
+    SHARDED_PARAMETERS,
+    are_portable,
+    capture_program,
+    capture_stack,
+    check_stack,
+)
 from lightning_d9m.probes.batch_probes import BatchProbes, Training
 from lightning_d9m.probes.settings import ProbeSettings
 from lightning_d9m.probes.trace import StatePoint

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 from lightning.pytorch.strategies import FSDPStrategy
 
-from lightning_d9m.audit.device import check_device
 from lightning_d9m.audit.ops.cases import plan_cases
+from lightning_d9m.audit.ops.measurement import plan_rows
 from lightning_d9m.errors import SettingError, TooLateError
 from lightning_d9m.lightning.autoload import entry_points
 from lightning_d9m.lightning.step_replay import Replay
@@ -14,7 +14,7 @@ from lightning_d9m.lightning.step_replay import Replay
 
 def test_an_audit_of_what_is_not_here():
     with pytest.raises(SettingError, match="--device is 'nowhere', on which torch"):
-        check_device("nowhere")
+        plan_rows({"device": "nowhere"})
     with pytest.raises(SettingError, match=r"the audit\. Did you mean index_add\? The ops are: "):
         next(plan_cases(["idnex_add"], ["float32"], quick=True))
 

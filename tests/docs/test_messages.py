@@ -166,7 +166,7 @@ CASES = [
     ("probes.dumps", dump_below_a_file, "{folder}/file"),
     ("ledger.folder", count_too_many_ranks, "ranks; a ledger has at most"),
     (
-        "lint.files",
+        "lint.source",
         lambda g: list(g.module.list_files([Path("/dev/null")])),
         "is neither a file nor a folder.",
     ),

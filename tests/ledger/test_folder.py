@@ -30,12 +30,8 @@ def test_what_cannot_be_read_is_named(tmp_path, write):
     (found,) = search_ledgers(tmp_path)
     assert found.ledger is None
     assert "is not a ledger" in found.problem
-
-
-@pytest.mark.parametrize("name", [".", "none"])
-def test_no_ledger_is_an_error(tmp_path, name):
-    with pytest.raises(LedgerError, match=r"There is no ledger under|is not a folder, so no"):
-        search_ledgers(tmp_path / name)
+    with pytest.raises(LedgerError, match="none is not a folder, so no"):
+        search_ledgers(tmp_path / "none")
 
 
 def test_the_last_pair_has_the_same_ordinal(tmp_path, write):
@@ -46,11 +42,9 @@ def test_the_last_pair_has_the_same_ordinal(tmp_path, write):
 
 
 def test_evaluations_are_no_pair(tmp_path, write):
-    first, last = write("a", 1), write("b", 2)
+    first = write("a", 1)
+    with pytest.raises(LedgerError, match=r"Two ledgers of fits under .* there is only"):
+        find_last_pair(tmp_path)
+    last = write("b", 2)
     write("c", 3).rename(tmp_path / "c" / "test-000")
     assert find_last_pair(tmp_path) == (first, last)
-
-
-def test_one_ledger_is_no_pair(tmp_path, write):
-    with pytest.raises(LedgerError, match="Two ledgers of fits under"):
-        find_last_pair(write("a", 1).parent)

@@ -1,6 +1,9 @@
-"""The stack: what it records, what it leaves out, and how a difference is named."""
+"""The stack and the program: what is recorded, what is left out, and how a difference is named."""
 
 import json
+import shlex
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -25,212 +28,205 @@ from lightning_d9m.ledger.stack import (
 ONE = {"torch.version": "2.13.0", "device.driver": "560.35.03", "cpu.count": 8, "torch.cuda": None}
 
 
-class TestCapture:
-    @pytest.mark.parametrize(
-        "field", ["threads.intraop", "flag.default_dtype", "flag.cudnn.benchmark"]
-    )
-    def test_what_changes_bits_shows(self, monkeypatch, field):
-        """Two threads are another stack than one, float64 another than float32."""
-        before = capture_stack()
-        threads, dtype = torch.get_num_threads(), torch.get_default_dtype()
-        try:
-            torch.set_num_threads(threads + 1)
-            torch.set_default_dtype(torch.float64)
-            monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
-            after = capture_stack()
-        finally:
-            torch.set_num_threads(threads)
-            torch.set_default_dtype(dtype)
-        assert field in {name for name, _, _ in stack_differences(before, after)}
-
-    def test_variables_that_matter(self, monkeypatch):
-        """By name, cut to a bound; what is not set has no field."""
-        monkeypatch.setenv("NCCL_ALGO", "Ring")
-        monkeypatch.setenv("PYTHONHASHSEED", "0")
-        monkeypatch.setenv("HOROVOD_FUSION_THRESHOLD", "0" * 1000)
-        monkeypatch.delenv("MKL_CBWR", raising=False)
-        stack = capture_stack()
-        assert stack["variable.NCCL_ALGO"] == "Ring"
-        assert stack["variable.PYTHONHASHSEED"] == "0"
-        assert stack["variable.HOROVOD_FUSION_THRESHOLD"] == "0" * 256
-        assert "variable.MKL_CBWR" not in stack
-
-    def test_paths_addresses_and_keys_stay_out(self, monkeypatch):
-        """A ledger is passed around."""
-        for name in (
-            "_HOROVOD_SECRET_KEY",
-            "HOROVOD_GLOO_RENDEZVOUS_ADDR",
-            "NCCL_TOPO_FILE",
-            "NCCL_SOCKET_IFNAME",
-            "TORCH_HOME",
-            "WANDB_API_KEY",
-        ):
-            monkeypatch.setenv(name, "secret-of-mine")
-        assert "secret-of-mine" not in json.dumps(capture_stack())
-
-    def test_what_only_the_caller_knows(self):
-        stack = capture_stack({"world.size": 4, "torch.version": "mine", "long": "x" * 999})
-        assert (stack["world.size"], stack["torch.version"]) == (4, "mine")
-        assert stack["long"] == "x" * 256
-
-    def test_the_order_of_cuda_devices_is_recorded_without_their_uuids(self, monkeypatch):
-        """NCCL builds its ring from the order; equal devices are not told apart otherwise."""
-        stacks, cuda = [], SimpleNamespace(type="cuda")
-        for uuids in (("aaaa-1", "bbbb-2"), ("bbbb-2", "aaaa-1")):
-            devices = [
-                SimpleNamespace(
-                    name="GPU",
-                    major=9,
-                    minor=0,
-                    multi_processor_count=132,
-                    total_memory=2**36,
-                    uuid=uuid,
-                )
-                for uuid in uuids
-            ]
-            monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: cuda)
-            monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
-            monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-            monkeypatch.setattr(torch.cuda, "get_device_properties", devices.__getitem__)
-            stacks.append(stack_module._capture_devices())
-        orders = [stack["device.order"].split() for stack in stacks]
-        assert orders[0] == orders[1][::-1]
-        assert len(set(orders[0])) == 2
-        assert "aaaa" not in str(stacks)
-        assert stack_differences(*stacks) == []
-
-    @pytest.mark.parametrize(
-        ("read", "text", "found"),
-        [
-            ("driver", "NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19\n", "535.104.05"),
-            ("driver", "Open Kernel Module for x86_64  560.35.03  Release\n", "560.35.03"),
-            ("cpu_model", "processor\t: 0\nmodel name\t: AMD EPYC 9654\n", "AMD EPYC 9654"),
-            # An Arm processor has numbers in place of a name.
-            ("cpu_model", "CPU implementer\t: 0x41\nCPU part\t: 0xd0c\n", "0x41 0xd0c"),
-        ],
-    )
-    def test_what_files_of_the_system_say(self, monkeypatch, tmp_path, read, text, found):
-        (tmp_path / "file").write_text(text)
-        monkeypatch.setattr(stack_module, "Path", lambda _: tmp_path / "file")
-        assert getattr(stack_module, f"_read_{read}")() == found
+def test_what_changes_bits_shows(monkeypatch):
+    """Two threads are another stack than one, float64 another than float32."""
+    before = capture_stack()
+    threads, dtype = torch.get_num_threads(), torch.get_default_dtype()
+    try:
+        torch.set_num_threads(threads + 1)
+        torch.set_default_dtype(torch.float64)
+        monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+        after = capture_stack()
+    finally:
+        torch.set_num_threads(threads)
+        torch.set_default_dtype(dtype)
+    found = {name for name, _, _ in stack_differences(before, after)}
+    assert found >= {"threads.intraop", "flag.default_dtype", "flag.cudnn.benchmark"}
 
 
-scalars = st.none() | st.booleans() | st.integers() | st.text()
-tables = st.dictionaries(st.sampled_from([*ONE, *INFORMATIONAL, "a", "b"]), scalars)
+def test_variables_that_matter_are_recorded_and_paths_addresses_and_keys_are_not(monkeypatch):
+    """By name, cut to a bound; a ledger is passed around."""
+    monkeypatch.setenv("NCCL_ALGO", "Ring")
+    monkeypatch.setenv("HOROVOD_FUSION_THRESHOLD", "0" * 1000)
+    monkeypatch.delenv("MKL_CBWR", raising=False)
+    secrets = ("_HOROVOD_SECRET_KEY", "HOROVOD_GLOO_RENDEZVOUS_ADDR", "NCCL_TOPO_FILE")
+    for name in (*secrets, "NCCL_SOCKET_IFNAME", "TORCH_HOME", "WANDB_API_KEY"):
+        monkeypatch.setenv(name, "secret-of-mine")
+    stack = capture_stack({"world.size": 4, "torch.version": "mine", "long": "x" * 999})
+    assert stack["variable.NCCL_ALGO"] == "Ring"
+    assert stack["variable.HOROVOD_FUSION_THRESHOLD"] == "0" * 256
+    assert "variable.MKL_CBWR" not in stack
+    assert "secret-of-mine" not in json.dumps(stack)
+    # What only the caller knows comes last.
+    assert (stack["world.size"], stack["torch.version"]) == (4, "mine")
+    assert stack["long"] == "x" * 256
 
 
-class TestDifferences:
-    def test_informational_fields_exist(self):
-        """A misspelt one would be compared after all."""
-        known = set(capture_stack()) | {f"variable.{name}" for name in stack_module._VARIABLES}
-        assert set(INFORMATIONAL) <= known | {"device.order", COMPILER_CACHE}
-
-    @given(tables, tables)
-    def test_none_means_equal(self, one, other):
-        """Whatever the fields: nothing is reported just when those that count are the same."""
-        kept = [
-            {
-                name: (type(value), value)
-                for name, value in table.items()
-                if name not in INFORMATIONAL
-            }
-            for table in (one, other)
-        ]
-        assert (stack_differences(one, other) == []) == (kept[0] == kept[1])
+def test_the_order_of_cuda_devices_is_recorded_without_their_uuids(monkeypatch):
+    """NCCL builds its ring from the order; equal devices are not told apart otherwise."""
+    stacks, cuda = [], SimpleNamespace(type="cuda")
+    facts = {"name": "GPU", "major": 9, "minor": 0, "multi_processor_count": 132}
+    for uuids in (("aaaa-1", "bbbb-2"), ("bbbb-2", "aaaa-1")):
+        devices = [SimpleNamespace(**facts, total_memory=2**36, uuid=uuid) for uuid in uuids]
+        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: cuda)
+        monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", devices.__getitem__)
+        stacks.append(stack_module._capture_devices())
+    orders = [stack["device.order"].split() for stack in stacks]
+    assert orders[0] == orders[1][::-1]
+    assert len(set(orders[0])) == 2
+    assert "aaaa" not in str(stacks)
+    assert stacks[0]["device.1.memory_gib"] == 64
+    assert stack_differences(*stacks) == []
 
 
 @pytest.mark.parametrize(
-    ("one", "other"),
-    [(0.0, -0.0), (1, 1.0), (1, True), (0, False), (None, "None"), (1.0, 1.0000000000000002)],
+    ("read", "text", "found"),
+    [
+        ("driver", "NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19\n", "535.104.05"),
+        ("driver", "Open Kernel Module for x86_64  560.35.03  Release\n", "560.35.03"),
+        ("cpu_model", "processor\t: 0\nmodel name\t: AMD EPYC 9654\n", "AMD EPYC 9654"),
+        # An Arm processor has numbers in place of a name.
+        ("cpu_model", "CPU implementer\t: 0x41\nCPU part\t: 0xd0c\n", "0x41 0xd0c"),
+    ],
 )
-def test_values_that_differ_in_type_or_bits(one, other):
-    assert table_differences({"x": one}, {"x": other}) == [("x", one, other)]
-    assert table_differences({"x": one}, {"x": one}) == []
+def test_what_files_of_the_system_say(monkeypatch, tmp_path, read, text, found):
+    (tmp_path / "file").write_text(text)
+    monkeypatch.setattr(stack_module, "Path", lambda _: tmp_path / "file")
+    assert getattr(stack_module, f"_read_{read}")() == found
 
 
-@pytest.mark.parametrize("value", ["missing", None, "", 0])
-def test_a_field_that_one_table_lacks(value):
-    """Also where the other one holds the text "missing"."""
-    ((_, one, other),) = table_differences({}, {"x": value})
-    assert (one is MISSING, other is value) == (True, True)
-    ((_, one, other),) = table_differences({"x": value}, {})
-    assert (one is value, other is MISSING) == (True, True)
+scalars = st.none() | st.booleans() | st.integers(0, 2) | st.text()
+scalars |= st.floats(allow_nan=False) | st.sampled_from([-0.0, 1, 1.0, True, "missing"])
+tables = st.dictionaries(st.sampled_from([*ONE, *INFORMATIONAL, "a", "b"]), scalars)
 
 
-class TestPolicy:
-    OTHER = ONE | {"device.driver": "570.00"}
-
-    def test_raise(self):
-        """Field by field, aligned, with what to do; the facts are attributes."""
-        with pytest.raises(StackDifferenceError) as caught:
-            check_stack(ONE, self.OTHER, "raise")
-        assert str(caught.value) == (
-            "The stack differs from the reference's in 1 field, so another result would be no "
-            "nondeterminism of this program:\n"
-            "  device.driver\n"
-            "    reference: 560.35.03\n"
-            "    this run:  570.00\n"
-            "Run on the stack of the reference, or record a new reference on this one; with the "
-            "policy 'warn' the run continues."
-        )
-        assert caught.value.differences == (("device.driver", "560.35.03", "570.00"),)
-
-    def test_warn_and_ignore(self):
-        message = check_stack(ONE, self.OTHER | {"x": 1}, "warn")
-        assert message is not None
-        assert "in 2 fields" in message
-        assert check_stack(ONE, self.OTHER, "ignore") is None
-        assert check_stack(ONE, dict(ONE), "raise") is None
+@given(tables, tables)
+def test_a_difference_is_one_of_presence_type_or_bits(one, other):
+    """Where an entry is absent it is MISSING, also where the other one holds that text."""
+    differing = []
+    for name in sorted({*one, *other}):
+        pair = [table.get(name, MISSING) for table in (one, other)]
+        kinds = [(type(own), own.hex() if isinstance(own, float) else own) for own in pair]
+        differing += [(name, *pair)] * (kinds[0] != kinds[1])
+    found = table_differences(one, other)
+    assert len(found) == len(differing)
+    for (name, *pair), (known, *expected) in zip(found, differing, strict=True):
+        assert name == known
+        assert all(own is value for own, value in zip(pair, expected, strict=True))
+    counted = [entry[0] for entry in found if entry[0] not in INFORMATIONAL]
+    assert [entry[0] for entry in stack_differences(one, other)] == counted
 
 
-@pytest.fixture
-def graphs(monkeypatch, tmp_path):
-    """Return the folder of compiled graphs of an empty cache."""
+def test_informational_fields_exist():
+    """A misspelt one would be compared after all."""
+    known = set(capture_stack()) | {f"variable.{name}" for name in stack_module._VARIABLES}
+    assert set(INFORMATIONAL) <= known | {"device.order", COMPILER_CACHE}
+
+
+def test_the_policy_decides_what_a_difference_does():
+    """Field by field, aligned, with what to do; the facts are attributes."""
+    other = ONE | {"device.driver": "570.00"}
+    with pytest.raises(StackDifferenceError) as caught:
+        check_stack(ONE, other, "raise")
+    assert str(caught.value) == (
+        "The stack differs from the reference's in 1 field, so another result would be no "
+        "nondeterminism of this program:\n"
+        "  device.driver\n"
+        "    reference: 560.35.03\n"
+        "    this run:  570.00\n"
+        "Run on the stack of the reference, or record a new reference on this one; with the "
+        "policy 'warn' the run continues."
+    )
+    assert caught.value.differences == (("device.driver", "560.35.03", "570.00"),)
+    assert "in 2 fields" in check_stack(ONE, other | {"x": 1}, "warn")
+    assert check_stack(ONE, other, "ignore") is None
+    assert check_stack(ONE, dict(ONE), "raise") is None
+
+
+def test_the_compilers_cache_and_settings(monkeypatch, tmp_path):
+    """The cache is cold until there is a graph, and is not compared; settings are."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    return tmp_path / "fxgraph"
-
-
-def test_the_cache_is_cold_until_there_is_a_graph(graphs):
-    assert capture_compiler()["compiler.cache"] == "cold"
-    graphs.mkdir()
-    assert capture_compiler()["compiler.cache"] == "cold"
-    (graphs / "ab").mkdir()
+    first = capture_compiler()
+    assert first["compiler.cache"] == "cold"
+    (tmp_path / "fxgraph").mkdir()
+    assert capture_compiler() == first
+    (tmp_path / "fxgraph" / "ab").mkdir()
     assert capture_compiler()["compiler.cache"] == "warm"
     with config.patch(force_disable_caches=True):
         assert capture_compiler()["compiler.cache"] == "disabled"
-
-
-def test_settings_are_compared_and_the_cache_is_not(graphs):
-    first = capture_compiler()
-    (graphs / "ab").mkdir(parents=True)
     with config.patch(max_autotune=not config.max_autotune):
         found = stack_differences(first, capture_compiler())
     assert [entry[0] for entry in found] == ["flag.inductor.max_autotune"]
 
 
-@pytest.fixture
-def machine(tmp_path, monkeypatch):
-    """Return a folder; this machine's own files are hidden."""
-    monkeypatch.setattr(stack_module, "_SYSTEM", str(tmp_path / "nccl.conf"))
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    (tmp_path / "home").mkdir()
-    for name in (*stack_module._NAMED, stack_module._USER):
-        monkeypatch.delenv(name, raising=False)
-    return tmp_path
-
-
 @pytest.mark.parametrize("name", [*stack_module._NAMED, stack_module._USER])
-def test_other_content_is_a_difference_and_another_path_is_none(name, machine, monkeypatch):
-    graph, copy, other = machine / "secret-one", machine / "secret-two", machine / "other"
-    graph.write_text("<ring>0 1 2</ring>")
-    copy.write_text("<ring>0 1 2</ring>")
-    other.write_text("<ring>0 2 1</ring>")
+def test_other_content_is_a_difference_and_another_path_is_none(name, tmp_path, monkeypatch):
+    # The machine's own files are hidden.
+    monkeypatch.setattr(stack_module, "_SYSTEM", str(tmp_path / "nccl.conf"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for variable in (*stack_module._NAMED, stack_module._USER):
+        monkeypatch.delenv(variable, raising=False)
     stacks = []
-    for path in (graph, copy, other):
-        monkeypatch.setenv(name, str(path))
+    for file, text in (("secret-one", "0 1 2"), ("secret-two", "0 1 2"), ("other", "0 2 1")):
+        (tmp_path / file).write_text(f"<ring>{text}</ring>")
+        monkeypatch.setenv(name, str(tmp_path / file))
         stacks.append(capture_stack())
     assert stack_differences(stacks[0], stacks[1]) == []
     ((field, before, after),) = stack_differences(stacks[0], stacks[2])
     assert field == f"file.{name}"
     assert before != after
     assert "secret" not in str(stacks)
+
+
+GIT = ("git", "-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false")
+PRINT = "import json; from lightning_d9m.ledger.stack import capture_program as capture\n"
+PRINT += "print(json.dumps(capture()))"
+
+
+@pytest.mark.parametrize(
+    ("words", "changed"),
+    [
+        (["HERE/train.py", "--name", "a b"], ""),
+        (["-m", "train"], ""),
+        (["HERE/train.py"], "train.py"),
+        (["HERE/new.py"], "new.py"),  # not tracked
+    ],
+)
+def test_the_command_and_the_commit_of_a_program(tmp_path, words, changed):
+    folder = tmp_path / "repository"
+    folder.mkdir()
+    (folder / "train.py").write_text(PRINT)
+    for git in (["init", "-q"], ["add", "."], ["commit", "-qm", "one"]):
+        subprocess.run([*GIT, *git], cwd=folder, check=True)
+    commit = subprocess.check_output(["git", "rev-parse", "HEAD"], cwd=folder, text=True).strip()
+    if changed:
+        (folder / changed).write_text(f"{PRINT}\n\n")
+    words = [word.replace("HERE", str(folder)) for word in words]
+    where = folder if "-m" in words else tmp_path
+    found = subprocess.check_output([sys.executable, *words], cwd=where, text=True)
+    assert json.loads(found) == {
+        "command": shlex.join(["python", *words]),
+        "git.commit": commit,
+        "git.dirty": bool(changed),
+    }
+
+
+@pytest.mark.parametrize("git", ["no repository", "bad one", "no commit", "no git", "slow git"])
+def test_what_is_not_there_is_absent(tmp_path, monkeypatch, git):
+    monkeypatch.chdir(tmp_path)
+    stack_module._read_git.cache_clear()
+    if git == "no repository":
+        monkeypatch.setattr(stack_module, "_run_git", None)  # git is not asked
+    else:
+        (tmp_path / ".git").mkdir()
+    if git == "no commit":
+        subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
+    if git == "no git":
+        monkeypatch.setattr(stack_module, "_GIT", ("no-such-git",))
+    if git == "slow git":
+        monkeypatch.setattr(stack_module, "_GIT", ("sh", "-c", "sleep 60"))
+        monkeypatch.setattr(stack_module, "_GIT_SECONDS", 0.01)
+    assert list(stack_module.capture_program()) == ["command"]
+    stack_module._read_git.cache_clear()

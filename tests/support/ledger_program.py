@@ -28,8 +28,8 @@ def train(value=7, *, stack=None, settings=None, obeys=True):
     path = rank_path(create_ledger_folder(ledgers), 0)
     with LedgerWriter(path) as ledger:
         ledger.write(Header(rank=0, world_size=size, fit=0, seed=42, created="", package="0",
-                            settings=settings or {}, stack=stack or {}).as_record())
-        ledger.write(RunFacts(model="m", parameters=1, train=[]).as_record())
+                            settings=settings or {}, stack=stack or {}))
+        ledger.write(RunFacts(model="m", parameters=1, train=[]))
         if request and request != "survey" and obeys:
             (checkpoints / "interrupted.ckpt").write_text(request)
             (checkpoints / "killed").touch()
@@ -44,7 +44,7 @@ def train(value=7, *, stack=None, settings=None, obeys=True):
             digest = f"{own:032x}"
             ledger.write(Digests(moment=moment, epoch=epoch, step=epoch, totals={"weights": digest},
                                  groups={"weights": {"w": digest}},
-                                 loss=(0.1).hex()).as_record())
-        ledger.write(End(status="finished").as_record())
+                                 loss=(0.1).hex()))
+        ledger.write(End(status="finished"))
     return path
 '''

@@ -8,6 +8,7 @@ from itertools import chain
 import pytest
 
 from lightning_d9m.ledger.folder import create_ledger_folder, rank_path
+from lightning_d9m.ledger.format.reader import LineageReader
 from lightning_d9m.ledger.format.records import (
     CHAIN_START,
     Batch,
@@ -19,7 +20,6 @@ from lightning_d9m.ledger.format.records import (
     chain_record,
 )
 from lightning_d9m.ledger.format.writer import LedgerWriter
-from lightning_d9m.ledger.resumed_runs import open_lineage
 
 NAMES = ("layers.0.weight", "layers.0.bias", "layers.2.weight", "layers.2.bias")
 
@@ -45,9 +45,9 @@ def make_header(**changes):
 
 def find_breaks(path):
     """Return the interruptions of the run that wrote one rank's file, in order."""
-    with open_lineage(path) as reader:
+    with LineageReader(path) as reader:
         deque(reader.records(), maxlen=0)
-        return getattr(reader, "breaks", ())
+        return tuple(reader.breaks)
 
 
 def make_facts(**changes):

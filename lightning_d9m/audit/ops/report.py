@@ -1,19 +1,14 @@
 """The report of ``d9m audit ops``: for a terminal, as JSON and Markdown."""
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from lightning_d9m.output.columns import Column, format_markdown_table, short
 from lightning_d9m.text import pluralize
 
-CONDITION_TITLES = {
-    "default": "torch",
-    "deterministic": "deterministic",
-    "patched": "patched",
-    "oracle": "oracle",
-}
-_Case: TypeAlias = tuple[Mapping[str, Any], str]
+CONDITIONS = ("oracle", "default", "deterministic", "patched")
+_DOCUMENTED = ["As documented."]
 _INTRODUCTION = """\
 Each case ran {runs} times (fewer if its time was over) in four conditions: torch as it is; torch
 with `use_deterministic_algorithms(True)`; patched, which is a session with `patch_ops`; and the
@@ -27,17 +22,17 @@ def summarize(settings: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) ->
     by_op: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
     for row in rows:
         by_op[row["op"]].append(row)
-    ops = []
-    for op, cases in by_op.items():
-        entries = {name: [row["conditions"][name] for row in cases] for name in CONDITION_TITLES}
-        ops.append(
-            {
-                "op": op,
-                "cases": len(cases),
-                "findings": judge_op(cases),
-                "varied": {name: any(map(varies, found)) for name, found in entries.items()},
-            }
-        )
+    ops = [
+        {
+            "op": op,
+            "cases": len(cases),
+            "findings": judge_op(cases),
+            "varied": {
+                name: any(varies(row["conditions"][name]) for row in cases) for name in CONDITIONS
+            },
+        }
+        for op, cases in by_op.items()
+    ]
     return {"settings": dict(settings), "ops": ops, "rows": list(rows)}
 
 
@@ -48,81 +43,74 @@ def find_broken(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def render_findings(summary: Mapping[str, Any]) -> str:
     """Return the findings for a terminal, the ops that vary first."""
-    lines: list[str] = []
-    quiet = 0
-    for entry in sorted(summary["ops"], key=lambda entry: not entry["varied"]["default"]):
-        if not entry["varied"]["default"] and entry["findings"] == ["As documented."]:
-            quiet += 1
-            continue
-        mark = "varies" if entry["varied"]["default"] else "steady"
-        lines.append(f"{entry['op']}: {mark}. {' '.join(entry['findings'])}")
-    varied = sum(entry["varied"]["default"] for entry in summary["ops"])
-    broken = find_broken(summary["rows"])
+    ops, broken = summary["ops"], find_broken(summary["rows"])
+    varied = [entry for entry in ops if entry["varied"]["default"]]
+    steady = [entry for entry in ops if entry not in varied]
+    odd = [entry for entry in steady if entry["findings"] != _DOCUMENTED]
     verdict = f"{pluralize(len(broken), 'case')} of patched ops" if broken else "No patched op"
     head = (
-        f"{verdict} varied. Ops: {len(summary['ops'])}, in {len(summary['rows'])} cases; varied: "
-        f"{varied}; neither varied nor documented to vary: {quiet}."
+        f"{verdict} varied. Ops: {len(ops)}, in {len(summary['rows'])} cases; varied: "
+        f"{len(varied)}; neither varied nor documented to vary: {len(steady) - len(odd)}."
     )
-    return "\n".join([head, *(f"the patched op varied: {key}" for key in broken), "", *lines])
+    lines = [
+        head,
+        *(f"the patched op varied: {key}" for key in broken),
+        "",
+        *(f"{entry['op']}: varies. {' '.join(entry['findings'])}" for entry in varied),
+        *(f"{entry['op']}: steady. {' '.join(entry['findings'])}" for entry in odd),
+    ]
+    return "\n".join(lines)
 
 
 def render_markdown(summary: Mapping[str, Any]) -> str:
     """Return the whole audit as a page."""
     settings = summary["settings"]
     facts = ", ".join(f"{name} {settings[name]}" for name in ("torch", "device", "threads"))
+    figures = [(row, name) for row in summary["rows"] for name in CONDITIONS]
     parts = [
-        "# Audit of ops",
-        f"{facts}.",
-        _INTRODUCTION.format(runs=settings["runs"]),
-        "## Findings",
-        format_markdown_table(_OPS, summary["ops"]),
-        "## Cases",
-        format_markdown_table(
-            _CASES, [(row, name) for row in summary["rows"] for name in CONDITION_TITLES]
-        ),
+        *("# Audit of ops", f"{facts}.", _INTRODUCTION.format(runs=settings["runs"])),
+        *("## Findings", format_markdown_table(_OPS, summary["ops"])),
+        *("## Cases", format_markdown_table(_CASES, figures)),
     ]
     return "\n\n".join(parts) + "\n"
 
 
-def _read_figure(case: _Case, *path: str) -> str:
-    """Return a figure of a case in a condition; nothing where the case did not run."""
-    found: Any = case[0]["conditions"][case[1]]
-    if found["outcome"] == "ran":
+def _read(*path: str) -> Callable[[Any], str]:
+    """Return what reads a figure of (row, condition); nothing where the case did not run."""
+
+    def read(case: tuple[Mapping[str, Any], str]) -> str:
+        found: Any = case[0]["conditions"][case[1]]
+        if found["outcome"] != "ran":
+            return f"{found['outcome']}: {found['reason']}" if path[-1] == "distinct" else ""
         for key in path:
             found = found.get(key)
         return short(found)
-    return f"{found['outcome']}: {found['reason']}" if path[-1] == "distinct" else ""
+
+    return read
 
 
-_OPS: tuple[Column[Mapping[str, Any]], ...] = (
+def _varied(condition: str) -> Callable[[Any], str]:
+    return lambda entry: "yes" if entry["varied"][condition] else "no"
+
+
+_OPS: tuple[Column[Any], ...] = (
     Column("op", lambda entry: f"`{entry['op']}`"),
-    *(
-        Column(title, lambda entry, name=name: "yes" if entry["varied"][name] else "no")  # type: ignore[misc]
-        for title, name in (
-            ("varies", "default"),
-            ("with the flag", "deterministic"),
-            ("patched varies", "patched"),
-        )
-    ),
+    Column("varies", _varied("default")),
+    Column("with the flag", _varied("deterministic")),
+    Column("patched varies", _varied("patched")),
     Column("finding", lambda entry: " ".join(entry["findings"])),
 )
-# A row, and one of its conditions.
-_CASES: tuple[Column[_Case], ...] = (
-    Column("case", lambda case: f"`{case[0]['key']}`" if case[1] == "default" else ""),
-    Column("condition", lambda case: CONDITION_TITLES[case[1]]),
-    *(
-        Column(title, lambda case, path=path: _read_figure(case, *path))  # type: ignore[misc]
-        for title, path in (
-            ("outputs", ("spread", "distinct")),
-            ("runs", ("spread", "runs")),
-            ("Vs", ("spread", "vs")),
-            ("Vermv", ("spread", "vermv")),
-            ("Vc", ("spread", "vc")),
-            ("error", ("error",)),
-            ("µs", ("microseconds",)),
-            ("time", ("ratio",)),
-        )
-    ),
+_CASES: tuple[Column[Any], ...] = (
+    Column("case", lambda case: f"`{case[0]['key']}`" if case[1] == CONDITIONS[0] else ""),
+    Column("condition", lambda case: case[1]),
+    Column("outputs", _read("spread", "distinct")),
+    Column("runs", _read("spread", "runs")),
+    Column("Vs", _read("spread", "vs")),
+    Column("Vermv", _read("spread", "vermv")),
+    Column("Vc", _read("spread", "vc")),
+    Column("error", _read("error")),
+    Column("µs", _read("microseconds")),
+    Column("time", _read("ratio")),
 )
 
 
@@ -161,7 +149,7 @@ def judge_op(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         findings.append(
             "Raises, although a deterministic version exists: the patched op gave one output."
         )
-    return findings or ["As documented."]
+    return findings or _DOCUMENTED
 
 
 def varies(entry: Mapping[str, Any]) -> bool:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from lightning_d9m.audit.ops.report import find_broken, render_findings, render_markdown, summarize
-from lightning_d9m.audit.ops.worker_process import measure_rows
 from lightning_d9m.cli.arguments import whole_number
 from lightning_d9m.output.columns import print_result
 from lightning_d9m.output.terminal import wrap_on_terminal
@@ -39,7 +38,7 @@ SETTINGS: dict[str, dict[str, object]] = {
 def run(arguments: argparse.Namespace) -> int:
     """Measure, and write rows, JSON and Markdown; return 1 if a patched op varied."""
     # Imported here, so that parsing the arguments does not load torch.
-    from lightning_d9m.audit.ops.conditions import plan_rows
+    from lightning_d9m.audit.ops.measurement import measure_rows, plan_rows
 
     quick = arguments.quick
     settings: dict[str, Any] = {

@@ -1,15 +1,19 @@
-"""The reader of one rank's ledger: a stream of records whose hash chain is verified.
+"""The readers of one rank's ledger: a stream of records whose hash chain is verified.
 
 Each line is a record whose last field is ``"check"``, the chain hash: BLAKE2b with 8 bytes over the
 chain hash of the previous line (16 zeros before the first) and the bytes of this line that precede
 ``,"check":``. The chain finds accidents and naive edits: a record that was changed, removed, added
 or moved. It is not a signature: anyone can recompute it.
+
+The second record of a resumed run's ledger names the folder that it continues. ``LineageReader``
+follows these records back and yields each record once, as the uninterrupted run would have written
+it.
 """
 
-import os
 import stat
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO
@@ -24,6 +28,7 @@ from lightning_d9m.ledger.format.records import (
     MAX_LINE,
     SCHEMA,
     Batch,
+    Digests,
     End,
     FieldError,
     Header,
@@ -31,6 +36,8 @@ from lightning_d9m.ledger.format.records import (
     ProbeLayout,
     ProbesRecord,
     Record,
+    Resume,
+    RunFacts,
     chain_record,
     decode_record,
 )
@@ -72,7 +79,7 @@ class RankReader(AbstractContextManager["RankReader"]):
     def __init__(self, path: Path, *, mark: str = "") -> None:
         self.path = path
         self.line = self.marked = 0
-        self.truncated = self.complete = self._has_ended = False
+        self.truncated = self.complete = False
         self._mark = mark.encode()
         self._layouts: dict[int, tuple[ProbeKey, ...]] = {}
         self._chain_hash = CHAIN_START
@@ -87,11 +94,6 @@ class RankReader(AbstractContextManager["RankReader"]):
     def chain_hash(self) -> str:
         """The chain hash of the record that was read last: 16 hex digits."""
         return self._chain_hash.decode()
-
-    @property
-    def is_beyond_mark(self) -> bool:
-        """True if what was yielded last follows the record with the chain hash ``mark``."""
-        return bool(self.marked) and (self.line > self.marked or self._has_ended)
 
     def records(self, *, lines_only: bool = False) -> Iterator[Record | Batch]:
         """Yield each record after the header, with batches in place of records of probes.
@@ -143,7 +145,7 @@ class RankReader(AbstractContextManager["RankReader"]):
             if isinstance(record, ProbeLayout):
                 self._layouts[record.id] = record.places
             yield record
-        self.complete, self._has_ended = isinstance(record, End), True
+        self.complete = isinstance(record, End)
 
     def _verify(self, line: bytes) -> bytes:
         """Return the JSON text of a line whose chain hash is right."""
@@ -151,14 +153,10 @@ class RankReader(AbstractContextManager["RankReader"]):
         body = line[:-_TAIL] + b"}"
         expected, chain_hash = chain_record(body, self._chain_hash)
         if line != expected:
-            try:
-                claimed = f" ({decode_record(body).kind})"
-            except FieldError:
-                claimed = ""
             raise LedgerError(
-                f"{self.path}, line {self.line}{claimed} does not fit its check: this "
-                "record was edited, or a record before it was removed, added or moved. Nothing "
-                "from here on can be trusted; take an unedited copy, or record the run again."
+                f"{self.path}, line {self.line} does not fit its check: this record was edited, or "
+                "a record before it was removed, added or moved. Nothing from here on can be "
+                "trusted; take an unedited copy, or record the run again."
             )
         self._chain_hash = chain_hash
         if chain_hash == self._mark:
@@ -167,16 +165,11 @@ class RankReader(AbstractContextManager["RankReader"]):
 
     def _read_header(self) -> Header:
         line = self._stream.readline(MAX_HEADER + 1)
-        if not line:
-            raise LedgerError(
-                f"{self.path} is empty: the run was ended before it wrote its first record. Record "
-                "the run again."
-            )
-        if not line.startswith(_HEADER):
+        if line and not line.startswith(_HEADER):
             raise self._not_a_ledger(f"begins with {quote(line[:40].decode('latin-1'))}")
+        if len(line) > MAX_HEADER:
+            raise self._not_a_ledger(f"has a first line of more than {MAX_HEADER} bytes")
         if not line.endswith(b"\n"):
-            if len(line) > MAX_HEADER:
-                raise self._not_a_ledger(f"has a first line of more than {MAX_HEADER} bytes")
             raise LedgerError(
                 f"{self.path} ends within its first record: the run was killed while it wrote it. "
                 "Record the run again."
@@ -217,12 +210,144 @@ class RankReader(AbstractContextManager["RankReader"]):
 def _open_regular(path: Path) -> BinaryIO:
     """Open a file for reading; refuse a pipe or a device, which might never end."""
     with file_errors(LedgerError, f"{path} cannot be read"):
-        # Without O_NONBLOCK, opening a named pipe waits for its writer.
-        number = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    if not stat.S_ISREG(os.fstat(number).st_mode):
-        os.close(number)
-        raise LedgerError(
-            f"{path} is not a ledger: it is not a regular file. Name a folder fit-NNN or a file "
-            "rank-N.jsonl."
-        )
-    return os.fdopen(number, "rb", buffering=2**20)
+        if stat.S_ISREG(path.stat().st_mode):
+            return path.open("rb", buffering=2**20)
+    raise LedgerError(
+        f"{path} is not a ledger: it is not a regular file. Name a folder fit-NNN or a file "
+        "rank-N.jsonl."
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Break:
+    """An interruption after which the run was resumed.
+
+    Attributes:
+        epoch: The epoch that was next or under way.
+        step: The global step.
+        batch: How many batches of the epoch were trained.
+        parent: The ledger that is continued, as the record names it.
+        problem: Why that ledger is not read; None when it is.
+        inexact: Why the resumed run cannot end at the bits of an uninterrupted one; empty when it
+            can.
+    """
+
+    epoch: int
+    step: int
+    batch: int
+    parent: str
+    problem: str | None = None
+    inexact: tuple[str, ...] = ()
+
+
+class LineageReader(RankReader):
+    """Streams the file of a run after those of the runs that it continues, if it was resumed.
+
+    The header, ``complete`` and ``line`` are those of the last file.
+
+    Attributes:
+        breaks: The interruptions, in order; reasons that a run found late are known once it was
+            read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        try:
+            self._parts, self.breaks = _follow(path)
+        except BaseException:
+            self.close()
+            raise
+
+    def records(self, *, lines_only: bool = False) -> Iterator[Record | Batch]:
+        """Yield each record after the header once, and batches in order among them."""
+        for number, (path, resume) in enumerate(self._parts):
+            with RankReader(path, mark=resume.parent_check) as part:
+                records = part.records(lines_only=lines_only)
+                inner = (own for own in records if _counts(own, part, resume))
+                yield from self._select(number, inner)
+        yield from self._select(len(self._parts), super().records(lines_only=lines_only))
+
+    def _select(self, number: int, records: Iterator[Record | Batch]) -> Iterator[Record | Batch]:
+        """Leave out what the part with this number repeats; keep the reasons that it gives."""
+        for record in records:
+            if isinstance(record, Resume):
+                # The oldest part continues a ledger, too, if that cannot be read.
+                place = number + len(self.breaks) - len(self._parts) - 1
+                if place >= 0:
+                    known = self.breaks[place]
+                    reasons = tuple(dict.fromkeys((*known.inexact, *record.inexact)))
+                    self.breaks[place] = replace(known, inexact=reasons)
+            elif not (isinstance(record, RunFacts) and number):
+                yield record
+
+
+def holds_record(path: Path, chain_hash: str) -> bool:
+    """Return whether a rank's file or one that it continues has a record with this chain hash."""
+    return any(_holds(part, chain_hash) for part in (path, *(part for part, _ in _follow(path)[0])))
+
+
+def _holds(path: Path, chain_hash: str) -> bool:
+    with RankReader(path, mark=chain_hash) as reader:
+        return any(reader.marked for _ in reader.line_records()) or bool(reader.marked)
+
+
+def _follow(path: Path) -> tuple[list[tuple[Path, Resume]], list[Break]]:
+    """Return the continued files with the records that continue them, oldest first; the breaks."""
+    parts: list[tuple[Path, Resume]] = []
+    breaks: list[Break] = []
+    seen: set[tuple[int, int]] = set()
+    while (record := _read_resume(path)) is not None:
+        found = _find_parent(path, record.parent)
+        seen.add(_file_id(path))
+        problem = None
+        try:
+            if found is None:
+                problem = "it is not there"
+            elif _file_id(found) in seen:
+                problem = "it continues itself"
+            elif not _holds(found, record.parent_check):
+                problem = "it does not hold the record at which the checkpoint was saved"
+        except LedgerError as error:
+            problem = str(error)
+        place = record.epoch, record.step, record.batch
+        breaks.append(Break(*place, record.parent, problem, record.inexact))
+        if found is None or problem is not None:
+            break
+        parts.append((found, record))
+        path = found
+    return parts[::-1], breaks[::-1]
+
+
+def _read_resume(path: Path) -> Resume | None:
+    with RankReader(path) as reader:
+        record = next(reader.line_records(), None)
+        return record if isinstance(record, Resume) else None
+
+
+def _file_id(path: Path) -> tuple[int, int]:
+    status = path.stat()
+    return status.st_dev, status.st_ino
+
+
+def _find_parent(path: Path, parent: str) -> Path | None:
+    """Return the continued file: at the named path, or beside this folder."""
+    folder = path.parent
+    # With logical ranks, the continued run may have had fewer processes.
+    names = dict.fromkeys((path.name, "rank-0.jsonl"))
+    places = (folder / parent, folder.parent / Path(parent).name)
+    for file in (place / name for place in places for name in names):
+        with suppress(OSError, RuntimeError):  # a name that is too long, links in a circle
+            if parent and file.is_file():
+                return file.resolve()
+    return None
+
+
+def _counts(record: Record | Batch, reader: RankReader, resume: Resume) -> bool:
+    """Return whether the run that continues a file does not repeat a record of it."""
+    if isinstance(record, End) or getattr(record, "moment", "") == "final":
+        return False  # the resumed run has not reached the end of a run
+    if not 0 < reader.marked < reader.line or isinstance(record, ProbeLayout):
+        return True
+    if isinstance(record, Digests) and record.moment != "epoch":
+        return False
+    return getattr(record, "epoch", resume.epoch) < resume.epoch

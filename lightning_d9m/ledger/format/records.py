@@ -174,8 +174,7 @@ class Header(Entry, frozen=True, tag="header", kw_only=True):
         fit: Ordinal of the fit within its process, from 0.
         seed: The base seed.
         created: Time of writing, ISO 8601 in UTC.
-        program: Command, git commit, and whether the source differs from it. See
-            ``ledger.program``.
+        program: Command, git commit, and whether the source differs from it; see ``ledger.stack``.
         settings: Settings of the session, flat.
         stack: Everything that bit-exactness may depend on, flat; see ``ledger.stack``.
     """
@@ -519,7 +518,6 @@ class Batch:
 
 _encode = Encoder(enc_hook=_to_plain).encode
 _decode = Decoder(Record).decode
-_DIGEST = bytes(DIGEST_BYTES)
 
 
 def chain_record(body: bytes, previous: bytes) -> tuple[bytes, bytes]:
@@ -539,9 +537,7 @@ def encode_record(record: Record) -> bytes:
         body = _encode(record)
     except (TypeError, UnicodeEncodeError) as error:
         raise FieldError("record", f"cannot be written as JSON: {error}") from error
-    # The digests of probes may have any bytes: checking some saves a tenth of the time.
-    is_long = isinstance(record, ProbesRecord) and len(record.digests) > DIGEST_BYTES
-    decode_record(_encode(structs.replace(record, digests=_DIGEST)) if is_long else body)
+    decode_record(body)
     return body
 
 

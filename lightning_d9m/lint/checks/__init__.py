@@ -1,5 +1,5 @@
 """The rules of ``d9m scan``.
 
-The tree of a file comes in; places that break a rule go out. Read ``seeds.py`` first, a plain set
-of rules, then ``ops.py``, which reads the catalog.
+The tree of a file comes in; places that break a rule go out. Read ``settings.py`` first, a set
+of plain rules, then ``ops.py``, which reads the catalog.
 """

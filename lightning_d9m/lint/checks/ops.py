@@ -261,7 +261,7 @@ def _bmm(call: Call) -> Verdict:
 def _find_input(call: Call) -> ast.AST | None:
     """Return the value of the first argument, or of the receiver."""
     first = call.get(0, "input") or call.receiver
-    return None if first is None else find_value(first, call.scope)
+    return None if first is None else find_value(first, call.scope)[0]
 
 
 def _selected(op: str) -> Condition:

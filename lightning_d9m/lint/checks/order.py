@@ -171,8 +171,9 @@ def _find_iteration(node: ast.expr, tree: Tree) -> Literal["iterated", "popped",
         case ast.Call(function) if node is not function:
             iterated = read_last_name(function) in _ORDERING
         case ast.Attribute(attr="pop"):
-            call = tree.find_method(node)[1]
-            return "popped" if call is not None and not call.args else ""
+            call = tree.parent[parent]
+            popped = isinstance(call, ast.Call) and call.func is parent and not call.args
+            return "popped" if popped else ""
     return "iterated" if iterated else ""
 
 

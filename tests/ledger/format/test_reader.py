@@ -1,13 +1,28 @@
-"""Reading ledgers: whatever is not an unedited ledger gets one clear error."""
+"""Reading ledgers: whatever is not an unedited ledger gets one clear error.
+
+Ledgers of resumed runs are read as one run, and say where it was interrupted.
+"""
 
 import os
 
 import pytest
-from ledger_runs import chain_lines, write_lines
+from ledger_runs import (
+    chain_lines,
+    find_breaks,
+    make_facts,
+    make_header,
+    make_weights,
+    write_lines,
+)
 
+from lightning_d9m.comparison.ledgers import compare_ledgers
 from lightning_d9m.errors import LedgerError
 from lightning_d9m.ledger.folder import rank_path, read_ledger
 from lightning_d9m.ledger.format import reader as rank_file
+from lightning_d9m.ledger.format.reader import holds_record
+from lightning_d9m.ledger.format.records import Digests, End
+from lightning_d9m.ledger.format.writer import LedgerWriter
+from lightning_d9m.output.comparison_text import format_comparison
 
 
 def read(path, rank=0):
@@ -93,7 +108,7 @@ def test_ranks_of_different_runs(runs, changes, message):
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (b"", "is empty: the run was ended before it wrote its first record"),
+        (b"", "ends within its first record"),
         (b'{"kind":"header","sch', "ends within its first record: the run was killed while"),
         (b"hello\n", "is not a ledger: it begins with 'hello"),
         (b"\x80\x04\x95pickle\x00\xff\xfe", "is not a ledger: it begins with"),
@@ -134,9 +149,9 @@ def test_a_schema_of_another_version(runs, tmp_path, schema, unknown_form):
 @pytest.mark.parametrize(
     ("change", "line"),
     [
-        (lambda lines: lines.pop(2), "line 3 (digests)"),
-        (lambda lines: lines.insert(3, lines[3]), "line 5 (digests)"),
-        (lambda lines: lines.insert(3, lines.pop(4)), "line 4 (digests)"),
+        (lambda lines: lines.pop(2), "line 3 does"),
+        (lambda lines: lines.insert(3, lines[3]), "line 5 does"),
+        (lambda lines: lines.insert(3, lines.pop(4)), "line 4 does"),
         (lambda lines: lines.pop(0), "is not a ledger"),
         (lambda lines: lines.insert(2, b"{}\n"), "line 3 does"),
         (lambda lines: lines.__setitem__(-1, lines[-1].replace(b"finish", b"fail")), "line 8 "),
@@ -179,3 +194,124 @@ def test_a_wrong_record_with_a_valid_check(runs, tmp_path, monkeypatch, change, 
     with pytest.raises(LedgerError, match=message) as caught:
         read(path)
     assert str(caught.value).isprintable()
+
+
+BEGIN, FACTS, END = make_header(), make_facts(), End(status="finished")
+
+
+def digests(moment, epoch, digit=0):
+    value = f"{epoch + digit:032x}"
+    return make_weights(moment, epoch, {"w": value}, step=6 * epoch, totals={"weights": value})
+
+
+def write(folder, records):
+    """Write one rank's file; return the check of each record."""
+    folder.mkdir(parents=True)
+    with LedgerWriter(folder / "rank-0.jsonl") as writer:
+        return [(writer.write(record), writer.chain_hash)[1] for record in records]
+
+
+def resume(parent, check, *, epoch, batch=0, **extra):
+    where = {"epoch": epoch, "step": 6 * epoch + batch, "batch": batch}
+    return {"kind": "resume", "parent": parent, "parent_check": check, **where, **extra}
+
+
+def moments(folder):
+    return [
+        (record.moment, record.epoch)
+        for record in read_ledger(folder).records(0)
+        if isinstance(record, Digests)
+    ]
+
+
+STRAIGHT = [("initial", 0), ("epoch", 0), ("epoch", 1), ("epoch", 2), ("final", 2)]
+
+
+@pytest.fixture
+def chain(tmp_path):
+    """Write a straight run, and one that was interrupted in epoch 1 and again after it."""
+    write(tmp_path / "fit-000", [BEGIN, FACTS, *(digests(*place) for place in STRAIGHT), END])
+    first = [BEGIN, FACTS, digests("initial", 0), digests("epoch", 0), digests("epoch", 1, 7)]
+    checks = write(tmp_path / "fit-001", first)
+    second = [BEGIN, resume("../fit-001", checks[3], epoch=1, batch=3), FACTS]
+    second += [digests("epoch", 1), digests("final", 1), End(status="failed")]
+    checks = write(tmp_path / "fit-002", second)
+    third = [BEGIN, resume("../fit-002", checks[4], epoch=2), FACTS]
+    write(tmp_path / "fit-003", [*third, digests("epoch", 2), digests("final", 2), END])
+    return tmp_path
+
+
+def test_a_chain_is_read_as_one_run(chain):
+    """What the first run did beyond its checkpoint was done again, and counts for nothing."""
+    assert moments(chain / "fit-003") == STRAIGHT
+    comparison = compare_ledgers(*(read_ledger(chain / name) for name in ("fit-000", "fit-003")))
+    assert comparison.equal
+    breaks = find_breaks(chain / "fit-003" / "rank-0.jsonl")
+    assert [(one.epoch, one.batch, one.problem) for one in breaks] == [(1, 3, None), (2, 0, None)]
+    assert find_breaks(chain / "fit-000" / "rank-0.jsonl") == ()
+
+
+def test_an_epoch_that_was_recorded_after_the_checkpoint_counts(tmp_path):
+    """A callback before ours saved at the end of the epoch, before it was recorded."""
+    checks = write(tmp_path / "fit-000", [BEGIN, FACTS, digests("initial", 0), digests("epoch", 0)])
+    second = [BEGIN, resume("../fit-000", checks[2], epoch=1), FACTS, digests("epoch", 1)]
+    write(tmp_path / "fit-001", second)
+    assert moments(tmp_path / "fit-001") == [("initial", 0), ("epoch", 0), ("epoch", 1)]
+
+
+def test_a_parent_that_is_beside_it_is_found(chain):
+    checks = write(chain / "x" / "fit-000", [BEGIN, FACTS, digests("initial", 0)])
+    second = [BEGIN, resume("/gone/fit-000", checks[-1], epoch=0), FACTS, digests("epoch", 0)]
+    write(chain / "x" / "fit-001", second)
+    assert moments(chain / "x" / "fit-001") == STRAIGHT[:2]
+
+
+@pytest.mark.parametrize(
+    ("parent", "check", "problem"),
+    [
+        ("", "0" * 16, "it is not there"),
+        ("../" + "x/" * 2000, "0" * 16, "it is not there"),
+        ("a\0b", "0" * 16, "it is not there"),
+        ("../fit-001", "0" * 16, "it does not hold the record at which the checkpoint was saved"),
+        (".", "0" * 16, "it continues itself"),
+    ],
+)
+def test_a_parent_that_cannot_be_read_is_said_and_left_out(chain, parent, check, problem):
+    write(chain / "fit-009", [BEGIN, resume(parent, check, epoch=1), FACTS, digests("epoch", 1)])
+    (found,) = find_breaks(chain / "fit-009" / "rank-0.jsonl")
+    assert found.problem == problem
+    assert moments(chain / "fit-009") == [("epoch", 1)]
+
+
+def test_a_parent_that_was_edited_is_said(chain):
+    path = chain / "fit-001" / "rank-0.jsonl"
+    path.write_text(path.read_text().replace('"step":0', '"step":1'))
+    first, second = find_breaks(chain / "fit-003" / "rank-0.jsonl")
+    assert "does not fit its check" in first.problem
+    assert second.problem is None
+
+
+def test_reasons_that_are_found_late_belong_to_the_break(chain):
+    """Unless the batches after which they were found were trained again."""
+    first = (chain / "fit-001" / "rank-0.jsonl").read_text().splitlines()[3][-18:-2]
+    records = [BEGIN, resume("../fit-001", first, epoch=1, inexact=["Early."]), FACTS]
+    records += [resume("", "", epoch=1, inexact=["Late.", "Early."]), digests("epoch", 1)]
+    records += [resume("", "", epoch=2, inexact=["Again."]), digests("epoch", 2, 7)]
+    checks = write(chain / "fit-007", records)
+    records = [BEGIN, resume("../fit-007", checks[4], epoch=2), FACTS, digests("epoch", 2)]
+    records += [digests("final", 2), resume("", "", epoch=2, inexact=["Last."]), END]
+    write(chain / "fit-008", records)
+    breaks = find_breaks(chain / "fit-008" / "rank-0.jsonl")
+    assert [found.inexact for found in breaks] == [("Early.", "Late."), ("Last.",)]
+    assert moments(chain / "fit-008") == STRAIGHT
+    comparison = compare_ledgers(*(read_ledger(chain / name) for name in ("fit-000", "fit-008")))
+    assert comparison.equal
+    assert "Rank 0: this run was not resumed exactly there: Last." in format_comparison(comparison)
+
+
+def test_a_record_is_found_anywhere_in_the_chain(chain):
+    file = chain / "fit-003" / "rank-0.jsonl"
+    first = (chain / "fit-001" / "rank-0.jsonl").read_text().splitlines()[4]
+    assert holds_record(file, first[-18:-2])
+    assert not holds_record(chain / "fit-000" / "rank-0.jsonl", first[-18:-2])
+    assert not holds_record(file, "0" * 16)

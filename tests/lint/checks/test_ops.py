@@ -2,7 +2,7 @@
 
 import ast
 from dataclasses import replace
-from functools import cache
+from operator import attrgetter
 
 import pytest
 import torch
@@ -14,18 +14,29 @@ from lightning_d9m.patches.catalog.catalog import OPS, FlagEffect, find_op
 
 # Ops of the catalog that no spelling leads to although they vary.
 OUT_OF_SIGHT = {
-    "apple_devices",  # a kind of device, and not an op
-    "ctc_loss_cudnn",  # chosen by shapes
-    "cumprod",  # the source does not say how many rows there are
-    "logcumsumexp",  # the same
-    "cumsum",  # deterministic; torch's documentation says otherwise
-    "embedding_dense_backward",  # deterministic; patched for its speed
-    "kthvalue",  # deterministic since 2.11
-    "topk",  # chosen by sizes
-    "resize_quantized",  # the source does not say what is quantized
-    "grid_sampler_3d_backward",  # spelled as the one in two dimensions
-    "upsample_bicubic2d_aa_backward",  # by the arguments of interpolate, below
+    "apple_devices": "a kind of device, and not an op",
+    "ctc_loss_cudnn": "chosen by shapes",
+    "cumprod": "the source does not say how many rows there are",
+    "logcumsumexp": "the same",
+    "cumsum": "deterministic; torch's documentation says otherwise",
+    "embedding_dense_backward": "deterministic; patched for its speed",
+    "kthvalue": "deterministic since 2.11",
+    "topk": "chosen by sizes",
+    "resize_quantized": "the source does not say what is quantized",
+    "grid_sampler_3d_backward": "spelled as the one in two dimensions",
 }
+# Ops that some arguments of their spelling select.
+BY_ARGUMENTS = {
+    "put_",
+    "bincount",
+    "histc",
+    "median",
+    "scatter",
+    "scatter_reduce_prod",
+    "index_put",
+}
+BY_ARGUMENTS |= {"gather_backward", "repeat_interleave_backward", "embedding_bag_max_backward"}
+BY_ARGUMENTS |= {"adaptive_avg_pool2d_backward", "adaptive_avg_pool3d_backward"}
 CALLS = """
 import torch
 import torch.nn.functional as F
@@ -57,82 +68,42 @@ SPELLED = {
 }
 
 
-@cache
-def spell_all():
-    """Return the names of ops that a spelling without arguments leads to, and the SPELLED."""
-    names = set(SPELLED)
-    for name in FUNCTIONS:
-        call = ast.parse(f"import {name.partition('.')[0]}\n{name}()")
-        tree = Tree(call)
-        node = next(node for node in tree.nodes if isinstance(node, ast.Call))
-        names |= {report.op for report in check_op(Call(node, tree))}
-    return names
+def find_ops(source):
+    """Return the reports of the ops that a program calls."""
+    tree = Tree(ast.parse(source))
+    calls = [Call(node, tree) for node in tree.nodes if isinstance(node, ast.Call)]
+    return [report for call in calls for report in check_op(call)]
 
 
-@pytest.mark.parametrize("name", SPELLED)
-def test_a_call_is_found_as_its_op(scan, name):
-    found = scan(CALLS.format(SPELLED[name]), whole=True)
-    assert name in {finding.op for finding in found}
-
-
-@pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
-def test_every_op_is_spelled_or_excused(op):
+def test_every_op_is_spelled_or_excused():
     """The linter has a rule for every op that the catalog calls nondeterministic."""
-    if op.flag_effect is FlagEffect.UNNEEDED:
-        assert op.name not in spell_all()
-        return
-    by_name = {"put_", "bincount", "histc", "median", "scatter", "scatter_reduce_prod"}
-    by_name |= {"index_put"}
-    by_name |= {"gather_backward", "repeat_interleave_backward", "embedding_bag_max_backward"}
-    by_name |= {f"adaptive_avg_pool{dims}d_backward" for dims in (2, 3)}
-    assert op.name in spell_all() | by_name or op.name in OUT_OF_SIGHT
-    assert rule_of(op) in RULES
-    _, reason, fix = explain_op(op.name)
-    assert op.cause in reason
-    assert fix.endswith(".")
+    spelled = {}
+    for name, code in SPELLED.items():
+        spelled[name] = {report.op for report in find_ops(CALLS.format(code))}
+        assert name in spelled[name]
+    for name in FUNCTIONS:  # without arguments
+        source = f"import {name.partition('.')[0]}\n{name}()"
+        spelled[name] = {report.op for report in find_ops(source)}
+    known = set().union(*spelled.values())
+    for op in OPS:
+        if op.flag_effect is FlagEffect.UNNEEDED:
+            assert op.name not in known
+            continue
+        assert op.name in known | BY_ARGUMENTS | OUT_OF_SIGHT.keys()
+        assert rule_of(op) in RULES
+        _, reason, fix = explain_op(op.name)
+        assert op.cause in reason
+        assert fix.endswith(".")
 
 
-@pytest.mark.parametrize("name", sorted(name for name in FUNCTIONS if name.startswith("torch.")))
-def test_every_spelling_of_torch_exists(name):
+def test_every_spelling_exists():
     """A misspelt name would never be found."""
-    value = torch
-    for part in name.split(".")[1:]:
-        if not hasattr(value, part):
-            assert hasattr(torch.Tensor, part)
-            return
-        value = getattr(value, part)
-    assert callable(value)
-
-
-@pytest.mark.parametrize("name", METHODS)
-def test_every_method_exists(name):
-    assert callable(getattr(torch.Tensor, name))
-
-
-def test_names_are_followed_through_aliases(scan):
-    source = """
-        from torch import nn as layers
-        from torch.nn.modules.pooling import AvgPool3d
-        import torch.nn.functional
-
-        make = layers.AvgPool3d
-        F = torch.nn.functional
-
-        def build():
-            from torch.nn.functional import avg_pool3d as pool
-            return make(2), AvgPool3d(2), pool(1, 2), F.avg_pool3d(1, 2)
-    """
-    assert [line for line, _ in scan(source)] == [11] * 4
-
-
-def test_a_name_that_is_bound_again_is_not_torchs(scan):
-    source = """
-        from torch.nn.functional import avg_pool3d
-
-        def use(avg_pool3d):
-            return avg_pool3d(1, 2)
-    """
-    assert scan(source) == []
+    for name in METHODS:
+        assert callable(getattr(torch.Tensor, name))
+    for path in (name[6:] for name in FUNCTIONS if name.startswith("torch.")):
+        # Some functions exist only as methods.
+        owner = torch if hasattr(torch, path.partition(".")[0]) else torch.Tensor
+        assert callable(attrgetter(path)(owner))
 
 
 def test_star_imports_are_followed(scan):
@@ -165,7 +136,5 @@ def test_a_torch_that_needs_no_patch_is_not_accused(scan, monkeypatch):
     ],
 )
 def test_what_the_source_does_not_show_is_not_certain(code, certainty):
-    tree = Tree(ast.parse(CALLS.format(f"def f(xp, dtype):\n    return {code}")))
-    calls = [Call(node, tree) for node in tree.nodes if isinstance(node, ast.Call)]
-    found = [report for call in calls for report in check_op(call)]
+    found = find_ops(CALLS.format(f"def f(xp, dtype):\n    return {code}"))
     assert [report.certainty for report in found] == [certainty] * (certainty is not None)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from scripts import load_script
 
-from lightning_d9m.audit.ops.torch_docs import read_documentation
+from lightning_d9m.audit.ops.cases import read_documentation
 from lightning_d9m.errors import SettingError
 from lightning_d9m.patches.catalog import catalog
 from lightning_d9m.patches.catalog.catalog import OPS, FlagEffect, Op, find_op, select_ops
