@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from lightning_d9m.cli.locate import describe_op
 from lightning_d9m.locate.op_evidence import examine_op, measure_saved
-from lightning_d9m.output.locate_text import describe_op
 from lightning_d9m.probes.dumps import Dump, keep
 from lightning_d9m.probes.trace import ProbePoint
 

@@ -5,12 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from lightning_d9m.cli.locate import describe
 from lightning_d9m.comparison.differences import Divergence, FieldDifference, PlaceDifference
 from lightning_d9m.comparison.ledgers import RankComparison, Side
 from lightning_d9m.locate import search as search_module
 from lightning_d9m.locate.op_evidence import find_patch
 from lightning_d9m.locate.search import Search
-from lightning_d9m.output.locate_text import describe
 
 
 def pair(kind=None, name="a", *, step=0, moment="batch", epoch=0, values=("", ""), others=()):
@@ -218,14 +218,6 @@ def test_a_different_fit_of_a_run_does_not_count():
     assert "1 of 1 pairs differ elsewhere" in found.looks[-1]
 
 
-def test_a_divergence_that_does_not_occur_again_is_reported_as_far_as_it_was_narrowed():
-    found, _ = search(pair(**EPOCH), pair("loss", "loss", step=4), *[pair()] * 3, tries=1)
-    text = " ".join(" ".join(describe(found, determinism=True)).split())
-    assert found.cause.kind == "module"
-    assert "modules of the step: the divergence did not occur again in 2 runs" in text
-    assert "where: epoch 0, step 4, batch 4: loss loss" in text
-
-
 def test_a_line_that_cannot_be_the_cause_stays_a_suspect(monkeypatch):
     finding = SimpleNamespace(location="t.py:3:1", code="hash(x)", rule="D9M303", reason="Why.")
     monkeypatch.setattr(search_module, "find_cause_lines", lambda *_, **__: [finding])
@@ -241,14 +233,6 @@ def test_a_different_stack_is_shown_and_ends_the_search():
     found, looks = search(other)
     assert (found.cause.kind, len(looks)) == ("stack", 1)
     assert "  threads" in describe(found, determinism=True)
-
-
-def test_a_different_stack_does_not_end_the_search_if_bits_are_portable():
-    other = pair(**EPOCH)
-    other.comparison.stack = (FieldDifference("threads", 1, 2, (0,)),)
-    other.comparison.portable = True
-    found, looks = search(other, BATCH, BATCH)
-    assert (found.cause.kind, len(looks)) == ("data", 3)
 
 
 def test_records_that_only_one_run_has_are_reported():
