@@ -24,7 +24,7 @@ from lightning_d9m.ledger.folder import Ledger
 from lightning_d9m.output.columns import Column, format_table, print_result
 from lightning_d9m.output.comparison_text import format_evidence, state_verdict
 from lightning_d9m.output.html_page import list_run_facts, render_page
-from lightning_d9m.output.terminal import find_command, format_next_steps, wrap
+from lightning_d9m.output.terminal import find_command, wrap
 from lightning_d9m.text import escape, pluralize, printable
 
 _OPEN = "open"
@@ -103,13 +103,14 @@ def _show(
         facts |= {"comparison": comparison.as_json(), "bundle": str(path)}
         lines = _format_bundle(manifest, comparison, ledgers, verbose=arguments.verbose)
         command = printable(find_command(ledgers) or "COMMAND")
+    steps = []
     if arguments.format == "text" and is_new:
         name = printable(shlex.quote(str(path)))
-        steps = [(f"d9m bundle open {name}", "shows this again")]
         if manifest.locate is None and not comparison.equal:
-            steps.insert(0, (f"d9m locate -- {command}", "finds the line, for a new bundle"))
-        lines += ["", f"bundle: {name}", *format_next_steps(steps)]
-    print_result(arguments.format, facts, lines, state_verdict(comparison))
+            steps = [(f"d9m locate -- {command}", "finds the line, for a new bundle")]
+        steps.append((f"d9m bundle open {name}", "shows this again"))
+        lines += ["", f"bundle: {name}"]
+    print_result(arguments.format, facts, lines, state_verdict(comparison), steps=steps)
     return 0 if comparison.equal else 1
 
 

@@ -16,7 +16,7 @@ from lightning_d9m.ledger.folder import Ledger, read_ledger, search_ledgers
 from lightning_d9m.output.columns import Column, format_table, print_result
 from lightning_d9m.output.comparison_text import format_evidence, state_verdict
 from lightning_d9m.output.svg import HEIGHT, WIDTH, draw_chart, draw_key
-from lightning_d9m.output.terminal import find_command, format_next_steps, list_next_steps, wrap
+from lightning_d9m.output.terminal import find_command, list_next_steps, wrap
 from lightning_d9m.text import describe_names, escape, pluralize, printable
 
 _COLUMNS = (
@@ -50,12 +50,13 @@ def run(arguments: argparse.Namespace) -> int:
         )
     with show_progress("records compared") as progress:
         comparison = compare_ledgers(expected, actual, progress=progress)
-    evidence = format_evidence(comparison, verbose=arguments.verbose)
-    if arguments.format == "text" and comparison.verdict == "different":
+    steps = []
+    if comparison.verdict == "different":
         command = f"-- {printable(find_command((expected, actual)) or 'COMMAND')}"
-        ledgers = printable(" ".join(shlex.quote(str(path)) for path in paths))
-        evidence += format_next_steps(list_next_steps(command, ledgers))
-    print_result(arguments.format, comparison.as_json(), evidence, state_verdict(comparison))
+        steps = list_next_steps(command, printable(shlex.join(map(str, paths))))
+    lines = format_evidence(comparison, verbose=arguments.verbose)
+    verdict = state_verdict(comparison)
+    print_result(arguments.format, comparison.as_json(), lines, verdict, steps=steps)
     return 0 if comparison.equal else 1
 
 
@@ -67,9 +68,10 @@ def _compare_with_noise(arguments: argparse.Namespace, expected: Ledger, actual:
     if arguments.plot is not None:
         with file_errors(LedgerError, f"The plot {arguments.plot} cannot be written"):
             arguments.plot.write_text(_draw_noise(found), encoding="utf-8")
-    print_result(
-        arguments.format, _list_noise_facts(found), _format_noise(found), _state_noise(found)
-    )
+    sentence = _state_noise(found)
+    facts = {"verdict": found.verdict, "sentence": sentence, **asdict(found)}
+    del facts["lines"]
+    print_result(arguments.format, facts, _format_noise(found), sentence)
     return 0 if found.verdict == "within noise" else 1
 
 
@@ -83,14 +85,6 @@ def _list_noise(folder: Path, expected: Ledger) -> Iterator[Ledger]:
             ledger = entry.ledger if entry.kind == "fit" else None
             if ledger is not None and ledger.header.fit == expected.header.fit:
                 yield ledger
-
-
-def _list_noise_facts(found: NoiseVerdict) -> dict[str, object]:
-    """Return the result as JSON types."""
-    named = ("change", "deviation", "chance")
-    values = [asdict(v) | {name: getattr(v, name) for name in named} for v in found.values]
-    facts = {name: value for name, value in asdict(found).items() if name != "lines"}
-    return {"verdict": found.verdict, "sentence": _state_noise(found), **facts, "values": values}
 
 
 def _describe_chance(chance: float) -> str:

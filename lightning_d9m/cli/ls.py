@@ -95,7 +95,7 @@ def _name_program(command: str) -> str:
     return PurePath(words[0]).name if words else ""
 
 
-def _format_rows(rows: Sequence[Row], width: int) -> str:
+def _format_rows(rows: Sequence[Row], width: int) -> list[str]:
     """Lay out the rows below their folders, in columns that are as wide in each folder.
 
     If the width is too small, the least important columns are left out.
@@ -110,7 +110,7 @@ def _format_rows(rows: Sequence[Row], width: int) -> str:
         if row["problem"] is not None:
             below.append(f"  {escape(row['problem'], 400)}")
     shown = (["", printable(f"{folder}/"), *below] for folder, below in folders.items())
-    return "\n".join([lines[0], *chain.from_iterable(shown)])
+    return [lines[0], *chain.from_iterable(shown)]
 
 
 def _list_columns(rows: Sequence[Row]) -> list[Column[Row]]:

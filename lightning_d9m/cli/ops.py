@@ -4,14 +4,7 @@ import argparse
 import sys
 
 from lightning_d9m.output.columns import print_result
-from lightning_d9m.output.terminal import (
-    format_next_steps,
-    make_table,
-    measure,
-    render,
-    style,
-    terminal_width,
-)
+from lightning_d9m.output.terminal import make_table, measure, render, style, terminal_width
 from lightning_d9m.patches.catalog.catalog import OPS, Op, find_op
 
 ARGUMENTS = """
@@ -40,7 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
         records, width = op.as_record(), terminal_width()
         table = make_table(["", ""], [(f"{label}:", text) for label, text in facts])
     lines = render(table, width).splitlines()
-    print_result(arguments.format, records, [*lines, *format_next_steps(steps)])
+    print_result(arguments.format, records, lines, steps=steps)
     return 0
 
 

@@ -30,30 +30,18 @@ class ValueChange:
         expected: The value of the reference.
         actual: The value of this run.
         noise: The values of the runs without a change.
+        change: The difference of the two trainings.
+        deviation: The standard deviation of the runs without a change.
+        chance: The probability that noise alone makes a difference at least this large.
     """
 
     name: str
     expected: float
     actual: float
     noise: Sequence[float]
-
-    @property
-    def change(self) -> float:
-        """The difference of the two trainings."""
-        return self.actual - self.expected
-
-    @property
-    def deviation(self) -> float:
-        """The standard deviation of the runs without a change."""
-        return statistics.stdev(self.noise)
-
-    @property
-    def chance(self) -> float:
-        """The probability that noise alone makes a difference at least this large."""
-        if self.deviation and math.isfinite(self.change):
-            ratio = abs(self.change) / self.deviation / math.sqrt(2)
-            return _find_chance(ratio, len(self.noise) - 1)
-        return 0.0 if self.change else 1.0
+    change: float
+    deviation: float
+    chance: float
 
 
 @dataclass(frozen=True)
@@ -144,10 +132,14 @@ def _list_changes(logged: Sequence[Mapping[str, float]]) -> tuple[list[ValueChan
     values, left_out = [], []
     for name in dict.fromkeys([*logged[0], *logged[1]]):
         expected, actual, *noise = (run.get(name, math.nan) for run in logged)
-        if all(map(math.isfinite, (expected, *noise))) and not math.isnan(actual):
-            values.append(ValueChange(name, expected, actual, noise))
-        else:
+        if not all(map(math.isfinite, (expected, *noise))) or math.isnan(actual):
             left_out.append(name)
+            continue
+        change, deviation = actual - expected, statistics.stdev(noise)
+        chance = 0.0 if change else 1.0
+        if deviation and math.isfinite(change):
+            chance = _find_chance(abs(change) / deviation / math.sqrt(2), len(noise) - 1)
+        values.append(ValueChange(name, expected, actual, noise, change, deviation, chance))
     return sorted(values, key=lambda value: value.chance), left_out
 
 

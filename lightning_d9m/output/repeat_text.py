@@ -22,7 +22,7 @@ from lightning_d9m.output.columns import (
     print_result,
 )
 from lightning_d9m.output.comparison_text import format_evidence, state_verdict
-from lightning_d9m.output.terminal import format_next_steps, list_next_steps, terminal_width, wrap
+from lightning_d9m.output.terminal import list_next_steps, terminal_width, wrap
 from lightning_d9m.text import cut_digests, escape, pluralize, printable
 
 _SEVERAL = 2  # later runs, of which some may agree
@@ -185,9 +185,8 @@ class RepeatReport:
             table = format_table(columns, self.rows, terminal_width(), plain=False)
             lines = [*table.splitlines(), *self._labels, "", *lines, *[""] * bool(lines)]
             lines.append(f"ledgers: {self._output}")
-            for entry in self._differing[:1]:
-                lines += format_next_steps(self._list_next_steps(entry))
-        print_result(chosen, self._as_json(), lines, self.state_verdict(), markdown)
+        steps = self._list_next_steps(self._differing[0]) if self._differing else []
+        print_result(chosen, self._as_json(), lines, self.state_verdict(), markdown, steps)
 
     def _list_evidence(self, *, verbose: bool) -> Iterator[str]:
         """Yield the lines below the table; a blank line ends each paragraph."""

@@ -21,7 +21,7 @@ from lightning_d9m.cli.repeat import _REMEDIES
 from lightning_d9m.control.env_settings import read_settings
 from lightning_d9m.errors import InexactResumeError
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+SUPPORT = Path(__file__).parents[1] / "support"
 LOGICAL = {"world.logical_ranks": 4}
 FORCE = ("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")
 EPOCHS = [{"epoch": n, "batches": 4, "accumulated": 2, "validation": 1} for n in range(2)]
@@ -267,11 +267,9 @@ def test_all_processes_end_when_one_fails_and_its_error_is_shown(repeat):
         (["1,2,1"], "1,2,1 is not valid; a number occurs twice"),
         (["2"], "2 is not valid; one run cannot be compared"),
         (["1,2", "--interrupt"], "--interrupt: not allowed with argument --processes"),
-        (["1,8"], "--processes is 1,8, but LIGHTNING_D9M_LOGICAL_RANKS is 4"),
     ],
 )
-def test_wrong_input_is_one_clear_error(options, message, monkeypatch, d9m):
-    monkeypatch.setenv("LIGHTNING_D9M_LOGICAL_RANKS", "4")
+def test_wrong_input_is_one_clear_error(options, message, d9m):
     status, _, error = d9m("repeat", "--processes", *options, "--", "true")
     assert status == 2
     assert error.count("error:") == 1
@@ -416,35 +414,21 @@ def test_objects_are_allowed_in_resumed_runs_only(resume, tmp_path, monkeypatch,
         assert text == ("0 1\n" if options and resumed else "1 None\n")
 
 
-# A real project that does not mention lightning_d9m. With `hidden`, its training draws from an
-# iterator, which no checkpoint can hold, and which does not show that it changes.
+# A project that does not mention lightning_d9m. With `hidden`, its training draws from an iterator,
+# which no checkpoint can hold, and which does not show that it changes.
 TRAINING = """
+import sys
+sys.path.insert(0, {support!r})
 import lightning.pytorch as L
 import numpy as np
-import torch
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from trainings import QUIET, make_loader, make_model
 
-HIDDEN = iter(np.random.default_rng(0).random, None)
-
-class Net(L.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 1))
-
-    def training_step(self, batch, _):
-        noise = next(HIDDEN) if {hidden} else torch.rand(())
-        return (self.layers(batch[0]) + float(noise)).square().mean()
-
-    def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), lr=0.01)
-
-if __name__ == "__main__":
-    data = TensorDataset(torch.linspace(0, 1, 256).reshape(32, 8))
-    quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False,
-                 enable_model_summary=False, accelerator="cpu", num_sanity_val_steps=0)
-    trainer = L.Trainer(max_epochs=1, accumulate_grad_batches=2, **quiet)
-    trainer.fit(Net(), DataLoader(data, 4, shuffle=True))
+draws = iter(np.random.default_rng(0).random, None)
+model = make_model()
+step = model.training_step
+model.training_step = lambda *batch: step(*batch) * (1 + next(draws) * {hidden})
+trainer = L.Trainer(max_epochs=1, accumulate_grad_batches=2, num_sanity_val_steps=0, **QUIET)
+trainer.fit(model, make_loader())
 """
 
 
@@ -452,7 +436,7 @@ if __name__ == "__main__":
 def test_a_real_project_is_tested_unchanged(tmp_path, forking_python, hidden, verdict):
     """All of its state is restored; an iterator that cannot be restored makes runs differ."""
     script = tmp_path / "train.py"
-    script.write_text(TRAINING.format(hidden=hidden))
+    script.write_text(TRAINING.format(hidden=hidden, support=str(SUPPORT)))
     d9m = (forking_python, "-m", "lightning_d9m")
     done = subprocess.run(
         [*d9m, "repeat", "--interrupt", "--json", "--", forking_python, str(script)],

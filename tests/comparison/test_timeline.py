@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from lightning_d9m.comparison import timeline
 from lightning_d9m.comparison.timeline import (
@@ -27,12 +28,6 @@ def record(weights, *, epoch=0, sketched=True):
         groups={"weights": {name: digest(own) for name, own in weights.items()}},
         sketches=sketch_tensors(weights) if sketched else {},
     )
-
-
-def fields(digests):
-    """Return the arguments that make a record."""
-    names = ("moment", "epoch", "step", "totals", "groups", "sketches")
-    return {name: getattr(digests, name) for name in names}
 
 
 def test_the_distance_of_a_small_tensor_is_exact():
@@ -109,6 +104,5 @@ def test_epochs_are_bounded(monkeypatch):
     # A ledger that somebody made, whose epochs do not advance.
     crafted = DistanceSeries()
     for step in range(20):
-        odd = [Digests(**{**fields(record(own)), "step": step}) for own in (one, other)]
-        crafted.add(*odd)
+        crafted.add(*(replace(record(own), step=step) for own in (one, other)))
     assert len(crafted.moments) <= 8
