@@ -6,7 +6,7 @@ the catalog.
 
 from pathlib import Path
 
-from lightning_d9m.output.op_listing import list_op_facts
+from lightning_d9m.cli.ops import list_op_facts
 from lightning_d9m.patches.catalog.catalog import OPS
 
 PAGE = Path(__file__).with_name("ops.md")

@@ -3,11 +3,10 @@
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -25,103 +24,51 @@ from ledger_runs import Runs
 folder = Path(os.environ["LIGHTNING_D9M_LEDGER_DIR"])
 Runs(folder).write(2 if {differs} and folder.name == "run-002" else 3)
 """
-# Stands for an interpreter: notes its arguments.
-PIP = '#!/bin/sh\necho "$@" >> {}\n'
 _EXPRESSION = re.compile(r"\$\{\{ *([\w.-]+) *\}\}")
 
 
 class Job:
-    """A job that uses the action, as GitHub's runner runs it, in folders of a test.
-
-    The steps run in order with the file's expressions filled in. A step after one that failed is
-    left out unless it says ``always()``. `upload-artifact` copies, and refuses a name twice.
-    """
+    """A job that uses the action: the steps run with the file's expressions filled in."""
 
     def __init__(self, folder):
-        self.project = folder / "project"
-        self.project.mkdir()
-        self._programs = folder / "bin"
-        self._programs.mkdir()
-        self._temporary, self.artifacts = folder / "runner", folder / "artifacts"
-        self._temporary.mkdir()
-        self._summary, self._outputs = folder / "summary.md", folder / "outputs"
-        self.installed = folder / "installed"
+        self.folder, self.kept = folder, folder / "d9m"
 
-    def train(self, *, differs=False):
-        """Write the program that the action runs."""
+    def use(self, *, differs=False, failing=False, **inputs):
+        """Run the action on a program; return whether it passed, its summary and its verdict."""
         code = TRAINING.format(tests=str(ROOT / "tests" / "support"), differs=differs)
-        (self.project / "train.py").write_text(code)
-
-    def fake_gh(self):
-        """Let `gh` note its arguments and the comment; it has no earlier comment to edit."""
-        noted = self._programs.parent / "comments"
-        code = f'#!/bin/sh\necho "$GH_REPO $@" >> {noted}\n'
-        code += f'[ "$4" != --edit-last ] && cat "$5" >> {noted}\n'
-        (self._programs / "gh").write_text(code)
-        (self._programs / "gh").chmod(0o755)
-        return noted
-
-    def fake_python(self):
-        """Let `python` note what it is asked to do."""
-        (self._programs / "python").write_text(PIP.format(self.installed))
-        (self._programs / "python").chmod(0o755)
-
-    def use(self, **inputs):
-        """Run the action; return whether it passed, the summary and the output."""
-        given = {name.replace("_", "-"): value for name, value in inputs.items()}
-        assert given.keys() <= ACTION["inputs"].keys()
-        self._values = {
+        (self.folder / "train.py").write_text("exit(3)" if failing else code)
+        values = {
             "github.action_path": str(ROOT),
-            "runner.temp": str(self._temporary),
+            "runner.temp": str(self.folder),
             "github.token": "a token",
             "github.repository": "ann/project",
             **{f"inputs.{name}": str(one.get("default")) for name, one in ACTION["inputs"].items()},
-            **{f"inputs.{name}": str(value) for name, value in given.items()},
+            **{f"inputs.{name}": str(value) for name, value in inputs.items()},
+            "inputs.command": COMMAND,
         }
-        passed = True
-        for step in ACTION["runs"]["steps"]:
-            condition = step.get("if", "success()")
-            always = condition.startswith("always()")
-            condition = condition.removeprefix("always()").removeprefix(" && ") or "success()"
-            if (passed or always) and self._holds(condition):
-                passed = self._run(step) and passed
-        written = dict(line.split("=") for line in self._outputs.read_text().splitlines())
-        self._values |= {f"steps.compare.outputs.{name}": one for name, one in written.items()}
-        verdict = self._fill(ACTION["outputs"]["verdict"]["value"])
-        return SimpleNamespace(passed=passed, summary=self._summary.read_text(), verdict=verdict)
 
-    def _holds(self, condition):
-        if condition == "success()":
-            return True
-        name, value = re.fullmatch(r"([\w.-]+) != '(.*)'", condition).groups()
-        return self._values[name] != value
+        def run(step):
+            """As `shell: bash` is defined for the runner."""
+            fill = partial(_EXPRESSION.sub, lambda found: values[found[1]])
+            programs = (str(self.folder), str(Path(sys.executable).parent), os.environ["PATH"])
+            own = {name: fill(value) for name, value in step["env"].items()}
+            files = {"GITHUB_STEP_SUMMARY": "summary.md", "GITHUB_OUTPUT": "outputs"}
+            own |= {name: str(self.folder / file) for name, file in files.items()}
+            words = ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", fill(step["run"])]
+            environment = {**os.environ, **own, "PATH": os.pathsep.join(programs)}
+            return subprocess.run(words, check=False, cwd=self.folder, env=environment).returncode
 
-    def _fill(self, text):
-        return _EXPRESSION.sub(lambda found: self._values[found[1]], text)
-
-    def _run(self, step):
-        if "uses" in step:
-            assert step["uses"].startswith("actions/upload-artifact@")
-            target = self.artifacts / self._fill(step["with"]["name"])
-            source = Path(self._fill(step["with"]["path"]))
-            if source.exists():
-                shutil.copytree(source, target)
-            return source.exists() or step["with"]["if-no-files-found"] == "ignore"
-        folders = (str(self._programs), str(Path(sys.executable).parent), os.environ["PATH"])
-        done = subprocess.run(
-            # As `shell: bash` is defined for the runner.
-            ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", self._fill(step["run"])],
-            check=False,
-            cwd=self.project / self._fill(step.get("working-directory", ".")),
-            env={
-                **os.environ,
-                "GITHUB_STEP_SUMMARY": str(self._summary),
-                "GITHUB_OUTPUT": str(self._outputs),
-                "PATH": os.pathsep.join(folders),
-                **{name: self._fill(value) for name, value in step.get("env", {}).items()},
-            },
+        _, compare, comment, keep = ACTION["runs"]["steps"]
+        passed = run(compare) == 0
+        if "comment" in inputs:
+            assert comment["if"] == "always() && inputs.comment != ''"
+            assert run(comment) == 0
+        assert (keep["if"], keep["uses"].partition("@")[0]) == (
+            "always()",
+            "actions/upload-artifact",
         )
-        return done.returncode == 0
+        verdict = (self.folder / "outputs").read_text().removeprefix("verdict=").strip()
+        return passed, verdict, (self.folder / "summary.md").read_text()
 
 
 @pytest.fixture
@@ -132,96 +79,57 @@ def job(tmp_path):
 COMMAND = f"{sys.executable} train.py"
 
 
-def test_equal_runs_pass_and_leave_reports(job, runs):
-    job.train()
-    golden = runs.write(3)
-    done = job.use(command=COMMAND, golden=golden, install="")
-    assert (done.passed, done.verdict) == (True, "equal")
-    assert done.summary.startswith("## 2 runs compared\n\n**equal**: the fits of 2 runs agree")
-    assert f"\n## Compared with {golden}\n\n**equal**: " in done.summary
-    for name in ("report.html", "golden.html"):
-        assert "Weights of both runs" in (job.artifacts / "d9m" / name).read_text()
-    assert [path.name for path in job.project.iterdir()] == ["train.py"]
+@pytest.mark.parametrize(("epochs", "verdict"), [(3, "equal"), (2, "different")])
+def test_equal_runs_pass_unless_they_differ_from_the_golden_ledger(job, runs, epochs, verdict):
+    golden = runs.write(epochs)
+    passed, found, summary = job.use(golden=golden)
+    assert (passed, found) == (verdict == "equal", verdict)
+    assert summary.startswith("## 2 runs compared\n\n**equal**: the fits of 2 runs agree")
+    assert f"\n## Compared with {golden}\n\n**{verdict}**: " in summary
+    assert "<h1>Equal</h1>" in (job.kept / "report.html").read_text()
+    assert f"<h1>{verdict.capitalize()}</h1>" in (job.kept / "golden.html").read_text()
 
 
-def test_different_runs_fail_and_the_summary_is_a_comment_of_the_pull_request(job):
-    job.train(differs=True)
-    noted = job.fake_gh()
-    done = job.use(command=COMMAND, install="", comment=7)
-    assert (done.passed, done.verdict) == (False, "different")
-    assert "**different**: 1 of 2 runs differs from run 1." in done.summary
-    assert "\n```\n\nThe artifact `d9m` has this as a page: `report.html`.\n\n" in done.summary
-    assert f"\nNext: `d9m locate -- {COMMAND}` finds the step" in done.summary
-    kept = job.artifacts / "d9m"
-    assert "<h1>Different</h1>" in (kept / "report.html").read_text()
-    assert (kept / "run-002" / "fit-000").is_dir()
-    assert main(["bundle", "open", str(kept / "bundle.zip")]) == 1
-    path = job.artifacts.parent / "runner" / "d9m.md"
-    first, second, comment = noted.read_text().split("\n", 2)
-    assert first == f"ann/project pr comment 7 --edit-last --body-file {path}"
-    assert second == f"ann/project pr comment 7 --body-file {path}"
-    assert comment == done.summary
+def test_different_runs_fail_and_the_summary_is_a_comment_of_the_pull_request(job, tmp_path):
+    """There is no earlier comment to edit."""
+    (tmp_path / "gh").write_text(
+        f'#!/bin/sh\necho "$GH_REPO $@" >> {tmp_path}/comments\n'
+        f'[ "$4" != --edit-last ] && cat "$5" >> {tmp_path}/comments\n'
+    )
+    (tmp_path / "gh").chmod(0o755)
+    passed, verdict, summary = job.use(differs=True, comment=7)
+    assert (passed, verdict) == (False, "different")
+    assert "**different**: 1 of 2 runs differs from run 1." in summary
+    assert "\n```\n\nThe artifact `d9m` has this as a page: `report.html`.\n\n" in summary
+    assert f"\nNext: `d9m locate -- {COMMAND}` finds the step" in summary
+    assert "<h1>Different</h1>" in (job.kept / "report.html").read_text()
+    assert main(["bundle", "open", str(job.kept / "bundle.zip")]) == 1
+    first, second, comment = (tmp_path / "comments").read_text().split("\n", 2)
+    assert first == f"ann/project pr comment 7 --edit-last --body-file {tmp_path}/d9m.md"
+    assert second == f"ann/project pr comment 7 --body-file {tmp_path}/d9m.md"
+    assert comment == summary
     assert "## For a bug report\n\n**different**: " in comment
 
 
-def test_a_training_that_differs_from_the_golden_ledger_fails(job, runs):
-    job.train()
-    done = job.use(command=COMMAND, golden=runs.write(2), install="", artifact="golden")
-    assert (done.passed, done.verdict) == (False, "different")
-    assert "**equal**: the fits of 2 runs agree bit for bit" in done.summary
-    assert "\n\n**different**: " in done.summary
-    kept = job.artifacts / "golden"
-    assert "<h1>Equal</h1>" in (kept / "report.html").read_text()
-    assert "<h1>Different</h1>" in (kept / "golden.html").read_text()
-
-
 def test_a_command_that_fails_fails(job):
-    (job.project / "part").mkdir()
-    done = job.use(command="exit 3", install="", working_directory="part")
-    assert (done.passed, done.verdict) == (False, "failed")
-    assert done.summary == "## 2 runs compared\n\n**failed**: the log of this step says why.\n\n"
-
-
-@pytest.mark.parametrize(
-    ("install", "installed"), [("action", str(ROOT)), ("lightning-d9m[lightning]", None)]
-)
-def test_the_package_is_installed_first(job, install, installed):
-    job.fake_python()
-    job.use(command="exit 3", install=install)
-    assert job.installed.read_text() == f"-m pip install {installed or install}\n"
+    passed, verdict, summary = job.use(failing=True)
+    assert (passed, verdict) == (False, "failed")
+    assert summary == "## 2 runs compared\n\n**failed**: the log of this step says why.\n\n"
 
 
 def test_the_workflows_run_what_exists():
-    project = (ROOT / "pyproject.toml").read_text()
     script = (ROOT / "dev.py").read_text()
     for path in (ROOT / ".github" / "workflows").glob("*.yml"):
         text = path.read_text()
-        for job in yaml.safe_load(text)["jobs"].values():
-            used = [step["uses"] for step in job["steps"] if "uses" in step]
-            runs = [step["run"] for step in job["steps"] if "run" in step]
-            if runs:
-                assert used[0].startswith("actions/checkout@")
-                assert used[1].startswith("actions/setup-python@")
-            for line in runs:
-                check_line(line, project, script)
+        jobs = yaml.safe_load(text)["jobs"].values()
+        for line in (step["run"] for job in jobs for step in job["steps"] if "run" in step):
+            match shlex.split(line):
+                case ["python3", "dev.py", command, *_]:
+                    assert f'"{command}"' in script
+                case [program, *_]:
+                    assert program in ("python", "mkdocs", "mike")
         for name in re.findall(r"'([^']*)'", "".join(re.findall(r"hashFiles\((.*?)\)", text))):
             assert (ROOT / name).exists()
-
-
-def check_line(line, project, script):
-    match shlex.split(line):
-        case ["python", "-m", "pip", "install", "--upgrade", "pip>=25.1"]:
-            assert '"--upgrade", "pip>=25.1"' in script
-        case ["python", "-m", "pip", "install", "--group", group]:
-            assert f"\n{group} = [" in project.partition("[dependency-groups]")[2]
-        case ["mkdocs", "build", "--strict"]:
-            assert 'run("mkdocs", "build", "--strict"' in script
-        case ["mike", "deploy" | "set-default", *_, "latest"]:
-            assert '"mike>=' in project
-        case ["python3", "dev.py", command, *_]:
-            assert f'"{command}"' in script
-        case other:
-            pytest.fail(f"not a command of this project: {other}")
 
 
 def test_a_release_is_published_by_trust_and_attested_only_after_the_wheel_was_checked():

@@ -10,7 +10,7 @@ from itertools import chain
 from typing import Any, TypeAlias
 
 from lightning_d9m.comparison.ledgers import compare_ledgers
-from lightning_d9m.comparison.weight_distance import (
+from lightning_d9m.comparison.timeline import (
     STANDARD_ERROR,
     Distance,
     add_up,
@@ -23,7 +23,7 @@ from lightning_d9m.ledger.folder import Ledger
 from lightning_d9m.ledger.format.records import Digests
 from lightning_d9m.ledger.kinds import ROOT
 from lightning_d9m.output.columns import Column, format_markdown_table, format_table, short
-from lightning_d9m.output.result_tables import list_run_columns, make_run_row
+from lightning_d9m.output.repeat_text import list_run_columns, make_run_row
 from lightning_d9m.text import pluralize
 
 CONDITIONS = ("without", "with")

@@ -8,6 +8,7 @@ argument, and ``PARSER``, attributes of its parser.
 import argparse
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -28,13 +29,11 @@ def whole_number(minimum: int, maximum: int | None = None) -> Callable[[str], in
     allowed = f"a whole number from {minimum}" + (f" to {maximum}" if maximum is not None else "")
 
     def parse(text: str) -> int:
-        try:
+        with suppress(ValueError):
             value = int(text)
-        except ValueError:
-            value = None
-        if value is None or value < minimum or (maximum is not None and value > maximum):
-            raise argparse.ArgumentTypeError(f"{text} is not valid; allowed: {allowed}.")
-        return value
+            if minimum <= value and (maximum is None or value <= maximum):
+                return value
+        raise argparse.ArgumentTypeError(f"{text} is not valid; allowed: {allowed}.")
 
     return parse
 
@@ -45,30 +44,14 @@ def positive_seconds(text: str) -> float:
     >>> positive_seconds("1.5")
     1.5
     """
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not value > 0:  # NaN included
-        raise argparse.ArgumentTypeError(f"{text} is not valid; allowed: more than 0 seconds.")
-    return value
+    with suppress(ValueError):
+        if (value := float(text)) > 0:  # not NaN
+            return value
+    raise argparse.ArgumentTypeError(f"{text} is not valid; allowed: more than 0 seconds.")
 
 
-_PATHS = (
-    "CHECKPOINT",
-    "DIR",
-    "OUTPUT",
-    "FILE",
-    "FOLDER",
-    "LEDGER",
-    "PATH",
-    "OLD",
-    "NEW",
-    "REFERENCE",
-    "THIS_RUN",
-)
+_PATH = re.compile("CHECKPOINT|DIR|OUTPUT|FILE|FOLDER|LEDGER|PATH|OLD|NEW|REFERENCE|THIS_RUN")
 _TYPES: Mapping[str, Callable[[str], Any]] = {
-    **dict.fromkeys(_PATHS, Path),
     "EPOCH": whole_number(0),
     "N": whole_number(1),
     "SECONDS": positive_seconds,
@@ -169,7 +152,8 @@ def _read_form(values: list[str], *, is_option: bool) -> dict[str, Any]:
         given["metavar"] = values[0].rstrip("?*+")
         if nargs := values[0][len(given["metavar"]) :]:
             given["nargs"] = nargs
-    kind = _TYPES.get(values[0].rstrip("?*+"))
+    name = values[0].rstrip("?*+")
+    kind = Path if _PATH.fullmatch(name) else _TYPES.get(name)
     return given if kind is None else {"type": kind, **given}
 
 

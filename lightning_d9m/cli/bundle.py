@@ -2,24 +2,39 @@
 
 import argparse
 import shlex
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import msgspec
+from rich.filesize import decimal
 
 from lightning_d9m.cli.arguments import FORMAT
 from lightning_d9m.cli.report import check_output, compare_chosen, compare_pair, write_page
+from lightning_d9m.comparison.ledgers import Comparison
 from lightning_d9m.errors import LedgerError, SettingError
-from lightning_d9m.history.bundle import SIDES, find_located, open_bundle, write_bundle
-from lightning_d9m.output.bundle_text import format_bundle
-from lightning_d9m.output.columns import print_result
-from lightning_d9m.output.comparison_text import state_verdict
-from lightning_d9m.output.html_page import render_page
-from lightning_d9m.output.terminal import find_command, format_next_steps
-from lightning_d9m.text import printable
+from lightning_d9m.history.bundle import (
+    SIDES,
+    Manifest,
+    find_located,
+    open_bundle,
+    write_bundle,
+)
+from lightning_d9m.ledger.folder import Ledger
+from lightning_d9m.output.columns import Column, format_table, print_result
+from lightning_d9m.output.comparison_text import format_evidence, state_verdict
+from lightning_d9m.output.html_page import list_run_facts, render_page
+from lightning_d9m.output.terminal import find_command, wrap
+from lightning_d9m.text import escape, pluralize, printable
 
 _OPEN = "open"
 _PAIR = 2
+_LONGEST = 1_024
+_SHOWN = 20
+_COLUMNS = (
+    Column[tuple[str, int]]("file", lambda row: escape(row[0])),
+    Column[tuple[str, int]]("size", lambda row: decimal(row[1]), is_number=True),
+)
 
 ARGUMENTS = f"""
 paths:PATH*  two ledgers, or a folder that d9m locate or d9m repeat left (default: the last two
@@ -86,13 +101,35 @@ def _show(
             write_page(page, render_page(replace(found, comparison=comparison)))
         facts = msgspec.to_builtins(manifest)
         facts |= {"comparison": comparison.as_json(), "bundle": str(path)}
-        lines = format_bundle(manifest, comparison, ledgers, verbose=arguments.verbose)
+        lines = _format_bundle(manifest, comparison, ledgers, verbose=arguments.verbose)
         command = printable(find_command(ledgers) or "COMMAND")
+    steps = []
     if arguments.format == "text" and is_new:
         name = printable(shlex.quote(str(path)))
-        steps = [(f"d9m bundle open {name}", "shows this again")]
         if manifest.locate is None and not comparison.equal:
-            steps.insert(0, (f"d9m locate -- {command}", "finds the line, for a new bundle"))
-        lines += ["", f"bundle: {name}", *format_next_steps(steps)]
-    print_result(arguments.format, facts, lines, state_verdict(comparison))
+            steps = [(f"d9m locate -- {command}", "finds the line, for a new bundle")]
+        steps.append((f"d9m bundle open {name}", "shows this again"))
+        lines += ["", f"bundle: {name}"]
+    print_result(arguments.format, facts, lines, state_verdict(comparison), steps=steps)
     return 0 if comparison.equal else 1
+
+
+def _format_bundle(
+    manifest: Manifest, comparison: Comparison, ledgers: Sequence[Ledger], *, verbose: bool = False
+) -> list[str]:
+    """Return the lines of a bundle: what ran, what d9m locate found, what differs, the files."""
+    ran = list(list_run_facts(ledgers))
+    width = max(len(name) for name, _ in ran) + 1
+    lines = []
+    for name, values in ran:
+        shown = (escape(value, _LONGEST) or "not recorded" for value in dict.fromkeys(values))
+        lines.append(f"{f'{name}:':{width}} {' / '.join(shown)}")
+    if manifest.report:
+        lines += ["", "d9m locate:", *map(printable, manifest.report)]
+    lines += ["", *format_evidence(comparison, verbose=verbose), ""]
+    sizes = sorted(manifest.sizes.items(), key=lambda entry: (-entry[1], entry[0]))
+    if left := sizes[_SHOWN:]:
+        sizes[_SHOWN:] = [(f"{len(left)} more", sum(size for _, size in left))]
+    lines += format_table(_COLUMNS, sizes).splitlines()
+    removed = pluralize(manifest.secrets, "secret")
+    return [*lines, *wrap(f"{removed} removed. Look through the bundle before you publish it.")]

@@ -127,7 +127,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     arguments, unknown = build_parser(*[chosen] if chosen else []).parse_known_args(argv)
     if unknown:  # prints the usage of the command; argparse would print that of d9m
-        arguments.parser.error(_describe_unrecognized(unknown, arguments.parser))
+        options = arguments.parser.format_help()  # there is no public list of them
+        typed = [word[2:].partition("=")[0] for word in unknown if word.startswith("--")]
+        hint = _suggest(typed, re.findall(r"--([\w-]+)", options), ". Did you mean --{}?")
+        arguments.parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     return _run(arguments)
 
 
@@ -168,15 +171,6 @@ def _run(arguments: argparse.Namespace) -> int:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 2
     return status
-
-
-def _describe_unrecognized(words: Sequence[str], parser: argparse.ArgumentParser) -> str:
-    """Return the message for arguments that a command does not have, and an option like it."""
-    options = [name for action in parser._actions for name in action.option_strings]  # noqa: SLF001 - there is no public list
-    long = [name.removeprefix("--") for name in options if name.startswith("--")]
-    typed = [word[2:].partition("=")[0] for word in words if word.startswith("--")]
-    hint = _suggest(typed, long, ". Did you mean --{}?")
-    return f"unrecognized arguments: {' '.join(words)}{hint}"
 
 
 def _print_error(text: str) -> None:

@@ -4,9 +4,8 @@ import argparse
 import sys
 
 from lightning_d9m.output.columns import print_result
-from lightning_d9m.output.op_listing import render_op
-from lightning_d9m.output.terminal import format_next_steps
-from lightning_d9m.patches.catalog.catalog import OPS, find_op
+from lightning_d9m.output.terminal import make_table, measure, render, style, terminal_width
+from lightning_d9m.patches.catalog.catalog import OPS, Op, find_op
 
 ARGUMENTS = """
 name:NAME?  print all facts about this op
@@ -16,20 +15,38 @@ name:NAME?  print all facts about this op
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the catalog, or one entry of it."""
-    from lightning_d9m.output.terminal import make_table, measure, render, style, terminal_width
-
-    ops = OPS if arguments.name is None else (find_op(arguments.name),)
-    records = [op.as_record() for op in ops]
+    # In a pipe, each row is one line.
+    on_terminal = sys.stdout.isatty()
+    steps = []
     if arguments.name is None:
+        records: object = [op.as_record() for op in OPS]
         table = make_table(
             ["op", "status", "instead, or why not"],
-            [(op.name, style(op.status), op.instead or op.reason) for op in ops],
+            [(op.name, style(op.status), op.instead or op.reason) for op in OPS],
         )
-        # In a pipe, each row is one line.
-        on_terminal = sys.stdout.isatty()
-        text = render(table, terminal_width(200) if on_terminal else measure(table))
-        steps = [("d9m ops NAME", "prints all facts about an op")] if on_terminal else []
-        print_result(arguments.format, records, [*text.splitlines(), *format_next_steps(steps)])
+        width = terminal_width(200) if on_terminal else measure(table)
+        if on_terminal:
+            steps = [("d9m ops NAME", "prints all facts about an op")]
     else:
-        print_result(arguments.format, records[0], [render_op(ops[0], terminal_width())])
+        op = find_op(arguments.name)
+        facts = [("name", op.name), ("status", op.status), *list_op_facts(op)]
+        records, width = op.as_record(), terminal_width()
+        table = make_table(["", ""], [(f"{label}:", text) for label, text in facts])
+    lines = render(table, width).splitlines()
+    print_result(arguments.format, records, lines, steps=steps)
     return 0
+
+
+def list_op_facts(op: Op) -> list[tuple[str, str]]:
+    """Return the facts about an op, as pairs of a label and a sentence."""
+    facts = [
+        ("torch's name", ", ".join(op.documented)),
+        ("with the flag on, torch", op.torch_does),
+        ("why", op.cause),
+        ("instead", op.instead),
+        ("bits", op.bits),
+        ("no patch because", op.reason),
+        ("needed", f"from torch {op.since}" + (f" until {op.until}" if op.until else "")),
+        ("overloads", ", ".join(f"aten::{overload}" for overload in sorted(op.kernels))),
+    ]
+    return [(label, text) for label, text in facts if text]

@@ -59,7 +59,6 @@ _MOST_PRINTED, _MOST_SHOWN = 2**20, 60
 _VARIES = re.compile(
     r"\d+:\d\d|0x[0-9a-f]+|\d\s?(?:[munµ]?s|seconds?|minutes?|[KMG]i?B)\b|it/s|s/it|%|\b[Pp][Ii][Dd]\b"
 )
-_LOGICAL_RANKS = "LIGHTNING_D9M_LOGICAL_RANKS"
 _THREADS = "OMP_NUM_THREADS"
 # A word of the command that stands for the number of processes.
 _PLACEHOLDER = "{processes}"
@@ -194,8 +193,7 @@ def _compare_printed(output: Path) -> str:
 
 
 def _check_arguments(arguments: argparse.Namespace) -> None:
-    counts = arguments.processes or ()
-    if arguments.last_bits and (arguments.portable or counts or arguments.interrupt):
+    if arguments.last_bits and (arguments.portable or arguments.processes or arguments.interrupt):
         raise SettingError(
             "--last-bits is given with --portable, --processes or --interrupt, whose runs should "
             "be equal. Leave one of them out."
@@ -204,13 +202,6 @@ def _check_arguments(arguments: argparse.Namespace) -> None:
         raise SettingError(
             "--allow-objects is only for --interrupt, which loads checkpoints. Leave it out, or "
             "add --interrupt."
-        )
-    logical_ranks = os.environ.get(_LOGICAL_RANKS, "")
-    if logical_ranks.isdigit() and max(counts, default=0) > int(logical_ranks):
-        raise SettingError(
-            f"--processes is {','.join(map(str, counts))}, but {_LOGICAL_RANKS} is "
-            f"{logical_ranks}: each process needs at least one logical rank. Allowed: numbers from "
-            f"1 to {logical_ranks}."
         )
 
 

@@ -60,7 +60,7 @@ def _compare_runs(runs: Mapping[int, Run], folder: Path) -> ComparedRuns:
 
     report = RepeatReport(runs, folder, (), watch=watch)
     shown = report.shown
-    if shown is None or shown.comparison is None:
+    if shown is None:
         raise LedgerError(
             f"{folder} holds run 1 of a `d9m repeat` and no run to compare it with. Name a folder "
             "with two runs, such as d9m-runs/000, or two ledgers."

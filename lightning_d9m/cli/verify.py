@@ -1,12 +1,14 @@
 """``d9m verify CHECKPOINT [LEDGER]``: check offline that a checkpoint is what was saved.
 
-It runs on the CPU and loads only plain values, unless ``--allow-objects`` is given.
+It runs on the CPU and loads only plain values, unless ``--allow-objects`` is given. The verdict is
+``damaged``; ``whole`` if all that was saved is as it was; ``found`` or ``not found`` if its weights
+were searched for in a ledger; ``between records`` if the ledger has no record of that step, but all
+records before it.
 """
 
 import argparse
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,11 +54,14 @@ def run(arguments: argparse.Namespace) -> int:
         )
     from lightning_d9m.lightning.saved_state import SavedState, check_checkpoint, load_checkpoint
 
+    unknown = dict.fromkeys(("tensors", "seed", "epoch", "step", "ledger"))
+    facts: dict[str, Any] = {"checkpoint": str(path), "verdict": "damaged", **unknown}
+    facts |= {"records": []}
     try:
         checkpoint = load_checkpoint(path, allow_objects=arguments.allow_objects)
         has_manifest = check_checkpoint(checkpoint, path)
     except CheckpointError as error:
-        found = Verification(path, "damaged", [f"damaged: {error}"])
+        lines = [f"damaged: {error}"]
     else:
         state = SavedState.from_checkpoint(checkpoint)
         ledger = None
@@ -71,81 +76,53 @@ def run(arguments: argparse.Namespace) -> int:
                 "Name the ledger of the run that saved it, or save checkpoints with "
                 "DeterminismCallback."
             )
-        found = _verify(path, checkpoint, state, ledger)
-    facts = {"ok": found.ok, **asdict(found), "checkpoint": str(path)}
-    print_result(arguments.format, facts, wrap_on_terminal(found.lines))
-    return 0 if found.ok else 1
+        lines = _describe(checkpoint, state, facts)
+        if ledger is not None:
+            found = _search(ledger, checkpoint, state, facts)
+            lines = [f"{facts['verdict']}: {found}", *lines, f"ledger: {ledger.path}"]
+        else:
+            lines[0] += f" in {path}"
+            lines.append("no ledger to find its weights in; name one to search it")
+    is_ok = facts["verdict"] in ("whole", "found", "between records")
+    facts = {"ok": is_ok, **facts, "lines": lines}
+    print_result(arguments.format, facts, wrap_on_terminal(lines))
+    return 0 if is_ok else 1
 
 
-@dataclass
-class Verification:
-    """The result of verifying a checkpoint.
-
-    Attributes:
-        checkpoint: Its path.
-        verdict: ``"damaged"``; ``"whole"`` if all that was saved is as it was; ``"found"`` or
-            ``"not found"`` if its weights were searched for in a ledger; ``"between records"`` if
-            the ledger has no record of that step, but all records before it.
-        lines: The sentences that are printed.
-        tensors: How many tensors the manifest covers; None without a manifest.
-        seed: The seed of the run that saved it; None if it is not known.
-        epoch: The epoch that a resumed run begins in; None if it is not known.
-        step: The number of optimizer steps before; None if it is not known.
-        ledger: The ledger that was searched.
-        records: The records of the ledger that hold its weights, in words.
-    """
-
-    checkpoint: Path
-    verdict: str
-    lines: list[str]
-    tensors: int | None = None
-    seed: int | None = None
-    epoch: int | None = None
-    step: int | None = None
-    ledger: str | None = None
-    records: list[str] = field(default_factory=list)
-
-    @property
-    def ok(self) -> bool:
-        """Whether nothing speaks against it."""
-        return self.verdict in ("whole", "found", "between records")
-
-
-def _verify(
-    path: Path, checkpoint: Mapping[str, Any], state: "SavedState | str", ledger: Ledger | None
-) -> Verification:
+def _describe(
+    checkpoint: Mapping[str, Any], state: "SavedState | str", facts: dict[str, Any]
+) -> list[str]:
+    """Return sentences on a whole checkpoint; note what it holds in ``facts``."""
     from lightning_d9m.lightning.saved_state import find_manifest
 
-    found = Verification(path, "whole", ["it has no manifest of lightning_d9m"])
-    if (manifest := find_manifest(checkpoint)) is not None:
-        found.tensors = len(manifest["tensors"])
-        count = pluralize(found.tensors, "tensor")
-        found.lines = [f"whole: {count} and all other values are as saved"]
+    facts["verdict"], lines = "whole", ["it has no manifest of lightning_d9m"]
+    manifest = find_manifest(checkpoint)
+    if manifest is not None:
+        facts["tensors"] = len(manifest["tensors"])
+        count = pluralize(facts["tensors"], "tensor")
+        lines = [f"whole: {count} and all other values are as saved"]
     if not isinstance(state, str):
         at = state.position
-        found.seed, found.epoch, found.step = state.seed, at.epoch, at.step
+        facts |= {"seed": state.seed, "epoch": at.epoch, "step": at.step}
         place = f"before epoch {at.epoch} at step {at.step}"
         if at.phase != "epoch":
             place = f"within epoch {at.epoch} after {at.batch} of its batches, at step {at.step}"
-        found.lines.append(f"saved {place}, seed {state.seed}")
+        lines.append(f"saved {place}, seed {state.seed}")
     elif manifest is not None:
-        found.lines.append(state)
-    if ledger is None:
-        found.lines[0] += f" in {path}"
-        found.lines.append("no ledger to find its weights in; name one to search it")
-    else:
-        found.ledger = str(ledger.path)
-        _find_in(ledger, checkpoint, state, found)
-    return found
+        lines.append(state)
+    return lines
 
 
-def _find_in(
-    ledger: Ledger, checkpoint: Mapping[str, Any], state: "SavedState | str", result: Verification
-) -> None:
-    """Find the records of a ledger that have the checkpoint's weights."""
+def _search(
+    ledger: Ledger,
+    checkpoint: Mapping[str, Any],
+    state: "SavedState | str",
+    facts: dict[str, Any],
+) -> str:
+    """Find the records of a ledger that have the checkpoint's weights; return what was found."""
     from lightning_d9m.ledger.format.reader import holds_record
 
-    rank = min(ledger.files)
+    path, rank = facts["checkpoint"], min(ledger.files)
     digests = _digest_weights(checkpoint)
     count = 0
     nearest: list[tuple[int, str]] = []
@@ -159,29 +136,27 @@ def _find_in(
         differing = [name for name, value in expected.items() if digests.get(name) != value]
         where = f"{record.moment} {record.epoch} (step {record.step})"
         if not differing:
-            result.records.append(where)
+            facts["records"].append(where)
         elif isinstance(state, str) or record.step == state.position.step:
             named = describe_names(differing[:4], len(differing))
             nearest.append((len(differing), f"; of {where} differ {named}"))
     last = None  # the record that was the last one when the checkpoint was saved
     if not isinstance(state, str) and state.position.phase != "epoch" and rank < len(state.ranks):
         last = state.ranks[rank].ledger
-    if result.records:
-        result.verdict = "found"
-        shown = ", ".join(map(escape, result.records[:8]))
-        found = f"the weights of {result.checkpoint} are those of {shown}"
-    elif last is not None and holds_record(ledger.files[rank], last["check"]):
-        result.verdict = "between records"
-        found = (
-            f"none of the {count} records of weights was taken where {result.checkpoint} was "
+    facts["ledger"] = str(ledger.path)
+    if facts["records"]:
+        facts["verdict"] = "found"
+        shown = ", ".join(map(escape, facts["records"][:8]))
+        return f"the weights of {path} are those of {shown}"
+    if last is not None and holds_record(ledger.files[rank], last["check"]):
+        facts["verdict"] = "between records"
+        return (
+            f"none of the {count} records of weights was taken where {path} was "
             "saved, but the ledger has the record that was its last at that time"
         )
-    else:
-        result.verdict = "not found"
-        differ = min(nearest)[1] if nearest else ""
-        found = f"none of the {count} records holds the weights of {result.checkpoint}{differ}"
-    result.lines.insert(0, f"{result.verdict}: {found}")
-    result.lines.append(f"ledger: {ledger.path}")
+    facts["verdict"] = "not found"
+    differ = min(nearest)[1] if nearest else ""
+    return f"none of the {count} records holds the weights of {path}{differ}"
 
 
 def _digest_weights(checkpoint: Mapping[str, Any]) -> dict[str, str]:

@@ -185,6 +185,13 @@ _RANK_ADVICE = (
     "strategy does not synchronize, a collective that one rank skips. If there is nothing, suspect "
     "the device or the memory of that rank."
 )
+_RANK_TEXTS = {
+    "initial": "The ranks hold different {} before the first step.",
+    "batch": "The ranks hold different {}, which were equal when the batch before began.",
+    "seen": "At the end of the epoch the ranks hold different {}, and did not when its last batch "
+    "began.",
+    "final": "After training the ranks hold different {}.",
+}
 _GROUP_NAMES = {
     "weight": "weights",
     "buffer": "buffers",
@@ -261,21 +268,10 @@ def find_rank_cause(drift: Divergence, *, steps_seen: bool) -> Cause:
         drift: The first place at which a rank differs from the others.
         steps_seen: Whether the state at each step of that epoch was compared.
     """
+    moment = "seen" if drift.moment == "epoch" and steps_seen else drift.moment
+    text = _RANK_TEXTS.get(moment, "The ranks hold different {}.")
     state = _GROUP_NAMES.get(drift.kind, drift.kind)
-    if drift.moment == "initial":
-        text = f"The ranks hold different {state} before the first step."
-    elif drift.moment == "batch":
-        text = f"The ranks hold different {state}, which were equal when the batch before began."
-    elif drift.moment == "final":
-        text = f"After training the ranks hold different {state}."
-    elif steps_seen:
-        text = (
-            f"At the end of the epoch the ranks hold different {state}, and did not when its last "
-            "batch began."
-        )
-    else:
-        text = f"The ranks hold different {state}."
-    return Cause("rank drift", text, _RANK_ADVICE)
+    return Cause("rank drift", text.format(state), _RANK_ADVICE)
 
 
 def _cause_of(  # noqa: C901, PLR0911 - one case for each kind of place

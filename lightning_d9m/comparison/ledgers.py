@@ -188,8 +188,6 @@ class Comparison:
             runs incomparable.
         ranks_only_expected: Ranks that only the earlier ledger has.
         ranks_only_actual: Ranks that only the later ledger has.
-        initial_weights: Of runs on different numbers of processes, which are alike only before the
-            first step: the names of the initial weights that differ; None if both do not have them.
         portable: Whether both runs computed portable bits, so that no stack explains a difference.
     """
 
@@ -201,7 +199,6 @@ class Comparison:
     ranks: tuple[RankComparison, ...]
     ranks_only_expected: tuple[int, ...]
     ranks_only_actual: tuple[int, ...]
-    initial_weights: tuple[str, ...] | None = None
     portable: bool = False
 
     def as_json(self) -> dict[str, object]:
@@ -346,21 +343,7 @@ def compare_ledgers(
         ranks_only_expected=alone[0],
         ranks_only_actual=alone[1],
         portable=are_portable(expected.header.settings, actual.header.settings),
-        initial_weights=None if same_size or any_processes else _compare_initial(expected, actual),
     )
-
-
-def _compare_initial(*ledgers: Ledger) -> tuple[str, ...] | None:
-    """Return the names of the weights that differ before the first step, in order."""
-    found: list[Mapping[str, str]] = []
-    for ledger in ledgers:
-        records = ledger.line_records(min(ledger.files))
-        first = next((record for record in records if isinstance(record, Digests)), None)
-        if first is None or first.moment != "initial" or not first.groups.get("weights"):
-            return None
-        found.append(first.groups["weights"])
-    one, other = found
-    return tuple(name for name in {**one, **other} if one.get(name) != other.get(name))
 
 
 def _add_fields(table: _Fields, fields: Iterable[FieldDifference], ranks: tuple[int, ...]) -> None:

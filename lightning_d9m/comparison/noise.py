@@ -11,10 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from lightning_d9m.comparison.weight_distance import add_up, measure_distances, read_ends
+from lightning_d9m.comparison.timeline import read_ends
 from lightning_d9m.errors import LedgerError
 from lightning_d9m.ledger.folder import Ledger
-from lightning_d9m.ledger.format.records import Digests
 from lightning_d9m.ledger.stack import LAST_BITS_SETTING
 
 FEWEST_RUNS = 3
@@ -31,30 +30,18 @@ class ValueChange:
         expected: The value of the reference.
         actual: The value of this run.
         noise: The values of the runs without a change.
+        change: The difference of the two trainings.
+        deviation: The standard deviation of the runs without a change.
+        chance: The probability that noise alone makes a difference at least this large.
     """
 
     name: str
     expected: float
     actual: float
     noise: Sequence[float]
-
-    @property
-    def change(self) -> float:
-        """The difference of the two trainings."""
-        return self.actual - self.expected
-
-    @property
-    def deviation(self) -> float:
-        """The standard deviation of the runs without a change."""
-        return statistics.stdev(self.noise)
-
-    @property
-    def chance(self) -> float:
-        """The probability that noise alone makes a difference at least this large."""
-        if self.deviation and math.isfinite(self.change):
-            ratio = abs(self.change) / self.deviation / math.sqrt(2)
-            return _find_chance(ratio, len(self.noise) - 1)
-        return 0.0 if self.change else 1.0
+    change: float
+    deviation: float
+    chance: float
 
 
 @dataclass(frozen=True)
@@ -65,16 +52,12 @@ class NoiseVerdict:
         runs: The runs that show the noise, in words.
         values: The logged values at the end, those that noise explains least first.
         left_out: Names of values that are not finite, or that some run did not log.
-        weights: The relative distance of the weights of the two trainings; None if unknown.
-        noise_weights: The same for each run without a change and the first of them.
         lines: (step, first value) at the ends of epochs, of the two trainings and of the others.
     """
 
     runs: str
     values: Sequence[ValueChange]
     left_out: Sequence[str]
-    weights: float | None
-    noise_weights: Sequence[float]
     lines: Sequence[Sequence[tuple[int, float]]]
 
     @property
@@ -88,7 +71,6 @@ def judge_change(
     expected: Ledger,
     actual: Ledger,
     noise: Sequence[Ledger],
-    chosen: str | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> NoiseVerdict:
     """Compare the difference of two trainings with that of runs without a change.
@@ -97,11 +79,10 @@ def judge_change(
         expected: The training before the change.
         actual: The training with it.
         noise: At least three runs without it, such as reruns of the reference.
-        chosen: The name of the value that matters; None for all.
         progress: Called with the number of runs read so far.
 
     Raises:
-        LedgerError: If there are too few runs, one did not finish, or the value is not there.
+        LedgerError: If there are too few runs, one did not finish, or no value is there.
     """
     described = _describe_runs(expected, actual, noise)
     runs = []
@@ -115,24 +96,9 @@ def judge_change(
             "The runs have no value that all of them log at the end, so nothing can be compared "
             "with noise. Log one with self.log() or lightning_d9m.record_final()."
         )
-    names = [value.name for value in values]
-    if chosen is not None and chosen not in names:
-        raise LedgerError(
-            f"The value {chosen!r} is not logged, as a number, at the end of every run. Known "
-            f"values: {', '.join(names)}."
-        )
-    values = [value for value in values if chosen in (None, value.name)]
-    reference, other, first, *others = (run[-1] for run in runs)
-    weights = [_measure_weights(reference, other), *(_measure_weights(first, o) for o in others)]
-    is_known = all(map(math.isfinite, weights))
-    return NoiseVerdict(
-        described,
-        values,
-        left_out,
-        weights[0] if is_known else None,
-        weights[1:] if is_known else [],
-        [[(e.step, e.list_values().get(values[0].name, math.nan)) for e in run] for run in runs],
-    )
+    name = values[0].name
+    lines = [[(end.step, end.list_values().get(name, math.nan)) for end in run] for run in runs]
+    return NoiseVerdict(described, values, left_out, lines)
 
 
 def _describe_runs(expected: Ledger, actual: Ledger, noise: Sequence[Ledger]) -> str:
@@ -166,18 +132,15 @@ def _list_changes(logged: Sequence[Mapping[str, float]]) -> tuple[list[ValueChan
     values, left_out = [], []
     for name in dict.fromkeys([*logged[0], *logged[1]]):
         expected, actual, *noise = (run.get(name, math.nan) for run in logged)
-        if all(map(math.isfinite, (expected, *noise))) and not math.isnan(actual):
-            values.append(ValueChange(name, expected, actual, noise))
-        else:
+        if not all(map(math.isfinite, (expected, *noise))) or math.isnan(actual):
             left_out.append(name)
+            continue
+        change, deviation = actual - expected, statistics.stdev(noise)
+        chance = 0.0 if change else 1.0
+        if deviation and math.isfinite(change):
+            chance = _find_chance(abs(change) / deviation / math.sqrt(2), len(noise) - 1)
+        values.append(ValueChange(name, expected, actual, noise, change, deviation, chance))
     return sorted(values, key=lambda value: value.chance), left_out
-
-
-def _measure_weights(expected: Digests, actual: Digests) -> float:
-    """Return the distance of all weights, relative to their norm; NaN if it is not known."""
-    found = measure_distances(expected, actual)
-    is_whole = found and found.keys() == expected.groups["weights"].keys()
-    return add_up(found.values()) if is_whole else math.nan
 
 
 def _find_chance(ratio: float, freedom: int) -> float:

@@ -67,7 +67,8 @@ def measure_difference(expected: Tensor, actual: Tensor) -> Magnitude | None:
     (1, 1, (1,))
     """
     one, other = (value.detach().resolve_conj().cpu() for value in (expected, actual))
-    if _list_forms([one]) != _list_forms([other]) or {one.layout, other.layout} != {torch.strided}:
+    forms = {(value.shape, value.dtype, value.layout) for value in (one, other)}
+    if forms != {(one.shape, one.dtype, torch.strided)}:
         return None
     if one.is_complex():
         one, other = torch.view_as_real(one), torch.view_as_real(other)
@@ -121,14 +122,15 @@ def measure_variation(reference: Output, output: Output) -> Variation:
     """
     expected, actual = _as_list(reference), _as_list(output)
     elements = sum(tensor.numel() for tensor in expected)
-    if _list_forms(expected) != _list_forms(actual):
+    one, other = ([(part.shape, part.dtype) for part in own] for own in (expected, actual))
+    if one != other:
         return Variation(1.0 if elements == 1 else None, 1.0, 1.0, _MOST_ULPS)
     changed, relative, ulps = 0, 0.0, 0
     for pair in zip(expected, actual, strict=True):
-        one, other = (part.resolve_conj().resolve_neg().cpu() for part in pair)
-        differing = (_bits(one) != _bits(other)).any(-1)
+        left, right = (part.resolve_conj().resolve_neg().cpu() for part in pair)
+        differing = (_bits(left) != _bits(right)).any(-1)
         if bool(differing.any()):
-            old, new = one[differing], other[differing]
+            old, new = left[differing], right[differing]
             changed += len(old)
             relative += float(_relative(old, new).sum())
             ulps = max(ulps, _ulps(old, new))
@@ -137,36 +139,26 @@ def measure_variation(reference: Output, output: Output) -> Variation:
     return Variation(vermv if elements == 1 else None, vermv, changed / scale, ulps)
 
 
-@dataclass(frozen=True)
-class Spread:
-    """The differences of several outputs from a reference.
+@dataclass(frozen=True, kw_only=True)
+class Spread(Variation):
+    """The differences of several outputs from a reference: means over the runs, greatest ulps.
 
     Attributes:
         runs: Number of outputs.
         distinct: Number of distinct outputs by their digests.
-        vs: Mean Vs over the runs; None for outputs of several numbers.
-        vermv: Mean Vermv over the runs.
-        vc: Mean Vc over the runs.
-        ulps: Greatest ulp distance of an element in any run.
     """
 
     runs: int
     distinct: int
-    vs: float | None
-    vermv: float
-    vc: float
-    ulps: int
 
 
 class SpreadMeter:
     """Measures outputs one after the other; keeps only the reference.
 
-    With a given reference, no figure depends on the order of the runs. Otherwise the first output
-    is the reference, and all figures but ``distinct`` depend on which run came first.
+    With a given reference, no figure depends on the order of the runs.
 
     Args:
-        reference: The output that others are compared with; None for the first one, which then
-            also counts as a run.
+        reference: The output that others are compared with; None for the first run.
     """
 
     def __init__(self, reference: Output | None = None) -> None:
@@ -174,15 +166,13 @@ class SpreadMeter:
         self._digests: set[tuple[str, ...]] = set()
         self._found: list[Variation] = []
 
-    def add(self, output: Output) -> Variation:
-        """Add an output, and return its difference from the reference."""
+    def add(self, output: Output) -> None:
+        """Add an output."""
         tensors = _as_list(output)
         if self._reference is None:
             self._reference = _keep(tensors)
         self._digests.add(tuple(digest_many(tensors)))
-        variation = measure_variation(self._reference, tensors)
-        self._found.append(variation)
-        return variation
+        self._found.append(measure_variation(self._reference, tensors))
 
     def spread(self) -> Spread:
         """Return the figures of all outputs so far."""
@@ -208,10 +198,6 @@ def _as_list(output: Output) -> list[Tensor]:
 def _keep(output: Output) -> list[Tensor]:
     """Copy an output: the next call may write into the same memory."""
     return [tensor.clone() for tensor in _as_list(output)]
-
-
-def _list_forms(tensors: list[Tensor]) -> list[tuple[torch.Size, torch.dtype]]:
-    return [(tensor.shape, tensor.dtype) for tensor in tensors]
 
 
 def _bits(values: Tensor) -> Tensor:

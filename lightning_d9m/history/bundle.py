@@ -2,7 +2,8 @@
 
 An archive holds ``bundle.json``, the two ledgers, the report of ``d9m locate`` as text, and files
 that the user asked for. Ledgers are written again record by record, so that a resumed run becomes
-one ledger, and what is removed from a record leaves the chain of hashes whole.
+one ledger, and what is removed from a record leaves the chain of hashes whole. Secrets are removed
+from texts: tokens in URLs, options and variables.
 """
 
 import os
@@ -18,7 +19,6 @@ from zipfile import ZIP_DEFLATED, BadZipFile, ZipFile
 import msgspec
 
 from lightning_d9m.errors import LedgerError, file_errors
-from lightning_d9m.history.secrets import SecretFilter
 from lightning_d9m.ledger.folder import Ledger, rank_path, read_ledger
 from lightning_d9m.ledger.format.records import Batch, ProbeKey, ProbeLayout, ProbesRecord
 from lightning_d9m.ledger.format.writer import LedgerWriter
@@ -33,6 +33,81 @@ _CONTEXT = 5
 _CALLED_AT = re.compile(r"(.+):(\d+) in ")
 MOST_BYTES = 4 * 2**30
 _MOST_MANIFEST = 64 * 2**20
+REMOVED = "[removed]"
+# A name is secret by its last word, so that ``HF_TOKEN`` is and ``max_tokens`` is not.
+_NAME = (
+    r"(?:(?:[\w-]*[_-])?(?:token|secret|passw(?:or)?d|passphrase|credentials?|auth|signature|sig"
+    r"|key|apikey)|[\w-]+[_-]pwd)"  # not PWD, the working folder
+)
+_SECRET_NAME = re.compile(_NAME, re.IGNORECASE)
+# A shorter value of a variable occurs in other words.
+_SHORTEST = 6
+# What stands before a secret is kept; the secret itself is the last group.
+_PATTERNS = tuple(
+    re.compile(pattern, re.IGNORECASE)
+    for pattern in (
+        r"(\b[a-z][\w+.-]*://)([^\s/@'\"]+)(?=@)",  # user:password@host
+        rf"([?&;]{_NAME}=)([^\s&#'\"]+)",  # of a URL's query
+        rf"(--?{_NAME}(?:=| +))('[^']*'|\"[^\"]*\"|[^\s'\"]+)",  # an option
+        r"(\bauthorization: *(?:bearer|basic) +)([^\s'\"]+)",
+        # Tokens that common services give out, by the letters that they begin with.
+        r"()\b((?:gh[pousr]_|github_pat_|glpat-|hf_|sk-|xox[abprs]-|AKIA)[\w-]{12,})",
+    )
+)
+_ASSIGNED = re.compile(rf"((?<![\w-]){_NAME}=)('[^']*'|\"[^\"]*\"|[^\s'\"&]+)", re.IGNORECASE)
+_QUOTED = re.compile(rf"({_NAME}['\"]?\]? *[:=] *)[rbf]?('[^']+'|\"[^\"]+\")", re.IGNORECASE)
+
+
+class SecretFilter:
+    """Replaces secrets in text.
+
+    Args:
+        variables: The environment; the values of variables with secret names are secrets wherever
+            they occur.
+
+    Attributes:
+        count: How many secrets were replaced.
+    """
+
+    def __init__(self, variables: Mapping[str, str] = os.environ) -> None:
+        self.count = 0
+        values = {
+            value
+            for name, value in variables.items()
+            if _SECRET_NAME.fullmatch(name) and len(value) >= _SHORTEST
+        }
+        longest_first = sorted(values, key=lambda value: (-len(value), value))
+        known = "|".join(map(re.escape, longest_first)) or r"(?!)"
+        self._patterns = (re.compile(f"()(?:{known})"), *_PATTERNS)
+
+    def clean(self, text: str) -> str:
+        """Return a value or command without secrets; ``token=abc`` is one, as for Hydra."""
+        return self._replace(text, _ASSIGNED)
+
+    def clean_code(self, text: str) -> str:
+        """Return a line of source without secrets: a text that is given to a secret name is one."""
+        return self._replace(text, _QUOTED)
+
+    def clean_values(self, value: Any) -> Any:
+        """Return JSON types without secrets in their texts; keys are kept."""
+        if isinstance(value, str):
+            return self.clean(value)
+        if isinstance(value, Mapping):
+            return {key: self.clean_values(inner) for key, inner in value.items()}
+        if isinstance(value, list | tuple):
+            return [self.clean_values(inner) for inner in value]
+        return value
+
+    def _replace(self, text: str, further: re.Pattern[str]) -> str:
+        def replace(found: re.Match[str]) -> str:
+            if REMOVED in found[0]:
+                return found[0]
+            self.count += 1
+            return f"{found[1]}{REMOVED}"
+
+        for pattern in (*self._patterns, further):
+            text = pattern.sub(replace, text)
+        return text
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):

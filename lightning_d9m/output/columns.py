@@ -8,7 +8,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from lightning_d9m.output.terminal import make_table, measure, print_lines, render, style, wrap
+from lightning_d9m.output.terminal import (
+    format_next_steps,
+    make_table,
+    measure,
+    print_lines,
+    render,
+    style,
+    wrap,
+)
 
 Row = TypeVar("Row")
 
@@ -116,15 +124,22 @@ def format_markdown(verdict: str, evidence: Sequence[str], table: str = "") -> s
 
 
 def print_result(
-    chosen: str, facts: object, lines: Sequence[str], verdict: str = "", table: str = ""
+    chosen: str,
+    facts: object,
+    lines: Sequence[str],
+    verdict: str = "",
+    table: str = "",
+    steps: Sequence[tuple[str, str]] = (),
 ) -> None:
     """Print a result in the chosen format: its facts as JSON, or lines below a verdict.
 
-    ``table`` is one in Markdown, for that format alone.
+    ``table`` is one in Markdown, for that format alone; ``steps``, the commands that help next and
+    what each does, are for text.
     """
     if chosen == "json":
         print(json.dumps(facts, indent=2))
     elif chosen == "markdown":
         print(format_markdown(verdict, lines, table))
     else:
+        lines = [*lines, *format_next_steps(steps)]
         print_lines([*wrap(verdict), "", *lines] if verdict else lines)

@@ -46,9 +46,6 @@ def format_evidence(comparison: Comparison, *, verbose: bool = False) -> list[st
                 lines += format_field(entry, len(comparison.ranks), verbose=verbose)
     for entry in comparison.refusals[:1]:
         lines += wrap(entry.reason)
-    if (names := comparison.initial_weights) is not None:
-        outcome = f"differ: {describe_names(names, len(names))}" if names else "are equal"
-        lines.append(f"Their initial weights {outcome}.")
     details = [] if comparison.refusals else list(_format_divergences(comparison, verbose=verbose))
     for sentence in list_one_sided(comparison):
         details += wrap(sentence)

@@ -12,28 +12,29 @@ from hashlib import sha256
 from itertools import takewhile
 from math import inf, isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lightning_d9m.comparison.causes import find_cause
 from lightning_d9m.comparison.differences import Divergence, name_call
 from lightning_d9m.comparison.ledgers import Comparison
-from lightning_d9m.comparison.timeline import Timeline, ValuePair, module_of
-from lightning_d9m.comparison.weight_distance import RESOLUTION, STANDARD_ERROR
+from lightning_d9m.comparison.timeline import (
+    OTHERS,
+    RESOLUTION,
+    STANDARD_ERROR,
+    Distance,
+    DistanceSeries,
+    Timeline,
+    ValuePair,
+    module_of,
+)
 from lightning_d9m.ledger.folder import Ledger
 from lightning_d9m.ledger.format.records import Header, Scalar
 from lightning_d9m.ledger.kinds import ROOT
-from lightning_d9m.output.columns import Column
 from lightning_d9m.output.comparison_text import format_evidence, state_verdict
-from lightning_d9m.output.repeat_text import RepeatReport
-from lightning_d9m.output.result_tables import (
-    LAYER_COLUMNS,
-    list_layer_lines,
-    list_layers,
-    list_run_columns,
-)
+from lightning_d9m.output.repeat_text import RepeatReport, Row, list_run_columns
 from lightning_d9m.output.svg import draw_chart, draw_key, draw_row
 from lightning_d9m.output.terminal import find_command
-from lightning_d9m.text import describe_pair, pluralize, quote
+from lightning_d9m.text import describe_pair, escape, pluralize, quote
 from lightning_d9m.version import __version__
 
 if TYPE_CHECKING:
@@ -45,6 +46,9 @@ _MAX_RANKS = 64
 _MAX_ROWS_FIRST, _MAX_ROWS_OTHERS = 3_000, 1_000
 _MAX_LINES = 1_000
 _MAX_MODULES = 1_500
+_MAX_LAYERS = 8
+# Of a layer: the first epoch at whose end it differs, and the distances there and at the end.
+_LAYER_TITLES = ("layer", "first epoch", "size there", "size at the end")
 # What ran, by its name on the page.
 _FACTS: dict[str, Callable[[Header], object]] = {
     "command": lambda header: header.program.get("command"),
@@ -102,9 +106,7 @@ def render_page(compared: ComparedRuns) -> str:
         for number, entry in enumerate(found)
         for row in _list_places(entry, _MAX_ROWS_OTHERS // len(found) if number else None)
     ]
-    layers, layer_lines = list_layers(timeline.distances), list_layer_lines(timeline.distances)
-    sizes = [value for points in layer_lines for _, value in points]
-    layer_label = "Size of the difference of each layer by step"
+    layers, layer_chart = _list_layers(timeline.distances)
     unknown = len(timeline.distances.unknown)
     return _make_environment().get_template("report.html.j2").render(
         comparison=comparison,
@@ -122,15 +124,12 @@ def render_page(compared: ComparedRuns) -> str:
         places=places,
         places_left=sum(entry.count for entry in found) - len(places),
         heat=None if comparison.equal else _make_heat_map(timeline, comparison),
-        runs=None if report is None else _make_table(list_run_columns(report.rows), report.rows),
+        runs=None if report is None else _list_runs(report.rows),
         values=list(_draw_values(timeline, values)),
         keys=[draw_key(n) for n in range(1 + len(values))] if report else [],
-        layers=_make_table(LAYER_COLUMNS, layers) if layers else None,
+        layers=(_LAYER_TITLES, layers) if layers else None,
         layer_names=[row[0] for row in layers],
-        # There is nothing to see of sizes that are too small.
-        layer_chart=draw_chart(layer_label, layer_lines, log=True)
-        if any(RESOLUTION <= value < inf for value in sizes)
-        else "",
+        layer_chart=layer_chart,
         unknown=pluralize(unknown, "weight") if unknown else "",
         style=style,
         script=script,
@@ -168,12 +167,36 @@ def _describe_commit(program: Mapping[str, Scalar]) -> str:
     return f"{commit}, with changes" if commit and program.get("git.dirty") else commit
 
 
-def _make_table(
-    columns: Sequence[Column[Any]], rows: Sequence[object]
-) -> tuple[list[str], list[list[str]]]:
-    """Return the titles and the cells of a table."""
+def _list_runs(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
+    """Return the titles and the cells of the table of runs."""
+    columns = list_run_columns(rows)
     titles = [column.title for column in columns]
     return titles, [[column.cell(row) for column in columns] for row in rows]
+
+
+def _list_layers(found: DistanceSeries) -> tuple[list[tuple[str, str, str, str]], str]:
+    """Return a row of each layer, those that differ most first, and a drawing of their sizes."""
+    series = list(found.list_series(_MAX_LAYERS))
+    rows = []
+    for layer, own in series:
+        first = min(step for step in own if own[step].differing)
+        name = "all other layers" if layer == OTHERS else escape(layer or ROOT)
+        sizes = _describe_distance(own[first]), _describe_distance(own[max(own)])
+        rows.append((name, str(found.epochs[first]), *sizes))
+    lines = [[(step, own[step].relative) for step in sorted(own)] for _, own in series]
+    # There is nothing to see of sizes that are too small.
+    if not any(RESOLUTION <= value < inf for points in lines for _, value in points):
+        return rows, ""
+    return rows, draw_chart("Size of the difference of each layer by step", lines, log=True)
+
+
+def _describe_distance(distance: Distance) -> str:
+    if not distance.differing:
+        return "equal"
+    if not isfinite(distance.relative):
+        return "not finite"
+    size = distance.relative
+    return f"{size:.1e}" if size >= RESOLUTION else f"below {RESOLUTION:g}"
 
 
 def _draw_values(
@@ -217,12 +240,12 @@ def _make_environment() -> "Environment":
 
 def _mark_untrusted(value: object, limit: int = 160) -> "Markup":
     """Return a value on one line, cut, escaped, and isolated in its direction."""
-    from markupsafe import Markup, escape
+    from markupsafe import Markup
 
     text = str(value)
     if len(text) > limit or not text.isprintable():
         text = quote(text, limit)
-    return escape(text) if text.isascii() else Markup("<bdi>{}</bdi>").format(text)
+    return (Markup("{}") if text.isascii() else Markup("<bdi>{}</bdi>")).format(text)
 
 
 def _list_places(found: Divergence, most: int | None) -> Iterator[tuple[object, ...]]:

@@ -1,22 +1,87 @@
-"""The result of ``d9m repeat``: a table of all fits, the verdict, and what differs."""
+"""The result of ``d9m repeat``: a table of all fits, the verdict, and what differs.
 
+A row of the table is a mapping, which is its JSON.
+"""
+
+import math
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, TypeAlias
 
 from lightning_d9m.comparison.ledgers import Comparison, RecordObserver, compare_ledgers
 from lightning_d9m.launch.run import Run
 from lightning_d9m.ledger.folder import Ledger
 from lightning_d9m.ledger.stack import LAST_BITS_SETTING, LOGICAL_RANKS
-from lightning_d9m.output.columns import format_markdown_table, format_table, print_result
+from lightning_d9m.output.columns import (
+    Column,
+    format_markdown_table,
+    format_table,
+    print_result,
+)
 from lightning_d9m.output.comparison_text import format_evidence, state_verdict
-from lightning_d9m.output.result_tables import Row, list_run_columns, make_run_row
-from lightning_d9m.output.terminal import format_next_steps, list_next_steps, terminal_width, wrap
-from lightning_d9m.text import pluralize, printable
+from lightning_d9m.output.terminal import list_next_steps, terminal_width, wrap
+from lightning_d9m.text import cut_digests, escape, pluralize, printable
 
 _SEVERAL = 2  # later runs, of which some may agree
+Row: TypeAlias = Mapping[str, Any]
+
+
+def make_run_row(run: int, fit: int, ledger: Ledger, verdict: str, **facts: object) -> Row:
+    """Return the row of a fit: its digest of weights, its seed and its last training loss.
+
+    The table of such rows has the form of Riach's table of repeated trainings (GTC 2019, S9911).
+
+    Args:
+        run: Number of the run, from 1.
+        fit: Number of the fit within the run, from 1.
+        ledger: Its ledger.
+        verdict: ``"reference"`` for run 1, ``"equal"``, ``"differs"`` or ``"no match"`` for others.
+        **facts: What distinguishes the run: its label, number of processes, seconds, records.
+    """
+    last = ledger.outcome(min(ledger.files)).final
+    written = None if last is None else last.loss
+    loss = None if written is None else float.fromhex(written)
+    return {
+        "run": run,
+        "fit": fit,
+        "seed": ledger.header.seed,
+        "weights": "" if last is None else last.totals.get("weights", ""),
+        # JSON has no infinity and no NaN.
+        "loss": loss if loss is not None and math.isfinite(loss) else None,
+        "loss_hex": written,
+        "verdict": verdict,
+        "label": "",
+        **dict.fromkeys(("processes", "seconds", "records")),
+        **facts,
+    }
+
+
+def list_run_columns(rows: Sequence[Row], *, verbose: bool = False) -> list[Column[Row]]:
+    """Return the columns of a table of these runs; losses are never cut."""
+    named = [row["weights"] or "none" for row in rows]
+    cut = dict(zip(named, named if verbose else cut_digests(named), strict=True))
+
+    def field(name: str) -> Column[Row]:
+        return Column(name, lambda row: escape(row[name]), is_number=True)
+
+    def show_loss(row: Row) -> str:
+        return repr(float.fromhex(row["loss_hex"])) if row["loss_hex"] else "none"
+
+    columns = [field("run")]
+    if len({row["fit"] for row in rows}) > 1:
+        columns.append(field("fit"))
+    weights: Column[Row] = Column("weights", lambda row: cut[row["weights"] or "none"])
+    if any(row["processes"] is not None for row in rows):
+        time = Column[Row]("time", lambda row: f"{row['seconds'] or 0.0:.1f} s", is_number=True)
+        columns += [field("processes"), time, field("records"), weights]
+    else:
+        columns += [field("seed"), weights, Column("final loss", show_loss)]
+        if verbose:
+            columns.append(Column("", lambda row: row["loss_hex"] or ""))
+    return [*columns, Column("verdict", lambda row: row["verdict"], has_meaning=True)]
 
 
 @dataclass(frozen=True)
@@ -26,19 +91,14 @@ class FitOutcome:
     Attributes:
         name: Name of its ledger in run 1.
         ledger: Its ledger.
-        comparison: Its comparison; None for run 1, or if run 1 has no such fit.
+        comparison: Its comparison.
         row: Its row of the table.
     """
 
     name: str
     ledger: Ledger
-    comparison: Comparison | None
+    comparison: Comparison
     row: Row
-
-    @property
-    def differs(self) -> bool:
-        """Whether it was compared and differs."""
-        return self.comparison is not None and not self.comparison.equal
 
 
 class RepeatReport:
@@ -55,6 +115,9 @@ class RepeatReport:
             ``first_alone``, whether only run 1 differs from the others.
         watch: Returns what watches the comparison of a fit, given the run's number and the fit's
             name.
+
+    Attributes:
+        rows: The rows of the table, one for each fit of each run.
     """
 
     def __init__(
@@ -78,24 +141,27 @@ class RepeatReport:
         names = list(dict.fromkeys(name for run in runs.values() for name in run.fits))
         self._fits = len(names)
         first = runs[1].fits
-        self._entries: list[FitOutcome] = []
+        self.rows: list[Row] = []
+        self._compared: list[FitOutcome] = []
         for number, run in runs.items():
             for name, ledger in run.fits.items():
-                found = None
-                if number > 1 and name in first:
+                found, verdict = None, "no match"
+                if number == 1:
+                    verdict = "reference"
+                elif name in first:
                     seen = watch and watch(number, name)
                     found = compare_ledgers(first[name], ledger, watch=seen)
-                verdict = "no match" if found is None else "equal" if found.equal else "differs"
+                    verdict = "equal" if found.equal else "differs"
                 facts: dict[str, object] = {"label": run.label}
                 if run.processes is not None:  # records of all ranks, without the headers
                     records = sum(ledger.outcome(rank).records - 1 for rank in ledger.files)
                     facts |= {"processes": run.processes, "seconds": run.seconds}
                     facts |= {"records": records}
-                verdict = "reference" if number == 1 else verdict
                 row = make_run_row(number, names.index(name) + 1, ledger, verdict, **facts)
-                self._entries.append(FitOutcome(name, ledger, found, row))
-        self.rows: Sequence[Row] = [entry.row for entry in self._entries]
-        self._differing = [entry for entry in self._entries if entry.differs]
+                self.rows.append(row)
+                if found is not None:
+                    self._compared.append(FitOutcome(name, ledger, found, row))
+        self._differing = [entry for entry in self._compared if not entry.comparison.equal]
         self._unmatched = [n for n, run in runs.items() if run.fits.keys() != first.keys()]
 
     @property
@@ -108,8 +174,7 @@ class RepeatReport:
     @property
     def shown(self) -> FitOutcome | None:
         """The fit to look at: the first that differs, else the last that was compared."""
-        compared = [entry for entry in self._entries if entry.comparison is not None]
-        return next(iter(self._differing), compared[-1] if compared else None)
+        return next(iter([*self._differing, *self._compared[-1:]]), None)
 
     def print_out(self, chosen: str, *, verbose: bool = False) -> None:
         """Print the report as text, Markdown or one JSON object."""
@@ -120,9 +185,8 @@ class RepeatReport:
             table = format_table(columns, self.rows, terminal_width(), plain=False)
             lines = [*table.splitlines(), *self._labels, "", *lines, *[""] * bool(lines)]
             lines.append(f"ledgers: {self._output}")
-            for entry in self._differing[:1]:
-                lines += format_next_steps(self._list_next_steps(entry))
-        print_result(chosen, self._as_json(), lines, self.state_verdict(), markdown)
+        steps = self._list_next_steps(self._differing[0]) if self._differing else []
+        print_result(chosen, self._as_json(), lines, self.state_verdict(), markdown, steps)
 
     def _list_evidence(self, *, verbose: bool) -> Iterator[str]:
         """Yield the lines below the table; a blank line ends each paragraph."""
@@ -135,7 +199,6 @@ class RepeatReport:
             yield f"  this run:  {', '.join(others)}"
             yield from ("The ledgers that both left were compared.", "")
         for entry in self._differing[:1]:
-            assert entry.comparison is not None, "it differs"
             yield from (*format_evidence(entry.comparison, verbose=verbose), "")
         said = self._list_left()
         if self._printed and self.verdict != "different":
@@ -155,12 +218,11 @@ class RepeatReport:
         runs = len(self._runs)
         failed = pluralize(len(self._failures), "run")
         if self.verdict == "different":
-            count = len({entry.row["run"] for entry in self._differing} | set(self._unmatched))
+            count = len(self._list_runs(self._differing) | set(self._unmatched))
             verb = "differs" if count == 1 else "differ"
             failures = f"; {failed} failed" if self._failures else ""
             first = ""
             for entry in self._differing[:1]:
-                assert entry.comparison is not None, "it differs"
                 fit = f", fit {entry.row['fit']}" if self._fits > 1 else ""
                 first = state_verdict(entry.comparison).removeprefix("different: ")
                 first = f"Run {entry.row['run']}{fit}: {first}"
@@ -169,8 +231,8 @@ class RepeatReport:
         last = max(self._runs)
         records = sum(
             rank.records
-            for entry in self._entries
-            if entry.row["run"] == last and entry.comparison is not None
+            for entry in self._compared
+            if entry.row["run"] == last
             for rank in entry.comparison.ranks
         )
         agree = f"the fits of {runs} runs agree bit for bit in {pluralize(records, 'record')} each"
@@ -178,18 +240,17 @@ class RepeatReport:
             agree = f"{failed} failed" + (f"; {agree}" if runs > 1 else "")
         return f"{self.verdict}: {agree}."
 
+    @staticmethod
+    def _list_runs(entries: Sequence[FitOutcome]) -> set[int]:
+        return {entry.row["run"] for entry in entries}
+
     def _describe_rate(self) -> str:
         """Say so if the others agree, or if only some of several runs differ."""
-        compared = {entry.row["run"] for entry in self._entries} - {1}
-        differing = {entry.row["run"] for entry in self._differing}
-        several = differing and len(compared) >= _SEVERAL
-        if self._resumed or self._counts or not several:
+        compared, differing = len(self._runs) - 1, len(self._list_runs(self._differing))
+        if self._resumed or self._counts or not differing or compared < _SEVERAL:
             return ""
-        if differing != compared:
-            return (
-                f"{len(differing)} of {len(compared)} pairs differ, so one pair of runs may miss "
-                "it."
-            )
+        if differing < compared:
+            return f"{differing} of {compared} pairs differ, so one pair of runs may miss it."
         if self._first_alone:
             return (
                 "All later runs end with the same weights: look for files that run 1 left and "
@@ -200,13 +261,12 @@ class RepeatReport:
     @property
     def _first_alone(self) -> bool:
         """Whether several later runs end with the same weights, and run 1 with others."""
-        final = {
-            fit: [row["weights"] for row in self.rows if row["fit"] == fit and row["run"] > 1]
+        final = [
+            [row["weights"] for row in self.rows if row["fit"] == fit and row["run"] > 1]
             for fit in {entry.row["fit"] for entry in self._differing}
-        }
+        ]
         return bool(final) and all(
-            len(weights) >= _SEVERAL and len(set(weights)) == 1 and weights[0]
-            for weights in final.values()
+            len(weights) >= _SEVERAL and len(set(weights)) == 1 and weights[0] for weights in final
         )
 
     def _list_left(self) -> list[str]:
@@ -222,8 +282,8 @@ class RepeatReport:
                 "A resumed run differs from the straight one: the checkpoint lacks state that the "
                 "training uses. Save what differs in state_dict or on_save_checkpoint."
             )
-        logical = any(LOGICAL_RANKS in entry.ledger.header.stack for entry in self._entries)
-        if not self._counts or logical:
+        ledgers = chain.from_iterable(run.fits.values() for run in self._runs.values())
+        if not self._counts or any(LOGICAL_RANKS in own.header.stack for own in ledgers):
             return ""
         number = 2 ** (max(self._counts) - 1).bit_length()
         return (
@@ -233,19 +293,16 @@ class RepeatReport:
         )
 
     def _list_next_steps(self, entry: FitOutcome) -> list[tuple[str, str]]:
-        assert entry.comparison is not None, "it differs"
-        ledgers = (entry.comparison.expected, entry.comparison.actual)
-        shown = " ".join(map(_show_path, ledgers))
+        shown = " ".join(map(_show_path, (entry.comparison.expected, entry.comparison.actual)))
         if LAST_BITS_SETTING in entry.ledger.header.settings:
             step = f"d9m compare BEFORE AFTER --noise {_show_path(self._output)}"
             return [(step, "tells whether this noise explains a change")]
         if self._resumed:  # straight runs may well agree
             return [(f"d9m report {shown}", "shows what differs, and by how much")]
-        compared = {found.row["run"] for found in self._entries} - {1}
-        rare = len({found.row["run"] for found in self._differing}) < len(compared)
-        tries = f"--tries {2 * len(compared)} " if rare else ""
-        command = tries + "-- " + printable(shlex.join(self._command))
-        return list_next_steps(command, shown)
+        compared = len(self._runs) - 1
+        rare = len(self._list_runs(self._differing)) < compared
+        tries = f"--tries {2 * compared} " if rare else ""
+        return list_next_steps(f"{tries}-- {printable(shlex.join(self._command))}", shown)
 
     def _as_json(self) -> dict[str, object]:
         return {
@@ -260,13 +317,9 @@ class RepeatReport:
             ],
             "ledgers": [list(run.fits) for run in self._runs.values()],
             "differing": [
-                {
-                    "run": entry.row["run"],
-                    "fit": entry.row["fit"],
-                    "comparison": entry.comparison.as_json(),
-                }
+                {name: entry.row[name] for name in ("run", "fit")}
+                | {"comparison": entry.comparison.as_json()}
                 for entry in self._differing
-                if entry.comparison is not None
             ],
         }
 

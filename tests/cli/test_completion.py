@@ -4,17 +4,6 @@ import shutil
 import subprocess
 import sys
 
-import pytest
-
-from lightning_d9m.cli.main import COMMANDS
-
-
-@pytest.mark.parametrize("shell", ["bash", "zsh", "tcsh"])
-def test_the_script_has_every_command(d9m, shell):
-    status, script, _ = d9m("completion", shell)
-    assert status == 0
-    assert all(command in script for command in COMMANDS)
-
 
 def test_bash_reads_it(tmp_path, d9m):
     script = tmp_path / "d9m.bash"

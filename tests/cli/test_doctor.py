@@ -10,7 +10,6 @@ import torch
 from lightning_d9m import SettingError
 from lightning_d9m.audit import device
 from lightning_d9m.audit.device import compute_examples, try_device
-from lightning_d9m.cli.doctor import format_findings
 from lightning_d9m.control import doctor
 from lightning_d9m.control import environment as variables
 from lightning_d9m.control.doctor import CheckResult
@@ -58,18 +57,13 @@ def test_the_command_prints_problems_first_and_their_fixes(d9m, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "bad", "good"),
     [
-        ("CUBLAS_WORKSPACE_CONFIG", ":0:0", ":16:8"),
         ("CUBLAS_WORKSPACE_CONFIG", ":4096:2", ":4096:8"),
         ("NCCL_ALGO", "Tree,NVLS", "Ring"),
-        ("TORCHINDUCTOR_DETERMINISTIC", "0", "1"),
         ("FLASH_ATTENTION_DETERMINISTIC", "0", "1"),
         ("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "1", "0"),
         ("OMP_DYNAMIC", "TRUE", "false"),
         ("HOROVOD_FUSION_THRESHOLD", "67108864", "0"),
-        ("HOROVOD_DISABLE_GROUP_FUSION", "0", "1"),
         ("HOROVOD_AUTOTUNE", "1", "0"),
-        ("HOROVOD_HIERARCHICAL_ALLREDUCE", "1", "0"),
-        ("HOROVOD_TORUS_ALLREDUCE", "1", "0"),
         ("HOROVOD_ELASTIC", "1", "0"),
     ],
 )
@@ -114,44 +108,23 @@ def test_the_state_of_torch_is_judged(monkeypatch, owner, attribute, value, stat
     assert find("torch").status == status
 
 
-@pytest.mark.parametrize(
-    ("first", "address", "interface", "status"),
-    [
-        ("10.0.0.1", "127.0.1.1", None, "problem"),
-        ("10.0.0.1", None, None, "problem"),
-        ("10.0.0.1", "10.0.0.2", None, "ok"),
-        ("10.0.0.1", "127.0.1.1", "eth0", "ok"),
-        ("127.0.0.1", "127.0.1.1", None, None),
-    ],
-)
-def test_an_address_that_other_hosts_cannot_reach_is_found(
-    monkeypatch, first, address, interface, status
-):
-    def resolve(name):
-        if address is None:
-            raise OSError(name)
-        return address
+def test_an_address_that_other_hosts_cannot_reach_is_found(monkeypatch):
+    def judge(first, address):
+        monkeypatch.setattr(doctor.socket, "gethostbyname", lambda _: address)
+        monkeypatch.setenv("MASTER_ADDR", first)
+        return getattr(find("GLOO_SOCKET_IFNAME"), "status", None)
 
-    monkeypatch.setattr(doctor.socket, "gethostbyname", resolve)
-    monkeypatch.setenv("MASTER_ADDR", first)
-    if interface:
-        monkeypatch.setenv("GLOO_SOCKET_IFNAME", interface)
-    assert getattr(find("GLOO_SOCKET_IFNAME"), "status", None) == status
+    assert judge("10.0.0.1", "127.0.1.1") == "problem"
+    assert judge("10.0.0.1", "10.0.0.2") == "ok"
+    assert judge("127.0.0.1", "127.0.1.1") is None
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
+    assert judge("10.0.0.1", "127.0.1.1") == "ok"
 
 
 def test_a_number_of_threads_that_torch_chooses_is_noted(monkeypatch):
     for value, status in {"": "note", "four": "note", "2": "ok", "2,1": "ok"}.items():
         monkeypatch.setenv("OMP_NUM_THREADS", value)  # torch ignores text that is not a number
         assert find("CPU threads").status == status
-
-
-def test_lines_fit_80_columns(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
-    finding = CheckResult("a name", "problem", "value " * 30, "reason " * 30, "fix " * 30)
-    lines = format_findings([finding]).splitlines()
-    assert 70 < max(map(len, lines)) <= 80
-    assert lines[0].startswith("✗  a name: value")
-    assert all(line.startswith("   ") for line in lines[1:])
 
 
 def test_a_device_is_tried_in_a_session(d9m, monkeypatch):

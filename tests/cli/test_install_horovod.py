@@ -65,32 +65,26 @@ def test_an_installation_that_does_not_work(install):
     assert "allreduce of two processes failed: It hung again." in err
 
 
-def test_an_installation_without_torch(monkeypatch):
+def test_what_torch_must_be(monkeypatch):
+    monkeypatch.setattr("torch.version.cuda", None)
+    with pytest.raises(CommandError, match="--gpu nccl needs a CUDA build"):
+        install_horovod._find_target(mpi=False, gpu="nccl")
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(CommandError, match="has none: install torch first"):
         install_horovod._find_target(mpi=False, gpu="none")
 
 
-def test_nccl_on_a_cpu_torch_is_refused(monkeypatch):
-    monkeypatch.setattr("torch.version.cuda", None)
-    with pytest.raises(CommandError, match="--gpu nccl needs a CUDA build"):
-        install_horovod._find_target(mpi=False, gpu="nccl")
-
-
-@pytest.mark.parametrize(("chosen", "expected"), [(None, ("80", "90")), ("70, 90", ("70", "90"))])
-def test_kernels_are_compiled_for_the_present_devices(monkeypatch, chosen, expected):
+def test_kernels_are_compiled_for_the_present_devices(monkeypatch):
     """Unless the user chooses; without a device, Horovod's own list remains."""
-    if chosen is None:
-        monkeypatch.delenv("HOROVOD_BUILD_CUDA_CC_LIST", raising=False)
-    else:
-        monkeypatch.setenv("HOROVOD_BUILD_CUDA_CC_LIST", chosen)
+
+    def list_targets(gpu, *devices):
+        monkeypatch.setattr("torch.cuda.device_count", lambda: len(devices))
+        monkeypatch.setattr("torch.cuda.get_device_capability", devices.__getitem__)
+        return install_horovod._find_target(mpi=False, gpu=gpu).capabilities
+
     monkeypatch.setattr("torch.version.cuda", "13.0")
-    devices = [(9, 0), (8, 0), (9, 0)]
-    monkeypatch.setattr("torch.cuda.device_count", lambda: len(devices))
-    monkeypatch.setattr("torch.cuda.get_device_capability", devices.__getitem__)
-    target = install_horovod._find_target(mpi=False, gpu="auto")
-    assert (target.cuda, target.capabilities) == ("13.0", expected)
     monkeypatch.delenv("HOROVOD_BUILD_CUDA_CC_LIST", raising=False)
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-    assert install_horovod._find_target(mpi=False, gpu="nccl").capabilities == ()
-    assert install_horovod._find_target(mpi=False, gpu="none").capabilities == ()
+    assert list_targets("auto", (9, 0), (8, 0), (9, 0)) == ("80", "90")
+    assert list_targets("nccl") == list_targets("none", (9, 0)) == ()
+    monkeypatch.setenv("HOROVOD_BUILD_CUDA_CC_LIST", "70, 90")
+    assert list_targets("auto", (8, 0)) == ("70", "90")

@@ -24,7 +24,7 @@ from lightning_d9m.control.settings import read_settings
 from lightning_d9m.errors import InexactResumeError
 from lightning_d9m.launch import run as launched
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+SUPPORT = Path(__file__).parents[1] / "support"
 LOGICAL = {"world.logical_ranks": 4}
 FORCE = ("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")
 EPOCHS = [{"epoch": n, "batches": 4, "accumulated": 2, "validation": 1} for n in range(2)]
@@ -107,15 +107,6 @@ def test_last_bits_are_changed_in_each_run_but_the_first_or_it_is_an_error(repea
     assert "--last-bits is given with --portable, --processes or --interrupt" in err
 
 
-def test_json(repeat):
-    status, out, _ = repeat("train(run)", "--json")
-    result = json.loads(out)
-    assert status == 1
-    assert result["verdict"] == "different"
-    assert [run["loss_hex"] for run in result["runs"]] == [(0.1).hex()] * 2
-    assert result["differing"][0]["comparison"]["verdict"] == "different"
-
-
 def test_markdown(repeat):
     status, out, _ = repeat("train(run)", "--format", "markdown")
     assert status == 1
@@ -124,25 +115,15 @@ def test_markdown(repeat):
     assert out.count("```") == 2
 
 
-def test_several_fits_are_compared_one_by_one(repeat):
-    status, out, _ = repeat("train(7); train(run)")
-    assert status == 1
-    assert "differs from run 1. Run 2, fit 2: " in out
-
-
 @pytest.mark.parametrize(
-    ("value", "said", "advised"),
-    [
-        ("run // 3", "1 of 2 pairs differ, so one pair of runs may miss it.", "--tries 4 --"),
-        ("min(2, run)", "look for files that run 1 left and later runs read", "locate --"),
-        ("run", "", "locate --"),
-    ],
+    ("value", "rare", "left", "tries"),
+    [("run // 3", True, False, "--tries 4 "), ("min(2, run)", False, True, ""), ("run", 0, 0, "")],
 )
-def test_what_the_runs_together_show_is_said(repeat, value, said, advised):
+def test_what_the_runs_together_show_is_said(repeat, value, rare, left, tries):
     out = " ".join(repeat(f"train({value})", "-n", "3")[1].split())
-    assert said in out
-    assert f"d9m locate {advised}" in out or f"d9m {advised}" in out
-    assert ("pairs differ" in out, "run 1 left and" in out) == ("pairs" in said, "files" in said)
+    assert f"d9m locate {tries}--" in out
+    assert ("1 of 2 pairs differ, so one pair of runs may miss it." in out) == rare
+    assert ("look for files that run 1 left and later runs read" in out) == left
 
 
 def test_files_that_carry_a_difference_from_run_to_run_are_named(repeat):
@@ -152,33 +133,23 @@ def test_files_that_carry_a_difference_from_run_to_run_are_named(repeat):
     assert left == ["Files written in one run and read or written in a later one: count."]
 
 
-@pytest.mark.parametrize(
-    ("printed", "noted"),
-    [
-        ('"accuracy", run', True),
-        ('"took", run, "s"', False),
-        ('"the same"', False),
-        ('" " * run + "\\n" * run', False),  # a progress bar that was wiped away
-    ],
-)
-def test_equal_fits_of_a_program_that_prints_other_results(repeat, printed, noted):
-    status, out, _ = repeat(f"train()\nprint({printed})")
+def test_equal_fits_of_a_program_that_prints_other_results(repeat):
+    """Times do not count, nor a progress bar that was wiped away."""
+    printed = "print('took', run, 's'); print(' ' * run + '\\n' * run)"
+    assert "note:" not in repeat(f"train()\n{printed}")[1]
+    status, out, _ = repeat(f"train()\n{printed}; print('accuracy', run)")
     assert status == 0
     words = " ".join(out.split())
-    assert ("note: the runs printed different output" in words) == noted
-    assert not noted or "such as 'accuracy 1' and 'accuracy 2'" in words
+    assert "note: the runs printed different output, such as 'accuracy 1' and 'accuracy 2'" in words
 
 
-@pytest.mark.parametrize(("values", "seen"), [("7, 7", ""), ("7, run", "Run 2, fit 1")])
-def test_other_numbers_of_fits_are_a_difference_and_shared_fits_are_compared(repeat, values, seen):
-    code = f"for value in ({values})[-run:]: train(value)"
-    status, out, _ = repeat(code, "-n", "3")
+def test_other_numbers_of_fits_are_a_difference_and_shared_fits_are_compared(repeat):
+    status, out, _ = repeat("for value in (7, run)[-run:]: train(value)", "-n", "3")
     assert status == 1
     assert "Run 1 left 1 ledger, run 2 left 2:\n  reference: fit-000\n" in out
     assert "  this run:  fit-000, fit-001\nThe ledgers that both left were compared.\n" in out
     assert "different: 2 of 3 runs differ from run 1" in out
-    assert "0 of" not in out
-    assert seen in out
+    assert "Run 2, fit 1" in out
     assert ["".join(line.split()[:2]) for line in rows(out)] == ["11", "21", "22", "31", "32"]
     assert rows(out)[2].split()[-2:] == ["no", "match"]
 
@@ -196,14 +167,9 @@ def test_nothing_is_overwritten(repeat, tmp_path):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--", __file__], "does not start: Permission denied"),
         (["--", "./train.py"], "Start a script with its interpreter: python ./train.py."),
-        (["--", "bad\0name"], "does not start: embedded null"),
-        (["-o", "new\0folder", "--", "true"], "cannot be made: embedded null"),
         (["--allow-objects", "--", "true"], "--allow-objects is only for --interrupt"),
         (["--", "true"], "'true' ended well but wrote no ledger"),
-        (["--", "false"], "'false' ended with exit status 1"),
-        (["--", "no-such-program"], "does not start: No such file"),
         (["--timeout", "0.3", "--", "sleep", "60"], "still running after 0.3 s"),
     ],
 )
@@ -213,13 +179,6 @@ def test_misuse_is_one_clear_error(argv, message, tmp_path, monkeypatch, d9m):
     assert status == 2
     assert error.count("d9m: error:") == 1
     assert message in error
-
-
-def test_a_ledger_cut_short_is_no_agreement(repeat):
-    code = "path = train()\nif run == 2: os.truncate(path, path.stat().st_size - 5)"
-    status, out, _ = repeat(code)
-    assert status == 1
-    assert "this run was ended before it finished its ledger" in " ".join(out.split())
 
 
 def test_a_failing_run_leaves_its_log_and_its_ledger(repeat, tmp_path):
@@ -240,23 +199,6 @@ def test_runs_start_with_a_fixed_hash_seed(repeat, tmp_path, monkeypatch, given,
     repeat("train()\nprint(os.environ['PYTHONHASHSEED'])")
     (log,) = tmp_path.glob("d9m-runs/000/run-001/output.log")
     assert log.read_text() == f"{expected}\n"
-
-
-def test_the_main_job(tmp_path, forking_python):
-    """Train the digits network of the examples twice, with loader workers, and agree."""
-    train = (forking_python, EXAMPLES / "digits.py", "--epochs", "1", "--workers", "1")
-    done = subprocess.run(
-        [forking_python, "-m", "lightning_d9m", "repeat", "-n", "2", "--", *train],
-        cwd=tmp_path,
-        # The suite may run with one thread, which would leave nothing to race.
-        env={**os.environ, "OMP_NUM_THREADS": "2"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    # Where the runs differ, the divergence is on standard output.
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "equal: the fits of 2 runs agree bit for bit" in done.stdout
 
 
 # What each rank of a training with logical ranks does.
@@ -290,9 +232,8 @@ def test_processes_have_the_variables_of_torchrun_and_one_number_of_threads(
     repeat, tmp_path, monkeypatch
 ):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
-    names += ["OMP_NUM_THREADS", "TORCHELASTIC_RUN_ID", "LIGHTNING_D9M", "PYTHONHASHSEED"]
-    names += ["PL_TRAINER_DEVICES"]
+    names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT"]
+    names += ["OMP_NUM_THREADS", "PL_TRAINER_DEVICES"]
     code = f"\nprint(json.dumps({{n: os.environ[n] for n in {names}}}))"
     assert repeat(RANK + code, "--processes", "2,4")[0] == 0
     run = tmp_path / "d9m-runs" / "000" / "run-001"
@@ -345,17 +286,12 @@ def test_a_process_that_hangs_is_shown(repeat, tmp_path, monkeypatch):
     [
         (["0,1"], "0,1 is not valid; allowed: whole numbers from 1 to 1024"),
         (["1,two"], "1,two is not valid; allowed: whole numbers from 1 to 1024"),
-        (["1,,2"], "1,,2 is not valid; allowed: whole numbers"),
-        (["-1,2"], "expected one argument"),
         (["1,2,1"], "1,2,1 is not valid; a number occurs twice"),
         (["2"], "2 is not valid; one run cannot be compared"),
         (["1,2", "--interrupt"], "--interrupt: not allowed with argument --processes"),
-        (["1,2", "-n", "2"], "-n/--runs: not allowed with argument --processes"),
-        (["1,8"], "--processes is 1,8, but LIGHTNING_D9M_LOGICAL_RANKS is 4"),
     ],
 )
-def test_wrong_input_is_one_clear_error(options, message, monkeypatch, d9m):
-    monkeypatch.setenv("LIGHTNING_D9M_LOGICAL_RANKS", "4")
+def test_wrong_input_is_one_clear_error(options, message, d9m):
     status, _, error = d9m("repeat", "--processes", *options, "--", "true")
     assert status == 2
     assert error.count("error:") == 1
@@ -366,12 +302,6 @@ def test_wrong_input_is_one_clear_error(options, message, monkeypatch, d9m):
 def resume(repeat):
     """Return a function that repeats a program with --interrupt."""
     return lambda code, *options, **words: repeat(code, "--interrupt", *options, **words)
-
-
-def test_parallel_fits_of_a_resumed_run_are_paired_by_content(resume):
-    """Their ledgers took other numbers than in the straight run."""
-    status, out, _ = resume("for value in (8, 5) if resume else (5, 8): train(value)")
-    assert (status, out.count(" differs")) == (0, 0)
 
 
 def test_each_place_gets_a_run_that_is_killed_and_one_that_is_resumed(resume, tmp_path):
@@ -506,40 +436,21 @@ def test_objects_are_allowed_in_resumed_runs_only(resume, tmp_path, monkeypatch,
         assert text == ("0 1\n" if options and resumed else "1 None\n")
 
 
-def test_a_command_that_outlives_its_kill_is_killed(resume):
-    code = "os.kill = lambda *_: signal.pause()\ntrain()"
-    assert resume(code, survey=EPOCHS[:1])[0] == 0
-
-
-# A real project that does not mention lightning_d9m. With `hidden`, its training draws from an
-# iterator, which no checkpoint can hold, and which does not show that it changes.
+# A project that does not mention lightning_d9m. With `hidden`, its training draws from an iterator,
+# which no checkpoint can hold, and which does not show that it changes.
 TRAINING = """
+import sys
+sys.path.insert(0, {support!r})
 import lightning.pytorch as L
 import numpy as np
-import torch
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from trainings import QUIET, make_loader, make_model
 
-HIDDEN = iter(np.random.default_rng(0).random, None)
-
-class Net(L.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 1))
-
-    def training_step(self, batch, _):
-        noise = next(HIDDEN) if {hidden} else torch.rand(())
-        return (self.layers(batch[0]) + float(noise)).square().mean()
-
-    def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), lr=0.01)
-
-if __name__ == "__main__":
-    data = TensorDataset(torch.linspace(0, 1, 256).reshape(32, 8))
-    quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False,
-                 enable_model_summary=False, accelerator="cpu", num_sanity_val_steps=0)
-    trainer = L.Trainer(max_epochs=1, accumulate_grad_batches=2, **quiet)
-    trainer.fit(Net(), DataLoader(data, 4, shuffle=True))
+draws = iter(np.random.default_rng(0).random, None)
+model = make_model()
+step = model.training_step
+model.training_step = lambda *batch: step(*batch) * (1 + next(draws) * {hidden})
+trainer = L.Trainer(max_epochs=1, accumulate_grad_batches=2, num_sanity_val_steps=0, **QUIET)
+trainer.fit(model, make_loader())
 """
 
 
@@ -547,7 +458,7 @@ if __name__ == "__main__":
 def test_a_real_project_is_tested_unchanged(tmp_path, forking_python, hidden, verdict):
     """All of its state is restored; an iterator that cannot be restored makes runs differ."""
     script = tmp_path / "train.py"
-    script.write_text(TRAINING.format(hidden=hidden))
+    script.write_text(TRAINING.format(hidden=hidden, support=str(SUPPORT)))
     d9m = (forking_python, "-m", "lightning_d9m")
     done = subprocess.run(
         [*d9m, "repeat", "--interrupt", "--json", "--", forking_python, str(script)],

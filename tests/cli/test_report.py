@@ -4,7 +4,7 @@ import math
 import re
 import shutil
 import subprocess
-from html.parser import HTMLParser
+from html import unescape
 
 import pytest
 import torch
@@ -25,7 +25,6 @@ EVIL = [
     "\x1b[31m\x00",
 ]
 MODULES = ["encoder.layers.0.norm", "encoder.layers.0.linear", "encoder.layers.1.linear", "head"]
-VOID = {"meta", "br", "img", "input", "path"}
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 
 
@@ -57,13 +56,13 @@ def write(
     return write_rank(folder, records, end=end, stack={"device.driver": stack}, **changes)
 
 
-def write_weights(parent, changes, *, sketched=True):
+def write_weights(parent, changes):
     """Write a run of one weight for each entry of a table: its change after each epoch."""
     records = []
     for epoch in range(3):
         weights = {name: torch.ones(4) + by[epoch] for name, by in changes.items()}
         digests = {name: digest(own) for name, own in weights.items()}
-        sketches = sketch_tensors(weights) if sketched else {}
+        sketches = sketch_tensors(weights)
         records.append(make_weights("epoch", epoch, digests, sketches=sketches))
     return write_rank(create_ledger_folder(parent), records)
 
@@ -72,11 +71,8 @@ def write_losses(parent, losses, *, digit="0", program=None, folder=None):
     """Write a run with one epoch for each loss, and a logged value that is half of it."""
     records = []
     for epoch, loss in enumerate(losses):
-        values = {
-            "loss": None if loss is None else loss.hex(),
-            "scalars": {} if loss is None else {"val_<b>": (loss / 2).hex()},
-            "totals": {"weights": digit * 32},
-        }
+        values = {"loss": loss.hex(), "scalars": {"val_<b>": (loss / 2).hex()}}
+        values["totals"] = {"weights": digit * 32}
         moments = ("epoch", "final")[: 2 if epoch == len(losses) - 1 else 1]
         records += [make_weights(moment, epoch, {"a": digit * 32}, **values) for moment in moments]
     created, stack = "2026-11-22T19:18:44.311245+00:00", {"torch.version": "2.13.0"}
@@ -84,36 +80,14 @@ def write_losses(parent, losses, *, digit="0", program=None, folder=None):
     return write_rank(folder, records, created=created, program=program or {}, stack=stack)
 
 
-class Page(HTMLParser):
-    """Checks that tags nest, and collects tags, attributes and text."""
+class Page:
+    """The tags of a page, the names of their attributes, and its words."""
 
     def __init__(self, text):
-        super().__init__()
-        self.open, self.tags, self.attributes, self.text = [], [], [], []
-        self.feed(text.replace("<wbr>", ""))
-        self.close()
-        assert self.open == []
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.append(tag)
-        self.attributes += attrs
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag, attrs):
-        self.tags.append(tag)
-        self.attributes += attrs
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        if self.open and self.open[-1] not in {"style", "script"}:
-            self.text.append(data)
-
-    @property
-    def words(self):
-        return " ".join(" ".join(self.text).split())
+        self.tags = re.findall(r"<(/?\w+)", text)
+        self.attributes = set(re.findall(r" ([\w-]+)=\"", text))
+        shown = re.sub(r"<(style|script)>.*?</\1>|<wbr>", "", text, flags=re.DOTALL)
+        self.words = " ".join(unescape(re.sub(r"<[^>]*>", " ", shown)).split())
 
 
 @pytest.fixture
@@ -146,26 +120,15 @@ def test_different_runs(tmp_path, d9m):
     assert "step 8: 2 differ" in words
     assert "Cause: stack." in words
     assert "steps 0 to 7: equal" in words
-    assert "step 8: 2 differ" in words
     assert text.count('<tr class="differs first"') == 1
 
 
 # How two runs are written, and what their page says and does not say.
 PAGES = {
-    "equal": (
-        lambda folder: (write(folder), write(folder)),
-        ["Equal", "reference: "],
-        ["modules by step", "The stacks differ"],
-    ),
     "digest of equal weights": (
         lambda folder: (write_losses(folder, [1.0]), write_losses(folder, [1.0])),
         [f"Weights of both runs: {'0' * 32}"],
         ["The size of the difference", "modules by step"],
-    ),
-    "another stack and equal bits": (
-        lambda folder: (write(folder), write(folder, stack="570")),
-        ["Equal", "The stacks differ, which alone may change results: device.driver"],
-        ["modules by step"],
     ),
     "another stack and portable bits": (
         lambda folder: [
@@ -174,11 +137,6 @@ PAGES = {
         ],
         ["portable bits do not depend on them: device.driver", "Next: d9m locate"],
         ["Cause: stack."],
-    ),
-    "a ledger and itself": (
-        lambda folder: (write(folder),) * 2,
-        ["Equal", "Both are the same ledger, so this shows nothing about two runs."],
-        ["modules by step"],
     ),
     "a module of one run": (
         lambda folder: (write(folder), write(folder, names=[*MODULES, "extra"], drift=2)),
@@ -189,14 +147,6 @@ PAGES = {
         lambda folder: (write(folder), write(folder, world_size=2)),
         ["Not comparable", "world_size reference: 1 this run: 2 A different number of ranks"],
         ["All that differs"],
-    ),
-    "one command": (
-        lambda folder: [
-            write(folder, drift=drift, program={"command": "python 'a <b>.py'"})
-            for drift in (None, 8)
-        ],
-        ["Next: d9m locate -- python 'a <b>.py' narrows this down"],
-        [],
     ),
 }
 
@@ -211,15 +161,13 @@ def test_a_page_says(tmp_path, make, said, unsaid, report):
 
 def test_what_ran_and_the_logged_values_are_shown(tmp_path, report):
     """Values lie over each other, and their difference has a logarithmic scale."""
-    program = {"command": "python train.py", "git.commit": "abc123", "git.dirty": True}
+    program = {"command": "python 'a <b>.py'", "git.commit": "abc123", "git.dirty": True}
     one = write_losses(tmp_path, [1.0, 0.5, 0.25], program=program)
     other = write_losses(tmp_path, [1.0, 0.5001, float("nan")], digit="f", program=program)
     text = report(one, other)
     words = Page(text).words
-    assert (
-        "command python train.py python train.py commit abc123, with changes abc123, with changes"
-        in words
-    )
+    assert "command python 'a <b>.py' python 'a <b>.py' commit abc123, with changes abc" in words
+    assert "Next: d9m locate -- python 'a <b>.py' narrows this down" in words
     assert "date 2026-11-22 19:18:44 UTC" in words
     assert "torch 2.13.0 2.13.0" in words
     assert "run 1, step 27: 0.25" in words
@@ -245,34 +193,26 @@ def test_all_runs_of_a_repeat_are_shown(tmp_path, report):
     assert "run-003/fit-000" in words
 
 
-def test_nothing_is_loaded_from_anywhere(tmp_path, report):
-    """The page has no address and no link, and its policy forbids loading."""
-    page = Page(report(write(tmp_path), write(tmp_path, drift=2)))
-    assert not {"link", "img", "iframe", "object"} & set(page.tags)
-    assert not {"src", "href", "action"} & {name for name, _ in page.attributes}
-    assert any("default-src 'none'" in str(value) for _, value in page.attributes)
-
-
-def test_names_are_escaped(tmp_path, report):
-    """The page has the same tags and attributes as one with harmless names."""
+def test_names_are_escaped_and_nothing_is_loaded(tmp_path, report):
+    """The page has the tags and attributes of one with harmless names; its policy forbids loads."""
     tame = [
         "".join(c if c in ".:/" else "abcdefgh"[number] for c in name)
         for number, name in enumerate(EVIL)
     ]
-    pages = []
+    texts = []
     for names in (tame, EVIL):
         one = write(tmp_path, names=names)
         other = write(tmp_path, names=names, drift=2, stack=names[0])
-        pages.append(Page(report(one, other)))
-    tame_page, evil_page = pages
-    for page in pages:
-        page.tags = [tag for tag in page.tags if tag != "bdi"]
+        texts.append(report(one, other).replace("<bdi>", "").replace("</bdi>", ""))
+    tame_page, evil_page = map(Page, texts)
     assert sorted(evil_page.tags) == sorted(tame_page.tags)
-    assert {name for name, _ in evil_page.attributes} == {n for n, _ in tame_page.attributes}
+    assert evil_page.attributes == tame_page.attributes
+    assert not {"link", "img", "iframe", "object"} & set(evil_page.tags)
+    assert not {"src", "href", "action"} & evil_page.attributes
+    assert "default-src 'none'" in texts[1]
     assert "<script>alert(1)</script>" in evil_page.words
-    text = (tmp_path / "report.html").read_text()
-    assert not {"\u202e", "\x1b", "\x00"} & set(text)
-    assert "x" * 500 not in text
+    assert not {"\u202e", "\x1b", "\x00"} & set(texts[1])
+    assert "x" * 500 not in texts[1]
 
 
 def test_the_size_is_bounded(tmp_path, report):
@@ -286,19 +226,15 @@ def test_the_size_is_bounded(tmp_path, report):
     assert "1,501 more are left out." in text
 
 
-@pytest.mark.parametrize("force", [False, True])
-def test_a_file_that_is_not_a_report_is_kept(tmp_path, d9m, force):
+def test_a_file_that_is_not_a_report_is_kept(tmp_path, d9m):
     """``--force`` replaces it; an earlier report is always replaced."""
     one, path = write(tmp_path), tmp_path / "report.html"
     path.write_text("my thesis")
-    if force:
-        assert d9m("report", one, one, "-o", path, "--force")[0] == 0
-        assert d9m("report", one, one, "-o", path)[0] == 0
-    else:
-        status, _, err = d9m("report", one, one, "-o", path)
-        assert status == 2
-        assert re.search(r"is not a report of lightning_d9m.*--force", err)
-        assert path.read_text() == "my thesis"
+    status, _, err = d9m("report", one, one, "-o", path)
+    assert (status, path.read_text()) == (2, "my thesis")
+    assert re.search(r"is not a report of lightning_d9m.*--force", err)
+    assert d9m("report", one, one, "-o", path, "--force")[0] == 0
+    assert d9m("report", one, one, "-o", path)[0] == 0
 
 
 @pytest.mark.parametrize(
@@ -325,19 +261,6 @@ def test_wrong_words_are_one_clear_error(tmp_path, monkeypatch, d9m, words, mess
     assert not (tmp_path / "report.html").exists()
 
 
-def browse(tmp_path, text, *options):
-    """Return the DOM of a page in a real browser."""
-    (tmp_path / "page.html").write_text(text)
-    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom", *options]
-    command += [f"--user-data-dir={tmp_path / 'profile'}", f"file://{tmp_path}/page.html"]
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
-
-
-BROWSER = pytest.mark.skipif(
-    CHROMIUM is None, reason="needs the browser Chromium (the command chromium)"
-)
-
-
 # A reader's actions with the keyboard, on a phone; the results go into the title.
 READER = """
 (function () {
@@ -357,9 +280,9 @@ document.title = seen.join(";");
 """
 
 
-@BROWSER
+@pytest.mark.skipif(CHROMIUM is None, reason="needs the browser Chromium (the command chromium)")
 def test_filters_and_a_narrow_window(tmp_path, report):
-    """Rows are found by their words; nothing is too wide; the tree is scrolled."""
+    """In a real browser, rows are found by their words; nothing is too wide; the tree scrolls."""
     names = [f"layers.{number}.block" for number in range(40)] + MODULES + ["x" * 3000]
     folders = []
     for drift in (None, 2):
@@ -373,7 +296,10 @@ def test_filters_and_a_narrow_window(tmp_path, report):
     text = report(one, other)
     policy = text[text.index("<meta http-equiv") :].partition(">")[0] + ">"
     text = text.replace(policy, "").replace("</body>", f"<script>{READER}</script></body>")
-    dom = browse(tmp_path, text, "--window-size=412,800")
+    (tmp_path / "page.html").write_text(text)
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--dump-dom", "--window-size=412,800"]
+    options += [f"--user-data-dir={tmp_path / 'profile'}", f"file://{tmp_path}/page.html"]
+    dom = subprocess.check_output([CHROMIUM, *options], text=True, timeout=120)
     title = dom.partition("<title>")[2].partition("</title>")[0]
     assert title == (
         "1;94 of 94 shown;90 of 94 shown;2 of 94 shown;0 of 94 shown;true;true;true;true"
@@ -391,18 +317,7 @@ def test_the_size_of_the_difference_of_each_layer(tmp_path, report):
     section = page.words.partition("Size of the difference by layer")[2].partition(
         "Ranks and modules"
     )[0]
-    assert "standard error of 25%" in section
     shown = ["<b>", *(f"layers.{number}" for number in range(9, 2, -1)), "all other layers"]
     legend, _, table = section.partition("layer first epoch size there size at the end ")
     assert legend.strip().endswith(" ".join(shown))
     assert table.startswith("<b> 2 not finite not finite layers.9 1 1.0e-03 9.0e-01 ")
-    assert "not finite" in section
-    assert "9.0e-01" in section  # 9.1 of 10.1, for layers.9
-
-
-def test_ledgers_without_sketches_have_no_sizes(tmp_path, report):
-    old = write_weights(tmp_path, {"a.weight": (0, 0, 0)}, sketched=False)
-    page = Page(report(old, write_weights(tmp_path, {"a.weight": (0, 1, 2)})))
-    assert "The size is not recorded for 1 weight that differ" in page.words
-    equal = report(old, write_weights(tmp_path, {"a.weight": (0, 0, 0)}), status=0)
-    assert "Size of the difference" not in equal

@@ -54,19 +54,15 @@ def test_the_formulas():
     assert found.vs is None
     assert measure_variation(torch.tensor(4.0), torch.tensor(5.0)).vs == 0.25
     assert measure_variation(torch.tensor(4.0), torch.tensor(-4.0)).vs == 2
-
-
-def test_large_whole_numbers_are_told_apart():
+    # Large whole numbers are told apart.
     found = measure_variation(torch.tensor([2**60]), torch.tensor([2**60 + 1]))
-    assert found.vermv == 2.0**-60
-    assert found.ulps == 1
+    assert (found.vermv, found.ulps) == (2.0**-60, 1)
 
 
 @pytest.mark.parametrize(
     ("old", "new", "ulps"),
     [
         (1.0, 1.0 + 2**-23, 1),
-        (1.0, 1.0 - 2**-24, 1),
         (-1.0, -1.0 - 2**-23, 1),
         (2.0**-149, -(2.0**-149), 3),
         (3.4028234663852886e38, math.inf, 1),
@@ -82,10 +78,11 @@ def test_a_distance_that_no_int64_holds_is_the_greatest(dtype, low):
     assert measure_variation(ends[:1], ends[1:]).ulps == 2**63 - 1
 
 
-def test_another_shape_or_dtype_is_changed_entirely():
-    whole = measure_variation(torch.zeros(3), torch.zeros(4))
+@pytest.mark.parametrize("other", [torch.ones(2, 1), torch.ones(2, dtype=torch.float64)])
+def test_another_shape_or_dtype_is_changed_entirely_and_not_measured(other):
+    whole = measure_variation(torch.ones(2), other)
     assert (whole.vermv, whole.vc) == (1, 1)
-    assert measure_variation(torch.zeros(3), torch.zeros(3, dtype=torch.float64)).vc == 1
+    assert measure_difference(torch.ones(2), other) is None
 
 
 def test_strides_and_conjugate_views_do_not_matter():
@@ -132,18 +129,10 @@ def test_the_spread_keeps_a_copy_of_its_reference():
     assert meter.spread().vc == 0.5
 
 
-def test_no_number_has_no_distance():
+def test_what_has_no_distance_in_ulps():
     found = measure_difference(torch.tensor([float("nan"), 1.0]), torch.tensor([2.0, 1.5]))
     assert (found.count, found.ulps, found.absolute) == (2, None, 0.5)
-
-
-def test_whole_numbers_and_complex_ones():
     found = measure_difference(torch.tensor([1, 5]), torch.tensor([1, 9]))
     assert (found.count, found.ulps, found.absolute) == (1, None, 4.0)
     found = measure_difference(torch.tensor([1 + 2j]), torch.tensor([1 + 3j]))
     assert (found.count, found.examples[0][0]) == (1, (0, 1))
-
-
-@pytest.mark.parametrize("other", [torch.ones(2, 1), torch.ones(2, dtype=torch.float64)])
-def test_another_shape_or_dtype_is_not_measured(other):
-    assert measure_difference(torch.ones(2), other) is None

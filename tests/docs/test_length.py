@@ -48,5 +48,5 @@ def test_what_and_the_failing_run_and_its_line_are_on_the_first_screen_of_the_re
     assert measure_first_screen(page) <= SCREEN
     picture = (ROOT / "docs/images/terminal.svg").read_text().replace("&#160;", " ")
     assert "d9m repeat" in picture
-    assert "values recorded there" in picture  # as output/locate_text.py says it today
+    assert "values recorded there" in picture  # as cli/locate.py says it today
     assert "np.random.default_rng()" in picture

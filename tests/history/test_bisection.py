@@ -1,9 +1,10 @@
-"""``d9m bisect`` on real git repositories, made in a temporary folder."""
+"""``d9m bisect`` on real git repositories and wheels of a temporary folder, without a network."""
 
 import json
 import os
 import subprocess
 import sys
+import zipfile
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -11,15 +12,21 @@ import pytest
 import torch
 from bisected_training import BROKEN, OTHER, SAME, TRAIN
 from ledger_runs import make_facts, make_weights, write_rank
+from uv import find_uv_bin
 
+from lightning_d9m.cli.bisect import format_bisection
 from lightning_d9m.errors import CommandError
 from lightning_d9m.hashing.digest import digest
 from lightning_d9m.hashing.training_state import sketch_tensors
-from lightning_d9m.history.bisection import Bisection
-from lightning_d9m.history.repository import Commit
+from lightning_d9m.history import bisection
+from lightning_d9m.history.bisection import (
+    Bisection,
+    Commit,
+    install_packages,
+    read_packages,
+)
 from lightning_d9m.launch.run import Run
 from lightning_d9m.ledger.folder import create_ledger_folder, read_ledger
-from lightning_d9m.output.bisection_text import format_bisection
 
 
 def git(folder, *words):
@@ -255,3 +262,141 @@ def test_a_commit_without_the_working_folder_does_not_train(tmp_path, bisect):
     assert "must train, and it does not: The commit does not have the folder" in errors
     # An error leaves no worktree.
     assert len(git(tmp_path / "project", "worktree", "list").splitlines()) == 1
+
+
+WHEEL = "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+
+
+def write_wheel(folder, name, version, code=""):
+    """Write a wheel with one module."""
+    metadata = f"{name}-{version}.dist-info"
+    files = {
+        f"{name}.py": code,
+        f"{metadata}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n",
+        f"{metadata}/WHEEL": WHEEL,
+    }
+    record = "".join(f"{file},,\n" for file in [*files, f"{metadata}/RECORD"])
+    with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as archive:
+        for file, text in {**files, f"{metadata}/RECORD": record}.items():
+            archive.writestr(file, text)
+
+
+@pytest.fixture
+def installer(request, tmp_path_factory, monkeypatch):
+    """Choose uv, or pip as where uv is not installed."""
+    program = None if getattr(request, "param", "uv") == "pip" else find_uv_bin()
+    monkeypatch.setattr(bisection.shutil, "which", lambda _: program)
+    monkeypatch.setenv("UV_CACHE_DIR", str(tmp_path_factory.mktemp("uv")))
+
+
+BOTH = pytest.mark.parametrize("installer", ["uv", "pip"], indirect=True)
+
+
+@pytest.fixture
+def bisect_packages(tmp_path, monkeypatch, d9m, installer):
+    """Return a function that searches between two lists; it gives (status, facts, errors)."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    # The trainings take lightning_d9m and what it imports from here.
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path for path in sys.path if path))
+    (tmp_path / "train.py").write_text(TRAIN)
+    (tmp_path / "wheels").mkdir()
+
+    def run(old, new, *words):
+        for name, lines in (("old.txt", old), ("new.txt", new)):
+            source = ["--no-index", f"--find-links {tmp_path / 'wheels'}", "# a comment"]
+            (tmp_path / name).write_text("\n".join([*source, *lines, ""]))
+        output = tmp_path / f"output-{len(list(tmp_path.iterdir()))}"
+        lists = ("--packages", "old.txt", "new.txt")
+        status, out, err = d9m(
+            "bisect", "--json", "-o", output, *words, *lists, "--", "python", "train.py"
+        )
+        return status, json.loads(out or "{}"), err
+
+    return run
+
+
+def test_the_package_that_changes_bits_is_named(tmp_path, bisect_packages):
+    wheels = tmp_path / "wheels"
+    for name in ("alpha", "gamma"):
+        for version in (1, 2):
+            write_wheel(wheels, name, version)
+    write_wheel(wheels, "added", 1)
+    write_wheel(wheels, "values", 1, SAME)
+    write_wheel(wheels, "values", 2, OTHER)
+    write_wheel(wheels, "zeta", 1, SAME)
+    old = ["alpha==1", "gamma==1", "values==1", "zeta==1"]
+    status, facts, _ = bisect_packages(old, ["added==1", "alpha==2", "gamma==2", "Values==2"])
+    assert status == 1
+    assert [found["subject"] for found in facts["candidates"]] == ["values==1 -> Values==2"]
+    assert facts["commits"] == 5
+    assert facts["comparison"]["verdict"] == "different"
+    # Twice the old list, once the new one, and at most three of the four between them.
+    assert len(facts["trials"]) <= 6
+    # The user's folder has only what the command wrote.
+    names = {path.name.partition("-")[0] for path in tmp_path.iterdir()}
+    assert names == {"left", "new.txt", "old.txt", "output", "train.py", "wheels"}
+
+
+def test_lists_that_do_not_train_hide_the_package(tmp_path, bisect_packages):
+    wheels = tmp_path / "wheels"
+    write_wheel(wheels, "helper", 1)
+    write_wheel(wheels, "helper", 2, "VALUES = [1, 9, 8]")
+    write_wheel(wheels, "values", 1, SAME)
+    write_wheel(wheels, "values", 2, "from helper import VALUES")
+    # In between, `values` 1 has its numbers still; helper 3 cannot be installed.
+    status, facts, _ = bisect_packages(["helper==1", "values==1"], ["helper==2", "values==2"])
+    assert (status, [one["subject"] for one in facts["candidates"]]) == (
+        1,
+        ["values==1 -> values==2"],
+    )
+    status, facts, errors = bisect_packages(["values==1"], ["values==4"])
+    assert status == 2
+    assert "The bad package list new.txt must train, and it does not: The packages cannot" in errors
+
+
+def test_wrong_lists_and_words_are_one_clear_error(tmp_path, bisect_packages, d9m):
+    for old, words, message in (
+        ("values==1", (), "hold the same packages, so none of them"),
+        ("values>=1", (), "old.txt holds 'values>=1', not a package with its version"),
+        ("values==2", ("--link", "data"), "--link and --golden are for commits"),
+    ):
+        status, _, errors = bisect_packages([old], ["values==1"], *words)
+        assert status == 2
+        assert message in errors
+    status, _, errors = d9m("bisect", "--packages", "none", "new.txt", "--", "python", "a.py")
+    assert status == 2
+    assert "The list of packages none cannot be read: [Errno 2] No such file" in errors
+
+
+def test_a_list_is_read_as_pip_reads_it(tmp_path):
+    path = tmp_path / "list.txt"
+    path.write_text(
+        "# made by pip\n--index-url https://host/simple\nTorch_Vision==0.1 \\\n"
+        "    --hash=sha256:00\nfast[all]===2+cpu  # why\nlocal @ file:///a/b.whl\n-e ./here\n\n"
+    )
+    found, sources = read_packages(path)
+    assert found == {
+        "torch-vision": "Torch_Vision==0.1      --hash=sha256:00",
+        "fast": "fast[all]===2+cpu",
+        "local": "local @ file:///a/b.whl",
+        "-/here": "-e ./here",
+    }
+    assert sources == ["--index-url https://host/simple"]
+
+
+@BOTH
+def test_what_a_list_does_not_hold_is_removed(tmp_path, installer):
+    for name in ("alpha", "beta"):
+        write_wheel(tmp_path, name, 1)
+    lists = [["alpha==1", "beta==1"], ["beta==1"]]
+    found = []
+    for lines in lists:
+        source = ["--no-index", f"--find-links {tmp_path}"]
+        (tmp_path / "list.txt").write_text("\n".join([*source, *lines, ""]))
+        install_packages(tmp_path / "environment", tmp_path / "list.txt")
+        code = "from importlib import metadata as m; print(*(d.name for d in m.distributions()))"
+        python = tmp_path / "environment/bin/python"
+        printed = subprocess.check_output([python, "-I", "-c", code], text=True)
+        found.append(sorted(printed.split()))
+    assert found == [["alpha", "beta"], ["beta"]]

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from lightning_d9m.cli.locate import describe_op
 from lightning_d9m.locate.op_evidence import examine_op, measure_saved
-from lightning_d9m.output.locate_text import describe_op
 from lightning_d9m.probes.dumps import Dump, keep
 from lightning_d9m.probes.trace import ProbePoint
 
@@ -58,12 +58,13 @@ def join(lines):
     return " ".join(" ".join(lines).split())
 
 
-def test_different_inputs_are_reported(dumped):
+def test_different_inputs_are_reported_and_where_the_gradient_comes_from(dumped):
     one, other, result = product()
     found = dumped((one, other, result), (one + 1, other, (one + 1) @ other))
     assert not found.inputs_equal
-    said = "Its inputs differed, although no recorded operation wrote them."
-    assert said in join(describe_op(found))
+    said = join(describe_op(replace(found, backward=True)))
+    assert said.startswith("op: aten.mm.default, in the backward pass of train.py:7 in forward")
+    assert "Its inputs differed, although no recorded operation wrote them." in said
 
 
 def test_an_operation_that_cannot_run_alone_has_a_reason(dumped):
@@ -71,38 +72,24 @@ def test_an_operation_that_cannot_run_alone_has_a_reason(dumped):
     found = dumped(same, same, op="nowhere.op.default")
     assert found.replays == 0
     text = join(describe_op(found))
-    assert "could not be run alone" in text
-    assert "LedgerError: The dump holds the operation" in text
-
-
-def test_no_finding_without_a_dump(tmp_path):
-    assert examine_op(FOUND, [tmp_path / "a", tmp_path / "b"]) is None
-
-
-def draw(generator, op="aten.rand.generator"):
-    kept = {"op": op, "args": keep([[4]]), "kwargs": keep({"generator": generator})}
-    return kept | {"outputs": keep([torch.rand(4, generator=generator)]), "source": None}
+    assert "could not be run alone: LedgerError: The dump holds the operation" in text
 
 
 def test_draws_from_a_different_state_are_reported_and_confirmed(tmp_path):
     """The inputs were equal; the state of the generator differs."""
     place = ("op", "layers.0::aten.rand.generator", 0)
     for seed in (0, 1):
-        content = draw(torch.Generator().manual_seed(seed))
+        words = {"generator": torch.Generator().manual_seed(seed)}
+        content = {"op": "aten.rand.generator", "args": keep([[4]]), "kwargs": keep(words)}
+        content |= {"outputs": keep([torch.rand(4, **words)]), "source": None}
         Dump(tmp_path / str(seed), 0).save(ProbePoint(0, 4, 4), place, content)
     where = SimpleNamespace(**vars(FOUND) | {"name": place[1], "call": 0})
+    assert examine_op(where, [tmp_path / "0", tmp_path / "none"]) is None
     found = examine_op(where, [tmp_path / "0", tmp_path / "1"])
     assert (found.inputs_equal, found.generator_equal, found.outcomes) == (True, False, 1)
     text = join(describe_op(found))
     assert "Its inputs were equal in both runs, but not the state of its generator." in text
     assert "Confirmed: run alone 20 times from one state of its generator" in text
-
-
-def test_the_line_of_a_gradient_is_that_of_the_forward_pass(dumped):
-    one, other, result = product()
-    found = dumped((one, other, result), (one, other, result + 1))
-    said = join(describe_op(replace(found, backward=True)))
-    assert said.startswith("op: aten.mm.default, in the backward pass of train.py:7 in forward")
 
 
 VALUES = [

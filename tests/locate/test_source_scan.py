@@ -4,7 +4,6 @@ import pytest
 
 from lightning_d9m.locate.search import find_cause_lines, find_program
 
-SORTED = "order = sorted({'a', 'b'})\n"
 SETS = "import helper\norder = {name: i for i, name in enumerate({'a', 'b'})}\n"
 DRAWS = "import numpy as np\nnoise = np.random.default_rng()\n"
 
@@ -36,17 +35,13 @@ def test_what_explains_the_cause_goes_first_and_what_is_certain_follows(project)
     assert places("train.py", cause="random numbers") == drawn
 
 
-def test_a_clean_program(project):
-    (project / "train.py").write_text(SORTED)
-    assert places("train.py", cause="data") == []
-
-
 @pytest.mark.parametrize("command", [["./train"], ["python", "absent.py"], ["python", "-m"]])
 def test_no_program(project, command):
     assert find_program(command) is None
     assert find_cause_lines(command, "data") == []
 
 
-def test_a_file_that_cannot_be_parsed(project):
-    (project / "train.py").write_text("import helper\nfor")
+@pytest.mark.parametrize("text", ["order = sorted({'a', 'b'})\n", "import helper\nfor"])
+def test_a_clean_program_and_one_that_cannot_be_parsed(project, text):
+    (project / "train.py").write_text(text)
     assert places("train.py", cause="data") == []

@@ -20,17 +20,6 @@ def dots_of(root):
     }
 
 
-@pytest.mark.parametrize("scale", [0.00956, 0.7874, 3.0, 12345.0, 2e-7, 6e9, -0.5, 1e-300])
-def test_the_limits_of_values_and_steps_are_named(scale):
-    root = parse(draw_chart("loss", [[(10, scale), (20, 2 * scale)]]))
-    high, low, first, last = (own.text for own in root.iter("text"))
-    assert [float(low), float(high)] == pytest.approx(sorted([scale, 2 * scale]), rel=0.01)
-    assert (first, last) == ("step 10", "20")
-    (left, one), (right, other) = dots_of(root).values()
-    assert left < right
-    assert (one > other) == (scale > 0)
-
-
 def test_lines_end_where_nothing_is_known_and_zero_lies_below():
     first = [(10, 0.0), (20, 1e-6), (30, 1e-5), (40, math.nan), (50, 1e-2)]
     second = [(10, 1e-4), (20, math.inf), (30, 1e-3)]

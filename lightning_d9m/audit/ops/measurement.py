@@ -34,9 +34,7 @@ from lightning_d9m.audit.ops.cases import (
 from lightning_d9m.audit.ops.report import CONDITIONS
 from lightning_d9m.comparison.numeric_difference import SpreadMeter, measure_variation
 from lightning_d9m.compatibility import synchronize
-from lightning_d9m.control.environment import algorithms_switched
-from lightning_d9m.control.environment import capture_flags
-from lightning_d9m.control.environment import wanted_flags
+from lightning_d9m.control.environment import algorithms_switched, capture_flags, wanted_flags
 from lightning_d9m.errors import CommandError, SettingError, file_errors
 from lightning_d9m.launch.progress import StatusLine
 from lightning_d9m.patches.registration import patches_applied

@@ -7,7 +7,6 @@ import torch
 from ledger_runs import make_facts, make_weights, write_rank
 
 from lightning_d9m.hashing.training_state import sketch_tensors
-from lightning_d9m.hashing.training_state import sketch_tensors
 from lightning_d9m.launch import run as launched_run
 from lightning_d9m.ledger.folder import create_ledger_folder
 
