@@ -1,7 +1,14 @@
-"""Matrix products and convolutions, rounded once from their exact values."""
+"""Linear operations: matrix products, convolutions, interpolation, and average pooling.
 
+Products and convolutions are rounded once from their exact values. Interpolation and pooling act on
+one dimension after the other. The matrix of one dimension is what torch's own operation does to the
+identity matrix, in float64. Machines may differ in its last places; rounded to a multiple of
+``2**-30`` it is the same everywhere. The gradient is a product with the transposed matrix.
+"""
+
+import re
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from math import prod
 from typing import Any
 
@@ -9,7 +16,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from lightning_d9m.portability.registry import rule
+from lightning_d9m.patches.kernels.separable import (
+    Side,
+    adaptive_sides,
+    pool_sides,
+    resize_sides,
+    run_side,
+)
+from lightning_d9m.portability.registry import RULES, rule
 from lightning_d9m.portability.sums import (
     BLOCK,
     add_terms,
@@ -18,6 +32,8 @@ from lightning_d9m.portability.sums import (
     multiply,
     multiply_doubles,
 )
+
+_GRID = 2.0**30
 
 
 def matmul(left: Tensor, right: Tensor) -> Tensor:
@@ -185,3 +201,76 @@ def _differentiate_by_weight(
         roundings=each * area + batch // each,
     )
     return found.transpose(0, 1).contiguous()
+
+
+@lru_cache(maxsize=256)
+def _read_matrix(size: int, *side: Any) -> Tensor:
+    """Return the matrix ``[outputs, inputs]`` of an operation along one dimension."""
+    found = run_side(*side, torch.eye(size, dtype=torch.float64))
+    return found.t().mul(_GRID).round_().div_(_GRID).contiguous()
+
+
+def _apply(
+    sides: Sequence[Side], sizes: Sequence[int], values: Tensor, *, turned: bool = False
+) -> Tensor:
+    """Multiply each of the last dimensions by its matrix, or by the transposed one."""
+    for axis, size, side in zip(range(-len(sides), 0), sizes[-len(sides) :], sides, strict=True):
+        matrix, moved = _read_matrix(size, *side), values.movedim(axis, 0)
+        factor = (matrix.t() if turned else matrix).to(values)
+        product = matmul(factor, moved.reshape(moved.shape[0], -1))
+        values = product.view(-1, *moved.shape[1:]).movedim(0, axis)
+    return values.contiguous()
+
+
+def _resize(name: str, out: Sequence[int], *given: Any, **named: Any) -> list[Side]:
+    given = (*given, *named.values())
+    corners = () if "nearest" in name else given[:1]
+    if not ("cubic" in name or name.endswith("_aa")):
+        name = f"{re.sub('(bi|tri)?linear', 'linear', name)[:-2]}1d"
+    return resize_sides(name, out, given[len(corners) :], *corners)
+
+
+def _register(
+    dims: int, name: str, find: Callable[..., list[Side]], *, forward: bool = True
+) -> None:
+    """Register an operation on the last dimensions, and its gradient.
+
+    Args:
+        dims: The number of the dimensions.
+        name: That of the operation.
+        find: Returns the sides for the operation's arguments.
+        forward: Whether the operation itself does not only move values.
+    """
+
+    def apply(values: Tensor, *given: Any, **named: Any) -> Tensor:
+        return _apply(find(*given, **named), values.shape, values)
+
+    def differentiate(gradient: Tensor, *given: Any, **named: Any) -> Tensor:
+        if "upsample" in name:
+            out, sizes, *more = given
+            more = [out, *more]
+        else:
+            values, *more = given
+            sizes, more = values.shape, more or [gradient.shape[-dims:]]  # if adaptive
+        return _apply(find(*more, **named), sizes, gradient, turned=True)
+
+    RULES[f"{name}_backward"] = differentiate
+    if forward:
+        RULES[name] = apply
+
+
+_RESIZED = {
+    1: ("upsample_linear1d",),
+    2: (
+        *("upsample_bilinear2d", "upsample_bicubic2d", "_upsample_bilinear2d_aa"),
+        *("_upsample_bicubic2d_aa", "_upsample_lanczos2d_aa"),
+    ),
+    3: ("upsample_trilinear3d",),
+}
+for _dims, _names in _RESIZED.items():
+    for _name in _names:
+        _register(_dims, _name, partial(_resize, _name))
+    for _name in (f"upsample_nearest{_dims}d", f"_upsample_nearest_exact{_dims}d"):
+        _register(_dims, _name, partial(_resize, _name), forward=False)
+    _register(_dims, f"avg_pool{_dims}d", partial(pool_sides, _dims))
+    _register(_dims, f"_adaptive_avg_pool{_dims}d", adaptive_sides)

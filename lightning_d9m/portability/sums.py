@@ -172,17 +172,16 @@ def multiply(left: Tensor, right: Tensor) -> Tensor:
         batch, row = row // rows.shape[1], row % rows.shape[1]
         return rows[batch, row] * columns[batch, :, column]
 
+    def multiply_blocks(left: Tensor, right: Tensor) -> Tensor:
+        parts = zip(left.split(BLOCK, 2), right.split(BLOCK, 1), strict=True)
+        total = torch.bmm(*next(parts))
+        for part, other in parts:
+            total += torch.bmm(part, other)
+        return total
+
     lengths = find_lengths(rows, 2), find_lengths(columns, 1)
     rounds = min(inner, BLOCK) + inner // BLOCK
-    return combine(_multiply_blocks, rows, columns, lengths, find_terms, inner, rounds)
-
-
-def _multiply_blocks(left: Tensor, right: Tensor) -> Tensor:
-    parts = zip(left.split(BLOCK, 2), right.split(BLOCK, 1), strict=True)
-    total = torch.bmm(*next(parts))
-    for part, other in parts:
-        total += torch.bmm(part, other)
-    return total
+    return combine(multiply_blocks, rows, columns, lengths, find_terms, inner, rounds)
 
 
 def find_lengths(values: Tensor, *dims: int) -> Tensor:

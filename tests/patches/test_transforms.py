@@ -31,15 +31,17 @@ CASES: dict[str, Callable[[Tensor], Tensor]] = {
     "nanmedian": lambda x: x.nanmedian(1).values,
     "scatter_reduce": lambda x: x.scatter_reduce(0, WHERE, FIXED, "prod"),
     "scatter_reduce-sum": lambda x: x.scatter_reduce(0, WHERE, FIXED, "sum", include_self=False),
-    "scatter_reduce-mean": lambda x: FIXED.scatter_reduce(0, WHERE[:5], x, "mean"),
-    "scatter_reduce-mean-of-values": lambda x: FIXED.scatter_reduce(
-        0, WHERE[:5], x, "mean", include_self=False
-    ),
-    "scatter_reduce-amax": lambda x: FIXED.scatter_reduce(0, WHERE[:5], x, "amax"),
+    **{
+        f"scatter_reduce-{kind}": lambda x, kind=kind, kept=kind != "mean": FIXED.scatter_reduce(
+            0, WHERE[:5], x, kind, include_self=kept
+        )
+        for kind in ("mean", "amax")
+    },
     "scatter_reduce-source": lambda x: FIXED.scatter_reduce(0, WHERE[:5], x, "prod"),
-    "index_reduce-prod": lambda x: x.index_reduce(0, ROWS, FIXED, "prod"),
-    "index_reduce-mean": lambda x: x.index_reduce(0, ROWS, FIXED, "mean"),
-    "index_reduce-amax": lambda x: x.index_reduce(0, ROWS, FIXED, "amax"),
+    **{
+        f"index_reduce-{kind}": lambda x, kind=kind: x.index_reduce(0, ROWS, FIXED, kind)
+        for kind in ("prod", "mean", "amax")
+    },
     "max_unpool2d": lambda x: torch._C._nn.max_unpool2d(x[None], APART[None], [5, 5]),
     "max_unpool3d": lambda x: torch._C._nn.max_unpool3d(
         x[None, None], APART[None, None], [1, 5, 5], [1] * 3, [0] * 3
@@ -61,7 +63,6 @@ CASES: dict[str, Callable[[Tensor], Tensor]] = {
 COUNTS = {"histc", "bincount"}  # they have no derivative
 SMALL = {case.label: case for case in GRADIENT_CASES if "-" not in case.label}
 CASES |= {label: case.forward for label, case in SMALL.items()}
-every_case = pytest.mark.parametrize("name", CASES)
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
     pytest.mark.filterwarnings("ignore:index_reduce.* is in beta"),
@@ -79,25 +80,11 @@ def make_input(name: str = "") -> Tensor:
     return (order.double().view(shape) / 4 - count / 8 + 0.1).requires_grad_()
 
 
-def find_call(name: str) -> Callable[[Tensor], Tensor]:
-    """Return a call of what is patched: an op, or the gradient of one."""
-    call = CASES[name]
-    return torch.func.grad(lambda x: call(x).square().sum()) if name in SMALL else call
-
-
 def both(attempt: Callable[[], object]) -> tuple[object, object]:
     """Return the answers without and with the patches."""
     expected = answer(attempt)
     with patches_applied("CPU"):
         return expected, answer(attempt)
-
-
-def assert_close(expected: object, actual: object) -> None:
-    """Results as close as sums in another order are; errors word for word."""
-    if isinstance(expected[0], type):
-        assert actual == expected
-    else:
-        torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-9)
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name not in COUNTS])
@@ -112,29 +99,32 @@ def test_first_and_second_derivatives(name: str) -> None:
         assert actual == expected
 
 
-@every_case
-def test_vmap(name: str) -> None:
-    """Of a batch of three, or the same error."""
-    batch = torch.stack([make_input(name).detach() * factor for factor in (1, -1, 0.5)])
-    assert_close(*both(lambda: torch.func.vmap(find_call(name))(batch)))
+@pytest.mark.parametrize("transform", ["vmap", "autocast"])
+@pytest.mark.parametrize("name", CASES)
+def test_transforms(name: str, transform: str) -> None:
+    """As close as sums in another order are, or the same error; of an op, or of its gradient.
 
-
-@every_case
-def test_autocast(name: str) -> None:
-    """In bfloat16 and with autocast on: the dtype and, within its rounding, the values."""
+    With vmap a batch of three; with autocast in bfloat16, the dtype and, within its rounding, the
+    values.
+    """
+    call, leaf = CASES[name], make_input(name).detach()
+    if name in SMALL:
+        call = torch.func.grad(lambda x: CASES[name](x).square().sum())
 
     def attempt() -> Tensor:
-        image = make_input(name).detach().float()
+        if transform == "vmap":
+            return torch.func.vmap(call)(torch.stack([leaf, -leaf, leaf / 2]))
         with torch.autocast("cpu", torch.bfloat16):
-            return find_call(name)(image @ torch.eye(image.shape[-1]))
+            return call(leaf.float() @ torch.eye(leaf.shape[-1]))
 
     expected, actual = both(attempt)
     if isinstance(expected[0], type):
         assert actual == expected
-    else:
-        assert actual[0].dtype == expected[0].dtype
-        bound = 2e-2 * max(1.0, expected[0].abs().max().item())
-        torch.testing.assert_close(actual, expected, rtol=2e-2, atol=bound)
+        return
+    near = {"rtol": 1e-6, "atol": 1e-9}
+    if transform == "autocast":
+        near = {"rtol": 2e-2, "atol": 2e-2 * max(1.0, expected[0].abs().max().item())}
+    torch.testing.assert_close(actual, expected, **near)  # the dtype as well
 
 
 def test_compiled_graphs() -> None:
@@ -155,5 +145,4 @@ def test_compiled_graphs() -> None:
             for parts in (eager, compiled)
         ]
     torch.compiler.reset()
-    assert_close(tuple(eager), tuple(compiled))
-    torch.testing.assert_close(*gradients)
+    torch.testing.assert_close((eager, gradients[0]), (compiled, gradients[1]))

@@ -169,11 +169,6 @@ def test_a_product_is_the_exact_product_rounded_in_any_order(pairs, random):
         random.shuffle(pairs)
 
 
-def test_cancellation_leaves_what_is_small():
-    matrix = torch.tensor([[1e20, 3.0, -1e20]])
-    assert matmul(matrix, torch.tensor([[1e15], [1e-30], [1e15]])).item() == pytest.approx(3e-30)
-
-
 def test_special_values():
     values = torch.tensor([[INF, 1.0], [INF, -INF], [NAN, 1.0], [3e38, 3e38], [-0.0, -0.0]])
     product = matmul(values, torch.tensor([[1.0], [0.0]]))[:, 0]

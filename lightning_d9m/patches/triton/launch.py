@@ -68,7 +68,13 @@ def run_kernel(
                     f"({type(error).__name__}: {error}). It is compiled and loaded at its first "
                     "use. Run the same step once before the capture."
                 ) from error
-            _withdraw(path, explain_failure(error, device))
+            reason = explain_failure(error, device)
+            _withdrawn.add(path)
+            warnings.warn(
+                f"The Triton kernel {path} cannot be used ({reason}). Torch ops compute the same "
+                "bits on this device, but more slowly.",
+                stacklevel=3,
+            )
         else:
             return
     reference(out, *args)
@@ -105,15 +111,6 @@ def explain_failure(error: Exception, device: torch.device) -> str:
     if isinstance(error, ImportError | OSError | SubprocessError) or "C compiler" in str(error):
         return f"{reason}; Triton needs gcc and Python's headers"
     return reason
-
-
-def _withdraw(path: str, reason: str) -> None:
-    _withdrawn.add(path)
-    warnings.warn(
-        f"The Triton kernel {path} cannot be used ({reason}). Torch ops compute the same bits on "
-        "this device, but more slowly.",
-        stacklevel=4,
-    )
 
 
 class Launch:
