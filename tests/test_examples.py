@@ -83,7 +83,6 @@ def test_logical_ranks_give_the_same_bits_on_one_and_on_three_processes(
 ):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setenv("LIGHTNING_D9M_PORTABLE", "1")
     script = str(EXAMPLES / "logical_ranks.py")
     arguments = ["repeat", "--processes", "1,3", "--", forking_python, script]
     assert main(arguments) == 0

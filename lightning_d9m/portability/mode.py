@@ -23,7 +23,7 @@ from lightning_d9m import portability
 from lightning_d9m.errors import NotPortableError
 from lightning_d9m.patches.catalog.catalog import OPS
 from lightning_d9m.patches.registration import RefusedError, Update
-from lightning_d9m.portability import arithmetic, composed, random_numbers  # noqa: F401 - their rules
+from lightning_d9m.portability import arithmetic, composed
 from lightning_d9m.portability.registry import COMPOSED, RULES, Rule
 
 # Operations that torch's own kernels serve: they move values, compare them, or round them to whole

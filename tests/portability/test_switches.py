@@ -3,10 +3,12 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from rank_processes import run_ranks
 
 from lightning_d9m import Recorder, Settings, compare, deterministic, portable
 from lightning_d9m.cli.main import main
@@ -15,7 +17,7 @@ from lightning_d9m.ledger.folder import read_ledger
 from lightning_d9m.lightning.trainer_session import resolve_settings
 from lightning_d9m.output.comparison_text import format_comparison
 from lightning_d9m.portability import is_portable
-from lightning_d9m.portability.random_numbers import draw
+from lightning_d9m.portability.arithmetic import draw
 
 
 def test_a_session_computes_portable_bits_until_it_closes():
@@ -124,3 +126,12 @@ def test_a_reference_of_another_stack_is_refused_without_portable_bits(tmp_path)
     first = _record(tmp_path / "a", 1, portable=False)
     with pytest.raises(StackDifferenceError):
         _record(tmp_path / "b", 2, portable=False, reference=first)
+
+
+def test_logical_ranks_have_the_same_portable_bits_on_one_process_and_on_two(tmp_path):
+    script = Path(__file__).parents[1] / "support" / "portable_ranks.py"
+    run_ranks(script, 1, tmp_path, ATEN_CPU_CAPABILITY="default")
+    run_ranks(script, 2, tmp_path, OMP_NUM_THREADS="2")
+    one, two = (read_ledger(next((tmp_path / str(count)).iterdir())) for count in (1, 2))
+    assert one.header.settings["portable"] is True
+    assert one.outcome(0).final.totals == two.outcome(0).final.totals
