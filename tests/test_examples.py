@@ -88,6 +88,14 @@ def test_logical_ranks_give_the_same_bits_on_one_and_on_three_processes(
     assert main(arguments) == 0
 
 
+def test_two_runs_of_the_segmentation_agree_bit_for_bit(tmp_path, monkeypatch, forking_python):
+    """One epoch on few scenes: every op of it runs forward and backward."""
+    monkeypatch.chdir(tmp_path)
+    few = ["--epochs", "1", "--scenes", "32", "--accelerator", "cpu"]
+    command = [forking_python, str(EXAMPLES / "segmentation.py"), *few]
+    assert main(["repeat", "-n", "2", "--", *command]) == 0
+
+
 def test_a_plain_loop_has_the_portable_digest_of_the_page(tmp_path, forking_python):
     settings = {"ATEN_CPU_CAPABILITY": "default", "OMP_NUM_THREADS": "2"}
     settings |= {"LIGHTNING_D9M": "1", "LIGHTNING_D9M_PORTABLE": "1"}

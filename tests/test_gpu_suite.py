@@ -36,24 +36,16 @@ for line in sys.stdin:
 
 
 @pytest.fixture
-def load(monkeypatch):
-    """Return a function that imports scripts of the suite, which import each other by name."""
+def modules(monkeypatch):
+    """Return the scripts of the suite, which import each other by name.
+
+    Those of the worker run here, so that a failure can be planted.
+    """
     monkeypatch.syspath_prepend(str(FOLDER))
-    loaded = []
-
-    def load_scripts(*names):
-        loaded.extend(names)
-        return [importlib.import_module(name) for name in names]
-
-    yield load_scripts
-    for name in loaded:
+    names = [f"suite_{name}" for name in ("client", "worker", "rows", "first", "measures")]
+    yield {name: importlib.import_module(name) for name in [*names, "suite_report", "gpu_suite"]}
+    for name in [*names, "suite_report", "gpu_suite"]:
         del sys.modules[name]
-
-
-@pytest.fixture
-def modules(load):
-    """Return the scripts of the suite."""
-    return load("suite_client", "suite_report", "gpu_suite")
 
 
 def read_archive(folder):
@@ -63,8 +55,8 @@ def read_archive(folder):
 
 def test_every_failure_is_a_row(modules, tmp_path, capsys):
     """And the rows after it are measured by a new process; the report and the archive have all."""
-    client, _, script = modules
-    worker = client.Worker([sys.executable, "-c", FAKE])
+    script = modules["gpu_suite"]
+    worker = modules["suite_client"].Worker([sys.executable, "-c", FAKE])
     (tmp_path / "out").mkdir()
     made = script.Suite(tmp_path / "out", worker, {}, seconds=LONG)
     assert made.run(["speed", "models"]) == 1
@@ -123,12 +115,6 @@ def test_rows_are_measured_on_a_cpu(tmp_path, forking_python):
     assert [rows[part, "part"]["state"] for part in parts] == ["complete"] * 9
 
 
-@pytest.fixture
-def worker(load):
-    """Return the modules of the worker: they run here, so that a failure can be planted."""
-    return load("suite_worker", "suite_rows", "suite_first", "suite_measures")
-
-
 def plant(change):
     """Return a workload whose result is changed under the settings of a session."""
     from patch_workloads import Workload
@@ -159,16 +145,16 @@ PLANTED = {
 
 
 @pytest.mark.parametrize(("change", "error"), PLANTED.values(), ids=PLANTED)
-def test_a_smoke_row_is_judged(worker, monkeypatch, change, error):
-    answering, rows, _, measures = worker
-    monkeypatch.setattr(rows, "find_workload", lambda _: plant(change))
-    row = answering.answer("smoke index_add, planted", measures.Settings("cpu", "1", "2", ""))
+def test_a_smoke_row_is_judged(modules, monkeypatch, change, error):
+    monkeypatch.setattr(modules["suite_rows"], "find_workload", lambda _: plant(change))
+    settings = modules["suite_measures"].Settings("cpu", "1", "2", "")
+    row = modules["suite_worker"].answer("smoke index_add, planted", settings)
     assert row["verdict"] == ("ok" if error is None else "failed")
     assert (error or "") in row.get("error", "")
     assert row["host_mb"] > 0
 
 
-def test_every_file_that_the_suite_runs_is_there(modules):
+def test_every_file_that_the_suite_runs_is_there():
     """No part can fail on a CUDA machine for a name that nobody tried."""
     script = (FOLDER / "gpu_suite.py").read_text()
     files = set(re.findall(r"\b(?:benchmarks|tests|examples)/[\w/]+\.py", script))
@@ -183,12 +169,13 @@ def test_every_file_that_the_suite_runs_is_there(modules):
 def test_the_tests_for_a_device_are_collected(modules, tmp_path, forking_python, monkeypatch):
     """Without the project's settings, as on a CUDA machine."""
     monkeypatch.setattr(sys, "executable", forking_python)
-    words = modules[2].list_commands(tmp_path, dry=True, limit=60)["tests"].words
+    suite = modules["gpu_suite"]
+    words = suite.list_commands(tmp_path, dry=True, limit=60)["tests"].words
     path = tmp_path / "tests.log"
     with path.open("wb") as log:
         arguments = ([*words, "--collect-only"], log, LONG, tmp_path / "rows.jsonl")
-        assert modules[2].run_limited(*arguments) == 0, path.read_text()
-    assert path.read_text().count("<Module ") == len(modules[2].CUDA_TESTS)
+        assert suite.run_limited(*arguments) == 0, path.read_text()
+    assert path.read_text().count("<Module ") == len(suite.CUDA_TESTS)
 
 
 @pytest.mark.cuda_build

@@ -199,7 +199,16 @@ class Kernel:
         finally:
             _thread.is_inside = False
         if refusal is not None and not self._switches:
-            raise _make_refusal(args) from refusal
+            # Torch's kernel took the arguments; its result is discarded.
+            given = [
+                f"{one.dtype} of shape {tuple(one.shape)}" if isinstance(one, Tensor) else repr(one)
+                for one in args
+            ]
+            raise D9mError(
+                "The deterministic replacement does not take these arguments, although torch's own "
+                f"kernel does: {given}. Exclude the op from the patches to run torch's "
+                "nondeterministic kernel, and please report the case."
+            ) from refusal
         return returned
 
     def _replace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -261,19 +270,6 @@ def _write(target: Tensor, result: Tensor) -> None:
     target.copy_(result)
 
 
-def _make_refusal(arguments: Iterable[object]) -> D9mError:
-    """Return the error for arguments that torch's kernel took; its result is discarded."""
-    given = [
-        f"{one.dtype} of shape {tuple(one.shape)}" if isinstance(one, Tensor) else repr(one)
-        for one in arguments
-    ]
-    return D9mError(
-        "The deterministic replacement does not take these arguments, although torch's own kernel "
-        f"does: {given}. Exclude the op from "
-        "the patches to run torch's nondeterministic kernel, and please report the case."
-    )
-
-
 def _shares_memory(target: Tensor, arguments: Iterable[Any]) -> bool:
     """Return whether elements of a written tensor share memory, with each other or with others.
 
@@ -295,17 +291,6 @@ def _shares_memory(target: Tensor, arguments: Iterable[Any]) -> bool:
     return False
 
 
-def _find_gradient(name: str, image: Tensor, *args: Any) -> tuple[str, Callable[..., Any]]:
-    """Return the gradient in the catalog and the op, by the name of a decomposition."""
-    if name == "_upsample_linear_vec":
-        kind = "trilinear3d" if image.dim() == 5 else "bilinear2d"  # noqa: PLR2004 - dimensions
-        return f"upsample_{kind}_backward", getattr(_native, f"upsample_{kind}")
-    if name == "_replication_pad":
-        pad = partial(_native.pad, mode="replicate")
-        return f"replication_pad{len(args[0]) // 2}d_backward", pad
-    return "max_pool3d_backward", _native.max_pool3d_with_indices  # from torch 2.13 on
-
-
 @contextmanager
 def decompositions_bypassed(names: Collection[str], device: str) -> Iterator[None]:
     """Run the body with the ops of patched gradients in place of their decompositions.
@@ -318,8 +303,15 @@ def decompositions_bypassed(names: Collection[str], device: str) -> Iterator[Non
     patches = AttributePatches()
 
     def run(name: str, decompose: Callable[..., Any], image: Tensor, *args: Any, **kw: Any) -> Any:
-        gradient, native = _find_gradient(name, image, *args)
-        patched = gradient in names and image.device.type == device
+        if name == "_upsample_linear_vec":
+            op = f"upsample_{'trilinear3d' if image.dim() == 5 else 'bilinear2d'}"  # noqa: PLR2004 - dimensions
+            native = getattr(_native, op)
+        elif name == "_replication_pad":
+            op = f"replication_pad{len(args[0]) // 2}d"
+            native = partial(_native.pad, mode="replicate")
+        else:  # from torch 2.13 on
+            op, native = "max_pool3d", _native.max_pool3d_with_indices
+        patched = f"{op}_backward" in names and image.device.type == device
         return (native if patched else decompose)(image, *args, **kw)
 
     try:

@@ -1,4 +1,8 @@
-"""Rules for arithmetic, choices, elementary functions, sums, and sums at places."""
+"""Rules for arithmetic, choices, elementary functions, sums, sums at places, and random numbers.
+
+Random numbers are integers of torch's generator on the CPU, and exact arithmetic. Operations that
+make a tensor fill it in place, so rules that fill one serve them.
+"""
 
 import math
 from collections.abc import Callable, Sequence
@@ -9,12 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_d9m.errors import SettingError
 from lightning_d9m.patches.exact_sums import round_sums
 from lightning_d9m.patches.kernels.updates import add_rows
+from lightning_d9m.patches.registration import accumulation_dtype
 from lightning_d9m.portability.functions import FUNCTIONS, evaluate
-from lightning_d9m.portability.products import matmul
 from lightning_d9m.portability.registry import RULES, Rule, along_dim, composed, rule
-from lightning_d9m.portability.sums import add_terms, cut_exactly
+from lightning_d9m.portability.sums import add_terms, cut_exactly, matmul
 
 RULES |= {name: partial(evaluate, name) for name in FUNCTIONS if name not in ("normal", "pow")}
 
@@ -86,7 +91,7 @@ def divide(left: Any, right: Any, rounding_mode: str | None = None) -> Tensor:
     if rounding_mode is None:
         if isinstance(right, Tensor) or not left.is_floating_point():
             return torch.div(left, right)
-        return _divide_by(left.to(at_least_32(left.dtype)), right).to(left.dtype)
+        return _divide_by(left.to(accumulation_dtype(left.dtype)), right).to(left.dtype)
     dtype = torch.result_type(left, right)
     # A quotient of float32 numbers is never rounded to a whole number in float64.
     quotient = torch.div(*_widen(left, right))
@@ -150,7 +155,7 @@ def reciprocal(values: Tensor) -> Tensor:
 def sqrt(values: Tensor) -> Tensor:
     """The square root: NumPy's is the processor's; MKL's may be off by one unit."""
     dtype = values.dtype if values.is_floating_point() else torch.get_default_dtype()
-    wide = values.detach().to(at_least_32(dtype))
+    wide = values.detach().to(accumulation_dtype(dtype))
     if wide.device.type != "cpu":
         return wide.sqrt().to(dtype)
     with np.errstate(invalid="ignore"):
@@ -252,7 +257,7 @@ def variance(
     """The variance; torch takes standard deviations and means apart."""
     if isinstance(dim, bool):  # the overload without dimensions
         dim, unbiased = None, dim
-    dtype = at_least_32(values.dtype)
+    dtype = accumulation_dtype(values.dtype)
     count = math.prod(values.shape[one] for one in dim or range(values.dim()))
     center = _divide_by(add_terms(values, dim, keepdim=True, dtype=dtype), count)
     gaps = values.double() - center
@@ -275,7 +280,7 @@ def vector_norm(
         return NotImplemented
     dtype = dtype or values.dtype
     wide, dims = values.to(dtype).double(), [dim] if isinstance(dim, int) else dim
-    total = add_terms(wide * wide, dims, keepdim=keepdim, dtype=at_least_32(dtype))
+    total = add_terms(wide * wide, dims, keepdim=keepdim, dtype=accumulation_dtype(dtype))
     return sqrt(total).to(dtype)
 
 
@@ -326,11 +331,6 @@ composed("addbmm")(
         start, left.transpose(0, 1).flatten(1), right.flatten(0, 1), **factors
     )
 )
-
-
-def at_least_32(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of sums: float32, or float64 for float64."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _add_at(out: Tensor, places: Tensor, values: Tensor) -> Tensor:
@@ -396,3 +396,88 @@ def _pool_backward(
 
 for _dims in (2, 3):
     RULES[f"max_pool{_dims}d_with_indices_backward"] = partial(_pool_backward, _dims)
+
+
+def draw(size: Any, generator: torch.Generator | None, bits: int = 53) -> Tensor:
+    """Return float64 numbers in [0, 1) that have so many bits, drawn on the CPU."""
+    if generator is not None and generator.device.type != "cpu":
+        raise SettingError(
+            f"A generator is on {generator.device}; with portable bits, numbers are drawn on the "
+            "CPU. Make it with torch.Generator()."
+        )
+    # The same on every machine: one draw of the Mersenne Twister for each number, in order.
+    drawn = torch.empty(size, dtype=torch.int64).random_(0, 2**bits, generator=generator)
+    return drawn.double() * 2.0**-bits
+
+
+@rule("uniform")
+def uniform(values: Tensor, low: float = 0, high: float = 1, *, generator: Any = None) -> Tensor:
+    """Numbers between two bounds, of as many bits as the dtype has."""
+    bits = {torch.float64: 53, torch.bfloat16: 8, torch.float16: 11}.get(values.dtype, 24)
+    return (draw(values.shape, generator, bits) * (high - low) + low).to(values)
+
+
+@rule("normal_")
+def normal_in_place(
+    values: Tensor, mean: float = 0, std: float = 1, *, generator: Any = None
+) -> Tensor:
+    """Fill a tensor with normal numbers."""
+    radius, angle = 1.0 - draw((2, *values.shape), generator)
+    angle *= 6.283185307179586
+    drawn = evaluate("normal", radius, angle, dtype=accumulation_dtype(values.dtype))
+    return values.copy_(drawn.double() * std + mean)
+
+
+@rule("bernoulli_")
+def bernoulli_in_place(values: Tensor, p: Any = 0.5, *, generator: Any = None) -> Tensor:
+    """Fill a tensor with ones with a probability, and else with zeros."""
+    chance = p.to("cpu", torch.float64) if isinstance(p, Tensor) else p
+    return values.copy_(draw(values.shape, generator) < chance)
+
+
+@rule("exponential")
+def exponential(values: Tensor, lambd: float = 1, *, generator: Any = None) -> Tensor:
+    """Exponential numbers."""
+    drawn = -draw(values.shape, generator)
+    return (evaluate("log1p", drawn, dtype=accumulation_dtype(values.dtype)) / -lambd).to(values)
+
+
+@rule("multinomial")
+def multinomial(
+    weights: Tensor, count: int, replacement: bool = False, *, generator: Any = None
+) -> Tensor:
+    """Draw indices by weight: with replacement by the sums, else by exponential races."""
+    rows = torch.atleast_2d(weights).to("cpu", torch.float64)
+    if replacement:
+        sums = cumsum(rows, 1)
+        places = draw((len(rows), count), generator) * sums[:, -1:]
+        result = torch.searchsorted(sums, places, right=True).clamp_(max=rows.shape[1] - 1)
+    else:
+        times = exponential(rows, generator=generator) / rows
+        result = torch.sort(times, stable=True, dim=1)[1][:, :count].contiguous()
+    return result.to(weights.device).view(*weights.shape[:-1], count)
+
+
+@rule("randperm")
+def permute(
+    n: int, *, generator: Any = None, dtype: Any = None, device: Any = None, **_: Any
+) -> Tensor:
+    """A permutation, drawn on the CPU and moved."""
+    return torch.randperm(n, generator=generator, dtype=dtype or torch.int64).to(device or "cpu")
+
+
+@rule("random_")
+def random_in_place(values: Tensor, *args: Any, generator: Any = None) -> Tensor:
+    """Fill a tensor with whole numbers, drawn on the CPU."""
+    drawn = torch.empty(values.shape, dtype=values.dtype, device="cpu")
+    return values.copy_(drawn.random_(*args, generator=generator))
+
+
+@composed("native_dropout")
+def native_dropout(values: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
+    """Dropout, and its mask."""
+    if not train or p == 0:
+        return values.clone(), torch.ones_like(values, dtype=torch.bool)
+    kept = torch.empty_like(values).bernoulli_(1 - p)
+    # As dropout on a CPU does it; `+ (p == 1)` keeps 0 / 0 away.
+    return values * kept.div(1 - p + (p == 1)), kept.bool()

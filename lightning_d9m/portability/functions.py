@@ -33,11 +33,6 @@ def _erfinv(x: Tensor) -> Tensor:
     return torch.copysign(torch.where(step.isfinite(), y - step, y), x)
 
 
-def _draw_normal(radius: Tensor, angle: Tensor) -> Tensor:
-    """Return a number from the normal distribution (Box and Muller) from two uniform ones."""
-    return torch.sqrt(torch.log(radius) * -2.0) * torch.cos(angle)
-
-
 FUNCTIONS: dict[str, tuple[Callable[..., Tensor], Callable[..., Any]]] = {
     name: (getattr(torch, name), getattr(mpmath, name))
     for name in (
@@ -48,7 +43,11 @@ FUNCTIONS: dict[str, tuple[Callable[..., Tensor], Callable[..., Any]]] = {
     "erfinv": (_erfinv, mpmath.erfinv),
     "exp2": (torch.exp2, lambda x: mpmath.mpf(2) ** x),
     "log2": (torch.log2, lambda x: mpmath.log(x, 2)),
-    "normal": (_draw_normal, lambda u, v: mpmath.sqrt(-2 * mpmath.log(u)) * mpmath.cos(v)),
+    # A number from the normal distribution, of two uniform ones (Box and Muller).
+    "normal": (
+        lambda u, v: torch.sqrt(torch.log(u) * -2.0) * torch.cos(v),
+        lambda u, v: mpmath.sqrt(-2 * mpmath.log(u)) * mpmath.cos(v),
+    ),
     "pow": (torch.pow, mpmath.power),
     "sigmoid": (torch.sigmoid, lambda x: 1 / (1 + mpmath.exp(-x))),
 }

@@ -23,7 +23,7 @@ from lightning_d9m import portability
 from lightning_d9m.errors import NotPortableError
 from lightning_d9m.patches.catalog.catalog import OPS
 from lightning_d9m.patches.registration import RefusedError, Update
-from lightning_d9m.portability import arithmetic, composed, random_numbers, resampling  # noqa: F401 - their rules
+from lightning_d9m.portability import arithmetic, composed
 from lightning_d9m.portability.registry import COMPOSED, RULES, Rule
 
 # Operations that torch's own kernels serve: they move values, compare them, or round them to whole
@@ -70,10 +70,8 @@ class PortableMode(TorchDispatchMode):
             return self._compose(func.impl_aten, func)
         if space in ("c10d", "_c10d_functional", "c10d_functional"):
             return func if name in _TRANSFERS else partial(_reduce, func)
-        found = self._find_in_tables(func, name) if space == "aten" else None
-        return found or self._take_apart(func)
-
-    def _find_in_tables(self, func: Any, name: str) -> Rule | None:
+        if space != "aten":
+            return self._take_apart(func)
         base = name.removesuffix("_") if not name.startswith("__") else name
         for one in (name, base):
             found = self._compose(COMPOSED[one]) if one in COMPOSED else RULES.get(one)
@@ -85,7 +83,8 @@ class PortableMode(TorchDispatchMode):
         moves = base in MOVES and "reduce" not in func._overloadname  # noqa: SLF001 - a sum
         if moves or torch.Tag.view_copy in func.tags:
             return func  # type: ignore[no-any-return]
-        return func if any(_is_view(one) for one in (func, _find_functional(func))) else None
+        is_view = any(_is_view(one) for one in (func, _find_functional(func)))
+        return func if is_view else self._take_apart(func)
 
     def _take_apart(self, func: Any) -> Rule:
         """Return what computes an operation by others, or refuses it."""

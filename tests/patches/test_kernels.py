@@ -5,16 +5,24 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as nnf
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from patches.cases import GRADIENT_CASES, compute_gradient, deterministic_algorithms, make_inputs
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_d9m.control.environment import threads_pinned
 from lightning_d9m.patches import exact_sums
 from lightning_d9m.patches.kernels import separable
+from lightning_d9m.patches.kernels.reductions import histc
 from lightning_d9m.patches.registration import patches_applied
 
-LEGACY = "ignore:(index_reduce.* is in beta|The reduce argument of torch.scatter)"
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:index_reduce.* is in beta"),
+    pytest.mark.filterwarnings("ignore:The reduce argument of torch.scatter"),
+]
 INDEX = torch.tensor([0, 1, 1])
+NAN, INF = float("nan"), float("inf")
 
 APART: dict[str, Callable[[Tensor], object]] = {
     "index_add_": lambda x: x[:3].index_add_(0, INDEX, x[3:]),
@@ -26,7 +34,7 @@ APART: dict[str, Callable[[Tensor], object]] = {
 
 @pytest.mark.parametrize("case", GRADIENT_CASES, ids=lambda case: case.label)
 def test_bits_and_layout_are_torchs_and_threads_do_not_matter(case, one_thread) -> None:
-    """Bits where the sum is the same: test_edge_cases.py compares the values of the others."""
+    """Bits where the sum is the same: test_construction.py compares the values of the others."""
     image, gradient = make_inputs(case)
     alone = compute_gradient(case, image, gradient, patched=True)
     if case.exact:
@@ -59,7 +67,6 @@ def test_out_variants_resize_and_fill() -> None:
             op.grad_input(*arguments, grad_input=torch.empty(0, dtype=torch.int64))
 
 
-@pytest.mark.filterwarnings("ignore:index_reduce.* is in beta")
 def test_half_is_rounded_once() -> None:
     """Losses and products of half precision, which torch rounds after each term."""
     scores, target = torch.randn(2, 5, 4, 3).half(), torch.randint(0, 5, (2, 4, 3))
@@ -82,19 +89,15 @@ def test_median_of_equal_elements_has_one_index(name: str) -> None:
     matrix = torch.randint(0, 3, (50, 9)).float()
     with patches_applied("CPU"):
         values, indices = getattr(torch, name)(matrix, 1)
-    assert torch.equal(matrix.gather(1, indices.unsqueeze(1)).squeeze(1), values)
+        of_nan = getattr(torch, name)(torch.full((2, 3), NAN), 1)
     assert torch.equal(values, matrix.sort(dim=1).values[:, 4])
     assert indices.tolist() == [
         row.tolist().index(value) for row, value in zip(matrix, values, strict=True)
     ]
-    every = torch.full((2, 3), float("nan"))
-    with patches_applied("CPU"):
-        values, indices = getattr(torch, name)(every, 1)
-    assert values.isnan().all()
-    assert indices.tolist() == [0, 0]
+    assert of_nan.values.isnan().all()
+    assert of_nan.indices.tolist() == [0, 0]
 
 
-@pytest.mark.filterwarnings(LEGACY)
 @pytest.mark.parametrize("name", APART)
 def test_parts_of_one_storage_that_do_not_meet_are_taken(name: str) -> None:
     """Both halves of a buffer."""
@@ -138,3 +141,73 @@ def test_places_without_a_value_keep_their_bits() -> None:
     for result, value in ((added, float("inf")), (summed, 3.0)):
         assert result.tolist() == [0.0, value, 0.0]
         assert result.signbit().tolist() == [True, False, True]
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    keys=st.lists(st.integers(0, 6), min_size=1, max_size=30),
+    count=st.sampled_from([7, 1000]),
+    include_self=st.booleans(),
+    rest=st.sampled_from([(), (2,)]),
+)
+def test_products_have_the_bits_of_a_loop(
+    keys: list[int], count: int, include_self: bool, rest: tuple[int, ...]
+) -> None:
+    """From first to last, with more places than values and with fewer."""
+    draws = torch.Generator().manual_seed(len(keys))
+    target, values = (torch.randn(rows, *rest, generator=draws) for rows in (count, len(keys)))
+    expected, seen = target.clone(), set()
+    for key, value in zip(keys, values, strict=True):
+        expected[key] = expected[key] * value if include_self or key in seen else value
+        seen.add(key)
+    with patches_applied("CPU"):
+        target.index_reduce_(0, torch.tensor(keys), values, "prod", include_self=include_self)
+    assert torch.equal(target, expected)
+
+
+class Divisors(TorchDispatchMode):
+    """The divisors of all divisions."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket is torch.ops.aten.div:
+            self.seen = [*getattr(self, "seen", ()), args[1]]
+        return func(*args, **(kwargs or {}))
+
+
+def test_histc_divides_by_a_tensor_on_the_device() -> None:
+    """As a CPU: CUDA multiplies by the reciprocal of a number and of a 0-d tensor on the CPU."""
+    with Divisors() as divisors:
+        histc(torch.empty(9, device="meta"), 7, 0, 7)
+    assert [by.device.type for by in divisors.seen] == ["meta"]
+
+
+@pytest.mark.parametrize("mode", [0, 1])
+@pytest.mark.parametrize("padding", [0, 1, 2])
+def test_grid_sample_where_no_integer_reaches(mode: int, padding: int) -> None:
+    """A coordinate that is NaN touches no input and has no slope; an infinite one is padded.
+
+    So on CUDA; torch's CPU kernel answers NaN, or reads outside of the input and crashes.
+    """
+    grid = torch.rand(1, 1, 4, 2)
+    grid[0, 0, 0, 0], grid[0, 0, 1, 1], grid[0, 0, 2] = NAN, INF, -INF
+    given = (torch.ones(1, 2, 1, 4), torch.randn(1, 2, 5, 6), grid, mode, padding)
+    with patches_applied("CPU"):
+        both = torch.ops.aten.grid_sampler_2d_backward(*given, False, [True, True])
+    assert all(bool(one.isfinite().all()) for one in both)
+    assert both[1][0, 0, 0, 0] == 0
+
+
+@pytest.mark.parametrize("dims", [2, 3])
+@pytest.mark.parametrize("mask", [[True, True], [False, True]])
+@pytest.mark.parametrize("empty", ["batch", "channels", "outputs"])
+def test_grid_sample_of_nothing_has_zero_gradients(empty: str, mask: list[bool], dims: int) -> None:
+    """As a detector without proposals; torch's CPU kernel leaves the image's gradient to chance."""
+    batch, channels = (0 if empty == name else 2 for name in ("batch", "channels"))
+    sizes, outputs = (5, 6, 4)[:dims], (0 if empty == "outputs" else 4, *(7, 3)[: dims - 1])
+    image, grid = torch.randn(batch, channels, *sizes), torch.randn(batch, *outputs, dims)
+    backward = getattr(torch.ops.aten, f"grid_sampler_{dims}d_backward")
+    gradient = torch.randn(batch, channels, *outputs)
+    with patches_applied("CPU"):
+        by_image, by_grid = backward(gradient, image, grid, 0, 0, False, mask)
+    assert torch.equal(by_grid, torch.zeros_like(grid))
+    assert torch.equal(by_image, torch.zeros_like(image)) if mask[0] else by_image is None

@@ -29,14 +29,30 @@ def put_twice() -> Tensor:
     return torch.zeros(3).put_(torch.tensor([1, 1]), torch.tensor([1.0, 2.0]))
 
 
+def refused_by_torch():
+    """Expect torch's alert."""
+    return pytest.raises(RuntimeError, match="put_ does not have a deterministic")
+
+
 def test_the_alert_never_fires_and_the_last_value_wins() -> None:
-    """What torch refuses with deterministic algorithms on runs while the patches are applied."""
+    """What torch refuses runs while the patches are applied, but for an op that is excluded.
+
+    Production registers for CUDA: then tensors on a CPU keep torch's kernels.
+    """
     with deterministic_algorithms():
-        with pytest.raises(RuntimeError, match="put_ does not have a deterministic"):
-            put_twice()
         with patches_applied("CPU"):
             assert put_twice().tolist() == [0.0, 2.0, 0.0]
-        with pytest.raises(RuntimeError, match="put_ does not have a deterministic"):
+            with pytest.raises(SettingError, match="already applied"), patches_applied("CPU"):
+                pytest.fail("the body ran")
+            assert put_twice()[1] == 2.0
+        with refused_by_torch():
+            put_twice()
+        with patches_applied("CPU", exclude=["put_"]) as applied, refused_by_torch():
+            put_twice()
+        assert applied.excluded == ("put_",)
+        assert "histc" in applied.names
+        assert "put_" not in applied.names
+        with patches_applied(), refused_by_torch():
             put_twice()
 
 
@@ -44,63 +60,25 @@ def test_the_alert_never_fires_and_the_last_value_wins() -> None:
 def test_every_kernel_is_restored_after_an_error_too(key: str) -> None:
     """The dispatcher's tables are, text for text, what they were."""
     before = dump_kernels()
-
-    def fail_inside() -> None:
-        with patches_applied(key):
+    for error in (KeyError, ValueError):
+        with pytest.raises(error), patches_applied(key):
             assert all(now != then for now, then in zip(dump_kernels(), before, strict=True))
-            raise KeyError("body")
-
-    with pytest.raises(KeyError, match="body"):
-        fail_inside()
-    assert dump_kernels() == before
-    with patches_applied(key):
-        pass
-    assert dump_kernels() == before
+            raise error
+        assert dump_kernels() == before
 
 
-def test_all_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A replacement that cannot be loaded takes the others back with it."""
+@pytest.mark.parametrize("name", ["absent", "typing error"])
+def test_all_or_none(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replacement that cannot be loaded takes the others back; a wrong name changes nothing."""
     before = dump_kernels()
-    broken = dataclasses.replace(
-        OPS[0], kernels={"put_": "lightning_d9m.patches.kernels.updates:absent"}
-    )
-    monkeypatch.setattr(registration, "select_ops", lambda *_: (*OPS, broken))
-    with pytest.raises(AttributeError, match="absent"), patches_applied("CPU"):
-        pytest.fail("the body ran")
-    assert dump_kernels() == before
-
-
-def test_patches_under_another_key_change_nothing_here() -> None:
-    """Production registers for CUDA; tensors on a CPU keep torch's kernels, alert included."""
-    alert = pytest.raises(RuntimeError, match="put_ does not have a deterministic")
-    with deterministic_algorithms(), patches_applied(), alert:
-        put_twice()
-
-
-def test_applying_twice_is_refused_and_the_first_stays() -> None:
-    """A second block could not change which ops are excluded."""
-    with deterministic_algorithms(), patches_applied("CPU"):
-        with pytest.raises(SettingError, match="already applied"), patches_applied("CPU"):
-            pytest.fail("the body ran")
-        assert put_twice()[1] == 2.0
-    with patches_applied("CPU"):
-        pass
-
-
-def test_an_op_can_be_opted_out_of() -> None:
-    """The original answers for it, and what was left out is on record."""
-    with deterministic_algorithms(), patches_applied("CPU", exclude=["put_"]) as applied:
-        assert applied.excluded == ("put_",)
-        assert "put_" not in applied.names
-        assert "histc" in applied.names
-        with pytest.raises(RuntimeError, match="put_ does not have a deterministic"):
-            put_twice()
-
-
-def test_unknown_opt_outs_change_nothing() -> None:
-    """The error comes before the first registration."""
-    before = dump_kernels()
-    with pytest.raises(SettingError, match="no op 'putt_'"), patches_applied("CPU", ["putt_"]):
+    broken = {"put_": "lightning_d9m.patches.kernels.updates:absent"}
+    if name == "absent":
+        ops = (*OPS, dataclasses.replace(OPS[0], kernels=broken))
+        monkeypatch.setattr(registration, "select_ops", lambda *_: ops)
+        refused, exclude = pytest.raises(AttributeError, match="absent"), []
+    else:
+        refused, exclude = pytest.raises(SettingError, match="no op 'putt_'"), ["putt_"]
+    with refused, patches_applied("CPU", exclude):
         pytest.fail("the body ran")
     assert dump_kernels() == before
 

@@ -8,15 +8,11 @@ import torch
 
 import lightning_d9m
 from lightning_d9m.portability.arithmetic import sqrt
-from lightning_d9m.portability.functions import evaluate
+from lightning_d9m.portability.functions import FUNCTIONS, evaluate
 
+OF_TWO = ("pow", "atan2", "hypot")
+OF_ONE = sorted(FUNCTIONS.keys() - {*OF_TWO, "normal"})
 REFERENCES = {
-    name: getattr(mpmath, name)
-    for name in (
-        *("acos", "acosh", "asin", "asinh", "atan", "atanh", "cos", "cosh", "erf", "erfc", "exp"),
-        *("erfinv", "expm1", "log", "log10", "log1p", "sin", "sinh", "tan", "tanh"),
-    )
-} | {
     "exp2": lambda x: mpmath.mpf(2) ** x,
     "log2": lambda x: mpmath.log(x, 2),
     "sigmoid": lambda x: 1 / (1 + mpmath.exp(-x)),
@@ -27,6 +23,7 @@ DOMAINS = {
     "acosh": (1, math.inf),
     "log1p": (-1, math.inf),
 }
+SPECIAL = [0.0, -0.0, math.inf, -math.inf, math.nan, 1.0, -1.0, 1e-30, -1e-30]
 
 
 def sample(count):
@@ -37,14 +34,15 @@ def sample(count):
     return torch.cat([anything[anything.isfinite()], near, near * 1e-3, near.abs() / 8])
 
 
-@pytest.mark.parametrize("name", REFERENCES)
+@pytest.mark.parametrize("name", OF_ONE)
 def test_the_error_is_half_a_unit(name):
+    reference = REFERENCES.get(name) or getattr(mpmath, name)
     low, high = DOMAINS.get(name, (-math.inf, math.inf))
     values = [x for x in sample(40).tolist() if low < x < high]
     results = evaluate(name, torch.tensor(values)).tolist()
     with mpmath.workprec(200):
         for value, result in zip(values, results, strict=True):
-            exact = REFERENCES[name](mpmath.mpf(value))
+            exact = reference(mpmath.mpf(value))
             if abs(exact) >= 2.0**128:
                 assert abs(result) == math.inf
                 continue
@@ -54,49 +52,23 @@ def test_the_error_is_half_a_unit(name):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("name", REFERENCES)
+@pytest.mark.parametrize("name", [*OF_ONE, *OF_TWO])
 def test_special_values_are_those_of_torch(name, dtype):
-    special = [0.0, -0.0, math.inf, -math.inf, math.nan, 1.0, -1.0, 3e38, -3e38, 1e-30, -1e-30]
-    values = torch.tensor(special, dtype=dtype)
-    expected = getattr(torch, name)(values)
-    result = evaluate(name, values)
-    torch.testing.assert_close(result, expected, rtol=1e-6, atol=0, equal_nan=True)
+    values = [torch.tensor([*SPECIAL, 3e38, -3e38], dtype=dtype)]
+    if name in OF_TWO:
+        numbers = torch.tensor([*SPECIAL, 2, -2, 0.5, -0.5, 3, -3, 1e30], dtype=dtype)
+        values = [one.flatten() for one in torch.meshgrid(numbers, numbers, indexing="ij")]
+    expected = getattr(torch, name)(*(one.double() for one in values)).to(dtype)
+    result = evaluate(name, *values)
+    torch.testing.assert_close(result, expected, rtol=2e-7, atol=0, equal_nan=True)
     zero = expected == 0
     assert torch.equal(torch.signbit(result[zero]), torch.signbit(expected[zero]))
 
 
-@pytest.mark.parametrize("name", ["pow", "atan2"])
-def test_functions_of_two_numbers(name):
-    numbers = [
-        0.0,
-        -0.0,
-        1,
-        -1,
-        2,
-        -2,
-        0.5,
-        -0.5,
-        3,
-        -3,
-        math.inf,
-        -math.inf,
-        math.nan,
-        1e30,
-        1e-30,
-    ]
-    left, right = torch.meshgrid(torch.tensor(numbers), torch.tensor(numbers), indexing="ij")
-    result = evaluate(name, left.reshape(-1), right.reshape(-1))
-    expected = getattr(torch, name)(left.double(), right.double()).float().reshape(-1)
-    torch.testing.assert_close(result, expected, rtol=2e-7, atol=0, equal_nan=True)
-
-
 def test_the_root_of_float64_is_correctly_rounded():
-    bits = torch.randint(
-        0, 0x7FF0000000000000, (20_000,), generator=torch.Generator().manual_seed(0)
-    )
+    bits = torch.randint(0, 0x7FF0 << 48, (20_000,), generator=torch.Generator().manual_seed(0))
     values = bits.view(torch.float64)
-    roots = sqrt(values).tolist()
-    assert roots == [math.sqrt(value) for value in values.tolist()]
+    assert sqrt(values).tolist() == [math.sqrt(value) for value in values.tolist()]
 
 
 def test_chunks_give_what_one_piece_gives():

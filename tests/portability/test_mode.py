@@ -143,33 +143,28 @@ def test_what_would_pass_unseen_is_refused(call):
         call()
 
 
-def test_whole_numbers_are_exact_in_any_operation():
+NUMBERS = torch.tensor([[2**40 + 1, 3], [5, -7]])
+FRACTIONS = torch.tensor([1.75, 2.5, 3.9])
+WHOLE = {
+    "unique": lambda: torch.unique(torch.tensor([3, 1, 3]), return_counts=True)[1],
+    "mm": lambda: NUMBERS @ NUMBERS,
+    "addmm": lambda: torch.addmm(NUMBERS, NUMBERS, NUMBERS),
+    "conv2d": lambda: F.conv2d(torch.full((1, 1, 3, 3), 2**30 + 1), torch.ones(1, 1, 3, 3).long()),
+    **{
+        name: lambda name=name: getattr(FRACTIONS, name)(0, dtype=torch.int32)
+        for name in ("sum", "cumsum", "prod", "cumprod")
+    },
+}
+
+
+@pytest.mark.parametrize("call", WHOLE.values(), ids=WHOLE)
+def test_whole_numbers_are_exact(call):
+    """Also fractions that become whole numbers before they are added."""
+    expected = call()
     with portable():
-        assert torch.unique(torch.tensor([3, 1, 3]), return_counts=True)[1].tolist() == [1, 2]
-
-
-def test_products_of_whole_numbers_are_exact():
-    numbers = torch.tensor([[2**40 + 1, 3], [5, -7]])
-    with portable():
-        assert torch.equal(numbers @ numbers, torch.tensor(numbers.numpy() @ numbers.numpy()))
-        assert torch.addmm(numbers, numbers, numbers)[1, 1] == 3 * 5 + 7 * 7 - 7
-
-
-@pytest.mark.parametrize("name", ["sum", "cumsum", "prod", "cumprod"])
-def test_fractions_become_whole_numbers_before_they_are_added(name):
-    values = torch.tensor([1.75, 2.5, 3.9])
-    expected = getattr(values, name)(0, dtype=torch.int32)
-    with portable():
-        found = getattr(values, name)(0, dtype=torch.int32)
-    assert found.dtype == torch.int32
+        found = call()
+    assert found.dtype == expected.dtype
     assert torch.equal(found, expected)
-
-
-def test_convolutions_of_whole_numbers_are_exact():
-    values = torch.full((1, 1, 3, 3), 2**30 + 1)
-    with portable():
-        found = F.conv2d(values, torch.ones(1, 1, 3, 3, dtype=torch.int64))
-    assert found.item() == 9 * (2**30 + 1)
 
 
 def test_a_nan_has_one_pattern_where_its_bits_are_seen():
@@ -206,11 +201,8 @@ def test_switches_are_restored():
 def test_zero_has_one_sign_where_processors_disagree():
     zeros = torch.tensor([0.0, -0.0])
     with portable():
-        found = [zeros.relu(), zeros.amax(), zeros.max(), zeros.flip(0).clamp(min=0), zeros.sum()]
-    assert not any(
-        bool(torch.signbit(one[one != one.flip(0)] if one.dim() else one)) for one in found[1:3]
-    )
-    assert not torch.signbit(found[0]).any()
+        found = [zeros.relu(), zeros.amax(), zeros.max(), zeros.sum()]
+    assert not any(bool(torch.signbit(one).any()) for one in found)
 
 
 @pytest.mark.parametrize("mode", ["bilinear", "bicubic"])

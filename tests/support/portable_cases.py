@@ -257,13 +257,15 @@ for name, make in MADE.items():
 add("Lion", partial(nn.Linear, 8, 5), (6, 8), make=Lion, steps=4)
 
 
-def fit(model, optimizer, batches, after=lambda: None) -> None:
+def fit(model, optimizer, batches, after=lambda: None, scaler=None) -> None:
     """Train by the mean square of what a model returns."""
+    scaler = scaler or torch.amp.GradScaler("cpu", enabled=False)
     with _STATE["training"]():
         for batch in batches:
             optimizer.zero_grad()
-            model(batch).square().mean().backward()
-            optimizer.step()
+            scaler.scale(model(batch).square().mean()).backward()
+            scaler.step(optimizer)
+            scaler.update()
             after()
 
 
@@ -313,13 +315,7 @@ def _average_weights() -> list[Tensor]:
 def _scale() -> list[Tensor]:
     model, scaler = nn.Linear(9, 4), torch.amp.GradScaler("cpu", growth_interval=1)
     optimizer = torch.optim.Adam(model.parameters(), 0.1)
-    batches = [torch.randn(5, 9) for _ in range(3)]
-    with _STATE["training"]():
-        for batch in batches:
-            optimizer.zero_grad()
-            scaler.scale(model(batch).square().mean()).backward()
-            scaler.step(optimizer)
-            scaler.update()
+    fit(model, optimizer, [torch.randn(5, 9) for _ in range(3)], scaler=scaler)
     return [*model.state_dict().values(), torch.tensor(scaler.get_scale())]
 
 

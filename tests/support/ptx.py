@@ -38,19 +38,14 @@ class PtxError(Exception):
     """A kernel does what it must not do."""
 
 
-class Instruction(NamedTuple):
-    """One instruction: the predicate that guards it, its parts between dots, its operands."""
-
-    guard: str
-    parts: tuple[str, ...]
-    operands: tuple[str, ...]
-
-
 class Program(NamedTuple):
-    """A kernel: the sizes of its parameters by name, instructions, labels, threads of a block."""
+    """A kernel: the names of its parameters, instructions, labels, threads of a block.
 
-    parameters: dict[str, int]
-    instructions: list[Instruction]
+    An instruction is the predicate that guards it, its parts between dots, and its operands.
+    """
+
+    parameters: list[str]
+    instructions: list[tuple[str, list[str], list[str]]]
     labels: dict[str, int]
     threads: int
 
@@ -61,7 +56,7 @@ def parse(text: str) -> Program:
     text = re.sub(r"//[^\n]*", "", text)
     head = re.search(r"\.visible \.entry \w+\((.*?)\)(.*?)\{", text, re.DOTALL)
     assert head is not None
-    found = re.findall(r"\.param \.[a-z](\d+).*?(\w+)(?=,|\s*$)", head[1], re.DOTALL)
+    parameters = re.findall(r"\.param .*?(\w+)(?=,|\s*$)", head[1], re.DOTALL)
     threads = re.search(r"\.reqntid (\d+)", head[2])
     assert threads is not None
     instructions, labels = [], {}
@@ -70,10 +65,7 @@ def parse(text: str) -> Program:
             labels[label[1]] = len(instructions)
         elif match := re.match(r"(?:@(!?%\w+)\s+)?([a-z]\w*(?:\.\w+)*)\s*(.*)$", line):
             operands = re.findall(r"\{[^}]*\}|\[[^\]]*\]|[^,\s]+", match[3])
-            instructions.append(
-                Instruction(match[1] or "", tuple(match[2].split(".")), tuple(operands))
-            )
-    parameters = {name: int(bits) // 8 for bits, name in found}
+            instructions.append((match[1] or "", match[2].split("."), operands))
     return Program(parameters, instructions, labels, int(threads[1]))
 
 
@@ -337,9 +329,8 @@ class Run:
 
     def require_memory(self, place: np.ndarray) -> None:
         """Raise unless all bytes belong to tensors."""
-        if place.min() < 0 or place.max() >= len(self.memory.content):
-            raise PtxError("outside of the tensors")
-        if not self.memory.is_there[place].all():
+        there = self.memory.is_there
+        if place.min() < 0 or place.max() >= len(there) or not there[place].all():
             raise PtxError("outside of the tensors")
 
     def update(self, parts: Sequence[str], operands: Sequence[str], active: np.ndarray) -> None:

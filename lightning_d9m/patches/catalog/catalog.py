@@ -69,7 +69,10 @@ class Op:
 
     def is_needed(self, torch_version: str) -> bool:
         """Return whether this entry applies to a release of torch."""
-        since, release, until = map(_read_release, (self.since, torch_version, self.until or "999"))
+        since, release, until = (
+            tuple(map(int, re.findall(r"\d+", version)[:2]))
+            for version in (self.since, torch_version, self.until or "999")
+        )
         return since <= release < until
 
     def as_record(self) -> dict[str, object]:
@@ -80,10 +83,6 @@ class Op:
             "documented": list(self.documented),
             "overloads": sorted(self.kernels),
         }
-
-
-def _read_release(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in re.findall(r"\d+", version)[:2])
 
 
 def read_ops(text: str) -> Iterator[Op]:

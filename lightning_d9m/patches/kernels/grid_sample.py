@@ -120,14 +120,11 @@ def _differentiate_grid(
 
 def _find_place(corner: Sequence[Tap], sizes: Sequence[int]) -> Tensor:
     """Return the position of one neighbor of each output; that after the last one if outside."""
-    place, outside = (
-        torch.zeros_like(corner[0][0]),
-        torch.zeros_like(corner[0][0], dtype=torch.bool),
-    )
+    place, inside = torch.zeros_like(corner[0][0]), torch.ones_like(corner[0][0] > 0)
     for (along, _, _), size in zip(corner, sizes, strict=True):
-        outside = outside | (along < 0) | (along >= size)
+        inside = inside & (along >= 0) & (along < size)
         place = place * size + along
-    return torch.where(outside, prod(sizes), place)
+    return torch.where(inside, place, prod(sizes))
 
 
 def _find_taps(

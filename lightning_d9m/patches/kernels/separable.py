@@ -29,6 +29,11 @@ _PERIOD = 16
 _SOME = 2**22  # elements that a slice of torch ops adds
 
 
+Side = tuple[Any, ...]
+"""The name of an op that acts on one dimension, and its arguments after the input. An op of two
+dimensions sees as many columns as its first argument ends with."""
+
+
 class Taps(NamedTuple):
     """The outputs that each input of three adjacent dimensions went to, in ascending order.
 
@@ -97,8 +102,7 @@ def _probe(
 def cached_taps(device: torch.device, dtype: torch.dtype, *sides: tuple[Any, ...]) -> Taps:
     """Return the taps of ops of torch along adjacent dimensions, on a device.
 
-    A side has its number of inputs, the name of an op, and the op's arguments. An op of two
-    dimensions runs on as many columns as the first argument ends with.
+    For each dimension its number of inputs and its :data:`Side` are given.
 
     Sizes seldom change during a training, so a layer pays for this at its first step only. Nothing
     is evicted: taps are only as long as a side, a CUDA graph reads the memory at each replay, and
@@ -119,8 +123,7 @@ def cached_taps(device: torch.device, dtype: torch.dtype, *sides: tuple[Any, ...
         one = torch.arange(2, dtype=torch.int32)
         none = Taps(one, one[:1], torch.ones(1, dtype=dtype), (1,), (1,), (0,))
         found = [none] * (3 - len(sides)) + [
-            find_taps(partial(_run, getattr(torch.ops.aten, name), *arguments), size, dtype)
-            for size, name, *arguments in sides
+            find_taps(partial(run_side, *side), size, dtype) for size, *side in sides
         ]
         firsts, places, weights, inputs, outputs, most = zip(*found, strict=True)
         ends = accumulate(map(len, places), initial=0)
@@ -129,10 +132,11 @@ def cached_taps(device: torch.device, dtype: torch.dtype, *sides: tuple[Any, ...
         return Taps(begin, place, weight, sum(inputs, ()), sum(outputs, ()), sum(most, ()))
 
 
-def _run(op: Any, first: Sequence[int], *rest: Any) -> Tensor:
-    """Run an op, whose last argument has rows, along their columns."""
+def run_side(name: str, first: Sequence[int], *rest: Any) -> Tensor:
+    """Run the op of a side along the columns of the last argument."""
     *arguments, rows = rest
-    if op.__name__.endswith("1d"):
+    op = getattr(torch.ops.aten, name)
+    if name.endswith("1d"):
         result: Tensor = op(rows.unsqueeze(1), first, *arguments)
         return result.squeeze(1)
     image = rows[:, None, :, None].expand(-1, -1, -1, first[1]).contiguous()
@@ -190,7 +194,7 @@ def _apply(out: Tensor, source: Tensor, taps: Taps) -> None:
 def _differentiate(
     grad_output: Tensor,
     self: Tensor,
-    sides: Sequence[tuple[Any, ...]],
+    sides: Sequence[Side],
     format_of: Tensor | None = None,
 ) -> Callable[..., Tensor]:
     """Return what returns the gradient with respect to the input.
@@ -223,6 +227,44 @@ def _differentiate(
     return run
 
 
+def resize_sides(
+    name: str, sizes: Sequence[int], scales: Sequence[float | None], *corners: bool
+) -> list[Side]:
+    """Return the sides of an interpolation to some sizes by an op of one or of two dimensions."""
+    # Antialiased modes take their layout from the strides of several columns, and torch 2.13
+    # computes images of width 1 wrongly.
+    columns, more = ((), ()) if name.endswith("1d") else ((2,), (None,))
+    scales = (*scales, *[None] * len(sizes))
+    return [
+        (name, (size, *columns), *corners, scale, *more)
+        for size, scale in zip(sizes, scales, strict=False)
+    ]
+
+
+def pool_sides(
+    dims: int,
+    kernel_size: Sequence[int],
+    stride: Sequence[int] = (),
+    padding: Sequence[int] = (0,),
+    ceil_mode: bool = False,
+    count_include_pad: bool = True,
+    divisor: int | None = None,
+) -> list[Side]:
+    """Return the sides of an average pooling; the divisor is that of the first dimension."""
+    lists = (kernel_size, stride or kernel_size, padding)
+    windows = (tuple(values) * (dims // len(values)) for values in lists)
+    divisors = (divisor, *[divisor and 1] * (dims - 1))
+    return [
+        ("avg_pool2d", (size, 1), (step, 1), (pad, 0), ceil_mode, count_include_pad, by)
+        for size, step, pad, by in zip(*windows, divisors, strict=True)
+    ]
+
+
+def adaptive_sides(sizes: Sequence[int]) -> list[Side]:
+    """Return the sides of an adaptive average pooling."""
+    return [("_adaptive_avg_pool2d", (size, 1)) for size in sizes]
+
+
 def _interpolation_backward(
     grad_output: Tensor,
     output_size: Sequence[int],
@@ -237,50 +279,25 @@ def _interpolation_backward(
 
     ``keep_format`` says whether torch's kernel keeps the channels_last memory format.
     """
-    scales = scales or (None,) * dims
     require(
         len(input_size) == dims + 2,
         grad_output.shape == (*input_size[:2], *output_size),
         grad_output.is_floating_point(),
     )
-    # Antialiased modes take their layout from the strides of several columns.
-    columns, more = ((), ()) if forward.endswith("1d") else ((2,), (None,))
-    sides = [
-        (forward, (outputs, *columns), align_corners, scale, *more)
-        for outputs, scale in zip(output_size, scales, strict=True)
-    ]
+    sides = resize_sides(forward, output_size, scales, align_corners)
     image = torch.empty(input_size, dtype=grad_output.dtype, device="meta")
     return _differentiate(grad_output, image, sides, grad_output if keep_format else None)
 
 
-def avg_pool3d_backward(
-    grad_output: Tensor,
-    self: Tensor,
-    kernel_size: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    ceil_mode: bool,
-    count_include_pad: bool,
-    divisor_override: int | None,
-) -> Callable[..., Tensor]:
+def avg_pool3d_backward(grad_output: Tensor, self: Tensor, *window: Any) -> Callable[..., Tensor]:
     """Return what returns the gradient of ``avg_pool3d`` with respect to its input."""
     require(self.shape[-4] > 0)
-    windows = (
-        tuple(values) * (3 // len(values))
-        for values in (kernel_size, stride or kernel_size, padding)
-    )
-    # The divisor of all dimensions is that of the first one.
-    divisors = (divisor_override, *[divisor_override and 1] * 2)
-    sides = [
-        ("avg_pool2d", (size, 1), (step, 1), (pad, 0), ceil_mode, count_include_pad, divisor)
-        for size, step, pad, divisor in zip(*windows, divisors, strict=True)
-    ]
-    return _differentiate(grad_output, self, sides)
+    return _differentiate(grad_output, self, pool_sides(3, *window))
 
 
 def _adaptive_backward(grad_output: Tensor, self: Tensor, *, dims: int) -> Callable[..., Tensor]:
     """Return what returns the gradient of an adaptive average pooling with respect to its input."""
-    sides = [("_adaptive_avg_pool2d", (outputs, 1)) for outputs in grad_output.shape[-dims:]]
+    sides = adaptive_sides(grad_output.shape[-dims:])
     # torch's kernel of two dimensions keeps the memory format.
     return _differentiate(grad_output, self, sides, self if dims == 2 else None)  # noqa: PLR2004
 

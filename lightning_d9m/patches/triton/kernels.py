@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from lightning_d9m.patches.triton.launch import Launch, needs_int64
+from lightning_d9m.patches.triton.launch import needs_int64, prepare_launch
 
 _ALONE = 2**13  # terms and sums that a single program adds
 
@@ -226,7 +226,7 @@ def _prepare(layout, pieces, form, include, weighted, *_dtypes):
     constants = (layout.taps, pieces.number, weighted, include, *form)
     phases = {(0, 2): max(added, slots)} if alone else {(0, 0): added, (1, 1): added, (2, 2): slots}
     launches = [
-        Launch(accumulate_terms, elements, *numbers, *constants, *phase, wide, alone=alone)
+        prepare_launch(accumulate_terms, elements, *numbers, *constants, *phase, wide, alone=alone)
         for phase, elements in phases.items()
         if elements
     ]
@@ -317,7 +317,7 @@ def apply_taps(
 @lru_cache(maxsize=4096)
 def _prepare_taps(elements, given, inputs, outputs, *_dtypes):
     numbers = (*inputs, *outputs, elements, needs_int64(elements, given))
-    return Launch(apply_taps, elements, *numbers)
+    return prepare_launch(apply_taps, elements, *numbers)
 
 
 def add_taps(out, source, taps):

@@ -68,7 +68,13 @@ def run_kernel(
                     f"({type(error).__name__}: {error}). It is compiled and loaded at its first "
                     "use. Run the same step once before the capture."
                 ) from error
-            _withdraw(path, explain_failure(error, device))
+            reason = explain_failure(error, device)
+            _withdrawn.add(path)
+            warnings.warn(
+                f"The Triton kernel {path} cannot be used ({reason}). Torch ops compute the same "
+                "bits on this device, but more slowly.",
+                stacklevel=3,
+            )
         else:
             return
     reference(out, *args)
@@ -107,17 +113,10 @@ def explain_failure(error: Exception, device: torch.device) -> str:
     return reason
 
 
-def _withdraw(path: str, reason: str) -> None:
-    _withdrawn.add(path)
-    warnings.warn(
-        f"The Triton kernel {path} cannot be used ({reason}). Torch ops compute the same bits on "
-        "this device, but more slowly.",
-        stacklevel=4,
-    )
-
-
-class Launch:
-    """A launch that is prepared once: all but the addresses of its tensors is known.
+def prepare_launch(
+    kernel: Any, elements: int, *numbers: Any, alone: bool = False
+) -> Callable[..., None]:
+    """Return a launch, which takes tensors: all but their addresses is known.
 
     Triton binds the arguments of the first call and compiles; later calls start what it compiled.
 
@@ -128,28 +127,25 @@ class Launch:
         numbers: The other arguments, without ``BLOCK``.
         alone: Whether a single program computes all elements.
     """
+    block = _BLOCK if alone else _SMALL_BLOCK
+    grid = (1 if alone else -(-elements // block), 1, 1)
+    variants: dict[tuple[object, ...], Any] = {}
 
-    def __init__(self, kernel: Any, elements: int, *numbers: Any, alone: bool = False) -> None:
-        block = _BLOCK if alone else _SMALL_BLOCK
-        self._kernel = kernel
-        self._grid = (1 if alone else -(-elements // block), 1, 1)
-        self._numbers = (*numbers, block)
-        self._compiled: dict[tuple[object, ...], Any] = {}
-
-    def __call__(self, *tensors: Tensor) -> None:
-        """Launch the kernel on the device of the first tensor."""
+    def launch(*tensors: Tensor) -> None:
         device = tensors[0].device
         # Triton compiles code for aligned tensors, and for others.
         variant = (device, *[address & 15 for address in map(Tensor.data_ptr, tensors)])
-        compiled = self._compiled.get(variant)
+        compiled = variants.get(variant)
         with torch.cuda.device(device.index if tensors[0].is_cuda else -1):
             if compiled is None:
                 # The CPU rounds each product before it adds it, and so does the kernel.
                 options = {"num_warps": 4, "enable_fp_fusion": False}
-                found = self._kernel[self._grid](*tensors, *self._numbers, **options)
-                self._compiled[variant] = found and found[self._grid]
+                found = kernel[grid](*tensors, *numbers, block, **options)
+                variants[variant] = found and found[grid]
             else:
-                compiled(*tensors, *self._numbers)
+                compiled(*tensors, *numbers, block)
+
+    return launch
 
 
 def needs_int64(*sizes: int) -> bool:

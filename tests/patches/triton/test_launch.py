@@ -26,9 +26,26 @@ def withdrawn(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
     return names
 
 
-def install(monkeypatch: pytest.MonkeyPatch, kernel: Callable[..., object]) -> None:
-    """Let every path name one kernel."""
-    monkeypatch.setattr(launch, "_load", lambda path: kernel)
+@pytest.fixture
+def install(monkeypatch: pytest.MonkeyPatch) -> Callable[[object], list[int]]:
+    """Return a function that lets every path name a kernel, or one that fails with an error.
+
+    It returns the list of the kernel's last arguments.
+    """
+
+    def install_kernel(kernel: object) -> list[int]:
+        seen: list[int] = []
+
+        def run(out: Tensor, by: int) -> None:
+            seen.append(by)
+            if isinstance(kernel, BaseException):
+                raise kernel
+            out.copy_(kernel(out, by))
+
+        monkeypatch.setattr(launch, "_load", lambda path: run)
+        return seen
+
+    return install_kernel
 
 
 def make_example(device: torch.device) -> tuple[Tensor, int]:
@@ -43,96 +60,68 @@ def run(kind: str = "cpu") -> float:
     return out.item()
 
 
-def test_a_kernel_that_gives_the_bits_of_an_example_is_used(monkeypatch, withdrawn) -> None:
+def test_a_kernel_that_gives_the_bits_of_an_example_is_used(install, withdrawn, monkeypatch):
     """The example is computed once for each device; the tensors of the program only once."""
-    seen = []
-
-    def add(out: Tensor, by: int) -> None:
-        seen.append(by)
-        out.add_(by)
-
-    install(monkeypatch, add)
+    seen = install(torch.add)
     assert [run(), run()] == [4, 4]
     assert seen == [5, 3, 3]
     assert not withdrawn
-
-
-@pytest.mark.parametrize("wrong", [torch.mul, lambda out, by: out + by + 1e-6], ids=["op", "bits"])
-def test_a_kernel_that_gives_other_bits_is_replaced_by_torch_ops(
-    monkeypatch, withdrawn, wrong
-) -> None:
-    """One warning; the tensors of the program are not given to it."""
-    install(monkeypatch, lambda out, by: out.copy_(wrong(out, by)))
-    with pytest.warns(UserWarning, match="sums:add cannot be used .RuntimeError: on cpu its bits"):
-        assert run() == 4
-    with warnings.catch_warnings(action="error"):
-        assert run() == 4
-    assert withdrawn == {"sums:add"}
-
-
-def test_no_kernel_runs_on_another_device(monkeypatch) -> None:
-    """The CPU computes with torch ops, without a warning and without Triton."""
-    monkeypatch.setattr(launch, "_device_types", {"cuda"})
-    install(monkeypatch, lambda *args: pytest.fail("not reached"))
+    monkeypatch.setattr(launch, "_device_types", {"cuda"})  # the CPU computes with torch ops
     assert run() == 4
+    assert seen == [5, 3, 3]
 
 
 class TritonError(Exception):
     """Stands for Triton's own error, whose base class is Exception."""
 
 
-def test_a_first_use_while_a_graph_is_captured_is_refused(monkeypatch, withdrawn) -> None:
-    """The kernel is not withdrawn: it works after the step has run once."""
-
-    def fail(*_args: object) -> None:
-        raise RuntimeError("operation not permitted when stream is capturing")
-
-    install(monkeypatch, fail)
-    monkeypatch.setattr(launch, "is_capturing", lambda: True)
-    with pytest.raises(D9mError, match="Run the same step once before the capture"):
-        run()
-    assert not withdrawn
+FAILURES = {
+    "op": (torch.mul, "RuntimeError: on cpu its bits"),
+    "bits": (lambda out, by: out + by + 1e-6, "RuntimeError: on cpu its bits"),
+    "compiler": (RuntimeError("Failed to find C compiler."), None),
+    "module": (ModuleNotFoundError("No module named 'triton'"), None),
+    "command": (CalledProcessError(1, ["gcc"]), None),
+    "memory": (TritonError("out of resource: shared memory"), "TritonError: out of resource"),
+    "launch": (RuntimeError("Triton Error [CUDA]: invalid argument"), "RuntimeError: Triton Error"),
+}
 
 
-@pytest.mark.parametrize(
-    ("error", "advises"),
-    [
-        (RuntimeError("Failed to find C compiler."), True),
-        (ModuleNotFoundError("No module named 'triton'"), True),
-        (CalledProcessError(1, ["gcc"]), True),
-        (TritonError("out of resource: shared memory"), False),
-        (RuntimeError("Triton Error [CUDA]: invalid argument"), False),
-    ],
-)
-def test_torch_ops_replace_a_kernel_that_fails(monkeypatch, withdrawn, error, advises) -> None:
-    """One warning, then nothing more is tried; it advises to install what is missing."""
+@pytest.mark.parametrize(("kernel", "said"), FAILURES.values(), ids=FAILURES)
+def test_torch_ops_replace_a_kernel_that_fails(install, withdrawn, kernel, said) -> None:
+    """One warning, then nothing more is tried; it advises to install what is missing.
 
-    def fail(*_args: object) -> None:
-        calls.append(1)
-        raise error
-
-    calls: list[int] = []
-    install(monkeypatch, fail)
-    reason = re.escape(f"sums:add cannot be used ({type(error).__name__}: {error}")
+    The tensors of the program are not given to a kernel with other bits.
+    """
+    seen = install(kernel)
+    reason = re.escape(f"sums:add cannot be used ({said or type(kernel).__name__}")
     with pytest.warns(UserWarning, match=f"{reason}.*Torch ops") as caught:
         assert run() == 4
-    assert ("gcc and Python's headers" in str(caught[0].message)) == advises
+    assert ("gcc and Python's headers" in str(caught[0].message)) == (said is None)
     with warnings.catch_warnings(action="error"):
         assert run() == 4
-    assert len(calls) == 1
+    assert seen == [5]
     assert withdrawn == {"sums:add"}
 
 
-def test_an_assertion_on_the_device_is_reported_as_one(monkeypatch, withdrawn) -> None:
-    """It is the error of an earlier kernel: no advice, no fallback, no kernel withdrawn."""
+def test_a_first_use_while_a_graph_is_captured_is_refused(install, withdrawn, monkeypatch) -> None:
+    """The kernel is not withdrawn: it works after the step has run once."""
+    install(RuntimeError("operation not permitted when stream is capturing"))
+    monkeypatch.setattr(launch, "is_capturing", lambda: True)
+    with pytest.raises(D9mError, match="Run the same step once before the capture"):
+        run()
+    monkeypatch.setattr(separable, "is_capturing", lambda: True)
+    with pytest.raises(D9mError, match=r"has to copy a table for sides of \[7\] to cuda:0 first"):
+        separable.cached_taps(torch.device("cuda:0"), torch.float32, (7, "avg_pool2d"))
+    assert not withdrawn
 
-    def fail(*_args: object) -> None:
-        raise RuntimeError("Triton Error [CUDA]: device-side assert triggered")
+
+def test_an_assertion_on_the_device_is_reported_as_one(install, withdrawn, monkeypatch) -> None:
+    """It is the error of an earlier kernel: no advice, no fallback, no kernel withdrawn."""
 
     def synchronize(_device: torch.device) -> None:
         raise torch.AcceleratorError("CUDA error: device-side assert triggered")
 
-    install(monkeypatch, fail)
+    install(RuntimeError("Triton Error [CUDA]: device-side assert triggered"))
     monkeypatch.setattr(launch, "_device_types", {"cuda"})
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
@@ -144,13 +133,9 @@ def test_an_assertion_on_the_device_is_reported_as_one(monkeypatch, withdrawn) -
     assert not withdrawn
 
 
-def test_a_lack_of_memory_is_raised(monkeypatch, withdrawn) -> None:
+def test_a_lack_of_memory_is_raised(install, withdrawn) -> None:
     """Torch ops would need more memory, not less."""
-
-    def fail(*_args: object) -> None:
-        raise torch.OutOfMemoryError
-
-    install(monkeypatch, fail)
+    install(torch.OutOfMemoryError())
     with pytest.raises(torch.OutOfMemoryError):
         run()
     assert not withdrawn
@@ -160,9 +145,3 @@ def test_offsets_are_counted_past_the_last_block() -> None:
     limit = 2**31 - 1 - 512
     assert not launch.needs_int64(1, limit)
     assert launch.needs_int64(limit + 1, 1)
-
-
-def test_taps_are_not_made_while_a_graph_is_captured(monkeypatch) -> None:
-    monkeypatch.setattr(separable, "is_capturing", lambda: True)
-    with pytest.raises(D9mError, match=r"has to copy a table for sides of \[7\] to cuda:0 first"):
-        separable.cached_taps(torch.device("cuda:0"), torch.float32, (7, "avg_pool2d"))

@@ -1,5 +1,9 @@
-"""Compiled kernels, executed by an interpreter of PTX: the bits of the torch ops, and no fault."""
+"""Compiled kernels, executed by an interpreter of PTX: the bits of the torch ops, and no fault.
 
+Some are assembled for real devices, too: registers alone.
+"""
+
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -46,69 +50,51 @@ FAULTS = {
 }
 
 
-@contextmanager
-def executed(capability: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Run Triton kernels on CPU tensors as a device of a capability would; list their names."""
+@pytest.fixture(scope="module")
+def benchmark():
+    """Load benchmarks/triton_kernels.py."""
+    sys.path.insert(0, str(FOLDER))
+    try:
+        return load_script(FOLDER / "triton_kernels.py")
+    finally:
+        sys.path.remove(str(FOLDER))
+
+
+@pytest.fixture
+def executed(benchmark, monkeypatch):
+    """Return a context: Triton kernels run on CPU tensors as on a device; it lists launches."""
     from triton.runtime.jit import JITFunction
 
-    monkeypatch.syspath_prepend(str(FOLDER))
-    benchmark, names = load_script(FOLDER / "triton_kernels.py"), []
+    @contextmanager
+    def execute(capability: int) -> Iterator[list[object]]:
+        launches: list[object] = []
 
-    def run(
-        self: object, *args: object, grid: tuple[int, ...], warmup: bool, **options: object
-    ) -> None:
-        given = {**dict(zip(self.arg_names, args, strict=False)), **options}
-        one = benchmark.describe_launch(self, dict(given))
-        compiled = benchmark.compile_ptx(one, capability)
-        fresh = "taps" in one.kernel.__name__ or not one.constants["INCLUDE"]
-        memory = Memory(one.tensors, one.find("out") if fresh else ())
-        arguments = [
-            memory.find(given[name]) if isinstance(given[name], Tensor) else given[name]
-            for name, kind in one.signature.items()
-            if kind != "constexpr"
-        ]
-        draws = np.random.default_rng(len(names))
-        names.append(one.kernel.__name__)
-        program = parse(compiled.asm["ptx"])
-        Run(program, compiled.metadata.shared, grid[0], memory, arguments, draws).run()
+        def run(
+            self: object, *args: object, grid: tuple[int, ...], warmup: bool, **options: object
+        ) -> None:
+            given = {**dict(zip(self.arg_names, args, strict=False)), **options}
+            one = benchmark.describe_launch(self, dict(given))
+            compiled = benchmark.compile_ptx(one, capability)
+            fresh = "taps" in one.kernel.__name__ or not one.constants["INCLUDE"]
+            memory = Memory(one.tensors, one.find("out") if fresh else ())
+            arguments = [
+                memory.find(given[name]) if isinstance(given[name], Tensor) else given[name]
+                for name, kind in one.signature.items()
+                if kind != "constexpr"
+            ]
+            draws = np.random.default_rng(len(launches))
+            launches.append(one)
+            program = parse(compiled.asm["ptx"])
+            Run(program, compiled.metadata.shared, grid[0], memory, arguments, draws).run()
 
-    with monkeypatch.context() as patch:
-        patch.setattr(JITFunction, "run", run)
-        patch.setattr(launch, "_check", lambda *_: None)
-        patch.setattr(launch, "_device_types", {"cpu"})
-        patch.setattr(launch, "_withdrawn", set())
-        yield names
+        with monkeypatch.context() as patch:
+            patch.setattr(JITFunction, "run", run)
+            patch.setattr(launch, "_check", lambda *_: None)
+            patch.setattr(launch, "_device_types", {"cpu"})
+            patch.setattr(launch, "_withdrawn", set())
+            yield launches
 
-
-def add(dtype: torch.dtype) -> Callable[[], Tensor]:
-    """Return additions of terms over many magnitudes, some of them special ones."""
-    draws = torch.Generator().manual_seed(0)
-    values = torch.randn(70, 3, generator=draws)
-    values *= (torch.rand(70, 3, generator=draws) * 60 - 30).exp2()
-    for place, special in enumerate((torch.inf, torch.nan, -0.0)):
-        values[place, place] = special
-    index = torch.randint(12, (70,), generator=draws)
-    target = torch.full((12, 3), -0.0, dtype=dtype)
-    return lambda: target.index_add(0, index, values.to(dtype))
-
-
-def sample() -> Tensor:
-    """Return a gradient whose terms have weights, and of which some are outside."""
-    draws = torch.Generator().manual_seed(0)
-    gradient, grid = (
-        torch.randn(2, 3, 6, 7, generator=draws),
-        torch.rand(2, 6, 7, 2, generator=draws),
-    )
-    image = torch.zeros(2, 3, 4, 5)
-    more = (grid * 3 - 1.5, 0, 0, False, [True, False])
-    return torch.ops.aten.grid_sampler_2d_backward(gradient, image, *more)[0]
-
-
-def resize() -> Tensor:
-    """Return the gradient of a resized image."""
-    gradient = torch.randn(2, 3, 13, 9, generator=torch.Generator().manual_seed(0))
-    backward = torch.ops.aten.upsample_bicubic2d_backward
-    return backward(gradient, (13, 9), (2, 3, 7, 11), align_corners=False)
+    return execute
 
 
 def differentiate(label: str, dtype: torch.dtype, *, last: bool = False) -> Callable[[], Tensor]:
@@ -133,7 +119,11 @@ def update(number: int) -> Callable[[], Tensor]:
     taps = 1 + number % 2
     index = torch.randint(-count - 1, count + 1, (taps, *sides), generator=draws)
     index = index.to((torch.int64, torch.int32)[number % 2])
-    values = torch.randn(batch, group, sides[1], inner, generator=draws).to(dtype)
+    values = torch.randn(batch, group, sides[1], inner, generator=draws)
+    values *= (torch.rand(values.shape, generator=draws) * 24 - 12).exp2()
+    for place, special in enumerate((torch.inf, torch.nan, -0.0)):
+        values.view(-1)[place::30] = special
+    values = values.to(dtype)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     weights = torch.randn(index.shape, generator=draws, dtype=wide) if number % 3 == 0 else None
     out = torch.randn(batch, group, count, inner, generator=draws).to(dtype)
@@ -151,48 +141,78 @@ def update(number: int) -> Callable[[], Tensor]:
 
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-# What is called, for which device, whether one program runs all phases, and how many launches.
+# What is called, for which device, with how many launches, and whether it is assembled.
 CALLS = {
-    "sum": (add(torch.float32), 90, True, 1),
-    "sum in three launches": (add(torch.float64), 80, False, 3),
-    "sum of bfloat16": (add(torch.bfloat16), 100, True, 1),
-    "weighted sum": (sample, 90, False, 3),
-    **{f"sum {number}": (update(number), 90, number % 3 > 1, None) for number in range(7)},
-    "taps": (resize, 90, True, 1),
-    "half taps": (differentiate("linear", torch.float16), 80, True, None),
-    "long taps": (differentiate("bicubic-antialiased", torch.float64), 90, True, None),
+    **{
+        f"sum {number}": (
+            update(number),
+            (80, 90, 100)[number % 3],
+            1 if number in {2, 5, 6} else 3,
+            number < 4,
+        )
+        for number in range(7)
+    },
+    "taps": (differentiate("bicubic", torch.float32), 90, 1, True),
+    "half taps": (differentiate("linear", torch.float16), 80, 1, True),
+    "long taps": (differentiate("bicubic-antialiased", torch.float64), 90, 1, False),
     "taps, channels last": (
         differentiate("avg_pool3d-overlap", torch.float32, last=True),
         90,
-        True,
-        None,
+        1,
+        False,
     ),
-    "taps of a padding": (differentiate("replication3d", torch.float32), 100, True, None),
+    "taps of a padding": (differentiate("replication3d", torch.float32), 100, 1, True),
 }
 
 
-@pytest.mark.parametrize(("call", "capability", "alone", "launches"), CALLS.values(), ids=CALLS)
+@pytest.mark.parametrize(("call", "capability", "count", "assembled"), CALLS.values(), ids=CALLS)
 def test_executed_code_has_the_bits_of_the_torch_ops(
-    call, capability, alone, launches, monkeypatch
+    call, capability, count, assembled, benchmark, executed, monkeypatch
 ) -> None:
-    """Every access is within the tensors, every read of written bytes, and no addition rounds."""
+    """Every access is within the tensors, every read of written bytes, and no addition rounds.
+
+    Nothing is spilled. Sizes are no part of a kernel: other ones compile nothing anew.
+    """
     from lightning_d9m.patches.triton import kernels
 
     with patches_applied("CPU"):
         expected = call()
-        monkeypatch.setattr(kernels, "_ALONE", kernels._ALONE if alone else 0)
+        monkeypatch.setattr(kernels, "_ALONE", kernels._ALONE if count == 1 else 0)
         monkeypatch.setattr(kernels, "_prepare", kernels._prepare.__wrapped__)
-        with executed(capability, monkeypatch) as names:
+        with executed(capability) as launches:
             actual = call()
-    assert len(names) == launches if launches else names
+    assert len(launches) == count
     assert actual.stride() == expected.stride()
     left, right = (torch.where(part.isnan(), 0, part).contiguous() for part in (actual, expected))
     assert torch.equal(actual.isnan(), expected.isnan())
     assert torch.equal(left.view(torch.uint8), right.view(torch.uint8))
+    seen = set()
+    for one in launches:
+        sizes = {name for name, kind in one.signature.items() if kind in {"i32", "i64"}}
+        assert sizes <= set(one.kernel.do_not_specialize)
+        if assembled:
+            compiled = benchmark.compile_kernel(one, capability)
+            assert (compiled["stack"], compiled["spilled"]) == (0, 0)
+            seen.update(compiled["atomics"])
+    if assembled and launches[0].kernel.__name__ == "accumulate_terms":
+        name = "RED" if capability == 80 else "REDG"
+        assert seen == {f"{name}.E.MAX.S32.STRONG.GPU", f"{name}.E.ADD.F64.RN.STRONG.GPU"}
+    else:
+        assert seen == set()
+
+
+def test_few_terms_are_added_by_three_launches(benchmark) -> None:
+    """One checks the index, one fills, and one of Triton adds all phases."""
+    target, rows, index = torch.zeros(40, 8), torch.ones(64, 8), torch.arange(64) % 40
+    call = benchmark.Workload("index_add", "", lambda _: lambda: target.index_add_(0, index, rows))
+    recorded, torch_ops = [benchmark.run_workload(call) for _ in range(2)][-1]
+    assert len(recorded) == 1
+    others = torch_ops.keys() - {"aten::index_add_", "aten::_debug_has_internal_overlap"}
+    assert {name: torch_ops[name] for name in others} == {"aten::gather": 1, "aten::fill_": 1}
 
 
 @pytest.mark.parametrize("fault", ["rounds", "outside of the tensors"])
-def test_a_wrong_sum_is_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_sum_is_found(fault: str, executed, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces for fewer terms than there are, and a place beyond the sums."""
     count, terms = (12, 2) if fault == "rounds" else (2000, 70)
     values = torch.linspace(1, 2, 70, dtype=torch.float64).sqrt()
@@ -201,7 +221,7 @@ def test_a_wrong_sum_is_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(exact_sums, "run_kernel", lambda _, __, ___, *args: run(*args))
     from lightning_d9m.patches.triton.kernels import accumulate as run
 
-    with executed(90, monkeypatch), pytest.raises(PtxError, match=fault):
+    with executed(90), pytest.raises(PtxError, match=fault):
         accumulate(torch.zeros(12).double(), *given, plan_pieces(torch.float64, terms))
 
 

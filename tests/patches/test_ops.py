@@ -1,14 +1,90 @@
-"""Ops that are no gradient of one input, under what torch does to functions: as unpatched."""
+"""Patched ops as unpatched: torch's own samples of them, and what torch does to functions."""
 
 from collections.abc import Callable
+from functools import partial
+from itertools import islice
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 import torch.nn.functional as nnf
-from patches.cases import GRADIENT_CASES, answer
+from patches.cases import GRADIENT_CASES, answer, deterministic_algorithms
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from lightning_d9m.patches.registration import patches_applied
+
+if TYPE_CHECKING:
+    from torch.testing._internal.opinfo.core import OpInfo, SampleInput
+
+NAMES = """
+    bincount histc index_add index_put index_reduce median nanmedian
+    nn.functional.adaptive_avg_pool2d nn.functional.adaptive_avg_pool3d
+    nn.functional.adaptive_max_pool1d nn.functional.adaptive_max_pool2d
+    nn.functional.adaptive_max_pool3d nn.functional.avg_pool3d nn.functional.ctc_loss
+    nn.functional.embedding nn.functional.embedding_bag nn.functional.fractional_max_pool2d
+    nn.functional.fractional_max_pool3d nn.functional.grid_sample nn.functional.interpolate
+    nn.functional.max_pool3d nn.functional.max_unpool1d nn.functional.max_unpool2d
+    nn.functional.max_unpool3d nn.functional.nll_loss nn.functional.pad
+    nn.functional.upsample_bilinear put scatter scatter_add scatter_reduce
+""".split()  # noqa: SIM905 - a table is easier to read
+MOST = 4
+
+
+@pytest.fixture(scope="module")
+def infos() -> "list[OpInfo]":
+    """Return torch's list of ops, which takes two seconds to import."""
+    from torch.testing._internal.common_methods_invocations import op_db
+
+    # The import freezes torch's flags for the whole process; other tests set them.
+    torch.backends.flags_frozen.__globals__["__allow_nonbracketed_mutation_flag"] = True
+    return op_db
+
+
+def evaluate(info: "OpInfo", sample: "SampleInput") -> tuple[Tensor | None, ...]:
+    """Return the outputs, and the gradients of the sum of their squares."""
+    torch.manual_seed(0)
+    given = tree_leaves((sample.input, sample.args, sample.kwargs))
+    leaves = [leaf for leaf in given if isinstance(leaf, Tensor) and leaf.requires_grad]
+    outputs = tree_leaves(info(sample.input, *sample.args, **sample.kwargs))
+    outputs = [part for part in outputs if isinstance(part, Tensor)]
+    smooth = [part.square().sum() for part in outputs if part.requires_grad]
+    if smooth and leaves:
+        outputs += torch.autograd.grad(sum(smooth), leaves, allow_unused=True)
+    return tuple(outputs)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+def test_samples_agree(name: str, infos: "list[OpInfo]") -> None:
+    """In float64: 1e-10, thousands of roundings of sums of at most some hundred terms of order 1.
+
+    Errors are the same.
+    """
+    others = {"constant", "circular", "amax", "amin", "mean"}
+    if name == "index_reduce":  # all its reductions are replaced
+        others = set()
+    found = [info for info in infos if info.name == name and info.variant_test_name not in others]
+    assert found, "torch has renamed it"
+    for info in found:
+        dtype = torch.float64 if info.supports_dtype(torch.float64, "cpu") else torch.int64
+        offered = info.sample_inputs("cpu", dtype, requires_grad=info.supports_autograd)
+        calls = [partial(evaluate, info, sample) for sample in islice(offered, MOST)]
+        assert calls, info
+        expected = [answer(call) for call in calls]
+        with patches_applied("CPU"), deterministic_algorithms():
+            actual = [answer(call) for call in calls]
+        assert_close(expected, actual, rtol=1e-10, atol=1e-10)
+
+
+def assert_close(expected: list[object], actual: list[object], **near: float) -> None:
+    """Compare answers; errors are equal word for word."""
+    for right, found in zip(expected, actual, strict=True):
+        if isinstance(right[0], type):
+            assert found == right
+        else:
+            torch.testing.assert_close(found, right, equal_nan=True, **near)
+
 
 DRAWS = torch.Generator().manual_seed(3)
 FIXED = torch.randn(7, 4, dtype=torch.float64, generator=DRAWS)
@@ -31,15 +107,17 @@ CASES: dict[str, Callable[[Tensor], Tensor]] = {
     "nanmedian": lambda x: x.nanmedian(1).values,
     "scatter_reduce": lambda x: x.scatter_reduce(0, WHERE, FIXED, "prod"),
     "scatter_reduce-sum": lambda x: x.scatter_reduce(0, WHERE, FIXED, "sum", include_self=False),
-    "scatter_reduce-mean": lambda x: FIXED.scatter_reduce(0, WHERE[:5], x, "mean"),
-    "scatter_reduce-mean-of-values": lambda x: FIXED.scatter_reduce(
-        0, WHERE[:5], x, "mean", include_self=False
-    ),
-    "scatter_reduce-amax": lambda x: FIXED.scatter_reduce(0, WHERE[:5], x, "amax"),
+    **{
+        f"scatter_reduce-{kind}": lambda x, kind=kind, kept=kind != "mean": FIXED.scatter_reduce(
+            0, WHERE[:5], x, kind, include_self=kept
+        )
+        for kind in ("mean", "amax")
+    },
     "scatter_reduce-source": lambda x: FIXED.scatter_reduce(0, WHERE[:5], x, "prod"),
-    "index_reduce-prod": lambda x: x.index_reduce(0, ROWS, FIXED, "prod"),
-    "index_reduce-mean": lambda x: x.index_reduce(0, ROWS, FIXED, "mean"),
-    "index_reduce-amax": lambda x: x.index_reduce(0, ROWS, FIXED, "amax"),
+    **{
+        f"index_reduce-{kind}": lambda x, kind=kind: x.index_reduce(0, ROWS, FIXED, kind)
+        for kind in ("prod", "mean", "amax")
+    },
     "max_unpool2d": lambda x: torch._C._nn.max_unpool2d(x[None], APART[None], [5, 5]),
     "max_unpool3d": lambda x: torch._C._nn.max_unpool3d(
         x[None, None], APART[None, None], [1, 5, 5], [1] * 3, [0] * 3
@@ -61,7 +139,6 @@ CASES: dict[str, Callable[[Tensor], Tensor]] = {
 COUNTS = {"histc", "bincount"}  # they have no derivative
 SMALL = {case.label: case for case in GRADIENT_CASES if "-" not in case.label}
 CASES |= {label: case.forward for label, case in SMALL.items()}
-every_case = pytest.mark.parametrize("name", CASES)
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
     pytest.mark.filterwarnings("ignore:index_reduce.* is in beta"),
@@ -79,25 +156,11 @@ def make_input(name: str = "") -> Tensor:
     return (order.double().view(shape) / 4 - count / 8 + 0.1).requires_grad_()
 
 
-def find_call(name: str) -> Callable[[Tensor], Tensor]:
-    """Return a call of what is patched: an op, or the gradient of one."""
-    call = CASES[name]
-    return torch.func.grad(lambda x: call(x).square().sum()) if name in SMALL else call
-
-
 def both(attempt: Callable[[], object]) -> tuple[object, object]:
     """Return the answers without and with the patches."""
     expected = answer(attempt)
     with patches_applied("CPU"):
         return expected, answer(attempt)
-
-
-def assert_close(expected: object, actual: object) -> None:
-    """Results as close as sums in another order are; errors word for word."""
-    if isinstance(expected[0], type):
-        assert actual == expected
-    else:
-        torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-9)
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name not in COUNTS])
@@ -112,29 +175,29 @@ def test_first_and_second_derivatives(name: str) -> None:
         assert actual == expected
 
 
-@every_case
-def test_vmap(name: str) -> None:
-    """Of a batch of three, or the same error."""
-    batch = torch.stack([make_input(name).detach() * factor for factor in (1, -1, 0.5)])
-    assert_close(*both(lambda: torch.func.vmap(find_call(name))(batch)))
+@pytest.mark.parametrize("transform", ["vmap", "autocast"])
+@pytest.mark.parametrize("name", CASES)
+def test_transforms(name: str, transform: str) -> None:
+    """As close as sums in another order are, or the same error; of an op, or of its gradient.
 
-
-@every_case
-def test_autocast(name: str) -> None:
-    """In bfloat16 and with autocast on: the dtype and, within its rounding, the values."""
+    With vmap a batch of three; with autocast in bfloat16, the dtype and, within its rounding, the
+    values.
+    """
+    call, leaf = CASES[name], make_input(name).detach()
+    if name in SMALL:
+        call = torch.func.grad(lambda x: CASES[name](x).square().sum())
 
     def attempt() -> Tensor:
-        image = make_input(name).detach().float()
+        if transform == "vmap":
+            return torch.func.vmap(call)(torch.stack([leaf, -leaf, leaf / 2]))
         with torch.autocast("cpu", torch.bfloat16):
-            return find_call(name)(image @ torch.eye(image.shape[-1]))
+            return call(leaf.float() @ torch.eye(leaf.shape[-1]))
 
     expected, actual = both(attempt)
-    if isinstance(expected[0], type):
-        assert actual == expected
-    else:
-        assert actual[0].dtype == expected[0].dtype
-        bound = 2e-2 * max(1.0, expected[0].abs().max().item())
-        torch.testing.assert_close(actual, expected, rtol=2e-2, atol=bound)
+    near = {"rtol": 1e-6, "atol": 1e-9}
+    if transform == "autocast" and isinstance(expected[0], Tensor):
+        near = {"rtol": 2e-2, "atol": 2e-2 * max(1.0, expected[0].abs().max().item())}
+    assert_close([expected], [actual], **near)  # the dtype as well
 
 
 def test_compiled_graphs() -> None:
@@ -155,5 +218,4 @@ def test_compiled_graphs() -> None:
             for parts in (eager, compiled)
         ]
     torch.compiler.reset()
-    assert_close(tuple(eager), tuple(compiled))
-    torch.testing.assert_close(*gradients)
+    torch.testing.assert_close((eager, gradients[0]), (compiled, gradients[1]))

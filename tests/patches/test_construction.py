@@ -1,0 +1,353 @@
+"""Replacements give torch's answer by ops that are deterministic on CUDA: edge cases, whole models.
+
+One edge case of each kind runs here. ``benchmarks/check_edge_cases.py`` runs all, by the Triton
+kernels, too; its result is checked here. The kinds are: each of 12 dtypes, empty and 0-d tensors,
+negative and out-of-range indices, indices of another length, shape and dtype, broadcast, strided,
+expanded and overlapping tensors, channels_last, ``out=``, shared memory, infinities, NaN and -0.0,
+and every kind of argument that torch refuses.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as nnf
+from patches.cases import deterministic_algorithms
+from scripts import load_script
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+from lightning_d9m.control.environment import threads_pinned
+from lightning_d9m.patches.catalog.catalog import select_ops
+from lightning_d9m.patches.kernels import separable
+from lightning_d9m.patches.registration import Update, patches_applied
+from lightning_d9m.state.parts import equal_bits
+
+FOLDER = Path(__file__).parents[2] / "benchmarks"
+REPLACED = select_ops(torch.__version__)
+Arguments = tuple[Any, ...]
+
+ONE_THREAD_PER_OUTPUT = {
+    *("arange", "empty.memory_format", "full", "full_like", "new_empty", "new_full", "new_zeros"),
+    *("ones_like", "zeros", "zeros_like", "empty_like", "scalar_tensor", "lift_fresh", "detach_"),
+    *("_unsafe_view", "_to_copy", "copy_", "clone", "cat", "stack", "flip", "floor_divide"),
+    *("fill_.Scalar", "gather", "take", "scatter.value", "scatter_.value", "index.Tensor"),
+    *("index_select", "searchsorted.Tensor", "_assert_async", "_local_scalar_dense"),
+    "set_.source_Storage_storage_offset",  # memory that is not filled
+    "complex",  # of a real and an imaginary part
+    "_ctc_loss",  # forward: one thread for each state, one step after the other
+    "index_fill_.int_Scalar",  # one number, by however many threads
+    "nll_loss2d_forward",  # without a reduction
+}
+"""No two threads meet: they read, copy, or go through their own elements in order."""
+
+FIXED_TREES = {"sum", "sum.dim_IntList", "all", "any.dim", "amin", "argmax", "aminmax"}
+FIXED_TREES |= {"segment_reduce"}
+"""Reductions whose partial results are combined in an order that the shapes decide."""
+
+
+def adds_exactly(args: Arguments, _: object) -> bool:
+    """Integers, and pieces of terms, whose sums are the same from first to last and back."""
+    target, dim, index, values = args
+    back = target.clone().index_add_(dim, index.flip(0), values.flip(dim))
+    forth = target.clone().index_add_(dim, index, values)
+    is_nan = (back != back) & (forth != forth)  # noqa: PLR0124 - of NaNs there is one
+    return bool(((back == forth) | is_nan).all()) and not (
+        target.is_floating_point() and target.dtype != torch.float64
+    )
+
+
+def takes_extremes(args: Arguments, _: object) -> bool:
+    """Of numbers that are equal only if their bits are; NaNs become one later."""
+    zeros = [part[part == 0] for part in (args[0], args[3])]
+    return args[4] in {"amax", "amin"} and not any(part.signbit().any() for part in zeros)
+
+
+def writes_alike_in_any_order(args: Arguments, kwargs: dict[str, Any]) -> bool:
+    """To accumulate, it sorts; else all values for one place must be the same."""
+    target, indices, values, *rest = args
+    if any(rest) or any(kwargs.values()):
+        return True
+    forth = target.clone().index_put_(tuple(indices), values)
+    back = target.clone().index_put_(tuple(index.flip(0) for index in indices), values.flip(0))
+    return equal_bits(forth, back)
+
+
+def has_several_rows(args: Arguments, _: object) -> bool:
+    """CUDA's kernel of one row takes partial results as they come."""
+    return args[0].numel() != args[0].shape[args[1]] or args[0].numel() <= 1
+
+
+ON_CONDITION: dict[str, Callable[[Arguments, dict[str, Any]], bool]] = {
+    "sort.stable": lambda _, kwargs: bool(kwargs.get("stable")),
+    # Integers are counted and added exactly.
+    "bincount": lambda args, kwargs: kwargs.get("weights", (*args, None)[1]) is None,
+    "cumsum": lambda args, _: not args[0].is_floating_point(),
+    "cumprod": has_several_rows,
+    "logcumsumexp": has_several_rows,
+    "index_add_": adds_exactly,
+    "scatter_reduce_.two": takes_extremes,
+    "index_put_": writes_alike_in_any_order,
+}
+
+LEAVING = {
+    *("cumprod", "logcumsumexp"),  # several rows, and integers
+    *("nll_loss2d_forward", "embedding_bag_dense_backward"),  # other modes
+    *("index_add", "index_reduce", "scatter", "scatter_add", "scatter_reduce"),  # integers, complex
+    *("histc", "bincount"),  # integers and nothing
+    "index_put_impl",  # without accumulate it sorts
+}
+"""Replacements that leave some arguments to torch's kernel, which is deterministic there."""
+
+
+class Judge(TorchDispatchMode):
+    """Records each aten op that is not known to be deterministic on CUDA.
+
+    Attributes:
+        refused: Their names.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.refused: set[str] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        with self:
+            result = func.decompose(*args, **kwargs)
+        if result is not NotImplemented:
+            return result  # composed of other ops, which were judged
+        given = [part for part in tree_leaves((args, kwargs)) if isinstance(part, Tensor)]
+        # Of only shapes no kernel runs on any device.
+        is_shape = given and all(part.is_meta for part in given)
+        name = str(func).removeprefix("aten.").removesuffix(".default")
+        if not (
+            is_shape
+            or str(kwargs.get("device")) == "meta"
+            or torch.Tag.pointwise in func.tags
+            or func.is_view
+            or name in ONE_THREAD_PER_OUTPUT | FIXED_TREES
+            or (name in ON_CONDITION and ON_CONDITION[name](args, kwargs))
+        ):
+            self.refused.add(name)
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def judged(monkeypatch: Any) -> Iterator[tuple[Judge, set[str]]]:
+    """Run every replacement under a judge; yield it and the paths of the replacements that ran.
+
+    Taps, which the host finds once for each set of sizes, are not judged.
+    """
+    judge, ran = Judge(), set()
+
+    def observe(path: str, replacement: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(replacement)
+        def run(*args: object, **kwargs: object) -> object:
+            ran.add(path)
+            with judge:
+                result = replacement(*args, **kwargs)
+            assert result is not NotImplemented or path.rpartition(":")[2] in LEAVING, path
+            function = result.write if isinstance(result, Update) else result
+            if not callable(function):
+                return result
+
+            def compute(*args: object, **kwargs: object) -> object:
+                with judge:
+                    return function(*args, **kwargs)
+
+            return Update(compute) if isinstance(result, Update) else compute
+
+        return run
+
+    find = separable.cached_taps
+
+    def prepare(*args: object) -> object:
+        with _disable_current_modes():
+            return find(*args)
+
+    with monkeypatch.context() as patch:
+        for path in {path for op in REPLACED for path in op.kernels.values()}:
+            module, name = import_module(path.split(":")[0]), path.split(":")[1]
+            patch.setattr(module, name, observe(path, getattr(module, name)))
+        patch.setattr(separable, "cached_taps", prepare)
+        yield judge, ran
+
+
+@pytest.fixture(scope="module")
+def check():
+    """Return the module of ``benchmarks/`` that runs edge cases."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(FOLDER)
+        return load_script(FOLDER / "check_edge_cases.py")
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+def test_answers_are_torchs_by_ops_that_are_deterministic_on_cuda(check, monkeypatch):
+    """No replacement calls an op that may vary, on none of its paths."""
+    # The first one of each kind.
+    kinds = [*{(one.op, one.edge): one for one in reversed(check.list_cases())}.values()]
+    with threads_pinned(1), judged(monkeypatch) as (judge, ran):
+        differences = check.find_differences(kinds)
+        with patches_applied("CPU"):
+            torch.ops.aten.cudnn_grid_sampler_backward(
+                torch.randn(2, 3, 5, 6), torch.randn(2, 4, 7, 2), torch.randn(2, 3, 4, 7)
+            )
+    assert [one for one in zip(kinds, differences, strict=True) if one[1]] == []
+    assert len({case.op for case in kinds}) > 50
+    assert judge.refused == set()
+    assert ran == {path for op in REPLACED for path in op.kernels.values()}
+
+
+def test_a_difference_is_found(check):
+    """Of values, dtype, shape, strides and errors."""
+
+    def alternate(*answers):
+        turns = iter(answers * 2)
+
+        def call():
+            turn = next(turns)
+            if isinstance(turn, Exception):
+                raise turn
+            return turn
+
+        return check.find_differences([check.EdgeCase("op", "edge", call)])[0]
+
+    one = torch.ones(2, 3)
+    for other in (one + 1e-4, one.double(), one[:1], one.t().contiguous().t(), RuntimeError("no")):
+        assert alternate(one, other)
+        assert alternate(other, one)
+        assert alternate(other, other) is None
+    assert alternate(RuntimeError("no"), RuntimeError("yes"))
+
+
+def test_the_results_are_those_of_the_cases(check):
+    """As many of each kind as there are now, by torch ops and by kernels, without a difference."""
+    record = json.loads((FOLDER / "results" / "edge-cases.json").read_text())
+    if record["torch"] != torch.__version__:
+        pytest.skip("another torch has other operations and dtypes")
+    cases = check.list_cases()
+    assert record["cases_by_edge"] == Counter(case.edge for case in cases)
+    assert record["cases"] == len(cases)
+    assert record["differences"] == []
+    assert set(record["cases_by_kernel"]) == {"kernels:accumulate", "kernels:add_taps"}
+
+
+DUPLICATES = torch.tensor([1, 1, 0])
+VARYING: dict[str, Callable[[], object]] = {
+    "index_add": lambda: torch.zeros(2).index_add_(0, DUPLICATES, torch.ones(3)),
+    "scatter_add": lambda: torch.zeros(2).scatter_add(0, DUPLICATES, torch.ones(3)),
+    "scatter": lambda: torch.zeros(2).scatter_(0, DUPLICATES, torch.ones(3)),
+    "put": lambda: torch.zeros(2).put_(DUPLICATES, torch.ones(3)),
+    "index_put": lambda: torch.zeros(2).index_put_((DUPLICATES,), torch.arange(3.0)),
+    "cumsum": lambda: torch.ones(3).cumsum(0),
+    "cumprod": lambda: torch.ones(3).cumprod(0),
+    "logcumsumexp": lambda: torch.ones(1, 3).logcumsumexp(1),
+    "sort": lambda: torch.ones(3).sort(),
+    "median": lambda: torch.ones(2, 2).median(0),
+    "histc": lambda: torch.ones(3).histc(2),
+    "bincount": lambda: DUPLICATES.bincount(torch.ones(3)),
+    "product": lambda: torch.zeros(2).scatter_reduce(0, DUPLICATES, torch.ones(3), "prod"),
+    "maximum": lambda: torch.zeros(2).scatter_reduce_(0, DUPLICATES, -torch.zeros(3), "amax"),
+    "matmul": lambda: torch.ones(2, 2) @ torch.ones(2, 2),
+}
+
+
+@pytest.mark.parametrize("call", VARYING.values(), ids=VARYING)
+def test_what_varies_on_cuda_is_refused(call: Callable[[], object]) -> None:
+    """The first test can fail: by each op that it is to keep out, also in place and by its name."""
+    with Judge() as judge:
+        call()
+    assert judge.refused
+
+
+PIXELS = torch.arange(2 * 8 * 8).view(2, 8, 8) % 5
+SOURCES, TARGETS = torch.tensor([[0, 1, 2, 3, 4, 5, 5, 2], [1, 1, 1, 0, 0, 2, 1, 3]])
+DRAWS = torch.Generator().manual_seed(1)
+IMAGES = torch.randn(2, 3, 8, 8, generator=DRAWS)
+BOXES, NODES = IMAGES.view(-1)[:12].view(2, 6), IMAGES.view(-1)[:24].view(6, 4)
+
+
+def segment(inner: nn.Module) -> Tensor:
+    small = nnf.adaptive_avg_pool2d(inner(IMAGES), 4)
+    wide = nnf.interpolate(small, size=(8, 8), mode="bilinear")
+    return nnf.nll_loss(wide.log_softmax(1), PIXELS)
+
+
+def unite(inner: nn.Module, outer: nn.Module) -> Tensor:
+    fine = inner(IMAGES).relu()
+    pooled = nnf.max_pool2d(nnf.pad(fine, [1] * 4, mode="reflect"), 2)
+    coarse = nnf.interpolate(outer(pooled), size=(8, 8), mode="bicubic")
+    return nnf.cross_entropy(torch.cat([fine, coarse], 1), PIXELS)
+
+
+def detect(inner: nn.Module, outer: nn.Module) -> Tensor:
+    grid = nnf.affine_grid(outer(BOXES).view(2, 2, 3), [2, 5, 4, 4], align_corners=False)
+    return nnf.grid_sample(inner(IMAGES), grid, align_corners=False).square().mean()
+
+
+def pass_messages(inner: nn.Module, outer: nn.Module) -> Tensor:
+    nodes = inner(NODES)
+    summed = torch.zeros_like(nodes).index_add(0, TARGETS, nodes[SOURCES])
+    return outer(torch.cat([nodes, summed], 1)).square().mean()
+
+
+def recommend(inner: nn.Module, outer: nn.Module) -> Tensor:
+    bags = inner(PIXELS[0])
+    return (bags @ bags.T + outer(IMAGES[0, 0, :, :4])).sigmoid().mean()
+
+
+def transcribe(inner: nn.Module) -> Tensor:
+    steps = inner(IMAGES[..., :3].reshape(-1, 2, 3)[:12]).log_softmax(2)
+    return nnf.ctc_loss(steps, torch.tensor([[1, 2, 2], [3, 4, 1]]), [12, 10], [3, 2])
+
+
+def convolve(inputs: int) -> nn.Module:
+    return nn.Conv2d(inputs, 5, 3, padding=1)
+
+
+# What is computed, its layers, and the replacements that it has to reach.
+MODELS = {
+    "segmentation": (
+        (segment, convolve(3)),
+        "adaptive_avg_pool2d_backward upsample_bilinear2d_backward nll_loss2d_forward",
+    ),
+    "U-Net": (
+        (unite, convolve(3), convolve(5)),
+        "upsample_bicubic2d_backward reflection_pad2d_backward nll_loss2d_forward",
+    ),
+    "detection": ((detect, convolve(3), nn.Linear(6, 6)), "grid_sampler_2d_backward"),
+    "GraphSAGE": ((pass_messages, nn.Linear(4, 4), nn.Linear(8, 2)), "index_add index_put_impl"),
+    "DLRM": (
+        (recommend, nn.EmbeddingBag(5, 4, mode="max"), nn.Linear(4, 8)),
+        "embedding_bag_dense_backward",
+    ),
+    "CTC": ((transcribe, nn.Linear(3, 5)), "ctc_loss_backward"),
+}
+
+
+@pytest.mark.parametrize(("model", "wanted"), MODELS.values(), ids=MODELS)
+def test_a_model_trains_on_its_replacements(model, wanted, monkeypatch, one_thread) -> None:
+    score, *layers = model
+
+    def train() -> list[Tensor]:
+        loss = score(*layers)
+        parameters = [own for layer in layers for own in layer.parameters()]
+        return [loss.detach(), *torch.autograd.grad(loss, parameters)]
+
+    expected = train()
+    with judged(monkeypatch) as (judge, ran), patches_applied("CPU"):
+        with deterministic_algorithms():
+            actual = train()
+        assert all(map(torch.equal, actual, train()))
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-6)
+    assert {*wanted.split()} <= {path.rpartition(":")[2] for path in ran}
+    assert judge.refused == set()
