@@ -234,6 +234,7 @@ class LogicalSteps:
     def close(self) -> None:
         """Release the sums of gradients; those that are in ``grad`` stay."""
         self.metrics.close()
+        self._sandbox.close()
         if self.sums is not None:
             self.sums.close()
 

@@ -13,21 +13,55 @@ from resuming import Fits, agree, evidence, stream
 from trainings import QUIET, make_exception_saver, make_loader, make_model
 
 from lightning_d9m import D9mError, DeterminismCallback
-from lightning_d9m.errors import CheckpointError, InexactResumeError
+from lightning_d9m.cli.main import main
+from lightning_d9m.errors import CheckpointError, DriftError, InexactResumeError
 from lightning_d9m.lightning import saved_state
 from lightning_d9m.lightning.saved_state import KEY, MANIFEST_KEY, check_checkpoint, find_state
 from lightning_d9m.ranks.ranks import Ranks
 
 
-def test_a_run_is_resumed_twice(fits):
+def test_a_run_that_is_resumed_twice_counts_as_a_straight_one(fits, capsys):
+    """Compare says where the breaks were."""
     straight = fits.fit()
-    fits.interrupt(at={"epoch": 0, "batch": 3})
+    interrupted = fits.interrupt(at={"epoch": 0, "batch": 3})
     first = fits.checkpoint.rename(fits.folder / "first.ckpt")
     fits.interrupt(at={"epoch": 1, "batch": 4}, resume=first)
     last = fits.resume()
     breaks = find_breaks(last / "rank-0.jsonl")
     assert [(b.epoch, b.batch, b.problem) for b in breaks] == [(0, 3, None), (1, 4, None)]
-    assert evidence(last) == evidence(straight)
+    assert [*evidence(last).items()] == [*evidence(straight).items()]
+    assert main(["compare", str(straight), str(last)]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "this run was interrupted and resumed at epoch 0, batch 3 (step 3)" in said
+    assert "epoch 1, batch 4 (step 10)" in said
+    assert main(["compare", str(straight), str(interrupted)]) == 1
+
+
+def test_the_check_against_a_reference_goes_on(fits):
+    """What was passed before the break is not asked for again; what comes after it is checked."""
+
+    def disturb(self):
+        if self.current_epoch == 2:
+            with torch.no_grad():
+                self.layers[4].bias[0] += 1e-3
+
+    words = {"words": {"reference": fits.fit()}}
+    fits.interrupt(at={"batch": 3}, **words)
+    fits.resume(**words)
+    with pytest.raises(DriftError, match=r"They last agreed in epoch 1") as caught:
+        fits.resume(**words, model=lambda: make_model(on_train_epoch_start=disturb))
+    assert caught.value.epoch == 2
+
+
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before")
+def test_a_break_is_recorded_where_the_user_goes_on(fits):
+    fits.interrupt(at={"batch": 3})
+    edit(lambda content: content["callbacks"].pop(KEY))(fits.checkpoint)
+    with pytest.warns(UserWarning, match="with a break that the ledger records"):
+        folder = fits.resume(words={"on_inexact_resume": "warn"})
+    (found,) = find_breaks(folder / "rank-0.jsonl")
+    assert "has no lightning_d9m state" in found.inexact[0]
+    assert (found.epoch, found.step, found.batch) == (1, 9, 3)
 
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory:UserWarning")

@@ -1,12 +1,18 @@
-"""What loaders keep for themselves is restored, or it is said that it cannot be: in good time."""
+"""What is pending, lost or changed late at a save is exact, or it is said in good time."""
 
 from functools import partial
 
 import lightning.pytorch as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint, ModelPruning
-from resuming import Curriculum, DrawingDigits, agree, in_order, stream
+from lightning.pytorch.callbacks import (
+    Callback,
+    EarlyStopping,
+    ModelCheckpoint,
+    ModelPruning,
+    WeightAveraging,
+)
+from resuming import DrawingDigits, agree, in_order, stream
 from torch.utils.data import DataLoader, IterableDataset
 from trainings import QUIET, NoisyDigits, make_loader, make_model
 
@@ -15,20 +21,8 @@ from lightning_d9m.errors import InexactResumeError
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__`:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Checkpoint directory:UserWarning"),
 ]
-
-
-def drawing(**words):
-    return DataLoader(DrawingDigits(), batch_size=16, **words)
-
-
-WITHIN, BETWEEN = {"batch": 2, "epoch": 0}, {"hook": "on_train_epoch_end", "epoch": 0, "batch": 6}
-
-
-def test_a_validation_whose_loaders_come_later_goes_on(fits):
-    """The resumed run has none before the epoch that is validated."""
-    words = {"check_val_every_n_epoch": 2, "max_epochs": 4}
-    fits.check({"epoch": 2, "batch": 2}, validate=drawing, **words)
 
 
 class CountedNumbers(IterableDataset):
@@ -44,27 +38,75 @@ class CountedNumbers(IterableDataset):
             yield digits[self.read % 96]
 
 
-def counted_stream():
-    return DataLoader(CountedNumbers(), batch_size=16)
+def skipping():
+    """Return a model that ends each epoch after two batches."""
+    model = make_model()
+    model.on_train_batch_start = lambda batch, batch_idx: -1 if batch_idx == 2 else None
+    return model
 
 
-def shuffled_batches():
-    return DataLoader(NoisyDigits(), batch_sampler=Curriculum())
+def averaging():
+    """Return a model that averages its last bias in the module's own hook."""
+
+    def average(self, outputs, batch, batch_idx):
+        with torch.no_grad():
+            self.average.lerp_(self.layers[4].bias, 0.1)
+
+    model = make_model(on_train_batch_end=average)
+    model.register_buffer("average", torch.zeros(10))
+    return model
 
 
-@pytest.mark.parametrize("loader", [counted_stream, shuffled_batches])
-def test_a_run_is_resumed_when_nothing_of_its_epoch_is_left(fits, loader):
-    """Where a ModelCheckpoint saves by default: after the validation that ends the epoch."""
-    places = [{"batch": 6}, {"hook": "on_validation_end", "batch": 6}]
-    fits.check(*places, loader=loader, limit_train_batches=6)
+class Swap(Callback):
+    """Validates averaged weights, as by a second set of them."""
+
+    def on_validation_start(self, trainer, pl_module):
+        self.trained = pl_module.layers[4].bias.data
+        pl_module.layers[4].bias.data = self.trained * 0.9
+
+    def on_validation_end(self, trainer, pl_module):
+        pl_module.layers[4].bias.data = self.trained
 
 
-def pruning():
-    return [ModelPruning("l1_unstructured", amount=0.2)]
+BETWEEN = {"hook": "on_train_epoch_end", "epoch": 0, "batch": 6}
+VALIDATING, VALIDATED = (
+    {"hook": f"on_validation_{hook}end", "batch": 6} for hook in ("batch_", "")
+)
+SWAPPED = {"swapped": Swap, "averaged": partial(WeightAveraging, use_buffers=True)}
+EXACT = {
+    "a validation whose loaders come later": (
+        [{"epoch": 2, "batch": 2}],
+        {"check_val_every_n_epoch": 2, "max_epochs": 4}
+        | {"validate": lambda: DataLoader(DrawingDigits(), batch_size=16)},
+    ),
+    "a stream of which nothing is left in the epoch": (
+        [{"batch": 6}, VALIDATED],
+        {"loader": lambda: DataLoader(CountedNumbers(), 16), "limit_train_batches": 6},
+    ),
+    "an epoch that a hook ends in every run": (
+        [BETWEEN | {"batch": 2}],
+        {"max_steps": 6, "max_epochs": -1, "model": skipping},
+    ),
+    "averages, at the end of an epoch": ([BETWEEN], {"model": averaging}),
+    "weights that a validation swapped": ([VALIDATED], {"callbacks": lambda: [Swap()]}),
+}
+
+
+@pytest.mark.parametrize(("places", "words"), EXACT.values(), ids=EXACT)
+def test_a_run_is_resumed_where_little_is_left(fits, places, words):
+    fits.check(*places, **words)
 
 
 def test_pruned_weights_that_are_saved_without_their_masks_are_named(fits):
-    fits.refuse(r"lacks .*_orig.*, which changes in the fit", callbacks=pruning, at={"batch": 2})
+    words = {"callbacks": lambda: [ModelPruning("l1_unstructured", amount=0.2)]}
+    fits.refuse(r"lacks .*_orig.*, which changes in the fit", at={"batch": 2}, **words)
+
+
+@pytest.mark.parametrize("make", SWAPPED.values(), ids=SWAPPED)
+def test_weights_that_a_validation_has_swapped_are_named(fits, make):
+    """Lightning's callback swaps the values of parameters, which stay the same tensors."""
+    named = r"a validation that had changed layers\.\d\."
+    fits.refuse(named, at=VALIDATING, callbacks=lambda: [make()])
 
 
 @pytest.mark.parametrize("every", [2, None])
@@ -74,6 +116,36 @@ def test_it_is_said_when_the_first_checkpoint_is_saved_within_an_epoch(fits, cap
     fits.fit(loader=stream, extra=[saver], enable_checkpointing=True, max_epochs=1)
     assert caplog.text.count("cannot be resumed exactly") == (1 if every else 0)
     assert ("StatefulDataLoader" in caplog.text) == bool(every)
+
+
+def log_late(self, outputs, batch, batch_idx):
+    """Log what counts in the mean, and what a resumed run does not log again."""
+    self.log("late", float(batch_idx), on_epoch=True)
+
+
+LATE = {
+    "a buffer": (averaging, "average"),
+    "a value": (
+        partial(make_model, on_train_batch_end=log_late),
+        "the logged value 'late' of on_train_batch_end",
+    ),
+}
+
+
+@pytest.mark.parametrize(("model", "name"), LATE.values(), ids=LATE)
+def test_what_a_hook_of_the_module_changes_after_a_save_is_named(fits, caplog, model, name):
+    """In the log; a later checkpoint, which overwrites the first, is refused."""
+
+    class Saver(Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, data, batch_idx):
+            if batch_idx in (2, 3) and trainer.current_epoch == 0:
+                trainer.save_checkpoint(fits.checkpoint)
+
+    with caplog.at_level("INFO"):
+        fits.fit(model=model, extra=[Saver()])
+    assert "just saved cannot be resumed exactly" in caplog.text
+    with pytest.raises(InexactResumeError, match=f"on_train_batch_end, changes {name}"):
+        fits.resume(model=model)
 
 
 STEPS = {"max_epochs": -1, "max_steps": 15}
@@ -86,17 +158,6 @@ class Stopping(Callback):
         trainer.should_stop = trainer.global_step == 2
 
 
-def skipping():
-    """Return a model that ends each epoch after two batches."""
-    model = make_model()
-    model.on_train_batch_start = lambda batch, batch_idx: -1 if batch_idx == 2 else None
-    return model
-
-
-def monitoring():
-    return [EarlyStopping("train_loss", patience=9)]
-
-
 def ending():
     """Return a model that acts at the end of an epoch."""
     return make_model(on_train_epoch_end=lambda self: self.layers[0].weight.data.zero_())
@@ -105,7 +166,7 @@ def ending():
 CUT = {
     "should_stop": ({"extra": [Stopping()]}, "by trainer.should_stop, and Lightning begins the"),
     "a callback": (
-        {"max_steps": 2, "callbacks": monitoring},
+        {"max_steps": 2, "callbacks": lambda: [EarlyStopping("train_loss", patience=9)]},
         r"callbacks.EarlyStopping.state_dict",
     ),
     "the module": ({"max_steps": 2, "model": ending}, r"changed layers.0.weight, where a"),
@@ -131,7 +192,6 @@ def plateau(self):
 
 
 LONGER = {
-    "as it is": ({}, 2),
     "in a later epoch": ({}, 8),
     "accumulation": ({"accumulate_grad_batches": 2}, 4),
     "a validation at that step": (
@@ -142,17 +202,20 @@ LONGER = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:Checkpoint directory:UserWarning")
 @pytest.mark.parametrize(("words", "steps"), LONGER.values(), ids=LONGER)
 def test_an_epoch_that_max_steps_cut_short_is_continued(fits, words, steps):
-    """The checkpoint is saved at the end of the fit, by the Trainer and by a callback."""
+    """The checkpoint is saved by callbacks in the last step, and by the Trainer after the fit."""
     straight = fits.fit(**STEPS | words)
     words = STEPS | words | {"enable_checkpointing": True}
-    words["callbacks"] = lambda: [ModelCheckpoint(fits.folder, "end")]
+    savers = {"end": {}, "within": {"every_n_train_steps": steps}}
+    words["callbacks"] = lambda: [
+        ModelCheckpoint(fits.folder, name, **when) for name, when in savers.items()
+    ]
     fits.fit(**words | {"max_steps": steps})
     fits.trainer.save_checkpoint(fits.checkpoint)
-    agree(straight, fits.fit(**words, resume=fits.folder / "end.ckpt"))
-    agree(straight, fits.resume(**words))
+    paths = [fits.folder / f"{name}.ckpt" for name in savers]
+    for path in (*paths, fits.checkpoint):
+        agree(straight, fits.fit(**words, resume=path))
 
 
 def test_a_fit_without_steps_left_loads_any_checkpoint(fits):
@@ -163,18 +226,3 @@ def test_a_fit_without_steps_left_loads_any_checkpoint(fits):
     trainer = L.Trainer(**QUIET, **few, callbacks=[callback], default_root_dir=fits.folder)
     trainer.fit(make_model(), make_loader(), in_order(), ckpt_path=fits.checkpoint)
     assert trainer.global_step == 2
-
-
-@pytest.mark.filterwarnings("ignore:Checkpoint directory:UserWarning")
-def test_a_checkpoint_within_the_epoch_that_max_steps_cut_short_is_continued(fits):
-    straight = fits.fit(**STEPS)
-    words = STEPS | {
-        "enable_checkpointing": True,
-        "callbacks": lambda: [ModelCheckpoint(fits.folder, "last", every_n_train_steps=2)],
-    }
-    fits.fit(**words | {"max_steps": 2})
-    agree(straight, fits.fit(**words, resume=fits.folder / "last.ckpt"))
-
-
-def test_an_epoch_that_a_hook_ends_in_every_run_is_continued(fits):
-    fits.check(BETWEEN | {"batch": 2}, max_steps=6, max_epochs=-1, model=skipping)

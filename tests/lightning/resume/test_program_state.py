@@ -27,7 +27,6 @@ PACKAGE.__file__ = "/other/lib/python3/dist-packages/other_package.py"
 PACKAGE.count = 0
 STREAM = iter(())
 LOG = logging.getLogger(__name__)
-HELD = iter(range(9))
 
 
 @pytest.fixture(autouse=True)
@@ -57,13 +56,8 @@ class Steering(Callback):
             module.layers[-1].bias.add_(1e-3 * float(number))
 
 
-class Empty:
-    """Has no attributes, as a sentinel."""
-
-    __slots__ = ()
-
-
-EMPTY = Empty()
+# A sentinel without attributes.
+EMPTY = type("Empty", (), {"__slots__": ()})()
 
 
 def advance(numbers=[]):  # noqa: B006 - what a program may do
@@ -227,12 +221,8 @@ class Kept:
     __slots__ = ("number",)
 
 
-def change_slot(own):
-    own.kept.number = getattr(own.kept, "number", 0) + 1
-
-
-def change_bytes(own):
-    own.kept[0] += 1
+def change_slot(kept):
+    kept.number = getattr(kept, "number", 0) + 1
 
 
 class Keeping(Callback):
@@ -243,7 +233,7 @@ class Keeping(Callback):
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
         LOG.debug("batch")
-        self.change(self)
+        self.change(self.kept)
 
 
 class Opaque(Callback):
@@ -273,34 +263,19 @@ def register(trainer, module):
             own(module.layers[number])
 
 
-class Iterating(Keeping):
-    pass
-
-
-class Changing(Keeping):
-    pass
-
-
-class Slotted(Keeping):
-    pass
-
-
-KEEPING = (Iterating, Changing, Slotted)
-
-
 def test_what_no_attribute_shows_is_refused_by_name(fits):
     def make():
         return [
             Keeping(None, lambda _: next(STREAM)),
-            Iterating(enumerate([5, 6, 7] * 9), lambda own: next(own.kept)),
-            Changing(bytearray(1), change_bytes),
-            Slotted(Kept(), change_slot),
+            Keeping(enumerate([5, 6, 7] * 9), next),
+            Keeping(bytearray(b"ab"), lambda kept: kept.reverse()),
+            Keeping(Kept(), change_slot),
             Opaque(),
             LambdaCallback(on_train_epoch_start=register),
         ]
 
     said = str(fits.refuse("changes in the fit", callbacks=make, at={"batch": 2}))
-    for path in ("Iterating.kept", "Changing.kept", "Slotted.kept", "Opaque.objects"):
+    for path in ("Keeping#1.kept", "Keeping#2.kept", "Keeping#3.kept", "Opaque.objects"):
         assert f"callbacks.{path} changes in the fit" in said
     for number in HOOKED:
         assert f"model.layers.{number}.hooks() changes in the fit" in said
@@ -316,22 +291,19 @@ def test_what_stays_as_it_is_or_is_not_the_programs_does_not_matter(fits):
     def count(*_):
         PACKAGE.count += 1
 
-    def wrap(own):
-        own.on_fit_end = own.on_fit_end
-
     def start(trainer, module, stage):
         module.layers[0].register_forward_hook(halve)
 
     def step(trainer, module, *_):
         module.layers[4].register_forward_hook(halve).remove()
+        module.on_fit_end = module.on_fit_end
 
     def make():
         ended = (one for one in ())
         list(ended)
         kept = (threading.Lock(), ended, queue.SimpleQueue())
         return [
-            *(kind(own, lambda _: None) for kind, own in zip(KEEPING, kept, strict=True)),
-            Keeping(None, wrap),
+            *(Keeping(own, lambda _: None) for own in kept),
             LambdaCallback(on_train_batch_start=count),
             LambdaCallback(setup=start, on_train_batch_start=step),
         ]
@@ -363,12 +335,10 @@ def test_a_generator_that_nothing_has_drawn_from_is_restored(fits):
 
 
 class Large(Steering):
-    """Keeps more than a checkpoint takes, and saves it itself if ``saves``."""
+    """Keeps more than a checkpoint takes, and saves it itself if it should."""
 
-    saves = True
-
-    def __init__(self):
-        self.table = torch.zeros(2**23)
+    def __init__(self, saves):
+        self.table, self.saves = torch.zeros(2**23), saves
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
         self.table.data[batch_idx] += 1
@@ -382,17 +352,11 @@ class Large(Steering):
         self.table = state_dict.get("table", self.table)
 
 
-class Lost(Large):
-    """Saves nothing."""
-
-    saves = False
-
-
 def test_large_values_are_left_to_the_callback_or_refused(fits):
-    fits.check({"batch": 2}, callbacks=lambda: [Large()])
+    fits.check({"batch": 2}, callbacks=lambda: [Large(saves=True)])
     assert (fits.folder / "0.ckpt").stat().st_size < 2**26
-    words = {"callbacks": lambda: [Lost()]}
-    fits.refuse(r"Lost\.table changes in the fit, and has 33554", at={"batch": 2}, **words)
+    words = {"callbacks": lambda: [Large(saves=False)]}
+    fits.refuse(r"Large\.table changes in the fit, and has 33554", at={"batch": 2}, **words)
 
 
 @pytest.mark.filterwarnings("ignore:The dirpath has changed")

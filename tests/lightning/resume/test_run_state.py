@@ -2,6 +2,8 @@
 
 import os
 import random
+from functools import reduce
+from operator import getitem
 
 import lightning.pytorch as L
 import numpy as np
@@ -127,6 +129,7 @@ RANK = (*STATE, "ranks", 0)
 # The path of a piece of a checkpoint, what takes its place, and what is then said.
 REFUSED = [
     (STATE, None, "has no lightning_d9m state"),
+    (STATE, lambda _: [1], "has no lightning_d9m state"),
     ((*STATE, "format"), lambda n: 2, f"has format 2; this version reads {FORMAT}"),
     ((*STATE, "settings", "seed"), lambda n: 4, "saved with seed=4; now it is 3"),
     ((*STATE, "world_size"), lambda n: 2, "saved with world_size=2; now it is 1"),
@@ -136,8 +139,11 @@ REFUSED = [
     (
         (*RANK, "rng"),
         None,
-        "state of the checkpoint is damaged: Object missing required field `rng`",
+        r"state of the checkpoint is damaged: Object missing required field `rng` - at `\$.ranks",
     ),
+    ((*STATE, "more"), lambda _: 1, "is damaged: Object contains unknown field `more`"),
+    ((*STATE, "position"), lambda _: [], r"is damaged: Expected `object`.* at `\$.position`"),
+    ((*RANK, "ledger", "check"), lambda _: 1, "is damaged: Expected `str`, got `int`"),
 ]
 
 
@@ -149,27 +155,20 @@ def interrupted(tmp_path_factory):
     return fits
 
 
-def resume_edited(fits, path, value, **words):
-    """Resume from the checkpoint with a piece of it replaced, or removed; return the ledger."""
-    checkpoint = torch.load(fits.folder / "0.ckpt", weights_only=True)
-    del checkpoint["callbacks"][KEY][MANIFEST_KEY]  # which would tell at once
-    *above, last = path
-    place = checkpoint
-    for name in above:
-        place = place[name]
-    if value is None:
-        del place[last]
-    else:
-        place[last] = value(place[last])
-    torch.save(checkpoint, fits.folder / "edited.ckpt")
-    return fits.fit(**words, resume=fits.folder / "edited.ckpt")
-
-
 @pytest.mark.filterwarnings("ignore:The ``compute`` method of metric:UserWarning")
 @pytest.mark.parametrize(("path", "value", "message"), REFUSED)
 def test_what_cannot_be_exact_is_said(interrupted, path, value, message):
+    checkpoint = torch.load(interrupted.folder / "0.ckpt", weights_only=True)
+    del checkpoint["callbacks"][KEY][MANIFEST_KEY]  # which would tell at once
+    *above, last = path
+    place = reduce(getitem, above, checkpoint)
+    if value is None:
+        del place[last]
+    else:
+        place[last] = value(place.get(last))
+    torch.save(checkpoint, interrupted.folder / "edited.ckpt")
     with pytest.raises(D9mError, match=message):
-        resume_edited(interrupted, path, value, **RUN)
+        interrupted.fit(**RUN, resume=interrupted.folder / "edited.ckpt")
 
 
 class Stages(L.LightningDataModule):
