@@ -7,8 +7,7 @@ import lightning.pytorch as L
 import pytest
 import torch
 from ledger_runs import find_breaks
-from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint
-from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.callbacks import LearningRateFinder
 from resuming import Fits, agree, evidence, stream
 from trainings import QUIET, make_exception_saver, make_loader, make_model
 
@@ -64,26 +63,6 @@ def test_a_break_is_recorded_where_the_user_goes_on(fits):
     assert (found.epoch, found.step, found.batch) == (1, 9, 3)
 
 
-@pytest.mark.filterwarnings("ignore:Checkpoint directory:UserWarning")
-def test_checkpoints_of_lightnings_own_are_resumed(fits):
-    """Two in one step, one of them the last, while the run goes on and is killed later."""
-
-    def savers():
-        words = {"dirpath": fits.folder / "saved", "save_top_k": -1}
-        words["enable_version_counter"] = False
-        return [
-            ModelCheckpoint(**words, filename="steps-{step}", every_n_train_steps=2),
-            ModelCheckpoint(**words, filename="epochs-{epoch}", save_last=True),
-        ]
-
-    words = {"enable_checkpointing": True, "callbacks": savers}
-    straight = fits.fit(**words)
-    names = sorted(path.name for path in (fits.folder / "saved").glob("*.ckpt"))
-    assert {"last.ckpt", "steps-step=6.ckpt", "epochs-epoch=1.ckpt"} <= set(names)
-    for name in ("steps-step=4.ckpt", "steps-step=12.ckpt", "epochs-epoch=1.ckpt"):
-        agree(straight, fits.fit(**words, resume=fits.folder / "saved" / name))
-
-
 def test_training_that_had_ended_goes_on(fits):
     straight = fits.fit()
     fits.fit(max_epochs=2)
@@ -106,22 +85,6 @@ def test_a_run_without_the_callback_reads_it_too(fits):
     trainer = L.Trainer(**QUIET, max_epochs=3, default_root_dir=fits.folder)
     trainer.fit(make_model(), make_loader(), make_loader(shuffle=False), ckpt_path=fits.checkpoint)
     assert trainer.current_epoch == 3
-
-
-@pytest.mark.filterwarnings("ignore:.*ckpt_path:UserWarning")
-def test_a_checkpoint_of_an_exception_is_resumed(fits):
-    """Lightning saves it when our callback has given everything back."""
-
-    class Ended(L.Callback):
-        def on_train_batch_start(self, trainer, *_):
-            if trainer.global_step == 8:
-                trainer._signal_connector.received_sigterm = True
-
-    saver = make_exception_saver(fits.folder / "saved", "ended")
-    straight = fits.fit()
-    with pytest.raises(SIGTERMException):
-        fits.fit(extra=[Ended(), saver], enable_checkpointing=True)
-    agree(straight, fits.fit(resume=fits.folder / "saved" / "ended.ckpt"))
 
 
 @pytest.mark.filterwarnings("ignore:.*ckpt_path:UserWarning")
