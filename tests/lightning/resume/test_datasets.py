@@ -134,52 +134,6 @@ class Batches:
         return iter(stream(Drawn))
 
 
-def by_index(wrap=lambda dataset: dataset, **words):
-    return DataLoader(wrap(ByIndex()), batch_size=16, shuffle=True, **words)
-
-
-def nested(dataset):
-    return Subset(ConcatDataset([NoisyDigits(48), dataset]), range(20, 116))
-
-
-def weighted():
-    return DataLoader(NoisyDigits(), 16, sampler=WeightedRandomSampler([1.0] * 96, 96))
-
-
-def stream(kind=Stream, **words):
-    return DataLoader(kind(), batch_size=16, **words)
-
-
-WITHIN, AT_END = {"batch": 3}, {"hook": "on_train_epoch_end", "batch": 6}
-VALIDATED = {"hook": "on_validation_batch_end", "batch": 6}
-PERSISTENT = {"num_workers": 1, "persistent_workers": True}
-STEPS = {"max_epochs": -1, "max_steps": 18}
-drawn = partial(stream, Drawn)
-EXACT = {
-    "by index": ({"loader": by_index}, [WITHIN, VALIDATED, AT_END]),
-    "nested": ({"loader": partial(by_index, nested)}, [WITHIN, AT_END]),
-    "in workers": ({"loader": partial(by_index, num_workers=1)}, [AT_END]),
-    "weighted": ({"loader": weighted, "callbacks": lambda: [Reweigh()]}, [WITHIN, AT_END]),
-    "a stream": ({"loader": stream}, [VALIDATED, AT_END]),
-    "a stream with a generator": ({"loader": partial(stream, Drawing)}, [AT_END]),
-    "a stream in a worker": ({"loader": partial(stream, num_workers=1)}, [AT_END]),
-    "validation in workers": ({"validate": partial(by_index, num_workers=1)}, [WITHIN]),
-    "validation by index": ({"validate": by_index}, [WITHIN, VALIDATED, AT_END]),
-    "a validated stream": ({"validate": stream}, [WITHIN, VALIDATED, AT_END]),
-    "joined": ({"loader": lambda: by_index(collate_fn=Joining())}, [WITHIN, AT_END]),
-    "drawn": ({"loader": drawn}, [VALIDATED, AT_END, {"batch": 6}]),
-    "drawn for some steps": ({"loader": drawn} | STEPS, [AT_END]),
-    "drawn in a worker": ({"loader": partial(drawn, **PERSISTENT)}, [AT_END]),
-    "drawn by no loader": ({"loader": Batches}, [AT_END]),
-    "an epoch that is set": ({"loader": drawn, "callbacks": lambda: [SetEpoch()]}, [AT_END]),
-}
-
-
-@pytest.mark.parametrize(("words", "places"), EXACT.values(), ids=EXACT)
-def test_what_a_dataset_keeps_in_any_way_is_restored(fits, words, places):
-    fits.check(*places, **words)
-
-
 class Reloaded(LightningDataModule):
     """Gives new loaders, whose dataset keeps state, in every epoch."""
 
@@ -226,8 +180,74 @@ class Lazy(NoisyDigits):
         return image + self.rng.random(), label
 
 
+class Caching(NoisyDigits):
+    """Keeps a handle and samples, which change nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.cache, self.handle = {}, None
+
+    def __getitem__(self, index):
+        self.handle = self.handle or memoryview(b"data")
+        image = self.cache.setdefault(index, self.images[index])
+        return image + 0.01 * torch.rand(64), self.classes[index]
+
+
 def level(**words):
     return {"loader": lambda: DataLoader(Level(), 16, **words), "callbacks": lambda: [Setting()]}
+
+
+def cached(**words):
+    return DataLoader(Caching(), 16, shuffle=True, **words)
+
+
+def by_index(wrap=lambda dataset: dataset, **words):
+    return DataLoader(wrap(ByIndex()), batch_size=16, shuffle=True, **words)
+
+
+def nested(dataset):
+    return Subset(ConcatDataset([NoisyDigits(48), dataset]), range(20, 116))
+
+
+def weighted():
+    return DataLoader(NoisyDigits(), 16, sampler=WeightedRandomSampler([1.0] * 96, 96))
+
+
+def stream(kind=Stream, **words):
+    return DataLoader(kind(), batch_size=16, **words)
+
+
+WITHIN, AT_END = {"batch": 3}, {"hook": "on_train_epoch_end", "batch": 6}
+VALIDATED = {"hook": "on_validation_batch_end", "batch": 6}
+PERSISTENT = {"num_workers": 1, "persistent_workers": True}
+STEPS = {"max_epochs": -1, "max_steps": 18}
+drawn = partial(stream, Drawn)
+EXACT = {
+    "by index": ({"loader": by_index}, [WITHIN, VALIDATED, AT_END]),
+    "nested": ({"loader": partial(by_index, nested)}, [WITHIN, AT_END]),
+    "in workers": ({"loader": partial(by_index, num_workers=1)}, [AT_END]),
+    "weighted": ({"loader": weighted, "callbacks": lambda: [Reweigh()]}, [WITHIN, AT_END]),
+    "a stream": ({"loader": stream}, [VALIDATED, AT_END]),
+    "a stream with a generator": ({"loader": partial(stream, Drawing)}, [AT_END]),
+    "a stream in a worker": ({"loader": partial(stream, num_workers=1)}, [AT_END]),
+    "validation in workers": ({"validate": partial(by_index, num_workers=1)}, [WITHIN]),
+    "validation by index": ({"validate": by_index}, [WITHIN, VALIDATED, AT_END]),
+    "a validated stream": ({"validate": stream}, [WITHIN, VALIDATED, AT_END]),
+    "joined": ({"loader": lambda: by_index(collate_fn=Joining())}, [WITHIN, AT_END]),
+    "drawn": ({"loader": drawn}, [VALIDATED, AT_END, {"batch": 6}]),
+    "drawn for some steps": ({"loader": drawn} | STEPS, [AT_END]),
+    "drawn in a worker": ({"loader": partial(drawn, **PERSISTENT)}, [AT_END]),
+    "drawn by no loader": ({"loader": Batches}, [AT_END]),
+    "what a hook sets": (level(), [WITHIN]),
+    "a cache and a handle": ({"loader": cached}, [WITHIN, AT_END]),
+    "a cache in workers": ({"loader": partial(cached, **PERSISTENT)}, [WITHIN, AT_END]),
+    "an epoch that is set": ({"loader": drawn, "callbacks": lambda: [SetEpoch()]}, [AT_END]),
+}
+
+
+@pytest.mark.parametrize(("words", "places"), EXACT.values(), ids=EXACT)
+def test_what_a_dataset_keeps_in_any_way_is_restored(fits, words, places):
+    fits.check(*places, **words)
 
 
 def reloaded(kind):
@@ -266,28 +286,6 @@ REFUSED = {
 @pytest.mark.parametrize(("words", "place", "message"), REFUSED.values(), ids=REFUSED)
 def test_what_cannot_be_restored_is_refused_by_name(fits, words, place, message):
     fits.refuse(message, at=place, **words)
-
-
-def test_what_a_hook_sets_is_restored(fits):
-    fits.check(WITHIN, **level())
-
-
-class Caching(NoisyDigits):
-    """Keeps a handle and samples, which change nothing."""
-
-    def __init__(self):
-        super().__init__()
-        self.cache, self.handle = {}, None
-
-    def __getitem__(self, index):
-        self.handle = self.handle or memoryview(b"data")
-        image = self.cache.setdefault(index, self.images[index])
-        return image + 0.01 * torch.rand(64), self.classes[index]
-
-
-@pytest.mark.parametrize("workers", [{}, PERSISTENT], ids=str)
-def test_caches_and_handles_do_not_prevent_a_resume(fits, workers):
-    fits.check(WITHIN, AT_END, loader=lambda: DataLoader(Caching(), 16, shuffle=True, **workers))
 
 
 class DrawnDigits(LightningDataModule):
