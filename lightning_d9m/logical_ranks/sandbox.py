@@ -33,7 +33,7 @@ from lightning_d9m.state.state import VERSIONED, Node, Watch, digest_value
 _COMPARED_STEPS = 2
 # After them long lists and dicts that have not changed are compared in every step of this number;
 # of a vocabulary that takes milliseconds.
-_THOROUGH = 64
+_THOROUGH = 128
 # A larger tensor is digested only if processes must agree on it.
 _SMALL = 1024
 _NUMBERS = (int, float, complex)
