@@ -1,6 +1,5 @@
 """A run with state of every kind, pending, lost or changed late: exact, or it is said in time."""
 
-import os
 import random
 from functools import partial, reduce
 from operator import getitem
@@ -26,7 +25,6 @@ from resuming import (
     in_order,
     stream,
 )
-from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import CatMetric, MeanMetric, Metric, MetricCollection, SumMetric
 from torchmetrics.classification import MulticlassAccuracy
@@ -266,33 +264,6 @@ def make_persistent_model():
     return model
 
 
-def make_logging_model():
-    """Return a model that logs a mean and a metric over the epoch."""
-
-    def training_step(self, batch, batch_idx):
-        loss = nn.functional.cross_entropy(self.layers(batch[0]), batch[1])
-        self.log("mean_loss", loss, on_step=False, on_epoch=True)
-        self.average.update(loss)
-        self.log("average", self.average, on_step=False, on_epoch=True)
-        return loss
-
-    model = make_model(training_step=training_step)
-    model.average = MeanMetric()
-    return model
-
-
-@pytest.fixture
-def logical(monkeypatch):
-    """Return the words of a fit with two logical ranks in this process."""
-    monkeypatch.setenv("LIGHTNING_D9M_LOGICAL_RANKS", "2")
-    before = dict(os.environ)
-    words = {"model": make_logging_model, "strategy": "ddp_d9m", "devices": 1}
-    yield words | {"accumulate_grad_batches": 2}
-    for name in os.environ.keys() - before:  # Lightning's launcher sets the address of the group
-        del os.environ[name]
-    torch.distributed.destroy_process_group()
-
-
 CURRICULUM = {"validate": lambda: DataLoader(DrawingDigits(), batch_sampler=Curriculum())}
 EXACT |= {
     "metrics that the weights have": ([BETWEEN], RUN | {"model": make_persistent_model}),
@@ -306,10 +277,6 @@ EXACT |= {
 @pytest.mark.parametrize(("places", "words"), EXACT.values(), ids=EXACT)
 def test_a_run_is_resumed_where_a_piece_matters(fits, places, words):
     fits.check(*places, **words)
-
-
-def test_what_logical_ranks_have_kept_is_restored_within_an_epoch(fits, logical):
-    fits.check({"batch": 1}, **logical)
 
 
 def test_pruned_weights_that_are_saved_without_their_masks_are_named(fits):
