@@ -147,17 +147,18 @@ class Kind:
         write: Puts a content back into the object, which stays the same one.
         compare: Returns whether two contents are equal.
         sign: Returns what is equal as long as nothing changed; None if only ``compare`` can tell.
+        copies: Whether the content is a copy, with which the object itself can be compared.
     """
 
     read: Callable[[Any], Any]
     write: Callable[[Any, Any], object] = lambda _owner, _content: None
     compare: Callable[[Any, Any], bool] = are_equal
     sign: Callable[[Any], object] = lambda _owner: None
+    copies: bool = False
 
     def matches(self, owner: Any, content: Any) -> bool:
-        """Return whether the owner has this content; tensors and arrays are not copied."""
-        now = owner if isinstance(content, Tensor | np.ndarray) else self.read(owner)
-        return self.compare(now, content)
+        """Return whether the owner has this content."""
+        return self.compare(owner if self.copies else self.read(owner), content)
 
 
 @dataclass(frozen=True, eq=False)
@@ -429,8 +430,8 @@ SET = Kind(frozenset, _write_items)
 # A long list or dict, whose objects are not entered.
 LONG = Kind(_read_items, _write_items, are_same)
 # A change is found by its bits, as ``.data`` is changed without a version.
-TENSOR = Kind(_copy_tensor, _write_tensor, equal_bits)
-ARRAY = Kind(np.array, _write_array, _equal_arrays)
+TENSOR = Kind(_copy_tensor, _write_tensor, equal_bits, copies=True)
+ARRAY = Kind(np.array, _write_array, _equal_arrays, copies=True)
 GENERATOR = Kind(_read_generator, _write_generator)
 OPAQUE = Kind(_read_opaque, compare=are_same)
 TOLD = Kind(_ask)

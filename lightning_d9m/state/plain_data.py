@@ -139,8 +139,9 @@ def _join_tensor(parts: list[Any]) -> Tensor:
     dtype = getattr(torch, parts[0])
     if not isinstance(dtype, torch.dtype):
         raise TypeError(parts[0])
-    flat = torch.from_numpy(np.frombuffer(parts[2], np.uint8).copy())
-    return flat.view(dtype).reshape(parts[1])
+    raw = bytearray(memoryview(parts[2]))
+    flat = torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)
+    return flat.reshape(parts[1])
 
 
 def _split_array(array: np.ndarray | np.generic) -> list[Any]:
