@@ -27,7 +27,7 @@ def run():
 
     def steps(count, change):
         for _ in range(count):
-            sandbox.begin()
+            sandbox.begin("train")
             for rank in range(2):
                 change(module.tokenizer.vocabulary, rank)
                 sandbox.end(rank, last=rank == 1)
