@@ -7,6 +7,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
+from functools import partial
 from pickle import Pickler, PicklingError
 from types import SimpleNamespace
 from typing import IO, Any, NamedTuple, cast
@@ -27,10 +28,10 @@ from lightning_d9m.state.parts import (
     OPAQUE,
     SET,
     TENSOR,
-    ByParts,
     Dict,
     Holder,
     Kind,
+    are_same,
     find_kind,
     read_memory,
 )
@@ -102,7 +103,7 @@ class Changes:
         self._most_bytes = most_bytes
         self._copies = copies
         self.filled: set[str] = set()
-        together = _Together(leave_out)
+        together = Kind(partial(_digest_together, leave_out=leave_out), compare=are_same)
 
         def ignore(path: str, value: object) -> bool:
             found = leave_out(path, value)
@@ -341,19 +342,16 @@ def _list_parts(container: Any) -> Collection[Any]:
     return [*container, *container.values()] if isinstance(container, dict) else container
 
 
-class _Digested(Kind):
-    """Data of which a digest is kept, so that it cannot be put back."""
-
-    def read(self, owner: Any) -> Any:
-        with suppress(RuntimeError, ValueError, TypeError):
-            parts = read_memory(owner)
-            if sum(part.nbytes for part in parts) <= _MOST_BYTES:
-                return str(owner.dtype), tuple(owner.shape), *map(_digest_memory, parts)
-        with suppress(RuntimeError):  # without memory
-            if isinstance(owner, Tensor):
-                return VERSIONED.read(owner)
-            return tuple(owner.flat) if owner.dtype.hasobject else owner.ctypes.data
-        return None
+def _digest_data(owner: Any) -> Any:
+    with suppress(RuntimeError, ValueError, TypeError):
+        parts = read_memory(owner)
+        if sum(part.nbytes for part in parts) <= _MOST_BYTES:
+            return str(owner.dtype), tuple(owner.shape), *map(_digest_memory, parts)
+    with suppress(RuntimeError):  # without memory
+        if isinstance(owner, Tensor):
+            return VERSIONED.read(owner)
+        return tuple(owner.flat) if owner.dtype.hasobject else owner.ctypes.data
+    return None
 
 
 def _digest_memory(part: Any) -> bytes:
@@ -365,23 +363,18 @@ def _digest_memory(part: Any) -> bytes:
     return xxh3_128_digest(np.ascontiguousarray(part).reshape(-1).view(np.uint8).data)
 
 
-class _Together(ByParts):
-    """A long container, whose objects have no nodes: one digest says what they hold.
+def _digest_together(owner: Any, leave_out: LeaveOut) -> tuple[Any, ...]:
+    """Return the digest of what a long container holds, the objects that count as such, and items.
 
-    The content has the digest, the objects of which the identity counts, and the items.
+    Its objects have no nodes.
     """
-
-    def __init__(self, leave_out: LeaveOut) -> None:
-        self._leave_out = leave_out
-
-    def read(self, owner: Any) -> tuple[Any, ...]:
-        digest = _Digest(self._leave_out)
-        try:
-            digest.dump(owner)
-        except (RuntimeError, TypeError, ValueError, ReferenceError, PicklingError):
-            # Too deep, freed, or without memory or pickled form: it may change unseen.
-            return object(), *_list_parts(owner)
-        return digest.hash.digest(), *digest.identities, *_list_parts(owner)
+    digest = _Digest(leave_out)
+    try:
+        digest.dump(owner)
+    except (RuntimeError, TypeError, ValueError, ReferenceError, PicklingError):
+        # Too deep, freed, or without memory or pickled form: it may change unseen.
+        return object(), *_list_parts(owner)
+    return digest.hash.digest(), *digest.identities, *_list_parts(owner)
 
 
 class _Digest(Pickler):
@@ -418,17 +411,8 @@ def _list_own_attributes(value: Any, kind: Kind) -> tuple[Any, ...]:
     return (vars(value),) if kind in (ITEMS, DICT, SET) and hasattr(value, "__dict__") else ()
 
 
-class _Ignored(Kind):
-    """An object that is left out."""
-
-    def read(self, owner: Any) -> Any:
-        pass
-
-    def matches(self, _owner: Any, _content: Any) -> bool:
-        return True
-
-
-_DIGESTED, _IGNORED = _Digested(), _Ignored()
+# Data of which a digest is kept, so that they cannot be put back; and what is left out.
+_DIGESTED, _IGNORED = Kind(_digest_data), Kind(lambda _: None)
 
 
 def describe_unsaved(paths: Iterable[str]) -> list[str]:

@@ -16,11 +16,10 @@ import sys
 import sysconfig
 import types
 import weakref
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import is_dataclass
+from dataclasses import dataclass, is_dataclass
 from functools import lru_cache
 from pathlib import Path, PurePath
 from typing import Any
@@ -74,127 +73,193 @@ MISSING = object()
 """Stands for a part that is not there."""
 
 
-class Kind(ABC):
-    """A way to read and put back objects of some types."""
+def equal_bits(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors have the same type, shape and bits."""
+    kinds = [(tensor.shape, tensor.dtype, tensor.layout, tensor.device) for tensor in (one, other)]
+    if kinds[0] != kinds[1]:
+        return False
+    one, other = one.detach(), other.detach()
+    if one.device.type == "meta":
+        return True
+    if one.is_quantized or one.layout is torch._mkldnn:  # type: ignore[attr-defined]  # noqa: SLF001 - no public name
+        return bool(torch.equal(one.to_dense(), other.to_dense()))
+    if one.layout is not torch.strided:
+        return all(map(equal_bits, read_memory(one), read_memory(other)))
+    if one.is_complex():
+        one, other = torch.view_as_real(one), torch.view_as_real(other)
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    bits = integers[one.element_size()]
+    return bool(torch.equal(one.view(bits), other.view(bits)))
 
-    @abstractmethod
-    def read(self, owner: Any) -> Any:
-        """Return the content, which stays as it is when the owner changes."""
 
-    def write(self, owner: Any, content: Any) -> None:  # noqa: B027 - such an object stays as it is
-        """Put a content back into the owner, which stays the same object."""
+def read_memory(value: Any) -> tuple[Any, ...]:
+    """Return the dense tensors or the array that have the elements of a tensor or an array."""
+    read = SPARSE.get(getattr(value, "layout", torch.strided))
+    return (value,) if read is None else read(value)
+
+
+def are_equal(one: Any, other: Any) -> bool:  # noqa: PLR0911 - one case for each type
+    """Return whether two contents or values are equal to the bit."""
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, Tensor):
+        return equal_bits(one, other)
+    if isinstance(one, np.ndarray):
+        return _equal_arrays(one, other)
+    if isinstance(one, float):
+        return struct.pack("d", one) == struct.pack("d", other)
+    if isinstance(one, Mapping):
+        return list(one) == list(other) and all(are_equal(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(are_equal, one, other))
+    return bool(one == other)
+
+
+def are_same(one: Any, other: Any) -> bool:
+    """Return whether two contents hold the same objects, or equal values."""
+    if isinstance(one, dict):
+        return are_same((*one, *one.values()), (*other, *other.values()))
+    if len(one) != len(other):
+        return False
+    return all(map(operator.is_, one, other)) or all(
+        left is right
+        or (type(left) is type(right) and find_kind(left) is None and are_equal(left, right))
+        for left, right in zip(one, other, strict=True)
+    )
+
+
+def _equal_arrays(one: np.ndarray, other: np.ndarray) -> bool:
+    if (one.shape, one.dtype) != (other.shape, other.dtype):
+        return False
+    if one.dtype.hasobject:
+        return are_same(tuple(one.flat), tuple(other.flat))
+    return one.tobytes() == other.tobytes()
+
+
+@dataclass(frozen=True, eq=False)
+class Kind:
+    """A way to read and put back objects of some types.
+
+    Attributes:
+        read: Returns the content of an object, which stays as it is when the object changes.
+        write: Puts a content back into the object, which stays the same one.
+        compare: Returns whether two contents are equal.
+        sign: Returns what is equal as long as nothing changed; None if only ``compare`` can tell.
+        copies: Whether the content is a copy, with which the object itself can be compared.
+    """
+
+    read: Callable[[Any], Any]
+    write: Callable[[Any, Any], object] = lambda _owner, _content: None
+    compare: Callable[[Any, Any], bool] = are_equal
+    sign: Callable[[Any], object] = lambda _owner: None
+    copies: bool = False
 
     def matches(self, owner: Any, content: Any) -> bool:
         """Return whether the owner has this content."""
-        return are_equal(self.read(owner), content)
-
-    def sign(self, owner: Any) -> object:  # noqa: ARG002 - others read it
-        """Return what is equal as long as nothing changed; None if only ``matches`` can tell."""
-        return None
+        return self.compare(owner if self.copies else self.read(owner), content)
 
 
-class ByParts(Kind):
-    """Objects that are compared by what they hold: the same objects, or equal values."""
+@dataclass(frozen=True, eq=False)
+class Holder(Kind):
+    """Objects that hold other objects. The content is a tuple or a dict of these themselves.
 
-    def matches(self, owner: Any, content: Any) -> bool:
-        """See `Kind`."""
-        return are_same(self.read(owner), content)
+    The sign has the identities of the parts, which are known as the content keeps them alive.
 
+    Attributes:
+        name: Returns the name of a part in a path, by its key and place.
+    """
 
-class Holder(ByParts):
-    """Objects that hold other objects. The content is a tuple or a dict of these themselves."""
-
-    def read(self, owner: Any) -> Any:
-        """See `Kind`."""
-        return tuple(owner)
-
-    def write(self, owner: Any, content: Any) -> None:
-        """See `Kind`."""
-        if not isinstance(owner, tuple):
-            owner.clear()
-            owner.extend(content)
-
-    def sign(self, owner: Any) -> object:
-        """Return the identities of the parts, which are known as the content keeps them alive."""
-        return tuple(map(id, owner))
-
-    def name(self, _key: Any, place: int) -> str:
-        """Return the name of a part in a path."""
-        return f"[{place}]"
+    compare: Callable[[Any, Any], bool] = are_same
+    name: Callable[[Any, int], str] = lambda key, _place: f".{key}"
 
 
+def _set_item(owner: Any, key: Any, value: Any) -> None:
+    if value is MISSING:
+        del owner[key]
+    else:
+        owner[key] = value
+
+
+@dataclass(frozen=True, eq=False)
 class Dict(Holder):
-    """A dict, whose parts have keys."""
+    """Holders whose parts have keys.
 
-    def read(self, owner: Any) -> Any:
-        """See `Kind`."""
-        return dict(owner.items())
+    Attributes:
+        set_part: Sets one part; ``MISSING`` removes it.
+    """
 
-    def write(self, owner: Any, content: Any) -> None:
-        """See `Kind`."""
-        owner.clear()
+    set_part: Callable[[Any, Any, Any], None] = _set_item
+
+
+def _read_items(owner: Any) -> Any:
+    return dict(owner.items()) if isinstance(owner, dict) else tuple(owner)
+
+
+def _write_items(owner: Any, content: Any) -> None:
+    if isinstance(owner, tuple):
+        return
+    owner.clear()
+    if isinstance(owner, set):
+        owner.update(content)
+    elif not isinstance(owner, dict):
+        owner.extend(content)
+    else:
         for key, part in content.items():
             owner[key] = part  # not update(), by which a Counter counts
 
-    def sign(self, owner: Any) -> object:
-        """See `Kind`."""
-        return tuple(owner), tuple(map(id, owner.values()))
 
-    def set_part(self, owner: Any, key: Any, value: Any) -> None:
-        """Set one part of a dict, a table or attributes; ``MISSING`` removes it."""
-        if value is MISSING:
-            del owner[key]
-        else:
-            owner[key] = value
+def _write_parts(
+    read: Callable[[Any], Any], set_part: Callable[[Any, Any, Any], None]
+) -> Callable[[Any, Any], None]:
+    """Return a function that sets the parts of a holder, and removes others."""
 
-    def name(self, key: Any, place: int) -> str:
-        """See `Holder`."""
-        plain = isinstance(key, str | int | float | bytes | enum.Enum | None)
-        return f"[{key!r}]" if plain else f"[{type(key).__name__} {place}]"
-
-
-class _Table(Dict):
-    """The parameters, buffers or modules of a module, which are named as attributes."""
-
-    def name(self, key: Any, _place: int) -> str:
-        return f".{key}"
-
-
-class _Attributes(_Table):
-    """The attributes of an object, in its dict or in slots."""
-
-    def read(self, owner: Any) -> Any:
-        own = getattr(owner, "__dict__", {})
-        slots = _read_slots(owner)
-        found = {**own, **slots}
-        if isinstance(owner, nn.Module):
-            found = {name: part for name, part in own.items() if name not in _HIDDEN}
-            if hooks := _read_hooks(owner):
-                found[_CODE_OF_HOOKS] = hooks
-        return found
-
-    def write(self, owner: Any, content: Any) -> None:
-        gone = dict.fromkeys(self.read(owner).keys() - content.keys(), MISSING)
+    def write(owner: Any, content: Any) -> None:
+        gone = dict.fromkeys(read(owner).keys() - content.keys(), MISSING)
         for name, part in (gone | content).items():
-            self.set_part(owner, name, part)
+            set_part(owner, name, part)
 
-    def set_part(self, owner: Any, key: Any, value: Any) -> None:
-        own = getattr(owner, "__dict__", {})
-        if key == _CODE_OF_HOOKS and isinstance(owner, nn.Module):
-            return  # they stay as they are
-        if value is MISSING:
-            object.__delattr__(owner, key)
-        elif key in own:
-            own[key] = value
-        else:
-            object.__setattr__(owner, key, value)
+    return write
 
-    def sign(self, owner: Any) -> object:
-        own = getattr(owner, "__dict__", None)
-        if own is None or _list_slots(owner.__class__):
-            return None
-        hooks = [*_list_hooks(owner)] if isinstance(owner, nn.Module) else ()
-        return tuple(own), tuple(map(id, own.values())), tuple(map(tuple, hooks))
+
+def _sign_dict(owner: Any) -> object:
+    return tuple(owner), tuple(map(id, owner.values()))
+
+
+def _name_key(key: Any, place: int) -> str:
+    plain = isinstance(key, str | int | float | bytes | enum.Enum | None)
+    return f"[{key!r}]" if plain else f"[{type(key).__name__} {place}]"
+
+
+def _read_attributes(owner: Any) -> dict[str, Any]:
+    """Return the attributes of an object, in its dict or in slots."""
+    own = getattr(owner, "__dict__", {})
+    if not isinstance(owner, nn.Module):
+        return {**own, **_read_slots(owner)}
+    found = {name: part for name, part in own.items() if name not in _HIDDEN}
+    hooks = _read_hooks(owner)
+    return {**found, _CODE_OF_HOOKS: hooks} if hooks else found
+
+
+def _set_attribute(owner: Any, key: Any, value: Any) -> None:
+    own = getattr(owner, "__dict__", {})
+    if key == _CODE_OF_HOOKS and isinstance(owner, nn.Module):
+        return  # they stay as they are
+    if value is MISSING:
+        object.__delattr__(owner, key)
+    elif key in own:
+        own[key] = value
+    else:
+        object.__setattr__(owner, key, value)
+
+
+def _sign_attributes(owner: Any) -> object:
+    own = getattr(owner, "__dict__", None)
+    if own is None or _list_slots(owner.__class__):
+        return None
+    hooks = [*_list_hooks(owner)] if isinstance(owner, nn.Module) else ()
+    return tuple(own), tuple(map(id, own.values())), tuple(map(tuple, hooks))
 
 
 def _list_hooks(module: nn.Module) -> Iterator[dict[int, Any]]:
@@ -217,150 +282,105 @@ def _read_hooks(module: nn.Module) -> frozenset[Any]:
     )
 
 
-class _Function(_Attributes):
-    """The outer variables, defaults and attributes that a function of the program holds."""
-
-    def read(self, owner: Any) -> Any:
-        cells = zip(owner.__code__.co_freevars, owner.__closure__ or (), strict=True)
-        found = {name: getattr(owner, name) for name in ("__code__", *_HELD_BY_FUNCTIONS)}
-        return found | {name: cell.cell_contents for name, cell in cells if cell != _EMPTY}
-
-    def set_part(self, owner: Any, key: Any, value: Any) -> None:
-        if key in owner.__code__.co_freevars and value is not MISSING:
-            owner.__closure__[owner.__code__.co_freevars.index(key)].cell_contents = value
-
-    sign = Kind.sign
+def _read_function(owner: Any) -> dict[str, Any]:
+    """Return the outer variables, defaults and attributes that a function of the program holds."""
+    cells = zip(owner.__code__.co_freevars, owner.__closure__ or (), strict=True)
+    found = {name: getattr(owner, name) for name in ("__code__", *_HELD_BY_FUNCTIONS)}
+    return found | {name: cell.cell_contents for name, cell in cells if cell != _EMPTY}
 
 
-class _Variables(_Attributes):
-    """The data among the variables of a class or a file: no code, no callables of libraries."""
-
-    def read(self, owner: Any) -> Any:
-        found = vars(owner).items()
-        return {name: own for name, own in found if not name.startswith("__") and _is_data(own)}
-
-    def set_part(self, owner: Any, key: Any, value: Any) -> None:
+def _set_variable(owner: Any, key: Any, value: Any) -> None:
+    """Set an outer variable of a function, or a variable of a class or a file."""
+    if not isinstance(owner, types.FunctionType):
         if value is MISSING:
             delattr(owner, key)
         else:
             setattr(owner, key, value)
-
-    def sign(self, owner: Any) -> object:
-        return tuple(vars(owner)), tuple(map(id, vars(owner).values()))
-
-
-class _Set(Kind):
-    """A set, whose items are values."""
-
-    def read(self, owner: Any) -> frozenset[Any]:
-        return frozenset(owner)
-
-    def write(self, owner: Any, content: Any) -> None:
-        owner.clear()
-        owner.update(content)
+    elif key in owner.__code__.co_freevars and value is not MISSING and owner.__closure__:
+        owner.__closure__[owner.__code__.co_freevars.index(key)].cell_contents = value
 
 
-class _Long(ByParts):
-    """A long list or dict, whose objects are not entered."""
+def _read_variables(owner: Any) -> dict[str, Any]:
+    """Return the data among the variables of a class or a file.
 
-    def read(self, owner: Any) -> Any:
-        return (DICT if isinstance(owner, dict) else ITEMS).read(owner)
-
-    def write(self, owner: Any, content: Any) -> None:
-        (DICT if isinstance(owner, dict) else ITEMS).write(owner, content)
-
-
-class _Tensor(Kind):
-    """A tensor; a change is found by its bits, as ``.data`` is changed without a version."""
-
-    def read(self, owner: Tensor) -> Tensor:
-        with torch.no_grad():
-            return owner.detach().clone()
-
-    @torch.no_grad()
-    def write(self, owner: Tensor, content: Tensor) -> None:
-        # Through .data, so that autograd does not take it for a change of its own saved tensors.
-        same = (owner.layout, owner.shape) == (torch.strided, content.shape)
-        steps = zip(owner.stride(), owner.shape, strict=True) if same else ()
-        expanded = any(step == 0 and size > 1 for step, size in steps)  # which shares its memory
-        if same and owner.dtype == content.dtype and not expanded:
-            owner.data.copy_(content)
-        else:
-            owner.data = content.clone()
-
-    def matches(self, owner: Tensor, content: Tensor) -> bool:
-        return equal_bits(owner, content)
+    These are neither code nor callables of libraries.
+    """
+    found = vars(owner).items()
+    return {name: own for name, own in found if not name.startswith("__") and _is_data(own)}
 
 
-class _Array(Kind):
-    def read(self, owner: np.ndarray) -> np.ndarray:
-        return np.array(owner)
-
-    def write(self, owner: np.ndarray, content: np.ndarray) -> None:
-        if owner.shape != content.shape:
-            owner.resize(content.shape, refcheck=False)
-        owner[...] = content
-
-    def matches(self, owner: np.ndarray, content: np.ndarray) -> bool:
-        if (owner.shape, owner.dtype) != (content.shape, content.dtype):
-            return False
-        if owner.dtype.hasobject:
-            return are_same(tuple(owner.flat), tuple(content.flat))
-        return owner.tobytes() == content.tobytes()
+def _sign_variables(owner: Any) -> object:
+    return _sign_dict(vars(owner))
 
 
-class _Generator(Kind):
-    """A random generator of torch, NumPy or Python."""
-
-    def read(self, owner: Any) -> Any:
-        if isinstance(owner, np.random.Generator):
-            return owner.bit_generator.state
-        if isinstance(owner, random.Random):
-            with suppress(NotImplementedError):  # SystemRandom does not have a state
-                return owner.getstate()
-            return None
-        words = {"legacy": False} if isinstance(owner, np.random.RandomState) else {}
-        return owner.get_state(**words)
-
-    def write(self, owner: Any, content: Any) -> None:
-        if isinstance(owner, np.random.Generator):
-            owner.bit_generator.state = content
-        elif isinstance(owner, random.Random):
-            if content is not None:
-                owner.setstate(content)
-        else:
-            owner.set_state(content)
+@torch.no_grad()
+def _copy_tensor(owner: Tensor) -> Tensor:
+    return owner.detach().clone()
 
 
-class _Opaque(ByParts):
-    """An object that is not entered, of which only its attributes or items are compared.
+@torch.no_grad()
+def _write_tensor(owner: Tensor, content: Tensor) -> None:
+    # Through .data, so that autograd does not take it for a change of its own saved tensors.
+    same = (owner.layout, owner.shape) == (torch.strided, content.shape)
+    steps = zip(owner.stride(), owner.shape, strict=True) if same else ()
+    expanded = any(step == 0 and size > 1 for step, size in steps)  # which shares its memory
+    if same and owner.dtype == content.dtype and not expanded:
+        owner.data.copy_(content)
+    else:
+        owner.data = content.clone()
+
+
+def _write_array(owner: np.ndarray, content: np.ndarray) -> None:
+    if owner.shape != content.shape:
+        owner.resize(content.shape, refcheck=False)
+    owner[...] = content
+
+
+def _read_generator(owner: Any) -> Any:
+    if isinstance(owner, np.random.Generator):
+        return owner.bit_generator.state
+    if isinstance(owner, random.Random):
+        with suppress(NotImplementedError):  # SystemRandom does not have a state
+            return owner.getstate()
+        return None
+    words = {"legacy": False} if isinstance(owner, np.random.RandomState) else {}
+    return owner.get_state(**words)
+
+
+def _write_generator(owner: Any, content: Any) -> None:
+    if isinstance(owner, np.random.Generator):
+        owner.bit_generator.state = content
+    elif not isinstance(owner, random.Random):
+        owner.set_state(content)
+    elif content is not None:
+        owner.setstate(content)
+
+
+def _read_opaque(owner: Any) -> tuple[Any, ...]:
+    """Return the attributes or items of an object that is not entered.
 
     Of an object without attributes it is what pickle would save. An iterator that pickle refuses
     never matches, as nothing tells whether it was advanced.
     """
-
-    def read(self, owner: Any) -> tuple[Any, ...]:
-        own = getattr(owner, "__dict__", None)
-        size = (len(owner),) if isinstance(owner, _SIZED) else ()
-        slots = tuple(_read_slots(owner).values())
-        if isinstance(own, dict) or size or slots:
-            return (*size, *(own or {}).values(), *slots)
-        first, again = (tuple(_list_saved(owner)) for _ in range(2))
-        if are_same(first, again):
-            return first
-        ended = getattr(owner, "gi_frame", owner) is None
-        return (object(),) if hasattr(owner, "__next__") and not ended else ()
+    own = getattr(owner, "__dict__", None)
+    size = (len(owner),) if isinstance(owner, _SIZED) else ()
+    slots = tuple(_read_slots(owner).values())
+    if isinstance(own, dict) or size or slots:
+        return (*size, *(own or {}).values(), *slots)
+    first, again = (tuple(_list_saved(owner)) for _ in range(2))
+    if are_same(first, again):
+        return first
+    ended = getattr(owner, "gi_frame", owner) is None
+    return (object(),) if hasattr(owner, "__next__") and not ended else ()
 
 
-class _Told(Kind):
-    """A queue, lock or file, of which only what it tells is compared: size, hold or position."""
-
-    def read(self, owner: Any) -> tuple[Any, ...]:
-        answers = []
-        for name in QUESTIONS:
-            with suppress(Exception):  # a pipe has no position, and a closed file tells nothing
-                answers.append((name, getattr(owner, name)()))
-        return tuple(answers)
+def _ask(owner: Any) -> tuple[Any, ...]:
+    """Return what a queue, lock or file tells: size, hold or position."""
+    answers = []
+    for name in QUESTIONS:
+        with suppress(Exception):  # a pipe has no position, and a closed file tells nothing
+            answers.append((name, getattr(owner, name)()))
+    return tuple(answers)
 
 
 def _read_slots(owner: Any) -> dict[str, Any]:
@@ -388,12 +408,33 @@ def _list_saved(owner: Any, depth: int = 4) -> Iterator[Any]:
             yield part
 
 
-ATTRIBUTES, ITEMS, DICT, TABLE, SET = _Attributes(), Holder(), Dict(), _Table(), _Set()
-TENSOR, ARRAY, GENERATOR, OPAQUE, TOLD = _Tensor(), _Array(), _Generator(), _Opaque(), _Told()
-FUNCTION, VARIABLES, LONG = _Function(), _Variables(), _Long()
 _EMPTY = types.CellType()
 _HELD_BY_FUNCTIONS = ("__dict__", "__defaults__", "__kwdefaults__")
 _CODE = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType)
+
+ITEMS = Holder(
+    tuple, _write_items, sign=lambda own: tuple(map(id, own)), name=lambda _, place: f"[{place}]"
+)
+DICT = Dict(_read_items, _write_items, sign=_sign_dict, name=_name_key)
+# The parameters, buffers or modules of a module, which are named as attributes.
+TABLE = Dict(_read_items, _write_items, sign=_sign_dict)
+ATTRIBUTES, FUNCTION, VARIABLES = (
+    Dict(read, _write_parts(read, set_part), sign=sign, set_part=set_part)
+    for read, sign, set_part in (
+        (_read_attributes, _sign_attributes, _set_attribute),
+        (_read_function, lambda _: None, _set_variable),
+        (_read_variables, _sign_variables, _set_variable),
+    )
+)
+SET = Kind(frozenset, _write_items)
+# A long list or dict, whose objects are not entered.
+LONG = Kind(_read_items, _write_items, are_same)
+# A change is found by its bits, as ``.data`` is changed without a version.
+TENSOR = Kind(_copy_tensor, _write_tensor, equal_bits, copies=True)
+ARRAY = Kind(np.array, _write_array, _equal_arrays, copies=True)
+GENERATOR = Kind(_read_generator, _write_generator)
+OPAQUE = Kind(_read_opaque, compare=are_same)
+TOLD = Kind(_ask)
 
 
 def find_kind(value: Any) -> Kind | None:
@@ -486,60 +527,3 @@ def _list_slots(kind: Any) -> tuple[str, ...]:
     named = [vars(base).get("__slots__", ()) for base in kind.__mro__]
     every = [name for names in named for name in ((names,) if isinstance(names, str) else names)]
     return tuple(name for name in every if name not in ("__dict__", "__weakref__"))
-
-
-def equal_bits(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors have the same type, shape and bits."""
-    kinds = [(tensor.shape, tensor.dtype, tensor.layout, tensor.device) for tensor in (one, other)]
-    if kinds[0] != kinds[1]:
-        return False
-    one, other = one.detach(), other.detach()
-    if one.device.type == "meta":
-        return True
-    if one.is_quantized or one.layout is torch._mkldnn:  # type: ignore[attr-defined]  # noqa: SLF001 - no public name
-        return bool(torch.equal(one.to_dense(), other.to_dense()))
-    if one.layout is not torch.strided:
-        return all(map(equal_bits, read_memory(one), read_memory(other)))
-    if one.is_complex():
-        one, other = torch.view_as_real(one), torch.view_as_real(other)
-    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    bits = integers[one.element_size()]
-    return bool(torch.equal(one.view(bits), other.view(bits)))
-
-
-def read_memory(value: Any) -> tuple[Any, ...]:
-    """Return the dense tensors or the array that have the elements of a tensor or an array."""
-    read = SPARSE.get(getattr(value, "layout", torch.strided))
-    return (value,) if read is None else read(value)
-
-
-def are_equal(one: Any, other: Any) -> bool:  # noqa: PLR0911 - one case for each type
-    """Return whether two contents or values are equal to the bit."""
-    if one is other:
-        return True
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, Tensor):
-        return equal_bits(one, other)
-    if isinstance(one, np.ndarray):
-        return ARRAY.matches(one, other)
-    if isinstance(one, float):
-        return struct.pack("d", one) == struct.pack("d", other)
-    if isinstance(one, Mapping):
-        return list(one) == list(other) and all(are_equal(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(are_equal, one, other))
-    return bool(one == other)
-
-
-def are_same(one: Any, other: Any) -> bool:
-    """Return whether two contents hold the same objects, or equal values."""
-    if isinstance(one, dict):
-        return are_same((*one, *one.values()), (*other, *other.values()))
-    if len(one) != len(other):
-        return False
-    return all(map(operator.is_, one, other)) or all(
-        left is right
-        or (type(left) is type(right) and find_kind(left) is None and are_equal(left, right))
-        for left, right in zip(one, other, strict=True)
-    )

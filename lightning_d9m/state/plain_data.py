@@ -96,10 +96,6 @@ def _from_json(value: Any, contents: io.BytesIO, device: torch.device | None) ->
     ((kind, content),) = value.items()
     if kind == "bytes":
         return _read_exactly(contents, content)
-    if kind in _SIZED:  # in earlier checkpoints with sizes in place of bytes
-        sizes = range(len(content)) if kind == "set" else (2,)
-        found = {place: content[place] for place in sizes if type(content[place]) is int}
-        content = [{"bytes": own} if at in found else own for at, own in enumerate(content)]
     decoded = _FORMATS[kind][2](_from_json(content, contents, device))
     elsewhere = kind == "tensor" and type(content[-1]) is int
     return decoded.to(device) if elsewhere and device else decoded
@@ -143,7 +139,7 @@ def _join_tensor(parts: list[Any]) -> Tensor:
     dtype = getattr(torch, parts[0])
     if not isinstance(dtype, torch.dtype):
         raise TypeError(parts[0])
-    raw = bytearray(parts[2])
+    raw = bytearray(memoryview(parts[2]))
     flat = torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)
     return flat.reshape(parts[1])
 
@@ -158,7 +154,7 @@ def _split_array(array: np.ndarray | np.generic) -> list[Any]:
 
 
 def _join_array(parts: list[Any]) -> Any:
-    return np.frombuffer(bytearray(parts[2]), dtype=np.dtype(parts[0])).reshape(parts[1])
+    return np.frombuffer(parts[2], np.dtype(parts[0])).copy().reshape(parts[1])
 
 
 # The types that JSON lacks besides bytes: the type, the function to plain data, and that back.
@@ -178,4 +174,3 @@ _FORMATS: dict[str, tuple[Any, Callable[[Any], Any], Callable[[Any], Any]]] = {
     "array": (np.ndarray, _split_array, _join_array),
     "tensor": (Tensor, _split_tensor, _join_tensor),
 }
-_SIZED = {"set", "number", "array", "tensor"}

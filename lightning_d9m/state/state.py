@@ -48,6 +48,7 @@ class Node:
         kind: How it is read and put back.
         content: What it held; a copy for data.
         sign: The sign of its kind when it held that.
+        size: The length of a long list or dict then; otherwise 0.
     """
 
     path: str
@@ -55,6 +56,7 @@ class Node:
     kind: Kind
     content: Any = None
     sign: object = None
+    size: int = 0
 
     def set_part(self, key: Any, value: Any) -> None:
         """Set what a dict or an object holds under a key now; ``MISSING`` removes it."""
@@ -268,19 +270,15 @@ def _list_parts(value: Any, level: int, items: int) -> Iterable[tuple[Any, Any]]
     return [part for part in own.items() if part[0] not in hidden] if isinstance(own, dict) else ()
 
 
-class _Versioned(Kind):
-    """A tensor whose values are not copied, so that it cannot be put back.
-
-    A change is found by torch's version and the place of the memory, as optimizers change it.
-    """
-
-    def read(self, owner: Tensor) -> Any:
-        return owner._version, owner.data_ptr()  # noqa: SLF001 - torch has no public counter
-
-    sign = read
+def _read_version(owner: Tensor) -> object:
+    return owner._version, owner.data_ptr()  # noqa: SLF001 - torch has no public counter
 
 
-VERSIONED = _Versioned()
+VERSIONED = Kind(_read_version, sign=_read_version)
+"""A tensor whose values are not copied, so that it cannot be put back.
+
+A change is found by torch's version and the place of the memory, as optimizers change it.
+"""
 
 
 class Watch:
@@ -313,21 +311,31 @@ class Watch:
         self._walked = 0
         self._walk_all()
 
-    def refresh(self) -> None:
-        """Take what is held now as the state to which ``find_changed`` compares."""
-        for node in self.find_changed():
+    def refresh(self, changed: Iterable[Node]) -> None:
+        """Take what is held now as the state to which ``find_changed`` compares.
+
+        ``changed`` is what that has just returned.
+        """
+        for node in changed:
             self._read(node)
             if isinstance(node.kind, Holder):
                 self._enter(node)
         if len(self.nodes) > 2 * self._walked + 1000:
             self._walk_all()  # this drops objects that nothing holds any more
 
-    def find_changed(self) -> list[Node]:
-        """Return the nodes whose objects hold something else now."""
+    def find_changed(self, compared: Container[int] | None = None) -> list[Node]:
+        """Return the nodes whose objects hold something else now.
+
+        ``compared`` has the identities of the long lists and dicts that are compared, if not all
+        are; of the others only the length is.
+        """
         changed = []
         for node in self.nodes.values():
             if node.kind is TABLE and not node.owner and not node.content:
                 continue  # two of three tables of modules are empty
+            brief = node.size and compared is not None and id(node.owner) not in compared
+            if brief and node.size == len(node.owner):
+                continue
             sign = node.kind.sign(node.owner)
             if sign is not None and sign == node.sign:
                 continue
@@ -357,6 +365,8 @@ class Watch:
     def _read(self, node: Node) -> None:
         node.content = node.kind.read(node.owner)
         node.sign = node.kind.sign(node.owner)
+        long = node.kind in (DICT, ITEMS) and len(node.content) > _MOST_ITEMS
+        node.size = len(node.content) if long else 0
 
     def _walk_all(self) -> None:
         self.nodes.clear()

@@ -1,7 +1,6 @@
-"""The edges of a run: checkpoints loaded outside it, threads, forks and incomplete worlds."""
+"""The edges of a run: forks and incomplete worlds."""
 
 import os
-from threading import Thread
 from types import SimpleNamespace
 
 import lightning.pytorch as pl
@@ -14,21 +13,11 @@ from lightning_d9m.ledger.format.records import Digests, End
 from lightning_d9m.lightning.trainer_attributes import ranks_of
 
 
-def make_trainer(folder, **options):
-    options = QUIET | {"max_epochs": 1, "default_root_dir": folder} | options
-    return pl.Trainer(callbacks=[DeterminismCallback()], **options)
-
-
 @pytest.fixture
 def lonely_trainer():
     """A Trainer of two ranks whose process group was never made."""
     strategy = SimpleNamespace(root_device="cpu", all_gather=lambda tensor: tensor)
     return SimpleNamespace(world_size=2, global_rank=0, strategy=strategy)
-
-
-def test_a_gather_without_the_other_ranks_says_so(lonely_trainer):
-    with pytest.raises(SettingError, match="The Trainer has 2 ranks, but all_gather of"):
-        ranks_of(lonely_trainer).gather_json(1)
 
 
 def test_a_failing_gather_does_not_hide_the_error_of_the_program(lonely_trainer):
@@ -37,33 +26,8 @@ def test_a_failing_gather_does_not_hide_the_error_of_the_program(lonely_trainer)
 
     with pytest.raises(KeyError, match="of the program"):
         ranks_of(lonely_trainer).raise_on_all(fail)
-    with pytest.raises(SettingError, match="The Trainer has 2 ranks"):
+    with pytest.raises(SettingError, match="The Trainer has 2 ranks, but all_gather of"):
         ranks_of(lonely_trainer).raise_on_all(lambda: None)
-
-
-def test_a_fit_in_a_second_thread_is_refused_at_its_start(tmp_path):
-    errors = []
-
-    def fit_inside():
-        try:
-            make_trainer(tmp_path / "inner").fit(
-                make_model(), make_loader(), make_loader(shuffle=False)
-            )
-        except SettingError as error:
-            errors.append(str(error))
-
-    def start_thread(self):
-        thread = Thread(target=fit_inside, name="second")
-        thread.start()
-        thread.join()
-
-    model = make_model(on_train_start=start_thread)
-    make_trainer(tmp_path / "outer").fit(model, make_loader(), make_loader(shuffle=False))
-    (error,) = errors
-    assert "is open in thread 'MainThread', so thread 'second' cannot open another one" in error
-    assert not (tmp_path / "inner").exists()
-    fit_inside()
-    assert len(errors) == 1
 
 
 class ForkEndedError(Exception):
@@ -78,7 +42,9 @@ def test_a_child_forked_within_a_fit_leaves_its_parents_ledger_alone(tmp_path):
             raise ForkEndedError
         os.waitpid(child, 0)
 
-    trainer = make_trainer(tmp_path)
+    trainer = pl.Trainer(
+        callbacks=[DeterminismCallback()], **QUIET, max_epochs=1, default_root_dir=tmp_path
+    )
     parent = os.getpid()
     try:
         trainer.fit(

@@ -1,9 +1,8 @@
 """One process of a training that is interrupted and resumed.
 
 Usage: resume_training.py FOLDER STRATEGY WHAT..., each of WHAT "straight", "killed" (by the system,
-some batches after a checkpoint between two micro-batches), "terminated" or "asked" (to end, by
-SIGTERM or SIGINT) or "resumed"; with "+workers" after it, two workers that live for the whole run
-load the batches.
+some batches after a checkpoint between two micro-batches), "terminated" (by SIGTERM) or "resumed";
+with "+workers" after it, two workers that live for the whole run load the batches.
 """
 
 import os
@@ -24,9 +23,6 @@ checkpoint = Path(folder, "interrupted.ckpt")
 world = int(os.environ.get("WORLD_SIZE") or os.environ.get("HOROVOD_SIZE") or 1)
 
 
-SIGNALS = {"terminated": signal.SIGTERM, "asked": signal.SIGINT}
-
-
 class Ending(L.Callback):
     """Saves a checkpoint in the middle of an epoch, and ends the run in some way."""
 
@@ -34,12 +30,12 @@ class Ending(L.Callback):
         self.how = how
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-        if trainer.current_epoch == 1 and batch_idx == 2:
-            if self.how in SIGNALS:
-                os.kill(os.getpid(), SIGNALS[self.how])
-                return
+        place = trainer.current_epoch, batch_idx
+        if self.how == "terminated" and place == (1, 2):
+            os.kill(os.getpid(), signal.SIGTERM)
+        elif place == (1, 2):
             trainer.save_checkpoint(checkpoint)
-        if trainer.current_epoch == 1 and batch_idx == 4 and self.how == "killed":
+        elif place == (1, 4):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -52,7 +48,7 @@ def fit(what):
     words = dict(QUIET)
     if what not in {"straight", "resumed"}:
         callbacks.append(Ending(what))
-    if what in SIGNALS:
+    if what == "terminated":
         callbacks.append(make_exception_saver(folder, checkpoint.stem))
         words["enable_checkpointing"] = True
     trainer = L.Trainer(
@@ -78,9 +74,7 @@ def main():
     """Train in turn."""
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
-    # Whoever runs the tests in the background may have them ignored.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # tests in the background may have it ignored
     for what in whats:
         trainer = fit(what)
     if trainer.is_global_zero:

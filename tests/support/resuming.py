@@ -218,10 +218,7 @@ def agree(straight, last):
     """Hold an interrupted and resumed run against a straight one, moment by moment."""
     expected, actual = evidence(straight), evidence(last)
     for key, record in expected.items():
-        assert key in actual, key
-        for name in ("step", "totals", "loss", "scalars"):
-            assert actual[key].get(name) == record.get(name), f"{key}: {name}"
-        assert actual[key] == record
+        assert actual.get(key) == record, key
     comparison = compare_ledgers(read_ledger(straight), read_ledger(last))
     assert comparison.equal, comparison
     breaks = find_breaks(last / "rank-0.jsonl")

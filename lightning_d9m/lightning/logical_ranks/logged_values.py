@@ -35,10 +35,10 @@ class LoggedValue:
         """Add a value of float32 for a batch of a size; their product is exact."""
         self.merge([number * weight if self.result.meta.is_mean_reduction else number], weight)
 
-    def merge(self, partials: list[float], weight: int, extreme: float | None = None) -> None:
-        """Add the sums that were captured; older versions kept an extreme separately."""
+    def merge(self, partials: list[float], weight: int) -> None:
+        """Add the sums that were captured."""
         self.weight += weight
-        for number in partials if extreme is None else [extreme]:
+        for number in partials:
             if self._is_extreme:
                 choose = max if self.result.meta.is_max_reduction else min
                 found = [*self.partials, number]

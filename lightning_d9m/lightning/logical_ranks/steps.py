@@ -133,7 +133,7 @@ class LogicalSteps:
         self._ran = True
         self._place = ("train", trainer.current_epoch, trainer.fit_loop.epoch_loop.batch_idx)
         self._clear_gradients()
-        self._sandbox.begin()
+        self._sandbox.begin("train")
         self._output = None
         self.losses = []
         forward = skips_backward(trainer)
@@ -216,7 +216,7 @@ class LogicalSteps:
         # predictions some processes have fewer batches.
         number = int(loop.batch_progress.current.ready - sum(loop.max_batches[: self._loader]))
         self._place = (f"{stage} {self._loader}" if self._loader else stage, epoch, number)
-        self._sandbox.begin()
+        self._sandbox.begin(stage)
         outputs = MicroBatches()
         for rank, batch in self._pair(batches):
             outputs.append(self._run(step, rank, batch, args))
@@ -234,6 +234,7 @@ class LogicalSteps:
     def close(self) -> None:
         """Release the sums of gradients; those that are in ``grad`` stay."""
         self.metrics.close()
+        self._sandbox.close()
         if self.sums is not None:
             self.sums.close()
 

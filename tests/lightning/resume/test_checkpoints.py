@@ -7,47 +7,60 @@ import lightning.pytorch as L
 import pytest
 import torch
 from ledger_runs import find_breaks
-from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint
-from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.callbacks import LearningRateFinder
 from resuming import Fits, agree, evidence, stream
 from trainings import QUIET, make_exception_saver, make_loader, make_model
 
 from lightning_d9m import D9mError, DeterminismCallback
-from lightning_d9m.errors import CheckpointError, InexactResumeError
+from lightning_d9m.cli.main import main
+from lightning_d9m.errors import CheckpointError, DriftError, InexactResumeError
 from lightning_d9m.lightning import saved_state
 from lightning_d9m.lightning.saved_state import KEY, MANIFEST_KEY, check_checkpoint, find_state
 from lightning_d9m.ranks.ranks import Ranks
 
 
-def test_a_run_is_resumed_twice(fits):
+def test_a_run_that_is_resumed_twice_counts_as_a_straight_one(fits, capsys):
+    """Compare says where the breaks were."""
     straight = fits.fit()
-    fits.interrupt(at={"epoch": 0, "batch": 3})
+    interrupted = fits.interrupt(at={"epoch": 0, "batch": 3})
     first = fits.checkpoint.rename(fits.folder / "first.ckpt")
     fits.interrupt(at={"epoch": 1, "batch": 4}, resume=first)
     last = fits.resume()
     breaks = find_breaks(last / "rank-0.jsonl")
     assert [(b.epoch, b.batch, b.problem) for b in breaks] == [(0, 3, None), (1, 4, None)]
-    assert evidence(last) == evidence(straight)
+    assert [*evidence(last).items()] == [*evidence(straight).items()]
+    assert main(["compare", str(straight), str(last)]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "this run was interrupted and resumed at epoch 0, batch 3 (step 3)" in said
+    assert "epoch 1, batch 4 (step 10)" in said
+    assert main(["compare", str(straight), str(interrupted)]) == 1
 
 
-@pytest.mark.filterwarnings("ignore:Checkpoint directory:UserWarning")
-def test_checkpoints_of_lightnings_own_are_resumed(fits):
-    """Two in one step, one of them the last, while the run goes on and is killed later."""
+def test_the_check_against_a_reference_goes_on(fits):
+    """What was passed before the break is not asked for again; what comes after it is checked."""
 
-    def savers():
-        words = {"dirpath": fits.folder / "saved", "save_top_k": -1}
-        words["enable_version_counter"] = False
-        return [
-            ModelCheckpoint(**words, filename="steps-{step}", every_n_train_steps=2),
-            ModelCheckpoint(**words, filename="epochs-{epoch}", save_last=True),
-        ]
+    def disturb(self):
+        if self.current_epoch == 2:
+            with torch.no_grad():
+                self.layers[4].bias[0] += 1e-3
 
-    words = {"enable_checkpointing": True, "callbacks": savers}
-    straight = fits.fit(**words)
-    names = sorted(path.name for path in (fits.folder / "saved").glob("*.ckpt"))
-    assert {"last.ckpt", "steps-step=6.ckpt", "epochs-epoch=1.ckpt"} <= set(names)
-    for name in ("steps-step=4.ckpt", "steps-step=12.ckpt", "epochs-epoch=1.ckpt"):
-        agree(straight, fits.fit(**words, resume=fits.folder / "saved" / name))
+    words = {"words": {"reference": fits.fit()}}
+    fits.interrupt(at={"batch": 3}, **words)
+    fits.resume(**words)
+    with pytest.raises(DriftError, match=r"They last agreed in epoch 1") as caught:
+        fits.resume(**words, model=lambda: make_model(on_train_epoch_start=disturb))
+    assert caught.value.epoch == 2
+
+
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before")
+def test_a_break_is_recorded_where_the_user_goes_on(fits):
+    fits.interrupt(at={"batch": 3})
+    edit(lambda content: content["callbacks"].pop(KEY))(fits.checkpoint)
+    with pytest.warns(UserWarning, match="with a break that the ledger records"):
+        folder = fits.resume(words={"on_inexact_resume": "warn"})
+    (found,) = find_breaks(folder / "rank-0.jsonl")
+    assert "has no lightning_d9m state" in found.inexact[0]
+    assert (found.epoch, found.step, found.batch) == (1, 9, 3)
 
 
 def test_training_that_had_ended_goes_on(fits):
@@ -72,22 +85,6 @@ def test_a_run_without_the_callback_reads_it_too(fits):
     trainer = L.Trainer(**QUIET, max_epochs=3, default_root_dir=fits.folder)
     trainer.fit(make_model(), make_loader(), make_loader(shuffle=False), ckpt_path=fits.checkpoint)
     assert trainer.current_epoch == 3
-
-
-@pytest.mark.filterwarnings("ignore:.*ckpt_path:UserWarning")
-def test_a_checkpoint_of_an_exception_is_resumed(fits):
-    """Lightning saves it when our callback has given everything back."""
-
-    class Ended(L.Callback):
-        def on_train_batch_start(self, trainer, *_):
-            if trainer.global_step == 8:
-                trainer._signal_connector.received_sigterm = True
-
-    saver = make_exception_saver(fits.folder / "saved", "ended")
-    straight = fits.fit()
-    with pytest.raises(SIGTERMException):
-        fits.fit(extra=[Ended(), saver], enable_checkpointing=True)
-    agree(straight, fits.fit(resume=fits.folder / "saved" / "ended.ckpt"))
 
 
 @pytest.mark.filterwarnings("ignore:.*ckpt_path:UserWarning")

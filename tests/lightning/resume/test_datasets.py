@@ -134,6 +134,73 @@ class Batches:
         return iter(stream(Drawn))
 
 
+class Reloaded(LightningDataModule):
+    """Gives new loaders, whose dataset keeps state, in every epoch."""
+
+    def train_dataloader(self):
+        return DataLoader(ByIndex(), batch_sampler=Curriculum())
+
+    def val_dataloader(self):
+        return make_loader(shuffle=False)
+
+
+class Shrinking(Reloaded):
+    """Gives smaller batches in every epoch."""
+
+    size = 32
+
+    def train_dataloader(self):
+        self.size //= 2
+        return DataLoader(NoisyDigits(), self.size)
+
+
+class Setting(Callback):
+    """Sets a value of the dataset within the epoch, which running workers do not get."""
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        trainer.train_dataloader.dataset.level = f"level {trainer.global_step}"
+
+
+class Level(NoisyDigits):
+    level = "level 0"
+
+    def __getitem__(self, index):
+        image, label = super().__getitem__(index)
+        return image + 0.01 * len(self.level), label
+
+
+class Lazy(NoisyDigits):
+    """Makes a generator when it is read first."""
+
+    rng = None
+
+    def __getitem__(self, index):
+        self.rng = self.rng or np.random.default_rng(3)
+        image, label = super().__getitem__(index)
+        return image + self.rng.random(), label
+
+
+class Caching(NoisyDigits):
+    """Keeps a handle and samples, which change nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.cache, self.handle = {}, None
+
+    def __getitem__(self, index):
+        self.handle = self.handle or memoryview(b"data")
+        image = self.cache.setdefault(index, self.images[index])
+        return image + 0.01 * torch.rand(64), self.classes[index]
+
+
+def level(**words):
+    return {"loader": lambda: DataLoader(Level(), 16, **words), "callbacks": lambda: [Setting()]}
+
+
+def cached(**words):
+    return DataLoader(Caching(), 16, shuffle=True, **words)
+
+
 def by_index(wrap=lambda dataset: dataset, **words):
     return DataLoader(wrap(ByIndex()), batch_size=16, shuffle=True, **words)
 
@@ -163,6 +230,7 @@ EXACT = {
     "a stream": ({"loader": stream}, [VALIDATED, AT_END]),
     "a stream with a generator": ({"loader": partial(stream, Drawing)}, [AT_END]),
     "a stream in a worker": ({"loader": partial(stream, num_workers=1)}, [AT_END]),
+    "validation in workers": ({"validate": partial(by_index, num_workers=1)}, [WITHIN]),
     "validation by index": ({"validate": by_index}, [WITHIN, VALIDATED, AT_END]),
     "a validated stream": ({"validate": stream}, [WITHIN, VALIDATED, AT_END]),
     "joined": ({"loader": lambda: by_index(collate_fn=Joining())}, [WITHIN, AT_END]),
@@ -170,6 +238,9 @@ EXACT = {
     "drawn for some steps": ({"loader": drawn} | STEPS, [AT_END]),
     "drawn in a worker": ({"loader": partial(drawn, **PERSISTENT)}, [AT_END]),
     "drawn by no loader": ({"loader": Batches}, [AT_END]),
+    "what a hook sets": (level(), [WITHIN]),
+    "a cache and a handle": ({"loader": cached}, [WITHIN, AT_END]),
+    "a cache in workers": ({"loader": partial(cached, **PERSISTENT)}, [WITHIN, AT_END]),
     "an epoch that is set": ({"loader": drawn, "callbacks": lambda: [SetEpoch()]}, [AT_END]),
 }
 
@@ -179,108 +250,42 @@ def test_what_a_dataset_keeps_in_any_way_is_restored(fits, words, places):
     fits.check(*places, **words)
 
 
-IN_WORKERS = {
-    "by index, within an epoch": (partial(by_index, num_workers=1), WITHIN),
-    "by index, by workers that live on": (partial(by_index, **PERSISTENT), AT_END),
-    "a stream, by workers that live on": (partial(stream, **PERSISTENT), AT_END),
+def reloaded(kind):
+    return {"datamodule": kind, "reload_dataloaders_every_n_epochs": 1}
+
+
+IN_WORKERS = r"changes dataset\.\w+.* in its workers"
+BY_INDEX, STREAM = (partial(kind, **PERSISTENT) for kind in (by_index, stream))
+OWN_SIZE = r"values that change: .*datamodule\.size"
+REFUSED = {
+    "by workers, within": ({"loader": partial(by_index, num_workers=1)}, WITHIN, IN_WORKERS),
+    "by workers that live on": ({"loader": BY_INDEX}, AT_END, IN_WORKERS),
+    "a stream in such": ({"loader": STREAM}, AT_END, IN_WORKERS),
+    "a validation in such": ({"validate": BY_INDEX}, AT_END, IN_WORKERS),
+    "a validated stream in such": ({"validate": STREAM}, AT_END, IN_WORKERS),
+    "a reloaded dataset": (
+        reloaded(Reloaded),
+        AT_END,
+        r"values that change: train\.0\.dataset\._count, .*train\.0\.sampler\.epoch, ",
+    ),
+    "what makes the next loader": (reloaded(Shrinking), AT_END, OWN_SIZE),
+    "what made the loader": (reloaded(Shrinking), WITHIN, OWN_SIZE),
+    "what a hook sets and workers do not get": (
+        level(num_workers=1),
+        WITHIN,
+        r"0\.dataset\.level changes in the fit",
+    ),
+    "a generator that is made late": (
+        {"loader": lambda: DataLoader(Lazy(), 16)},
+        WITHIN,
+        r"train\.0\.dataset\.rng",
+    ),
 }
 
 
-@pytest.mark.parametrize(("make", "place"), IN_WORKERS.values(), ids=IN_WORKERS)
-@pytest.mark.parametrize("part", ["loader", "validate"])
-def test_what_workers_keep_is_refused_by_name(fits, part, make, place):
-    if part == "validate" and "persistent_workers" not in make.keywords:
-        fits.check(place, validate=make)  # a validation begins with new workers
-        return
-    fits.refuse(r"changes dataset\.\w+.* in its workers", at=place, **{part: make})
-
-
-class Reloaded(LightningDataModule):
-    """Gives new loaders, whose dataset keeps state, in every epoch."""
-
-    def train_dataloader(self):
-        return DataLoader(ByIndex(), batch_sampler=Curriculum())
-
-    def val_dataloader(self):
-        return make_loader(shuffle=False)
-
-
-def test_state_of_reloaded_datasets_cannot_be_resumed(fits):
-    run = {"datamodule": Reloaded, "reload_dataloaders_every_n_epochs": 1}
-    named = r"values that change: train\.0\.dataset\._count, .*train\.0\.sampler\.epoch, "
-    fits.refuse(named, at={"hook": "on_train_epoch_end"}, **run)
-
-
-class Shrinking(Reloaded):
-    """Gives smaller batches in every epoch."""
-
-    size = 32
-
-    def train_dataloader(self):
-        self.size //= 2
-        return DataLoader(NoisyDigits(), self.size)
-
-
-@pytest.mark.parametrize("place", [WITHIN, AT_END], ids=str)
-def test_what_a_datamodule_makes_new_loaders_of_cannot_be_resumed(fits, place):
-    run = {"datamodule": Shrinking, "reload_dataloaders_every_n_epochs": 1}
-    fits.refuse(r"values that change: .*datamodule\.size", at=place, **run)
-
-
-class Setting(Callback):
-    """Sets a value of the dataset within the epoch, which running workers do not get."""
-
-    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-        trainer.train_dataloader.dataset.level = f"level {trainer.global_step}"
-
-
-class Level(NoisyDigits):
-    level = "level 0"
-
-    def __getitem__(self, index):
-        image, label = super().__getitem__(index)
-        return image + 0.01 * len(self.level), label
-
-
-def test_what_a_hook_sets_where_workers_do_not_get_it_is_refused(fits):
-    words = {"loader": lambda: DataLoader(Level(), 16, num_workers=1)}
-    words["callbacks"] = lambda: [Setting()]
-    fits.refuse(r"0\.dataset\.level changes in the fit", at=WITHIN, **words)
-    fits.check(WITHIN, loader=lambda: DataLoader(Level(), 16), callbacks=words["callbacks"])
-
-
-class Lazy(NoisyDigits):
-    """Makes a generator when it is read first."""
-
-    rng = None
-
-    def __getitem__(self, index):
-        self.rng = self.rng or np.random.default_rng(3)
-        image, label = super().__getitem__(index)
-        return image + self.rng.random(), label
-
-
-def test_a_generator_that_is_made_late_is_refused_by_name(fits):
-    words = {"loader": lambda: DataLoader(Lazy(), 16)}
-    fits.refuse(r"train\.0\.dataset\.rng", at=WITHIN, **words)
-
-
-class Caching(NoisyDigits):
-    """Keeps a handle and samples, which change nothing."""
-
-    def __init__(self):
-        super().__init__()
-        self.cache, self.handle = {}, None
-
-    def __getitem__(self, index):
-        self.handle = self.handle or memoryview(b"data")
-        image = self.cache.setdefault(index, self.images[index])
-        return image + 0.01 * torch.rand(64), self.classes[index]
-
-
-@pytest.mark.parametrize("workers", [{}, PERSISTENT], ids=str)
-def test_caches_and_handles_do_not_prevent_a_resume(fits, workers):
-    fits.check(WITHIN, AT_END, loader=lambda: DataLoader(Caching(), 16, shuffle=True, **workers))
+@pytest.mark.parametrize(("words", "place", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_restored_is_refused_by_name(fits, words, place, message):
+    fits.refuse(message, at=place, **words)
 
 
 class DrawnDigits(LightningDataModule):

@@ -1,34 +1,44 @@
-"""What loaders keep for themselves is restored, or it is said that it cannot be: in good time."""
+"""A run with state of every kind, pending, lost or changed late: exact, or it is said in time."""
 
-from functools import partial
+import random
+from functools import partial, reduce
+from operator import getitem
 
 import lightning.pytorch as L
+import numpy as np
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint, ModelPruning
-from resuming import Curriculum, DrawingDigits, agree, in_order, stream
+from lightning.pytorch.callbacks import (
+    Callback,
+    EarlyStopping,
+    ModelCheckpoint,
+    ModelPruning,
+    WeightAveraging,
+)
+from resuming import (
+    Curriculum,
+    DrawingCollate,
+    DrawingDigits,
+    Fits,
+    OwnOrder,
+    agree,
+    in_order,
+    stream,
+)
 from torch.utils.data import DataLoader, IterableDataset
+from torchmetrics import CatMetric, MeanMetric, Metric, MetricCollection, SumMetric
+from torchmetrics.classification import MulticlassAccuracy
+from torchmetrics.wrappers import Running
 from trainings import QUIET, NoisyDigits, make_loader, make_model
 
-from lightning_d9m import DeterminismCallback
-from lightning_d9m.errors import InexactResumeError
+from lightning_d9m import D9mError, DeterminismCallback, InexactResumeError
+from lightning_d9m.control import session
+from lightning_d9m.lightning.saved_state import FORMAT, KEY, MANIFEST_KEY
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__`:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Checkpoint directory:UserWarning"),
 ]
-
-
-def drawing(**words):
-    return DataLoader(DrawingDigits(), batch_size=16, **words)
-
-
-WITHIN, BETWEEN = {"batch": 2, "epoch": 0}, {"hook": "on_train_epoch_end", "epoch": 0, "batch": 6}
-
-
-def test_a_validation_whose_loaders_come_later_goes_on(fits):
-    """The resumed run has none before the epoch that is validated."""
-    words = {"check_val_every_n_epoch": 2, "max_epochs": 4}
-    fits.check({"epoch": 2, "batch": 2}, validate=drawing, **words)
 
 
 class CountedNumbers(IterableDataset):
@@ -44,27 +54,241 @@ class CountedNumbers(IterableDataset):
             yield digits[self.read % 96]
 
 
-def counted_stream():
-    return DataLoader(CountedNumbers(), batch_size=16)
+def skipping():
+    """Return a model that ends each epoch after two batches."""
+    model = make_model()
+    model.on_train_batch_start = lambda batch, batch_idx: -1 if batch_idx == 2 else None
+    return model
 
 
-def shuffled_batches():
-    return DataLoader(NoisyDigits(), batch_sampler=Curriculum())
+def averaging():
+    """Return a model that averages its last bias in the module's own hook."""
+
+    def average(self, outputs, batch, batch_idx):
+        with torch.no_grad():
+            self.average.lerp_(self.layers[4].bias, 0.1)
+
+    model = make_model(on_train_batch_end=average)
+    model.register_buffer("average", torch.zeros(10))
+    return model
 
 
-@pytest.mark.parametrize("loader", [counted_stream, shuffled_batches])
-def test_a_run_is_resumed_when_nothing_of_its_epoch_is_left(fits, loader):
-    """Where a ModelCheckpoint saves by default: after the validation that ends the epoch."""
-    places = [{"batch": 6}, {"hook": "on_validation_end", "batch": 6}]
-    fits.check(*places, loader=loader, limit_train_batches=6)
+class Swap(Callback):
+    """Validates averaged weights, as by a second set of them."""
+
+    def on_validation_start(self, trainer, pl_module):
+        self.trained = pl_module.layers[4].bias.data
+        pl_module.layers[4].bias.data = self.trained * 0.9
+
+    def on_validation_end(self, trainer, pl_module):
+        pl_module.layers[4].bias.data = self.trained
 
 
-def pruning():
-    return [ModelPruning("l1_unstructured", amount=0.2)]
+BETWEEN = {"hook": "on_train_epoch_end", "epoch": 0, "batch": 6}
+VALIDATING, VALIDATED = (
+    {"hook": f"on_validation_{hook}end", "batch": 6} for hook in ("batch_", "")
+)
+SWAPPED = {"swapped": Swap, "averaged": partial(WeightAveraging, use_buffers=True)}
+EXACT = {
+    "a validation whose loaders come later": (
+        [{"epoch": 2, "batch": 2}],
+        {"check_val_every_n_epoch": 2, "max_epochs": 4}
+        | {"validate": lambda: DataLoader(DrawingDigits(), batch_size=16)},
+    ),
+    "a stream of which nothing is left in the epoch": (
+        [{"batch": 6}, VALIDATED],
+        {"loader": lambda: DataLoader(CountedNumbers(), 16), "limit_train_batches": 6},
+    ),
+    "an epoch that a hook ends in every run": (
+        [BETWEEN | {"batch": 2}],
+        {"max_steps": 6, "max_epochs": -1, "model": skipping},
+    ),
+    "averages, at the end of an epoch": ([BETWEEN], {"model": averaging}),
+    "weights that a validation swapped": ([VALIDATED], {"callbacks": lambda: [Swap()]}),
+}
+
+
+class DrawingCallback(Callback):
+    """A callback with a generator and a metric of its own."""
+
+    def __init__(self):
+        self.rng = np.random.RandomState(13)
+        self.sum = SumMetric()
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        drawn = 0.01 * self.rng.rand()
+        self.sum.update(drawn)
+        batch[0].add_(drawn)
+
+    def on_train_epoch_end(self, trainer, module):
+        module.log("drawn", self.sum.compute())
+
+
+class Total(Metric):
+    """Adds up numbers, or their sizes."""
+
+    def __init__(self, *, sizes):
+        super().__init__()
+        self.sizes = sizes
+        self.add_state("total", torch.tensor(0.0), dist_reduce_fx="sum")
+
+    def update(self, number):
+        self.total += abs(number) if self.sizes else number
+
+    def compute(self):
+        return self.total
+
+
+def own_order():
+    return DataLoader(DrawingDigits(), batch_sampler=OwnOrder(), collate_fn=DrawingCollate())
+
+
+def drawing_step(self, batch, batch_idx):
+    """Draw from every kind of generator, and measure in every way, as user code does."""
+    noise = random.random() + float(np.random.rand()) + torch.rand(64) + self.own.random()
+    noise = noise + torch.rand(64, generator=self.noise) + self.numpy.random() + self.legacy.rand()
+    outputs = self.layers(batch[0] + 0.01 * noise)
+    loss = torch.nn.functional.cross_entropy(outputs, batch[1])
+    self.log("train_loss", loss, on_step=True, on_epoch=True)
+    self.accuracy(outputs, batch[1])
+    self.log("accuracy", self.accuracy, on_step=True, on_epoch=True)
+    if batch_idx < 3:
+        self.early(loss)
+        self.log("early", self.early, on_step=False, on_epoch=True)
+    self.whole.update(loss)
+    self.listed.update(loss)
+    self.last(loss)
+    # Alike in the first batch, so that torchmetrics takes them for one ever after.
+    self.pair.update(1.0 if self.global_step == 0 else -1.0)
+    return loss
+
+
+def log_measured(self):
+    """Log what the module measures by itself: over the epoch, and over the whole training."""
+    self.log("whole", self.whole.compute())
+    self.log("listed", torch.as_tensor(self.listed.compute()).sum())
+    self.log("last", self.last.compute())
+    self.log_dict(self.pair.compute())
+    self.log("seen", float(self.seen.compute()))
+    self.pair.reset()
+
+
+def measuring_validation(self, batch, batch_idx):
+    outputs = self.layers(batch[0])
+    self.seen.update(1)
+    self.validated(outputs, batch[1])
+    self.log("validated", self.validated)
+    loss = torch.nn.functional.cross_entropy(outputs, batch[1])
+    self.log("val_loss", loss)
+    if self.trainer.fit_loop.epoch_loop.batch_idx == 2:
+        self.log("earlier_loss", loss)
+
+
+def make_drawing_model():
+    model = make_model(
+        training_step=drawing_step,
+        validation_step=measuring_validation,
+        on_train_epoch_end=log_measured,
+    )
+    model.own = random.Random(6)
+    model.noise = torch.Generator().manual_seed(3)
+    model.numpy = np.random.default_rng(4)
+    model.legacy = np.random.RandomState(5)
+    model.accuracy, model.validated = MulticlassAccuracy(10), MulticlassAccuracy(10)
+    model.early, model.whole, model.seen = MeanMetric(), SumMetric(), SumMetric()
+    model.listed, model.last = CatMetric(), Running(SumMetric(), 4)
+    model.pair = MetricCollection({"numbers": Total(sizes=False), "sizes": Total(sizes=True)})
+    return model
+
+
+RUN = {
+    "loader": own_order,
+    "model": make_drawing_model,
+    "callbacks": lambda: [DrawingCallback()],
+    "validate": lambda: DataLoader(DrawingDigits(), batch_size=16),
+    "accumulate_grad_batches": 2,
+    "val_check_interval": 3,
+    "max_epochs": 2,
+}
+STATE = ("callbacks", KEY)
+RANK = (*STATE, "ranks", 0)
+# The path of a piece of a checkpoint, what takes its place, and what is then said.
+REFUSED = [
+    (STATE, None, "has no lightning_d9m state"),
+    (STATE, lambda _: [1], "has no lightning_d9m state"),
+    ((*STATE, "format"), lambda n: 2, f"has format 2; this version reads {FORMAT}"),
+    ((*STATE, "settings", "seed"), lambda n: 4, "saved with seed=4; now it is 3"),
+    ((*STATE, "world_size"), lambda n: 2, "saved with world_size=2; now it is 1"),
+    ((*STATE, "position", "step"), lambda n: n - 1, "at step 5, .* was saved at step 4"),
+    ((*RANK, "generators", "train.0.dataset.rng"), None, r"only in this run: train\.0\.d.*\.rng"),
+    ((*RANK, "inexact"), lambda old: ["A reason."], "- A reason."),
+    (
+        (*RANK, "rng"),
+        None,
+        r"state of the checkpoint is damaged: Object missing required field `rng` - at `\$.ranks",
+    ),
+    ((*STATE, "more"), lambda _: 1, "is damaged: Object contains unknown field `more`"),
+    ((*STATE, "position"), lambda _: [], r"is damaged: Expected `object`.* at `\$.position`"),
+    ((*RANK, "ledger", "check"), lambda _: 1, "is damaged: Expected `str`, got `int`"),
+]
+
+
+@pytest.fixture(scope="module")
+def interrupted(tmp_path_factory):
+    """Train, save in the middle of an epoch, between two micro-batches, and resume exactly."""
+    fits = Fits(tmp_path_factory.mktemp("pieces"), lambda: setattr(session, "_fits", 0))
+    fits.check({"batch": 5}, **RUN)
+    return fits
+
+
+@pytest.mark.filterwarnings("ignore:The ``compute`` method of metric:UserWarning")
+@pytest.mark.parametrize(("path", "value", "message"), REFUSED)
+def test_what_cannot_be_exact_is_said(interrupted, path, value, message):
+    checkpoint = torch.load(interrupted.folder / "0.ckpt", weights_only=True)
+    del checkpoint["callbacks"][KEY][MANIFEST_KEY]  # which would tell at once
+    *above, last = path
+    place = reduce(getitem, above, checkpoint)
+    if value is None:
+        del place[last]
+    else:
+        place[last] = value(place.get(last))
+    torch.save(checkpoint, interrupted.folder / "edited.ckpt")
+    with pytest.raises(D9mError, match=message):
+        interrupted.fit(**RUN, resume=interrupted.folder / "edited.ckpt")
+
+
+def make_persistent_model():
+    """Return a model whose metrics Lightning saves in the weights: as they were, not reset yet."""
+    model = make_drawing_model()
+    model.accuracy.persistent(mode=True)
+    return model
+
+
+CURRICULUM = {"validate": lambda: DataLoader(DrawingDigits(), batch_sampler=Curriculum())}
+EXACT |= {
+    "metrics that the weights have": ([BETWEEN], RUN | {"model": make_persistent_model}),
+    "all that is in an early validation": (
+        [place | {"batch": 3, "epoch": 0} for place in (VALIDATING, VALIDATED)],
+        RUN | CURRICULUM,
+    ),
+}
+
+
+@pytest.mark.parametrize(("places", "words"), EXACT.values(), ids=EXACT)
+def test_a_run_is_resumed_where_a_piece_matters(fits, places, words):
+    fits.check(*places, **words)
 
 
 def test_pruned_weights_that_are_saved_without_their_masks_are_named(fits):
-    fits.refuse(r"lacks .*_orig.*, which changes in the fit", callbacks=pruning, at={"batch": 2})
+    words = {"callbacks": lambda: [ModelPruning("l1_unstructured", amount=0.2)]}
+    fits.refuse(r"lacks .*_orig.*, which changes in the fit", at={"batch": 2}, **words)
+
+
+@pytest.mark.parametrize("make", SWAPPED.values(), ids=SWAPPED)
+def test_weights_that_a_validation_has_swapped_are_named(fits, make):
+    """Lightning's callback swaps the values of parameters, which stay the same tensors."""
+    named = r"a validation that had changed layers\.\d\."
+    fits.refuse(named, at=VALIDATING, callbacks=lambda: [make()])
 
 
 @pytest.mark.parametrize("every", [2, None])
@@ -74,6 +298,36 @@ def test_it_is_said_when_the_first_checkpoint_is_saved_within_an_epoch(fits, cap
     fits.fit(loader=stream, extra=[saver], enable_checkpointing=True, max_epochs=1)
     assert caplog.text.count("cannot be resumed exactly") == (1 if every else 0)
     assert ("StatefulDataLoader" in caplog.text) == bool(every)
+
+
+def log_late(self, outputs, batch, batch_idx):
+    """Log what counts in the mean, and what a resumed run does not log again."""
+    self.log("late", float(batch_idx), on_epoch=True)
+
+
+LATE = {
+    "a buffer": (averaging, "average"),
+    "a value": (
+        partial(make_model, on_train_batch_end=log_late),
+        "the logged value 'late' of on_train_batch_end",
+    ),
+}
+
+
+@pytest.mark.parametrize(("model", "name"), LATE.values(), ids=LATE)
+def test_what_a_hook_of_the_module_changes_after_a_save_is_named(fits, caplog, model, name):
+    """In the log; a later checkpoint, which overwrites the first, is refused."""
+
+    class Saver(Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, data, batch_idx):
+            if batch_idx in (2, 3) and trainer.current_epoch == 0:
+                trainer.save_checkpoint(fits.checkpoint)
+
+    with caplog.at_level("INFO"):
+        fits.fit(model=model, extra=[Saver()])
+    assert "just saved cannot be resumed exactly" in caplog.text
+    with pytest.raises(InexactResumeError, match=f"on_train_batch_end, changes {name}"):
+        fits.resume(model=model)
 
 
 STEPS = {"max_epochs": -1, "max_steps": 15}
@@ -86,17 +340,6 @@ class Stopping(Callback):
         trainer.should_stop = trainer.global_step == 2
 
 
-def skipping():
-    """Return a model that ends each epoch after two batches."""
-    model = make_model()
-    model.on_train_batch_start = lambda batch, batch_idx: -1 if batch_idx == 2 else None
-    return model
-
-
-def monitoring():
-    return [EarlyStopping("train_loss", patience=9)]
-
-
 def ending():
     """Return a model that acts at the end of an epoch."""
     return make_model(on_train_epoch_end=lambda self: self.layers[0].weight.data.zero_())
@@ -105,7 +348,7 @@ def ending():
 CUT = {
     "should_stop": ({"extra": [Stopping()]}, "by trainer.should_stop, and Lightning begins the"),
     "a callback": (
-        {"max_steps": 2, "callbacks": monitoring},
+        {"max_steps": 2, "callbacks": lambda: [EarlyStopping("train_loss", patience=9)]},
         r"callbacks.EarlyStopping.state_dict",
     ),
     "the module": ({"max_steps": 2, "model": ending}, r"changed layers.0.weight, where a"),
@@ -131,7 +374,6 @@ def plateau(self):
 
 
 LONGER = {
-    "as it is": ({}, 2),
     "in a later epoch": ({}, 8),
     "accumulation": ({"accumulate_grad_batches": 2}, 4),
     "a validation at that step": (
@@ -142,17 +384,20 @@ LONGER = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:Checkpoint directory:UserWarning")
 @pytest.mark.parametrize(("words", "steps"), LONGER.values(), ids=LONGER)
 def test_an_epoch_that_max_steps_cut_short_is_continued(fits, words, steps):
-    """The checkpoint is saved at the end of the fit, by the Trainer and by a callback."""
+    """The checkpoint is saved by callbacks in the last step, and by the Trainer after the fit."""
     straight = fits.fit(**STEPS | words)
     words = STEPS | words | {"enable_checkpointing": True}
-    words["callbacks"] = lambda: [ModelCheckpoint(fits.folder, "end")]
+    savers = {"end": {}, "within": {"every_n_train_steps": steps}}
+    words["callbacks"] = lambda: [
+        ModelCheckpoint(fits.folder, name, **when) for name, when in savers.items()
+    ]
     fits.fit(**words | {"max_steps": steps})
     fits.trainer.save_checkpoint(fits.checkpoint)
-    agree(straight, fits.fit(**words, resume=fits.folder / "end.ckpt"))
-    agree(straight, fits.resume(**words))
+    paths = [fits.folder / f"{name}.ckpt" for name in savers]
+    for path in (*paths, fits.checkpoint):
+        agree(straight, fits.fit(**words, resume=path))
 
 
 def test_a_fit_without_steps_left_loads_any_checkpoint(fits):
@@ -163,18 +408,3 @@ def test_a_fit_without_steps_left_loads_any_checkpoint(fits):
     trainer = L.Trainer(**QUIET, **few, callbacks=[callback], default_root_dir=fits.folder)
     trainer.fit(make_model(), make_loader(), in_order(), ckpt_path=fits.checkpoint)
     assert trainer.global_step == 2
-
-
-@pytest.mark.filterwarnings("ignore:Checkpoint directory:UserWarning")
-def test_a_checkpoint_within_the_epoch_that_max_steps_cut_short_is_continued(fits):
-    straight = fits.fit(**STEPS)
-    words = STEPS | {
-        "enable_checkpointing": True,
-        "callbacks": lambda: [ModelCheckpoint(fits.folder, "last", every_n_train_steps=2)],
-    }
-    fits.fit(**words | {"max_steps": 2})
-    agree(straight, fits.fit(**words, resume=fits.folder / "last.ckpt"))
-
-
-def test_an_epoch_that_a_hook_ends_in_every_run_is_continued(fits):
-    fits.check(BETWEEN | {"batch": 2}, max_steps=6, max_epochs=-1, model=skipping)

@@ -55,17 +55,12 @@ def pass_by(module):
     """Keep the gradients."""
 
 
-@pytest.mark.parametrize("zero", [pass_by, halve])
-@pytest.mark.parametrize("make", [manual, automatic])
+@pytest.mark.parametrize(("make", "zero"), [(manual, pass_by), (automatic, halve)])
 def test_a_module_that_adds_to_gradients_of_a_step_is_not_resumed(fits, make, zero):
+    """Unless with a warning, which the ledger has, and then without these gradients."""
     model = {"model": lambda: make(zero)} | WORDS
     error = fits.refuse("adds to the gradient of layers", at=WITHIN, **model)
     assert len(error.reasons) == 1
-
-
-def test_with_a_warning_it_goes_on_without_them(fits):
-    model = {"model": manual} | WORDS
-    fits.interrupt(**model, at=WITHIN)
     with pytest.warns(UserWarning, match="adds to the gradient of layers"):
         folder = fits.resume(**model, words={"on_inexact_resume": "warn"})
     (found,) = find_breaks(folder / "rank-0.jsonl")
@@ -73,8 +68,7 @@ def test_with_a_warning_it_goes_on_without_them(fits):
     assert all(part.isfinite().all() for part in fits.model.parameters())
 
 
-@pytest.mark.parametrize("zero", [remove, fill])
-@pytest.mark.parametrize("make", [manual, automatic])
+@pytest.mark.parametrize(("make", "zero"), [(manual, fill), (automatic, remove)])
 def test_one_that_zeroes_them_is_resumed_and_saves_none(fits, make, zero):
     between = {"hook": "on_train_epoch_end", "batch": 6, "epoch": 0}
     fits.check(WITHIN, between, model=lambda: make(zero), **WORDS)

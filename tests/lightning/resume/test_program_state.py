@@ -1,4 +1,4 @@
-"""State that a program keeps in any way is exact after a resume, or the resume is refused."""
+"""State that a program or any callback keeps in any way is exact after a resume, or is refused."""
 
 import logging
 import queue
@@ -11,11 +11,14 @@ from types import ModuleType
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, callbacks
 from lightning.pytorch.callbacks import Callback, LambdaCallback, ModelCheckpoint
-from resuming import Fits, agree
+from lightning.pytorch.loggers import CSVLogger
+from resuming import Fits, agree, make_saver
 from torch import nn
 from trainings import make_model
+
+from lightning_d9m import InexactResumeError
 
 COUNTS = {"batches": 0}
 # A file of the program that this one imports.
@@ -27,7 +30,6 @@ PACKAGE.__file__ = "/other/lib/python3/dist-packages/other_package.py"
 PACKAGE.count = 0
 STREAM = iter(())
 LOG = logging.getLogger(__name__)
-HELD = iter(range(9))
 
 
 @pytest.fixture(autouse=True)
@@ -57,13 +59,8 @@ class Steering(Callback):
             module.layers[-1].bias.add_(1e-3 * float(number))
 
 
-class Empty:
-    """Has no attributes, as a sentinel."""
-
-    __slots__ = ()
-
-
-EMPTY = Empty()
+# A sentinel without attributes.
+EMPTY = type("Empty", (), {"__slots__": ()})()
 
 
 def advance(numbers=[]):  # noqa: B006 - what a program may do
@@ -227,12 +224,8 @@ class Kept:
     __slots__ = ("number",)
 
 
-def change_slot(own):
-    own.kept.number = getattr(own.kept, "number", 0) + 1
-
-
-def change_bytes(own):
-    own.kept[0] += 1
+def change_slot(kept):
+    kept.number = getattr(kept, "number", 0) + 1
 
 
 class Keeping(Callback):
@@ -243,7 +236,7 @@ class Keeping(Callback):
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
         LOG.debug("batch")
-        self.change(self)
+        self.change(self.kept)
 
 
 class Opaque(Callback):
@@ -273,34 +266,19 @@ def register(trainer, module):
             own(module.layers[number])
 
 
-class Iterating(Keeping):
-    pass
-
-
-class Changing(Keeping):
-    pass
-
-
-class Slotted(Keeping):
-    pass
-
-
-KEEPING = (Iterating, Changing, Slotted)
-
-
 def test_what_no_attribute_shows_is_refused_by_name(fits):
     def make():
         return [
             Keeping(None, lambda _: next(STREAM)),
-            Iterating(enumerate([5, 6, 7] * 9), lambda own: next(own.kept)),
-            Changing(bytearray(1), change_bytes),
-            Slotted(Kept(), change_slot),
+            Keeping(enumerate([5, 6, 7] * 9), next),
+            Keeping(bytearray(b"ab"), lambda kept: kept.reverse()),
+            Keeping(Kept(), change_slot),
             Opaque(),
             LambdaCallback(on_train_epoch_start=register),
         ]
 
     said = str(fits.refuse("changes in the fit", callbacks=make, at={"batch": 2}))
-    for path in ("Iterating.kept", "Changing.kept", "Slotted.kept", "Opaque.objects"):
+    for path in ("Keeping#1.kept", "Keeping#2.kept", "Keeping#3.kept", "Opaque.objects"):
         assert f"callbacks.{path} changes in the fit" in said
     for number in HOOKED:
         assert f"model.layers.{number}.hooks() changes in the fit" in said
@@ -316,22 +294,19 @@ def test_what_stays_as_it_is_or_is_not_the_programs_does_not_matter(fits):
     def count(*_):
         PACKAGE.count += 1
 
-    def wrap(own):
-        own.on_fit_end = own.on_fit_end
-
     def start(trainer, module, stage):
         module.layers[0].register_forward_hook(halve)
 
     def step(trainer, module, *_):
         module.layers[4].register_forward_hook(halve).remove()
+        module.on_fit_end = module.on_fit_end
 
     def make():
         ended = (one for one in ())
         list(ended)
         kept = (threading.Lock(), ended, queue.SimpleQueue())
         return [
-            *(kind(own, lambda _: None) for kind, own in zip(KEEPING, kept, strict=True)),
-            Keeping(None, wrap),
+            *(Keeping(own, lambda _: None) for own in kept),
             LambdaCallback(on_train_batch_start=count),
             LambdaCallback(setup=start, on_train_batch_start=step),
         ]
@@ -341,34 +316,11 @@ def test_what_stays_as_it_is_or_is_not_the_programs_does_not_matter(fits):
     assert not [path for path in saved["ranks"][0]["program"] if "other_package" in path]
 
 
-def test_a_generator_that_nothing_has_drawn_from_is_restored(fits):
-    """It may be seeded by the operating system, so that another process has another one."""
-
-    class Drawing(Steering):
-        def __init__(self, seed):
-            self.noise, self.drawn = random.Random(seed), False
-
-        def on_train_epoch_start(self, trainer, module):
-            self.drawn = True
-
-        def on_train_batch_start(self, trainer, module, batch, batch_idx):
-            self.steer(module, self.noise.random() if self.drawn else 0)
-
-    def make(seed):
-        return [Drawing(seed)]
-
-    straight = fits.fit(callbacks=lambda: make(1))
-    fits.interrupt(callbacks=lambda: make(1), at={"batch": 2, "epoch": 0})
-    agree(straight, fits.resume(callbacks=lambda: make(2)))
-
-
 class Large(Steering):
-    """Keeps more than a checkpoint takes, and saves it itself if ``saves``."""
+    """Keeps more than a checkpoint takes, and saves it itself if it should."""
 
-    saves = True
-
-    def __init__(self):
-        self.table = torch.zeros(2**23)
+    def __init__(self, saves):
+        self.table, self.saves = torch.zeros(2**23), saves
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
         self.table.data[batch_idx] += 1
@@ -382,17 +334,11 @@ class Large(Steering):
         self.table = state_dict.get("table", self.table)
 
 
-class Lost(Large):
-    """Saves nothing."""
-
-    saves = False
-
-
 def test_large_values_are_left_to_the_callback_or_refused(fits):
-    fits.check({"batch": 2}, callbacks=lambda: [Large()])
+    fits.check({"batch": 2}, callbacks=lambda: [Large(saves=True)])
     assert (fits.folder / "0.ckpt").stat().st_size < 2**26
-    words = {"callbacks": lambda: [Lost()]}
-    fits.refuse(r"Lost\.table changes in the fit, and has 33554", at={"batch": 2}, **words)
+    words = {"callbacks": lambda: [Large(saves=False)]}
+    fits.refuse(r"Large\.table changes in the fit, and has 33554", at={"batch": 2}, **words)
 
 
 @pytest.mark.filterwarnings("ignore:The dirpath has changed")
@@ -408,3 +354,141 @@ def test_a_run_that_saves_to_another_folder_keeps_its_own_best_checkpoints(fits,
     fit("first", 1)
     found = fit("second", 2, tmp_path / "first" / "epoch=0-step=6.ckpt")
     assert found == {"epoch=1-step=10.ckpt", "epoch=1-step=12.ckpt"}
+
+
+quietly = pytest.mark.filterwarnings("ignore::UserWarning")
+# Within accumulation, within a validation, after it, and between epochs.
+PHASES = [
+    {"batch": 3},
+    {"hook": "on_validation_batch_end", "batch": 6},
+    {"hook": "on_validation_end", "batch": 6},
+    {"hook": "on_train_epoch_end", "batch": 6},
+]
+
+
+class Finetuning(callbacks.BaseFinetuning):
+    """Trains the first layers from the second epoch on."""
+
+    def freeze_before_training(self, module):
+        self.freeze(module.layers[0])
+
+    def finetune_function(self, module, epoch, optimizer):
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(module.layers[0], optimizer, lr=0.01)
+
+
+def with_backbone():
+    """Return a model whose optimizer begins without its first layers."""
+
+    def configure(self):
+        return torch.optim.Adam([p for p in self.parameters() if p.requires_grad], lr=0.01)
+
+    model = make_model(configure_optimizers=configure)
+    model.backbone = model.layers[0]
+    return model
+
+
+def reporting(folder):
+    """Return the callbacks that report, save, stop or count, which do not disturb each other."""
+    return [
+        callbacks.EarlyStopping("train_loss", patience=9),
+        callbacks.ModelCheckpoint(folder, "kept"),
+        callbacks.OnExceptionCheckpoint(folder),
+        callbacks.Timer(duration={"hours": 1}),
+        callbacks.ModelSummary(),
+        callbacks.RichModelSummary(),
+        callbacks.TQDMProgressBar(refresh_rate=0),
+        callbacks.LambdaCallback(on_train_start=lambda trainer, module: None),
+        callbacks.LearningRateMonitor("step", log_momentum=True),
+        callbacks.DeviceStatsMonitor(),
+        callbacks.ThroughputMonitor(lambda batch: len(batch[0]), window_size=2),
+    ]
+
+
+WITH_LOGGER = {"enable_progress_bar": True, "enable_model_summary": True, "log_every_n_steps": 2}
+GROUPS = {
+    "reporting": reporting,
+    "rich": lambda _: [callbacks.RichProgressBar(refresh_rate=0)],
+    "accumulation": lambda _: [callbacks.GradientAccumulationScheduler({0: 2, 1: 3})],
+    "finetuning": lambda _: [Finetuning()],
+    "a backbone": lambda _: [callbacks.BackboneFinetuning(1, verbose=False)],
+    "averages": lambda _: [callbacks.StochasticWeightAveraging(0.05, swa_epoch_start=1)],
+    "moving averages": lambda _: [callbacks.EMAWeightAveraging(decay=0.9)],
+    "equal averages": lambda _: [callbacks.WeightAveraging()],
+    "pruning": lambda _: [callbacks.ModelPruning("l1_unstructured", amount=0.2)],
+}
+MODELS = {"finetuning": with_backbone, "a backbone": with_backbone}
+# They search before a fit, as a Tuner does; see test_checkpoints.py. The rest are base classes.
+# Lightning itself fails when it loads the state of SpikeDetection.
+ELSEWHERE = {"BatchSizeFinder", "LearningRateFinder", "BasePredictionWriter", "SpikeDetection"}
+BASES = {"BaseFinetuning", "Callback", "Checkpoint", "ProgressBar"}
+
+
+def test_every_callback_of_lightning_is_interrupted(tmp_path):
+    made = {type(each).__name__ for make in GROUPS.values() for each in make(tmp_path)}
+    assert set(callbacks.__all__) - made == ELSEWHERE | BASES
+
+
+@quietly
+@pytest.mark.parametrize("group", GROUPS)
+def test_a_callback_of_lightning_is_resumed_exactly_or_refused_in_every_phase(fits, group):
+    words = {
+        "model": MODELS.get(group, make_model),
+        "callbacks": lambda: GROUPS[group](fits.folder),
+        "accumulate_grad_batches": 1 if group == "accumulation" else 2,
+        "enable_checkpointing": True,
+        "max_epochs": 3,
+    }
+    if group in {"reporting", "rich"}:
+        words |= WITH_LOGGER | {"logger": CSVLogger(fits.folder)}
+    paths = [fits.folder / f"{number}.ckpt" for number in range(len(PHASES))]
+    savers = [
+        make_saver(path, **place, stop=False) for path, place in zip(paths, PHASES, strict=True)
+    ]
+    straight = fits.fit(**words, extra=savers)
+    exact = []
+    for path in paths:
+        try:
+            agree(straight, fits.fit(**words, resume=path))
+            exact.append(path.stem)
+        except InexactResumeError:
+            continue
+    refused = {"pruning": 4, "moving averages": 1, "equal averages": 1}
+    assert len(exact) == 4 - refused.get(group, 0)
+
+
+class Options(Callback):
+    """Sets options of the Trainer in a hook that a resume within an epoch does not call."""
+
+    def on_train_epoch_start(self, trainer, module):
+        trainer.gradient_clip_val = 0.01 * (1 + trainer.current_epoch)
+        trainer.accumulate_grad_batches = 1 + trainer.current_epoch
+
+
+class Rates(Callback):
+    """Puts another scheduler in the place of the first one, and does not hold it."""
+
+    replaced = False
+
+    def on_train_epoch_start(self, trainer, module):
+        if trainer.current_epoch >= 1 and not self.replaced:
+            (config,) = trainer.lr_scheduler_configs
+            config.scheduler = torch.optim.lr_scheduler.ExponentialLR(trainer.optimizers[0], 0.5)
+            self.replaced = True
+
+
+@quietly
+def test_options_that_a_callback_of_the_program_sets_are_restored(fits):
+    fits.check(PHASES[0], PHASES[3], callbacks=lambda: [Options()])
+
+
+@quietly
+def test_a_scheduler_that_no_callback_holds_is_named(fits):
+    words = {"callbacks": lambda: [Rates()]}
+    fits.refuse("schedulers ExponentialLR, and this run has Step", at=PHASES[0], **words)
+
+
+@quietly
+def test_an_epoch_that_trains_nothing_is_not_continued(fits):
+    words = {"callbacks": lambda: [callbacks.StochasticWeightAveraging(0.05, swa_epoch_start=1)]}
+    fits.refuse("in an epoch that trains nothing", at={"epoch": 3, "batch": 3}, **words)

@@ -30,8 +30,8 @@ def agree(folder, ranks):
 
 @pytest.mark.parametrize(
     ("ending", "status"),
-    [("killed", -signal.SIGKILL), ("terminated", 0), ("asked", 1)],
-    ids=["kill", "term", "int"],
+    [("killed", -signal.SIGKILL), ("terminated", 0)],
+    ids=["kill", "term"],
 )
 def test_a_signal_ends_a_run(tmp_path, ending, status):
     statuses, outputs = start_ranks(SCRIPT, 1, tmp_path, "auto", "straight", ending)
