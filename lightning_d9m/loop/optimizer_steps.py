@@ -49,8 +49,7 @@ from lightning_d9m.launch.interruption_points import INTERRUPT, RESUME
 from lightning_d9m.launch.run import LEDGER_VARIABLE
 from lightning_d9m.ledger.folder import create_ledger_folder
 from lightning_d9m.lightning.ledger_location import state_folder
-from lightning_d9m.loop.batches import unwrap_model
-from lightning_d9m.loop.recorder import Recorder, find_ranks
+from lightning_d9m.loop.recorder import Recorder, find_ranks, unwrap_model
 from lightning_d9m.probes.settings import ProbeSettings
 from lightning_d9m.ranks.ranks import Ranks
 from lightning_d9m.recording.run import Run, RunOptions

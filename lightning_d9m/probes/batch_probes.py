@@ -13,12 +13,14 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_d9m.control.seeding import capture_rng
+from lightning_d9m.hashing.digest import digest_value
 from lightning_d9m.hashing.training_state import ModelTensors, optimizer_state, plain_name
 from lightning_d9m.ledger.kinds import ROOT, VALIDATION
-from lightning_d9m.probes.dumps import Dump, StateDigest, StateDump
+from lightning_d9m.probes.dumps import Dump
 from lightning_d9m.probes.module_hooks import OpMode, hook_model
 from lightning_d9m.probes.settings import ProbeSettings
 from lightning_d9m.probes.trace import (
+    LeafListener,
     Listener,
     ProbeCollector,
     ProbePoint,
@@ -162,18 +164,27 @@ class BatchProbes:
 
     def save_state(self, point: StatePoint) -> None:
         """Save the state that the ledger is about to record, if values are saved at this step."""
-        if self.dump is not None and point.step in self._settings.steps:
-            self._take_states(StateDump(self.dump, point))
+        if (dump := self.dump) is not None and point.step in self._settings.steps:
+
+            def save(kind: str, name: str, leaf: object) -> None:
+                dump.save(point, (kind, name, 0), {"value": leaf})
+
+            self._take_states(LeafListener(save))
 
     def digest_state(self, step: int) -> str | None:
         """Return the digest of what is saved at a step, with gradients; None if nothing is."""
         if step not in self._settings.steps:
             return None
-        state = StateDigest(self._settings.dump_names)
-        self._take_states(state)
+        found: list[str] = []
+
+        def take(_: str, name: str, leaf: object) -> None:
+            if any(fnmatchcase(name, pattern) for pattern in self._settings.dump_names):
+                found.append(digest_value(leaf))
+
+        self._take_states(LeafListener(take))
         for optimizer in self._training.list_optimizers():
-            self._take_gradients(optimizer, state)
-        return state.digest()
+            self._take_gradients(optimizer, LeafListener(take))
+        return digest_value(found)
 
     def unhook(self) -> None:
         """Remove the hooks."""

@@ -90,6 +90,18 @@ def name_leaves(name: str, value: object) -> Leaves:
     return [(f"{name}:{path}" if path else name, leaf) for path, leaf in leaves]
 
 
+class LeafListener(Listener):
+    """Passes each leaf to a function, with its kind and the name of its place."""
+
+    def __init__(self, take: Callable[[str, str, object], object]) -> None:
+        self._take = take
+
+    def add_leaves(self, kind: str, leaves: Leaves) -> None:
+        """Pass the leaves."""
+        for name, leaf in leaves:
+            self._take(kind, name, leaf)
+
+
 class Trace(Listener):
     """The places of a batch in order, and the digests of their values.
 
@@ -98,11 +110,10 @@ class Trace(Listener):
         places: Kind, name and call of each place.
     """
 
-    def __init__(self, earlier: "Trace | None" = None) -> None:
+    def __init__(self) -> None:
         self.queue = DigestQueue()
         self.places: list[ProbeKey] = []
-        # Calls are counted from those of an earlier part of the batch on.
-        self._calls: dict[tuple[str, str], int] = {} if earlier is None else earlier._calls  # noqa: SLF001 - another trace
+        self._calls: dict[tuple[str, str], int] = {}
 
     def add_leaves(self, kind: str, leaves: Leaves) -> None:
         """Take values, in one launch for each device."""
@@ -196,16 +207,16 @@ class ProbeCollector(Listener):
                     self._save(self._moment, place, {"value": value})
         finally:
             self._paused = False
-        if len(trace.places) >= RECORD_PLACES:  # begin another record of the batch
-            self._enqueue(self._moment)
-            self._trace = Trace(trace)
 
     def end(self) -> None:
         """End the batch; write its record and those before it if the last write is old enough."""
-        moment, self._moment = self._moment, None
+        moment, trace, self._moment = self._moment, self._trace, None
         if moment is None:
             return
-        self._enqueue(moment)
+        if trace.places:
+            if trace.queue.pending:
+                trace.queue.start_copies()
+            self._waiting.append((moment, trace))
         now = time.monotonic()
         waiting = sum(len(trace.places) for _, trace in self._waiting)
         if now - self._written >= _WRITE_SECONDS or waiting >= RECORD_PLACES:
@@ -216,13 +227,6 @@ class ProbeCollector(Listener):
         """End the batch and write all records."""
         self.end()
         self.catch_up()
-
-    def _enqueue(self, moment: ProbePoint) -> None:
-        trace = self._trace
-        if trace.places:
-            if trace.queue.pending:
-                trace.queue.start_copies()
-            self._waiting.append((moment, trace))
 
     def catch_up(self, keep: ProbePoint | None = None) -> None:
         """Write the batches that have ended; keep one whose digests a device still computes."""

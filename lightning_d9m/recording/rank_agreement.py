@@ -7,18 +7,20 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, TypeAlias
 
+from msgspec.structs import replace
 from torch import distributed, nn
 from torch.nn.modules.batchnorm import SyncBatchNorm, _NormBase
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from lightning_d9m.comparison.differences import NAMES_KEPT
+from lightning_d9m.comparison.differences import record_difference
 from lightning_d9m.errors import DriftError
 from lightning_d9m.hashing.shards import FlatLayout, has_base, may_be_sharded
 from lightning_d9m.hashing.training_state import Groups, count_sharded, plain_name, replicated_names
 from lightning_d9m.ledger.format.records import Digests, Json, Scalar
 from lightning_d9m.ledger.stack import PIPELINE_STAGES, SHARDED_PARAMETERS
-from lightning_d9m.text import describe_moment, describe_names, describe_pair, escape
+from lightning_d9m.recording.reference import describe_groups, make_drift_error
+from lightning_d9m.text import describe_names, describe_pair, escape
 
 
 def count_stages(model: nn.Module) -> int:
@@ -146,128 +148,23 @@ def find_replicated_state(
 GatherJson: TypeAlias = Callable[[Json], list[Any]]
 """Gathers JSON values of all ranks, in order of ranks; each rank calls this."""
 
-GROUPS = ("weights", "buffers", "optimizers", "schedulers")
 _MOST = 32  # steps that are kept
 # Buffers that a training step may set from each rank's own data.
 _FREE_BUFFERS = "free buffers"
-_COMPARED = (*GROUPS[:2], _FREE_BUFFERS, *GROUPS[2:])
-_NAMES = "names of the entries"
+_COMPARED = ("weights", "buffers", _FREE_BUFFERS, "optimizers", "schedulers")
 _PAIR = 2
-# The words for a group's entries in messages.
-_ENTRIES = {"optimizers": "optimizer entries"}
-
-
-class StepDigests:
-    """Keeps a hash of each group after every n-th step; n doubles as soon as there are too many.
-
-    So the number of digests grows with the logarithm of the number of steps. Ranks keep the same
-    steps, as these depend on nothing else.
-    """
-
-    def __init__(self) -> None:
-        self._every = 1
-        self.kept: dict[int, list[str]] = {}
-
-    def wants(self, step: int) -> bool:
-        """Return whether the state after a step should be added."""
-        return step % self._every == 0 and step not in self.kept
-
-    def add(self, step: int, groups: Mapping[str, Mapping[str, str]]) -> None:
-        """Add the digests of the state that must be equal on all ranks."""
-        self.kept[step] = [_hash(groups.get(group, {}).items()) for group in GROUPS]
-        while len(self.kept) > _MOST:
-            self._every *= 2
-            self.kept = {at: row for at, row in self.kept.items() if at % self._every == 0}
-
-    def find_first(self, gather: GatherJson) -> dict[str, tuple[int | None, int]]:
-        """Return by group the last step that was equal on all ranks and the first that was not.
-
-        Every rank calls this and gets the same.
-        """
-        tables = [dict(rows) for rows in gather([*self.kept.items()])]
-        found: dict[str, tuple[int | None, int]] = {}
-        before: dict[str, int] = {}
-        for step in sorted(set.intersection(*map(set, tables))):
-            for group, *values in zip(GROUPS, *(table[step] for table in tables), strict=True):
-                if len(set(values)) == 1:
-                    before[group] = step
-                elif group not in found:
-                    found[group] = (before.get(group), step)
-        return found
-
-
-def compare_ranks(
-    tables: Sequence[Mapping[str, str]],
-    digests: Digests,
-    group: str = "weights",
-    steps: tuple[int | None, int] | None = None,
-) -> DriftError | None:
-    """Compare the digests by name of each rank in a group of a record.
-
-    The other ranks are compared with rank 0. If they differ from it and agree with each other, rank
-    0 is the one that differs. Two ranks differ from each other; ``rank`` is then 1. Ranks that list
-    different names are not compared entry by entry. ``steps`` are the last step after which the
-    ranks were equal in this, if it is known, and the first after which they were not.
-
-    Returns:
-        The error that names the rank that differs, and what differs on it, the same on all ranks;
-        None when all agree.
-    """
-    entries, what = _ENTRIES.get(group, escape(group)), ""
-    total = len(tables[0])
-    lists = [_hash(table) for table in tables]
-    if len(set(lists)) > 1:
-        tables, total = [{_NAMES: own} for own in lists], 0
-        what = f"they do not list the same {entries}"
-    differing = [rank for rank, table in enumerate(tables) if table != tables[0]]
-    if not differing:
-        return None
-    base = 0
-    if 1 < len(tables) - 1 == len(differing) and all(own == tables[1] for own in tables[2:]):
-        base, differing = 1, [0]
-    rank = differing[0]
-    names = [name for name in tables[base] if tables[base][name] != tables[rank][name]]
-    expected, actual = tables[base][names[0]], tables[rank][names[0]]
-    if total:
-        named = describe_names(names[:NAMES_KEPT], len(names))
-        what = f"{len(names)} of {total} {entries} differ, first {named}"
-    who, reference = f"Rank {rank} differs from rank {base}", " (reference)"
-    if len(tables) == _PAIR:  # nothing tells which of two is wrong
-        who, reference = "Ranks 0 and 1 differ from each other", ""
-    elif len(differing) > 1:
-        listed = ", ".join(map(str, differing[:8])) + (", ..." if differing[8:] else "")
-        who = f"Ranks {listed} differ from rank {base}"
-    place = {"moment": digests.moment, "epoch": digests.epoch, "step": digests.step}
-    label, sides = f"rank {base}{reference}:", describe_pair(expected, actual)
-    when = ""
-    if steps is not None:
-        equal = "" if steps[0] is None else f" They were still equal after step {steps[0]}."
-        when = f"The ranks differed in this after step {steps[1]}.{equal}\n"
-    return DriftError(
-        f"{who} in {describe_moment(digests.moment, digests.epoch, digests.step)}: {what}.\n"
-        f"  {label} {sides[0]}\n  {f'rank {rank}:':<{len(label)}} {sides[1]}\n{when}"
-        "All ranks must hold the same bits after each step. Look for what only one rank does: a "
-        "change to its weights, a learning rate that follows its own metric (log the metric with "
-        "sync_dist=True), a module that is not synchronized, a failing device.",
-        **place,
-        rank=rank,
-        group=group,
-        names=names[:NAMES_KEPT],
-        count=len(names),
-        total=total,
-        expected=expected,
-        actual=actual,
-        expected_rank=base,
-    )
 
 
 class RankAgreement:
     """Compares a training state across ranks, record by record.
 
-    Ranks gather a hash of each group, and a group's entries only when these differ.
+    Ranks gather a hash of each group, and a group's entries only when these differ. To tell when
+    ranks that differ began to, each keeps a hash of the state after every n-th step since the last
+    record; n doubles as soon as there are too many, so that their number grows with the logarithm
+    of the number of steps. Ranks keep the same steps, as these depend on nothing else.
 
     Attributes:
-        steps: Digests of steps since the last record, which tell when ranks that differ began to.
+        kept: The hashes by step.
     """
 
     def __init__(self, gather: GatherJson, replicated: ReplicatedState) -> None:
@@ -275,11 +172,19 @@ class RankAgreement:
         self._replicated = replicated
         self._tables: dict[str, dict[str, str]] = {}
         self._agreed: dict[str, str] = {}  # what all ranks held, by name of a buffer
-        self.steps = StepDigests()
+        self._every = 1
+        self.kept: dict[int, str] = {}
+
+    def wants(self, step: int) -> bool:
+        """Return whether the state after a step should be kept."""
+        return step % self._every == 0 and step not in self.kept
 
     def keep_step(self, step: int, groups: Mapping[str, Mapping[str, str]]) -> None:
-        """Keep the digests of a step."""
-        self.steps.add(step, self._replicated.select(groups))
+        """Keep the hash of the state after a step."""
+        self.kept[step] = _hash(self._replicated.select(groups).items())
+        while len(self.kept) > _MOST:
+            self._every *= 2
+            self.kept = {at: own for at, own in self.kept.items() if at % self._every == 0}
 
     def summarize(self, groups: Mapping[str, Mapping[str, str]]) -> list[str]:
         """Return the hash of each group, which ``compare`` needs of every rank."""
@@ -288,29 +193,27 @@ class RankAgreement:
         self._tables = {group: selected.get(group, {}) for group in _COMPARED}
         return [_hash(table.items()) for table in self._tables.values()]
 
-    def compare(self, rows: Sequence[Sequence[str]], digests: Digests) -> dict[str, DriftError]:
-        """Return the errors by group, the same on every rank.
+    def compare(self, rows: Sequence[Sequence[str]], digests: Digests) -> DriftError | None:
+        """Return the error that tells what differs, the same on every rank; None if all agree.
 
         ``rows`` has what ``summarize`` returned on each rank of the groups of ``digests``.
         """
-        found: dict[str, list[dict[str, str]]] = {}
+        found: list[Groups] = [{} for _ in rows]
         for (group, table), hashes in zip(
             self._tables.items(), zip(*rows, strict=True), strict=True
         ):
             tables = [table] if len(set(hashes)) == 1 else self._gather(table)
             if group == _FREE_BUFFERS:
-                tables, group = self._select_shared(tables), "buffers"  # noqa: PLW2901 - compared alike
+                tables = self._select_shared(tables)
             if any(other != tables[0] for other in tables):
-                found.setdefault(group, tables)
-        if not found:
-            self.steps.kept.clear()
-            return {}
-        steps = self.steps.find_first(self._gather)
-        errors = {
-            group: compare_ranks(tables, digests, group, steps.get(group))
-            for group, tables in found.items()
-        }
-        return {group: error for group, error in errors.items() if error is not None}
+                name = "buffers" if group == _FREE_BUFFERS else group
+                for groups, own in zip(found, tables, strict=True):
+                    groups.setdefault(name, {}).update(own)
+        if any(found):
+            kept = [dict(row) for row in self._gather([*self.kept.items()])]
+            return compare_ranks(found, digests, find_first_step(kept))
+        self.kept.clear()
+        return None
 
     def _select_shared(self, tables: list[dict[str, str]]) -> list[dict[str, str]]:
         """Return the entries of buffers that must be equal.
@@ -328,6 +231,69 @@ class RankAgreement:
             elif before.get(name) in held:
                 self._agreed[name] = before[name]
         return [{name: table[name] for name in self._agreed} for table in tables]
+
+
+def find_first_step(kept: Sequence[Mapping[int, str]]) -> tuple[int | None, int] | None:
+    """Return the last step after which the ranks were equal, and the first after which not.
+
+    ``kept`` has what each rank kept. Steps that only some ranks have are not compared.
+    """
+    before = None
+    for step in sorted(set.intersection(*map(set, kept))):
+        if len({own[step] for own in kept}) > 1:
+            return before, step
+        before = step
+    return None
+
+
+def compare_ranks(
+    groups: Sequence[Groups], digests: Digests, steps: tuple[int | None, int] | None = None
+) -> DriftError:
+    """Compare the groups of each rank, of which some differ, in a record.
+
+    The other ranks are compared with rank 0. If they differ from it and agree with each other, rank
+    0 is the one that differs. Two ranks differ from each other; ``rank`` is then 1. ``steps`` is
+    what ``find_first_step`` returned.
+
+    Returns:
+        The error that names the rank that differs, and what differs on it, the same on all ranks.
+    """
+    differing = [rank for rank, own in enumerate(groups) if own != groups[0]]
+    base = 0
+    if 1 < len(groups) - 1 == len(differing) and all(own == groups[1] for own in groups[2:]):
+        base, differing = 1, [0]
+    rank = differing[0]
+    one, other = (
+        replace(digests, groups=groups[number], totals={}, scalars={}) for number in (base, rank)
+    )
+    difference = record_difference(one, other)
+    assert difference is not None, "some entry differs"
+    count, total = difference.by_kind[difference.kind]
+    entries = {"optimizers": "optimizer entries"}.get(difference.kind, escape(difference.kind))
+    who, reference = f"Rank {rank} differs from rank {base}", " (reference)"
+    if len(groups) == _PAIR:  # nothing tells which of two is wrong
+        who, reference = "Ranks 0 and 1 differ from each other", ""
+    elif len(differing) > 1:
+        listed = ", ".join(map(str, differing[:8])) + (", ..." if differing[8:] else "")
+        who = f"Ranks {listed} differ from rank {base}"
+    label = f"rank {base}{reference}:"
+    expected, actual = describe_pair(difference.expected, difference.actual)
+    named = describe_names(difference.names, count)
+    lines = [
+        f"{who} in {difference.where}: {count} of {total} {entries} differ, first {named}.",
+        f"  {label} {expected}",
+        f"  {f'rank {rank}:':<{len(label)}} {actual}",
+        *describe_groups(difference),
+    ]
+    if steps is not None:
+        equal = "" if steps[0] is None else f" They were still equal after step {steps[0]}."
+        lines.append(f"The ranks differed after step {steps[1]}.{equal}")
+    lines.append(
+        "All ranks must hold the same bits after each step. Look for what only one rank does: a "
+        "change to its weights, a learning rate that follows its own metric (log the metric with "
+        "sync_dist=True), a module that is not synchronized, a failing device."
+    )
+    return make_drift_error(lines, difference, rank=rank, expected_rank=base)
 
 
 def _hash(parts: Iterable[object]) -> str:

@@ -20,6 +20,29 @@ from lightning_d9m.ledger.stack import same_logical_ranks
 from lightning_d9m.text import describe_names, describe_pair, escape, pluralize
 
 
+def describe_groups(difference: Divergence) -> list[str]:
+    """Return a line with the number of entries that differ in each group, if it is not one."""
+    parts = [f"{escape(group)} {n} of {of}" for group, (n, of) in difference.by_kind.items()]
+    return [f"In all: {', '.join(parts)}."] if parts[1:] else []
+
+
+def make_drift_error(lines: list[str], difference: Divergence, **ranks: int) -> DriftError:
+    """Make the error of a difference, which has its facts; ``ranks`` tells which ranks differ."""
+    return DriftError(
+        "\n".join(lines),
+        moment=difference.moment,
+        epoch=difference.epoch,
+        step=difference.step,
+        group=difference.kind,
+        names=difference.names,
+        count=difference.count,
+        total=difference.compared,
+        expected=difference.expected,
+        actual=difference.actual,
+        **ranks,
+    )
+
+
 class Reference:
     """One rank's part of a reference ledger, read in step with the run.
 
@@ -142,9 +165,7 @@ class Reference:
         )
         expected, actual = describe_pair(difference.expected, difference.actual)
         lines = [headline, f"  reference: {expected}", f"  this run:  {actual}"]
-        if len(difference.by_kind) > 1:
-            parts = [f"{escape(g)} {n} of {of}" for g, (n, of) in difference.by_kind.items()]
-            lines.append(f"In all: {', '.join(parts)}.")
+        lines += describe_groups(difference)
         if difference.moment == "initial":
             lines.append(
                 "They differed before the first step, so no training caused it. Seed before the "
@@ -161,19 +182,7 @@ class Reference:
         else:
             lines.append(f"They last agreed in {self._agreed}, so the cause lies after it.")
         lines.append(f"Reference: {self._reader.path if self._reader else self._ledger.path}")
-        return DriftError(
-            "\n".join(lines),
-            moment=difference.moment,
-            epoch=difference.epoch,
-            step=difference.step,
-            rank=self.rank,
-            group=difference.kind,
-            names=difference.names,
-            count=difference.count,
-            total=difference.compared,
-            expected=difference.expected,
-            actual=difference.actual,
-        )
+        return make_drift_error(lines, difference, rank=self.rank)
 
     def finish(self) -> str | None:
         """Return a sentence about records that were not compared; None if there are none."""

@@ -376,9 +376,8 @@ class Run:
             )
             place = {"moment": digests.moment, "epoch": digests.epoch, "step": digests.step}
             errors.append(DriftError(text, **place, rank=drifted, count=rows[drifted][0]))
-        if agreement is not None:
-            errors += agreement.compare([row[1:] for row in rows], digests).values()
-        return errors
+        drift = None if agreement is None else agreement.compare([row[1:] for row in rows], digests)
+        return errors if drift is None else [*errors, drift]
 
     def _write_held(self) -> None:
         if self.held:
@@ -395,7 +394,7 @@ class Run:
         agreement, header = self._agreement, self._header
         if agreement is None or header is None or SHARDED_PARAMETERS in header.stack:
             return
-        if agreement.steps.wants(step):
+        if agreement.wants(step):
             with suppress(D9mError):
                 agreement.keep_step(step, self._read().groups)
 

@@ -1,133 +1,290 @@
-"""Digests across ranks: the rank that differs is named, the same on every rank."""
+"""Ranks compare all state that must be equal; who differs is named, the same on every rank."""
+
+import gc
+from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from rank_threads import RANKS, Threads
+from torch import distributed, nn
+from torch.distributed.pipelining import PipelineStage
 
+from lightning_d9m.hashing.shards import find_flat_layouts
+from lightning_d9m.hashing.training_state import take_partial_snapshot
 from lightning_d9m.ledger.format.records import Digests, End
-from lightning_d9m.recording.rank_agreement import StepDigests, compare_ranks
+from lightning_d9m.ranks.ranks import Ranks
+from lightning_d9m.recording.rank_agreement import (
+    RankAgreement,
+    ReplicatedState,
+    compare_ranks,
+    count_stages,
+    describe_division,
+    find_first_step,
+    find_replicated_state,
+)
 
-SAME = {"w": "a" * 32, "b": "b" * 32}
 EPOCH = Digests(moment="epoch", epoch=4, step=115, totals={}, groups={})
-ODD = {"w": "a" * 32, "b": "c" * 32}
-
-
-THIRD = {"w": "d" * 32, "b": "d" * 32}
-
-
-@pytest.mark.parametrize("count", [1, 2, 5])
-def test_ranks_that_agree_are_equal(count):
-    assert compare_ranks([SAME] * count, EPOCH) is None
-    assert compare_ranks([{}] * count, EPOCH) is None  # parameters that are all sharded
+A, B, C = ({"weights": {"w": "a" * 32, "b": other * 32}} for other in "bcd")
 
 
 @pytest.mark.parametrize(
-    ("tables", "rank", "expected_rank", "names"),
+    ("groups", "rank", "expected_rank"),
     [
-        ((ODD, SAME), 1, 0, ("b",)),  # nothing tells which of two is wrong
-        ((SAME, SAME, ODD, SAME), 2, 0, ("b",)),
-        ((ODD, SAME, SAME), 0, 1, ("b",)),
-        ((SAME, ODD, THIRD), 1, 0, ("b",)),  # rank 0 is as good as any
-        ((SAME, {"w": "a" * 32, "x": "b" * 32}), 1, 0, ("names of the entries",)),
+        ((B, A), 1, 0),  # nothing tells which of two is wrong
+        ((A, A, B, A), 2, 0),
+        ((B, A, A), 0, 1),
+        ((A, B, C), 1, 0),  # rank 0 is as good as any
     ],
 )
-def test_rank_0_is_expected_unless_it_alone_differs(tables, rank, expected_rank, names):
-    found = compare_ranks(tables, EPOCH)
-    assert (found.rank, found.expected_rank, found.names) == (rank, expected_rank, names)
-    if names == ("b",):
-        assert (found.count, found.total) == (1, 2)
-        sides = (tables[expected_rank]["b"], tables[rank]["b"])
-        assert (found.expected, found.actual) == sides
+def test_rank_0_is_expected_unless_it_alone_differs(groups, rank, expected_rank):
+    found = compare_ranks(groups, EPOCH)
+    assert (found.rank, found.expected_rank, found.names) == (rank, expected_rank, ("b",))
+    sides = (groups[expected_rank]["weights"]["b"], groups[rank]["weights"]["b"])
+    assert (found.expected, found.actual) == sides
 
 
 def test_the_error_says_who_differs_from_whom_where_and_in_what():
     """All the facts are attributes."""
-    names = [f"layers.{number}.weight" for number in range(20)]
+    names = [f"layers.{number:02}.weight" for number in range(20)]
     table = dict.fromkeys(names, "a" * 32)
     other = table | dict.fromkeys(names[3:17], "b" * 32)
-    error = compare_ranks([table, table, other], EPOCH)
+    rows = [{"weights": own, "schedulers": {"0": own[names[3]]}} for own in (table, table, other)]
+    error = compare_ranks(rows, EPOCH, (20, 22))
     assert str(error) == (
         "Rank 2 differs from rank 0 in epoch 4 (step 115): 14 of 20 weights differ, first "
-        "layers.3.weight, layers.4.weight, layers.5.weight and 11 more.\n"
+        "layers.03.weight, layers.04.weight, layers.05.weight and 11 more.\n"
         f"  rank 0 (reference): {'a' * 16}\n"
         f"  rank 2:             {'b' * 16}\n"
+        "In all: weights 14 of 20, schedulers 1 of 1.\n"
+        "The ranks differed after step 22. They were still equal after step 20.\n"
         "All ranks must hold the same bits after each step. Look for what only one rank does: "
         "a change to its weights, a learning rate that follows its own metric (log the metric "
         "with sync_dist=True), a module that is not synchronized, a failing device."
     )
     assert (error.moment, error.epoch, error.step, error.rank) == ("epoch", 4, 115, 2)
-    assert (error.group, error.count, error.total) == ("weights", 14, 20)
+    assert (error.group, error.count, error.expected_rank) == ("weights", 15, 0)
     assert error.names == tuple(names[3:13])
     assert (error.expected, error.actual) == ("a" * 32, "b" * 32)
-    assert error.expected_rank == 0
     drift = End.failed(error).drift
     assert (drift.moment, drift.epoch, drift.step, drift.rank) == ("epoch", 4, 115, 2)
-    assert (drift.group, drift.name) == ("weights", "layers.3.weight")
+    assert (drift.group, drift.name) == ("weights", "layers.03.weight")
     # Nothing tells which of two ranks is wrong.
-    message = str(compare_ranks([{"w": "a" * 32}, {"w": "b" * 32}], EPOCH))
+    message = str(compare_ranks([A, {"weights": {"w": "a" * 32}}], EPOCH, (None, 1)))
     assert message.startswith(
-        "Ranks 0 and 1 differ from each other in epoch 4 (step 115): 1 of 1 weights differ, "
-        f"first w.\n  rank 0: {'a' * 16}\n  rank 1: {'b' * 16}\n"
+        "Ranks 0 and 1 differ from each other in epoch 4 (step 115): 1 of 2 weights differ, "
+        f"first b.\n  rank 0: {'b' * 16}\n  rank 1: missing\nThe ranks differed after step 1.\n"
     )
-
-
-@pytest.mark.parametrize(
-    ("steps", "said"),
-    [((20, 22), "22. They were still equal after step 20."), ((None, 1), "1.")],
-)
-def test_the_steps_between_which_ranks_began_to_differ(steps, said):
-    lines = str(compare_ranks([SAME, ODD], EPOCH, steps=steps)).splitlines()
-    assert lines[3] == f"The ranks differed in this after step {said}"
-
-
-def find_first(*ranks):
-    """Return what each rank finds if they gather their rows."""
-    rows = []
-    for rank in ranks:
-        rank.find_first(lambda own: rows.append(own) or [own])
-    (found,) = {repr(rank.find_first(lambda _: rows)): 0 for rank in ranks}
-    return ranks[0].find_first(lambda _: rows), found
-
-
-def train(rank, steps, drift=None, group="weights"):
-    for step in steps:
-        if rank.wants(step):
-            groups = {"weights": {"w": f"{step:032x}"}, "optimizers": {"0.group.0": "0" * 32}}
-            if drift is not None and step >= drift:
-                groups[group] = dict.fromkeys(groups[group], "f" * 32)
-            rank.add(step, groups)
+    others = str(compare_ranks([A, B, C, A], EPOCH))
+    assert others.startswith("Ranks 1, 2 differ from rank 0 in epoch 4")
 
 
 @given(st.integers(1, 3000), st.sampled_from(["weights", "optimizers"]), st.data())
 def test_the_steps_before_and_after_a_drift_are_found(steps, group, data):
     """Of many steps they are close to it; each of at most 32 is kept."""
     drift = data.draw(st.integers(1, steps))
-    ranks = StepDigests(), StepDigests(), StepDigests()
+    ranks = [RankAgreement(list, ReplicatedState(weights=["w"])) for _ in range(3)]
     for number, rank in enumerate(ranks):
-        train(rank, range(1, steps + 1), drift if number == 1 else None, group)
-    assert len(ranks[0].kept) <= 32
-    found = find_first(*ranks)[0]
+        for step in filter(rank.wants, range(1, steps + 1)):
+            groups = {"weights": {"w": f"{step:032x}"}, "optimizers": {"0.group.0": "0" * 32}}
+            if number == 1 and step >= drift:
+                groups[group] = dict.fromkeys(groups[group], "f" * 32)
+            rank.keep_step(step, groups)
+    kept = [rank.kept for rank in ranks]
+    assert len(kept[0]) <= 32
+    found = find_first_step(kept)
+    assert found == find_first_step(kept[::-1])
     if steps <= 32:
-        assert found == {group: (drift - 1 or None, drift)}
+        assert found == (drift - 1 or None, drift)
     elif found:
-        equal, first = found[group]
+        equal, first = found
         assert (equal or 0) < drift <= first
         assert first - (equal or 0) <= steps / 16
     else:  # after the last step that is kept
         assert steps - drift <= steps / 16
 
 
-def test_nothing_is_found_after_the_ranks_agreed():
-    ranks = StepDigests(), StepDigests()
-    train(ranks[0], range(1, 10), 5)
-    train(ranks[1], range(1, 10))
-    for rank in ranks:
-        rank.kept.clear()
-    assert find_first(*ranks)[0] == {}
-
-
 def test_steps_that_only_one_rank_has_are_not_compared():
-    ranks = StepDigests(), StepDigests()
-    train(ranks[0], range(1, 10))
-    train(ranks[1], range(1, 6), 6)
-    assert find_first(*ranks)[0] == {}
+    assert find_first_step([{1: "a", 2: "b"}, {1: "a"}]) is None
+
+
+class Net(nn.Module):
+    """Has a layer, statistics of each rank's own data, a constant table and a codebook."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.register_buffer("table", torch.arange(4.0), persistent=False)
+        self.register_buffer("codebook", torch.zeros(4))
+
+    def forward(self, x):
+        self.codebook += x.detach().mean(0)  # follows each rank's own data
+        return self.norm(self.linear(x) + self.table)
+
+
+class Rank:
+    """A model in training, as one rank of a data-parallel run has it."""
+
+    def __init__(self, number):
+        torch.manual_seed(0)
+        self.number = number
+        self.model = Net()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        schedulers = torch.optim.lr_scheduler
+        self.schedulers = [
+            schedulers.StepLR(self.optimizer, 10),
+            schedulers.ReduceLROnPlateau(self.optimizer, patience=99),
+        ]
+
+    def step(self):
+        own = torch.full((8, 4), float(self.number)) + torch.arange(32.0).reshape(8, 4)
+        self.model(own)  # the buffers differ from rank to rank from here on
+        for parameter in self.model.parameters():
+            parameter.grad = torch.ones_like(parameter)  # as if it was reduced
+        self.optimizer.step()
+        self.schedulers[0].step()
+        self.schedulers[1].step(1.0 + self.number)  # a metric that is not synchronized
+
+    def compare(self, exchange, disturb, at):
+        """Return the difference that this rank finds at each of three records."""
+        gather = Ranks(self.number, exchange).gather_json
+        replicated = find_replicated_state(self.model, [self.optimizer], self.schedulers)
+        agreement = RankAgreement(gather, replicated)
+        for record in range(3):
+            if record:
+                self.step()
+            if record == at and self.number == 1:
+                disturb(self)
+            groups = take_partial_snapshot(self.model, [self.optimizer], self.schedulers).groups
+            yield agreement.compare(gather(agreement.summarize(groups)), EPOCH)
+
+
+def find_differences(disturb, *, at=1):
+    """Train ranks, each in a thread, and disturb one; return the difference at each record."""
+    threads, ranks = Threads(), [Rank(number) for number in range(RANKS)]
+    with ThreadPoolExecutor(RANKS) as pool:
+        found = pool.map(
+            lambda rank: [*rank.compare(threads.exchange_of(rank.number), disturb, at)], ranks
+        )
+    first, *others = map(repr, results := list(found))
+    assert others == [first] * (RANKS - 1)  # the same on every rank
+    return results[0]
+
+
+def test_equal_training_states_agree_though_statistics_of_own_data_differ():
+    assert find_differences(lambda rank: None) == [None, None, None]
+
+
+def one_ulp(tensor):
+    tensor.view(torch.int32).view(-1)[1] += 1
+
+
+def state(rank):
+    return rank.optimizer.state[rank.model.linear.weight]
+
+
+EXP_AVG_SQ = "0.exp_avg_sq.linear.weight"
+
+
+def table_of_another_shape(rank):
+    rank.model.register_buffer("table", torch.arange(5.0)[:4].clone() * 2)
+
+
+@pytest.mark.parametrize(
+    ("disturb", "group", "name"),
+    [
+        (lambda rank: one_ulp(rank.model.linear.weight.data), "weights", "linear.weight"),
+        (lambda rank: one_ulp(state(rank)["exp_avg"]), "optimizers", "0.exp_avg.linear.weight"),
+        (lambda rank: one_ulp(state(rank)["exp_avg_sq"]), "optimizers", EXP_AVG_SQ),
+        (lambda rank: state(rank)["step"].add_(1), "optimizers", "0.step.linear.weight"),
+        (lambda rank: rank.optimizer.param_groups[0].update(lr=0.02), "optimizers", "0.group.0"),
+        (lambda rank: setattr(rank.schedulers[0], "gamma", 0.2), "schedulers", "0"),
+        (lambda rank: one_ulp(rank.model.table), "buffers", "table"),
+        (table_of_another_shape, "buffers", "table"),
+    ],
+)
+def test_a_difference_on_one_rank_is_named(disturb, group, name):
+    _, found, _ = find_differences(disturb)
+    assert (found.rank, found.group, found.names) == (1, group, (name,))
+    assert found.expected != found.actual
+
+
+def test_state_that_one_rank_lacks_is_a_difference():
+    found = find_differences(lambda rank: state(rank).pop("exp_avg"), at=2)[2]
+    assert found.names == ("0.exp_avg.linear.weight",)
+
+
+def test_synchronized_statistics_must_be_equal():
+    model = nn.Sequential(nn.SyncBatchNorm(2), nn.BatchNorm1d(2), nn.InstanceNorm1d(2))
+    replicated = find_replicated_state(model)
+    names = {"0.running_mean", "0.running_var", "0.num_batches_tracked"}
+    assert set(replicated.synchronized) == names
+    assert replicated.select(take_partial_snapshot(model).groups)["buffers"].keys() == names
+    assert not replicated.select_buffers(take_partial_snapshot(model).groups)
+
+
+def test_what_ddp_ignores_may_differ():
+    model = Net()
+    model._ddp_params_and_buffers_to_ignore = ["linear.bias", "table"]
+    replicated = find_replicated_state(model)
+    groups = take_partial_snapshot(model).groups
+    assert "linear.bias" not in replicated.select(groups)["weights"]
+    assert "table" not in replicated.select_buffers(groups)
+
+
+def test_sharded_state_may_differ_but_not_its_settings():
+    class ZeroRedundancyOptimizer(torch.optim.Adam):
+        """Stands for torch's, which needs a process group."""
+
+    model = nn.Linear(2, 1)
+    optimizers = [kind(model.parameters()) for kind in (torch.optim.Adam, ZeroRedundancyOptimizer)]
+    model(torch.ones(1, 2)).sum().backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    groups = take_partial_snapshot(model, optimizers).groups
+    selected = find_replicated_state(model, optimizers).select(groups)["optimizers"]
+    assert {name for name in selected if name.startswith("1.")} == {"1.group.0"}
+    assert "0.exp_avg.weight" in selected
+
+
+def test_the_loss_of_a_rank_that_lbfgs_keeps_may_differ():
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.LBFGS(model.parameters())
+    optimizer.step(lambda: model(torch.ones(1, 2)).sum())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step(lambda: model(torch.ones(1, 2)).sum())
+    groups = take_partial_snapshot(model, [optimizer]).groups
+    assert "0.prev_loss.weight" in groups["optimizers"]
+    selected = find_replicated_state(model, [optimizer]).select(groups)["optimizers"]
+    assert "0.d.weight" in selected
+    assert "0.prev_loss.weight" not in selected
+
+
+@pytest.fixture
+def group(tmp_path):
+    """Open a process group of one rank."""
+    store = distributed.FileStore(str(tmp_path / "store"), 1)
+    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+def test_a_stage_is_found_while_it_exists(group):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    other = nn.Linear(2, 2)
+    assert count_stages(model) == 0
+    # A stage may run a part of the model, in a wrapper.
+    stage = PipelineStage(nn.Sequential(model[0]), 0, 3, torch.device("cpu"))
+    assert count_stages(model) == count_stages(model[0]) == 3
+    assert count_stages(model[1]) == count_stages(other) == 0
+    assert describe_division(model, find_flat_layouts(model)) == {"world.pipeline_stages": 3}
+    assert find_replicated_state(model) is None
+    assert find_replicated_state(other).weights == {"weight", "bias"}
+    with mock.patch.object(distributed, "is_initialized", return_value=False):
+        assert count_stages(model) == 0  # without a group no stage can run
+    del stage
+    gc.collect()
+    assert count_stages(model) == 0
