@@ -3,7 +3,6 @@
 import importlib
 import os
 import pickle
-import random
 
 import numpy as np
 import pytest
@@ -56,13 +55,6 @@ def test_two_runs_and_both_packages_agree_and_another_seed_does_not(fit):
     assert not any(equal(first, fit(package=package, seed=4)) for package in PACKAGES)
 
 
-def test_two_fits_in_one_process_differ_and_equal_their_counterparts(fit):
-    one = [fit(), fit(again=True)]
-    other = [fit(), fit(again=True)]
-    assert [equal(*pair) for pair in zip(one, other, strict=True)] == [True, True]
-    assert final_weights(one[0]) != final_weights(one[1])
-
-
 def test_validation_does_not_change_what_training_draws(fit):
     words = ({"num_sanity_val_steps": 0}, {"limit_val_batches": 0}, {"val_check_interval": 2})
     fits = [fit(**{f"trainer_{name}": value for name, value in own.items()}) for own in words]
@@ -105,15 +97,6 @@ def test_a_variable_that_is_no_seed_is_named(fit, monkeypatch, text):
     monkeypatch.setenv("PL_GLOBAL_SEED", text)
     with pytest.raises(SettingError, match=f"PL_GLOBAL_SEED is '{text}'.*0 to 4294967295"):
         fit(seed=None)
-
-
-def test_the_random_generators_are_restored(fit):
-    """Flags and variables are watched by a fixture."""
-    loader, model = make_loader(), make_model()
-    expected = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
-    fit(loader=loader, model=model)
-    assert torch.equal(torch.get_rng_state(), expected[0])
-    assert (random.getstate(), np.random.get_state()[1].tolist()) == expected[1:]
 
 
 def test_an_exception_is_recorded_and_everything_restored(fit, tmp_path):

@@ -41,7 +41,7 @@ def test_a_survey_says_what_each_epoch_consists_of_and_changes_no_bit(train, tmp
 PLACES = {
     "epoch:0": (1, 0),
     "batch:1:2": (1, 2),
-    "batch:1:3": (1, 3),
+    "batch:0:3+7": (0, 3),
     "validation:0:4": (0, 6),
     "validated:0": (0, 6),
 }
@@ -51,15 +51,6 @@ def test_a_fit_is_killed_at_its_place_and_an_unchanged_program_resumes_it(train,
     shapes, breaks = interrupt(train, tmp_path, *PLACES, trainer_accumulate_grad_batches=2)
     assert shapes == [(6, "batch")] * 2
     assert [(entry.epoch, entry.batch) for entry in breaks] == [*PLACES.values()]
-
-
-def test_a_fit_may_be_killed_some_batches_after_the_checkpoint(train, fit, tmp_path):
-    with pytest.raises(KilledError):
-        train(interrupt="batch:0:2+7")
-    checkpoint = torch.load(tmp_path / "points/interrupted.ckpt", weights_only=True)
-    loops = checkpoint["loops"]["fit_loop"]
-    assert loops["epoch_loop.batch_progress"]["total"]["processed"] == 2
-    assert fit.trainer.fit_loop.epoch_loop.batch_progress.total.processed == 9
 
 
 def test_only_the_first_fit_of_a_process_is_steered(train, fit, tmp_path, monkeypatch):

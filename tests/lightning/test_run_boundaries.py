@@ -19,26 +19,16 @@ def make_trainer(folder, **options):
     return pl.Trainer(callbacks=[DeterminismCallback()], **options)
 
 
-@pytest.fixture
-def lonely_trainer():
+def test_a_gather_without_the_other_ranks_says_so_and_hides_no_error_of_the_program():
     """A Trainer of two ranks whose process group was never made."""
     strategy = SimpleNamespace(root_device="cpu", all_gather=lambda tensor: tensor)
-    return SimpleNamespace(world_size=2, global_rank=0, strategy=strategy)
-
-
-def test_a_gather_without_the_other_ranks_says_so(lonely_trainer):
+    ranks = ranks_of(SimpleNamespace(world_size=2, global_rank=0, strategy=strategy))
     with pytest.raises(SettingError, match="The Trainer has 2 ranks, but all_gather of"):
-        ranks_of(lonely_trainer).gather_json(1)
-
-
-def test_a_failing_gather_does_not_hide_the_error_of_the_program(lonely_trainer):
-    def fail():
-        raise KeyError("of the program")
-
-    with pytest.raises(KeyError, match="of the program"):
-        ranks_of(lonely_trainer).raise_on_all(fail)
+        ranks.gather_json(1)
     with pytest.raises(SettingError, match="The Trainer has 2 ranks"):
-        ranks_of(lonely_trainer).raise_on_all(lambda: None)
+        ranks.raise_on_all(lambda: None)
+    with pytest.raises(KeyError, match="of the program"):
+        ranks.raise_on_all(lambda: {}["of the program"])
 
 
 def test_a_fit_in_a_second_thread_is_refused_at_its_start(tmp_path):

@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 from trainings import QUIET, make_loader, make_model
 
-from lightning_d9m import DeterminismCallback, DriftError, SettingError, deterministic, enable
+from lightning_d9m import DeterminismCallback, DriftError, SettingError, enable
 from lightning_d9m.control import session
 from lightning_d9m.ledger.folder import read_ledger
 from lightning_d9m.lightning import callback
@@ -32,19 +32,6 @@ def test_patches_of_the_session_cannot_be_refused_by_a_run():
         assert resolve_settings({}).patch_ops
         with pytest.raises(SettingError, match=r"enable\(\) has patched the operations already"):
             resolve_settings({"patch_ops": False})
-
-
-def test_a_fit_in_a_session_is_the_same_wherever_in_a_sweep_it_comes(fit):
-    def last(seed, again=True):
-        with deterministic(seed=seed):
-            return fit(seed=None, again=again).outcome(0).final.totals
-
-    first = last(1, again=False)
-    other = last(2)
-    assert last(1) == first != other
-    with deterministic(seed=1):
-        totals = [fit(seed=None, again=True).outcome(0).final.totals for _ in range(2)]
-    assert totals[0] == first != totals[1]
 
 
 def test_a_session_that_a_hook_enabled_and_left_open_ends_with_the_run(fit):

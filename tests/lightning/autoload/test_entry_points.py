@@ -1,5 +1,7 @@
 """``LIGHTNING_D9M=1 python train.py``, in processes of their own, on a project without us."""
 
+import importlib
+import inspect
 import json
 import os
 import subprocess
@@ -10,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from lightning_d9m.ledger.folder import list_fits, read_ledger
+from lightning_d9m.lightning.autoload.entry_points import call_after_import
 
 PROJECT = Path(__file__).parents[2] / "support" / "autoload_training.py"
 ENTRY_POINTS = {
@@ -110,16 +113,23 @@ def test_what_cannot_be_obeyed_breaks_no_import_and_stops_the_trainer(tmp_path, 
     assert "is not possible: The variable LIGHTNING_D9M_SEED is 'abc'" in last
 
 
-def test_a_broken_installation_breaks_no_import(tmp_path):
+def test_nothing_is_loaded_without_the_variable_and_a_broken_installation_breaks_no_import(
+    tmp_path,
+):
     """A package of ours that lacks a module: torch works, and no Trainer is built."""
     code = """
-        import sys
+        import os, sys, torch
+        for value in "", "0":
+            print([m for m in sys.modules if m.startswith("lightning_d9m.")])
+            print(torch.initial_seed() != 0, torch.are_deterministic_algorithms_enabled())
+            from lightning_d9m.lightning.autoload import entry_points
+            os.environ["LIGHTNING_D9M"] = "0"
+            entry_points.load()  # as torch did at its import
+        os.environ["LIGHTNING_D9M"] = "1"
         for lacking in ("lightning_d9m.errors", "lightning_d9m.control.session"):
             sys.modules[lacking] = None
-            if "torch" in sys.modules:  # call what torch calls when it is imported
-                entry_points._AutoloadState.problem = None
-                entry_points.load()
-            import torch
+            entry_points._AutoloadState.problem = None
+            entry_points.load()
             import pytorch_lightning
             print(float(torch.ones(2).sum()))
             try:
@@ -127,12 +137,15 @@ def test_a_broken_installation_breaks_no_import(tmp_path):
             except Exception as error:
                 print(error)
             del sys.modules[lacking]
-            from lightning_d9m.lightning.autoload import entry_points
     """
     (tmp_path / "program.py").write_text("\n".join(line[8:] for line in code.splitlines()))
-    done, _ = run("program.py", folder=tmp_path)
+    done, _ = run("program.py", folder=tmp_path, LIGHTNING_D9M="")
+    autoload = "lightning_d9m.lightning.autoload"
+    loaded = ["lightning_d9m.version", "lightning_d9m.lightning", autoload]
+    loaded.append(f"{autoload}.entry_points")
+    *before, first, problem, second, other = done.stdout.splitlines()
+    assert before == [f"{loaded}", "True False"] * 2
     assert done.stderr.count("LIGHTNING_D9M=1 has no effect") == 2
-    first, problem, second, other = done.stdout.splitlines()
     assert (first, second) == ("2.0", "2.0")
     assert "import of lightning_d9m.errors halted" in problem
     assert "import of lightning_d9m.control.session halted" in other
@@ -156,30 +169,26 @@ def test_a_program_that_enables_determinism_itself_keeps_its_session(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-def test_without_the_variable_nothing_is_loaded(tmp_path):
-    code = """
-        import sys, torch
-        for value in "", "0":
-            print([m for m in sys.modules if m.startswith("lightning_d9m.")])
-            print(torch.initial_seed() != 0, torch.are_deterministic_algorithms_enabled())
-            import os
-            from lightning_d9m.lightning.autoload.entry_points import load
-            os.environ["LIGHTNING_D9M"] = "0"
-            load()  # as torch did at its import
-    """
-    (tmp_path / "program.py").write_text("\n".join(line[8:] for line in code.splitlines()))
-    done, _ = run("program.py", folder=tmp_path, LIGHTNING_D9M="")
-    autoload = "lightning_d9m.lightning.autoload"
-    loaded = [
-        "lightning_d9m.version",
-        "lightning_d9m.lightning",
-        autoload,
-        f"{autoload}.entry_points",
-    ]
-    assert done.stdout.splitlines() == [f"{loaded}", "True False"] * 2
-
-
 def test_torch_alone_is_seeded_too(tmp_path, forking_python):
     code = "import torch; print(torch.initial_seed(), torch.are_deterministic_algorithms_enabled())"
     done, _ = run("-c", code, folder=tmp_path, python=forking_python, LIGHTNING_D9M_SEED="7")
     assert done.stdout.split() == ["7", "True"]
+
+
+def test_a_hook_acts_once_after_an_import_and_leaves_the_module_its_loader(tmp_path, monkeypatch):
+    (tmp_path / "hooked_module.py").write_text("value = 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    seen, finders = [], len(sys.meta_path)
+    call_after_import("hooked_module", lambda: seen.append(sys.modules["hooked_module"].value))
+    assert seen == []
+    loaded = importlib.import_module("hooked_module")
+    assert (seen, len(sys.meta_path)) == ([1], finders)
+    importlib.reload(loaded)
+    assert seen == [1]
+    assert loaded.__loader__ is loaded.__spec__.loader
+    assert type(loaded.__loader__).__name__ == "SourceFileLoader"
+    assert inspect.getsource(loaded) == "value = 1\n"
+    call_after_import("hooked_module", lambda: seen.append(2))  # at once
+    assert seen == [1, 2]
+    del sys.modules["hooked_module"]
