@@ -31,7 +31,7 @@ from lightning_d9m.ledger.format.writer import LedgerWriter
 from lightning_d9m.logical_ranks.exchange import RootExchange
 from lightning_d9m.logical_ranks.tree import Blocks, Fold, Node
 from lightning_d9m.ranks.ranks import Ranks
-from lightning_d9m.recording.rank_agreement import RankAgreement, ReplicatedState
+from lightning_d9m.recording.drift import RankAgreement, ReplicatedState
 
 RESULT = Path(__file__).parent / "results" / "scale.json"
 SUPPORT = Path(__file__).parents[1] / "tests" / "support"

@@ -34,22 +34,29 @@ from lightning_d9m.text import describe_pair
 _COMPARED = frozenset({"input", "output", "grad_output", "local_gradient"})
 
 
-def capture_state(model: Module, values: object) -> Watch:
+def _capture(model: Module, values: object) -> tuple[Watch, RngState]:
     """Return what a step may change besides weights and gradients.
 
-    That is the state of the model, without its weights, and of further values: the batch, say.
+    That is the state of the model, without its weights, of further values (the batch, say), and of
+    the generators.
     """
     # Buffers of TorchScript are in none of its attributes.
     owners = {"model": model, "values": [values, *model.buffers()]}
-    return Watch(owners, leave_out=lambda _, value: isinstance(value, Parameter))
+    return Watch(owners, leave_out=lambda _, value: isinstance(value, Parameter)), capture_rng()
+
+
+def _restore(state: tuple[Watch, RngState], model: Module, gradients: list[Tensor | None]) -> None:
+    state[0].restore()
+    restore_rng(state[1])
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        parameter.grad = gradient
 
 
 class _Step(NamedTuple):
     """The first run of a step, from its beginning."""
 
     call: tuple[tuple[Any, ...], dict[str, Any]]
-    state: Watch
-    rng: RngState
+    state: tuple[Watch, RngState]
     weights: Trace
     trace: Trace
 
@@ -142,9 +149,8 @@ class Replay(Listener):
                 "replay_every=0."
             )
         self._trace = Trace()
-        state = capture_state(self._module, (args, kwargs))
-        weights = self._trace_weights()
-        self._step = _Step((args, kwargs), state, capture_rng(), weights, self._trace)
+        state, weights = _capture(self._module, (args, kwargs)), self._trace_weights()
+        self._step = _Step((args, kwargs), state, weights, self._trace)
 
     def _take_buffers(self) -> None:
         buffers = self._module.named_buffers()
@@ -175,25 +181,21 @@ class Replay(Listener):
         differentiate: Callable[[Tensor], object],
     ) -> Trace:
         """Run a step again, and leave everything as it was before this."""
-        (args, kwargs), trainer = first.call, self._trainer
-        left, left_rng = capture_state(self._module, first.call), capture_rng()
-        parameters = list(self._module.parameters())
-        left_gradients = [parameter.grad for parameter in parameters]
+        (args, kwargs), trainer, module = first.call, self._trainer, self._module
+        left = _capture(module, first.call)
+        left_gradients = [parameter.grad for parameter in module.parameters()]
         self._trace = trace = Trace()
         self._repeating = True
         try:
-            first.state.restore()
-            restore_rng(first.rng)
-            for parameter, gradient in zip(parameters, gradients, strict=True):
-                parameter.grad = gradient
+            _restore(first.state, module, gradients)
             with ExitStack() as stack, torch.enable_grad():
                 # Log nothing, and let each rank keep its gradients to itself.
                 for name in ("log", "log_dict"):
-                    replace_method(stack, self._module, name, lambda *_, **__: None)
+                    replace_method(stack, module, name, lambda *_, **__: None)
                 block = getattr(trainer.strategy, "block_backward_sync", nullcontext)
                 stack.enter_context(block())
                 with trainer.precision_plugin.train_step_context():
-                    output = self._module.training_step(*args, **kwargs)
+                    output = module.training_step(*args, **kwargs)
                 # What Lightning differentiates: divided when batches accumulate, not yet scaled.
                 kind = trainer.fit_loop.epoch_loop.automatic_optimization.output_result_cls
                 result = kind.from_training_step_output(output, trainer.accumulate_grad_batches)
@@ -206,10 +208,7 @@ class Replay(Listener):
         finally:
             self._repeating = False
             self._trace = None
-            for parameter, gradient in zip(parameters, left_gradients, strict=True):
-                parameter.grad = gradient
-            left.restore()
-            restore_rng(left_rng)
+            _restore(left, module, left_gradients)
         return trace
 
     def _report(

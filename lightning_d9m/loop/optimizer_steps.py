@@ -47,8 +47,7 @@ from lightning_d9m.errors import D9mError, SettingError
 from lightning_d9m.hashing.digest import digest_many
 from lightning_d9m.launch.interruption_points import INTERRUPT, RESUME
 from lightning_d9m.launch.run import LEDGER_VARIABLE
-from lightning_d9m.ledger.folder import create_ledger_folder
-from lightning_d9m.lightning.ledger_location import state_folder
+from lightning_d9m.ledger.folder import create_ledger_folder, state_folder
 from lightning_d9m.loop.recorder import Recorder, find_ranks, unwrap_model
 from lightning_d9m.probes.settings import ProbeSettings
 from lightning_d9m.ranks.ranks import Ranks

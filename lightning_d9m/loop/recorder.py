@@ -380,7 +380,8 @@ class Recorder:
             loader.iteration = epoch
         else:
             set_fabric_epoch(loader, epoch)
-        return iter(loader)
+        moved: Iterator[Any] = iter(loader)
+        return moved
 
     def _reach(self, kind: InterruptionKind, epoch: int, number: int = 0) -> None:
         """Save what the recorder knows, if the loop is to be interrupted here.

@@ -255,14 +255,15 @@ class BatchProbes:
     def _hook(self) -> ExitStack:
         with ExitStack() as stack:
             training, listener = self._training, self.collector
-            model, compiled = training.model, training.is_compiled
+            model, settings = training.model, self._settings
             if "op" in self._kinds:
-                self._ops = OpMode(self._settings, listener)
-                stack.enter_context(self._ops.attach(model, is_compiled=compiled))
+                self._ops = OpMode(model, settings, listener)
                 if training.wrap_steps is not None:
                     training.wrap_steps(stack, self._ops)
-            hooks = hook_model(model, self._settings, self._kinds, listener, is_compiled=compiled)
-            stack.enter_context(hooks)
+            compiled, kinds = training.is_compiled, self._kinds
+            stack.enter_context(
+                hook_model(model, settings, kinds, listener, ops=self._ops, is_compiled=compiled)
+            )
             if "monitor" in self._kinds:
                 stack.enter_context(monitors_heard(partial(listener.add, "monitor")))
             if training.wrap_steps is None:

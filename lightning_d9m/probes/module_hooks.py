@@ -59,29 +59,34 @@ def hook_model(
     kinds: frozenset[str],
     listener: Listener,
     *,
+    ops: "OpMode | None" = None,
     is_compiled: bool = False,
 ) -> ExitStack:
     """Pass the inputs, outputs and gradients of the selected modules to a listener.
 
-    Of a module that is shared, the first name counts. ``is_compiled`` says that the steps of the
-    model are compiled, so that no module of it is called from outside.
+    ``ops`` is told which module runs. Of a module that is shared, the first name counts.
+    ``is_compiled`` says that the steps of the model are compiled, so that no module of it is called
+    from outside.
 
     Returns:
         A stack that removes the hooks when it is closed.
     """
     with ExitStack() as hooks:
+        # Not through the module: TorchScript's takes hooks, but forbids to ask for them.
+        before, after = nn.Module.register_forward_pre_hook, nn.Module.register_forward_hook
         for name, module in () if is_compiled else eager_modules(model):
+            if ops is not None and name:  # the model itself is around everything
+                hooks.callback(before(module, partial(ops.enter, name), prepend=True).remove)
+                hooks.callback(after(module, ops.leave, always_call=True).remove)
             if not settings.takes_module(name):
                 continue
             if "input" in kinds:
                 take = partial(_take_input, listener, name or ROOT)
-                # Not through the module: TorchScript's takes hooks, but forbids to ask for them.
-                handle = nn.Module.register_forward_pre_hook(module, take, with_kwargs=True)
-                hooks.callback(handle.remove)
+                hooks.callback(before(module, take, with_kwargs=True).remove)
             wanted = ("output" in kinds, "grad_output" in kinds)
             if any(wanted):
                 take = partial(_take_output, listener, name or ROOT, wanted)
-                hooks.callback(nn.Module.register_forward_hook(module, take).remove)
+                hooks.callback(after(module, take).remove)
         if "local_gradient" in kinds:
             for name, parameter in model.named_parameters():
                 if parameter.requires_grad and settings.takes_parameter(plain_name(name)):
@@ -183,35 +188,20 @@ class OpMode(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, settings: ProbeSettings, probes: ProbeCollector) -> None:
+    def __init__(self, model: nn.Module, settings: ProbeSettings, probes: ProbeCollector) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._takes_module = cache(settings.takes_module)  # called for every op
         self._probes = probes
         self._is_on = False
         self._around: list[str] = []
         self._origins: dict[int, _Origin] = {}
-        self._owners: dict[int, str] = {}
+        named = model.named_parameters()
+        self._owners = {id(own): plain_name(name).rpartition(".")[0] for name, own in named}
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         """Leave compiled regions compiled; torch would run them eagerly otherwise."""
         return True
-
-    def attach(self, model: nn.Module, *, is_compiled: bool = False) -> ExitStack:
-        """Track the running module, until the returned stack is closed; see ``hook_model``."""
-        with ExitStack() as hooks:
-            for name, module in () if is_compiled else eager_modules(model):
-                if not name:
-                    continue  # it is around everything
-                enter, leave = partial(self._enter, name), self._leave
-                # Not through the module: TorchScript's takes hooks, but forbids to ask for them.
-                before = nn.Module.register_forward_pre_hook(module, enter, prepend=True)
-                after = nn.Module.register_forward_hook(module, leave, always_call=True)
-                hooks.callback(before.remove)
-                hooks.callback(after.remove)
-            for name, parameter in model.named_parameters():
-                self._owners[id(parameter)] = plain_name(name).rpartition(".")[0]
-            return hooks.pop_all()
 
     def begin(self) -> None:
         """Start a batch: forget the nodes of earlier graphs."""
@@ -257,11 +247,13 @@ class OpMode(TorchDispatchMode):
             self._probes.add("op", name, taken, dump)
         return outputs
 
-    def _enter(self, name: str, *_: object) -> None:
+    def enter(self, name: str, *_: object) -> None:
+        """Note that a module runs."""
         if not is_compiling():
             self._around.append(name)
 
-    def _leave(self, *_: object) -> None:
+    def leave(self, *_: object) -> None:
+        """Note that the innermost module has run."""
         if not is_compiling() and self._around:
             self._around.pop()
 

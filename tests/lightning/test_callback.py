@@ -55,29 +55,25 @@ def test_two_runs_and_both_packages_agree_and_another_seed_does_not(fit):
     assert not any(equal(first, fit(package=package, seed=4)) for package in PACKAGES)
 
 
-def test_validation_does_not_change_what_training_draws(fit):
-    words = ({"num_sanity_val_steps": 0}, {"limit_val_batches": 0}, {"val_check_interval": 2})
-    fits = [fit(**{f"trainer_{name}": value for name, value in own.items()}) for own in words]
-    assert {final_weights(ledger) for ledger in (*fits, fit())} == {final_weights(fits[0])}
+def draw(self):
+    torch.rand(3)
 
 
-@pytest.mark.parametrize("val_loader", ["stream", "plain iterable"])
-def test_a_validation_that_draws_at_any_moment_changes_nothing(fit, val_loader):
+def stream():
+    torch.rand(5)
+    return DrawingStream()
+
+
+@pytest.mark.parametrize("make", [stream, lambda: DataLoader(stream(), batch_size=None)])
+def test_no_validation_changes_what_training_draws(fit, make):
     """Iterators are made before the first hook, and the module's hooks come after ours."""
-
-    def draw(self):
-        torch.rand(3)
-
-    def val_dataloader(self):
-        torch.rand(5)
-        stream = DrawingStream()
-        return stream if val_loader == "plain iterable" else DataLoader(stream, batch_size=None)
-
-    words = {"trainer_val_check_interval": 0.5, "trainer_num_sanity_val_steps": 0}
-    words["trainer_reload_dataloaders_every_n_epochs"] = 1
-    drawing = make_model(on_validation_end=draw, val_dataloader=val_dataloader)
-    without = fit(trainer_limit_val_batches=0)
-    assert final_weights(fit(model=drawing, validate=False, **words)) == final_weights(without)
+    drawing = make_model(on_validation_end=draw, val_dataloader=lambda _: make())
+    words = {"val_check_interval": 0.5, "num_sanity_val_steps": 0}
+    words |= {"reload_dataloaders_every_n_epochs": 1}
+    words = {f"trainer_{name}": value for name, value in words.items()}
+    fits = [fit(trainer_limit_val_batches=0), fit(), fit(trainer_val_check_interval=2)]
+    fits.append(fit(model=drawing, validate=False, **words))
+    assert {final_weights(ledger) for ledger in fits} == {final_weights(fits[0])}
 
 
 def test_the_first_validation_is_the_same_with_and_without_a_sanity_check(fit):

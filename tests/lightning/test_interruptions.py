@@ -13,7 +13,7 @@ from lightning_d9m.errors import SettingError
 from lightning_d9m.launch import interruption_points
 from lightning_d9m.launch.interruption_points import EpochShape
 from lightning_d9m.ledger.format.records import Digests
-from lightning_d9m.lightning import interruptions
+from lightning_d9m.lightning import callback
 
 SURVEY = "points/survey"
 
@@ -77,7 +77,7 @@ def test_misuse_is_named(train, monkeypatch):
         train(interrupt="soon")
     monkeypatch.setattr(interruption_points._FaultState, "fits", 0)
     with pytest.raises(SettingError, match="LIGHTNING_D9M_CHECKPOINT_DIR is not set"):
-        interruptions.apply_interrupt_variables(
+        callback.apply_interrupt_variables(
             SimpleNamespace(callbacks=[]), "fit", {"LIGHTNING_D9M_INTERRUPT": "survey"}
         )
 
@@ -101,14 +101,12 @@ def digests_of(ledger):
 def test_a_changed_weight_is_the_next_number(dtype):
     module = torch.nn.Linear(50, 4, dtype=dtype)
     before = module.weight.detach().clone()
-    assert interruptions.change_last_bits(module, {"LIGHTNING_D9M_LAST_BITS": "3"}) == {
-        "last_bits": 3
-    }
+    assert callback.change_last_bits(module, {"LIGHTNING_D9M_LAST_BITS": "3"}) == {"last_bits": 3}
     above = torch.nextafter(before, torch.full_like(before, torch.inf))
     below = torch.nextafter(before, torch.full_like(before, -torch.inf))
     assert ((module.weight == above) | (module.weight == below)).all()
     assert (module.weight == above).any()
     assert (module.weight == below).any()
-    assert interruptions.change_last_bits(module, {}) == {}
+    assert callback.change_last_bits(module, {}) == {}
     with pytest.raises(SettingError, match="LAST_BITS is 'x'; allowed: digits, such as 1"):
-        interruptions.change_last_bits(module, {"LIGHTNING_D9M_LAST_BITS": "x"})
+        callback.change_last_bits(module, {"LIGHTNING_D9M_LAST_BITS": "x"})

@@ -17,7 +17,7 @@ from lightning_d9m.ledger.folder import create_ledger_folder, read_ledger
 from lightning_d9m.ledger.format.records import End, Header, RunFacts
 from lightning_d9m.probes.batch_probes import Training
 from lightning_d9m.ranks.ranks import Ranks
-from lightning_d9m.recording.rank_agreement import ReplicatedState
+from lightning_d9m.recording.drift import ReplicatedState
 from lightning_d9m.recording.run import Run, RunOptions, describe_training
 
 NOTE = {"kind": "evaluation", "name": "a", "epoch": 0, "step": 0, "outputs": "0" * 32}

@@ -1,10 +1,12 @@
-"""The state that must be equal on all ranks: ranks gather a hash of each group, and compare it."""
+"""Drift: the differences of a run from its reference, and of a rank from the other ranks."""
 
 import gc
+import os
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from pathlib import Path
 from typing import Any, TypeAlias
 
 from msgspec.structs import replace
@@ -13,31 +15,222 @@ from torch.nn.modules.batchnorm import SyncBatchNorm, _NormBase
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from lightning_d9m.comparison.differences import record_difference
-from lightning_d9m.errors import DriftError
+from lightning_d9m.comparison.differences import (
+    Divergence,
+    FieldDifference,
+    header_differences,
+    record_difference,
+    run_refusals,
+)
+from lightning_d9m.errors import DriftError, LedgerError, ReferenceRefusedError
 from lightning_d9m.hashing.shards import FlatLayout, has_base, may_be_sharded
 from lightning_d9m.hashing.training_state import Groups, count_sharded, plain_name, replicated_names
-from lightning_d9m.ledger.format.records import Digests, Json, Scalar
-from lightning_d9m.ledger.stack import PIPELINE_STAGES, SHARDED_PARAMETERS
-from lightning_d9m.recording.reference import describe_groups, make_drift_error
-from lightning_d9m.text import describe_names, describe_pair, escape
+from lightning_d9m.ledger.folder import read_ledger
+from lightning_d9m.ledger.format.reader import RankReader
+from lightning_d9m.ledger.format.records import Digests, Header, Json, RunFacts, Scalar
+from lightning_d9m.ledger.keys import LEDGER_START, describe_record, record_key, record_place
+from lightning_d9m.ledger.stack import PIPELINE_STAGES, SHARDED_PARAMETERS, same_logical_ranks
+from lightning_d9m.text import describe_names, describe_pair, escape, pluralize
 
 
-def count_stages(model: nn.Module) -> int:
-    """Return the number of stages of the pipeline that runs modules of a model; 0 without one.
+def describe_groups(difference: Divergence) -> list[str]:
+    """Return a line with the number of entries that differ in each group, if it is not one."""
+    parts = [f"{escape(group)} {n} of {of}" for group, (n, of) in difference.by_kind.items()]
+    return [f"In all: {', '.join(parts)}."] if parts[1:] else []
 
-    A stage holds its module, and a module does not know its stage, so that this looks through the
-    objects of the process, if the program has imported pipelines and opened a process group, from
-    which a stage takes its rank.
+
+def make_drift_error(lines: list[str], difference: Divergence, **ranks: int) -> DriftError:
+    """Make the error of a difference, which has its facts; ``ranks`` tells which ranks differ."""
+    return DriftError(
+        "\n".join(lines),
+        moment=difference.moment,
+        epoch=difference.epoch,
+        step=difference.step,
+        group=difference.kind,
+        names=difference.names,
+        count=difference.count,
+        total=difference.compared,
+        expected=difference.expected,
+        actual=difference.actual,
+        **ranks,
+    )
+
+
+class Reference:
+    """One rank's part of a reference ledger, read in step with the run.
+
+    Call ``accept`` once, then ``check`` for each record of digests in the order in which the run
+    takes them, and ``finish`` at the end.
+
+    The reference may end before the run or after it: records that only one of them has are not
+    compared, and ``finish`` reports them. Records that only the reference has in between are
+    skipped. A record that only the run has in between is an error.
+
+    ``writing`` is the folder that this run writes, which is not its own reference.
+
+    Attributes:
+        header: The reference's header.
+        checked: Number of records that were compared.
+        beyond: Number of this run's records without a counterpart in the reference.
+
+    Raises:
+        LedgerError: When there is no ledger at ``path``, or it cannot be read.
     """
-    stages = sys.modules.get("torch.distributed.pipelining.stage")
-    if stages is None or not distributed.is_initialized():
-        return 0
-    base = stages._PipelineStageBase  # noqa: SLF001 - of both kinds
-    modules = set(map(id, model.modules()))
-    found = (stage for stage in gc.get_objects() if base in type(stage).__mro__)
-    own = (stage for stage in found if not modules.isdisjoint(map(id, stage.submod.modules())))
-    return max((stage.num_stages for stage in own), default=0)
+
+    def __init__(
+        self, path: str | os.PathLike[str], rank: int, *, writing: Path | None = None
+    ) -> None:
+        self.rank = rank
+        self.checked = 0
+        self.beyond = 0
+        self._ledger = read_ledger(path, ignoring=writing)
+        self.header = self._ledger.headers.get(rank, self._ledger.header)
+        self._reader: RankReader | None = None
+        self._records: Iterator[Digests] = iter(())
+        self._next: Digests | None = None
+        self._first_beyond: Digests | None = None
+        self._agreed: str | None = None
+        self._passed = 0
+
+    def accept(self, header: Header, facts: RunFacts, resumed: int | None = None) -> None:
+        """Open the records, unless the reference comes from another experiment.
+
+        ``resumed`` is the epoch in which this run was resumed, whose earlier records are skipped.
+
+        Raises:
+            ReferenceRefusedError: With the first field that differs.
+            LedgerError: When the reference has no file of this rank, or no facts of its run.
+        """
+        self._refuse(header_differences(self.header, header)[0])
+        # With logical ranks, a reference of fewer processes has no file of this rank.
+        rank = self.rank if self.rank in self._ledger.files else self.header.rank
+        alike = same_logical_ranks(self.header.stack, header.stack)
+        self._reader = reader = self._ledger.open(rank if alike else self.rank)
+        records = reader.line_records()
+        first = next(records, None)
+        if not isinstance(first, RunFacts):
+            raise LedgerError(
+                f"The reference {reader.path} ends before its training began, so there is "
+                "nothing to compare this run with. Name the ledger of a run that trained."
+            )
+        self._refuse(run_refusals(first, facts))
+        self._records = (record for record in records if isinstance(record, Digests))
+        self._next = next(self._records, None)
+        if resumed is not None:
+            while (own := self._next) and (own.moment == "initial" or own.epoch < resumed):
+                self._next = next(self._records, None)
+
+    def check(self, actual: Digests) -> Divergence | None:
+        """Compare one record of this run with its counterpart.
+
+        Returns:
+            The difference; None when they agree, or when the reference has ended.
+
+        Raises:
+            ReferenceRefusedError: When the reference continues without this record.
+            LedgerError: When the reference was edited or is malformed.
+        """
+        while (expected := self._next) is not None:
+            if record_key(expected) == record_key(actual):
+                self._next = next(self._records, None)
+                self.checked += 1
+                difference = record_difference(expected, actual)
+                if difference is None:
+                    self._agreed = describe_record(actual)
+                return difference
+            if expected.moment == "final" and expected.epoch < actual.epoch:
+                break
+            if record_place(expected, LEDGER_START) > record_place(actual, LEDGER_START):
+                lacking, following = describe_record(actual), describe_record(expected)
+                raise ReferenceRefusedError(
+                    f"The reference {self._ledger.path} has no record of {lacking}; the next that "
+                    f"it has is {following}.\n  reference: {following}\n  this run:  {lacking}\n"
+                    "It was recorded at other moments than this run; record a new reference with "
+                    "the settings of this run.",
+                    field="records",
+                    expected=following,
+                    actual=lacking,
+                )
+            self._passed += 1
+            self._next = next(self._records, None)
+        self.beyond += 1
+        self._first_beyond = self._first_beyond or actual
+        return None
+
+    def drift_error(self, difference: Divergence) -> DriftError:
+        """Build the error that names the record and entries that differ from the reference."""
+        count = difference.by_kind.get(difference.kind, (difference.count, 0))[0]
+        whole = difference.names == ("(total)",)
+        named = "the digest of the group" if whole else describe_names(difference.names, count)
+        headline = (
+            f"This run differs from its reference in {difference.where} on rank {self.rank}: "
+            f"{difference.count} of {difference.compared} entries differ, first in "
+            f"{escape(difference.kind)}: {named}."
+        )
+        expected, actual = describe_pair(difference.expected, difference.actual)
+        lines = [headline, f"  reference: {expected}", f"  this run:  {actual}"]
+        lines += describe_groups(difference)
+        if difference.moment == "initial":
+            lines.append(
+                "They differed before the first step, so no training caused it. Seed before the "
+                "model is built: call lightning_d9m.enable(seed=...) or seed_everything(...) at "
+                "the top of the program; or the weights were loaded from another checkpoint."
+            )
+        elif set(difference.by_kind) == {"scalars"}:
+            lines.append(
+                "Nothing but logged scalars differs. A scalar that differs by nature, such as a "
+                'measured time, can be left out: DeterminismCallback(ignored_metrics=["..."]).'
+            )
+        elif self._agreed is None:
+            lines.append("No earlier record was compared, so the cause may lie anywhere before.")
+        else:
+            lines.append(f"They last agreed in {self._agreed}, so the cause lies after it.")
+        lines.append(f"Reference: {self._reader.path if self._reader else self._ledger.path}")
+        return make_drift_error(lines, difference, rank=self.rank)
+
+    def finish(self) -> str | None:
+        """Return a sentence about records that were not compared; None if there are none."""
+        left = self._passed
+        while self._next is not None:
+            left += 1
+            self._next = next(self._records, None)
+        self.close()
+        parts = []
+        if self.beyond and self._first_beyond is not None:
+            records = pluralize(self.beyond, "record")
+            parts.append(
+                f"{records} of this run, from {describe_record(self._first_beyond)} on, had no "
+                "counterpart there and went unchecked"
+            )
+        if left:
+            parts.append(f"{pluralize(left, 'record')} there had no counterpart in this run")
+        if self._reader is not None and not self._reader.complete:
+            parts.append("that run was itself ended before it could finish its ledger")
+        if not parts:
+            return None
+        checked = f"Compared with {self._ledger.path}: {pluralize(self.checked, 'record')}"
+        return f"{checked}; {'; '.join(parts)}."
+
+    def close(self) -> None:
+        """Close the reference's file."""
+        if self._reader is not None:
+            self._reader.close()
+
+    def _refuse(self, refusals: list[FieldDifference]) -> None:
+        if not refusals:
+            return
+        first = refusals[0]
+        expected, actual = map(escape, first.shown)
+        others = f" Also different: {', '.join(escape(r.field) for r in refusals[1:])}."
+        raise ReferenceRefusedError(
+            f"The reference {self._ledger.path} comes from another experiment: its "
+            f"{escape(first.field)} differs.\n  reference: {expected}\n  this run:  {actual}\n"
+            f"{first.reason}{others if refusals[1:] else ''} Run as the reference was run, or name "
+            "a reference that was run as this is.",
+            field=first.field,
+            expected=first.expected,
+            actual=first.actual,
+        )
 
 
 # Each rank holds the state of a part of the parameters.
@@ -91,6 +284,23 @@ class ReplicatedState:
             return True
         sharded = int(number) in self.sharded_optimizers
         return not sharded and key not in _LOCAL_STATE and name in self.weights
+
+
+def count_stages(model: nn.Module) -> int:
+    """Return the number of stages of the pipeline that runs modules of a model; 0 without one.
+
+    A stage holds its module, and a module does not know its stage, so that this looks through the
+    objects of the process, if the program has imported pipelines and opened a process group, from
+    which a stage takes its rank.
+    """
+    stages = sys.modules.get("torch.distributed.pipelining.stage")
+    if stages is None or not distributed.is_initialized():
+        return 0
+    base = stages._PipelineStageBase  # noqa: SLF001 - of both kinds
+    modules = set(map(id, model.modules()))
+    found = (stage for stage in gc.get_objects() if base in type(stage).__mro__)
+    own = (stage for stage in found if not modules.isdisjoint(map(id, stage.submod.modules())))
+    return max((stage.num_stages for stage in own), default=0)
 
 
 def describe_division(model: nn.Module, layouts: Mapping[int, FlatLayout]) -> dict[str, Scalar]:
