@@ -373,7 +373,8 @@ def test_the_model_with_which_a_program_ends_is_compared(
     tmp_path, monkeypatch, capsys, forking_python
 ):
     monkeypatch.chdir(tmp_path)
-    assert main(["repeat", "-n", "2", "--", forking_python, "-c", FINAL]) == 1
+    Path("train.py").write_text(FINAL)
+    assert main(["repeat", "-n", "2", "--", forking_python, "train.py"]) == 1
     out = capsys.readouterr().out
     assert out.startswith("different: ")
     assert "the final state" in " ".join(out.split())

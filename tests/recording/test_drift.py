@@ -120,8 +120,9 @@ def test_a_rank_that_it_lacks(runs):
 
 
 def test_one_that_never_trained_is_refused(runs):
-    with pytest.raises(LedgerError, match="ends before its train"):
-        accepted(runs, runs.write(edit=drop(slice(1, None))))
+    reference = Reference(runs.write(edit=drop(slice(1, None))), 0)
+    with closing(reference), pytest.raises(LedgerError, match="ends before its train"):
+        reference.accept(runs.header(), runs.facts())
 
 
 def test_an_equal_run_with_harmless_settings(runs):
