@@ -1,18 +1,27 @@
-"""``LIGHTNING_D9M=1 python train.py``, in processes of their own, on a project without us."""
+"""``LIGHTNING_D9M=1 python train.py``, on a project without us; what cannot be had is refused."""
 
 import importlib
 import inspect
 import json
+import logging
 import os
 import subprocess
 import sys
-from importlib.metadata import entry_points
+from importlib import metadata
 from pathlib import Path
 
+import lightning.pytorch as lightning
 import pytest
+import torch
+from trainings import QUIET, make_loader, make_model
 
+from lightning_d9m import DeterminismCallback, SettingError, TooLateError, compatibility
+from lightning_d9m.control.session import active_session, enable
 from lightning_d9m.ledger.folder import list_fits, read_ledger
+from lightning_d9m.lightning.autoload import entry_points as autoload
 from lightning_d9m.lightning.autoload.entry_points import call_after_import
+from lightning_d9m.lightning.callback import make_callback
+from lightning_d9m.lightning.trainer_session import resolve_seed
 
 PROJECT = Path(__file__).parents[2] / "support" / "autoload_training.py"
 ENTRY_POINTS = {
@@ -44,7 +53,9 @@ def run(*words, folder, python=sys.executable, **variables):
 @pytest.mark.parametrize(("group", "function"), ENTRY_POINTS.items())
 def test_the_entry_points_are_installed(group, function):
     """Without them nothing below can work; `pip install -e .` installs those of pyproject.toml."""
-    values = [entry.value for entry in entry_points(group=group) if entry.name == "lightning_d9m"]
+    values = [
+        entry.value for entry in metadata.entry_points(group=group) if entry.name == "lightning_d9m"
+    ]
     assert values == [f"lightning_d9m.lightning.autoload.entry_points:{function}"]
 
 
@@ -140,9 +151,9 @@ def test_nothing_is_loaded_without_the_variable_and_a_broken_installation_breaks
     """
     (tmp_path / "program.py").write_text("\n".join(line[8:] for line in code.splitlines()))
     done, _ = run("program.py", folder=tmp_path, LIGHTNING_D9M="")
-    autoload = "lightning_d9m.lightning.autoload"
-    loaded = ["lightning_d9m.version", "lightning_d9m.lightning", autoload]
-    loaded.append(f"{autoload}.entry_points")
+    folder = "lightning_d9m.lightning.autoload"
+    loaded = ["lightning_d9m.version", "lightning_d9m.lightning", folder]
+    loaded.append(f"{folder}.entry_points")
     *before, first, problem, second, other = done.stdout.splitlines()
     assert before == [f"{loaded}", "True False"] * 2
     assert done.stderr.count("LIGHTNING_D9M=1 has no effect") == 2
@@ -192,3 +203,106 @@ def test_a_hook_acts_once_after_an_import_and_leaves_the_module_its_loader(tmp_p
     call_after_import("hooked_module", lambda: seen.append(2))  # at once
     assert seen == [1, 2]
     del sys.modules["hooked_module"]
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """Ask for determinism, and count as started."""
+    monkeypatch.setenv("LIGHTNING_D9M", "1")
+    monkeypatch.setattr(
+        autoload,
+        "_AutoloadState",
+        type("_State", (autoload._AutoloadState,), {"started": True}),
+    )
+    return monkeypatch
+
+
+def test_lightning_does_not_log_that_it_adds_the_callback(asked, caplog):
+    logger = logging.getLogger("lightning.fabric.utilities.registry")
+    with caplog.at_level("INFO", logger.name):
+        make_callback("lightning.pytorch").early_variables.restore()
+        for name in ("other", "lightning_d9m"):
+            logger.info("Adding 1 callbacks from entry point '%s': C", name)
+    assert [record.message for record in caplog.records] == [
+        "Adding 1 callbacks from entry point 'other': C"
+    ]
+    del asked
+
+
+def test_variables_that_the_programs_own_callback_does_not_take_are_said(asked, tmp_path):
+    asked.setenv("LIGHTNING_D9M_ON_DRIFT", "warn")
+    asked.setenv("LIGHTNING_D9M_THREADS", "1")
+    words = QUIET | {"max_epochs": 1, "default_root_dir": tmp_path}
+    trainer = lightning.Trainer(**words, callbacks=[DeterminismCallback()])
+    with pytest.warns(UserWarning, match="these variables are ignored: LIGHTNING_D9M_ON_DRIFT"):
+        trainer.fit(make_model(), make_loader(), make_loader(shuffle=False))
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "message"),
+    [
+        ("LIGHTNING_D9M", "maybe", "The variable LIGHTNING_D9M is 'maybe'; allowed: 1 or 0."),
+        ("LIGHTNING_D9M_SEED", "-1", r"seed is -1; .*settings come from LIGHTNING_D9M_SEED\.\)"),
+        ("LIGHTNING_D9M_ON_DRIFT", "shrug", "is 'shrug'; allowed: raise or warn"),
+        ("LIGHTNING_D9M_SEDE", "1", "Did you mean LIGHTNING_D9M_SEED?"),
+    ],
+)
+def test_a_bad_variable_refuses_the_trainer(asked, variable, value, message):
+    asked.setenv(variable, value)
+    with pytest.raises(SettingError, match=message):
+        autoload.make_lightning_callbacks()
+
+
+def test_a_door_that_stayed_shut_refuses_the_trainer(monkeypatch):
+    """``TORCH_DEVICE_BACKEND_AUTOLOAD=0``: nothing was seeded before the model was built."""
+    monkeypatch.setenv("LIGHTNING_D9M", "1")
+    monkeypatch.setattr(
+        autoload,
+        "_AutoloadState",
+        type("_State", (autoload._AutoloadState,), {"started": False}),
+    )
+    with pytest.raises(TooLateError, match="TORCH_DEVICE_BACKEND_AUTOLOAD is 0"):
+        autoload.make_pytorch_lightning_callbacks()
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "value", "message"),
+    [
+        (torch, "__version__", "2.3.1", "torch is 2.3.1, and lightning_d9m needs 2.4 or later"),
+        (metadata, "version", lambda _: "2.1.4", "lightning is 2.1.4, and lightning_d9m needs 2.2"),
+        (compatibility, "imports_extensions", lambda: False, "loads no extensions when it is"),
+    ],
+    ids=["torch", "lightning", "extensions"],
+)
+def test_a_stack_that_is_too_old_is_said_once_and_the_program_goes_on(
+    asked, capsys, place, name, value, message
+):
+    state = {"started": False, "unsupported": None}
+    asked.setattr(autoload, "_AutoloadState", type("_State", (), {"problem": None, **state}))
+    asked.setattr(place, name, value)
+    autoload.load()
+    assert autoload.make_lightning_callbacks() == []
+    assert active_session() is None
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("lightning_d9m: LIGHTNING_D9M=1 has no effect: ")
+    assert message in line
+
+
+@pytest.mark.parametrize("value", ["", "0", "off"])
+def test_nothing_is_added_when_nothing_is_asked(monkeypatch, value):
+    monkeypatch.setenv("LIGHTNING_D9M", value)
+    assert autoload.make_lightning_callbacks() == []
+
+
+def test_a_seed_that_nobody_chose_gives_way_to_seed_everything(asked, monkeypatch):
+    """Two runs with other seeds must not draw the same order of samples."""
+    with enable(seed=0) as session:
+        monkeypatch.setenv("PL_GLOBAL_SEED", "42")
+        assert resolve_seed(None) == 0
+        session.seed_is_default = True
+        assert resolve_seed(None) == 42
+        assert resolve_seed(7) == 7
+        session.seed_is_default = False
+        assert resolve_seed(None) == 0
+    assert not torch.are_deterministic_algorithms_enabled()
+    del asked
