@@ -7,6 +7,7 @@ import logging
 import os
 import subprocess
 import sys
+import textwrap
 from importlib import metadata
 from pathlib import Path
 
@@ -141,15 +142,14 @@ def test_nothing_is_loaded_without_the_variable_and_a_broken_installation_breaks
             sys.modules[lacking] = None
             entry_points._AutoloadState.problem = None
             entry_points.load()
-            import pytorch_lightning
             print(float(torch.ones(2).sum()))
             try:
-                pytorch_lightning.Trainer(accelerator="cpu")
+                entry_points.make_lightning_callbacks()  # as a Trainer does
             except Exception as error:
                 print(error)
             del sys.modules[lacking]
     """
-    (tmp_path / "program.py").write_text("\n".join(line[8:] for line in code.splitlines()))
+    (tmp_path / "program.py").write_text(textwrap.dedent(code))
     done, _ = run("program.py", folder=tmp_path, LIGHTNING_D9M="")
     folder = "lightning_d9m.lightning.autoload"
     loaded = ["lightning_d9m.version", "lightning_d9m.lightning", folder]
@@ -163,19 +163,30 @@ def test_nothing_is_loaded_without_the_variable_and_a_broken_installation_breaks
 
 
 def test_a_program_that_enables_determinism_itself_keeps_its_session(tmp_path):
-    """Its call loads torch from the midst of our own modules."""
+    """Its call loads torch from the midst of our own modules; Lightning is a stub."""
     code = """
         import lightning_d9m
         session = lightning_d9m.enable(seed=3)
-        import pytorch_lightning
+        from pytorch_lightning.strategies import StrategyRegistry
         from lightning_d9m.control.session import active_session
         assert active_session() is session
-        assert "horovod_d9m" in pytorch_lightning.strategies.StrategyRegistry
-        trainer = pytorch_lightning.Trainer(accelerator="cpu", logger=False)
-        assert [type(c).__name__ for c in trainer.callbacks].count("AddedCallback") == 1
-        print("{}")
+        assert "horovod_d9m" in StrategyRegistry
     """
-    (tmp_path / "program.py").write_text("\n".join(line[8:] for line in code.splitlines()))
+    stub = """
+        class StrategyRegistry(dict):
+            def register(self, name, strategy, description):
+                self[name] = strategy
+
+        StrategyRegistry = StrategyRegistry()
+    """
+    (tmp_path / "pytorch_lightning").mkdir()
+    files = {
+        "program": code,
+        "pytorch_lightning/strategies": stub,
+        "pytorch_lightning/__init__": "",
+    }
+    for name, text in files.items():
+        (tmp_path / f"{name}.py").write_text(textwrap.dedent(text))
     done, _ = run("program.py", folder=tmp_path)
     assert done.returncode == 0, done.stderr
 
