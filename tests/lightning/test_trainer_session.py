@@ -1,8 +1,6 @@
 """How a callback's run meets sessions, other callbacks that fail, metrics of time, and ranks."""
 
-import os
 import time
-from threading import Thread
 from types import SimpleNamespace
 
 import lightning.pytorch as lightning
@@ -14,7 +12,6 @@ from trainings import QUIET, make_loader, make_model
 from lightning_d9m import DeterminismCallback, DriftError, SettingError, enable
 from lightning_d9m.control import session
 from lightning_d9m.ledger.folder import read_ledger
-from lightning_d9m.ledger.format.records import Digests, End
 from lightning_d9m.lightning import callback
 from lightning_d9m.lightning.callback import AddedCallback
 from lightning_d9m.lightning.trainer_attributes import ranks_of
@@ -42,15 +39,6 @@ def test_patches_of_the_session_cannot_be_refused_by_a_run():
         assert resolve_settings({}).patch_ops
         with pytest.raises(SettingError, match=r"enable\(\) has patched the operations already"):
             resolve_settings({"patch_ops": False})
-
-
-def test_a_session_that_a_hook_enabled_and_left_open_ends_with_the_run(fit):
-    def on_train_start(self):
-        enable(seed=9)
-
-    fit(model=make_model(on_train_start=on_train_start))
-    assert session.active_session() is None
-    assert not torch.are_deterministic_algorithms_enabled()
 
 
 class FailsTwice(lightning.Callback):
@@ -180,54 +168,3 @@ def test_a_gather_without_the_other_ranks_says_so_and_hides_no_error_of_the_prog
         ranks.raise_on_all(lambda: None)
     with pytest.raises(KeyError, match="of the program"):
         ranks.raise_on_all(lambda: {}["of the program"])
-
-
-def test_a_fit_in_a_second_thread_is_refused_at_its_start(tmp_path):
-    errors = []
-
-    def fit_inside():
-        try:
-            train(DeterminismCallback(), default_root_dir=tmp_path / "inner")
-        except SettingError as error:
-            errors.append(str(error))
-
-    def start_thread(self):
-        thread = Thread(target=fit_inside, name="second")
-        thread.start()
-        thread.join()
-
-    model = make_model(on_train_start=start_thread)
-    train(DeterminismCallback(), model=model, default_root_dir=tmp_path / "outer")
-    (error,) = errors
-    assert "is open in thread 'MainThread', so thread 'second' cannot open another one" in error
-    assert not (tmp_path / "inner").exists()
-    fit_inside()
-    assert len(errors) == 1
-
-
-class ForkEndedError(Exception):
-    """Ends the fit in the forked child."""
-
-
-@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
-def test_a_child_forked_within_a_fit_leaves_its_parents_ledger_alone(tmp_path):
-    def fork(self):
-        child = os.fork()
-        if child == 0:
-            raise ForkEndedError
-        os.waitpid(child, 0)
-
-    parent, model = os.getpid(), make_model(on_train_epoch_start=fork)
-    try:
-        train(DeterminismCallback(), model=model, default_root_dir=tmp_path)
-    except BaseException:  # the child, after Lightning has called on_exception
-        if os.getpid() != parent:
-            os._exit(0)
-        raise
-    finally:
-        if os.getpid() != parent:
-            os._exit(0)
-    records = list(read_ledger(tmp_path / "d9m").records(0))
-    ends = [record for record in records if isinstance(record, End)]
-    assert [end.status for end in ends] == ["finished"]
-    assert [r.moment for r in records if isinstance(r, Digests)] == ["initial", "epoch", "final"]
