@@ -1,6 +1,6 @@
 """The ledger of a program that has no recorder: hooks around every optimizer step of a process.
 
-With ``LIGHTNING_D9M=1``, ``load`` installs them when torch is imported. The first step opens a
+With ``LIGHTNING_D9M=1``, they are installed when torch is imported. The first step opens a
 ledger, every 100th step is recorded like an epoch, and the end of the process as the final state.
 While a Trainer or a ``Recorder`` writes a ledger, nothing is recorded here.
 
@@ -392,11 +392,6 @@ class OptimizerSteps:
                 f"lightning_d9m no longer records the optimizer steps of this program: {cause}",
                 stacklevel=2,
             )
-
-
-def load() -> None:
-    """Record the optimizer steps of this process from now on."""
-    OptimizerSteps().install()
 
 
 def _count(optimizer: Optimizer) -> int:

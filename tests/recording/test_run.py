@@ -3,11 +3,9 @@
 All raise together, whoever is at fault.
 """
 
-import os
 import pickle
 import warnings
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 
 import pytest
 import torch
@@ -16,7 +14,7 @@ from rank_threads import RANKS, Threads
 from lightning_d9m.control.settings import Settings
 from lightning_d9m.errors import D9mError, DriftError, LedgerError, StackDifferenceError
 from lightning_d9m.ledger.folder import create_ledger_folder, read_ledger
-from lightning_d9m.ledger.format.records import Digests, End, Header, RunFacts
+from lightning_d9m.ledger.format.records import End, Header, RunFacts
 from lightning_d9m.probes.batch_probes import Training
 from lightning_d9m.ranks.ranks import Ranks
 from lightning_d9m.recording.drift import ReplicatedState
@@ -171,20 +169,3 @@ def test_a_training_is_recorded_and_the_run_pickled(tmp_path):
     assert final.totals["weights"] == run.digest
     assert set(epoch.groups["gradients"]) == set(epoch.sketches) == {"weight", "bias"}
     assert not final.sketches
-
-
-@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
-def test_a_child_that_was_forked_leaves_the_ledger_of_its_parent_alone(tmp_path):
-    tmp_path.joinpath("a").mkdir()
-    run, _ = make_run(tmp_path / "a", Ranks(0))
-    child = os.fork()
-    if not child:
-        with suppress(Exception):
-            run.record("epoch", epoch=0, step=0)
-            run.end(End.failed(KeyError()))
-        os._exit(0)
-    os.waitpid(child, 0)
-    clean(run, None)
-    run.end(End(status="finished"))
-    kinds = [type(record) for record in read_ledger(run.folder).records(0)]
-    assert (kinds.count(Digests), kinds.count(End)) == (3, 1)
