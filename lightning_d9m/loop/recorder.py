@@ -230,8 +230,6 @@ class Recorder:
         self._ranks, self._world_size = find_ranks()
         request = self._ranks.raise_on_all(self._check_setup)
         self._fit, settings, rank = next_fit(), self._open_session.settings, self._ranks.rank
-        # Ranks that a DistributedSampler gives the same data, as those of tensor parallelism, draw
-        # the same numbers too: it has another rank then.
         self._loaders = LoaderControl(
             settings.seed, fit=self._fit, rank=rank, per_sample_rng=settings.per_sample_rng
         )
@@ -330,6 +328,7 @@ class Recorder:
         if self._iterated == 0:
             self._reach("epoch", epoch - 1)
             sampler = getattr(inner, "sampler", None)
+            # Ranks that it gives the same data, as those of tensor parallelism, draw alike.
             if isinstance(sampler, DistributedSampler) and sampler.rank != loaders.rank:
                 loaders.release()
                 loaders.rank = sampler.rank
@@ -350,7 +349,7 @@ class Recorder:
 
     def _start_loader(
         self, loader: Any, inner: DataLoader[Any] | None, samplers: Mapping[str, Any]
-    ) -> Iterator[Any]:
+    ) -> Any:
         """Return an iterator of an epoch's batches without the first ones.
 
         Of any other iterable than a ``DataLoader`` the first ones are made and discarded.
@@ -380,8 +379,7 @@ class Recorder:
             loader.iteration = epoch
         else:
             set_fabric_epoch(loader, epoch)
-        moved: Iterator[Any] = iter(loader)
-        return moved
+        return iter(loader)
 
     def _reach(self, kind: InterruptionKind, epoch: int, number: int = 0) -> None:
         """Save what the recorder knows, if the loop is to be interrupted here.

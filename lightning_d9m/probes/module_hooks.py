@@ -6,16 +6,12 @@ undefined (``empty``), are not recorded. Triton kernels are recorded where torch
 ``torch.library.triton_op``, and in higher-order operators.
 """
 
-import contextlib
 import linecache
-import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import cache, partial, partialmethod, wraps
-from importlib.util import find_spec
 from itertools import accumulate
-from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple, cast
 
@@ -42,7 +38,9 @@ _UNDEFINED = ("empty", "new_empty", "_empty", "resize", "set_")
 _COLLECTIVES = ("c10d", "_c10d_functional")
 # The function of torch from which a backward pass runs.
 _ENGINE = "_engine_run_backward"
+# Packages whose lines are not the program's.
 _FOREIGN = (
+    "contextlib",
     "torch",
     "lightning",
     "pytorch_lightning",
@@ -336,7 +334,10 @@ def _find_source(end: str | None = None) -> str | None:
         end: Name of the function around which no line is looked for.
     """
     frame: FrameType | None = sys._getframe(2)  # noqa: SLF001 - the stack has no cheaper view
-    while frame is not None and frame.f_code.co_filename.startswith(("<", *_foreign_folders())):
+    while frame is not None and (
+        frame.f_code.co_filename.startswith("<")
+        or str(frame.f_globals.get("__name__")).partition(".")[0] in _FOREIGN
+    ):
         if frame.f_code.co_name == end:
             return None
         frame = frame.f_back
@@ -345,16 +346,3 @@ def _find_source(end: str | None = None) -> str | None:
     file = frame.f_code.co_filename
     line = linecache.getline(file, frame.f_lineno, frame.f_globals).strip()
     return f"{file}:{frame.f_lineno} in {frame.f_code.co_name}: {line}"
-
-
-@cache
-def _foreign_folders() -> tuple[str, ...]:
-    specs = (find_spec(name) for name in _FOREIGN)
-    libraries = tuple(
-        f"{folder}{os.sep}"
-        for spec in specs
-        if spec is not None
-        for folder in spec.submodule_search_locations or ()
-    )
-    # Python's own modules lie above the packages, whose folder may be the program's.
-    return (*libraries, f"{Path(contextlib.__file__).parent}{os.sep}contextlib.py")

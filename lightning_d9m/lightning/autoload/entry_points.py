@@ -98,7 +98,7 @@ def _start() -> None:
         register = partial(_attempt, partial(_register, package))
         call_after_import(f"{package}.strategies", register)
     # Nothing can be imported from a module of ours that is importing torch before it is complete.
-    # The session is then opened when Lightning is imported, still before a LightningModule is built.
+    # The session is then opened when Lightning is imported, before a LightningModule can be built.
     modules = [m for name, m in sys.modules.items() if name.startswith("lightning_d9m")]
     specs = [getattr(module, "__spec__", None) for module in modules]
     if not any(getattr(spec, "_initializing", False) for spec in specs):
