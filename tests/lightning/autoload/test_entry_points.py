@@ -25,11 +25,6 @@ from lightning_d9m.lightning.callback import make_callback
 from lightning_d9m.lightning.trainer_session import resolve_seed
 
 PROJECT = Path(__file__).parents[2] / "support" / "autoload_training.py"
-ENTRY_POINTS = {
-    "torch.backends": "load",
-    "lightning.pytorch.callbacks_factory": "make_lightning_callbacks",
-    "pytorch_lightning.callbacks_factory": "make_pytorch_lightning_callbacks",
-}
 # The second one in a new interpreter, where `import torch` opens the session; others are forks.
 STYLES = FORKED, FRESH = ("lightning", "pytorch_lightning")
 
@@ -49,15 +44,6 @@ def run(*words, folder, python=sys.executable, **variables):
     )
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     return done, found[-1] if found else {}
-
-
-@pytest.mark.parametrize(("group", "function"), ENTRY_POINTS.items())
-def test_the_entry_points_are_installed(group, function):
-    """Without them nothing below can work; `pip install -e .` installs those of pyproject.toml."""
-    values = [
-        entry.value for entry in metadata.entry_points(group=group) if entry.name == "lightning_d9m"
-    ]
-    assert values == [f"lightning_d9m.lightning.autoload.entry_points:{function}"]
 
 
 @pytest.fixture(scope="module")
