@@ -106,20 +106,19 @@ def test_the_draws_of_a_fit_do_not_depend_on_the_tests_before(suite):
     result.assert_outcomes(passed=4)
 
 
-def test_a_setting_that_is_not_allowed_fails_the_test(suite):
-    result = suite(
-        test_it="""
-        import pytest
+NOT_ALLOWED = [
+    ("@pytest.mark.deterministic(seed=-1)", "", "errors", "*seed is -1; allowed:*"),
+    ("@pytest.mark.deterministic(7)", "", "errors", "*settings by name*"),
+    ("", "with golden_ledger(): pass", "failed", "*nothing to compare*"),
+]
 
-        @pytest.mark.deterministic(seed=-1)
-        def test_value(): pass
 
-        @pytest.mark.deterministic(7)
-        def test_position(): pass
-        """
-    )
-    result.assert_outcomes(errors=2)
-    result.stdout.fnmatch_lines(["*seed is -1; allowed:*", "*settings by name*"])
+@pytest.mark.parametrize(("marker", "body", "outcome", "line"), NOT_ALLOWED)
+def test_what_is_not_allowed_fails_the_test(suite, marker, body, outcome, line):
+    test = f"import pytest\n{marker}\ndef test_it(golden_ledger):\n    {body or 'pass'}"
+    result = suite(test_it=test)
+    result.assert_outcomes(**{outcome: 1})
+    result.stdout.fnmatch_lines([line])
 
 
 GOLDEN = """
@@ -171,12 +170,6 @@ def test_a_portable_golden_ledger_of_another_stack_holds_and_excuses_nothing(sui
     result = suite(test_it=golden.replace("train()", "train(1.5)"), configuration=skip)
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(["*The stacks differ; portable bits do not depend on them*"])
-
-
-def test_a_golden_ledger_without_a_fit_is_an_error(suite):
-    result = suite(test_it="def test_it(golden_ledger):\n    with golden_ledger(): pass")
-    result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(["*nothing to compare*"])
 
 
 def test_variables_are_set_before_conftest_files_load(suite, pytester):

@@ -282,11 +282,6 @@ def change_the_scale(self, outputs, batch, batch_idx):
         self.trainer.precision_plugin.scaler.update(2.0**15)
 
 
-def change_the_rate(self):
-    if self.faulty and self.trainer.global_step == 2:
-        self.optimizers().optimizer.param_groups[0]["lr"] *= 2
-
-
 def change_a_moment(self):
     if self.faulty and self.trainer.global_step == 2:
         state = self.optimizers().optimizer.state[self.layers[0].weight]
@@ -308,7 +303,6 @@ def scaled():
 CHANGES = [
     ("on_train_batch_start", flip_a_bit, dict, (3, "op", "layers.4::aten.addmm.default", 0)),
     ("on_train_batch_end", change_the_scale, scaled, (3, "optimizer", "scaler.scale", 0)),
-    ("on_after_backward", change_the_rate, dict, (2, "optimizer", "0.group.0:lr", 1)),
     ("on_after_backward", change_a_moment, dict, (2, "optimizer", "0.exp_avg.layers.0.weight", 1)),
     ("validation_step", validate_others, dict, (5, "op", "(model)::aten.add.Tensor", 0)),
 ]

@@ -203,14 +203,21 @@ def test_a_hook_acts_once_after_an_import_and_leaves_the_module_its_loader(tmp_p
 
 
 @pytest.fixture
-def asked(monkeypatch):
+def ask(monkeypatch):
+    """Return a function that asks for determinism, with a state of the process."""
+
+    def set_state(**state):
+        monkeypatch.setenv("LIGHTNING_D9M", "1")
+        kind = type("_State", (autoload._AutoloadState,), {"problem": None, **state})
+        monkeypatch.setattr(autoload, "_AutoloadState", kind)
+
+    return set_state
+
+
+@pytest.fixture
+def asked(ask, monkeypatch):
     """Ask for determinism, and count as started."""
-    monkeypatch.setenv("LIGHTNING_D9M", "1")
-    monkeypatch.setattr(
-        autoload,
-        "_AutoloadState",
-        type("_State", (autoload._AutoloadState,), {"started": True}),
-    )
+    ask(started=True)
     return monkeypatch
 
 
@@ -250,14 +257,9 @@ def test_a_bad_variable_refuses_the_trainer(asked, variable, value, message):
         autoload.make_lightning_callbacks()
 
 
-def test_a_door_that_stayed_shut_refuses_the_trainer(monkeypatch):
+def test_a_session_that_was_not_opened_refuses_the_trainer(ask):
     """``TORCH_DEVICE_BACKEND_AUTOLOAD=0``: nothing was seeded before the model was built."""
-    monkeypatch.setenv("LIGHTNING_D9M", "1")
-    monkeypatch.setattr(
-        autoload,
-        "_AutoloadState",
-        type("_State", (autoload._AutoloadState,), {"started": False}),
-    )
+    ask(started=False)
     with pytest.raises(TooLateError, match="TORCH_DEVICE_BACKEND_AUTOLOAD is 0"):
         autoload.make_pytorch_lightning_callbacks()
 
@@ -272,11 +274,10 @@ def test_a_door_that_stayed_shut_refuses_the_trainer(monkeypatch):
     ids=["torch", "lightning", "extensions"],
 )
 def test_a_stack_that_is_too_old_is_said_once_and_the_program_goes_on(
-    asked, capsys, place, name, value, message
+    ask, monkeypatch, capsys, place, name, value, message
 ):
-    state = {"started": False, "unsupported": None}
-    asked.setattr(autoload, "_AutoloadState", type("_State", (), {"problem": None, **state}))
-    asked.setattr(place, name, value)
+    ask(started=False, unsupported=None)
+    monkeypatch.setattr(place, name, value)
     autoload.load()
     assert autoload.make_lightning_callbacks() == []
     assert active_session() is None
