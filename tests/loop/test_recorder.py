@@ -8,6 +8,7 @@ import pytest
 import torch
 from interruptions import KilledError, interrupt
 from ledger_runs import list_batches
+from recorded_loop import leave, make_parts, train
 from torch import nn
 from trainings import NoisyDigits, make_loader
 
@@ -47,58 +48,6 @@ class Wrapped:
         yield from self.loader
 
 
-def make_parts():
-    model = nn.Sequential(
-        nn.Linear(64, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.3), nn.Linear(32, 10)
-    )
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.5)
-
-
-def train(  # noqa: PLR0913 - one keyword for each part of a loop
-    folder, *, state=None, stop=None, disturb=None, noise=None, wrap=lambda loader: loader,
-    first=None, epochs=2, loaders=1, accumulated=1, seed=3, size=96, **words,
-):  # fmt: skip
-    """Train; return the recorder, or the bytes of the state that was saved at batch ``stop``.
-
-    With ``noise`` each epoch has a validation, and the noise disturbs the second batch of the first
-    one.
-    """
-    with deterministic(seed=seed, threads=1):
-        model, optimizer, scheduler = parts = make_parts()
-        loader, others = wrap(make_loader(size=size)), make_loader(size=32)
-        with Recorder(folder, model, optimizer, scheduler, **words) as run:
-            if state is not None:
-                saved = torch.load(io.BytesIO(state), weights_only=True)
-                for part, own in zip(parts, saved["parts"], strict=True):
-                    part.load_state_dict(own)
-                run.load_state_dict(saved["run"])
-            for epoch in range(run.next_epoch if first is None else first, epochs):
-                batches = (batch for _ in range(loaders) for batch in run.batches(loader))
-                for number, (images, classes) in enumerate(batches, 1):
-                    loss = nn.functional.cross_entropy(model(images), classes)
-                    loss.backward()
-                    if number % accumulated:
-                        continue
-                    optimizer.step()
-                    optimizer.zero_grad()
-                    run.step(loss=loss, rate=scheduler.get_last_lr()[0])
-                    scheduler.step()  # after the recorder has counted the step
-                    if disturb is not None:
-                        disturb(model, optimizer, run.global_step)
-                    if run.global_step == stop:
-                        states = [part.state_dict() for part in parts]
-                        buffer = io.BytesIO()
-                        torch.save({"parts": states, "run": run.state_dict()}, buffer)
-                        return buffer.getvalue()
-                for number, (images, _) in enumerate(
-                    () if noise is None else run.validation(others)
-                ):
-                    model(images + noise * (number == 1 and epoch == 0))
-                run.epoch(epoch, drawn=torch.rand(()).item())
-    return run
-
-
 def test_two_runs_leave_equal_ledgers(tmp_path):
     first, second = train(tmp_path), train(tmp_path)
     assert compare(first.ledger, second.ledger).verdict == "equal"
@@ -117,12 +66,16 @@ def test_two_runs_leave_equal_ledgers(tmp_path):
             train(tmp_path, reference=first.ledger, **words)
 
 
-@pytest.mark.parametrize("wrap", [lambda loader: loader, Wrapped], ids=["DataLoader", "other"])
-def test_a_resumed_run_ends_at_the_same_bits(tmp_path, wrap):
-    straight = train(tmp_path / "straight", wrap=wrap)
+def wrap(model, optimizer, loader):
+    return leave(model, optimizer, Wrapped(loader))
+
+
+@pytest.mark.parametrize("prepare", [leave, wrap], ids=["DataLoader", "other"])
+def test_a_resumed_run_ends_at_the_same_bits(tmp_path, prepare):
+    straight = train(tmp_path / "straight", prepare=prepare)
     for stop in (1, 5, 6, 9):
-        state = train(tmp_path / str(stop), wrap=wrap, stop=stop)
-        resumed = train(tmp_path / str(stop), wrap=wrap, state=state)
+        state = train(tmp_path / str(stop), prepare=prepare, stop=stop)
+        resumed = train(tmp_path / str(stop), prepare=prepare, state=state)
         assert resumed.digest == straight.digest
         comparison = compare(straight.ledger, resumed.ledger)
         assert comparison.verdict == "equal"

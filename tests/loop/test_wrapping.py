@@ -5,12 +5,11 @@ import subprocess
 from pathlib import Path
 
 import pytest
-import torch
 from accelerate import Accelerator
 from lightning.fabric import Fabric
+from recorded_loop import train
 from torch import nn
 from torch.distributed.fsdp import ShardingStrategy
-from trainings import make_loader
 
 from lightning_d9m import (
     InexactResumeError,
@@ -45,40 +44,17 @@ def prepare_accelerate(model, optimizer, loader):
     return (*accelerator.prepare(model, optimizer, loader), accelerator.backward)
 
 
-def train(folder, prepare, *, stop=None, state=None, **settings):
-    """Train; return the recorder, or the states at a step."""
-    with deterministic(seed=3, threads=1):
-        model = nn.Sequential(nn.Linear(64, 16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 10))
-        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-        model, optimizer, loader, backward = prepare(model, optimizer, make_loader(**settings))
-        parts = {"model": model, "optimizer": optimizer}
-        with Recorder(folder, model, optimizer) as run:
-            parts["run"] = run
-            for name, saved in ({} if state is None else state).items():
-                parts[name].load_state_dict(saved)
-            for epoch in range(run.next_epoch, 2):
-                for images, classes in run.batches(loader):
-                    loss = nn.functional.cross_entropy(model(images), classes)
-                    optimizer.zero_grad()
-                    backward(loss)
-                    optimizer.step()
-                    run.step(loss=loss)
-                    if run.global_step == stop:
-                        return {name: part.state_dict() for name, part in parts.items()}
-                run.epoch(epoch)
-    return run
-
-
 @pytest.mark.parametrize("prepare", [prepare_fabric, prepare_accelerate])
-@pytest.mark.parametrize("settings", [{"shuffle": False}, {"num_workers": 1}])
-def test_a_wrapped_loop_resumes_within_an_epoch(tmp_path, prepare, settings):
-    straight = train(tmp_path / "straight", prepare, **settings)
-    saved = train(tmp_path / "resumed", prepare, stop=9, **settings)
-    resumed = train(tmp_path / "resumed", prepare, state=saved, **settings)
+@pytest.mark.parametrize("loading", [{"shuffle": False}, {"num_workers": 1}])
+def test_a_wrapped_loop_resumes_within_an_epoch(tmp_path, prepare, loading):
+    words = {"prepare": prepare, "loading": loading}
+    straight = train(tmp_path / "straight", **words)
+    saved = train(tmp_path / "resumed", stop=9, **words)
+    resumed = train(tmp_path / "resumed", state=saved, **words)
     assert compare(straight.ledger, resumed.ledger).verdict == "equal"
-    last = read_ledger(resumed.ledger).outcome(0).last
-    assert last.groups["weights"].keys() == WEIGHTS
-    assert any(name.startswith("0.exp_avg.0.weight") for name in last.groups["optimizers"])
+    groups = read_ledger(resumed.ledger).outcome(0).last.groups
+    assert {"0.weight", "1.bias", "4.weight"} <= groups["weights"].keys()
+    assert "0.exp_avg.0.weight" in groups["optimizers"]
 
 
 def test_models_and_optimizers_of_deepspeed_are_refused(tmp_path):

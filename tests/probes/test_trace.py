@@ -178,11 +178,13 @@ def test_the_first_difference_of_traces_is_found(values, data):
     assert difference is not None
     assert (difference[0], difference[3]) == (expected.places[place], 1)
     assert find_difference(expected, expected) is None
-    last = expected.places[-1]
-    expected.add("loss", "only here", 1)
-    actual = expected.places[-1], digest_value(1), None, 1
-    shorter = Trace()
-    for number, value in enumerate(values):
-        shorter.add("output", f"m{value}", torch.tensor([number]))
-    assert shorter.places[-1] == last
-    assert find_difference(expected, shorter) == actual
+    actual.add("loss", "only here", 1)
+    found = find_difference(actual, expected)
+    assert (found[0], found[3]) == (expected.places[place], 2)
+
+
+def test_a_place_that_only_one_trace_has_is_a_difference():
+    expected, actual = Trace(), Trace()
+    actual.add("output", "a", 1)
+    difference = find_difference(expected, actual)
+    assert difference == (("output", "a", 0), None, digest_value(1), 1)
