@@ -26,7 +26,7 @@ from lightning_d9m.lightning.strategies import is_sharded
 from lightning_d9m.lightning.trainer_attributes import Trainer, ranks_of
 from lightning_d9m.probes.module_hooks import hook_model
 from lightning_d9m.probes.settings import ProbeSettings
-from lightning_d9m.probes.trace import Leaves, Listener, ProbePoint, Trace, find_difference
+from lightning_d9m.probes.trace import Leaves, ProbePoint, Trace, find_difference
 from lightning_d9m.recording.run import Run
 from lightning_d9m.state.state import Watch
 from lightning_d9m.text import describe_pair
@@ -61,7 +61,7 @@ class _Step(NamedTuple):
     trace: Trace
 
 
-class Replay(Listener):
+class Replay:
     """Runs the steps of a fit twice, while it is attached.
 
     Raises:
@@ -93,7 +93,9 @@ class Replay(Listener):
         with ExitStack() as stack:
             compiled = is_compiled(self._module)
             stack.enter_context(
-                hook_model(self._module, ProbeSettings(), _COMPARED, self, is_compiled=compiled)
+                hook_model(
+                    self._module, ProbeSettings(), _COMPARED, self.add_leaves, is_compiled=compiled
+                )
             )
             step, backward = self._module.training_step, strategy.backward
 
@@ -114,7 +116,7 @@ class Replay(Listener):
                     own = [parameter.grad for parameter in self._module.parameters()]
                     gradients = [None if each is None else each.detach().clone() for each in own]
                 rng = capture_rng()
-                self.add("loss", "loss", loss)
+                self.add_leaves("loss", [("loss", loss)])
                 result = backward(loss, optimizer, **kwargs)
                 self._take_buffers()
                 self._trace = None
@@ -154,12 +156,12 @@ class Replay(Listener):
 
     def _take_buffers(self) -> None:
         buffers = self._module.named_buffers()
-        self.add_tensors("buffer", {plain_name(name): buffer for name, buffer in buffers})
+        self.add_leaves("buffer", [(plain_name(name), buffer) for name, buffer in buffers])
 
     def _trace_weights(self) -> Trace:
         weights = Trace()
         own = self._module.named_parameters()
-        weights.add_tensors("weight", {plain_name(name): weight for name, weight in own})
+        weights.add_leaves("weight", [(plain_name(name), weight) for name, weight in own])
         return weights
 
     def _check_weights(self, before: Trace) -> None:
@@ -201,7 +203,7 @@ class Replay(Listener):
                 result = kind.from_training_step_output(output, trainer.accumulate_grad_batches)
                 loss: Tensor = result.closure_loss  # the first run of the step had one
                 restore_rng(rng)
-                self.add("loss", "loss", loss)
+                self.add_leaves("loss", [("loss", loss)])
                 scaler = getattr(trainer.precision_plugin, "scaler", None)
                 differentiate(loss if scaler is None else scaler.scale(loss))
             self._take_buffers()

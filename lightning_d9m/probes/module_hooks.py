@@ -22,12 +22,11 @@ from torch.compiler import is_compiling
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from lightning_d9m.attribute_patches import AttributePatches
-from lightning_d9m.hashing.pytree_leaves import list_pytree_leaves
 from lightning_d9m.hashing.training_state import plain_name
 from lightning_d9m.ledger.kinds import ROOT
 from lightning_d9m.probes.dumps import keep, written_arguments
 from lightning_d9m.probes.settings import ProbeSettings
-from lightning_d9m.probes.trace import Listener, ProbeCollector
+from lightning_d9m.probes.trace import ProbeCollector, Take, name_leaves
 
 # Attributes of modules that only call another one: FSDP1's, and those of activation checkpointing.
 _WRAPPED = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module")
@@ -55,12 +54,12 @@ def hook_model(
     model: nn.Module,
     settings: ProbeSettings,
     kinds: frozenset[str],
-    listener: Listener,
+    take: Take,
     *,
     ops: "OpMode | None" = None,
     is_compiled: bool = False,
 ) -> ExitStack:
-    """Pass the inputs, outputs and gradients of the selected modules to a listener.
+    """Pass the inputs, outputs and gradients of the selected modules to a function.
 
     ``ops`` is told which module runs. Of a module that is shared, the first name counts.
     ``is_compiled`` says that the steps of the model are compiled, so that no module of it is called
@@ -79,16 +78,16 @@ def hook_model(
             if not settings.takes_module(name):
                 continue
             if "input" in kinds:
-                take = partial(_take_input, listener, name or ROOT)
-                hooks.callback(before(module, take, with_kwargs=True).remove)
-            wanted = ("output" in kinds, "grad_output" in kinds)
-            if any(wanted):
-                take = partial(_take_output, listener, name or ROOT, wanted)
-                hooks.callback(after(module, take).remove)
+                hook = partial(_take_input, take, name or ROOT)
+                hooks.callback(before(module, hook, with_kwargs=True).remove)
+            if not kinds.isdisjoint({"output", "grad_output"}):
+                hooks.callback(
+                    after(module, partial(_take_output, take, name or ROOT, kinds)).remove
+                )
         if "local_gradient" in kinds:
             for name, parameter in model.named_parameters():
                 if parameter.requires_grad and settings.takes_parameter(plain_name(name)):
-                    _hook_parameter(hooks, parameter, plain_name(name), listener)
+                    _hook_parameter(hooks, parameter, plain_name(name), take)
         return hooks.pop_all()
 
 
@@ -113,46 +112,42 @@ def eager_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _take_input(
-    listener: Listener, name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    take: Take, name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
     if is_compiling() or _get_tracing_state() is not None:
         return
-    if len(args) == 1 and not kwargs:
-        listener.add("input", name, args[0])
-    else:
-        listener.add("input", name, {str(key): value for key, value in enumerate(args)} | kwargs)
+    alone = len(args) == 1 and not kwargs
+    given = args[0] if alone else {str(key): own for key, own in enumerate(args)} | kwargs
+    take("input", name_leaves(name, given))
 
 
 def _take_output(
-    listener: Listener,
-    name: str,
-    wanted: tuple[bool, bool],
-    _: nn.Module,
-    __: object,
-    output: object,
+    take: Take, name: str, kinds: frozenset[str], _: nn.Module, __: object, output: object
 ) -> None:
     """Take what comes out, and hook what flows back into it, as far as the two are wanted."""
     if is_compiling() or _get_tracing_state() is not None:
         return
-    forward, backward = wanted
-    if forward:
-        listener.add("output", name, output)
-    if not backward or not torch.is_grad_enabled():
+    leaves = name_leaves(name, output)
+    if "output" in kinds:
+        take("output", leaves)
+    if "grad_output" not in kinds or not torch.is_grad_enabled():
         return
-    leaves = [("", output)] if isinstance(output, Tensor) else list_pytree_leaves(output)
-    for path, leaf in leaves:
+    for place, leaf in leaves:
         # A parameter that is handed on would keep the hook; its gradient is a kind of its own.
         if isinstance(leaf, Tensor) and leaf.requires_grad and not isinstance(leaf, nn.Parameter):
-            place = f"{name}:{path}" if path else name
-            leaf.register_hook(partial(listener.add, "grad_output", place))
+            leaf.register_hook(partial(_take_gradient, take, place))
 
 
-def _hook_parameter(hooks: ExitStack, parameter: Tensor, name: str, listener: Listener) -> None:
-    def take(parameter: Tensor) -> None:
+def _take_gradient(take: Take, place: str, gradient: Tensor) -> None:
+    take("grad_output", [(place, gradient)])
+
+
+def _hook_parameter(hooks: ExitStack, parameter: Tensor, name: str, take: Take) -> None:
+    def hook(parameter: Tensor) -> None:
         if parameter.grad is not None:
-            listener.add("local_gradient", name, parameter.grad)
+            take("local_gradient", [(name, parameter.grad)])
 
-    handle = parameter.register_post_accumulate_grad_hook(take)
+    handle = parameter.register_post_accumulate_grad_hook(hook)
     # To the front, before the hook of a strategy that sends the gradient away. torch calls them in
     # the order in which a plain dict has them, which `move_to_end` of an ordered one leaves alone.
     own = cast(Any, parameter)._post_accumulate_grad_hooks  # noqa: SLF001 - torch has no public list

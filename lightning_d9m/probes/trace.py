@@ -5,12 +5,9 @@ Framework-free: hooks pass values as (kind, name, value).
 
 import math
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, NamedTuple, TypeVar
-
-import torch
 
 from lightning_d9m.hashing.digest import DigestQueue
 from lightning_d9m.hashing.pytree_leaves import list_pytree_leaves
@@ -68,20 +65,8 @@ Save = Callable[[ProbePoint, ProbeKey, Mapping[str, Any]], None]
 Leaves = Sequence[tuple[str, object]]
 
 
-class Listener(ABC):
-    """Receives probed values."""
-
-    @abstractmethod
-    def add_leaves(self, kind: str, leaves: Leaves) -> None:
-        """Take values with the names of their places."""
-
-    def add(self, kind: str, name: str, value: object) -> None:
-        """Take a value; each of its leaves is a place."""
-        self.add_leaves(kind, name_leaves(name, value))
-
-    def add_tensors(self, kind: str, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Take tensors by name."""
-        self.add_leaves(kind, [*tensors.items()])
+Take = Callable[[str, Leaves], object]
+"""Receives probed values: their kind, and each with the name of its place."""
 
 
 def name_leaves(name: str, value: object) -> Leaves:
@@ -90,19 +75,7 @@ def name_leaves(name: str, value: object) -> Leaves:
     return [(f"{name}:{path}" if path else name, leaf) for path, leaf in leaves]
 
 
-class LeafListener(Listener):
-    """Passes each leaf to a function, with its kind and the name of its place."""
-
-    def __init__(self, take: Callable[[str, str, object], object]) -> None:
-        self._take = take
-
-    def add_leaves(self, kind: str, leaves: Leaves) -> None:
-        """Pass the leaves."""
-        for name, leaf in leaves:
-            self._take(kind, name, leaf)
-
-
-class Trace(Listener):
+class Trace:
     """The places of a batch in order, and the digests of their values.
 
     Attributes:
@@ -125,7 +98,7 @@ class Trace(Listener):
             self.places.append((*key, call))
 
 
-class ProbeCollector(Listener):
+class ProbeCollector:
     """Writes the probes of each batch as records ``layout`` and ``probes``.
 
     Bytes are read when a value is added. Records are written in the order of batches; those of

@@ -210,8 +210,11 @@ def test_probes_of_unusual_modules_change_no_bit(fit, change, expected):
 def test_gradients_are_met_beside_hooks_of_the_program():
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     met = []
-    listener = SimpleNamespace(add=lambda kind, name, _: met.append((kind, name)))
-    with hook_model(model, ProbeSettings(), frozenset({"grad_output"}), listener):
+
+    def take(kind, leaves):
+        met.extend((kind, name) for name, _ in leaves)
+
+    with hook_model(model, ProbeSettings(), frozenset({"grad_output"}), take):
         output = model(torch.ones(1, 2))
         output.register_hook(lambda _: met.append("own"))
         output.register_hook(lambda _: met.append("removed")).remove()
@@ -227,8 +230,11 @@ def test_a_local_gradient_is_taken_before_a_strategy_sends_it_away():
     model = nn.Linear(2, 1, bias=False)
     model.weight.register_post_accumulate_grad_hook(send)
     met = []
-    listener = SimpleNamespace(add=lambda kind, name, value: met.append(value.clone()))
-    with hook_model(model, ProbeSettings(), frozenset({"local_gradient"}), listener):
+
+    def take(kind, leaves):
+        met.extend(value.clone() for _, value in leaves)
+
+    with hook_model(model, ProbeSettings(), frozenset({"local_gradient"}), take):
         model(torch.ones(1, 2)).sum().backward()
     assert [gradient.tolist() for gradient in met] == [[[1.0, 1.0]]]
 

@@ -48,7 +48,7 @@ def test_no_probe_of_a_batch_waits_for_the_device():
     def probe():
         for batch in range(2):
             probes.begin(ProbePoint(0, batch, batch))
-            probes.add_tensors("weight", weights)
+            probes.add_leaves("weight", [*weights.items()])
             for number, value in enumerate(values):
                 probes.add("output", str(number), value)
             probes.end()

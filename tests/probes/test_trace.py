@@ -107,7 +107,7 @@ def test_digests_are_those_of_the_moment_whatever_the_values_are():
             lambda _: x.add_(1),
             ("batch", "b", {"x": x, "text": "a", "no": None}),
             ("output", "c", [meta, object()]),
-            lambda probes: probes.add_tensors("weight", {"d": X, "e": meta}),
+            lambda probes: probes.add_leaves("weight", [("d", X), ("e", meta)]),
         ]
     )
     names = [place[1] for place in records[0]["places"]]
@@ -128,7 +128,7 @@ def test_nothing_is_taken_while_probes_are_paused():
     def pause(probes):
         with probes.paused():
             probes.add("output", "a", X)
-            probes.add_tensors("weight", {"a": X})
+            probes.add_leaves("weight", [("a", X)])
 
     assert write_batches([pause]) == []
 
@@ -172,19 +172,21 @@ def test_the_first_difference_of_traces_is_found(values, data):
     place = data.draw(st.integers(0, len(values) - 1))
     expected, actual = Trace(), Trace()
     for number, value in enumerate(values):
-        expected.add("output", f"m{value}", torch.tensor([number]))
-        actual.add("output", f"m{value}", torch.tensor([-1 if number == place else number]))
+        expected.add_leaves("output", [(f"m{value}", torch.tensor([number]))])
+        actual.add_leaves(
+            "output", [(f"m{value}", torch.tensor([-1 if number == place else number]))]
+        )
     difference = find_difference(expected, actual)
     assert difference is not None
     assert (difference[0], difference[3]) == (expected.places[place], 1)
     assert find_difference(expected, expected) is None
-    actual.add("loss", "only here", 1)
+    actual.add_leaves("loss", [("only here", 1)])
     found = find_difference(actual, expected)
     assert (found[0], found[3]) == (expected.places[place], 2)
 
 
 def test_a_place_that_only_one_trace_has_is_a_difference():
     expected, actual = Trace(), Trace()
-    actual.add("output", "a", 1)
+    actual.add_leaves("output", [("a", 1)])
     difference = find_difference(expected, actual)
     assert difference == (("output", "a", 0), None, digest_value(1), 1)
