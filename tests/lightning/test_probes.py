@@ -207,22 +207,6 @@ def test_probes_of_unusual_modules_change_no_bit(fit, change, expected):
     assert ("output", "layers.3", 1) not in places  # the second name of the shared one
 
 
-def test_gradients_are_met_beside_hooks_of_the_program():
-    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
-    met = []
-
-    def take(kind, leaves):
-        met.extend((kind, name) for name, _ in leaves)
-
-    with hook_model(model, ProbeSettings(), frozenset({"grad_output"}), take):
-        output = model(torch.ones(1, 2))
-        output.register_hook(lambda _: met.append("own"))
-        output.register_hook(lambda _: met.append("removed")).remove()
-        output.sum().backward()
-    ours = [("grad_output", name) for name in ("1", "(model)", "0")]
-    assert met == [*ours[:2], "own", ours[2]]
-
-
 def test_a_local_gradient_is_taken_before_a_strategy_sends_it_away():
     def send(weight):
         weight.grad.zero_()

@@ -295,33 +295,28 @@ def test_an_evaluation_leaves_a_ledger_of_its_own(verb, tmp_path):
     assert one.outcome(0).end.status == "finished"
 
 
-def test_one_bit_of_one_output_is_seen(tmp_path):
+def test_one_bit_of_one_output_is_seen_and_other_weights_are_told_from_other_arithmetic(tmp_path):
+    """The weights that were evaluated are in the ledger too."""
+
     def predict_step(self, batch, batch_idx):
         outputs = self.layers(batch[0])
         if batch_idx == 4:
             outputs.view(torch.int32)[0, 0] ^= 1
         return outputs
 
-    plain = evaluate("predict", tmp_path)
-    flipped = evaluate("predict", tmp_path, make_model(predict_step=predict_step))
-    comparison = compare_ledgers(plain, flipped)
-    assert not comparison.equal
+    model = make_model(predict_step=predict_step)
+    plain, flipped = evaluate("predict", tmp_path), evaluate("predict", tmp_path, model)
+    assert not compare_ledgers(plain, flipped).equal
     one, other = evaluations(plain) + evaluations(flipped)
     assert one["outputs"] != other["outputs"]
     assert one["batches"] == other["batches"]
-
-
-def test_other_weights_are_told_from_other_arithmetic(tmp_path):
-    """The weights that were evaluated are in the ledger too."""
-    model = make_model()
-    plain = evaluate("test", tmp_path, model)
     with torch.no_grad():
         model.layers[0].bias[0] += 1
-    other = evaluate("test", tmp_path, model)
-    weights = [ledger.outcome(0).final.groups["weights"] for ledger in (plain, other)]
-    assert [name for name in weights[0] if weights[0][name] != weights[1][name]] == [
-        "layers.0.bias"
-    ]
+    changed = evaluate("predict", tmp_path, model)
+    weights = [ledger.outcome(0).final.groups["weights"] for ledger in (plain, flipped, changed)]
+    assert weights[0] == weights[1]
+    differing = [name for name in weights[0] if weights[0][name] != weights[2][name]]
+    assert differing == ["layers.0.bias"]
 
 
 def test_each_validation_of_a_fit_is_in_its_ledger(fit):
