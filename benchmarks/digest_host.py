@@ -20,7 +20,8 @@ from unittest import mock
 import torch
 
 from lightning_d9m.hashing import digest, xxh3_cuda
-from lightning_d9m.probes.trace import Trace
+from lightning_d9m.hashing.xxh3 import cuda as xxh3_cuda
+from lightning_d9m.probes.trace import Trace, name_leaves
 
 RESULTS = Path(__file__).parent / "results"
 CUDA = torch.device("cuda", 0)
@@ -101,17 +102,17 @@ def list_methods(count: int) -> dict[str, Callable[[], None]]:
     groups = [tensors[begin : begin + 4] for begin in range(0, count, 4)]
 
     def take_state() -> None:
-        Trace().add_tensors("weight", named)
+        Trace().add_leaves("weight", [*named.items()])
 
     def take_each() -> None:
         trace = Trace()
         for tensor in tensors:
-            trace.add("output", "module", tensor)
+            trace.add_leaves("output", name_leaves("module", tensor))
 
     def take_groups() -> None:
         trace = Trace()
         for group in groups:
-            trace.add("input", "module", group)
+            trace.add_leaves("input", name_leaves("module", group))
 
     return {
         "weights: one launch": take_state,

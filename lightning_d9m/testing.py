@@ -1,7 +1,7 @@
 """Run a training several times and assert that the results are bit-identical."""
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,6 +14,7 @@ from lightning_d9m.control.session import deterministic
 from lightning_d9m.control.settings import Settings
 from lightning_d9m.errors import NotBitExactError, SettingError
 from lightning_d9m.hashing.digest import digest_value
+from lightning_d9m.hashing.nested_values import list_pytree_leaves
 from lightning_d9m.hashing.training_state import take_partial_snapshot
 from lightning_d9m.launch.run import LEDGER_VARIABLE, pair_fits
 from lightning_d9m.ledger.folder import list_fits, read_ledger
@@ -137,28 +138,18 @@ def _describe_outcome_difference(expected: _Outcome, actual: _Outcome) -> str | 
     )
 
 
-def _digest_entries(result: object, where: str = "result") -> dict[str, str]:
+def _digest_entries(result: object) -> dict[str, str]:
     """Return one digest for each entry of a result, by the entry's path."""
-    if result is None and where == "result":
-        return {}
-    result = getattr(result, "lightning_module", result)  # of a Trainer, the module that it trained
-    if isinstance(result, torch.nn.Module):
-        groups = take_partial_snapshot(result).groups
-        return {
-            f"{where}.{name}": value for found in groups.values() for name, value in found.items()
-        }
-    entries: list[tuple[object, object]]
-    if isinstance(result, Mapping):
-        entries = list(result.items())
-    elif isinstance(result, list | tuple) and not hasattr(result, "_fields"):
-        entries = list(enumerate(result))
-    else:
-        return {where: digest_value(result)}
-    return {
-        name: value
-        for key, entry in entries
-        for name, value in _digest_entries(entry, f"{where}[{key!r}]").items()
-    }
+    entries: dict[str, str] = {}
+    for path, entry in [] if result is None else list_pytree_leaves(result):
+        where = f"result.{path}" if path else "result"
+        found = getattr(entry, "lightning_module", entry)  # of a Trainer, the module it trained
+        if isinstance(found, torch.nn.Module):
+            for group in take_partial_snapshot(found).groups.values():
+                entries |= {f"{where}.{name}": digest for name, digest in group.items()}
+        else:
+            entries[where] = digest_value(found)
+    return entries
 
 
 def _name_of(function: Callable[..., object]) -> str:

@@ -1,9 +1,13 @@
 """The pytest plugin, in test suites of its own."""
 
+import random
+
 import pytest
+import torch
 
 import lightning_d9m.lightning.callback
 import lightning_d9m.portability.mode  # noqa: F401 - what an inner pytest imports, it forgets
+from lightning_d9m import deterministic
 from lightning_d9m.control import environment
 
 TRAINING = """
@@ -15,12 +19,14 @@ from lightning_d9m import DeterminismCallback
 def train(scale=1.0):
     model = BoringModel()
     model.layer.weight.data *= scale
+    callback = DeterminismCallback()
     trainer = lightning.Trainer(
-        max_epochs=1, limit_train_batches=2, limit_val_batches=0, callbacks=[DeterminismCallback()],
+        max_epochs=1, limit_train_batches=2, limit_val_batches=0, callbacks=[callback],
         logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False, accelerator="cpu",
     )
     trainer.fit(model)
+    return callback.digest
 """
 
 
@@ -73,7 +79,7 @@ def test_the_draws_of_a_fit_do_not_depend_on_the_tests_before(suite):
     result = suite(
         test_it="""
         import pytest, torch, training
-        from lightning_d9m import DeterminismCallback, deterministic
+        from lightning_d9m import deterministic
 
         seen = []
 
@@ -82,43 +88,37 @@ def test_the_draws_of_a_fit_do_not_depend_on_the_tests_before(suite):
             with deterministic():
                 yield
 
-        def digests(monkeypatch, folder):
-            callback = DeterminismCallback(ledger_dir=folder)
-            monkeypatch.setattr(training, "DeterminismCallback", lambda: callback)
-            for _ in range(2):
-                torch.manual_seed(1)
-                training.train()
-                yield callback.digest
-
-        @pytest.mark.parametrize("time", [1, 2])
-        def test_process(time, monkeypatch, tmp_path):
-            seen.append(list(digests(monkeypatch, tmp_path)))
+        def check():
+            torch.manual_seed(1)
+            seen.append([training.train(), training.train()])
             assert seen[-1] == seen[0]
             assert seen[-1][0] != seen[-1][1]  # a second fit draws other numbers
 
         @pytest.mark.parametrize("time", [1, 2])
-        def test_session(time, session, monkeypatch, tmp_path):
-            seen.append(list(digests(monkeypatch, tmp_path)))
-            assert seen[-1] == seen[0]
+        def test_process(time):
+            check()
+
+        @pytest.mark.parametrize("time", [1, 2])
+        def test_session(time, session):
+            check()
         """
     )
     result.assert_outcomes(passed=4)
 
 
-def test_a_setting_that_is_not_allowed_fails_the_test(suite):
-    result = suite(
-        test_it="""
-        import pytest
+NOT_ALLOWED = [
+    ("@pytest.mark.deterministic(seed=-1)", "", "errors", "*seed is -1; allowed:*"),
+    ("@pytest.mark.deterministic(7)", "", "errors", "*settings by name*"),
+    ("", "with golden_ledger(): pass", "failed", "*nothing to compare*"),
+]
 
-        @pytest.mark.deterministic(seed=-1)
-        def test_value(): pass
 
-        @pytest.mark.deterministic(7)
-        def test_position(): pass
-        """
-    )
-    result.assert_outcomes(errors=2)
-    result.stdout.fnmatch_lines(["*seed is -1; allowed:*", "*settings by name*"])
+@pytest.mark.parametrize(("marker", "body", "outcome", "line"), NOT_ALLOWED)
+def test_what_is_not_allowed_fails_the_test(suite, marker, body, outcome, line):
+    test = f"import pytest\n{marker}\ndef test_it(golden_ledger):\n    {body or 'pass'}"
+    result = suite(test_it=test)
+    result.assert_outcomes(**{outcome: 1})
+    result.stdout.fnmatch_lines([line])
 
 
 GOLDEN = """
@@ -131,24 +131,21 @@ class TestTraining:
 """
 
 
-def test_a_golden_ledger_is_written_compared_and_written_anew(suite, pytester):
+def test_a_golden_ledger_is_written_compared_and_written_again(suite, pytester):
     result = suite(test_it=GOLDEN)
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(["*There is no golden ledger*--d9m-update*"])
-    suite("--d9m-update", test_it=GOLDEN).assert_outcomes(passed=1)
     golden = pytester.path / "golden/test_it/TestTraining-test_it/fit-000/rank-0.jsonl"
-    before = golden.read_bytes()
-    suite(test_it=GOLDEN).assert_outcomes(passed=1)
-    assert golden.read_bytes() == before
     changed = GOLDEN.replace("train()", "train(1.5)")
-    result = suite(test_it=changed)
-    result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(
-        ["*differs from its golden ledger*", "*diverges first*", "*layer.weight*", "*--d9m-update*"]
-    )
-    assert golden.read_bytes() == before
-    suite("--d9m-update", test_it=changed).assert_outcomes(passed=1)
-    suite(test_it=changed).assert_outcomes(passed=1)
+    for test, other in ((GOLDEN, changed), (changed, GOLDEN)):
+        suite("--d9m-update", test_it=test).assert_outcomes(passed=1)
+        before = golden.read_bytes()
+        suite(test_it=test).assert_outcomes(passed=1)
+        result = suite(test_it=other)
+        result.assert_outcomes(failed=1)
+        lines = ["*differs from its golden ledger*", "*diverges first*", "*layer.weight*"]
+        result.stdout.fnmatch_lines([*lines, "*--d9m-update*"])
+        assert golden.read_bytes() == before
 
 
 def test_a_golden_ledger_of_another_stack_fails_or_skips(suite, monkeypatch):
@@ -169,20 +166,10 @@ def test_a_portable_golden_ledger_of_another_stack_holds_and_excuses_nothing(sui
     suite("--d9m-update", test_it=golden).assert_outcomes(passed=1)
     monkeypatch.setenv("NPY_DISABLE_CPU_FEATURES", "AVX512F")  # NumPy has read it long ago
     suite(test_it=golden).assert_outcomes(passed=1)
-    result = suite(
-        test_it=golden.replace("train()", "train(1.5)"),
-        configuration="d9m_on_stack_difference = skip",
-    )
+    skip = "d9m_on_stack_difference = skip"
+    result = suite(test_it=golden.replace("train()", "train(1.5)"), configuration=skip)
     result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(
-        ["*The stacks differ; portable bits do not depend on them*", "*NPY_DISABLE_CPU_FEATURES*"]
-    )
-
-
-def test_a_golden_ledger_without_a_fit_is_an_error(suite):
-    result = suite(test_it="def test_it(golden_ledger):\n    with golden_ledger(): pass")
-    result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(["*nothing to compare*"])
+    result.stdout.fnmatch_lines(["*The stacks differ; portable bits do not depend on them*"])
 
 
 def test_variables_are_set_before_conftest_files_load(suite, pytester):
@@ -210,8 +197,6 @@ def test_an_unknown_policy_is_a_usage_error(suite):
     result.stderr.fnmatch_lines(["*'ignore'; allowed: fail or skip*"])
 
 
-# Plugins that only take time: each pytest imports them in a second.
-OTHERS = [f"-pno:{name}" for name in ("anyio", "hydra_pytest", "hypothesispytest")]
 PLUGINS = """
 import random, pytest, torch
 
@@ -223,22 +208,18 @@ def test_draws(number):
 """
 
 
-def test_it_gets_on_with_xdist_and_randomly(pytester):
+def test_it_gets_on_with_xdist_and_randomly(pytester, forking_python):
     """Randomly reseeds Python's and NumPy's generators before each test; the session is later."""
-    import random
-
-    import torch
-
-    from lightning_d9m import deterministic
-
     with deterministic(seed=5):
         words = {"python": random.random(), "torch": torch.rand(1).item()}
     pytester.makepyfile(PLUGINS.format(**words))
-    result = pytester.runpytest_subprocess(*OTHERS, "--randomly-seed=1", "-n", "1")
+    result = pytester.run(forking_python, "-m", "pytest", "--randomly-seed=1", "-n", "1")
     result.assert_outcomes(passed=6)
     result.stdout.fnmatch_lines(["plugins:*randomly*xdist*"])
 
 
 def test_a_suite_that_does_not_use_it_loads_no_torch(pytester):
     pytester.makepyfile("import sys\ndef test_it(): assert 'torch' not in sys.modules")
-    pytester.runpytest_subprocess(*OTHERS, "-p", "no:randomly").assert_outcomes(passed=1)
+    # Plugins that only take time: each pytest imports them in a second.
+    others = [f"-pno:{name}" for name in ("anyio", "hydra_pytest", "hypothesispytest", "randomly")]
+    pytester.runpytest_subprocess(*others).assert_outcomes(passed=1)

@@ -8,6 +8,7 @@ import re
 import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
 
 from lightning_d9m.errors import LedgerError, file_errors
@@ -41,6 +42,15 @@ def create_ledger_folder(parent: Path, kind: str = "fit") -> Path:
                 number += 1
             else:
                 return folder
+
+
+def state_folder() -> Path:
+    """Return a folder for the ledgers of this working folder among the user's files of state."""
+    base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    cwd = Path.cwd()
+    # Working folders of the same name must not share a folder.
+    short = blake2b(str(cwd).encode(), digest_size=4).hexdigest()
+    return Path(base, "lightning_d9m", f"{cwd.name}-{short}")
 
 
 def rank_path(folder: Path, rank: int) -> Path:

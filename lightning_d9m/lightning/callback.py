@@ -5,7 +5,7 @@ Each hook calls one function of :mod:`lightning_d9m.lightning` or of a lower lay
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import fields
 from functools import cache, partial
@@ -36,9 +36,16 @@ from lightning_d9m.control.settings import (
     variable_of,
 )
 from lightning_d9m.errors import SettingError
+from lightning_d9m.launch.interruption_points import (
+    LAST_BITS,
+    EpochShape,
+    Interruption,
+    InterruptionKind,
+    read_request,
+)
 from lightning_d9m.ledger.format.records import End
-from lightning_d9m.lightning.interruptions import apply_interrupt_variables, change_last_bits
-from lightning_d9m.lightning.lightning_private import wrap_launches
+from lightning_d9m.ledger.stack import LAST_BITS_SETTING
+from lightning_d9m.lightning.lightning_private import is_search, resume_next_fit, wrap_launches
 from lightning_d9m.lightning.packages import (
     combined_base,
     extend_base,
@@ -62,6 +69,7 @@ from lightning_d9m.ranks.liveness import RankLiveness, add_lost_ranks, connect_l
 from lightning_d9m.recording.run import RunOptions
 
 _Callback: Any = combined_base("callbacks.Callback")
+_Checkpoint: Any = combined_base("callbacks.Checkpoint")
 
 
 class DeterminismCallback(_Callback):  # type: ignore[misc] # of the package that is loaded
@@ -489,3 +497,106 @@ def make_callback(package: str) -> AddedCallback:
     reject_unknown_variables(DeterminismCallback, os.environ)
     settings = read_settings(DeterminismCallback, os.environ)
     return build_from_variables(AddedCallback, settings)
+
+
+def apply_interrupt_variables(
+    trainer: Trainer, stage: str, environment: Mapping[str, str] = os.environ
+) -> None:
+    """Let variables interrupt a run that begins; see ``launch/interruption_points.py``.
+
+    Raises:
+        SettingError: If a variable has a value that is not allowed.
+    """
+    # A Trainer that fits again still has that of its first fit.
+    callbacks = [c for c in trainer.callbacks if not isinstance(c, InterruptingCallback)]
+    trainer.callbacks = callbacks
+    if stage != "fit" or is_search(trainer):
+        return
+    request = read_request(environment)
+    if request.resume is not None:
+        resume_next_fit(trainer, request.resume)
+    if request.folder is not None:
+
+        def wait() -> None:
+            trainer.strategy.checkpoint_io.teardown()  # waits for an asynchronous save
+
+        callbacks.append(InterruptingCallback(Interruption(request, ranks_of(trainer), wait)))
+
+
+def change_last_bits(
+    module: Any, environment: Mapping[str, str] = os.environ
+) -> dict[str, str | int]:
+    """Move each weight to the next number above or below, as the variable's number draws it.
+
+    Returns:
+        The setting that the ledger records; empty if the variable is not set.
+
+    Raises:
+        SettingError: If the variable is not a whole number.
+    """
+    text = environment.get(LAST_BITS)
+    if not text:
+        return {}
+    if not text.isdecimal():
+        raise SettingError(f"{LAST_BITS} is {text!r}; allowed: digits, such as 1.")
+    generator = torch.Generator().manual_seed(int(text))
+    with torch.no_grad():
+        for weight in module.parameters():
+            upwards = torch.randint(2, weight.shape, generator=generator).bool()
+            limit = torch.where(upwards, torch.inf, -torch.inf).to(weight)
+            weight.copy_(torch.nextafter(weight, limit))
+    return {LAST_BITS_SETTING: int(text)}
+
+
+class InterruptingCallback(_Checkpoint):  # type: ignore[misc] # as DeterminismCallback
+    """Surveys a fit, or saves a checkpoint at a point and kills its process.
+
+    It saves when a ModelCheckpoint would, after all other callbacks. Its base class makes it run
+    after the module's hooks at the end of an epoch, too.
+    """
+
+    def __init__(self, interruption: Interruption) -> None:
+        self._interruption = interruption
+        self._validation = 0  # batches of validations in this epoch
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: Any) -> None:
+        """Count the validation batches of each epoch."""
+        self._validation = 0
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Interrupt after a batch of training."""
+        self._reach(trainer, "batch", batch_idx + 1)
+
+    def on_validation_batch_end(self, trainer: Trainer, *_: Any, **__: Any) -> None:
+        """Interrupt after a batch of a validation."""
+        if not trainer.sanity_checking:
+            self._validation += 1
+            self._reach(trainer, "validation", self._validation)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
+        """Interrupt at the end of a validation."""
+        if not trainer.sanity_checking:
+            self._reach(trainer, "validated")
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
+        """Note the batches of the epoch, and interrupt at its end."""
+        self._interruption.note_epoch(
+            EpochShape(
+                epoch=trainer.current_epoch,
+                batches=trainer.fit_loop.epoch_loop.batch_progress.current.processed,
+                accumulated=trainer.accumulate_grad_batches,
+                validation=self._validation,
+            )
+        )
+        self._reach(trainer, "epoch")
+
+    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
+        """Write the survey."""
+        self._interruption.write_survey()
+
+    def _reach(self, trainer: Trainer, kind: InterruptionKind, number: int = 0) -> None:
+        if self._interruption.reach(kind, trainer.current_epoch, number):
+            trainer.save_checkpoint(self._interruption.checkpoint)
+            self._interruption.end_save()

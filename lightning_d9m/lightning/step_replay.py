@@ -26,7 +26,7 @@ from lightning_d9m.lightning.strategies import is_sharded
 from lightning_d9m.lightning.trainer_attributes import Trainer, ranks_of
 from lightning_d9m.probes.module_hooks import hook_model
 from lightning_d9m.probes.settings import ProbeSettings
-from lightning_d9m.probes.trace import Leaves, Listener, ProbePoint, Trace, find_difference
+from lightning_d9m.probes.trace import Leaves, ProbePoint, Trace, find_difference
 from lightning_d9m.recording.run import Run
 from lightning_d9m.state.state import Watch
 from lightning_d9m.text import describe_pair
@@ -34,27 +34,34 @@ from lightning_d9m.text import describe_pair
 _COMPARED = frozenset({"input", "output", "grad_output", "local_gradient"})
 
 
-def capture_state(model: Module, values: object) -> Watch:
+def _capture(model: Module, values: object) -> tuple[Watch, RngState]:
     """Return what a step may change besides weights and gradients.
 
-    That is the state of the model, without its weights, and of further values: the batch, say.
+    That is the state of the model, without its weights, of further values (the batch, say), and of
+    the generators.
     """
     # Buffers of TorchScript are in none of its attributes.
     owners = {"model": model, "values": [values, *model.buffers()]}
-    return Watch(owners, leave_out=lambda _, value: isinstance(value, Parameter))
+    return Watch(owners, leave_out=lambda _, value: isinstance(value, Parameter)), capture_rng()
+
+
+def _restore(state: tuple[Watch, RngState], model: Module, gradients: list[Tensor | None]) -> None:
+    state[0].restore()
+    restore_rng(state[1])
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        parameter.grad = gradient
 
 
 class _Step(NamedTuple):
     """The first run of a step, from its beginning."""
 
     call: tuple[tuple[Any, ...], dict[str, Any]]
-    state: Watch
-    rng: RngState
+    state: tuple[Watch, RngState]
     weights: Trace
     trace: Trace
 
 
-class Replay(Listener):
+class Replay:
     """Runs the steps of a fit twice, while it is attached.
 
     Raises:
@@ -86,7 +93,9 @@ class Replay(Listener):
         with ExitStack() as stack:
             compiled = is_compiled(self._module)
             stack.enter_context(
-                hook_model(self._module, ProbeSettings(), _COMPARED, self, is_compiled=compiled)
+                hook_model(
+                    self._module, ProbeSettings(), _COMPARED, self.add_leaves, is_compiled=compiled
+                )
             )
             step, backward = self._module.training_step, strategy.backward
 
@@ -107,7 +116,7 @@ class Replay(Listener):
                     own = [parameter.grad for parameter in self._module.parameters()]
                     gradients = [None if each is None else each.detach().clone() for each in own]
                 rng = capture_rng()
-                self.add("loss", "loss", loss)
+                self.add_leaves("loss", [("loss", loss)])
                 result = backward(loss, optimizer, **kwargs)
                 self._take_buffers()
                 self._trace = None
@@ -142,18 +151,17 @@ class Replay(Listener):
                 "replay_every=0."
             )
         self._trace = Trace()
-        state = capture_state(self._module, (args, kwargs))
-        weights = self._trace_weights()
-        self._step = _Step((args, kwargs), state, capture_rng(), weights, self._trace)
+        state, weights = _capture(self._module, (args, kwargs)), self._trace_weights()
+        self._step = _Step((args, kwargs), state, weights, self._trace)
 
     def _take_buffers(self) -> None:
         buffers = self._module.named_buffers()
-        self.add_tensors("buffer", {plain_name(name): buffer for name, buffer in buffers})
+        self.add_leaves("buffer", [(plain_name(name), buffer) for name, buffer in buffers])
 
     def _trace_weights(self) -> Trace:
         weights = Trace()
         own = self._module.named_parameters()
-        weights.add_tensors("weight", {plain_name(name): weight for name, weight in own})
+        weights.add_leaves("weight", [(plain_name(name), weight) for name, weight in own])
         return weights
 
     def _check_weights(self, before: Trace) -> None:
@@ -175,41 +183,34 @@ class Replay(Listener):
         differentiate: Callable[[Tensor], object],
     ) -> Trace:
         """Run a step again, and leave everything as it was before this."""
-        (args, kwargs), trainer = first.call, self._trainer
-        left, left_rng = capture_state(self._module, first.call), capture_rng()
-        parameters = list(self._module.parameters())
-        left_gradients = [parameter.grad for parameter in parameters]
+        (args, kwargs), trainer, module = first.call, self._trainer, self._module
+        left = _capture(module, first.call)
+        left_gradients = [parameter.grad for parameter in module.parameters()]
         self._trace = trace = Trace()
         self._repeating = True
         try:
-            first.state.restore()
-            restore_rng(first.rng)
-            for parameter, gradient in zip(parameters, gradients, strict=True):
-                parameter.grad = gradient
+            _restore(first.state, module, gradients)
             with ExitStack() as stack, torch.enable_grad():
                 # Log nothing, and let each rank keep its gradients to itself.
                 for name in ("log", "log_dict"):
-                    replace_method(stack, self._module, name, lambda *_, **__: None)
+                    replace_method(stack, module, name, lambda *_, **__: None)
                 block = getattr(trainer.strategy, "block_backward_sync", nullcontext)
                 stack.enter_context(block())
                 with trainer.precision_plugin.train_step_context():
-                    output = self._module.training_step(*args, **kwargs)
+                    output = module.training_step(*args, **kwargs)
                 # What Lightning differentiates: divided when batches accumulate, not yet scaled.
                 kind = trainer.fit_loop.epoch_loop.automatic_optimization.output_result_cls
                 result = kind.from_training_step_output(output, trainer.accumulate_grad_batches)
                 loss: Tensor = result.closure_loss  # the first run of the step had one
                 restore_rng(rng)
-                self.add("loss", "loss", loss)
+                self.add_leaves("loss", [("loss", loss)])
                 scaler = getattr(trainer.precision_plugin, "scaler", None)
                 differentiate(loss if scaler is None else scaler.scale(loss))
             self._take_buffers()
         finally:
             self._repeating = False
             self._trace = None
-            for parameter, gradient in zip(parameters, left_gradients, strict=True):
-                parameter.grad = gradient
-            left.restore()
-            restore_rng(left_rng)
+            _restore(left, module, left_gradients)
         return trace
 
     def _report(

@@ -11,14 +11,18 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
+from fsspec.core import strip_protocol
+from fsspec.utils import get_protocol
 
 from lightning_d9m.attribute_patches import replace_method, wrap_method
 from lightning_d9m.control.environment import control_is_on
+from lightning_d9m.errors import LedgerError
 from lightning_d9m.hashing.output_digest import LogicalOutputDigest, OutputDigest, merge_fields
+from lightning_d9m.launch.run import LEDGER_VARIABLE
+from lightning_d9m.ledger.folder import create_ledger_folder, state_folder
 from lightning_d9m.ledger.format.records import End, Evaluation, Header, Resume, RunFacts, Scalar
 from lightning_d9m.ledger.kinds import WRITTEN
 from lightning_d9m.ledger.stack import LOGICAL_RANKS, capture_compiler
-from lightning_d9m.lightning.ledger_location import make_ledger_folder
 from lightning_d9m.lightning.lightning_private import is_compiled, list_loaders
 from lightning_d9m.lightning.packages import rank_zero
 from lightning_d9m.lightning.step_replay import Replay
@@ -34,10 +38,12 @@ from lightning_d9m.probes.dumps import trace_hooks
 from lightning_d9m.probes.module_hooks import OpMode
 from lightning_d9m.probes.trace import ProbePoint
 from lightning_d9m.ranks.ranks import Ranks
-from lightning_d9m.recording.rank_agreement import ReplicatedState
-from lightning_d9m.recording.run import Run, RunOptions, describe_training
+from lightning_d9m.recording.drift import ReplicatedState
+from lightning_d9m.recording.run import Run, RunOptions, describe_training, share_new_folder
 from lightning_d9m.text import cut_digests, escape, pluralize
 
+_NAME = "d9m"
+_LOCAL = ("file", "local")
 _LONGEST = 4096
 # What a program may not expect that seeds again before its second fit.
 _SECOND_FIT = (
@@ -391,3 +397,79 @@ def log_digest(loggers: Iterable[Any], digest: str, step: int) -> None:
             experiment.summary[_WEIGHTS] = digest
         elif hasattr(experiment, "log_hparams"):
             logger.log_hyperparams({_WEIGHTS: digest})
+
+
+def make_ledger_folder(
+    trainer: Trainer, ledger_dir: str | Path | None, kind: str, *, spare_cwd: bool = False
+) -> Path:
+    """Make the folder of a ledger on rank 0, and return its path on all ranks.
+
+    ``kind`` is the first part of its name, such as ``"fit"``. With ``spare_cwd`` nothing is
+    written into the working folder if the Trainer does not write there either, because the
+    program has not asked for a ledger.
+
+    Raises:
+        LedgerError: On all ranks, if no folder can be made.
+    """
+    log_dir = trainer.log_dir  # a collective: every rank calls it
+
+    def create() -> Path:
+        parent = _choose_parent(trainer, log_dir, ledger_dir, spare_cwd=spare_cwd)
+        return create_ledger_folder(parent, kind)
+
+    # A program that overrides `is_global_zero` may leave a single process without a rank 0.
+    creates = trainer.is_global_zero or trainer.world_size == 1
+    advice = (
+        f"Set ledger_dir, or the variable {LEDGER_VARIABLE}, to a local folder that this process "
+        "may write to."
+    )
+    # Not the strategy's broadcast, which pickles.
+    return share_new_folder(ranks_of(trainer), create if creates else None, advice)
+
+
+def _choose_parent(
+    trainer: Trainer, log_dir: str | None, ledger_dir: str | Path | None, *, spare_cwd: bool
+) -> Path:
+    if chosen := os.environ.get(LEDGER_VARIABLE) or ledger_dir:
+        if (local := _find_local(chosen)) is None:
+            raise LedgerError(
+                f"The folder for ledgers is {str(chosen)!r}; allowed: a local folder, because a "
+                "ledger is a file that grows by one record at a time."
+            )
+        return local
+    preferred = log_dir or trainer.default_root_dir
+    # Programs list these folders, and expect nothing else there.
+    excluded = _list_local(getattr(c, "dirpath", None) for c in trainer.checkpoint_callbacks)
+    if spare_cwd:
+        # Where a logger or a checkpoint callback writes.
+        saves = trainer.state.fn == "fit" and not trainer.fast_dev_run
+        written = _list_local(logger.save_dir for logger in trainer.loggers)
+        written |= excluded if saves else set()
+        if not any(folder.is_relative_to(Path.cwd()) for folder in written):
+            excluded |= {Path.cwd()}
+    for folder in (preferred, trainer.default_root_dir, Path.cwd()):
+        local = _find_local(folder)
+        if local is not None and local.absolute() not in excluded:
+            parent = local / _NAME
+            break
+    else:
+        parent = state_folder() if spare_cwd else Path.cwd() / "lightning_logs" / _NAME
+    if parent != Path(preferred, _NAME) and not str(preferred).startswith("file:"):
+        rank_zero().rank_zero_info(
+            f"The ledger is written to {parent}, because {preferred} is the folder of the "
+            "checkpoints, not a local folder, or the working folder of a "
+            f"Trainer that writes no files into it. Set {LEDGER_VARIABLE} to choose another folder."
+        )
+    return parent
+
+
+def _list_local(folders: Iterable[str | Path | None]) -> set[Path]:
+    found = [_find_local(folder) for folder in folders if folder is not None]
+    return {folder.absolute() for folder in found if folder is not None}
+
+
+def _find_local(folder: str | Path) -> Path | None:
+    """Return the path of a folder, even of a URL such as ``file:///logs``; None if not local."""
+    if "://" not in str(folder):
+        return Path(folder)
+    return Path(strip_protocol(str(folder))) if get_protocol(str(folder)) in _LOCAL else None

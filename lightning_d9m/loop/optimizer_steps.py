@@ -1,6 +1,6 @@
 """The ledger of a program that has no recorder: hooks around every optimizer step of a process.
 
-With ``LIGHTNING_D9M=1``, ``load`` installs them when torch is imported. The first step opens a
+With ``LIGHTNING_D9M=1``, they are installed when torch is imported. The first step opens a
 ledger, every 100th step is recorded like an epoch, and the end of the process as the final state.
 While a Trainer or a ``Recorder`` writes a ledger, nothing is recorded here.
 
@@ -19,6 +19,7 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
 from functools import wraps
@@ -47,10 +48,8 @@ from lightning_d9m.errors import D9mError, SettingError
 from lightning_d9m.hashing.digest import digest_many
 from lightning_d9m.launch.interruption_points import INTERRUPT, RESUME
 from lightning_d9m.launch.run import LEDGER_VARIABLE
-from lightning_d9m.ledger.folder import create_ledger_folder
-from lightning_d9m.lightning.ledger_location import state_folder
-from lightning_d9m.loop.batches import unwrap_model
-from lightning_d9m.loop.recorder import Recorder, find_ranks
+from lightning_d9m.ledger.folder import create_ledger_folder, state_folder
+from lightning_d9m.loop.recorder import Recorder, find_ranks, unwrap_model
 from lightning_d9m.probes.settings import ProbeSettings
 from lightning_d9m.ranks.ranks import Ranks
 from lightning_d9m.recording.run import Run, RunOptions
@@ -182,7 +181,7 @@ class StepRecorder(Recorder):
             raise SettingError(
                 f"The variable {EVERY} is {every}; allowed: a number of optimizer steps from 1."
             )
-        self._sizes = {id(own): _count(own) for own in optimizers}
+        self._covered = set(map(_count, optimizers))
         peers, self._world_size = find_ranks()
         self._ranks = Ranks(peers.rank)
         self._make_folder = lambda: _make_folder(peers.rank, self._world_size, number)
@@ -199,7 +198,7 @@ class StepRecorder(Recorder):
 
     def covers(self, optimizer: Optimizer) -> bool:
         """Return whether this ledger records all that an optimizer changes."""
-        if self._sizes.get(id(optimizer)) == _count(optimizer):
+        if _count(optimizer) in self._covered:
             return True
         if not set(map(id, list_parameters([optimizer]))) <= _list_ids(self._training.model):
             return False
@@ -208,7 +207,7 @@ class StepRecorder(Recorder):
             self._run.probes.unhook()
             self._batch -= 1
             self.start_batch()
-        self._sizes[id(optimizer)] = _count(optimizer)
+        self._covered.add(_count(optimizer))
         return True
 
     def end_step(self) -> None:
@@ -245,7 +244,7 @@ class OptimizerSteps:
         self._passes_left = _MOST_PASSES
         self._reached = torch.utils.weak.WeakTensorKeyDictionary()
         self._unknown: UnknownOptimizer | None = None
-        self._undo: list[Callable[[], object]] = []
+        self._hooks = ExitStack()
 
     def install(self) -> None:
         """Install the hooks; ``remove`` removes them."""
@@ -264,24 +263,20 @@ class OptimizerSteps:
         patches = AttributePatches()
         patches.replace(Optimizer, "__init__", note)
         patches.replace(torch.autograd, "backward", note_backward)
-        self._undo = [
-            register_optimizer_step_pre_hook(self._before_step).remove,
-            register_optimizer_step_post_hook(self._after_step).remove,
-            patches.undo,
-        ]
+        self._hooks.callback(patches.undo)
+        self._hooks.callback(register_optimizer_step_pre_hook(self._before_step).remove)
+        self._hooks.callback(register_optimizer_step_post_hook(self._after_step).remove)
         if read_settings(ProbeSettings, os.environ):
             # The first step's own forward pass is probed, too.
             register = torch.nn.modules.module.register_module_forward_pre_hook
-            self._undo.append(register(self._before_forward).remove)
+            self._hooks.callback(register(self._before_forward).remove)
         # Unlike `atexit`, called at the end of a process of `multiprocessing`, too.
-        self._undo.append(Finalize(None, self._finish_process, exitpriority=0).cancel)
+        self._hooks.callback(Finalize(None, self._finish_process, exitpriority=0).cancel)
 
     def remove(self) -> None:
         """Finish the ledger and remove the hooks."""
-        self.finish()
-        for undo in self._undo:
-            undo()
-        self._undo.clear()
+        with self._hooks:
+            self.finish()
 
     def finish(self) -> None:
         """Finish the ledger that is open, if this process opened it."""
@@ -396,13 +391,9 @@ class OptimizerSteps:
             )
 
 
-def load() -> None:
-    """Record the optimizer steps of this process from now on."""
-    OptimizerSteps().install()
-
-
-def _count(optimizer: Optimizer) -> int:
-    return sum(len(group["params"]) for group in optimizer.param_groups)
+def _count(optimizer: Optimizer) -> tuple[int, int]:
+    """Return what tells an optimizer, and whether a group was added to it."""
+    return id(optimizer), sum(len(group["params"]) for group in optimizer.param_groups)
 
 
 def _make_folder(rank: int, size: int, number: int) -> Path:

@@ -4,17 +4,18 @@ Ranks are those of ``torch.distributed``, as launched by torchrun, Fabric or Acc
 """
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 import torch
 from torch import distributed
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from lightning_d9m.control.data.data_state import list_unsaved
+from lightning_d9m.control.data.loaders import LoaderControl, find_control
 from lightning_d9m.control.seeding import (
     capture_rng,
     decode_rng,
@@ -39,7 +40,7 @@ from lightning_d9m.launch.interruption_points import (
 from lightning_d9m.launch.run import LEDGER_VARIABLE
 from lightning_d9m.ledger.folder import create_ledger_folder
 from lightning_d9m.ledger.format.records import End, Resume, Scalar
-from lightning_d9m.loop.batches import Batches, EpochBatches, unwrap_model, unwrap_optimizer
+from lightning_d9m.lightning.lightning_private import find_fabric_loader, set_fabric_epoch
 from lightning_d9m.probes.batch_probes import BatchProbes, Training
 from lightning_d9m.probes.trace import ProbePoint
 from lightning_d9m.ranks.groups import ranks_of_group
@@ -63,6 +64,10 @@ _STATE = {
     *("loss", "scalars", "folder", "check"),
 }
 _CALLS = "Use it as `with lightning_d9m.Recorder(...) as run:`, and iterate run.batches(loader)."
+_STAGE = "train"
+# They iterate, move and divide batches in ways of their own.
+_WRAPPING = ("accelerate", "lightning", "lightning_fabric")
+_WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "_FabricModule")
 T = TypeVar("T")
 
 
@@ -148,6 +153,19 @@ def _to_hex(scalars: Mapping[str, float]) -> dict[str, str]:
     return {name: float(value).hex() for name, value in sorted(scalars.items())}
 
 
+class EpochBatches(Generic[T]):
+    """The batches of a loader, as ``Recorder.batches`` returns them: each iteration is an epoch."""
+
+    def __init__(self, loader: Iterable[T], iterate: Callable[[Iterable[T]], Iterator[T]]) -> None:
+        self._loader, self._iterate = loader, iterate
+
+    def __iter__(self) -> Iterator[T]:
+        return self._iterate(self._loader)
+
+    def __len__(self) -> int:
+        return len(cast(Sized, self._loader))
+
+
 class Recorder:
     """Writes the ledger of a training loop, and checks it as ``DeterminismCallback`` does.
 
@@ -196,10 +214,9 @@ class Recorder:
         self._training = Training(inner, model, lambda: self._optimizers, lambda: self._schedulers)
         self._make_folder: Callable[[], Path] = lambda: _make_folder(self._ranks, Path(ledger_dir))
         self._further: dict[str, Scalar] = {}  # what the header records, too
-        self._portable, self._switched = portable, ExitStack()
+        self._portable, self._opened = portable, ExitStack()
         self._session: Session | None = None
         self._ranks, self._world_size = Ranks(0), 1
-        self._batches = Batches(Settings(), 0, 0)
         self._resumed: Mapping[str, Any] | None = None
         self.interruption = Interruption(InterruptRequest(), self._ranks)
         self._fit = self._batch = 0
@@ -211,15 +228,21 @@ class Recorder:
     def __enter__(self) -> "Self":
         self._ranks, self._world_size = find_ranks()
         request = self._ranks.raise_on_all(self._check_setup)
-        self._fit = next_fit()
-        self._batches = Batches(self._open_session.settings, self._fit, self._ranks.rank)
+        self._fit, settings, rank = next_fit(), self._open_session.settings, self._ranks.rank
+        self._loaders = LoaderControl(
+            settings.seed, fit=self._fit, rank=rank, per_sample_rng=settings.per_sample_rng
+        )
+        self._opened.callback(self._loaders.release)
         if self._portable:
             from lightning_d9m.portability.mode import portable
 
-            self._switched.enter_context(portable())
+            self._opened.enter_context(portable())
         self.interruption = Interruption(request, self._ranks)
         if request.resume is not None and not self._is_hosted:
-            self._load_interrupted(request.resume)
+            load = partial(torch.load, map_location="cpu", weights_only=True)
+            saved = self._ranks.raise_on_all(partial(load, self._path_of_rank(request.resume)))
+            for name, part in self._name_parts().items():
+                part.load_state_dict(saved[name])
         return self
 
     def _check_setup(self) -> InterruptRequest:
@@ -228,21 +251,19 @@ class Recorder:
         self._run.prepare(self._world_size)
         return read_request()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        try:
-            if error is None and self._run.is_open:
-                self._finish()
-            elif error is not None:
-                self._run.end(End.failed(error))
-        finally:
-            self._batches.release()
-            self._session = None
-            self._switched.close()
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        end = End(status="finished") if error is None else End.failed(error)
+        with self._opened:
+            try:
+                if error is None and self._run.is_open:
+                    self._record("final", max(0, self.next_epoch - 1 + (self._iterated > 0)))
+                    self.interruption.write_survey()
+            except BaseException as failure:
+                end = End.failed(failure)
+                raise
+            finally:
+                self._run.end(end)
+                self._session = None
 
     @property
     def ledger(self) -> Path | None:
@@ -301,15 +322,21 @@ class Recorder:
 
     def _iterate(self, loader: Iterable[T]) -> Iterator[T]:
         self.begin(loader)
-        source, epoch = self._batches, self.next_epoch
+        loaders, epoch, inner = self._loaders, self.next_epoch, _find_controllable(loader)
         resumed, self._resumed = self._resumed, None
         if self._iterated == 0:
             self._reach("epoch", epoch - 1)
-            source.start_epoch(epoch, loader)
+            sampler = getattr(inner, "sampler", None)
+            # Ranks that it gives the same data, as those of tensor parallelism, draw alike.
+            if isinstance(sampler, DistributedSampler) and sampler.rank != loaders.rank:
+                loaders.release()
+                loaders.rank = sampler.rank
+            words = {"fit": self._fit, "rank": loaders.rank, "epoch": epoch}
+            seed_all(derive_seed(loaders.seed, _STAGE, **words))
         self._iterated += 1
         self._batch = 0 if resumed is None else resumed["batch"]
         samplers = {} if resumed is None else resumed["samplers"]
-        found = source.iterate(loader, epoch, self._batch, samplers)
+        found = self._start_loader(loader, inner, samplers)
         if resumed is not None and self._batch:
             restore_rng(decode_rng(resumed["rng"]))
         for batch in found:
@@ -318,6 +345,40 @@ class Recorder:
             yield batch
             if self.epoch_steps > before:  # gradients between steps are not saved
                 self._reach("batch", epoch, self.epoch_steps)
+
+    def _start_loader(
+        self, loader: Any, inner: DataLoader[Any] | None, samplers: Mapping[str, Any]
+    ) -> Any:
+        """Return an iterator of an epoch's batches without the first ones.
+
+        Of any other iterable than a ``DataLoader`` the first ones are made and discarded.
+        ``samplers`` is what ``capture_samplers`` returned in the run that was interrupted.
+        """
+        loaders, epoch, skipped = self._loaders, self.next_epoch, self._batch
+        if inner is None:
+            batches = iter(loader)
+            for _ in zip(range(skipped), batches, strict=False):
+                pass
+            return batches
+        if skipped:
+            loaders.resume_epoch(
+                _STAGE, epoch, batches=skipped, cycled=lambda: False, samplers=samplers
+            )
+        controlled = loaders.wrap_loader(inner, _STAGE)
+        loaders.start_epoch(_STAGE, epoch)
+        if inner is loader:
+            # A loader that iterates by itself makes its first batches again.
+            return (
+                batch
+                for number, batch in enumerate(controlled)
+                if number >= skipped or not find_control(controlled).is_bypassed
+            )
+        # The wrapper passes its own count of iterations to the samplers.
+        if hasattr(loader, "iteration"):
+            loader.iteration = epoch
+        else:
+            set_fabric_epoch(loader, epoch)
+        return iter(loader)
 
     def _reach(self, kind: InterruptionKind, epoch: int, number: int = 0) -> None:
         """Save what the recorder knows, if the loop is to be interrupted here.
@@ -330,14 +391,6 @@ class Recorder:
             path = self._path_of_rank(self.interruption.checkpoint)
             self._ranks.raise_on_all(lambda: torch.save(saved, path))
             self.interruption.end_save()
-
-    def _load_interrupted(self, checkpoint: Path) -> None:
-        path = self._path_of_rank(checkpoint)
-        saved = self._ranks.raise_on_all(
-            lambda: torch.load(path, map_location="cpu", weights_only=True)
-        )
-        for name, part in self._name_parts().items():
-            part.load_state_dict(saved[name])
 
     def _name_parts(self) -> dict[str, Any]:
         """Return all that is saved by name; this recorder, which restores generators, is last."""
@@ -468,7 +521,7 @@ class Recorder:
             "step": self.global_step,
             "batch": self._batch,
             "rng": encode_rng(capture_rng()),
-            "samplers": self._batches.capture_samplers(within=self._batch > 0),
+            "samplers": self._loaders.capture_samplers(_STAGE, within=self._batch > 0),
             "loss": self._run.loss_text,
             "scalars": _to_hex(self._scalars),
             **(self._run.ledger_position or {"folder": "", "check": ""}),
@@ -495,17 +548,16 @@ class Recorder:
         self._ranks.raise_on_all(lambda: self._load_state(state))
 
     def _load_state(self, saved: Mapping[str, Any]) -> None:
-        settings, rank = self._open_session.settings, self._ranks.rank
-        _check_state(saved, rank=rank, world_size=self._world_size, seed=settings.seed)
+        seed, rank = self._open_session.settings.seed, self._ranks.rank
+        _check_state(saved, rank=rank, world_size=self._world_size, seed=seed)
         wrapped = self._training.wrapped or self._training.model
         sharding = find_hybrid_sharding(wrapped.modules())
         problems = [*filter(None, [sharding]), *find_lost_devices(saved["rng"])]
         if problems := problems + list_unsaved(saved["samplers"]):
             text = f"This loop would not resume exactly: {' '.join(problems)}"
             raise InexactResumeError(text, reasons=problems)
-        self._batches.release()
-        self._fit = saved["fit"]
-        self._batches = Batches(settings, self._fit, rank)
+        self._loaders.release()
+        self._fit = self._loaders.fit = saved["fit"]
         self._resumed = saved
         place = {name: saved[name] for name in ("epoch", "step", "batch")}
         parent = Resume(parent=saved["folder"], parent_check=saved["check"], **place)
@@ -528,15 +580,6 @@ class Recorder:
     def _verify(self) -> None:
         self._open_session.verify()
 
-    def _finish(self) -> None:
-        try:
-            self._record("final", max(0, self.next_epoch - 1 + (self._iterated > 0)))
-            self.interruption.write_survey()
-        except BaseException as error:
-            self._run.end(End.failed(error))
-            raise
-        self._run.end(End(status="finished"))
-
 
 def _check_state(state: object, **run: int) -> None:
     """Raise a ``CheckpointError`` unless a run may continue from what ``state_dict`` returned.
@@ -557,3 +600,71 @@ def _check_state(state: object, **run: int) -> None:
                 "would not end at the same bits. Let each rank load the state that it saved, "
                 "with the same seed and as many ranks."
             )
+
+
+def _find_controllable(loader: object) -> DataLoader[Any] | None:
+    """Return the loader that ``LoaderControl`` can place at any batch; None if there is none.
+
+    Loaders of Fabric and Accelerate move the batches of a loader that they hold.
+    """
+    inner = loader
+    if _is_made_by(loader, "accelerate", "DataLoaderShard"):
+        inner = getattr(loader, "base_dataloader", None)
+    elif _is_made_by(loader, "lightning", "_FabricDataLoader"):
+        inner = find_fabric_loader(loader)
+    elif type(loader).__module__.partition(".")[0] in _WRAPPING:
+        return None
+    if not isinstance(inner, DataLoader) or isinstance(inner.dataset, IterableDataset):
+        return None
+    return inner
+
+
+def _is_made_by(made: object, package: str, name: str) -> bool:
+    """Return whether an object is of a package's class, without importing the package."""
+    return any(
+        kind.__name__ == name and kind.__module__.startswith(package) for kind in type(made).__mro__
+    )
+
+
+def unwrap_model(model: Any) -> torch.nn.Module:
+    """Return the model within the wrappers of DDP, FSDP and Fabric, whose prefixes names then lack.
+
+    Raises:
+        SettingError: For a model of DeepSpeed, or several models.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise SettingError(
+            f"The model is {type(model).__name__}; allowed: a torch.nn.Module. Pass several "
+            "models as one torch.nn.ModuleList or ModuleDict."
+        )
+    while type(model).__name__ in _WRAPPERS:
+        model = model.module
+    found: torch.nn.Module = model
+    if _is_of_deepspeed(found) or any(hasattr(own, "ds_id") for own in found.parameters()):
+        raise SettingError(_describe_deepspeed("model", found))
+    return found
+
+
+def _is_of_deepspeed(made: object) -> bool:
+    return type(made).__module__.partition(".")[0] == "deepspeed"
+
+
+def _describe_deepspeed(part: str, made: object) -> str:
+    return (
+        f"The {part} is {type(made).__name__} with DeepSpeed, which keeps the states of "
+        "optimizers, and with ZeRO stage 3 the weights, in partitions that the parameters do "
+        "not show: a ledger would not show every difference. Use DDP or FSDP."
+    )
+
+
+def unwrap_optimizer(optimizer: Any) -> torch.optim.Optimizer:
+    """Return the optimizer within the wrappers of Fabric and Accelerate.
+
+    Raises:
+        SettingError: For an optimizer of DeepSpeed.
+    """
+    if _is_of_deepspeed(optimizer):
+        raise SettingError(_describe_deepspeed("optimizer", optimizer))
+    inner = getattr(optimizer, "optimizer", None)
+    found: torch.optim.Optimizer = inner if isinstance(inner, torch.optim.Optimizer) else optimizer
+    return found

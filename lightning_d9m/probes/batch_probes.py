@@ -13,18 +13,21 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_d9m.control.seeding import capture_rng
+from lightning_d9m.hashing.digest import digest_value
 from lightning_d9m.hashing.training_state import ModelTensors, optimizer_state, plain_name
 from lightning_d9m.ledger.kinds import ROOT, VALIDATION
-from lightning_d9m.probes.dumps import Dump, StateDigest, StateDump
+from lightning_d9m.probes.dumps import Dump
 from lightning_d9m.probes.module_hooks import OpMode, hook_model
 from lightning_d9m.probes.settings import ProbeSettings
 from lightning_d9m.probes.trace import (
-    Listener,
+    Leaves,
     ProbeCollector,
     ProbePoint,
     StatePoint,
+    Take,
     Write,
     monitors_heard,
+    name_leaves,
 )
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
@@ -111,7 +114,7 @@ class BatchProbes:
         self.collector.begin(point)
         self._took_loss = False
         if point.batch <= VALIDATION:  # no later batch of a validation changes it
-            self._take_states(self.collector, scaler)
+            self._take_states(self.collector.add_leaves, scaler)
         if self._hooks is None:
             self._hooks = self._hook()
         if self._ops is not None:
@@ -146,9 +149,9 @@ class BatchProbes:
         if not self.collector.listens:
             return
         if "gradient" in self._kinds:
-            self._take_gradients(optimizer, self.collector)
+            self._take_gradients(optimizer, self.collector.add_leaves)
         if "optimizer" in self._kinds:
-            self._take_optimizers(self._tensors.look()[2], self.collector)
+            self._take_optimizers(self._tensors.look()[2], self.collector.add_leaves)
 
     def end(self, loss: Any = None, scalars: Mapping[str, Any] = NOTHING) -> None:
         """Record the results of the batch, and write its records."""
@@ -162,18 +165,29 @@ class BatchProbes:
 
     def save_state(self, point: StatePoint) -> None:
         """Save the state that the ledger is about to record, if values are saved at this step."""
-        if self.dump is not None and point.step in self._settings.steps:
-            self._take_states(StateDump(self.dump, point))
+        if (dump := self.dump) is not None and point.step in self._settings.steps:
+
+            def save(kind: str, leaves: Leaves) -> None:
+                for name, leaf in leaves:
+                    dump.save(point, (kind, name, 0), {"value": leaf})
+
+            self._take_states(save)
 
     def digest_state(self, step: int) -> str | None:
         """Return the digest of what is saved at a step, with gradients; None if nothing is."""
         if step not in self._settings.steps:
             return None
-        state = StateDigest(self._settings.dump_names)
-        self._take_states(state)
+        found: list[str] = []
+
+        def take(_: str, leaves: Leaves) -> None:
+            for name, leaf in leaves:
+                if any(fnmatchcase(name, pattern) for pattern in self._settings.dump_names):
+                    found.append(digest_value(leaf))
+
+        self._take_states(take)
         for optimizer in self._training.list_optimizers():
-            self._take_gradients(optimizer, state)
-        return state.digest()
+            self._take_gradients(optimizer, take)
+        return digest_value(found)
 
     def unhook(self) -> None:
         """Remove the hooks."""
@@ -187,73 +201,77 @@ class BatchProbes:
         self.unhook()
         self.collector.close()
 
-    def _take_states(self, listener: Listener, scaler: Any = None) -> None:
-        """Pass the state of the selected kinds and parameters to a listener."""
+    def _take_states(self, take: Take, scaler: Any = None) -> None:
+        """Pass the state of the selected kinds and parameters to a function."""
         kinds = self._kinds
         if "rng" in kinds:
             state = capture_rng()
             version, words, normal = state["python"]
-            listener.add("rng", "python", f"{version} {array('Q', words).tobytes().hex()} {normal}")
-            numpy = state["numpy"]
-            own = numpy["state"]
+            own = (numpy := state["numpy"])["state"]
             rest = f"{own['pos']} {numpy['has_gauss']} {float(numpy['gauss']).hex()}"
-            listener.add("rng", "numpy", f"{own['key'].tobytes().hex()} {rest}")
-            listener.add("rng", "torch", state["torch"])
+            leaves: list[tuple[str, object]] = [
+                ("python", f"{version} {array('Q', words).tobytes().hex()} {normal}"),
+                ("numpy", f"{own['key'].tobytes().hex()} {rest}"),
+                ("torch", state["torch"]),
+            ]
             for device, states in state["devices"].items():
-                listener.add_tensors("rng", {f"{device}:{n}": own for n, own in states.items()})
+                leaves += [(f"{device}:{number}", own) for number, own in states.items()]
+            take("rng", leaves)
         if kinds.isdisjoint({"weight", "buffer", "optimizer"}):
             return
         parameters, buffers, names = self._tensors.look()
         if "weight" in kinds:
-            listener.add_tensors("weight", parameters)
+            take("weight", [*parameters.items()])
         if "buffer" in kinds:
-            listener.add_tensors("buffer", buffers)
+            take("buffer", [*buffers.items()])
         if "optimizer" in kinds:
-            self._take_optimizers(names, listener)
+            self._take_optimizers(names, take)
             if scaler is not None:
                 scale = scaler._get_scale_async()  # noqa: SLF001 - get_scale() waits for the device
                 scale = scaler.get_scale() if scale is None else scale
-                listener.add("optimizer", "scaler.scale", scale)
+                take("optimizer", [("scaler.scale", scale)])
 
-    def _take_gradients(self, optimizer: Any, listener: Listener) -> None:
+    def _take_gradients(self, optimizer: Any, take: Take) -> None:
         used = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        gradients = {
-            name: parameter.grad
+        gradients = [
+            (name, parameter.grad)
             for name, parameter in self._tensors.look()[0].items()
             if id(parameter) in used and parameter.grad is not None
-        }
-        listener.add_tensors("gradient", gradients)
+        ]
+        take("gradient", gradients)
 
-    def _take_optimizers(self, names: Mapping[int, str], listener: Listener) -> None:
-        tensors: dict[str, Tensor] = {}
+    def _take_optimizers(self, names: Mapping[int, str], take: Take) -> None:
+        values: list[tuple[str, object]] = []
+        tensors: list[tuple[str, object]] = []
         for number, optimizer in enumerate(self._training.list_optimizers()):
             for name, value in optimizer_state(optimizer, names):
                 key, _, parameter = name.partition(".")
                 if key != "group" and not self._settings.takes_parameter(parameter):
                     continue
                 if isinstance(value, Tensor):
-                    tensors[f"{number}.{name}"] = value
+                    tensors.append((f"{number}.{name}", value))
                 elif isinstance(value, Mapping):
                     # One value for each setting of a group, so that a difference names it.
                     for setting, own in value.items():
-                        listener.add("optimizer", f"{number}.{name}:{setting}", own)
+                        values += name_leaves(f"{number}.{name}:{setting}", own)
                 else:
-                    listener.add("optimizer", f"{number}.{name}", value)
-        listener.add_tensors("optimizer", tensors)
+                    values += name_leaves(f"{number}.{name}", value)
+        take("optimizer", values + tensors)
 
     def _hook(self) -> ExitStack:
         with ExitStack() as stack:
-            training, listener = self._training, self.collector
-            model, compiled = training.model, training.is_compiled
+            training, collector = self._training, self.collector
+            model, settings = training.model, self._settings
             if "op" in self._kinds:
-                self._ops = OpMode(self._settings, listener)
-                stack.enter_context(self._ops.attach(model, is_compiled=compiled))
+                self._ops = OpMode(model, settings, collector)
                 if training.wrap_steps is not None:
                     training.wrap_steps(stack, self._ops)
-            hooks = hook_model(model, self._settings, self._kinds, listener, is_compiled=compiled)
-            stack.enter_context(hooks)
+            compiled, kinds, take = training.is_compiled, self._kinds, collector.add_leaves
+            stack.enter_context(
+                hook_model(model, settings, kinds, take, ops=self._ops, is_compiled=compiled)
+            )
             if "monitor" in self._kinds:
-                stack.enter_context(monitors_heard(partial(listener.add, "monitor")))
+                stack.enter_context(monitors_heard(partial(collector.add, "monitor")))
             if training.wrap_steps is None:
                 for optimizer in training.list_optimizers():
                     stack.callback(optimizer.register_step_pre_hook(self.take_step).remove)

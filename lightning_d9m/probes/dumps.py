@@ -20,9 +20,8 @@ from torch._ops import OpOverload
 from torch.utils._pytree import tree_map
 
 from lightning_d9m.errors import LedgerError
-from lightning_d9m.hashing.digest import digest_value
 from lightning_d9m.ledger.format.records import ProbeKey
-from lightning_d9m.probes.trace import Leaves, Listener, ProbePoint, StatePoint
+from lightning_d9m.probes.trace import ProbePoint, StatePoint
 
 _INDEX = "index.jsonl"
 # The state around each hook of a framework, which tells which hook wrote to it.
@@ -79,37 +78,6 @@ class Dump:
             raise LedgerError(
                 f"The dump {self._batch / file} cannot be written: {error}"
             ) from error
-
-
-class StateDump(Listener):
-    """Saves the state of one moment; a listener of probed values."""
-
-    def __init__(self, dump: Dump, point: StatePoint) -> None:
-        self._dump = dump
-        self._point = point
-
-    def add_leaves(self, kind: str, leaves: Leaves) -> None:
-        """Save values."""
-        for name, leaf in leaves:
-            self._dump.save(self._point, (kind, name, 0), {"value": leaf})
-
-
-class StateDigest(Listener):
-    """Digests the values whose names match patterns."""
-
-    def __init__(self, names: Sequence[str]) -> None:
-        self._names = names
-        self._digests: list[str] = []
-
-    def add_leaves(self, kind: str, leaves: Leaves) -> None:  # noqa: ARG002 - see Listener
-        """Take values with the names of their places."""
-        for name, leaf in leaves:
-            if any(fnmatchcase(name, pattern) for pattern in self._names):
-                self._digests.append(digest_value(leaf))
-
-    def digest(self) -> str:
-        """Return the digest of all values that were taken."""
-        return digest_value(self._digests)
 
 
 def read_index(folder: Path) -> list[dict[str, Any]]:

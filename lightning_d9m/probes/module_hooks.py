@@ -6,16 +6,12 @@ undefined (``empty``), are not recorded. Triton kernels are recorded where torch
 ``torch.library.triton_op``, and in higher-order operators.
 """
 
-import contextlib
 import linecache
-import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import cache, partial, partialmethod, wraps
-from importlib.util import find_spec
 from itertools import accumulate
-from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple, cast
 
@@ -26,12 +22,11 @@ from torch.compiler import is_compiling
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from lightning_d9m.attribute_patches import AttributePatches
-from lightning_d9m.hashing.nested_values import list_pytree_leaves
 from lightning_d9m.hashing.training_state import plain_name
 from lightning_d9m.ledger.kinds import ROOT
 from lightning_d9m.probes.dumps import keep, written_arguments
 from lightning_d9m.probes.settings import ProbeSettings
-from lightning_d9m.probes.trace import Listener, ProbeCollector
+from lightning_d9m.probes.trace import ProbeCollector, Take, name_leaves
 
 # Attributes of modules that only call another one: FSDP1's, and those of activation checkpointing.
 _WRAPPED = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module")
@@ -42,7 +37,9 @@ _UNDEFINED = ("empty", "new_empty", "_empty", "resize", "set_")
 _COLLECTIVES = ("c10d", "_c10d_functional")
 # The function of torch from which a backward pass runs.
 _ENGINE = "_engine_run_backward"
+# Packages whose lines are not the program's.
 _FOREIGN = (
+    "contextlib",
     "torch",
     "lightning",
     "pytorch_lightning",
@@ -57,35 +54,40 @@ def hook_model(
     model: nn.Module,
     settings: ProbeSettings,
     kinds: frozenset[str],
-    listener: Listener,
+    take: Take,
     *,
+    ops: "OpMode | None" = None,
     is_compiled: bool = False,
 ) -> ExitStack:
-    """Pass the inputs, outputs and gradients of the selected modules to a listener.
+    """Pass the inputs, outputs and gradients of the selected modules to a function.
 
-    Of a module that is shared, the first name counts. ``is_compiled`` says that the steps of the
-    model are compiled, so that no module of it is called from outside.
+    ``ops`` is told which module runs. Of a module that is shared, the first name counts.
+    ``is_compiled`` says that the steps of the model are compiled, so that no module of it is called
+    from outside.
 
     Returns:
         A stack that removes the hooks when it is closed.
     """
     with ExitStack() as hooks:
+        # Not through the module: TorchScript's takes hooks, but forbids to ask for them.
+        before, after = nn.Module.register_forward_pre_hook, nn.Module.register_forward_hook
         for name, module in () if is_compiled else eager_modules(model):
+            if ops is not None and name:  # the model itself is around everything
+                hooks.callback(before(module, partial(ops.enter, name), prepend=True).remove)
+                hooks.callback(after(module, ops.leave, always_call=True).remove)
             if not settings.takes_module(name):
                 continue
             if "input" in kinds:
-                take = partial(_take_input, listener, name or ROOT)
-                # Not through the module: TorchScript's takes hooks, but forbids to ask for them.
-                handle = nn.Module.register_forward_pre_hook(module, take, with_kwargs=True)
-                hooks.callback(handle.remove)
-            wanted = ("output" in kinds, "grad_output" in kinds)
-            if any(wanted):
-                take = partial(_take_output, listener, name or ROOT, wanted)
-                hooks.callback(nn.Module.register_forward_hook(module, take).remove)
+                hook = partial(_take_input, take, name or ROOT)
+                hooks.callback(before(module, hook, with_kwargs=True).remove)
+            if not kinds.isdisjoint({"output", "grad_output"}):
+                hooks.callback(
+                    after(module, partial(_take_output, take, name or ROOT, kinds)).remove
+                )
         if "local_gradient" in kinds:
             for name, parameter in model.named_parameters():
                 if parameter.requires_grad and settings.takes_parameter(plain_name(name)):
-                    _hook_parameter(hooks, parameter, plain_name(name), listener)
+                    _hook_parameter(hooks, parameter, plain_name(name), take)
         return hooks.pop_all()
 
 
@@ -110,46 +112,42 @@ def eager_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _take_input(
-    listener: Listener, name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    take: Take, name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
     if is_compiling() or _get_tracing_state() is not None:
         return
-    if len(args) == 1 and not kwargs:
-        listener.add("input", name, args[0])
-    else:
-        listener.add("input", name, {str(key): value for key, value in enumerate(args)} | kwargs)
+    alone = len(args) == 1 and not kwargs
+    given = args[0] if alone else {str(key): own for key, own in enumerate(args)} | kwargs
+    take("input", name_leaves(name, given))
 
 
 def _take_output(
-    listener: Listener,
-    name: str,
-    wanted: tuple[bool, bool],
-    _: nn.Module,
-    __: object,
-    output: object,
+    take: Take, name: str, kinds: frozenset[str], _: nn.Module, __: object, output: object
 ) -> None:
     """Take what comes out, and hook what flows back into it, as far as the two are wanted."""
     if is_compiling() or _get_tracing_state() is not None:
         return
-    forward, backward = wanted
-    if forward:
-        listener.add("output", name, output)
-    if not backward or not torch.is_grad_enabled():
+    leaves = name_leaves(name, output)
+    if "output" in kinds:
+        take("output", leaves)
+    if "grad_output" not in kinds or not torch.is_grad_enabled():
         return
-    leaves = [("", output)] if isinstance(output, Tensor) else list_pytree_leaves(output)
-    for path, leaf in leaves:
+    for place, leaf in leaves:
         # A parameter that is handed on would keep the hook; its gradient is a kind of its own.
         if isinstance(leaf, Tensor) and leaf.requires_grad and not isinstance(leaf, nn.Parameter):
-            place = f"{name}:{path}" if path else name
-            leaf.register_hook(partial(listener.add, "grad_output", place))
+            leaf.register_hook(partial(_take_gradient, take, place))
 
 
-def _hook_parameter(hooks: ExitStack, parameter: Tensor, name: str, listener: Listener) -> None:
-    def take(parameter: Tensor) -> None:
+def _take_gradient(take: Take, place: str, gradient: Tensor) -> None:
+    take("grad_output", [(place, gradient)])
+
+
+def _hook_parameter(hooks: ExitStack, parameter: Tensor, name: str, take: Take) -> None:
+    def hook(parameter: Tensor) -> None:
         if parameter.grad is not None:
-            listener.add("local_gradient", name, parameter.grad)
+            take("local_gradient", [(name, parameter.grad)])
 
-    handle = parameter.register_post_accumulate_grad_hook(take)
+    handle = parameter.register_post_accumulate_grad_hook(hook)
     # To the front, before the hook of a strategy that sends the gradient away. torch calls them in
     # the order in which a plain dict has them, which `move_to_end` of an ordered one leaves alone.
     own = cast(Any, parameter)._post_accumulate_grad_hooks  # noqa: SLF001 - torch has no public list
@@ -183,35 +181,20 @@ class OpMode(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, settings: ProbeSettings, probes: ProbeCollector) -> None:
+    def __init__(self, model: nn.Module, settings: ProbeSettings, probes: ProbeCollector) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._takes_module = cache(settings.takes_module)  # called for every op
         self._probes = probes
         self._is_on = False
         self._around: list[str] = []
         self._origins: dict[int, _Origin] = {}
-        self._owners: dict[int, str] = {}
+        named = model.named_parameters()
+        self._owners = {id(own): plain_name(name).rpartition(".")[0] for name, own in named}
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         """Leave compiled regions compiled; torch would run them eagerly otherwise."""
         return True
-
-    def attach(self, model: nn.Module, *, is_compiled: bool = False) -> ExitStack:
-        """Track the running module, until the returned stack is closed; see ``hook_model``."""
-        with ExitStack() as hooks:
-            for name, module in () if is_compiled else eager_modules(model):
-                if not name:
-                    continue  # it is around everything
-                enter, leave = partial(self._enter, name), self._leave
-                # Not through the module: TorchScript's takes hooks, but forbids to ask for them.
-                before = nn.Module.register_forward_pre_hook(module, enter, prepend=True)
-                after = nn.Module.register_forward_hook(module, leave, always_call=True)
-                hooks.callback(before.remove)
-                hooks.callback(after.remove)
-            for name, parameter in model.named_parameters():
-                self._owners[id(parameter)] = plain_name(name).rpartition(".")[0]
-            return hooks.pop_all()
 
     def begin(self) -> None:
         """Start a batch: forget the nodes of earlier graphs."""
@@ -257,11 +240,13 @@ class OpMode(TorchDispatchMode):
             self._probes.add("op", name, taken, dump)
         return outputs
 
-    def _enter(self, name: str, *_: object) -> None:
+    def enter(self, name: str, *_: object) -> None:
+        """Note that a module runs."""
         if not is_compiling():
             self._around.append(name)
 
-    def _leave(self, *_: object) -> None:
+    def leave(self, *_: object) -> None:
+        """Note that the innermost module has run."""
         if not is_compiling() and self._around:
             self._around.pop()
 
@@ -344,7 +329,10 @@ def _find_source(end: str | None = None) -> str | None:
         end: Name of the function around which no line is looked for.
     """
     frame: FrameType | None = sys._getframe(2)  # noqa: SLF001 - the stack has no cheaper view
-    while frame is not None and frame.f_code.co_filename.startswith(("<", *_foreign_folders())):
+    while frame is not None and (
+        frame.f_code.co_filename.startswith("<")
+        or str(frame.f_globals.get("__name__")).partition(".")[0] in _FOREIGN
+    ):
         if frame.f_code.co_name == end:
             return None
         frame = frame.f_back
@@ -353,16 +341,3 @@ def _find_source(end: str | None = None) -> str | None:
     file = frame.f_code.co_filename
     line = linecache.getline(file, frame.f_lineno, frame.f_globals).strip()
     return f"{file}:{frame.f_lineno} in {frame.f_code.co_name}: {line}"
-
-
-@cache
-def _foreign_folders() -> tuple[str, ...]:
-    specs = (find_spec(name) for name in _FOREIGN)
-    libraries = tuple(
-        f"{folder}{os.sep}"
-        for spec in specs
-        if spec is not None
-        for folder in spec.submodule_search_locations or ()
-    )
-    # Python's own modules lie above the packages, whose folder may be the program's.
-    return (*libraries, f"{Path(contextlib.__file__).parent}{os.sep}contextlib.py")

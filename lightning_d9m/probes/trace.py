@@ -5,12 +5,9 @@ Framework-free: hooks pass values as (kind, name, value).
 
 import math
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, NamedTuple, TypeVar
-
-import torch
 
 from lightning_d9m.hashing.digest import DigestQueue
 from lightning_d9m.hashing.nested_values import list_pytree_leaves
@@ -68,20 +65,8 @@ Save = Callable[[ProbePoint, ProbeKey, Mapping[str, Any]], None]
 Leaves = Sequence[tuple[str, object]]
 
 
-class Listener(ABC):
-    """Receives probed values."""
-
-    @abstractmethod
-    def add_leaves(self, kind: str, leaves: Leaves) -> None:
-        """Take values with the names of their places."""
-
-    def add(self, kind: str, name: str, value: object) -> None:
-        """Take a value; each of its leaves is a place."""
-        self.add_leaves(kind, name_leaves(name, value))
-
-    def add_tensors(self, kind: str, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Take tensors by name."""
-        self.add_leaves(kind, [*tensors.items()])
+Take = Callable[[str, Leaves], object]
+"""Receives probed values: their kind, and each with the name of its place."""
 
 
 def name_leaves(name: str, value: object) -> Leaves:
@@ -90,7 +75,7 @@ def name_leaves(name: str, value: object) -> Leaves:
     return [(f"{name}:{path}" if path else name, leaf) for path, leaf in leaves]
 
 
-class Trace(Listener):
+class Trace:
     """The places of a batch in order, and the digests of their values.
 
     Attributes:
@@ -98,11 +83,10 @@ class Trace(Listener):
         places: Kind, name and call of each place.
     """
 
-    def __init__(self, earlier: "Trace | None" = None) -> None:
+    def __init__(self) -> None:
         self.queue = DigestQueue()
         self.places: list[ProbeKey] = []
-        # Calls are counted from those of an earlier part of the batch on.
-        self._calls: dict[tuple[str, str], int] = {} if earlier is None else earlier._calls  # noqa: SLF001 - another trace
+        self._calls: dict[tuple[str, str], int] = {}
 
     def add_leaves(self, kind: str, leaves: Leaves) -> None:
         """Take values, in one launch for each device."""
@@ -114,7 +98,7 @@ class Trace(Listener):
             self.places.append((*key, call))
 
 
-class ProbeCollector(Listener):
+class ProbeCollector:
     """Writes the probes of each batch as records ``layout`` and ``probes``.
 
     Bytes are read when a value is added. Records are written in the order of batches; those of
@@ -196,16 +180,16 @@ class ProbeCollector(Listener):
                     self._save(self._moment, place, {"value": value})
         finally:
             self._paused = False
-        if len(trace.places) >= RECORD_PLACES:  # begin another record of the batch
-            self._enqueue(self._moment)
-            self._trace = Trace(trace)
 
     def end(self) -> None:
         """End the batch; write its record and those before it if the last write is old enough."""
-        moment, self._moment = self._moment, None
+        moment, trace, self._moment = self._moment, self._trace, None
         if moment is None:
             return
-        self._enqueue(moment)
+        if trace.places:
+            if trace.queue.pending:
+                trace.queue.start_copies()
+            self._waiting.append((moment, trace))
         now = time.monotonic()
         waiting = sum(len(trace.places) for _, trace in self._waiting)
         if now - self._written >= _WRITE_SECONDS or waiting >= RECORD_PLACES:
@@ -216,13 +200,6 @@ class ProbeCollector(Listener):
         """End the batch and write all records."""
         self.end()
         self.catch_up()
-
-    def _enqueue(self, moment: ProbePoint) -> None:
-        trace = self._trace
-        if trace.places:
-            if trace.queue.pending:
-                trace.queue.start_copies()
-            self._waiting.append((moment, trace))
 
     def catch_up(self, keep: ProbePoint | None = None) -> None:
         """Write the batches that have ended; keep one whose digests a device still computes."""

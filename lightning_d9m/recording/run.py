@@ -57,13 +57,13 @@ from lightning_d9m.probes.batch_probes import BatchProbes, Training
 from lightning_d9m.probes.settings import ProbeSettings
 from lightning_d9m.probes.trace import StatePoint
 from lightning_d9m.ranks.ranks import Ranks
-from lightning_d9m.recording.rank_agreement import (
+from lightning_d9m.recording.drift import (
     RankAgreement,
+    Reference,
     ReplicatedState,
     describe_division,
     find_replicated_state,
 )
-from lightning_d9m.recording.reference import Reference
 from lightning_d9m.state.plain_data import decode_plain, encode_plain
 from lightning_d9m.version import __version__
 
@@ -379,9 +379,8 @@ class Run:
             )
             place = {"moment": digests.moment, "epoch": digests.epoch, "step": digests.step}
             errors.append(DriftError(text, **place, rank=drifted, count=rows[drifted][0]))
-        if agreement is not None:
-            errors += agreement.compare([row[1:] for row in rows], digests).values()
-        return errors
+        drift = None if agreement is None else agreement.compare([row[1:] for row in rows], digests)
+        return errors if drift is None else [*errors, drift]
 
     def _write_held(self) -> None:
         if self.held:
@@ -398,7 +397,7 @@ class Run:
         agreement, header = self._agreement, self._header
         if agreement is None or header is None or SHARDED_PARAMETERS in header.stack:
             return
-        if agreement.steps.wants(step):
+        if agreement.wants(step):
             with suppress(D9mError):
                 agreement.keep_step(step, self._read().groups)
 
@@ -483,19 +482,12 @@ def describe_loader(loader: object) -> LoaderFacts:
     batch_size = getattr(loader, "batch_size", None)
     if batch_size is None:  # a custom batch sampler, or no automatic batching
         batch_size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
-    return LoaderFacts(
-        samples=_length(getattr(loader, "dataset", None)),
-        batch_size=batch_size if isinstance(batch_size, int) else None,
-        batches=_length(loader),
-    )
-
-
-def _length(sized: object) -> int | None:
-    """Return a length, or None if there is none, as for an iterable dataset."""
-    try:
-        return len(sized)  # type: ignore[arg-type]
-    except (TypeError, NotImplementedError):
-        return None
+    lengths: list[int | None] = [None, None]
+    for place, sized in enumerate((getattr(loader, "dataset", None), loader)):
+        with suppress(TypeError, NotImplementedError):  # an iterable dataset has none
+            lengths[place] = len(sized)  # type: ignore[arg-type]
+    size = batch_size if isinstance(batch_size, int) else None
+    return LoaderFacts(samples=lengths[0], batch_size=size, batches=lengths[1])
 
 
 def share_new_folder(ranks: Ranks, create: Callable[[], Path] | None, advice: str = "") -> Path:

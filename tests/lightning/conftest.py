@@ -36,7 +36,7 @@ def fit(tmp_path, new_process):
             **({"max_epochs": 2, "default_root_dir": tmp_path} | QUIET | trainer_words),
             callbacks=callbacks,
         )
-        train.trainer = trainer
+        train.trainer, train.callback = trainer, callback
         model = make_model(package) if model is None else model
         validation = [make_loader(shuffle=False)] if validate else []
         trainer.fit(model, make_loader() if loader is None else loader, *validation)

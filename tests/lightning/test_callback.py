@@ -1,21 +1,29 @@
-"""``DeterminismCallback``: exact fits, a ledger for each, drift found, everything restored."""
+"""``DeterminismCallback``: exact fits, a ledger for each, drift found, everything restored.
+
+Variables steer a fit: it is surveyed, killed at a place after a checkpoint, or resumed.
+"""
 
 import importlib
+import json
 import os
 import pickle
-import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from interruptions import KilledError, begin_run, interrupt  # noqa: F401 - a fixture
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 from trainings import NoisyDigits, make_loader, make_model
 
-from lightning_d9m import DeterminismCallback, DriftError, SettingError
+from lightning_d9m import DeterminismCallback, DriftError, SettingError, compare
 from lightning_d9m.comparison.ledgers import compare_ledgers
 from lightning_d9m.control import session
+from lightning_d9m.launch import interruption_points
+from lightning_d9m.launch.interruption_points import EpochShape
 from lightning_d9m.ledger.folder import read_ledger
 from lightning_d9m.ledger.format.records import Digests
+from lightning_d9m.lightning.callback import apply_interrupt_variables, change_last_bits
 
 PACKAGES = ["lightning.pytorch", "pytorch_lightning"]
 
@@ -56,36 +64,25 @@ def test_two_runs_and_both_packages_agree_and_another_seed_does_not(fit):
     assert not any(equal(first, fit(package=package, seed=4)) for package in PACKAGES)
 
 
-def test_two_fits_in_one_process_differ_and_equal_their_counterparts(fit):
-    one = [fit(), fit(again=True)]
-    other = [fit(), fit(again=True)]
-    assert [equal(*pair) for pair in zip(one, other, strict=True)] == [True, True]
-    assert final_weights(one[0]) != final_weights(one[1])
+def draw(self):
+    torch.rand(3)
 
 
-def test_validation_does_not_change_what_training_draws(fit):
-    words = ({"num_sanity_val_steps": 0}, {"limit_val_batches": 0}, {"val_check_interval": 2})
-    fits = [fit(**{f"trainer_{name}": value for name, value in own.items()}) for own in words]
-    assert {final_weights(ledger) for ledger in (*fits, fit())} == {final_weights(fits[0])}
+def stream():
+    torch.rand(5)
+    return DrawingStream()
 
 
-@pytest.mark.parametrize("val_loader", ["stream", "plain iterable"])
-def test_a_validation_that_draws_at_any_moment_changes_nothing(fit, val_loader):
+@pytest.mark.parametrize("make", [stream, lambda: DataLoader(stream(), batch_size=None)])
+def test_no_validation_changes_what_training_draws(fit, make):
     """Iterators are made before the first hook, and the module's hooks come after ours."""
-
-    def draw(self):
-        torch.rand(3)
-
-    def val_dataloader(self):
-        torch.rand(5)
-        stream = DrawingStream()
-        return stream if val_loader == "plain iterable" else DataLoader(stream, batch_size=None)
-
-    words = {"trainer_val_check_interval": 0.5, "trainer_num_sanity_val_steps": 0}
-    words["trainer_reload_dataloaders_every_n_epochs"] = 1
-    drawing = make_model(on_validation_end=draw, val_dataloader=val_dataloader)
-    without = fit(trainer_limit_val_batches=0)
-    assert final_weights(fit(model=drawing, validate=False, **words)) == final_weights(without)
+    drawing = make_model(on_validation_end=draw, val_dataloader=lambda _: make())
+    words = {"val_check_interval": 0.5, "num_sanity_val_steps": 0}
+    words |= {"reload_dataloaders_every_n_epochs": 1}
+    words = {f"trainer_{name}": value for name, value in words.items()}
+    fits = [fit(trainer_limit_val_batches=0), fit(), fit(trainer_val_check_interval=2)]
+    fits.append(fit(model=drawing, validate=False, **words))
+    assert {final_weights(ledger) for ledger in fits} == {final_weights(fits[0])}
 
 
 def test_the_first_validation_is_the_same_with_and_without_a_sanity_check(fit):
@@ -105,15 +102,6 @@ def test_a_variable_that_is_no_seed_is_named(fit, monkeypatch, text):
     monkeypatch.setenv("PL_GLOBAL_SEED", text)
     with pytest.raises(SettingError, match=f"PL_GLOBAL_SEED is '{text}'.*0 to 4294967295"):
         fit(seed=None)
-
-
-def test_the_random_generators_are_restored(fit):
-    """Flags and variables are watched by a fixture."""
-    loader, model = make_loader(), make_model()
-    expected = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
-    fit(loader=loader, model=model)
-    assert torch.equal(torch.get_rng_state(), expected[0])
-    assert (random.getstate(), np.random.get_state()[1].tolist()) == expected[1:]
 
 
 def test_an_exception_is_recorded_and_everything_restored(fit, tmp_path):
@@ -227,3 +215,96 @@ def test_a_callback_that_fitted_a_model_of_a_local_class_is_pickled(fit):
     again = pickle.loads(pickle.dumps(callback))  # noqa: S301 - our own
     assert (again.ledger, again.digest) == (callback.ledger, callback.digest)
     assert again.digest is not None
+
+
+SURVEY = "points/survey"
+
+
+@pytest.fixture
+def train(begin_run, fit):  # noqa: F811 - the fixture
+    """Return a function that trains 2 epochs of 6 batches as the first fit of a process."""
+
+    def run(*, interrupt="", resume="", **words):
+        begin_run(interrupt, resume)
+        return SimpleNamespace(ledger=fit(**words).path)
+
+    return run
+
+
+def test_a_survey_says_what_each_epoch_consists_of_and_changes_no_bit(train, tmp_path):
+    words = {"trainer_accumulate_grad_batches": 2, "trainer_val_check_interval": 3}
+    surveyed = train(interrupt="survey", **words)
+    epochs = [EpochShape(**entry) for entry in json.loads((tmp_path / SURVEY).read_text())]
+    assert epochs == [EpochShape(0, 6, 2, 12), EpochShape(1, 6, 2, 12)]
+    assert compare(surveyed.ledger, train(**words).ledger).verdict == "equal"
+
+
+# Place; then the epoch and the batches of it that the checkpoint has.
+PLACES = {
+    "epoch:0": (1, 0),
+    "batch:1:2": (1, 2),
+    "batch:0:3+7": (0, 3),
+    "validation:0:4": (0, 6),
+    "validated:0": (0, 6),
+}
+
+
+def test_a_fit_is_killed_at_its_place_and_an_unchanged_program_resumes_it(train, tmp_path):
+    shapes, breaks = interrupt(train, tmp_path, *PLACES, trainer_accumulate_grad_batches=2)
+    assert shapes == [(6, "batch")] * 2
+    assert [(entry.epoch, entry.batch) for entry in breaks] == [*PLACES.values()]
+
+
+def test_only_the_first_fit_of_a_process_is_steered(train, fit, tmp_path, monkeypatch):
+    """Neither a second one, of another or of the same Trainer, nor an evaluation."""
+    with pytest.raises(KilledError):
+        train(interrupt="epoch:0")
+    (tmp_path / "points/killed").unlink()
+    fit(again=True)
+    assert not (tmp_path / "points/killed").exists()
+    train(interrupt="survey")
+    trainer, model = fit.trainer, fit.trainer.lightning_module
+    trainer.fit_loop.max_epochs = 3
+    trainer.fit(model, make_loader(), make_loader(shuffle=False))
+    assert len(json.loads((tmp_path / SURVEY).read_text())) == 2
+    monkeypatch.setattr(interruption_points._FaultState, "fits", 0)
+    monkeypatch.setenv("LIGHTNING_D9M_RESUME", "no-such-file")
+    trainer.validate(model, make_loader(shuffle=False), verbose=False)
+
+
+def test_misuse_is_named(train, monkeypatch):
+    with pytest.raises(SettingError, match="LIGHTNING_D9M_RESUME is 'no-such-file', which does"):
+        train(resume="no-such-file")
+    with pytest.raises(SettingError, match="LIGHTNING_D9M_INTERRUPT is 'soon'; allowed"):
+        train(interrupt="soon")
+    monkeypatch.setattr(interruption_points._FaultState, "fits", 0)
+    with pytest.raises(SettingError, match="LIGHTNING_D9M_CHECKPOINT_DIR is not set"):
+        apply_interrupt_variables(
+            SimpleNamespace(callbacks=[]), "fit", {"LIGHTNING_D9M_INTERRUPT": "survey"}
+        )
+
+
+def test_the_last_bit_of_each_weight_changes(fit, monkeypatch):
+    plain = fit()
+    monkeypatch.setenv("LIGHTNING_D9M_LAST_BITS", "1")
+    ledgers = [fit(), fit()]
+    assert ledgers[0].header.settings["last_bits"] == 1
+    assert "last_bits" not in plain.header.settings
+    first, *others = [digests_of(one)[0] for one in (plain, *ledgers)]
+    assert others[0] == others[1]  # the same number, the same bits
+    assert not set(first.groups["weights"].values()) & set(others[0].groups["weights"].values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_a_changed_weight_is_the_next_number(dtype):
+    module = torch.nn.Linear(50, 4, dtype=dtype)
+    before = module.weight.detach().clone()
+    assert change_last_bits(module, {"LIGHTNING_D9M_LAST_BITS": "3"}) == {"last_bits": 3}
+    above = torch.nextafter(before, torch.full_like(before, torch.inf))
+    below = torch.nextafter(before, torch.full_like(before, -torch.inf))
+    assert ((module.weight == above) | (module.weight == below)).all()
+    assert (module.weight == above).any()
+    assert (module.weight == below).any()
+    assert change_last_bits(module, {}) == {}
+    with pytest.raises(SettingError, match="LAST_BITS is 'x'; allowed: digits, such as 1"):
+        change_last_bits(module, {"LIGHTNING_D9M_LAST_BITS": "x"})

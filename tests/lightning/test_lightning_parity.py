@@ -5,7 +5,7 @@ import pytest
 import torch
 from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 from lightning.pytorch.tuner import Tuner
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler
+from torch.utils.data import DataLoader, DistributedSampler
 from trainings import QUIET
 
 from lightning_d9m import DeterminismCallback
@@ -49,23 +49,6 @@ def test_with_overfit_batches_training_and_validation_see_the_same_batch(
     trainer.fit(model)
     assert len(model.seen["train"]) == 1
     assert model.seen["train"] == model.seen["validate"]
-
-
-class CountingSampler(RandomSampler):
-    """Counts the epochs that it is given, and has none itself."""
-
-    def set_epoch(self, epoch):
-        self.__dict__.setdefault("epochs", []).append(epoch)
-
-
-def test_a_sampler_without_an_epoch_gets_each_once(make_trainer):
-    data = RandomDataset(32, 8)
-    samplers = [CountingSampler(data), CountingSampler(data)]
-    inner = BatchSampler(samplers[1], 2, drop_last=True)
-    loaders = [DataLoader(data, sampler=samplers[0]), DataLoader(data, batch_sampler=inner)]
-    for loader in loaders:
-        make_trainer(controlled=True, limit_val_batches=0).fit(BoringModel(), loader)
-    assert [sampler.epochs for sampler in samplers] == [[0, 1], [0, 1]]
 
 
 def search_rates(trainer):

@@ -21,7 +21,7 @@ from lightning_d9m.hashing.digest import digest
 from lightning_d9m.ledger.kinds import PROBE_KINDS, VALIDATION
 from lightning_d9m.locate.search import describe_place
 from lightning_d9m.probes.dumps import find_dumps, find_writer, read_dump, read_index, replay_op
-from lightning_d9m.probes.module_hooks import hook_model
+from lightning_d9m.probes.module_hooks import OpMode, hook_model
 from lightning_d9m.probes.settings import ProbeSettings
 
 
@@ -99,36 +99,39 @@ def test_digests_are_those_of_the_values(fit):
     seen = {}
 
     def step(self, batch, batch_idx):
-        seen.setdefault("batch", batch[0].clone())
-        seen.setdefault("weight", self.layers[0].weight.detach().clone())
         loss = nn.functional.cross_entropy(self.layers(batch[0]), batch[1])
-        seen.setdefault("loss", loss.detach().clone())
+        if not seen:
+            values = [batch[0], self.layers[0].weight, loss]
+            seen.update(zip(("batch", "weight", "loss"), map(digest, values), strict=True))
         return loss
 
     ledger = fit(model=make_model(training_step=step), probes=["batch", "weight", "loss"])
     first = dict(read_probes(ledger)[0, 0])
-    assert first["batch", "batch:0", 0] == digest(seen["batch"])
-    assert first["weight", "layers.0.weight", 0] == digest(seen["weight"])
-    assert first["loss", "loss", 0] == digest(seen["loss"])
+    places = [("batch", "batch:0", 0), ("weight", "layers.0.weight", 0), ("loss", "loss", 0)]
+    assert [first[place] for place in places] == [*seen.values()]
 
 
-def test_modules_and_steps_are_selected(fit):
-    ledger = fit(probes=["output", "weight"], probe_modules="layers.0", probe_steps="2:4")
+def test_modules_and_steps_are_selected_by_settings_and_variables(fit, monkeypatch):
+    """A pattern that fits nothing, and a rank that is not there, are named."""
+    with pytest.warns(UserWarning, match=r"has 'encodr\.\*', and no .* are 'layers', 'layers\.0',"):
+        ledger = fit(
+            probes=["output", "weight"],
+            probe_modules=["encodr.*", "layers.0"],
+            probe_steps="2:4",
+        )
     assert places_of(ledger) == [
         ("weight", "layers.0.weight", 0),
         ("weight", "layers.0.bias", 0),
         ("output", "layers.0", 0),
     ]
     assert list(read_probes(ledger)) == [(0, 2), (0, 3)]
-
-
-def test_variables_steer_the_callback_of_the_program(fit, monkeypatch):
+    with pytest.raises(SettingError, match="probe_ranks has 1, 7, and this training has 1 rank;"):
+        fit(probes=["output"], probe_ranks=[0, 1, 7])
     monkeypatch.setenv("LIGHTNING_D9M_PROBES", "loss")
     monkeypatch.setenv("LIGHTNING_D9M_PROBE_STEPS", "1:2")
     ledger = fit(probes="weight")
-    assert {batch: [p for p, _ in entries] for batch, entries in read_probes(ledger).items()} == {
-        (0, 1): [("loss", "loss", 0)]
-    }
+    assert list(read_probes(ledger)) == [(0, 1)]
+    assert places_of(ledger) == [("loss", "loss", 0)]
     assert ledger.header.settings["probes"] == "loss"
     monkeypatch.setenv("LIGHTNING_D9M_PROBES", "lost")
     with pytest.raises(SettingError, match="Did you mean 'loss'"):
@@ -154,43 +157,54 @@ def test_nothing_stays_behind_after_the_end_or_an_error(fit):
         assert probe.monitor(1, "nobody listens") == 1
 
 
-def test_a_shared_module_is_called_twice_under_its_first_name(fit):
-    model = make_model()
+def use_shared(model):
     shared = nn.Linear(32, 32)
     model.layers = nn.Sequential(nn.Linear(64, 32), shared, nn.ReLU(), shared, nn.Linear(32, 10))
-    places = places_of(fit(model=model, probes=["output", "local_gradient"]), "output")
-    assert [p for p in places if p[1] == "layers.1"] == [
-        ("output", "layers.1", 0),
-        ("output", "layers.1", 1),
-    ]
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_a_checkpointed_module_is_seen_again_when_it_runs_again(fit, reentrant):
+def checkpointed(reentrant):
     def step(self, batch, batch_idx):
-        images = batch[0].requires_grad_()
-        hidden = checkpoint(self.layers, images, use_reentrant=reentrant)
+        hidden = checkpoint(self.layers, batch[0].requires_grad_(), use_reentrant=reentrant)
         return nn.functional.cross_entropy(hidden, batch[1])
 
-    plain = fit(model=make_model(training_step=step))
-    probed = fit(model=make_model(training_step=step), probes="all")
+    return lambda model: setattr(type(model), "training_step", step)
+
+
+def script(model):
+    model.layers = torch.jit.script(model.layers)
+
+
+WHOLE = {(kind, "layers", 0) for kind in ("input", "output", "grad_output")}
+WEIGHT = {(kind, "layers.0.weight", 0) for kind in ("weight", "local_gradient", "gradient")}
+AGAIN = {("output", "layers.0", 1), ("op", "layers.0::aten.addmm.default", 1)}
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        # It is called twice under its first name.
+        (use_shared, {("output", "layers.1", 0), ("output", "layers.1", 1)}),
+        # It is seen again when it runs again.
+        (checkpointed(reentrant=False), AGAIN),
+        (checkpointed(reentrant=True), AGAIN),
+        (script, WHOLE | WEIGHT | {("buffer", "layers.1.running_mean", 0)}),
+    ],
+    ids=["shared", "checkpointed", "reentrant", "TorchScript"],
+)
+def test_probes_of_unusual_modules_change_no_bit(fit, change, expected):
+    ledgers = []
+    for probes in ((), "all"):
+        model = make_model()
+        change(model)
+        ledgers.append(fit(model=model, probes=probes))
+    plain, probed = ledgers
     assert final(probed) == final(plain)
     places = places_of(probed)
-    assert ("output", "layers.0", 1) in places
-    assert ("op", "layers.0::aten.addmm.default", 1) in places
-
-
-def test_gradients_are_met_beside_hooks_of_the_program():
-    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
-    met = []
-    listener = SimpleNamespace(add=lambda kind, name, _: met.append((kind, name)))
-    with hook_model(model, ProbeSettings(), frozenset({"grad_output"}), listener):
-        output = model(torch.ones(1, 2))
-        output.register_hook(lambda _: met.append("own"))
-        output.register_hook(lambda _: met.append("removed")).remove()
-        output.sum().backward()
-    ours = [("grad_output", name) for name in ("1", "(model)", "0")]
-    assert met == [*ours[:2], "own", ours[2]]
+    assert expected <= set(places)
+    if change is script:
+        assert any(kind == "op" and name.startswith("layers::") for kind, name, _ in places)
+    assert ("output", "layers.3", 1) not in places  # the second name of the shared one
 
 
 def test_a_local_gradient_is_taken_before_a_strategy_sends_it_away():
@@ -200,8 +214,11 @@ def test_a_local_gradient_is_taken_before_a_strategy_sends_it_away():
     model = nn.Linear(2, 1, bias=False)
     model.weight.register_post_accumulate_grad_hook(send)
     met = []
-    listener = SimpleNamespace(add=lambda kind, name, value: met.append(value.clone()))
-    with hook_model(model, ProbeSettings(), frozenset({"local_gradient"}), listener):
+
+    def take(kind, leaves):
+        met.extend(value.clone() for _, value in leaves)
+
+    with hook_model(model, ProbeSettings(), frozenset({"local_gradient"}), take):
         model(torch.ones(1, 2)).sum().backward()
     assert [gradient.tolist() for gradient in met] == [[[1.0, 1.0]]]
 
@@ -227,25 +244,6 @@ def test_a_compiled_module_is_seen_from_outside_and_stays_compiled(fit):
     assert graphs == probed_graphs > 0
     names = [name for _, name, _ in places_of(probed, "output")]
     assert names.count("layers.0") == 1
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit")
-def test_a_torchscript_module_is_probed_from_outside(fit):
-    def make():
-        model = make_model()
-        model.layers = torch.jit.script(model.layers)
-        return model
-
-    plain = fit(model=make())
-    probed = fit(model=make(), probes="all")
-    assert final(probed) == final(plain)
-    places = places_of(probed)
-    assert any(kind == "op" and name.startswith("layers::") for kind, name, _ in places)
-    for kind in ("input", "output", "grad_output"):
-        assert (kind, "layers", 0) in places
-    for kind in ("weight", "local_gradient", "gradient"):
-        assert (kind, "layers.0.weight", 0) in places
-    assert ("buffer", "layers.1.running_mean", 0) in places
 
 
 def test_a_dump_has_inputs_outputs_and_the_line_of_each_operation(fit, tmp_path, monkeypatch):
@@ -274,11 +272,6 @@ def change_the_scale(self, outputs, batch, batch_idx):
         self.trainer.precision_plugin.scaler.update(2.0**15)
 
 
-def change_the_rate(self):
-    if self.faulty and self.trainer.global_step == 2:
-        self.optimizers().optimizer.param_groups[0]["lr"] *= 2
-
-
 def change_a_moment(self):
     if self.faulty and self.trainer.global_step == 2:
         state = self.optimizers().optimizer.state[self.layers[0].weight]
@@ -300,7 +293,6 @@ def scaled():
 CHANGES = [
     ("on_train_batch_start", flip_a_bit, dict, (3, "op", "layers.4::aten.addmm.default", 0)),
     ("on_train_batch_end", change_the_scale, scaled, (3, "optimizer", "scaler.scale", 0)),
-    ("on_after_backward", change_the_rate, dict, (2, "optimizer", "0.group.0:lr", 1)),
     ("on_after_backward", change_a_moment, dict, (2, "optimizer", "0.exp_avg.layers.0.weight", 1)),
     ("validation_step", validate_others, dict, (5, "op", "(model)::aten.add.Tensor", 0)),
 ]
@@ -320,20 +312,8 @@ def test_a_change_shows_at_its_step_and_name(fit, hook, change, words, expected)
         assert "batch 1 of the validation" in describe_place([found])
 
 
-def test_a_pattern_that_fits_nothing_is_named(fit):
-    with pytest.warns(UserWarning, match=r"has 'encodr\.\*', and no .* are 'layers', 'layers\.0',"):
-        ledger = fit(probes=["output"], probe_modules=["encodr.*", "layers.0"])
-    assert places_of(ledger) == [("output", "layers.0", 0)]
-
-
-def test_a_rank_that_is_not_there_is_refused(fit):
-    with pytest.raises(SettingError, match="probe_ranks has 1, 7, and this training has 1 rank;"):
-        fit(probes=["output"], probe_ranks=[0, 1, 7])
-
-
-# Within a step, in a validation, and around a batch.
+# In a validation, and around a batch.
 PLACES = [
-    ("Net", "on_before_optimizer_step", 3),
     ("Net", "on_validation_batch_end", 6),
     ("Scaling", "on_train_batch_start", 3),
 ]
@@ -364,3 +344,73 @@ def test_the_hook_that_wrote_is_named(fit, tmp_path, monkeypatch, owner, hook, s
     run(1.5)
     folders = [tmp_path / "dump 1.0", tmp_path / "dump 1.5"]
     assert find_writer(folders, 0) == f"while {owner}.{hook} ran"
+
+
+class Doubled(torch.autograd.Function):
+    """A function with a backward pass of its own."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.sinh()  # in the backward pass
+
+
+class Double(nn.Module):
+    def forward(self, x):
+        y = Doubled.apply(x).sigmoid()
+        if y.requires_grad:
+            y.register_hook(lambda gradient: gradient.cosh())  # in a hook
+        return y.square()
+
+
+@pytest.fixture
+def dumped(fit, tmp_path, monkeypatch):
+    """Return what one step dumped of a module's operations, by their names."""
+    monkeypatch.setenv("LIGHTNING_D9M_DUMP", str(tmp_path / "dump"))
+    monkeypatch.setenv("LIGHTNING_D9M_DUMP_NAMES", "layers.5::*")
+    model = make_model()
+    model.layers.append(Double())
+    fit(model=model, probes="op", probe_steps="0:1", trainer_max_epochs=1)
+    read = [read_dump(file) for file in sorted((tmp_path / "dump").rglob("*.pt"))]
+    assert {content["name"].partition("::")[0] for content in read} == {"layers.5"}
+    return {content["op"].split(".")[1]: content for content in read}
+
+
+@pytest.mark.parametrize(
+    ("op", "line", "backward"),
+    [
+        ("sigmoid", "y = Doubled.apply(x).sigmoid()", False),
+        ("sigmoid_backward", "y = Doubled.apply(x).sigmoid()", True),
+        ("sinh", "return gradient.sinh()  # in the backward pass", False),
+        ("cosh", "y.register_hook(lambda gradient: gradient.cosh())  # in a hook", False),
+    ],
+)
+def test_each_operation_has_the_line_that_called_it(dumped, op, line, backward):
+    """In a backward pass that is a line of the program's own, or the forward operation's."""
+    assert dumped[op]["source"].endswith(f": {line}")
+    assert dumped[op]["backward"] is backward
+
+
+@pytest.mark.parametrize("is_complete", [True, False])
+@pytest.mark.parametrize("method", ["then", "add_done_callback"])
+def test_a_callback_of_a_future_is_probed_in_no_thread(method, is_complete):
+    """As that of a communication hook, which runs here or in another thread."""
+    seen, called = [], []
+    probes = SimpleNamespace(
+        listens=True, saves=False, add=lambda kind, name, value: seen.append(name)
+    )
+    before = dict(vars(torch._C.Future))
+    future, value = torch.futures.Future(), torch.ones(2)
+    if is_complete:
+        future.set_result(value)
+    with OpMode(nn.Module(), ProbeSettings(), probes).entered():
+        getattr(future, method)(lambda done: called.append(done.value().mul(2)))
+        if not is_complete:
+            future.set_result(value)
+        value.neg()
+    assert len(called) == 1
+    assert seen == ["(model)::aten.neg.default"]
+    assert dict(vars(torch._C.Future)) == before

@@ -1,20 +1,26 @@
-"""The recorder of a Trainer shows itself: in loggers, in one line, and not in progress bars."""
+"""The recorder of a Trainer: its ledgers' folder, evaluations, loggers, one line, progress bars."""
 
 import re
 from pathlib import Path
 
+import lightning.pytorch as pl
 import pytest
+import torch
 import yaml
-from lightning.pytorch import Trainer, loggers
-from lightning.pytorch.callbacks import Callback, RichProgressBar, TQDMProgressBar
+from lightning.pytorch import loggers
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, RichProgressBar, TQDMProgressBar
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 from trainings import QUIET, make_loader, make_model
 
-from lightning_d9m import DeterminismCallback, deterministic
-from lightning_d9m.ledger.folder import read_ledger
+from lightning_d9m import DeterminismCallback, LedgerError, deterministic
+from lightning_d9m.comparison.ledgers import compare_ledgers
+from lightning_d9m.ledger.folder import list_evaluations, list_fits, read_ledger
+from lightning_d9m.ledger.format.records import Evaluation
+from lightning_d9m.lightning.callback import AddedCallback
 
 WEIGHTS = "d9m/weights"
+pytestmark = pytest.mark.filterwarnings("ignore:The .*_dataloader. does not have many workers")
 
 
 class Bare(loggers.logger.Logger):
@@ -108,34 +114,30 @@ def list_lines(caplog):
 
 
 @pytest.mark.parametrize("summary", [True, False])
-def test_one_line_when_a_fit_ends(tmp_path, caplog, monkeypatch, summary):
+def test_one_line_when_a_fit_ends(fit, tmp_path, caplog, monkeypatch, summary):
     monkeypatch.chdir(tmp_path)
-    callback = DeterminismCallback(seed=3, ledger_dir="runs", summary=summary)
+    callback = DeterminismCallback()
     assert (callback.ledger, callback.digest) == (None, None)
     assert repr(callback) == "DeterminismCallback(ledger=None, digest=None)"
-    trainer = Trainer(callbacks=[callback], **QUIET, max_epochs=2)
     with caplog.at_level("INFO"):
-        trainer.fit(make_model(), make_loader(), make_loader(shuffle=False))
-    digest = read_ledger(callback.ledger).outcome(0).final.totals["weights"]
-    assert callback.digest == digest
-    assert callback.ledger.resolve() == tmp_path / "runs" / "fit-000"
+        digest = fit(ledger_dir="runs", summary=summary).outcome(0).final.totals["weights"]
+    callback = fit.callback
+    assert (callback.digest, callback.ledger.resolve()) == (digest, tmp_path / "runs" / "fit-000")
     shown = f"ledger={str(callback.ledger)!r}, digest={digest!r}"
     assert repr(callback) == f"DeterminismCallback({shown})"
     line = f"d9m: 2 epochs recorded, weights {digest[:16]}, ledger runs/fit-000"
     assert list_lines(caplog) == [line] * summary
 
 
-def test_the_line_of_a_second_fit_says_that_it_draws_other_numbers(tmp_path, caplog):
-    def fit(folder):
-        callback = DeterminismCallback(seed=3, ledger_dir=tmp_path / folder)
-        trainer = Trainer(callbacks=[callback], **QUIET, max_epochs=1)
-        trainer.fit(make_model(), make_loader(), make_loader(shuffle=False))
-        return callback.digest
+def test_the_line_of_a_second_fit_says_that_it_draws_other_numbers(fit, caplog):
+    def digest(*, again=True):
+        fit(again=again)
+        return fit.callback.digest
 
     with caplog.at_level("INFO"):
-        first, second, third = map(fit, "abc")
+        first, second, third = digest(again=False), digest(), digest()
         with deterministic(seed=3):
-            repeated = fit("d")
+            repeated = digest()
     remedy = "train within `with lightning_d9m.deterministic(seed=3):`"
     assert [remedy in line for line in list_lines(caplog)] == [False, True, False, False]
     assert len({first, second, third}) == 3
@@ -171,7 +173,7 @@ def test_a_progress_bar_stays_whole(kind, tmp_path, capfd):
         watch = Watch(kind(refresh_rate=1))
         words = QUIET | {"enable_progress_bar": True}
         callbacks = [*ours, watch.bar, watch]
-        trainer = Trainer(max_epochs=1, default_root_dir=tmp_path, callbacks=callbacks, **words)
+        trainer = pl.Trainer(max_epochs=1, default_root_dir=tmp_path, callbacks=callbacks, **words)
         trainer.fit(make_model(training_step=step), make_loader(), make_loader(shuffle=False))
         written = "".join(capfd.readouterr())
         assert "Epoch 0" in written
@@ -185,3 +187,151 @@ def test_a_progress_bar_stays_whole(kind, tmp_path, capfd):
     logged = ("PYTHONHASHSEED was", "d9m: 1 epoch recorded")  # before and after the bars
     rest = [line for line in written.splitlines() if not any(text in line for text in logged)]
     assert "d9m" not in "\n".join(rest)
+
+
+LEDGER = "fit-000/rank-0.jsonl"
+
+
+@pytest.fixture
+def train(tmp_path, monkeypatch):
+    """Return a function that trains one batch in the folder ``cwd``."""
+    (tmp_path / "cwd").mkdir()
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.chdir(tmp_path / "cwd")
+    monkeypatch.delenv("LIGHTNING_D9M_LEDGER_DIR", raising=False)
+
+    def run(*, ledger_dir=None, checkpoints=None, kind=DeterminismCallback, **options):
+        callbacks = [kind(ledger_dir=ledger_dir)]
+        if checkpoints is not None:
+            callbacks.append(ModelCheckpoint(dirpath=checkpoints))
+            options["enable_checkpointing"] = True
+        options = QUIET | {"max_epochs": 1, "limit_train_batches": 1} | options
+        pl.Trainer(callbacks=callbacks, **options).fit(
+            make_model(validation_step=lambda *_: None),
+            make_loader(),
+            make_loader(shuffle=False),
+        )
+
+    run.root = tmp_path
+    return run
+
+
+REMOTE, SAVED = "memory://runs/one", "a folder of checkpoints"
+# The callback, the Trainer's options, and where the ledger is. A callback that the program has not
+# passed leaves nothing in the working folder of a Trainer that writes nothing there.
+PLACES = [
+    (DeterminismCallback, {"default_root_dir": SAVED, "checkpoints": SAVED}, "cwd/d9m"),
+    (DeterminismCallback, {"default_root_dir": REMOTE}, "cwd/d9m"),
+    (AddedCallback, {}, "state/lightning_d9m"),
+    (AddedCallback, {"fast_dev_run": True, "checkpoints": "saved"}, "state/lightning_d9m"),
+    (AddedCallback, {"default_root_dir": REMOTE, "checkpoints": SAVED}, "state/lightning_d9m"),
+    (AddedCallback, {"default_root_dir": SAVED, "checkpoints": SAVED}, "state/lightning_d9m"),
+    (AddedCallback, {"checkpoints": "saved"}, "cwd"),
+    (AddedCallback, {"logger": loggers.CSVLogger("logs")}, "cwd"),
+    (AddedCallback, {"default_root_dir": "root"}, "cwd"),
+]
+
+
+@pytest.mark.parametrize(("kind", "options", "place"), PLACES)
+def test_the_ledger_is_beside_the_checkpoints_or_where_the_trainer_writes(
+    train, caplog, kind, options, place
+):
+    saved = train.root / "checkpoints"
+    with caplog.at_level("INFO"):
+        train(kind=kind, **{name: saved if own == SAVED else own for name, own in options.items()})
+    (ledger,) = train.root.rglob(LEDGER)
+    assert ledger.is_relative_to(train.root / place)
+    assert ("Set LIGHTNING_D9M_LEDGER_DIR to choose" in caplog.text) == (place != "cwd")
+    found = [path.name for path in (train.root / "cwd").iterdir()]
+    assert place == "cwd" or found == (["d9m"] if place == "cwd/d9m" else [])
+    assert not saved.exists() or [path.suffix for path in saved.iterdir()] == [".ckpt"]
+
+
+def test_an_evaluation_saves_no_checkpoints(train):
+    trainer = pl.Trainer(**QUIET | {"enable_checkpointing": True}, callbacks=[AddedCallback()])
+    trainer.validate(make_model(validation_step=lambda *_: None), make_loader(shuffle=False))
+    assert list((train.root / "cwd").iterdir()) == []
+    assert len(list((train.root / "state").glob("lightning_d9m/cwd-*/validate-000"))) == 1
+
+
+@pytest.mark.parametrize("by_variable", [True, False])
+def test_a_remote_ledger_is_refused(train, monkeypatch, by_variable):
+    if by_variable:
+        monkeypatch.setenv("LIGHTNING_D9M_LEDGER_DIR", "s3://bucket/runs")
+    with pytest.raises(LedgerError, match="'s3://bucket/runs'; allowed: a local folder") as caught:
+        train(ledger_dir=None if by_variable else "s3://bucket/runs")
+    assert "Set ledger_dir, or the variable LIGHTNING_D9M_LEDGER_DIR" in str(caught.value)
+    assert list((train.root / "cwd").iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_made_names_the_variable(train):
+    (train.root / "file").touch()
+    with pytest.raises(LedgerError, match=r"No ledger can be made in .* LIGHTNING_D9M_LEDGER_DIR"):
+        train(default_root_dir=train.root / "file")
+
+
+def evaluate(verb, folder, model=None, loader=None, **settings):
+    callback = DeterminismCallback(seed=3, ledger_dir=folder, **settings)
+    trainer = pl.Trainer(callbacks=[callback], **QUIET)
+    loader = make_loader(shuffle=False) if loader is None else loader
+    getattr(trainer, verb)(make_model() if model is None else model, loader)
+    return read_ledger(list_evaluations(folder)[-1])
+
+
+def evaluations(ledger):
+    return [record.as_record() for record in ledger.records(0) if isinstance(record, Evaluation)]
+
+
+@pytest.mark.parametrize("verb", ["validate", "test", "predict"])
+def test_an_evaluation_leaves_a_ledger_of_its_own(verb, tmp_path):
+    one, other = (evaluate(verb, tmp_path) for _ in range(2))
+    assert compare_ledgers(one, other).equal
+    (record,) = evaluations(one)
+    assert record["name"] == verb
+    assert record["batches"] == 6
+    assert list(record.get("scalars", {})) == ([] if verb == "predict" else ["val_loss"])
+    assert [path.name for path in list_evaluations(tmp_path)] == [f"{verb}-000", f"{verb}-001"]
+    assert list_fits(tmp_path) == []
+    assert one.outcome(0).end.status == "finished"
+
+
+def test_one_bit_of_one_output_is_seen_and_other_weights_are_told_from_other_arithmetic(tmp_path):
+    """The weights that were evaluated are in the ledger too."""
+
+    def predict_step(self, batch, batch_idx):
+        outputs = self.layers(batch[0])
+        if batch_idx == 4:
+            outputs.view(torch.int32)[0, 0] ^= 1
+        return outputs
+
+    model = make_model(predict_step=predict_step)
+    plain, flipped = evaluate("predict", tmp_path), evaluate("predict", tmp_path, model)
+    assert not compare_ledgers(plain, flipped).equal
+    one, other = evaluations(plain) + evaluations(flipped)
+    assert one["outputs"] != other["outputs"]
+    assert one["batches"] == other["batches"]
+    with torch.no_grad():
+        model.layers[0].bias[0] += 1
+    changed = evaluate("predict", tmp_path, model)
+    weights = [ledger.outcome(0).final.groups["weights"] for ledger in (plain, flipped, changed)]
+    assert weights[0] == weights[1]
+    differing = [name for name in weights[0] if weights[0][name] != weights[2][name]]
+    assert differing == ["layers.0.bias"]
+
+
+def test_each_validation_of_a_fit_is_in_its_ledger(fit):
+    """The sanity check is not: it counts for nothing."""
+    ledger = fit(trainer_num_sanity_val_steps=2)
+    found = [(r["name"], r["epoch"], r["step"], r["batches"]) for r in evaluations(ledger)]
+    assert found == [("validate", 0, 6, 6), ("validate", 1, 12, 6)]
+    assert compare_ledgers(ledger, fit()).equal
+
+
+def test_outputs_without_a_digest_are_said_and_stop_nothing(tmp_path):
+    class Result:
+        """Of the user's own."""
+
+    ledger = evaluate("predict", tmp_path, make_model(predict_step=lambda *_: Result()))
+    (record,) = evaluations(ledger)
+    assert record["undigested"] == 6
+    assert "Result" in record["problem"]

@@ -1,6 +1,7 @@
 """How a callback's run meets sessions, other callbacks that fail, metrics of time, and ranks."""
 
 import time
+from types import SimpleNamespace
 
 import lightning.pytorch as lightning
 import pytest
@@ -8,12 +9,18 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 from trainings import QUIET, make_loader, make_model
 
-from lightning_d9m import DeterminismCallback, DriftError, SettingError, deterministic, enable
+from lightning_d9m import DeterminismCallback, DriftError, SettingError, enable
 from lightning_d9m.control import session
 from lightning_d9m.ledger.folder import read_ledger
 from lightning_d9m.lightning import callback
 from lightning_d9m.lightning.callback import AddedCallback
+from lightning_d9m.lightning.trainer_attributes import ranks_of
 from lightning_d9m.lightning.trainer_session import resolve_settings
+
+
+def train(*callbacks, model=None, **options):
+    trainer = lightning.Trainer(callbacks=[*callbacks], **QUIET | {"max_epochs": 1} | options)
+    trainer.fit(model or make_model(), make_loader(), make_loader(shuffle=False))
 
 
 def test_settings_left_at_their_default_are_those_of_the_active_session(fit):
@@ -34,28 +41,6 @@ def test_patches_of_the_session_cannot_be_refused_by_a_run():
             resolve_settings({"patch_ops": False})
 
 
-def test_a_fit_in_a_session_is_the_same_wherever_in_a_sweep_it_comes(fit):
-    def last(seed, again=True):
-        with deterministic(seed=seed):
-            return fit(seed=None, again=again).outcome(0).final.totals
-
-    first = last(1, again=False)
-    other = last(2)
-    assert last(1) == first != other
-    with deterministic(seed=1):
-        totals = [fit(seed=None, again=True).outcome(0).final.totals for _ in range(2)]
-    assert totals[0] == first != totals[1]
-
-
-def test_a_session_that_a_hook_enabled_and_left_open_ends_with_the_run(fit):
-    def on_train_start(self):
-        enable(seed=9)
-
-    fit(model=make_model(on_train_start=on_train_start))
-    assert session.active_session() is None
-    assert not torch.are_deterministic_algorithms_enabled()
-
-
 class FailsTwice(lightning.Callback):
     """A callback that fails, and again when it is told of it: those after it are not told."""
 
@@ -68,13 +53,11 @@ class FailsTwice(lightning.Callback):
 
 def test_a_run_that_nobody_ended_is_given_back_when_the_next_begins(tmp_path):
     determinism = DeterminismCallback(seed=3, ledger_dir=tmp_path)
-    first = lightning.Trainer(max_epochs=1, callbacks=[FailsTwice(), determinism], **QUIET)
     with pytest.raises(ZeroDivisionError, match="second") as caught:
-        first.fit(make_model(), make_loader(), make_loader(shuffle=False))
+        train(FailsTwice(), determinism)
     assert str(caught.value.__context__) == "first"
     assert session.active_session() is not None
-    second = lightning.Trainer(max_epochs=1, callbacks=[determinism], **QUIET)
-    second.fit(make_model(), make_loader(), make_loader(shuffle=False))
+    train(determinism)
     assert session.active_session() is None
     ends = [read_ledger(folder).outcome(0).end for folder in sorted(tmp_path.iterdir())]
     assert [end.status for end in ends] == ["failed", "finished"]
@@ -153,28 +136,35 @@ def test_control_off_seeds_and_records_but_switches_nothing(fit, monkeypatch):
     assert [ledger.header.settings.get("control") for ledger in (off, on)] == ["off", None]
 
 
-def train_with_benchmark(folder, callback, model=None, **options):
-    options = QUIET | {"max_epochs": 1, "default_root_dir": folder} | options
-    trainer = lightning.Trainer(callbacks=[callback], **options)
-    trainer.fit(model or make_model(), make_loader(), make_loader(shuffle=False))
-    return folder / "d9m/fit-000"
-
-
 def test_cudnns_benchmark_mode_is_switched_off_logged_recorded_and_restored(
     tmp_path, caplog, monkeypatch, new_process
 ):
     """By the callback that is added; the program's own names its Trainer."""
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
-    plain, during = train_with_benchmark(tmp_path / "plain", AddedCallback()), []
+    plain, folder, during = tmp_path / "plain", tmp_path / "on", []
+    train(AddedCallback(), default_root_dir=plain)
     model = make_model(on_train_start=lambda _: during.append(torch.backends.cudnn.benchmark))
     new_process()
-    added = AddedCallback(reference=plain)
+    added = AddedCallback(reference=plain / "d9m")
     with caplog.at_level("INFO"):
-        folder = train_with_benchmark(tmp_path / "on", added, model, benchmark=True)
+        train(added, model=model, default_root_dir=folder, benchmark=True)
     assert (during, torch.backends.cudnn.benchmark) == ([False], True)
     (line,) = [r.message for r in caplog.records if "benchmark=True" in r.message]
     assert "as benchmark=True of this or of an earlier Trainer leaves it" in line
-    overridden = [read_ledger(path).header.settings.get("overridden") for path in (plain, folder)]
+    ledgers = [read_ledger(path / "d9m") for path in (plain, folder)]
+    overridden = [ledger.header.settings.get("overridden") for ledger in ledgers]
     assert overridden == [None, "cudnn.benchmark"]
     with pytest.raises(SettingError, match=r"^[^\n]*Remove benchmark=True from that Trainer"):
-        train_with_benchmark(tmp_path, DeterminismCallback(), benchmark=True)
+        train(DeterminismCallback(), default_root_dir=tmp_path, benchmark=True)
+
+
+def test_a_gather_without_the_other_ranks_says_so_and_hides_no_error_of_the_program():
+    """A Trainer of two ranks whose process group was never made."""
+    strategy = SimpleNamespace(root_device="cpu", all_gather=lambda tensor: tensor)
+    ranks = ranks_of(SimpleNamespace(world_size=2, global_rank=0, strategy=strategy))
+    with pytest.raises(SettingError, match="The Trainer has 2 ranks, but all_gather of"):
+        ranks.gather_json(1)
+    with pytest.raises(SettingError, match="The Trainer has 2 ranks"):
+        ranks.raise_on_all(lambda: None)
+    with pytest.raises(KeyError, match="of the program"):
+        ranks.raise_on_all(lambda: {}["of the program"])

@@ -2,24 +2,21 @@
 
 import os
 import subprocess
-import sys
 
 import pytest
 import torch
 from torch import nn
 
 from lightning_d9m import DriftError, Recorder, compare, deterministic, read_ledger
-from lightning_d9m.errors import D9mError
 from lightning_d9m.ledger.folder import list_fits
 from lightning_d9m.ledger.format.records import Digests
 from lightning_d9m.loop import optimizer_steps
 from lightning_d9m.loop.optimizer_steps import OptimizerSteps, find_trained_module
 
 PROGRAM = """
-import sys
+import os
 import torch
 from torch import nn
-{setup}
 model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1))
 optimizer = torch.optim.Adam(model.parameters())
 for step in range(7):
@@ -27,7 +24,6 @@ for step in range(7):
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
-{end}
 """
 
 
@@ -78,29 +74,17 @@ def moments(folder):
     ]
 
 
-def test_every_nth_step_and_the_end_are_recorded(record):
-    (folder,) = record(train)
-    assert moments(folder) == [
-        ("initial", 0, 0),
-        ("epoch", 0, 2),
-        ("epoch", 1, 4),
-        ("final", 2, 5),
-    ]
-    assert read_ledger(folder).outcome(0).end.status == "finished"
-    assert "gradients" in read_ledger(folder).outcome(0).final.totals
-
-
-def test_two_runs_are_equal_and_one_flipped_bit_is_found(record):
+def test_every_nth_step_is_recorded_and_one_flipped_bit_is_found_or_stops_the_run(record):
     first, again = (record(train, name)[0] for name in ("first", "again"))
+    places = [("initial", 0, 0), ("epoch", 0, 2), ("epoch", 1, 4), ("final", 2, 5)]
+    assert moments(first) == places
+    assert read_ledger(first).outcome(0).end.status == "finished"
+    assert "gradients" in read_ledger(first).outcome(0).final.totals
     assert compare(first, again).verdict == "equal"
     (changed,) = record(lambda: train(disturb=2), "changed")
     result = compare(first, changed)
     found = result.ranks[0].divergence
     assert (result.verdict, found.moment, found.step) == ("different", "epoch", 4)
-
-
-def test_a_reference_stops_the_run_that_differs(record):
-    (first,) = record(train, "first")
     with pytest.raises(DriftError, match="weight"):
         record(lambda: train(disturb=0), "second", REFERENCE=first)
 
@@ -128,26 +112,20 @@ def test_steps_without_an_optimizer_are_recorded_from_the_second_on(record):
     assert [name for name in found.names if "weight" in name]
 
 
-def test_backward_passes_that_change_nothing_leave_no_ledger(record):
-    def program():
+def test_backward_passes_that_change_nothing_are_no_steps(record):
+    """They leave no ledger, and accumulated gradients do not hide the first step."""
+
+    def program(step_every):
         model = nn.Linear(4, 1)
-        for _ in range(5):
+        optimizer = torch.optim.SGD(model.parameters()) if step_every else None
+        for step in range(1, 9):
             model(torch.randn(8, 4)).sum().backward()
-
-    assert record(program) == []
-
-
-def test_accumulated_gradients_do_not_hide_the_first_step(record):
-    def program():
-        model = nn.Linear(4, 1)
-        optimizer = torch.optim.SGD(model.parameters())
-        for step in range(8):
-            model(torch.randn(8, 4)).sum().backward()
-            if step % 2:
+            if optimizer is not None and step % step_every == 0:
                 optimizer.step()
                 optimizer.zero_grad()
 
-    (folder,) = record(program)
+    assert record(lambda: program(0), "none") == []
+    (folder,) = record(lambda: program(2))
     assert [moment for moment, *_ in moments(folder)] == ["initial", "epoch", "epoch", "final"]
 
 
@@ -195,14 +173,18 @@ def test_an_optimizer_of_the_same_model_continues_the_ledger_and_another_model_b
 
 
 @pytest.mark.parametrize(
-    ("variables", "warning"),
+    ("most", "variables", "warning"),
     [
-        ({"EVERY_N_STEPS": 0}, "is 0; allowed: a number of optimizer steps from 1"),
-        ({"INTERRUPT": "survey"}, "Add a Recorder to the loop"),
-        ({"LEDGER_DIR": __file__}, "no longer records the optimizer steps"),
+        (9, {"EVERY_N_STEPS": 0}, "is 0; allowed: a number of optimizer steps from 1"),
+        (9, {"INTERRUPT": "survey"}, "Add a Recorder to the loop"),
+        (9, {"LEDGER_DIR": __file__}, "no longer records the optimizer steps"),
+        (0, {}, "has written 0 ledgers, one for each model"),
     ],
 )
-def test_a_program_goes_on_where_it_cannot_be_recorded(record, variables, warning):
+def test_a_program_goes_on_where_it_cannot_be_recorded(
+    record, monkeypatch, most, variables, warning
+):
+    monkeypatch.setattr(optimizer_steps, "_MOST_LEDGERS", most)
     with pytest.warns(UserWarning, match=warning):
         assert record(train, **variables) == []
 
@@ -247,67 +229,50 @@ def test_a_store_gives_ranks_one_folder_and_does_not_wait_without_end(tmp_path, 
         optimizer_steps._make_folder(1, 2, 1)
 
 
-def run_program(folder, *, python=sys.executable, setup="", end="", **variables):
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("LIGHTNING_")}
-    environment |= {"LIGHTNING_D9M": "1", "LIGHTNING_D9M_EVERY_N_STEPS": "3"} | variables
-    return subprocess.run(
-        [python, "-c", PROGRAM.format(setup=setup, end=end)],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+@pytest.fixture
+def run_program(tmp_path, forking_python):
+    """Return a function that runs the program, which does not know us, in a process."""
+
+    def run(end="", **variables):
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("LIGHTNING_")}
+        environment |= {"LIGHTNING_D9M": "1", "LIGHTNING_D9M_EVERY_N_STEPS": "3"} | variables
+        return subprocess.run(
+            [forking_python, "-c", PROGRAM + end],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    return run
 
 
-@pytest.fixture(scope="module")
-def unaware(tmp_path_factory):
-    """Return the ledger of a program that does not know us, and what the program wrote."""
-    home = tmp_path_factory.mktemp("unaware")
-    done = run_program(home, XDG_STATE_HOME=str(home / "state"))
+def test_a_program_that_does_not_know_us_leaves_a_ledger(run_program, tmp_path):
+    """Without a name for the folder nothing is written into the working folder.
+
+    A difference that only the final state shows is the exit status of the next run.
+    """
+    done = run_program(XDG_STATE_HOME=str(tmp_path / "state"))
     assert done.returncode == 0, done.stderr
-    assert [path.name for path in home.iterdir()] == ["state"]
-    (folder,) = list_fits(next((home / "state" / "lightning_d9m").iterdir()))
-    return folder, done.stderr
-
-
-def test_a_program_that_does_not_know_us_leaves_a_ledger(unaware):
-    """Without a name for the folder nothing is written into the working folder."""
-    folder, said = unaware
-    assert f"recorded in {folder}" in said
+    assert [path.name for path in tmp_path.iterdir()] == ["state"]
+    (folder,) = list_fits(next((tmp_path / "state" / "lightning_d9m").iterdir()))
+    assert f"recorded in {folder}" in done.stderr
     assert [record[2] for record in moments(folder)] == [0, 3, 6, 7]
-
-
-def test_a_difference_that_only_the_final_state_shows_is_the_exit_status(
-    tmp_path, unaware, forking_python
-):
-    variables = {"LIGHTNING_D9M_LEDGER_DIR": str(tmp_path)}
-    variables |= {"LIGHTNING_D9M_REFERENCE": str(unaware[0])}
-    variables["LIGHTNING_D9M_ON_STACK_DIFFERENCE"] = "ignore"  # a fork's hash seed is 0
+    variables = {"LIGHTNING_D9M_LEDGER_DIR": str(tmp_path), "LIGHTNING_D9M_REFERENCE": str(folder)}
     end = "with torch.no_grad(): model[0].weight.view(torch.int32)[0, 0] ^= 1"
-    done = run_program(tmp_path, python=forking_python, end=end, **variables)
+    done = run_program(end, **variables)
     assert done.returncode == 1
     assert "DriftError" in done.stderr
 
 
-def test_a_child_process_keeps_its_own_ledger_and_a_failure_is_recorded(tmp_path):
+def test_a_child_process_keeps_its_own_ledger_and_a_failure_is_recorded(run_program, tmp_path):
     end = (
         "if os.fork(): os.wait()\nelse: optimizer.step(); os._exit(0)\nraise ValueError('planted')"
     )
-    variables = {"LIGHTNING_D9M_LEDGER_DIR": str(tmp_path)}
-    done = run_program(tmp_path, setup="import os", end=end, **variables)
+    done = run_program(end, LIGHTNING_D9M_LEDGER_DIR=str(tmp_path))
     assert "planted" in done.stderr
     parent, child = list_fits(tmp_path)
     end = read_ledger(parent).outcome(0).end
     assert (end.status, end.error) == ("failed", "ValueError: planted")
     assert read_ledger(child).outcome(0).end is None
-
-
-def test_ledgers_without_end_are_refused(monkeypatch):
-    monkeypatch.setattr(optimizer_steps, "_MOST_LEDGERS", 0)
-    model = nn.Linear(4, 1)
-    with (
-        deterministic(seed=1),
-        pytest.raises(D9mError, match="has written 0 ledgers, one for each model"),
-    ):
-        OptimizerSteps()._open(torch.optim.Adam(model.parameters()))

@@ -2,14 +2,25 @@
 
 import io
 import os
+from pathlib import Path
 
 import pytest
 import torch
+from interruptions import KilledError, interrupt
 from ledger_runs import list_batches
+from recorded_loop import leave, make_parts, train
 from torch import nn
 from trainings import NoisyDigits, make_loader
 
-from lightning_d9m import Recorder, SettingError, compare, deterministic, read_ledger
+from lightning_d9m import (
+    Recorder,
+    SettingError,
+    compare,
+    deterministic,
+    read_ledger,
+    record_final,
+)
+from lightning_d9m.cli.main import main
 from lightning_d9m.errors import (
     CheckpointError,
     InexactResumeError,
@@ -20,7 +31,7 @@ from lightning_d9m.hashing.digest import digest_value
 from lightning_d9m.ledger.kinds import VALIDATION
 from lightning_d9m.probes.dumps import find_states, read_index
 
-EPOCHS = 2
+EXAMPLE = Path(__file__).parents[2] / "examples" / "plain_torch.py"
 
 
 class Stop(Exception):  # noqa: N818 - no error
@@ -37,91 +48,34 @@ class Wrapped:
         yield from self.loader
 
 
-def make_parts():
-    model = nn.Sequential(
-        nn.Linear(64, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.3), nn.Linear(32, 10)
-    )
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
-
-
-def train(folder, *, state=None, stop=None, disturb=None, wrap=lambda loader: loader, **words):
-    """Train; return the recorder, or the bytes of the state that was saved at batch ``stop``."""
-    with deterministic(seed=words.pop("seed", 3), threads=1):
-        model, optimizer, scheduler = parts = make_parts()
-        loader = wrap(make_loader(size=words.pop("size", 96)))
-        with Recorder(folder, model, optimizer, scheduler, **words) as run:
-            if state is not None:
-                saved = torch.load(io.BytesIO(state), weights_only=True)
-                for part, own in zip(parts, saved["parts"], strict=True):
-                    part.load_state_dict(own)
-                run.load_state_dict(saved["run"])
-            for epoch in range(run.next_epoch, EPOCHS):
-                for images, classes in run.batches(loader):
-                    loss = nn.functional.cross_entropy(model(images), classes)
-                    optimizer.zero_grad()
-                    loss.backward()
-                    optimizer.step()
-                    run.step(loss=loss, rate=scheduler.get_last_lr()[0])
-                    if disturb is not None:
-                        disturb(model, optimizer, run.global_step)
-                    if run.global_step == stop:
-                        states = [part.state_dict() for part in parts]
-                        buffer = io.BytesIO()
-                        torch.save({"parts": states, "run": run.state_dict()}, buffer)
-                        return buffer.getvalue()
-                scheduler.step()
-                run.epoch(epoch, drawn=torch.rand(()).item())
-    return run
-
-
-def one_ulp(step):
-    """Return what changes one weight by one unit in the last place after a step."""
-
-    def disturb(model, _, now):
-        if now == step:
-            model[0].weight.data.view(torch.int32)[2, 3] += 1
-
-    return disturb
-
-
 def test_two_runs_leave_equal_ledgers(tmp_path):
     first, second = train(tmp_path), train(tmp_path)
     assert compare(first.ledger, second.ledger).verdict == "equal"
-    assert (
-        first.digest
-        == second.digest
-        == read_ledger(first.ledger).outcome(0).final.totals["weights"]
-    )
-    kinds = [
-        record.moment
-        for record in read_ledger(first.ledger).records(0)
-        if hasattr(record, "moment")
-    ]
+    final = read_ledger(first.ledger).outcome(0).final
+    assert first.digest == second.digest == final.totals["weights"]
+    records = read_ledger(first.ledger).records(0)
+    kinds = [record.moment for record in records if hasattr(record, "moment")]
     assert kinds == ["initial", "epoch", "epoch", "final"]
-    last = read_ledger(first.ledger).outcome(0).last
-    assert (last.step, set(last.scalars), last.loss is None) == (12, {"rate", "drawn"}, False)
-    assert set(last.groups) == {"weights", "buffers", "optimizers", "schedulers"}
+    assert (final.step, set(final.scalars), final.loss is None) == (12, {"rate", "drawn"}, False)
+    assert set(final.groups) == {"weights", "buffers", "optimizers", "schedulers"}
     assert repr(first) == (
         f"Recorder(ledger={str(first.ledger)!r}, epochs=2, steps=12, digest={first.digest!r})"
     )
-
-
-def test_another_experiment_is_refused(tmp_path):
-    reference = train(tmp_path).ledger
     for words in ({"seed": 4}, {"size": 80}):
         with pytest.raises(ReferenceRefusedError):
-            train(tmp_path, reference=reference, **words)
+            train(tmp_path, reference=first.ledger, **words)
 
 
-# Of the resume after the last batch of an epoch, where no step precedes the scheduler's.
-@pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler.step")
-@pytest.mark.parametrize("wrap", [lambda loader: loader, Wrapped], ids=["DataLoader", "other"])
-def test_a_resumed_run_ends_at_the_same_bits(tmp_path, wrap):
-    straight = train(tmp_path / "straight", wrap=wrap)
+def wrap(model, optimizer, loader):
+    return leave(model, optimizer, Wrapped(loader))
+
+
+@pytest.mark.parametrize("prepare", [leave, wrap], ids=["DataLoader", "other"])
+def test_a_resumed_run_ends_at_the_same_bits(tmp_path, prepare):
+    straight = train(tmp_path / "straight", prepare=prepare)
     for stop in (1, 5, 6, 9):
-        state = train(tmp_path / str(stop), wrap=wrap, stop=stop)
-        resumed = train(tmp_path / str(stop), wrap=wrap, state=state)
+        state = train(tmp_path / str(stop), prepare=prepare, stop=stop)
+        resumed = train(tmp_path / str(stop), prepare=prepare, state=state)
         assert resumed.digest == straight.digest
         comparison = compare(straight.ledger, resumed.ledger)
         assert comparison.verdict == "equal"
@@ -138,6 +92,59 @@ def test_a_device_that_is_not_visible_makes_a_resume_inexact(tmp_path):
         train(tmp_path, state=buffer.getvalue())
 
 
+@pytest.fixture
+def interrupted(begin_run, tmp_path):
+    """Return a function that trains under variables, as in a process of its own."""
+
+    def run(*, interrupt="", resume="", **words):
+        begin_run(interrupt, resume)
+        return train(tmp_path / "runs", epochs=3, **words)
+
+    return run
+
+
+def test_a_loop_killed_at_a_point_ends_at_the_same_bits(interrupted, tmp_path):
+    points = {"epoch:0": 6, "batch:1:2": 8, "batch:1:6": 12, "batch:0:4+3": 4}
+    shapes, breaks = interrupt(interrupted, tmp_path, *points)
+    assert shapes == [(6, "step")] * 3
+    assert [entry.step for entry in breaks] == list(points.values())
+    # Steps are counted where batches are accumulated, and of two loaders only their epochs.
+    shapes, breaks = interrupt(interrupted, tmp_path, "batch:1:2", accumulated=2)
+    assert (shapes[0][0], breaks[0].batch) == (3, 4)
+    shapes, _ = interrupt(interrupted, tmp_path, "epoch:0", loaders=2)
+    assert [batches for batches, _ in shapes] == [1, 1, 1]
+
+
+def test_a_checkpoint_that_lost_the_momentum_differs(interrupted, tmp_path):
+    """The comparison of resumed runs can fail; a loop that begins at epoch 0 again is told."""
+    straight = interrupted()
+    with pytest.raises(KilledError):
+        interrupted(interrupt="batch:1:2")
+    path = tmp_path / "points/interrupted.ckpt"
+    with pytest.raises(SettingError, match=r"in a run that resumes, from run\.next_epoch"):
+        interrupted(resume=path, first=0)
+    saved = torch.load(path, weights_only=True)
+    saved["optimizer 0"]["state"][0]["exp_avg"].zero_()
+    torch.save(saved, path)
+    assert compare(straight.ledger, interrupted(resume=path).ledger).verdict == "different"
+
+
+def test_the_command_interrupts_a_loop(tmp_path, monkeypatch, capsys, forking_python):
+    """Real processes, of which two are killed."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    words = [forking_python, str(EXAMPLE), "--epochs", "2"]
+    assert main(["repeat", "--interrupt", "--", *words]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("equal: the fits of 3 runs agree bit for bit")
+    assert "run 3: saved after step 14 of 29 of epoch 1, killed there, resumed" in out
+
+
+def add_ulp(model, _, step):
+    if step == 8:
+        model[0].weight.data.view(torch.int32)[2, 3] += 1
+
+
 def change_rate(_, optimizer, step):
     if step == 8:
         optimizer.param_groups[0]["lr"] = 9.0
@@ -147,7 +154,7 @@ def test_probes_name_the_step(tmp_path):
     words = {"probes": ("weight", "optimizer", "batch", "output", "gradient", "loss", "scalar")}
     first, same = train(tmp_path, **words), train(tmp_path, **words)
     assert compare(first.ledger, same.ledger).verdict == "equal"
-    for kind, disturb in (("weight", one_ulp(8)), ("optimizer", change_rate)):
+    for kind, disturb in (("weight", add_ulp), ("optimizer", change_rate)):
         other = train(tmp_path, disturb=disturb, **words)
         found = compare(first.ledger, other.ledger).divergences[0]
         assert (found.moment, found.step, found.batch, found.kind) == ("batch", 8, 2, kind)
@@ -176,68 +183,47 @@ def test_an_error_is_in_the_ledger_and_the_loader_is_restored(tmp_path):
     assert (end.status, end.error) == ("failed", "Stop: ")
 
 
-def test_a_loop_without_a_loader(tmp_path):
-    model = make_parts()[0]
-    with deterministic(seed=1), Recorder(tmp_path, model) as run:
-        run.begin()
-        run.step(loss=0.5)
-    last = read_ledger(run.ledger).outcome(0).last
-    assert (last.moment, last.step, last.loss) == ("final", 1, (0.5).hex())
-
-
-def test_no_step_of_a_loop_is_run_twice(tmp_path, monkeypatch):
-    monkeypatch.setenv("LIGHTNING_D9M_REPLAY_EVERY", "2")
-    with (
-        deterministic(seed=1),
-        pytest.raises(SettingError, match="REPLAY_EVERY is 2, and a Recorder cannot run a step of"),
-    ):
-        Recorder(tmp_path, make_parts()[0]).__enter__()
-
-
 def test_batches_made_once_give_every_epoch(tmp_path):
     """As a loader does, with its length; what can be iterated once only is an error."""
 
-    def train(folder, make_batches):
-        model = make_parts()[0]
-        with deterministic(seed=1), Recorder(tmp_path / folder, model) as run:
+    def iterate(folder, make_batches):
+        with deterministic(seed=1), Recorder(tmp_path / folder, make_parts()[0]) as run:
             seen = []
             batches = make_batches(run)
+            assert folder == "lacks a length" or len(batches) == len(loader)
             for epoch in range(2):
-                for batch in batches if folder == "once" else make_batches(run):
+                for batch in batches if folder != "again" else make_batches(run):
                     seen.append(digest_value(batch))
                     run.step(loss=0.5)
                 run.epoch(epoch)
         return seen
 
     loader = make_loader()
-    seen = train("once", lambda run: run.batches(loader))
-    assert seen == train("anew", lambda run: run.batches(loader))
+    seen = iterate("once", lambda run: run.batches(loader))
+    assert seen == iterate("again", lambda run: run.batches(loader))
     assert len(seen) == 2 * len(loader) == 2 * len(set(seen[: len(loader)]))
-    with deterministic(seed=1), Recorder(tmp_path / "length", make_parts()[0]) as run:
-        assert len(run.batches(loader)) == len(loader)
     with pytest.raises(SettingError, match=r"Epoch 1 ends without a call of step\(\)"):
-        train("once", lambda run: run.batches(iter([1, 2])))
+        iterate("lacks a length", lambda run: run.batches(iter([1, 2])))
 
 
-def test_misuse_is_told(tmp_path):
-    with pytest.raises(SettingError, match="reference is 5; allowed: a path, or None"):
-        Recorder(tmp_path, make_parts()[0], reference=5)
+def test_misuse_is_told(tmp_path, monkeypatch):
     model = make_parts()[0]
+    for words, message in (
+        ({"reference": 5}, "reference is 5; allowed: a path, or None"),
+        ({"on_drift": "ask"}, "on_drift is 'ask'; allowed: 'raise' or 'warn'"),
+    ):
+        with pytest.raises(SettingError, match=message):
+            Recorder(tmp_path, model, **words)
     with pytest.raises(SettingError, match="There is no deterministic session"):
         Recorder(tmp_path, model).__enter__()
-    with pytest.raises(SettingError, match="on_drift is 'ask'; allowed: 'raise' or 'warn'"):
-        Recorder(tmp_path, model, on_drift="ask")
     with pytest.raises(SettingError, match=r"as one torch.nn.ModuleList"):
         Recorder(tmp_path, [model])
     with pytest.raises(SettingError, match="The Recorder is not open"):
         next(iter(Recorder(tmp_path, model).batches([])))
     with deterministic(seed=1), Recorder(tmp_path, model) as run:
-        with pytest.raises(SettingError, match=r"step\(\) was called before the training began"):
-            run.step()
-        with pytest.raises(SettingError, match=r"epoch\(\) was called before the training began"):
-            run.epoch()
-        with pytest.raises(SettingError, match=r"start_batch\(\) was called before the training"):
-            run.start_batch()
+        for call in (run.step, run.epoch, run.start_batch):
+            with pytest.raises(SettingError, match=rf"{call.__name__}\(\) was called before the"):
+                call()
         list(run.batches([1, 2]))
         with pytest.raises(SettingError, match=r"epoch\(1\) was called at the end of epoch 0"):
             run.epoch(1)
@@ -257,6 +243,10 @@ def test_misuse_is_told(tmp_path):
         pytest.raises(LedgerError),
     ):
         run.begin()
+    monkeypatch.setenv("LIGHTNING_D9M_REPLAY_EVERY", "2")
+    cannot = "REPLAY_EVERY is 2, and a Recorder cannot run a step of"
+    with deterministic(seed=1), pytest.raises(SettingError, match=cannot):
+        Recorder(tmp_path, model).__enter__()
 
 
 def test_a_state_of_another_run_is_refused(tmp_path):
@@ -272,41 +262,17 @@ def test_a_state_of_another_run_is_refused(tmp_path):
                 run.load_state_dict(state | {name: 2})
 
 
-def validate(folder, noise=0.0, *, validates=True, probes="all"):
-    """Train with a validation in each epoch; noise disturbs the second batch of the first one."""
-    with deterministic(seed=3, threads=1):
-        model, optimizer, _ = make_parts()
-        loader, others = make_loader(), make_loader(size=32)
-        with Recorder(folder, model, optimizer, probes=probes) as run:
-            for epoch in range(EPOCHS):
-                for images, classes in run.batches(loader):
-                    loss = nn.functional.cross_entropy(model(images), classes)
-                    optimizer.zero_grad()
-                    loss.backward()
-                    optimizer.step()
-                    run.step(loss=loss)
-                for number, (images, _) in enumerate(run.validation(others) if validates else ()):
-                    model(images + noise * (number == 1 and epoch == 0))
-                run.epoch(epoch)
-    return run
-
-
-def test_batches_of_a_validation_are_probed(tmp_path):
-    first, same = validate(tmp_path), validate(tmp_path)
-    assert compare(first.ledger, same.ledger).verdict == "equal"
-    numbers = [(e, s, b) for e, s, b, _ in list_batches(read_ledger(first.ledger)) if b > 5]
-    assert numbers == [(e, 6 * e + 5, VALIDATION + n) for e in range(EPOCHS) for n in range(2)]
-    found = compare(first.ledger, validate(tmp_path, noise=0.1).ledger).divergences[0]
+def test_batches_of_a_validation_are_probed_and_change_no_draw_of_the_training(tmp_path):
+    """What a validation draws is the same in a run that resumes, which has drawn less before."""
+    first = train(tmp_path, noise=0.0, probes="all").ledger
+    numbers = [(e, s, b) for e, s, b, _ in list_batches(read_ledger(first)) if b > 5]
+    assert numbers == [(e, 6 * e + 5, VALIDATION + n) for e in range(2) for n in range(2)]
+    found = compare(first, train(tmp_path, noise=0.1, probes="all").ledger).divergences[0]
     assert (found.step, found.batch, found.kind) == (5, VALIDATION + 1, "op")
-
-
-def test_a_validation_changes_no_draw_of_the_training(tmp_path):
-    """What it draws is the same in a run that resumes, which has drawn less before."""
-    with_one, without = (
-        read_ledger(validate(tmp_path, validates=validates, probes=("batch", "rng")).ledger)
-        for validates in (True, False)
+    drawn, same = (
+        [r for r in list_batches(read_ledger(run.ledger)) if r[2] < 6]
+        for run in (train(tmp_path, noise=own, probes=("batch", "rng")) for own in (0.0, None))
     )
-    drawn, same = ([r for r in list_batches(one) if r[2] < 6] for one in (with_one, without))
     assert drawn == same
 
 
@@ -342,3 +308,41 @@ def test_operations_are_probed_within_forward_and_backward(tmp_path):
     assert {"0::aten.addmm.default", "0::aten.sum.dim_IntList", "0.weight"} <= names
     assert not [n for n in names if "sqrt" in n or "addcdiv" in n or "erfinv" in n]
     assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
+
+
+FINAL = """
+import os, torch, lightning_d9m
+torch.manual_seed(0)
+model = torch.nn.Linear(3, 2)
+with lightning_d9m.deterministic(), lightning_d9m.Recorder("runs", model) as run:
+    run.begin()
+    run.step(loss=0.5)
+torch.nn.init.constant_(model.bias, int(os.environ["LIGHTNING_D9M_LEDGER_DIR"][-1]))
+lightning_d9m.record_final(model, accuracy=0.5)
+"""
+
+
+def test_the_model_with_which_a_program_ends_is_compared(
+    tmp_path, monkeypatch, capsys, forking_python
+):
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(FINAL)
+    assert main(["repeat", "-n", "2", "--", forking_python, "train.py"]) == 1
+    out = capsys.readouterr().out
+    assert out.startswith("different: ")
+    assert "the final state" in " ".join(out.split())
+
+
+def test_a_final_model_and_a_loop_without_a_loader(tmp_path):
+    model = make_parts()[0]
+    with deterministic(seed=1), Recorder(tmp_path, model) as run:
+        run.begin()
+        run.step(loss=0.5)
+    last = read_ledger(run.ledger).outcome(0).last
+    assert (last.moment, last.step, last.loss) == ("final", 1, (0.5).hex())
+    folder = record_final(model, ledger_dir=tmp_path, accuracy=0.5)
+    assert folder == tmp_path / "final-000"
+    final = read_ledger(folder).outcome(0).final
+    assert final.groups["weights"] == last.groups["weights"]
+    assert final.scalars == {"accuracy": (0.5).hex()}
+    assert compare(folder, folder).equal

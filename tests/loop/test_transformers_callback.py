@@ -1,10 +1,8 @@
 """Hugging Face's Trainer writes ledgers that repeat, detect, and continue after a resume."""
 
-from pathlib import Path
-
 import pytest
 import torch
-from forking_python import TRAINING, shared_python
+from interruptions import KilledError, interrupt
 from ledger_runs import list_batches
 from scripts import load_script
 from transformers import (
@@ -34,12 +32,11 @@ SMALL |= {"intermediate_size": 8, "max_position_embeddings": 6}
 QUIET = {"num_train_epochs": 1, "per_device_train_batch_size": 4, "per_device_eval_batch_size": 4}
 QUIET |= {"save_strategy": "no", "eval_strategy": "epoch", "report_to": [], "disable_tqdm": True}
 QUIET |= {"use_cpu": True, "dataloader_pin_memory": False}
-EXAMPLE = Path(__file__).parents[2] / "examples" / "transformers_trainer.py"
 
 
 @pytest.fixture(scope="module")
 def example():
-    """The module of the example."""
+    """The module of the example, whose epochs have 10 steps."""
     return load_script("examples/transformers_trainer.py")
 
 
@@ -66,11 +63,11 @@ def fail(*_):
     raise OSError("disk")
 
 
-def test_two_trainings_are_equal(example, tmp_path):
-    first, second = (example.train(tmp_path / "runs", num_train_epochs=2) for _ in range(2))
-    comparison = compare(first.ledger, second.ledger)
-    assert comparison.verdict == "equal"
-    moments = [r.moment for r in read_ledger(first.ledger).records(0) if hasattr(r, "moment")]
+def test_a_training_repeats_and_one_ulp_is_a_drift_whose_step_probes_name(example, tmp_path):
+    probes = {"probes": ("weight", "gradient", "output"), "probe_steps": "9:20"}
+    arguments = {"num_train_epochs": 2, "save_strategy": "no"}
+    first = example.train(tmp_path, settings=probes, **arguments)
+    moments = [r.moment for r in read_ledger(first.ledger).records(0) if hasattr(r, "totals")]
     assert moments == ["initial", "epoch", "epoch", "final"]
     last = read_ledger(first.ledger).outcome(0).last
     assert (last.step, set(last.scalars)) == (20, {"epoch", "grad_norm", "learning_rate"})
@@ -78,32 +75,19 @@ def test_two_trainings_are_equal(example, tmp_path):
     assert set(last.groups) == {"weights", "buffers", "optimizers", "schedulers"}
     assert {"classifier.weight", "bert.pooler.dense.bias"} <= last.groups["weights"].keys()
     assert first.digest == last.totals["weights"]
-    assert (
-        repr(first)
-        == f"TransformersCallback(ledger={str(first.ledger)!r}, digest={first.digest!r})"
-    )
-
-
-def test_one_ulp_is_a_drift_and_probes_name_the_step(example, tmp_path):
-    probes = {"probes": ("weight", "gradient", "output"), "probe_steps": "9:20"}
-    arguments = {"num_train_epochs": 2, "save_strategy": "no"}
-    first = example.train(tmp_path, settings=probes, **arguments).ledger
-    same = example.train(tmp_path, settings={**probes, "reference": first}, **arguments).ledger
-    assert compare(first, same).verdict == "equal"
+    shown = f"ledger={str(first.ledger)!r}, digest={first.digest!r}"
+    assert repr(first) == f"TransformersCallback({shown})"
+    probes["reference"] = first.ledger
+    same = example.train(tmp_path, settings=probes, **arguments)
+    assert compare(first.ledger, same.ledger).verdict == "equal"
     with pytest.raises(DriftError) as caught:
-        example.train(
-            tmp_path, At(15, add_ulp), settings={**probes, "reference": first}, **arguments
-        )
+        example.train(tmp_path, At(15, add_ulp), settings=probes, **arguments)
     assert (caught.value.epoch, caught.value.moment) == (1, "epoch")
     end = read_ledger(tmp_path / "fit-002").outcome(0).end
     assert (end.status, end.error.split(":")[0]) == ("failed", "DriftError")
-    found = compare(first, tmp_path / "fit-002").divergences[0]
-    assert (found.moment, found.step, found.kind, found.name) == (
-        "batch",
-        15,
-        "weight",
-        "classifier.weight",
-    )
+    found = compare(first.ledger, tmp_path / "fit-002").divergences[0]
+    assert (found.moment, found.step) == ("batch", 15)
+    assert (found.kind, found.name) == ("weight", "classifier.weight")
 
 
 def test_batches_of_training_and_validation_are_probed(tmp_path):
@@ -127,8 +111,7 @@ def test_batches_of_training_and_validation_are_probed(tmp_path):
             ).train()
         return callback.ledger
 
-    first, same, other = train(0), train(0), train(1)
-    assert compare(first, same).verdict == "equal"
+    first, other = train(0), train(1)
     found = compare(first, other).divergences[0]
     assert (found.step, found.kind, found.name) == (0, "batch", "batch:1.input_ids")
     numbers = [(step, batch) for _, step, batch, _ in list_batches(read_ledger(first))]
@@ -136,7 +119,7 @@ def test_batches_of_training_and_validation_are_probed(tmp_path):
 
 
 def test_a_resumed_training_ends_at_the_same_bits(example, tmp_path):
-    """10 steps are an epoch; the checkpoint of step 10 is saved before the epoch's end."""
+    """The checkpoint of step 10 is saved before the epoch's end."""
     straight = example.train(tmp_path / "straight", num_train_epochs=2)
     for step in (7, 10):
         folder = tmp_path / str(step)
@@ -201,12 +184,44 @@ def test_the_extra_is_required(monkeypatch):
         TransformersCallback()
 
 
-def test_the_command_interrupts_the_example(tmp_path, monkeypatch, capsys):
-    """Real processes, of which two are killed."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    python = shared_python(*TRAINING, "transformers.trainer")
-    assert main(["repeat", "--interrupt", "--", python, str(EXAMPLE), "--stop-after", "2"]) == 0
-    out = capsys.readouterr().out
-    assert out.startswith("equal: the fits of 3 runs agree bit for bit")
-    assert "run 3: saved after step 5 of 10 of epoch 1, killed there, resumed" in out
+@pytest.fixture
+def train(example, begin_run, tmp_path):
+    """Return a function that trains under variables, as in a process of its own."""
+
+    def run(*, interrupt="", resume="", **arguments):
+        begin_run(interrupt, resume)
+        given = {"num_train_epochs": 2, "save_strategy": "no", **arguments}
+        return example.train(tmp_path / "runs", **given)
+
+    return run
+
+
+def test_a_training_killed_at_a_point_ends_at_the_same_bits(train, tmp_path):
+    original = Trainer.train
+    points = {"epoch:0": 10, "batch:1:3": 13, "batch:0:4+8": 4}
+    shapes, breaks = interrupt(train, tmp_path, *points)
+    assert shapes == [(10, "step")] * 2
+    assert [entry.step for entry in breaks] == list(points.values())
+    assert Trainer.train is original
+
+
+def test_what_cannot_be_resumed_is_refused(example, train, tmp_path, monkeypatch):
+    """What the program resumes from gives way to the variable; a new start would prove nothing."""
+
+    class Stubborn(Trainer):
+        def train(self, resume_from_checkpoint=None):
+            return self._inner_training_loop(self._train_batch_size, self.args)
+
+    with pytest.raises(SettingError, match=r"Leave out save_only_model=True\.$"):
+        train(interrupt="survey", save_only_model=True)
+    with pytest.raises(SettingError, match=r"LIGHTNING_D9M_RESUME is '.*', which does not exist"):
+        train(resume=tmp_path / "nothing")
+    with pytest.raises(KilledError):
+        train(interrupt="batch:0:3", save_strategy="steps", save_steps=2)
+    resumed = train(resume=tmp_path / "points/interrupted.ckpt")
+    assert resumed.recorder.global_step == 20
+    assert read_ledger(resumed.ledger).outcome(0).last.step == 20
+    monkeypatch.setattr(Trainer, "train", Trainer.train)  # put back, because none is called
+    monkeypatch.setattr(example, "Trainer", Stubborn)
+    with pytest.raises(SettingError, match=r"Call super\(\)\.train"):
+        train(resume=tmp_path / "points/interrupted.ckpt")

@@ -27,20 +27,15 @@ def test_what_is_not_allowed_is_said(words, message):
         ProbeSettings(**words)
 
 
-def test_one_value_need_not_be_in_a_list():
-    assert ProbeSettings(probes="loss, weight").probes == ("loss", "weight")
+def test_steps_modules_and_kinds_are_selected():
+    """One value need not be in a list; steps are half open."""
+    assert ProbeSettings(probes="loss, weight", probe_ranks=1).probes == ("loss", "weight")
     assert ProbeSettings(probe_ranks=1).probe_ranks == (1,)
     assert ProbeSettings(probes="all").kinds == set(PROBE_KINDS)
-
-
-def test_steps_are_half_open():
-    settings = ProbeSettings(probe_steps="3:5")
-    assert [step for step in range(8) if step in settings.steps] == [3, 4]
-    assert 10**9 in ProbeSettings(probe_steps="3:").steps
-    assert 3 not in ProbeSettings(probe_steps=":3").steps
-
-
-def test_modules_are_selected_by_pattern():
+    selected = {"3:5": [3, 4], "6:": [6, 7], ":2": [0, 1]}
+    for text, steps in selected.items():
+        settings = ProbeSettings(probe_steps=text)
+        assert [step for step in range(8) if step in settings.steps] == steps
     settings = ProbeSettings(probe_modules=("encoder.*", "head"))
     assert settings.takes_module("encoder.layers.0")
     assert not settings.takes_module("encoder")

@@ -23,6 +23,7 @@ from lightning_d9m.probes.trace import (
 )
 
 Pair = namedtuple("Pair", ["left", "right"])  # noqa: PYI024 - as users write them
+X = torch.ones(2)
 
 
 @dataclass
@@ -31,15 +32,53 @@ class Sample:
     label: object
 
 
+class Graph:
+    """Lightning moves an object with a method `to`."""
+
+    def __init__(self):
+        self.x, self.edges, self.number = X, [X], 3
+        self.parents = [self, self]
+
+    def to(self, device):
+        return self
+
+
+CONTAINERS = [
+    (X, [""]),
+    ({"a": X, "b": {"c": [X, (X, 1)]}}, ["a", "b.c.0", "b.c.1.0", "b.c.1.1"]),
+    (Pair(X, 2), ["left", "right"]),
+    (Sample(X, [X]), ["image", "label.0"]),
+    (OrderedDict(z=X), ["z"]),
+    (deque([X, 1]), ["0", "1"]),
+    (deque([1, 2]), ["0", "1"]),  # as a whole it has no digest
+    (
+        {"graph": Graph(), "module": nn.Linear(1, 1), "class": Graph},
+        [*(f"graph.{n}" for n in ("x", "edges.0", "number", "parents.0", "parents.1")), "module",
+         "class"],
+    ),
+    # What holds only plain values is one leaf.
+    *((plain, [""]) for plain in ("a", 1, 1.5, None, [], {}, ["a", "b"], (1, None), {1, 2}, b"")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("value", "paths"), CONTAINERS)
+def test_every_kind_of_container_has_leaves(value, paths):
+    assert [path for path, _ in list_pytree_leaves(value)] == paths
+
+
 def write_batches(*batches):
-    """Return the records of batches, each a list of (kind, name, value)."""
+    """Return the records of batches, each a list of (kind, name, value) or functions."""
     records = []
     probes = ProbeCollector(lambda record: records.append(record.as_record()))
     for number, values in enumerate(batches):
-        probes.begin(ProbePoint(0, number, number))
-        for kind, name, value in values:
-            probes.add(kind, name, value)
+        probes.begin(ProbePoint(1, number, number))
+        for value in values:
+            if callable(value):
+                value(probes)
+            else:
+                probes.add(*value)
         probes.end()
+    probes.add("output", "outside batches", X)
     probes.close()
     return records
 
@@ -48,118 +87,50 @@ def hexed(record):
     return record["digests"].hex()
 
 
-def paths(value):
-    return [path for path, _ in list_pytree_leaves(value)]
-
-
-def test_every_kind_of_container_has_leaves():
-    x = torch.ones(2)
-    assert paths(x) == [""]
-    assert paths({"a": x, "b": {"c": [x, (x, 1)]}}) == ["a", "b.c.0", "b.c.1.0", "b.c.1.1"]
-    assert paths(Pair(x, 2)) == ["left", "right"]
-    assert paths(Sample(x, [x])) == ["image", "label.0"]
-    assert paths(OrderedDict(z=x)) == ["z"]
-    assert paths(deque([x, 1])) == ["0", "1"]
-    assert paths(deque([1, 2])) == ["0", "1"]  # as a whole it has no digest
-
-
-def test_a_batch_of_a_class_of_its_own_has_its_attributes():
-    """Lightning moves an object with a method `to`; others, modules too, are leaves."""
-
-    class Graph:
-        def __init__(self):
-            self.x, self.edges, self.number = torch.ones(2), [torch.ones(1)], 3
-            self.parents = [self, self]
-
-        def to(self, device):
-            return self
-
-    assert paths({"graph": Graph(), "module": nn.Linear(1, 1), "class": Graph}) == [
-        "graph.x",
-        "graph.edges.0",
-        "graph.number",
-        "graph.parents.0",
-        "graph.parents.1",
-        "module",
-        "class",
-    ]
-
-
-@pytest.mark.parametrize(
-    "value", ["text", 1, 1.5, None, [], {}, ["a", "b"], (1, None), {1, 2}, b""]
-)
-def test_what_holds_only_plain_values_is_one_leaf(value):
-    assert list_pytree_leaves(value) == [("", value)]
-
-
-def test_calls_of_a_place_are_counted_within_a_batch():
-    x = torch.ones(2)
-    records = write_batches([("output", "a", x), ("output", "b", x), ("output", "a", x)])
-    assert records[0]["places"] == [("output", "a", 0), ("output", "b", 0), ("output", "a", 1)]
-
-
-def test_a_layout_is_written_once():
-    x = torch.ones(2)
-    first, other = [("output", "a", x)], [("output", "b", x)]
-    records = write_batches(first, first, other, first)
-    assert [r["kind"] for r in records] == [
-        "layout", "probes", "probes", "layout", "probes", "probes",
-    ]  # fmt: skip
+def test_places_are_counted_and_a_layout_is_written_once():
+    first, other = [("output", "a", X)], [("output", "b", X)]
+    records = write_batches(first, first, [*first, *other, *first], first)
+    kinds = ["layout", "probes", "probes", "layout", "probes", "probes"]
+    assert [r["kind"] for r in records] == kinds
     assert [r["layout"] for r in records if r["kind"] == "probes"] == [0, 0, 1, 0]
+    assert records[3]["places"] == [("output", "a", 0), ("output", "b", 0), ("output", "a", 1)]
+    assert [records[2][name] for name in ("epoch", "step", "batch")] == [1, 1, 1]
 
 
-def test_digests_are_those_of_the_moment():
-    x = torch.zeros(3)
-    probes, records = None, []
-    probes = ProbeCollector(lambda record: records.append(record.as_record()))
-    probes.begin(ProbePoint(1, 2, 3))
-    probes.add("input", "a", x)
-    before = digest(x)
-    x.add_(1)
-    probes.add("output", "a", x)
-    probes.end()
-    assert hexed(records[1]) == before + digest(x)
-    assert (records[1]["epoch"], records[1]["step"], records[1]["batch"]) == (1, 2, 3)
-
-
-def test_values_that_are_no_tensors_have_digests_and_others_count_by_their_type():
-    meta = torch.ones(2, device="meta")
-    plain = ("batch", "batch", {"x": torch.ones(1), "text": "a", "no": None})
-    records = write_batches([plain, ("output", "a", [meta, object()])])
+def test_digests_are_those_of_the_moment_whatever_the_values_are():
+    """Values other than tensors have digests, too; some count by their type alone."""
+    x, meta = torch.zeros(3), torch.ones(2, device="meta")
+    before, after = digest(x), digest(x + 1)
+    records = write_batches(
+        [
+            ("input", "a", x),
+            lambda _: x.add_(1),
+            ("batch", "b", {"x": x, "text": "a", "no": None}),
+            ("output", "c", [meta, object()]),
+            lambda probes: probes.add_leaves("weight", [("d", X), ("e", meta)]),
+        ]
+    )
     names = [place[1] for place in records[0]["places"]]
-    assert names == ["batch:x", "batch:text", "batch:no", "a:0", "a:1"]
-    others = map(digest_value, ("a", None, torch.Tensor, object))
-    assert hexed(records[1]) == digest(torch.ones(1)) + "".join(others)
-
-
-def test_tensors_together_survive_one_without_a_digest():
-    records = []
-    probes = ProbeCollector(lambda record: records.append(record.as_record()))
-    probes.begin(ProbePoint(0, 0, 0))
-    x = torch.ones(2)
-    probes.add_tensors("weight", {"a": x, "b": torch.ones(1, device="meta")})
-    probes.end()
-    assert hexed(records[1]) == digest(x) + digest_value(torch.Tensor)
+    assert names == ["a", "b:x", "b:text", "b:no", "c:0", "c:1", "d", "e"]
+    of_type = digest_value(torch.Tensor)
+    others = [digest_value("a"), digest_value(None), of_type, digest_value(object)]
+    assert hexed(records[1]) == "".join([before, after, *others, digest(X), of_type])
 
 
 def test_a_batch_with_many_places_is_written_in_parts():
-    x = torch.ones(1)
-    records = write_batches([("op", "a", x)] * (RECORD_PLACES + 10))
+    records = write_batches([("op", "a", X)] * (RECORD_PLACES + 10))
     sizes = [len(r["digests"]) // 16 for r in records if r["kind"] == "probes"]
     assert sizes == [RECORD_PLACES, 10]
     assert tuple(records[2]["places"][0]) == ("op", "a", RECORD_PLACES)
 
 
-def test_outside_batches_and_when_paused_nothing_is_taken():
-    records = []
-    probes = ProbeCollector(lambda record: records.append(record.as_record()))
-    probes.add("output", "a", torch.ones(1))
-    probes.begin(ProbePoint(0, 0, 0))
-    with probes.paused():
-        probes.add("output", "a", torch.ones(1))
-        probes.add_tensors("weight", {"a": torch.ones(1)})
-    probes.close()
-    assert records == []
+def test_nothing_is_taken_while_probes_are_paused():
+    def pause(probes):
+        with probes.paused():
+            probes.add("output", "a", X)
+            probes.add_leaves("weight", [("a", X)])
+
+    assert write_batches([pause]) == []
 
 
 @pytest.mark.parametrize("size", [0, 1, 16383, 16384, 16385, 131072, 131073, 64 * 131072 + 1])
@@ -201,16 +172,21 @@ def test_the_first_difference_of_traces_is_found(values, data):
     place = data.draw(st.integers(0, len(values) - 1))
     expected, actual = Trace(), Trace()
     for number, value in enumerate(values):
-        expected.add("output", f"m{value}", torch.tensor([number]))
-        actual.add("output", f"m{value}", torch.tensor([-1 if number == place else number]))
+        expected.add_leaves("output", [(f"m{value}", torch.tensor([number]))])
+        actual.add_leaves(
+            "output", [(f"m{value}", torch.tensor([-1 if number == place else number]))]
+        )
     difference = find_difference(expected, actual)
     assert difference is not None
     assert (difference[0], difference[3]) == (expected.places[place], 1)
     assert find_difference(expected, expected) is None
+    actual.add_leaves("loss", [("only here", 1)])
+    found = find_difference(actual, expected)
+    assert (found[0], found[3]) == (expected.places[place], 2)
 
 
 def test_a_place_that_only_one_trace_has_is_a_difference():
     expected, actual = Trace(), Trace()
-    actual.add("output", "a", 1)
+    actual.add_leaves("output", [("a", 1)])
     difference = find_difference(expected, actual)
     assert difference == (("output", "a", 0), None, digest_value(1), 1)

@@ -17,7 +17,7 @@ from lightning_d9m.ledger.folder import create_ledger_folder, read_ledger
 from lightning_d9m.ledger.format.records import End, Header, RunFacts
 from lightning_d9m.probes.batch_probes import Training
 from lightning_d9m.ranks.ranks import Ranks
-from lightning_d9m.recording.rank_agreement import ReplicatedState
+from lightning_d9m.recording.drift import ReplicatedState
 from lightning_d9m.recording.run import Run, RunOptions, describe_training
 
 NOTE = {"kind": "evaluation", "name": "a", "epoch": 0, "step": 0, "outputs": "0" * 32}
@@ -35,20 +35,29 @@ def make_run(folder, ranks, *, stack="2", sharded=False, **policy):
     return run, model
 
 
+def alone(folder, act, ranks=None, **policy):
+    """Record as the only rank, or as one of several."""
+    folder.mkdir(exist_ok=True)
+    run, model = make_run(folder, ranks or Ranks(0), **policy)
+    end = End(status="finished")
+    try:
+        return act(run, model)
+    except D9mError as error:
+        end = End.failed(error)
+        raise
+    finally:
+        run.end(end)
+
+
 def record_on_ranks(folder, act, **policy):
     """Let each rank record; return what each returned or raised."""
-    folder.mkdir()
     threads = Threads()
 
     def one(rank):
-        run, model = make_run(folder, Ranks(rank, threads.exchange_of(rank)), **policy)
         try:
-            result = act(run, model)
+            return alone(folder, act, Ranks(rank, threads.exchange_of(rank)), **policy)
         except D9mError as error:
-            run.end(End.failed(error))
             return error
-        run.end(End(status="finished"))
-        return result
 
     with ThreadPoolExecutor(RANKS) as pool:
         return list(pool.map(one, range(RANKS)))
@@ -67,24 +76,18 @@ def one_bit_on_rank_1(run, model):
     return counts
 
 
-def test_ranks_that_agree_leave_whole_ledgers(tmp_path):
+def test_ranks_that_agree_leave_whole_ledgers_and_one_that_differs_is_named_on_all(tmp_path):
     assert record_on_ranks(tmp_path / "a", clean) == [[0, 0, 0]] * RANKS
     ledger = read_ledger(tmp_path / "a")
     assert list(ledger.files) == [0, 1, 2]
     assert all(ledger.outcome(rank).end.status == "finished" for rank in range(RANKS))
-
-
-def test_one_rank_that_differs_raises_the_same_on_all(tmp_path):
-    errors = record_on_ranks(tmp_path / "a", one_bit_on_rank_1)
+    errors = record_on_ranks(tmp_path / "b", one_bit_on_rank_1)
     assert all(isinstance(error, DriftError) for error in errors)
     assert len({str(error) for error in errors}) == 1
     assert (errors[0].rank, errors[0].names, errors[0].epoch) == (1, ("b",), 2)
-
-
-def test_on_drift_warn_says_it_and_goes_on(tmp_path):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        counts = record_on_ranks(tmp_path / "a", one_bit_on_rank_1, on_drift="warn")
+        counts = record_on_ranks(tmp_path / "c", one_bit_on_rank_1, on_drift="warn")
     assert counts == [[0, 0, 1]] * RANKS
     # On the rank that differs, and on rank 0, whose output is the one that people read.
     assert ["Rank 1 differs from rank 0" in str(w.message) for w in caught] == [True] * 2
@@ -118,16 +121,6 @@ def test_a_ledger_that_fails_on_one_rank_stops_all_at_the_next_moment(tmp_path, 
     errors = record_on_ranks(tmp_path / "a", act)
     assert isinstance(errors[1], LedgerError)
     assert "Rank 1 failed, so this rank 2 stops too" in str(errors[2])
-
-
-def alone(folder, act, **policy):
-    """Record as the only rank."""
-    folder.mkdir()
-    run, model = make_run(folder, Ranks(0), **policy)
-    try:
-        return act(run, model)
-    finally:
-        run.end(End(status="finished"))
 
 
 def test_another_stack_is_named_before_any_drift(tmp_path):

@@ -229,7 +229,8 @@ def _run(arguments):
             return (end.code or 0) & 0xFF
         sys.stderr.write(f"{end.code}\n")
         return 1
-    except BaseException:  # noqa: BLE001 - as the interpreter does
+    except BaseException as error:  # noqa: BLE001 - as the interpreter does
+        sys.last_value = error
         sys.excepthook(*sys.exc_info())
         return 1
     return 0

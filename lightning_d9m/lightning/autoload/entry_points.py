@@ -66,13 +66,16 @@ def _attempt(func: Callable[[], None]) -> None:
         func()
     except Exception as error:  # noqa: BLE001 - raised when a Trainer is built
         if _AutoloadState.problem is None:
-            print(
-                f"lightning_d9m: LIGHTNING_D9M={os.environ.get('LIGHTNING_D9M')} has no effect: "
+            _say(
                 f"{_describe_error(error)} This process continues without it, and building a "
-                "Trainer will fail.",
-                file=sys.stderr,
+                "Trainer will fail."
             )
         _AutoloadState.problem = error
+
+
+def _say(reason: str) -> None:
+    value = os.environ.get("LIGHTNING_D9M")
+    print(f"lightning_d9m: LIGHTNING_D9M={value} has no effect: {reason}", file=sys.stderr)
 
 
 def _is_unsupported() -> bool:
@@ -82,11 +85,7 @@ def _is_unsupported() -> bool:
     if _AutoloadState.unsupported is None:
         _AutoloadState.unsupported = describe_unsupported() or ""
         if _AutoloadState.unsupported:
-            print(
-                f"lightning_d9m: LIGHTNING_D9M={os.environ['LIGHTNING_D9M']} has no effect: "
-                f"{_AutoloadState.unsupported}",
-                file=sys.stderr,
-            )
+            _say(_AutoloadState.unsupported)
     return bool(_AutoloadState.unsupported)
 
 
@@ -98,24 +97,15 @@ def _start() -> None:
     for package in _PACKAGES:
         register = partial(_attempt, partial(_register, package))
         call_after_import(f"{package}.strategies", register)
-    if not _is_half_loaded():
+    # Nothing can be imported from a module of ours that is importing torch before it is complete.
+    # The session is then opened when Lightning is imported, before a LightningModule can be built.
+    modules = [m for name, m in sys.modules.items() if name.startswith("lightning_d9m")]
+    specs = [getattr(module, "__spec__", None) for module in modules]
+    if not any(getattr(spec, "_initializing", False) for spec in specs):
         _open_session()
-        from lightning_d9m.loop.optimizer_steps import load as load_steps
+        from lightning_d9m.loop.optimizer_steps import OptimizerSteps
 
-        load_steps()  # for a program without a Trainer, whose callback takes precedence
-
-
-def _is_half_loaded() -> bool:
-    """Return whether a module of this package is importing torch.
-
-    Nothing can be imported from that module before it is complete. The session is then opened when
-    Lightning is imported, which is still before a LightningModule can be built.
-    """
-    return any(
-        name.startswith("lightning_d9m")
-        and getattr(getattr(module, "__spec__", None), "_initializing", False)
-        for name, module in list(sys.modules.items())
-    )
+        OptimizerSteps().install()  # for a program without a Trainer, whose callback has precedence
 
 
 def _open_session() -> None:
@@ -139,41 +129,44 @@ def _register(package: str) -> None:
 
 
 def _make_callbacks(package: str) -> list[Any]:
-    if os.environ.get("LIGHTNING_D9M", "") in _OFF:
+    value = os.environ.get("LIGHTNING_D9M", "")
+    if value in _OFF:
         return []
     from lightning_d9m.errors import SettingError, TooLateError
 
-    value = os.environ["LIGHTNING_D9M"]
-    problem = _AutoloadState.problem
-    if problem is None:
-        from lightning_d9m.control.settings import read_switch
+    try:
+        return _find_callbacks(package)
+    except TooLateError:
+        raise
+    except Exception as error:
+        raise SettingError(
+            f"LIGHTNING_D9M={value} asks for a deterministic run, which is not possible: "
+            f"{_describe_error(error)} Correct this, or unset LIGHTNING_D9M to train without it."
+        ) from error
 
-        if not read_switch(os.environ):
-            return []
-        from lightning_d9m.control.session import active_session
 
-        started = _AutoloadState.started or active_session() is not None
-        if not started and _is_unsupported():
-            return []
-        if not started:
-            raise TooLateError(
-                f"LIGHTNING_D9M={value} asks for a seed before the model is built, and "
-                "lightning_d9m was not called when torch was imported: TORCH_DEVICE_BACKEND_"
-                "AUTOLOAD is 0, or LIGHTNING_D9M was set after torch was imported. Set it before "
-                "the program starts and leave the other out; or unset it, and call "
-                "lightning_d9m.enable() at the top of the program and give "
-                "Trainer(callbacks=[lightning_d9m.DeterminismCallback()])."
-            )
-        try:
-            from lightning_d9m.lightning.callback import make_callback
+def _find_callbacks(package: str) -> list[Any]:
+    if _AutoloadState.problem is not None:
+        raise _AutoloadState.problem
+    from lightning_d9m.control.session import active_session
+    from lightning_d9m.control.settings import read_switch
+    from lightning_d9m.errors import TooLateError
 
-            return [make_callback(package)]
-        except Exception as error:  # noqa: BLE001 - raised below, with what was asked
-            problem = error
-    raise SettingError(
-        f"LIGHTNING_D9M={value} asks for a deterministic run, which is not possible: "
-        f"{_describe_error(problem)} Correct this, or unset LIGHTNING_D9M to train without it."
-    ) from problem
+    started = _AutoloadState.started or active_session() is not None
+    if not read_switch(os.environ) or (not started and _is_unsupported()):
+        return []
+    if not started:
+        raise TooLateError(
+            f"LIGHTNING_D9M={os.environ['LIGHTNING_D9M']} asks for a seed before the model is "
+            "built, and lightning_d9m was not called when torch was imported: "
+            "TORCH_DEVICE_BACKEND_AUTOLOAD is 0, or LIGHTNING_D9M was set after torch was "
+            "imported. Set it before the program starts and leave the other out; or unset it, and "
+            "call lightning_d9m.enable() at the top of the program and give "
+            "Trainer(callbacks=[lightning_d9m.DeterminismCallback()])."
+        )
+    from lightning_d9m.lightning.callback import make_callback
+
+    return [make_callback(package)]
 
 
 def _describe_error(error: Exception) -> str:

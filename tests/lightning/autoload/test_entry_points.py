@@ -1,22 +1,30 @@
-"""``LIGHTNING_D9M=1 python train.py``, in processes of their own, on a project without us."""
+"""``LIGHTNING_D9M=1 python train.py``, on a project without us; what cannot be had is refused."""
 
+import importlib
+import inspect
 import json
+import logging
 import os
 import subprocess
 import sys
-from importlib.metadata import entry_points
+import textwrap
+from importlib import metadata
 from pathlib import Path
 
+import lightning.pytorch as lightning
 import pytest
+import torch
+from trainings import QUIET, make_loader, make_model
 
+from lightning_d9m import DeterminismCallback, SettingError, TooLateError, compatibility
+from lightning_d9m.control.session import active_session, enable
 from lightning_d9m.ledger.folder import list_fits, read_ledger
+from lightning_d9m.lightning.autoload import entry_points as autoload
+from lightning_d9m.lightning.autoload.entry_points import call_after_import
+from lightning_d9m.lightning.callback import make_callback
+from lightning_d9m.lightning.trainer_session import resolve_seed
 
 PROJECT = Path(__file__).parents[2] / "support" / "autoload_training.py"
-ENTRY_POINTS = {
-    "torch.backends": "load",
-    "lightning.pytorch.callbacks_factory": "make_lightning_callbacks",
-    "pytorch_lightning.callbacks_factory": "make_pytorch_lightning_callbacks",
-}
 # The second one in a new interpreter, where `import torch` opens the session; others are forks.
 STYLES = FORKED, FRESH = ("lightning", "pytorch_lightning")
 
@@ -36,13 +44,6 @@ def run(*words, folder, python=sys.executable, **variables):
     )
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     return done, found[-1] if found else {}
-
-
-@pytest.mark.parametrize(("group", "function"), ENTRY_POINTS.items())
-def test_the_entry_points_are_installed(group, function):
-    """Without them nothing below can work; `pip install -e .` installs those of pyproject.toml."""
-    values = [entry.value for entry in entry_points(group=group) if entry.name == "lightning_d9m"]
-    assert values == [f"lightning_d9m.lightning.autoload.entry_points:{function}"]
 
 
 @pytest.fixture(scope="module")
@@ -110,76 +111,196 @@ def test_what_cannot_be_obeyed_breaks_no_import_and_stops_the_trainer(tmp_path, 
     assert "is not possible: The variable LIGHTNING_D9M_SEED is 'abc'" in last
 
 
-def test_a_broken_installation_breaks_no_import(tmp_path):
+def test_nothing_is_loaded_without_the_variable_and_a_broken_installation_breaks_no_import(
+    tmp_path,
+):
     """A package of ours that lacks a module: torch works, and no Trainer is built."""
     code = """
-        import sys
+        import os, sys, torch
+        for value in "", "0":
+            print([m for m in sys.modules if m.startswith("lightning_d9m.")])
+            print(torch.initial_seed() != 0, torch.are_deterministic_algorithms_enabled())
+            from lightning_d9m.lightning.autoload import entry_points
+            os.environ["LIGHTNING_D9M"] = "0"
+            entry_points.load()  # as torch did at its import
+        os.environ["LIGHTNING_D9M"] = "1"
         for lacking in ("lightning_d9m.errors", "lightning_d9m.control.session"):
             sys.modules[lacking] = None
-            if "torch" in sys.modules:  # call what torch calls when it is imported
-                entry_points._AutoloadState.problem = None
-                entry_points.load()
-            import torch
-            import pytorch_lightning
+            entry_points._AutoloadState.problem = None
+            entry_points.load()
             print(float(torch.ones(2).sum()))
             try:
-                pytorch_lightning.Trainer(accelerator="cpu")
+                entry_points.make_lightning_callbacks()  # as a Trainer does
             except Exception as error:
                 print(error)
             del sys.modules[lacking]
-            from lightning_d9m.lightning.autoload import entry_points
     """
-    (tmp_path / "program.py").write_text("\n".join(line[8:] for line in code.splitlines()))
-    done, _ = run("program.py", folder=tmp_path)
+    (tmp_path / "program.py").write_text(textwrap.dedent(code))
+    done, _ = run("program.py", folder=tmp_path, LIGHTNING_D9M="")
+    folder = "lightning_d9m.lightning.autoload"
+    loaded = ["lightning_d9m.version", "lightning_d9m.lightning", folder]
+    loaded.append(f"{folder}.entry_points")
+    *before, first, problem, second, other = done.stdout.splitlines()
+    assert before == [f"{loaded}", "True False"] * 2
     assert done.stderr.count("LIGHTNING_D9M=1 has no effect") == 2
-    first, problem, second, other = done.stdout.splitlines()
     assert (first, second) == ("2.0", "2.0")
     assert "import of lightning_d9m.errors halted" in problem
     assert "import of lightning_d9m.control.session halted" in other
 
 
 def test_a_program_that_enables_determinism_itself_keeps_its_session(tmp_path):
-    """Its call loads torch from the midst of our own modules."""
+    """Its call loads torch from the midst of our own modules; Lightning is a stub."""
     code = """
         import lightning_d9m
         session = lightning_d9m.enable(seed=3)
-        import pytorch_lightning
+        from pytorch_lightning.strategies import StrategyRegistry
         from lightning_d9m.control.session import active_session
         assert active_session() is session
-        assert "horovod_d9m" in pytorch_lightning.strategies.StrategyRegistry
-        trainer = pytorch_lightning.Trainer(accelerator="cpu", logger=False)
-        assert [type(c).__name__ for c in trainer.callbacks].count("AddedCallback") == 1
-        print("{}")
+        assert "horovod_d9m" in StrategyRegistry
     """
-    (tmp_path / "program.py").write_text("\n".join(line[8:] for line in code.splitlines()))
+    stub = """
+        class StrategyRegistry(dict):
+            def register(self, name, strategy, description):
+                self[name] = strategy
+
+        StrategyRegistry = StrategyRegistry()
+    """
+    (tmp_path / "pytorch_lightning").mkdir()
+    files = {
+        "program": code,
+        "pytorch_lightning/strategies": stub,
+        "pytorch_lightning/__init__": "",
+    }
+    for name, text in files.items():
+        (tmp_path / f"{name}.py").write_text(textwrap.dedent(text))
     done, _ = run("program.py", folder=tmp_path)
     assert done.returncode == 0, done.stderr
-
-
-def test_without_the_variable_nothing_is_loaded(tmp_path):
-    code = """
-        import sys, torch
-        for value in "", "0":
-            print([m for m in sys.modules if m.startswith("lightning_d9m.")])
-            print(torch.initial_seed() != 0, torch.are_deterministic_algorithms_enabled())
-            import os
-            from lightning_d9m.lightning.autoload.entry_points import load
-            os.environ["LIGHTNING_D9M"] = "0"
-            load()  # as torch did at its import
-    """
-    (tmp_path / "program.py").write_text("\n".join(line[8:] for line in code.splitlines()))
-    done, _ = run("program.py", folder=tmp_path, LIGHTNING_D9M="")
-    autoload = "lightning_d9m.lightning.autoload"
-    loaded = [
-        "lightning_d9m.version",
-        "lightning_d9m.lightning",
-        autoload,
-        f"{autoload}.entry_points",
-    ]
-    assert done.stdout.splitlines() == [f"{loaded}", "True False"] * 2
 
 
 def test_torch_alone_is_seeded_too(tmp_path, forking_python):
     code = "import torch; print(torch.initial_seed(), torch.are_deterministic_algorithms_enabled())"
     done, _ = run("-c", code, folder=tmp_path, python=forking_python, LIGHTNING_D9M_SEED="7")
     assert done.stdout.split() == ["7", "True"]
+
+
+def test_a_hook_acts_once_after_an_import_and_leaves_the_module_its_loader(tmp_path, monkeypatch):
+    (tmp_path / "hooked_module.py").write_text("value = 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    seen, finders = [], len(sys.meta_path)
+    call_after_import("hooked_module", lambda: seen.append(sys.modules["hooked_module"].value))
+    assert seen == []
+    loaded = importlib.import_module("hooked_module")
+    assert (seen, len(sys.meta_path)) == ([1], finders)
+    importlib.reload(loaded)
+    assert seen == [1]
+    assert loaded.__loader__ is loaded.__spec__.loader
+    assert type(loaded.__loader__).__name__ == "SourceFileLoader"
+    assert inspect.getsource(loaded) == "value = 1\n"
+    call_after_import("hooked_module", lambda: seen.append(2))  # at once
+    assert seen == [1, 2]
+    del sys.modules["hooked_module"]
+
+
+@pytest.fixture
+def ask(monkeypatch):
+    """Return a function that asks for determinism, with a state of the process."""
+
+    def set_state(**state):
+        monkeypatch.setenv("LIGHTNING_D9M", "1")
+        kind = type("_State", (autoload._AutoloadState,), {"problem": None, **state})
+        monkeypatch.setattr(autoload, "_AutoloadState", kind)
+
+    return set_state
+
+
+@pytest.fixture
+def asked(ask, monkeypatch):
+    """Ask for determinism, and count as started."""
+    ask(started=True)
+    return monkeypatch
+
+
+def test_lightning_does_not_log_that_it_adds_the_callback(asked, caplog):
+    logger = logging.getLogger("lightning.fabric.utilities.registry")
+    with caplog.at_level("INFO", logger.name):
+        make_callback("lightning.pytorch").early_variables.restore()
+        for name in ("other", "lightning_d9m"):
+            logger.info("Adding 1 callbacks from entry point '%s': C", name)
+    assert [record.message for record in caplog.records] == [
+        "Adding 1 callbacks from entry point 'other': C"
+    ]
+    del asked
+
+
+def test_variables_that_the_programs_own_callback_does_not_take_are_said(asked, tmp_path):
+    asked.setenv("LIGHTNING_D9M_ON_DRIFT", "warn")
+    asked.setenv("LIGHTNING_D9M_THREADS", "1")
+    words = QUIET | {"max_epochs": 1, "default_root_dir": tmp_path}
+    trainer = lightning.Trainer(**words, callbacks=[DeterminismCallback()])
+    with pytest.warns(UserWarning, match="these variables are ignored: LIGHTNING_D9M_ON_DRIFT"):
+        trainer.fit(make_model(), make_loader(), make_loader(shuffle=False))
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "message"),
+    [
+        ("LIGHTNING_D9M", "maybe", "The variable LIGHTNING_D9M is 'maybe'; allowed: 1 or 0."),
+        ("LIGHTNING_D9M_SEED", "-1", r"seed is -1; .*settings come from LIGHTNING_D9M_SEED\.\)"),
+        ("LIGHTNING_D9M_ON_DRIFT", "shrug", "is 'shrug'; allowed: raise or warn"),
+        ("LIGHTNING_D9M_SEDE", "1", "Did you mean LIGHTNING_D9M_SEED?"),
+    ],
+)
+def test_a_bad_variable_refuses_the_trainer(asked, variable, value, message):
+    asked.setenv(variable, value)
+    with pytest.raises(SettingError, match=message):
+        autoload.make_lightning_callbacks()
+
+
+def test_a_session_that_was_not_opened_refuses_the_trainer(ask):
+    """``TORCH_DEVICE_BACKEND_AUTOLOAD=0``: nothing was seeded before the model was built."""
+    ask(started=False)
+    with pytest.raises(TooLateError, match="TORCH_DEVICE_BACKEND_AUTOLOAD is 0"):
+        autoload.make_pytorch_lightning_callbacks()
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "value", "message"),
+    [
+        (torch, "__version__", "2.3.1", "torch is 2.3.1, and lightning_d9m needs 2.4 or later"),
+        (metadata, "version", lambda _: "2.1.4", "lightning is 2.1.4, and lightning_d9m needs 2.2"),
+        (compatibility, "imports_extensions", lambda: False, "loads no extensions when it is"),
+    ],
+    ids=["torch", "lightning", "extensions"],
+)
+def test_a_stack_that_is_too_old_is_said_once_and_the_program_goes_on(
+    ask, monkeypatch, capsys, place, name, value, message
+):
+    ask(started=False, unsupported=None)
+    monkeypatch.setattr(place, name, value)
+    autoload.load()
+    assert autoload.make_lightning_callbacks() == []
+    assert active_session() is None
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("lightning_d9m: LIGHTNING_D9M=1 has no effect: ")
+    assert message in line
+
+
+@pytest.mark.parametrize("value", ["", "0", "off"])
+def test_nothing_is_added_when_nothing_is_asked(monkeypatch, value):
+    monkeypatch.setenv("LIGHTNING_D9M", value)
+    assert autoload.make_lightning_callbacks() == []
+
+
+def test_a_seed_that_nobody_chose_gives_way_to_seed_everything(asked, monkeypatch):
+    """Two runs with other seeds must not draw the same order of samples."""
+    with enable(seed=0) as session:
+        monkeypatch.setenv("PL_GLOBAL_SEED", "42")
+        assert resolve_seed(None) == 0
+        session.seed_is_default = True
+        assert resolve_seed(None) == 42
+        assert resolve_seed(7) == 7
+        session.seed_is_default = False
+        assert resolve_seed(None) == 0
+    assert not torch.are_deterministic_algorithms_enabled()
+    del asked
