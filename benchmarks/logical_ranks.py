@@ -35,8 +35,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_d9m.control.seeding import seed_micro_batch
 from lightning_d9m.logical_ranks.accumulation import KeptGradients
-from lightning_d9m.logical_ranks.gradients import LogicalGradients
-from lightning_d9m.logical_ranks.malloc import disable_malloc_trim
+from lightning_d9m.logical_ranks.gradients import LogicalGradients, disable_malloc_trim
 from lightning_d9m.logical_ranks.tree import Blocks
 
 RESULT = Path(__file__).parent / "results" / "logical-ranks-cpu.json"

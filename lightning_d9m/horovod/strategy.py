@@ -22,8 +22,12 @@ from lightning_d9m.lightning.logical_ranks.strategy import DDPDeterministicStrat
 from lightning_d9m.lightning.packages import combined_base
 from lightning_d9m.lightning.strategies import register_in_loaded_packages
 from lightning_d9m.logical_ranks.collectives import send_tensors, watch_function
-from lightning_d9m.logical_ranks.gradients import BUCKET_BYTES, LogicalGradients, check_options
-from lightning_d9m.logical_ranks.malloc import disable_malloc_trim
+from lightning_d9m.logical_ranks.gradients import (
+    BUCKET_BYTES,
+    LogicalGradients,
+    check_options,
+    disable_malloc_trim,
+)
 from lightning_d9m.logical_ranks.tree import Blocks
 from lightning_d9m.ranks.groups import (
     close_group_at_exit,

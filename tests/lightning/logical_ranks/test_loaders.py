@@ -12,7 +12,7 @@ from torch.utils.data.distributed import DistributedSampler
 from lightning_d9m import SettingError
 from lightning_d9m.control.data.loaders import LoaderControl
 from lightning_d9m.control.data.resumable_sampler import MicroBatches
-from lightning_d9m.logical_ranks.batches import BlockBatchSampler
+from lightning_d9m.lightning.logical_ranks.loaders import BlockBatchSampler
 
 
 @given(
