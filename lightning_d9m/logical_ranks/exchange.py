@@ -69,14 +69,9 @@ class RootExchange:
             assert self.group is not None, "torch.distributed is not initialized"
             place = self.group.size(), self.group.rank()
             assert place == (blocks.processes, process), "it is not a group of all processes"
-        self.restart()
-
-    def restart(self) -> None:
-        """Forget the sums that were started, when Gloo does not use their memory any more."""
-        self.close()
-        self._is_asked = not self._shares_memory  # whether the processes have tried
         # Processes must agree on this flag of the processor, which changes bits.
         self.flushes = torch.tensor([2.0**-149]).add(0.0).item() == 0.0
+        self.close()
 
     @property
     def sends_leaves(self) -> bool:
@@ -102,10 +97,11 @@ class RootExchange:
         return kind(self, roots, result, divisor)
 
     def close(self) -> None:
-        """Release memory."""
+        """Forget the sums that were started, when Gloo does not use their memory any more."""
         if self._memory is not None:
             self._memory.disconnect()
             self._memory = None
+        self._is_asked = not self._shares_memory  # whether the processes have tried
 
     @property
     def memory(self) -> SharedMemory | None:

@@ -69,11 +69,6 @@ def ranks_of_group(group: Any = None, wait: Callable[[Any], None] | None = None)
     return Ranks(group.rank(), lambda data: _exchange(group, data, wait))
 
 
-def gather_bytes(data: bytes, group: Any = None) -> list[bytes]:
-    """Return the bytes of every process of a group; the lengths may differ."""
-    return ranks_of_group(group).gather_bytes(data)
-
-
 def _exchange(group: Any, data: bytes, wait: Callable[[Any], None] | None) -> list[bytes]:
     # Lightning validates in inference mode, whose tensors may not be written to elsewhere. A mode
     # that probes operations would see bytes that no two runs have in common.
@@ -130,15 +125,15 @@ def close_connections(group: Any) -> None:
 @cache
 def close_group_at_exit() -> None:
     """Destroy this process's Gloo groups before the interpreter exits; later calls do nothing."""
+
+    def close() -> None:
+        if _has_gloo():
+            closing = Thread(target=distributed.destroy_process_group, daemon=True)
+            closing.start()
+            closing.join(_TIMEOUT)
+
     if distributed.is_available():
-        atexit.register(_close_group)
-
-
-def _close_group() -> None:
-    if _has_gloo():
-        closing = Thread(target=distributed.destroy_process_group, daemon=True)
-        closing.start()
-        closing.join(_TIMEOUT)
+        atexit.register(close)
 
 
 def close_default_group() -> None:

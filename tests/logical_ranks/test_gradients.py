@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from gloo_threads import run_processes
-from logical_sums import add_in_tree_order, average_leaves, bits, make_leaf
+from logical_sums import average_leaves, bits, make_leaf
 from torch import nn
 
 from lightning_d9m.errors import RanksDisagreeError, SettingError
@@ -84,13 +84,6 @@ def test_gradients_are_the_average_in_tree_order(ranks, processes, dtype):
     steps.append(make_gradients(ranks, dtype, missing=True, awkward=not dtype.is_complex))
     for found in sum_on(processes, steps, dtype, bucket_bytes=2**12):
         assert found == [expect(rows) for rows in steps]
-
-
-def test_a_sum_is_not_divided():
-    rows = make_gradients(4)
-    ((found,),) = sum_on(1, [rows], op="sum")
-    expected = [bits(add_in_tree_order(leaves)) for leaves in zip(*rows, strict=True)]
-    assert found == expected != expect(rows)
 
 
 def test_gradients_that_share_memory_are_added_once():
@@ -330,13 +323,11 @@ def test_processes_that_train_other_parameters_are_reported():
         model = nn.Linear(2, 2)
         model.bias.requires_grad_(process == 0)
         sums = LogicalGradients(model.named_parameters(), Blocks(2, 2), process, group)
-        with pytest.raises(RanksDisagreeError, match=f"processes {1 - process} train other") as it:
+        words = r"rank 0: .* of 2 parameters with bias .*\n  rank 1: .* of 1 parameters"
+        with pytest.raises(RanksDisagreeError, match=words):
             sums.finish(process)
-        return it.value.intents
 
-    first, second = run_processes(2, train)
-    assert first == second
-    assert len(set(first)) == 2
+    run_processes(2, train)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Blocks are contiguous; the tree: its brackets, and the roots of a block."""
+"""Blocks are contiguous, and have few roots; the brackets are those of the tree."""
 
 import math
 from itertools import pairwise
@@ -28,16 +28,6 @@ def bracket(start, stop):
     return f"({bracket(*left)}+{bracket(*right)})"
 
 
-def largest_nodes(node, block):
-    """Return the largest nodes inside a block, from the top down."""
-    start, stop = node
-    if stop <= block.start or block.stop <= start:
-        return []
-    if block.start <= start and stop <= block.stop:
-        return [node]
-    return [found for child in split(*node) for found in largest_nodes(child, block)]
-
-
 @given(count=st.integers(1, 70), cuts=st.sets(st.integers(1, 69)))
 @example(count=5, cuts=set())
 def test_any_contiguous_blocks_give_the_brackets_of_the_tree(count, cuts):
@@ -51,17 +41,12 @@ def test_any_contiguous_blocks_give_the_brackets_of_the_tree(count, cuts):
     for start, stop in pairwise(sorted({cut for cut in cuts if cut < count} | {0, count})):
         merges = count_merges(start, range(start + 1, stop + 1), count)
         values += hold_sums(map(str, range(start, stop)), merges, add)
-        stops += [root.stop for root in find_roots(range(start, stop), count)]
+        roots = find_roots(range(start, stop), count)
+        assert (
+            len(roots) == len(values) - len(stops) <= max(1, 2 * math.ceil(math.log2(stop - start)))
+        )
+        stops += [root.stop for root in roots]
     assert hold_sums(values, count_merges(0, stops, count), add) == [bracket(0, count)]
-
-
-def test_the_roots_of_a_block_are_the_largest_nodes_inside_and_few():
-    for count in range(1, 33):
-        for start in range(count):
-            for stop in range(start + 1, count + 1):
-                roots = find_roots(range(start, stop), count)
-                assert roots == largest_nodes((0, count), range(start, stop))
-                assert len(roots) <= max(1, 2 * math.ceil(math.log2(stop - start)))
 
 
 def test_blocks_are_contiguous_and_nearly_equal():

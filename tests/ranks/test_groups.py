@@ -6,29 +6,25 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch
 from gloo_threads import run_processes
-from rank_processes import start_ranks
 from torch import distributed
 
 from lightning_d9m.errors import RankLostError
-from lightning_d9m.ledger.folder import read_ledger
 from lightning_d9m.ranks.groups import (
     RankLiveness,
     add_lost_ranks,
     close_connections,
-    gather_bytes,
     identify_process,
     lost_ranks_named,
+    ranks_of_group,
 )
 from lightning_d9m.ranks.ranks import _FIRST_BYTES
 
 HOST, OWN_PROCESS = identify_process()
 OTHER_HOST = HOST ^ 1
-SCRIPT = Path(__file__).parents[1] / "support" / "lost_rank_training.py"
 GLOO_ERROR = "[third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer"
 
 
@@ -38,7 +34,7 @@ def test_bytes_of_any_length_arrive_also_in_inference_mode(length):
 
     def gather(process, group):
         with torch.inference_mode():
-            return gather_bytes(parts[process], group)
+            return ranks_of_group(group).gather_bytes(parts[process])
 
     assert run_processes(2, gather) == [parts] * 2
 
@@ -189,40 +185,3 @@ def test_without_a_table_of_ranks_the_error_of_a_collective_says_where_to_look()
         raise RuntimeError(GLOO_ERROR)
     with pytest.raises(RuntimeError, match=r"^out of"), lost_ranks_named("the sum", 0, None):
         raise RuntimeError("out of memory")
-
-
-STATES = {
-    "killed": "was killed or exited.",
-    "hung": "runs, but did not respond within 3 s: it hangs.",
-}
-
-
-@pytest.fixture(scope="module")
-def launches(tmp_path_factory):
-    """Lose a rank in each way at the same time: mostly the other rank waits for it.
-
-    Returns:
-        By the way, the folder, the statuses and the output of a launch.
-    """
-    folders = {way: tmp_path_factory.mktemp("lost") / way for way in STATES}
-    for folder in folders.values():
-        folder.mkdir()
-    with ThreadPoolExecutor(len(folders)) as pool:
-        ended = pool.map(lambda folder: start_ranks(SCRIPT, 2, folder), folders.values())
-        return {way: (folders[way], *end) for way, end in zip(folders, ended, strict=True)}
-
-
-@pytest.mark.parametrize("way", STATES)
-def test_a_lost_rank_is_named_by_the_survivor_and_in_its_ledger(launches, way):
-    """Whatever the load: rank 0 never gets an answer, and reads the state of the process.
-
-    The training whose rank is killed has logical ranks.
-    """
-    folder, statuses, output = launches[way]
-    assert statuses == [0, -signal.SIGKILL], output
-    sentence = f"Rank 1 (process {(folder / 'pid-1').read_text()}) {STATES[way]}"
-    error = (folder / "error-0").read_text()
-    assert sentence in error.splitlines()[-1]
-    assert error.startswith("lost (1,): Rank 0 waited for ") is (way == "killed")
-    outcome = read_ledger(folder / "d9m" / "fit-000").outcome(0)
-    assert sentence in outcome.end.error

@@ -241,7 +241,7 @@ REFUSALS = {
 SEVERAL = {
     "only 1 logical ranks": lambda: {"ranks": 1},
     "There are 1 samples, and the last of 2 processes begins": lambda: {"predicted": 1},
-    r"of the model:\n  seen \(0,\) torch.float32: yes on rank 0; no on rank 1": make_buffered_model,
+    r"rank 0: .* of the model with seen \(0,\) .*\n  rank 1: .* seen \(1,\)": make_buffered_model,
 }
 
 

@@ -88,10 +88,7 @@ def advance():
 
 
 class Keeping(Base):
-    """Keeps state wherever a program can; the loss depends on all of it.
-
-    Plain DDP can send no sparse or expanded buffer: there they are dense.
-    """
+    """Keeps state wherever a program can; the loss depends on all of it."""
 
     steered_by = "collected"
     average = 0.0
@@ -104,13 +101,6 @@ class Keeping(Base):
             parameter.requires_grad = False
         self.register_buffer("queue", torch.zeros(2, 5))
         self._calls, self.note = 0, None
-        # A graph, and a buffer whose shape depends on the batch.
-        adjacency = torch.eye(6) + 0.1 * torch.ones(6, 6).triu()
-        dense = PROCESSES == 4
-        self.register_buffer("adjacency", adjacency if dense else adjacency.to_sparse())
-        self.register_buffer("scale", torch.ones(6) if dense else torch.ones(1).expand(6))
-        if not dense:
-            self.register_buffer("seen", torch.zeros(0))
         # Metrics, one in a dict, and lists that steps and hooks fill.
         self.val_loss, self.best = MeanMetric(), MaxMetric()
         self.parts = {"double": MeanMetric()}
@@ -129,19 +119,9 @@ class Keeping(Base):
         return [Collector()]
 
     def training_step(self, batch, batch_idx):
-        rows = self.propagate(batch[0])
-        loss = self.attack(rows * self.count_all() / 40) + self.follow(rows)
+        loss = self.attack(batch[0] * self.count_all() / 40) + self.follow(batch[0])
         self.log("train", loss, sync_dist=True, on_epoch=True)
         return loss
-
-    @torch.no_grad()
-    def propagate(self, batch):
-        rows = (self.adjacency @ batch.t()).t() * self.scale
-        scaled = self.adjacency * 0.99
-        self.adjacency = scaled.coalesce() if scaled.is_sparse else scaled
-        if scaled.is_sparse:
-            self.seen = batch[0][batch[0] > 0].clone()
-        return rows
 
     def attack(self, rows):
         """Leave gradients behind within a step, of which plain Lightning trains none."""
@@ -200,10 +180,19 @@ class Keeping(Base):
 class Steered(Base):
     """Is steered by a value of each step, which no rank of plain DDP has in common.
 
-    It draws from a generator of the file, and from one that it makes in a step.
+    It draws from a generator of the file, and from one that it makes in a step. It has buffers that
+    plain DDP cannot send: sparse, expanded, and of a shape that depends on the batch.
     """
 
     steered_by, interval = "train_step", "step"
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer(
+            "adjacency", (torch.eye(6) + 0.1 * torch.ones(6, 6).triu()).to_sparse()
+        )
+        self.register_buffer("scale", torch.ones(1).expand(6))
+        self.register_buffer("seen", torch.zeros(0))
 
     def configure_callbacks(self):
         return [EarlyStopping("train_step", patience=2, mode="max")]
@@ -212,7 +201,10 @@ class Steered(Base):
         if not hasattr(self, "noise"):
             self.noise = torch.Generator().manual_seed(4)
         draws = torch.rand(2, generator=self.noise) + torch.rand(2, generator=NOISE)
-        loss = self.loss(batch[0] * draws.sum() * float(torch.rand(1)))
+        rows = (self.adjacency @ batch[0].t()).t() * self.scale
+        self.adjacency = (self.adjacency * 0.99).coalesce()
+        self.seen = batch[0][0][batch[0][0] > 0].clone()
+        loss = self.loss(rows * draws.sum() * float(torch.rand(1)))
         self.log("train", loss, on_step=True, on_epoch=True)
         return loss
 

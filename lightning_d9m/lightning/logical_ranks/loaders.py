@@ -131,21 +131,11 @@ class BlockBatchSampler:
     ) -> None:
         self.batch_sampler = batch_sampler
         self.sampler = batch_sampler.sampler
+        self.batch_size = getattr(batch_sampler, "batch_size", None)  # of a micro-batch
         self.block = block
         self._logical_ranks = logical_ranks
         self._padded = padded
         self._drops_samples = drop_last
-
-    @property
-    def batch_size(self) -> int | None:
-        """The size of a micro-batch."""
-        size = getattr(self.batch_sampler, "batch_size", None)
-        return size if isinstance(size, int) else None
-
-    @property
-    def drop_last(self) -> bool:
-        """Whether a last micro-batch that is smaller is left out."""
-        return bool(getattr(self.batch_sampler, "drop_last", False))
 
     def __len__(self) -> int:
         total = self._count_used(len(self.sampler))

@@ -30,7 +30,6 @@ from lightning_d9m.ranks.groups import (
     RankLiveness,
     close_default_group,
     connect_liveness,
-    gather_bytes,
     is_default_group_closed,
     lost_ranks_named,
     ranks_of_group,
@@ -172,7 +171,7 @@ class DDPDeterministicStrategy(_DDPStrategy):  # type: ignore[misc] # of the pac
     def gather_bytes(self, data: bytes) -> list[bytes]:
         """Return the bytes of every process."""
         with self.naming_lost("an exchange of values"):
-            return gather_bytes(data)
+            return ranks_of_group().gather_bytes(data)
 
     def connect_session(self, session: Any) -> None:
         """Take the seeds of a run from its ``TrainerSession``; None when it ends."""

@@ -34,7 +34,6 @@ def test_every_number_of_processes_has_the_same_bits(found, program):
 
 def test_the_values_are_those_of_plain_ddp_but_for_rounding(found):
     state, logged, *rest = found[1, 0]["Keeping"]
-    state.pop("seen")  # plain DDP has no such buffer
     plain_state, plain_logged, *plain_rest = found[4, 0]["Keeping"]
     assert rest == plain_rest
     assert logged == pytest.approx(plain_logged, rel=1e-4)

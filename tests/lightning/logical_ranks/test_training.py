@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 from logical_trainings import LARGE, TRAININGS
-from rank_processes import run_ranks
+from rank_processes import read_records, run_ranks
 
-from lightning_d9m import compare, read_ledger
+from lightning_d9m import compare
 from lightning_d9m.ledger.format.records import Digests, Evaluation
 
 SCRIPT = Path(__file__).parents[2] / "support" / "logical_trainings.py"
@@ -22,23 +22,11 @@ def folder(tmp_path_factory):
     return path
 
 
-def read_records(path):
-    """Return the records of digests, and the evaluations, of each rank."""
-    ledger = read_ledger(path)
-    records = {}
-    for rank in ledger.files:
-        with ledger.open(rank) as reader:
-            found = reader.records()
-            records[rank] = [record for record in found if isinstance(record, Digests | Evaluation)]
-    return records
-
-
 def final_totals(folder, name):
     """Return the last digests of rank 0, by the number of processes."""
     totals = {}
     for count in (1, 2):
-        records = read_records(folder / name / str(count))[0]
-        totals[count] = [record for record in records if isinstance(record, Digests)][-1]
+        totals[count] = read_records(folder / name / str(count), Digests)[0][-1]
     return totals
 
 
@@ -46,12 +34,12 @@ def final_totals(folder, name):
 def test_the_whole_ledger_is_the_same_on_every_number_of_processes(folder, name):
     runs = {int(run.name): run for run in (folder / name).iterdir()}
     assert sorted(runs) == [1, 2, *(count for count in LARGE if LARGE[count] == name)]
-    expected = read_records(runs[1])[0]
+    expected = read_records(runs[1], Digests | Evaluation)[0]
     moments = [record.moment for record in expected if isinstance(record, Digests)]
     assert moments == ["initial", "epoch", "epoch", "final"]
     assert len(expected) == 6  # and two validations
     for count, run in runs.items():
-        records = read_records(run)
+        records = read_records(run, Digests | Evaluation)
         assert sorted(records) == list(range(count))
         for rank in records:
             assert records[rank] == expected, f"rank {rank} of {count}"
