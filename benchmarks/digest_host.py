@@ -20,7 +20,6 @@ from unittest import mock
 import torch
 
 from lightning_d9m.hashing import digest, xxh3_cuda
-from lightning_d9m.hashing.xxh3 import cuda as xxh3_cuda
 from lightning_d9m.probes.trace import Trace, name_leaves
 
 RESULTS = Path(__file__).parent / "results"

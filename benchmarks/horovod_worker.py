@@ -107,8 +107,11 @@ def distribute(model, optimizer):
         return torch.distributed.get_rank(), parallel, optimizer, None
     if mode.startswith("static"):
         from lightning_d9m.horovod.environment import connect_store, set_variables
-        from lightning_d9m.logical_ranks.gradients import BUCKET_BYTES, LogicalGradients
-        from lightning_d9m.logical_ranks.malloc import disable_malloc_trim
+        from lightning_d9m.logical_ranks.gradients import (
+            BUCKET_BYTES,
+            LogicalGradients,
+            disable_malloc_trim,
+        )
         from lightning_d9m.logical_ranks.tree import Blocks
 
         set_variables(initialized=False, stall_seconds=600)

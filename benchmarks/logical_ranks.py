@@ -35,8 +35,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_d9m.control.seeding import seed_micro_batch
 from lightning_d9m.logical_ranks.accumulation import KeptGradients
-from lightning_d9m.logical_ranks.gradients import LogicalGradients
-from lightning_d9m.logical_ranks.malloc import disable_malloc_trim
+from lightning_d9m.logical_ranks.gradients import LogicalGradients, disable_malloc_trim
 from lightning_d9m.logical_ranks.tree import Blocks
 
 RESULT = Path(__file__).parent / "results" / "logical-ranks-cpu.json"
@@ -188,9 +187,9 @@ def work(setting, rounds, folder):
     trainings = {name: way(*arguments) for name, way in WAYS.items()}
     found = {"times": time_rounds(trainings, steps, rounds)}
     logical = trainings["logical"]
-    before = logical.sums.bytes_sent
+    before = logical.sums._exchange.bytes_sent  # noqa: SLF001
     logical.step()
-    found["bytes_sent"] = logical.sums.bytes_sent - before
+    found["bytes_sent"] = logical.sums._exchange.bytes_sent - before  # noqa: SLF001
     found["gradient_bytes"] = sum(p.nbytes for p in logical.model.parameters())
     # The flat buckets are counted, too: they live on between the steps. Only the sums know them.
     buffers = sum(bucket.flat.nbytes for bucket in logical.sums._buckets)  # noqa: SLF001 - see above

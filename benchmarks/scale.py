@@ -10,6 +10,7 @@ Results go to ``benchmarks/results/scale.json``.
 """
 
 import argparse
+import itertools
 import json
 import os
 import platform
@@ -29,7 +30,7 @@ from lightning_d9m.launch.run import make_rank_variables
 from lightning_d9m.ledger.format.records import Digests, End, Header
 from lightning_d9m.ledger.format.writer import LedgerWriter
 from lightning_d9m.logical_ranks.exchange import RootExchange
-from lightning_d9m.logical_ranks.tree import Blocks, Fold, Node
+from lightning_d9m.logical_ranks.tree import Blocks, count_merges
 from lightning_d9m.ranks.ranks import Ranks
 from lightning_d9m.recording.drift import RankAgreement, ReplicatedState
 
@@ -87,10 +88,11 @@ def run(processes):
 
 
 class SimulatedGroup:
-    """The messages of one process; each is kept by sender, receiver and tag until it is awaited."""
+    """The all-to-alls of one process; what it sends is kept by sender and number of the call."""
 
-    def __init__(self, process, processes, messages):
-        self._process, self._processes, self._messages = process, processes, messages
+    def __init__(self, process, processes, sent):
+        self._process, self._processes, self._sent = process, processes, sent
+        self._calls = itertools.count()
 
     def rank(self):
         """Return the process."""
@@ -100,30 +102,16 @@ class SimulatedGroup:
         """Return the number of processes."""
         return self._processes
 
-    def send(self, tensors, to, tag):
-        """Keep a message; to wait for it is not needed."""
-        assert self._messages.setdefault((self._process, to, tag), tensors[0]) is tensors[0]
-        return SENT
+    def alltoall_base(self, received, sent, places, counts):
+        """Keep what is sent, and return what waits for the others."""
+        call = next(self._calls)
+        self._sent[self._process, call] = sent.split(counts)
 
-    def recv(self, tensors, sender, tag):
-        """Return what waits for a message."""
-        return Received(tensors[0], self._messages, (sender, self._process, tag))
+        def wait():
+            for sender, part in enumerate(received.split(places)):
+                part.copy_(self._sent[sender, call][self._process])
 
-
-class Received:
-    """A message that is copied to its place when it is awaited."""
-
-    __slots__ = ("_key", "_messages", "_place")
-
-    def __init__(self, place, messages, key):
-        self._place, self._messages, self._key = place, messages, key
-
-    def wait(self):
-        """Copy the message."""
-        self._place.copy_(self._messages.pop(self._key))
-
-
-SENT = SimpleNamespace(wait=lambda: None)
+        return SimpleNamespace(wait=wait)
 
 
 def sum_on(processes, leaves):
@@ -133,21 +121,23 @@ def sum_on(processes, leaves):
     first one collects the results, so that no process waits for another.
     """
     blocks = Blocks(len(leaves), processes)
-    messages, exchanges, pending, sums = {}, [], [], []
+    sent, exchanges, pending, sums = {}, [], [], []
     for process in range(processes):
-        group = SimulatedGroup(process, processes, messages)
+        group = SimulatedGroup(process, processes, sent)
         exchanges.append(RootExchange(blocks, process, group, shares_memory=False))
-        fold = Fold(len(leaves), torch.add)
-        for rank in blocks.of(process):
-            fold.push(Node(rank, rank + 1), leaves[rank].clone())
+        block, roots = blocks.of(process), []
+        stops = [rank + 1 for rank in block]
+        for rank, merges in zip(block, count_merges(block.start, stops, len(leaves)), strict=True):
+            value = leaves[rank].clone()
+            for _ in range(merges):
+                value = roots.pop() + value
+            roots.append(value)
         sums.append(torch.empty(VALUES))
-        roots = [value for _, value in fold.held]
         pending.append(exchanges[-1].start(roots, sums[-1], len(leaves)))
     for each in pending:
         each.fold()
     for each in pending:
         each.finish()
-    assert not messages
     assert all(torch.equal(each, sums[0]) for each in sums)
     return sums[0], max(each.bytes_sent for each in exchanges)
 

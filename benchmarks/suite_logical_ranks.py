@@ -18,7 +18,6 @@ from torch.utils.data.distributed import DistributedSampler
 from lightning_d9m import DDPDeterministicStrategy
 from lightning_d9m.control.data.resumable_sampler import MicroBatchIndices
 from lightning_d9m.lightning.logical_ranks import loaders
-from lightning_d9m.logical_ranks.batches import BlockBatchSampler
 
 RANKS = int(os.environ["SUITE_LOGICAL_RANKS"])
 # The arguments that leave the choice to Lightning, or say what it chooses on a CPU.
@@ -30,7 +29,7 @@ _CHOSEN = {
 }
 
 
-class SameBatches(BlockBatchSampler):
+class SameBatches(loaders.BlockBatchSampler):
     """Gives each logical rank all samples."""
 
     def __len__(self) -> int:

@@ -5,7 +5,7 @@ python docs/draw_logical_ranks.py writes docs/images/logical-ranks.svg.
 
 from pathlib import Path
 
-from lightning_d9m.logical_ranks.tree import Blocks, Node, list_roots
+from lightning_d9m.logical_ranks.tree import Blocks, Node, find_roots
 
 LEAVES = 8
 STEP = 36
@@ -38,7 +38,7 @@ def place(node: Node, left: float) -> tuple[float, float]:
 def draw_panel(processes: int, left: float) -> list[str]:
     """Draw the tree, with each node in the color of the process that computes it alone."""
     blocks = Blocks(LEAVES, processes)
-    roots = list_roots(blocks)
+    roots = [find_roots(blocks.of(process), LEAVES) for process in range(processes)]
     title = f"{processes} processes"
     parts = [f'<text x="{left + LEAVES * STEP / 2}" y="24">{title}</text>']
     nodes = list_nodes()

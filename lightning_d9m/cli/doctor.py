@@ -28,7 +28,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     from lightning_d9m.audit.device import try_device
     from lightning_d9m.control.doctor import find_problems
-    from lightning_d9m.horovod.doctor import check_installation
+    from lightning_d9m.horovod.environment import check_installation
     from lightning_d9m.ledger.stack import capture_stack
 
     findings = [*find_problems(), *check_installation()]

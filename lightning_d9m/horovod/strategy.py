@@ -1,7 +1,7 @@
 """``Trainer(strategy="horovod_d9m")``: bit-exact training in the processes of ``horovodrun``."""
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partialmethod
@@ -22,8 +22,12 @@ from lightning_d9m.lightning.logical_ranks.strategy import DDPDeterministicStrat
 from lightning_d9m.lightning.packages import combined_base
 from lightning_d9m.lightning.strategies import register_in_loaded_packages
 from lightning_d9m.logical_ranks.collectives import send_tensors, watch_function
-from lightning_d9m.logical_ranks.gradients import BUCKET_BYTES, LogicalGradients, check_options
-from lightning_d9m.logical_ranks.malloc import disable_malloc_trim
+from lightning_d9m.logical_ranks.gradients import (
+    BUCKET_BYTES,
+    LogicalGradients,
+    check_options,
+    disable_malloc_trim,
+)
 from lightning_d9m.logical_ranks.tree import Blocks
 from lightning_d9m.ranks.groups import (
     close_group_at_exit,
@@ -45,15 +49,6 @@ _VARIABLES = (
 )
 
 
-def read_ranks(environment: Mapping[str, str]) -> tuple[int, int, int, int]:
-    """Read rank, size, local rank and node rank; without a launcher, return a single process."""
-    for names in _VARIABLES:
-        if names[0] in environment:
-            rank, size, local_rank, node_rank = (int(environment.get(n, "0")) for n in names)
-            return rank, max(1, size), local_rank, node_rank
-    return 0, 1, 0, 0
-
-
 class HorovodEnvironment(_Environment):  # type: ignore[misc] # of what is loaded
     """The processes that ``horovodrun`` or ``mpirun`` started.
 
@@ -64,7 +59,11 @@ class HorovodEnvironment(_Environment):  # type: ignore[misc] # of what is loade
 
     def __init__(self) -> None:
         super().__init__()
-        self._ranks = read_ranks(os.environ)
+        self._ranks = (0, 1, 0, 0)  # without a launcher
+        for names in reversed(_VARIABLES):
+            if names[0] in os.environ:
+                rank, size, *places = (int(os.environ.get(name, "0")) for name in names)
+                self._ranks = (rank, max(1, size), *places)
 
     def update(self, hvd: Any) -> None:
         """Read the ranks from Horovod, once it is initialized."""

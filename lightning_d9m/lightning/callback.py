@@ -64,8 +64,12 @@ from lightning_d9m.lightning.strategies import (
 from lightning_d9m.lightning.trainer_attributes import Trainer, ranks_of
 from lightning_d9m.lightning.trainer_recorder import FitSummary, TrainerRecorder
 from lightning_d9m.lightning.trainer_session import TrainerSession, resolve_settings, select_given
-from lightning_d9m.ranks.groups import close_group_at_exit
-from lightning_d9m.ranks.liveness import RankLiveness, add_lost_ranks, connect_liveness
+from lightning_d9m.ranks.groups import (
+    RankLiveness,
+    add_lost_ranks,
+    close_group_at_exit,
+    connect_liveness,
+)
 from lightning_d9m.recording.run import RunOptions
 
 _Callback: Any = combined_base("callbacks.Callback")

@@ -2,14 +2,11 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-
-from lightning_d9m.logical_ranks.tree import find_roots
 
 _HALVES = frozenset({torch.float16, torch.bfloat16})
 _CHUNK = 2**18  # elements; several such chunks fit in the second cache of a core
@@ -86,12 +83,6 @@ class Part(ABC):
             value = value if out is None or value is out else out.copy_(value)
             end(value)
         return value
-
-
-def count_merges(block: range, leaves: int) -> list[int]:
-    """Return, for each leaf of a block, the number of held nodes to which it is added."""
-    held = [len(find_roots(block[:count], leaves)) for count in range(len(block) + 1)]
-    return [before + 1 - after for before, after in pairwise(held)]
 
 
 def add_pair(left: Tensor | None, right: Tensor | None, out: Tensor | None = None) -> Tensor | None:

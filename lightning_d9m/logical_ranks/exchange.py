@@ -1,9 +1,9 @@
-"""The sum of the roots that all processes hold, by any of three exchanges with the same bits.
+"""The sum of the roots that all processes hold, by either of two exchanges with the same bits.
 
 The processes of one host write their roots to memory that all of them read: process ``q`` folds the
-``q``-th part of each chunk there, and all copy the results. Processes of several hosts do the same
-by messages, and devices by an all-to-all and an all-gather. With one root for each process these
-send as many bytes as a ring all-reduce.
+``q``-th part of each chunk there, and all copy the results. Processes of several hosts, and
+devices, do the same by two all-to-alls. With one root for each process these send as many bytes as
+a ring all-reduce.
 
 The tree alone decides the order of every addition, so the choice of the exchange, of chunks and of
 shards changes no bit. There is one exception: which of two NaNs an addition returns is up to the
@@ -11,7 +11,7 @@ processor. Therefore every NaN of a result is replaced by torch's ``nan``.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,12 +20,8 @@ from torch import Tensor, distributed
 
 from lightning_d9m.logical_ranks.accumulation import add_wide, is_half, split_in_chunks
 from lightning_d9m.logical_ranks.shared_memory import SLOT_BYTES, SharedMemory, open_shared_memory
-from lightning_d9m.logical_ranks.tree import Blocks, Fold, list_roots
+from lightning_d9m.logical_ranks.tree import Blocks, count_merges, find_roots
 
-# A send waits for what is being received, so few messages are fast; small ones overlap more.
-MESSAGE_BYTES = 6 * 2**20
-# The tags of messages: those of one tag arrive in their order, however long others take.
-_ROOTS, _RESULTS = 0x0D9A, 0x0D9B
 STEP = 16  # shards begin at multiples of 64 bytes of float32
 
 
@@ -39,13 +35,12 @@ class RootExchange:
         process: This process.
         group: The process group of torch.distributed whose ranks are the processes; None is the
             default group. One process needs none.
-        message_bytes: Size of what each process sends to another at once.
+        slot_bytes: Size of a chunk in shared memory.
         shares_memory: Whether processes on one host share memory.
 
     Attributes:
         roots: The nodes of every process, whose values it sends.
-        bytes_sent: The bytes of all messages of this process so far, and of what it has written to
-            shared memory.
+        bytes_sent: The bytes that this process has sent so far, or written to shared memory.
         flushes: Whether additions of this thread return zero for subnormal numbers.
     """
 
@@ -55,15 +50,17 @@ class RootExchange:
         process: int,
         group: Any = None,
         *,
-        message_bytes: int = MESSAGE_BYTES,
+        slot_bytes: int = SLOT_BYTES,
         shares_memory: bool = True,
     ) -> None:
         self.blocks = blocks
         self.process = process
-        self.roots = list_roots(blocks)
-        self._nodes = [node for nodes in self.roots for node in nodes]
+        leaves = blocks.logical_ranks
+        self.roots = [find_roots(blocks.of(each), leaves) for each in range(blocks.processes)]
+        stops = [stop for nodes in self.roots for _, stop in nodes]
+        self._merges = count_merges(0, stops, leaves)
         self.bytes_sent = 0
-        self._message_bytes = message_bytes
+        self._slot_bytes = slot_bytes
         self._shares_memory = shares_memory
         self._memory: SharedMemory | None = None
         self.group: Any = None
@@ -72,14 +69,9 @@ class RootExchange:
             assert self.group is not None, "torch.distributed is not initialized"
             place = self.group.size(), self.group.rank()
             assert place == (blocks.processes, process), "it is not a group of all processes"
-        self.restart()
-
-    def restart(self) -> None:
-        """Forget the sums that were started, when Gloo does not use their memory any more."""
-        self.close()
-        self._is_asked = not self._shares_memory  # whether the processes have tried
         # Processes must agree on this flag of the processor, which changes bits.
         self.flushes = torch.tensor([2.0**-149]).add(0.0).item() == 0.0
+        self.close()
 
     @property
     def sends_leaves(self) -> bool:
@@ -99,35 +91,27 @@ class RootExchange:
         """
         assert len(roots) == len(self.roots[self.process])
         kind = LocalSum
-        if self.blocks.processes > 1 and result.device.type != "cpu":
-            kind = CollectiveSum
-        elif self.blocks.processes > 1:
-            kind = MessageSum if self.memory is None else SharedSum
+        if self.blocks.processes > 1:
+            on_device = result.device.type != "cpu"
+            kind = AllToAllSum if on_device or self.memory is None else SharedSum
         return kind(self, roots, result, divisor)
 
     def close(self) -> None:
-        """Release memory."""
+        """Forget the sums that were started, when Gloo does not use their memory any more."""
         if self._memory is not None:
             self._memory.disconnect()
             self._memory = None
+        self._is_asked = not self._shares_memory  # whether the processes have tried
 
     @property
     def memory(self) -> SharedMemory | None:
         """The memory that all processes share; None unless they are on one host."""
         if not self._is_asked:
             self._is_asked = True
-            slot_bytes = min(self._message_bytes, SLOT_BYTES)
             self._memory = open_shared_memory(
-                self.process, self.blocks.processes, self.group, slot_bytes
+                self.process, self.blocks.processes, self.group, self._slot_bytes
             )
         return self._memory
-
-    def chunks(self, result: Tensor) -> list[slice]:
-        """Return the parts of a result, of nearly equal size."""
-        length, processes = len(result), self.blocks.processes
-        count = math.ceil(result.nbytes / (self._message_bytes * processes))
-        size = round_up(-(-length // max(1, count)), STEP * processes)
-        return [slice(start, min(start + size, length)) for start in range(0, length, size)]
 
     def shards(self, chunk: slice) -> list[slice]:
         """Return the part of a chunk that each process folds; the last ones may be empty."""
@@ -135,34 +119,19 @@ class RootExchange:
         starts = range(chunk.start, chunk.start + size * self.blocks.processes, size)
         return [slice(min(s, chunk.stop), min(s + size, chunk.stop)) for s in starts]
 
-    @property
-    def peers(self) -> Iterator[int]:
-        """The other processes, beginning with the next one, so that not all send to one at once."""
-        count = self.blocks.processes
-        for distance in range(1, count):
-            yield (self.process + distance) % count
-
     def fold(self, values: Sequence[Sequence[Tensor]], result: Tensor, divisor: int) -> None:
         """Write the divided sum of all processes' values to the result; values are scratch."""
         tensors = [each for part in values for each in part]
         for *parts, out in zip(*map(split_in_chunks, (*tensors, result)), strict=True):
-            self._fold_chunk(parts, out, divisor)
-
-    def _fold_chunk(self, values: Sequence[Tensor], result: Tensor, divisor: int) -> None:
-        additions = len(self._nodes) - 1
-
-        def add(left: Tensor, right: Tensor) -> Tensor:
-            nonlocal additions
-            additions -= 1
-            return add_wide(left, right, None if additions else result)
-
-        fold = Fold[Tensor](self.blocks.logical_ranks, add)
-        for node, value in zip(self._nodes, values, strict=True):
-            fold.push(node, value)
-        ((_, total),) = fold.held
-        if is_half(total):
-            total = total.float()
-        end_sum(total, divisor, result)
+            held: list[Tensor] = []
+            for place, (value, merges) in enumerate(zip(parts, self._merges, strict=True), 1):
+                total = value
+                for left in range(merges, 0, -1):
+                    is_last = place == len(parts) and left == 1
+                    total = add_wide(held.pop(), total, out if is_last else None)
+                held.append(total)
+            (total,) = held
+            end_sum(total.float() if is_half(total) else total, divisor, out)
 
 
 def end_sum(total: Tensor, divisor: int, result: Tensor | None = None) -> None:
@@ -201,121 +170,58 @@ class LocalSum:
         """Start to send the roots."""
 
     def fold(self) -> None:
-        """Sum what others wait for, before any sum is finished; only messages are."""
+        """Sum what others wait for, before any sum is finished."""
 
     def finish(self) -> None:
         """Write the result."""
-        self._fold([self.roots], self.result)
-
-    def _fold(self, values: Sequence[Sequence[Tensor]], result: Tensor) -> None:
-        self.exchange.fold(values, result, self.divisor)
+        self.exchange.fold([self.roots], self.result, self.divisor)
 
 
-class MessageSum(LocalSum):
-    """The sum of CPUs that share no memory: messages travel while backward passes and folds run.
+class AllToAllSum(LocalSum):
+    """The sum by an all-to-all of the roots of all shards, and one of the folded shards.
 
-    A process receives the roots of its shards from the others, and sends them its roots of theirs.
-    When the sum is finished it folds its shards, sends the results to all, and receives those of
-    the others in their places: who sends a result has received all roots of that place.
-    """
-
-    def __post_init__(self) -> None:
-        self._group = self.exchange.group
-        self._works: list[Any] = []
-        chunks = self.exchange.chunks(self.result)
-        self._chunks = [self.exchange.shards(chunk) for chunk in chunks]
-        self._received = [self._start(shards) for shards in self._chunks]
-
-    def fold(self) -> None:
-        """Sum this process's shards."""
-        for shards, received in zip(self._chunks, self._received, strict=True):
-            self._sum(shards, received)
-        self._chunks.clear()
-        self._received.clear()
-
-    def finish(self) -> None:
-        """Wait for the results of the others."""
-        self.fold()
-        for work in self._works:
-            work.wait()
-
-    def _start(self, shards: list[slice]) -> dict[int, tuple[list[Tensor], list[Any]]]:
-        """Send the roots of a chunk; return where those of each process arrive, and what waits."""
-        received = {}
-        mine = shards[self.exchange.process]
-        for peer in self.exchange.peers:
-            count = len(self.exchange.roots[peer])
-            values = self.roots[0].new_empty(count, mine.stop - mine.start).unbind()
-            works = [self._group.recv([each], peer, _ROOTS) for each in values if len(each)]
-            received[peer] = [*values], works
-            for root in self.roots:
-                self._send(root[shards[peer]], peer, _ROOTS)
-        return received
-
-    def _send(self, values: Tensor, peer: int, tag: int) -> None:
-        if len(values):
-            self._works.append(self._group.send([values], peer, tag))
-            self.exchange.bytes_sent += values.nbytes
-
-    def _sum(
-        self, shards: list[slice], received: dict[int, tuple[list[Tensor], list[Any]]]
-    ) -> None:
-        """Fold this process's shard of a chunk; send it, and receive those of the others."""
-        exchange = self.exchange
-        for peer in exchange.peers:
-            if len(result := self.result[shards[peer]]):
-                self._works.append(self._group.recv([result], peer, _RESULTS))
-        mine = shards[exchange.process]
-        if mine.start == mine.stop:
-            return
-        for _, works in received.values():
-            for work in works:
-                work.wait()
-        own = [root[mine] for root in self.roots]
-        values = [
-            received[process][0] if process in received else own
-            for process in range(exchange.blocks.processes)
-        ]
-        self._fold(values, self.result[mine])
-        for peer in exchange.peers:
-            self._send(self.result[mine], peer, _RESULTS)
-
-
-class CollectiveSum(LocalSum):
-    """The sum of devices: an all-to-all of shards, the fold of one's own, and an all-gather.
-
-    The first collective starts with the sum; the order of the stream is that of all processes.
+    The first starts with the sum, so that it runs while backward passes do.
     """
 
     def __post_init__(self) -> None:
         exchange, roots = self.exchange, self.roots
-        processes, length = exchange.blocks.processes, len(self.result)
-        self._size = size = round_up(-(-length // processes), STEP)
-        sent = roots[0]
-        if len(roots) > 1 or length < size * processes:
-            sent = sent.new_empty(len(roots) * size * processes)
-            rows = sent.view(processes, len(roots), size)
-            for index, root in enumerate(roots):
-                for row, part in zip(rows, root.split(size), strict=False):
-                    row[index, : len(part)] = part
+        self._shards = exchange.shards(slice(0, len(self.result)))
+        self._sizes = [shard.stop - shard.start for shard in self._shards]
+        size = self._sizes[exchange.process]
         self._counts = [len(nodes) * size for nodes in exchange.roots]
-        # What is sent is kept until it has arrived.
-        self._sent, self._received = sent, sent.new_empty(sum(self._counts))
-        exchange.bytes_sent += len(roots) * size * (processes - 1) * sent.element_size()
-        counts = [len(roots) * size] * processes
-        self._work = exchange.group.alltoall_base(self._received, sent, self._counts, counts)
+        self._received: Tensor | None = roots[0].new_empty(sum(self._counts))
+        parts = [root[shard] for shard in self._shards for root in roots]
+        sent = roots[0] if len(roots) == 1 else torch.cat(parts)
+        counts = [len(roots) * each for each in self._sizes]
+        self._send(sent, counts, self._received, self._counts)
+
+    def _send(self, sent: Tensor, counts: list[int], received: Tensor, places: list[int]) -> None:
+        exchange = self.exchange
+        exchange.bytes_sent += (len(sent) - counts[exchange.process]) * sent.element_size()
+        self._sent = sent  # until it has arrived
+        self._work = exchange.group.alltoall_base(received, sent, places, counts)
+
+    def fold(self) -> None:
+        """Sum this process's shard, and send it to all."""
+        if self._received is None:
+            return
+        self._work.wait()
+        exchange = self.exchange
+        size, parts = self._sizes[exchange.process], self._received.split(self._counts)
+        values = [
+            part.view(len(nodes), size).unbind()
+            for part, nodes in zip(parts, exchange.roots, strict=True)
+        ]
+        mine = self.result.new_empty(size)
+        exchange.fold(values, mine, self.divisor)
+        self._received = None
+        processes = exchange.blocks.processes
+        self._send(mine.repeat(processes), [size] * processes, self.result, self._sizes)
 
     def finish(self) -> None:
-        """Fold this process's shard, and gather the results."""
-        exchange, result, size = self.exchange, self.result, self._size
+        """Wait for the results of the others."""
+        self.fold()
         self._work.wait()
-        parts = self._received.split(self._counts)
-        mine = result.new_empty(size)
-        self._fold([list(part.view(-1, size).unbind()) for part in parts], mine)
-        gathered = result.new_empty(size * exchange.blocks.processes)
-        exchange.bytes_sent += mine.nbytes * (exchange.blocks.processes - 1)
-        exchange.group.allgather([list(gathered.split(size))], [mine]).wait()
-        result.copy_(gathered[: len(result)])
 
 
 class SharedSum(LocalSum):
@@ -377,16 +283,15 @@ class SharedSum(LocalSum):
             for process in range(self.exchange.blocks.processes)
         ]
         result = self.result[mine]
-        self._fold(values, result)
+        self.exchange.fold(values, result, self.divisor)
         self._find_result(me, index, mine).copy_(result)
         self.exchange.bytes_sent += result.nbytes
 
     def _collect(self, index: int) -> None:
         """Read the results of the others."""
-        shards = self.exchange.shards(self._chunks[index])
-        for peer in self.exchange.peers:
-            shard = shards[peer]
-            self.result[shard] = self._find_result(peer, index, shard)
+        for peer, shard in enumerate(self.exchange.shards(self._chunks[index])):
+            if peer != self.exchange.process:
+                self.result[shard] = self._find_result(peer, index, shard)
 
     def _view(self, process: int, index: int) -> Tensor:
         """Return the roots of a process, one in each row."""

@@ -68,8 +68,11 @@ class MetricStates:
             states = {rank: self._get(metric, rank) for rank in self._block}
             vars(metric)[_KEPT] = (_read(metric), states)
 
-    def _start(self, metric: Any) -> None:
-        """Continue from the states of the last run, or from that which the metric has now."""
+    def _get(self, metric: Any, rank: int) -> dict[str, Any]:
+        return self._states.get((id(metric), rank)) or _make_default(metric)
+
+    def _attach(self, metric: Any) -> None:
+        # It continues from the states of the last run, or from that which it has now.
         live = _read(metric)
         before, states = vars(metric).pop(_KEPT, ({}, {}))
         if any(live[name] is not before.get(name) for name in live):
@@ -79,12 +82,6 @@ class MetricStates:
                 name: value.clone() if isinstance(value, Tensor) else copy(value)
                 for name, value in live.items()
             }
-
-    def _get(self, metric: Any, rank: int) -> dict[str, Any]:
-        return self._states.get((id(metric), rank)) or _make_default(metric)
-
-    def _attach(self, metric: Any) -> None:
-        self._start(metric)
         replace = self._patches.replace
         replace(metric, "reset", partial(self._reset, metric, metric.reset))
         replace(metric, "_sync_dist", partial(self._synchronize, metric))

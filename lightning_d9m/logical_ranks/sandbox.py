@@ -155,28 +155,23 @@ class Sandbox:
         """Take the versions of the weights, which no backward pass may change."""
         self._versions = self._read_versions()
 
-    def check_backward(self) -> None:
-        """Refuse weights that the backward pass has changed.
+    @_disable_current_modes()
+    def end(self, rank: int, *, last: bool = False) -> None:
+        """Note what a logical rank has changed, and put it back unless it is the last one here.
 
         Raises:
-            SettingError: If there are any.
+            SettingError: If it cannot be put back, or the backward pass has changed weights.
         """
-        for name, versions in self._read_versions().items():
-            if versions != self._versions[name]:
+        versions, self._versions = self._versions, {}
+        now = self._read_versions() if versions else {}
+        for name in now:
+            if versions[name] != now[name]:
                 raise SettingError(
                     f"The backward pass changes the parameter {name!r}, as an optimizer in a hook "
                     "of a gradient does, before the gradients of all logical ranks are summed: "
                     "return the optimizer from configure_optimizers, or train without "
                     "logical_ranks."
                 )
-
-    @_disable_current_modes()
-    def end(self, rank: int, *, last: bool = False) -> None:
-        """Note what a logical rank has changed, and put it back unless it is the last one here.
-
-        Raises:
-            SettingError: If it cannot be put back.
-        """
         if self._watch is None:
             return
         record = self._records[rank] = _Record()
@@ -239,7 +234,13 @@ class Sandbox:
                 "a hook such as on_train_batch_end, or in the first step already."
             )
         if isinstance(kind, Dict):
-            self._note_parts(node, record)
+            for path, key, first, part in node.find_parts():
+                if owner is self._module and key in self._hidden:
+                    continue
+                if first is MISSING and kind is DICT:
+                    record.added.setdefault(node.path, (node, []))[1].append((key, part))
+                else:
+                    record.changes[path] = self._make_change(path, node, (key,), part)
         elif (added := _find_added(node)) is not None:
             record.added[node.path] = node, added
         else:
@@ -247,15 +248,6 @@ class Sandbox:
                 self._changing.add(id(owner))
                 kind = TENSOR
             record.changes[node.path] = self._make_change(node.path, node, None, kind.read(owner))
-
-    def _note_parts(self, node: Node, record: _Record) -> None:
-        for path, key, first, part in node.find_parts():
-            if node.owner is self._module and key in self._hidden:
-                continue
-            if first is MISSING and node.kind is DICT:
-                record.added.setdefault(node.path, (node, []))[1].append((key, part))
-            else:
-                record.changes[path] = self._make_change(path, node, (key,), part)
 
     def _note_opaque(self, node: Node) -> None:
         package = type(node.owner).__module__.partition(".")[0]

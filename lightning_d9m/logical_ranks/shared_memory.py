@@ -7,14 +7,15 @@ import socket
 import struct
 import weakref
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import Tensor, distributed
 
-from lightning_d9m.ranks.groups import gather_bytes
+from lightning_d9m.errors import D9mError
+from lightning_d9m.ranks.groups import ranks_of_group
 
 # One chunk is packed while another is folded and a third is collected.
 _SLOTS = 3
@@ -36,10 +37,17 @@ class SharedMemory:
         taken: How many chunks have been summed, the same on every process.
     """
 
-    def __init__(self, memory: mmap.mmap, sockets: list[socket.socket], slot_bytes: int) -> None:
+    def __init__(
+        self, memory: mmap.mmap, sockets: list[socket.socket], slot_bytes: int, timeout: timedelta
+    ) -> None:
+        seconds = struct.pack("ll", int(timeout.total_seconds()), timeout.microseconds)
+        for each in sockets:
+            # A timeout of Python's would cost another call of the system for each wait.
+            each.settimeout(None)
+            each.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, seconds)
         self._files = [each.detach() for each in sockets]
         # Not before: a thread may still wait, and another file could get the number of a socket.
-        weakref.finalize(self, _close_files, self._files)
+        weakref.finalize(self, lambda files: [*map(os.close, files)], self._files)
         self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
         self.slot_bytes = slot_bytes
         self.own_bytes = _SLOTS * slot_bytes
@@ -88,24 +96,24 @@ def open_shared_memory(
         None on every process if one of them is on another host or gets no memory.
     """
     slot_bytes = -(-slot_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-    opening = _Opening(process, processes, _SLOTS * slot_bytes)
-    with ExitStack() as stack:
-        stack.callback(opening.close)
+    opening, ranks = _Opening(process, processes, _SLOTS * slot_bytes), ranks_of_group(group)
+    try:
         # Each step needs that the one before has succeeded on all processes.
-        address = opening.try_to(opening.listen)
-        addresses = gather_bytes(address, group)
-        is_connected = all(addresses) and opening.try_to(opening.connect, addresses)
-        if not all(gather_bytes(b"1" if is_connected else b"", group)):
-            return None
-        is_mapped = opening.try_to(opening.map, addresses)
-        if not all(gather_bytes(is_mapped, group)):
-            return None
-        stack.pop_all()
-    sockets = opening.take_sockets()
-    for each in sockets:
-        _limit_waits(each, _find_timeout(group))
-    assert opening.memory is not None
-    return SharedMemory(opening.memory, sockets, slot_bytes)
+        addresses = ranks.gather_bytes(ranks.raise_on_all(opening.listen))
+        ranks.raise_on_all(lambda: opening.connect(addresses))
+        memory = ranks.raise_on_all(lambda: opening.map(addresses))
+        order = [(process + distance) % processes for distance in range(1, processes)]
+        sockets = [opening.sockets.pop(peer) for peer in order]  # the next process comes first
+    # A system may have no such memory or sockets, or process 0 has closed that of this one.
+    except (OSError, AttributeError, ValueError, D9mError):
+        return None
+    finally:
+        opening.close()
+    if hasattr(group, "_get_backend"):  # of torch.distributed, around that of Gloo
+        group = group._get_backend(torch.device("cpu"))  # noqa: SLF001 - not public
+    options = getattr(group, "options", None)
+    timeout = getattr(options, "_timeout", distributed.default_pg_timeout)
+    return SharedMemory(memory, sockets, slot_bytes, timeout)
 
 
 class _Opening:
@@ -119,18 +127,7 @@ class _Opening:
         self._size = size * processes
         self._file = -1
         self._listener: socket.socket | None = None
-        self._sockets: dict[int, socket.socket] = {}
-        self.memory: mmap.mmap | None = None
-
-    def try_to(self, step: Any, *args: Any) -> bytes:
-        """Return what a step returns, or nothing if the system refuses it."""
-        try:
-            found: bytes = step(*args)
-        # A system may have no such memory or sockets, or process 0 has closed that of this one.
-        except (OSError, AttributeError, ValueError):
-            self.close()
-            return b""
-        return found
+        self.sockets: dict[int, socket.socket] = {}
 
     def listen(self) -> bytes:
         """Let the other processes connect; return the address and a secret."""
@@ -144,43 +141,38 @@ class _Opening:
         self._listener.settimeout(0)
         return secret + name.encode()
 
-    def connect(self, addresses: Sequence[bytes]) -> bytes:
+    def connect(self, addresses: Sequence[bytes]) -> None:
         """Connect to the processes before this one, which need not answer yet."""
         secret = addresses[self._process][:_SECRET_BYTES]
         for peer, address in enumerate(addresses[: self._process]):
-            link = self._sockets[peer] = socket.socket(socket.AF_UNIX)
+            link = self.sockets[peer] = socket.socket(socket.AF_UNIX)
             link.settimeout(_CONNECT_SECONDS)
             link.connect(b"\0" + address[_SECRET_BYTES:])
             link.sendall(secret + self._process.to_bytes(_SECRET_BYTES, "little"))
-        return b"1"
 
-    def map(self, addresses: Sequence[bytes]) -> bytes:
+    def map(self, addresses: Sequence[bytes]) -> mmap.mmap:
         """Accept the processes after this one, and map the memory."""
         assert self._listener is not None
-        while len(self._sockets) < self._processes - 1:
-            link, _ = self._listener.accept()
-            peer = _identify(link, addresses)
-            if peer is None:
-                link.close()
-                continue
-            self._sockets[peer] = link
-            if self._process == 0:
-                socket.send_fds(link, [b"\0"], [self._file])
-        if self._process:
-            _, (self._file,), _, _ = socket.recv_fds(self._sockets[0], 1, 1)
-        self.memory = mmap.mmap(self._file, self._size)
-        return b"1"
-
-    def take_sockets(self) -> list[socket.socket]:
-        """Return the sockets, beginning with that to the next process, and close the others."""
-        order = [(self._process + i) % self._processes for i in range(1, self._processes)]
-        sockets = [self._sockets.pop(peer) for peer in order]
-        self.close()
-        return sockets
+        try:
+            while len(self.sockets) < self._processes - 1:
+                link, _ = self._listener.accept()
+                peer = _identify(link, addresses)
+                if peer is None:
+                    link.close()
+                    continue
+                self.sockets[peer] = link
+                if self._process == 0:
+                    socket.send_fds(link, [b"\0"], [self._file])
+            if self._process:
+                _, (self._file,), _, _ = socket.recv_fds(self.sockets[0], 1, 1)
+            return mmap.mmap(self._file, self._size)
+        except OSError:
+            self.close()  # no process waits for this one
+            raise
 
     def close(self) -> None:
         """Close what is open."""
-        for link in (self._listener, *self._sockets.values()):
+        for link in (self._listener, *self.sockets.values()):
             if link is not None:
                 link.close()
         if self._file >= 0:
@@ -198,24 +190,3 @@ def _identify(link: socket.socket, addresses: Sequence[bytes]) -> int | None:
         ):
             return peer
     return None
-
-
-def _find_timeout(group: Any) -> timedelta:
-    """Return how long the operations of a group may take."""
-    if hasattr(group, "_get_backend"):  # of torch.distributed, around that of Gloo
-        group = group._get_backend(torch.device("cpu"))  # noqa: SLF001 - not public
-    options = getattr(group, "options", None)
-    found: timedelta = getattr(options, "_timeout", distributed.default_pg_timeout)
-    return found
-
-
-def _close_files(files: Sequence[int]) -> None:
-    for file in files:
-        os.close(file)
-
-
-def _limit_waits(link: socket.socket, limit: timedelta) -> None:
-    # A timeout of Python's would cost another call of the system for each wait.
-    link.settimeout(None)
-    seconds = struct.pack("ll", int(limit.total_seconds()), limit.microseconds)
-    link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, seconds)

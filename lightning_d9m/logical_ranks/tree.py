@@ -9,13 +9,12 @@ A process adds the subtrees that lie inside its block. Their roots are all that 
 needed to finish the sum, on any process, and in any order of arrival.
 """
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Generic, NamedTuple, TypeVar
+from itertools import pairwise
+from typing import NamedTuple
 
 from lightning_d9m.errors import SettingError
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,53 +65,35 @@ class Node(NamedTuple):
     stop: int
 
 
-def find_parent(left: Node, right: Node, leaves: int) -> Node | None:
-    """Return the parent of two nodes of the tree, or None if they are not its two children."""
-    width = left.stop - left.start
-    # A left child is never cut, so its width is a power of two.
-    is_left_child = width & (width - 1) == 0 and left.start % (2 * width) == 0
-    parent = Node(left.start, min(left.start + 2 * width, leaves))
-    return parent if is_left_child and right == (left.stop, parent.stop) else None
-
-
-class Fold(Generic[T]):
-    """The sums of those complete subtrees whose leaves have come in.
-
-    Like a binary counter, it adds two values as soon as both are there. While a block of ``k``
-    leaves that is a subtree comes in, it holds at most ``ceil(log2(k)) + 1`` values.
-
-    Args:
-        leaves: The number of leaves of the tree.
-        add: Adds the values of a left and a right child. It may change both.
-    """
-
-    def __init__(self, leaves: int, add: Callable[[T, T], T]) -> None:
-        self._leaves = leaves
-        self._add = add
-        self.held: list[tuple[Node, T]] = []
-
-    def push(self, node: Node, value: T) -> None:
-        """Add the value of the node that follows those that came in before."""
-        while self.held and (parent := find_parent(self.held[-1][0], node, self._leaves)):
-            value = self._add(self.held.pop()[1], value)
-            node = parent
-        self.held.append((node, value))
-
-
-def find_roots(block: range, leaves: int) -> tuple[Node, ...]:
+def find_roots(block: range, leaves: int) -> list[Node]:
     """Return the roots of the largest subtrees inside a contiguous block, in order.
 
     >>> find_roots(range(1, 5), 8)
-    (Node(start=1, stop=2), Node(start=2, stop=4), Node(start=4, stop=5))
+    [Node(start=1, stop=2), Node(start=2, stop=4), Node(start=4, stop=5)]
     """
-    fold = Fold[None](leaves, lambda _left, _right: None)
-    for leaf in block:
-        fold.push(Node(leaf, leaf + 1), None)
-    return tuple(node for node, _ in fold.held)
+    roots = []
+    start = block.start
+    while start < block.stop:
+        width = 1
+        # A parent begins at a multiple of its width, and is cut at the number of leaves.
+        while width < leaves and start % (2 * width) == 0:
+            if min(start + 2 * width, leaves) > block.stop:
+                break
+            width *= 2
+        roots.append(Node(start, min(start + width, leaves)))
+        start = roots[-1].stop
+    return roots
 
 
-def list_roots(blocks: Blocks) -> tuple[tuple[Node, ...], ...]:
-    """Return the roots of every process's block."""
-    return tuple(
-        find_roots(blocks.of(process), blocks.logical_ranks) for process in range(blocks.processes)
-    )
+def count_merges(start: int, stops: Sequence[int], leaves: int) -> list[int]:
+    """Return, for each of adjacent nodes, to how many sums before it its value is added.
+
+    Each node ends at a stop, and the first one begins at ``start``. The sums that are held, like
+    the digits of a binary counter, are those of the roots of what has come in: at most
+    ``ceil(log2(k)) + 1`` for a block of ``k`` leaves that is a subtree.
+
+    >>> count_merges(0, [1, 2, 3, 4, 5], 5)
+    [0, 1, 0, 2, 1]
+    """
+    held = [len(find_roots(range(start, stop), leaves)) for stop in (start, *stops)]
+    return [before + 1 - after for before, after in pairwise(held)]

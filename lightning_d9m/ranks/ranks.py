@@ -105,7 +105,7 @@ class Ranks:
         ]
 
 
-_MAX_NAMES = 8
+_MAX_NAMES = 8  # that a message lists of a rank
 
 
 def agree(ranks: Ranks, activity: str, items: Sequence[str] = ()) -> None:
@@ -123,23 +123,13 @@ def agree(ranks: Ranks, activity: str, items: Sequence[str] = ()) -> None:
     if len(set(ranks.gather_bytes(digest, first=_SHORT_BYTES))) == 1:
         return
     found = ranks.gather_json([activity, [*items]])
-    activities = tuple(activity for activity, _ in found)
-    if len(set(activities)) > 1:
-        listed = "\n".join(f"  rank {rank}: {own}" for rank, own in enumerate(activities))
-        raise RanksDisagreeError(
-            f"The ranks are about to do different things and cannot continue:\n{listed}",
-            intents=activities,
-        )
-    sets = [frozenset(items) for _, items in found]
-    common = frozenset[str].intersection(*sets)
+    common = set(items).intersection(*(own for _, own in found))
     lines = []
-    for name in sorted(frozenset[str].union(*sets) - common):
-        have = [str(rank) for rank, items in enumerate(sets) if name in items]
-        lack = [str(rank) for rank, items in enumerate(sets) if name not in items]
-        lines.append(f"  {name}: yes on rank {', '.join(have)}; no on rank {', '.join(lack)}")
-    if len(lines) > _MAX_NAMES:
-        lines[_MAX_NAMES:] = [f"  and {len(lines) - _MAX_NAMES} more"]
-    listed = "\n".join(lines)
+    for rank, (name, own) in enumerate(found):
+        others = [item for item in own if item not in common]
+        named = ", ".join(others[:_MAX_NAMES]) + ", ..." * (len(others) > _MAX_NAMES)
+        lines.append(f"  rank {rank}: {name}" + (f" with {named}" if others else ""))
     raise RanksDisagreeError(
-        f"The ranks do not agree on what takes part in {activity}:\n{listed}", intents=activities
+        "The ranks are about to do different things and cannot continue:\n" + "\n".join(lines),
+        intents=tuple(name for name, _ in found),
     )

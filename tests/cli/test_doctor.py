@@ -13,7 +13,7 @@ from lightning_d9m.audit.device import compute_examples, try_device
 from lightning_d9m.control import doctor
 from lightning_d9m.control import environment as variables
 from lightning_d9m.control.doctor import CheckResult
-from lightning_d9m.horovod import doctor as horovod_doctor
+from lightning_d9m.horovod import environment as horovod_doctor
 from lightning_d9m.horovod.environment import PINNED
 from lightning_d9m.patches.registration import patches_applied
 from lightning_d9m.patches.triton import launch

@@ -46,7 +46,6 @@ def test_a_long_usage_is_broken_between_options():
         ("InexactResumeError", "This run cannot be resumed exactly from the checkpoint"),
         ("StackDifferenceError", "nondeterminism of this program"),
         ("RanksDisagreeError", "The ranks are about to do different things"),
-        ("RanksDisagreeError", "The ranks do not agree on what takes part in"),
         ("LedgerError", "The plot … cannot be written: …"),
     ],
 )

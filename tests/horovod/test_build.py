@@ -57,20 +57,17 @@ def no_tools_of_this_machine(monkeypatch, tmp_path):
         ("make", "make"),
         ("cmake", "cmake`; any venv"),
         ("mpicxx", "openmpi-bin"),
+        ("Python.h", "python3-dev"),
     ],
 )
-def test_a_missing_tool_is_named_with_its_debian_package(tools, describe, missing, package):
+def test_what_is_missing_is_named_with_its_debian_package(
+    tools, describe, monkeypatch, tmp_path, missing, package
+):
     environment = tools(*{"c++", "make", "cmake", "mpicxx"} - {missing})
+    if missing == "Python.h":
+        monkeypatch.setattr(build.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
     with pytest.raises(CommandError, match=f"apt-get install {package}"):
         describe(Target(torch="2", mpi=True), environment)
-
-
-def test_missing_headers_are_named_with_their_debian_package(
-    tools, describe, monkeypatch, tmp_path
-):
-    monkeypatch.setattr(build.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
-    with pytest.raises(CommandError, match="apt-get install python3-dev"):
-        describe(TARGET, tools("c++", "make", "cmake"))
 
 
 @pytest.fixture

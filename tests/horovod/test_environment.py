@@ -11,11 +11,7 @@ import torch
 from lightning_d9m.errors import SettingError, StackDifferenceError, TooLateError
 from lightning_d9m.horovod import environment as settings
 from lightning_d9m.horovod.environment import PINNED, compare_ranks, connect_store, set_variables
-from lightning_d9m.horovod.strategy import (
-    HorovodDeterministicStrategy,
-    HorovodEnvironment,
-    read_ranks,
-)
+from lightning_d9m.horovod.strategy import HorovodDeterministicStrategy, HorovodEnvironment
 
 
 @pytest.fixture(autouse=True)
@@ -98,13 +94,13 @@ OMPI = "OMPI_COMM_WORLD_"
     ],
 )
 def test_ranks_are_read_from_the_launcher_and_then_from_horovod(variables, expected, monkeypatch):
-    assert read_ranks(variables) == expected
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     environment = HorovodEnvironment()
     assert environment.detect()
     assert environment.creates_processes_externally
-    assert (environment.global_rank(), environment.world_size()) == expected[:2]
+    named = (environment.global_rank(), environment.world_size())
+    assert (*named, environment.local_rank(), environment.node_rank()) == expected
     places = {"rank": 3, "size": 4, "local_rank": 1, "cross_rank": 1}
     environment.update(SimpleNamespace(**{n: lambda v=v: v for n, v in places.items()}))
     assert (environment.global_rank(), environment.node_rank()) == (3, 1)

@@ -1,67 +1,47 @@
-"""Every exchange gives the bits of one fold in one process."""
+"""Both exchanges give the bits of one sum in one process."""
 
 import pytest
 import torch
 from gloo_threads import run_processes
-from logical_sums import average_leaves, bits, make_leaf
+from logical_sums import average_leaves, bits, hold_sums, make_leaf
 
-from lightning_d9m.logical_ranks.exchange import CollectiveSum, RootExchange
-from lightning_d9m.logical_ranks.tree import Blocks, Fold, Node
+from lightning_d9m.logical_ranks.exchange import RootExchange
+from lightning_d9m.logical_ranks.tree import Blocks, count_merges
 
-PAIRS = [(1, 1), (8, 1), (2, 2), (8, 2), (5, 3), (8, 3), (6, 4), (8, 4), (7, 5)]
-
-
-def fold_block(leaves, block, *, wide):
-    """Return the roots of a block, as the process computes them."""
-    fold = Fold(len(leaves), lambda left, right: left + right)
-    for leaf in block:
-        value = leaves[leaf].clone()
-        fold.push(Node(leaf, leaf + 1), value.float() if wide else value)
-    return [value for _, value in fold.held]
+PAIRS = [(1, 1), (8, 1), (2, 2), (8, 2), (5, 3), (8, 3), (6, 4), (8, 4), (7, 5), (8, 8)]
 
 
-def exchange_all(leaves, processes, **words):
-    """Return the results in shared memory, by messages and as on devices, on each process."""
+def check_exchanges(leaves, processes):
+    """Compare the results of both exchanges on each process with one sum."""
     blocks, dtype = Blocks(len(leaves), processes), leaves[0].dtype
+    expected = bits(average_leaves(leaves))
 
     def exchange(process, group):
-        results = []
-        for way in ("shared", "messages", "collectives"):
-            it = RootExchange(blocks, process, group, shares_memory=way == "shared", **words)
+        block = blocks.of(process)
+        for shares in (True, False):
+            it = RootExchange(blocks, process, group, slot_bytes=2**12, shares_memory=shares)
             wide = dtype.itemsize < 4 and not it.sends_leaves
-            roots = fold_block(leaves, blocks.of(process), wide=wide)
+            own = [leaves[rank].clone() for rank in block]
+            merges = count_merges(block.start, [rank + 1 for rank in block], len(leaves))
+            roots = hold_sums([leaf.float() for leaf in own] if wide else own, merges)
             result = torch.empty_like(leaves[0]) if wide else roots[-1]
-            if way == "collectives" and processes > 1:
-                CollectiveSum(it, roots, result, len(leaves)).finish()
-            else:
-                it.start(roots, result, len(leaves)).finish()
-            results.append(result)
-        return results
+            it.start(roots, result, len(leaves)).finish()
+            assert bits(result) == expected
 
-    return [result for results in run_processes(processes, exchange) for result in results]
+    run_processes(processes, exchange)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("logical_ranks", "processes"), PAIRS)
-def test_every_exchange_gives_the_bits_of_one_fold(logical_ranks, processes):
+def test_every_exchange_gives_the_bits_of_one_sum(logical_ranks, processes, dtype):
+    """Also of zeros, infinities, NaNs and subnormal numbers."""
     generator = torch.Generator().manual_seed(logical_ranks)
-    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
-        for length in (1, 5003):
-            leaves = [make_leaf([length], dtype, generator) for _ in range(logical_ranks)]
-            expected = bits(average_leaves(leaves))
-            for result in exchange_all(leaves, processes, message_bytes=2**12):
-                assert bits(result) == expected
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("processes", [1, 2, 3, 4, 8])
-def test_zeros_infinities_nans_and_subnormal_numbers_keep_their_bits(dtype, processes):
-    generator = torch.Generator().manual_seed(1)
-    leaves = [make_leaf([3001], dtype, generator, awkward=True) for _ in range(8)]
-    expected = average_leaves(leaves)
-    assert 0 < expected.isnan().sum() < 3001
-    assert expected.isinf().any()
-    for result in exchange_all(leaves, processes, message_bytes=2**12):
-        assert bits(result) == bits(expected)
+    for length, awkward in ((1, False), (5003, False), (3001, True)):
+        leaves = [
+            make_leaf([length], dtype, generator, awkward=awkward) for _ in range(logical_ranks)
+        ]
+        check_exchanges(leaves, processes)
+    assert 0 < average_leaves(leaves).isnan().sum() < 3001
 
 
 def test_a_sum_in_the_order_of_a_ring_differs():
@@ -71,19 +51,23 @@ def test_a_sum_in_the_order_of_a_ring_differs():
     assert bits(ring) != bits(average_leaves(leaves))
 
 
-def test_messages_have_the_bytes_of_a_ring_for_powers_of_two():
+@pytest.mark.parametrize(("logical_ranks", "processes"), [(2, 2), (8, 2), (4, 4), (8, 4)])
+@pytest.mark.parametrize("shares_memory", [False, True])
+def test_at_most_the_bytes_of_a_ring_are_sent_for_powers_of_two(
+    logical_ranks, processes, shares_memory
+):
     length = 4 * 3 * 16 * 64
-    for logical_ranks, processes in [(2, 2), (8, 2), (4, 4), (8, 4)]:
-        blocks = Blocks(logical_ranks, processes)
+    blocks = Blocks(logical_ranks, processes)
 
-        def send(process, group, blocks=blocks):
-            it = RootExchange(blocks, process, group, shares_memory=False, message_bytes=2**12)
-            root = torch.randn(length)
-            it.start([root], root).finish()
-            return it.bytes_sent
+    def send(process, group):
+        it = RootExchange(blocks, process, group, shares_memory=shares_memory)
+        root = torch.randn(length)
+        it.start([root], root).finish()
+        return it.bytes_sent
 
-        ring = 2 * 4 * length * (processes - 1) // processes
-        assert run_processes(processes, send) == [ring] * processes
+    ring = 2 * 4 * length * (processes - 1) // processes
+    for sent in run_processes(processes, send):
+        assert sent <= ring if shares_memory else sent == ring
 
 
 @pytest.mark.parametrize("flushes", [False, True])
@@ -101,5 +85,5 @@ def test_two_processes_flush_subnormal_numbers_as_one_does(flushes, shares_memor
         return root.unique().tolist(), type(pending).__name__
 
     expected = 2.0 ** (-126 if flushes else -128)  # a flushed operand counts as zero
-    name = "SharedSum" if shares_memory else "MessageSum"
+    name = "SharedSum" if shares_memory else "AllToAllSum"
     assert run_processes(2, exchange) == [([expected], name)] * 2

@@ -1,20 +1,15 @@
-"""Blocks are contiguous; the tree: its brackets, the roots of a block, and what a fold holds."""
+"""Blocks are contiguous, and have few roots; the brackets are those of the tree."""
 
 import math
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
+from logical_sums import hold_sums
 
 from lightning_d9m.errors import SettingError
-from lightning_d9m.logical_ranks.tree import Blocks, Fold, Node, find_roots
-
-PAIRS = [(v, p) for v in range(1, 33) for p in range(1, v + 1)]
-
-
-def add(left, right):
-    return left + right
+from lightning_d9m.logical_ranks.tree import Blocks, count_merges, find_roots
 
 
 def split(start, stop):
@@ -33,67 +28,36 @@ def bracket(start, stop):
     return f"({bracket(*left)}+{bracket(*right)})"
 
 
-def largest_nodes(node, block):
-    """Return the largest nodes inside a block, from the top down."""
-    start, stop = node
-    if stop <= block.start or block.stop <= start:
-        return []
-    if block.start <= start and stop <= block.stop:
-        return [node]
-    return [found for child in split(*node) for found in largest_nodes(child, block)]
-
-
-def fold_blocks(leaves, blocks, add):
-    """Fold each block by itself, and then the roots of all blocks."""
-    whole = Fold(len(leaves), add)
-    for block in blocks:
-        fold = Fold(len(leaves), add)
-        for leaf in block:
-            fold.push(Node(leaf, leaf + 1), leaves[leaf])
-        for root in fold.held:
-            whole.push(*root)
-    ((node, value),) = whole.held
-    assert node == (0, len(leaves))
-    return value
-
-
-def test_the_brackets_are_those_of_the_definition():
-    for count in range(1, 70):
-        leaves = [str(leaf) for leaf in range(count)]
-        text = fold_blocks(leaves, [range(count)], lambda a, b: f"({a}+{b})")
-        assert text == bracket(0, count)
+@given(count=st.integers(1, 70), cuts=st.sets(st.integers(1, 69)))
+@example(count=5, cuts=set())
+def test_any_contiguous_blocks_give_the_brackets_of_the_tree(count, cuts):
+    """The leaves of each block are added, and then the roots of all blocks."""
     assert bracket(0, 5) == "(((0+1)+(2+3))+4)"
 
+    def add(left, right):
+        return f"({left}+{right})"
 
-@given(st.data())
-def test_any_contiguous_blocks_give_the_brackets_of_the_tree(data):
-    count = data.draw(st.integers(1, 70))
-    cuts = sorted(data.draw(st.sets(st.integers(1, count))) | {0, count})
-    blocks = [range(*pair) for pair in pairwise(cuts)]
-    leaves = [str(leaf) for leaf in range(count)]
-    assert fold_blocks(leaves, blocks, lambda a, b: f"({a}+{b})") == bracket(0, count)
-
-
-def test_the_roots_of_a_block_are_the_largest_nodes_inside_and_few():
-    for count in range(1, 33):
-        for start in range(count):
-            for stop in range(start + 1, count + 1):
-                roots = find_roots(range(start, stop), count)
-                assert list(roots) == largest_nodes((0, count), range(start, stop))
-                assert len(roots) <= max(1, 2 * math.ceil(math.log2(stop - start)))
+    values, stops = [], []
+    for start, stop in pairwise(sorted({cut for cut in cuts if cut < count} | {0, count})):
+        merges = count_merges(start, range(start + 1, stop + 1), count)
+        values += hold_sums(map(str, range(start, stop)), merges, add)
+        roots = find_roots(range(start, stop), count)
+        assert (
+            len(roots) == len(values) - len(stops) <= max(1, 2 * math.ceil(math.log2(stop - start)))
+        )
+        stops += [root.stop for root in roots]
+    assert hold_sums(values, count_merges(0, stops, count), add) == [bracket(0, count)]
 
 
 def test_blocks_are_contiguous_and_nearly_equal():
-    for ranks, processes in PAIRS:
+    for ranks, processes in [(v, p) for v in range(1, 33) for p in range(1, v + 1)]:
         blocks = Blocks(ranks, processes)
         owned = [list(blocks.of(process)) for process in range(processes)]
         assert [rank for block in owned for rank in block] == list(range(ranks))
-        sizes = {len(block) for block in owned}
-        assert max(sizes) - min(sizes) <= 1
-        assert min(sizes) >= 1
+        assert {*map(len, owned)} <= {ranks // processes, -(-ranks // processes)}
 
 
-@pytest.mark.parametrize("numbers", [(0, 1), (1, 0), (-2, 1), (2.0, 1), (True, 1), ("4", 1)])
+@pytest.mark.parametrize("numbers", [(0, 1), (1, 0), (2.0, 1), (True, 1), ("4", 1)])
 def test_a_number_that_is_not_allowed_is_refused(numbers):
     with pytest.raises(SettingError, match="pass a whole number from 1"):
         Blocks(*numbers)

@@ -1,60 +1,35 @@
-"""One rank of a training with DDP on Gloo; see lightning/test_ddp.py."""
+"""One rank of trainings with DDP on Gloo; rank 1 hangs in the last one. See ranks/test_ddp.py."""
 
-import contextlib
 import json
 import os
-import pickle
+import signal
 import sys
+import threading
 import warnings
+from datetime import timedelta
 from pathlib import Path
 
 import lightning as L
 import torch
-import torch.distributed.distributed_c10d as collectives
+from torch.distributed.distributed_c10d import _set_pg_timeout
 from trainings import QUIET, make_loader, make_model
 
 from lightning_d9m import D9mError, DeterminismCallback
-from lightning_d9m.control import session
 
 RANK = int(os.environ["RANK"])
 
 
-def fit(folder, name, model=None, **words):
-    """Train as a run of its own would."""
-    session._fits = 0
-    callback = DeterminismCallback(seed=5, ledger_dir=folder / name, **words)
-    trainer = L.Trainer(max_epochs=2, strategy="ddp", devices=2, callbacks=[callback], **QUIET)
+def fit(folder, model=None):
+    """Train with a ledger."""
+    callback = DeterminismCallback(seed=5, ledger_dir=folder)
+    trainer = L.Trainer(max_epochs=1, strategy="ddp", devices=2, callbacks=[callback], **QUIET)
     trainer.fit(model or make_model(), make_loader(), make_loader(shuffle=False))
-    return trainer
 
 
-@contextlib.contextmanager
-def unpickling_watched():
-    """Yield a list that gets the file of whoever unpickles what a rank has sent.
-
-    Functions of torch and of Lightning's strategies do it on behalf of their caller.
-    """
-    callers = []
-
-    class Watched(pickle.Unpickler):
-        def __init__(self, *arguments):
-            super().__init__(*arguments)
-            frame = sys._getframe(1)
-            while "/torch/" in (name := frame.f_code.co_filename) or "/strategies/" in name:
-                frame = frame.f_back
-            callers.append(name)
-
-    original, collectives._unpickler = collectives._unpickler, Watched
-    try:
-        yield callers
-    finally:
-        collectives._unpickler = original
-
-
-def error_of(*arguments, **words):
+def error_of(*arguments):
     """Return the facts of the error that a training raises."""
     try:
-        fit(*arguments, **words)
+        fit(*arguments)
     except D9mError as error:
         return {"message": str(error), **vars(error)}
     raise AssertionError("no error was raised")
@@ -67,20 +42,16 @@ def change_moment(self):
         moment.view(torch.int32)[2, 3] += 1
 
 
-def change_rate(self):
-    """Change the learning rate when an epoch ends."""
-    if not self.trainer.sanity_checking:
-        self.optimizers().param_groups[0]["lr"] = 0.02
-
-
-def change_statistics(self):
-    """Change a buffer when an epoch ends: the next batch brings rank 0's again."""
-    self.layers[1].running_mean += 0.5
-
-
 def switch_off(_):
     """Switch deterministic algorithms off."""
     torch.use_deterministic_algorithms(False)
+
+
+def hang(_, *__):
+    """Lose rank 1, for which rank 0 need not wait for long."""
+    if RANK == 1:
+        threading.Event().wait()
+    _set_pg_timeout(timedelta(seconds=2))
 
 
 def main():
@@ -88,29 +59,28 @@ def main():
     folder = Path(sys.argv[1])
     warnings.filterwarnings("ignore")
     before = dict(os.environ)
-    fit(folder, "first")
+    fit(folder / "first")
     names = before.keys() | os.environ.keys()
     changed = {name for name in names if before.get(name) != os.environ.get(name)}
     found = {
         "left": sorted(changed - {"PL_GLOBAL_SEED", "PL_SEED_WORKERS"})
         + [name for name in ("deterministic",) if torch.are_deterministic_algorithms_enabled()],
     }
-    with unpickling_watched() as callers:
-        fit(folder, "second").save_checkpoint(folder / "second.ckpt")
-    found["unpickles"] = callers
     for change, hook in {
         change_moment: "on_validation_epoch_end",
-        change_rate: "on_validation_epoch_end",
-        change_statistics: "on_validation_epoch_end",
         switch_off: "on_train_batch_end",
     }.items():
-        name = change.__name__
         model = make_model(**{hook: lambda self, *_, act=change: RANK and act(self)})
-        words = {"reference": folder / "first/fit-000"} if change is change_statistics else {}
-        found[name] = error_of(folder, name, model, **words)
+        found[change.__name__] = error_of(folder / change.__name__, model)
     (folder / "file").write_text("")
-    found["no folder"] = error_of(folder, "file/below")
+    found["no folder"] = error_of(folder / "file" / "below")
     (folder / f"found-{RANK}.json").write_text(json.dumps(found))
+    (folder / f"pid-{RANK}").write_text(str(os.getpid()))
+    try:
+        fit(folder / "hung", make_model(on_train_batch_start=hang))
+    except RuntimeError as error:
+        (folder / "error-0").write_text(str(error))
+        os.kill(int((folder / "pid-1").read_text()), signal.SIGKILL)
 
 
 if __name__ == "__main__":

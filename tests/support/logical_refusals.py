@@ -9,7 +9,9 @@ import os
 import re
 import sys
 import warnings
+from functools import partial
 from pathlib import Path
+from types import FunctionType, MethodType
 
 import lightning as L
 import torch
@@ -20,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
+from torch.utils.data import BatchSampler, ChainDataset, DataLoader
 from torch.utils.data.distributed import DistributedSampler
 from torchmetrics import MeanMetric
 from trainings import QUIET
@@ -41,6 +43,7 @@ all_reduce = torch.distributed.all_reduce
 functional_all_to_all = functional_collectives.all_to_all_single
 all_reduce_op = torch.ops._c10d_functional.all_reduce_.default
 PROCESSES = int(os.environ.get("WORLD_SIZE", "1"))
+RANK = int(os.environ.get("RANK", "0"))
 DATA = RandomDataset(32, 16)
 
 
@@ -57,66 +60,59 @@ def fit(folder, model=None, loader=None, callbacks=None, options=None, ranks=4, 
         callbacks=callbacks,
         **{"max_epochs": 1} | QUIET | words,
     )
-    loader = DataLoader(DATA, batch_size=2) if loader is None else loader
     if predicted is not None:
         trainer.found = trainer.predict(BoringModel(), DataLoader(RandomDataset(32, predicted)))
         return trainer
+    loader = DataLoader(DATA, batch_size=2) if loader is None else loader
     trainer.fit(model or BoringModel(), loader, ckpt_path=resumed)
     return trainer
 
 
-def make_model(step=None, optimizer=None, **attributes):
-    """Return a model with other steps or attributes."""
-    model = BoringModel()
+def change(owner, **attributes):
+    """Set attributes, functions as methods; return the object."""
     for name, value in attributes.items():
-        setattr(model, name, value)
+        is_method = isinstance(value, FunctionType)
+        setattr(owner, name, MethodType(value, owner) if is_method else value)
+    return owner
+
+
+def make_model(step=None, **attributes):
+    """Return a model with another step, which gets the model and a batch, or attributes."""
     if step is not None:
-        model.training_step = lambda batch, batch_idx: step(model, batch)
-    if optimizer is not None:
-        model.configure_optimizers = lambda: optimizer(model.parameters())
-    return model
+        attributes["training_step"] = lambda model, batch, batch_idx: step(model, batch)
+    return change(BoringModel(), **attributes)
 
 
-def make_parallel_model(make):
-    """Return a model whose ``setup`` adds a part that needs the process group."""
-    model = BoringModel()
-    model.setup = lambda stage: setattr(model, "part", make())
-    return model
+def train(*args, **attributes):
+    """Return a function that makes the words of a training of such a model."""
+    return lambda: {"model": make_model(*args, **attributes)}
+
+
+def optimize(make):
+    """Return a function that makes the words of a training with an optimizer."""
+    return train(configure_optimizers=lambda model: make(model.parameters()))
+
+
+def set_up(make):
+    """Return a function that makes the words of a training whose ``setup`` adds a part."""
+    return train(setup=lambda model, stage: setattr(model, "part", make()))
+
+
+def load(*args, **words):
+    """Return a function that makes the words of a training with a loader."""
+    return lambda: {"loader": DataLoader(*args, **words)}
+
+
+def make_mesh():
+    """Return the processes, when their group is known."""
+    return init_device_mesh("cpu", (PROCESSES,))
 
 
 def make_divided_parameter():
     """Return a module whose parameter is divided among the processes."""
-    mesh = init_device_mesh("cpu", (PROCESSES,))
     part = nn.Module()
-    part.weight = nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)]))
+    part.weight = nn.Parameter(distribute_tensor(torch.ones(4), make_mesh(), [Shard(0)]))
     return part
-
-
-class Numbers(IterableDataset):
-    """Numbers without indices."""
-
-    def __iter__(self):
-        return iter(torch.ones(8, 32))
-
-
-class Batches:
-    """Batches that no DataLoader makes."""
-
-    def __iter__(self):
-        return iter(torch.ones(4, 2, 32))
-
-
-class Keeper(Dataset):
-    """Draws from a generator that it keeps."""
-
-    def __init__(self):
-        self.noise = torch.Generator()
-
-    def __len__(self):
-        return 8
-
-    def __getitem__(self, index):
-        return torch.rand(32, generator=self.noise)
 
 
 class OwnSampler(DistributedSampler):
@@ -138,38 +134,9 @@ def compute_metric(model, batch):
     return model.mean.compute()
 
 
-def make_counting_model():
-    """Return a model whose validation adds up what each logical rank has."""
-    model = BoringModel()
-    model.total = 0.0
-
-    def add(batch, batch_idx):
-        model.total += float(batch.sum())
-
-    model.validation_step = add
-    return model
-
-
-def make_logging_model():
-    """Return a model with a hook of batches that logs a mean over processes."""
-    model = BoringModel()
-    model.on_train_batch_end = lambda *_: model.log("seen", 1.0, sync_dist=True)
-    return model
-
-
-class Iterating(BoringModel):
-    """Takes its batches itself."""
-
-    def training_step(self, dataloader_iter):
-        return self.step(next(dataloader_iter)[0])
-
-
-def make_hooked_model():
-    """Return a model with a hook that gets outputs which cannot be sent."""
-    model = BoringModel()
-    model.validation_step = lambda batch, batch_idx: object()
-    model.on_validation_batch_end = lambda outputs, batch, batch_idx, dataloader_idx=0: None
-    return model
+def count_batch(model, batch, batch_idx):
+    """Add up what each logical rank has."""
+    model.total += float(batch.sum())
 
 
 def keep_pattern(model, batch):
@@ -181,8 +148,8 @@ def keep_pattern(model, batch):
 def make_buffered_model():
     """Return a model with a buffer of another shape in each process."""
     model = BoringModel()
-    model.register_buffer("seen", torch.zeros(int(os.environ.get("RANK", "0"))))
-    return model
+    model.register_buffer("seen", torch.zeros(RANK))
+    return {"model": model}
 
 
 def step_in_backward(parameters):
@@ -193,98 +160,77 @@ def step_in_backward(parameters):
     return optimizer
 
 
-def call_in_step(call):
-    """Return the words of a training that calls something in each step."""
-
-    def step(model, batch):
-        call(model)
-        return model(batch).sum()
-
-    return {"model": make_model(step)}
-
-
-IN_STEP = r"is called in the step of logical rank \d"
 COLLECTIVES = {
-    f"^all_gather {IN_STEP}": lambda model: model.all_gather(torch.ones(1)),
-    f"^reduce {IN_STEP}": lambda model: model.trainer.strategy.reduce(torch.ones(1)),
-    f"^broadcast {IN_STEP}": lambda model: model.trainer.strategy.broadcast(1),
-    f"^barrier {IN_STEP}": lambda model: model.trainer.strategy.barrier(),
-    rf"^torch\.distributed\.all_reduce {IN_STEP}": lambda _: all_reduce(torch.ones(1)),
-    rf"^torch\.ops\._c10d_functional\.all_to_all_single {IN_STEP}": lambda _: functional_all_to_all(
+    "^all_gather": lambda model: model.all_gather(torch.ones(1)),
+    "^reduce": lambda model: model.trainer.strategy.reduce(torch.ones(1)),
+    "^broadcast": lambda model: model.trainer.strategy.broadcast(1),
+    "^barrier": lambda model: model.trainer.strategy.barrier(),
+    r"^torch\.distributed\.all_reduce": lambda _: all_reduce(torch.ones(1)),
+    r"^torch\.ops\._c10d_functional\.all_to_all_single": lambda _: functional_all_to_all(
         torch.ones(2), None, None, torch.distributed.group.WORLD
     ),
-    rf"^torch\.ops\._c10d_functional\.all_reduce_ {IN_STEP}": lambda _: all_reduce_op(
+    r"^torch\.ops\._c10d_functional\.all_reduce_": lambda _: all_reduce_op(
         torch.ones(1), "sum", "0"
     ),
-    rf"^torch\.distributed\.send {IN_STEP}": lambda _: torch.distributed.send(torch.ones(1), 0),
+    r"^torch\.distributed\.send": lambda _: torch.distributed.send(torch.ones(1), 0),
 }
 
 
-# What an error says, and what the training gets that raises it.
+# What an error says, and what makes the words of the training that raises it.
 REFUSALS = {
-    **{message: lambda call=call: call_in_step(call) for message, call in COLLECTIVES.items()},
-    "BoringModel has automatic_optimization=False": lambda: {
-        "model": make_model(automatic_optimization=False)
+    **{
+        rf"{name} is called in the step of logical rank \d": train(
+            lambda model, _, c=call: c(model)
+        )
+        for name, call in COLLECTIVES.items()
     },
+    "BoringModel has automatic_optimization=False": train(automatic_optimization=False),
     "'norm' is a SyncBatchNorm": lambda: {"model": make_model(norm=nn.SyncBatchNorm(2))},
     "'norm' is a SyncBatchNorm, .* without sync_batchnorm": lambda: {
         "model": make_model(norm=nn.BatchNorm1d(2)),
         "sync_batchnorm": True,
     },
-    "ran the training step twice for one batch": lambda: {
-        "model": make_model(optimizer=torch.optim.LBFGS)
-    },
-    "ZeroRedundancyOptimizer, which divides the work of an optimizer": lambda: {
-        "model": make_model(
-            optimizer=lambda parameters: ZeroRedundancyOptimizer(
-                parameters, torch.optim.SGD, lr=0.1
-            )
-        )
-    },
-    "'part' is a DistributedDataParallel, which": lambda: {
-        "model": make_parallel_model(lambda: DistributedDataParallel(nn.Linear(2, 2)))
-    },
-    "'part' is a FSDPModule, which": lambda: {
-        "model": make_parallel_model(
-            lambda: fully_shard(nn.Linear(2, 2), mesh=init_device_mesh("cpu", (PROCESSES,)))
-        )
-    },
-    "'part.weight' is a DTensor, which is divided": lambda: {
-        "model": make_parallel_model(make_divided_parameter)
-    },
-    "A step has the argument dataloader_iter": lambda: {"model": Iterating()},
-    "returned NoneType without a loss": lambda: {"model": make_model(lambda model, batch: None)},
+    "ran the training step twice for one batch": optimize(torch.optim.LBFGS),
+    "ZeroRedundancyOptimizer, which divides the work of an optimizer": optimize(
+        partial(ZeroRedundancyOptimizer, optimizer_class=torch.optim.SGD, lr=0.1)
+    ),
+    "'part' is a DistributedDataParallel, which": set_up(
+        lambda: DistributedDataParallel(nn.Linear(2, 2))
+    ),
+    "'part' is a FSDPModule, which": set_up(lambda: fully_shard(nn.Linear(2, 2), mesh=make_mesh())),
+    "'part.weight' is a DTensor, which is divided": set_up(make_divided_parameter),
+    "A step has the argument dataloader_iter": train(
+        training_step=lambda model, dataloader_iter: model.step(next(dataloader_iter)[0])
+    ),
+    "returned NoneType without a loss": train(lambda model, batch: None),
     r"add callbacks=\[DeterminismCallback\(\)\]": lambda: {"callbacks": []},
     "ddp_comm_hook=.* is an option of DDP": lambda: {"options": {"ddp_comm_hook": len}},
     "logical_ranks=1.5 is not allowed": lambda: {"ranks": 1.5},
-    "A Batches loads the data": lambda: {"loader": Batches()},
-    "Numbers is an IterableDataset, whose samples have no indices": lambda: {
-        "loader": DataLoader(Numbers(), batch_size=2)
-    },
-    "has batch_size=None": lambda: {"loader": DataLoader(DATA, batch_size=None)},
-    r"draws from its own generators \(dataset.noise\)": lambda: {
-        "loader": DataLoader(Keeper(), batch_size=2)
-    },
-    "The sampler OwnSampler splits the samples among 2 processes": lambda: {
-        "loader": DataLoader(DATA, sampler=OwnSampler(DATA, 2, 0))
-    },
-    "have different numbers of batches of ShorterForTheLast": lambda: {
-        "loader": DataLoader(DATA, batch_sampler=ShorterForTheLast(range(16), 2, drop_last=False))
-    },
+    "A range loads the data": lambda: {"loader": range(4)},
+    "ChainDataset is an IterableDataset, whose samples": load(ChainDataset([]), batch_size=2),
+    "has batch_size=None": load(DATA, batch_size=None),
+    r"draws from its own generators \(dataset.noise\)": load(
+        change(RandomDataset(32, 8), noise=torch.Generator()), batch_size=2
+    ),
+    "The sampler OwnSampler splits the samples among 2 processes": load(
+        DATA, sampler=OwnSampler(DATA, 2, 0)
+    ),
+    "have different numbers of batches of ShorterForTheLast": load(
+        DATA, batch_sampler=ShorterForTheLast(range(16), 2, drop_last=False)
+    ),
     "has the sampler SequentialSampler, which all": lambda: {"use_distributed_sampler": False},
-    "The evaluation changes 'total', and not alike": lambda: {"model": make_counting_model()},
-    "gets the outputs and batches of all logical ranks, and these cannot be sent": lambda: {
-        "model": make_hooked_model()
-    },
-    "'last', and not alike on all logical ranks, so its value is sent": lambda: {
-        "model": make_model(keep_pattern, last=None)
-    },
-    r"self.log\('seen', ..., sync_dist=True\) is called in on_train_batch_end": lambda: {
-        "model": make_logging_model()
-    },
-    "The backward pass changes the parameter 'layer.weight'": lambda: {
-        "model": make_model(optimizer=step_in_backward)
-    },
+    "The evaluation changes 'total', and not alike": train(total=0.0, validation_step=count_batch),
+    "gets the outputs and batches of all logical ranks, and these cannot be sent": train(
+        validation_step=lambda model, batch, batch_idx: object(),
+        on_validation_batch_end=lambda model, outputs, batch, batch_idx, dataloader_idx=0: None,
+    ),
+    "'last', and not alike on all logical ranks, so its value is sent": train(
+        keep_pattern, last=None
+    ),
+    r"self.log\('seen', ..., sync_dist=True\) is called in on_train_batch_end": train(
+        on_train_batch_end=lambda model, *_: model.log("seen", 1.0, sync_dist=True)
+    ),
+    "The backward pass changes the parameter 'layer.weight'": optimize(step_in_backward),
     "MeanMetric is computed over all processes in the step": lambda: {
         "model": make_model(compute_metric, mean=MeanMetric())
     },
@@ -295,9 +241,7 @@ REFUSALS = {
 SEVERAL = {
     "only 1 logical ranks": lambda: {"ranks": 1},
     "There are 1 samples, and the last of 2 processes begins": lambda: {"predicted": 1},
-    r"broadcast of the model:\n  seen \(0,\) torch.float32: yes on rank 0; no on rank 1": lambda: {
-        "model": make_buffered_model()
-    },
+    r"rank 0: .* of the model with seen \(0,\) .*\n  rank 1: .* seen \(1,\)": make_buffered_model,
 }
 
 
@@ -314,8 +258,7 @@ def main():
             found[message] = fit(folder, **words).global_step
         except (SettingError, RanksDisagreeError) as error:
             found[message] = str(error)
-    rank = int(os.environ["RANK"])
-    (folder / f"found-{PROCESSES}-{rank}.json").write_text(json.dumps(found))
+    (folder / f"found-{PROCESSES}-{RANK}.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":

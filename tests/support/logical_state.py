@@ -16,6 +16,7 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import EarlyStopping
 from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 from torchmetrics import MaxMetric, MeanMetric
@@ -35,6 +36,8 @@ VALIDATION = torch.randn(16, 6, generator=GENERATOR)
 class Base(L.LightningModule):
     """A regression, of which others change parts."""
 
+    steered_by, interval = "", "epoch"
+
     def __init__(self):
         super().__init__()
         torch.manual_seed(1)
@@ -43,69 +46,14 @@ class Base(L.LightningModule):
     def loss(self, rows):
         return (self.net(rows) - rows.square().sum(1, keepdim=True)).square().mean()
 
-    def training_step(self, batch, batch_idx):
-        return self.loss(batch[0])
-
     def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.02)
-
-
-class Adversarial(Base):
-    """Leaves gradients behind within a step, of which plain Lightning trains none."""
-
-    def training_step(self, batch, batch_idx):
-        rows = batch[0].clone().requires_grad_()
-        self.loss(rows).backward()
-        return self.loss((rows + 0.1 * rows.grad.sign()).detach())
-
-
-class BestMetric(Base):
-    """Updates a metric in a hook, as a template with Hydra does."""
-
-    def __init__(self):
-        super().__init__()
-        self.val_loss, self.best = MeanMetric(), MaxMetric()
-        self.parts = {"double": MeanMetric()}
-
-    def validation_step(self, batch, batch_idx):
-        self.val_loss(self.loss(batch[0]))
-        self.parts["double"].update(2 * self.loss(batch[0]))
-        self.log("val", self.val_loss, on_epoch=True)
-
-    def on_validation_epoch_end(self):
-        self.best(self.val_loss.compute())
-        self.log("best", self.best.compute(), sync_dist=True)
-        self.log("double", self.parts["double"].compute())
-        self.parts["double"].reset()
-
-
-class Momentum(Base):
-    """A self-supervised method: a momentum encoder, a target that is copied, and counters."""
-
-    def __init__(self):
-        super().__init__()
-        self.momentum, self.target = nn.Linear(6, 5), nn.Linear(6, 5)
-        for parameter in [*self.momentum.parameters(), *self.target.parameters()]:
-            parameter.requires_grad = False
-        self._calls, self.note = 0, None
-        self.register_buffer("queue", torch.zeros(2, 5))
-
-    def training_step(self, batch, batch_idx):
-        with torch.no_grad():
-            for slow, fast in zip(
-                self.momentum.parameters(), self.net[0].parameters(), strict=True
-            ):
-                slow.data.mul_(0.8).add_(0.2 * fast.data)  # without a version
-            if self.global_step >= 3:
-                self.target.load_state_dict(self.momentum.state_dict())
-                self._late = getattr(self, "_late", 0.0) + 0.5
-            key = self.momentum(batch[0])
-            self.queue = torch.cat([self.queue[1:], key[:1]])
-        self._calls += 1
-        self.note = {"calls": self._calls, "weights": [self.net[0].weight.detach().clone()]}
-        wanted = key + self.target(batch[0]) + self.queue.mean() * self._calls
-        wanted = wanted * self.note["weights"][0].abs().sum() + getattr(self, "_late", 0.0)
-        return (self.net[0](batch[0]) - wanted).square().mean() * 0.1 + self.loss(batch[0])
+        """Let a logged value steer the learning rate."""
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.02)
+        if not self.steered_by:
+            return optimizer
+        plan = ReduceLROnPlateau(optimizer, factor=0.9, patience=0)
+        words = {"monitor": self.steered_by, "interval": self.interval, "strict": False}
+        return [optimizer], [{"scheduler": plan, **words}]
 
 
 class Collector(L.Callback):
@@ -125,39 +73,6 @@ class Collector(L.Callback):
         self.found.clear()
 
 
-class Lists(Base):
-    """Keeps outputs of validation in lists, also of a callback, and steers by what is logged."""
-
-    def __init__(self):
-        super().__init__()
-        self.outputs, self.by_name = [], {}
-
-    def training_step(self, batch, batch_idx):
-        loss = self.loss(batch[0])
-        self.log("train", loss, sync_dist=True, on_epoch=True)
-        return loss
-
-    def validation_step(self, batch, batch_idx):
-        loss = self.loss(batch[0])
-        self.outputs.append(loss)
-        self.by_name.setdefault("rows", []).append(batch[0].sum(0))
-        return loss
-
-    def on_validation_epoch_end(self):
-        self.log("val", torch.stack(self.outputs).mean(), sync_dist=True)
-        self.log("rows", torch.stack(self.by_name["rows"]).mean(), sync_dist=True)
-        self.outputs.clear()
-        self.by_name = {}
-
-    def configure_callbacks(self):
-        return [Collector()]
-
-    def configure_optimizers(self):
-        optimizer = super().configure_optimizers()
-        plan = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.9, patience=0)
-        return [optimizer], [{"scheduler": plan, "monitor": "collected"}]
-
-
 class Counter(UserList):
     """An object whose class derives from one of the standard library."""
 
@@ -173,14 +88,25 @@ def advance():
 
 
 class Keeping(Base):
-    """Keeps state in an object, a closure, a class, a function, and in lists that hooks fill."""
+    """Keeps state wherever a program can; the loss depends on all of it."""
 
+    steered_by = "collected"
     average = 0.0
 
     def __init__(self):
         super().__init__()
-        advance.calls, Keeping.average = 0, 0.0
-        self.counter, self.outputs, self.sizes = Counter(), [], []
+        # A self-supervised method: a momentum encoder, a target that is copied, a queue.
+        self.momentum, self.target = nn.Linear(6, 5), nn.Linear(6, 5)
+        for parameter in [*self.momentum.parameters(), *self.target.parameters()]:
+            parameter.requires_grad = False
+        self.register_buffer("queue", torch.zeros(2, 5))
+        self._calls, self.note = 0, None
+        # Metrics, one in a dict, and lists that steps and hooks fill.
+        self.val_loss, self.best = MeanMetric(), MaxMetric()
+        self.parts = {"double": MeanMetric()}
+        self.outputs, self.by_name, self.sizes = [], {}, []
+        # An object, a class, a function and a closure.
+        self.counter, advance.calls, Keeping.average = Counter(), 0, 0.0
         number = [0]
 
         def count():
@@ -189,105 +115,98 @@ class Keeping(Base):
 
         self.count = count
 
+    def configure_callbacks(self):
+        return [Collector()]
+
     def training_step(self, batch, batch_idx):
+        loss = self.attack(batch[0] * self.count_all() / 40) + self.follow(batch[0])
+        self.log("train", loss, sync_dist=True, on_epoch=True)
+        return loss
+
+    def attack(self, rows):
+        """Leave gradients behind within a step, of which plain Lightning trains none."""
+        rows = rows.clone().requires_grad_()
+        self.loss(rows).backward()
+        return self.loss((rows + 0.1 * rows.grad.tanh()).detach())
+
+    def follow(self, rows):
+        with torch.no_grad():
+            pairs = zip(self.momentum.parameters(), self.net[0].parameters(), strict=True)
+            for slow, fast in pairs:
+                slow.data.mul_(0.8).add_(0.2 * fast.data)  # without a version
+            if self.global_step >= 3:
+                self.target.load_state_dict(self.momentum.state_dict())
+                self._late = getattr(self, "_late", 0.0) + 0.5
+            key = self.momentum(rows)
+            self.queue = torch.cat([self.queue[1:], key[:1]])
+        self._calls += 1
+        self.note = {"calls": self._calls, "weights": [self.net[0].weight.detach().clone()]}
+        wanted = key + self.target(rows) + self.queue.mean() * self._calls
+        wanted = wanted * self.note["weights"][0].abs().sum() + getattr(self, "_late", 0.0)
+        return (self.net[0](rows) - wanted).square().mean() * 0.01
+
+    def count_all(self):
         self.counter.steps += 1
         self.counter.table["sum"] += 0.1
         Keeping.average = 0.9 * Keeping.average + 0.1 * self.counter.steps
         scale = self.counter.steps + self.count() + self.counter.table["sum"]
-        scale = scale + advance() + Keeping.average
-        return self.loss(batch[0] * scale / 40)
+        return scale + advance() + Keeping.average
 
     def validation_step(self, batch, batch_idx):
-        return self.loss(batch[0])
+        loss = self.loss(batch[0])
+        self.outputs.append(loss)
+        self.by_name.setdefault("rows", []).append(batch[0].sum(0))
+        self.val_loss(loss)
+        self.parts["double"].update(2 * loss)
+        self.log("metric", self.val_loss, on_epoch=True)
+        return loss
 
     def on_validation_batch_end(self, outputs, batch, batch_idx, dataloader_idx=0):
-        self.outputs += outputs if isinstance(outputs, list) else [outputs]
         parts = batch if isinstance(outputs, list) else [batch]
         self.sizes += [part[0].sum() for part in parts]
 
     def on_validation_epoch_end(self):
-        self.log("val", torch.stack(self.outputs).mean(), sync_dist=True)
-        self.log("sizes", torch.stack(self.sizes).mean(), sync_dist=True)
+        self.best(self.val_loss.compute())  # in a hook, as a template with Hydra does
+        self.log("best", self.best.compute(), sync_dist=True)
+        self.log("double", self.parts["double"].compute())
+        self.parts["double"].reset()
+        for name, values in {"outputs": self.outputs, "sizes": self.sizes, **self.by_name}.items():
+            self.log(name, torch.stack(values).mean(), sync_dist=True)
         self.outputs.clear()
         self.sizes.clear()
+        self.by_name = {}
 
 
 class Steered(Base):
     """Is steered by a value of each step, which no rank of plain DDP has in common.
 
-    It draws from a generator of the file, and from one that it makes in a step.
+    It draws from a generator of the file, and from one that it makes in a step. It has buffers that
+    plain DDP cannot send: sparse, expanded, and of a shape that depends on the batch.
     """
+
+    steered_by, interval = "train_step", "step"
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer(
+            "adjacency", (torch.eye(6) + 0.1 * torch.ones(6, 6).triu()).to_sparse()
+        )
+        self.register_buffer("scale", torch.ones(1).expand(6))
+        self.register_buffer("seen", torch.zeros(0))
+
+    def configure_callbacks(self):
+        return [EarlyStopping("train_step", patience=2, mode="max")]
 
     def training_step(self, batch, batch_idx):
         if not hasattr(self, "noise"):
             self.noise = torch.Generator().manual_seed(4)
         draws = torch.rand(2, generator=self.noise) + torch.rand(2, generator=NOISE)
-        loss = self.loss(batch[0] * draws.sum() * float(torch.rand(1)))
+        rows = (self.adjacency @ batch[0].t()).t() * self.scale
+        self.adjacency = (self.adjacency * 0.99).coalesce()
+        self.seen = batch[0][0][batch[0][0] > 0].clone()
+        loss = self.loss(rows * draws.sum() * float(torch.rand(1)))
         self.log("train", loss, on_step=True, on_epoch=True)
         return loss
-
-    def configure_optimizers(self):
-        optimizer = super().configure_optimizers()
-        plan = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.9, patience=0)
-        words = {"interval": "step", "monitor": "train_step", "strict": False}
-        return [optimizer], [{"scheduler": plan, **words}]
-
-
-class Graph(Base):
-    """A sparse and an expanded buffer, and one whose shape depends on the batch.
-
-    Plain DDP can send none of these: there they are dense, and the last is no buffer.
-    """
-
-    def __init__(self, *, dense=False):
-        super().__init__()
-        adjacency = torch.eye(6) + 0.1 * torch.ones(6, 6).triu()
-        self.register_buffer("adjacency", adjacency if dense else adjacency.to_sparse())
-        self.register_buffer("scale", torch.ones(6) if dense else torch.ones(1).expand(6))
-        if not dense:
-            self.register_buffer("seen", torch.zeros(0))
-
-    def training_step(self, batch, batch_idx):
-        rows = (self.adjacency @ batch[0].t()).t() * self.scale
-        if self.adjacency.is_sparse:
-            self.seen = batch[0][0][batch[0][0] > 0].clone()
-        with torch.no_grad():
-            scaled = self.adjacency * 0.99
-            self.adjacency = scaled.coalesce() if scaled.is_sparse else scaled
-        return self.loss(rows)
-
-
-KINDS = (Adversarial, BestMetric, Momentum, Lists, Keeping, Steered, Graph)
-PROGRAMS = {kind.__name__: kind for kind in KINDS}
-
-
-def fit(model, strategy, folder):
-    """Train, validate and train again; return the weights, buffers and logged values."""
-    session._fits = 0
-    stop = [EarlyStopping("train_step", patience=2, mode="max")] if type(model) is Steered else []
-    trainer = L.Trainer(
-        default_root_dir=folder,
-        max_epochs=3,
-        devices=PROCESSES,
-        strategy=strategy,
-        num_sanity_val_steps=0,
-        callbacks=[*([] if strategy == "ddp" else [DeterminismCallback(seed=3)]), *stop],
-        **QUIET,
-    )
-    place = (PROCESSES, RANK) if strategy == "ddp" else (1, 0)
-    data = TensorDataset(TRAIN)
-    train = DataLoader(data, 3, sampler=DistributedSampler(data, *place, shuffle=False))
-    validation = DataLoader(TensorDataset(VALIDATION), batch_size=2)
-    trainer.fit(model, train, validation)
-    steps = trainer.global_step
-    if hasattr(model, "on_validation_epoch_end") and "validation_step" in vars(type(model)):
-        trainer.validate(model, validation, verbose=False)
-    trainer.fit_loop.max_epochs = 4
-    trainer.fit(model, train, validation)
-    state = {name: value.to_dense().tolist() for name, value in model.state_dict().items()}
-    logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
-    own = {name: getattr(model, name, None) for name in ("_calls", "_late")}
-    return [state, logged, own, steps, trainer.global_step]
 
 
 class Failing(Base):
@@ -296,13 +215,42 @@ class Failing(Base):
     def training_step(self, batch, batch_idx):
         if batch_idx == 1 and RANK == PROCESSES - 1:
             raise ValueError("this step fails")
-        return super().training_step(batch, batch_idx)
+        return self.loss(batch[0])
+
+
+def fit(model, folder):
+    """Train, validate and train again; return the weights, buffers and logged values."""
+    session._fits = 0
+    plain = PROCESSES == 4
+    trainer = L.Trainer(
+        default_root_dir=folder,
+        max_epochs=2,
+        devices=PROCESSES,
+        strategy="ddp" if plain else DDPDeterministicStrategy(logical_ranks=4),
+        num_sanity_val_steps=0,
+        callbacks=[] if plain else [DeterminismCallback(seed=3)],
+        **QUIET,
+    )
+    place = (PROCESSES, RANK) if plain else (1, 0)
+    data = TensorDataset(TRAIN)
+    train = DataLoader(data, 3, sampler=DistributedSampler(data, *place, shuffle=False))
+    validation = DataLoader(TensorDataset(VALIDATION), batch_size=2)
+    trainer.fit(model, train, validation)
+    steps = trainer.global_step
+    if isinstance(model, Keeping):
+        trainer.validate(model, validation, verbose=False)
+    trainer.fit_loop.max_epochs = 3
+    trainer.fit(model, train, validation)
+    state = {name: value.to_dense().tolist() for name, value in model.state_dict().items()}
+    logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    own = {name: getattr(model, name, None) for name in ("_calls", "_late")}
+    return [state, logged, own, steps, trainer.global_step]
 
 
 def find_error(folder):
     """Return the error of a training that one rank fails; all may train again."""
     try:
-        fit(Failing(), DDPDeterministicStrategy(logical_ranks=4), folder)
+        fit(Failing(), folder)
     except (ValueError, RankLostError) as error:
         return f"{type(error).__name__}: {error}"
     raise AssertionError("no error was raised")
@@ -313,13 +261,10 @@ def main():
     folder = Path(sys.argv[1])
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    found = {"error": find_error(folder)} if PROCESSES < 4 else {}
-    for name, program in PROGRAMS.items():
-        if PROCESSES < 4:
-            found[name] = fit(program(), DDPDeterministicStrategy(logical_ranks=4), folder)
-        elif program is not Steered:  # of which each process of DDP trains another
-            model = program(dense=True) if program is Graph else program()
-            found[name] = fit(model, "ddp", folder)
+    found = {}
+    if PROCESSES < 4:  # each process of plain DDP would train another
+        found = {"error": find_error(folder), "Steered": fit(Steered(), folder)}
+    found["Keeping"] = fit(Keeping(), folder)
     (folder / f"state-{PROCESSES}-{RANK}.json").write_text(json.dumps(found))
 
 

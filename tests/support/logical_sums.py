@@ -1,8 +1,19 @@
 """Reference sums over logical ranks, straight from the definition, and awkward values."""
 
 import math
+import operator
 
 import torch
+
+
+def hold_sums(values, merges, add=operator.add):
+    """Return the sums that are held when values have come in, each added to so many before it."""
+    held = []
+    for value, count in zip(values, merges, strict=True):
+        for _ in range(count):
+            value = add(held.pop(), value)  # noqa: PLW2901 - the sum so far
+        held.append(value)
+    return held
 
 
 def add_in_tree_order(leaves):

@@ -11,6 +11,13 @@ from unittest import mock
 
 import lightning as L
 import torch
+from lightning.pytorch.callbacks import (
+    BasePredictionWriter,
+    EarlyStopping,
+    EMAWeightAveraging,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+)
 from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -20,27 +27,28 @@ from trainings import QUIET, NoisyDigits, read_digits
 from lightning_d9m import DDPDeterministicStrategy, DeterminismCallback
 from lightning_d9m.control import session
 from lightning_d9m.control.data.resumable_sampler import MicroBatchIndices
-from lightning_d9m.lightning.logical_ranks import steps
-from lightning_d9m.lightning.logical_ranks.logged_values import LoggedValues
-from lightning_d9m.logical_ranks import batches, gradients, sandbox
+from lightning_d9m.hashing.digest import digest_value
+from lightning_d9m.lightning.logical_ranks import loaders, steps
+from lightning_d9m.logical_ranks import gradients, sandbox
 
 PROCESSES = int(os.environ.get("WORLD_SIZE", "1"))
 BATCH_SIZE = 3
 # The networks, the numbers of logical ranks with which each is trained, and ways in which users
 # train.
 TRAININGS = {
-    "mlp 2": dict,
     "mlp 8": lambda: {"loader": {"num_workers": 1, "persistent_workers": True}},
     "cnn 4": lambda: {"accumulate_grad_batches": 2},
     "cnn 5": lambda: {"loader": {"drop_last": True}},
     "transformer 6": dict,
-    "branches 4": lambda: {"several": True},
-    "plain 4": lambda: {
+    "branches 2": lambda: {
+        "several": True,
         "plugins": MixedPrecision(
             "16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**60, growth_interval=2)
-        )
+        ),
     },
 }
+# Those of more than two processes.
+LARGE = {3: "transformer 6", 8: "mlp 8"}
 
 
 class Classifier(L.LightningModule):
@@ -175,9 +183,9 @@ def fit(folder, net, ranks, **words):
     return trainer
 
 
-def add_from_left_to_right(block, leaves):
+def add_from_left_to_right(start, stops, leaves):
     """Add each gradient of a process to the sum of those before."""
-    return [0] + [1] * (len(block) - 1)
+    return [0] + [1] * (len(stops) - 1)
 
 
 def split_by_process(self):
@@ -192,14 +200,6 @@ def split_by_process(self):
         yield MicroBatchIndices(indices, self.block.start)
 
 
-add_all = LoggedValues.add
-
-
-def add_first(self, parts, **words):
-    """Add what process 0 has logged, as without ``sync_dist``."""
-    add_all(self, parts[:1], **words)
-
-
 def fit_controls(folder):
     """Train with one part of the strategy switched off in each; the bits then depend on P."""
     train = partial(fit, max_epochs=1)
@@ -208,7 +208,6 @@ def fit_controls(folder):
         train(folder / "left to right", "plain", 4, noisy=False)
     large = {"noisy": False, "loader": {"batch_size": BATCH_SIZE * 4 // PROCESSES}, "size": 48}
     train(folder / "one batch", "plain", PROCESSES, **large)
-    train(folder / "ddp", "plain", PROCESSES, **large, strategy="ddp")
     with mock.patch.object(steps.MicroBatchSeeds, "start"):
         train(folder / "process rng", "mlp", 4, noisy=False)
     with (
@@ -216,12 +215,85 @@ def fit_controls(folder):
         mock.patch.object(sandbox._Change, "apply"),
     ):
         train(folder / "buffers", "cnn", 4)
-    with mock.patch.object(LoggedValues, "add", add_first):
-        train(folder / "values", "plain", 4, noisy=False)
-    with mock.patch.object(batches.BlockBatchSampler, "__iter__", split_by_process):
+    with mock.patch.object(loaders.BlockBatchSampler, "__iter__", split_by_process):
         train(folder / "sampler", "plain", 4, noisy=False, size=48)
     threads = 2 if PROCESSES == 1 else 1
     fit(folder / "threads", "wide", 4, threads=threads, loader={"batch_size": 16}, size=128)
+
+
+class Steered(Classifier):
+    """A classifier that also tests and predicts."""
+
+    def test_step(self, batch, batch_idx, dataloader_idx=0):
+        loss = self.compute_loss(batch)
+        self.log("test_loss", loss, on_step=True, on_epoch=True, sync_dist=True)
+        return loss
+
+    def predict_step(self, batch, batch_idx, dataloader_idx=0):
+        draw = torch.rand(1)
+        return self.net(batch[0]) + draw
+
+
+class Noting(BasePredictionWriter):
+    """Notes the batches of hooks, and the digest of each sample's prediction."""
+
+    def __init__(self):
+        super().__init__("batch")
+        self.calls, self.predicted = [], {}
+
+    def note(self, name, trainer, batch_idx, loader=0):
+        self.calls.append([name, trainer.current_epoch, trainer.global_step, batch_idx, loader])
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        self.note("train", trainer, batch_idx)
+
+    def on_validation_batch_end(self, trainer, module, outputs, batch, batch_idx, loader=0):
+        self.note("validate", trainer, batch_idx, loader)
+
+    def on_test_batch_end(self, trainer, module, outputs, batch, batch_idx, loader=0):
+        self.note("test", trainer, batch_idx, loader)
+
+    def write_on_batch_end(self, trainer, module, prediction, indices, batch, number, loader):
+        for part, samples in zip(prediction, indices, strict=True):
+            for row, sample in zip(part, samples, strict=True):
+                assert self.predicted.setdefault(f"{loader} {sample}", digest_value(row))
+
+
+def name_numbers(metrics):
+    """Return logged values with their bits; those of a step alone are the process's own."""
+    own = {"least_step", "mean_loss_step"}
+    return {name: float(value).hex() for name, value in metrics.items() if name not in own}
+
+
+def fit_steered(folder):
+    """Train until a callback stops it; test and predict with what it leaves."""
+    stop = EarlyStopping("val_loss", patience=1, min_delta=0.3)
+    kept = folder / f"kept-{PROCESSES}"
+    best = ModelCheckpoint(kept, "{epoch}-{val_loss:.9f}", monitor="val_loss")
+    noting, average = Noting(), EMAWeightAveraging(decay=0.8, update_every_n_steps=2)
+    words = {"max_epochs": 8, "enable_checkpointing": True}
+    with mock.patch.object(sys.modules[__name__], "Classifier", Steered):
+        trainer = fit(folder, "cnn", 5, callbacks=[average, stop, best, noting], **words)
+    checkpoint = torch.load(best.best_model_path, weights_only=True)
+    found = {
+        "stopped": [stop.stopped_epoch, trainer.global_step],
+        "best": [Path(best.best_model_path).name, float(best.best_model_score).hex()],
+        "saved": digest_value([checkpoint["state_dict"], checkpoint["optimizer_states"]]),
+        "fit": name_numbers(trainer.callback_metrics),
+    }
+    loaders = [DataLoader(make_data(size), batch_size=2) for size in (23, 11)]
+    trainer.test(trainer.lightning_module, loaders)
+    found |= {"test": name_numbers(trainer.callback_metrics), "calls": noting.calls}
+    trainer.predict(trainer.lightning_module, loaders)
+    return found | {"predicted": noting.predicted}
+
+
+def fit_averaged(folder):
+    """Train with averaged weights; return them, and the batches of the last epoch."""
+    average = StochasticWeightAveraging(0.01, 2, annealing_epochs=2)
+    trainer = fit(folder, "cnn", 5, max_epochs=4, callbacks=[average])
+    state = trainer.lightning_module.state_dict()
+    return [digest_value(state), int(state["net.2.num_batches_tracked"])]
 
 
 def main():
@@ -231,14 +303,14 @@ def main():
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     for name, make_words in TRAININGS.items():
         net, ranks = name.split()
-        if PROCESSES < 3 or name in ("mlp 8", "transformer 6")[: 9 - PROCESSES]:
+        if LARGE.get(PROCESSES, name) == name:
             fit(folder / name, net, int(ranks), **make_words())
-    if PROCESSES < 3:
-        import logical_callbacks
-
-        found = logical_callbacks.fit_all(folder)
-        (folder / f"found-{PROCESSES}-{found['rank']}.json").write_text(json.dumps(found))
-        fit_controls(folder)
+    if PROCESSES in LARGE:
+        return
+    found = fit_steered(folder / "steered") | {"swa": fit_averaged(folder / "swa")}
+    rank = os.environ.get("RANK", "0")
+    (folder / f"found-{PROCESSES}-{rank}.json").write_text(json.dumps(found))
+    fit_controls(folder)
 
 
 if __name__ == "__main__":

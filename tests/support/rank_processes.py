@@ -5,6 +5,7 @@ import subprocess
 
 from forking_python import shared_python
 
+from lightning_d9m import read_ledger
 from lightning_d9m.launch.run import make_rank_variables
 
 
@@ -34,3 +35,12 @@ def start_ranks(script, count, *arguments, **variables):
         for process in processes:
             process.kill()
     return [process.returncode for process in processes], outputs
+
+
+def read_records(path, kinds):
+    """Return the records of some kinds in a run's ledger, by rank."""
+    ledger, records = read_ledger(path), {}
+    for rank in ledger.files:
+        with ledger.open(rank) as reader:
+            records[rank] = [record for record in reader.records() if isinstance(record, kinds)]
+    return records

@@ -1,16 +1,23 @@
-"""DataLoaders whose batches hold one micro-batch for each logical rank of a process."""
+"""DataLoaders whose batches hold one micro-batch for each logical rank of a process.
+
+One pool of workers loads them all, and one batch of the loader is one training step.
+"""
 
 import copy
+from collections.abc import Iterator, Sequence
+from itertools import zip_longest
 from typing import Any
 
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
+from lightning_d9m.control.data.resumable_sampler import MicroBatchIndices
 from lightning_d9m.errors import SettingError
 from lightning_d9m.lightning.lightning_private import replace_batch_sampler
-from lightning_d9m.logical_ranks.batches import BlockBatchSampler
 from lightning_d9m.logical_ranks.tree import Blocks
 from lightning_d9m.state.state import find_generators
+
+_END = object()
 
 
 def group_loader(loader: object, blocks: Blocks, process: int, *, padded: bool) -> Any:
@@ -94,3 +101,86 @@ def _check_loader(loader: object) -> Any:
             "NumPy or torch, which are seeded for each batch."
         )
     return loader
+
+
+class BlockBatchSampler:
+    """Batches of a process's logical ranks, all split from one order of the samples.
+
+    Logical rank ``v`` of ``V`` gets the samples ``v``, ``v + V``, ``v + 2 * V`` and so on of the
+    order, as ``DistributedSampler`` splits it.
+
+    Args:
+        batch_sampler: Makes batches of the order of its ``sampler``. A copy of it makes the batches
+            of each logical rank.
+        block: The logical ranks of this process.
+        logical_ranks: The number of all logical ranks.
+        padded: Repeat the first samples until every logical rank has equally many, as
+            ``DistributedSampler`` does in training and evaluation; otherwise the first logical
+            ranks have one sample more.
+        drop_last: Drop the last samples instead of repeating the first.
+    """
+
+    def __init__(
+        self,
+        batch_sampler: Any,
+        block: range,
+        logical_ranks: int,
+        *,
+        padded: bool = True,
+        drop_last: bool = False,
+    ) -> None:
+        self.batch_sampler = batch_sampler
+        self.sampler = batch_sampler.sampler
+        self.batch_size = getattr(batch_sampler, "batch_size", None)  # of a micro-batch
+        self.block = block
+        self._logical_ranks = logical_ranks
+        self._padded = padded
+        self._drops_samples = drop_last
+
+    def __len__(self) -> int:
+        total = self._count_used(len(self.sampler))
+        # Processes must find the same number, unless they may predict different numbers of batches.
+        ranks = range(self._logical_ranks) if self._padded else self.block
+        return max(len(self._batch(range(rank, total, self._logical_ranks))) for rank in ranks)
+
+    def __iter__(self) -> Iterator[MicroBatchIndices]:
+        order = list(self.sampler)
+        total = self._count_used(len(order))
+        while order and len(order) < total:
+            order += order[: total - len(order)]
+        # The numbers of batches of a user's class may depend on the samples, and its draws on the
+        # batches that it makes. So every process makes those of all logical ranks: it finds the
+        # same draws, and the same error at the same step.
+        known = type(self.batch_sampler) is BatchSampler
+        ranks = self.block if known else range(self._logical_ranks)
+        batches = [iter(self._batch(order[rank : total : self._logical_ranks])) for rank in ranks]
+        for parts in zip_longest(*batches, fillvalue=_END):
+            count = next((at for at, part in enumerate(parts) if part is _END), len(parts))
+            # Without padding the first ranks have one batch more.
+            if any(part is not _END for part in parts[count:]) or (
+                self._padded and count < len(parts)
+            ):
+                raise SettingError(
+                    f"The logical ranks {ranks.start} to {ranks.stop - 1} have different "
+                    f"numbers of batches of {type(self.batch_sampler).__name__}, and a step needs "
+                    "one of each: make as many batches of any equally long list of samples."
+                )
+            found = [
+                part
+                for rank, part in zip(ranks, parts, strict=True)
+                if rank in self.block and part is not _END
+            ]
+            if found:
+                yield MicroBatchIndices(found, self.block.start)
+
+    def _count_used(self, samples: int) -> int:
+        """Return the number of samples that the logical ranks share."""
+        ranks = self._logical_ranks
+        if not self._padded:
+            return samples
+        return samples // ranks * ranks if self._drops_samples else -(-samples // ranks) * ranks
+
+    def _batch(self, samples: Sequence[Any]) -> Any:
+        batch_sampler = copy.copy(self.batch_sampler)
+        batch_sampler.sampler = samples
+        return batch_sampler

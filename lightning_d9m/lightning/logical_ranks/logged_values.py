@@ -1,7 +1,8 @@
 """Values that logical ranks log, reduced with the same bits on any number of processes."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from fractions import Fraction
 from functools import partial
 from typing import Any
 
@@ -12,7 +13,41 @@ from lightning_d9m.attribute_patches import AttributePatches
 from lightning_d9m.errors import SettingError
 from lightning_d9m.lightning import lightning_private
 from lightning_d9m.lightning.trainer_attributes import Trainer
-from lightning_d9m.logical_ranks.scalars import add_exactly, sum_exactly
+
+
+def sum_exactly(values: Sequence[float]) -> float:
+    """Return the correctly rounded sum; with infinities and NaNs, what IEEE 754 says.
+
+    Neither the order of the values nor the number of processes that hold them changes a bit.
+
+    >>> sum_exactly([1e100, 1.0, -1e100])
+    1.0
+    """
+    special = {value for value in values if not math.isfinite(value)}
+    if special:
+        return special.pop() if len(special) == 1 else math.nan
+    total = sum(map(Fraction, values), Fraction(0))
+    try:
+        return float(total)
+    except OverflowError:
+        return math.inf if total > 0 else -math.inf
+
+
+def add_exactly(partials: list[float], number: float) -> list[float]:
+    """Return partial sums that do not overlap, and whose sum is not rounded.
+
+    As in Shewchuk (1997), "Adaptive Precision Floating-Point Arithmetic and Fast Robust Geometric
+    Predicates". So merging the sums of two processes gives the bits that one would have got.
+    """
+    if not all(map(math.isfinite, (number, *partials))):
+        return [*partials, number]  # no sum of it is finite
+    kept = []
+    for each in partials:
+        large, small = (number, each) if abs(number) > abs(each) else (each, number)
+        number = large + small
+        if error := small - (number - large):
+            kept.append(error)
+    return [*kept, number]
 
 
 class LoggedValue:

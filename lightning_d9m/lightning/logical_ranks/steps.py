@@ -82,7 +82,9 @@ class LogicalSteps:
         self._before_transfer: Callable[..., Any] = getattr(self._module, BEFORE_BATCH_TRANSFER)
         kinds = {kind.__name__: kind for kind in type(self._module).__mro__}
         hidden = vars(kinds["LightningModule"]())  # what Lightning knows about a module
-        self._sandbox = Sandbox(self._module, processes, self._keep_apart, hidden)
+        # A metric is kept, or a generator seeded, for each logical rank.
+        keeps = lambda path, value: self.metrics.add(path, value) or self._seeds.add(path, value)  # noqa: E731
+        self._sandbox = Sandbox(self._module, processes, keeps, hidden)
         self.kept = KeptGradients(self._module.named_parameters())
         self._accumulates = False
         self._ran = False
@@ -98,10 +100,6 @@ class LogicalSteps:
         patches.replace(optimization, "run", partial(self._run_batch, optimization.run))
         for part in (self.logged, self.metrics, self.hooks):
             part.attach(patches)
-
-    def _keep_apart(self, path: str, value: Any) -> bool:
-        """Keep a metric, or seed a generator, for each logical rank; return whether it is one."""
-        return self.metrics.add(path, value) or self._seeds.add(path, value)
 
     def _before_transfer_later(self, batch: Any, dataloader_idx: int = 0) -> Any:
         """Run the module's hook, for micro-batches later, when each is seeded."""
@@ -171,7 +169,6 @@ class LogicalSteps:
         self._end_rank(rank)
 
     def _end_rank(self, rank: int) -> None:
-        self._sandbox.check_backward()
         self._sandbox.end(rank, last=rank == self.block[-1])
         if rank == self.block[-1]:
             self._end("train")

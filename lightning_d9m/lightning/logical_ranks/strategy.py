@@ -14,6 +14,7 @@ from lightning_d9m.control.settings import read_variable, variable_of
 from lightning_d9m.errors import DriftError, RankLostError, RanksDisagreeError, SettingError
 from lightning_d9m.hashing.shards import has_base
 from lightning_d9m.lightning.logical_ranks.loaders import group_loader
+from lightning_d9m.lightning.logical_ranks.logged_values import sum_exactly
 from lightning_d9m.lightning.logical_ranks.steps import LogicalSteps, holds_micro_batches
 from lightning_d9m.lightning.packages import combined_base
 from lightning_d9m.lightning.strategies import register_in_loaded_packages
@@ -23,18 +24,17 @@ from lightning_d9m.logical_ranks.collectives import (
     send_tensors,
     watch_collectives,
 )
-from lightning_d9m.logical_ranks.gradients import LogicalGradients
-from lightning_d9m.logical_ranks.malloc import disable_malloc_trim
-from lightning_d9m.logical_ranks.scalars import sum_exactly
+from lightning_d9m.logical_ranks.gradients import LogicalGradients, disable_malloc_trim
 from lightning_d9m.logical_ranks.tree import Blocks
 from lightning_d9m.ranks.groups import (
+    RankLiveness,
     close_default_group,
-    gather_bytes,
+    connect_liveness,
     is_default_group_closed,
+    lost_ranks_named,
     ranks_of_group,
     reopen_default_group,
 )
-from lightning_d9m.ranks.liveness import RankLiveness, connect_liveness, lost_ranks_named
 from lightning_d9m.ranks.ranks import agree
 from lightning_d9m.state.plain_data import decode_plain, encode_plain
 
@@ -171,7 +171,7 @@ class DDPDeterministicStrategy(_DDPStrategy):  # type: ignore[misc] # of the pac
     def gather_bytes(self, data: bytes) -> list[bytes]:
         """Return the bytes of every process."""
         with self.naming_lost("an exchange of values"):
-            return gather_bytes(data)
+            return ranks_of_group().gather_bytes(data)
 
     def connect_session(self, session: Any) -> None:
         """Take the seeds of a run from its ``TrainerSession``; None when it ends."""

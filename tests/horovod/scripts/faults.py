@@ -15,9 +15,9 @@ import pytorch_lightning as pl
 import torch
 from torch.nn import functional
 from torch.utils.data import DataLoader, IterableDataset
+from trainings import QUIET
 
-from lightning_d9m.horovod.strategy import HorovodDeterministicStrategy
-from lightning_d9m.lightning.callback import DeterminismCallback
+from lightning_d9m import DeterminismCallback, HorovodDeterministicStrategy
 
 warnings.filterwarnings("ignore")
 folder, *faults = sys.argv[1:]
@@ -38,8 +38,7 @@ class Model(pl.LightningModule):
             os.kill(os.getpid(), signal.SIGKILL)
         if wrong and self.fault == "raising":
             raise ValueError("the third batch is bad")
-        out = self.net(batch[0])
-        return functional.mse_loss(out, batch[1])
+        return functional.mse_loss(self.net(batch[0]), batch[1])
 
     def on_train_batch_end(self, outputs, batch, index):
         if self.global_rank == 1 and index == 7 and self.fault == "ulp":
@@ -66,16 +65,12 @@ def train(fault):
     options = {"bucket_bytes": 1024} if rank == 1 and fault == "settings" else {}
     samples = 48 if rank == 1 and fault == "batches" else 64
     trainer = pl.Trainer(
-        accelerator="cpu",
         strategy=HorovodDeterministicStrategy(**options),
         max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         num_sanity_val_steps=0,
         use_distributed_sampler=False,
         callbacks=[DeterminismCallback(ledger_dir=Path(folder, fault, "d9m"))],
+        **QUIET,
     )
     loader = DataLoader(Stream(), batch_size=8) if fault == "stream" else models.loader(samples)
     trainer.fit(Model(fault), loader, models.loader(16))

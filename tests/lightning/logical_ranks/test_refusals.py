@@ -62,19 +62,6 @@ def test_samplers_of_torch_are_split(fit):
         assert fit(**words).global_step == 2
 
 
-def test_sparse_gradients_are_summed_as_dense_ones(fit):
-    model = make_model(
-        lambda model, batch: model.table(torch.tensor([1, 1, 2])).sum(),
-        lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-        table=nn.Embedding(4, 2, sparse=True),
-    )
-    before = model.table.weight.detach().clone()
-    fit(model)
-    # Each of two steps adds the gradient of all logical ranks, divided by their number.
-    expected = before - 0.2 * torch.tensor([0.0, 2.0, 1.0, 0.0])[:, None]
-    assert torch.allclose(model.table.weight, expected)
-
-
 def test_a_checkpoint_needs_the_same_logical_ranks_and_threads(fit, tmp_path):
     path = tmp_path / "saved.ckpt"
     fit().save_checkpoint(path)
@@ -127,44 +114,37 @@ def fit_and_read_warnings(fit, step, **attributes):
     return [str(one.message) for one in seen if "A step changes" in str(one.message)]
 
 
-def test_what_logical_ranks_change_differently_is_named_once(fit):
-    def keep_loss(model, batch):
+def test_what_a_step_changes_is_named_once_unless_it_is_changed_alike_or_appended(fit):
+    """Values that logical ranks change differently, and a queue, a lock and a file."""
+
+    def change(model, batch):
         model.last = model(batch).sum()
+        model.outputs["counter"] += 1
+        model.outputs["all"].append(1)
+        if changes_objects:
+            model.queue.put(1)
+            model.lock.acquire(blocking=False)
+            model.file.write(b"x")
         return model.last
 
-    (text,) = fit_and_read_warnings(fit, keep_loss, last=None)
-    assert text.startswith("A step changes 'last' of BoringModel, and not")
-
-
-def test_a_queue_a_lock_and_a_file_that_a_step_changes_are_named(fit):
-    def change_all(model, batch):
-        model.queue.put(1)
-        model.lock.acquire(blocking=False)
-        model.file.write(b"x")
-        return model(batch).sum()
-
     with tempfile.TemporaryFile() as file:
-        kept = {"queue": queue.Queue(), "lock": threading.Lock(), "file": file}
-        texts = fit_and_read_warnings(fit, change_all, **kept)
+        kept = {"queue": queue.Queue(), "lock": threading.Lock(), "file": file, "last": None}
+        for changes_objects in (False, True):
+            outputs = {"counter": 0, "all": []}
+            words = {**kept, "outputs": outputs, "norm": nn.BatchNorm1d(2)}
+            last, *texts = sorted(
+                fit_and_read_warnings(fit, change, **words), key=lambda one: "'last'" not in one
+            )
+            assert last.startswith("A step changes 'last' of BoringModel, and not")
+            assert outputs == {"counter": 2, "all": [1] * 8}
+            assert len(texts) == (3 if changes_objects else 0)
         for name, what in (
-            ("queue", "Queue of queue"),
-            ("lock", "lock of _th"),
             ("file", "of _io"),
+            ("lock", "lock of _th"),
+            ("queue", "Queue of queue"),
         ):
             (text,) = (one for one in texts if f"A step changes {name!r}, " in one)
             assert what in text
-        assert not fit_and_read_warnings(fit, lambda model, batch: model(batch).sum(), **kept)
-
-
-def test_what_they_change_alike_or_append_is_accepted(fit):
-    def change(model, batch):
-        model.outputs["counter"] += 1
-        model.outputs["all"].append(1)
-        return model(batch).sum()
-
-    outputs = {"counter": 0, "all": []}
-    assert not fit_and_read_warnings(fit, change, outputs=outputs, norm=nn.BatchNorm1d(2))
-    assert outputs == {"counter": 2, "all": [1] * 8}
 
 
 def test_weights_that_are_first_changed_after_the_compared_steps_are_refused(fit):
@@ -183,8 +163,9 @@ def test_fewer_samples_than_logical_ranks_are_predicted_once(fit):
 
 
 def test_predictions_that_are_appended_to_a_list_are_refused(fit):
-    model = make_model(outputs=[])
-    model.predict_step = lambda batch, batch_idx: model.outputs.append(model(batch))
+    model = make_model(
+        outputs=[], predict_step=lambda model, batch, _: model.outputs.append(model(batch))
+    )
     trainer = fit(model)
     with pytest.raises(SettingError, match="predict_step adds to 'outputs'"):
         trainer.predict(model, DataLoader(DATA, batch_size=2))

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
-from rank_processes import run_ranks, start_ranks
+from rank_processes import read_records, run_ranks, start_ranks
 
 from lightning_d9m import compare, read_ledger
 from lightning_d9m.ledger.format.records import Digests
@@ -24,48 +24,27 @@ def folder(tmp_path_factory):
     return path
 
 
-def read_digests(path):
-    """Return the records of digests of a run, by rank."""
-    ledger = read_ledger(path)
-    records = {}
-    for rank in ledger.files:
-        with ledger.open(rank) as reader:
-            found = (record for record in reader.records() if isinstance(record, Digests))
-            records[rank] = [(record.moment, record.epoch, record) for record in found]
-    return records
-
-
-def check_continues(straight, resumed, count):
-    expected = read_digests(straight)[0]
-    assert [place[:2] for place in expected] == [
-        ("initial", 0),
-        *(("epoch", epoch) for epoch in range(3)),
-        ("final", 2),
-    ]
-    records = read_digests(resumed)
-    assert sorted(records) == list(range(count))
-    for rank in records:
-        assert records[rank] == expected
-    assert compare(straight, resumed).equal
-
-
 @pytest.mark.parametrize(
-    ("name", "count"), [("batch2-2", 1), *((f"{place}-2", 3) for place in PLACES)]
+    ("name", "before", "count"),
+    [("batch2", 2, 1), ("batch0", 1, 3), *((place, 2, 3) for place in PLACES)],
 )
-def test_a_checkpoint_continues_on_another_number_of_processes(folder, name, count):
-    check_continues(folder / "straight/2", folder / name / str(count), count)
-
-
-def test_a_checkpoint_of_one_process_continues_on_three(folder):
-    check_continues(folder / "straight/1", folder / "batch0-1/3", 3)
+def test_a_checkpoint_continues_on_another_number_of_processes(folder, name, before, count):
+    straight, resumed = folder / f"straight/{before}", folder / f"{name}-{before}" / str(count)
+    expected = read_records(straight, Digests)[0]
+    moments = ["initial", "epoch", "epoch", "epoch", "final"]
+    assert [record.moment for record in expected] == moments
+    assert read_records(resumed, Digests) == dict.fromkeys(range(count), expected)
+    assert compare(straight, resumed).equal
 
 
 def test_a_run_whose_process_is_killed_goes_on_with_fewer(folder):
     statuses, outputs = start_ranks(SCRIPT, 3, folder, "killed")
     assert statuses[-1] == -9
     assert 0 not in statuses
-    assert any(re.search(r"Rank 2 \(process \d+\) was killed or exited", text) for text in outputs)
+    words = r"Rank 2 \(process \d+\) was killed or exited"
+    assert any(re.search(words, text) for text in outputs)
+    assert re.search(words, read_ledger(folder / "killed/3/fit-000").outcome(0).end.error)
     run_ranks(SCRIPT, 2, folder, "last")
-    straight, resumed = folder / "straight/2", folder / "last/2"
-    expected = read_digests(straight)[0][-1]
-    assert read_digests(resumed)[0][-1] == read_digests(resumed)[1][-1] == expected
+    expected = read_records(folder / "straight/2", Digests)[0][-1]
+    resumed = read_records(folder / "last/2", Digests)
+    assert resumed[0][-1] == resumed[1][-1] == expected

@@ -6,13 +6,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_d9m import SettingError
 from lightning_d9m.control.data.loaders import LoaderControl
 from lightning_d9m.control.data.resumable_sampler import MicroBatches
-from lightning_d9m.logical_ranks.batches import BlockBatchSampler
+from lightning_d9m.lightning.logical_ranks.loaders import BlockBatchSampler
 
 
 @given(
@@ -109,19 +109,9 @@ def test_every_process_finds_the_same_number_of_batches():
     assert [len(BlockBatchSampler(whole, range(r, r + 1), 2)) for r in (0, 1)] == [4, 4]
 
 
-class Drawing(Dataset):
-    """Draws from all generators for each sample."""
-
-    def __len__(self):
-        return 22
-
-    def __getitem__(self, index):
-        return torch.tensor([index, random.random(), float(torch.rand(()))])
-
-
-def collate(samples):
-    """Draw for the batch, too."""
-    return torch.stack(samples), random.random()
+def draw(samples):
+    """Draw from all generators for each sample of a batch."""
+    return [(sample, random.random(), float(torch.rand(()))) for sample in samples]
 
 
 def load(block, workers, *, skip=0):
@@ -129,7 +119,7 @@ def load(block, workers, *, skip=0):
     control = LoaderControl(3, fit=0, rank=0, per_sample_rng=False)
     order = RandomSampler(range(22))
     batches = BlockBatchSampler(BatchSampler(order, 2, drop_last=False), block, 4)
-    loader = DataLoader(Drawing(), num_workers=workers, collate_fn=collate)
+    loader = DataLoader(range(22), num_workers=workers, collate_fn=draw)
     object.__setattr__(loader, "batch_sampler", batches)
     loader = control.wrap_loader(loader, "train")
     found = {rank: [] for rank in block}
@@ -139,23 +129,15 @@ def load(block, workers, *, skip=0):
         control.start_epoch("train", epoch)
         for group in loader:
             assert type(group) is MicroBatches
-            for rank, (samples, drawn) in zip(block, group, strict=True):
-                found[rank].append((samples.tolist(), drawn))
+            for rank, batch in zip(block, group, strict=True):
+                found[rank].append(batch)
     control.release()
     return found
 
 
-@pytest.fixture(scope="module")
-def together():
-    """Return the micro-batches that one process loads for all logical ranks."""
-    return load(range(4), 0)
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize("block", [range(4), range(2), range(1, 3), range(3, 4)])
-def test_what_a_logical_rank_draws_depends_on_no_other(together, block, workers):
-    assert load(block, workers) == {rank: together[rank] for rank in block}
-
-
-def test_an_epoch_continues_after_the_steps_that_were_consumed(together):
+def test_what_a_logical_rank_draws_depends_on_no_other():
+    """Nor on workers; an epoch continues after the steps that were consumed."""
+    together = load(range(4), 0)
+    for block, workers in ((range(4), 1), (range(2), 0), (range(1, 3), 1), (range(3, 4), 0)):
+        assert load(block, workers) == {rank: together[rank] for rank in block}
     assert load(range(1, 3), 0, skip=2) == {rank: together[rank][2:] for rank in (1, 2)}
