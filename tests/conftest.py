@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import raise_sites
-from forking_python import shared_python
+from forking_python import share_python, shared_python
 from hypothesis import HealthCheck, settings
 from hypothesis.internal.conjecture import providers
 from ledger_runs import runs  # noqa: F401 - a fixture
@@ -71,6 +71,8 @@ def pytest_configure(config: pytest.Config) -> None:
             # torch 2.4 imports it, and with it SymPy, in each worker of a loader: seconds.
             import_module("torch.nested._internal.nested_tensor")
         leave_out_work()
+    else:
+        share_python()
     config.add_cleanup(gc.unfreeze)  # of imports_frozen: what is frozen at the end counts as leaked
     if file := config.option.raise_sites:
         config.add_cleanup(raise_sites.note_sites(file))

@@ -43,12 +43,6 @@ def test_our_own_hooks_leave_out_what_the_configuration_leaves_out():
     assert all("--force-exclude" in entry for entry in ruff)
 
 
-def test_contributing_is_short_and_names_the_one_command():
-    text = (ROOT / "CONTRIBUTING.md").read_text()
-    assert len(text.splitlines()) < 200  # half of them draw paths through the code
-    assert "python3 dev.py test" in text
-
-
 def test_every_slow_test_that_is_listed_exists():
     lines = (ROOT / "tests/slow_tests.txt").read_text().splitlines()
     listed = [line for line in lines if not line.startswith("#")]
@@ -56,11 +50,3 @@ def test_every_slow_test_that_is_listed_exists():
     for line in listed:
         file, _, name = line.partition("::")
         assert f"def {name}(" in (ROOT / file).read_text() if name else (ROOT / file).exists(), line
-
-
-def test_the_folders_of_contributing_are_those_of_the_package():
-    text = (ROOT / "CONTRIBUTING.md").read_text()
-    drawing = re.search(r"^## Layout\n.*?^```text\n(.*?)^```", text, re.DOTALL | re.MULTILINE)[1]
-    package = ROOT / "lightning_d9m"
-    folders = {path.parent.name for path in package.glob("*/__init__.py")}
-    assert not {name for name in folders if not re.search(rf"\b{name}\b", drawing)}

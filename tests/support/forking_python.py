@@ -1,11 +1,11 @@
 """A Python that starts in 50 ms with torch and Lightning imported, for tests that start trainings.
 
 An interpreter that imports torch and Lightning takes 3 to 5 s of CPU time before it does
-anything. A server imports them once; each program then runs in a fork of it. ``ForkingPython``
-writes a program ``python`` that any command can start: ``d9m repeat -- python train.py``, ranks
-of torch's DDP, ``horovodrun``. It understands ``python SCRIPT``, ``-c CODE`` and ``-m MODULE``,
-also after ``-W ACTION``, ``-B``, ``-u`` and ``-XNAME``, which torchrun, multiprocessing and Jupyter
-give.
+anything. A server imports them once, for all workers of xdist; each program then runs in a fork of
+it. ``ForkingPython`` writes a program ``python`` that any command can start: ``d9m repeat --
+python train.py``, ranks of torch's DDP, ``horovodrun``. It understands ``python SCRIPT``, ``-c
+CODE`` and ``-m MODULE``, also after ``-W ACTION``, ``-B``, ``-u`` and ``-XNAME``, which torchrun,
+multiprocessing and Jupyter give.
 
 A fork has the arguments, variables, folder, pipes, signals, network and mounts of the process that
 stands for it (``forking_client.py``), and is killed if that process is. It differs from a new
@@ -25,7 +25,7 @@ import atexit
 import ctypes
 import fcntl
 import gc
-import importlib
+import importlib.util
 import json
 import multiprocessing
 import os
@@ -47,10 +47,15 @@ from pathlib import Path
 
 from left_out_work import leave_out_work
 
-# What the trainings of the tests import.
-TRAINING = ("lightning.pytorch", "lightning_d9m.lightning.callback")
-# What the ranks of Horovod import, too.
-HOROVOD = (*TRAINING, "horovod.torch")
+# What the trainings of the tests import. Workers of a loader need nested tensors, and with them
+# SymPy.
+TRAINING = (
+    "lightning.pytorch",
+    "lightning_d9m.lightning.callback",
+    "torch.nested._internal.nested_tensor",
+    *(["horovod.torch"] if importlib.util.find_spec("horovod") else []),
+)
+_SHARED = "D9M_FORKING_PYTHON"  # the path that workers take from the process that starts them
 _MOST_FILES = 200  # that a process inherits
 _FREE = 500  # they have lower numbers
 _CLIENT = Path(__file__).with_name("forking_client.py")
@@ -101,20 +106,19 @@ esac
         shutil.rmtree(self._folder)
 
 
-_STARTING = threading.Lock()
-
-
-def shared_python(*modules):
-    """Return the program ``python`` that all tests of this process share, by its modules."""
-    with _STARTING:
-        return _start_python(modules or TRAINING)
-
-
 @cache
-def _start_python(modules):
-    python = ForkingPython(modules)
+def shared_python(*modules):
+    """Return the program ``python`` that all tests share, or those of this process by modules."""
+    if not modules and _SHARED in os.environ:
+        return os.environ[_SHARED]
+    python = ForkingPython(modules or TRAINING)
     atexit.register(python.end)
     return python.path
+
+
+def share_python():
+    """Start the program for the workers that this process starts."""
+    os.environ[_SHARED] = shared_python()
 
 
 def _serve(listener, modules):

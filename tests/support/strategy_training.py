@@ -3,7 +3,7 @@
 ``python strategy_training.py FOLDER CELL...`` runs each cell: the same training twice, with probes,
 the second one with patched operations; resumed from a checkpoint of the first one, with a fault on
 one rank; and those of ``d9m locate``. Of the cells in ``LAUNCHED`` this is the process that starts
-two ranks for each training, of those in ``FABRIC_LAUNCHED`` for all.
+two ranks for each training, of those of Fabric for all.
 """
 
 import json
@@ -13,12 +13,11 @@ import warnings
 from functools import partial
 from pathlib import Path
 
-import fabric_strategies
+import strategies
 import strategy_cells as cells
-import trainer_strategies
 from lightning.fabric import Fabric
 from located_runs import locate
-from trainer_strategies import SHORTEST, WORLD, Fault, describe
+from strategies import SHORTEST, WORLD, Fault, describe
 
 from lightning_d9m import deterministic
 from lightning_d9m.control import session
@@ -32,11 +31,11 @@ class Runs:
 
     def __init__(self, folder, cell, launched=None):
         self.folder, self.cell = folder, cell
-        self.fit = partial(trainer_strategies.fit, folder, cell)
-        self.rank, self.world = trainer_strategies.RANK, WORLD
+        self.fit = partial(strategies.fit, folder, cell)
+        self.rank, self.world = strategies.RANK, WORLD
         self.found = [{} for _ in range(2 if cell in cells.LAUNCHED else 1)]
         if cell.startswith(cells.FABRIC):
-            self.fit = partial(fabric_strategies.fit, folder, cell, launched=launched)
+            self.fit = partial(strategies.fit_with_fabric, folder, cell, launched=launched)
         if launched is not None:
             self.rank, self.world = launched.global_rank, launched.world_size
         self.last = max(self.world, len(self.found)) - 1
@@ -63,8 +62,8 @@ class Runs:
         """Locate a fault that one rank has in each second run, or in all."""
 
         def train(number):
-            present = fault if name != "located" or number % 2 == 0 else None
-            self.train(name, fault=present, limits=SHORTEST)
+            present = {"fault": fault} if name != "located" or number % 2 == 0 else {}
+            self.train(name, limits=SHORTEST, **present)
 
         output = self.folder / f"{name} runs"
         self.found[0][name] = locate(train, output, rank=self.rank, ranks=self.world)
@@ -135,8 +134,8 @@ def main():
     for cell in sys.argv[2:]:
         folder = Path(sys.argv[1]) / cell
         folder.mkdir(exist_ok=True)
-        if cell in cells.FABRIC_LAUNCHED:
-            strategy = cell.removeprefix(cells.FABRIC)
+        strategy = cell.removeprefix(cells.FABRIC)
+        if strategy != cell and strategy in cells.LAUNCHED:
             fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)
             fabric.launch(run_launched, folder, cell)
         else:
