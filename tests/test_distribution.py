@@ -11,24 +11,17 @@ from pathlib import Path
 
 import pytest
 import yaml
+from ledger_program import PROGRAM
 from scripts import list_imports, load_script
 
 from lightning_d9m.version import __version__
 
 ROOT = Path(__file__).parents[1]
 
-TRAINING = """
-import lightning.pytorch as lightning
-from lightning.pytorch.demos.boring_classes import BoringModel
+TRAINING = f"""{PROGRAM}
 import lightning_d9m
-
-lightning.seed_everything(3)
-trainer = lightning.Trainer(
-    max_epochs=1, limit_train_batches=2, callbacks=[lightning_d9m.DeterminismCallback()],
-    accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
-)
-trainer.fit(BoringModel())
 print("package:", lightning_d9m.__file__)
+train()
 """
 
 
@@ -83,7 +76,10 @@ def test_the_source_archive_makes_the_same_wheel(archives, tmp_path):
 
 
 def test_the_wheel_works_in_an_environment_of_its_own(archives, tmp_path):
-    """Dependencies are those that are installed here; the source tree is not among them."""
+    """Dependencies are those that are installed here; the source tree is not among them.
+
+    ``dev.py test-wheel`` trains in a fresh environment.
+    """
     environment = tmp_path / "environment"
     execute(sys.executable, "-m", "venv", "--without-pip", environment, folder=tmp_path)
     python = environment / "bin" / "python"
@@ -94,7 +90,7 @@ def test_the_wheel_works_in_an_environment_of_its_own(archives, tmp_path):
     # editable installation) are not read.
     (packages / "dependencies.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
     (tmp_path / "train.py").write_text(TRAINING)
-    said = execute(python, "train.py", folder=tmp_path)
+    said = execute(python, "train.py", folder=tmp_path, LIGHTNING_D9M_LEDGER_DIR="d9m")
     assert f"package: {packages}" in said
     d9m, ledger = python.parent / "d9m", "d9m/fit-000"
     assert "equal" in execute(d9m, "compare", ledger, ledger, folder=tmp_path)

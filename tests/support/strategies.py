@@ -29,7 +29,6 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 from trainings import QUIET, make_loader
@@ -406,27 +405,26 @@ class Patching(L.Callback):
 
 
 class Saving(L.Callback):
-    """Saves checkpoints after the first step, the last one, and the second one of four ranks."""
+    """Saves checkpoints after some steps."""
 
-    def __init__(self, folder):
-        self.folder = folder
+    def __init__(self, folder, steps):
+        self.folder, self.steps = folder, steps
 
     def on_train_batch_end(self, trainer, *_):
         """Save if one of these steps ends."""
-        step, last = trainer.global_step, trainer.max_epochs * trainer.num_training_batches
-        if step in {1, WORLD // 2, last}:
-            trainer.save_checkpoint(self.folder / f"step={step}.ckpt")
+        if trainer.global_step in self.steps:
+            trainer.save_checkpoint(self.folder / f"step={trainer.global_step}.ckpt")
 
 
 def fit(  # noqa: PLR0913 - one keyword for each kind of run
-    folder, cell, name, *, fault=NO_FAULT, resume_from=None, saves=False, full=False,
+    folder, cell, name, *, fault=NO_FAULT, resume_from=None, saves=(), full=False,
     patched=False, limits=SHORT, **words,
 ):  # fmt: skip
-    """Train with a Trainer; return the callback."""
+    """Train with a Trainer that saves after some steps; return the callback."""
     callback = ErrorKeepingCallback(**({"seed": 5, "ledger_dir": folder / name} | words))
     callbacks = [callback, *([Patching(folder / name)] if patched else [])]
     if saves:
-        callbacks.append(Saving(folder / ("full checkpoints" if full else "checkpoints")))
+        callbacks.append(Saving(folder / ("full checkpoints" if full else "checkpoints"), saves))
     kind = CELLS[cell.removesuffix(", 4 ranks")]
     torch.manual_seed(7)
     model = kind.compile(Net(kind.layout, fault, kind.apply))
@@ -453,6 +451,9 @@ def compute_whole(fabric, model, images, classes):
 
 def make_pipeline(model, rank):
     """Leave one stage of a model on each rank; return what computes the gradients of a batch."""
+    # A recorder looks for stages among all objects of a process that has imported this.
+    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
     for name in ("012", "3")[1 - rank]:
         del model.layers._modules[name]
     if rank == 0:
@@ -484,7 +485,7 @@ def load_stage(path, parts):
 
 
 def fit_with_fabric(  # noqa: PLR0913 - as that of a Trainer
-    folder, cell, name, *, fault=NO_FAULT, resume_from=None, saves=False, full=False,
+    folder, cell, name, *, fault=NO_FAULT, resume_from=None, saves=(), full=False,
     patched=False, limits=SHORT, launched=None, **words,
 ):  # fmt: skip
     """Train; save after the first step if it ``saves``, and resume if there is a place to do it."""

@@ -33,10 +33,11 @@ def find_launch(name):
 
 
 ALL = list(TABLE)
-# That with logical ranks is the last one: its errors close the connections of the ranks.
+# Last those that slow down the ones after them, or close the connections of ranks by an error.
 LAUNCHES = {
     launch: sorted(
-        (name for name in ALL if find_launch(name) == launch), key=lambda name: name == LOGICAL
+        (name for name in ALL if find_launch(name) == launch),
+        key=lambda name: (name == LOGICAL, name == PIPELINE),
     )
     for launch in (1, 2, 4, "launched", "horovod")
 }
@@ -53,3 +54,5 @@ LOCATED, REPEATED = told("locate", "yes"), told("replay", "yes")
 # reference, or drifts apart in every run; replays are refused.
 RACING, REFERRED, DRIFTING = ["ddp", "fsdp2"], ["ddp", "Fabric, ddp"], ["ddp", "tp"]
 REFUSED = ["fsdp1", "fsdp2", "tp"]
+# The checkpoints of the last step of these are compared with the ledger.
+SHARDED = [*REFUSED, "fsdp2 and tp"]

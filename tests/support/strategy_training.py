@@ -23,6 +23,7 @@ from lightning_d9m import deterministic
 from lightning_d9m.control import session
 
 COPIED = "layers.3.bias"  # each rank of tensor parallelism has it
+LAST_STEP = 4
 VARIABLES = ("CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO")
 
 
@@ -72,7 +73,8 @@ class Runs:
         """Run all, and write what was found."""
         cell, folder, attempt = self.cell, self.folder, self.attempt
         probed = {"probes": "all", **({"replay_every": 2} if cell in cells.REPEATED else {})}
-        first = self.train("first", saves=True, **probed)
+        last = [LAST_STEP] if cell in cells.SHARDED else []
+        first = self.train("first", saves=[1, *last], **probed)
         compared = {"reference": folder / "first" / "fit-000", **probed}
         if cell in cells.LAUNCHED:
             variables = [name for name in VARIABLES if name in os.environ]
@@ -81,7 +83,8 @@ class Runs:
                 attempt("second", **compared, patched=True, seed=None)
                 self.fit("next", seed=None)
         else:
-            full = {"saves": True, "full": True} if cell in cells.FULL else {}
+            # The second step ends an epoch of four ranks.
+            full = {"saves": [WORLD // 2, *last], "full": True} if cell in cells.FULL else {}
             attempt("second", **compared, patched=True, **full)
         resumed = {"resume_from": folder / "checkpoints" / "step=1.ckpt", **compared}
         if cell in cells.HYBRIDS:
@@ -89,7 +92,6 @@ class Runs:
             resumed = compared
         attempt("fault", fault=Fault(self.last), **resumed)
         if cell in cells.FULL:
-            # The second step ends an epoch of four ranks.
             path = folder / "full checkpoints" / f"step={WORLD // 2}.ckpt"
             attempt("resumed from full", resume_from=path, full=True, **compared)
         self.run_faults(Fault(self.last, epoch=0))
@@ -131,8 +133,11 @@ def run_launched(fabric, folder, cell):
 def main():
     """Run cells, one after the other."""
     warnings.filterwarnings("ignore")
+    folders = Path(sys.argv[1]).absolute()
+    (folders / "empty").mkdir(exist_ok=True)
+    os.chdir(folders / "empty")  # `d9m locate` looks for files that runs leave there
     for cell in sys.argv[2:]:
-        folder = Path(sys.argv[1]) / cell
+        folder = folders / cell
         folder.mkdir(exist_ok=True)
         strategy = cell.removeprefix(cells.FABRIC)
         if strategy != cell and strategy in cells.LAUNCHED:
