@@ -46,12 +46,12 @@ from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
 
-# What the trainings of the tests import. Workers of a loader need nested tensors, and with them
-# SymPy.
+# What the trainings of the tests import.
 TRAINING = (
     "lightning.pytorch",
     "lightning_d9m.lightning.callback",
-    "torch.nested._internal.nested_tensor",
+    "sklearn.datasets",
+    "torch.distributed.checkpoint",
     *(["horovod.torch"] if importlib.util.find_spec("horovod") else []),
 )
 _SHARED = "D9M_FORKING_PYTHON"  # the path that workers take from the process that starts them
