@@ -9,7 +9,7 @@ from itertools import cycle, repeat
 from pathlib import Path
 
 import pytest
-from forking_python import shared_python
+from forking_python import SEED, shared_python
 
 from lightning_d9m.cli import locate as locate_module
 from lightning_d9m.cli.main import main
@@ -27,8 +27,8 @@ PAGE = (Path(__file__).parents[2] / "docs" / "gallery.md").read_text()
 def run_forked(command, folder, *, variables, ranks, seeds, **_):
     """Replace ``run_once``: the same variables, without the start of an interpreter."""
     environment = {n: v for n, v in os.environ.items() if not n.startswith("PYTEST_")}
-    environment |= {"LIGHTNING_D9M": "1", "LIGHTNING_D9M_LEDGER_DIR": str(folder), **variables}
-    environment["PYTHONHASHSEED"] = next(seeds)
+    environment |= {"LIGHTNING_D9M": "1", "PYTHONHASHSEED": "0", SEED: next(seeds)}
+    environment |= {"LIGHTNING_D9M_LEDGER_DIR": str(folder), **variables}
     log = folder / "output.log"
     with log.open("wb") as file:
         processes = [
