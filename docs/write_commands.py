@@ -1,6 +1,6 @@
 """Write docs/commands.md: the help of every command, as its parser prints it, and d9m scan's rules.
 
-``python docs/write_commands.py`` writes the page; ``tests/docs/test_written_pages.py`` compares it
+``python docs/write_commands.py`` writes the page; ``tests/docs/test_pages.py`` compares it
 with the parsers.
 """
 

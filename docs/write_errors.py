@@ -1,6 +1,6 @@
 """Write docs/errors.md: every message that the package raises, as it stands in the code.
 
-``python docs/write_errors.py`` writes the page; ``tests/docs/test_written_pages.py`` compares it
+``python docs/write_errors.py`` writes the page; ``tests/docs/test_pages.py`` compares it
 with the code.
 """
 

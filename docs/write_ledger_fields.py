@@ -1,6 +1,6 @@
 """Write docs/ledger-fields.md: every field of every record, as the classes describe them.
 
-``python docs/write_ledger_fields.py`` writes the page; ``tests/docs/test_written_pages.py``
+``python docs/write_ledger_fields.py`` writes the page; ``tests/docs/test_pages.py``
 compares it with the code.
 """
 

@@ -1,6 +1,6 @@
 """Write docs/ops.md: the catalog of operations.
 
-``python docs/write_ops.py`` writes the page; ``tests/docs/test_written_pages.py`` compares it with
+``python docs/write_ops.py`` writes the page; ``tests/docs/test_pages.py`` compares it with
 the catalog.
 """
 

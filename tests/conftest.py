@@ -10,11 +10,10 @@ from pathlib import Path
 
 import pytest
 import raise_sites
-from forking_python import shared_python
+from forking_python import leave_out_work, share_python, shared_python
 from hypothesis import HealthCheck, settings
 from hypothesis.internal.conjecture import providers
 from ledger_runs import runs  # noqa: F401 - a fixture
-from left_out_work import leave_out_work
 
 # Loaded before any test, both of Lightning's packages: the callback takes its bases from those that
 # are loaded, and they set variables when they are first imported, as scikit-learn does, which is no
@@ -71,6 +70,8 @@ def pytest_configure(config: pytest.Config) -> None:
             # torch 2.4 imports it, and with it SymPy, in each worker of a loader: seconds.
             import_module("torch.nested._internal.nested_tensor")
         leave_out_work()
+    else:
+        share_python()
     config.add_cleanup(gc.unfreeze)  # of imports_frozen: what is frozen at the end counts as leaked
     if file := config.option.raise_sites:
         config.add_cleanup(raise_sites.note_sites(file))

@@ -1,4 +1,4 @@
-"""What is released: a wheel that works without the source tree, and the archive it is made of."""
+"""What is released, and what the repository offers around the code."""
 
 import os
 import re
@@ -11,24 +11,18 @@ from pathlib import Path
 
 import pytest
 import yaml
+from ledger_program import PROGRAM
 from scripts import list_imports, load_script
 
+from lightning_d9m.cli.main import build_parser
 from lightning_d9m.version import __version__
 
 ROOT = Path(__file__).parents[1]
 
-TRAINING = """
-import lightning.pytorch as lightning
-from lightning.pytorch.demos.boring_classes import BoringModel
+TRAINING = f"""{PROGRAM}
 import lightning_d9m
-
-lightning.seed_everything(3)
-trainer = lightning.Trainer(
-    max_epochs=1, limit_train_batches=2, callbacks=[lightning_d9m.DeterminismCallback()],
-    accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
-)
-trainer.fit(BoringModel())
 print("package:", lightning_d9m.__file__)
+train()
 """
 
 
@@ -83,7 +77,10 @@ def test_the_source_archive_makes_the_same_wheel(archives, tmp_path):
 
 
 def test_the_wheel_works_in_an_environment_of_its_own(archives, tmp_path):
-    """Dependencies are those that are installed here; the source tree is not among them."""
+    """Dependencies are those that are installed here; the source tree is not among them.
+
+    ``dev.py test-wheel`` trains in a fresh environment.
+    """
     environment = tmp_path / "environment"
     execute(sys.executable, "-m", "venv", "--without-pip", environment, folder=tmp_path)
     python = environment / "bin" / "python"
@@ -94,7 +91,7 @@ def test_the_wheel_works_in_an_environment_of_its_own(archives, tmp_path):
     # editable installation) are not read.
     (packages / "dependencies.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
     (tmp_path / "train.py").write_text(TRAINING)
-    said = execute(python, "train.py", folder=tmp_path)
+    said = execute(python, "train.py", folder=tmp_path, LIGHTNING_D9M_LEDGER_DIR="d9m")
     assert f"package: {packages}" in said
     d9m, ledger = python.parent / "d9m", "d9m/fit-000"
     assert "equal" in execute(d9m, "compare", ledger, ledger, folder=tmp_path)
@@ -175,3 +172,45 @@ def test_the_conda_recipe_needs_what_the_package_needs():
 
 def test_the_changelog_has_the_version():
     assert f"\n## [{__version__}]\n" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_every_issue_template_asks_for_the_doctor():
+    templates = [p for p in (ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml") if p.stem != "config"]
+    assert templates
+    for template in templates:
+        fields = {field["id"]: field for field in yaml.safe_load(template.read_text())["body"]}
+        assert fields["doctor"]["attributes"]["label"] == "`d9m doctor --json`"
+        assert fields["doctor"]["validations"]["required"]
+    build_parser("doctor").parse_args(["doctor", "--json"])
+
+
+def test_the_hooks_for_users_are_commands_that_we_have():
+    for hook in yaml.safe_load((ROOT / ".pre-commit-hooks.yaml").read_text()):
+        program, command = hook["entry"].split()
+        assert program == "d9m"
+        build_parser(command).parse_args([command, "a.py", "b.ipynb"])
+
+
+def test_the_page_shows_the_hook_of_the_repository():
+    (hook,) = yaml.safe_load((ROOT / ".pre-commit-hooks.yaml").read_text())
+    page = (ROOT / "docs/scan.md").read_text()
+    (shown,) = re.findall(r"^```yaml\n(repos:.*?)^```", page, re.DOTALL | re.MULTILINE)
+    (repository,) = yaml.safe_load(shown)["repos"]
+    assert [hook] == [one | {"description": hook["description"]} for one in repository["hooks"]]
+
+
+def test_our_own_hooks_leave_out_what_the_configuration_leaves_out():
+    """Ruff takes a file that is named, as pre-commit names them, even where it is excluded."""
+    (repository,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    ruff = [hook["entry"] for hook in repository["hooks"] if "bin/ruff" in hook["entry"]]
+    assert len(ruff) == 2
+    assert all("--force-exclude" in entry for entry in ruff)
+
+
+def test_every_slow_test_that_is_listed_exists():
+    lines = (ROOT / "tests/slow_tests.txt").read_text().splitlines()
+    listed = [line for line in lines if not line.startswith("#")]
+    assert listed
+    for line in listed:
+        file, _, name = line.partition("::")
+        assert f"def {name}(" in (ROOT / file).read_text() if name else (ROOT / file).exists(), line

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from raise_sites import find_sites
 
 from lightning_d9m.errors import CommandError, D9mError, DriftError, file_errors
 from lightning_d9m.ledger.folder import read_ledger
@@ -204,3 +205,8 @@ def test_a_file_operation_that_fails(error, said):
 def test_an_error_has_the_facts_of_its_class_alone():
     with pytest.raises(TypeError, match=r"DriftError has no \['steps'\]"):
         DriftError("text", steps=3)
+
+
+def test_a_site_is_each_call_that_makes_one_of_our_errors():
+    source = "raise SettingError(\n    'no'\n)\nerrors.LedgerError('no')\nraise ValueError('no')\n"
+    assert find_sites(source, "a") == [("a", 1, 3), ("a", 4, 4)]

@@ -76,7 +76,8 @@ def test_a_notebook_runs_and_shows_what_its_file_shows(path, tmp_path, run_noteb
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_page_shows_all_cells_and_its_links_lead_somewhere(path):
+def test_a_page_shows_all_cells(path):
+    """`mkdocs build --strict` checks its links."""
     cells = json.loads(path.read_text())["cells"]
     page = notebook_pages.render_cells(cells, path.name)
     assert page.startswith("# ")
@@ -84,11 +85,6 @@ def test_a_page_shows_all_cells_and_its_links_lead_somewhere(path):
         assert "".join(cell["source"]).strip("\n").replace(".ipynb)", ".md)") in page
     for output in (one for cell in cells for one in cell.get("outputs", ())):
         assert "".join(output["text"]).strip() in page
-    links = [link.partition("#")[0] for link in re.findall(r"\]\(([^)]+)\)", page)]
-    assert path.name in links
-    for link in links:
-        target = path.parent / link
-        assert target.exists() or target.with_suffix(".ipynb").exists(), link
 
 
 def test_the_text_of_the_notebooks_names_commands_that_we_have():
@@ -101,18 +97,3 @@ def test_the_text_of_the_notebooks_names_commands_that_we_have():
                     build_parser(words[0]).parse_args(words)
                     named += 1
     assert named
-
-
-def test_links_to_notebooks_lead_to_their_pages():
-    text = "[a](notebooks/one.ipynb), [b](two.ipynb#part), one.ipynb, [c](../examples/README.md)"
-    expected = "[a](notebooks/one.md), [b](two.md#part), one.ipynb, [c](examples.md)"
-    assert notebook_pages.link_pages(text) == expected
-
-
-def test_the_examples_are_a_page_whose_links_lead_somewhere():
-    page = notebook_pages.move_links((notebook_pages.EXAMPLES / "README.md").read_text())
-    links = re.findall(r"\]\(([^)]+)\)", page)
-    assert links
-    for link in links:
-        folder = ROOT if link.startswith("examples/") else ROOT / "docs"
-        assert (folder / link).exists(), link

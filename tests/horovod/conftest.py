@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from forking_python import HOROVOD, shared_python
+from forking_python import TRAINING, shared_python
 
 SCRIPTS = Path(__file__).parent / "scripts"
 collect_ignore = ["scripts"]  # run by ranks
@@ -31,9 +31,9 @@ def horovodrun():
     """Return a function that runs a script on several ranks: its status and its output."""
 
     def run(ranks, script, *arguments):
-        modules = HOROVOD
+        modules = []
         if "import pytorch_lightning" in (SCRIPTS / script).read_text():
-            modules = [name.replace("lightning.pytorch", "pytorch_lightning") for name in HOROVOD]
+            modules = [name.replace("lightning.pytorch", "pytorch_lightning") for name in TRAINING]
         python = shared_python(*modules)
         command = [python, "-m", "horovod.runner.launch", "-np", str(ranks), "--gloo"]
         command += [python, str(SCRIPTS / script), *map(str, arguments)]

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from forking_python import HOROVOD, TRAINING, shared_python
+from forking_python import shared_python
 from network_hosts import explain_missing, make_hosts, start_rank, start_sshd, wait_for, wait_until
 
 from lightning_d9m import compare, read_ledger
@@ -19,41 +19,46 @@ from lightning_d9m.ledger.format.records import Digests
 
 SCRIPT = Path(__file__).parents[1] / "support" / "hosts_training.py"
 HAS_HOROVOD = importlib.util.find_spec("horovod") is not None
-MODULES = (*(HOROVOD if HAS_HOROVOD else TRAINING), "torch.distributed.run")
 MISSING = explain_missing()
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING)
 
 
-def start_agents(hosts, nodes, *arguments, first):
+def training(*words):
+    """Return the command of one rank."""
+    return [shared_python(), SCRIPT, "runs", *words]
+
+
+def start_agents(hosts, nodes, *words, first):
     """Start an agent of torchrun on each host, with one worker; the first host has the store."""
-    python = shared_python(*MODULES)
-    agent = [python, "-m", "torch.distributed.run", f"--nnodes={nodes}", "--nproc-per-node=1"]
+    agent = ["-m", "torch.distributed.run", f"--nnodes={nodes}", "--nproc-per-node=1"]
     agent += ["--max-restarts=3", "--monitor-interval=0.1", "--no-python", "--rdzv-backend=c10d"]
     agent += [f"--rdzv-endpoint={first.name}:29511", "--rdzv-id=run"]
     timeouts = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=6"
-    words = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    return [
-        host.start(
-            [
-                *agent,
-                f"--local-addr={host.address}",
-                f"--rdzv-conf=is_host={str(host is first).lower()},{timeouts}",
-                python,
-                SCRIPT,
-                *arguments,
-            ],
-            **words,
-        )
-        for host in hosts
-    ]
+    agents = []
+    for host in hosts:
+        own = [f"--local-addr={host.address}"]
+        own += [f"--rdzv-conf=is_host={str(host is first).lower()},{timeouts}"]
+        command = [shared_python(), *agent, *own, *training(*words)]
+        agents.append(host.start(command, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1"))
+    return agents
 
 
 @pytest.fixture(scope="module")
 def one_process(tmp_path_factory):
     """Return the ledger of the training on one process."""
     folder = tmp_path_factory.mktemp("one")
-    subprocess.run([shared_python(*MODULES), SCRIPT, folder], check=True)
-    return folder / "1" / "fit-000"
+    subprocess.run(training(), cwd=folder, check=True)
+    return folder / "runs" / "1" / "fit-000"
+
+
+def wait_at_epoch(hosts, processes):
+    """Wait until both ranks wait between two epochs."""
+    wait_until(lambda: all((host.folder / "waiting2").exists() for host in hosts), processes)
+
+
+def find_last(host, processes):
+    """Return the ledger of the last training of a host on so many processes."""
+    return max((host.folder / "runs" / str(processes)).iterdir())
 
 
 def read_final(ledger):
@@ -70,28 +75,23 @@ def read_final(ledger):
 
 def test_a_host_is_lost_and_another_is_added(tmp_path, one_process):
     """Torchrun restarts the workers; each time they continue from the checkpoint."""
-    arguments = ("runs", "wait=1", f"kept={tmp_path / 'kept'}")
+    words = ("wait=1", f"kept={tmp_path / 'kept'}")
     with make_hosts(3, tmp_path) as hosts:
         first, lost, added = hosts
-        agents = start_agents([first, lost], "1:2", *arguments, first=first)
-        # The first may have begun alone.
-        wait_until(
-            lambda: all((host.folder / "waiting2").exists() for host in (first, lost)), agents
-        )
+        agents = start_agents([first, lost], "1:2", *words, first=first)
+        wait_at_epoch((first, lost), agents)  # the first may have begun alone
         lost.send_signal(signal.SIGKILL)
         (first.folder / "waiting1").unlink(missing_ok=True)
         (first.folder / "go2").touch()
         wait_until((first.folder / "waiting1").exists, agents[:1])
         assert not (added.folder / "runs").exists()
         (added.folder / "go2").touch()
-        agents += start_agents([added], "1:2", *arguments, first=first)
+        agents += start_agents([added], "1:2", *words, first=first)
         statuses, outputs = wait_for(agents)
         assert [statuses[0], statuses[2]] == [0, 0], "\n".join(outputs)
         assert re.search(r"Rank 1 \(process \d+\) did not respond", outputs[0])
-        expected = read_final(one_process)
         for host in (first, added):
-            ledger = max((host.folder / "runs" / "2").iterdir())
-            assert read_final(ledger) == expected
+            assert read_final(find_last(host, 2)) == read_final(one_process)
 
 
 @pytest.mark.horovod
@@ -99,7 +99,7 @@ def test_a_host_is_lost_and_another_is_added(tmp_path, one_process):
 @pytest.mark.skipif(shutil.which("sshd") is None, reason="needs sshd")
 def test_horovodrun_trains_on_two_hosts(tmp_path, one_process):
     """Logical ranks give the bits of one process; fixed buckets those of two on one host."""
-    python = shared_python(*MODULES)
+    python = shared_python()
     run = [python, "-m", "horovod.runner.launch", "-np", "2", "--gloo"]
     with make_hosts(2, tmp_path) as hosts:
         start_sshd(hosts)
@@ -140,14 +140,14 @@ def test_slurm_requeues_a_job(tmp_path, one_process):
         }
 
         def srun(*words):
-            command = [shared_python(*MODULES), SCRIPT, "runs", f"kept={tmp_path / 'kept'}", *words]
+            command = training(f"kept={tmp_path / 'kept'}", *words)
             return [
                 host.start(command, SLURM_PROCID=str(rank), SLURM_NODEID=str(rank), **common)
                 for rank, host in enumerate(hosts)
             ]
 
         tasks = srun("wait=1")
-        wait_until(lambda: all((host.folder / "waiting2").exists() for host in hosts), tasks)
+        wait_at_epoch(hosts, tasks)
         for task in tasks:
             task.send_signal(signal.SIGUSR1)
         wait_until((tmp_path / "requeued").exists, tasks)
@@ -159,8 +159,7 @@ def test_slurm_requeues_a_job(tmp_path, one_process):
         assert (tmp_path / "requeued").read_text() == "requeue 4711\n"
         for host in hosts:
             # The variable that names the folder is not set by srun.
-            ledger = max((host.folder / "runs" / "1").iterdir())
-            assert read_final(ledger) == read_final(one_process)
+            assert read_final(find_last(host, 1)) == read_final(one_process)
 
 
 FAKE_CLOCK = """
@@ -194,9 +193,10 @@ def test_lost_packets_and_a_wrong_clock_change_nothing(tmp_path, one_process):
     subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
     with make_hosts(3, tmp_path) as hosts:
         hosts[0].lose_packets(0.05)
-        words = [SCRIPT, "runs", "kept=kept"]
-        ranks = [start_rank(hosts, rank, [shared_python(*MODULES), *words]) for rank in (0, 2)]
-        ranks.append(start_rank(hosts, 1, [sys.executable, *words], LD_PRELOAD=str(library)))
+        command = training("kept=kept")
+        ranks = [start_rank(hosts, rank, command) for rank in (0, 2)]
+        new = [sys.executable, *command[1:]]
+        ranks.append(start_rank(hosts, 1, new, LD_PRELOAD=str(library)))
         statuses, outputs = wait_for(ranks)
         assert statuses == [0, 0, 0], "\n".join(outputs)
         assert hosts[0].count_lost()
@@ -204,8 +204,7 @@ def test_lost_packets_and_a_wrong_clock_change_nothing(tmp_path, one_process):
             ledger = host.folder / "runs" / "3" / "fit-000"
             assert len(list(ledger.iterdir())) == 1
             shutil.copytree(ledger, tmp_path / "all", dirs_exist_ok=True)
-        ranks = [start_rank(hosts, rank, [shared_python(*MODULES), *words]) for rank in range(3)]
-        statuses, outputs = wait_for(ranks)
+        statuses, outputs = wait_for([start_rank(hosts, rank, command) for rank in range(3)])
     assert compare(one_process, tmp_path / "all").equal
     assert statuses == [1, 1, 1]
     for output in outputs:
@@ -249,12 +248,11 @@ FAULTS = {
 
 def test_every_rank_ends_with_an_error_and_a_resume_is_exact(tmp_path, one_process):
     """Fault after fault, each within the same epoch, from the checkpoint before it."""
-    program = [shared_python(*MODULES), SCRIPT, "runs", f"limit={LIMIT}"]
-    program.append(f"kept={tmp_path / 'kept'}")
+    program = training(f"limit={LIMIT}", f"kept={tmp_path / 'kept'}")
     with make_hosts(2, tmp_path, small_disk=2**20) as hosts:
         for fault, messages in FAULTS.items():
             ranks = [start_rank(hosts, rank, [*program, "wait=1"]) for rank in range(2)]
-            wait_until(lambda: all((host.folder / "waiting2").exists() for host in hosts), ranks)
+            wait_at_epoch(hosts, ranks)
             for host in hosts:
                 (host.folder / "waiting2").unlink()
                 (host.folder / "go2").touch()
@@ -271,7 +269,7 @@ def test_every_rank_ends_with_an_error_and_a_resume_is_exact(tmp_path, one_proce
                 assert re.search(message, output), output
             mend(hosts)
             for host in hosts:
-                ledger = read_ledger(max((host.folder / "runs" / "2").iterdir()))
+                ledger = read_ledger(find_last(host, 2))
                 for rank in ledger.files:
                     with ledger.open(rank) as reader:
                         moments = [r.moment for r in reader.records() if isinstance(r, Digests)]
@@ -280,5 +278,4 @@ def test_every_rank_ends_with_an_error_and_a_resume_is_exact(tmp_path, one_proce
         statuses, outputs = wait_for([start_rank(hosts, rank, program) for rank in range(2)])
         assert statuses == [0, 0], "\n".join(outputs)
         for host in hosts:
-            ledger = max((host.folder / "runs" / "2").iterdir())
-            assert read_final(ledger) == read_final(one_process)
+            assert read_final(find_last(host, 2)) == read_final(one_process)

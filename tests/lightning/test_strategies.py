@@ -1,22 +1,24 @@
 """Trainings under strategies and precisions on one to four processes: a launch runs many of them.
 
-Each cell of docs/strategies.md names one of these tests; those of Fabric run with a Recorder.
+The table of docs/strategies.md says which of these tests a training passes; those of Fabric run
+with a Recorder.
 """
 
 import json
 import os
+import re
 import subprocess
 from pathlib import Path
 
 import pytest
 import strategy_cells as cells
 import torch
-from forking_python import HOROVOD, shared_python
+from forking_python import shared_python
 from ledger_runs import list_batches
 from lightning.fabric import Fabric
 from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry
 from rank_processes import run_ranks
-from strategy_cells import FABRIC, FLAT_ONES, HYBRID, LAUNCHED, ONE, PIPELINE, WITH_HOROVOD
+from strategy_cells import FABRIC, FLAT_ONES, LAUNCHED, PIPELINE
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from lightning_d9m import HorovodDeterministicStrategy, SettingError
@@ -40,12 +42,12 @@ def trained(tmp_path_factory):
         if launch in folders:
             return folders[launch]
         folder = folders[launch] = tmp_path_factory.mktemp("cells")
-        if launch in cells.LAUNCHES:
-            run_ranks(SCRIPT, launch, folder, *cells.LAUNCHES[launch])
+        names, python = cells.LAUNCHES[launch], shared_python()
+        if isinstance(launch, int):
+            run_ranks(SCRIPT, launch, folder, *names)
             return folder
-        command, names = [shared_python()], [*LAUNCHED, *cells.FABRIC_LAUNCHED]
+        command = [python]
         if launch == "horovod":
-            python, names = shared_python(*HOROVOD), WITH_HOROVOD
             command = [python, "-m", "horovod.runner.launch", "-np", "2", "--gloo", python]
         subprocess.run([*command, SCRIPT, folder, *names], env=os.environ | VARIABLES, check=True)
         return folder
@@ -56,12 +58,10 @@ def trained(tmp_path_factory):
 @pytest.fixture
 def cell(request, trained):
     """Return the folder of a cell, and what each rank found."""
-    name = request.param
-    launch = next((own for own, names in cells.LAUNCHES.items() if name in names), "launched")
-    if name in WITH_HOROVOD:
+    launch = cells.find_launch(request.param)
+    if launch == "horovod":
         pytest.importorskip("horovod", reason="`d9m install-horovod` builds it")
-        launch = "horovod"
-    folder = trained(launch) / name
+    folder = trained(launch) / request.param
     files = sorted(folder.glob("found-*.json"))
     return folder, [json.loads(file.read_text()) for file in files]
 
@@ -291,24 +291,43 @@ def test_fabric_takes_no_strategy_of_horovod():
             Fabric(strategy=strategy, accelerator="cpu")
 
 
+def test_the_table_says_what_these_tests_show():
+    """Other words would be claims without a test."""
+    words = {
+        "agree": {"yes"},
+        "fault": {"yes"},
+        "ranks": {"", "all weights", "the copies", "nothing", "replicated parameters"},
+        "resume": {"exact", "exact, also full checkpoints", "refused"},
+        "probes": {"yes", "[outside](probes.md)", "of shards", "of stages"},
+        "locate": {"yes", ""},
+        "replay": {"yes", "refused"},
+    }
+    assert {column: {row[column] for row in cells.TABLE.values()} for column in words} == words
+    alone = [name for name in cells.ALL if name not in {*cells.COPIES, *cells.DIVIDED}]
+    assert alone == cells.LAUNCHES[1]
+
+
 def test_notebooks_fork():
     assert StrategyRegistry["ddp_notebook"] == StrategyRegistry["ddp_fork"] | {
         "strategy_name": "ddp_notebook"
     }
 
 
-@of_cells(cells.SAME_BITS)
+@of_cells([name for name in cells.ALL if re.search("checkpointing|compiled", name)])
 def test_checkpointing_and_compiling_change_no_bit(cell):
     """``aot_eager`` compiles; Inductor's kernels may round differently."""
     folder, _ = cell
-    places = folder.parent / ONE, folder
+    places = folder.with_name("single device"), folder
     stacks = [ledger(place).header.stack for place in places]
     assert [COMPILER_CACHE in stack for stack in stacks] == [False, "compiled" in folder.name]
     plain, own = ([record.groups for record in records(place)] for place in places)
     assert plain == own
 
 
-@of_cells(cells.WHOLE)
+WHOLE = [name for name in cells.LAUNCHES[2] if "fsdp" in name and not re.search("flat|bf16", name)]
+
+
+@of_cells(WHOLE)
 def test_a_sharded_ledger_has_the_digests_of_the_whole_model(cell):
     """DDP computes the same sums of two gradients, and its ledger has the same digests."""
     folder, _ = cell
@@ -320,27 +339,22 @@ def test_a_sharded_ledger_has_the_digests_of_the_whole_model(cell):
 
 
 def test_the_number_of_ranks_does_not_enter_into_the_digests(trained):
-    names = {2: ["fsdp1", "fsdp2", "tp"], 4: [*cells.SHARDED_ON_FOUR, "hsdp", HYBRID]}
-    folders = [trained(count) / name for count, own in names.items() for name in own]
+    names = [*cells.FULL, *cells.HYBRIDS, "fsdp1, 4 ranks", "fsdp2, 4 ranks"]
+    folders = [trained(cells.find_launch(name)) / name for name in names if FABRIC not in name]
     initial = [records(folder)[0].groups["weights"] for folder in folders]
     assert all(weights == initial[0] for weights in initial)
     assert len(set(initial[0].values())) == 4
 
 
-def find_last(folder):
-    return max(folder.glob("*.ckpt"), key=lambda file: int(file.stem.partition("=")[2]))
-
-
 @pytest.mark.parametrize(
     ("kind", "cell"),
-    [("", name) for name in ("fsdp1", "fsdp2", "tp", "fsdp2 and tp")]
-    + [("full ", name) for name in ("fsdp1", "fsdp2", "tp")],
+    [(kind, name) for kind in ("", "full ") for name in cells.SHARDED],
     indirect=["cell"],
 )
 def test_a_checkpoint_has_the_weights_of_the_ledger(capsys, kind, cell, tmp_path):
     """A full one or a sharded one, in one file; the first parameter that differs is named."""
     folder, _ = cell
-    last = find_last(folder / f"{kind}checkpoints")
+    last = folder / f"{kind}checkpoints" / "step=4.ckpt"
     if not kind:
         dcp_to_torch_save(last, last := tmp_path / "whole.pt")
     command = ["verify", "--allow-objects", str(last)]

@@ -1,11 +1,11 @@
 """A Python that starts in 50 ms with torch and Lightning imported, for tests that start trainings.
 
 An interpreter that imports torch and Lightning takes 3 to 5 s of CPU time before it does
-anything. A server imports them once; each program then runs in a fork of it. ``ForkingPython``
-writes a program ``python`` that any command can start: ``d9m repeat -- python train.py``, ranks
-of torch's DDP, ``horovodrun``. It understands ``python SCRIPT``, ``-c CODE`` and ``-m MODULE``,
-also after ``-W ACTION``, ``-B``, ``-u`` and ``-XNAME``, which torchrun, multiprocessing and Jupyter
-give.
+anything. A server imports them once, for all workers of xdist; each program then runs in a fork of
+it. ``ForkingPython`` writes a program ``python`` that any command can start: ``d9m repeat --
+python train.py``, ranks of torch's DDP, ``horovodrun``. It understands ``python SCRIPT``, ``-c
+CODE`` and ``-m MODULE``, also after ``-W ACTION``, ``-B``, ``-u`` and ``-XNAME``, which torchrun,
+multiprocessing and Jupyter give.
 
 A fork has the arguments, variables, folder, pipes, signals, network and mounts of the process that
 stands for it (``forking_client.py``), and is killed if that process is. It differs from a new
@@ -14,7 +14,7 @@ interpreter in these points; a test of one of them starts ``sys.executable``:
 - The modules are imported before the program begins; nothing runs at its ``import torch``.
   ``LIGHTNING_D9M=1`` takes effect when the fork begins.
 - Lightning has found the entry points of callbacks, the versions of packages and what Lightning's
-  classes set are known, and no file waits for the disk (left_out_work.py).
+  classes set are known, and no file waits for the disk.
 - Without ``PYTHONHASHSEED`` the seed is 0. With ``random`` it is the server's, which all its forks
   share.
 - The fork is a child of the server, not of the process that stands for it.
@@ -25,7 +25,7 @@ import atexit
 import ctypes
 import fcntl
 import gc
-import importlib
+import importlib.util
 import json
 import multiprocessing
 import os
@@ -43,14 +43,19 @@ import threading
 import warnings
 from contextlib import suppress
 from functools import cache
+from importlib.metadata import entry_points
 from pathlib import Path
 
-from left_out_work import leave_out_work
-
 # What the trainings of the tests import.
-TRAINING = ("lightning.pytorch", "lightning_d9m.lightning.callback")
-# What the ranks of Horovod import, too.
-HOROVOD = (*TRAINING, "horovod.torch")
+TRAINING = (
+    "lightning.pytorch",
+    "lightning_d9m.lightning.callback",
+    "sklearn.datasets",
+    "torch.distributed.checkpoint",
+    *(["horovod.torch"] if importlib.util.find_spec("horovod") else []),
+)
+_SHARED = "D9M_FORKING_PYTHON"  # the path that workers take from the process that starts them
+SEED = "D9M_FORKING_SEED"  # chooses a server in place of PYTHONHASHSEED
 _MOST_FILES = 200  # that a process inherits
 _FREE = 500  # they have lower numbers
 _CLIENT = Path(__file__).with_name("forking_client.py")
@@ -72,7 +77,7 @@ class ForkingPython:
         self._servers = [self._start(seed, modules) for seed in ("0", "random")]
         client = shlex.join([sys.executable, "-I", "-S", str(_CLIENT)])
         Path(self.path).write_text(f"""#!/bin/sh
-case "$PYTHONHASHSEED" in
+case "${{{SEED}:-$PYTHONHASHSEED}}" in
 ""|0) exec {client} {self._folder}/0 "$@";;
 random) exec {client} {self._folder}/random "$@";;
 *) exec {shlex.quote(sys.executable)} "$@";;
@@ -101,20 +106,42 @@ esac
         shutil.rmtree(self._folder)
 
 
-_STARTING = threading.Lock()
-
-
-def shared_python(*modules):
-    """Return the program ``python`` that all tests of this process share, by its modules."""
-    with _STARTING:
-        return _start_python(modules or TRAINING)
-
-
 @cache
-def _start_python(modules):
-    python = ForkingPython(modules)
+def shared_python(*modules):
+    """Return the program ``python`` that all tests share, or those of this process by modules."""
+    if not modules and _SHARED in os.environ:
+        return os.environ[_SHARED]
+    python = ForkingPython(modules or TRAINING)
     atexit.register(python.end)
     return python.path
+
+
+def share_python():
+    """Start the program for the workers that this process starts."""
+    os.environ[_SHARED] = shared_python()
+
+
+_find_entry_points = cache(entry_points)
+_GROUPS = {
+    "lightning.fabric": ("lightning.fabric", "lightning.pytorch"),
+    "lightning_fabric": ("lightning_fabric", "pytorch_lightning"),
+}
+
+
+def leave_out_work():
+    """Wait for no disk, and look for entry points of both packages of Lightning once.
+
+    No test can see it; processes of ``sys.executable`` do all of it, as users' do. The disk takes 8
+    ms for each ledger. Lightning looks through all installed packages for each Trainer, which takes
+    7 ms, a third of a small training.
+    """
+    os.fsync = lambda file: None
+    for package, groups in _GROUPS.items():
+        registry = sys.modules.get(f"{package}.utilities.registry")
+        if registry is not None:
+            registry.entry_points = _find_entry_points
+            for group in groups:
+                _find_entry_points(group=f"{group}.callbacks_factory")
 
 
 def _serve(listener, modules):

@@ -3,7 +3,7 @@
 ``python strategy_training.py FOLDER CELL...`` runs each cell: the same training twice, with probes,
 the second one with patched operations; resumed from a checkpoint of the first one, with a fault on
 one rank; and those of ``d9m locate``. Of the cells in ``LAUNCHED`` this is the process that starts
-two ranks for each training, of those in ``FABRIC_LAUNCHED`` for all.
+two ranks for each training, of those of Fabric for all.
 """
 
 import json
@@ -13,17 +13,17 @@ import warnings
 from functools import partial
 from pathlib import Path
 
-import fabric_strategies
+import strategies
 import strategy_cells as cells
-import trainer_strategies
 from lightning.fabric import Fabric
 from located_runs import locate
-from trainer_strategies import SHORTEST, WORLD, Fault, describe
+from strategies import SHORTEST, WORLD, Fault, describe
 
 from lightning_d9m import deterministic
 from lightning_d9m.control import session
 
 COPIED = "layers.3.bias"  # each rank of tensor parallelism has it
+LAST_STEP = 4
 VARIABLES = ("CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO")
 
 
@@ -32,11 +32,11 @@ class Runs:
 
     def __init__(self, folder, cell, launched=None):
         self.folder, self.cell = folder, cell
-        self.fit = partial(trainer_strategies.fit, folder, cell)
-        self.rank, self.world = trainer_strategies.RANK, WORLD
+        self.fit = partial(strategies.fit, folder, cell)
+        self.rank, self.world = strategies.RANK, WORLD
         self.found = [{} for _ in range(2 if cell in cells.LAUNCHED else 1)]
         if cell.startswith(cells.FABRIC):
-            self.fit = partial(fabric_strategies.fit, folder, cell, launched=launched)
+            self.fit = partial(strategies.fit_with_fabric, folder, cell, launched=launched)
         if launched is not None:
             self.rank, self.world = launched.global_rank, launched.world_size
         self.last = max(self.world, len(self.found)) - 1
@@ -63,8 +63,8 @@ class Runs:
         """Locate a fault that one rank has in each second run, or in all."""
 
         def train(number):
-            present = fault if name != "located" or number % 2 == 0 else None
-            self.train(name, fault=present, limits=SHORTEST)
+            present = {"fault": fault} if name != "located" or number % 2 == 0 else {}
+            self.train(name, limits=SHORTEST, **present)
 
         output = self.folder / f"{name} runs"
         self.found[0][name] = locate(train, output, rank=self.rank, ranks=self.world)
@@ -73,7 +73,8 @@ class Runs:
         """Run all, and write what was found."""
         cell, folder, attempt = self.cell, self.folder, self.attempt
         probed = {"probes": "all", **({"replay_every": 2} if cell in cells.REPEATED else {})}
-        first = self.train("first", saves=True, **probed)
+        last = [LAST_STEP] if cell in cells.SHARDED else []
+        first = self.train("first", saves=[1, *last], **probed)
         compared = {"reference": folder / "first" / "fit-000", **probed}
         if cell in cells.LAUNCHED:
             variables = [name for name in VARIABLES if name in os.environ]
@@ -82,7 +83,8 @@ class Runs:
                 attempt("second", **compared, patched=True, seed=None)
                 self.fit("next", seed=None)
         else:
-            full = {"saves": True, "full": True} if cell in cells.FULL else {}
+            # The second step ends an epoch of four ranks.
+            full = {"saves": [WORLD // 2, *last], "full": True} if cell in cells.FULL else {}
             attempt("second", **compared, patched=True, **full)
         resumed = {"resume_from": folder / "checkpoints" / "step=1.ckpt", **compared}
         if cell in cells.HYBRIDS:
@@ -90,7 +92,6 @@ class Runs:
             resumed = compared
         attempt("fault", fault=Fault(self.last), **resumed)
         if cell in cells.FULL:
-            # The second step ends an epoch of four ranks.
             path = folder / "full checkpoints" / f"step={WORLD // 2}.ckpt"
             attempt("resumed from full", resume_from=path, full=True, **compared)
         self.run_faults(Fault(self.last, epoch=0))
@@ -132,11 +133,14 @@ def run_launched(fabric, folder, cell):
 def main():
     """Run cells, one after the other."""
     warnings.filterwarnings("ignore")
+    folders = Path(sys.argv[1]).absolute()
+    (folders / "empty").mkdir(exist_ok=True)
+    os.chdir(folders / "empty")  # `d9m locate` looks for files that runs leave there
     for cell in sys.argv[2:]:
-        folder = Path(sys.argv[1]) / cell
+        folder = folders / cell
         folder.mkdir(exist_ok=True)
-        if cell in cells.FABRIC_LAUNCHED:
-            strategy = cell.removeprefix(cells.FABRIC)
+        strategy = cell.removeprefix(cells.FABRIC)
+        if strategy != cell and strategy in cells.LAUNCHED:
             fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)
             fabric.launch(run_launched, folder, cell)
         else:

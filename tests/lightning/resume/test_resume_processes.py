@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from forking_python import HOROVOD, shared_python
+from forking_python import shared_python
 from ledger_runs import find_breaks
 from rank_processes import run_ranks, start_ranks
 
@@ -56,7 +56,7 @@ def test_two_processes_of_ddp(tmp_path):
 
 @pytest.mark.horovod
 def test_two_processes_of_horovod(tmp_path):
-    python = shared_python(*HOROVOD)
+    python = shared_python()
     command = [python, "-m", "horovod.runner.launch", "-np", "2", "--gloo"]
     command += [python, str(SCRIPT), str(tmp_path), "horovod_d9m"]
     variables = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
