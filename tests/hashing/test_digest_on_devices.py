@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from simulated_device import Stream, device, put, simulate
+from simulated_device import LikeCuda, Stream, device, put, simulate
 
 from lightning_d9m.hashing.digest import DigestQueue, digest_many, digest_value
 from lightning_d9m.probes.trace import Trace
@@ -61,3 +61,17 @@ def test_tensors_of_the_host_and_of_a_device_are_digested_together():
     mixed = [put(values[0]), values[1], put(values[2]), values[3]]
     assert digest_many(mixed) == digest_many(values)
     assert digest_value(mixed) == digest_value(values)
+
+
+@pytest.mark.parametrize("begin", [1, 2, 4, 5])
+def test_a_tensor_that_the_kernel_cannot_read_in_place_is_copied(monkeypatch, begin):
+    start = device.start_hashing
+    addresses = []
+    monkeypatch.setattr(
+        device,
+        "start_hashing",
+        lambda memory, own: addresses.extend(place for place, _ in memory) or start(memory, own),
+    )
+    values = [torch.arange(10.0)[begin:], torch.arange(10, dtype=torch.uint8)[begin:]]
+    assert digest_many(value.as_subclass(LikeCuda) for value in values) == digest_many(values)
+    assert [place % 16 for place in addresses] == [0, 0]
