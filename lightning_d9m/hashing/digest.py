@@ -200,12 +200,6 @@ def digest_value(value: object) -> str:
     return queue.fetch()[0]
 
 
-def _align(data: torch.Tensor) -> torch.Tensor:
-    """Return data, copied if the kernel, which reads 16 bytes at once, cannot read it in place."""
-    aligned = data.data_ptr() % 16 == 0
-    return data if aligned else data.detach().reshape(-1).view(torch.uint8).clone()
-
-
 @dataclass
 class _StreamDigests:
     """Digests of tensors that a stream of a CUDA device reads in order.
@@ -334,11 +328,19 @@ class DigestQueue:
             return
         stream = torch.cuda.current_stream(device)
         own = self._streams.setdefault(stream, _StreamDigests(kernel))
-        aligned = [_align(tensor) for tensor in tensors.values()]  # alive until they are read
-        spans = [locate(tensor) for tensor in aligned]
-        own.numbers += tensors
-        own.spans += spans
-        own.launched.append(kernel.start_hashing(spans, device))
+        aligned = {number: one for number, one in tensors.items() if one.data_ptr() % 16 == 0}
+        groups = [aligned, *({n: one} for n, one in tensors.items() if n not in aligned)]
+        for group in filter(None, groups):
+            # The kernel reads 16 bytes at once, and copies of tensors at other addresses, one after
+            # the other, so that the next copy can take the memory of the last.
+            data = [
+                one if group is aligned else one.detach().reshape(-1).view(torch.uint8).clone()
+                for one in group.values()
+            ]
+            spans = [locate(one) for one in data]
+            own.numbers += group
+            own.spans += spans
+            own.launched.append(kernel.start_hashing(spans, device))
         for tensor in tensors.values():
             # The memory may belong to another stream's pool and be reused before it is read.
             tensor.record_stream(stream)

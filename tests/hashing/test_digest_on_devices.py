@@ -65,13 +65,15 @@ def test_tensors_of_the_host_and_of_a_device_are_digested_together():
 
 @pytest.mark.parametrize("begin", [1, 2, 4, 5])
 def test_a_tensor_that_the_kernel_cannot_read_in_place_is_copied(monkeypatch, begin):
-    start = device.start_hashing
-    addresses = []
-    monkeypatch.setattr(
-        device,
-        "start_hashing",
-        lambda memory, own: addresses.extend(place for place, _ in memory) or start(memory, own),
-    )
-    values = [torch.arange(10.0)[begin:], torch.arange(10, dtype=torch.uint8)[begin:]]
+    start, launches = device.start_hashing, []
+
+    def start_and_wait(memory, own):
+        launches.append([address % 16 for address, _ in memory])
+        found = start(memory, own)
+        device.current.run()  # a device's allocator keeps the copy until then
+        return found
+
+    monkeypatch.setattr(device, "start_hashing", start_and_wait)
+    values = [torch.arange(10.0)[begin:], torch.ones(3), torch.arange(9, dtype=torch.uint8)[begin:]]
     assert digest_many(value.as_subclass(LikeCuda) for value in values) == digest_many(values)
-    assert [place % 16 for place in addresses] == [0, 0]
+    assert launches == ([[0, 0], [0]] if begin == 4 else [[0], [0], [0]])
