@@ -140,8 +140,6 @@ def _refuse(tensor: torch.Tensor, reason: str, remedy: str) -> DigestError:
 _VALUE = f"{VERSION} value\n".encode()
 # The parts that are hashed at the end: bytes, and numbers of dense tensors for their digests.
 _Recipe = int | list["bytes | _Recipe"]
-# A tensor with its number, its address and its size in bytes.
-_Located = tuple[int, torch.Tensor, tuple[int, int]]
 
 
 def digest(value: torch.Tensor) -> str:
@@ -308,33 +306,42 @@ class DigestQueue:
         start = len(self._chunks)
         self._chunks += [b""] * len(data)
         here: dict[int, tuple[int, int]] = {}
-        there: dict[torch.device, list[_Located]] = {}
+        there: dict[torch.device, dict[int, torch.Tensor]] = {}
         for number, (tensor, span) in enumerate(zip(data, memory, strict=True), start):
             if tensor.is_cpu:
                 here[number] = span
             else:
-                there.setdefault(tensor.device, []).append((number, tensor, span))
-        for device, located in there.items():
-            self._read_on_device(device, located)
+                there.setdefault(tensor.device, {})[number] = tensor
+        for device, tensors in there.items():
+            self._read_on_device(device, tensors)
         if here:  # the devices work meanwhile
             found = xxh3.hash_chunks(list(here.values()))
             for number, own in zip(here, found, strict=True):
                 self._chunks[number] = own
 
-    def _read_on_device(self, device: torch.device, located: list[_Located]) -> None:
+    def _read_on_device(self, device: torch.device, tensors: dict[int, torch.Tensor]) -> None:
         kernel = load_kernel(device)
         if kernel is None:  # the digests are the same; each waits for a copy
-            for number, tensor, _ in located:
+            for number, tensor in tensors.items():
                 copy = tensor.detach().cpu()
                 (self._chunks[number],) = xxh3.hash_chunks([locate(copy)])
             return
         stream = torch.cuda.current_stream(device)
         own = self._streams.setdefault(stream, _StreamDigests(kernel))
-        numbers, tensors, spans = zip(*located, strict=True)
-        own.numbers += numbers
-        own.spans += spans
-        own.launched.append(kernel.start_hashing(spans, device))
-        for tensor in tensors:
+        aligned = {number: one for number, one in tensors.items() if one.data_ptr() % 16 == 0}
+        groups = [aligned, *({n: one} for n, one in tensors.items() if n not in aligned)]
+        for group in filter(None, groups):
+            # The kernel reads 16 bytes at once, and copies of tensors at other addresses, one after
+            # the other, so that the next copy can take the memory of the last.
+            data = [
+                one if group is aligned else one.detach().reshape(-1).view(torch.uint8).clone()
+                for one in group.values()
+            ]
+            spans = [locate(one) for one in data]
+            own.numbers += group
+            own.spans += spans
+            own.launched.append(kernel.start_hashing(spans, device))
+        for tensor in tensors.values():
             # The memory may belong to another stream's pool and be reused before it is read.
             tensor.record_stream(stream)
 

@@ -53,26 +53,15 @@ def _load_tile(constants, tile, word):
 
 
 @triton.jit
-def _load_block(start, block, valid, word, skew, ALIGNED: tl.constexpr):  # noqa: N803
+def _load_block(start, block, valid, word):
     """Loads one block of a chunk as (64, 2) words; what lies past the chunk's end is undefined.
 
-    Every load is of whole aligned words that hold at least one byte of the chunk (aligned pairs
-    of words in the aligned case), so that none can touch a page that is not the tensor's.
+    Every load is of an aligned pair of words that holds at least one byte of the chunk, so that
+    none can touch a page that is not the tensor's.
     """
-    if ALIGNED:
-        # One mask for both words of a pair keeps the load one of 16 bytes.
-        pair = tl.arange(0, 64)[:, None]
-        mask = block * 1024 + pair * 16 < valid
-        words = tl.load(start + (block * 128 + word), mask=mask, other=0)
-    else:
-        position = block * 1024 + word * 8
-        reach = valid + skew
-        low = tl.load(start + (block * 128 + word), mask=position < reach, other=0)
-        high = tl.load(start + (block * 128 + word + 1), mask=position + 8 < reach, other=0)
-        bits = (skew * 8).to(tl.uint64)
-        # In two shifts, because a shift by 64 (when the skew is 0) is undefined.
-        words = (low >> bits) | ((high << (63 - bits)) << 1)
-    return words
+    # One mask for both words of a pair keeps the load one of 16 bytes.
+    pair = tl.arange(0, 64)[:, None]
+    return tl.load(start + (block * 128 + word), mask=block * 1024 + pair * 16 < valid, other=0)
 
 
 @triton.jit
@@ -92,26 +81,20 @@ def _scramble(sums, keys):
 
 
 @triton.jit
-def _hash_chunk(constants, address, valid, ALIGNED: tl.constexpr):  # noqa: N803
+def _hash_chunk(constants, address, valid):
     """Returns XXH3-64 of ``valid`` bytes at ``address``, zero-padded to whole blocks."""
     word = tl.arange(0, 64)[:, None] * 2 + tl.arange(0, 2)[None, :]
-    if ALIGNED:
-        skew = 0
-        start = tl.multiple_of(address.to(tl.pointer_type(tl.uint64)), 16)
-    else:
-        skew = (address & 7).to(tl.int32)
-        start = (address - skew).to(tl.pointer_type(tl.uint64))
-
+    start = tl.multiple_of(address.to(tl.pointer_type(tl.uint64)), 16)
     even, odd = _sum_stripes(*_load_tile(constants, START, word))
     even_scramble, odd_scramble = _sum_stripes(*_load_tile(constants, SCRAMBLE, word))
     even_keys, odd_keys = _load_tile(constants, KEYS, word)
     last = (valid + 1023) // 1024 - 1
-    words = _load_block(start, 0, valid, word, skew, ALIGNED)
-    second = _load_block(start, 1, valid, word, skew, ALIGNED)
-    third = _load_block(start, 2, valid, word, skew, ALIGNED)
+    words = _load_block(start, 0, valid, word)
+    second = _load_block(start, 1, valid, word)
+    third = _load_block(start, 2, valid, word)
     block = 0
     while block < last:
-        fourth = _load_block(start, block + 3, valid, word, skew, ALIGNED)
+        fourth = _load_block(start, block + 3, valid, word)
         even_sum, odd_sum = _mix(words, even_keys, odd_keys)
         even = _scramble(even + even_sum, even_scramble)
         odd = _scramble(odd + odd_sum, odd_scramble)
@@ -138,18 +121,6 @@ def _hash_chunk(constants, address, valid, ALIGNED: tl.constexpr):  # noqa: N803
     return leaf ^ (leaf >> 32)
 
 
-@triton.jit
-def _hash_at(constants, address, begin, size, CHUNK: tl.constexpr):  # noqa: N803
-    """Returns the leaf of the chunk that begins ``begin`` bytes after ``address``."""
-    valid = tl.minimum(size - begin, CHUNK).to(tl.int32)
-    place = address + begin
-    if place % 16 == 0:
-        leaf = _hash_chunk(constants, place, valid, ALIGNED=True)
-    else:
-        leaf = _hash_chunk(constants, place, valid, ALIGNED=False)
-    return leaf.to(tl.int64, bitcast=True)
-
-
 @triton.jit(do_not_specialize=["count"])
 def hash_chunks(constants, table, leaves, count, CHUNK: tl.constexpr):  # noqa: N803
     """Writes the leaf of chunk ``program_id`` of many tensors to ``leaves``.
@@ -157,7 +128,7 @@ def hash_chunks(constants, table, leaves, count, CHUNK: tl.constexpr):  # noqa: 
     Args:
         constants: int64; the tiles of constants.
         table: int64; for the ``count`` tensors the number of chunks before each, their addresses,
-            and their sizes in bytes (none of them 0).
+            multiples of 16, and their sizes in bytes (none of them 0).
         leaves: int64; one element for each chunk of all tensors, in order.
         count: The number of tensors.
         CHUNK: Bytes in a chunk.
@@ -172,9 +143,10 @@ def hash_chunks(constants, table, leaves, count, CHUNK: tl.constexpr):  # noqa: 
         low = tl.where(begins, middle, low)
         high = tl.where(begins, high, middle - 1)
     begin = (chunk - tl.load(table + low)) * CHUNK
-    address = tl.load(table + count + low)
-    size = tl.load(table + 2 * count + low)
-    tl.store(leaves + chunk, _hash_at(constants, address, begin, size, CHUNK))
+    address = tl.load(table + count + low) + begin
+    valid = tl.minimum(tl.load(table + 2 * count + low) - begin, CHUNK).to(tl.int32)
+    leaf = _hash_chunk(constants, address, valid)
+    tl.store(leaves + chunk, leaf.to(tl.int64, bitcast=True))
 
 
 # XXH3's default secret and primes, from the xxHash specification (doc/xxhash_spec.md).
@@ -200,8 +172,8 @@ def start_hashing(memory: Sequence[tuple[int, int]], device: torch.device) -> to
     """Hash memory of one device on its current stream, without waiting.
 
     Args:
-        memory: Addresses and sizes in bytes. Their owners must be alive until the digests are
-            fetched.
+        memory: Addresses, which are multiples of 16, and sizes in bytes. Their owners must be alive
+            until the digests are fetched.
         device: The device of the memory.
 
     Returns:
@@ -269,15 +241,14 @@ def hash_memory(memory: Sequence[tuple[int, int]], device: torch.device) -> list
 
 
 def check_kernel(device: torch.device) -> bool:
-    """Return whether the kernel agrees with the CPU on this device, for any alignment."""
+    """Return whether the kernel agrees with the CPU on this device."""
     if device.type == "cuda" and not isinstance(hash_chunks, JITFunction):
         return False  # TRITON_INTERPRET=1 runs the kernel on the CPU, which cannot read CUDA memory
     generator = torch.Generator("cpu").manual_seed(0)
     size = CHUNK_BYTES + 1500
     data = torch.randint(256, (size,), dtype=torch.uint8, device="cpu", generator=generator)
     there = data.to(device)
-    spans = [(skew, length) for skew in (0, 1, 8) for length in (1, 1024, 1500)]
-    spans += [(0, size), (3, size - 3)]
-    memory = [(there.data_ptr() + skew, length) for skew, length in spans]
-    here = [(data.data_ptr() + skew, length) for skew, length in spans]
+    spans = [(begin, length) for begin in (0, 16) for length in (1, 1024, 1500)] + [(0, size)]
+    memory = [(there.data_ptr() + begin, length) for begin, length in spans]
+    here = [(data.data_ptr() + begin, length) for begin, length in spans]
     return hash_memory(memory, device) == xxh3.hash_chunks(here)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from simulated_device import Stream, device, put, simulate
+from simulated_device import LikeCuda, Stream, device, put, simulate
 
 from lightning_d9m.hashing.digest import DigestQueue, digest_many, digest_value
 from lightning_d9m.probes.trace import Trace
@@ -61,3 +61,19 @@ def test_tensors_of_the_host_and_of_a_device_are_digested_together():
     mixed = [put(values[0]), values[1], put(values[2]), values[3]]
     assert digest_many(mixed) == digest_many(values)
     assert digest_value(mixed) == digest_value(values)
+
+
+@pytest.mark.parametrize("begin", [1, 2, 4, 5])
+def test_a_tensor_that_the_kernel_cannot_read_in_place_is_copied(monkeypatch, begin):
+    start, launches = device.start_hashing, []
+
+    def start_and_wait(memory, own):
+        launches.append([address % 16 for address, _ in memory])
+        found = start(memory, own)
+        device.current.run()  # a device's allocator keeps the copy until then
+        return found
+
+    monkeypatch.setattr(device, "start_hashing", start_and_wait)
+    values = [torch.arange(10.0)[begin:], torch.ones(3), torch.arange(9, dtype=torch.uint8)[begin:]]
+    assert digest_many(value.as_subclass(LikeCuda) for value in values) == digest_many(values)
+    assert launches == ([[0, 0], [0]] if begin == 4 else [[0], [0], [0]])
