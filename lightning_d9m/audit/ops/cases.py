@@ -196,9 +196,9 @@ def _list_scattering_cases() -> Iterator[Case]:
     for reduce in ("sum", "mean", "prod", "amax"):
         # From 2.15 on one line covers every reduction, on CUDA and on Apple's devices.
         words = (f"reduce='{reduce}'", "CUDA or MPS") if reduce != "amax" else ()
-        listed = (f"Tensor.scatter_reduce {text}" for text in words)
         function = partial(_reduce, "scatter_reduce", reduce)
-        functions.append((f"scatter_reduce_{reduce}", function, *listed))
+        known = [f"Tensor.scatter_reduce {text}" for text in words]
+        functions.append((f"scatter_reduce_{reduce}", function, *known))
         if reduce != "sum":
             function = partial(_reduce, "index_reduce", reduce)
             functions.append((f"index_reduce_{reduce}", function, "Tensor.index_reduce"))
@@ -225,8 +225,8 @@ def _list_embedding_cases() -> Iterator[Case]:
     """Yield cases that read or count rows, or repeat elements."""
     rows, draws = {"rows": 8192, "table": 1000}, (normal(1000, 64), whole(1000, 8192))
 
-    def embed(table: Tensor, rows: Tensor, **more: float) -> Tensor:
-        return nnf.embedding(rows, table.clone(), **more)
+    def embed(table: Tensor, rows: Tensor, max_norm: float | None = None) -> Tensor:
+        return nnf.embedding(rows, table.clone(), max_norm=max_norm)
 
     listed: tuple[str, ...] = ("torch.nn.Embedding",)
     yield Case("embedding_dense_backward", rows, embed, draws, listed)
@@ -337,27 +337,28 @@ def _list_resampling_cases() -> Iterator[Case]:
             op, grid = f"grid_sampler_{dims}d_backward", (4, *[_SIDE] * dims, dims)
             listed, function = "nn.functional.grid_sample", partial(sample, crowd)
             yield from _list_images(op, dims, function, listed, grid, crowd=crowd)
-    for op, dims, mode, more in (
-        ("linear1d", 1, "linear", {}),
-        ("bilinear2d", 2, "bilinear", {}),
-        ("bicubic2d", 2, "bicubic", {}),
-        ("trilinear3d", 3, "trilinear", {}),
-        ("nearest", 2, "nearest", {}),
-        ("bilinear2d_aa", 2, "bilinear", {"antialias": True}),
-        ("bicubic2d_aa", 2, "bicubic", {"antialias": True}),
+    for op, dims, mode, antialias in (
+        ("linear1d", 1, "linear", False),
+        ("bilinear2d", 2, "bilinear", False),
+        ("bicubic2d", 2, "bicubic", False),
+        ("trilinear3d", 3, "trilinear", False),
+        ("nearest", 2, "nearest", False),
+        ("bilinear2d_aa", 2, "bilinear", True),
+        ("bicubic2d_aa", 2, "bicubic", True),
     ):
         # For Apple's devices torch does not specify the cases.
-        words = "some cases" if more else f"``{mode}``"
+        words = "some cases" if antialias else f"``{mode}``"
         listed = "" if mode == "nearest" else f"nn.functional.interpolate {words}"
         for factor in (2.0, 0.5):
-            function = partial(nnf.interpolate, scale_factor=factor, mode=mode, **more)
+            more: Any = {"scale_factor": factor, "mode": mode, "antialias": antialias}
+            function = partial(nnf.interpolate, **more)
             name = f"upsample_{op}_backward"
             yield from _list_images(name, dims, function, listed, factor=factor)
 
 
 def _list_other_cases() -> Iterator[Case]:
     """Yield ranks, scans, products of matrices, losses, recurrent layers and attention."""
-    few: tuple[Draw, ...] = (lambda inputs: inputs.whole(5, 256, 1024).to(inputs.dtype),)
+    draws: tuple[Draw, ...] = (lambda inputs: inputs.whole(5, 256, 1024).to(inputs.dtype),)
     for name, more in (
         ("median", (1,)),
         ("nanmedian", (1,)),
@@ -367,7 +368,7 @@ def _list_other_cases() -> Iterator[Case]:
         listed = (f"torch.{name}",) if name in {"median", "kthvalue"} else ()
         # The index of an equal element may vary.
         shape: dict[str, Scalar] = {"rows": 256, "columns": 1024, "distinct": 5}
-        yield Case(name, shape, lambda t, n=name, m=more: getattr(torch, n)(t, *m), few, listed)
+        yield Case(name, shape, lambda t, n=name, m=more: getattr(torch, n)(t, *m), draws, listed)
     for length, quick in ((10_000, True), (1_000_000, False)):
         for name in ("cumsum", "cumprod", "logcumsumexp"):
             listed = ("torch.cumsum",) if name == "cumsum" else ()
@@ -386,8 +387,8 @@ def _list_other_cases() -> Iterator[Case]:
     shape, draws = {"steps": 100, "labels": 64}, (normal(100, 8, 64), whole(4, 8, 30))
     listed = ("torch.nn.CTCLoss",)
     yield Case("ctc_loss_backward", shape, _align, draws, listed, dtypes=_WIDE)
-    cudnn, listed_for = partial(_align, cudnn=True), {"dtypes": FLOATS[:1], "devices": ("cuda",)}
-    yield Case("ctc_loss_cudnn_backward", shape, cudnn, draws, listed, **listed_for)
+    name, cudnn, gpu = "ctc_loss_cudnn_backward", partial(_align, cudnn=True), ("cuda",)
+    yield Case(name, shape, cudnn, draws, listed, dtypes=FLOATS[:1], devices=gpu)
     shape, weights = {"steps": 32, "hidden": 64}, [(256, 64), (256, 64), (256,), (256,)] * 2
     draws = normal(32, 8, 64), *(normal(*size) for size in weights)
     yield Case("rnn_cudnn_backward", shape, _remember, draws)
@@ -397,17 +398,17 @@ def _list_other_cases() -> Iterator[Case]:
         yield Case(f"{name}_backward", shape, getattr(nnf, name), draws, quick=quick)
     draws = (normal(2, 512, 8, 64),) * 3
     name, half = "flash_attn_package_backward", ("float16",)
-    yield Case(name, {"length": 512}, _flash, draws, dtypes=half, devices=("cuda",))
+    yield Case(name, {"length": 512}, _flash, draws, dtypes=half, devices=gpu)
     draws, listed = (normal(1_000),), ("torch.Tensor.resize_ quantized",)
     yield Case("resize_quantized", {"values": 1_000}, _resize, draws, listed, dtypes=FLOATS[:1])
 
 
 def _align(scores: Tensor, targets: Tensor, *, cudnn: bool = False) -> Tensor:
     """Return the CTC loss. cuDNN takes int32 on the CPU only; the native kernel has int64."""
-    lengths = [torch.full((8,), length, dtype=torch.int32) for length in (100, 30)]
+    steps, labels = (torch.full((8,), length, dtype=torch.int32) for length in (100, 30))
     placed = (targets + 1).flatten().cpu().int() if cudnn else targets + 1
     with torch.backends.cudnn.flags(enabled=cudnn):
-        return nnf.ctc_loss(scores.log_softmax(2), placed, *lengths, reduction="sum")
+        return nnf.ctc_loss(scores.log_softmax(2), placed, steps, labels, reduction="sum")
 
 
 def _remember(steps: Tensor, *weights: Tensor) -> Tensor:

@@ -70,6 +70,8 @@ class RankReader(AbstractContextManager["RankReader"]):
             file.
         complete: Whether the last record is an ``End``. Set at the end of the file.
         marked: Number of the line with the chain hash ``mark``; 0 until it was read.
+        breaks: The interruptions after which the run was resumed, in order; reasons that a run
+            found late are known once it was read. Only a ``LineageReader`` has them.
 
     Raises:
         LedgerError: When the file cannot be read, is not a ledger, or has another schema; while
@@ -80,6 +82,7 @@ class RankReader(AbstractContextManager["RankReader"]):
         self.path = path
         self.line = self.marked = 0
         self.truncated = self.complete = False
+        self.breaks: list[Break] = []
         self._mark = mark.encode()
         self._layouts: dict[int, tuple[ProbeKey, ...]] = {}
         self._chain_hash = CHAIN_START
@@ -244,10 +247,6 @@ class LineageReader(RankReader):
     """Streams the file of a run after those of the runs that it continues, if it was resumed.
 
     The header, ``complete`` and ``line`` are those of the last file.
-
-    Attributes:
-        breaks: The interruptions, in order; reasons that a run found late are known once it was
-            read.
     """
 
     def __init__(self, path: Path) -> None:
