@@ -68,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
     }
     scans = {path: scan_file(path, rules, problem) for path, problem in files.items()}
     if arguments.fix or arguments.diff:
-        edited = [path for path, scan in scans.items() if scan.edits]
+        edited = [path for path, scan in scans.items() if any(f.edit for f in scan.findings)]
         fixes = [fix_text(read_source(Path(path)).text, path, rules) for path in edited]
         if arguments.diff:
             print("".join(fix.as_diff() for fix in fixes), end="")

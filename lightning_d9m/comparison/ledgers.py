@@ -21,7 +21,7 @@ from lightning_d9m.comparison.differences import (
     run_refusals,
 )
 from lightning_d9m.ledger.folder import Ledger, read_ledger
-from lightning_d9m.ledger.format.reader import Break, LineageReader, RankReader
+from lightning_d9m.ledger.format.reader import Break, RankReader
 from lightning_d9m.ledger.format.records import (
     Batch,
     Digests,
@@ -355,7 +355,7 @@ def _add_fields(table: _Fields, fields: Iterable[FieldDifference], ranks: tuple[
 
 def _compare_rank(
     rank: int,
-    files: tuple[LineageReader, LineageReader],
+    files: tuple[RankReader, RankReader],
     progress: Callable[[int], None],
     watch: RecordObserver | None,
     *,

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
 Severity = Literal["error", "warning", "note"]
 Certainty = Literal["certain", "depends"]
@@ -144,6 +144,8 @@ class Finding:
         fix: The remedy.
         code: The code, cut to one line.
         op: The catalog's name of the op; empty if the finding is not about an op.
+        edit: What to write in place of the code, with ``{}`` for it; empty if there is more than
+            one right answer.
     """
 
     file: str
@@ -154,26 +156,16 @@ class Finding:
     end_line: int
     end_column: int = 1
     certainty: Certainty = "certain"
-    reason: str
-    fix: str
+    reason: str = ""
+    fix: str = ""
     code: str = ""
     op: str = ""
+    edit: str = ""
 
-    @classmethod
-    def at(
-        cls,
-        file: str,
-        rule: str,
-        start: tuple[int, int],
-        end: tuple[int, int] | None = None,
-        **facts: Any,
-    ) -> "Finding":
-        """Return a finding between two places, (line, column), with the texts of its rule."""
-        (line, column), (end_line, end_column) = start, end or (start[0], 1)
-        for name in ("reason", "fix"):
-            facts[name] = facts.get(name) or getattr(RULES[rule], name)
-        facts |= {"line": line, "column": column, "end_line": end_line, "end_column": end_column}
-        return cls(file=file, rule=rule, **facts)
+    def __post_init__(self) -> None:
+        for name in ("reason", "fix"):  # where there is none, that of the rule
+            if not getattr(self, name):
+                object.__setattr__(self, name, getattr(RULES[self.rule], name))
 
     @property
     def severity(self) -> Severity:
@@ -190,10 +182,11 @@ class Finding:
 
     def as_record(self) -> dict[str, object]:
         """Return the finding as JSON types."""
-        return {
-            **asdict(self),
+        fields = asdict(self) | {
             "name": RULES[self.rule].name,
             "severity": self.severity,
             "cell": self.cell or None,
             "op": self.op or None,
         }
+        del fields["edit"]
+        return fields

@@ -59,13 +59,11 @@ class FileScan:
         findings: Sorted by place.
         lines: Number of lines.
         turns_on: True if it turns deterministic algorithms on.
-        edits: For findings with one right answer: what to write there, with ``{}`` for the code.
     """
 
     findings: list[Finding] = field(default_factory=list)
     lines: int = 0
     turns_on: bool = False
-    edits: dict[Finding, str] = field(default_factory=dict)
 
 
 @cache
@@ -85,7 +83,7 @@ def scan_file(path: str, rules: frozenset[str], problem: str = "") -> FileScan:
     except SourceError as error:
         problem = str(error)
     if problem:
-        found = [Finding.at(path, _NOT_SCANNED, (1, 1), reason=problem)]
+        found = [Finding(file=path, line=1, end_line=1, rule=_NOT_SCANNED, reason=problem)]
         return FileScan(found if _NOT_SCANNED in rules else [])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the parser's, about the scanned code
@@ -106,27 +104,24 @@ def scan_source(source: Source, path: str, rules: frozenset[str]) -> FileScan:
         problems.append((1, 0, "It is nested too deeply to be scanned."))
     lines = source.text.split("\n")
     kept: dict[tuple[object, ...], Finding] = {}
-    edits: dict[Finding, str] = {}
     for report in reports:
         if report.rule in rules and (
             not report.op or find_op(report.op).is_needed(read_torch_version())
         ):
             f = _describe(report, path, lines)
             kept.setdefault((f.line, f.column, f.rule, f.op), f)
-            edits |= {f: report.edit} if report.edit and not source.cells else {}
     found = [
-        Finding.at(path, _NOT_SCANNED, (line, 1), reason=reason, cell=cell)
+        Finding(file=path, cell=cell, line=line, end_line=line, rule=_NOT_SCANNED, reason=reason)
         for line, cell, reason in problems
     ]
     for finding in _suppress(kept.values(), source.text, path, rules):
         cell, line = source.cells[finding.line - 1] if source.cells else (0, finding.line)
-        end = finding.end_line - finding.line + line
-        found.append(replace(finding, cell=cell, line=line, end_line=end))
+        end, edit = finding.end_line - finding.line + line, "" if cell else finding.edit
+        found.append(replace(finding, cell=cell, line=line, end_line=end, edit=edit))
     return FileScan(
         findings=sorted(finding for finding in found if finding.rule in rules),
         lines=len(lines),
         turns_on=any(report.rule == settings.TURNED_ON for report in reports),
-        edits={finding: edits[finding] for finding in found if finding in edits},
     )
 
 
@@ -145,16 +140,19 @@ def _describe(report: Report, path: str, lines: Sequence[str]) -> Finding:
     line, end_line = node.lineno, node.end_lineno or node.lineno
     start = _find_column(lines[line - 1], node.col_offset)
     end = _find_column(lines[end_line - 1], node.end_col_offset or 0)
-    return Finding.at(
-        path,
-        report.rule,
-        (line, start),
-        (end_line, end),
+    return Finding(
+        file=path,
+        line=line,
+        column=start,
+        rule=report.rule,
+        end_line=end_line,
+        end_column=end,
         certainty=report.certainty,
         reason=report.reason,
         fix=report.fix,
         code=lines[line - 1][start - 1 : end - 1 if line == end_line else None][:CODE],
         op=report.op,
+        edit=report.edit,
     )
 
 
@@ -181,16 +179,17 @@ def _suppress(
             target = next(following, len(lines)) + 1
         written = _COMMENT.fullmatch(token.string)
         named = {word.strip() for word in written["rules"].split(",")} if written else set()
-        code, end = token.string[:CODE], (row, token.end[1] + 1)
+        place: dict[str, Any] = {"file": path, "line": row, "column": column + 1, "end_line": row}
+        place |= {"end_column": token.end[1] + 1, "code": token.string[:CODE]}
         if not named or named - RULES.keys():
-            yield Finding.at(path, "D9M002", (row, column + 1), end, code=code)
+            yield Finding(rule="D9M002", **place)
             continue
         covered = {f for f in findings if f.rule in named and f.line <= target <= f.end_line}
         suppressed |= covered
         unused = (named & rules).difference(finding.rule for finding in covered)
         if unused:
             reason = f"It suppresses {', '.join(sorted(unused))}, which is not found here."
-            yield Finding.at(path, "D9M003", (row, column + 1), end, reason=reason, code=code)
+            yield Finding(rule="D9M003", reason=reason, **place)
     yield from (finding for finding in findings if finding not in suppressed)
 
 
@@ -246,23 +245,22 @@ def fix_text(text: str, path: str, rules: frozenset[str]) -> FileFix:
     """Edit a text until no finding of these rules has an edit."""
     before, count = text, 0
     for _ in range(_ROUNDS):
-        edits = scan_source(Source(text), path, rules).edits
-        edited, made = _edit(text, edits)
+        edited, made = _edit(text, scan_source(Source(text), path, rules).findings)
         if edited == text:
             break
         text, count = edited, count + made
     return FileFix(path, before, text, count)
 
 
-def _edit(text: str, edits: Mapping[Finding, str]) -> tuple[str, int]:
+def _edit(text: str, findings: Sequence[Finding]) -> tuple[str, int]:
     """Make the edits that do not overlap; none if the text would not parse any more."""
     starts = [0, *accumulate(len(line) + 1 for line in text.split("\n"))]
     edited, limit, made = text, len(text), 0
-    for finding in sorted(edits, reverse=True):
+    for finding in reversed([one for one in findings if one.edit]):
         first = starts[finding.line - 1] + finding.column - 1
         end = starts[finding.end_line - 1] + finding.end_column - 1
         if end <= limit:
-            code = edits[finding].replace("{}", text[first:end])
+            code = finding.edit.replace("{}", text[first:end])
             edited, limit, made = edited[:first] + code + edited[end:], first, made + 1
     try:
         ast.parse(edited)

@@ -18,12 +18,8 @@ from pathlib import Path
 from lightning_d9m.errors import SettingError
 
 SUFFIXES = (".py", ".pyw", ".ipynb")
-SKIPPED_FOLDERS = frozenset({
-    ".git", ".hg", ".svn", ".venv", "venv", ".tox", ".nox", ".eggs", "__pycache__", "node_modules",
-    "site-packages", "dist-packages", ".mypy_cache", ".pytest_cache", ".ruff_cache",
-    ".ipynb_checkpoints", ".hypothesis",
-})  # fmt: skip
-"""Names of folders that do not hold source of the project."""
+# Folders that do not hold source of the project, besides hidden ones and virtual environments.
+_SKIPPED = {"venv", "__pycache__", "node_modules", "site-packages", "dist-packages"}
 # A work tree on a slow disk is scanned whole rather than not at all.
 _GIT_SECONDS = 30
 _MAGIC_LINE = re.compile(r"^(\s*)(?:%{1,2}|!|\?)(?!=)")
@@ -97,8 +93,8 @@ def _walk(
         }
         folders[:] = sorted(
             name
-            for name in kept.intersection(folders) - SKIPPED_FOLDERS
-            if not Path(folder, name, "pyvenv.cfg").exists()
+            for name in kept.intersection(folders) - _SKIPPED
+            if not name.startswith(".") and not Path(folder, name, "pyvenv.cfg").exists()
         )
         for name in sorted(kept.intersection(names)):
             path = Path(folder, name)

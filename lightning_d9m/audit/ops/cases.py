@@ -62,12 +62,7 @@ class Inputs:
         return torch.randint(high, shape, generator=self._generator).to(self.device)
 
 
-Draw: TypeAlias = Callable[[Inputs], Tensor]
-
-
-def normal(*shape: int) -> Draw:
-    """Return what draws a tensor of normal numbers."""
-    return lambda inputs: inputs.normal(*shape)
+Draw: TypeAlias = tuple[int, ...] | Callable[[Inputs], Tensor]
 
 
 def whole(high: int, *shape: int) -> Draw:
@@ -92,7 +87,7 @@ class Case:
             gradients of all floating-point inputs are measured.
         parameters: The shape; unique among the op's cases.
         function: A function of the inputs. It is called often, so it must not change them.
-        draws: Draw the inputs.
+        draws: Draw the inputs; a shape stands for normal numbers.
         documented: The lines of torch's documentation about it: each the name, a blank, and words
             that only this line of that name contains.
         quick: Whether ``--quick`` runs it.
@@ -119,7 +114,9 @@ class Case:
 
         It runs within the condition, because some ops select their kernel in the forward pass.
         """
-        drawn = [draw(inputs) for draw in self.draws]
+        drawn = [
+            inputs.normal(*draw) if isinstance(draw, tuple) else draw(inputs) for draw in self.draws
+        ]
         if not self.op.endswith("_backward"):
             return lambda: self.function(*drawn)
         leaves = [tensor.requires_grad_() for tensor in drawn if tensor.is_floating_point()]
@@ -196,15 +193,15 @@ def _list_scattering_cases() -> Iterator[Case]:
     for reduce in ("sum", "mean", "prod", "amax"):
         # From 2.15 on one line covers every reduction, on CUDA and on Apple's devices.
         words = (f"reduce='{reduce}'", "CUDA or MPS") if reduce != "amax" else ()
-        listed = (f"Tensor.scatter_reduce {text}" for text in words)
         function = partial(_reduce, "scatter_reduce", reduce)
-        functions.append((f"scatter_reduce_{reduce}", function, *listed))
+        known = [f"Tensor.scatter_reduce {text}" for text in words]
+        functions.append((f"scatter_reduce_{reduce}", function, *known))
         if reduce != "sum":
             function = partial(_reduce, "index_reduce", reduce)
             functions.append((f"index_reduce_{reduce}", function, "Tensor.index_reduce"))
     for op, function, *listed in functions:
         for values, places in SIZES:
-            draws = normal(places), whole(places, values), normal(values)
+            draws = (places,), whole(places, values), (values,)
             yield Case(
                 op=op,
                 parameters={"values": values, "places": places, "ratio": places / values},
@@ -223,10 +220,11 @@ def _reduce(method: str, reduce: str, target: Tensor, index: Tensor, given: Tens
 
 def _list_embedding_cases() -> Iterator[Case]:
     """Yield cases that read or count rows, or repeat elements."""
-    rows, draws = {"rows": 8192, "table": 1000}, (normal(1000, 64), whole(1000, 8192))
+    rows = {"rows": 8192, "table": 1000}
+    draws: tuple[Draw, ...] = (1000, 64), whole(1000, 8192)
 
-    def embed(table: Tensor, rows: Tensor, **more: float) -> Tensor:
-        return nnf.embedding(rows, table.clone(), **more)
+    def embed(table: Tensor, rows: Tensor, max_norm: float | None = None) -> Tensor:
+        return nnf.embedding(rows, table.clone(), max_norm=max_norm)
 
     listed: tuple[str, ...] = ("torch.nn.Embedding",)
     yield Case("embedding_dense_backward", rows, embed, draws, listed)
@@ -239,11 +237,12 @@ def _list_embedding_cases() -> Iterator[Case]:
     for mode, word in (("sum", "MPS"), ("mean", "MPS"), ("max", "max")):
         listed = (f"torch.nn.EmbeddingBag {word}",)
         yield Case(f"embedding_bag_{mode}_backward", rows, partial(add_up, mode), draws, listed)
-    shape, draws = {"values": 1_000, "times": 100}, (normal(1_000), whole(200, 1_000))
+    shape, draws = {"values": 1_000, "times": 100}, ((1_000,), whole(200, 1_000))
     listed = ("torch.repeat_interleave",)
     yield Case("repeat_interleave_backward", shape, torch.repeat_interleave, draws, listed)
     for values, places, quick in ((100_000, 1_000, True), (2_000_000, 50, False)):
-        shape, draws = {"values": values, "places": places}, (whole(places, values), normal(values))
+        shape = {"values": values, "places": places}
+        draws = whole(places, values), (values,)
         count, listed = partial(torch.bincount, minlength=places), ("torch.bincount weights",)
         yield Case("bincount", shape, count, draws, listed, quick)
         count = partial(torch.histc, bins=places, min=-1, max=1)
@@ -268,7 +267,7 @@ def _list_images(
             parameters={"side": side, **parameters},
             function=function,
             draws=tuple(
-                normal(*(side if length == _SIDE else length for length in shape))
+                tuple(side if length == _SIDE else length for length in shape)
                 for shape in ((4, 8, *[_SIDE] * dims), *shapes)
             ),
             documented=(f"torch.{documented}",) if documented else (),
@@ -337,27 +336,28 @@ def _list_resampling_cases() -> Iterator[Case]:
             op, grid = f"grid_sampler_{dims}d_backward", (4, *[_SIDE] * dims, dims)
             listed, function = "nn.functional.grid_sample", partial(sample, crowd)
             yield from _list_images(op, dims, function, listed, grid, crowd=crowd)
-    for op, dims, mode, more in (
-        ("linear1d", 1, "linear", {}),
-        ("bilinear2d", 2, "bilinear", {}),
-        ("bicubic2d", 2, "bicubic", {}),
-        ("trilinear3d", 3, "trilinear", {}),
-        ("nearest", 2, "nearest", {}),
-        ("bilinear2d_aa", 2, "bilinear", {"antialias": True}),
-        ("bicubic2d_aa", 2, "bicubic", {"antialias": True}),
+    for op, dims, mode, antialias in (
+        ("linear1d", 1, "linear", False),
+        ("bilinear2d", 2, "bilinear", False),
+        ("bicubic2d", 2, "bicubic", False),
+        ("trilinear3d", 3, "trilinear", False),
+        ("nearest", 2, "nearest", False),
+        ("bilinear2d_aa", 2, "bilinear", True),
+        ("bicubic2d_aa", 2, "bicubic", True),
     ):
         # For Apple's devices torch does not specify the cases.
-        words = "some cases" if more else f"``{mode}``"
+        words = "some cases" if antialias else f"``{mode}``"
         listed = "" if mode == "nearest" else f"nn.functional.interpolate {words}"
         for factor in (2.0, 0.5):
-            function = partial(nnf.interpolate, scale_factor=factor, mode=mode, **more)
+            more: Any = {"scale_factor": factor, "mode": mode, "antialias": antialias}
+            function = partial(nnf.interpolate, **more)
             name = f"upsample_{op}_backward"
             yield from _list_images(name, dims, function, listed, factor=factor)
 
 
 def _list_other_cases() -> Iterator[Case]:
     """Yield ranks, scans, products of matrices, losses, recurrent layers and attention."""
-    few: tuple[Draw, ...] = (lambda inputs: inputs.whole(5, 256, 1024).to(inputs.dtype),)
+    draws: tuple[Draw, ...] = (lambda inputs: inputs.whole(5, 256, 1024).to(inputs.dtype),)
     for name, more in (
         ("median", (1,)),
         ("nanmedian", (1,)),
@@ -367,47 +367,47 @@ def _list_other_cases() -> Iterator[Case]:
         listed = (f"torch.{name}",) if name in {"median", "kthvalue"} else ()
         # The index of an equal element may vary.
         shape: dict[str, Scalar] = {"rows": 256, "columns": 1024, "distinct": 5}
-        yield Case(name, shape, lambda t, n=name, m=more: getattr(torch, n)(t, *m), few, listed)
+        yield Case(name, shape, lambda t, n=name, m=more: getattr(torch, n)(t, *m), draws, listed)
     for length, quick in ((10_000, True), (1_000_000, False)):
         for name in ("cumsum", "cumprod", "logcumsumexp"):
             listed = ("torch.cumsum",) if name == "cumsum" else ()
             scan = partial(getattr(torch, name), dim=0)
-            yield Case(name, {"length": length}, scan, (normal(length),), listed, quick)
-    shape, draws = {"side": 128, "entries": 4096}, (_sparse(4, 128, 128), normal(4, 128, 32))
+            yield Case(name, {"length": length}, scan, ((length,),), listed, quick)
+    shape, draws = {"side": 128, "entries": 4096}, (_sparse(4, 128, 128), (4, 128, 32))
     yield Case("bmm_sparse", shape, torch.bmm, draws, ("torch.bmm sparse",), dtypes=_WIDE)
-    draws = _sparse(128, 128), normal(128, 32)
+    draws = _sparse(128, 128), (128, 32)
     yield Case("sparse_mm", shape, torch.sparse.mm, draws, dtypes=_WIDE)
-    shape, draws = {"rows": 100, "columns": 64}, (normal(100, 64), normal(100, 3))
+    shape, draws = {"rows": 100, "columns": 64}, ((100, 64), (100, 3))
     yield Case("lstsq", shape, lambda a, b: torch.linalg.lstsq(a, b).solution, draws, dtypes=_WIDE)
     shape = {"side": 64, "classes": 21}
     for name, sides in (("nll_loss", ()), ("nll_loss2d", (64, 64))):
-        draws = normal(64, 21, *sides), whole(21, 64, *sides)
+        draws = (64, 21, *sides), whole(21, 64, *sides)
         yield Case(name, shape, nnf.nll_loss, draws, ("torch.nn.NLLLoss",))
-    shape, draws = {"steps": 100, "labels": 64}, (normal(100, 8, 64), whole(4, 8, 30))
+    shape, draws = {"steps": 100, "labels": 64}, ((100, 8, 64), whole(4, 8, 30))
     listed = ("torch.nn.CTCLoss",)
     yield Case("ctc_loss_backward", shape, _align, draws, listed, dtypes=_WIDE)
-    cudnn, listed_for = partial(_align, cudnn=True), {"dtypes": FLOATS[:1], "devices": ("cuda",)}
-    yield Case("ctc_loss_cudnn_backward", shape, cudnn, draws, listed, **listed_for)
+    name, cudnn, gpu = "ctc_loss_cudnn_backward", partial(_align, cudnn=True), ("cuda",)
+    yield Case(name, shape, cudnn, draws, listed, dtypes=FLOATS[:1], devices=gpu)
     shape, weights = {"steps": 32, "hidden": 64}, [(256, 64), (256, 64), (256,), (256,)] * 2
-    draws = normal(32, 8, 64), *(normal(*size) for size in weights)
+    draws = (32, 8, 64), *weights
     yield Case("rnn_cudnn_backward", shape, _remember, draws)
     for length, quick in ((64, True), (512, False)):
         name, shape = "scaled_dot_product_attention", {"length": length, "heads": 4}
-        draws = (normal(4, 4, length, 32),) * 3
+        draws = ((4, 4, length, 32),) * 3
         yield Case(f"{name}_backward", shape, getattr(nnf, name), draws, quick=quick)
-    draws = (normal(2, 512, 8, 64),) * 3
+    draws = ((2, 512, 8, 64),) * 3
     name, half = "flash_attn_package_backward", ("float16",)
-    yield Case(name, {"length": 512}, _flash, draws, dtypes=half, devices=("cuda",))
-    draws, listed = (normal(1_000),), ("torch.Tensor.resize_ quantized",)
+    yield Case(name, {"length": 512}, _flash, draws, dtypes=half, devices=gpu)
+    draws, listed = ((1_000,),), ("torch.Tensor.resize_ quantized",)
     yield Case("resize_quantized", {"values": 1_000}, _resize, draws, listed, dtypes=FLOATS[:1])
 
 
 def _align(scores: Tensor, targets: Tensor, *, cudnn: bool = False) -> Tensor:
     """Return the CTC loss. cuDNN takes int32 on the CPU only; the native kernel has int64."""
-    lengths = [torch.full((8,), length, dtype=torch.int32) for length in (100, 30)]
+    steps, labels = (torch.full((8,), length, dtype=torch.int32) for length in (100, 30))
     placed = (targets + 1).flatten().cpu().int() if cudnn else targets + 1
     with torch.backends.cudnn.flags(enabled=cudnn):
-        return nnf.ctc_loss(scores.log_softmax(2), placed, *lengths, reduction="sum")
+        return nnf.ctc_loss(scores.log_softmax(2), placed, steps, labels, reduction="sum")
 
 
 def _remember(steps: Tensor, *weights: Tensor) -> Tensor:

@@ -74,17 +74,8 @@ def plan_rows(settings: Mapping[str, Any]) -> tuple[list[dict[str, Any]], dict[s
         }
         for case, dtype in cases
     ]
-    known = {name for case in list_cases() for name in case.documented}
-    facts = {
-        "torch": torch.__version__,
-        "threads": settings["threads"] or torch.get_num_threads(),
-        "unknown": [
-            line.text
-            for line in lines
-            if not find_documented_lines((line,), known, (*line.devices, "cpu")[0])
-        ],
-    }
-    return rows, facts
+    threads = settings["threads"] or torch.get_num_threads()
+    return rows, {"torch": torch.__version__, "threads": threads}
 
 
 def measure_rows(

@@ -12,7 +12,7 @@ it.
 
 import stat
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -70,6 +70,8 @@ class RankReader(AbstractContextManager["RankReader"]):
             file.
         complete: Whether the last record is an ``End``. Set at the end of the file.
         marked: Number of the line with the chain hash ``mark``; 0 until it was read.
+        breaks: The interruptions after which the run was resumed, in order; reasons that a run
+            found late are known once it was read. Only a ``LineageReader`` has them.
 
     Raises:
         LedgerError: When the file cannot be read, is not a ledger, or has another schema; while
@@ -80,6 +82,7 @@ class RankReader(AbstractContextManager["RankReader"]):
         self.path = path
         self.line = self.marked = 0
         self.truncated = self.complete = False
+        self.breaks: list[Break] = []
         self._mark = mark.encode()
         self._layouts: dict[int, tuple[ProbeKey, ...]] = {}
         self._chain_hash = CHAIN_START
@@ -244,10 +247,6 @@ class LineageReader(RankReader):
     """Streams the file of a run after those of the runs that it continues, if it was resumed.
 
     The header, ``complete`` and ``line`` are those of the last file.
-
-    Attributes:
-        breaks: The interruptions, in order; reasons that a run found late are known once it was
-            read.
     """
 
     def __init__(self, path: Path) -> None:
@@ -259,26 +258,24 @@ class LineageReader(RankReader):
             raise
 
     def records(self, *, lines_only: bool = False) -> Iterator[Record | Batch]:
-        """Yield each record after the header once, and batches in order among them."""
-        for number, (path, resume) in enumerate(self._parts):
-            with RankReader(path, mark=resume.parent_check) as part:
-                records = part.records(lines_only=lines_only)
-                inner = (own for own in records if _counts(own, part, resume))
-                yield from self._select(number, inner)
-        yield from self._select(len(self._parts), super().records(lines_only=lines_only))
+        """Yield each record after the header once, and batches in order among them.
 
-    def _select(self, number: int, records: Iterator[Record | Batch]) -> Iterator[Record | Batch]:
-        """Leave out what the part with this number repeats; keep the reasons that it gives."""
-        for record in records:
-            if isinstance(record, Resume):
-                # The oldest part continues a ledger, too, if that cannot be read.
-                place = number + len(self.breaks) - len(self._parts) - 1
-                if place >= 0:
-                    known = self.breaks[place]
-                    reasons = tuple(dict.fromkeys((*known.inexact, *record.inexact)))
-                    self.breaks[place] = replace(known, inexact=reasons)
-            elif not (isinstance(record, RunFacts) and number):
-                yield record
+        The reasons that a part gives are kept.
+        """
+        for number, (path, resume) in enumerate([*self._parts, (self.path, None)]):
+            part = self if resume is None else RankReader(path, mark=resume.parent_check)
+            with nullcontext() if part is self else part:
+                for record in RankReader.records(part, lines_only=lines_only):
+                    if resume is not None and not _counts(record, part, resume):
+                        continue
+                    # The oldest part continues a ledger, too, if that cannot be read.
+                    place = number + len(self.breaks) - len(self._parts) - 1
+                    if isinstance(record, Resume) and place >= 0:
+                        known = self.breaks[place]
+                        reasons = tuple(dict.fromkeys((*known.inexact, *record.inexact)))
+                        self.breaks[place] = replace(known, inexact=reasons)
+                    elif not isinstance(record, (Resume, RunFacts) if number else Resume):
+                        yield record
 
 
 def holds_record(path: Path, chain_hash: str) -> bool:

@@ -7,7 +7,6 @@ which results are used.
 
 import ast
 from collections.abc import Callable, Iterator, Mapping
-from types import MappingProxyType
 from typing import TypeAlias
 
 from lightning_d9m.lint.rules import Certainty
@@ -395,22 +394,18 @@ _ATTENTION = [
     for kind in ("", "varlen_", "qkvpacked_", "kvpacked_", "varlen_qkvpacked_")
 ]
 
-FUNCTIONS: Mapping[str, tuple[Condition, ...]] = MappingProxyType(
-    {
-        **_list_layers(),
-        **dict.fromkeys(("torch.sparse.mm", "torch.sparse.addmm"), (_always("sparse_mm"),)),
-        **dict.fromkeys(_SCATTERING, (_always("scatter_add", "depends"),)),
-        **dict.fromkeys(
-            _ATTENTION,
-            (_unless("flash_attn_package_backward", 0, None, "deterministic", 1),),
-        ),
-        **{f"torch.{name}": (condition,) for name, condition in _ALL_TENSOR_OPS.items()},
-    }
-)
+_ATTENTION_OP = _unless("flash_attn_package_backward", 0, None, "deterministic", 1)
+FUNCTIONS: Mapping[str, tuple[Condition, ...]] = {
+    **_list_layers(),
+    **dict.fromkeys(("torch.sparse.mm", "torch.sparse.addmm"), (_always("sparse_mm"),)),
+    **dict.fromkeys(_SCATTERING, (_always("scatter_add", "depends"),)),
+    **dict.fromkeys(_ATTENTION, (_ATTENTION_OP,)),
+    **{f"torch.{name}": (condition,) for name, condition in _ALL_TENSOR_OPS.items()},
+}
 """The conditions of each function and module, by its full name."""
 
-METHODS: Mapping[str, Condition] = MappingProxyType(
-    # NumPy's arrays have `put`, too, so it counts only as a function of torch.
-    {name: condition for name, condition in _ALL_TENSOR_OPS.items() if name != "put"}
-)
+# NumPy's arrays have `put`, too, so it counts only as a function of torch.
+METHODS: Mapping[str, Condition] = {
+    name: condition for name, condition in _ALL_TENSOR_OPS.items() if name != "put"
+}
 """The condition of each method of a tensor; its receiver is the first argument."""

@@ -150,7 +150,7 @@ for line in sys.stdin:
 PLAN = [
     {"key": key, "op": key, "parameters": {}, "dtype": "float32", "documented": []} for key in "abc"
 ]
-FACTS = {"torch": "0", "threads": 1, "unknown": []}
+FACTS = {"torch": "0", "threads": 1}
 
 
 @pytest.fixture
