@@ -2,7 +2,7 @@
 
 The module of a command has ``ARGUMENTS``, the text of its arguments, or ``COMMANDS``, those below
 it with their summaries. It may have ``SETTINGS``, what the text cannot say, by the name of an
-argument, and ``PARSER``, attributes of its parser.
+argument.
 """
 
 import argparse
@@ -81,8 +81,6 @@ COMMAND = f"""{TIMEOUT}
 
 def declare_command(parser: argparse.ArgumentParser, command: ModuleType) -> None:
     """Declare the arguments of a command's module, or of the commands below it."""
-    for name, value in getattr(command, "PARSER", {}).items():
-        setattr(parser, name, value)
     if not hasattr(command, "COMMANDS"):
         declare(parser, command.ARGUMENTS, **getattr(command, "SETTINGS", {}))
         parser.set_defaults(run=command.run, parser=parser)
@@ -122,7 +120,7 @@ def declare(parser: argparse.ArgumentParser, text: str, **settings: Mapping[str,
         if form == "-- COMMAND":
             parser.add_argument("argv", nargs=argparse.REMAINDER, metavar=form, help=described)
             usage = parser.format_usage().removeprefix("usage: ").rstrip()
-            parser.usage = parser.usage or usage.replace(" ...", " -- COMMAND ...")
+            parser.usage = usage.replace(" ...", " -- COMMAND ...")
             continue
         words = form.split()
         names = [word.rstrip(",") for word in words if word.startswith("-")]

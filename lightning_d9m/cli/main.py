@@ -12,10 +12,10 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from importlib import import_module
-from typing import NoReturn
 
 from lightning_d9m.cli.arguments import declare_command
 from lightning_d9m.errors import D9mError
+from lightning_d9m.output.terminal import wrap
 from lightning_d9m.text import printable
 from lightning_d9m.version import __version__
 
@@ -74,15 +74,6 @@ class _Parser(argparse.ArgumentParser):
         return "\n".join([*lines, "", self.epilog or ""])
 
 
-class _CommandParser(argparse.ArgumentParser):
-    """The parser of a command, which names the choice that is like a wrong one."""
-
-    def error(self, message: str) -> NoReturn:
-        if found := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message):
-            message += _suggest([found[1]], re.findall(r"[\w-]+", found[2]), ". Did you mean {}?")
-        super().error(message)
-
-
 def _suggest(words: Iterable[str], known: Iterable[str], form: str) -> str:
     """Return a text with the known word that is like a wrong one; empty without any."""
     names = list(known)
@@ -104,7 +95,7 @@ def build_parser(*chosen: str) -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"d9m {__version__}")
     commands = parser.add_subparsers(
-        dest="command", metavar="COMMAND", required=True, parser_class=_CommandParser
+        dest="command", metavar="COMMAND", required=True, parser_class=argparse.ArgumentParser
     )
     for name, summary in COMMANDS.items():
         command = commands.add_parser(name, help=summary, description=f"{summary.capitalize()}.")
@@ -178,10 +169,8 @@ def _print_error(text: str) -> None:
     # It may hold untrusted text: the name of a folder, a field of a ledger, a line of a log.
     lines = [printable(line) for line in f"d9m: error: {text}".splitlines()]
     if sys.stderr.isatty():
-        width = min(shutil.get_terminal_size().columns, _MAX_WIDTH)
-        wrapper = textwrap.TextWrapper(width, break_long_words=False, break_on_hyphens=False)
         # Indented lines are laid out already: the end of a log, two values to be compared.
         lines = [
-            part for ln in lines for part in ([ln] if ln[:1] in ("", " ") else wrapper.wrap(ln))
+            part for line in lines for part in ([line] if line[:1] in ("", " ") else wrap(line))
         ]
     print("\n".join(lines), file=sys.stderr)

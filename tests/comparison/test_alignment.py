@@ -107,23 +107,6 @@ def test_the_first_divergence_is_first_in_order_of_execution(runs):
     assert rank.divergence.by_kind == {"output": (1, 3), "gradient": (1, 2)}
 
 
-def test_of_batches_of_one_step_the_earlier_comes_first(runs):
-    """Where gradients are accumulated, the step alone does not say which rank diverged first."""
-
-    def drift(rank, records):
-        place = PLACES[0] if rank == 0 else PLACES[6]
-        tracer = Tracer()
-        for number in range(4):
-            changed = [place] if number == 3 - rank else ()
-            tracer.add(number, changed=changed, step=0)
-        tracer(rank, records)
-
-    one = runs.write(world_size=2, edit=traced(range(4), step=0))
-    comparison = compare_ledgers(*map(read_ledger, (one, runs.write(world_size=2, edit=drift))))
-    assert [(entry.rank, entry.batch) for entry in comparison.divergences] == [(1, 2), (0, 3)]
-    assert comparison.first.rank == 1
-
-
 def test_places_of_one_run_alone(runs):
     """They are not a divergence; the others are compared."""
     fewer = [place for place in PLACES if place[1] != "layers.1"]
