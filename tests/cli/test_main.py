@@ -48,13 +48,6 @@ def test_what_is_typed_gets_an_answer(words, status, said, d9m):
     assert said in out + err
 
 
-def test_an_expected_error_is_one_line_and_2(d9m):
-    status, out, err = d9m("compare", "/no/such/ledger", "/no/such/ledger")
-    assert (status, out) == (2, "")
-    assert err.startswith("d9m: error: The ledger /no/such/ledger cannot be opened")
-    assert "Traceback" not in err
-
-
 def test_interrupting_is_no_traceback(monkeypatch, d9m):
     def interrupt(path):
         raise KeyboardInterrupt
