@@ -181,16 +181,6 @@ class TestOneSided:
         assert (rank.expected.truncated, rank.actual.truncated) == (False, torn)
         assert (rank.expected.records, rank.expected.first_record) == (3, "epoch 2 (step 69)")
 
-    def test_ranks(self, runs):
-        one, other = runs.write(world_size=3), runs.write(world_size=3)
-        rank_path(other, 1).unlink()
-        rank_path(one, 2).unlink()
-        comparison = compare(one, other)
-        assert comparison.verdict == "different"
-        assert comparison.ranks_only_expected == (1,)
-        assert comparison.ranks_only_actual == (2,)
-        assert [rank.rank for rank in comparison.ranks] == [0]
-
 
 class TestNotComparable:
     """Runs that differ by design are refused, with the reason."""
