@@ -9,7 +9,7 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from difflib import get_close_matches
 from importlib import import_module
 
@@ -74,13 +74,6 @@ class _Parser(argparse.ArgumentParser):
         return "\n".join([*lines, "", self.epilog or ""])
 
 
-def _suggest(words: Iterable[str], known: Iterable[str], form: str) -> str:
-    """Return a text with the known word that is like a wrong one; empty without any."""
-    names = list(known)
-    alike = [match for word in words for match in get_close_matches(word, names, n=1)]
-    return form.format(alike[0]) if alike else ""
-
-
 def build_parser(*chosen: str) -> argparse.ArgumentParser:
     """Build the parser.
 
@@ -113,14 +106,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(build_parser().format_help(), end="")
         return 2
     if chosen is not None and chosen not in COMMANDS:
-        hint = _suggest([chosen], COMMANDS, "Did you mean `d9m {}`? ")
+        alike = get_close_matches(chosen, COMMANDS, n=1)
+        hint = "".join(f"Did you mean `d9m {name}`? " for name in alike)
         _print_error(f"{chosen!r} is not a command. {hint}Commands: {', '.join(COMMANDS)}.")
         return 2
     arguments, unknown = build_parser(*[chosen] if chosen else []).parse_known_args(argv)
     if unknown:  # prints the usage of the command; argparse would print that of d9m
-        options = arguments.parser.format_help()  # there is no public list of them
-        typed = [word[2:].partition("=")[0] for word in unknown if word.startswith("--")]
-        hint = _suggest(typed, re.findall(r"--([\w-]+)", options), ". Did you mean --{}?")
+        # There is no public list of the options.
+        options = re.findall(r"--[\w-]+", arguments.parser.format_help())
+        typed = (word.partition("=")[0] for word in unknown)
+        alike = (name for word in typed for name in get_close_matches(word, options, n=1))
+        hint = "".join(f". Did you mean {name}?" for name in alike)
         arguments.parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     return _run(arguments)
 
