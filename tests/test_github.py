@@ -135,15 +135,10 @@ def test_the_workflows_run_what_exists():
 def test_a_release_is_published_by_trust_and_attested_only_after_the_wheel_was_checked():
     jobs = yaml.safe_load((ROOT / ".github/workflows/release.yml").read_text())["jobs"]
     assert [jobs[name].get("needs") for name in jobs] == [None, "build", "check", "publish"]
-    stacks = [entry["stack"] for entry in jobs["check"]["strategy"]["matrix"]["include"]]
-    assert stacks == ["oldest", "newest"]
     publish = jobs["publish"]
     assert publish["permissions"] == {"id-token": "write", "attestations": "write"}
-    *_, attested, published = publish["steps"]
-    assert attested["uses"].startswith("actions/attest-build-provenance@")
-    assert published["with"] == {"attestations": True}  # no password: the identity is enough
-    # mike commits, and refuses to without an identity.
-    assert jobs["docs"]["env"].keys() == {"GIT_COMMITTER_NAME", "GIT_COMMITTER_EMAIL"}
+    # No password: the identity is enough.
+    assert publish["steps"][-1]["with"] == {"attestations": True}
 
 
 def test_the_image_runs_the_main_job():

@@ -2,7 +2,7 @@
 
 The module of a command has ``ARGUMENTS``, the text of its arguments, or ``COMMANDS``, those below
 it with their summaries. It may have ``SETTINGS``, what the text cannot say, by the name of an
-argument, and ``PARSER``, attributes of its parser.
+argument.
 """
 
 import argparse
@@ -51,6 +51,10 @@ def positive_seconds(text: str) -> float:
 
 
 _PATH = re.compile("CHECKPOINT|DIR|OUTPUT|FILE|FOLDER|LEDGER|PATH|OLD|NEW|REFERENCE|THIS_RUN")
+_FORM = re.compile(
+    r"(?P<names>(?:-\S+ ?)*)(?:(?P<dest>\w+):)?(?P<value>\S*?)(?P<nargs>[?*+]?)"
+    r"(?: (?P<second>[A-Z]+))?(?P<again> \.\.\.)?"
+)
 _TYPES: Mapping[str, Callable[[str], Any]] = {
     "EPOCH": whole_number(0),
     "N": whole_number(1),
@@ -81,8 +85,6 @@ COMMAND = f"""{TIMEOUT}
 
 def declare_command(parser: argparse.ArgumentParser, command: ModuleType) -> None:
     """Declare the arguments of a command's module, or of the commands below it."""
-    for name, value in getattr(command, "PARSER", {}).items():
-        setattr(parser, name, value)
     if not hasattr(command, "COMMANDS"):
         declare(parser, command.ARGUMENTS, **getattr(command, "SETTINGS", {}))
         parser.set_defaults(run=command.run, parser=parser)
@@ -122,39 +124,29 @@ def declare(parser: argparse.ArgumentParser, text: str, **settings: Mapping[str,
         if form == "-- COMMAND":
             parser.add_argument("argv", nargs=argparse.REMAINDER, metavar=form, help=described)
             usage = parser.format_usage().removeprefix("usage: ").rstrip()
-            parser.usage = parser.usage or usage.replace(" ...", " -- COMMAND ...")
+            parser.usage = usage.replace(" ...", " -- COMMAND ...")
             continue
-        words = form.split()
-        names = [word.rstrip(",") for word in words if word.startswith("-")]
-        given = _read_form(words[len(names) :], is_option=bool(names))
-        name = given.pop("dest", None) or names[-1].lstrip("-")
-        given |= {"help": " ".join(described.split()), **settings.get(name.replace("-", "_"), {})}
-        group.add_argument(*(names or [name]), **given)
+        found = _FORM.fullmatch(form)
+        assert found is not None, form
+        names = found["names"].replace(",", "").split() or [found["dest"]]
+        given = _read_value(found) | {"help": " ".join(described.split())}
+        given |= settings.get(names[-1].lstrip("-").replace("-", "_"), {})
+        group.add_argument(*names, **given)
 
 
-def _read_form(values: list[str], *, is_option: bool) -> dict[str, Any]:
+def _read_value(found: re.Match[str]) -> dict[str, Any]:
     """Return what argparse needs to know of the values of an argument."""
-    if not values:
+    value, second = found["value"], found["second"]
+    if not value:
         return {"action": "store_true"}
-    given: dict[str, Any] = {}
-    if values[-1] == "...":
-        given = {"action": "append"}
-        values = values[:-1]
-    dest, colon, metavar = values[0].rpartition(":")
-    if colon and not is_option:
-        given["dest"] = dest
-        values[0] = metavar
-    if len(values) > 1:
-        given |= {"nargs": len(values), "metavar": tuple(values)}
-    elif values[0].startswith("{"):
-        given["choices"] = values[0].strip("{}").split(",")
+    given: dict[str, Any] = {"type": Path if _PATH.fullmatch(value) else _TYPES.get(value)}
+    if value.startswith("{"):
+        given["choices"] = value.strip("{}").split(",")
+    elif second:
+        given |= {"nargs": 2, "metavar": (value, second)}
     else:
-        given["metavar"] = values[0].rstrip("?*+")
-        if nargs := values[0][len(given["metavar"]) :]:
-            given["nargs"] = nargs
-    name = values[0].rstrip("?*+")
-    kind = Path if _PATH.fullmatch(name) else _TYPES.get(name)
-    return given if kind is None else {"type": kind, **given}
+        given |= {"nargs": found["nargs"] or None, "metavar": value}
+    return given | ({"action": "append"} if found["again"] else {})
 
 
 def choose_ledgers(arguments: argparse.Namespace) -> tuple[Path, Path]:

@@ -39,12 +39,6 @@ commits:GOOD..BAD?  a commit with the right bits and a later one with others; wi
 -v, --verbose  show the whole patch, and bits of numbers
 {COMMAND}"""
 SETTINGS: dict[str, dict[str, object]] = {"link": {"default": [], "type": str}}
-PARSER = {
-    "usage": "d9m bisect [--until EPOCH] [--link PATH] [-o DIR] [--timeout SECONDS]\n"
-    "                  [--json] [-v] GOOD..BAD -- COMMAND ...\n"
-    "       d9m bisect --golden LEDGER [...] BAD -- COMMAND ...\n"
-    "       d9m bisect --packages OLD NEW [...] -- COMMAND ..."
-}
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -47,11 +47,6 @@ paths:PATH*  two ledgers, or a folder that d9m locate or d9m repeat left (defaul
 -v, --verbose  show whole digests and the bits of numbers
 """
 SETTINGS: dict[str, dict[str, object]] = {"paths": {"type": str}, "add": {"default": []}}
-PARSER = {
-    "usage": "d9m bundle [-o FILE] [--add PATH] [--format FORMAT | --json] [-v]\n"
-    "                  [REFERENCE [THIS_RUN]]\n"
-    "       d9m bundle open [-o REPORT] [--format FORMAT | --json] [-v] FILE"
-}
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -15,7 +15,7 @@ from lightning_d9m.launch.progress import show_progress
 from lightning_d9m.ledger.folder import Ledger, read_ledger, search_ledgers
 from lightning_d9m.output.columns import Column, format_table, print_result
 from lightning_d9m.output.comparison_text import format_evidence, state_verdict
-from lightning_d9m.output.svg import HEIGHT, WIDTH, draw_chart, draw_key
+from lightning_d9m.output.html_page import HEIGHT, WIDTH, draw_chart, draw_key
 from lightning_d9m.output.terminal import find_command, list_next_steps, wrap
 from lightning_d9m.text import describe_names, escape, pluralize, printable
 

@@ -4,8 +4,9 @@ import argparse
 
 from lightning_d9m.errors import SettingError
 
-ARGUMENTS = "shell:{bash,zsh,tcsh}  the shell"
-PARSER = {"epilog": 'For bash, add to ~/.bashrc: eval "$(d9m completion bash)"'}
+ARGUMENTS = """
+shell:{bash,zsh,tcsh}  the shell; for bash, add to ~/.bashrc: eval "$(d9m completion bash)"
+"""
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from lightning_d9m.output.columns import print_result
+from lightning_d9m.output.terminal import make_table, render, style, terminal_width
 from lightning_d9m.text import pluralize, printable
 
 if TYPE_CHECKING:
@@ -41,16 +42,12 @@ def run(arguments: argparse.Namespace) -> int:
         found = f"{pluralize(problems, 'problem')} found"
     elif notes := statuses.count("note"):
         found += f", but {pluralize(notes, 'note')}"
-    print_result(
-        arguments.format, facts, [f"{found}.", "", *format_findings(findings).splitlines()]
-    )
+    print_result(arguments.format, facts, [f"{found}.", "", *_list_lines(findings)])
     return int("problem" in statuses)
 
 
-def format_findings(findings: Sequence["CheckResult"]) -> str:
+def _list_lines(findings: Sequence["CheckResult"]) -> list[str]:
     """Return a table of findings: a mark, then what was found, why it matters and the fix."""
-    from lightning_d9m.output.terminal import make_table, render, style, terminal_width
-
     encoding = sys.stdout.encoding or "ascii"
     marks = _MARKS if "✓".encode(encoding, "ignore") else _ASCII_MARKS
     rows = [
@@ -64,4 +61,4 @@ def format_findings(findings: Sequence["CheckResult"]) -> str:
         )
         for finding in findings
     ]  # fmt: skip
-    return render(make_table(["", ""], rows), terminal_width())
+    return render(make_table(["", ""], rows), terminal_width()).splitlines()

@@ -42,10 +42,6 @@ ARGUMENTS = """
 --json  print the result as JSON
 """
 SETTINGS = {"gpu": {"default": "auto"}}
-PARSER = {
-    "description": f"Build Horovod {HOROVOD_VERSION} for the torch of this Python, install it and "
-    "test it."
-}
 
 
 def run(arguments: argparse.Namespace) -> int:

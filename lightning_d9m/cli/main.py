@@ -9,13 +9,13 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from difflib import get_close_matches
 from importlib import import_module
-from typing import NoReturn
 
 from lightning_d9m.cli.arguments import declare_command
 from lightning_d9m.errors import D9mError
+from lightning_d9m.output.terminal import wrap
 from lightning_d9m.text import printable
 from lightning_d9m.version import __version__
 
@@ -74,22 +74,6 @@ class _Parser(argparse.ArgumentParser):
         return "\n".join([*lines, "", self.epilog or ""])
 
 
-class _CommandParser(argparse.ArgumentParser):
-    """The parser of a command, which names the choice that is like a wrong one."""
-
-    def error(self, message: str) -> NoReturn:
-        if found := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message):
-            message += _suggest([found[1]], re.findall(r"[\w-]+", found[2]), ". Did you mean {}?")
-        super().error(message)
-
-
-def _suggest(words: Iterable[str], known: Iterable[str], form: str) -> str:
-    """Return a text with the known word that is like a wrong one; empty without any."""
-    names = list(known)
-    alike = [match for word in words for match in get_close_matches(word, names, n=1)]
-    return form.format(alike[0]) if alike else ""
-
-
 def build_parser(*chosen: str) -> argparse.ArgumentParser:
     """Build the parser.
 
@@ -104,7 +88,7 @@ def build_parser(*chosen: str) -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"d9m {__version__}")
     commands = parser.add_subparsers(
-        dest="command", metavar="COMMAND", required=True, parser_class=_CommandParser
+        dest="command", metavar="COMMAND", required=True, parser_class=argparse.ArgumentParser
     )
     for name, summary in COMMANDS.items():
         command = commands.add_parser(name, help=summary, description=f"{summary.capitalize()}.")
@@ -122,14 +106,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(build_parser().format_help(), end="")
         return 2
     if chosen is not None and chosen not in COMMANDS:
-        hint = _suggest([chosen], COMMANDS, "Did you mean `d9m {}`? ")
+        alike = get_close_matches(chosen, COMMANDS, n=1)
+        hint = "".join(f"Did you mean `d9m {name}`? " for name in alike)
         _print_error(f"{chosen!r} is not a command. {hint}Commands: {', '.join(COMMANDS)}.")
         return 2
     arguments, unknown = build_parser(*[chosen] if chosen else []).parse_known_args(argv)
     if unknown:  # prints the usage of the command; argparse would print that of d9m
-        options = arguments.parser.format_help()  # there is no public list of them
-        typed = [word[2:].partition("=")[0] for word in unknown if word.startswith("--")]
-        hint = _suggest(typed, re.findall(r"--([\w-]+)", options), ". Did you mean --{}?")
+        # There is no public list of the options.
+        options = re.findall(r"--[\w-]+", arguments.parser.format_help())
+        typed = (word.partition("=")[0] for word in unknown)
+        alike = (name for word in typed for name in get_close_matches(word, options, n=1))
+        hint = "".join(f". Did you mean {name}?" for name in alike)
         arguments.parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     return _run(arguments)
 
@@ -178,10 +165,8 @@ def _print_error(text: str) -> None:
     # It may hold untrusted text: the name of a folder, a field of a ledger, a line of a log.
     lines = [printable(line) for line in f"d9m: error: {text}".splitlines()]
     if sys.stderr.isatty():
-        width = min(shutil.get_terminal_size().columns, _MAX_WIDTH)
-        wrapper = textwrap.TextWrapper(width, break_long_words=False, break_on_hyphens=False)
         # Indented lines are laid out already: the end of a log, two values to be compared.
         lines = [
-            part for ln in lines for part in ([ln] if ln[:1] in ("", " ") else wrapper.wrap(ln))
+            part for line in lines for part in ([line] if line[:1] in ("", " ") else wrap(line))
         ]
     print("\n".join(lines), file=sys.stderr)

@@ -67,10 +67,9 @@ def examine_op(found: Divergence, dumps: Sequence[Path]) -> OpFinding | None:
     files = [
         next(find_dumps(folder, step=found.step, place=place, **where), None) for folder in dumps
     ]
-    read = [read_dump(file) for file in files if file is not None]
-    if len(read) != 2:  # noqa: PLR2004 - the two runs
+    if None in files:
         return None
-    one, other = read
+    one, other = read = [read_dump(file) for file in files if file is not None]
     states: list[list[Any]] = [[content.get("rng")] for content in read]
     inputs = [
         digest_value(take_generators([content["args"], content["kwargs"]], own))
@@ -177,14 +176,13 @@ def _batch_filter(found: Divergence) -> dict[str, int | None]:
 
 def _measure(*values: object) -> Magnitude | None:
     """Measure the difference of two tensors or numbers; None for other values."""
-    tensors = [
-        torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
-        if isinstance(value, int | float)
-        else value
+    if not all(isinstance(value, Tensor | int | float) for value in values):
+        return None
+    one, other = (
+        torch.as_tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
         for value in values
-    ]
-    one, other = (value if isinstance(value, Tensor) else None for value in tensors)
-    return None if one is None or other is None else measure_difference(one, other)
+    )
+    return measure_difference(one, other)
 
 
 def _replay(dumped: dict[str, Any]) -> tuple[int, int, str]:

@@ -47,15 +47,10 @@ if TYPE_CHECKING:
     from lightning_d9m.locate.op_evidence import OpFinding
 
 _MOST_FILES = 500
-_ORDER = ("D9M301", "D9M302", "D9M303", "D9M305")
-_DRAWS = ("D9M201", "D9M203", "D9M204", "D9M206", "D9M207")
-# By the kind of the cause. An order may also decide values: of labels that a set numbers, say.
-_RULES = {
-    "data": (*_DRAWS, *_ORDER),
-    "initial weights": (*_DRAWS, *_ORDER),
-    "random numbers": ("D9M204",),
-}
-_ANY = (*_DRAWS, *_ORDER)
+# Of draws, then of orders, which may also decide values: of labels that a set numbers, say.
+_ANY = tuple(f"D9M{number}" for number in (201, 203, 204, 206, 207, 301, 302, 303, 305))
+# By the kind of the cause.
+_RULES = {"data": _ANY, "initial weights": _ANY, "random numbers": ("D9M204",)}
 
 _DUMP = "LIGHTNING_D9M_DUMP"
 _DUMP_NAMES = "LIGHTNING_D9M_DUMP_NAMES"
@@ -245,14 +240,16 @@ class SearchResult:
             return {"verdict": "equal", "looks": self.looks}
         named = ("moment", "epoch", "step", "batch", "kind", "name", "call", "count")
         place = {name: getattr(first, name) for first in self.divergences[:1] for name in named}
+        magnitude = self.magnitude if self.op is None else self.op.magnitude
+        measured = magnitude and magnitude.as_record()
         op = None
         if self.op is not None:
-            patch = None if self.op.patch is None else self.op.patch.name
-            op = vars(self.op) | {"magnitude": _recorded(self.op.magnitude), "patch": patch}
+            patch = self.op.patch and self.op.patch.name
+            op = vars(self.op) | {"magnitude": measured, "patch": patch}
         further = {
             "fit": self.pair and self.pair.fit,
             "op": op,
-            "magnitude": None if op is not None else _recorded(self.magnitude),
+            "magnitude": None if op is not None else measured,
             "reference_rank": self.reference_rank,
             "lines": [finding.as_record() for finding in self.lines] or None,
             "left": self.left or None,
@@ -268,10 +265,6 @@ class SearchResult:
             **place,
             **{name: value for name, value in further.items() if value is not None},
         }
-
-
-def _recorded(magnitude: "Magnitude | None") -> Mapping[str, object] | None:
-    return None if magnitude is None else magnitude.as_record()
 
 
 def describe_place(found: Sequence[Divergence]) -> str:
@@ -309,16 +302,18 @@ class Search:
 
     def locate(self) -> SearchResult:
         """Return what was found, even if a later look fails or is interrupted."""
-        for search in (self._narrow, self._find_lines):
-            try:
-                search()
-            except (Exception, KeyboardInterrupt) as error:
-                if self._found.cause is None:
-                    raise
-                self._found.looks.append(f"stopped: {type(error).__name__}: {error}")
+        found = self._found
+        try:
+            self._narrow()
+        except (Exception, KeyboardInterrupt) as error:
+            if found.cause is None:
+                raise
+            found.looks.append(f"stopped: {type(error).__name__}: {error}")
+        if found.cause is not None:
+            found.lines = find_cause_lines(self._runner.command, found.cause.kind)[:_MOST_LINES]
         if self._gone:
-            self._found.left = self._runner.files.describe(first_alone=True)
-        return self._found
+            found.left = self._runner.files.describe(first_alone=True)
+        return found
 
     def _narrow(self) -> None:
         """Look closer and closer; each look adds to what was found."""
@@ -458,12 +453,6 @@ class Search:
         self._found.cause = find_rank_cause(drift, steps_seen=steps_seen)
         self._found.looks.append(f"{stage}: {describe_place([drift])}")
 
-    def _find_lines(self) -> None:
-        """Search the program's source for lines that may explain the cause."""
-        found = self._found
-        if found.cause is not None:
-            found.lines = find_cause_lines(self._runner.command, found.cause.kind)[:_MOST_LINES]
-
     def _is_caught(self, stage: str, found: Sequence[Divergence], steps: str) -> bool:
         """Return whether a look saw the beginning of the known divergence or of an earlier one.
 
@@ -545,13 +534,12 @@ def find_cause_lines(command: Sequence[str], cause: str) -> list[Finding]:
         and explains others. An empty cause has these alone.
     """
     program = find_program(command)
-    rules = _RULES.get(cause, ())
     if program is None:
         return []
-    scans = [scan_file(str(path), frozenset((*rules, *_ANY))) for path in _list_modules(program)]
+    scans = [scan_file(str(path), frozenset(_ANY)) for path in _list_modules(program)]
     found = [finding for scan in scans for finding in scan.findings]
-    found = [one for one in found if one.rule in rules or one.certainty == "certain"]
-    order = (*rules, *_ANY)
+    found = [one for one in found if explains(one.rule, cause) or one.certainty == "certain"]
+    order = (*_RULES.get(cause, ()), *_ANY)
     return sorted(found, key=lambda f: (order.index(f.rule), f.certainty != "certain"))
 
 
@@ -566,10 +554,10 @@ def find_program(command: Sequence[str]) -> Path | None:
     >>> find_program(["no-such-program", "--fast"])
     """
     for flag, word in zip(("", *command), command, strict=False):
-        stem = Path(*word.split(".")) if flag == "-m" else None
-        candidates = (
-            [Path(word)] if stem is None else [stem.with_suffix(".py"), stem / "__main__.py"]
-        )
+        candidates = [Path(word)]
+        if flag == "-m":
+            stem = Path(*word.split("."))
+            candidates = [stem.with_suffix(".py"), stem / "__main__.py"]
         for path in candidates:
             if path.suffix == ".py" and path.is_file():
                 return path

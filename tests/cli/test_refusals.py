@@ -29,21 +29,12 @@ def test_a_strategy_that_shards_is_not_replayed():
         Replay(trainer, None)
 
 
-@pytest.fixture
-def asked(monkeypatch):
-    """Ask for a deterministic run, in a process in which none has begun."""
+def test_a_run_that_was_asked_for_too_late_and_one_that_did_not_start(monkeypatch):
     monkeypatch.setenv("LIGHTNING_D9M", "1")
     monkeypatch.setattr(entry_points._AutoloadState, "started", False)
     monkeypatch.setattr(entry_points._AutoloadState, "problem", None)
-    return entry_points.make_lightning_callbacks
-
-
-def test_a_variable_that_was_set_after_torch_was_imported(asked):
     with pytest.raises(TooLateError, match="asks for a seed before the model is built"):
-        asked()
-
-
-def test_a_problem_of_the_start_stops_the_trainer(asked, monkeypatch):
+        entry_points.make_lightning_callbacks()
     monkeypatch.setattr(entry_points._AutoloadState, "problem", ValueError())
     with pytest.raises(SettingError, match=r"is not possible: ValueError: no reason is given\."):
-        asked()
+        entry_points.make_lightning_callbacks()

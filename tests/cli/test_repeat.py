@@ -168,6 +168,8 @@ def test_nothing_is_overwritten(repeat, tmp_path):
     ("argv", "message"),
     [
         (["--", "./train.py"], "Start a script with its interpreter: python ./train.py."),
+        (["--", "bad\0name"], "does not start: embedded null"),
+        (["-o", "new\0folder", "--", "true"], "cannot be made: embedded null"),
         (["--allow-objects", "--", "true"], "--allow-objects is only for --interrupt"),
         (["--", "true"], "'true' ended well but wrote no ledger"),
         (["--timeout", "0.3", "--", "sleep", "60"], "still running after 0.3 s"),
@@ -210,11 +212,8 @@ def test_one_table_shows_that_runs_on_other_numbers_of_processes_agree(repeat):
     assert status == 0
     lines = [line.split() for line in out.split("\n\n")[1].splitlines()]
     assert lines[0] == ["run", "processes", "time", "records", "weights", "verdict"]
-    assert [line[:2] + line[4:] for line in lines[1:4]] == [
-        ["1", "1", "5", "0" * 16, "reference"],
-        ["2", "2", "5", "0" * 16, "equal"],
-        ["3", "4", "5", "0" * 16, "equal"],
-    ]
+    assert [line[:2] for line in lines[1:4]] == [["1", "1"], ["2", "2"], ["3", "4"]]
+    assert [line[4:] for line in lines[2:4]] == [["5", "0" * 16, "equal"]] * 2
     assert "equal: the fits of 3 runs agree bit for bit in 5 records each." in out
     assert "run 2 of 3, on 2 processes: done, 1 epoch\n" in err
 
@@ -365,14 +364,10 @@ def test_a_command_that_cannot_be_tested_is_one_clear_error(resume, code, survey
 )
 def test_points_that_fail_are_all_reported(resume, code, message):
     status, out, err = resume(code)
-    assert status == 2
-    assert "d9m: error:" not in err
-    assert [line for line in out.splitlines() if line.startswith("run 2: ")] == [
-        "run 2: killed at the end of epoch 0, failed"
-    ]
-    assert [line.split()[1] for line in out.splitlines() if line.startswith("Run ")] == [*"23"]
-    assert out.count(message) == 2
+    assert (status, "d9m: error:" in err) == (2, False)
     assert out.startswith("incomplete: 2 runs failed.\n\n")
+    assert re.findall(r"^Run (\d+) failed", out, re.MULTILINE) == [*"23"]
+    assert out.count(message) == 2
 
 
 FAIL_ONCE = "assert not (resume and 'epoch:0' == Path(resume).read_text()), {cause!r}\n"
@@ -402,10 +397,8 @@ def test_a_point_that_fails_has_its_remedy_and_leaves_the_verdicts_of_the_others
     assert "\nrun 2: killed at the end of epoch 0, failed\n" in out
     assert f"| AssertionError: {cause}" in out
     assert "incomplete: 1 run failed; the fits of 2 runs agree bit for bit" in out
-    assert ["--allow-objects" in out, "ON_INEXACT_RESUME" in out] == [
-        "--allow-objects" in str(remedy),
-        "ON_INEXACT_RESUME" in str(remedy),
-    ]
+    for words in ("--allow-objects", "ON_INEXACT_RESUME"):
+        assert (words in out) == (words in str(remedy))
     assert remedy is None or out.count(remedy) == 1
 
 

@@ -8,7 +8,7 @@ from html import unescape
 
 import pytest
 import torch
-from ledger_runs import make_facts, make_weights, write_rank
+from ledger_runs import make_facts, make_probes, make_weights, write_rank
 
 from lightning_d9m.hashing.digest import digest
 from lightning_d9m.hashing.training_state import sketch_tensors
@@ -29,31 +29,21 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 
 
 def write(
-    parent,
-    *,
-    steps=12,
-    drift=None,
-    growth=2,
-    names=MODULES,
-    stack="560.35",
-    folder=None,
-    end=True,
-    **changes,
+    parent, *, steps=12, drift=None, growth=2, names=MODULES, stack="560.35", folder=None, **changes
 ):
     """Write one rank of a run; from step ``drift`` on, ``growth`` more places differ each step."""
-    places = [["batch", "0", 0]] + [["output", name, 0] for name in names] + [["loss", "loss", 0]]
-    places += [["gradient", f"{name}.weight", 0] for name in reversed(names)]
-    records = [make_facts(), {"kind": "layout", "id": 0, "places": places}]
+    places = [("batch", "0"), *(("output", name) for name in names), ("loss", "loss")]
+    places += [("gradient", f"{name}.weight") for name in reversed(names)]
+    batches = []
     for step in range(steps):
         other = 0 if drift is None or step < drift else (step - drift + 1) * growth
-        digests = ["0" * 32] * max(0, len(places) - other) + ["f" * 32] * other
-        record = {"kind": "probes", "epoch": 0, "step": step, "batch": step, "layout": 0}
-        records.append(record | {"digests": bytes.fromhex("".join(digests[: len(places)]))})
+        batches.append([255 * (number + other >= len(places)) for number in range(len(places))])
+    records = [make_facts(), *make_probes(places, batches)]
     weight = "0" if drift is None or drift >= steps else "f"
     weights = {f"{name}.weight": weight * 32 for name in names}
     records.append(make_weights("epoch", 0, weights, step=steps))
     folder = folder or create_ledger_folder(parent)
-    return write_rank(folder, records, end=end, stack={"device.driver": stack}, **changes)
+    return write_rank(folder, records, stack={"device.driver": stack}, **changes)
 
 
 def write_weights(parent, changes):

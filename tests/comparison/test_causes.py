@@ -9,11 +9,11 @@ from lightning_d9m.comparison.differences import Divergence, PlaceDifference
 from lightning_d9m.comparison.ledgers import Side
 
 
-def divergence(kind, name="a", *, rank=0, step=3, moment="batch", others=(), position=0):
+def divergence(kind, name="a", *, rank=0, step=3, moment="batch", others=(), position=0, batch=0):
     """Return a divergence at a place; ``others`` are places of its batch that differ too."""
     places = [PlaceDifference(position, k, n, 0, "0", "f") for k, n in ((kind, name), *others)]
     return Divergence(
-        rank=rank, epoch=0, step=step, batch=step, moment=moment, places=places, count=len(places),
+        rank=rank, epoch=0, step=step, batch=batch, moment=moment, places=places, count=len(places),
         compared=9,
     )  # fmt: skip
 
@@ -109,6 +109,9 @@ def test_of_what_ranks_compute_the_first_goes_first():
     """An operation of the backward pass hands on what another rank's forward pass did."""
     late = divergence("op", "(model)::aten.copy_.default", position=90)
     found = comparison(late, divergence("op", "a::aten.mul.Tensor", rank=1, position=20), late)
+    assert [entry.rank for entry in earliest_divergences(found)] == [1]
+    # Where gradients are accumulated, the step alone does not say which rank diverged first.
+    found = comparison(divergence("batch", batch=3), divergence("gradient", rank=1, batch=2))
     assert [entry.rank for entry in earliest_divergences(found)] == [1]
 
 

@@ -80,8 +80,6 @@ def test_the_guilty_one_of_twenty_commits_is_named_though_three_do_not_run(tmp_p
     status, facts, _ = bisect(f"{names[0]}..{names[-1]}")
     assert status == 1
     assert [commit["sha"] for commit in facts["candidates"]] == [names[13]]
-    assert facts["candidates"][0]["subject"] == "Change 13"
-    assert facts["candidates"][0]["author"] == "Ann"
     assert "+VALUES = [1, 9, 8]" in facts["patch"]
     first = facts["comparison"]["ranks"][0]["divergence"]
     assert (first["moment"], first["epoch"], first["name"]) == ("epoch", 1, "w")
@@ -139,19 +137,14 @@ def test_wrong_commits_are_one_clear_error(tmp_path, bisect, words, message):
     assert message in errors
 
 
-def test_a_folder_without_a_repository_is_one_clear_error(tmp_path, bisect):
+def test_a_missing_repository_or_git_is_one_clear_error(tmp_path, bisect, monkeypatch):
     (tmp_path / "project").mkdir()
     status, _, errors = bisect("HEAD~1..HEAD")
     assert status == 2
     assert "is not in the working tree of a git repository" in errors
     assert "The git command `git rev-parse --show-toplevel` failed: fatal" in errors
-
-
-def test_a_missing_git_is_named(tmp_path, bisect, monkeypatch):
-    make_repository(tmp_path / "project", [SAME, OTHER])
     monkeypatch.setenv("PATH", str(tmp_path))
-    status, _, errors = bisect("HEAD~1..HEAD")
-    assert status == 2
+    errors = bisect("HEAD~1..HEAD")[2]
     assert "git cannot be started: No such file or directory. Install git." in errors
 
 

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from ledger_runs import list_batches, make_digests, make_facts, write_rank
+from ledger_runs import list_batches, make_digests, make_facts, make_probes, write_rank
 
 from lightning_d9m.cli import locate as locate_module
 from lightning_d9m.comparison.causes import Cause
@@ -29,12 +29,9 @@ PROGRAM = (
 def write_probed(folder, *, differs=False):
     """Write a run of one rank with probes and a secret in its command."""
     folder.mkdir(parents=True)
-    layout = {"kind": "layout", "id": 0, "places": [["batch", "0", 0], ["loss", "loss", 0]]}
-    records = [make_facts(), make_digests("initial", 0), layout]
-    for step in range(3):
-        digests = bytes(16) + (b"\xff" if differs and step == 2 else b"\0") * 16
-        probes = {"kind": "probes", "epoch": 0, "step": step, "batch": step, "layout": 0}
-        records.append({**probes, "digests": digests})
+    batches = [[0, 0], [0, 0], [0, 255 * differs]]
+    probes = make_probes([("batch", "0"), ("loss", "loss")], batches)
+    records = [make_facts(), make_digests("initial", 0), *probes]
     weights = {"weights": {"key": "f" * 32 if differs else "0" * 32}}
     records.append(make_digests("epoch", 0, groups=weights, totals={}))
     return write_rank(folder, records, program={"command": COMMAND})
@@ -56,10 +53,7 @@ def located(here, d9m, monkeypatch):
     (here / "train.py").write_text(PROGRAM)
     ledgers = [read_ledger(here / f"runs/run-{number:03d}") for number in (1, 2)]
     comparison = compare_ledgers(*ledgers)
-    line = Finding(
-        file="train.py", line=4, rule="D9M201", end_line=4, reason="r", fix="f",
-        code="rng = numpy.random.default_rng()",
-    )  # fmt: skip
+    line = Finding.at("train.py", "D9M201", (4, 1), code="rng = numpy.random.default_rng()")
     found = SearchResult(
         Cause("data", "The batch differs.", "Look at the dataset."),
         tuple(comparison.divergences),

@@ -145,6 +145,15 @@ def make_weights(moment, epoch, weights, *, group="weights", **changes):
     )
 
 
+def make_probes(places, batches):
+    """Return the records of probes: of each batch, the first bytes of the digests of its places."""
+    named = {"kind": "probes", "epoch": 0, "layout": 0}
+    yield {"kind": "layout", "id": 0, "places": [[*place[:2], 0] for place in places]}
+    for step, batch in enumerate(batches):
+        digests = b"".join(bytes([value]) * 16 for value in batch)
+        yield named | {"step": step, "batch": step, "digests": digests}
+
+
 class Runs:
     """Writes runs below a folder."""
 

@@ -6,7 +6,7 @@ from xml.etree import ElementTree as ET
 import pytest
 
 from lightning_d9m.comparison.timeline import StepTable
-from lightning_d9m.output.svg import draw_chart, draw_row
+from lightning_d9m.output.html_page import draw_chart, draw_row
 
 
 def parse(drawing):
