@@ -137,33 +137,15 @@ def disturb(value, draw):
     return True
 
 
-@settings(max_examples=150, deadline=None)
-@given(graph=GRAPHS, data=st.data())
-def test_what_was_disturbed_is_found_and_put_back_to_the_bit(graph, data):
-    owner = Thing(graph=graph, again=graph)
-    owner.itself = owner
-    before, digest = Watch({"owner": owner}), digest_value(owner)
-    places = data.draw(st.lists(st.sampled_from([*before.nodes.values()]), min_size=1, max_size=4))
-    changed = {
-        id(node.owner)
-        for node in places
-        if disturb(node.owner, lambda ways: data.draw(st.sampled_from(ways)))
-    }
-    found = before.find_changed()
-    assert {id(node.owner) for node in found} <= changed
-    assert bool(found) == (digest_value(owner) != digest)
-    before.restore()
-    assert before.find_changed() == []
-    assert digest_value(owner) == digest
-    assert owner.itself is owner
-    assert owner.graph is owner.again
+def watch(owner, **words):
+    return Changes({"owner": owner}, leave_out=lambda *_: False, **words)
 
 
 @settings(max_examples=100, deadline=None)
 @given(graph=GRAPHS, value=NUMBERS, name=NAMES)
 def test_a_change_has_exactly_the_disturbed_path(graph, value, name):
     owner = {"graph": graph, "table": {"x": [Thing(**{name: value, "z": 1})]}}
-    changes = Changes({"owner": owner}, leave_out=lambda *_: False)
+    changes = watch(owner)
     before = changes.capture()
     item, path = owner["table"]["x"][0], "owner['table']['x'][0]"
 
@@ -178,28 +160,39 @@ def test_a_change_has_exactly_the_disturbed_path(graph, value, name):
     assert find_changed() == {f"{path}.{name}", f"{path}.z"}
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(graph=GRAPHS, data=st.data())
-def test_what_was_disturbed_is_written_into_objects_that_were_made_alike(graph, data):
-    """As a run that resumes has them; what cannot be written is named. Copies are put back."""
+def test_what_was_disturbed_is_found_put_back_and_written_into_objects_made_alike(graph, data):
+    """As a run that resumes has them; what cannot be written is named."""
     owner = Thing(graph=graph, again=graph)
+    owner.itself = owner
     other = copy.deepcopy(owner)
-    copies = Changes({"owner": owner}, leave_out=lambda *_: False, copies=True)
-    here, there = (Changes({"owner": one}, leave_out=lambda *_: False) for one in (owner, other))
-    before, (at_first, unknown) = Watch({"owner": owner}), here.capture()
+    before, digest = Watch({"owner": owner}), digest_value(owner)
+    here, there, copies = watch(owner), watch(other), watch(owner, copies=True)
+    at_first, unknown = here.capture()
     assert not unknown
     # Generators are there in any case.
     assert len(at_first) == sum(node.kind is GENERATOR for node in before.nodes.values())
-    for node in data.draw(
-        st.lists(st.sampled_from([*before.nodes.values()]), min_size=1, max_size=4)
-    ):
-        disturb(node.owner, lambda ways: data.draw(st.sampled_from(ways)))
+    places = data.draw(st.lists(st.sampled_from([*before.nodes.values()]), min_size=1, max_size=4))
+    changed = {
+        id(node.owner)
+        for node in places
+        if disturb(node.owner, lambda ways: data.draw(st.sampled_from(ways)))
+    }
+    found = before.find_changed()
+    assert {id(node.owner) for node in found} <= changed
+    assert bool(found) == (digest_value(owner) != digest)
     captured, unknown = here.capture()
-    assert bool(captured != at_first or unknown) == bool(before.find_changed())
+    assert bool(captured != at_first or unknown) == bool(found)
     assert there.restore(captured, torch.device("cpu")) == []
     assert unknown or digest_value(owner) == digest_value(other)
     copies.undo(at_first, copies.capture()[0])
     assert unknown or before.find_changed() == []
+    before.restore()
+    assert before.find_changed() == []
+    assert digest_value(owner) == digest
+    assert owner.itself is owner
+    assert owner.graph is owner.again
 
 
 @settings(max_examples=150, deadline=None)
@@ -207,7 +200,7 @@ def test_what_was_disturbed_is_written_into_objects_that_were_made_alike(graph, 
 def test_new_objects_that_several_places_hold_are_one_object_again(graph, more, data):
     owner = Thing(graph=graph, first=None, table={}, items=[])
     other = copy.deepcopy(owner)
-    here, there = (Changes({"owner": one}, leave_out=lambda *_: False) for one in (owner, other))
+    here, there = watch(owner), watch(other)
     nodes = [node.owner for node in Watch({"graph": graph, "more": more}).nodes.values()]
     for _ in range(data.draw(st.integers(1, 4))):
         value = data.draw(st.sampled_from([*nodes, more]))
@@ -228,7 +221,7 @@ def test_new_objects_that_several_places_hold_are_one_object_again(graph, more, 
 def test_a_change_of_an_object_in_a_long_list_is_found(graph, data):
     owner = Thing(items=[{"number": number} for number in range(1200)])
     owner.items[700]["graph"] = graph
-    changes, digest = Changes({"owner": owner}, leave_out=lambda *_: False), digest_value(owner)
+    changes, digest = watch(owner), digest_value(owner)
     assert changes.capture() == ({}, [])
     nodes = [*Watch({"graph": graph}).nodes.values()]
     if nodes:
@@ -243,7 +236,7 @@ def test_a_change_of_an_object_in_a_long_list_is_found(graph, data):
 @pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
 def test_a_changed_value_of_a_sparse_tensor_is_a_change(layout):
     owner = Thing(graph=torch.eye(3).to_sparse(layout=layout))
-    changes, before = Changes({"owner": owner}, leave_out=lambda *_: False), Watch({"": owner})
+    changes, before = watch(owner), Watch({"": owner})
     assert changes.capture() == ({}, [])
     owner.graph.values().mul_(-1) if layout is torch.sparse_csr else owner.graph.mul_(-1)
     captured, unknown = changes.capture()
@@ -261,7 +254,7 @@ def add_itself(items):
 )
 def test_an_object_within_itself_and_a_new_parameter_are_not_kept(change):
     owner = Thing(items=[])
-    changes = Changes({"owner": owner}, leave_out=lambda *_: False)
+    changes = watch(owner)
     change(owner.items)
     assert changes.capture() == ({}, ["owner.items"])
 

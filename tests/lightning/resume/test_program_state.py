@@ -209,7 +209,8 @@ def counting():
 
 
 HOOKS = ("on_validation_batch_end", "on_validation_end", "on_train_epoch_end")
-PLACES = [{"batch": 2}, *({"hook": hook, "batch": 6} for hook in HOOKS)]
+# Within accumulation, within a validation, after it, and between epochs.
+PLACES = [{"batch": 3}, *({"hook": hook, "batch": 6} for hook in HOOKS)]
 
 
 def test_what_a_program_keeps_in_any_way_is_restored(fits):
@@ -357,13 +358,6 @@ def test_a_run_that_saves_to_another_folder_keeps_its_own_best_checkpoints(fits,
 
 
 quietly = pytest.mark.filterwarnings("ignore::UserWarning")
-# Within accumulation, within a validation, after it, and between epochs.
-PHASES = [
-    {"batch": 3},
-    {"hook": "on_validation_batch_end", "batch": 6},
-    {"hook": "on_validation_end", "batch": 6},
-    {"hook": "on_train_epoch_end", "batch": 6},
-]
 
 
 class Finetuning(callbacks.BaseFinetuning):
@@ -441,9 +435,9 @@ def test_a_callback_of_lightning_is_resumed_exactly_or_refused_in_every_phase(fi
     }
     if group in {"reporting", "rich"}:
         words |= WITH_LOGGER | {"logger": CSVLogger(fits.folder)}
-    paths = [fits.folder / f"{number}.ckpt" for number in range(len(PHASES))]
+    paths = [fits.folder / f"{number}.ckpt" for number in range(len(PLACES))]
     savers = [
-        make_saver(path, **place, stop=False) for path, place in zip(paths, PHASES, strict=True)
+        make_saver(path, **place, stop=False) for path, place in zip(paths, PLACES, strict=True)
     ]
     straight = fits.fit(**words, extra=savers)
     exact = []
@@ -479,13 +473,13 @@ class Rates(Callback):
 
 @quietly
 def test_options_that_a_callback_of_the_program_sets_are_restored(fits):
-    fits.check(PHASES[0], PHASES[3], callbacks=lambda: [Options()])
+    fits.check(PLACES[0], PLACES[3], callbacks=lambda: [Options()])
 
 
 @quietly
 def test_a_scheduler_that_no_callback_holds_is_named(fits):
     words = {"callbacks": lambda: [Rates()]}
-    fits.refuse("schedulers ExponentialLR, and this run has Step", at=PHASES[0], **words)
+    fits.refuse("schedulers ExponentialLR, and this run has Step", at=PLACES[0], **words)
 
 
 @quietly
