@@ -61,7 +61,7 @@ def hook_model(
 ) -> ExitStack:
     """Pass the inputs, outputs and gradients of the selected modules to a function.
 
-    ``ops`` is told which module runs. Of a module that is shared, the first name counts.
+    ``ops`` records which module runs. Of a module that is shared, the first name counts.
     ``is_compiled`` says that the steps of the model are compiled, so that no module of it is called
     from outside.
 

@@ -39,21 +39,19 @@ def describe_groups(difference: Divergence) -> list[str]:
     return [f"In all: {', '.join(parts)}."] if parts[1:] else []
 
 
-def make_drift_error(lines: list[str], difference: Divergence, **ranks: int) -> DriftError:
-    """Make the error of a difference, which has its facts; ``ranks`` tells which ranks differ."""
-    return DriftError(
-        "\n".join(lines),
-        moment=difference.moment,
-        epoch=difference.epoch,
-        step=difference.step,
-        group=difference.kind,
-        names=difference.names,
-        count=difference.count,
-        total=difference.compared,
-        expected=difference.expected,
-        actual=difference.actual,
-        **ranks,
-    )
+def list_facts(difference: Divergence) -> dict[str, Any]:
+    """Return the facts of a difference that a ``DriftError`` has."""
+    return {
+        "moment": difference.moment,
+        "epoch": difference.epoch,
+        "step": difference.step,
+        "group": difference.kind,
+        "names": difference.names,
+        "count": difference.count,
+        "total": difference.compared,
+        "expected": difference.expected,
+        "actual": difference.actual,
+    }
 
 
 class Reference:
@@ -186,7 +184,7 @@ class Reference:
         else:
             lines.append(f"They last agreed in {self._agreed}, so the cause lies after it.")
         lines.append(f"Reference: {self._reader.path if self._reader else self._ledger.path}")
-        return make_drift_error(lines, difference, rank=self.rank)
+        return DriftError("\n".join(lines), **list_facts(difference), rank=self.rank)
 
     def finish(self) -> str | None:
         """Return a sentence about records that were not compared; None if there are none."""
@@ -503,7 +501,7 @@ def compare_ranks(
         "change to its weights, a learning rate that follows its own metric (log the metric with "
         "sync_dist=True), a module that is not synchronized, a failing device."
     )
-    return make_drift_error(lines, difference, rank=rank, expected_rank=base)
+    return DriftError("\n".join(lines), **list_facts(difference), rank=rank, expected_rank=base)
 
 
 def _hash(parts: Iterable[object]) -> str:

@@ -119,6 +119,7 @@ def test_one_line_when_a_fit_ends(fit, tmp_path, caplog, monkeypatch, summary):
     callback = DeterminismCallback()
     assert (callback.ledger, callback.digest) == (None, None)
     assert repr(callback) == "DeterminismCallback(ledger=None, digest=None)"
+    callback.early_variables.restore()
     with caplog.at_level("INFO"):
         digest = fit(ledger_dir="runs", summary=summary).outcome(0).final.totals["weights"]
     callback = fit.callback
