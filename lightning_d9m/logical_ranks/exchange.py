@@ -119,10 +119,9 @@ class RootExchange:
         starts = range(chunk.start, chunk.start + size * self.blocks.processes, size)
         return [slice(min(s, chunk.stop), min(s + size, chunk.stop)) for s in starts]
 
-    def fold(self, values: Sequence[Sequence[Tensor]], result: Tensor, divisor: int) -> None:
-        """Write the divided sum of all processes' values to the result; values are scratch."""
-        tensors = [each for part in values for each in part]
-        for *parts, out in zip(*map(split_in_chunks, (*tensors, result)), strict=True):
+    def fold(self, values: Sequence[Tensor], result: Tensor, divisor: int) -> None:
+        """Write the divided sum of all processes' roots to the result; the roots are scratch."""
+        for *parts, out in zip(*map(split_in_chunks, (*values, result)), strict=True):
             held: list[Tensor] = []
             for place, (value, merges) in enumerate(zip(parts, self._merges, strict=True), 1):
                 total = value
@@ -174,7 +173,7 @@ class LocalSum:
 
     def finish(self) -> None:
         """Write the result."""
-        self.exchange.fold([self.roots], self.result, self.divisor)
+        self.exchange.fold(self.roots, self.result, self.divisor)
 
 
 class AllToAllSum(LocalSum):
@@ -185,13 +184,14 @@ class AllToAllSum(LocalSum):
 
     def __post_init__(self) -> None:
         exchange, roots = self.exchange, self.roots
-        self._shards = exchange.shards(slice(0, len(self.result)))
-        self._sizes = [shard.stop - shard.start for shard in self._shards]
+        shards = exchange.shards(slice(0, len(self.result)))
+        self._sizes = [shard.stop - shard.start for shard in shards]
         size = self._sizes[exchange.process]
         self._counts = [len(nodes) * size for nodes in exchange.roots]
         self._received: Tensor | None = roots[0].new_empty(sum(self._counts))
-        parts = [root[shard] for shard in self._shards for root in roots]
-        sent = roots[0] if len(roots) == 1 else torch.cat(parts)
+        sent = roots[0]
+        if len(roots) > 1:
+            sent = torch.cat([root[shard] for shard in shards for root in roots])
         counts = [len(roots) * each for each in self._sizes]
         self._send(sent, counts, self._received, self._counts)
 
@@ -209,8 +209,9 @@ class AllToAllSum(LocalSum):
         exchange = self.exchange
         size, parts = self._sizes[exchange.process], self._received.split(self._counts)
         values = [
-            part.view(len(nodes), size).unbind()
+            root
             for part, nodes in zip(parts, exchange.roots, strict=True)
+            for root in part.view(len(nodes), size).unbind()
         ]
         mine = self.result.new_empty(size)
         exchange.fold(values, mine, self.divisor)
@@ -276,12 +277,12 @@ class SharedSum(LocalSum):
         if mine.start == mine.stop:
             return
         place = slice(mine.start - chunk.start, mine.stop - chunk.start)
-        values = [
-            [root[mine] for root in self.roots]
-            if process == me
-            else list(self._view(process, index)[:, place].unbind())
-            for process in range(self.exchange.blocks.processes)
-        ]
+        values: list[Tensor] = []
+        for process in range(self.exchange.blocks.processes):
+            if process == me:
+                values += [root[mine] for root in self.roots]
+            else:
+                values += self._view(process, index)[:, place].unbind()
         result = self.result[mine]
         self.exchange.fold(values, result, self.divisor)
         self._find_result(me, index, mine).copy_(result)

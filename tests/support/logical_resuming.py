@@ -1,7 +1,7 @@
 """One rank of a training with logical ranks that is saved, killed or resumed.
 
-Usage: logical_resuming.py FOLDER WHAT..., each of WHAT "straight", "killed" (rank 0 is killed by
-the system in the second epoch) or the name of a checkpoint in FOLDER to resume from.
+Usage: logical_resuming.py FOLDER WHAT..., each of WHAT "straight", "killed" (the last rank, by the
+system in the second epoch) or the name of a checkpoint in FOLDER to resume from.
 """
 
 import os
@@ -11,7 +11,6 @@ import warnings
 from pathlib import Path
 
 import lightning as L
-from lightning.pytorch.callbacks import ModelCheckpoint
 from logical_trainings import PROCESSES, fit
 
 RANKS = 4
@@ -51,15 +50,8 @@ def main():
     warnings.filterwarnings("ignore")
     for what in whats:
         words = {"max_epochs": 3, "accumulate_grad_batches": 2}
-        if what == "straight":
-            words["callbacks"] = [Saving(folder)]
-        elif what in ("killed", "last"):
-            keep = ModelCheckpoint(folder / "kept", save_last=True, every_n_train_steps=1)
-            words |= {"callbacks": [keep], "enable_checkpointing": True}
-            if what == "killed":
-                words["callbacks"].append(Killing())
-            else:
-                words["resumed"] = "last"
+        if what in ("straight", "killed"):
+            words["callbacks"] = [Saving(folder), *[Killing()] * (what == "killed")]
         else:
             words["resumed"] = folder / f"{what}.ckpt"
         fit(folder / what, "cnn", RANKS, **words)

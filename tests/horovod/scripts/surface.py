@@ -198,10 +198,11 @@ def find_refusals():
 
 
 ranks, found = run_loops()
-found |= {"probes": probe(), "refusals": find_refusals()}
+found["probes"], refusals = probe(), find_refusals()
 last = fit(Base())  # after the errors, and a collective can be called again
 hvd.allreduce(torch.ones(1))
-(folder / f"rank-{last.global_rank}.json").write_text(json.dumps({"ranks": ranks, "found": found}))
+result = {"ranks": ranks, "found": found, "refusals": refusals}
+(folder / f"rank-{last.global_rank}.json").write_text(json.dumps(result))
 # Rank 1 exits; a script in which only rank 0 saves at the end must end, too.
 if last.global_rank == 0:
     last.save_checkpoint(folder / "late.ckpt")

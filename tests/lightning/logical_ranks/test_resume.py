@@ -44,7 +44,7 @@ def test_a_run_whose_process_is_killed_goes_on_with_fewer(folder):
     words = r"Rank 2 \(process \d+\) was killed or exited"
     assert any(re.search(words, text) for text in outputs)
     assert re.search(words, read_ledger(folder / "killed/3/fit-000").outcome(0).end.error)
-    run_ranks(SCRIPT, 2, folder, "last")
+    run_ranks(SCRIPT, 2, folder, "batch1-3")
     expected = read_records(folder / "straight/2", Digests)[0][-1]
-    resumed = read_records(folder / "last/2", Digests)
+    resumed = read_records(folder / "batch1-3/2", Digests)
     assert resumed[0][-1] == resumed[1][-1] == expected
