@@ -15,14 +15,6 @@ def test_imports_the_standard_library_alone():
     assert list_imports(SCRIPT) <= sys.stdlib_module_names
 
 
-def test_an_unknown_command_is_misuse():
-    done = subprocess.run(
-        [sys.executable, SCRIPT, "tests"], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 2
-    assert "digits" in done.stderr
-
-
 @pytest.fixture
 def dev(tmp_path, monkeypatch):
     """Return ``dev.py`` as a module whose environment is elsewhere."""

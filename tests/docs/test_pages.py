@@ -41,31 +41,6 @@ def test_a_page_that_is_written_from_the_code_is_up_to_date(name, monkeypatch):
     assert page == WRITERS[name].format_page(), f"run: python docs/write_{name}.py"
 
 
-def test_a_long_usage_is_broken_between_options():
-    page = WRITERS["commands"].PAGE.read_text()
-    usages = [block.partition("```")[0] for block in page.split("```text\n")[1:]]
-    lines = [line for usage in usages for line in usage.splitlines()]
-    assert len(lines) > len(usages)
-    assert all(len(line) <= 80 for line in lines)
-    assert all(line.count("[") == line.count("]") for line in lines)
-
-
-@pytest.mark.parametrize(
-    ("error", "words"),
-    [
-        ("SettingError", "allowed: a whole number from … to …"),
-        ("DriftError", "This run differs from its reference in … on rank …"),
-        ("InexactResumeError", "This run cannot be resumed exactly from the checkpoint"),
-        ("StackDifferenceError", "nondeterminism of this program"),
-        ("RanksDisagreeError", "The ranks are about to do different things"),
-        ("LedgerError", "The plot … cannot be written: …"),
-    ],
-)
-def test_messages_are_followed_to_where_their_text_is(error, words):
-    """Through variables, lists of lines, attributes and functions."""
-    assert any(words in text for _, text in WRITERS["errors"].read_messages()[error])
-
-
 def count_words(text):
     """Return the number of words, code included, without the bars and dashes of tables."""
     return sum(re.search(r"\w", word) is not None for word in text.split())

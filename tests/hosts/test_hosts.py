@@ -183,7 +183,7 @@ time_t time(time_t *now) {
 
 
 def test_lost_packets_and_a_wrong_clock_change_nothing(tmp_path, one_process):
-    """One host loses five packets in a hundred; the clock of another is ten minutes ahead.
+    """One host loses two packets in a hundred; the clock of another is ten minutes ahead.
 
     Without a shared file system each host has the file of its rank; they can be collected. Rank 0
     saves a checkpoint, in a folder that the others do not share, so all refuse to go on.
@@ -192,7 +192,7 @@ def test_lost_packets_and_a_wrong_clock_change_nothing(tmp_path, one_process):
     source.write_text(FAKE_CLOCK)
     subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
     with make_hosts(3, tmp_path) as hosts:
-        hosts[0].lose_packets(0.05)
+        hosts[0].lose_packets(0.02)
         command = training("kept=kept")
         ranks = [start_rank(hosts, rank, command) for rank in (0, 2)]
         new = [sys.executable, *command[1:]]

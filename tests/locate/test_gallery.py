@@ -9,7 +9,7 @@ from itertools import cycle, repeat
 from pathlib import Path
 
 import pytest
-from forking_python import SEED, shared_python
+from forking_python import ForkingPython, shared_python
 
 from lightning_d9m.cli import locate as locate_module
 from lightning_d9m.cli.locate import describe
@@ -23,16 +23,17 @@ TRAINING = Path(__file__).parents[1] / "support" / "gallery_training.py"
 PAGE = (Path(__file__).parents[2] / "docs" / "gallery.md").read_text()
 
 
-def run_forked(command, folder, *, variables, ranks, seeds, **_):
+def run_forked(command, folder, *, variables, ranks, pythons, **_):
     """Replace ``run_once``: the same variables, without the start of an interpreter."""
     environment = {n: v for n, v in os.environ.items() if not n.startswith("PYTEST_")}
-    environment |= {"LIGHTNING_D9M": "1", "PYTHONHASHSEED": "0", SEED: next(seeds)}
+    environment |= {"LIGHTNING_D9M": "1", "PYTHONHASHSEED": "0"}
     environment |= {"LIGHTNING_D9M_LEDGER_DIR": str(folder), **variables}
     log = folder / "output.log"
+    python = next(pythons)
     with log.open("wb") as file:
         processes = [
             subprocess.Popen(
-                command,
+                [python, *command[1:]],
                 env=environment | own,
                 stdin=subprocess.DEVNULL,
                 stdout=file,
@@ -62,9 +63,9 @@ def locate(tmp_path, monkeypatch, capsys):
     kept = []
     monkeypatch.setattr(locate_module, "Search", Kept)
 
-    def locate(cause, *words, ranks=1, run=run_forked, seeds=None):
+    def locate(cause, *words, ranks=1, run=run_forked, pythons=None):
         if run is run_forked:
-            run = partial(run, ranks=ranks, seeds=seeds or repeat("0"))
+            run = partial(run, ranks=ranks, pythons=pythons or repeat(shared_python()))
         monkeypatch.setattr(launched, "run_once", run)
         command = [shared_python(), str(TRAINING), cause]
         status = main(["locate", "--json", *words, "--", *command])
@@ -203,8 +204,10 @@ def test_fits_in_processes_that_take_turns(locate):
 def test_the_order_of_a_set(locate):
     """The hash seed is fixed in the runs that we start, unless determinism is off."""
     assert locate("set", "--tries", "1", run=run_once)[0] == 0
-    # Two servers: the seed of one is 0, that of the other is drawn.
-    status, found = locate("set", "--tries", "1", WITHOUT, seeds=cycle(("0", "random")))
+    other = ForkingPython()  # Python seeds the hashes of each server
+    pythons = cycle((shared_python(), other.path))
+    status, found = locate("set", "--tries", "1", WITHOUT, pythons=pythons)
+    other.end()
     assert status == 1
     assert (found["cause"], found["step"], found["kind"]) == ("data", 0, "batch")
     assert shows(found)

@@ -55,7 +55,6 @@ TRAINING = (
     *(["horovod.torch"] if importlib.util.find_spec("horovod") else []),
 )
 _SHARED = "D9M_FORKING_PYTHON"  # the path that workers take from the process that starts them
-SEED = "D9M_FORKING_SEED"  # chooses a server in place of PYTHONHASHSEED
 _MOST_FILES = 200  # that a process inherits
 _FREE = 500  # they have lower numbers
 _CLIENT = Path(__file__).with_name("forking_client.py")
@@ -77,7 +76,7 @@ class ForkingPython:
         self._servers = [self._start(seed, modules) for seed in ("0", "random")]
         client = shlex.join([sys.executable, "-I", "-S", str(_CLIENT)])
         Path(self.path).write_text(f"""#!/bin/sh
-case "${{{SEED}:-$PYTHONHASHSEED}}" in
+case "$PYTHONHASHSEED" in
 ""|0) exec {client} {self._folder}/0 "$@";;
 random) exec {client} {self._folder}/random "$@";;
 *) exec {shlex.quote(sys.executable)} "$@";;

@@ -16,7 +16,7 @@ from lightning_d9m.launch import run as launched
 from lightning_d9m.launch.run import LEDGER_VARIABLE
 
 
-def locate(train, output, *, rank=0, ranks=1):
+def locate(train, output, *, rank=0, ranks=1, program=__file__):
     """Locate what differs between trainings, which all ranks run together.
 
     Args:
@@ -25,6 +25,7 @@ def locate(train, output, *, rank=0, ranks=1):
         output: The new folder of all runs.
         rank: This rank; rank 0 runs the command.
         ranks: The number of ranks.
+        program: The source that the command scans.
 
     Returns:
         What the command prints as JSON; None on the other ranks.
@@ -53,7 +54,7 @@ def locate(train, output, *, rank=0, ranks=1):
         printed = io.StringIO()
         try:
             with mock.patch.object(launched, "run_once", run_here), redirect_stdout(printed):
-                assert main([*words, __file__]) < 2
+                assert main([*words, program]) < 2
         finally:
             request(None)
         return json.loads(printed.getvalue())

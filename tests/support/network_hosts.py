@@ -12,6 +12,7 @@ import signal
 import subprocess
 import time
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 INTERFACE = "eth0"
@@ -49,6 +50,7 @@ def _run(command):
     subprocess.run(shlex.split(command), check=True, capture_output=True, text=True)
 
 
+@dataclass
 class Host:
     """One of the hosts.
 
@@ -59,11 +61,10 @@ class Host:
         shared: That folder. A host may have mounted another one there.
     """
 
-    def __init__(self, name, address, folder, shared):
-        self.name = name
-        self.address = address
-        self.folder = folder
-        self.shared = shared
+    name: str
+    address: str
+    folder: Path
+    shared: Path
 
     def start(self, command, **variables):
         """Start a command on this host; its output can be read from the process."""

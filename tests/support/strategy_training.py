@@ -67,7 +67,11 @@ class Runs:
             self.train(name, limits=SHORTEST, **present)
 
         output = self.folder / f"{name} runs"
-        self.found[0][name] = locate(train, output, rank=self.rank, ranks=self.world)
+        # A line of it is suspect, so that the first look has probes of steps.
+        program = strategies.__file__
+        self.found[0][name] = locate(
+            train, output, rank=self.rank, ranks=self.world, program=program
+        )
 
     def run(self):
         """Run all, and write what was found."""
