@@ -5,7 +5,7 @@ import torch
 from simulated_device import LikeCuda, Stream, device, put, simulate
 
 from lightning_d9m.hashing.digest import DigestQueue, digest_many, digest_value
-from lightning_d9m.probes.trace import Trace
+from lightning_d9m.probes.trace import Trace, name_leaves
 
 
 @pytest.fixture(autouse=True)
@@ -47,9 +47,10 @@ def test_the_leaves_of_a_value_are_read_in_one_launch():
     values = [torch.randn(n) for n in (4, 0, 40_000)]
     trace, alone = Trace(), Trace()
     mixed = [values[0], 7, {"a": values[1], "b": "text"}, values[2]]
-    alone.add("input", "module", mixed)
+    alone.add_leaves("input", name_leaves("module", mixed))
     there = [put(value) for value in values]
-    trace.add("input", "module", [there[0], 7, {"a": there[1], "b": "text"}, there[2]])
+    on_device = [there[0], 7, {"a": there[1], "b": "text"}, there[2]]
+    trace.add_leaves("input", name_leaves("module", on_device))
     assert [count for _, count in device.launches] == [3]
     trace.queue.start_copies()
     assert trace.queue.fetch() == alone.queue.fetch()
