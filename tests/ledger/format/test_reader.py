@@ -206,7 +206,8 @@ def test_mutations_are_refused_or_judged_right(tmp_path, monkeypatch):
     assert {("bytes", "refused"), ("forged", "refused"), ("forged", "different")} <= kinds
     equal = type("Comparison", (), {"verdict": "equal"})
     monkeypatch.setattr(script, "compare_ledgers", lambda *_: equal)
-    _, failures = script.fuzz(20, 3, tmp_path)
+    (tmp_path / "wrong").mkdir()
+    _, failures = script.fuzz(20, 3, tmp_path / "wrong")
     assert {failure["wrong"] for failure in failures} == {"different contents are called equal"}
 
 
