@@ -19,6 +19,7 @@ FUNCTION_NODES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 ValueKind = Literal["tensor", "cpu tensor", "other", "unknown"]
 
 _SCOPES = (*FUNCTION_NODES, ast.ClassDef)
+_OTHER_NODES = (ast.Constant, ast.List, ast.Tuple, ast.Dict, ast.Set, ast.JoinedStr, ast.ListComp)
 _LEAVES = (ast.expr_context, ast.operator, ast.unaryop, ast.boolop, ast.cmpop)
 # Longest chain of aliases or values that is followed.
 _DEPTH = 8
@@ -45,7 +46,7 @@ _FOREIGN = {
     "random", "re", "scipy", "seaborn", "sklearn", "statistics", "tensorflow", "xarray",
 }  # fmt: skip
 _FOREIGN_METHODS = {"numpy", "tolist", "item", "to_numpy", "to_pandas"}
-_NO_TENSOR = tuple(
+_OTHER_NAMES = tuple(
     f"torch.{name}"
     for name in (
         *("nn.", "optim.", "utils.", "distributed.", "distributions.", "jit.", "cuda."),
@@ -399,7 +400,7 @@ def read_kind(  # noqa: C901, PLR0912 - one case for each kind of expression
             name = resolve(function, scope)
             if name.startswith("torch."):
                 made = name.startswith("torch.nn.functional.") or name == "torch.nn.Parameter"
-                return "other" if name.startswith(_NO_TENSOR) and not made else "tensor"
+                return "other" if name.startswith(_OTHER_NAMES) and not made else "tensor"
             if name or not isinstance(function, ast.Attribute):
                 return _read_package(name)
             if function.attr in _FOREIGN_METHODS:
@@ -409,15 +410,7 @@ def read_kind(  # noqa: C901, PLR0912 - one case for each kind of expression
                 kind = "cpu tensor"
         case ast.Attribute() if resolve(node, scope):
             kind = "other"
-        case (
-            ast.Constant()
-            | ast.List()
-            | ast.Tuple()
-            | ast.Dict()
-            | ast.Set()
-            | ast.JoinedStr()
-            | ast.ListComp()
-        ):
+        case _ if isinstance(node, _OTHER_NODES):
             kind = "other"
     return kind
 

@@ -262,9 +262,10 @@ class LineageReader(RankReader):
 
         The reasons that a part gives are kept.
         """
-        for number, (path, resume) in enumerate([*self._parts, (self.path, None)]):
+        parts: list[tuple[Path, Resume | None]] = [*self._parts, (self.path, None)]
+        for number, (path, resume) in enumerate(parts):
             part = self if resume is None else RankReader(path, mark=resume.parent_check)
-            with nullcontext() if part is self else part:
+            with nullcontext(part) if part is self else part:
                 for record in RankReader.records(part, lines_only=lines_only):
                     if resume is not None and not _counts(record, part, resume):
                         continue

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
 from lightning_d9m.errors import LedgerError, explain_file_error, file_errors
@@ -89,6 +89,8 @@ class LedgerWriter(AbstractContextManager["LedgerWriter"]):
             self._resolve()
             self._append(body)
         except OSError as error:
+            with suppress(OSError):
+                self._resolve()
             self._failure = (
                 f"The ledger {self.path} cannot be written: {explain_file_error(error)} Records of "
                 f"this run are missing from here on; the first {self._written[0]} bytes stay "
@@ -115,7 +117,7 @@ class LedgerWriter(AbstractContextManager["LedgerWriter"]):
         self.close()
 
     def _resolve(self) -> None:
-        """Find out whether an append that Ctrl-C interrupted was completed; undo a part of it."""
+        """Find out whether an append that was interrupted was completed; undo a part of it."""
         status = os.fstat(self._file)
         if status.st_nlink == 0:
             raise OSError("the file was deleted while the run wrote it")
@@ -127,20 +129,15 @@ class LedgerWriter(AbstractContextManager["LedgerWriter"]):
             raise OSError("another program has changed the file")
 
     def _append(self, body: bytes) -> None:
-        """Append all of a record, or nothing of it."""
+        """Append a record. After an error ``_resolve`` takes a part of it back."""
         size, check = self._written
         line, check = chain_record(body, check)
         limit = MAX_LINE if size else MAX_HEADER
         if len(line) > limit:
             raise OSError(f"a record of {len(line)} bytes exceeds the {limit} allowed")
         self._begun = (size + len(line), check)
-        try:
-            written = os.write(self._file, line)
-            while written < len(line):
-                # After a short write on a full disk, the next write raises the error.
-                written += os.write(self._file, line[written:])
-        except OSError:
-            os.ftruncate(self._file, size)
-            self._begun = self._written
-            raise
+        written = os.write(self._file, line)
+        while written < len(line):
+            # After a short write on a full disk, the next write raises the error.
+            written += os.write(self._file, line[written:])
         self._written = self._begun

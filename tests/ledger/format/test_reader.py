@@ -14,6 +14,7 @@ from ledger_runs import (
     make_weights,
     write_lines,
 )
+from scripts import load_script
 
 from lightning_d9m.comparison.ledgers import compare_ledgers
 from lightning_d9m.errors import LedgerError
@@ -194,6 +195,20 @@ def test_a_wrong_record_with_a_valid_check(runs, tmp_path, monkeypatch, change, 
     with pytest.raises(LedgerError, match=message) as caught:
         read(path)
     assert str(caught.value).isprintable()
+
+
+def test_mutations_are_refused_or_judged_right(tmp_path, monkeypatch):
+    """Some of those of benchmarks/fuzz_ledger.py, which finds a wrong verdict."""
+    script = load_script("benchmarks/fuzz_ledger.py")
+    outcomes, failures = script.fuzz(120, 3, tmp_path)
+    assert failures == []
+    kinds = {(how, outcome) for how, outcome in outcomes}
+    assert {("bytes", "refused"), ("forged", "refused"), ("forged", "different")} <= kinds
+    equal = type("Comparison", (), {"verdict": "equal"})
+    monkeypatch.setattr(script, "compare_ledgers", lambda *_: equal)
+    (tmp_path / "wrong").mkdir()
+    _, failures = script.fuzz(20, 3, tmp_path / "wrong")
+    assert {failure["wrong"] for failure in failures} == {"different contents are called equal"}
 
 
 BEGIN, FACTS, END = make_header(), make_facts(), End(status="finished")
