@@ -361,7 +361,7 @@ class Bisection:
 
     @property
     def patch(self) -> str:
-        """What the commit changed; empty for a package, or if there are several candidates."""
+        """The patch of the commit; empty for a package, or if there are several candidates."""
         first, *others = self.candidates
         return self.repository.show(first) if first.author and not others else ""
 
