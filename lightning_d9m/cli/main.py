@@ -115,7 +115,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # There is no public list of the options.
         options = re.findall(r"--[\w-]+", arguments.parser.format_help())
         typed = (word.partition("=")[0] for word in unknown)
-        alike = (name for word in typed for name in get_close_matches(word, options, n=1))
+        alike = [name for word in typed for name in get_close_matches(word, options, n=1)]
         hint = "".join(f". Did you mean {name}?" for name in alike)
         arguments.parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     return _run(arguments)

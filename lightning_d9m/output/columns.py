@@ -55,17 +55,15 @@ def format_table(
         plain: Whether to leave out colors on a terminal too.
         optional: Titles of columns that are left out, in this order, until the table fits.
     """
-    shown, left_out = list(columns), iter(optional)
-    while True:
+    for left_out in range(len(optional) + 1):
+        shown = [column for column in columns if column.title not in optional[:left_out]]
         cells = [
             [style(one.cell(row)) if one.has_meaning else one.cell(row) for one in shown]
             for row in rows
         ]
         table = make_table([column.title for column in shown], cells)
-        title = next(left_out, None) if measure(table) > width else None
-        if title is None:
+        if measure(table) <= width:
             break
-        shown = [column for column in shown if column.title != title]
     for made, column in zip(table.columns, shown, strict=True):
         made.justify = "right" if column.is_number else "left"
     return render(table, max(width, measure(table)), plain=plain)

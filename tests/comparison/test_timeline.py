@@ -49,12 +49,10 @@ def test_weights_that_are_not_finite_have_no_distance(value):
 
 def test_a_run_without_sketches_has_no_distances():
     one, other = torch.ones(3), torch.zeros(3)
+    old = record({"a.w": other, "b.w": one}, sketched=False)
     for sketched in (True, False):
         series = DistanceSeries()
-        series.add(
-            record({"a.w": one, "b.w": one}, sketched=sketched),
-            record({"a.w": other, "b.w": one}, sketched=False),
-        )
+        series.add(record({"a.w": one, "b.w": one}, sketched=sketched), old)
         assert (series.rank_layers(), list(series.unknown)) == ([], ["a.w"])
     assert measure_distances(record({"a": one}), record({"b": one})) == {}
 

@@ -13,20 +13,16 @@ def parse(drawing):
     return ET.fromstring(drawing)  # noqa: S314 - our own
 
 
-def dots_of(root):
-    """Return {title: (x, y)} of the dots of a chart."""
-    return {
-        dot[0].text: (float(dot.get("cx")), float(dot.get("cy"))) for dot in root.iter("circle")
-    }
-
-
 def test_lines_end_where_nothing_is_known_and_zero_lies_below():
     first = [(10, 0.0), (20, 1e-6), (30, 1e-5), (40, math.nan), (50, 1e-2)]
     second = [(10, 1e-4), (20, math.inf), (30, 1e-3)]
     root = parse(draw_chart("sizes", [first, second], log=True))
-    dots = dots_of(root)
-    assert list(dots)[:2] == ["line 1, step 10: 0", "line 1, step 20: 1e-06"]
-    zero, *heights = [y for _, y in dots.values()]
+    dots = list(root.iter("circle"))
+    titles = [dot[0].text for dot in dots]
+    assert titles[:2] == ["line 1, step 10: 0", "line 1, step 20: 1e-06"]
+    left, right, *_ = [float(dot.get("cx")) for dot in dots]
+    assert left < right
+    zero, *heights = [float(dot.get("cy")) for dot in dots]
     assert zero > heights[0] > heights[1] > heights[3] > heights[4] > heights[2]
     # From 1e-6 to 1e-2: each power is as high as the next.
     assert heights[0] - heights[1] == pytest.approx(heights[4] - heights[2], abs=0.2)
