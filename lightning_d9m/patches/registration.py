@@ -64,12 +64,7 @@ def patches_applied(
     if problem := describe_missing_patches():
         raise SettingError(problem)
     excluded = tuple(sorted(set(exclude)))
-    ops = [
-        op
-        for op in select_ops(torch.__version__, excluded)
-        # A newer op may be missing in an older torch.
-        if any(hasattr(torch.ops.aten, overload.partition(".")[0]) for overload in op.kernels)
-    ]
+    ops = select_ops(torch.__version__, excluded)
     if device_key in _active:
         raise SettingError(
             f"The patches are already applied for the dispatch key {device_key!r}; applying them "
@@ -94,25 +89,17 @@ def patches_applied(
 def _register(library: Library, op: Op, device_key: str) -> None:
     for overload, path in op.kernels.items():
         packet, _, name = overload.partition(".")
+        key = (f"aten::{overload}", device_key)
+        # get_kernel would also return a fallback, which is not a kernel of the backend; a build
+        # without the backend has none.
+        has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key(*key)  # noqa: SLF001 - torch has no public check
         kernel = Kernel(
             resolve_name(path),
-            _find_original(overload, device_key),
+            get_boxed_kernel(*key) if has_kernel else None,
             getattr(getattr(torch.ops.aten, packet), name or "default")._schema,  # noqa: SLF001 - it names the outputs
             switches=op.flag_effect is FlagEffect.SWITCHES,
         )
         library.impl(overload, kernel, device_key, with_keyset=True)
-
-
-def _find_original(overload: str, device_key: str) -> Callable[..., Any]:
-    name = f"aten::{overload}"
-    # get_kernel would also return a fallback, which is not a kernel of the backend.
-    if torch._C._dispatch_has_kernel_for_dispatch_key(name, device_key):  # noqa: SLF001 - torch has no public check
-        return get_boxed_kernel(name, device_key)
-
-    def call_nothing(*_args: Any, **_kwargs: Any) -> Any:
-        raise NotImplementedError(f"This build of torch has no {device_key} kernel for {name}.")
-
-    return call_nothing
 
 
 class RefusedError(Exception):
@@ -158,7 +145,7 @@ class Kernel:
 
     Args:
         replacement: The function of the catalog.
-        call: Torch's kernel of this overload.
+        call: Torch's kernel of this overload, if there is one.
         schema: The overload's schema.
         switches: Whether torch has a deterministic version, which takes what the replacement does
             not take. Without one, torch's kernel is expected to raise.
@@ -167,7 +154,7 @@ class Kernel:
     def __init__(
         self,
         replacement: Callable[..., Any],
-        call: Callable[..., Any],
+        call: Any,
         schema: torch._C.FunctionSchema,
         *,
         switches: bool,

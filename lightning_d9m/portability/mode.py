@@ -23,8 +23,8 @@ from lightning_d9m import portability
 from lightning_d9m.errors import NotPortableError
 from lightning_d9m.patches.catalog.catalog import OPS
 from lightning_d9m.patches.registration import RefusedError, Update
-from lightning_d9m.portability import arithmetic, composed
-from lightning_d9m.portability.registry import COMPOSED, RULES, Rule
+from lightning_d9m.portability import arithmetic
+from lightning_d9m.portability.registry import COMPOSED, RULES, Rule, take_fused_step
 
 # Operations that torch's own kernels serve: they move values, compare them, or round them to whole
 # numbers; and transfers between processes that compute nothing.
@@ -320,7 +320,7 @@ def portable() -> Iterator[None]:
             if step := getattr(optimizer, fused, None):
                 stack.callback(setattr, optimizer, fused, step)
                 single = getattr(optimizer, f"_single_tensor_{name}")
-                setattr(optimizer, fused, partial(composed.take_fused_step, single))
+                setattr(optimizer, fused, partial(take_fused_step, single))
         portability.active.count = 1
         stack.callback(setattr, portability.active, "count", 0)
         stack.enter_context(_MODE)

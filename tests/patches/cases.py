@@ -32,12 +32,6 @@ class GradientCase(NamedTuple):
     forward: Forward
 
     @property
-    def exact(self) -> bool:
-        """Whether the gradient has the bits of torch's CPU kernel on one thread."""
-        exact = ("avg_pool3d", "adaptive_avg_pool2d", "replication1d")
-        return self.label in exact or self.label.startswith("reflection1d")
-
-    @property
     def cpu_keeps_format(self) -> bool:
         """Whether torch's CPU kernel keeps channels_last where its CUDA kernel does not."""
         return "flection" in self.label or "cation" in self.label

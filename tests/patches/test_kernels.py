@@ -22,6 +22,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:The reduce argument of torch.scatter"),
 ]
 INDEX = torch.tensor([0, 1, 1])
+# Gradients that have the bits of torch's CPU kernel on one thread.
+EXACT = {"avg_pool3d", "adaptive_avg_pool2d", "replication1d", "reflection1d", "reflection1d-long"}
 NAN, INF = float("nan"), float("inf")
 
 APART: dict[str, Callable[[Tensor], object]] = {
@@ -37,7 +39,7 @@ def test_bits_and_layout_are_torchs_and_threads_do_not_matter(case, one_thread) 
     """Bits where the sum is the same: test_construction.py compares the values of the others."""
     image, gradient = make_inputs(case)
     alone = compute_gradient(case, image, gradient, patched=True)
-    if case.exact:
+    if case.label in EXACT:
         assert torch.equal(alone, compute_gradient(case, image, gradient, patched=False))
     with threads_pinned(4), deterministic_algorithms():
         assert torch.equal(alone, compute_gradient(case, image, gradient, patched=True))

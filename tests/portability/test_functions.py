@@ -7,8 +7,7 @@ import pytest
 import torch
 
 import lightning_d9m
-from lightning_d9m.portability.arithmetic import sqrt
-from lightning_d9m.portability.functions import FUNCTIONS, evaluate
+from lightning_d9m.portability.arithmetic import FUNCTIONS, evaluate, sqrt
 
 OF_TWO = ("pow", "atan2", "hypot")
 OF_ONE = sorted(FUNCTIONS.keys() - {*OF_TWO, "normal"})

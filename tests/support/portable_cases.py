@@ -1,11 +1,12 @@
 """Computes small cases under the portable mode, and prints a digest of each as JSON.
 
 Arguments: ``--plain`` leaves everything to torch; ``--controls`` leaves one class after the
-other to torch, and prints the digests of some cases for each; names choose cases.
+other to torch, and prints the digests of some cases for each; ``--errors`` prints distances to
+torch's results instead; names choose cases.
 """
 
-import argparse
 import json
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from functools import partial
@@ -17,7 +18,7 @@ from torch.nn import functional as F
 from torch.optim import swa_utils
 
 from lightning_d9m.portability import mode as portable_mode
-from lightning_d9m.portability.functions import FUNCTIONS
+from lightning_d9m.portability.arithmetic import FUNCTIONS
 
 _STATE = {"training": nullcontext}  # the context in which models train
 CASES: dict[str, Callable[[], list[Tensor]]] = {}
@@ -406,18 +407,14 @@ def _compare(name: str) -> float | str:
 
 def main() -> None:
     """Print a digest, or an error, of each case."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--plain", action="store_true")
-    parser.add_argument("--controls", action="store_true")
-    parser.add_argument("--errors", action="store_true", help="print distances to torch's results")
-    parser.add_argument("names", nargs="*")
-    options = parser.parse_args()
-    if options.errors:
-        print(json.dumps({name: _compare(name) for name in options.names or CASES}))
-    elif options.controls:
-        print(json.dumps({name: _control(*found) for name, found in CONTROLS.items()}))
+    names = [one for one in sys.argv[1:] if not one.startswith("--")] or list(CASES)
+    if "--errors" in sys.argv:
+        found = {name: _compare(name) for name in names}
+    elif "--controls" in sys.argv:
+        found = {name: _control(*given) for name, given in CONTROLS.items()}
     else:
-        print(json.dumps(_run(options.names or CASES, plain=options.plain)))
+        found = _run(names, plain="--plain" in sys.argv)
+    print(json.dumps(found))
 
 
 def _control(operations: str, cases: Iterable[str]) -> dict[str, str]:

@@ -23,7 +23,7 @@ from torch._prims_common import suggest_memory_format
 
 from lightning_d9m.errors import D9mError
 from lightning_d9m.patches.registration import accumulation_dtype, require
-from lightning_d9m.patches.triton.launch import allocate, is_capturing, run_kernel
+from lightning_d9m.patches.triton.launch import is_capturing, run_kernel
 
 _PERIOD = 16
 _SOME = 2**22  # elements that a slice of torch ops adds
@@ -158,7 +158,7 @@ def apply_taps(gradient: Tensor, taps: Taps, shape: Sequence[int]) -> Tensor:
     if gradient.is_complex():
         parts = torch.view_as_real(gradient.resolve_conj()).unbind(-1)
         return torch.complex(*(apply_taps(part, taps, shape) for part in parts))
-    out = allocate(gradient, shape)
+    out = gradient.new_empty(shape)
     if gradient.numel():
         run_kernel("kernels:add_taps", _apply, _make_example, out, gradient.contiguous(), taps)
     return out

@@ -6,11 +6,10 @@ is loaded at the first use on a CUDA device. There a small example is computed b
 """
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 from pkgutil import resolve_name
 from subprocess import SubprocessError
-from threading import Lock
 from typing import Any
 
 import torch
@@ -23,7 +22,6 @@ _BLOCK, _SMALL_BLOCK = 512, 128  # elements of a program of four warps: of one a
 _device_types = {"cuda"}  # tests add "cpu", where Triton's interpreter runs the kernels
 _withdrawn: set[str] = set()
 _checked: set[tuple[str, torch.device]] = set()
-_ALLOCATING = Lock()
 _load = cache(lambda path: resolve_name(f"{__package__}.{path}"))
 
 
@@ -151,15 +149,3 @@ def prepare_launch(
 def needs_int64(*sizes: int) -> bool:
     """Return whether an offset below one of the sizes may exceed 32 bits, past the last block."""
     return max(sizes) > INT32_LIMIT - _BLOCK
-
-
-def allocate(like: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return contiguous memory that the kernel fills, and torch does not: that is a launch less."""
-    flag = torch._C  # noqa: SLF001 - the public property takes longer
-    with _ALLOCATING:  # the flag is that of all threads: none may take another's for the program's
-        fills = flag._get_deterministic_fill_uninitialized_memory()  # noqa: SLF001 - see above
-        flag._set_deterministic_fill_uninitialized_memory(False)  # noqa: FBT003, SLF001 - see above
-        try:
-            return like.new_empty(shape)
-        finally:
-            flag._set_deterministic_fill_uninitialized_memory(fills)  # noqa: SLF001 - see above
