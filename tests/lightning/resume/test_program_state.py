@@ -272,7 +272,7 @@ def test_what_no_attribute_shows_is_refused_by_name(fits):
         return [
             Keeping(None, lambda _: next(STREAM)),
             Keeping(enumerate([5, 6, 7] * 9), next),
-            Keeping(bytearray(b"ab"), lambda kept: kept.reverse()),
+            Keeping(bytearray(1), lambda kept: kept.append(kept.pop() + 1)),
             Keeping(Kept(), change_slot),
             Opaque(),
             LambdaCallback(on_train_epoch_start=register),
