@@ -59,7 +59,7 @@ class HorovodEnvironment(_Environment):  # type: ignore[misc] # of what is loade
 
     def __init__(self) -> None:
         super().__init__()
-        self._ranks = (0, 1, 0, 0)  # without a launcher
+        self._ranks: tuple[int, ...] = (0, 1, 0, 0)  # without a launcher
         for names in reversed(_VARIABLES):
             if names[0] in os.environ:
                 rank, size, *places = (int(os.environ.get(name, "0")) for name in names)

@@ -191,7 +191,9 @@ def find_refusals():
     ):
         strategy = HorovodDeterministicStrategy(logical_ranks=logical_ranks)
         try:
-            fit(kind(), strategy=strategy, callbacks=[DeterminismCallback()])
+            fit(
+                kind(), strategy=strategy, callbacks=[DeterminismCallback(ledger_dir=folder / name)]
+            )
         except D9mError as error:
             messages[name] = str(error)
     return messages
