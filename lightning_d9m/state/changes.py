@@ -412,7 +412,8 @@ def _list_own_attributes(value: Any, kind: Kind) -> tuple[Any, ...]:
 
 
 # Data of which a digest is kept, so that they cannot be put back; and what is left out.
-_DIGESTED, _IGNORED = Kind(_digest_data), Kind(lambda _: None)
+_DIGESTED = Kind(_digest_data)
+_IGNORED = Kind(lambda _: None, compare=lambda _now, _content: True)
 
 
 def describe_unsaved(paths: Iterable[str]) -> list[str]:
