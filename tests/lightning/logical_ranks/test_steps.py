@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Subset
 from torch.utils.data.distributed import DistributedSampler
 
-from lightning_d9m import DDPDeterministicStrategy, DeterminismCallback
+from lightning_d9m import DeterminismCallback
 
 
 def load(data):
@@ -29,24 +29,15 @@ def train(fit, **words):
     return trainer.global_step, [parameter.detach().clone() for parameter in model.parameters()]
 
 
-def test_one_logical_rank_accumulates_as_lightning_does(fit):
+@pytest.mark.parametrize("ranks", [1, None])
+def test_with_one_logical_rank_or_no_number_the_bits_are_those_of_lightning(fit, ranks):
     words = {"accumulate_grad_batches": 3, "max_epochs": 2}  # and two more batches in each epoch
-    steps, weights = train(fit, ranks=1, **words)
-    expected_steps, expected = train(fit, strategy="auto", **words)
+    steps, weights = train(fit, ranks=ranks, **words)
+    expected_steps, expected = train(fit, strategy="auto" if ranks else "ddp", **words)
     assert steps == expected_steps == 6
     assert all(map(torch.equal, weights, expected))
-    _, others = train(fit, ranks=1, max_epochs=2)
+    _, others = train(fit, ranks=ranks, max_epochs=2)
     assert not torch.equal(weights[0], others[0])
-
-
-def test_without_a_number_the_bits_are_those_of_lightnings_strategy(fit):
-    strategy = DDPDeterministicStrategy()
-    assert strategy.logical_ranks is None
-    words = {"accumulate_grad_batches": 3, "max_epochs": 2}
-    steps, weights = train(fit, strategy=strategy, **words)
-    expected_steps, expected = train(fit, strategy="ddp", **words)
-    assert steps == expected_steps
-    assert all(map(torch.equal, weights, expected))
 
 
 def test_a_batch_of_accumulation_is_one_step_of_more_samples(fit):
