@@ -158,7 +158,7 @@ class Fits:
             self.trainer.fit(self.model, **data, ckpt_path=resume)
         finally:
             self.made = sorted(set(self.folder.glob("fit-*")) - before)
-        (folder,) = self.made
+        (folder,) = self.made or [None]  # no step, no ledger
         return folder
 
     def check(self, *places, progress=False, **words):
