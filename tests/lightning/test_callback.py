@@ -23,7 +23,6 @@ from lightning_d9m.launch import interruption_points
 from lightning_d9m.launch.interruption_points import EpochShape
 from lightning_d9m.ledger.folder import read_ledger
 from lightning_d9m.ledger.format.records import Digests
-from lightning_d9m.lightning.callback import apply_interrupt_variables, change_last_bits
 
 PACKAGES = ["lightning.pytorch", "pytorch_lightning"]
 
@@ -277,34 +276,33 @@ def test_misuse_is_named(train, monkeypatch):
         train(resume="no-such-file")
     with pytest.raises(SettingError, match="LIGHTNING_D9M_INTERRUPT is 'soon'; allowed"):
         train(interrupt="soon")
-    monkeypatch.setattr(interruption_points._FaultState, "fits", 0)
+    monkeypatch.delenv("LIGHTNING_D9M_CHECKPOINT_DIR")
     with pytest.raises(SettingError, match="LIGHTNING_D9M_CHECKPOINT_DIR is not set"):
-        apply_interrupt_variables(
-            SimpleNamespace(callbacks=[]), "fit", {"LIGHTNING_D9M_INTERRUPT": "survey"}
-        )
-
-
-def test_the_last_bit_of_each_weight_changes(fit, monkeypatch):
-    plain = fit()
-    monkeypatch.setenv("LIGHTNING_D9M_LAST_BITS", "1")
-    ledgers = [fit(), fit()]
-    assert ledgers[0].header.settings["last_bits"] == 1
-    assert "last_bits" not in plain.header.settings
-    first, *others = [digests_of(one)[0] for one in (plain, *ledgers)]
-    assert others[0] == others[1]  # the same number, the same bits
-    assert not set(first.groups["weights"].values()) & set(others[0].groups["weights"].values())
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_a_changed_weight_is_the_next_number(dtype):
-    module = torch.nn.Linear(50, 4, dtype=dtype)
-    before = module.weight.detach().clone()
-    assert change_last_bits(module, {"LIGHTNING_D9M_LAST_BITS": "3"}) == {"last_bits": 3}
-    above = torch.nextafter(before, torch.full_like(before, torch.inf))
-    below = torch.nextafter(before, torch.full_like(before, -torch.inf))
-    assert ((module.weight == above) | (module.weight == below)).all()
-    assert (module.weight == above).any()
-    assert (module.weight == below).any()
-    assert change_last_bits(module, {}) == {}
+        train(interrupt="survey")
+    monkeypatch.setenv("LIGHTNING_D9M_LAST_BITS", "x")
     with pytest.raises(SettingError, match="LAST_BITS is 'x'; allowed: digits, such as 1"):
-        change_last_bits(module, {"LIGHTNING_D9M_LAST_BITS": "x"})
+        train()
+
+
+@pytest.mark.parametrize("precision", ["32-true", "64-true", "bf16-true"])
+def test_each_weight_becomes_the_next_number_above_or_below(fit, monkeypatch, precision):
+    started = []
+
+    def on_train_start(self):
+        started.append([own.detach().clone() for own in self.parameters()])
+
+    def train():
+        words = {"trainer_precision": precision, "trainer_limit_train_batches": 1}
+        return fit(model=make_model(on_train_start=on_train_start), **words)
+
+    plain = train()
+    monkeypatch.setenv("LIGHTNING_D9M_LAST_BITS", "1")
+    settings = [ledger.header.settings.get("last_bits") for ledger in (plain, train(), train())]
+    assert settings == [None, 1, 1]
+    ways = set()
+    for before, after, again in zip(*started, strict=True):
+        assert torch.equal(after, again)  # the same number, the same bits
+        above, below = (torch.nextafter(before, after.new_tensor(s * torch.inf)) for s in (1, -1))
+        assert ((after == above) | (after == below)).all()
+        ways |= {*(after > before).unique().tolist()}
+    assert ways == {True, False}

@@ -180,18 +180,3 @@ def test_a_step_that_cannot_be_run_twice_is_refused(fit, step, automatic, messag
     model.target = nn.Parameter(model.layers[0].weight.detach().clone(), requires_grad=False)
     with pytest.raises(SettingError, match=message):
         fit(model=model, replay_every=1)
-
-
-def test_a_step_that_fails_the_second_time_leaves_everything_restored(fit):
-    calls = []
-
-    def step(self, batch, batch_idx):
-        calls.append(batch_idx)
-        if len(calls) == 2:
-            raise RuntimeError("only once")
-        return self.layers(batch[0]).sum()
-
-    model = make_model(training_step=step)
-    with pytest.raises(RuntimeError, match="only once"):
-        fit(model=model, replay_every=1)
-    assert not {"training_step", "log", "log_dict"} & set(vars(model))

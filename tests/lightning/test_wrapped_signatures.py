@@ -2,7 +2,6 @@
 
 import inspect
 
-import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_d9m.attribute_patches import AttributePatches
@@ -34,23 +33,17 @@ def test_the_check_detects():
     assert not accepts(lambda a: None, lambda a, b: None)
 
 
-@pytest.fixture
-def replaced(monkeypatch):
-    """Return what replaces methods from now on: (owner, name, original, replacement)."""
-    found = []
+def test_every_replaced_method_of_a_training(fit, tmp_path, monkeypatch):
+    replaced = []  # (owner, name, original, replacement)
     replace = AttributePatches.replace
 
     def noted(self, owner, name, value):
         original = getattr(owner, name, None)
         if inspect.ismethod(original) and callable(value):
-            found.append((type(owner).__name__, name, original, value))
+            replaced.append((type(owner).__name__, name, original, value))
         return replace(self, owner, name, value)
 
     monkeypatch.setattr(AttributePatches, "replace", noted)
-    return found
-
-
-def test_every_replaced_method_of_a_training(replaced, fit, tmp_path):
     saved = ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=2, save_top_k=-1)
     words = {"trainer_callbacks": [saved], "trainer_enable_checkpointing": True}
     fit(probes="all", replay_every=2, **words)

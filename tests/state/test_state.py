@@ -216,7 +216,7 @@ def test_new_objects_that_several_places_hold_are_one_object_again(graph, more, 
     assert unknown or digest_value(owner) == digest_value(other)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(graph=GRAPHS, data=st.data())
 def test_a_change_of_an_object_in_a_long_list_is_found(graph, data):
     owner = Thing(items=[{"number": number} for number in range(1200)])

@@ -1,8 +1,13 @@
-"""One rank of trainings with logical ranks; see lightning/logical_ranks/test_training.py."""
+"""One rank of trainings with logical ranks; see lightning/logical_ranks/test_training.py.
+
+Usage: logical_trainings.py FOLDER [WHAT...], each of WHAT "straight", "killed" (the last rank, by
+the system in the second epoch) or the name of a checkpoint in FOLDER to resume from.
+"""
 
 import json
 import logging
 import os
+import signal
 import sys
 import warnings
 from functools import partial
@@ -296,11 +301,52 @@ def fit_averaged(folder):
     return [digest_value(state), int(state["net.2.num_batches_tracked"])]
 
 
+class Saving(L.Callback):
+    """Saves checkpoints between two epochs, within one, and at the end of one."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def save(self, trainer, name):
+        trainer.save_checkpoint(self.folder / f"{name}-{PROCESSES}.ckpt")
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        if trainer.current_epoch == 1:
+            self.save(trainer, f"batch{batch_idx}")
+
+    def on_train_epoch_end(self, trainer, module):
+        if trainer.current_epoch == 0:
+            self.save(trainer, "epoch")
+
+
+class Killing(L.Callback):
+    """Kills the last rank in the second epoch."""
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        last = trainer.global_rank == trainer.world_size - 1
+        if trainer.current_epoch == 1 and batch_idx == 2 and last:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fit_interrupted(folder, what):
+    """Train in one of the ways that the usage names."""
+    words = {"max_epochs": 3, "accumulate_grad_batches": 2}
+    if what in ("straight", "killed"):
+        words["callbacks"] = [Saving(folder), *[Killing()] * (what == "killed")]
+    else:
+        words["resumed"] = folder / f"{what}.ckpt"
+    fit(folder / what, "cnn", 4, **words)
+
+
 def main():
-    """Train with all numbers of logical ranks."""
-    folder = Path(sys.argv[1])
+    """Train in the given ways, or with all numbers of logical ranks."""
+    folder, whats = Path(sys.argv[1]), sys.argv[2:]
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    for what in whats:
+        fit_interrupted(folder, what)
+    if whats:
+        return
     for name, make_words in TRAININGS.items():
         net, ranks = name.split()
         if LARGE.get(PROCESSES, name) == name:

@@ -133,9 +133,9 @@ class Fits:
         self.new_process = new_process
         self.checkpoint = folder / "interrupted.ckpt"
 
-    def fit(  # noqa: PLR0913 - one keyword for each part of a run
+    def fit(
         self, *, loader=make_loader, model=make_model, validate=in_order, callbacks=list,
-        extra=(), resume=None, words=None, datamodule=None, strategy="auto", **trainer_words,
+        extra=(), resume=None, words=None, datamodule=None, **trainer_words,
     ):  # fmt: skip
         """Train; return the ledger's folder."""
         import lightning.pytorch as L
@@ -146,7 +146,6 @@ class Fits:
         self.trainer = L.Trainer(
             **({"max_epochs": 3, "default_root_dir": self.folder} | QUIET | trainer_words),
             callbacks=[callback, *callbacks(), *extra],
-            strategy=strategy,
         )
         self.model = model()
         if datamodule is not None:
@@ -159,13 +158,13 @@ class Fits:
             self.trainer.fit(self.model, **data, ckpt_path=resume)
         finally:
             self.made = sorted(set(self.folder.glob("fit-*")) - before)
-        (folder,) = self.made
+        (folder,) = self.made or [None]  # no step, no ledger
         return folder
 
     def check(self, *places, progress=False, **words):
         """Train and save at places, resume from each, and compare with the first training.
 
-        ``progress`` compares the counts of the loops, too. Returns the ledger of the first one.
+        ``progress`` compares the counts of the loops, too.
         """
         paths = {self.folder / f"{number}.ckpt": place for number, place in enumerate(places)}
         savers = [make_saver(path, **place, stop=False) for path, place in paths.items()]
@@ -178,7 +177,6 @@ class Fits:
         for path in paths:
             agree(straight, self.fit(**words, resume=path))
             assert not progress or self.trainer.fit_loop.state_dict() == counts
-        return straight
 
     def interrupt(self, *, at=None, **words):
         """Train until a checkpoint is saved and the run is ended there; return the folder."""

@@ -158,21 +158,11 @@ def test_a_program_that_enables_determinism_itself_keeps_its_session(tmp_path):
         assert active_session() is session
         assert "horovod_d9m" in StrategyRegistry
     """
-    stub = """
-        class StrategyRegistry(dict):
-            def register(self, name, strategy, description):
-                self[name] = strategy
-
-        StrategyRegistry = StrategyRegistry()
-    """
     (tmp_path / "pytorch_lightning").mkdir()
-    files = {
-        "program": code,
-        "pytorch_lightning/strategies": stub,
-        "pytorch_lightning/__init__": "",
-    }
-    for name, text in files.items():
-        (tmp_path / f"{name}.py").write_text(textwrap.dedent(text))
+    stub = "register = lambda self, name, *_, **__: self.update({name: 1})\n"
+    stub += "StrategyRegistry = type('Registry', (dict,), {'register': register})()"
+    (tmp_path / "pytorch_lightning" / "strategies.py").write_text(stub)
+    (tmp_path / "program.py").write_text(textwrap.dedent(code))
     done, _ = run("program.py", folder=tmp_path)
     assert done.returncode == 0, done.stderr
 
@@ -187,15 +177,12 @@ def test_a_hook_acts_once_after_an_import_and_leaves_the_module_its_loader(tmp_p
     (tmp_path / "hooked_module.py").write_text("value = 1\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
-    seen, finders = [], len(sys.meta_path)
+    seen, finders = [], list(sys.meta_path)
     call_after_import("hooked_module", lambda: seen.append(sys.modules["hooked_module"].value))
-    assert seen == []
     loaded = importlib.import_module("hooked_module")
-    assert (seen, len(sys.meta_path)) == ([1], finders)
     importlib.reload(loaded)
-    assert seen == [1]
-    assert loaded.__loader__ is loaded.__spec__.loader
-    assert type(loaded.__loader__).__name__ == "SourceFileLoader"
+    assert (seen, sys.meta_path) == ([1], finders)
+    assert "exec_module" not in vars(loaded.__loader__)
     assert inspect.getsource(loaded) == "value = 1\n"
     call_after_import("hooked_module", lambda: seen.append(2))  # at once
     assert seen == [1, 2]

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities import CombinedLoader
 from logical_refusals import DATA, make_model
 from torch import nn
@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Subset
 from torch.utils.data.distributed import DistributedSampler
 
-from lightning_d9m import DDPDeterministicStrategy, DeterminismCallback
+from lightning_d9m import DeterminismCallback
 
 
 def load(data):
@@ -29,24 +29,15 @@ def train(fit, **words):
     return trainer.global_step, [parameter.detach().clone() for parameter in model.parameters()]
 
 
-def test_one_logical_rank_accumulates_as_lightning_does(fit):
+@pytest.mark.parametrize("ranks", [1, None])
+def test_with_one_logical_rank_or_no_number_the_bits_are_those_of_lightning(fit, ranks):
     words = {"accumulate_grad_batches": 3, "max_epochs": 2}  # and two more batches in each epoch
-    steps, weights = train(fit, ranks=1, **words)
-    expected_steps, expected = train(fit, strategy="auto", **words)
+    steps, weights = train(fit, ranks=ranks, **words)
+    expected_steps, expected = train(fit, strategy="auto" if ranks else "ddp", **words)
     assert steps == expected_steps == 6
     assert all(map(torch.equal, weights, expected))
-    _, others = train(fit, ranks=1, max_epochs=2)
+    _, others = train(fit, ranks=ranks, max_epochs=2)
     assert not torch.equal(weights[0], others[0])
-
-
-def test_without_a_number_the_bits_are_those_of_lightnings_strategy(fit):
-    strategy = DDPDeterministicStrategy()
-    assert strategy.logical_ranks is None
-    words = {"accumulate_grad_batches": 3, "max_epochs": 2}
-    steps, weights = train(fit, strategy=strategy, **words)
-    expected_steps, expected = train(fit, strategy="ddp", **words)
-    assert steps == expected_steps
-    assert all(map(torch.equal, weights, expected))
 
 
 def test_a_batch_of_accumulation_is_one_step_of_more_samples(fit):
@@ -73,25 +64,18 @@ def test_gradients_that_share_memory_are_accumulated_once(fit):
     assert first.unique().tolist() == second.unique().tolist() == [pytest.approx(-0.1)]
 
 
-class Outputs(Callback):
-    """Keeps the losses that ``on_train_batch_end`` gets."""
-
-    def __init__(self):
-        self.losses = []
-
-    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-        self.losses.append(outputs["loss"].item())
-
-
 def test_hooks_get_the_divided_loss_of_the_first_logical_rank(fit):
-    losses, outputs = [], Outputs()
+    losses, given = [], []
 
     def step(model, batch):
         losses.append(model(batch).square().mean())
         return losses[-1]
 
-    fit(make_model(step), callbacks=[DeterminismCallback(), outputs], accumulate_grad_batches=2)
-    assert outputs.losses == [loss.item() / 2 for loss in losses[::4]]
+    def on_train_batch_end(model, outputs, *_):
+        given.append(outputs["loss"].item())
+
+    fit(make_model(step, on_train_batch_end=on_train_batch_end), accumulate_grad_batches=2)
+    assert given == [loss.item() / 2 for loss in losses[::4]]
     assert len(losses) == 8
 
 

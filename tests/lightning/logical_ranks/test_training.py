@@ -1,13 +1,17 @@
-"""Trainings on 1, 2, 3 and 8 processes have the same ledgers with logical ranks."""
+"""Trainings on 1, 2, 3 and 8 processes have the same ledgers with logical ranks.
+
+They continue on another number of processes with the same bits.
+"""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 from logical_trainings import LARGE, TRAININGS
-from rank_processes import read_records, run_ranks
+from rank_processes import read_records, run_ranks, start_ranks
 
-from lightning_d9m import compare
+from lightning_d9m import compare, read_ledger
 from lightning_d9m.ledger.format.records import Digests, Evaluation
 
 SCRIPT = Path(__file__).parents[2] / "support" / "logical_trainings.py"
@@ -23,11 +27,8 @@ def folder(tmp_path_factory):
 
 
 def final_totals(folder, name):
-    """Return the last digests of rank 0, by the number of processes."""
-    totals = {}
-    for count in (1, 2):
-        totals[count] = read_records(folder / name / str(count), Digests)[0][-1]
-    return totals
+    """Return the last digests of rank 0 on one process and on two."""
+    return [read_records(folder / name / str(count), Digests)[0][-1] for count in (1, 2)]
 
 
 @pytest.mark.parametrize("name", TRAININGS)
@@ -47,22 +48,23 @@ def test_the_whole_ledger_is_the_same_on_every_number_of_processes(folder, name)
 
 
 def test_the_controls_start_from_a_training_that_agrees(folder):
-    assert len({str(record) for record in final_totals(folder, "control").values()}) == 1
+    one, two = final_totals(folder, "control")
+    assert one == two
 
 
 @pytest.mark.parametrize(
     "name", ["left to right", "one batch", "process rng", "sampler", "threads"]
 )
 def test_without_one_part_of_it_the_weights_differ(folder, name):
-    totals = final_totals(folder, name)
-    assert len({record.totals["weights"] for record in totals.values()}) > 1
+    one, two = final_totals(folder, name)
+    assert one.totals["weights"] != two.totals["weights"]
 
 
 def test_buffers_that_are_not_put_back_change_no_weight(folder):
-    totals = final_totals(folder, "buffers").values()
-    assert len({record.totals["weights"] for record in totals}) == 1
-    assert len({record.totals["buffers"] for record in totals}) == 2
-    assert len({record.scalars["val_loss"] for record in totals}) == 2
+    one, two = final_totals(folder, "buffers")
+    assert one.totals["weights"] == two.totals["weights"]
+    assert one.totals["buffers"] != two.totals["buffers"]
+    assert one.scalars["val_loss"] != two.scalars["val_loss"]
 
 
 @pytest.fixture(scope="module")
@@ -105,3 +107,39 @@ def test_every_sample_is_predicted_once_and_alike(found):
 def test_the_ledgers_of_steered_trainings_agree(folder, training):
     runs = [folder / training / str(count) for count in (1, 2)]
     assert compare(*runs).equal
+
+
+@pytest.fixture(scope="module")
+def resumed(tmp_path_factory):
+    """Return the folder with the ledgers of an uninterrupted run, and of resumed ones."""
+    path = tmp_path_factory.mktemp("resumed")
+    run_ranks(SCRIPT, 2, path, "straight")
+    run_ranks(SCRIPT, 1, path, "straight", "batch2-2")
+    run_ranks(SCRIPT, 3, path, "epoch-2", "batch0-2", "batch2-2", "batch0-1")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "before", "count"),
+    [("batch2", 2, 1), ("batch0", 1, 3), ("epoch", 2, 3), ("batch0", 2, 3), ("batch2", 2, 3)],
+)
+def test_a_checkpoint_continues_on_another_number_of_processes(resumed, name, before, count):
+    straight, again = resumed / f"straight/{before}", resumed / f"{name}-{before}" / str(count)
+    expected = read_records(straight, Digests)[0]
+    moments = ["initial", "epoch", "epoch", "epoch", "final"]
+    assert [record.moment for record in expected] == moments
+    assert read_records(again, Digests) == dict.fromkeys(range(count), expected)
+    assert compare(straight, again).equal
+
+
+def test_a_run_whose_process_is_killed_goes_on_with_fewer(resumed):
+    statuses, outputs = start_ranks(SCRIPT, 3, resumed, "killed")
+    assert statuses[-1] == -9
+    assert 0 not in statuses
+    words = r"Rank 2 \(process \d+\) was killed or exited"
+    assert any(re.search(words, text) for text in outputs)
+    assert re.search(words, read_ledger(resumed / "killed/3/fit-000").outcome(0).end.error)
+    run_ranks(SCRIPT, 2, resumed, "batch1-3")
+    expected = read_records(resumed / "straight/2", Digests)[0][-1]
+    again = read_records(resumed / "batch1-3/2", Digests)
+    assert again[0][-1] == again[1][-1] == expected

@@ -37,7 +37,7 @@ def fits(tmp_path, new_process):
 class Keeping(Dataset):
     """Digits to which is added what a dataset keeps: private, nested, in its class, made late."""
 
-    total, rng = 0, None
+    total = 0
 
     def __init__(self):
         self.digits, self._count, self.table = NoisyDigits(), 0, {"sum": 0.0, "seen": []}
@@ -53,7 +53,6 @@ class Keeping(Dataset):
         self.array[0] += 1
         self.tensor.data[0] += 1
         kept = self._count + self.total + self.late + self.table["sum"] + sum(self.table["seen"])
-        kept += self.rng.random() if self.rng else 0
         return float(kept + self.order[0] + self.array[0] + self.tensor[0])
 
 
@@ -80,14 +79,6 @@ class Stream(Keeping, IterableDataset):
         for index in range(96):
             image, label = self.digits[index]
             yield image + 1e-5 * self.change(), label
-
-
-class Drawing(Stream):
-    """Has a generator, too."""
-
-    def __init__(self):
-        super().__init__()
-        self.rng = np.random.default_rng(5)
 
 
 class Drawn(IterableDataset):
@@ -228,7 +219,6 @@ EXACT = {
     "in workers": ({"loader": partial(by_index, num_workers=1)}, [AT_END]),
     "weighted": ({"loader": weighted, "callbacks": lambda: [Reweigh()]}, [WITHIN, AT_END]),
     "a stream": ({"loader": stream}, [VALIDATED, AT_END]),
-    "a stream with a generator": ({"loader": partial(stream, Drawing)}, [AT_END]),
     "a stream in a worker": ({"loader": partial(stream, num_workers=1)}, [AT_END]),
     "validation in workers": ({"validate": partial(by_index, num_workers=1)}, [WITHIN]),
     "validation by index": ({"validate": by_index}, [WITHIN, VALIDATED, AT_END]),

@@ -4,10 +4,10 @@ import random
 from functools import partial, reduce
 from operator import getitem
 
-import lightning.pytorch as L
 import numpy as np
 import pytest
 import torch
+from ledger_runs import find_breaks
 from lightning.pytorch.callbacks import (
     Callback,
     EarlyStopping,
@@ -22,18 +22,17 @@ from resuming import (
     Fits,
     OwnOrder,
     agree,
-    in_order,
     stream,
 )
 from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import CatMetric, MeanMetric, Metric, MetricCollection, SumMetric
 from torchmetrics.classification import MulticlassAccuracy
 from torchmetrics.wrappers import Running
-from trainings import QUIET, NoisyDigits, make_loader, make_model
+from trainings import NoisyDigits, make_model
 
-from lightning_d9m import D9mError, DeterminismCallback, InexactResumeError
+from lightning_d9m import D9mError, InexactResumeError
 from lightning_d9m.control import session
-from lightning_d9m.lightning.saved_state import FORMAT, KEY, MANIFEST_KEY
+from lightning_d9m.lightning.saved_state import FORMAT, KEY, MANIFEST_KEY, SavedState
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__`:UserWarning"),
@@ -401,7 +400,85 @@ def test_a_fit_without_steps_left_loads_any_checkpoint(fits):
     few = STEPS | {"max_steps": 2}
     fits.fit(**few)
     fits.trainer.save_checkpoint(fits.checkpoint)
-    callback = DeterminismCallback(seed=3, ledger_dir=fits.folder)
-    trainer = L.Trainer(**QUIET, **few, callbacks=[callback], default_root_dir=fits.folder)
-    trainer.fit(make_model(), make_loader(), in_order(), ckpt_path=fits.checkpoint)
-    assert trainer.global_step == 2
+    fits.resume(**few)
+    assert fits.trainer.global_step == 2
+
+
+WITHIN = {"batch": 3}
+UNVALIDATED = {"limit_val_batches": 0, "max_epochs": 2}
+
+
+def manual(zero=lambda module: None):
+    """Return a model that steps in each batch, and zeroes as it is told before the next."""
+
+    def step(self, batch, batch_idx):
+        zero(self)
+        self.manual_backward(torch.nn.functional.cross_entropy(self.layers(batch[0]), batch[1]))
+        self.optimizers().step()
+
+    model = make_model(training_step=step)
+    model.automatic_optimization = False
+    return model
+
+
+def automatic(zero):
+    """Return a model that zeroes as it is told where Lightning would."""
+
+    def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
+        zero(self)
+
+    return make_model(optimizer_zero_grad=optimizer_zero_grad)
+
+
+def remove(module):
+    for parameter in module.parameters():
+        parameter.grad = None
+
+
+def fill(module):
+    module.optimizers().zero_grad(set_to_none=False)
+
+
+def halve(module):
+    for parameter in module.parameters():
+        if parameter.grad is not None:
+            parameter.grad.mul_(0.5)
+
+
+def pass_by(module):
+    """Keep the gradients."""
+
+
+@pytest.mark.parametrize(("make", "zero"), [(manual, pass_by), (automatic, halve)])
+def test_a_module_that_adds_to_gradients_of_a_step_is_not_resumed(fits, make, zero):
+    """Unless with a warning, which the ledger has, and then without these gradients."""
+    model = {"model": lambda: make(zero)} | UNVALIDATED
+    error = fits.refuse("adds to the gradient of layers", at=WITHIN, **model)
+    assert len(error.reasons) == 1
+    with pytest.warns(UserWarning, match="adds to the gradient of layers"):
+        folder = fits.resume(**model, words={"on_inexact_resume": "warn"})
+    (found,) = find_breaks(folder / "rank-0.jsonl")
+    assert ["adds to the gradient" in reason for reason in found.inexact] == [True]
+    assert all(part.isfinite().all() for part in fits.model.parameters())
+
+
+@pytest.mark.parametrize(("make", "zero"), [(manual, fill), (automatic, remove)])
+def test_one_that_zeroes_them_is_resumed_and_saves_none(fits, make, zero):
+    fits.check(WITHIN, BETWEEN, model=lambda: make(zero), **UNVALIDATED)
+    for name in ("0.ckpt", "1.ckpt"):
+        assert list_saved(fits.folder / name) == {None}
+
+
+def list_saved(path):
+    """Return the gradients in a checkpoint."""
+    saved = SavedState.from_checkpoint(torch.load(path, weights_only=True))
+    return set(saved.ranks[0].gradients.values())
+
+
+def test_a_checkpoint_before_the_first_batch_leaves_them_out_too(fits):
+    """Until then a stand-in of NaN watches each."""
+    model = {"model": manual} | UNVALIDATED
+    fits.interrupt(**model, at=WITHIN)
+    saved = fits.checkpoint.rename(fits.folder / "saved.ckpt")
+    fits.interrupt(**model, at={"hook": "on_train_batch_start"}, resume=saved)
+    assert list_saved(fits.checkpoint) == {None}
