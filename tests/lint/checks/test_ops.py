@@ -59,6 +59,12 @@ def test_every_op_is_spelled_or_excused():
         assert fix.endswith(".")
 
 
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_a_padding_is_that_of_its_dimensions(dims):
+    (found,) = find_ops(CALLS.format(f"F.pad(x, {(1, 1) * dims}, mode='reflect')"))
+    assert found.op == f"reflection_pad{dims}d_backward"
+
+
 def test_every_spelling_exists():
     """A misspelt name would never be found."""
     for name in METHODS:
