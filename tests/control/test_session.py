@@ -197,24 +197,18 @@ def test_a_new_process_takes_over_session_and_fits(monkeypatch):
     assert next_fit() == 8
 
 
-@pytest.fixture
-def cuda(monkeypatch):
-    """Let patches be applied as on a CUDA machine; return which are, from outside in."""
-    applied = []
+@needs_patches
+def test_operations_are_patched_where_there_is_cuda_and_once(monkeypatch):
+    cuda = []  # what is applied, from outside in
 
     @contextmanager
     def record(key, exclude):
-        applied.append((key, exclude))
+        cuda.append((key, exclude))
         yield
-        applied.pop()
+        cuda.pop()
 
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
     monkeypatch.setattr(session, "patches_applied", record)
-    return applied
-
-
-@needs_patches
-def test_operations_are_patched_where_there_is_cuda_and_once(cuda):
     with deterministic(patch_ops=False), deterministic(unpatched_ops=("histc",), patch_ops=True):
         assert cuda == [("CUDA", ("histc",))]
         with deterministic(patch_ops=True, unpatched_ops=("histc",)):

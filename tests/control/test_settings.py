@@ -48,17 +48,6 @@ def test_a_bad_value_is_refused(words, message):
         Settings(**words)
 
 
-def test_the_record_holds_every_setting():
-    assert Settings(seed=3, threads=2, patch_ops=False).as_record() == {
-        "seed": 3,
-        "per_sample_rng": False,
-        "threads": 2,
-        "fill_uninitialized_memory": True,
-        "patch_ops": False,
-        "unpatched_ops": "",
-    }
-
-
 @pytest.mark.parametrize("release", [None, "13.0"])
 def test_the_build_of_a_torch_that_is_not_imported_is_read(monkeypatch, tmp_path, release):
     (tmp_path / "torch").mkdir()

@@ -46,14 +46,13 @@ def _bytes(size):
     return torch.from_numpy(np.random.default_rng(size).integers(0, 256, size, np.uint8))
 
 
-@pytest.mark.parametrize(("expression", "expected"), _vectors("tensor"))
-def test_document_gives_the_digest_of_a_tensor(expression, expected):
-    assert digest(eval(expression)) == expected  # noqa: S307 - the document's own example
+VECTORS = [(digest, *pair) for pair in _vectors("tensor")]
+VECTORS += [(digest_value, *pair) for pair in _vectors("value")]
 
 
-@pytest.mark.parametrize(("expression", "expected"), _vectors("value"))
-def test_document_gives_the_digest_of_a_value(expression, expected):
-    assert digest_value(eval(expression)) == expected  # noqa: S307 - the document's own example
+@pytest.mark.parametrize(("function", "expression", "expected"), VECTORS)
+def test_the_document_gives_digests(function, expression, expected):
+    assert function(eval(expression)) == expected  # noqa: S307 - the document's own example
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -44,16 +44,6 @@ def test_any_division_gives_the_digest_of_the_whole(size, near, cuts):
     assert combine(divide(tensor, cuts)) == digest(tensor)
 
 
-def test_a_changed_bit_in_each_part_changes_the_digest():
-    tensor = torch.zeros(3 * CHUNK, dtype=torch.uint8)
-    cuts = [CHUNK // 2, CHUNK // 2 + 5, 2 * CHUNK + 7]
-    expected = combine(divide(tensor, cuts))
-    for place in (0, cuts[0], cuts[1], CHUNK, cuts[2], 3 * CHUNK - 1):
-        changed = tensor.clone()
-        changed[place] = 1
-        assert combine(divide(changed, cuts)) == digest(changed) != expected
-
-
 @pytest.mark.parametrize("missing", [0, 1, 2])
 def test_shards_that_leave_a_gap_have_no_digest(missing):
     shards = divide(torch.zeros(100_000), [33_000, 66_000])

@@ -22,18 +22,8 @@ from lightning_d9m.ledger.format.records import SKETCH_BUCKETS
 
 
 @pytest.fixture
-def training():
-    """A model, its optimizers and schedulers after one step."""
-    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
-    optimizers = [
-        torch.optim.AdamW(model[0].parameters(), lr=0.1, amsgrad=True),
-        torch.optim.SGD([*model[1].parameters(), *model[2].parameters()], lr=0.1, momentum=0.9),
-    ]
-    schedulers = [torch.optim.lr_scheduler.StepLR(optimizers[0], 1)]
-    model(torch.randn(5, 4)).sum().backward()
-    for part in (*optimizers, *schedulers):
-        part.step()
-    return model, optimizers, schedulers
+def model():
+    return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
 
 
 def test_a_total_is_the_digest_of_sorted_names_and_digests():
@@ -47,61 +37,22 @@ def test_a_total_is_the_digest_of_sorted_names_and_digests():
             model["z"].bias += 1
 
 
-def bit(tensor):
-    tensor.view(torch.int32).view(-1)[-1] ^= 1
-
-
-CHANGES = {
-    "a weight's lowest bit": (lambda m, o, s: bit(m[2].weight.data), "weights", ["2.weight"]),
-    "two swapped weights": (
-        lambda m, o, s: m[0].weight.data[0].copy_(m[0].weight.data[0].flip(0)),
-        "weights",
-        ["0.weight"],
-    ),
-    "a running mean": (lambda m, o, s: bit(m[1].running_mean), "buffers", ["1.running_mean"]),
-    "the optimizer's memory": (
-        lambda m, o, s: bit(o[0].state[m[0].bias]["exp_avg_sq"]),
-        "optimizers",
-        ["0.exp_avg_sq.0.bias"],
-    ),
-    "a learning rate": (
-        lambda m, o, s: o[1].param_groups[0].update(lr=0.1000001),
-        "optimizers",
-        ["1.group.0"],
-    ),
-    "a scheduler's counter": (lambda m, o, s: s[0].step(), "schedulers", ["0"]),
-}
-
-
-@pytest.mark.parametrize(("change", "group", "names"), CHANGES.values(), ids=CHANGES.keys())
-@pytest.mark.filterwarnings("ignore:Detected call of")
-def test_a_change_is_seen_under_its_name(training, change, group, names):
-    before = take_partial_snapshot(*training)
-    change(*training)
-    after = take_partial_snapshot(*training)
-    assert [n for n, d in after.groups[group].items() if d != before.groups[group][n]] == names
-    assert after.total()[group] != before.total()[group]
-
-
-def test_the_prefix_of_compile_is_stripped(training):
-    model = training[0]
+def test_the_prefix_of_compile_is_stripped(model):
     compiled = torch.compile(model, backend="eager")
     assert take_partial_snapshot(compiled) == take_partial_snapshot(model)
     assert describe_model(compiled) == describe_model(model)
 
 
-def test_a_model_is_described_by_names_shapes_and_dtypes_not_by_values(training):
-    model = training[0]
+def test_a_model_is_described_by_names_shapes_and_dtypes_not_by_values(model):
     description, parameters = describe_model(model)
     assert parameters == 15 + 6 + 8
-    bit(model[0].weight.data)
+    model[0].weight.data += 1
     assert describe_model(model)[0] == description
     assert describe_model(model.double())[0] != description
     assert describe_model(nn.Sequential(nn.Linear(4, 3)))[0] != description
 
 
-def test_parameters_with_digests_of_shards_alone_are_not_compared_across_ranks(training):
-    model = training[0]
+def test_parameters_with_digests_of_shards_alone_are_not_compared_across_ranks(model):
     model[0].weight._is_flat_param = True  # of FSDP1 with use_orig_params=False
     assert replicated_names(model) == ["0.bias", "1.bias", "1.weight", "2.bias", "2.weight"]
     layouts = {id(model[0].weight): None}

@@ -217,11 +217,6 @@ PAIRS = {
         [(1, 0, 7), (1, 0, 9), (1, 0, 5)],
         {"fit-000": "fit-002", "fit-001": "fit-001", "fit-002": "fit-000"},
     ),
-    "by seed where they begin differently": (
-        [(1, 0, 7), (2, 0, 8)],
-        [(2, 0, 9), (1, 0, 6)],
-        {"fit-000": "fit-001", "fit-001": "fit-000"},
-    ),
     "without a counterpart by a free name": (
         [(1, 0, 7)],
         [(2, 0, 7), (1, 0, 7)],

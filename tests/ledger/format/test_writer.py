@@ -44,16 +44,6 @@ def test_a_folder_is_never_given_twice(tmp_path):
         create_ledger_folder(tmp_path / "file" / "d9m")
 
 
-def test_what_was_written_is_read(runs):
-    ledger = read_ledger(runs.write(epochs=2))
-    assert ledger.header == runs.header()
-    assert list(ledger.records(0)) == runs.records(epochs=2)[1:]
-    outcome = ledger.outcome(0)
-    assert outcome.records == 7
-    assert outcome.final == outcome.last == runs.digests("final", 1)
-    assert outcome.end == END
-
-
 @pytest.mark.parametrize(
     ("path", "message"),
     [

@@ -3,6 +3,7 @@
 import ast
 from dataclasses import replace
 from operator import attrgetter
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from lightning_d9m.lint.rules import RULES
 from lightning_d9m.lint.tree import Call, Tree
 from lightning_d9m.patches.catalog.catalog import OPS, FlagEffect, find_op
 
+CORPUS = Path(__file__).parents[1] / "corpus" / "ops_like.py"
 # Ops of the catalog that no spelling leads to although they vary.
 OUT_OF_SIGHT = {
     "apple_devices": "a kind of device, and not an op",
@@ -25,47 +27,13 @@ OUT_OF_SIGHT = {
     "resize_quantized": "the source does not say what is quantized",
     "grid_sampler_3d_backward": "spelled as the one in two dimensions",
 }
-# Ops that some arguments of their spelling select.
-BY_ARGUMENTS = {
-    "put_",
-    "bincount",
-    "histc",
-    "median",
-    "scatter",
-    "scatter_reduce_prod",
-    "index_put",
-}
-BY_ARGUMENTS |= {"gather_backward", "repeat_interleave_backward", "embedding_bag_max_backward"}
-BY_ARGUMENTS |= {"adaptive_avg_pool2d_backward", "adaptive_avg_pool3d_backward"}
 CALLS = """
 import torch
 import torch.nn.functional as F
-from flash_attn import flash_attn_func
 x = torch.zeros(2, 2)
 i = torch.zeros(2)
 {}
 """
-SPELLED = {
-    "upsample_linear1d_backward": "F.interpolate(x, 2, mode='linear')",
-    "upsample_bilinear2d_backward": "F.interpolate(x, 2, mode='bilinear')",
-    "upsample_bicubic2d_backward": "F.interpolate(x, 2, mode='bicubic')",
-    "upsample_trilinear3d_backward": "F.interpolate(x, 2, mode='trilinear')",
-    "upsample_bilinear2d_aa_backward": "F.interpolate(x, 2, mode='bilinear', antialias=True)",
-    "upsample_bicubic2d_aa_backward": "F.interpolate(x, 2, mode='bicubic', antialias=True)",
-    "reflection_pad1d_backward": "F.pad(x, (1, 1), mode='reflect')",
-    "reflection_pad3d_backward": "F.pad(x, (1, 1, 1, 1, 1, 1), mode='reflect')",
-    "replication_pad2d_backward": "torch.nn.ReplicationPad2d(1)",
-    "nll_loss2d": "torch.nn.NLLLoss()",
-    "flash_attn_package_backward": "flash_attn_func(x, x, x)",
-    "scatter_reduce_sum": "x.scatter_reduce(0, i, x, 'mean')",
-    "scatter_with_reduce": "torch.zeros(4).scatter(0, i, x, reduce='add')",
-    "index_put_accumulate": "x.index_put((i,), x, accumulate=True)",
-    "index_reduce": "x.index_reduce(0, i, x, 'prod')",
-    "bmm_sparse": "torch.bmm(x.to_sparse(), x)",
-    "nanmedian": "v, i = torch.nanmedian(x, dim=1)",
-    "max_unpool3d": "F.max_unpool3d(x, i, 2)",
-    "fractional_max_pool3d_backward": "torch.nn.FractionalMaxPool3d(2, 3)",
-}
 
 
 def find_ops(source):
@@ -77,23 +45,24 @@ def find_ops(source):
 
 def test_every_op_is_spelled_or_excused():
     """The linter has a rule for every op that the catalog calls nondeterministic."""
-    spelled = {}
-    for name, code in SPELLED.items():
-        spelled[name] = {report.op for report in find_ops(CALLS.format(code))}
-        assert name in spelled[name]
-    for name in FUNCTIONS:  # without arguments
-        source = f"import {name.partition('.')[0]}\n{name}()"
-        spelled[name] = {report.op for report in find_ops(source)}
-    known = set().union(*spelled.values())
+    sources = [CORPUS.read_text(encoding="utf-8")]
+    sources += [f"import {name.partition('.')[0]}\n{name}()" for name in FUNCTIONS]
+    known = {report.op for source in sources for report in find_ops(source)}
     for op in OPS:
         if op.flag_effect is FlagEffect.UNNEEDED:
             assert op.name not in known
             continue
-        assert op.name in known | BY_ARGUMENTS | OUT_OF_SIGHT.keys()
+        assert op.name in known | OUT_OF_SIGHT.keys()
         assert rule_of(op) in RULES
         _, reason, fix = explain_op(op.name)
         assert op.cause in reason
         assert fix.endswith(".")
+
+
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_a_padding_is_that_of_its_dimensions(dims):
+    (found,) = find_ops(CALLS.format(f"F.pad(x, {(1, 1) * dims}, mode='reflect')"))
+    assert found.op == f"reflection_pad{dims}d_backward"
 
 
 def test_every_spelling_exists():

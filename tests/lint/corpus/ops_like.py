@@ -33,7 +33,6 @@ class Decoder(nn.Module):
         self.line = nn.Upsample(None, 2, "linear")  # expect: D9M101
         self.old = nn.UpsamplingBilinear2d(scale_factor=2)  # expect: D9M103
         self.reflect = nn.ReflectionPad2d(1)  # expect: D9M103
-        self.replicate = nn.ReplicationPad2d(1)  # expect: D9M103
         self.unpool = nn.MaxUnpool2d(2)  # expect: D9M101
 
     def forward(self, x, size, mode):
@@ -48,11 +47,7 @@ class Decoder(nn.Module):
         x = resize(x, size, mode="bicubic")  # expect: D9M101
         x = resize(x, size, mode="area")  # expect: D9M101
         x = fn.interpolate(x, size, mode="bilinear", antialias=True)  # expect: D9M101
-        x = fn.interpolate(  # expect: D9M103
-            x,
-            size=size,
-            mode="bilinear",
-        )
+        x = fn.interpolate(x, size, mode="bicubic", antialias=True)  # expect: D9M101
         x = pad(x, (1, 1, 1, 1), mode="reflect")  # expect: D9M103
         x = pad(x, (1, 1), mode="circular")  # fine
         x = pad(x, (1, 1))  # fine
@@ -101,7 +96,6 @@ class Net(nn.Module):
     def __init__(self, pool_size=7):
         super().__init__()
         self.global_pool = nn.AdaptiveAvgPool2d(1)  # fine
-        self.global_pair = nn.AdaptiveAvgPool2d((1, 1))  # fine
         self.grid_pool = nn.AdaptiveAvgPool2d((7, 7))  # expect: D9M101
         self.line_pool = nn.AdaptiveAvgPool1d(4)  # expect: D9M101
         self.any_pool = nn.AdaptiveAvgPool2d(pool_size)  # expect: D9M101
@@ -116,7 +110,6 @@ class Net(nn.Module):
         self.embed = nn.Embedding(10, 3)  # fine
         self.bag = nn.EmbeddingBag(10, 3, mode="max")  # expect: D9M101
         self.bag_sum = nn.EmbeddingBag(10, 3, mode="sum")  # fine
-        self.bag_mean = nn.EmbeddingBag(10, 3)  # fine
 
     def forward(self, x):
         x = F.adaptive_avg_pool2d(x, (2, 3))  # expect: D9M101
@@ -146,6 +139,7 @@ def graph(x, index, values, weights, n):
     b = torch.zeros(n, 5).scatter_(1, index, values.sigmoid())  # expect: D9M103
     c = torch.zeros(n).scatter_reduce(0, index, values, reduce="amax")  # fine
     d = torch.zeros(n).scatter_reduce(0, index, values, reduce="prod")  # expect: D9M101
+    c = torch.zeros(n).scatter(0, index, values, reduce="add")  # expect: D9M101
     e = torch.scatter_reduce(x, 0, index, values, "sum")  # expect: D9M103
     f = torch.Tensor.scatter_add_(x, 0, index, values)  # expect: D9M103
 
@@ -154,18 +148,15 @@ def read(x, index, repeats):
     a = pick(x, 1, index)  # expect: D9M103
     b = x.gather(1, index)  # expect: D9M103
     c = x.gather(dim=-1, index=index)  # expect: D9M103
-    d = torch.take_along_dim(x, index, 1)  # expect: D9M103
     e = x.index_select(0, index)  # expect: D9M103
     f = x.repeat_interleave(2, dim=0)  # fine
     g = torch.repeat_interleave(x, torch.tensor([1, 2]), dim=0)  # expect: D9M103
-    i = torch.take(x, index)  # expect: D9M101
     with torch.no_grad():
         j = x.gather(1, index)  # fine
 
 
 def count(x, weights):
     a = torch.bincount(x)  # fine
-    b = torch.bincount(x, minlength=10)  # fine
     c = torch.bincount(x, weights=weights)  # expect: D9M101
     d = x.bincount(weights, 10)  # expect: D9M101
     e = torch.histc(x, bins=10)  # expect: D9M101
@@ -178,6 +169,7 @@ def order(x, scores):
     a = x.median()  # fine
     b, where = torch.median(x, dim=1)  # expect: D9M101
     c = torch.median(x, dim=1).values  # fine
+    e, there = torch.nanmedian(x, dim=1)  # expect: D9M101
     d = x.topk(5).indices  # fine
     i = x.cumsum(0)  # fine
     j = x.kthvalue(2)  # fine

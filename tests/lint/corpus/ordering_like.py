@@ -12,12 +12,6 @@ LABELS = {"cat", "dog", "bird"}
 COUNTS = {1, 2, 3}
 
 
-def list_images(folder, root: Path):
-    files = os.listdir(folder)  # expect: D9M302
-    files = [os.path.join(folder, name) for name in files]
-    return files
-
-
 def list_sorted(folder, root: Path):
     files = os.listdir(folder)  # fine
     files.sort()
@@ -53,7 +47,6 @@ def number_words(text, tokens):
     vocabulary = set(text.split())
     bad = {word: i for i, word in enumerate(vocabulary)}  # expect: D9M301
     good = {word: i for i, word in enumerate(sorted(vocabulary))}  # fine
-    listed = list(set(tokens))  # expect: D9M301
     kept = list(dict.fromkeys(tokens))  # fine
     size = len(set(tokens))  # fine
     seen = "cat" in vocabulary  # fine
@@ -61,8 +54,7 @@ def number_words(text, tokens):
     array = np.array(list({"a", "b"}))  # expect: D9M301
     numbers = list({3, 1, 2})  # fine
     few = [count for count in COUNTS]  # fine
-    text = ",".join({"x", "y"})  # expect: D9M301
-    return bad, good, listed, kept, size, seen, longest, array, numbers, few, text
+    return bad, good, kept, size, seen, longest, array, numbers, few
 
 
 class Heads(nn.Module):

