@@ -1,7 +1,6 @@
 """``dev.py`` runs before anything is installed, so it must need nothing but Python."""
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -27,42 +26,29 @@ def dev(tmp_path, monkeypatch):
     return module
 
 
-@pytest.fixture
-def made(dev, monkeypatch):
-    """Let ``venv`` be quick: it makes an environment with a pip of one empty module."""
-    calls, original = [], subprocess.run
-    monkeypatch.setattr(dev, "PIP", "pip")
+@pytest.mark.parametrize("found", [None, "unfinished", "/no/such/python", sys.executable])
+def test_an_environment_is_made_once_or_again_if_it_is_not_whole(dev, monkeypatch, found):
+    """``venv`` may have been interrupted; its Python may be gone, or of no environment."""
+    made = []
 
-    def run(command, **words):
-        if command[1:3] != ["-m", "venv"] or len(command) != 4:
-            return original(command, **words)
-        calls.append(dev.UNFINISHED.exists())
-        environment = Path(command[-1])
-        original([sys.executable, "-m", "venv", "--without-pip", environment], check=True)
-        (site,) = environment.glob("lib/python*/site-packages")
-        (site / "pip.py").touch()
-        return subprocess.CompletedProcess(command, 0)
+    def make():
+        made.append(dev.UNFINISHED.exists())
+        dev.PYTHON.parent.mkdir(parents=True)
+        dev.PYTHON.symlink_to(sys.executable)
+        (dev.ENVIRONMENT / "pyvenv.cfg").write_text(f"home = {sys.base_prefix}/bin")
 
-    monkeypatch.setattr(dev.subprocess, "run", run)
-    return calls
-
-
-@pytest.mark.parametrize(
-    ("program", "unfinished"),
-    [(None, False), (sys.executable, False), (sys.executable, True), ("/no/such/python", False)],
-)
-def test_an_environment_is_made_once_or_heals_if_it_is_not_whole(dev, made, program, unfinished):
-    """``venv`` may have been interrupted before pip is there."""
-    if program:
-        (dev.ENVIRONMENT / "bin").mkdir(parents=True)
-        (dev.ENVIRONMENT / "bin" / "python").symlink_to(program)
-    if unfinished:
+    monkeypatch.setattr(dev, "make_by_venv", make)
+    monkeypatch.setattr(dev, "PIP", "sys")
+    if found == "unfinished":
+        make()
         dev.UNFINISHED.touch()
+    elif found:
+        dev.PYTHON.parent.mkdir(parents=True)
+        dev.PYTHON.symlink_to(found)
+    made.clear()
     dev.make_environment()
     dev.make_environment()
-    assert made == [True]
-    assert dev.works("pip")
-    assert not dev.UNFINISHED.exists()
+    assert made == [False]
 
 
 @pytest.mark.parametrize("failing", [0, 1, 2, None])

@@ -187,12 +187,3 @@ def test_the_page_shows_the_hook_of_the_repository():
     (shown,) = re.findall(r"^```yaml\n(repos:.*?)^```", page, re.DOTALL | re.MULTILINE)
     (repository,) = yaml.safe_load(shown)["repos"]
     assert [hook] == [one | {"description": hook["description"]} for one in repository["hooks"]]
-
-
-def test_every_slow_test_that_is_listed_exists():
-    lines = (ROOT / "tests/slow_tests.txt").read_text().splitlines()
-    listed = [line for line in lines if not line.startswith("#")]
-    assert listed
-    for line in listed:
-        file, _, name = line.partition("::")
-        assert f"def {name}(" in (ROOT / file).read_text() if name else (ROOT / file).exists(), line

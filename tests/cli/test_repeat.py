@@ -16,7 +16,7 @@ from pickle import UnpicklingError
 import pytest
 import torch
 from ledger_program import PROGRAM
-from process_end import has_ended
+from rank_processes import has_ended
 
 from lightning_d9m import D9mError, DeterminismCallback, Recorder, SettingError, deterministic
 from lightning_d9m.cli.repeat import _REMEDIES

@@ -8,6 +8,7 @@ from dataclasses import fields
 from inspect import isclass, signature
 
 import pytest
+from ledger_runs import list_batches, make_probes, write_rank
 from lightning.pytorch import Trainer, seed_everything
 from scripts import ROOT, load_script
 
@@ -16,6 +17,7 @@ from lightning_d9m import DeterminismCallback, Settings
 from lightning_d9m.cli.main import COMMANDS, build_parser
 from lightning_d9m.control import environment
 from lightning_d9m.errors import D9mError
+from lightning_d9m.ledger.folder import rank_path
 from lightning_d9m.ledger.format import records
 from lightning_d9m.ledger.format.records import MAX_LAYOUT_PLACES, MAX_NAME
 from lightning_d9m.ledger.format.writer import LedgerWriter
@@ -41,16 +43,15 @@ def test_a_page_that_is_written_from_the_code_is_up_to_date(name, monkeypatch):
     assert page == WRITERS[name].format_page(), f"run: python docs/write_{name}.py"
 
 
-def count_words(text):
-    """Return the number of words, code included, without the bars and dashes of tables."""
-    return sum(re.search(r"\w", word) is not None for word in text.split())
-
-
 def test_the_pages_that_people_write_are_short():
     generated = {writer.PAGE for writer in WRITERS.values()}
     pages = [path for path in (ROOT / "docs").rglob("*.md") if path not in generated]
     assert len(pages) > 20
-    words = {page.name: count_words(page.read_text()) for page in [ROOT / "README.md", *pages]}
+    # Code included, without the bars and dashes of tables.
+    words = {
+        page.name: sum(re.search(r"\w", word) is not None for word in page.read_text().split())
+        for page in [ROOT / "README.md", *pages]
+    }
     assert sum(words.values()) < MOST_WORDS, words
     assert len(CONTRIBUTING.splitlines()) < 200  # half of them draw paths through the code
 
@@ -171,21 +172,15 @@ def test_the_example_verifies_a_ledger(tmp_path, edited):
 
 
 def test_the_example_reads_probes(tmp_path):
-    path, places = tmp_path / "rank-0.jsonl", [["a", "b", 0], ["a", "c", 0]]
-    frame = {"kind": "probes", "epoch": 0, "step": 0, "batch": 0, "layout": 0, "digests": b"a" * 32}
-    further = {"batch": 1, "digests": b"bcdefghi" * 4}
-    with LedgerWriter(path) as writer:
-        writer.write({"kind": "layout", "id": 0, "places": places})
-        for change in ({}, further, {"epoch": 7, "step": 1}):
-            writer.write(frame | change)
-    found = [json.loads(line) for line in path.read_text().splitlines()]
-    found = list(load_script("examples/read_ledger.py").list_batches(found))
-    assert [entry[:3] for entry in found] == [(0, 0, 0), (0, 0, 1), (7, 1, 0)]
-    assert [[digest for _, digest in entry[3]] for entry in found[:2]] == [
-        [b"a" * 16, b"a" * 16],
-        [b"bcdefghi" * 2] * 2,
+    probes = make_probes([("a", "b"), ("a", "c")], [(1, 2), (3, 4)])
+    lines = rank_path(write_rank(tmp_path, probes), 0).read_text().splitlines()
+    batches = load_script("examples/read_ledger.py").list_batches(map(json.loads, lines))
+    found = [
+        (*where, [(tuple(place), digest.hex()) for place, digest in entries])
+        for *where, entries in batches
     ]
-    assert [place for place, _ in found[0][3]] == places
+    assert len(found) == 2
+    assert found == list_batches(lightning_d9m.read_ledger(tmp_path))
 
 
 NAMES = {name: getattr(lightning_d9m, name) for name in lightning_d9m.__all__}

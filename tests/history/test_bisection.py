@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from bisected_training import BROKEN, OTHER, SAME, TRAIN
+from ledger_program import PROGRAM
 from ledger_runs import make_facts, make_weights, write_rank
 from uv import find_uv_bin
 
@@ -27,6 +27,15 @@ from lightning_d9m.history.bisection import (
 )
 from lightning_d9m.launch.run import Run
 from lightning_d9m.ledger.folder import create_ledger_folder, read_ledger
+
+TRAIN = f"""{PROGRAM}
+from values import VALUES
+
+train(VALUES)
+Path("left-behind").write_text("a file that git does not know")
+"""
+SAME, OTHER = "VALUES = [1, 2, 3]", "VALUES = [1, 9, 8]"  # of its module
+BROKEN = "raise SystemExit(3)"
 
 
 def git(folder, *words):

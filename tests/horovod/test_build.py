@@ -1,6 +1,7 @@
 """`d9m install-horovod` without a build: tools, refusals, variables and messages."""
 
 import os
+import re
 import sys
 from functools import partial
 from pathlib import Path
@@ -54,6 +55,7 @@ def no_tools_of_this_machine(monkeypatch, tmp_path):
     ("missing", "package"),
     [
         ("c++", "g[+][+]"),
+        ("my-compiler", "g[+][+]"),
         ("make", "make"),
         ("cmake", "cmake`; any venv"),
         ("mpicxx", "openmpi-bin"),
@@ -64,9 +66,11 @@ def test_what_is_missing_is_named_with_its_debian_package(
     tools, describe, monkeypatch, tmp_path, missing, package
 ):
     environment = tools(*{"c++", "make", "cmake", "mpicxx"} - {missing})
+    environment |= {"CXX": missing} if missing == "my-compiler" else {}
     if missing == "Python.h":
         monkeypatch.setattr(build.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
-    with pytest.raises(CommandError, match=f"apt-get install {package}"):
+    words = rf"{re.escape(missing)}' is missing: install it .Debian: `apt-get install {package}"
+    with pytest.raises(CommandError, match=words):
         describe(Target(torch="2", mpi=True), environment)
 
 

@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from process_end import has_ended
+from rank_processes import has_ended
 
 from lightning_d9m.ledger.folder import read_ledger
 

@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from process_end import has_ended
+from rank_processes import has_ended
 
 from lightning_d9m.errors import CommandError
 from lightning_d9m.launch import run as launched

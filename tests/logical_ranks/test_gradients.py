@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from gloo_threads import run_processes
 from logical_sums import average_leaves, bits, make_leaf
+from rank_threads import run_processes
 from torch import nn
 
 from lightning_d9m.errors import RanksDisagreeError, SettingError
@@ -330,11 +330,7 @@ def test_processes_that_train_other_parameters_are_reported():
     run_processes(2, train)
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("MALLOC_TRIM_THRESHOLD_", "1"), ("GLIBC_TUNABLES", "glibc.malloc.a=1")],
-)
-def test_glibc_keeps_freed_memory_unless_the_user_chooses_otherwise(monkeypatch, name, value):
+def test_glibc_keeps_freed_memory_unless_the_user_chooses_otherwise(monkeypatch):
     for variable in ("GLIBC_TUNABLES", *gradients._MALLOC_VARIABLES):
         monkeypatch.delenv(variable, raising=False)
     calls = []
@@ -342,8 +338,9 @@ def test_glibc_keeps_freed_memory_unless_the_user_chooses_otherwise(monkeypatch,
     monkeypatch.setattr(gradients.ctypes, "CDLL", lambda _: library)
     assert disable_malloc_trim()
     assert calls == [(-1, 2**28), (-3, 2**25)]
-    monkeypatch.setenv(name, value)
-    assert not disable_malloc_trim()
-    monkeypatch.delenv(name)
+    for name, value in (("MALLOC_TRIM_THRESHOLD_", "1"), ("GLIBC_TUNABLES", "glibc.malloc.a=1")):
+        monkeypatch.setenv(name, value)
+        assert not disable_malloc_trim()
+        monkeypatch.delenv(name)
     del library.mallopt  # as in another C library
     assert not disable_malloc_trim()

@@ -60,7 +60,3 @@ def test_what_later_steps_change_first_is_said_once(run, steps):
         run(steps, count)
     before = run(1, count)["7"]
     assert run(9, count)["7"] == before + 9
-
-
-def test_a_table_that_nobody_changes_is_not_mentioned(run):
-    run(2 * _THOROUGH, lambda *_: None)

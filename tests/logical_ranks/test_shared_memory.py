@@ -11,12 +11,12 @@ from threading import current_thread
 
 import pytest
 import torch
-from gloo_threads import run_processes
 from logical_sums import average_leaves, bits, make_leaf
+from rank_threads import run_processes
 
 from lightning_d9m.logical_ranks import shared_memory
 from lightning_d9m.logical_ranks.exchange import RootExchange
-from lightning_d9m.logical_ranks.shared_memory import SharedMemory, open_shared_memory
+from lightning_d9m.logical_ranks.shared_memory import SharedMemory
 from lightning_d9m.logical_ranks.tree import Blocks
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
@@ -45,22 +45,6 @@ def find_files():
             if "lightning_d9m" in str(path.readlink()):
                 found.add(path.stat().st_ino)
     return found
-
-
-def test_the_memory_has_no_name_that_could_stay():
-    def find(process, group):
-        memory = open_shared_memory(process, 3, group, 2**20)
-        memory.slot(process, 0, torch.uint8).fill_(process + 1)
-        memory.meet()
-        seen = [memory.slot(peer, 0, torch.uint8).unique().tolist() for peer in range(3)]
-        memory.meet()
-        lines = Path("/proc/self/maps").read_text().splitlines()
-        return seen, [line for line in lines if "memfd:lightning_d9m" in line]
-
-    for seen, lines in run_processes(3, find):
-        assert seen == [[1], [2], [3]]
-        assert lines
-        assert all("/memfd:lightning_d9m (deleted)" in line for line in lines)
 
 
 def refuse(monkeypatch, owner, name, process, error):

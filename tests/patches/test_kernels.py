@@ -55,20 +55,6 @@ def test_bits_and_layout_are_torchs_and_threads_do_not_matter(case, one_thread) 
             assert turned.stride() == expected.stride()
 
 
-def test_out_variants_resize_and_fill() -> None:
-    """An empty output takes the shape; one of another dtype is refused as in torch."""
-    image, gradient = torch.ones(2, 3, 4, 4, 4), torch.ones(2, 3, 2, 2, 2)
-    arguments = (gradient, image, [2], [2], [0], False, True, None)
-    op = torch.ops.aten.avg_pool3d_backward
-    expected = op(*arguments)
-    with patches_applied("CPU"):
-        target = torch.empty(0)
-        assert op.grad_input(*arguments, grad_input=target) is target
-        assert torch.equal(target, expected)
-        with pytest.raises(RuntimeError, match="Expected out tensor to have dtype"):
-            op.grad_input(*arguments, grad_input=torch.empty(0, dtype=torch.int64))
-
-
 def test_half_is_rounded_once() -> None:
     """Losses and products of half precision, which torch rounds after each term."""
     scores, target = torch.randn(2, 5, 4, 3).half(), torch.randint(0, 5, (2, 4, 3))

@@ -14,8 +14,7 @@ from torch.nn import functional as F
 import lightning_d9m
 from lightning_d9m.errors import NotPortableError
 from lightning_d9m.portability import is_portable
-from lightning_d9m.portability.mode import MOVES, portable
-from lightning_d9m.portability.registry import COMPOSED, RULES
+from lightning_d9m.portability.mode import portable
 
 SCRIPT = Path(__file__).parents[1] / "support" / "portable_cases.py"
 GOLDEN = SCRIPT.with_name("portable_digests.json")
@@ -176,11 +175,6 @@ def test_a_nan_has_one_pattern_where_its_bits_are_seen():
 def test_torch_names_what_has_no_number():
     with portable(), pytest.raises(IndexError, match="non-zero size"):
         torch.ones(0, 3).median(0)
-
-
-def test_no_operation_is_in_two_classes():
-    assert not MOVES & (RULES.keys() | COMPOSED.keys())
-    assert not RULES.keys() & COMPOSED.keys()
 
 
 def test_switches_are_restored():

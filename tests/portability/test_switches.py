@@ -26,6 +26,9 @@ def test_a_session_computes_portable_bits_until_it_closes():
         with deterministic(seed=1):
             assert is_portable()
     assert not is_portable()
+    with portable(), deterministic(seed=1) as session:
+        assert is_portable()
+        assert session.settings.as_record()["portable"] is True
 
 
 def test_only_a_portable_run_records_the_setting():
@@ -58,12 +61,6 @@ def test_the_variable_alone_makes_the_session_of_a_program_portable():
     command = [sys.executable, "-c", PROGRAM]
     done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
     assert done.stdout == "True True\n", done.stderr
-
-
-def test_a_session_in_a_portable_block_says_so():
-    with portable(), deterministic(seed=1) as session:
-        assert is_portable()
-        assert session.settings.as_record()["portable"] is True
 
 
 def test_repeat_takes_one_way_to_choose_its_runs(capsys):

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from gloo_threads import run_processes
+from rank_threads import run_processes
 from torch import distributed
 
 from lightning_d9m.errors import RankLostError

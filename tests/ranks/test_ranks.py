@@ -1,4 +1,4 @@
-"""Bytes and texts of ranks that are threads."""
+"""Bytes of ranks that are threads."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -34,15 +34,3 @@ def test_bytes_of_any_lengths(monkeypatch, sizes, rounds):
     assert first == data
     assert others == [[own] for own in data[1:]]
     assert Ranks(0).gather_bytes(b"own") == [b"own"]
-
-
-@pytest.mark.parametrize("text", ["", "a", "eight by", "/ä/\udc80 Ω" * 50])
-def test_every_rank_gets_the_texts_of_all(text):
-    threads = Threads()
-
-    def one(rank):
-        return Ranks(rank, threads.exchange_of(rank)).gather_json([text, rank])
-
-    with ThreadPoolExecutor(RANKS) as pool:
-        assert list(pool.map(one, range(RANKS))) == [[[text, n] for n in range(RANKS)]] * RANKS
-    assert Ranks(0).gather_json(text) == [text]

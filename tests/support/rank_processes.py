@@ -1,6 +1,7 @@
 """Several processes that train together, as torchrun would start them."""
 
 import os
+import select
 import subprocess
 
 from forking_python import shared_python
@@ -44,3 +45,15 @@ def read_records(path, kinds):
         with ledger.open(rank) as reader:
             records[rank] = [record for record in reader.records() if isinstance(record, kinds)]
     return records
+
+
+def has_ended(pid, seconds=60):
+    """Return whether a process ends in time; one that is not yet reaped has ended, too."""
+    try:
+        handle = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([handle], [], [], seconds)[0])
+    finally:
+        os.close(handle)

@@ -1,6 +1,10 @@
-"""Ranks of one process, each of which is a thread."""
+"""Ranks and processes of a Gloo group, each of which is a thread of the test."""
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+from torch import distributed
 
 RANKS = 3
 
@@ -25,3 +29,30 @@ class Threads:
             return rows
 
         return exchange
+
+
+def run_processes(processes, function, *, closes=False):
+    """Call ``function(process, group)`` in one thread for each process; return the results.
+
+    Args:
+        processes: Their number.
+        function: What each does.
+        closes: Whether it closes the group.
+    """
+    if processes == 1:
+        return [function(0, None)]
+    gloo = distributed.ProcessGroupGloo
+    store = distributed.HashStore()
+
+    def run(process):
+        options = gloo._Options()
+        options._devices = [gloo.create_default_device()]
+        options._timeout = timedelta(seconds=120)
+        group = gloo(store, process, processes, options)
+        result = function(process, group)
+        if not closes:
+            group.barrier().wait()
+        return result
+
+    with ThreadPoolExecutor(processes) as pool:
+        return list(pool.map(run, range(processes)))

@@ -201,16 +201,6 @@ def test_executed_code_has_the_bits_of_the_torch_ops(
         assert seen == set()
 
 
-def test_few_terms_are_added_by_three_launches(benchmark) -> None:
-    """One checks the index, one fills, and one of Triton adds all phases."""
-    target, rows, index = torch.zeros(40, 8), torch.ones(64, 8), torch.arange(64) % 40
-    call = benchmark.Workload("index_add", "", lambda _: lambda: target.index_add_(0, index, rows))
-    recorded, torch_ops = [benchmark.run_workload(call) for _ in range(2)][-1]
-    assert len(recorded) == 1
-    others = torch_ops.keys() - {"aten::index_add_", "aten::_debug_has_internal_overlap"}
-    assert {name: torch_ops[name] for name in others} == {"aten::gather": 1, "aten::fill_": 1}
-
-
 @pytest.mark.parametrize("fault", ["rounds", "outside of the tensors"])
 def test_a_wrong_sum_is_found(fault: str, executed, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces for fewer terms than there are, and a place beyond the sums."""
