@@ -53,7 +53,8 @@ def located(here, d9m, monkeypatch):
     (here / "train.py").write_text(PROGRAM)
     ledgers = [read_ledger(here / f"runs/run-{number:03d}") for number in (1, 2)]
     comparison = compare_ledgers(*ledgers)
-    line = Finding.at("train.py", "D9M201", (4, 1), code="rng = numpy.random.default_rng()")
+    code = "rng = numpy.random.default_rng()"
+    line = Finding(file="train.py", rule="D9M201", line=4, end_line=4, code=code)
     found = SearchResult(
         Cause("data", "The batch differs.", "Look at the dataset."),
         tuple(comparison.divergences),

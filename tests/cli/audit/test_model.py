@@ -26,7 +26,7 @@ def audit(tmp_path, monkeypatch, d9m):
     ]
 
     def run(value, *words, fits=lambda _: 1, moments=WHOLE, sketched=True):
-        def train(_, folder, *, variables, **__):
+        def train(_, folder, *, progress, variables, **__):
             condition, number = folder.name.split("-")
             control = {"with": "on", "without": "off"}[condition]
             assert variables["LIGHTNING_D9M_CONTROL"] == control
@@ -40,7 +40,8 @@ def audit(tmp_path, monkeypatch, d9m):
                     facts["sketches"] = sketches[own] if sketched and moment == "epoch" else {}
                     facts["totals"] = {"weights": digest}
                     records.append(make_weights(moment, epoch, weights, **facts))
-                write_rank(create_ledger_folder(folder), records)
+                with progress:
+                    write_rank(create_ledger_folder(folder), records)
 
         monkeypatch.setattr(launched_run, "run_once", train)
         return d9m("audit", "model", "-n", "3", *words, "--", "train")
