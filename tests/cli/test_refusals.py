@@ -5,18 +5,9 @@ from types import SimpleNamespace
 import pytest
 from lightning.pytorch.strategies import FSDPStrategy
 
-from lightning_d9m.audit.ops.cases import plan_cases
-from lightning_d9m.audit.ops.measurement import plan_rows
 from lightning_d9m.errors import SettingError, TooLateError
 from lightning_d9m.lightning.autoload import entry_points
 from lightning_d9m.lightning.step_replay import Replay
-
-
-def test_an_audit_of_what_is_not_here():
-    with pytest.raises(SettingError, match="--device is 'nowhere', on which torch"):
-        plan_rows({"device": "nowhere"})
-    with pytest.raises(SettingError, match=r"the audit\. Did you mean index_add\? The ops are: "):
-        next(plan_cases(["idnex_add"], ["float32"], quick=True))
 
 
 def test_a_strategy_that_shards_is_not_replayed():

@@ -25,7 +25,6 @@ from lightning_d9m.errors import InexactResumeError
 from lightning_d9m.launch import run as launched
 
 SUPPORT = Path(__file__).parents[1] / "support"
-LOGICAL = {"world.logical_ranks": 4}
 FORCE = ("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")
 EPOCHS = [{"epoch": n, "batches": 4, "accumulated": 2, "validation": 1} for n in range(2)]
 # Two points: the end of epoch 0, and between the accumulated batches of epoch 1.
@@ -48,14 +47,6 @@ def repeat(tmp_path, monkeypatch, d9m):
 def rows(output):
     """Return the lines of the table, which stands below the verdict, without its titles."""
     return output.split("\n\n")[1].splitlines()[1:]
-
-
-def test_equal_runs(repeat):
-    status, out, err = repeat("train()", "-n", "3")
-    assert status == 0
-    assert "equal: the fits of 3 runs agree bit for bit in 5 records each." in out
-    assert [line.split()[-1] for line in rows(out)] == ["reference", "equal", "equal"]
-    assert "run 2 of 3: done, 1 epoch\n" in err
 
 
 def test_a_run_that_differs_is_named_with_the_first_divergence(repeat):
@@ -105,14 +96,6 @@ def test_last_bits_are_changed_in_each_run_but_the_first_or_it_is_an_error(repea
     status, _, err = repeat("train()", "--last-bits", "--interrupt")
     assert status == 2
     assert "--last-bits is given with --portable, --processes or --interrupt" in err
-
-
-def test_markdown(repeat):
-    status, out, _ = repeat("train(run)", "--format", "markdown")
-    assert status == 1
-    assert out.startswith("**different**: 1 of 2 runs differs from run 1. ")
-    assert "\n| run | seed | weights | final loss | verdict |\n| --- |" in out
-    assert out.count("```") == 2
 
 
 @pytest.mark.parametrize(
@@ -204,7 +187,7 @@ def test_runs_start_with_a_fixed_hash_seed(repeat, tmp_path, monkeypatch, given,
 
 
 # What each rank of a training with logical ranks does.
-RANK = f"train(stack={{'world.size': size, **{LOGICAL}}})"
+RANK = "train(stack={'world.size': size, 'world.logical_ranks': 4})"
 
 
 def test_one_table_shows_that_runs_on_other_numbers_of_processes_agree(repeat):
@@ -278,23 +261,6 @@ def test_a_process_that_hangs_is_shown(repeat, tmp_path, monkeypatch):
     _, _, err = repeat(code, "--processes", "2,1", "--timeout", "1")
     assert "was still running in process 1 of 2 after 1 s" in err
     assert "output-1.log" in err
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["0,1"], "0,1 is not valid; allowed: whole numbers from 1 to 1024"),
-        (["1,two"], "1,two is not valid; allowed: whole numbers from 1 to 1024"),
-        (["1,2,1"], "1,2,1 is not valid; a number occurs twice"),
-        (["2"], "2 is not valid; one run cannot be compared"),
-        (["1,2", "--interrupt"], "--interrupt: not allowed with argument --processes"),
-    ],
-)
-def test_wrong_input_is_one_clear_error(options, message, d9m):
-    status, _, error = d9m("repeat", "--processes", *options, "--", "true")
-    assert status == 2
-    assert error.count("error:") == 1
-    assert message in error
 
 
 @pytest.fixture

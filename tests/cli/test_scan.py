@@ -19,25 +19,17 @@ torch.seed()
 """
 
 
-@pytest.fixture(autouse=True)
-def _terminal(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
-
-
 @pytest.fixture
-def program(tmp_path, monkeypatch):
+def read(tmp_path, monkeypatch, d9m):
+    """Return a function that scans in a folder with a program; it gives what is printed."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "my program.py").write_text(SOURCE, encoding="utf-8")
-    return "my program.py"
-
-
-@pytest.fixture
-def read(d9m):
+    monkeypatch.setenv("COLUMNS", "80")
+    Path("my program.py").write_text(SOURCE, encoding="utf-8")
     return lambda *words: d9m("scan", *words)[1]
 
 
-def test_ops_that_one_setting_mends_do_not_bury_the_rest(tmp_path, read):
-    path = tmp_path / "train.py"
+def test_ops_that_one_setting_mends_do_not_bury_the_rest(read):
+    path = Path("train.py")
     lines = ["import os, torch", *["x.index_add_(0, index, values)"] * 9, "files = os.listdir()"]
     path.write_text("\n".join([*lines, "print(files[0])"]))
     text = read(path)
@@ -57,10 +49,9 @@ def test_ops_that_one_setting_mends_do_not_bury_the_rest(tmp_path, read):
         "f(nn.AvgPool3d(" + "2, " * 60 + "))",
     ],
 )
-def test_carets_lie_below_the_code_within_80_columns(line, tmp_path, monkeypatch, read):
-    monkeypatch.chdir(tmp_path)
+def test_carets_lie_below_the_code_within_80_columns(line, read):
     block = "if True:\n" if line.startswith(" ") else ""
-    (tmp_path / "a.py").write_text(f"from torch import nn\n{block}{line}\n", encoding="utf-8")
+    Path("a.py").write_text(f"from torch import nn\n{block}{line}\n", encoding="utf-8")
     out = read("a.py", "--select", "D9M101").splitlines()
     at = next(i for i, row in enumerate(out) if row.lstrip().startswith("| ") and "^" in row)
     assert max(map(cell_len, out)) <= 80
@@ -72,7 +63,7 @@ def test_carets_lie_below_the_code_within_80_columns(line, tmp_path, monkeypatch
     assert whole == "nn.AvgPool3d(2)" or (whole == marked and len(line) > 100)
 
 
-def test_sarif_is_what_its_schema_says(program, read, tmp_path):
+def test_sarif_is_what_its_schema_says(read, tmp_path):
     """However a place is written: with blanks, absolute, in a notebook; and with nothing found.
 
     Results point to the rules that they name, and columns count characters, not bytes.
@@ -82,10 +73,11 @@ def test_sarif_is_what_its_schema_says(program, read, tmp_path):
     schema = json.loads(SCHEMA.read_text())  # OASIS's own, of SARIF 2.1.0
     validator = Draft4Validator(schema, format_checker=FormatChecker())
     cell = {"cell_type": "code", "metadata": {}, "source": ["import torch\n", "torch.seed()"]}
-    (tmp_path / "book.ipynb").write_text(json.dumps({"cells": [cell]}))
-    (tmp_path / "broken.py").write_text("def")
-    (tmp_path / "clean.py").write_text("")
-    log = json.loads(read(program, str(tmp_path / "book.ipynb"), "broken.py", "--format", "sarif"))
+    Path("book.ipynb").write_text(json.dumps({"cells": [cell]}))
+    Path("broken.py").write_text("def")
+    Path("clean.py").write_text("")
+    names = ("my program.py", tmp_path / "book.ipynb", "broken.py")
+    log = json.loads(read(*names, "--format", "sarif"))
     for one in (log, json.loads(read("clean.py", "--format", "sarif"))):
         assert [error.message for error in validator.iter_errors(one)] == []
     (run,) = log["runs"]
@@ -98,12 +90,12 @@ def test_sarif_is_what_its_schema_says(program, read, tmp_path):
     assert place["artifactLocation"]["uri"] == "my%20program.py"
 
 
-def test_what_varies_only_without_the_flag_is_left_out_when_it_is_on(program, read, tmp_path):
+def test_what_varies_only_without_the_flag_is_left_out_when_it_is_on(read):
     """Said on the command line, or seen in any of the files."""
-    assert "D9M103" in read(program)
-    assert "D9M103" not in read(program, "--deterministic")
+    assert "D9M103" in read("my program.py")
+    assert "D9M103" not in read("my program.py", "--deterministic")
     on = "import lightning as L\nL.Trainer(deterministic=True)\n"
-    (tmp_path / "train.py").write_text(on)
+    Path("train.py").write_text(on)
     assert "D9M103" not in read(".")
 
 

@@ -1,16 +1,13 @@
 """Traces of probes are compared place by place: aligned, ordered, counted, in bounded memory."""
 
 import tracemalloc
-from dataclasses import replace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ledger_runs import write_rank
 
-from lightning_d9m.comparison.differences import batch_difference
 from lightning_d9m.comparison.ledgers import compare_ledgers
-from lightning_d9m.ledger.folder import read_ledger
-from lightning_d9m.ledger.format.records import Batch, Header
-from lightning_d9m.ledger.format.writer import LedgerWriter
+from lightning_d9m.ledger.folder import create_ledger_folder, read_ledger
 
 PLACES = [
     ("batch", "0", 0),
@@ -21,9 +18,6 @@ PLACES = [
     ("gradient", "layers.1.weight", 0),
     ("gradient", "layers.0.weight", 0),
 ]
-
-
-HEADER = Header(rank=0, world_size=1, fit=0, seed=0, created="", settings={}, stack={}, package="0")
 
 
 def digest_of(place, batch):
@@ -58,12 +52,9 @@ class Tracer:
         records[3:3] = self.records
 
 
-def write_trace(path, tracer):
+def write_trace(parent, tracer):
     """Write a file with a header and a trace."""
-    with LedgerWriter(path) as writer:
-        for record in (HEADER.as_record(), *tracer.records):
-            writer.write(record)
-    return path
+    return write_rank(create_ledger_folder(parent), tracer.records, end=False)
 
 
 def compare(one, other, **options):
@@ -121,23 +112,28 @@ def test_another_step_of_the_same_batch_is_a_difference(runs):
     st.lists(st.lists(st.integers(0, 6), unique=True, min_size=1), min_size=1, max_size=4),
     st.integers(1, 4),
     st.sets(st.tuples(st.integers(0, 3), st.integers(0, 6))),
+    st.integers(1, 2),
 )
 @settings(max_examples=40, deadline=None)
-def test_any_traces(tmp_path_factory, orders, part, changed):
-    """What differs is what was changed, whatever the order and the parts."""
+def test_any_traces(tmp_path_factory, orders, part, changed, times):
+    """What differs is what was changed, whatever the order and the parts.
+
+    Only a forged ledger has a place twice in a batch: probes count the calls of a place.
+    """
     folder = tmp_path_factory.mktemp("pair")
     one, other = Tracer(), Tracer()
     expected = 0
     for number, order in enumerate(orders):
         places = [PLACES[n] for n in order]
         flipped = {PLACES[n] for batch, n in changed if batch == number and n in order}
-        expected += len(flipped)
-        one.add(number, sorted(places))
-        other.add(number, places, part=part, changed=flipped)
-    paths = [write_trace(folder / f"{n}.jsonl", tracer) for n, tracer in enumerate((one, other))]
+        expected += times * len(flipped)
+        for _ in range(times):
+            one.add(number, sorted(places))
+            other.add(number, places, part=part, changed=flipped)
+    paths = [write_trace(folder, tracer) for tracer in (one, other)]
     rank = compare(*paths)
     assert rank.differing_places == expected
-    assert rank.places == sum(map(len, orders))
+    assert rank.places == times * sum(map(len, orders))
     seen = []
     assert compare(*paths, watch=lambda *pair: seen.append(pair)) == rank
     assert sum(one.size for _, one, other, _ in seen if one and other) == rank.places
@@ -151,7 +147,7 @@ RECORDS = st.dictionaries(st.tuples(st.integers(0, 3), st.sampled_from("abc")), 
 def test_any_evaluations(tmp_path_factory, one, other, draws):
     """By step and name, within a step in any order, as threads may write them."""
     folder, paths = tmp_path_factory.mktemp("pair"), []
-    for number, run in enumerate((one, other)):
+    for run in (one, other):
         keys = draws.sample(sorted(run), len(run))
         tracer = Tracer()
         tracer.records = [
@@ -159,7 +155,7 @@ def test_any_evaluations(tmp_path_factory, one, other, draws):
             | {"batches": run[step, name], "outputs": "0" * 32}
             for step, name in sorted(keys, key=lambda key: key[0])
         ]
-        paths.append(write_trace(folder / f"{number}.jsonl", tracer))
+        paths.append(write_trace(folder, tracer))
     rank = compare(*paths)
     both = one.keys() & other.keys()
     differing = [key for key in both if one[key] != other[key]]
@@ -175,22 +171,10 @@ def test_long_traces_are_streamed(tmp_path):
     peaks = []
     for count in (250, 1000):
         paths = [
-            write_trace(tmp_path / f"{count}-{side}.jsonl", traced(range(count), changed=changed))
-            for side, changed in enumerate(((), PLACES))
+            write_trace(tmp_path, traced(range(count), changed=changed)) for changed in ((), PLACES)
         ]
         tracemalloc.start()
         assert compare(*paths).differing_places == 7 * count
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
     assert peaks[1] < peaks[0] + 2**20
-
-
-def test_a_place_that_a_batch_has_twice_is_compared_twice():
-    """Only a forged ledger has it: probes count the calls of a place."""
-    one = Batch(1, 7, 3, (tuple(PLACES[:3]),) * 2, bytes(range(96)))
-    changed = replace(one, digests=bytes(16) + one.digests[16:-32] + bytes(32))
-    assert [place.name for place in batch_difference(one, changed).places] == [
-        "0",
-        "layers.0",
-        "layers.1",
-    ]

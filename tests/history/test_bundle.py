@@ -204,9 +204,10 @@ def test_nothing_is_written_outside_of_the_temporary_folder(here, members, bundl
     link.external_attr = (stat.S_IFLNK | 0o777) << 16
     evil = {"../evil": b"x", "/tmp/d9m-evil": b"x", "reference/../../evil": b"x", "added/e": b"x"}  # noqa: S108
     before = sorted(here.rglob("*"))
-    write_archive("evil.zip", {**members, **evil})
-    status, _, _ = bundle("open", "evil.zip")
-    assert status == 0
+    manifest = json.loads(members["bundle.json"]) | {"report": ["\x1b[2Jcleared", "\x1b]0;title"]}
+    write_archive("evil.zip", {**members, **evil, "bundle.json": json.dumps(manifest)})
+    status, out, _ = bundle("open", "evil.zip")
+    assert (status, "cleared" in out, "\x1b" in out) == (0, True, False)
     # A link is unpacked as a file that holds its target, which is not a ledger.
     write_archive("link.zip", {**members, link: b"/etc/passwd"})
     status, _, errors = bundle("open", "link.zip")
@@ -245,15 +246,6 @@ def test_damage_is_an_error(here, members, bundle):
         status, _, errors = bundle("open", name)
         assert status == 2
         assert said in errors
-
-
-def test_untrusted_text_cannot_move_the_cursor(members, bundle):
-    manifest = json.loads(members["bundle.json"])
-    manifest["report"] = ["\x1b[2Jcleared", "\x1b]0;title"]
-    write_archive("red.zip", {**members, "bundle.json": json.dumps(manifest)})
-    status, out, _ = bundle("open", "red.zip")
-    assert status == 0
-    assert "\x1b" not in out
 
 
 @pytest.mark.parametrize(
@@ -303,7 +295,6 @@ def test_what_is_needed_stays(text):
     )
     assert secrets.clean(text) == text
     assert secrets.clean_code(text) == text
-    assert (
-        secrets.clean_code("values = sorted(found, key=len)") == "values = sorted(found, key=len)"
-    )
+    code = "values = sorted(found, key=len)"
+    assert secrets.clean_code(code) == code
     assert secrets.count == 0

@@ -1,4 +1,4 @@
-"""The search of ``d9m locate``: the settings of its looks, and the report."""
+"""The search of ``d9m locate``: its looks, the lines that may explain a cause, and the report."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +10,7 @@ from lightning_d9m.comparison.differences import Divergence, FieldDifference, Pl
 from lightning_d9m.comparison.ledgers import RankComparison, Side
 from lightning_d9m.locate import search as search_module
 from lightning_d9m.locate.op_evidence import find_patch
-from lightning_d9m.locate.search import Search
+from lightning_d9m.locate.search import Search, find_cause_lines, find_program
 
 
 def pair(
@@ -249,3 +249,41 @@ def test_records_that_only_one_run_has_are_reported():
 def test_operations_in_the_catalog(op, args, name):
     found = find_patch({"op": f"aten.{op}", "args": args})
     assert (found.name if found else None) == name
+
+
+SETS = "import helper\norder = {name: i for i, name in enumerate({'a', 'b'})}\n"
+DRAWS = "import numpy as np\nnoise = np.random.default_rng()\n"
+
+
+@pytest.fixture
+def places(tmp_path, monkeypatch):
+    """Return a function that lists the lines which may explain a cause of a program."""
+    monkeypatch.chdir(tmp_path)
+    for name, text in (("train", SETS), ("helper", DRAWS), ("stray", SETS)):
+        Path(f"{name}.py").write_text(text)
+
+    def find(cause):
+        found = find_cause_lines(["python", "train.py", "--fast"], cause)
+        return [(f.file, f.line, f.rule) for f in found]
+
+    return find
+
+
+def test_what_explains_the_cause_goes_first_and_what_is_certain_follows(places):
+    certain = [("helper.py", 2, "D9M201"), ("train.py", 2, "D9M301")]
+    for cause in ("data", "random numbers", "all-reduce", ""):
+        assert places(cause) == certain
+    Path("helper.py").write_text("import torch\ntorch.seed()\n")
+    assert places("random numbers") == [("helper.py", 2, "D9M204"), certain[1]]
+
+
+@pytest.mark.parametrize("command", [["./train"], ["python", "absent.py"], ["python", "-m"]])
+def test_no_program(places, command):
+    assert find_program(command) is None
+    assert find_cause_lines(command, "data") == []
+
+
+@pytest.mark.parametrize("text", ["order = sorted({'a', 'b'})\n", "import helper\nfor"])
+def test_a_clean_program_and_one_that_cannot_be_parsed(places, text):
+    Path("train.py").write_text(text)
+    assert places("data") == []

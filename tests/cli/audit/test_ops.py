@@ -150,7 +150,6 @@ for line in sys.stdin:
 PLAN = [
     {"key": key, "op": key, "parameters": {}, "dtype": "float32", "documented": []} for key in "abc"
 ]
-FACTS = {"torch": "0", "threads": 1}
 
 
 @pytest.fixture
@@ -161,14 +160,12 @@ def audit(tmp_path, monkeypatch, d9m):
         worker = tmp_path / "worker.py"
         worker.write_text(FAKE.replace("FATE", fate).replace("VARIES", str(varies)))
         monkeypatch.setattr(measurement, "_WORKER", [sys.executable, str(worker)])
-        monkeypatch.setattr(measurement, "plan_rows", lambda _: (PLAN, FACTS))
+        monkeypatch.setattr(
+            measurement, "plan_rows", lambda _: (PLAN, {"torch": "0", "threads": 1})
+        )
         return d9m("audit", "ops", "--quick", "-o", tmp_path / "out", *words)
 
     return run
-
-
-def keys_of(path):
-    return [json.loads(line)["row"]["key"] for line in path.read_text().split("\n")[1:]]
 
 
 def test_rows_json_and_markdown_are_left(audit, tmp_path):
@@ -179,7 +176,8 @@ def test_rows_json_and_markdown_are_left(audit, tmp_path):
     assert "Ops: 3, in 3 cases; varied: 1;" in out
     assert "the patched op varied: c" in out
     folder = tmp_path / "out"
-    assert keys_of(folder / "ops.jsonl") == ["a", "b", "c"]
+    rows = map(json.loads, (folder / "ops.jsonl").read_text().splitlines()[1:])
+    assert [row["row"]["key"] for row in rows] == ["a", "b", "c"]
     page = (folder / "ops.md").read_text()
     assert "| `a` | no | no | no | As documented. |" in page
     assert "| `c` | yes | yes | yes | Varies, and torch does not document it. Varies al" in page
@@ -228,18 +226,11 @@ def test_a_folder_that_cannot_be_written_is_an_error(audit, tmp_path):
     assert "The rows of the audit cannot be written to" in err
 
 
-@pytest.fixture
-def forked_worker(monkeypatch, forking_python):
-    """Start the real worker as a fork, which has imported torch."""
-    command = [forking_python, *measurement._WORKER[1:]]
-    monkeypatch.setattr(measurement, "_WORKER", command)
-
-
-def test_the_real_worker(tmp_path, d9m, forked_worker):
-    """One op, measured in a real worker process."""
-    status, out, _ = d9m(
-        "audit", "ops", "--quick", "--ops", "cumsum", "-n", "2", "-o", tmp_path, "--json"
-    )
+def test_the_real_worker(tmp_path, d9m, monkeypatch, forking_python):
+    """One op, measured in a real worker process, a fork that has imported torch."""
+    monkeypatch.setattr(measurement, "_WORKER", [forking_python, *measurement._WORKER[1:]])
+    words = ["--quick", "--ops", "cumsum", "-n", "2", "-o", tmp_path, "--json"]
+    status, out, _ = d9m("audit", "ops", *words)
     result = json.loads(out)
     assert status == 0
     assert result["settings"]["torch"] == torch.__version__
@@ -247,10 +238,14 @@ def test_the_real_worker(tmp_path, d9m, forked_worker):
     assert result["rows"][0]["conditions"]["patched"]["spread"]["distinct"] == 1
 
 
-def test_of_what_cannot_be_no_folder_is_left(tmp_path, d9m):
-    """cli/test_refusals.py has the other refusals."""
-    words = ["--quick", "-o", tmp_path / "new" / "folder", "--ops", "no_such_op"]
-    status, _, err = d9m("audit", "ops", *words)
-    assert status == 2
-    assert "--ops contains 'no_such_op', which matches no op of the audit" in err
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--ops", "idnex_add"], "no op of the audit. Did you mean index_add? The ops are: "),
+        (["--device", "nowhere"], "--device is 'nowhere', on which torch"),
+    ],
+)
+def test_of_what_is_not_here_no_folder_is_left(tmp_path, d9m, words, said):
+    status, _, err = d9m("audit", "ops", "--quick", "-o", tmp_path / "new" / "folder", *words)
+    assert (status, said in err) == (2, True)
     assert list(tmp_path.iterdir()) == []
