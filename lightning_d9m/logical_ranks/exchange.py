@@ -1,9 +1,9 @@
-"""The sum of the roots that all processes hold, by either of two exchanges with the same bits.
+"""The sum of the roots that all processes hold, by any of three exchanges with the same bits.
 
 The processes of one host write their roots to memory that all of them read: process ``q`` folds the
-``q``-th part of each chunk there, and all copy the results. Processes of several hosts, and
-devices, do the same by two all-to-alls. With one root for each process these send as many bytes as
-a ring all-reduce.
+``q``-th part of each chunk there, and all copy the results. Processes of several hosts do the same
+by messages, and devices by two all-to-alls. With one root for each process these send as many bytes
+as a ring all-reduce.
 
 The tree alone decides the order of every addition, so the choice of the exchange, of chunks and of
 shards changes no bit. There is one exception: which of two NaNs an addition returns is up to the
@@ -11,7 +11,7 @@ processor. Therefore every NaN of a result is replaced by torch's ``nan``.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,10 @@ from lightning_d9m.logical_ranks.accumulation import add_wide, is_half, split_in
 from lightning_d9m.logical_ranks.shared_memory import SLOT_BYTES, SharedMemory, open_shared_memory
 from lightning_d9m.logical_ranks.tree import Blocks, count_merges, find_roots
 
+# A send waits for what is being received, so few messages are fast; small ones overlap more.
+MESSAGE_BYTES = 6 * 2**20
+# The tags of messages: those of one tag arrive in their order, however long others take.
+_ROOTS, _RESULTS = 0x0D9A, 0x0D9B
 STEP = 16  # shards begin at multiples of 64 bytes of float32
 
 
@@ -35,7 +39,7 @@ class RootExchange:
         process: This process.
         group: The process group of torch.distributed whose ranks are the processes; None is the
             default group. One process needs none.
-        slot_bytes: Size of a chunk in shared memory.
+        message_bytes: Size of what each process sends to another at once.
         shares_memory: Whether processes on one host share memory.
 
     Attributes:
@@ -50,7 +54,7 @@ class RootExchange:
         process: int,
         group: Any = None,
         *,
-        slot_bytes: int = SLOT_BYTES,
+        message_bytes: int = MESSAGE_BYTES,
         shares_memory: bool = True,
     ) -> None:
         self.blocks = blocks
@@ -60,7 +64,7 @@ class RootExchange:
         stops = [stop for nodes in self.roots for _, stop in nodes]
         self._merges = count_merges(0, stops, leaves)
         self.bytes_sent = 0
-        self._slot_bytes = slot_bytes
+        self._message_bytes = message_bytes
         self._shares_memory = shares_memory
         self._memory: SharedMemory | None = None
         self.group: Any = None
@@ -91,9 +95,10 @@ class RootExchange:
         """
         assert len(roots) == len(self.roots[self.process])
         kind = LocalSum
-        if self.blocks.processes > 1:
-            on_device = result.device.type != "cpu"
-            kind = AllToAllSum if on_device or self.memory is None else SharedSum
+        if self.blocks.processes > 1 and result.device.type != "cpu":
+            kind = AllToAllSum
+        elif self.blocks.processes > 1:
+            kind = MessageSum if self.memory is None else SharedSum
         return kind(self, roots, result, divisor)
 
     def close(self) -> None:
@@ -108,16 +113,31 @@ class RootExchange:
         """The memory that all processes share; None unless they are on one host."""
         if not self._is_asked:
             self._is_asked = True
+            slot_bytes = min(self._message_bytes, SLOT_BYTES)
             self._memory = open_shared_memory(
-                self.process, self.blocks.processes, self.group, self._slot_bytes
+                self.process, self.blocks.processes, self.group, slot_bytes
             )
         return self._memory
+
+    def chunks(self, result: Tensor) -> list[slice]:
+        """Return the parts of a result, of nearly equal size."""
+        length, processes = len(result), self.blocks.processes
+        count = math.ceil(result.nbytes / (self._message_bytes * processes))
+        size = round_up(-(-length // max(1, count)), STEP * processes)
+        return [slice(start, min(start + size, length)) for start in range(0, length, size)]
 
     def shards(self, chunk: slice) -> list[slice]:
         """Return the part of a chunk that each process folds; the last ones may be empty."""
         size = round_up(-(-(chunk.stop - chunk.start) // self.blocks.processes), STEP)
         starts = range(chunk.start, chunk.start + size * self.blocks.processes, size)
         return [slice(min(s, chunk.stop), min(s + size, chunk.stop)) for s in starts]
+
+    @property
+    def peers(self) -> Iterator[int]:
+        """The other processes, beginning with the next one, so that not all send to one at once."""
+        count = self.blocks.processes
+        for distance in range(1, count):
+            yield (self.process + distance) % count
 
     def fold(self, values: Sequence[Tensor], result: Tensor, divisor: int) -> None:
         """Write the divided sum of all processes' roots to the result; the roots are scratch."""
@@ -176,8 +196,62 @@ class LocalSum:
         self.exchange.fold(self.roots, self.result, self.divisor)
 
 
+class MessageSum(LocalSum):
+    """The sum of CPUs that share no memory: messages travel while backward passes and folds run.
+
+    A process receives the roots of its shards from the others, and sends them its roots of theirs.
+    When the sum is finished it folds its shards, sends the results to all, and receives those of
+    the others in their places: who sends a result has received all roots of that place.
+    """
+
+    def __post_init__(self) -> None:
+        self._works: list[Any] = []
+        shards = map(self.exchange.shards, self.exchange.chunks(self.result))
+        self._chunks = [(each, *self._start(each)) for each in shards]
+
+    def _start(self, shards: list[slice]) -> tuple[list[Tensor], list[Any]]:
+        """Send the roots of a chunk; return all of this process's shard, and what they wait for."""
+        exchange, mine = self.exchange, shards[self.exchange.process]
+        values = {exchange.process: [root[mine] for root in self.roots]}
+        waits: list[Any] = []
+        for peer in exchange.peers:
+            rows = self.roots[0].new_empty(len(exchange.roots[peer]), mine.stop - mine.start)
+            values[peer] = [*rows.unbind()]
+            waits += [exchange.group.recv([row], peer, _ROOTS) for row in rows if len(row)]
+            for root in self.roots:
+                self._send(root[shards[peer]], peer, _ROOTS)
+        return [root for process in sorted(values) for root in values[process]], waits
+
+    def _send(self, values: Tensor, peer: int, tag: int) -> None:
+        if len(values):
+            self._works.append(self.exchange.group.send([values], peer, tag))
+            self.exchange.bytes_sent += values.nbytes
+
+    def fold(self) -> None:
+        """Sum this process's shards; send the results, and receive those of the others."""
+        exchange = self.exchange
+        for shards, values, waits in self._chunks:
+            for peer in exchange.peers:
+                if len(result := self.result[shards[peer]]):
+                    self._works.append(exchange.group.recv([result], peer, _RESULTS))
+            for work in waits:
+                work.wait()
+            mine = self.result[shards[exchange.process]]
+            if len(mine):
+                exchange.fold(values, mine, self.divisor)
+            for peer in exchange.peers:
+                self._send(mine, peer, _RESULTS)
+        self._chunks.clear()
+
+    def finish(self) -> None:
+        """Wait for the results of the others."""
+        self.fold()
+        for work in self._works:
+            work.wait()
+
+
 class AllToAllSum(LocalSum):
-    """The sum by an all-to-all of the roots of all shards, and one of the folded shards.
+    """The sum of devices by an all-to-all of the roots of all shards, and one of the folded shards.
 
     The first starts with the sum, so that it runs while backward passes do.
     """
@@ -290,9 +364,9 @@ class SharedSum(LocalSum):
 
     def _collect(self, index: int) -> None:
         """Read the results of the others."""
-        for peer, shard in enumerate(self.exchange.shards(self._chunks[index])):
-            if peer != self.exchange.process:
-                self.result[shard] = self._find_result(peer, index, shard)
+        shards = self.exchange.shards(self._chunks[index])
+        for peer in self.exchange.peers:
+            self.result[shards[peer]] = self._find_result(peer, index, shards[peer])
 
     def _view(self, process: int, index: int) -> Tensor:
         """Return the roots of a process, one in each row."""

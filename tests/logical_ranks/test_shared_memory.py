@@ -79,7 +79,7 @@ def test_one_process_without_memory_lets_all_send_messages(monkeypatch, place):
         current_thread().process = process
         return sum_ones(process, group, 3)
 
-    assert run_processes(3, run) == [["AllToAllSum", "AllToAllSum"]] * 3
+    assert run_processes(3, run) == [["MessageSum", "MessageSum"]] * 3
     assert find_files() <= before
 
 
@@ -118,7 +118,7 @@ def test_sums_of_any_sizes_are_started_before_others_end(shares_memory):
     blocks = Blocks(5, 3)
 
     def run(process, group):
-        words = {"slot_bytes": 2**12, "shares_memory": shares_memory}
+        words = {"message_bytes": 2**12, "shares_memory": shares_memory}
         it = RootExchange(blocks, process, group, **words)
         waits, results = [], []
         for leaves in sums:
