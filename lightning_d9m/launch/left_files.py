@@ -33,7 +33,8 @@ class FileWatch:
     """
 
     def __init__(self, command: Sequence[str], left_out: Path) -> None:
-        named = [Path(word).parent for word in command[1:] if Path(word).is_file()]
+        # A word may be a program, which is too long for a path: `Path` raises an error then.
+        named = [Path(word).parent for word in command[1:] if os.path.isfile(word)]  # noqa: PTH113 - as above
         self._own = [place.resolve() for place in (Path.cwd(), *named)]
         shared = [place.resolve() for place in (Path(tempfile.gettempdir()), Path.home())]
         self._folders = list(dict.fromkeys([*self._own, *shared]))

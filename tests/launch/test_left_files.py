@@ -19,8 +19,9 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_files_that_two_runs_write_are_named(folder):
-    watch = FileWatch(["python", "train.py"], folder / "runs")
+@pytest.mark.parametrize("command", [["python", "train.py"], ["python", "-c", "a = 0\n" * 2000]])
+def test_files_that_two_runs_write_are_named(folder, command):
+    watch = FileWatch(command, folder / "runs")
     for run in ("1", "2"):
         Path("new").write_text(run)
         Path("new").replace("state")
