@@ -112,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     arguments, unknown = build_parser(*[chosen] if chosen else []).parse_known_args(argv)
     if unknown:  # prints the usage of the command; argparse would print that of d9m
-        # There is no public list of the options.
+        # argparse has no public list of the options.
         options = re.findall(r"--[\w-]+", arguments.parser.format_help())
         typed = (word.partition("=")[0] for word in unknown)
         alike = [name for word in typed for name in get_close_matches(word, options, n=1)]

@@ -62,7 +62,7 @@ def _encode(value: object, out: list[Piece], where: str, above: dict[int, str]) 
 _SCALARS: tuple[tuple[Any, Callable[[Any], bytes]], ...] = (
     (type(None), lambda _: b"N"),
     (bool, lambda value: b"B1" if value else b"B0"),
-    # A flag that combines others has no name of its own before Python 3.11.
+    # Before Python 3.11, a flag that combines others has no name.
     (Enum, lambda value: _tag(b"E", f"{_name(type(value))}.{value.name or value.value}".encode())),
     (int, lambda value: _tag(b"I", b"%x" % value)),
     (float, lambda value: b"F" + struct.pack("<d", value)),

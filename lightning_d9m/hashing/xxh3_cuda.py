@@ -103,8 +103,8 @@ def _hash_chunk(constants, address, valid):
         third = fourth
         block += 1
 
-    # The last block: its bytes past the end are zeros, its last stripe has keys of its own, and
-    # it is not followed by a scramble.
+    # In the last block, bytes past the end are zeros, and the last stripe has other keys. No
+    # scramble follows.
     left = valid - last * 1024 - word * 8
     ones = tl.full([64, 2], 0xFFFFFFFFFFFFFFFF, tl.uint64)
     kept = ones >> (tl.minimum(tl.maximum(8 - left, 0), 7) * 8).to(tl.uint64)

@@ -220,7 +220,7 @@ class RankLiveness:
         self._limit = limit_seconds
 
     def report_error(self, error: BaseException) -> None:
-        """Publish that this rank ends with an error of its own. Never raises."""
+        """Publish that this rank failed by itself. Never raises."""
         self._run(lambda: self._publish(summarize_error(error)))
 
     def find_lost(self) -> dict[int, str]:

@@ -72,7 +72,7 @@ class Reference:
         beyond: Number of this run's records without a counterpart in the reference.
 
     Raises:
-        LedgerError: When there is no ledger at ``path``, or it cannot be read.
+        LedgerError: If ``path`` has no ledger, or the ledger cannot be read.
     """
 
     def __init__(

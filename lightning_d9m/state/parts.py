@@ -320,7 +320,7 @@ def _copy_tensor(owner: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _write_tensor(owner: Tensor, content: Tensor) -> None:
-    # Through .data, so that autograd does not take it for a change of its own saved tensors.
+    # .data hides the write from autograd, which would refuse it in a tensor that it has saved.
     same = (owner.layout, owner.shape) == (torch.strided, content.shape)
     steps = zip(owner.stride(), owner.shape, strict=True) if same else ()
     expanded = any(step == 0 and size > 1 for step, size in steps)  # which shares its memory

@@ -300,7 +300,7 @@ class ControlledLoader:
 
     @property
     def is_bypassed(self) -> bool:
-        """Whether the loader's epoch has begun without an iterator of torch."""
+        """Whether the loader's epoch began without torch's iterator."""
         return self.started is not None and self.start is None
 
     def capture(self, *, within: bool, at_end: bool) -> dict[str, Any]:
