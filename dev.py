@@ -62,8 +62,6 @@ CUDA_ARCHITECTURE = "90"
 OLDEST_PYTHON = (3, 10)
 # `pip install` imports this; an interrupted upgrade of pip leaves only parts of it.
 PIP = "pip._internal.commands.install"
-# The marker of tests that run one at a time: their threads race, or time matters.
-ALONE = "alone"
 # The files of slow tests start first (tests/conftest.py), so that both workers end together.
 TWO_AT_ONCE = ("-n", "2", "--dist", "loadfile", "--no-loadscope-reorder")
 # Prints the digest of the weights with which a fit ended.
@@ -220,12 +218,6 @@ def check() -> None:
     run("lint-imports")
 
 
-def find_alone() -> list[Path]:
-    """Return the test files with tests that run alone; to collect all takes ten seconds more."""
-    files = (ROOT / "tests").rglob("test_*.py")
-    return sorted(path for path in files if f"mark.{ALONE}" in path.read_text())
-
-
 def test(arguments: list[str]) -> None:
     """All that CI checks: format, lint, types, import contracts, docs, tests."""
     need_tools()
@@ -246,9 +238,7 @@ def test(arguments: list[str]) -> None:
     pytest = (PYTHON, "-m", "pytest", f"--raise-sites={sites}")
     say("tests and doctests, two at once")
     # One thread each: those of two processes would wait for each other in every small operation.
-    statuses = [execute(*pytest, *TWO_AT_ONCE, "-m", f"not ({ALONE})", OMP_NUM_THREADS="1")]
-    say("tests that need the cores for themselves")
-    statuses += [execute(*pytest, "-m", ALONE, *find_alone())]
+    statuses = [execute(*pytest, *TWO_AT_ONCE, OMP_NUM_THREADS="1")]
     # Silent unless there is an error of ours that no test has made.
     statuses += [execute(PYTHON, "tests/raise_sites.py", sites)]
     sys.exit(max(statuses))
@@ -260,7 +250,7 @@ def test_quickly() -> None:
     check()
     say("fast tests, two at once")
     status = execute(
-        *(PYTHON, "-m", "pytest", "-q", *TWO_AT_ONCE, "-m", f"not ({ALONE} or horovod or slow)"),
+        *(PYTHON, "-m", "pytest", "-q", *TWO_AT_ONCE, "-m", "not (alone or horovod or slow)"),
         OMP_NUM_THREADS="1",
     )
     print(

@@ -1,5 +1,6 @@
 """Fixtures for all tests, and a guard: a test that leaks what it set fails."""
 
+import fcntl
 import gc
 import os
 import random
@@ -77,6 +78,22 @@ def pytest_configure(config: pytest.Config) -> None:
         config.add_cleanup(raise_sites.note_sites(file))
         os.environ["RAISE_SITES"] = str(file.absolute())  # for forking_python.py
         config.add_cleanup(lambda: os.environ.pop("RAISE_SITES"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Run a test that needs the cores for itself while no other worker runs a test."""
+    if not hasattr(item.config, "workerinput"):
+        return (yield)
+    folder = Path(shared_python()).parent
+    with (folder / "turn").open("w") as turn, (folder / "cores").open("w") as cores:
+        fcntl.flock(turn, fcntl.LOCK_EX)  # no other test starts while one waits for the cores
+        fcntl.flock(cores, fcntl.LOCK_EX if item.get_closest_marker("alone") else fcntl.LOCK_SH)
+        fcntl.flock(turn, fcntl.LOCK_UN)
+        try:
+            return (yield)
+        finally:
+            fcntl.flock(cores, fcntl.LOCK_UN)  # processes that the test forked have the file, too
 
 
 # Lightning and torch write these for their own use; they are not ours to restore.

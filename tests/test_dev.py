@@ -51,9 +51,8 @@ def test_an_environment_is_made_once_or_again_if_it_is_not_whole(dev, monkeypatc
     assert made == [False]
 
 
-@pytest.mark.parametrize("failing", [0, 1, 2, None])
-def test_a_part_that_fails_hides_no_other(dev, tmp_path, monkeypatch, failing):
-    """Each test is in one of the parts, and each part's status counts."""
+@pytest.mark.parametrize("failing", [0, 1, None])
+def test_a_part_that_fails_hides_no_other(dev, monkeypatch, failing):
     commands = []
 
     def execute(*words, **_):
@@ -64,17 +63,10 @@ def test_a_part_that_fails_hides_no_other(dev, tmp_path, monkeypatch, failing):
         monkeypatch.setattr(dev, name, lambda *_, **__: None)
     monkeypatch.setattr(dev, "execute", execute)
     dev.ENVIRONMENT.mkdir()
-    (tmp_path / "tests" / "folder").mkdir(parents=True)
-    alone = tmp_path / "tests" / "folder" / "test_race.py"
-    alone.write_text("pytestmark = pytest.mark.alone")
-    alone.with_name("test_other.py").write_text("pytestmark = pytest.mark.slow")
     with pytest.raises(SystemExit) as ended:
         dev.test([])
     assert ended.value.code == int(failing is not None)
-    first, second, _ = commands
-    marker, *files = second[second.index("-m", 3) + 1 :]
-    assert first[first.index("-m", 3) + 1] == f"not ({marker})"
-    assert files == [alone]
+    assert len(commands) == 2
 
 
 def test_the_oldest_lightning_is_the_lower_bound_of_the_metadata(dev):

@@ -41,6 +41,7 @@ import sys
 import tempfile
 import threading
 import warnings
+import weakref
 from contextlib import suppress
 from functools import cache
 from importlib.metadata import entry_points
@@ -162,10 +163,16 @@ def _serve(listener, modules):
 
 
 def _fill_caches():
-    """Find what each training would find, and none can change."""
+    """Find what each training would find, and leave out what none can see."""
+    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+
     from lightning_d9m.ledger.stack import _capture_packages
     from lightning_d9m.lightning.resume.run_state import list_stored
 
+    for finalizer in list(weakref.finalize._registry):
+        finalizer.atexit = False  # torch's change 10,000 pages at the end of each fork: 50 ms
+    # For each line of its log torchrun would look for the file of `runpy` in all modules: 40 ms.
+    dynamic_rendezvous.get_method_name = lambda: "unknown"
     _capture_packages()
     for package in ("lightning.pytorch", "pytorch_lightning"):
         if (module := sys.modules.get(package)) is not None:
