@@ -185,6 +185,17 @@ def test_grid_sample_where_no_integer_reaches(mode: int, padding: int) -> None:
     assert both[1][0, 0, 0, 0] == 0
 
 
+@pytest.mark.parametrize("padding", [0, 1, 2])
+def test_grid_sample_has_the_slopes_of_torch_at_the_first_and_the_last_pixel(padding: int) -> None:
+    places = torch.tensor([-1.0, 0.2, 1.0])
+    grid = torch.cartesian_prod(places, places)[None, None]
+    given = (torch.ones(1, 2, 1, 9), torch.randn(1, 2, 5, 6), grid, 0, padding, True)
+    backward = torch.ops.aten.grid_sampler_2d_backward
+    expected = backward(*given, [True, True])[1]
+    with patches_applied("CPU"):
+        torch.testing.assert_close(backward(*given, [True, True])[1], expected)
+
+
 @pytest.mark.parametrize("dims", [2, 3])
 @pytest.mark.parametrize("mask", [[True, True], [False, True]])
 @pytest.mark.parametrize("empty", ["batch", "channels", "outputs"])
