@@ -235,13 +235,12 @@ def test(arguments: list[str]) -> None:
     sites = ENVIRONMENT / "raise-sites"
     sites.write_text("")
     # In one argument: with two, pytest takes the file for a test folder before it knows the option.
-    pytest = (PYTHON, "-m", "pytest", f"--raise-sites={sites}")
+    noted = f"--raise-sites={sites}"
     say("tests and doctests, two at once")
     # One thread each: those of two processes would wait for each other in every small operation.
-    statuses = [execute(*pytest, *TWO_AT_ONCE, OMP_NUM_THREADS="1")]
+    tested = execute(PYTHON, "-m", "pytest", noted, *TWO_AT_ONCE, OMP_NUM_THREADS="1")
     # Silent unless there is an error of ours that no test has made.
-    statuses += [execute(PYTHON, "tests/raise_sites.py", sites)]
-    sys.exit(max(statuses))
+    sys.exit(max(tested, execute(PYTHON, "tests/raise_sites.py", sites)))
 
 
 def test_quickly() -> None:
