@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from lightning_d9m.compatibility import find_accelerator
-from lightning_d9m.state.parts import GENERATOR
+from lightning_d9m.state.parts import GENERATOR, check_positions
 from lightning_d9m.state.plain_data import decode_plain, encode_plain, pack_bytes, unpack_bytes
 from lightning_d9m.state.state import find_generators
 
@@ -236,6 +236,7 @@ def decode_rng(encoded: Mapping[str, Any]) -> RngState:
         if place is not None:
             devices[name][place] = own
     python, numpy = decode_plain(unpack_bytes(encoded["host"]))
+    check_positions(numpy)
     return {"python": python, "numpy": numpy, "torch": encoded["torch"], "devices": devices}
 
 
@@ -258,7 +259,8 @@ def _place_devices(
 ) -> Iterator[tuple[str, int, int | None, torch.Tensor]]:
     """Yield kind, number, present number and state of each device; None if it has no place."""
     for name, states in encoded["devices"].items():
-        count, here = getattr(torch, name).device_count(), _find_own_device(name)
+        kind = torch.device(name).type  # no other name is looked up
+        count, here = getattr(torch, kind).device_count(), _find_own_device(kind)
         before = encoded["own"][name]
         for number, own in enumerate(states):
             place = here if number == before else number

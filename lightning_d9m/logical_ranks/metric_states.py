@@ -148,7 +148,8 @@ class MetricStates:
             for rank in self._block:
                 if metric is not None and rank in by_rank:
                     state = decode_plain(unpack_bytes(by_rank[rank]), metric.device)
-                    self._states[id(metric), rank] = state
+                    own = _make_default(metric).keys()  # no other attribute is set
+                    self._states[id(metric), rank] = {name: state[name] for name in own}
 
     def _reset(self, metric: Any, reset: Callable[[], None]) -> None:
         if self._active() is None:

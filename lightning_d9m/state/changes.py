@@ -1,7 +1,7 @@
 """Values that objects did not hold at first, as plain data for a checkpoint."""
 
 import enum
-import operator
+import os
 import random
 import sys
 from collections import deque
@@ -17,9 +17,10 @@ import torch
 from torch import Tensor, nn
 from xxhash import xxh3_128, xxh3_128_digest
 
-from lightning_d9m.errors import SettingError
+from lightning_d9m.errors import RanksDisagreeError, SettingError
 from lightning_d9m.state.parts import (
     ARRAY,
+    CODE,
     DICT,
     GENERATOR,
     ITEMS,
@@ -49,6 +50,14 @@ _AT_FIRST = "'"
 _PLAIN = {*_SCALARS, list, tuple, dict, set, deque}
 _HOLDERS = (ITEMS, DICT, SET, LONG)
 _HELD = (*_HOLDERS, TENSOR, ARRAY, GENERATOR)
+_BIT_GENERATORS = {
+    kind.__name__: kind
+    for kind in (
+        *(np.random.MT19937, np.random.PCG64, np.random.PCG64DXSM, np.random.Philox),
+        np.random.SFC64,
+    )
+}
+_MALFORMED = (LookupError, TypeError, ValueError, RuntimeError, AttributeError, OverflowError)
 
 
 class Change(NamedTuple):
@@ -99,7 +108,7 @@ class Changes:
         # and those that are made again.
         self._shared: dict[int, Any] = {}
         self._made: dict[tuple[str, int], Any] = {}
-        self._path = ""
+        self._path, self._code = "", set[int]()
         self._most_bytes = most_bytes
         self._copies = copies
         self.filled: set[str] = set()
@@ -188,21 +197,46 @@ class Changes:
         Returns:
             The paths for which there is no object.
         """
-        missing = []
+        missing, entries = [], []
         self._made.clear()
-        entries = [(path, *decode_plain(data, device)) for path, data in captured.items()]
-        # First what objects hold, and then the objects that replace others.
-        for path, place, key, value in sorted(entries, key=lambda entry: bool(entry[2])):
+        for path, data in captured.items():
             try:
-                node = self._watch.paths[place]
-                made, own = MISSING if value is None else self._decode(value), find_kind(node.owner)
-                if key:
-                    node.set_part(key[0], made)
-                elif own is not None:
-                    own.write(node.owner, own.read(made))
-            except (LookupError, TypeError, ValueError, RuntimeError, AttributeError):
-                missing.append(path.removesuffix(_AT_FIRST))
-        return missing
+                place, key, form = decode_plain(data, device)
+                entries.append((path, self._watch.paths[place], [*key], form))
+            except (*_MALFORMED, RanksDisagreeError):
+                missing.append(path)
+        # First what objects hold, and then the objects that replace others.
+        for path, node, key, form in sorted(entries, key=lambda entry: bool(entry[2])):
+            try:
+                made = MISSING if form is None else self._decode(form)
+                self._write(node, key, made)
+            except _MALFORMED:
+                missing.append(path)
+        return [path.removesuffix(_AT_FIRST) for path in missing]
+
+    def _write(self, node: Node, key: list[Any], made: Any) -> None:
+        """Write data to where ``capture`` finds data, and code only to a holder of that code.
+
+        The checkpoint names the place and the value, and anybody may have written it.
+
+        Raises:
+            TypeError: If ``capture`` finds nothing there, or the value is of another type.
+        """
+        own = find_kind(node.owner)
+        code = {id(part) for part in _list_deep(made) if isinstance(part, CODE)}
+        # Such as `sys.path`, which a program may import.
+        interpreter = map(id, (*vars(sys).values(), *vars(os.environ).values()))
+        wrong = node.kind is _IGNORED or id(node.owner) in interpreter
+        wrong = wrong or bool(code - _list_identities(node, key))
+        if key and not wrong and isinstance(node.kind, Dict):
+            (name,) = key
+            if node.kind.takes(node.owner, name) and name not in self._hide(node.owner):
+                node.set_part(name, made)
+                return
+        elif not (key or wrong) and own in _HELD and _have_same_form(node.owner, made):
+            own.write(node.owner, own.read(made))
+            return
+        raise TypeError(node.path)
 
     def undo(self, before: Mapping[str, bytes], after: Mapping[str, bytes]) -> None:
         """Restore what differs between two captures, unless it has changed since.
@@ -251,7 +285,7 @@ class Changes:
         ``size`` is that of the changes that were encoded before.
         """
         value, most, form = change.value, self._most_bytes, None
-        self._path = change.path
+        self._path, self._code = change.path, _list_identities(change.node, change.key)
         with suppress(SettingError, TypeError, RecursionError):
             if value is not MISSING and (most is None or (size <= most and _fits(value, most))):
                 form = self._encode(value) if change.key else self._encode_new(value, whole=True)
@@ -284,6 +318,8 @@ class Changes:
             TypeError: If it has none.
         """
         known = self._watch.nodes.get(id(value))
+        if isinstance(value, CODE) and id(value) not in self._code:
+            raise TypeError(value)
         if known is not None and find_kind(value) is not OPAQUE:
             return ["known", known.path]
         if id(value) not in self._shared:
@@ -328,18 +364,50 @@ class Changes:
                 found = _make_generator(*kind)
                 GENERATOR.write(found, state)
             case "enum", (module, name), member:
-                found = operator.attrgetter(f"{name}.{member}")(sys.modules[module])
-            case "items", empty, parts:
+                found = _find_enum(module, name)[member]
+            case "items", empty, parts if type(empty) in (tuple, list, deque) and not empty:
                 found = empty + type(empty)(map(self._decode, parts))
             case "dict", entries:
                 found = {key: self._decode(part) for key, part in entries.items()}
+            case "value", found:
+                pass
             case _:
-                found = value[1]
+                raise ValueError(value)
         return found
 
 
 def _list_parts(container: Any) -> Collection[Any]:
     return [*container, *container.values()] if isinstance(container, dict) else container
+
+
+def _list_identities(node: Node, key: Collection[Any]) -> set[int]:
+    """Return the identities of what a list or dict held at first, if it is written as a whole."""
+    whole = isinstance(node.kind, Holder) and not key
+    return {*map(id, _list_parts(node.content))} if whole else set()
+
+
+def _list_deep(value: Any) -> list[Any]:
+    """Return a value and all parts of the builtin containers in it."""
+    found, seen = [value], set[int]()
+    for part in found:
+        if type(part) in _PLAIN - _SCALARS and id(part) not in seen:
+            seen.add(id(part))
+            found += _list_parts(part)
+    return found
+
+
+def _have_same_form(owner: Any, made: Any) -> bool:
+    """Return whether one object can take what the other holds, which may be of a base class."""
+    return made is not MISSING and isinstance(owner, type(made)) and find_kind(made) in _HELD
+
+
+def _find_enum(module: str, name: str) -> Any:
+    """Return the enum of a name, among all that there are: no name is looked up in a module."""
+    kinds = [enum.Enum]
+    for kind in kinds:
+        kinds += type.__subclasses__(kind)
+    (found,) = (own for own in kinds if (own.__module__, own.__qualname__) == (module, name))
+    return found
 
 
 def _digest_data(owner: Any) -> Any:
@@ -475,7 +543,7 @@ def _name_generator(generator: Any) -> list[str]:
 
 def _make_generator(kind: str, name: str) -> Any:
     if kind == "torch":
-        return torch.Generator(name)
+        return torch.Generator(torch.device(name))
     if kind == "numpy":
-        return np.random.Generator(getattr(np.random, name)())
+        return np.random.Generator(_BIT_GENERATORS[name]())
     return np.random.RandomState() if kind == "legacy" else random.Random()  # noqa: S311 - its state is set

@@ -5,6 +5,7 @@ function), a holder of other objects (attributes, a dict, a list), data (a tenso
 random generator), or opaque: an object of a library that does not say what its state is.
 """
 
+import builtins
 import enum
 import inspect
 import logging
@@ -20,7 +21,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, is_dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -44,6 +45,8 @@ _HOOKS = tuple(sorted(name for name in _HIDDEN if re.fullmatch("_(forward|backwa
 _HOOKS_OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 # Stands among a module's attributes for the code of all hooks of it and its parameters.
 _CODE_OF_HOOKS = "hooks()"
+# Positions in the memory of NumPy's generators, and their bounds.
+_POSITIONS = {"pos": 624, "buffer_pos": 4}
 QUESTIONS = ("qsize", "locked", "tell")
 """Methods that return the size of a queue, whether a lock is held, and a position in a file."""
 # A longer container holds data, which are compared and not entered; a set is opaque.
@@ -188,9 +191,12 @@ class Dict(Holder):
 
     Attributes:
         set_part: Sets one part; ``MISSING`` removes it.
+        takes: Returns whether ``read`` would return what is set under a key, and no code of the
+            class, the file or Python is hidden by it.
     """
 
     set_part: Callable[[Any, Any, Any], None] = _set_item
+    takes: Callable[[Any, Any], bool] = lambda _owner, _key: True
 
 
 def _read_items(owner: Any) -> Any:
@@ -254,6 +260,27 @@ def _set_attribute(owner: Any, key: Any, value: Any) -> None:
         object.__setattr__(owner, key, value)
 
 
+def _takes_attribute(owner: Any, key: Any) -> bool:
+    if isinstance(owner, nn.Module) and (key in _HIDDEN or key == _CODE_OF_HOOKS):
+        return False
+    if key in _read_attributes(owner) or key in _list_slots(owner.__class__):
+        return True
+    return _is_plain_name(key) and _is_free(inspect.getattr_static(type(owner), key, None))
+
+
+def _is_plain_name(key: Any) -> bool:
+    return isinstance(key, str) and not key.startswith("__")
+
+
+def _is_free(part: Any) -> bool:
+    """Return whether what a class, a file or Python has under a name is neither code nor hides any.
+
+    The value of a ``cached_property`` is an attribute of the object.
+    """
+    is_code = isinstance(part, types.FunctionType) or not _is_data(part)
+    return isinstance(part, cached_property) or not is_code
+
+
 def _sign_attributes(owner: Any) -> object:
     own = getattr(owner, "__dict__", None)
     if own is None or _list_slots(owner.__class__):
@@ -292,10 +319,12 @@ def _read_function(owner: Any) -> dict[str, Any]:
 def _set_variable(owner: Any, key: Any, value: Any) -> None:
     """Set an outer variable of a function, or a variable of a class or a file."""
     if not isinstance(owner, types.FunctionType):
+        # No property of a metaclass.
+        base = type if isinstance(owner, type) else types.ModuleType
         if value is MISSING:
-            delattr(owner, key)
+            base.__delattr__(owner, key)
         else:
-            setattr(owner, key, value)
+            base.__setattr__(owner, key, value)
     elif key in owner.__code__.co_freevars and value is not MISSING and owner.__closure__:
         owner.__closure__[owner.__code__.co_freevars.index(key)].cell_contents = value
 
@@ -307,6 +336,14 @@ def _read_variables(owner: Any) -> dict[str, Any]:
     """
     found = vars(owner).items()
     return {name: own for name, own in found if not name.startswith("__") and _is_data(own)}
+
+
+def _takes_variable(owner: Any, key: Any) -> bool:
+    if isinstance(owner, types.FunctionType):
+        return key in owner.__code__.co_freevars
+    hidden = (*owner.__mro__, type(owner)) if isinstance(owner, type) else (owner, builtins)
+    parts = [vars(each).get(key) for each in hidden]
+    return _is_plain_name(key) and all(map(_is_free, parts))
 
 
 def _sign_variables(owner: Any) -> object:
@@ -347,7 +384,20 @@ def _read_generator(owner: Any) -> Any:
     return owner.get_state(**words)
 
 
+def check_positions(content: Any) -> None:
+    """Check the state of a generator of NumPy, which reads memory at a position in it unchecked.
+
+    Raises:
+        ValueError: If it is out of bounds.
+    """
+    for name, most in _POSITIONS.items() if isinstance(content, dict) else ():
+        for held in (content, content.get("state")):
+            if isinstance(held, dict) and name in held and not 0 <= held[name] <= most:
+                raise ValueError(f"{name!r} of a generator is {held[name]}, and at most {most}.")
+
+
 def _write_generator(owner: Any, content: Any) -> None:
+    check_positions(content)
     if isinstance(owner, np.random.Generator):
         owner.bit_generator.state = content
     elif not isinstance(owner, random.Random):
@@ -410,7 +460,7 @@ def _list_saved(owner: Any, depth: int = 4) -> Iterator[Any]:
 
 _EMPTY = types.CellType()
 _HELD_BY_FUNCTIONS = ("__dict__", "__defaults__", "__kwdefaults__")
-_CODE = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType)
+CODE = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType)
 
 ITEMS = Holder(
     tuple, _write_items, sign=lambda own: tuple(map(id, own)), name=lambda _, place: f"[{place}]"
@@ -419,11 +469,11 @@ DICT = Dict(_read_items, _write_items, sign=_sign_dict, name=_name_key)
 # The parameters, buffers or modules of a module, which are named as attributes.
 TABLE = Dict(_read_items, _write_items, sign=_sign_dict)
 ATTRIBUTES, FUNCTION, VARIABLES = (
-    Dict(read, _write_parts(read, set_part), sign=sign, set_part=set_part)
-    for read, sign, set_part in (
-        (_read_attributes, _sign_attributes, _set_attribute),
-        (_read_function, lambda _: None, _set_variable),
-        (_read_variables, _sign_variables, _set_variable),
+    Dict(read, _write_parts(read, set_part), sign=sign, set_part=set_part, takes=takes)
+    for read, sign, set_part, takes in (
+        (_read_attributes, _sign_attributes, _set_attribute, _takes_attribute),
+        (_read_function, lambda _: None, _set_variable, _takes_variable),
+        (_read_variables, _sign_variables, _set_variable, _takes_variable),
     )
 )
 SET = Kind(frozenset, _write_items)
@@ -517,7 +567,7 @@ def _is_source_of_program(name: str) -> bool:
 def _is_data(value: object) -> bool:
     if isinstance(value, types.FunctionType):
         return find_kind(value) is FUNCTION
-    if isinstance(value, _CODE) or hasattr(value.__class__, "__get__"):
+    if isinstance(value, CODE) or hasattr(value.__class__, "__get__"):
         return False
     return find_kind(value) is not OPAQUE or not callable(value)
 

@@ -7,6 +7,7 @@ that JSON lacks is an object with one key, the name of the type.
 
 import io
 import json
+import re
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path, PurePath
@@ -19,6 +20,12 @@ from torch import Tensor
 from lightning_d9m.errors import RanksDisagreeError, SettingError
 
 _SIZE_BYTES = 8
+_DTYPES = {
+    str(own).removeprefix("torch."): own
+    for own in vars(torch).values()
+    if isinstance(own, torch.dtype)
+}
+_DTYPE_OF_ARRAY = re.compile(r"[<>|=][biufcSUVmM]\d+(\[\w+\])?")
 _JSON_TYPES = {type(None), bool, int, float, str}
 
 
@@ -48,7 +55,10 @@ def decode_plain(data: bytes, device: torch.device | None = None) -> Any:
     try:
         size = int.from_bytes(_read_exactly(contents, _SIZE_BYTES), "little")
         return _from_json(json.loads(_read_exactly(contents, size)), contents, device)
-    except (ValueError, TypeError, LookupError, AttributeError, RuntimeError) as error:
+    except (
+        *(ValueError, TypeError, LookupError, AttributeError, RuntimeError, OverflowError),
+        MemoryError,
+    ) as error:
         raise RanksDisagreeError(
             f"Another rank sent {len(data)} bytes that are not plain data (they begin with "
             f"{bytes(data[:16])!r}): every rank must run the same version of lightning_d9m.",
@@ -136,9 +146,7 @@ def _join_tensor(parts: list[Any]) -> Tensor:
         return torch.sparse_coo_tensor(
             indices, values, shape, check_invariants=True, is_coalesced=coalesced
         )
-    dtype = getattr(torch, parts[0])
-    if not isinstance(dtype, torch.dtype):
-        raise TypeError(parts[0])
+    dtype = _DTYPES[parts[0]]
     raw = bytearray(memoryview(parts[2]))
     flat = torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)
     return flat.reshape(parts[1])
@@ -154,6 +162,8 @@ def _split_array(array: np.ndarray | np.generic) -> list[Any]:
 
 
 def _join_array(parts: list[Any]) -> Any:
+    if not _DTYPE_OF_ARRAY.fullmatch(parts[0]):
+        raise ValueError(parts[0])
     return np.frombuffer(parts[2], np.dtype(parts[0])).copy().reshape(parts[1])
 
 

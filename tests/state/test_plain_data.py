@@ -1,7 +1,9 @@
 """Objects between ranks: plain data arrives unchanged, everything else is refused."""
 
+import json
 import pickle
 from collections import deque
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_d9m.errors import RanksDisagreeError, SettingError
-from lightning_d9m.state.plain_data import decode_plain, encode_plain
+from lightning_d9m.state.plain_data import _FORMATS, decode_plain, encode_plain
 
 DATA = [
     *(torch.tensor([[3, 0]]).to(kind) for kind in (torch.bfloat16, torch.float32, torch.bool)),
@@ -101,6 +103,11 @@ def sized(text):
                 b'{"tensor": ["float32", [5], 0]}',
                 b'{"tensor": ["float32", [1], 4]}',
                 b'{"bytes": 10000000000}',
+                b'{"bytes": -1}',
+                b'{"tensor": ["onnx", [0], {"bytes": 0}]}',
+                b'{"array": ["O", [1], {"bytes": 8}]}12345678',
+                b'{"array": ["i1,O", [1], {"bytes": 9}]}123456789',
+                b'{"array": ["<i8", [1%s], {"bytes": 8}]}12345678' % (b"0" * 30),
                 b"[" * 100_000,
             ],
         ),
@@ -110,3 +117,24 @@ def test_a_pickle_and_other_bytes_are_refused(data):
     with pytest.raises(RanksDisagreeError, match="bytes that are not plain data"):
         decode_plain(data)
     assert not Attack.executed
+
+
+JSON = st.recursive(
+    st.none()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=3)
+    | st.sampled_from([10**30, "<i8"]),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(st.sampled_from([*_FORMATS, "bytes", "model"]), inner, max_size=1)
+    ),
+    max_leaves=8,
+)
+
+
+@given(JSON, st.binary(max_size=40))
+def test_hostile_bytes_are_plain_data_or_refused(value, contents):
+    with suppress(RanksDisagreeError):
+        found = decode_plain(sized(json.dumps(value).encode()) + contents)
+        encode_plain(found)

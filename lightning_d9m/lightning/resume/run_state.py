@@ -479,7 +479,8 @@ def _restore_results(trainer: Trainer, results: Sequence[dict[str, Any]]) -> Non
             continue
         result = lightning_private.create_result(
             trainer,
-            saved["arguments"] | {"reduce_fx": saved["reduce_fx"]},
+            {name: saved["arguments"][name] for name in _ARGUMENTS}
+            | {"reduce_fx": saved["reduce_fx"]},
             **{name: saved[name] for name in ("is_tensor", "synced", "rank_zero_only")},
         )
         result.value = saved["value"] if saved["is_tensor"] else metrics[attribute]

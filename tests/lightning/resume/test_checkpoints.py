@@ -6,6 +6,7 @@ from functools import partial
 import lightning.pytorch as L
 import pytest
 import torch
+import trainings
 from ledger_runs import find_breaks
 from lightning.pytorch.callbacks import LearningRateFinder
 from resuming import Fits, agree, evidence, stream
@@ -14,9 +15,11 @@ from trainings import QUIET, make_exception_saver, make_loader, make_model
 from lightning_d9m import D9mError, DeterminismCallback
 from lightning_d9m.cli.main import main
 from lightning_d9m.errors import CheckpointError, DriftError, InexactResumeError
+from lightning_d9m.hashing.checkpoint_manifest import make_manifest
 from lightning_d9m.lightning import saved_state
 from lightning_d9m.lightning.saved_state import KEY, MANIFEST_KEY, check_checkpoint, find_state
 from lightning_d9m.ranks.ranks import Ranks
+from lightning_d9m.state.plain_data import encode_plain, pack_bytes
 
 
 def test_a_run_that_is_resumed_twice_counts_as_a_straight_one(fits, capsys):
@@ -50,6 +53,25 @@ def test_the_check_against_a_reference_goes_on(fits):
     with pytest.raises(DriftError, match=r"They last agreed in epoch 1") as caught:
         fits.resume(**words, model=lambda: make_model(on_train_epoch_start=disturb))
     assert caught.value.epoch == 2
+
+
+def test_a_checkpoint_that_names_code_is_refused(fits):
+    """It loads with ``weights_only=True``, and its manifest is right."""
+    fits.interrupt(at={"batch": 3})
+
+    @edit
+    def attack(content):
+        state = find_state(content)
+        form = ["trainings", ["print"], ["enum", ["subprocess", "os"], "system"]]
+        state["ranks"][0]["program"]["trainings.print"] = pack_bytes(encode_plain(form))
+        del state[MANIFEST_KEY]
+        state[MANIFEST_KEY] = make_manifest(content)
+
+    attack(fits.checkpoint)
+    assert main(["verify", str(fits.checkpoint)]) == 0
+    with pytest.raises(InexactResumeError, match=r"or that take others: trainings\.print"):
+        fits.resume()
+    assert not hasattr(trainings, "print")
 
 
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before")
