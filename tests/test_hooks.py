@@ -1,17 +1,16 @@
 """A private name of another library that has moved is an error that names it."""
 
 import ast
-import gc
+import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 import torch
-from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
 
 import lightning_d9m
-from lightning_d9m import DeterminismCallback, HookMissingError, deterministic, hooks
+from lightning_d9m import HookMissingError, deterministic, hooks
 from lightning_d9m.attribute_patches import AttributePatches
 from lightning_d9m.control import doctor
 
@@ -118,15 +117,20 @@ def test_every_private_name_of_another_library_is_in_the_table():
     assert {"_get_iterator", "_version", "_sync_dist", "_handle"} <= {name for _, name in used}
 
 
-def test_lightnings_launcher_is_restored_with_the_last_callback():
-    gc.collect()
-    original = _MultiProcessingLauncher.launch
-    callbacks = [DeterminismCallback(), DeterminismCallback()]
-    assert _MultiProcessingLauncher.launch is not original
-    while callbacks:
-        assert _MultiProcessingLauncher.launch is not original
-        callbacks.pop()
-    assert _MultiProcessingLauncher.launch is original
+LAUNCHER = """
+from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher as own
+original = own.launch
+from lightning_d9m import DeterminismCallback
+callbacks = [DeterminismCallback(), DeterminismCallback()]
+while callbacks:
+    assert own.launch is not original
+    callbacks.pop()
+assert own.launch is original
+"""
+
+
+def test_lightnings_launcher_is_restored_with_the_last_callback(forking_python):
+    subprocess.run([forking_python, "-c", LAUNCHER], check=True)
 
 
 def test_the_first_check_of_a_process_covers_what_is_loaded(monkeypatch):
