@@ -45,6 +45,7 @@ OLDEST_LIGHTNING_TESTS = (
     "tests/lightning/resume/test_gradients.py",
     "tests/lightning/resume/test_resume.py",
     "tests/lightning/resume/test_stateful_loaders.py",
+    "tests/test_hooks.py",
 )
 # The lower bounds of the stack in the metadata.
 OLDEST_STACK = ("torch==2.4.0", "numpy==1.26.0", f"lightning=={OLDEST_LIGHTNING}", "setuptools<81")

@@ -8,7 +8,7 @@ examples/digits.py twice with ``d9m repeat`` and two loader workers, ``resume`` 
 from a checkpoint within the second epoch and compares weights with an uninterrupted fit, ``tests``
 runs the tests of control and of the callback from this checkout against the wheel, each with a
 time limit of fifteen minutes: from Python 3.14 on, each loader worker imports torch.
-benchmarks/results/stacks.json and stacks.md keep the results; what does not run keeps the result
+benchmarks/results/stacks.json and its page keep the results; what does not run keeps the result
 that was there.
 """
 

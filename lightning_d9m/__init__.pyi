@@ -12,6 +12,7 @@ from .errors import CommandError as CommandError
 from .errors import D9mError as D9mError
 from .errors import DigestError as DigestError
 from .errors import DriftError as DriftError
+from .errors import HookMissingError as HookMissingError
 from .errors import InexactResumeError as InexactResumeError
 from .errors import LedgerError as LedgerError
 from .errors import NotBitExactError as NotBitExactError

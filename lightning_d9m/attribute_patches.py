@@ -4,7 +4,10 @@ import functools
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, suppress
+from types import ModuleType
 from typing import Any
+
+from lightning_d9m.hooks import Hook, raise_missing
 
 _MISSING = object()
 
@@ -21,9 +24,19 @@ class AttributePatches:
     def replace(self, owner: Any, name: str, value: Any) -> None:
         """Set an attribute. Repeated replacements keep the first original value.
 
+        A name that the owner lacks would be set and never called: the library has renamed it.
+
         Raises:
             AttributeError: If the owner does not allow it; then nothing changes.
+            HookMissingError: If the owner has no such attribute.
         """
+        if not hasattr(owner, name):
+            home = owner if isinstance(owner, type | ModuleType) else type(owner)
+            module, kind = (
+                getattr(home, "__module__", home.__name__),
+                getattr(home, "__qualname__", ""),
+            )
+            raise_missing(Hook(module, kind, name, "replace it", ""))
         original = _find_original(owner, name)
         # A DataLoader does not allow to set `dataset` and similar attributes after construction,
         # because its sampler may depend on them. Replacements here keep length and samples.

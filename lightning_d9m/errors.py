@@ -44,6 +44,20 @@ class TooLateError(D9mError, RuntimeError):
     """A switch was set too late to take effect."""
 
 
+class HookMissingError(D9mError, RuntimeError):
+    """A library lacks a private name that this package replaces or reads.
+
+    Attributes:
+        library: The package: ``"torch"``, ``"lightning"``, ...
+        version: Its version.
+        name: The name, with its module and class.
+    """
+
+    library: str
+    version: str
+    name: str
+
+
 class DigestError(D9mError, TypeError):
     """A value has no digest: its bytes are not defined or not reachable."""
 

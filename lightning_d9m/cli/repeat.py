@@ -5,9 +5,9 @@ docs/logical-ranks.md) all runs have the same bits.
 
 With ``--interrupt``, runs that are killed and resumed are compared with a straight run. The user's
 program is not changed: variables control the callback in it (see ``lightning.callback``) or
-the recorder of its loop (``loop.interruption``). The straight run reports the points at which it
-can be interrupted. For each chosen point, one run is killed there, and another resumes from its
-checkpoint.
+the recorder of its loop (``launch.interruption_points``). The straight run reports the points at
+which it can be interrupted. For each chosen point, one run is killed there, and another resumes
+from its checkpoint.
 """
 
 import argparse

@@ -4,7 +4,7 @@ It is collected while two ledgers are compared. Distances of weights are estimat
 in the ledgers: the squares of the differences of two sketches' numbers add up to an unbiased
 estimate of the squared Euclidean norm of the difference; the relative standard error of the norm is
 about ``sqrt(1 / (2 * SKETCH_BUCKETS))``, 25%. Equal digests are a distance of exactly zero. See
-``hashing.sketches``.
+``hashing.training_state``.
 """
 
 import math

@@ -4,6 +4,7 @@ import os
 import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Literal
 
 import torch
@@ -11,6 +12,7 @@ import torch
 from lightning_d9m.compatibility import OLDEST_TORCH, describe_missing_patches, parse_release
 from lightning_d9m.control.environment import DYNAMIC, VARIABLES, threads_vary
 from lightning_d9m.control.settings import describe_hash_seed_problem
+from lightning_d9m.hooks import describe_tested, find_missing, list_hooks
 
 _GLOO = "GLOO_SOCKET_IFNAME"
 Status = Literal["problem", "note", "ok"]
@@ -45,7 +47,15 @@ def find_problems() -> list[CheckResult]:
         check_variable(own.name, own.wanted, own.allows, own.effect, unset=unset)
         for own in VARIABLES
     ]
-    return [_check_torch(), _check_hash_seed(), *variables, *_check_host_name(), *_check_threads()]
+    hooks = _check_hooks()
+    return [
+        _check_torch(),
+        hooks,
+        _check_hash_seed(),
+        *variables,
+        *_check_host_name(),
+        *_check_threads(),
+    ]
 
 
 def judge(
@@ -88,6 +98,20 @@ def _check_torch() -> CheckResult:
         )
         fix = "torch.backends.cuda.enable_mem_efficient_sdp(False)"
     return judge(reason, "torch", status, found, reason, fix)
+
+
+def _check_hooks() -> CheckResult:
+    """Check the private names of all libraries that are installed."""
+    rows = [hook for hook in list_hooks() if find_spec(hook.library) is not None]
+    missing = [str(hook) for hook in find_missing(rows)]
+    return judge(
+        missing,
+        "private names",
+        "problem",
+        f"{', '.join(missing)}: not found" if missing else f"all {len(rows)} found",
+        "lightning_d9m replaces or reads them, and a library has renamed them.",
+        f"Install releases that were tested: {describe_tested()}.",
+    )
 
 
 def _check_hash_seed() -> CheckResult:

@@ -26,6 +26,7 @@ from lightning_d9m.control.environment import (
 from lightning_d9m.control.seeding import rng_restored, seed_all
 from lightning_d9m.control.settings import Settings
 from lightning_d9m.errors import SettingError
+from lightning_d9m.hooks import check_hooks
 from lightning_d9m.patches.registration import patches_applied
 
 if TYPE_CHECKING:
@@ -70,6 +71,7 @@ class Session:
                 "deterministic. Unset it unless you measure the cost of determinism.",
                 stacklevel=2,
             )
+        check_hooks()
         with _lock, ExitStack() as stack:
             _refuse_other_threads()
             variables = EarlyVariables()

@@ -8,7 +8,7 @@ the difference of the sketches, and the sum of its squares is an unbiased estima
 Euclidean norm. Each element goes into one bucket: the count sketch (Charikar, Chen, Farach-Colton
 2002), whose estimate of the norm has the error of that of Alon, Matias and Szegedy (1996) with one
 pass instead of one for each bucket. Projections that keep distances: Johnson and Lindenstrauss
-1984; with random signs: Achlioptas 2003. ``comparison.weight_distance`` has the estimate.
+1984; with random signs: Achlioptas 2003. ``comparison.timeline`` has the estimate.
 
 Nothing here draws from a generator of the process: the signs come from SHAKE-256.
 """

@@ -12,11 +12,13 @@ from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
+from weakref import WeakSet, finalize
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_d9m.attribute_patches import AttributePatches
 from lightning_d9m.control.environment import EarlyVariables, control_is_on
 from lightning_d9m.control.session import (
     InheritedSession,
@@ -157,6 +159,7 @@ class DeterminismCallback(_Callback):  # type: ignore[misc] # of the package tha
     ) -> None:
         arguments = dict(locals())
         _serve_packages()
+        _serve_launches(self)
         super().__init__()
         validate_choice("on_inexact_resume", on_inexact_resume, ("raise", "warn"))
         read_path("ledger_dir", ledger_dir)  # a URL passes, too
@@ -172,6 +175,10 @@ class DeterminismCallback(_Callback):  # type: ignore[misc] # of the package tha
         # The launcher and NCCL start before `setup` is called and read these variables then.
         self.early_variables = EarlyVariables()
         self.early_variables.set()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        _serve_launches(self)
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy (in a spawned process, or of the list of callbacks) has no open session. Lightning
@@ -403,8 +410,25 @@ def _serve_packages() -> None:
     """Serve the packages that are loaded, also one that was imported after this module."""
     for package in import_packages():
         register_strategies(package)
-        wrap_launches(package, _launch)
     extend_base(DeterminismCallback, "callbacks.Callback")
+
+
+_launches = AttributePatches()
+_alive: WeakSet[DeterminismCallback] = WeakSet()
+
+
+def _serve_launches(callback: DeterminismCallback) -> None:
+    """Wrap the launchers of the packages as long as a callback is alive."""
+    _alive.add(callback)
+    for package in import_packages():
+        wrap_launches(package, _launch, _launches)
+    finalize(callback, _restore_launches)
+
+
+def _restore_launches() -> None:
+    # Iterating skips a callback that is being freed; the length of the set still counts it.
+    if not [*_alive]:
+        _launches.undo()
 
 
 _serve_packages()

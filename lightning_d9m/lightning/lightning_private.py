@@ -14,7 +14,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
-from lightning_d9m.attribute_patches import replace_method
+from lightning_d9m.attribute_patches import AttributePatches, replace_method
 from lightning_d9m.lightning.trainer_attributes import Trainer
 
 # The method of a fit loop that loads the states of the training loaders from a checkpoint. No hook
@@ -85,7 +85,7 @@ def wrap_resume_start(
     replace_method(stack, connector, "resume_start", resume_start)
 
 
-def wrap_launches(package: str, around: Callable[..., Any]) -> None:
+def wrap_launches(package: str, around: Callable[..., Any], patches: AttributePatches) -> None:
     """Call a function instead of each launch that forks or spawns processes.
 
     Lightning calls no hook of a callback in the process that starts the others. A second call for a
@@ -95,6 +95,7 @@ def wrap_launches(package: str, around: Callable[..., Any]) -> None:
         package: The Lightning package.
         around: Called with the Trainer, the method of it that the processes call, and a function
             that starts processes that call its argument instead.
+        patches: Restores the launcher.
     """
     launcher = import_module(f"{package}.strategies.launchers")._MultiProcessingLauncher
     original = launcher.launch
@@ -108,7 +109,7 @@ def wrap_launches(package: str, around: Callable[..., Any]) -> None:
 
         return start(function) if trainer is None else around(trainer, function, start)
 
-    launcher.launch = launch
+    patches.replace(launcher, "launch", launch)
 
 
 def has_loaders(loop: Any) -> bool:
