@@ -115,6 +115,9 @@ class DeterminismCallback(_Callback):  # type: ignore[misc] # of the package tha
             recorded because they always differ, such as measured times.
         on_inexact_resume: What to do if a fit resumes from a checkpoint and cannot end at the same
             bits as an uninterrupted run: ``"raise"``, or ``"warn"``, which records the break.
+        accepted_unknown: Paths of objects that nothing can read, such as an open database, and that
+            the training does not depend on; patterns, too. A fit that resumes is else refused if
+            it cannot be compared with the steps after the checkpoint.
         probes: Kinds of values whose digests are recorded in every batch, such as ``"weight"``,
             ``"loss"`` or ``"output"``; ``"all"`` for all of them.
         probe_modules: Patterns of the names of modules that are probed.
@@ -150,6 +153,7 @@ class DeterminismCallback(_Callback):  # type: ignore[misc] # of the package tha
         portable: bool | None = None,
         ignored_metrics: Sequence[str] = (),
         on_inexact_resume: Literal["raise", "warn"] = "raise",
+        accepted_unknown: str | Sequence[str] = (),
         probes: str | Sequence[str] = (),
         probe_modules: str | Sequence[str] = "*",
         probe_steps: str | None = None,
@@ -169,7 +173,8 @@ class DeterminismCallback(_Callback):  # type: ignore[misc] # of the package tha
         ignored = [ignored_metrics] if isinstance(ignored_metrics, str) else ignored_metrics
         self._recorder = TrainerRecorder(options, ledger_dir, ignored, spare_cwd=self._auto_added)
         self._shows_summary = summary
-        self._checkpoint_state = CheckpointState(on_inexact_resume)
+        accepted = [accepted_unknown] if isinstance(accepted_unknown, str) else accepted_unknown
+        self._checkpoint_state = CheckpointState(on_inexact_resume, accepted)
         self._session: TrainerSession | None = None
         self._liveness: RankLiveness | None = None
         # The launcher and NCCL start before `setup` is called and read these variables then.

@@ -33,7 +33,7 @@ KEY = "lightning_d9m"
 CALLBACKS = "callbacks"
 """Lightning's key of the callbacks' states in a checkpoint."""
 
-FORMAT = 4
+FORMAT = 5
 
 MANIFEST_KEY = "manifest"
 """The key within the state that is added last, when the checkpoint is written."""
@@ -122,6 +122,7 @@ class SavedRank(_Stored, frozen=True):
         validation_reload_epoch: The epoch in which the validation loaders were last loaded.
         samplers: The states of the user's samplers and datasets, by number of the loader.
         inexact: Reasons why this rank cannot be resumed exactly.
+        unknown: The paths of objects that nothing can read: they may have changed.
         ledger: The folder of the ledger, and the check of this rank's last record; None if none
             was open.
         pending: What waits for the next record: the last loss, as ``float.hex()``, and evaluations.
@@ -140,13 +141,14 @@ class SavedRank(_Stored, frozen=True):
     validation_reload_epoch: int | None
     samplers: dict[str, Any]
     inexact: list[str]
+    unknown: list[str]
     ledger: dict[str, str] | None
     pending: dict[str, Any]
     logged: list[dict[str, Any]]
     metric_states: dict[str, dict[int, Any]]
 
 
-EMPTY_RANK = SavedRank(None, {}, {}, [], {}, [], {}, None, None, {}, [], None, {}, [], {})
+EMPTY_RANK = SavedRank(None, {}, {}, [], {}, [], {}, None, None, {}, [], [], None, {}, [], {})
 """The state of a rank that a checkpoint lacks."""
 
 

@@ -25,7 +25,6 @@ from lightning_d9m.state.parts import (
     Dict,
     Kind,
     are_same,
-    name_namespaces,
 )
 from lightning_d9m.state.plain_data import encode_plain
 from lightning_d9m.state.state import VERSIONED, Node, Watch, digest_value
@@ -146,8 +145,10 @@ class Sandbox:
         self._missing |= not thorough
         if self._watch is None or compares is not self._compares:
             self._compares = compares
-            owners = {"": self._module} | name_namespaces(self._module.modules())
-            self._watch = Watch(owners, leave_out=self._leave_out, choose=self._choose_kind)
+            owners = {"": self._module}
+            self._watch = Watch(
+                owners, leave_out=self._leave_out, choose=self._choose_kind, namespaces=True
+            )
         else:
             self._watch.refresh(self._find_changed())
 

@@ -14,7 +14,7 @@ import torch
 from torch import distributed
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
-from lightning_d9m.control.data.data_state import list_unsaved
+from lightning_d9m.control.data.data_state import list_unknown, list_unsaved
 from lightning_d9m.control.data.loaders import LoaderControl, find_control
 from lightning_d9m.control.seeding import (
     capture_rng,
@@ -52,6 +52,7 @@ from lightning_d9m.recording.run import (
     describe_training,
     share_new_folder,
 )
+from lightning_d9m.state.changes import describe_unsaved
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
@@ -553,7 +554,9 @@ class Recorder:
         wrapped = self._training.wrapped or self._training.model
         sharding = find_hybrid_sharding(wrapped.modules())
         problems = [*filter(None, [sharding]), *find_lost_devices(saved["rng"])]
-        if problems := problems + list_unsaved(saved["samplers"]):
+        problems += list_unsaved(saved["samplers"])
+        problems += describe_unsaved(list_unknown(saved["samplers"]))
+        if problems:
             text = f"This loop would not resume exactly: {' '.join(problems)}"
             raise InexactResumeError(text, reasons=problems)
         self._loaders.release()

@@ -8,18 +8,22 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
-from pickle import Pickler, PicklingError
-from types import SimpleNamespace
-from typing import IO, Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, nn
-from xxhash import xxh3_128, xxh3_128_digest
+from torch import nn
 
 from lightning_d9m.errors import RanksDisagreeError, SettingError
+from lightning_d9m.state.object_digest import (
+    digest_data,
+    digest_saved,
+    digest_together,
+    list_items,
+)
 from lightning_d9m.state.parts import (
     ARRAY,
+    ATTRIBUTES,
     CODE,
     DICT,
     GENERATOR,
@@ -32,15 +36,16 @@ from lightning_d9m.state.parts import (
     Dict,
     Holder,
     Kind,
+    Unreadable,
     are_same,
     find_kind,
-    read_memory,
+    is_address,
+    list_fields,
+    make_record,
 )
 from lightning_d9m.state.plain_data import decode_plain, encode_plain
-from lightning_d9m.state.state import VERSIONED, LeaveOut, Node, Watch
+from lightning_d9m.state.state import LeaveOut, Node, Watch
 
-# Of larger data only the version and the place in memory are compared.
-_MOST_BYTES = 2**24
 # Objects in a longer container are compared together, without a node for each.
 _MOST_ITEMS = 1000
 _KEYS = (str, int, float, bytes, tuple, type(None))
@@ -87,10 +92,16 @@ class Changes:
         hide: Returns the attributes of an object that are not looked at.
         copies: Keep copies of what changes, so that ``undo`` can restore it.
         most_bytes: Most bytes that ``capture`` encodes, about.
+        namespaces: See ``walk``.
+        expects: ``capture`` keeps the digest of what has changed and has no plain form, so that
+            ``restore`` can tell whether the program has restored it itself.
 
     Attributes:
         filled: The paths of what the last ``capture`` could not encode, and that was put in empty
             places.
+        unknown: The paths of what the last ``capture`` could not read.
+        expected: The paths of what the last ``capture`` took a digest of.
+        unlike: The paths of what the last ``restore`` found to be other than it was.
     """
 
     def __init__(
@@ -101,6 +112,8 @@ class Changes:
         hide: Callable[[object], Collection[str]] = lambda _: (),
         copies: bool = False,
         most_bytes: int | None = None,
+        namespaces: bool = False,
+        expects: bool = False,
     ) -> None:
         self._ignored: set[int] = set()
         self._hide = hide
@@ -111,8 +124,12 @@ class Changes:
         self._path, self._code = "", set[int]()
         self._most_bytes = most_bytes
         self._copies = copies
+        self._expects = expects
         self.filled: set[str] = set()
-        together = Kind(partial(_digest_together, leave_out=leave_out), compare=are_same)
+        self.unknown: list[str] = []
+        self.expected: list[str] = []
+        self.unlike: list[str] = []
+        together = Kind(partial(digest_together, leave_out=leave_out), compare=are_same)
 
         def ignore(path: str, value: object) -> bool:
             found = leave_out(path, value)
@@ -123,12 +140,16 @@ class Changes:
         def choose(_path: str, value: Any, kind: Kind) -> Kind:
             if id(value) in self._ignored:
                 return _IGNORED
-            if not copies and kind in (OPAQUE, LONG) and _is_long(value):
+            if (
+                not copies
+                and kind in (OPAQUE, LONG)
+                and (_is_long(value) or isinstance(value, set))
+            ):
                 return together
             return _DIGESTED if kind in (TENSOR, ARRAY) and not copies else kind
 
         self._leave_out = ignore
-        self._watch = Watch(owners, leave_out=ignore, choose=choose)
+        self._watch = Watch(owners, leave_out=ignore, choose=choose, namespaces=namespaces)
 
     def settle(self) -> None:
         """Take objects that were made or replaced since as held at first, but no plain values."""
@@ -157,12 +178,14 @@ class Changes:
     def capture(self) -> tuple[dict[str, bytes], list[str]]:
         """Return what has changed, encoded, by path; and the paths of what cannot be encoded.
 
-        Generators count as changed, as they may have been seeded otherwise at first.
+        What cannot be read is in neither. Generators count as changed, as they may have been seeded
+        otherwise at first.
         """
         changes = list(self._find_all())
         found: dict[str, bytes] = {}
-        unknown: list[str] = []
+        unsaved: list[str] = []
         self.filled.clear()
+        self.unknown, self.expected = [], []
         if not self._copies:  # which are restored one by one
             self._find_shared(changes)
         size = 0
@@ -170,13 +193,21 @@ class Changes:
             name = change.path.removesuffix(_AT_FIRST)
             if _is_filled(change):
                 self.filled.add(name)
-            if (data := self._encode_change(change, size)) is None:
-                unknown.append(name)
+            if _is_unreadable(change):
+                self.unknown.append(name)
+            elif (data := self._encode_change(change, size)) is None:
+                digest = digest_saved(change.value) if self._expects else None
+                if digest is None or not all(map(self._is_key, change.key)):
+                    unsaved.append(name)
+                else:
+                    self.expected.append(name)
+                    form = [change.node.path, list(change.key), ["digest", digest]]
+                    found[change.path] = encode_plain(form)
             else:
                 found[change.path] = data
                 size += len(data)
         self._shared.clear()
-        return found, unknown
+        return found, unsaved
 
     def find_first(self) -> str | None:
         """Return the path of the first change; None without one.
@@ -186,6 +217,7 @@ class Changes:
         """
         for change in self._find_all():
             is_removed = change.value is MISSING and isinstance(change.node.owner, dict)
+            is_removed |= _is_unreadable(change) and not hasattr(change.value, "__next__")
             if not is_removed and not _is_filled(change):
                 return change.path.removesuffix(_AT_FIRST)
             self._watch.set_content(change.node, change.node.kind.read(change.node.owner))
@@ -197,17 +229,24 @@ class Changes:
         Returns:
             The paths for which there is no object.
         """
-        missing, entries = [], []
+        missing, entries = list[str](), []
         self._made.clear()
+        self.unlike = []
         for path, data in captured.items():
             try:
                 place, key, form = decode_plain(data, device)
                 entries.append((path, self._watch.paths[place], [*key], form))
             except (*_MALFORMED, RanksDisagreeError):
                 missing.append(path)
-        # First what objects hold, and then the objects that replace others.
-        for path, node, key, form in sorted(entries, key=lambda entry: bool(entry[2])):
+        # First what objects hold, then the objects that replace others, and then what is compared.
+        order = sorted(entries, key=lambda entry: (_is_digest(entry[3]), bool(entry[2])))
+        for path, node, key, form in order:
             try:
+                if _is_digest(form):
+                    kind: Any = node.kind
+                    now = kind.read(node.owner)[key[0]] if key else node.owner
+                    self.unlike += [] if digest_saved(now) == form[1] else [path]
+                    continue
                 made = MISSING if form is None else self._decode(form)
                 self._write(node, key, made)
             except _MALFORMED:
@@ -289,9 +328,21 @@ class Changes:
         with suppress(SettingError, TypeError, RecursionError):
             if value is not MISSING and (most is None or (size <= most and _fits(value, most))):
                 form = self._encode(value) if change.key else self._encode_new(value, whole=True)
-            if (form or value is MISSING) and all(isinstance(key, _KEYS) for key in change.key):
+            if (form or value is MISSING) and all(map(self._is_key, change.key)):
                 return encode_plain([change.node.path, list(change.key), form])
         return None
+
+    def _is_key(self, key: Any) -> bool:
+        """Return whether a dict of another process has this key, and not an address."""
+        return isinstance(key, _KEYS) and not (is_address(key) and key in self._watch.nodes)
+
+    def _is_record(self, value: Any) -> bool:
+        """Return whether an object is a named tuple or a dataclass with just its fields."""
+        kind = type(value)
+        if id(kind) not in self._watch.nodes or (names := list_fields(kind)) is None:
+            return False
+        held = getattr(value, "__dict__", {}).keys() <= {*names}
+        return held and all(hasattr(value, name) for name in names)
 
     def _find_shared(self, changes: Iterable[Change]) -> None:
         """Number the new objects that several places hold."""
@@ -305,10 +356,10 @@ class Changes:
             kind = find_kind(value)
             if id(value) in seen:
                 self._shared.setdefault(id(value), len(self._shared))
-            elif kind in _HELD and id(value) not in self._watch.nodes:
+            elif id(value) not in self._watch.nodes and (kind in _HELD or self._is_record(value)):
                 if not isinstance(value, tuple):
                     seen.add(id(value))
-                if kind in _HOLDERS:
+                if kind in (*_HOLDERS, ATTRIBUTES):
                     pending += [part for part in _list_parts(value) if type(part) not in _SCALARS]
 
     def _encode(self, value: Any) -> list[Any]:
@@ -336,6 +387,10 @@ class Changes:
             return ["generator", _name_generator(value), kind.read(value)]
         if isinstance(value, enum.Enum):
             return ["enum", [type(value).__module__, type(value).__qualname__], value.name]
+        if self._is_record(value):
+            names = list_fields(type(value)) or ()
+            forms = [self._encode(getattr(value, name)) for name in names]
+            return ["record", self._watch.nodes[id(type(value))].path, forms]
         plain = type(value) in _PLAIN or kind in (TENSOR, ARRAY) or isinstance(value, np.generic)
         if kind is OPAQUE or not (whole or (plain and not isinstance(value, nn.Parameter))):
             raise TypeError(value)
@@ -348,11 +403,11 @@ class Changes:
             if isinstance(value, deque):
                 empty = deque(maxlen=value.maxlen)
             return ["items", empty, forms]
-        if kind is not DICT or not all(isinstance(key, _KEYS) for key in value):
+        if kind is not DICT or not all(map(self._is_key, value)):
             raise TypeError(value)
         return ["dict", dict(zip(value, forms[len(value) :], strict=True))]
 
-    def _decode(self, value: list[Any]) -> Any:
+    def _decode(self, value: list[Any]) -> Any:  # noqa: C901 - one case for each form
         match value:
             case "known", path:
                 return self._watch.paths[path].owner
@@ -367,6 +422,13 @@ class Changes:
                 found = _find_enum(module, name)[member]
             case "items", empty, parts if type(empty) in (tuple, list, deque) and not empty:
                 found = empty + type(empty)(map(self._decode, parts))
+            case "record", path, parts:
+                kind, values = self._watch.paths[path].owner, [*map(self._decode, parts)]
+                if not isinstance(kind, type) or len(list_fields(kind) or ()) != len(values):
+                    raise TypeError(path)
+                if any(isinstance(part, CODE) for part in _list_deep(values)):
+                    raise TypeError(value)
+                found = make_record(kind, values)
             case "dict", entries:
                 found = {key: self._decode(part) for key, part in entries.items()}
             case "value", found:
@@ -376,8 +438,14 @@ class Changes:
         return found
 
 
+def _is_digest(form: Any) -> bool:
+    return isinstance(form, list) and form[:1] == ["digest"]
+
+
 def _list_parts(container: Any) -> Collection[Any]:
-    return [*container, *container.values()] if isinstance(container, dict) else container
+    if isinstance(container, list | tuple | dict | set | frozenset | deque):
+        return list_items(container)
+    return [getattr(container, name) for name in list_fields(type(container)) or ()]
 
 
 def _list_identities(node: Node, key: Collection[Any]) -> set[int]:
@@ -410,77 +478,8 @@ def _find_enum(module: str, name: str) -> Any:
     return found
 
 
-def _digest_data(owner: Any) -> Any:
-    with suppress(RuntimeError, ValueError, TypeError):
-        parts = read_memory(owner)
-        if sum(part.nbytes for part in parts) <= _MOST_BYTES:
-            return str(owner.dtype), tuple(owner.shape), *map(_digest_memory, parts)
-    with suppress(RuntimeError):  # without memory
-        if isinstance(owner, Tensor):
-            return VERSIONED.read(owner)
-        return tuple(owner.flat) if owner.dtype.hasobject else owner.ctypes.data
-    return None
-
-
-def _digest_memory(part: Any) -> bytes:
-    """Return the digest of the elements of a dense tensor or an array."""
-    if isinstance(part, Tensor):
-        part = part.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    elif part.dtype.hasobject:
-        raise TypeError(part.dtype)
-    return xxh3_128_digest(np.ascontiguousarray(part).reshape(-1).view(np.uint8).data)
-
-
-def _digest_together(owner: Any, leave_out: LeaveOut) -> tuple[Any, ...]:
-    """Return the digest of what a long container holds, the objects that count as such, and items.
-
-    Its objects have no nodes.
-    """
-    digest = _Digest(leave_out)
-    try:
-        digest.dump(owner)
-    except (RuntimeError, TypeError, ValueError, ReferenceError, PicklingError):
-        # Too deep, freed, or without memory or pickled form: it may change unseen.
-        return object(), *_list_parts(owner)
-    return digest.hash.digest(), *digest.identities, *_list_parts(owner)
-
-
-class _Digest(Pickler):
-    """Hashes what objects hold by pickle's walk through them, which is written in C."""
-
-    def __init__(self, leave_out: LeaveOut) -> None:
-        self.hash = xxh3_128()
-        self.identities: list[Any] = []
-        self._leave_out = leave_out
-        super().__init__(cast("IO[bytes]", SimpleNamespace(write=self.hash.update)), 5)
-
-    def reducer_override(self, value: Any) -> Any:
-        """Return what counts of an object, but of numbers and builtin containers."""
-        if value is tuple:  # which this method returns
-            return NotImplemented
-        kind: Any = find_kind(value)
-        held: tuple[Any, ...] = ()
-        if kind in (TENSOR, ARRAY):
-            held = (_DIGESTED.read(value),)
-        elif kind is GENERATOR:
-            held = (encode_plain(kind.read(value)),)
-        elif isinstance(kind, Holder) and not self._leave_out("", value):
-            held = (kind.read(value), *_list_own_attributes(value, kind))
-        else:
-            self.identities.append(value)
-            if kind in (OPAQUE, SET):
-                self.identities += kind.read(value)
-                held = _list_own_attributes(value, kind)
-        return tuple, (type(value).__qualname__, held)
-
-
-def _list_own_attributes(value: Any, kind: Kind) -> tuple[Any, ...]:
-    """Return the attributes of a container of a subclass, as ``walk`` yields them."""
-    return (vars(value),) if kind in (ITEMS, DICT, SET) and hasattr(value, "__dict__") else ()
-
-
 # Data of which a digest is kept, so that they cannot be put back; and what is left out.
-_DIGESTED = Kind(_digest_data)
+_DIGESTED = Kind(digest_data)
 _IGNORED = Kind(lambda _: None, compare=lambda _now, _content: True)
 
 
@@ -502,6 +501,17 @@ def _is_long(value: Any) -> bool:
     return any(
         find_kind(part) is not None for part in {type(part): part for part in parts}.values()
     )
+
+
+def _is_unreadable(change: Change) -> bool:
+    """Return whether nothing tells if an object has changed.
+
+    That is also so of an iterator that the fit has made: it may be made again before it is used.
+    """
+    value = change.value
+    if find_kind(value) is not OPAQUE or (change.key and hasattr(type(value), "__next__")):
+        return find_kind(value) is OPAQUE or isinstance(value, Unreadable)
+    return any(isinstance(own, Unreadable) for own in OPAQUE.read(value))
 
 
 def _is_filled(change: Change) -> bool:

@@ -8,6 +8,7 @@ random generator), or opaque: an object of a library that does not say what its 
 import builtins
 import enum
 import inspect
+import io
 import logging
 import operator
 import random
@@ -17,17 +18,21 @@ import sys
 import sysconfig
 import types
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import ChainMap, UserDict, UserList, deque
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, is_dataclass
-from functools import cached_property, lru_cache
+from contextvars import ContextVar
+from dataclasses import dataclass, fields, is_dataclass
+from functools import cached_property, lru_cache, partial
 from pathlib import Path, PurePath
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+
+from lightning_d9m.errors import SettingError
+from lightning_d9m.state.plain_data import encode_plain
 
 _VALUES = (
     *(type(None), bool, int, float, complex, str, bytes, range, slice, type(...), enum.Enum),
@@ -45,14 +50,18 @@ _HOOKS = tuple(sorted(name for name in _HIDDEN if re.fullmatch("_(forward|backwa
 _HOOKS_OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 # Stands among a module's attributes for the code of all hooks of it and its parameters.
 _CODE_OF_HOOKS = "hooks()"
+_LEAST_ADDRESS = 2**32
+_WORD = struct.calcsize("P")
 # Positions in the memory of NumPy's generators, and their bounds.
 _POSITIONS = {"pos": 624, "buffer_pos": 4}
-QUESTIONS = ("qsize", "locked", "tell")
+QUESTIONS = ("qsize", "locked", "_is_owned", "tell")
 """Methods that return the size of a queue, whether a lock is held, and a position in a file."""
 # A longer container holds data, which are compared and not entered; a set is opaque.
 _MOST_ITEMS = 100_000
 # Of what pickle would save of an object.
-_MOST_SAVED_BYTES, _MOST_SAVED_ITEMS = 2**20, 1000
+_MOST_SAVED_BYTES, _MOST_SAVED_ITEMS = 2**24, 1000
+# Names what memory of an object holds that is not an attribute.
+_MEMORY = "memory()"
 # Wherever they are installed: what their objects keep is theirs, except where it is known.
 _LIBRARIES = ("torch", "torchmetrics", "lightning", "pytorch_lightning", "lightning_d9m")
 _LIGHTNING = ("lightning", "pytorch_lightning", "lightning_fabric", "lightning_d9m")
@@ -60,7 +69,10 @@ _PATHS = sysconfig.get_paths()
 _LIBRARY_FOLDERS = tuple(_PATHS[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 _PACKAGES = {"site-packages", "dist-packages"}
 _SIZED = (list, dict, set, deque, tuple)
-_STATEFUL = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, types.SimpleNamespace)
+_STATEFUL = (
+    *(torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, types.SimpleNamespace),
+    *(UserDict, UserList, ChainMap),
+)
 
 
 SPARSE: dict[torch.layout, Callable[[Tensor], tuple[Tensor, ...]]] = {
@@ -216,6 +228,31 @@ def _write_items(owner: Any, content: Any) -> None:
             owner[key] = part  # not update(), by which a Counter counts
 
 
+def list_fields(kind: Any) -> tuple[str, ...] | None:
+    """Return the names of the fields of a named tuple or a dataclass of the program, else None.
+
+    One that is called, or that does something when it is freed, is not data.
+    """
+    named = issubclass(kind, tuple) and isinstance(getattr(kind, "_fields", None), tuple)
+    if has_memory(kind) != named or not (named or is_dataclass(kind)):
+        return None
+    names = kind._fields if named else [field.name for field in fields(kind)]
+    static = [inspect.getattr_static(kind, name, None) for name in names]
+    sets = [hasattr(own, "__set__") and not inspect.ismemberdescriptor(own) for own in static]
+    acts = any({"__call__", "__del__"} & vars(base).keys() for base in kind.__mro__)
+    return None if acts or (any(sets) and not named) else tuple(names)
+
+
+def make_record(kind: Any, values: list[Any]) -> Any:
+    """Return a named tuple or a dataclass with these values, without a call of its code."""
+    if issubclass(kind, tuple):
+        return tuple.__new__(kind, values)
+    made = object.__new__(kind)
+    for name, value in zip(list_fields(kind) or (), values, strict=True):
+        object.__setattr__(made, name, value)
+    return made
+
+
 def _write_parts(
     read: Callable[[Any], Any], set_part: Callable[[Any, Any, Any], None]
 ) -> Callable[[Any, Any], None]:
@@ -234,15 +271,25 @@ def _sign_dict(owner: Any) -> object:
 
 
 def _name_key(key: Any, place: int) -> str:
-    plain = isinstance(key, str | int | float | bytes | enum.Enum | None)
+    if isinstance(key, enum.Enum):
+        return f"[{type(key).__name__}.{key.name}]"
+    # A larger number may be an address, which differs from run to run.
+    plain = isinstance(key, str | int | float | bytes | None) and not is_address(key)
     return f"[{key!r}]" if plain else f"[{type(key).__name__} {place}]"
+
+
+def is_address(key: Any) -> bool:
+    """Return whether a key of a dict may be the ``id()`` of an object."""
+    return isinstance(key, int) and key >= _LEAST_ADDRESS
 
 
 def _read_attributes(owner: Any) -> dict[str, Any]:
     """Return the attributes of an object, in its dict or in slots."""
     own = getattr(owner, "__dict__", {})
     if not isinstance(owner, nn.Module):
-        return {**own, **_read_slots(owner)}
+        held = read_memory_of(owner) if has_memory(type(owner)) else ()
+        memory = {f"{_MEMORY}[{place}]": part for place, part in enumerate(held)}
+        return {**own, **_read_slots(owner), **memory}
     found = {name: part for name, part in own.items() if name not in _HIDDEN}
     hooks = _read_hooks(owner)
     return {**found, _CODE_OF_HOOKS: hooks} if hooks else found
@@ -250,7 +297,7 @@ def _read_attributes(owner: Any) -> dict[str, Any]:
 
 def _set_attribute(owner: Any, key: Any, value: Any) -> None:
     own = getattr(owner, "__dict__", {})
-    if key == _CODE_OF_HOOKS and isinstance(owner, nn.Module):
+    if key == _CODE_OF_HOOKS or str(key).startswith(_MEMORY):
         return  # they stay as they are
     if value is MISSING:
         object.__delattr__(owner, key)
@@ -261,7 +308,8 @@ def _set_attribute(owner: Any, key: Any, value: Any) -> None:
 
 
 def _takes_attribute(owner: Any, key: Any) -> bool:
-    if isinstance(owner, nn.Module) and (key in _HIDDEN or key == _CODE_OF_HOOKS):
+    hidden = key in _HIDDEN and isinstance(owner, nn.Module)
+    if hidden or key == _CODE_OF_HOOKS or str(key).startswith(_MEMORY):
         return False
     if key in _read_attributes(owner) or key in _list_slots(owner.__class__):
         return True
@@ -277,13 +325,13 @@ def _is_free(part: Any) -> bool:
 
     The value of a ``cached_property`` is an attribute of the object.
     """
-    is_code = isinstance(part, types.FunctionType) or not _is_data(part)
+    is_code = isinstance(part, CODE) or not _is_data(part)
     return isinstance(part, cached_property) or not is_code
 
 
 def _sign_attributes(owner: Any) -> object:
     own = getattr(owner, "__dict__", None)
-    if own is None or _list_slots(owner.__class__):
+    if own is None or _list_slots(owner.__class__) or has_memory(owner.__class__):
         return None
     hooks = [*_list_hooks(owner)] if isinstance(owner, nn.Module) else ()
     return tuple(own), tuple(map(id, own.values())), tuple(map(tuple, hooks))
@@ -316,6 +364,12 @@ def _read_function(owner: Any) -> dict[str, Any]:
     return found | {name: cell.cell_contents for name, cell in cells if cell != _EMPTY}
 
 
+def _sign_function(owner: Any) -> object:
+    """Return what tells that a function without outer variables holds the same."""
+    held = tuple(id(getattr(owner, name)) for name in ("__code__", *_HELD_BY_FUNCTIONS))
+    return None if owner.__closure__ else held
+
+
 def _set_variable(owner: Any, key: Any, value: Any) -> None:
     """Set an outer variable of a function, or a variable of a class or a file."""
     if not isinstance(owner, types.FunctionType):
@@ -335,7 +389,7 @@ def _read_variables(owner: Any) -> dict[str, Any]:
     These are neither code nor callables of libraries.
     """
     found = vars(owner).items()
-    return {name: own for name, own in found if not name.startswith("__") and _is_data(own)}
+    return {name: own for name, own in found if not name.startswith(_OF_PYTHON) and _is_data(own)}
 
 
 def _takes_variable(owner: Any, key: Any) -> bool:
@@ -407,21 +461,47 @@ def _write_generator(owner: Any, content: Any) -> None:
 
 
 def _read_opaque(owner: Any) -> tuple[Any, ...]:
-    """Return the attributes or items of an object that is not entered.
-
-    Of an object without attributes it is what pickle would save. An iterator that pickle refuses
-    never matches, as nothing tells whether it was advanced.
-    """
+    """Return the attributes, items and memory of an object that is not entered."""
     own = getattr(owner, "__dict__", None)
     size = (len(owner),) if isinstance(owner, _SIZED) else ()
-    slots = tuple(_read_slots(owner).values())
-    if isinstance(own, dict) or size or slots:
-        return (*size, *(own or {}).values(), *slots)
+    held = () if size or not has_memory(owner.__class__) else read_memory_of(owner)
+    return (*size, *(own or {}).values(), *_read_slots(owner).values(), *held)
+
+
+class Unreadable:
+    """Stands for what nothing can read, and is not equal to another one."""
+
+
+@lru_cache(maxsize=10_000)
+def has_memory(kind: Any) -> bool:
+    """Return whether objects of a class hold more than attributes: a class that is written in C."""
+    fields = (kind.__dictoffset__ > 0) + (kind.__weakrefoffset__ > 0) + len(_list_slots(kind))
+    return bool(kind.__basicsize__ > object.__basicsize__ + _WORD * fields)
+
+
+def read_memory_of(owner: Any) -> tuple[Any, ...]:
+    """Return what an object holds besides its attributes.
+
+    It is what pickle would save. Where pickle refuses it is the bytes of the object, its items, or
+    what it tells; ``Unreadable`` without these. Code of libraries and an ended generator hold
+    nothing.
+    """
     first, again = (tuple(_list_saved(owner)) for _ in range(2))
     if are_same(first, again):
         return first
-    ended = getattr(owner, "gi_frame", owner) is None
-    return (object(),) if hasattr(owner, "__next__") and not ended else ()
+    answers = dict(_ask(owner))
+    found: tuple[Any, ...] = (*answers, *answers.values())
+    is_code = callable(owner) or type(owner).__module__.partition(".")[0] in _LIBRARIES
+    written = isinstance(owner, io.IOBase) and (owner.closed or not owner.readable())
+    if is_code or written or getattr(owner, "gi_frame", owner) is None:
+        return ()  # what is only written steers nothing
+    with suppress(TypeError, ValueError):
+        view = memoryview(owner)
+        known = view.readonly or view.nbytes <= _MOST_SAVED_BYTES
+        return (*found, b"" if view.readonly else view.tobytes() if known else Unreadable())
+    if isinstance(owner, Collection):
+        return (*owner, *(owner.values() if isinstance(owner, Mapping) else ()))
+    return found if found and not answers.get("qsize") else (Unreadable(),)
 
 
 def _ask(owner: Any) -> tuple[Any, ...]:
@@ -439,11 +519,12 @@ def _read_slots(owner: Any) -> dict[str, Any]:
 
 
 def _list_saved(owner: Any, depth: int = 4) -> Iterator[Any]:
-    """Yield the objects that pickle would save of an object; a new one if it refuses."""
+    """Yield the objects that pickle would save of an object; ``Unreadable`` if it refuses."""
     try:
-        saved = owner.__reduce_ex__(2) if sys.getsizeof(owner) <= _MOST_SAVED_BYTES else None
+        large = sys.getsizeof(owner) > _MOST_SAVED_BYTES
+        saved = Unreadable() if large else owner.__reduce_ex__(2)
     except Exception:  # noqa: BLE001 - whatever a library raises
-        yield object()
+        yield Unreadable()
         return
     pending = [saved]
     while pending:
@@ -451,13 +532,24 @@ def _list_saved(owner: Any, depth: int = 4) -> Iterator[Any]:
         if isinstance(part, list | tuple | dict):
             inner = part.items() if isinstance(part, dict) else part
             yield len(part)
-            pending += inner if len(part) <= _MOST_SAVED_ITEMS else ()
+            many = len(part) > _MOST_SAVED_ITEMS
+            pending += [_encode_items(part)] if many else inner
+        elif isinstance(part, np.ndarray) and not part.dtype.hasobject:
+            yield part.tobytes()
         elif depth and find_kind(part) is OPAQUE and not hasattr(part, "__dict__"):
             yield from _list_saved(part, depth - 1)
         else:
             yield part
 
 
+def _encode_items(items: Any) -> Any:
+    with suppress(SettingError):
+        return encode_plain(items)
+    return Unreadable()
+
+
+# Names of variables that Python sets.
+_OF_PYTHON = ("__", "_abc_impl")
 _EMPTY = types.CellType()
 _HELD_BY_FUNCTIONS = ("__dict__", "__defaults__", "__kwdefaults__")
 CODE = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType)
@@ -472,10 +564,15 @@ ATTRIBUTES, FUNCTION, VARIABLES = (
     Dict(read, _write_parts(read, set_part), sign=sign, set_part=set_part, takes=takes)
     for read, sign, set_part, takes in (
         (_read_attributes, _sign_attributes, _set_attribute, _takes_attribute),
-        (_read_function, lambda _: None, _set_variable, _takes_variable),
+        (_read_function, _sign_function, _set_variable, _takes_variable),
         (_read_variables, _sign_variables, _set_variable, _takes_variable),
     )
 )
+# What a function is applied to; the arguments are entered, and stay the same objects.
+PARTIAL = Holder(
+    lambda own: {"func": own.func, "args": own.args, "keywords": own.keywords, **vars(own)}
+)
+CONTEXT = Dict(lambda own: {"get()": own.get(None)}, set_part=lambda own, _, value: own.set(value))
 SET = Kind(frozenset, _write_items)
 # A long list or dict, whose objects are not entered.
 LONG = Kind(_read_items, _write_items, are_same)
@@ -493,9 +590,9 @@ def find_kind(value: Any) -> Kind | None:
         kind = _find_kind_of_type(value.__class__)
     except ReferenceError:  # a weak reference to a freed object
         return None
-    if isinstance(value, types.FunctionType):
-        held = value.__closure__ or any(getattr(value, name) for name in _HELD_BY_FUNCTIONS)
-        return FUNCTION if held and is_of_program(value) else None
+    if isinstance(value, types.FunctionType | type | types.ModuleType):
+        found = FUNCTION if isinstance(value, types.FunctionType) else VARIABLES
+        return found if is_of_program(value) else None
     if kind in (ITEMS, DICT, SET) and len(value) > _MOST_ITEMS:
         return OPAQUE if kind is SET else LONG
     if kind is SET and any(find_kind(item) is not None for item in value):
@@ -514,6 +611,8 @@ _KINDS: tuple[tuple[Any, Kind | None], ...] = (
     ((list, deque, tuple), ITEMS),
     (set, SET),
     ((nn.Module, *_STATEFUL), ATTRIBUTES),
+    (partial, PARTIAL),
+    (ContextVar, CONTEXT),
 )
 
 
@@ -524,29 +623,25 @@ def _find_kind_of_type(kind: Any) -> Kind | None:
 
 
 def is_of_program(kind: Any) -> bool:
-    """Return whether the program defines a class or a function."""
-    return _is_source_of_program(str(getattr(kind, "__module__", None)))
+    """Return whether the program defines a class or a function, or has a file."""
+    name = "__name__" if isinstance(kind, types.ModuleType) else "__module__"
+    return _is_source_of_program(str(getattr(kind, name, None)))
 
 
-def name_namespaces(owners: Iterable[object]) -> dict[str, Any]:
-    """Return the program's classes of objects and the files that they use, by name.
-
-    These are the files of the classes, and those from which they import.
-    """
-    kinds = dict.fromkeys(kind for owner in owners for kind in type(owner).__mro__)
+def name_namespaces(value: Any) -> dict[str, Any]:
+    """Return the program's classes of an object or a class, and the files of these, by name."""
+    kinds = value.__mro__ if isinstance(value, type) else type(value).__mro__
     own = [kind for kind in kinds if is_of_program(kind)]
-    files: dict[str, Any] = {}
-    waiting = [kind.__module__ for kind in own]
-    for name in waiting:
-        if name in files or name not in sys.modules or not _is_source_of_program(name):
-            continue
-        files[name] = sys.modules[name]
-        for value in vars(sys.modules[name]).values():
-            if isinstance(value, types.ModuleType):
-                waiting.append(value.__name__)
-            elif isinstance(value, type | types.FunctionType):
-                waiting.append(str(value.__module__))
-    return {f"{kind.__module__}.{kind.__qualname__}": kind for kind in own} | files
+    names = {kind.__module__ for kind in own if kind.__module__ in sys.modules}
+    if isinstance(value, types.FunctionType) and value.__module__ in sys.modules:
+        names = {value.__module__}
+    return {name_namespace(each): each for each in (*own, *map(sys.modules.get, sorted(names)))}
+
+
+def name_namespace(value: Any) -> str:
+    """Return the name of a class or a file."""
+    is_class = isinstance(value, type)
+    return f"{value.__module__}.{value.__qualname__}" if is_class else str(value.__name__)
 
 
 def is_of_lightning(kind: Any) -> bool:
@@ -565,8 +660,8 @@ def _is_source_of_program(name: str) -> bool:
 
 
 def _is_data(value: object) -> bool:
-    if isinstance(value, types.FunctionType):
-        return find_kind(value) is FUNCTION
+    if isinstance(value, types.FunctionType | type | types.ModuleType):
+        return find_kind(value) is not None
     if isinstance(value, CODE) or hasattr(value.__class__, "__get__"):
         return False
     return find_kind(value) is not OPAQUE or not callable(value)

@@ -19,10 +19,12 @@ from lightning_d9m.state.parts import (
     ARRAY,
     ATTRIBUTES,
     DICT,
+    FUNCTION,
     GENERATOR,
     ITEMS,
     MISSING,
     OPAQUE,
+    PARTIAL,
     SET,
     TABLE,
     TABLES,
@@ -32,6 +34,10 @@ from lightning_d9m.state.parts import (
     Kind,
     are_equal,
     find_kind,
+    has_memory,
+    name_namespace,
+    name_namespaces,
+    read_memory_of,
 )
 from lightning_d9m.state.plain_data import encode_plain
 
@@ -79,12 +85,13 @@ class Node:
                 yield name_part(self.path, kind, key, place), key, first, part
 
 
-def walk(
+def walk(  # noqa: C901 - one loop, and what it keeps
     owners: Mapping[str, object],
     leave_out: LeaveOut | None = None,
     *,
     known: Container[int] = (),
     enter_owners: bool = False,
+    namespaces: bool = False,
 ) -> Iterator[tuple[str, object, Kind | None]]:
     """Yield every object that can be reached from the owners: its path, itself and its kind.
 
@@ -98,6 +105,7 @@ def walk(
         leave_out: Called with the path and each object that can change.
         known: The identities of objects that are not entered again.
         enter_owners: Enter the owners themselves whatever their type.
+        namespaces: Enter the classes of objects, and the files of classes and functions, too.
     """
     seen: dict[int, object] = {}  # the id of a freed object may become that of another
     entered = set(map(id, owners.values())) if enter_owners else ()
@@ -106,7 +114,10 @@ def walk(
         for name, owner in reversed(list(owners.items()))
     ]
     closed: dict[str, object] = {}
-    while stack or closed:
+    used: dict[str, Any] = {}
+    while stack or closed or used:
+        if not stack:
+            stack, used = [(name, own, VARIABLES) for name, own in reversed(used.items())], {}
         if not stack:
             found, closed = dict(find_data(closed)), {}
             new = ((path, own) for path, own in found.items() if id(own) not in known)
@@ -114,11 +125,16 @@ def walk(
             continue
         path, value, kind = stack.pop()
         kind = kind or find_kind(value)
+        if kind is VARIABLES and path not in owners:
+            path = name_namespace(value)
         if kind is OPAQUE and id(value) in entered:
             kind = ATTRIBUTES
         elsewhere = id(value) in entered and path not in owners  # it is entered by its own name
         if kind is None or elsewhere or id(value) in seen or id(value) in known:
             yield path, value, None
+            if isinstance(value, MethodType) and id(value) not in seen:
+                seen[id(value)] = value
+                stack += _list_held(path, value, kind)
             continue
         seen[id(value)] = value
         if leave_out is not None and leave_out(path, value):
@@ -127,13 +143,31 @@ def walk(
         yield path, value, kind
         if kind is OPAQUE:
             closed[path] = value
-        if kind in (ITEMS, DICT, SET) and hasattr(value, "__dict__"):  # of a subclass
-            stack.append((f"{path}.__dict__", vars(value), TABLE))
-        if isinstance(kind, Holder):
-            for place, (key, part) in reversed([*enumerate(_list_pairs(kind.read(value)))]):
-                is_table = key in TABLES and isinstance(value, nn.Module)
-                table = TABLE if is_table and isinstance(part, dict) else None
-                stack.append((name_part(path, kind, key, place), part, table))
+        elif namespaces and kind in (ATTRIBUTES, FUNCTION, VARIABLES):
+            found = name_namespaces(value)
+            used |= {name: own for name, own in found.items() if id(own) not in seen}
+        stack += _list_held(path, value, kind)
+
+
+def _list_held(
+    path: str, value: Any, kind: Kind | None
+) -> Iterator[tuple[str, object, Kind | None]]:
+    """Yield path, object and kind of what an object holds, the last first; None is found later."""
+    if kind in (ITEMS, DICT, SET) and hasattr(value, "__dict__"):  # of a subclass
+        yield f"{path}.__dict__", vars(value), TABLE
+    if isinstance(kind, Holder):
+        for place, (key, part) in reversed([*enumerate(_list_pairs(kind.read(value)))]):
+            is_table = key in TABLES and isinstance(value, nn.Module)
+            table = TABLE if is_table and isinstance(part, dict) else None
+            yield name_part(path, kind, key, place), part, table
+    elif isinstance(value, MethodType):
+        yield f"{path}.__self__", value.__self__, None
+        yield f"{path}.__func__", value.__func__, None
+    elif kind is OPAQUE and has_memory(type(value)):
+        # The program's objects in an iterator, say.
+        for place, part in enumerate(read_memory_of(value)):
+            if find_kind(part) in (ATTRIBUTES, FUNCTION, PARTIAL) or isinstance(part, MethodType):
+                yield f"{path}[{place}]", part, None
 
 
 def _list_pairs(content: Any) -> Iterable[tuple[Any, Any]]:
@@ -290,6 +324,7 @@ class Watch:
         owners: Objects by name, which are entered whatever their type.
         leave_out: See ``walk``.
         choose: Called with the path, each object and its kind; returns the kind to use.
+        namespaces: See ``walk``.
 
     Attributes:
         nodes: Each object that can change, and what it held, by its identity.
@@ -302,12 +337,14 @@ class Watch:
         *,
         leave_out: LeaveOut | None = None,
         choose: Callable[[str, Any, Kind], Kind] = lambda _path, _value, kind: kind,
+        namespaces: bool = False,
     ) -> None:
         self.nodes: dict[int, Node] = {}
         self.paths: dict[str, Node] = {}
         self._owners = owners
         self._leave_out = leave_out
         self._choose = choose
+        self._namespaces = namespaces
         self._walked = 0
         self._walk_all()
 
@@ -378,11 +415,13 @@ class Watch:
         """Add the objects that a holder holds since it was read last."""
         kind: Any = holder.kind
         for place, (key, part) in enumerate(_list_pairs(holder.content)):
-            if id(part) not in self.nodes and find_kind(part) is not None:
+            enters = find_kind(part) is not None or isinstance(part, MethodType)
+            if id(part) not in self.nodes and enters:
                 self._add({name_part(holder.path, kind, key, place): part})
 
     def _add(self, owners: Mapping[str, object], *, enter_owners: bool = False) -> None:
-        found = walk(owners, self._leave_out, known=self.nodes, enter_owners=enter_owners)
+        words = {"enter_owners": enter_owners, "namespaces": self._namespaces}
+        found = walk(owners, self._leave_out, known=self.nodes, **words)
         for path, value, kind in found:
             if kind is not None:
                 chosen = self._choose(path, value, kind)

@@ -2,7 +2,7 @@
 
 import copy
 import importlib
-import queue
+import logging
 import random
 
 import numpy as np
@@ -100,14 +100,14 @@ def make_saver(path, *, epoch=1, batch=2, hook="on_train_batch_end", stop=True):
     base = importlib.import_module("lightning.pytorch.callbacks").Checkpoint
 
     class Saver(base):
-        saved = queue.SimpleQueue()  # nothing of which a checkpoint holds
+        saved = logging.Logger("saved")  # nothing of which a checkpoint holds
 
     def save(self, trainer, *arguments, **_):
         place = trainer.fit_loop.epoch_progress.current.started - 1
         batches = trainer.fit_loop.epoch_loop.batch_progress.current.ready
-        if trainer.sanity_checking or not self.saved.empty() or place < epoch or batches < batch:
+        if trainer.sanity_checking or self.saved.disabled or place < epoch or batches < batch:
             return
-        self.saved.put(None)
+        self.saved.disabled = True
         trainer.save_checkpoint(path)
         if stop:
             raise Interrupted

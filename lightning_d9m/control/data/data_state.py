@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from lightning_d9m.control.data.resumable_sampler import list_controlled
 from lightning_d9m.state.changes import Changes, describe_unsaved
-from lightning_d9m.state.parts import GENERATOR, find_kind, is_of_lightning, name_namespaces
+from lightning_d9m.state.parts import GENERATOR, find_kind, is_of_lightning
 from lightning_d9m.state.plain_data import pack_bytes, unpack_bytes
 from lightning_d9m.state.state import search
 
@@ -26,6 +26,8 @@ CHANGES, UNSAVED = "sampler", "unsaved"
 # The same of a loader's dataset and functions; and the paths of what only the log names: caches
 # that were filled, and what changes in a loader itself.
 DATA, UNSAVED_DATA, LOGGED_DATA = "data", "unsaved data", "logged data"
+# The paths of what nothing can read, such as an open database.
+UNKNOWN = "unknown"
 # Of earlier versions: numbers by attribute, by the path of the object, which are lost.
 NUMBERS = "dataset numbers"
 
@@ -82,13 +84,15 @@ class DataState:
     def capture(self) -> dict[str, Any]:
         """Return what has changed, for ``restore``, and the paths of what cannot be saved."""
         states: dict[str, Any] = {DATA: {}, UNSAVED_DATA: [], LOGGED_DATA: []}
-        states |= {CHANGES: {}, UNSAVED: []}
+        states |= {CHANGES: {}, UNSAVED: [], UNKNOWN: []}
         for number, (_, changes) in self.samplers.items():
             found, unknown = changes.capture()
             states[CHANGES] |= {f"{number}.{path}": pack_bytes(own) for path, own in found.items()}
             states[UNSAVED] += [f"{number}.{path}" for path in unknown]
+            states[UNKNOWN] += [f"sampler.{path}" for path in changes.unknown]
         for name, (_, changes) in self.data.items():
             found, unknown = changes.capture()
+            states[UNKNOWN] += changes.unknown
             if name == LOADER:
                 states[LOGGED_DATA] += [*found, *unknown]
                 continue
@@ -149,6 +153,15 @@ def list_unsaved(samplers: Mapping[str, Mapping[str, Any]]) -> list[str]:
             *(f"{number}.{path}" for path in states.get(UNSAVED_DATA, ())),
         )
     )
+
+
+def list_unknown(samplers: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Return the paths of what nothing can read, by number of the loader."""
+    return [
+        f"{number}.{path}"
+        for number, states in samplers.items()
+        for path in states.get(UNKNOWN, ())
+    ]
 
 
 def list_logged(samplers: Mapping[str, Mapping[str, Any]]) -> list[str]:
@@ -217,14 +230,13 @@ def _watch(name: str, owner: Any, others: Collection[int]) -> Changes:
             and not isinstance(value, _CODE)
             and not _leave_out(path, value)
         }
-    if name:
-        owners |= name_namespaces(owners.values())
     return Changes(
         owners,
         leave_out=leave_out,
         hide=lambda each: hidden if each is owner else (),
         copies=not name,
         most_bytes=_MOST_BYTES if name else None,
+        namespaces=bool(name),
     )
 
 

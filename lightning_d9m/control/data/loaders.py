@@ -25,6 +25,7 @@ from lightning_d9m.control.data.data_state import (
     DATA,
     LOADER,
     LOGGED_DATA,
+    UNKNOWN,
     UNSAVED_DATA,
     DataState,
     WorkerWatch,
@@ -196,7 +197,7 @@ def _index_text(index: Any) -> int | str:
 # torch adds the epoch to a DistributedSampler's seed, and subclasses of users may pass the sum to
 # generators with 32-bit seeds.
 _SAMPLER_SEED = 2**31
-_OF_DATA = (DATA, UNSAVED_DATA, LOGGED_DATA)
+_OF_DATA = (UNKNOWN, DATA, UNSAVED_DATA, LOGGED_DATA)
 
 
 class ReachedPosition(NamedTuple):
@@ -316,13 +317,15 @@ class ControlledLoader:
         loader = self.loader()
         if loader is not None and loader.num_workers and not at_end:
             # Workers have copies from the start of the epoch.
-            first = start.get(DATA, {})
+            first, held = start.get(DATA, {}), tuple(self.state.data)
             changed = [
                 path
                 for path, own in now.get(DATA, {}).items()
                 if path not in first or not torch.equal(own, first[path])
             ]
-            now = {**now, UNSAVED_DATA: [*now.get(UNSAVED_DATA, ()), *changed]}
+            # Variables of files are restored in this process later, as part of the program.
+            changed = [path for path in changed if path.startswith(held)]
+            now |= {DATA: first, UNSAVED_DATA: [*now.get(UNSAVED_DATA, ()), *changed]}
         return at_start | {name: own for name, own in now.items() if own}
 
     def _keep_start(self) -> None:

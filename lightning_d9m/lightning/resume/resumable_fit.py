@@ -7,6 +7,7 @@ it finds the others.
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from fnmatch import fnmatch
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal
@@ -15,7 +16,13 @@ from warnings import catch_warnings, filterwarnings, warn
 from msgspec.structs import replace
 
 from lightning_d9m.attribute_patches import AttributePatches
-from lightning_d9m.control.data.data_state import CHANGES, DATA, list_logged, list_unsaved
+from lightning_d9m.control.data.data_state import (
+    CHANGES,
+    DATA,
+    list_logged,
+    list_unknown,
+    list_unsaved,
+)
 from lightning_d9m.control.data.loaders import find_epoch_problem, find_loader_problems
 from lightning_d9m.control.seeding import find_lost_devices
 from lightning_d9m.errors import InexactResumeError
@@ -98,6 +105,19 @@ _NOT_HELD = (
     "{} changes while samples are read, and a checkpoint does not hold it. A resumed run begins "
     "without it; if samples depend on what it holds, they differ."
 )
+_UNKNOWN = (
+    "Nothing can read {0}, so it may change in the fit unseen, and the resumed run cannot be "
+    "compared with the steps after the checkpoint. Keep its position in a number; or if the "
+    "training does not depend on it, pass DeterminismCallback(accepted_unknown={0!r})."
+)
+_EXPECTED = (
+    "{} changes in the fit, and has no form that a checkpoint could keep, unless the program saves "
+    "and loads it itself, as in on_load_checkpoint."
+)
+_CHECKED = (
+    "Nothing can read {}. The first steps of the resumed run are compared with those of the run "
+    "that saved the checkpoint."
+)
 _UNMATCHED_GENERATORS = (
     "These generators are only in the checkpoint, or only in this run: {}. Create them before "
     "training starts, as in the run that saved the checkpoint."
@@ -130,10 +150,18 @@ class CheckpointState:
 
     Args:
         on_inexact: ``"raise"`` or ``"warn"`` if a run cannot be resumed exactly.
+        accepted: Patterns of the paths of objects that nothing can read, and that steer nothing.
     """
 
-    def __init__(self, on_inexact: InexactResumeAction = "raise") -> None:
+    can_be_checked: Callable[[SavedState], bool] = staticmethod(lambda _state: False)
+    """Returns whether a run that resumes from a state is compared with what the run that saved it
+    did next. Only then does it begin if there are objects that nothing can read."""
+
+    def __init__(
+        self, on_inexact: InexactResumeAction = "raise", accepted: Sequence[str] = ()
+    ) -> None:
         self._on_inexact = on_inexact
+        self._accepted = accepted
         self._is_open = False
         # The state of a run that has ended, for later checkpoints; whether it has all ranks.
         self._ended: SavedState | None = None
@@ -142,7 +170,7 @@ class CheckpointState:
         self._manifests = ExitStack()
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(CheckpointState(self._on_inexact))
+        return vars(CheckpointState(self._on_inexact, self._accepted))
 
     def attach(self, trainer: Trainer, session: TrainerSession, recorder: TrainerRecorder) -> None:
         """Prepare a fit for a checkpoint that it may resume from; called before that is loaded."""
@@ -230,7 +258,8 @@ class CheckpointState:
             state = self._capture(checkpoint)
             (saved,) = state.ranks
             # Log once each reason, and each object that the checkpoint does not hold.
-            if new := [text for text in saved.inexact if text not in self._told]:
+            expected = map(_EXPECTED.format, self._program.expected)
+            if new := [text for text in (*saved.inexact, *expected) if text not in self._told]:
                 _report("The checkpoint that is being saved", new)
             logged = [_NOT_HELD.format(path) for path in list_logged(saved.samplers)]
             for text in logged:
@@ -307,7 +336,17 @@ class CheckpointState:
         if not run_state.reaches_max_steps(trainer, position.step):
             # Those of all ranks, so that all ranks agree. If no step remains, they do not matter.
             problems += dict.fromkeys(reason for rank in state.ranks for reason in rank.inexact)
+            problems += self._find_unknown(state)
         return problems
+
+    def _find_unknown(self, state: SavedState) -> list[str]:
+        """Return problems of objects that nothing can read, unless the resumed run is checked."""
+        paths = dict.fromkeys(path for rank in state.ranks for path in rank.unknown)
+        found = [path for path in paths if not any(fnmatch(path, own) for own in self._accepted)]
+        if found and self.can_be_checked(state):
+            rank_zero().rank_zero_info(_CHECKED.format(", ".join(found)))
+            return []
+        return [_UNKNOWN.format(path) for path in found]
 
     def _describe_settings(self) -> dict[str, Any]:
         """Return the settings in a checkpoint, which ``_find_problems`` compares with a run's."""
@@ -396,7 +435,8 @@ class CheckpointState:
 
     def _restore(self, *, within: bool) -> list[str]:
         """Restore what this rank holds; return the paths of objects that do not exist."""
-        missing = self._program.restore(self._rank.program, self._rank.reset)
+        program = {path: own for path, own in self._rank.program.items() if path != _HOOKS}
+        missing = self._program.restore(program, self._rank.reset)
         run_state.restore(
             self._trainer, self._session, self._rank, self._raise_or_warn, within=within
         )
@@ -409,7 +449,8 @@ class CheckpointState:
             self._program.settle()
         if self._resumed is not None and self._has_begun:
             missing = self._restore(within=False)
-            self._raise_or_warn(_name_all(_MISSING_OBJECTS, missing), on_all_ranks=True)
+            problems = [*_name_all(_MISSING_OBJECTS, missing), *self._program.describe_unlike()]
+            self._raise_or_warn(problems, on_all_ranks=True)
             if self._was_saved_between_epochs:
                 self._session.loaders.restore_data("train", self._position.epoch)
         start()
@@ -684,6 +725,7 @@ class CheckpointState:
             kept[_HOOKS] = pack_bytes(encode_plain(hooks))
         run = self._recorder.run
         samplers = session.capture_samplers(position.phase)
+        user = {**user, "unknown": [*user["unknown"], *list_unknown(samplers)]}
         reasons = [*self._find_missing_state(position), *reasons, *list_unsaved(samplers), *late]
         rank = run_state.capture(
             trainer, session, position.phase, user,

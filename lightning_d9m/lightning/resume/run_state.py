@@ -65,7 +65,6 @@ from lightning_d9m.state.parts import (
     find_kind,
     is_of_lightning,
     is_of_program,
-    name_namespaces,
 )
 from lightning_d9m.state.plain_data import decode_plain, encode_plain, pack_bytes, unpack_bytes
 from lightning_d9m.state.state import digest_value
@@ -100,13 +99,14 @@ class ProgramState:
         owners |= {"trainer": trainer} | name_callbacks(callbacks)
         owners |= {f"{_OPTIMIZERS}{n}]": own for n, own in enumerate(trainer.optimizers)}
         owners |= {f"schedulers[{n}]": own for n, own in enumerate(list_schedulers(trainer))}
-        owners |= name_namespaces([*owners.values(), *self._module.modules()])
         self._roots = tuple(owners)
         self._entered = set(map(id, owners.values()))
         self._left_out: set[int] = set()
         self._stepping: set[int] = set()
         self._find_left_out()
-        self._changes = Changes(owners, leave_out=self._leave_out, hide=self._list_held)
+        self._changes = Changes(
+            owners, leave_out=self._leave_out, hide=self._list_held, namespaces=True, expects=True
+        )
 
     def settle(self) -> None:
         """Take objects that hooks have made since as held at first."""
@@ -116,8 +116,22 @@ class ProgramState:
     def capture(self) -> Captured:
         """Return what has changed."""
         self._changes.ignore(self._find_left_out())
-        found, unknown = self._changes.capture()
-        return found | dict.fromkeys(unknown)
+        found, unsaved = self._changes.capture()
+        return found | dict.fromkeys(unsaved)
+
+    @property
+    def unknown(self) -> list[str]:
+        """The paths of what the last ``capture`` could not read."""
+        return [*self._changes.unknown]
+
+    @property
+    def expected(self) -> list[str]:
+        """The paths of what the program must restore itself, of the last ``capture``."""
+        return [*self._changes.expected]
+
+    def describe_unlike(self) -> list[str]:
+        """Return why the program has not restored what it must, after ``restore``."""
+        return describe_unsaved(path.rstrip("'") for path in self._changes.unlike)
 
     def restore(self, program: Mapping[str, Tensor], reset: Iterable[str]) -> list[str]:
         """Write what a checkpoint holds into the objects; return the paths that do not exist.
@@ -128,7 +142,7 @@ class ProgramState:
         plain = {
             path: unpack_bytes(data)
             for path, data in program.items()
-            if path.startswith(self._roots)
+            if path.startswith(self._roots) or not path.startswith("callbacks.")
         }
         missing = self._changes.restore(plain, self._module.device)
         metrics = find_metrics(self._trainer)
@@ -310,6 +324,7 @@ def capture_user_state(trainer: Trainer, phase: LoopPhase, program: ProgramState
         "reset": reset,
         "metric_states": {p: s for p, s in states.items() if not f"{p}.".startswith(skipped)},
         "program": {p: own for p, own in changed if own is None or not p.startswith(skipped)},
+        "unknown": program.unknown,
     }
 
 
