@@ -32,7 +32,6 @@ from lightning_d9m.control.settings import (
     read_path,
     read_settings,
     reject_unknown_variables,
-    validate_choice,
     variable_of,
 )
 from lightning_d9m.errors import SettingError
@@ -158,7 +157,6 @@ class DeterminismCallback(_Callback):  # type: ignore[misc] # of the package tha
         arguments = dict(locals())
         _serve_packages()
         super().__init__()
-        validate_choice("on_inexact_resume", on_inexact_resume, ("raise", "warn"))
         read_path("ledger_dir", ledger_dir)  # a URL passes, too
         self._given = select_given(arguments)
         names = [field.name for field in fields(RunOptions) if field.name in arguments]
@@ -166,7 +164,7 @@ class DeterminismCallback(_Callback):  # type: ignore[misc] # of the package tha
         ignored = [ignored_metrics] if isinstance(ignored_metrics, str) else ignored_metrics
         self._recorder = TrainerRecorder(options, ledger_dir, ignored, spare_cwd=self._auto_added)
         self._shows_summary = summary
-        self._checkpoint_state = CheckpointState(on_inexact_resume)
+        self._checkpoint_state = CheckpointState()
         self._session: TrainerSession | None = None
         self._liveness: RankLiveness | None = None
         # The launcher and NCCL start before `setup` is called and read these variables then.

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 from warnings import catch_warnings, filterwarnings, warn
 
 from msgspec.structs import replace
@@ -52,7 +52,6 @@ from lightning_d9m.state.plain_data import decode_plain, encode_plain, pack_byte
 from lightning_d9m.state.state import find_generators, search
 from lightning_d9m.text import pluralize
 
-InexactResumeAction = Literal["raise", "warn"]
 _Find = Callable[[], list[str]]
 
 
@@ -126,14 +125,9 @@ _REPEATED_START = (
 
 
 class CheckpointState:
-    """Saves and restores the state of one callback's fits, one after the other.
+    """Saves and restores the state of one callback's fits, one after the other."""
 
-    Args:
-        on_inexact: ``"raise"`` or ``"warn"`` if a run cannot be resumed exactly.
-    """
-
-    def __init__(self, on_inexact: InexactResumeAction = "raise") -> None:
-        self._on_inexact = on_inexact
+    def __init__(self) -> None:
         self._is_open = False
         # The state of a run that has ended, for later checkpoints; whether it has all ranks.
         self._ended: SavedState | None = None
@@ -142,7 +136,7 @@ class CheckpointState:
         self._manifests = ExitStack()
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(CheckpointState(self._on_inexact))
+        return vars(CheckpointState())
 
     def attach(self, trainer: Trainer, session: TrainerSession, recorder: TrainerRecorder) -> None:
         """Prepare a fit for a checkpoint that it may resume from; called before that is loaded."""
@@ -242,6 +236,7 @@ class CheckpointState:
                 self._find_late = self._remember(
                     run_state.count_logged, program=self._captured, reset=reset
                 )
+            self._recorder.run.note_save(trainer.global_step)
             state = run_state.gather_ranks(trainer, state)
         elif self._ended is not None:
             state = self._ended
@@ -258,7 +253,8 @@ class CheckpointState:
 
         Raises:
             CheckpointError: If the state is damaged.
-            InexactResumeError: If it cannot be resumed exactly, unless ``on_inexact="warn"``.
+            InexactResumeError: If it cannot be resumed exactly, and ``on_inexact_resume`` is not
+                ``"warn"``.
         """
         if not self._is_open:
             return
@@ -533,7 +529,7 @@ class CheckpointState:
         """Continue a training loader, which has just been loaded, where the checkpoint was saved.
 
         Raises:
-            InexactResumeError: If it cannot, unless ``on_inexact="warn"``.
+            InexactResumeError: If it cannot, unless ``on_inexact_resume="warn"``.
         """
         trainer = self._trainer
         # `estimated_stepping_batches` loads the data before Lightning restores its progress.
@@ -560,7 +556,7 @@ class CheckpointState:
 
         Raises:
             InexactResumeError: A loader began the epoch after the resumed one at the position of
-                the checkpoint, unless ``on_inexact="warn"``.
+                the checkpoint, unless ``on_inexact_resume="warn"``.
         """
         if self._lengths is None:
             return
@@ -611,6 +607,7 @@ class CheckpointState:
                 inexact=tuple(self._reasons),
             ),
             rank.pending.get("loss"),
+            lambda problem: self._raise_or_warn([problem]),
             rank.pending.get("evaluations", ()),
         )
 
@@ -749,7 +746,7 @@ class CheckpointState:
             "To resume anyway, with a break that the ledger records, pass "
             'DeterminismCallback(on_inexact_resume="warn").'
         )
-        if self._on_inexact != "warn":
+        if self._recorder.run.options.on_inexact_resume != "warn":
             raise InexactResumeError(text, reasons=problems)
         if self._trainer.is_global_zero:
             warn(text, stacklevel=2)
