@@ -19,6 +19,7 @@ from weakref import WeakSet
 import torch
 from msgspec.structs import replace
 
+from lightning_d9m.control.ddp_buckets import settle_buckets
 from lightning_d9m.control.environment import control_is_on
 from lightning_d9m.control.seeding import digest_generators
 from lightning_d9m.control.settings import (
@@ -282,6 +283,8 @@ class Run:
             self._agreement = RankAgreement(ranks.gather_json, replicated)
         self.open_runs.add(self)
         ranks.raise_on_all(lambda: self._open(header, facts, parent))
+        if control_is_on():
+            settle_buckets(training.model if training.wrapped is None else training.wrapped)
         self.probes = BatchProbes(self._used_options, training, ranks.rank, self.append)
         return parent is None
 
@@ -488,6 +491,9 @@ class Run:
 
     def _check_step(self, epoch: int, step: int, groups: dict[str, dict[str, str]]) -> None:
         assert self._header is not None, "the ledger is open"
+        rank = self._header.rank
+        # A checkpoint has those of rank 0; the others get them with DDP's next synchronization.
+        groups = {name: own for name, own in groups.items() if name != "buffers" or not rank}
         # With logical ranks they depend on the last one that a process has computed.
         if LOGICAL_RANKS not in self._header.stack:
             groups = {**groups, GENERATORS: digest_generators()}
