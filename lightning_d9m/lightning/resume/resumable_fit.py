@@ -430,9 +430,10 @@ class CheckpointState:
         trainer, loaders, fit = self._trainer, self._session.loaders, self._trainer.fit_loop
         # Lightning makes the first iterator, and starts its workers, when it loads the loaders.
         first = getattr(fit, "is_resuming", False) or fit.epoch_loop.restarting
-        # An uninterrupted run makes it after `on_train_epoch_start`, where the epoch is seeded,
-        # and it fetches the first batch of an iterable dataset at once. So make it again.
-        again = self._was_saved_between_epochs and run_state.draws_when_iterated(trainer)
+        # An uninterrupted run makes it after `on_train_epoch_start`, where the epoch is seeded and
+        # a dataset may be set, and it fetches the first batch of an iterable dataset at once. So
+        # make it again.
+        again = self._was_saved_between_epochs and run_state.reads_when_iterated(trainer)
         if trainer.current_epoch and (again or not first):
             loaders.restart_epoch("train", trainer.current_epoch)
         if trainer.current_epoch and again and first:

@@ -657,14 +657,17 @@ def finish_pending_work(
     return at_end
 
 
-def draws_when_iterated(trainer: Trainer) -> bool:
-    """Return whether a training loader may draw in this process when its iterator is made.
+def reads_when_iterated(trainer: Trainer) -> bool:
+    """Return whether a training loader may read its dataset when its iterator is made.
 
-    torch's loader does not read a map-style dataset before a batch is fetched, and its batches are
-    seeded one by one. An iterator is excluded: making it again would lose its first batch.
+    Workers then get a copy of it. In this process torch's loader does not read a map-style dataset
+    before a batch is fetched, and its batches are seeded one by one. Persistent workers are
+    excluded, whose copy stays as it was before the first epoch; and an iterator: making it again
+    would lose its first batch.
     """
     return any(
-        loader.num_workers == 0 and isinstance(loader.dataset, IterableDataset)
+        not loader.persistent_workers
+        and (loader.num_workers > 0 or isinstance(loader.dataset, IterableDataset))
         if isinstance(loader, DataLoader) and not iterates_itself(loader)
         else not isinstance(loader, Iterator)
         for loader in lightning_private.list_loaders(trainer.fit_loop)
